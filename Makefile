@@ -1,0 +1,76 @@
+# make help lists the targets. Each does all of its own set-up: system packages by apt where it may,
+# a virtual environment in .venv, torch and the tools from PyPI, the build.
+#   TORCH=2.11.0   with `make test`: the Python tests against this version of torch, in an environment
+#                  and a copy of the tree of their own
+#   PYTHON=python3 the interpreter to make the environment from
+
+TORCH ?=
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+CXX_FILES := $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp')
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format build cpp-test cpp-asan cpp-tsan py-test bench clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+demo: build ## train, kill, resume on other ranks, compare with stock torch
+	$(BIN)/python examples/demo.py
+
+ifeq ($(TORCH),)
+test: lint cpp-test cpp-asan cpp-tsan py-test ## everything that CI runs
+else
+# The extension is built for one torch, so another one gets a copy of the tree.
+COPY := build/torch-$(TORCH)
+test:
+	mkdir -p $(COPY)/tree
+	git ls-files -co --exclude-standard -z | tar c --null --ignore-failed-read -T - 2> /dev/null | tar x -C $(COPY)/tree
+	$(MAKE) -C $(COPY)/tree py-test TORCH= VENV=../venv TORCH_VERSION=$(TORCH)
+endif
+
+bench: build ## measure against stock torch and the machine's limits
+	$(BIN)/python -m benchmarks.run $(ARGS)
+
+build: $(VENV)/.ready ## the extension, in place
+	TORCH_CKPT_CMAKE_ARGS="-DTORCH_CKPT_WERROR=ON" $(BIN)/pip install -q --no-build-isolation --no-deps -e .
+
+$(VENV)/.ready: scripts/setup.sh pyproject.toml
+	scripts/setup.sh "$(PYTHON)" "$(VENV)" "$(TORCH_VERSION)"
+	touch $@
+
+lint: build ## formatting, clang-tidy's short list, ruff, mypy --strict
+	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	cmake --preset test > /dev/null
+	echo $(filter-out csrc/python/%,$(filter csrc/%.cpp,$(CXX_FILES))) | xargs -n 5 -P "$$(nproc)" \
+	  clang-tidy -quiet -p build/test --extra-arg=-Wno-unknown-warning-option
+
+format: $(VENV)/.ready ## write the formatting that lint asks for
+	$(BIN)/clang-format -i $(CXX_FILES)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+cpp-test: $(VENV)/.ready ## GoogleTest over the core, which needs no torch
+	cmake --preset test
+	cmake --build build/test
+	ctest --test-dir build/test --output-on-failure
+
+cpp-asan: $(VENV)/.ready ## the same under AddressSanitizer and UndefinedBehaviorSanitizer
+	cmake --preset asan
+	cmake --build build/asan
+	ctest --test-dir build/asan --output-on-failure
+
+cpp-tsan: $(VENV)/.ready ## the same under ThreadSanitizer
+	cmake --preset tsan
+	cmake --build build/tsan
+	ctest --test-dir build/tsan --output-on-failure
+
+py-test: build ## pytest, torchrun tests included
+	$(BIN)/python -m pytest $(ARGS)
+
+clean: ## remove what the build made; the environment stays
+	rm -rf build torch_ckpt/*.so *.egg-info

@@ -1,0 +1,91 @@
+"""Horizontal bar charts of a result, one PNG per group. Only this module needs matplotlib."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+from .results import Group, Results
+
+_COLOURS = {"ours": "#d9480f", "stock": "#4c6a85", "limit": "#c3ccd4"}
+_MEANINGS = {"ours": "torch_ckpt", "stock": "stock torch", "limit": "the machine's limit"}
+
+
+def _pyplot() -> Any:
+    try:
+        matplotlib = importlib.import_module("matplotlib")
+    except ModuleNotFoundError as error:
+        raise SystemExit(
+            "charts need matplotlib: pip install matplotlib (or pass --no-charts)"
+        ) from error
+    # No display is needed to write files.
+    matplotlib.use("Agg")
+    return importlib.import_module("matplotlib.pyplot")
+
+
+def _draw(pyplot: Any, group: Group, caption: str, path: Path) -> None:
+    # Fastest on top, which is the end of the axis.
+    order = sorted(group.contenders, key=lambda info: group.wall(info.name).median, reverse=True)
+    walls = [group.wall(info.name) for info in order]
+    medians = [wall.median for wall in walls]
+    below = [wall.median - wall.minimum for wall in walls]
+    above = [wall.maximum - wall.median for wall in walls]
+
+    figure, axes = pyplot.subplots(figsize=(9, 1.4 + 0.36 * len(order)), layout="constrained")
+    bars = axes.barh(
+        [info.label for info in order],
+        medians,
+        color=[_COLOURS[info.kind] for info in order],
+        xerr=[below, above],
+        error_kw={"ecolor": "#333333", "elinewidth": 1, "capsize": 3},
+    )
+    farthest = max(wall.maximum for wall in walls)
+    for bar, wall in zip(bars, walls, strict=True):
+        axes.text(
+            wall.maximum + 0.015 * farthest,
+            bar.get_y() + bar.get_height() / 2,
+            f"{wall.median:.3g} s",
+            va="center",
+            fontsize=9,
+        )
+    axes.set_xlim(0, farthest * 1.12)
+    axes.set_xlabel(
+        "seconds: median, whiskers from minimum to maximum (less is better)", fontsize=9
+    )
+    figure.suptitle(group.title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+    axes.tick_params(axis="both", labelsize=9)
+    axes.tick_params(axis="y", length=0)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.xaxis.grid(visible=True, color="#e6e9ec")
+    axes.set_axisbelow(True)
+    kinds = [kind for kind in _COLOURS if any(info.kind == kind for info in order)]
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=_COLOURS[kind]) for kind in kinds]
+    # Above the bars: within the axes it would hide the longest whiskers.
+    axes.legend(
+        handles,
+        [_MEANINGS[kind] for kind in kinds],
+        loc="lower right",
+        bbox_to_anchor=(1, 1),
+        ncols=len(kinds),
+        frameon=False,
+        fontsize=9,
+        borderaxespad=0.2,
+    )
+    figure.supxlabel(caption, fontsize=7, color="#666666")
+    # Without a date or version of its own in the file, equal data give equal bytes.
+    figure.savefig(path, dpi=150, metadata={"Software": None})
+    pyplot.close(figure)
+
+
+def write(results: Results, directory: Path) -> dict[str, Path]:
+    """Writes `benchmark-<group>.png` for each group and returns the paths by group name."""
+    pyplot = _pyplot()
+    directory.mkdir(parents=True, exist_ok=True)
+    paths = {}
+    for group in results.groups:
+        path = directory / f"benchmark-{group.name.replace('_', '-')}.png"
+        _draw(pyplot, group, results.machine.sentence(), path)
+        paths[group.name] = path
+    return paths

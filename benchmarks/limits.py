@@ -1,0 +1,178 @@
+"""What the machine itself can do with the same number of bytes: raw writes, raw reads, memcpy.
+
+These are the yardsticks, so they do nothing but move bytes: blocks of 4 MiB from page-aligned
+memory, several in flight, fsync of the files and their directory at the end. os.pwrite, os.preadv
+and ctypes.memmove release the GIL, hence plain Python threads reach the speed of the system calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from .states import State, tensors
+
+BLOCK_BYTES = 4 << 20
+_ALIGNMENT = 4096
+_ARENA_BYTES = 64 << 20
+
+
+def _aligned_memory(size: int) -> mmap.mmap:
+    """Private memory of `size` bytes at a page boundary, on huge pages where the kernel has them.
+
+    With huge pages a direct write of 4 MiB pins two pages instead of 1,024, which takes up to a
+    fifth off its time. Private, since Python's default is shared memory, which gets no huge pages.
+    """
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # A kernel built without huge pages refuses; ordinary pages serve as well, only slower.
+    with contextlib.suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+@dataclass(frozen=True)
+class WriteShape:
+    """How a raw write is laid out: the best shape differs between disks, so several are tried."""
+
+    files: int
+    in_flight_per_file: int
+    direct: bool
+
+    @property
+    def label(self) -> str:
+        """For tables, such as 'raw direct write, 2 files x 2 in flight'."""
+        way = "direct" if self.direct else "buffered"
+        files = "1 file" if self.files == 1 else f"{self.files} files"
+        return f"raw {way} write, {files} x {self.in_flight_per_file} in flight"
+
+
+WRITE_SHAPES: dict[str, WriteShape] = {
+    "raw_direct_1x1": WriteShape(1, 1, direct=True),
+    "raw_direct_1x4": WriteShape(1, 4, direct=True),
+    "raw_direct_2x1": WriteShape(2, 1, direct=True),
+    "raw_direct_2x2": WriteShape(2, 2, direct=True),
+    "raw_buffered_1x1": WriteShape(1, 1, direct=False),
+    "raw_buffered_2x1": WriteShape(2, 1, direct=False),
+}
+
+
+def direct_io_works(directory: Path) -> bool:
+    """Whether the file system of `directory` takes an aligned O_DIRECT write."""
+    probe = directory / "direct-io-probe"
+    buffer = _aligned_memory(_ALIGNMENT)
+    try:
+        fd = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600)
+        try:
+            return os.write(fd, buffer) == _ALIGNMENT
+        finally:
+            os.close(fd)
+    except OSError:
+        return False
+    finally:
+        probe.unlink(missing_ok=True)
+        buffer.close()
+
+
+def fsync_directory(directory: Path) -> None:
+    """Makes the directory's entries durable."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+class RawWriter:
+    """Writes a number of bytes to a fresh directory, durably, at the speed of the disk.
+
+    The source is 64 MiB of random bytes, written over and over. Random, because a disk may treat
+    zeros as free.
+    """
+
+    def __init__(self) -> None:
+        self._arena = _aligned_memory(_ARENA_BYTES)
+        for offset in range(0, _ARENA_BYTES, BLOCK_BYTES):
+            self._arena[offset : offset + BLOCK_BYTES] = os.urandom(BLOCK_BYTES)
+
+    def write(self, directory: Path, total_bytes: int, shape: WriteShape) -> None:
+        """Returns when `total_bytes` bytes, rounded up to 4 KiB per file, are on disk."""
+        directory.mkdir(parents=True)
+        file_bytes = -(-total_bytes // (shape.files * _ALIGNMENT)) * _ALIGNMENT
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if shape.direct else 0)
+        fds = [os.open(directory / f"{index}.raw", flags, 0o600) for index in range(shape.files)]
+        try:
+            with ThreadPoolExecutor(shape.files * shape.in_flight_per_file) as pool:
+                writes = [
+                    pool.submit(self._write_stripe, fd, file_bytes, lane, shape.in_flight_per_file)
+                    for fd in fds
+                    for lane in range(shape.in_flight_per_file)
+                ]
+                for write in writes:
+                    write.result()
+                for synced in [pool.submit(os.fsync, fd) for fd in fds]:
+                    synced.result()
+        finally:
+            for fd in fds:
+                os.close(fd)
+        fsync_directory(directory)
+
+    def _write_stripe(self, fd: int, file_bytes: int, lane: int, lanes: int) -> None:
+        with memoryview(self._arena) as arena:
+            for offset in range(lane * BLOCK_BYTES, file_bytes, lanes * BLOCK_BYTES):
+                length = min(BLOCK_BYTES, file_bytes - offset)
+                source = offset % _ARENA_BYTES
+                done = 0
+                while done < length:
+                    done += os.pwrite(fd, arena[source + done : source + length], offset + done)
+
+
+class RawReader:
+    """Reads whole files with `threads` positioned reads in flight, into memory that is reused."""
+
+    def __init__(self, *, threads: int, direct: bool) -> None:
+        self._direct = direct
+        self._buffers = [_aligned_memory(BLOCK_BYTES) for _ in range(threads)]
+        for buffer in self._buffers:
+            buffer.write(bytes(BLOCK_BYTES))
+
+    def read(self, files: Sequence[Path]) -> int:
+        """Reads every byte of `files` and returns how many there were."""
+        flags = os.O_RDONLY | (os.O_DIRECT if self._direct else 0)
+        fds = [os.open(path, flags) for path in files]
+        try:
+            blocks = [
+                (fd, offset) for fd in fds for offset in range(0, os.fstat(fd).st_size, BLOCK_BYTES)
+            ]
+            lanes = len(self._buffers)
+            with ThreadPoolExecutor(lanes) as pool:
+                reads = [
+                    pool.submit(_read_blocks, blocks[lane::lanes], buffer)
+                    for lane, buffer in enumerate(self._buffers)
+                ]
+                return sum(read.result() for read in reads)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+
+def _read_blocks(blocks: Sequence[tuple[int, int]], buffer: mmap.mmap) -> int:
+    total = 0
+    for fd, offset in blocks:
+        expected = min(BLOCK_BYTES, os.fstat(fd).st_size - offset)
+        received = os.preadv(fd, [buffer], offset)
+        if received < expected:
+            raise OSError(f"read {received} of {expected} bytes at offset {offset}")
+        total += received
+    return total
+
+
+def copy_memory(source: State, target: State) -> None:
+    """One thread's memcpy of every tensor of `source` into the tensors of `target`."""
+    for original, copy in zip(tensors(source), tensors(target), strict=True):
+        ctypes.memmove(copy.data_ptr(), original.data_ptr(), original.nbytes)

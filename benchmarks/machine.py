@@ -1,0 +1,70 @@
+"""Describes the machine and the software, without names that identify a host or a path."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import torch_ckpt
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where and with what a result was measured."""
+
+    cpu: str
+    cores: int
+    memory_bytes: int
+    kernel: str
+    file_system: str
+    python: str
+    torch: str
+    torch_ckpt: str
+    date: str
+
+    def sentence(self) -> str:
+        """One line for a table's caption."""
+        return (
+            f"{self.cpu}, {self.cores} cores, {self.memory_bytes / 2**30:.0f} GiB, "
+            f"Linux {self.kernel}, {self.file_system}; Python {self.python}, torch {self.torch}, "
+            f"torch_ckpt {self.torch_ckpt}; {self.date}"
+        )
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            return value.strip()
+    return platform.machine()
+
+
+def file_system_of(directory: Path) -> str:
+    """The type of the file system that holds `directory`, such as 'ext4'."""
+    wanted = directory.stat().st_dev
+    device = f"{os.major(wanted)}:{os.minor(wanted)}"
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        mount, _, source = line.partition(" - ")
+        if mount.split()[2] == device:
+            return source.split()[0]
+    return "unknown"
+
+
+def describe(directory: Path) -> Machine:
+    """The machine as seen by this process, with the file system of `directory`."""
+    return Machine(
+        cpu=_cpu_model(),
+        cores=len(os.sched_getaffinity(0)),
+        memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        kernel=platform.release(),
+        file_system=file_system_of(directory),
+        python=platform.python_version(),
+        torch=torch.__version__,
+        torch_ckpt=torch_ckpt.__version__,
+        date=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+    )

@@ -1,0 +1,99 @@
+"""Timing. All contenders run in every round, in an order that changes from round to round.
+
+A shared disk's speed drifts by factors within minutes, so contenders are compared by the ratio of
+their times within a round, and rounds by the median.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from .contenders import Kind
+
+
+def _nothing() -> None:
+    """For contenders that need no preparation or no check."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """What is timed, and what happens around it untimed.
+
+    `prepare` runs before disk and memory are settled, `run` is timed, `check` raises unless the run
+    did its work.
+    """
+
+    name: str
+    label: str
+    kind: Kind
+    run: Callable[[], object]
+    prepare: Callable[[], None] = _nothing
+    check: Callable[[], None] = _nothing
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One timed run. CPU seconds are user and system time of all threads of this process.
+
+    The kernel's own write-back threads are not in them, which favours buffered writers.
+    """
+
+    contender: str
+    round: int
+    position: int
+    wall_s: float
+    cpu_s: float
+    bytes: int
+
+
+def order_of_round(count: int, round_index: int, rounds: int) -> list[int]:
+    """Indices of the contenders in the order of this round.
+
+    Every round starts with another contender, as far as there are enough. Every second round goes
+    backwards, since rotation alone would leave each contender behind the same predecessor.
+    """
+    first = round_index * count // rounds
+    step = -1 if round_index % 2 else 1
+    return [(first + step * position) % count for position in range(count)]
+
+
+def _cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def time_once(run: Callable[[], object]) -> tuple[float, float]:
+    """(wall seconds, CPU seconds) of one call, after dirty pages and garbage are out of the way."""
+    gc.collect()
+    os.sync()
+    cpu_before = _cpu_seconds()
+    wall_before = time.perf_counter()
+    run()
+    wall = time.perf_counter() - wall_before
+    return wall, _cpu_seconds() - cpu_before
+
+
+def measure_alternately(
+    contenders: Sequence[Contender],
+    rounds: int,
+    bytes_moved: int,
+    on_sample: Callable[[Sample], None],
+) -> list[Sample]:
+    """Times every contender once per round."""
+    samples: list[Sample] = []
+    for round_index in range(rounds):
+        order = order_of_round(len(contenders), round_index, rounds)
+        for position, index in enumerate(order):
+            contender = contenders[index]
+            contender.prepare()
+            wall, cpu = time_once(contender.run)
+            contender.check()
+            sample = Sample(contender.name, round_index, position, wall, cpu, bytes_moved)
+            samples.append(sample)
+            on_sample(sample)
+    return samples

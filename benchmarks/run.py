@@ -1,0 +1,153 @@
+"""Measures everything and writes one JSON file: ``python -m benchmarks.run``.
+
+All contenders of a group alternate within each round. The numbers mean something only on a machine
+that is idle otherwise; --quick checks that the benchmark works and measures nothing worth quoting.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import machine, report, states, suites, targets
+from .results import Results
+
+GROUPS = ("save", "load", "small", "memory")
+_UNITS = {
+    "": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+}
+# Two checkpoints lie on disk at once while loading; the rest is for headers and the file system.
+_DISK_FACTOR = 2.2
+_MEMORY_REPEATS = 3
+
+
+def parse_size(text: str) -> int:
+    """Bytes of '2GB', '512 MiB' or '1000000'."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].upper() not in _UNITS:
+        raise argparse.ArgumentTypeError(f"not a size: {text!r} (examples: 2GB, 512MiB)")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.run",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--size", type=parse_size, help="of the training state (default 2GB)")
+    parser.add_argument(
+        "--tensors",
+        type=int,
+        default=120,
+        help="parameters and moments in the training state (default %(default)s)",
+    )
+    parser.add_argument("--small-tensors", type=int, help="tensors of 1 KiB (default 20,000)")
+    parser.add_argument("--rounds", type=int, help="per group (default 5)")
+    parser.add_argument(
+        "--dir",
+        type=Path,
+        default=Path("build/bench"),
+        help="where checkpoints are written; decides which disk is measured (default %(default)s)",
+    )
+    parser.add_argument(
+        "--out", type=Path, help="JSON file (default benchmarks/results/<date>.json)"
+    )
+    parser.add_argument(
+        "--only", choices=GROUPS, action="append", default=[], help="repeat for several groups"
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="64 MB, 1,000 small tensors, 1 round, unless set by the other options",
+    )
+    return parser
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _require_room(directory: Path, state_bytes: int) -> None:
+    free = shutil.disk_usage(directory).free
+    needed = int(state_bytes * _DISK_FACTOR)
+    if free < needed:
+        sys.exit(f"{directory} has {free / 1e9:.1f} GB free, {needed / 1e9:.1f} GB are needed")
+
+
+def measure(setup: suites.Setup, results: Results, only: Sequence[str], *, quick: bool) -> None:
+    """Runs the chosen groups and fills `results`."""
+    chosen = only or GROUPS
+    suites.warm_up(setup)
+    if "save" in chosen or "load" in chosen:
+        state = states.training_state(setup.state_bytes, setup.tensor_count)
+        spare = states.blank_copy(state)
+        if "save" in chosen:
+            suites.save_training_state(setup, results, state, spare)
+        if "load" in chosen:
+            suites.load_training_state(setup, results, state, spare)
+        # The processes that measure memory build states of their own.
+        del state, spare
+    if "small" in chosen:
+        suites.small_tensors(setup, results)
+    if "memory" in chosen:
+        suites.memory_beyond_state(setup, results, 1 if quick else _MEMORY_REPEATS)
+    results.comparisons = targets.compare_groups(results.groups)
+    results.comparisons += targets.compare_memory(results.memory)
+
+
+def main(arguments: Sequence[str] | None = None) -> Path:
+    """Runs the benchmark and returns the path of the JSON file."""
+    options = _parser().parse_args(arguments)
+    quick: bool = options.quick
+    size: int = options.size or (64_000_000 if quick else 2_000_000_000)
+    small: int = options.small_tensors or (1_000 if quick else 20_000)
+    rounds: int = options.rounds or (1 if quick else 5)
+    today = time.strftime("%Y-%m-%d", time.gmtime())
+    out: Path = options.out or Path("benchmarks/results") / f"{today}.json"
+
+    # Stock torch says so at every save and load of a single process.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    options.dir.mkdir(parents=True, exist_ok=True)
+    _require_room(options.dir, size)
+    results = Results(
+        machine=machine.describe(options.dir),
+        parameters={
+            "size_bytes": size,
+            "tensors": options.tensors,
+            "small_tensors": small,
+            "rounds": rounds,
+            "only": options.only,
+            "quick": quick,
+            "load_average_before": os.getloadavg()[0],
+        },
+    )
+    _say(f"Measuring on {results.machine.sentence()}")
+    directory = Path(tempfile.mkdtemp(prefix="run-", dir=options.dir)).resolve()
+    try:
+        setup = suites.Setup(directory, size, options.tensors, small, rounds, _say)
+        measure(setup, results, options.only, quick=quick)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    results.write(out)
+    _say("\n" + report.full_report(results))
+    _say(f"Raw samples are in {out}")
+    return out
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+#pragma once
+
+#include <cstddef>
+#include <span>
+#include <string>
+
+#include "error.h"
+
+namespace torch_ckpt {
+
+/// How a failed commit left the directory.
+enum class CommitState {
+  committed,
+  not_committed,         // the old state, untouched
+  durability_uncertain,  // visible now, but a power cut may undo it
+};
+
+struct CommitOutcome {
+  CommitState state = CommitState::not_committed;
+  Error error;  // where state is not committed
+};
+
+/// Makes `contents` appear as `directory`/`name` in one step; see commit.cpp for the protocol.
+/// With `sync` false nothing is fsynced and a power cut may lose the checkpoint.
+CommitOutcome commit_metadata(const std::string& directory, const std::string& name,
+                              std::span<const std::byte> contents, bool sync);
+
+}  // namespace torch_ckpt

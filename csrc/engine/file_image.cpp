@@ -1,0 +1,33 @@
+#include "engine/file_image.h"
+
+#include <utility>
+
+namespace torch_ckpt::engine {
+
+void FileImage::append(ImageItem item) {
+  item.offset = bytes_;
+  bytes_ += item.bytes;
+  if (device_ == staging::Source::kHost) device_ = item.source.device;
+  items_.push_back(std::move(item));
+}
+
+void FileImage::add_bytes(staging::Source source) {
+  const std::uint64_t bytes = source.bytes;
+  append({0, bytes, std::move(source), nullptr});
+}
+
+void FileImage::add_tensor(const format::TensorHeader& header, staging::Source source) {
+  std::string pickle = format::encode_tensor_pickle(header);
+  // Tensors of one shape come one after another (buckets are sorted by size), so that remembering
+  // the last template serves nearly all of many small ones.
+  if (last_ == nullptr || last_->pickle != pickle || last_->layout.payload_bytes != source.bytes) {
+    auto fresh = std::make_shared<RecordTemplate>();
+    fresh->layout = format::lay_out_record(pickle, source.bytes);
+    fresh->head = format::encode_head(pickle, source.bytes);
+    fresh->pickle = std::move(pickle);
+    last_ = std::move(fresh);
+  }
+  append({0, last_->layout.total_bytes(), std::move(source), last_});
+}
+
+}  // namespace torch_ckpt::engine

@@ -1,0 +1,50 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "format/torch_record.h"
+#include "staging/source.h"
+
+namespace torch_ckpt::engine {
+
+/// Everything that records of one pickle and one payload size share.
+struct RecordTemplate {
+  std::string pickle;
+  format::RecordLayout layout;
+  std::string head;
+};
+
+struct ImageItem {
+  std::uint64_t offset = 0;  // in the file
+  std::uint64_t bytes = 0;   // in the file, headers included
+  staging::Source source;
+  std::shared_ptr<const RecordTemplate> record;  // nullptr: the source's bytes as they are
+};
+
+// One file, known byte for byte but for the checksums before any byte moves: items one behind the
+// other with nothing between them, as stock torch lays them out.
+class FileImage {
+ public:
+  /// Appends the bytes of `source` as they are.
+  void add_bytes(staging::Source source);
+  /// Appends a torch.save record of one tensor whose storage is `source`.
+  void add_tensor(const format::TensorHeader& header, staging::Source source);
+
+  const std::vector<ImageItem>& items() const { return items_; }
+  std::uint64_t bytes() const { return bytes_; }
+  /// The CUDA device of the first source that lies on one, or staging::Source::kHost.
+  int device() const { return device_; }
+
+ private:
+  void append(ImageItem item);
+
+  std::vector<ImageItem> items_;
+  std::uint64_t bytes_ = 0;
+  int device_ = staging::Source::kHost;
+  std::shared_ptr<const RecordTemplate> last_;
+};
+
+}  // namespace torch_ckpt::engine

@@ -1,0 +1,117 @@
+#include "engine/record_reader.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "checked_math.h"
+
+namespace torch_ckpt::engine {
+namespace {
+
+// A stock head has 704 bytes and a stock tail some 1,250.
+constexpr std::uint64_t kEndsBytes = 4096;
+
+// Below this a direct read costs more than it spares.
+constexpr std::size_t kDirectMinRead = std::size_t{64} << 10;
+
+constexpr double kWarmFraction = 0.5;
+
+}  // namespace
+
+Result<DataFile> DataFile::open(const std::string& path, DirectIo direct_io) {
+  auto buffered = os::File::open_for_read(path);
+  if (!buffered) return buffered.error();
+  auto bytes = buffered->size();
+  if (!bytes) return bytes.error();
+  std::optional<os::File> direct;
+  if (direct_io != DirectIo::off) {
+    auto opened = os::File::open_for_read(path, os::IoMode::direct);
+    if (!opened) return opened.error();
+    if (opened->is_direct()) direct = std::move(*opened);
+  }
+  if (direct_io == DirectIo::on && !direct) {
+    Error error = format_error(Errc::invalid_argument,
+                               "direct_io=True, but this file system has no direct I/O");
+    error.operation = "open";
+    error.path = path;
+    return error;
+  }
+  return DataFile(std::move(*buffered), std::move(direct), direct_io, *bytes);
+}
+
+Result<> DataFile::read_direct(std::span<std::byte> out, std::uint64_t offset,
+                               std::span<std::byte> scratch) const {
+  while (!out.empty()) {
+    const std::uint64_t begin = align_down(offset, os::kDirectAlignment);
+    const std::size_t skip = offset - begin;
+    const std::size_t ask =
+        std::min<std::size_t>(scratch.size(), align_up(skip + out.size(), os::kDirectAlignment));
+    auto got = direct_->read_some_at(scratch.first(ask), begin);
+    if (!got) {
+      // Some file systems open for direct I/O and then refuse it.
+      if (got.error().sys_errno == EINVAL) return buffered_.read_at(out, offset);
+      return got.error();
+    }
+    // The buffered read finds out, and says, where the file really ends.
+    if (*got <= skip) return buffered_.read_at(out, offset);
+    const std::size_t count = std::min(out.size(), *got - skip);
+    std::memcpy(out.data(), scratch.data() + skip, count);
+    out = out.subspan(count);
+    offset += count;
+  }
+  return {};
+}
+
+Result<> DataFile::read(std::span<std::byte> out, std::uint64_t offset,
+                        std::span<std::byte> scratch) const {
+  if (!direct_ || scratch.empty() ||
+      (direct_io_ == DirectIo::automatic && out.size() < kDirectMinRead)) {
+    return buffered_.read_at(out, offset);
+  }
+  // Reading what is in memory from the disk would be slower, and the other way round would push the
+  // trainer's pages out.
+  if (direct_io_ == DirectIo::automatic &&
+      buffered_.cached_fraction(offset, out.size()) >= kWarmFraction) {
+    return buffered_.read_at(out, offset);
+  }
+  return read_direct(out, offset, scratch);
+}
+
+Result<std::span<const std::byte>> RecordInMemory::at(std::uint64_t offset, std::uint64_t length) {
+  if (!inside(offset, length, bytes_.size())) {
+    return format_error(Errc::zip_inconsistent, "a part of the archive lies outside the record");
+  }
+  return bytes_.subspan(offset, length);
+}
+
+Result<> RecordInFile::load(std::vector<std::byte>& into, std::uint64_t offset,
+                            std::uint64_t length) {
+  into.resize(length);
+  return file_.read(into, offset_ + offset, {});
+}
+
+Result<std::span<const std::byte>> RecordInFile::at(std::uint64_t offset, std::uint64_t length) {
+  if (!inside(offset, length, bytes_)) {
+    return format_error(Errc::zip_inconsistent, "a part of the archive lies outside the record");
+  }
+  const std::uint64_t ends = std::min(kEndsBytes, bytes_);
+  if (inside(offset, length, ends)) {
+    if (head_.empty()) {
+      if (auto loaded = load(head_, 0, ends); !loaded) return loaded.error();
+    }
+    return std::span<const std::byte>(head_).subspan(offset, length);
+  }
+  if (offset >= bytes_ - ends) {
+    if (tail_.empty()) {
+      if (auto loaded = load(tail_, bytes_ - ends, ends); !loaded) return loaded.error();
+    }
+    return std::span<const std::byte>(tail_).subspan(offset - (bytes_ - ends), length);
+  }
+  // The decoder's caps keep this small (format/record_index.cpp).
+  if (auto loaded = load(other_, offset, length); !loaded) return loaded.error();
+  return std::span<const std::byte>(other_);
+}
+
+}  // namespace torch_ckpt::engine

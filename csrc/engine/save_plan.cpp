@@ -1,0 +1,54 @@
+#include "engine/save_plan.h"
+
+#include <utility>
+
+#include "planning/buckets.h"
+
+namespace torch_ckpt::engine {
+namespace {
+
+Result<std::vector<planning::NamedBucket>> choose_buckets(const std::vector<SaveItem>& items,
+                                                          const NamingOptions& naming) {
+  if (naming.file_per_item) {
+    std::vector<planning::NamedBucket> buckets;
+    for (std::size_t i = 0; i < items.size(); ++i) buckets.push_back({"", {i}});
+    return buckets;
+  }
+  std::vector<planning::ItemSize> sizes;
+  std::vector<std::string> names;
+  sizes.reserve(items.size());
+  for (const SaveItem& item : items) {
+    sizes.push_back({item.source.bytes, item.tensor.has_value()});
+    if (!naming.separation_hint.empty()) names.push_back(item.name);
+  }
+  return planning::split_with_hint(sizes, names, naming.buckets, naming.separation_hint);
+}
+
+}  // namespace
+
+Result<SavePlan> plan_save(std::vector<SaveItem> items, const NamingOptions& naming) {
+  auto buckets = choose_buckets(items, naming);
+  if (!buckets) return buckets.error();
+  SavePlan plan;
+  plan.places.resize(items.size());
+  for (const planning::NamedBucket& bucket : *buckets) {
+    if (bucket.items.empty()) continue;
+    FileJob job;
+    for (const std::size_t index : bucket.items) {
+      SaveItem& item = items[index];
+      plan.places[index] = {plan.files.size(), job.image.items().size()};
+      if (item.tensor) {
+        job.image.add_tensor(*item.tensor, std::move(item.source));
+      } else {
+        job.image.add_bytes(std::move(item.source));
+      }
+    }
+    plan.file_names.push_back(bucket.prefix + naming.prefix + std::to_string(plan.files.size()) +
+                              ".distcp");
+    job.path = naming.directory + "/" + plan.file_names.back();
+    plan.files.push_back(std::move(job));
+  }
+  return plan;
+}
+
+}  // namespace torch_ckpt::engine

@@ -1,0 +1,61 @@
+#include "error.h"
+
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+
+namespace torch_ckpt {
+
+std::string_view name(Errc code) {
+  switch (code) {
+    case Errc::system:
+      return "system";
+    case Errc::invalid_argument:
+      return "invalid_argument";
+    case Errc::cancelled:
+      return "cancelled";
+    case Errc::range_past_end:
+      return "range_past_end";
+    case Errc::not_a_zip:
+      return "not_a_zip";
+    case Errc::zip_compressed:
+      return "zip_compressed";
+    case Errc::zip_inconsistent:
+      return "zip_inconsistent";
+    case Errc::record_missing:
+      return "record_missing";
+    case Errc::pickle_unknown:
+      return "pickle_unknown";
+    case Errc::tensor_mismatch:
+      return "tensor_mismatch";
+    case Errc::checksum_mismatch:
+      return "checksum_mismatch";
+    case Errc::internal:
+      return "internal";
+  }
+  return "unknown";
+}
+
+std::string Error::message() const {
+  std::string text = operation;
+  if (!path.empty()) text += (text.empty() ? "" : " ") + path;
+  if (offset != kNoOffset) text += " at byte " + std::to_string(offset);
+  if (!detail.empty()) text += (text.empty() ? "" : ": ") + detail;
+  if (sys_errno != 0) text += std::string(": ") + std::strerror(sys_errno);
+  return text;
+}
+
+Error system_error(int sys_errno, std::string_view operation, std::string_view path,
+                   std::uint64_t offset) {
+  return Error{Errc::system, sys_errno, std::string(operation), std::string(path), offset, {}};
+}
+
+Error format_error(Errc code, std::string detail, std::uint64_t offset) {
+  return Error{code, 0, {}, {}, offset, std::move(detail)};
+}
+
+void throw_exception_from_error(const Error& error, const boost::source_location&) {
+  throw std::logic_error("value() of a failed Result: " + error.message());
+}
+
+}  // namespace torch_ckpt

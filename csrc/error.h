@@ -1,0 +1,63 @@
+#pragma once
+
+#include <boost/system/result.hpp>
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+namespace torch_ckpt {
+
+// One code per defect, so that a caller can tell them apart without reading the text.
+// docs/design.md maps each to the Python class that the edge raises.
+enum class Errc {
+  // The system refused an operation; Error::sys_errno says why.
+  system,
+  // Options that contradict each other or are out of range.
+  invalid_argument,
+  // Another part of the same save failed first; this part stopped.
+  cancelled,
+  // A data file ends before the range that the metadata promises.
+  range_past_end,
+  // The bytes are not a torch.save archive of one plain tensor.
+  not_a_zip,
+  zip_compressed,
+  zip_inconsistent,
+  record_missing,
+  pickle_unknown,
+  // A known record of a tensor other than the metadata says.
+  tensor_mismatch,
+  // The stored checksum and the bytes disagree.
+  checksum_mismatch,
+  // Something that must not happen by construction; a bug here.
+  internal,
+};
+
+std::string_view name(Errc code);
+
+/// What failed, on which object, at which byte, and the system's reason. Never thrown inside the
+/// core; csrc/python turns it into an exception.
+struct Error {
+  Errc code = Errc::internal;
+  int sys_errno = 0;
+  std::string operation;  // the system call, or the step that failed
+  std::string path;
+  std::uint64_t offset = kNoOffset;
+  std::string detail;  // one clause for the reader; empty where errno says it all
+
+  static constexpr std::uint64_t kNoOffset = ~std::uint64_t{0};
+
+  /// "pwrite /ckpt/__0_1.distcp at byte 8388608: No space left on device"
+  std::string message() const;
+};
+
+Error system_error(int sys_errno, std::string_view operation, std::string_view path,
+                   std::uint64_t offset = Error::kNoOffset);
+Error format_error(Errc code, std::string detail, std::uint64_t offset = Error::kNoOffset);
+
+template <class T = void>
+using Result = boost::system::result<T, Error>;
+
+// Required by boost::system::result::value(); the core never lets a failed value() happen.
+[[noreturn]] void throw_exception_from_error(const Error& error, const boost::source_location&);
+
+}  // namespace torch_ckpt

@@ -1,0 +1,15 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+namespace torch_ckpt::format {
+
+/// The zip CRC-32 (ISO 3309, reflected 0xEDB88320) of `data`, continued from `crc` (0 to begin).
+std::uint32_t crc32(std::uint32_t crc, std::span<const std::byte> data);
+
+/// The CRC-32 of two byte strings joined, from theirs and the second one's length.
+std::uint32_t crc32_join(std::uint32_t first, std::uint32_t second, std::uint64_t second_bytes);
+
+}  // namespace torch_ckpt::format

@@ -1,0 +1,303 @@
+#include "format/record_index.h"
+
+#include <algorithm>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "checked_math.h"
+#include "format/crc32.h"
+#include "format/zip.h"
+
+namespace torch_ckpt::format {
+namespace {
+
+// A stock record has seven entries in about 500 bytes; the caps leave room and bound the work.
+struct Limits {
+  std::uint64_t entries = 32;
+  std::uint64_t directory_bytes = std::uint64_t{16} * 1024;
+};
+constexpr std::uint64_t kMaxPickleBytes = 16 * 1024;
+
+struct Entry {
+  std::string name;  // without the archive's prefix
+  std::uint64_t header_offset = 0;
+  std::uint64_t bytes = 0;
+  std::uint32_t crc = 0;
+};
+
+class Cursor {
+ public:
+  explicit Cursor(std::span<const std::byte> bytes) : bytes_(bytes) {}
+
+  /// A little-endian number of at most eight bytes.
+  std::uint64_t take(std::size_t count) {
+    const auto raw = take_bytes(count);
+    std::uint64_t value = 0;
+    for (std::size_t i = 0; i < raw.size(); ++i) {
+      value |= static_cast<std::uint64_t>(raw[i]) << (8 * i);
+    }
+    return value;
+  }
+  std::string_view take_text(std::size_t count) {
+    const auto raw = take_bytes(count);
+    return {reinterpret_cast<const char*>(raw.data()), raw.size()};
+  }
+  std::span<const std::byte> take_bytes(std::size_t count) {
+    if (!inside(at_, count, bytes_.size())) {
+      failed_ = true;
+      return {};
+    }
+    const auto raw = bytes_.subspan(at_, count);
+    at_ += count;
+    return raw;
+  }
+  void skip(std::size_t count) { take_bytes(count); }
+  bool failed() const { return failed_; }
+  std::size_t left() const { return bytes_.size() - at_; }
+
+ private:
+  std::span<const std::byte> bytes_;
+  std::size_t at_ = 0;
+  bool failed_ = false;
+};
+
+struct DirectoryPlace {
+  std::uint64_t offset = 0;
+  std::uint64_t bytes = 0;
+  std::uint64_t entries = 0;
+};
+
+// The end record without a comment, and the zip64 end record where its fields say so. torch always
+// writes both; records of other writers may have the short one only.
+Result<DirectoryPlace> find_directory(RecordBytes& record, const Limits& limits) {
+  const std::uint64_t size = record.size();
+  if (size < zip::kEndBytes) {
+    return format_error(Errc::not_a_zip, "the record is too short for a zip archive");
+  }
+  auto end = record.at(size - zip::kEndBytes, zip::kEndBytes);
+  if (!end) return end.error();
+  Cursor cursor(*end);
+  if (cursor.take(4) != zip::kEnd) {
+    return format_error(Errc::not_a_zip, "no end-of-directory record where the record ends",
+                        size - zip::kEndBytes);
+  }
+  cursor.skip(4 + 2);
+  DirectoryPlace place;
+  place.entries = cursor.take(2);
+  place.bytes = cursor.take(4);
+  place.offset = cursor.take(4);
+
+  constexpr std::uint64_t kLocatorBack = zip::kEndBytes + zip::kEnd64LocatorBytes;
+  if (size >= kLocatorBack + zip::kEnd64Bytes) {
+    auto locator = record.at(size - kLocatorBack, zip::kEnd64LocatorBytes);
+    if (!locator) return locator.error();
+    Cursor locator_cursor(*locator);
+    if (locator_cursor.take(4) == zip::kEnd64Locator) {
+      locator_cursor.skip(4);
+      const std::uint64_t end64_at = locator_cursor.take(8);
+      if (!inside(end64_at, zip::kEnd64Bytes, size)) {
+        return format_error(Errc::zip_inconsistent, "the zip64 end record lies outside");
+      }
+      auto end64 = record.at(end64_at, zip::kEnd64Bytes);
+      if (!end64) return end64.error();
+      Cursor cursor64(*end64);
+      if (cursor64.take(4) != zip::kEnd64) {
+        return format_error(Errc::zip_inconsistent, "no zip64 end record where its locator points",
+                            end64_at);
+      }
+      cursor64.skip(8 + 2 + 2 + 4 + 4 + 8);
+      place.entries = cursor64.take(8);
+      place.bytes = cursor64.take(8);
+      place.offset = cursor64.take(8);
+    }
+  }
+  if (place.entries > limits.entries || place.bytes > limits.directory_bytes) {
+    return format_error(Errc::pickle_unknown, "more zip entries than one tensor has");
+  }
+  if (!inside(place.offset, place.bytes, size)) {
+    return format_error(Errc::zip_inconsistent, "the central directory lies outside the record");
+  }
+  return place;
+}
+
+Result<Entry> read_entry(Cursor& cursor, std::uint64_t record_bytes) {
+  Entry entry;
+  if (cursor.take(4) != zip::kDirectoryEntry) {
+    return format_error(Errc::zip_inconsistent, "a central directory entry has no signature");
+  }
+  cursor.skip(2 + 2 + 2);
+  const std::uint64_t method = cursor.take(2);
+  cursor.skip(2 + 2);
+  entry.crc = static_cast<std::uint32_t>(cursor.take(4));
+  std::uint64_t stored = cursor.take(4);
+  entry.bytes = cursor.take(4);
+  const std::uint64_t name_bytes = cursor.take(2);
+  const std::uint64_t extra_bytes = cursor.take(2);
+  const std::uint64_t comment_bytes = cursor.take(2);
+  cursor.skip(2 + 2 + 4);
+  entry.header_offset = cursor.take(4);
+  entry.name = cursor.take_text(name_bytes);
+  Cursor extra(cursor.take_bytes(extra_bytes));
+  cursor.skip(comment_bytes);
+  while (extra.left() >= 4) {
+    const std::uint64_t id = extra.take(2);
+    Cursor field(extra.take_bytes(extra.take(2)));
+    if (id != zip::kExtraZip64) continue;
+    if (entry.bytes == zip::kMax32) entry.bytes = field.take(8);
+    if (stored == zip::kMax32) stored = field.take(8);
+    if (entry.header_offset == zip::kMax32) entry.header_offset = field.take(8);
+    if (field.failed()) {
+      return format_error(Errc::zip_inconsistent, "a zip64 field is cut short");
+    }
+  }
+  if (cursor.failed() || extra.failed()) {
+    return format_error(Errc::zip_inconsistent, "a central directory entry is cut short");
+  }
+  if (method != 0 || stored != entry.bytes) {
+    return format_error(
+        Errc::zip_compressed,
+        "entry '" + entry.name + "' is compressed; torch stores entries as they are");
+  }
+  if (!inside(entry.header_offset, zip::kLocalHeaderBytes, record_bytes)) {
+    return format_error(Errc::zip_inconsistent, "entry '" + entry.name + "' begins outside");
+  }
+  return entry;
+}
+
+Result<std::vector<Entry>> read_directory(RecordBytes& record, const Limits& limits) {
+  auto place = find_directory(record, limits);
+  if (!place) return place.error();
+  auto bytes = record.at(place->offset, place->bytes);
+  if (!bytes) return bytes.error();
+  Cursor cursor(*bytes);
+  std::vector<Entry> entries;
+  std::string prefix;
+  for (std::uint64_t i = 0; i < place->entries; ++i) {
+    auto entry = read_entry(cursor, record.size());
+    if (!entry) return entry.error();
+    const auto slash = entry->name.find('/');
+    if (slash == std::string::npos) {
+      return format_error(Errc::zip_inconsistent, "entry '" + entry->name + "' has no folder");
+    }
+    if (prefix.empty()) prefix = entry->name.substr(0, slash + 1);
+    if (!entry->name.starts_with(prefix)) {
+      return format_error(Errc::zip_inconsistent, "entries lie in more than one folder");
+    }
+    entry->name.erase(0, prefix.size());
+    entries.push_back(std::move(*entry));
+  }
+  return entries;
+}
+
+Result<std::uint64_t> data_offset(RecordBytes& record, const Entry& entry) {
+  auto header = record.at(entry.header_offset, zip::kLocalHeaderBytes);
+  if (!header) return header.error();
+  Cursor cursor(*header);
+  if (cursor.take(4) != zip::kLocalHeader) {
+    return format_error(Errc::zip_inconsistent, "entry '" + entry.name + "' has no local header",
+                        entry.header_offset);
+  }
+  cursor.skip(22);
+  const std::uint64_t name_and_extra = cursor.take(2) + cursor.take(2);
+  // The header lies inside (read_entry), so neither sum can overflow.
+  const std::uint64_t offset = entry.header_offset + zip::kLocalHeaderBytes + name_and_extra;
+  if (!inside(offset, entry.bytes, record.size())) {
+    return format_error(Errc::zip_inconsistent, "entry '" + entry.name + "' ends outside");
+  }
+  return offset;
+}
+
+// A zero checksum of a non-empty entry means that the writer did not compute one
+// (torch.serialization.set_crc32_options(False)).
+Result<> check_entry(std::span<const std::byte> data, const Entry& entry, std::uint64_t offset) {
+  if (entry.crc == 0) return {};
+  const std::uint32_t found = crc32(0, data);
+  if (found == entry.crc) return {};
+  return format_error(Errc::checksum_mismatch,
+                      "entry '" + entry.name + "' is damaged: its CRC-32 is not the archive's",
+                      offset);
+}
+
+const Entry* find(const std::vector<Entry>& entries, std::string_view name) {
+  const auto found =
+      std::find_if(entries.begin(), entries.end(), [&](const Entry& e) { return e.name == name; });
+  return found == entries.end() ? nullptr : &*found;
+}
+
+// The elements that sizes and strides can reach must lie in the storage.
+bool reaches_only_storage(const TensorHeader& header) {
+  std::uint64_t last = header.storage_offset;
+  for (std::size_t i = 0; i < header.sizes.size(); ++i) {
+    if (header.sizes[i] == 0) return true;
+    const auto step = checked_mul(header.sizes[i] - 1, header.strides[i]);
+    const auto sum = step ? checked_add(last, *step) : std::nullopt;
+    if (!sum) return false;
+    last = *sum;
+  }
+  return last < header.storage_bytes / header.dtype->item_bytes;
+}
+
+}  // namespace
+
+Result<RecordIndex> index_record(RecordBytes& record) {
+  auto entries = read_directory(record, Limits{});
+  if (!entries) return entries.error();
+
+  const Entry* pickle = find(*entries, "data.pkl");
+  const Entry* payload = find(*entries, "data/0");
+  if (pickle == nullptr || find(*entries, "version") == nullptr) {
+    return format_error(Errc::record_missing, "the archive has no data.pkl or no version");
+  }
+  if (payload == nullptr || find(*entries, "data/1") != nullptr ||
+      pickle->bytes > kMaxPickleBytes) {
+    return format_error(Errc::pickle_unknown, "the archive is not that of a single tensor");
+  }
+  if (const Entry* order = find(*entries, "byteorder"); order != nullptr) {
+    auto at = data_offset(record, *order);
+    if (!at) return at.error();
+    auto text = record.at(*at, std::min<std::uint64_t>(order->bytes, 16));
+    if (!text) return text.error();
+    constexpr std::string_view kLittle = "little";
+    if (!std::ranges::equal(*text, std::as_bytes(std::span(kLittle)))) {
+      return format_error(Errc::pickle_unknown, "the payload is not little-endian");
+    }
+  }
+  auto pickle_at = data_offset(record, *pickle);
+  if (!pickle_at) return pickle_at.error();
+  auto pickle_bytes = record.at(*pickle_at, pickle->bytes);
+  if (!pickle_bytes) return pickle_bytes.error();
+  // A damaged pickle may still be a good one, of a tensor with other strides.
+  if (auto intact = check_entry(*pickle_bytes, *pickle, *pickle_at); !intact) return intact.error();
+  auto header = decode_tensor_pickle(*pickle_bytes);
+  if (!header) return header.error();
+  auto payload_at = data_offset(record, *payload);
+  if (!payload_at) return payload_at.error();
+  if (payload->bytes != header->storage_bytes || !reaches_only_storage(*header)) {
+    return format_error(Errc::zip_inconsistent, "data.pkl describes " +
+                                                    std::to_string(header->storage_bytes) +
+                                                    " bytes of storage, the archive holds " +
+                                                    std::to_string(payload->bytes));
+  }
+  return RecordIndex{std::move(*header), *payload_at, payload->bytes, payload->crc};
+}
+
+Result<> check_archive(RecordBytes& record) {
+  // Each entry takes room in the directory, and the directory lies in the record.
+  auto entries = read_directory(record, Limits{record.size(), record.size()});
+  if (!entries) return {};
+  // Entries do not overlap unless to make a short archive take for ever.
+  std::uint64_t left = record.size();
+  for (const Entry& entry : *entries) {
+    auto at = data_offset(record, entry);
+    if (!at) continue;
+    if (entry.bytes > left) return {};
+    left -= entry.bytes;
+    auto data = record.at(*at, entry.bytes);
+    if (!data) continue;
+    if (auto intact = check_entry(*data, entry, *at); !intact) return intact;
+  }
+  return {};
+}
+
+}  // namespace torch_ckpt::format

@@ -1,0 +1,39 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "error.h"
+#include "format/tensor_pickle.h"
+
+namespace torch_ckpt::format {
+
+/// Gives parts of one record; implemented over memory and over a file.
+class RecordBytes {
+ public:
+  virtual ~RecordBytes() = default;
+  /// Bytes in the record.
+  virtual std::uint64_t size() const = 0;
+  /// Exactly `length` bytes at `offset`, valid until the next call.
+  virtual Result<std::span<const std::byte>> at(std::uint64_t offset, std::uint64_t length) = 0;
+};
+
+/// Where the payload of a record lies and what its archive says of it.
+struct RecordIndex {
+  TensorHeader header;
+  std::uint64_t payload_offset = 0;  // from the record's begin
+  std::uint64_t payload_bytes = 0;
+  std::uint32_t payload_crc = 0;  // 0 with a non-empty payload: the writer did not compute it
+};
+
+/// Reads the archive around the payload, and of the payload nothing. Refuses whatever is not a
+/// stored, little-endian torch.save archive of one plain tensor: every offset and length is checked
+/// against the record before it is used.
+Result<RecordIndex> index_record(RecordBytes& record);
+
+/// Compares the entries of an archive of anything with their CRC-32s. Fails with checksum_mismatch
+/// alone: what is no archive, or one that cannot be walked, is for its reader to judge.
+Result<> check_archive(RecordBytes& record);
+
+}  // namespace torch_ckpt::format

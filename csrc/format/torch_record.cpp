@@ -1,0 +1,215 @@
+#include "format/torch_record.h"
+
+#include <vector>
+
+#include "checked_math.h"
+#include "format/crc32.h"
+#include "format/zip.h"
+
+namespace torch_ckpt::format {
+namespace {
+
+constexpr std::string_view kPrefix = "archive/";
+constexpr std::uint64_t kPayloadAlignment = 64;
+
+// torch's hash of this very list of record names (caffe2/serialize/inline_container.cc combines
+// std::hash of each); readers only log it. tests/python compares with the installed torch.
+constexpr std::string_view kRecordNamesHash = "15728199511854643026";
+
+struct Entry {
+  std::string name;
+  std::uint64_t header_offset = 0;
+  std::uint64_t bytes = 0;
+  std::uint32_t crc = 0;
+};
+
+std::span<const std::byte> as_bytes(std::string_view text) {
+  return std::as_bytes(std::span(text.data(), text.size()));
+}
+
+void put(std::string& out, std::uint64_t value, std::size_t bytes) {
+  for (std::size_t i = 0; i < bytes; ++i) out += static_cast<char>((value >> (8 * i)) & 0xff);
+}
+
+// Builds the archive; the payload's bytes are counted and never held.
+class Archive {
+ public:
+  void add(std::string_view name, std::string_view data) {
+    const std::uint32_t crc = crc32(0, as_bytes(data));
+    add_header(name, data.size());
+    out_ += data;
+    add_descriptor(crc);
+  }
+
+  void add_header(std::string_view name, std::uint64_t bytes) {
+    Entry entry{std::string(kPrefix) + std::string(name), offset(), bytes, 0};
+    std::string extra64;
+    if (bytes >= zip::kMax32) {
+      put(extra64, bytes, 8);
+      put(extra64, 0, 8);
+    }
+    if (entry.header_offset >= zip::kMax32) put(extra64, entry.header_offset, 8);
+    const std::uint64_t extra64_bytes = extra64.empty() ? 0 : 4 + extra64.size();
+    const std::uint64_t before_padding =
+        entry.header_offset + zip::kLocalHeaderBytes + entry.name.size() + extra64_bytes + 4;
+    const std::uint64_t padding = align_up(before_padding, kPayloadAlignment) - before_padding;
+    put(out_, zip::kLocalHeader, 4);
+    put(out_, 0, 2);
+    put(out_, flags(entry), 2);
+    out_.append(2 + 2 + 2 + 4 + 4 + 4,
+                '\0');  // method, time, date, crc and sizes: see the descriptor
+    put(out_, entry.name.size(), 2);
+    put(out_, extra64_bytes + 4 + padding, 2);
+    out_ += entry.name;
+    if (!extra64.empty()) {
+      put(out_, zip::kExtraZip64, 2);
+      put(out_, extra64.size(), 2);
+      out_ += extra64;
+    }
+    out_ += "FB";
+    put(out_, padding, 2);
+    out_.append(padding, 'Z');
+    entries_.push_back(std::move(entry));
+  }
+
+  void skip(std::uint64_t bytes) { skipped_ += bytes; }
+
+  void add_descriptor(std::uint32_t crc) {
+    Entry& entry = entries_.back();
+    entry.crc = crc;
+    if (entry.bytes == 0) return;
+    put(out_, zip::kDescriptor, 4);
+    put(out_, crc, 4);
+    const std::size_t width = needs_zip64(entry) ? 8 : 4;
+    put(out_, entry.bytes, width);
+    put(out_, entry.bytes, width);
+  }
+
+  /// torch's digest of the checksums so far, in the order of the file.
+  std::string checksums_digest() const {
+    std::uint64_t hash = 0;
+    for (const Entry& entry : entries_) {
+      if (entry.bytes == 0) continue;  // an empty payload has no descriptor, hence no part in it
+      hash ^= std::uint64_t{entry.crc} + 0x9e3779b9 + (hash << 6) + (hash >> 2);
+    }
+    const std::string digits = std::to_string(hash);
+    return std::string(20 - digits.size(), '0') + digits;
+  }
+
+  void finish() {
+    const std::uint64_t directory_at = offset();
+    for (const Entry& entry : entries_) add_directory_entry(entry);
+    const std::uint64_t end64_at = offset();
+    const std::uint64_t directory_bytes = end64_at - directory_at;
+    put(out_, zip::kEnd64, 4);
+    put(out_, zip::kEnd64Bytes - 12, 8);
+    put(out_, 0x031e, 2);
+    put(out_, 0x2d, 2);
+    put(out_, 0, 8);
+    put(out_, entries_.size(), 8);
+    put(out_, entries_.size(), 8);
+    put(out_, directory_bytes, 8);
+    put(out_, directory_at, 8);
+    put(out_, zip::kEnd64Locator, 4);
+    put(out_, 0, 4);
+    put(out_, end64_at, 8);
+    put(out_, 1, 4);
+    put(out_, zip::kEnd, 4);
+    put(out_, 0, 4);
+    put(out_, entries_.size(), 2);
+    put(out_, entries_.size(), 2);
+    put(out_, directory_bytes, 4);
+    put(out_, directory_at >= zip::kMax32 ? zip::kMax32 : directory_at, 4);
+    put(out_, 0, 2);
+  }
+
+  std::uint64_t offset() const { return out_.size() + skipped_; }
+  std::string& bytes() { return out_; }
+
+ private:
+  static std::uint16_t flags(const Entry& entry) {
+    return static_cast<std::uint16_t>(zip::kFlagUtf8 |
+                                      (entry.bytes > 0 ? zip::kFlagDescriptor : 0));
+  }
+  static bool needs_zip64(const Entry& entry) {
+    return entry.bytes >= zip::kMax32 || entry.header_offset >= zip::kMax32;
+  }
+
+  void add_directory_entry(const Entry& entry) {
+    const bool long_size = entry.bytes >= zip::kMax32;
+    const bool long_offset = entry.header_offset >= zip::kMax32;
+    std::string extra64;
+    if (long_size) {
+      put(extra64, entry.bytes, 8);
+      put(extra64, entry.bytes, 8);
+    }
+    if (long_offset) put(extra64, entry.header_offset, 8);
+    put(out_, zip::kDirectoryEntry, 4);
+    put(out_, 0, 4);
+    put(out_, flags(entry), 2);
+    out_.append(2 + 2 + 2, '\0');  // method, time, date
+    put(out_, entry.crc, 4);
+    put(out_, long_size ? zip::kMax32 : entry.bytes, 4);
+    put(out_, long_size ? zip::kMax32 : entry.bytes, 4);
+    put(out_, entry.name.size(), 2);
+    put(out_, extra64.empty() ? 0 : 4 + extra64.size(), 2);
+    out_.append(2 + 2 + 2 + 4, '\0');  // comment, disk, attributes
+    put(out_, long_offset ? zip::kMax32 : entry.header_offset, 4);
+    out_ += entry.name;
+    if (!extra64.empty()) {
+      put(out_, zip::kExtraZip64, 2);
+      put(out_, extra64.size(), 2);
+      out_ += extra64;
+    }
+  }
+
+  std::string out_;
+  std::uint64_t skipped_ = 0;
+  std::vector<Entry> entries_;
+};
+
+void add_head(Archive& archive, std::string_view pickle, std::uint64_t payload_bytes) {
+  archive.add("data.pkl", pickle);
+  archive.add(".format_version", "1");
+  archive.add(".storage_alignment", "64");
+  archive.add("byteorder", "little");
+  archive.add_header("data/0", payload_bytes);
+}
+
+void add_tail(Archive& archive, std::uint64_t payload_bytes, std::uint32_t payload_crc) {
+  archive.skip(payload_bytes);
+  archive.add_descriptor(payload_bytes == 0 ? 0 : payload_crc);
+  archive.add("version", "3\n");
+  archive.add(".data/serialization_id", std::string(kRecordNamesHash) + archive.checksums_digest());
+  archive.finish();
+}
+
+}  // namespace
+
+RecordLayout lay_out_record(std::string_view pickle, std::uint64_t payload_bytes) {
+  Archive archive;
+  add_head(archive, pickle, payload_bytes);
+  RecordLayout layout;
+  layout.head_bytes = archive.offset();
+  layout.payload_bytes = payload_bytes;
+  add_tail(archive, payload_bytes, 0);
+  layout.tail_bytes = archive.offset() - layout.head_bytes - payload_bytes;
+  return layout;
+}
+
+std::string encode_head(std::string_view pickle, std::uint64_t payload_bytes) {
+  Archive archive;
+  add_head(archive, pickle, payload_bytes);
+  return std::move(archive.bytes());
+}
+
+std::string encode_tail(std::string_view pickle, std::uint64_t payload_bytes,
+                        std::uint32_t payload_crc) {
+  Archive archive;
+  add_head(archive, pickle, payload_bytes);
+  const std::size_t head_bytes = archive.bytes().size();
+  add_tail(archive, payload_bytes, payload_crc);
+  return archive.bytes().substr(head_bytes);
+}
+
+}  // namespace torch_ckpt::format

@@ -1,0 +1,69 @@
+#include "os/directory.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+
+#include "os/fault.h"
+
+namespace torch_ckpt::os {
+namespace {
+
+std::string parent_of(const std::string& path) {
+  const auto slash = path.find_last_of('/');
+  if (slash == std::string::npos) return ".";
+  return slash == 0 ? "/" : path.substr(0, slash);
+}
+
+bool is_directory(const std::string& path) {
+  struct stat status {};
+  return ::stat(path.c_str(), &status) == 0 && S_ISDIR(status.st_mode);
+}
+
+}  // namespace
+
+Result<> make_directories(const std::string& given, bool durable) {
+  std::string path = given;
+  while (path.size() > 1 && path.back() == '/') path.pop_back();
+  if (path.empty() || is_directory(path)) return {};
+  const std::string parent = parent_of(path);
+  if (parent != path) {
+    if (auto made = make_directories(parent, durable); !made) return made;
+  }
+  TC_FAULT("mkdir", path);
+  if (::mkdir(path.c_str(), 0777) != 0) {
+    // Another rank may have made it meanwhile.
+    if (errno == EEXIST && is_directory(path)) return {};
+    return system_error(errno, "mkdir", path);
+  }
+  if (durable) return sync_directory(parent);
+  return {};
+}
+
+Result<> sync_directory(const std::string& path) {
+  TC_FAULT("fsync_directory", path);
+  const int fd = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (fd < 0) return system_error(errno, "open", path);
+  const int failed = ::fsync(fd) != 0 ? errno : 0;
+  ::close(fd);
+  // Some network file systems have no fsync of directories; their creations are synchronous.
+  if (failed != 0 && failed != EINVAL) return system_error(failed, "fsync", path);
+  return {};
+}
+
+Result<> rename_file(const std::string& from, const std::string& to) {
+  TC_FAULT("rename", to);
+  if (::rename(from.c_str(), to.c_str()) != 0) return system_error(errno, "rename", to);
+  return {};
+}
+
+Result<> remove_file(const std::string& path) {
+  TC_FAULT("unlink", path);
+  if (::unlink(path.c_str()) != 0 && errno != ENOENT) return system_error(errno, "unlink", path);
+  return {};
+}
+
+}  // namespace torch_ckpt::os

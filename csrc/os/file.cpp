@@ -1,0 +1,211 @@
+#include "os/file.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <utility>
+#include <vector>
+
+#include "checked_math.h"
+#include "os/fault.h"
+
+namespace torch_ckpt::os {
+namespace {
+
+// Linux moves at most 0x7ffff000 bytes per call; asking for less keeps every full write aligned.
+constexpr std::size_t kMaxTransfer = std::size_t{1} << 30;
+
+constexpr std::size_t kPageBytes = 4096;
+
+constexpr mode_t kFileMode = 0666;
+
+}  // namespace
+
+File::File(File&& other) noexcept
+    : fd_(std::exchange(other.fd_, -1)), path_(std::move(other.path_)), direct_(other.direct_) {}
+
+File& File::operator=(File&& other) noexcept {
+  if (this != &other) {
+    if (fd_ >= 0) ::close(fd_);
+    fd_ = std::exchange(other.fd_, -1);
+    path_ = std::move(other.path_);
+    direct_ = other.direct_;
+  }
+  return *this;
+}
+
+File::~File() {
+  if (fd_ >= 0) ::close(fd_);
+}
+
+Result<File> File::create(const std::string& path, IoMode mode) {
+  TC_FAULT("open", path);
+  const int flags = O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC;
+  if (mode == IoMode::direct) {
+    const int fd = ::open(path.c_str(), flags | O_DIRECT, kFileMode);
+    if (fd >= 0) return File(fd, path, true);
+    if (errno != EINVAL) return system_error(errno, "open", path);
+    // Some kernels create the file before they find that O_DIRECT is not to be had.
+    ::unlink(path.c_str());
+  }
+  const int fd = ::open(path.c_str(), flags, kFileMode);
+  if (fd < 0) return system_error(errno, "open", path);
+  return File(fd, path, false);
+}
+
+Result<File> File::open_for_read(const std::string& path, IoMode mode) {
+  TC_FAULT("open", path);
+  // O_NONBLOCK so that a FIFO in the place of a data file cannot hang the load before it is
+  // refused.
+  const int flags = O_RDONLY | O_CLOEXEC | O_NONBLOCK;
+  bool direct = mode == IoMode::direct;
+  int fd = ::open(path.c_str(), direct ? flags | O_DIRECT : flags);
+  if (fd < 0 && direct && errno == EINVAL) {
+    direct = false;
+    fd = ::open(path.c_str(), flags);
+  }
+  if (fd < 0) return system_error(errno, "open", path);
+  File file(fd, path, direct);
+  struct stat status {};
+  if (::fstat(fd, &status) != 0) return system_error(errno, "fstat", path);
+  if (!S_ISREG(status.st_mode)) {
+    Error error = system_error(0, "open", path);
+    error.code = Errc::invalid_argument;
+    error.detail = "not a regular file";
+    return error;
+  }
+  return file;
+}
+
+Result<std::uint64_t> File::size() const {
+  TC_FAULT("fstat", path_);
+  struct stat status {};
+  if (::fstat(fd_, &status) != 0) return system_error(errno, "fstat", path_);
+  return static_cast<std::uint64_t>(status.st_size);
+}
+
+void File::leave_direct_mode() {
+  const int flags = ::fcntl(fd_, F_GETFL);
+  if (flags >= 0) ::fcntl(fd_, F_SETFL, flags & ~O_DIRECT);
+}
+
+Result<> File::write_at(std::span<const std::byte> data, std::uint64_t offset) {
+  TC_FAULT("pwrite", path_, offset);
+  bool retried_buffered = false;
+  while (!data.empty()) {
+    const std::size_t ask = std::min(data.size(), kMaxTransfer);
+    const ssize_t wrote = ::pwrite(fd_, data.data(), ask, static_cast<off_t>(offset));
+    if (wrote < 0) {
+      if (errno == EINTR) continue;
+      if (errno == EINVAL && direct_ && !retried_buffered) {
+        leave_direct_mode();
+        retried_buffered = true;
+        continue;
+      }
+      return system_error(errno, "pwrite", path_, offset);
+    }
+    // POSIX allows 0 for a full device; without this the loop would never end.
+    if (wrote == 0) return system_error(ENOSPC, "pwrite", path_, offset);
+    const auto count = static_cast<std::size_t>(wrote);
+    // The remainder of a short direct write is no longer aligned.
+    if (count < ask && direct_ && count % kDirectAlignment != 0) leave_direct_mode();
+    data = data.subspan(count);
+    offset += count;
+  }
+  return {};
+}
+
+Result<std::size_t> File::read_some_at(std::span<std::byte> out, std::uint64_t offset) const {
+  TC_FAULT("pread", path_, offset);
+  std::size_t total = 0;
+  while (total < out.size()) {
+    const std::size_t ask = std::min(out.size() - total, kMaxTransfer);
+    const ssize_t got = ::pread(fd_, out.data() + total, ask, static_cast<off_t>(offset + total));
+    if (got < 0) {
+      if (errno == EINTR) continue;
+      return system_error(errno, "pread", path_, offset + total);
+    }
+    if (got == 0) break;
+    total += static_cast<std::size_t>(got);
+    // A direct read that stops inside a block has met the end of the file.
+    if (direct_ && total % kDirectAlignment != 0) break;
+  }
+  return total;
+}
+
+Result<> File::read_at(std::span<std::byte> out, std::uint64_t offset) const {
+  auto got = read_some_at(out, offset);
+  if (!got) return got.error();
+  if (*got < out.size()) {
+    Error error = format_error(Errc::range_past_end,
+                               "the file ends " + std::to_string(out.size() - *got) +
+                                   " bytes before the range that the metadata gives",
+                               offset + *got);
+    error.operation = "pread";
+    error.path = path_;
+    return error;
+  }
+  return {};
+}
+
+double File::cached_fraction(std::uint64_t offset, std::size_t length) const {
+  if (length == 0) return 1.0;
+  // mincore and not preadv2(RWF_NOWAIT): that one starts read-ahead of what it does not find.
+  const std::uint64_t begin = align_down(offset, kPageBytes);
+  const std::size_t span = align_up(offset - begin + length, kPageBytes);
+  void* mapped = ::mmap(nullptr, span, PROT_READ, MAP_SHARED, fd_, static_cast<off_t>(begin));
+  if (mapped == MAP_FAILED) return 1.0;
+  std::vector<unsigned char> resident(span / kPageBytes);
+  const bool told = ::mincore(mapped, span, resident.data()) == 0;
+  ::munmap(mapped, span);
+  if (!told) return 1.0;
+  const auto cached = std::count_if(resident.begin(), resident.end(),
+                                    [](unsigned char page) { return (page & 1) != 0; });
+  return static_cast<double>(cached) / static_cast<double>(resident.size());
+}
+
+Result<> File::reserve(std::uint64_t bytes) {
+  TC_FAULT("fallocate", path_);
+  if (bytes == 0) return {};
+  while (::fallocate(fd_, 0, 0, static_cast<off_t>(bytes)) != 0) {
+    if (errno == EINTR) continue;
+    if (errno == EOPNOTSUPP || errno == ENOSYS) return {};
+    return system_error(errno, "fallocate", path_);
+  }
+  return {};
+}
+
+Result<> File::truncate(std::uint64_t bytes) {
+  TC_FAULT("ftruncate", path_, bytes);
+  while (::ftruncate(fd_, static_cast<off_t>(bytes)) != 0) {
+    if (errno != EINTR) return system_error(errno, "ftruncate", path_, bytes);
+  }
+  return {};
+}
+
+void File::start_writeback(std::uint64_t offset, std::uint64_t length) const {
+  ::sync_file_range(fd_, static_cast<off_t>(offset), static_cast<off_t>(length),
+                    SYNC_FILE_RANGE_WRITE);
+}
+
+Result<> File::sync() {
+  TC_FAULT("fsync", path_);
+  // No retry on any error, EINTR included: see the header.
+  if (::fsync(fd_) != 0) return system_error(errno, "fsync", path_);
+  return {};
+}
+
+Result<> File::close() && {
+  const int fd = std::exchange(fd_, -1);
+  // Linux has released the descriptor even when close fails, so it is never closed again.
+  const int failed = ::close(fd) != 0 ? errno : 0;
+  TC_FAULT("close", path_);
+  if (failed != 0 && failed != EINTR) return system_error(failed, "close", path_);
+  return {};
+}
+
+}  // namespace torch_ckpt::os

@@ -1,0 +1,33 @@
+#pragma once
+
+#include <cstddef>
+#include <span>
+
+#include "error.h"
+
+namespace torch_ckpt::os {
+
+// Page-aligned anonymous memory whose pages are already there: a first touch inside the pipeline
+// would cost three times a warm copy. Move-only; unmapped by the destructor.
+class Pages {
+ public:
+  /// `bytes` must be a positive multiple of 4096.
+  static Result<Pages> allocate(std::size_t bytes);
+
+  Pages() = default;
+  Pages(Pages&& other) noexcept;
+  Pages& operator=(Pages&& other) noexcept;
+  Pages(const Pages&) = delete;
+  Pages& operator=(const Pages&) = delete;
+  ~Pages();
+
+  std::span<std::byte> bytes() const { return {address_, size_}; }
+
+ private:
+  Pages(std::byte* address, std::size_t size) : address_(address), size_(size) {}
+
+  std::byte* address_ = nullptr;
+  std::size_t size_ = 0;
+};
+
+}  // namespace torch_ckpt::os

@@ -1,0 +1,10 @@
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace torch_ckpt::python {
+
+void bind_save(pybind11::module_& module);
+void bind_load(pybind11::module_& module);
+
+}  // namespace torch_ckpt::python

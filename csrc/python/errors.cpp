@@ -1,0 +1,64 @@
+#include "python/errors.h"
+
+#include <cstring>
+#include <string>
+
+namespace py = pybind11;
+
+namespace torch_ckpt::python {
+namespace {
+
+py::object error_class(const char* name) {
+  return py::module_::import("torch_ckpt.errors").attr(name);
+}
+
+[[noreturn]] void throw_python(const py::object& exception) {
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(exception.ptr())), exception.ptr());
+  throw py::error_already_set();
+}
+
+// errno and filename are attributes of OSError, so the text repeats neither.
+[[noreturn]] void throw_os_error(const Error& error, const std::string& subject) {
+  std::string text = error.operation + " failed";
+  if (error.offset != Error::kNoOffset) text += " at byte " + std::to_string(error.offset);
+  if (!subject.empty()) text += " (" + subject + ")";
+  if (!error.detail.empty()) text += ": " + error.detail;
+  text += std::string(": ") + std::strerror(error.sys_errno);
+  const py::object os_error = py::reinterpret_borrow<py::object>(PyExc_OSError);
+  if (error.path.empty()) throw_python(os_error(error.sys_errno, text));
+  throw_python(os_error(error.sys_errno, text, error.path));
+}
+
+}  // namespace
+
+void raise(const Error& error, const std::string& subject) {
+  if (error.sys_errno != 0) throw_os_error(error, subject);
+  const std::string text = subject.empty() ? error.message() : subject + ": " + error.message();
+  switch (error.code) {
+    case Errc::invalid_argument:
+      throw py::value_error(text);
+    case Errc::range_past_end:
+    case Errc::not_a_zip:
+    case Errc::zip_compressed:
+    case Errc::zip_inconsistent:
+    case Errc::record_missing:
+    case Errc::pickle_unknown:
+    case Errc::tensor_mismatch:
+    case Errc::checksum_mismatch:
+      throw_python(error_class("Corrupt")(text));
+    case Errc::system:
+    case Errc::cancelled:
+      throw_python(error_class("CheckpointError")(text));
+    case Errc::internal:
+      break;
+  }
+  throw std::runtime_error(text);
+}
+
+void raise(const CommitOutcome& outcome) {
+  const bool uncertain = outcome.state == CommitState::durability_uncertain;
+  throw_python(error_class(uncertain ? "DurabilityUncertain" : "NotCommitted")(
+      outcome.error.message(), outcome.error.sys_errno));
+}
+
+}  // namespace torch_ckpt::python

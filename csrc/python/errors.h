@@ -1,0 +1,21 @@
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include "commit.h"
+#include "error.h"
+
+namespace torch_ckpt::python {
+
+/// Throws the Python exception that stands for `error` (the table is in docs/design.md). `subject`,
+/// where given, names the item that it happened to.
+[[noreturn]] void raise(const Error& error, const std::string& subject = {});
+[[noreturn]] void raise(const CommitOutcome& outcome);
+
+template <class T>
+T unwrap(Result<T> result) {
+  if (!result) raise(result.error());
+  if constexpr (!std::is_void_v<T>) return std::move(*result);
+}
+
+}  // namespace torch_ckpt::python

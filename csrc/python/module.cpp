@@ -1,0 +1,70 @@
+#include <pybind11/pybind11.h>
+
+#include <type_traits>
+#include <utility>
+
+#include "commit.h"
+#include "engine/executor.h"
+#include "os/directory.h"
+#include "python/bindings.h"
+#include "python/errors.h"
+#include "staging/chunk_pool.h"
+#include "staging/device_copy.h"
+
+namespace py = pybind11;
+
+namespace torch_ckpt::python {
+namespace {
+
+void commit(const std::string& directory, const std::string& name, const py::buffer& contents,
+            bool sync) {
+  const py::buffer_info bytes = contents.request();
+  const std::span<const std::byte> span(static_cast<const std::byte*>(bytes.ptr),
+                                        static_cast<std::size_t>(bytes.size * bytes.itemsize));
+  CommitOutcome outcome;
+  {
+    py::gil_scoped_release release;
+    outcome = commit_metadata(directory, name, span, sync);
+  }
+  if (outcome.state != CommitState::committed) raise(outcome);
+}
+
+/// The disk may take seconds (a large file's blocks are freed by unlink), so other threads go on.
+template <class... Arguments>
+auto without_gil(Result<> (*function)(Arguments...)) {
+  return [function](std::decay_t<Arguments>... arguments) {
+    Result<> result = [&] {
+      py::gil_scoped_release release;
+      return function(arguments...);
+    }();
+    unwrap(std::move(result));
+  };
+}
+
+}  // namespace
+}  // namespace torch_ckpt::python
+
+PYBIND11_MODULE(_C, module) {
+  using namespace torch_ckpt;
+  using python::without_gil;
+  python::bind_save(module);
+  python::bind_load(module);
+  module.def("commit_metadata", &python::commit, py::arg("directory"), py::arg("name"),
+             py::arg("contents"), py::arg("sync"));
+  module.def("make_directories", without_gil(&os::make_directories), py::arg("path"),
+             py::arg("durable"));
+  module.def("sync_directory", without_gil(&os::sync_directory), py::arg("path"));
+  module.def("remove_file", without_gil(&os::remove_file), py::arg("path"));
+  module.def(
+      "join_executor",
+      [] {
+        py::gil_scoped_release release;
+        engine::join_executor();
+      },
+      "Ends the engine's threads after the work they have; for interpreter exit.");
+  module.def("pool_bytes", [] { return staging::ChunkPool::instance().kept_bytes(); });
+  module.def(
+      "trim_pool", [](std::size_t bytes) { staging::ChunkPool::instance().trim(bytes); },
+      py::arg("bytes"));
+  module.attr("has_cuda") = staging::device_support() != nullptr;
+}

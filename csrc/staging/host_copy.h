@@ -1,0 +1,15 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "staging/source.h"
+
+namespace torch_ckpt::staging {
+
+/// Fills `out` with the payload's bytes [offset, offset + out.size()) of a host source, gathering
+/// strided ones. The range must lie within the payload; any byte offset is allowed.
+void copy_from_host(const Source& source, std::uint64_t offset, std::span<std::byte> out);
+
+}  // namespace torch_ckpt::staging

@@ -1,0 +1,62 @@
+#!/usr/bin/env bash
+# Makes everything that the build and the tests need: system packages where they are missing and apt
+# may be used, and a virtual environment with torch and the tools.
+# usage: setup.sh PYTHON VENV [TORCH_VERSION]
+set -euo pipefail
+python=$1 venv=$2 torch_version=${3:-}
+
+missing=()
+need() { # need PACKAGE TEST...: adds PACKAGE where TEST fails
+  local package=$1
+  shift
+  "$@" > /dev/null 2>&1 || missing+=("$package")
+}
+header() { echo "#include <$1>" | g++ -E -x c++ - ; }
+boost() { header boost/asio/experimental/concurrent_channel.hpp; }
+
+need g++ command -v g++
+need cmake command -v cmake
+need ninja-build command -v ninja
+need clang-tidy command -v clang-tidy
+need libisal-dev header isa-l/crc.h
+need zlib1g-dev header zlib.h
+need libgtest-dev header gtest/gtest.h
+python_header() {
+  header_dir=$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["include"])')
+  [[ -f $header_dir/Python.h ]]
+}
+need python3-dev python_header
+need python3-venv "$python" -c 'import ensurepip, venv'
+need strace command -v strace
+if ! boost > /dev/null 2>&1; then
+  # Debian 12 has two versions, and the unversioned package is the older one.
+  if apt-cache show libboost1.81-dev > /dev/null 2>&1 || ! command -v apt-get > /dev/null; then
+    missing+=(libboost1.81-dev)
+  else
+    missing+=(libboost-dev)
+  fi
+fi
+
+if ((${#missing[@]})); then
+  sudo=()
+  [[ $(id -u) -eq 0 ]] || sudo=(sudo -n)
+  if ! command -v apt-get > /dev/null || { ((${#sudo[@]})) && ! sudo -n true 2> /dev/null; }; then
+    echo "torch_ckpt: please install first: ${missing[*]} (Debian's names; Boost 1.78 or newer)" >&2
+    exit 1
+  fi
+  echo "torch_ckpt: installing ${missing[*]}"
+  "${sudo[@]}" apt-get update -qq
+  # The index may have been empty before, and then the choice of Boost was a guess.
+  if [[ " ${missing[*]} " == *" libboost-dev "* ]] &&
+    apt-cache show libboost1.81-dev > /dev/null 2>&1; then
+    missing=("${missing[@]/libboost-dev/libboost1.81-dev}")
+  fi
+  DEBIAN_FRONTEND=noninteractive "${sudo[@]}" apt-get install -y -qq --no-install-recommends \
+    "${missing[@]}" > /dev/null
+fi
+
+[[ -x $venv/bin/python ]] || "$python" -m venv "$venv"
+"$venv/bin/pip" install -q --disable-pip-version-check \
+  "torch${torch_version:+==$torch_version}" "numpy" "setuptools>=68" wheel \
+  pytest pytest-timeout hypothesis safetensors ruff==0.17.5 mypy==2.4.1 tqdm matplotlib \
+  clang-format==14.0.6 # pinned: each version formats differently

@@ -1,0 +1,216 @@
+#include "commit.h"
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <filesystem>
+
+#include "os/fault.h"
+#include "support.h"
+
+namespace torch_ckpt {
+namespace {
+
+namespace fs = std::filesystem;
+using os::ScopedFaultHook;
+using test::bytes_of;
+using test::CallCounter;
+using test::is_system_error;
+using test::NthCallFails;
+using test::read_file;
+using test::TempDir;
+using test::write_file;
+
+using Names = std::vector<std::string>;
+
+CommitOutcome commit(const TempDir& directory, std::string_view contents, bool sync = true) {
+  return commit_metadata(directory.path(), ".metadata", bytes_of(contents), sync);
+}
+
+TEST(Commit, MakesTheMetadataAppear) {
+  TempDir directory;
+  const auto outcome = commit(directory, "contents");
+  EXPECT_EQ(outcome.state, CommitState::committed) << outcome.error.message();
+  EXPECT_EQ(directory.names(), Names{".metadata"});
+  EXPECT_EQ(read_file(directory.file(".metadata")), "contents");
+}
+
+TEST(Commit, ReplacesTheOldMetadata) {
+  TempDir directory;
+  write_file(directory.file(".metadata"), "old and longer");
+  EXPECT_EQ(commit(directory, "new").state, CommitState::committed);
+  EXPECT_EQ(directory.names(), Names{".metadata"});
+  EXPECT_EQ(read_file(directory.file(".metadata")), "new");
+}
+
+TEST(Commit, OldContentsAreThereUntilTheNewOnesAreComplete) {
+  TempDir directory;
+  const std::string path = directory.file(".metadata");
+  write_file(path, "old");
+  int looks = 0;
+  ScopedFaultHook hook([&](std::string_view operation, std::string_view at) {
+    const bool renamed = operation == "fsync_directory" && at == directory.path();
+    EXPECT_EQ(read_file(path), renamed ? "new" : "old") << operation;
+    ++looks;
+    return 0;
+  });
+  EXPECT_EQ(commit(directory, "new").state, CommitState::committed);
+  EXPECT_GE(looks, 6);
+}
+
+TEST(Commit, SyncsFileThenParentThenRenamesThenSyncsTheDirectory) {
+  TempDir directory;
+  CallCounter counter;
+  {
+    ScopedFaultHook hook(counter);
+    EXPECT_EQ(commit(directory, "contents").state, CommitState::committed);
+  }
+  Names operations;
+  for (const std::string& line : counter.log()) {
+    operations.push_back(line.substr(0, line.find(' ')));
+  }
+  ASSERT_EQ(operations, (Names{"open", "pwrite", "fsync", "close", "fsync_directory", "rename",
+                               "fsync_directory"}));
+  EXPECT_EQ(counter.log()[4], "fsync_directory " + directory.path() + "/..");
+  EXPECT_EQ(counter.log()[6], "fsync_directory " + directory.path());
+}
+
+TEST(Commit, WithoutSyncStillReplacesInOneStep) {
+  TempDir directory;
+  write_file(directory.file(".metadata"), "old");
+  CallCounter counter;
+  {
+    ScopedFaultHook hook(counter);
+    EXPECT_EQ(commit(directory, "new", false).state, CommitState::committed);
+  }
+  EXPECT_EQ(counter.calls("fsync"), 0);
+  EXPECT_EQ(counter.calls("fsync_directory"), 0);
+  EXPECT_EQ(read_file(directory.file(".metadata")), "new");
+}
+
+TEST(Commit, OfNothingIsAnEmptyFile) {
+  TempDir directory;
+  EXPECT_EQ(commit(directory, "").state, CommitState::committed);
+  EXPECT_EQ(read_file(directory.file(".metadata")), "");
+}
+
+TEST(Commit, IntoAMissingDirectoryIsNotCommitted) {
+  TempDir directory;
+  const auto outcome =
+      commit_metadata(directory.file("missing"), ".metadata", bytes_of("new"), true);
+  EXPECT_EQ(outcome.state, CommitState::not_committed);
+  EXPECT_EQ(outcome.error.sys_errno, ENOENT);
+}
+
+// The operations before the commit point, in order.
+class FaultBeforeTheCommitPoint : public ::testing::TestWithParam<const char*> {};
+
+TEST_P(FaultBeforeTheCommitPoint, LeavesTheOldMetadataAndNothingElse) {
+  TempDir directory;
+  write_file(directory.file(".metadata"), "old");
+  NthCallFails fault(GetParam(), 1, ENOSPC);
+  ScopedFaultHook hook(fault);
+  const auto outcome = commit(directory, "new");
+  EXPECT_EQ(outcome.state, CommitState::not_committed);
+  EXPECT_TRUE(is_system_error(outcome.error, ENOSPC, GetParam(), fault.path()));
+  EXPECT_EQ(directory.names(), Names{".metadata"});
+  EXPECT_EQ(read_file(directory.file(".metadata")), "old");
+}
+
+TEST_P(FaultBeforeTheCommitPoint, LeavesNothingWhereThereWasNothing) {
+  TempDir directory;
+  ScopedFaultHook hook(NthCallFails(GetParam(), 1, EIO));
+  EXPECT_EQ(commit(directory, "new").state, CommitState::not_committed);
+  EXPECT_EQ(directory.names(), Names{});
+}
+
+INSTANTIATE_TEST_SUITE_P(Operations, FaultBeforeTheCommitPoint,
+                         ::testing::Values("open", "pwrite", "fsync", "close", "fsync_directory",
+                                           "rename"),
+                         [](const auto& operation) { return std::string(operation.param); });
+
+TEST(Commit, FirstCauseIsReportedWhenTheTemporaryFileCannotBeRemovedEither) {
+  TempDir directory;
+  ScopedFaultHook hook([](std::string_view operation, std::string_view) {
+    if (operation == "fsync") return EIO;
+    return operation == "unlink" ? EROFS : 0;
+  });
+  const auto outcome = commit(directory, "new");
+  EXPECT_EQ(outcome.state, CommitState::not_committed);
+  EXPECT_EQ(outcome.error.sys_errno, EIO);
+}
+
+TEST(Commit, AFailedSyncAfterTheRenameIsUncertainAndKeepsTheNewMetadata) {
+  TempDir directory;
+  write_file(directory.file(".metadata"), "old");
+  ScopedFaultHook hook(NthCallFails("fsync_directory", 2, EIO));
+  const auto outcome = commit(directory, "new");
+  EXPECT_EQ(outcome.state, CommitState::durability_uncertain);
+  EXPECT_TRUE(is_system_error(outcome.error, EIO, "fsync_directory", directory.path()));
+  EXPECT_EQ(directory.names(), Names{".metadata"});
+  EXPECT_EQ(read_file(directory.file(".metadata")), "new");
+}
+
+TEST(Commit, AParentThatMayNotBeOpenedIsNotOursToSync) {
+  TempDir directory;
+  for (const int refusal : {EACCES, EPERM}) {
+    ScopedFaultHook hook(NthCallFails("fsync_directory", 1, refusal));
+    EXPECT_EQ(commit(directory, "new").state, CommitState::committed);
+  }
+}
+
+TEST(Commit, ALinkUnderTheMetadatasNameIsReplacedAndNotFollowed) {
+  TempDir directory;
+  TempDir elsewhere;
+  write_file(elsewhere.file("victim"), "untouched");
+  fs::create_symlink(elsewhere.file("victim"), directory.file(".metadata"));
+  EXPECT_EQ(commit(directory, "new").state, CommitState::committed);
+  EXPECT_EQ(read_file(elsewhere.file("victim")), "untouched");
+  EXPECT_TRUE(fs::is_regular_file(fs::symlink_status(directory.file(".metadata"))));
+  EXPECT_EQ(read_file(directory.file(".metadata")), "new");
+}
+
+TEST(Commit, ALinkUnderTheTemporaryNameIsNotFollowed) {
+  TempDir directory;
+  TempDir elsewhere;
+  write_file(elsewhere.file("victim"), "untouched");
+  // An attacker who somehow guessed the name, just before the file is made.
+  ScopedFaultHook hook([&](std::string_view operation, std::string_view path) {
+    if (operation == "open") fs::create_symlink(elsewhere.file("victim"), fs::path(path));
+    return 0;
+  });
+  const auto outcome = commit(directory, "new");
+  EXPECT_EQ(outcome.state, CommitState::not_committed);
+  EXPECT_EQ(outcome.error.sys_errno, EEXIST);
+  EXPECT_EQ(read_file(elsewhere.file("victim")), "untouched");
+}
+
+TEST(Commit, UsesAnotherTemporaryNameEachTime) {
+  TempDir directory;
+  Names seen;
+  ScopedFaultHook hook([&](std::string_view operation, std::string_view path) {
+    if (operation == "open") seen.emplace_back(path);
+    return 0;
+  });
+  EXPECT_EQ(commit(directory, "one").state, CommitState::committed);
+  EXPECT_EQ(commit(directory, "two").state, CommitState::committed);
+  ASSERT_EQ(seen.size(), 2);
+  EXPECT_NE(seen[0], seen[1]);
+  for (const std::string& path : seen) {
+    EXPECT_TRUE(path.starts_with(directory.file(".metadata.tmp-"))) << path;
+  }
+}
+
+TEST(Commit, ThroughALinkToTheDirectorySyncsTheParentOfItsTarget) {
+  TempDir elsewhere;
+  TempDir directory;
+  fs::create_directory(elsewhere.file("real"));
+  fs::create_directory_symlink(elsewhere.file("real"), directory.file("link"));
+  EXPECT_EQ(commit_metadata(directory.file("link"), ".metadata", bytes_of("new"), true).state,
+            CommitState::committed);
+  EXPECT_EQ(read_file(elsewhere.file("real/.metadata")), "new");
+}
+
+}  // namespace
+}  // namespace torch_ckpt

@@ -1,0 +1,69 @@
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "staging/device_copy.h"
+
+namespace torch_ckpt::test {
+
+// Host memory that poses as a device, registered for the object's lifetime. Its addresses cannot be
+// dereferenced, copies out of it arrive late and back to front, and it notices misuse: a copier in
+// two threads at once, a range outside its tensor, memory unpinned twice or never pinned.
+// Safe for concurrent use by multiple threads; one at a time per process.
+class FakeDevice {
+ public:
+  /// Called before each copy, in the thread that asks for it; may block, fail or throw.
+  using CopyHook = std::function<Result<>(const staging::Source& source, std::uint64_t offset)>;
+
+  FakeDevice();
+  ~FakeDevice();
+  FakeDevice(const FakeDevice&) = delete;
+  FakeDevice& operator=(const FakeDevice&) = delete;
+
+  /// A tensor on the device.
+  staging::Source upload(std::string payload);
+
+  void on_copy(CopyHook hook);
+  void fail_pins(Error error);
+  std::size_t copiers() const;
+  std::size_t pins() const;
+  std::size_t pinned_now() const;
+
+ private:
+  class Copier;
+  static Result<> pin(std::span<std::byte> memory, int device);
+  static void unpin(std::span<std::byte> memory, int device);
+
+  struct Tensor {
+    std::uintptr_t address;
+    std::string payload;
+  };
+
+  const staging::DeviceSupport* before_;
+  mutable std::mutex mutex_;
+  std::vector<Tensor> tensors_;                      // guarded by mutex_
+  CopyHook copy_hook_;                               // guarded by mutex_
+  Result<> pin_result_;                              // guarded by mutex_
+  std::size_t copiers_ = 0;                          // guarded by mutex_
+  std::size_t pins_ = 0;                             // guarded by mutex_
+  std::vector<std::pair<const void*, int>> pinned_;  // with its device; guarded by mutex_
+};
+
+// No device support for the object's lifetime, whatever the build has.
+class NoDevice {
+ public:
+  NoDevice() : before_(staging::device_support()) { staging::register_device_support(nullptr); }
+  ~NoDevice() { staging::register_device_support(before_); }
+  NoDevice(const NoDevice&) = delete;
+  NoDevice& operator=(const NoDevice&) = delete;
+
+ private:
+  const staging::DeviceSupport* before_;
+};
+
+}  // namespace torch_ckpt::test

@@ -1,0 +1,236 @@
+// What a forked child may do: everything, as if its parent had never used the engine.
+
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <functional>
+#include <latch>
+
+#include "engine/executor.h"
+#include "engine/load_session.h"
+#include "engine/save_session.h"
+#include "os/fault.h"
+#include "os/fork_guard.h"
+#include "staging/chunk_pool.h"
+#include "support.h"
+
+// ThreadSanitizer does not support threads that are started after a fork of a process with threads.
+#if defined(__SANITIZE_THREAD__)
+#define TC_SKIP_FORK_UNDER_TSAN() GTEST_SKIP() << "fork and threads under ThreadSanitizer"
+#else
+#define TC_SKIP_FORK_UNDER_TSAN() static_cast<void>(0)
+#endif
+
+namespace torch_ckpt {
+namespace {
+
+using engine::LoadSession;
+using engine::SaveSession;
+using os::ForkLocal;
+using test::fails;
+using test::ok;
+using test::TempDir;
+
+// A child that hangs is ended by the kernel, and the test fails instead of the whole run.
+constexpr unsigned kLongestSeconds = 100;
+
+/// Runs `body` in a forked child; whether it returned true there.
+::testing::AssertionResult in_child(const std::function<bool()>& body) {
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::alarm(kLongestSeconds);
+    // Not exit(): what is registered for it belongs to the parent.
+    ::_exit(body() ? 0 : 1);
+  }
+  int status = 0;
+  if (::waitpid(child, &status, 0) != child) return ::testing::AssertionFailure() << "waitpid";
+  if (WIFEXITED(status) && WEXITSTATUS(status) == 0) return ::testing::AssertionSuccess();
+  return ::testing::AssertionFailure() << "the child's status is " << status;
+}
+
+bool save_file(const TempDir& directory, const std::string& name, const std::string& contents) {
+  std::vector<engine::FileJob> jobs(1);
+  jobs[0].path = directory.file(name);
+  jobs[0].image.add_bytes(test::host_source(contents));
+  engine::SaveOptions options;
+  options.chunk_bytes = 4096;
+  return ok(test::run_save(directory, std::move(jobs), options));
+}
+
+bool load_file(const TempDir& directory, const std::string& name, const std::string& expected) {
+  std::string found(expected.size(), '?');
+  engine::ReadRequest request;
+  request.length = expected.size();
+  request.bytes = expected.size();
+  request.destination = reinterpret_cast<std::byte*>(found.data());
+  auto session = LoadSession::start({directory.file(name)}, {request}, {});
+  if (!session) return false;
+  test::wait_for_end(**session);
+  return !(*session)->failure() && found == expected;
+}
+
+struct Counted {
+  int value = 0;
+};
+
+TEST(ForkLocal, IsOneObjectInAProcess) {
+  EXPECT_EQ(&ForkLocal<Counted>::get(), &ForkLocal<Counted>::get());
+  EXPECT_EQ(ForkLocal<Counted>::existing(), &ForkLocal<Counted>::get());
+}
+
+TEST(ForkLocal, DoesNotExistBeforeItIsAskedFor) {
+  struct Unused {};
+  EXPECT_EQ(ForkLocal<Unused>::existing(), nullptr);
+}
+
+TEST(ForkLocal, IsMadeAnewInAChild) {
+  ForkLocal<Counted>::get().value = 7;
+  EXPECT_TRUE(in_child([] {
+    return ForkLocal<Counted>::existing() == nullptr && ForkLocal<Counted>::get().value == 0;
+  }));
+  EXPECT_EQ(ForkLocal<Counted>::get().value, 7);
+}
+
+TEST(ForkLocal, IsMadeAnewInTheChildOfAChild) {
+  ForkLocal<Counted>::get().value = 7;
+  EXPECT_TRUE(in_child([] {
+    ForkLocal<Counted>::get().value = 8;
+    return static_cast<bool>(in_child([] { return ForkLocal<Counted>::get().value == 0; }));
+  }));
+}
+
+TEST(Fork, AChildSavesAndLoadsAfterItsParentHasUsedTheEngine) {
+  TC_SKIP_FORK_UNDER_TSAN();
+  TempDir directory;
+  const std::string contents(50'000, 'x');
+  ASSERT_TRUE(save_file(directory, "parents", contents));
+  ASSERT_TRUE(load_file(directory, "parents", contents));
+  EXPECT_TRUE(in_child([&] {
+    return load_file(directory, "parents", contents) && save_file(directory, "childs", contents) &&
+           load_file(directory, "childs", contents);
+  }));
+  EXPECT_TRUE(test::read_file(directory.file("childs")) == contents);
+  EXPECT_TRUE(save_file(directory, "parents_again", contents));
+}
+
+TEST(Fork, AChildSavesWhileItsParentIsAmidASave) {
+  TC_SKIP_FORK_UNDER_TSAN();
+  TempDir directory;
+  const std::string contents(50'000, 'x');
+  std::latch writing(1);
+  std::latch forked(1);
+  os::ScopedFaultHook hook([&](std::string_view operation, std::string_view path) {
+    if (operation == "open" && path == directory.file("parents")) {
+      writing.count_down();
+      forked.wait();
+    }
+    return 0;
+  });
+  std::vector<engine::FileJob> jobs(1);
+  jobs[0].path = directory.file("parents");
+  jobs[0].image.add_bytes(test::host_source(contents));
+  auto session = SaveSession::start(directory.path(), std::move(jobs), {});
+  ASSERT_TRUE(ok(session));
+  writing.wait();
+  EXPECT_TRUE(in_child([&] { return save_file(directory, "childs", contents); }));
+  forked.count_down();
+  test::wait_for_end(**session);
+  EXPECT_TRUE(ok((*session)->outcome()));
+  EXPECT_EQ(directory.names(), (std::vector<std::string>{"childs", "parents"}));
+}
+
+TEST(Fork, AChildDoesNotWaitForItsParentsSave) {
+  TC_SKIP_FORK_UNDER_TSAN();
+  TempDir directory;
+  const std::string contents(50'000, 'x');
+  std::latch writing(1);
+  std::latch forked(1);
+  os::ScopedFaultHook hook([&](std::string_view operation, std::string_view) {
+    if (operation == "open") {
+      writing.count_down();
+      forked.wait();
+    }
+    return 0;
+  });
+  std::vector<engine::FileJob> jobs(1);
+  jobs[0].path = directory.file("parents");
+  jobs[0].image.add_bytes(test::host_source(contents));
+  auto session = SaveSession::start(directory.path(), std::move(jobs), {});
+  ASSERT_TRUE(ok(session));
+  writing.wait();
+  EXPECT_TRUE(in_child([&] {
+    (*session)->cancel();
+    const bool over = (*session)->wait_for(std::chrono::hours(1));
+    return over && fails((*session)->outcome(), Errc::cancelled);
+  }));
+  forked.count_down();
+  test::wait_for_end(**session);
+  EXPECT_TRUE(ok((*session)->outcome())) << "the child's cancel() reached the parent";
+}
+
+TEST(Fork, AChildDoesNotWaitForItsParentsLoad) {
+  TC_SKIP_FORK_UNDER_TSAN();
+  TempDir directory;
+  test::write_file(directory.file("a"), "hello");
+  std::string found(5, '?');
+  engine::ReadRequest request;
+  request.length = 5;
+  request.bytes = 5;
+  request.destination = reinterpret_cast<std::byte*>(found.data());
+  std::latch reading(1);
+  std::latch forked(1);
+  os::ScopedFaultHook hook([&](std::string_view operation, std::string_view) {
+    if (operation == "pread") {
+      reading.count_down();
+      forked.wait();
+    }
+    return 0;
+  });
+  auto session = LoadSession::start({directory.file("a")}, {request}, {});
+  ASSERT_TRUE(ok(session));
+  reading.wait();
+  EXPECT_TRUE(in_child([&] {
+    (*session)->cancel();
+    const bool over = (*session)->wait_for(std::chrono::hours(1));
+    const auto failure = (*session)->failure();
+    return over && failure && failure->error.code == Errc::cancelled;
+  }));
+  forked.count_down();
+  test::wait_for_end(**session);
+  EXPECT_FALSE((*session)->failure().has_value());
+  EXPECT_EQ(found, "hello");
+}
+
+TEST(Fork, AChildJoinsNothingOfItsParents) {
+  TC_SKIP_FORK_UNDER_TSAN();
+  engine::executor();
+  EXPECT_TRUE(in_child([] {
+    engine::join_executor();
+    return true;
+  }));
+}
+
+TEST(Fork, AChildHasNoPartInItsParentsChunks) {
+  auto chunk = staging::Chunk::allocate(4096);
+  ASSERT_TRUE(ok(chunk));
+  std::byte* const address = (*chunk)->bytes().data();
+  // Copy-on-write of a page amid a direct transfer would tear it, so it is not even mapped.
+  EXPECT_TRUE(in_child([address] {
+    unsigned char resident = 0;
+    return ::mincore(address, 4096, &resident) == -1 && errno == ENOMEM;
+  }));
+}
+
+TEST(Fork, AChildHasAChunkPoolOfItsOwn) {
+  auto& pool = staging::ChunkPool::instance();
+  auto chunk = pool.take(4096);
+  ASSERT_TRUE(ok(chunk));
+  pool.give_back(std::move(*chunk));
+  EXPECT_TRUE(in_child([] { return staging::ChunkPool::instance().kept_bytes() == 0; }));
+}
+
+}  // namespace
+}  // namespace torch_ckpt

@@ -1,0 +1,841 @@
+#include "engine/load_session.h"
+
+#include <gtest/gtest.h>
+#include <sys/resource.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <deque>
+#include <latch>
+
+#include "engine/executor.h"
+#include "format/torch_record.h"
+#include "format/zip.h"
+#include "os/fault.h"
+#include "support.h"
+
+namespace torch_ckpt::engine {
+namespace {
+
+using os::ScopedFaultHook;
+using staging::ChunkPool;
+using test::CallCounter;
+using test::fails;
+using test::is_system_error;
+using test::NthCallFails;
+using test::ok;
+using test::Random;
+using test::record_of;
+using test::row_major;
+using test::TempDir;
+using test::wait_for_end;
+
+constexpr std::size_t kPage = 4096;
+constexpr std::size_t kMebi = std::size_t{1} << 20;
+
+// Writes data files, collects requests with room for what they read, and runs them.
+class Reads {
+ public:
+  explicit Reads(const TempDir& directory) : directory_(directory) {}
+
+  /// Adds a file of records one behind the other; returns its number.
+  std::size_t add_file(const std::vector<std::string>& records) {
+    std::string contents;
+    for (const std::string& record : records) contents += record;
+    return add_raw_file(contents);
+  }
+  std::size_t add_raw_file(std::string_view contents) {
+    paths_.push_back(directory_.file("f" + std::to_string(paths_.size())));
+    test::write_file(paths_.back(), contents);
+    return paths_.size() - 1;
+  }
+
+  /// A file that is there already.
+  void use_file(std::string_view name) { paths_.push_back(directory_.file(name)); }
+
+  /// A request for bytes [begin, begin + bytes) of what `kind` reads.
+  ReadRequest& add(ReadKind kind, std::size_t file, std::uint64_t offset, std::uint64_t length,
+                   const format::TensorHeader& header, std::uint64_t begin, std::uint64_t bytes) {
+    ReadRequest request;
+    request.kind = kind;
+    request.file = file;
+    request.offset = offset;
+    request.length = length;
+    request.dtype = header.dtype;
+    request.sizes = header.sizes;
+    request.begin = begin;
+    request.bytes = bytes;
+    // Of exactly this size, so that AddressSanitizer sees a byte too many.
+    destinations_.push_back(std::make_unique<char[]>(bytes));
+    std::fill_n(destinations_.back().get(), bytes, '?');
+    request.destination = reinterpret_cast<std::byte*>(destinations_.back().get());
+    requests_.push_back(request);
+    return requests_.back();
+  }
+  /// The whole of a tensor of uint8, whose record is all of the file.
+  ReadRequest& add_whole(std::size_t file, std::string_view payload) {
+    const auto header = row_major("uint8", {payload.size()});
+    return add(ReadKind::tensor, file, 0, record_of(header, payload).size(), header, 0,
+               payload.size());
+  }
+
+  std::string_view result(std::size_t request) const {
+    return {destinations_[request].get(), requests_[request].bytes};
+  }
+  const std::string& path(std::size_t file) const { return paths_[file]; }
+  std::size_t count() const { return requests_.size(); }
+  std::uint64_t bytes() const {
+    std::uint64_t sum = 0;
+    for (const ReadRequest& request : requests_) sum += request.bytes;
+    return sum;
+  }
+
+  std::shared_ptr<LoadSession> start(const LoadOptions& options = {}) const {
+    auto session = LoadSession::start(paths_, requests_, options);
+    EXPECT_TRUE(ok(session));
+    return *session;
+  }
+  std::shared_ptr<LoadSession> run(const LoadOptions& options = {}) const {
+    auto session = start(options);
+    wait_for_end(*session);
+    return session;
+  }
+  /// Runs what must succeed.
+  void run_all(const LoadOptions& options = {}) const {
+    const auto session = run(options);
+    const auto failure = session->failure();
+    ASSERT_FALSE(failure.has_value()) << failure->error.message();
+    for (const ReadOutcome& outcome : session->outcomes()) {
+      ASSERT_EQ(outcome.status, ReadStatus::done);
+    }
+    EXPECT_EQ(session->bytes_planned(), bytes());
+    EXPECT_EQ(session->bytes_done(), bytes());
+  }
+
+ private:
+  const TempDir& directory_;
+  std::vector<std::string> paths_;
+  std::vector<ReadRequest> requests_;
+  std::vector<std::unique_ptr<char[]>> destinations_;
+};
+
+::testing::AssertionResult failed(const LoadSession& session, Errc code, std::size_t request) {
+  const auto failure = session.failure();
+  if (!failure) return ::testing::AssertionFailure() << "succeeded";
+  if (failure->error.code == code && failure->request == request) {
+    return ::testing::AssertionSuccess();
+  }
+  return ::testing::AssertionFailure() << failure->error.code << " at request " << failure->request
+                                       << ": " << failure->error.message();
+}
+
+LoadOptions options(DirectIo mode) {
+  LoadOptions options;
+  options.direct_io = mode;
+  return options;
+}
+
+// With its payload's checksum overwritten in the central directory, which is what the loader reads.
+std::string with_checksum(std::string record, std::uint32_t crc) {
+  const std::size_t entry = record.rfind("archive/data/0") - format::zip::kDirectoryEntryBytes;
+  for (int i = 0; i < 4; ++i) record[entry + 16 + i] = static_cast<char>(crc >> (8 * i));
+  return record;
+}
+
+// A record of one tensor that the decoder does not know: its pickle calls another function.
+std::string unknown_record(std::string_view payload) {
+  std::string pickle = format::encode_tensor_pickle(row_major("uint8", {payload.size()}));
+  pickle.replace(pickle.find("_rebuild_tensor_v2"), 18, "_rebuild_qtensor__");
+  return format::encode_head(pickle, payload.size()) + std::string(payload) +
+         format::encode_tail(pickle, payload.size(), 0);
+}
+
+class LoadSessionModes : public ::testing::TestWithParam<DirectIo> {
+ protected:
+  TempDir directory_;
+  Reads reads_{directory_};
+};
+
+TEST_P(LoadSessionModes, ManySmallTensorsAreRead) {
+  Random random(1);
+  SCOPED_TRACE(random.seed_text());
+  std::vector<std::string> expected;
+  for (int file = 0; file < 3; ++file) {
+    std::vector<std::string> records;
+    std::uint64_t offset = 0;
+    for (int i = 0; i < 200; ++i) {
+      const auto header = row_major("float32", {random.between(0, 300)});
+      expected.push_back(random.bytes(header.storage_bytes));
+      records.push_back(record_of(header, expected.back()));
+      reads_.add(ReadKind::tensor, file, offset, records.back().size(), header, 0,
+                 header.storage_bytes);
+      offset += records.back().size();
+    }
+    reads_.add_file(records);
+  }
+  reads_.run_all(options(GetParam()));
+  for (std::size_t i = 0; i < expected.size(); ++i) ASSERT_EQ(reads_.result(i), expected[i]) << i;
+}
+
+TEST_P(LoadSessionModes, ALargeTensorIsReadInPieces) {
+  Random random(2);
+  SCOPED_TRACE(random.seed_text());
+  const std::string payload = random.bytes(40 * kMebi + 4321);
+  reads_.add_file({test::byte_record(payload)});
+  reads_.add_whole(0, payload);
+  LoadOptions given = options(GetParam());
+  given.chunk_bytes = kMebi;
+  reads_.run_all(given);
+  EXPECT_TRUE(reads_.result(0) == payload);
+}
+
+TEST_P(LoadSessionModes, ATinyChunkReadsRecordsLargerThanItself) {
+  Random random(3);
+  SCOPED_TRACE(random.seed_text());
+  std::vector<std::string> payloads;
+  for (const std::size_t bytes : {100, 3000, 5000, 100'000, 0, 4096}) {
+    payloads.push_back(random.bytes(bytes));
+    reads_.add_file({test::byte_record(payloads.back())});
+    reads_.add_whole(payloads.size() - 1, payloads.back());
+  }
+  LoadOptions given = options(GetParam());
+  given.chunk_bytes = kPage;
+  reads_.run_all(given);
+  for (std::size_t i = 0; i < payloads.size(); ++i) EXPECT_TRUE(reads_.result(i) == payloads[i]);
+}
+
+TEST_P(LoadSessionModes, AnyPartOfATensorIsRead) {
+  Random random(4);
+  SCOPED_TRACE(random.seed_text());
+  const std::string small = random.bytes(10'000);
+  const std::string large = random.bytes(2 * kMebi);
+  reads_.add_file({test::byte_record(small), test::byte_record(large)});
+  const std::uint64_t small_length = test::byte_record(small).size();
+  const std::uint64_t large_length = test::byte_record(large).size();
+  std::vector<std::string_view> expected;
+  for (int i = 0; i < 60; ++i) {
+    const bool of_small = random.coin();
+    const std::string_view payload = of_small ? small : large;
+    const std::uint64_t begin = random.between(0, payload.size());
+    const std::uint64_t bytes = random.any_scale(payload.size() - begin);
+    reads_.add(ReadKind::tensor, 0, of_small ? 0 : small_length,
+               of_small ? small_length : large_length, row_major("uint8", {payload.size()}), begin,
+               bytes);
+    expected.push_back(payload.substr(begin, bytes));
+  }
+  reads_.run_all(options(GetParam()));
+  for (std::size_t i = 0; i < expected.size(); ++i) ASSERT_TRUE(reads_.result(i) == expected[i]);
+}
+
+TEST_P(LoadSessionModes, OneTensorMayBeWantedManyTimes) {
+  Random random(5);
+  SCOPED_TRACE(random.seed_text());
+  const std::string small = random.bytes(1000);
+  const std::string large = random.bytes(kMebi);
+  reads_.add_file({test::byte_record(small)});
+  reads_.add_file({test::byte_record(large)});
+  for (int i = 0; i < 5; ++i) {
+    reads_.add_whole(0, small);
+    reads_.add_whole(1, large);
+  }
+  reads_.run_all(options(GetParam()));
+  for (std::size_t i = 0; i < 10; ++i) {
+    EXPECT_TRUE(reads_.result(i) == (i % 2 == 0 ? small : large));
+  }
+}
+
+TEST_P(LoadSessionModes, RawBytesAreReadAsTheyAre) {
+  Random random(6);
+  SCOPED_TRACE(random.seed_text());
+  const std::string contents = random.bytes(3 * kMebi);
+  const format::TensorHeader none;
+  reads_.add_raw_file(contents);
+  reads_.add(ReadKind::raw, 0, 0, contents.size(), none, 0, contents.size());
+  reads_.add(ReadKind::raw, 0, 100, 500, none, 0, 500);
+  reads_.add(ReadKind::raw, 0, 100, 500, none, 20, 30);
+  reads_.add(ReadKind::raw, 0, 5, 2 * kMebi, none, kMebi, 7);
+  reads_.add(ReadKind::raw, 0, 5, 0, none, 0, 0);
+  reads_.run_all(options(GetParam()));
+  EXPECT_TRUE(reads_.result(0) == contents);
+  EXPECT_TRUE(reads_.result(1) == contents.substr(100, 500));
+  EXPECT_TRUE(reads_.result(2) == contents.substr(120, 30));
+  EXPECT_TRUE(reads_.result(3) == contents.substr(5 + kMebi, 7));
+}
+
+TEST_P(LoadSessionModes, WhatASaveWroteIsReadBack) {
+  Random random(7);
+  SCOPED_TRACE(random.seed_text());
+  std::deque<std::string> payloads;
+  std::vector<FileJob> jobs(4);
+  Reads reads(directory_);
+  for (std::size_t file = 0; file < jobs.size(); ++file) {
+    for (int i = 0; i < 20; ++i) {
+      payloads.push_back(random.bytes(random.any_scale(600'000)));
+      jobs[file].image.add_tensor(row_major("uint8", {payloads.back().size()}),
+                                  test::host_source(payloads.back()));
+      const ImageItem& item = jobs[file].image.items().back();
+      reads.add(ReadKind::tensor, file, item.offset, item.bytes,
+                row_major("uint8", {payloads.back().size()}), 0, payloads.back().size());
+    }
+    reads.add_raw_file("");  // for its path
+    jobs[file].path = reads.path(file);
+    ASSERT_EQ(std::remove(jobs[file].path.c_str()), 0);
+  }
+  SaveOptions save;
+  save.direct_io = GetParam();
+  ASSERT_TRUE(ok(test::run_save(directory_, std::move(jobs), save)));
+  reads.run_all(options(GetParam()));
+  for (std::size_t i = 0; i < payloads.size(); ++i) {
+    ASSERT_TRUE(reads.result(i) == payloads[i]) << i;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(AllModes, LoadSessionModes, test::all_direct_io(), test::direct_io_name);
+
+TEST(LoadSession, OfNothingEndsAtOnce) {
+  TempDir directory;
+  const Reads reads(directory);
+  CallCounter counter;
+  ScopedFaultHook hook(counter);
+  reads.run_all();
+  EXPECT_TRUE(counter.log().empty());
+}
+
+TEST(LoadSession, AnEmptyTensorIsLookedAt) {
+  TempDir directory;
+  Reads reads(directory);
+  reads.add_file({test::byte_record("")});
+  reads.add_whole(0, "");
+  reads.run_all();
+}
+
+TEST(LoadSession, AScalarIsRead) {
+  TempDir directory;
+  Reads reads(directory);
+  const auto header = row_major("int64", {});
+  const std::string record = record_of(header, "12345678");
+  reads.add_file({record});
+  reads.add(ReadKind::tensor, 0, 0, record.size(), header, 0, 8);
+  reads.run_all();
+  EXPECT_EQ(reads.result(0), "12345678");
+}
+
+TEST(LoadSession, RecordsThatTouchGapsAndOverlapAreRead) {
+  TempDir directory;
+  Reads reads(directory);
+  const format::TensorHeader none;
+  reads.add_raw_file("0123456789");
+  reads.add(ReadKind::raw, 0, 2, 4, none, 0, 4);
+  reads.add(ReadKind::raw, 0, 4, 4, none, 0, 4);
+  reads.add(ReadKind::raw, 0, 9, 1, none, 0, 1);
+  reads.run_all();
+  EXPECT_EQ(reads.result(0), "2345");
+  EXPECT_EQ(reads.result(1), "4567");
+  EXPECT_EQ(reads.result(2), "9");
+}
+
+TEST(LoadSession, NeighboursAreReadTogether) {
+  TempDir directory;
+  Reads reads(directory);
+  const std::string record = test::byte_record("hello");
+  reads.add_file(std::vector<std::string>(100, record));
+  for (std::size_t i = 0; i < 100; ++i) {
+    reads.add(ReadKind::tensor, 0, i * record.size(), record.size(), row_major("uint8", {5}), 0, 5);
+  }
+  CallCounter counter;
+  ScopedFaultHook hook(counter);
+  reads.run_all();
+  EXPECT_EQ(counter.calls("pread"), 1);
+}
+
+TEST(LoadSession, OptionsThatLeaveNoScratchMemoryAreRefused) {
+  LoadOptions too_small;
+  too_small.max_scratch_bytes = kPage - 1;
+  EXPECT_TRUE(fails(LoadSession::start({}, {}, too_small), Errc::invalid_argument));
+  LoadOptions no_threads;
+  no_threads.threads = 0;
+  EXPECT_TRUE(fails(LoadSession::start({}, {}, no_threads), Errc::invalid_argument));
+}
+
+TEST(LoadSession, HoldsNoMoreScratchMemoryThanAllowed) {
+  TempDir directory;
+  Reads reads(directory);
+  for (int i = 0; i < 20; ++i) {
+    reads.add_whole(reads.add_file({test::byte_record("hello")}), "hello");
+  }
+  ChunkPool::instance().trim(0);
+  LoadOptions given;
+  given.chunk_bytes = 4 * kPage;
+  given.max_scratch_bytes = 10 * kPage;
+  CallCounter counter;
+  ScopedFaultHook hook(counter);
+  reads.run_all(given);
+  EXPECT_LE(counter.calls("mmap"), 2);
+  EXPECT_LE(ChunkPool::instance().kept_bytes(), given.max_scratch_bytes);
+}
+
+TEST(LoadSession, MoreFilesThanDescriptorsAreRead) {
+  TempDir directory;
+  Reads reads(directory);
+  constexpr std::size_t kFiles = 200;
+  for (std::size_t i = 0; i < kFiles; ++i) {
+    const std::string payload = "payload " + std::to_string(i);
+    reads.add_whole(reads.add_file({test::byte_record(payload)}), payload);
+  }
+  executor();  // its own descriptors, if any, are not what is counted here
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
+  rlimit limit = before;
+  limit.rlim_cur = 64;
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &limit), 0);
+  const auto session = reads.run();
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);
+  ASSERT_FALSE(session->failure().has_value()) << session->failure()->error.message();
+  for (std::size_t i = 0; i < kFiles; ++i) {
+    ASSERT_EQ(reads.result(i), "payload " + std::to_string(i));
+  }
+}
+
+TEST(LoadSession, FilesAreClosedAgain) {
+  TempDir directory;
+  Reads reads(directory);
+  for (int i = 0; i < 10; ++i) {
+    reads.add_whole(reads.add_file({test::byte_record("hello")}), "hello");
+  }
+  const int before = ::dup(0);
+  ::close(before);
+  const auto session = reads.run();
+  const int after = ::dup(0);
+  ::close(after);
+  EXPECT_EQ(before, after) << "the session still holds files";
+}
+
+// --- other layouts and other records ---------------------------------------------------------
+
+class TransposedTensor : public ::testing::TestWithParam<std::uint64_t> {};
+
+TEST_P(TransposedTensor, IsDescribedAndThenReadAsItsStorage) {
+  Random random(8);
+  SCOPED_TRACE(random.seed_text());
+  TempDir directory;
+  const std::uint64_t rows = GetParam();
+  auto header = row_major("float32", {rows, 7});
+  header.strides = {1, rows};
+  const std::string payload = random.bytes(header.storage_bytes);
+  Reads reads(directory);
+  const std::string record = record_of(header, payload);
+  reads.add_file({record});
+  reads.add(ReadKind::tensor, 0, 0, record.size(), header, 0, payload.size());
+  const auto session = reads.run();
+  ASSERT_FALSE(session->failure().has_value());
+  ASSERT_EQ(session->outcomes()[0].status, ReadStatus::other_layout);
+  ASSERT_TRUE(session->outcomes()[0].header.has_value());
+  EXPECT_EQ(session->outcomes()[0].header->strides, header.strides);
+  EXPECT_EQ(session->outcomes()[0].header->storage_bytes, payload.size());
+  EXPECT_EQ(reads.result(0), std::string(payload.size(), '?')) << "the destination was touched";
+
+  Reads again(directory);
+  again.add_file({record});
+  again.add(ReadKind::storage, 0, 0, record.size(), header, 0, payload.size());
+  again.run_all();
+  EXPECT_TRUE(again.result(0) == payload);
+}
+
+INSTANTIATE_TEST_SUITE_P(SmallAndLarge, TransposedTensor, ::testing::Values(10, 100'000));
+
+class UnknownRecord : public ::testing::TestWithParam<std::size_t> {};
+
+TEST_P(UnknownRecord, IsNoFailureAndLeavesTheOthersToBeRead) {
+  TempDir directory;
+  Reads reads(directory);
+  const std::string payload(GetParam(), 'x');
+  const std::string unknown = unknown_record(payload);
+  const std::string known = test::byte_record(payload);
+  reads.add_file({unknown, known});
+  const auto header = row_major("uint8", {payload.size()});
+  reads.add(ReadKind::tensor, 0, 0, unknown.size(), header, 0, payload.size());
+  reads.add(ReadKind::tensor, 0, unknown.size(), known.size(), header, 0, payload.size());
+  const auto session = reads.run();
+  ASSERT_FALSE(session->failure().has_value()) << session->failure()->error.message();
+  EXPECT_EQ(session->outcomes()[0].status, ReadStatus::unknown_record);
+  EXPECT_EQ(session->outcomes()[1].status, ReadStatus::done);
+  EXPECT_TRUE(reads.result(1) == payload);
+}
+
+INSTANTIATE_TEST_SUITE_P(SmallAndLarge, UnknownRecord, ::testing::Values(10, 3 * kMebi));
+
+// --- checksums -------------------------------------------------------------------------------
+
+TEST(LoadSession, EveryFlippedPayloadByteOfASmallTensorIsFound) {
+  TempDir directory;
+  const std::string payload = "sixty-four bytes of payload, every one of which is to be trusted";
+  std::string record = test::byte_record(payload);
+  const std::size_t begin = record.find(payload);
+  Random random(9);
+  SCOPED_TRACE(random.seed_text());
+  for (std::size_t i = 0; i < payload.size(); ++i) {
+    std::string damaged = record;
+    damaged[begin + i] = static_cast<char>(damaged[begin + i] ^ (1 << random.between(0, 7)));
+    Reads reads(directory);
+    reads.add_file({damaged});
+    reads.add_whole(0, payload);
+    ASSERT_TRUE(failed(*reads.run(), Errc::checksum_mismatch, 0)) << "byte " << i;
+  }
+}
+
+TEST(LoadSession, AFlippedByteInAnyPieceOfALargeTensorIsFound) {
+  TempDir directory;
+  const std::string payload(17 * kMebi, 'x');
+  const std::string record = test::byte_record(payload);
+  const std::size_t begin = record.find('x', record.find("archive/data/0"));
+  for (const std::size_t at : {std::size_t{0}, 16 * kMebi - 1, 16 * kMebi, 17 * kMebi - 1}) {
+    std::string damaged = record;
+    damaged[begin + at] = 'y';
+    Reads reads(directory);
+    reads.add_file({damaged});
+    reads.add_whole(0, payload);
+    ASSERT_TRUE(failed(*reads.run(), Errc::checksum_mismatch, 0)) << "byte " << at;
+  }
+}
+
+TEST(LoadSession, ADamagedTensorIsToldByItsRequestPathAndOffset) {
+  TempDir directory;
+  Reads reads(directory);
+  const std::string record = test::byte_record("hello");
+  std::string damaged = record;
+  damaged[damaged.find("hello")] = 'j';
+  reads.add_file({record});
+  reads.add_file({record, record, damaged, record});
+  reads.add_whole(0, "hello");
+  for (std::size_t i = 0; i < 4; ++i) {
+    reads.add(ReadKind::tensor, 1, i * record.size(), record.size(), row_major("uint8", {5}), 0, 5);
+  }
+  const auto session = reads.run();
+  ASSERT_TRUE(failed(*session, Errc::checksum_mismatch, 3));
+  EXPECT_EQ(session->failure()->error.path, reads.path(1));
+  EXPECT_EQ(session->failure()->error.offset, 2 * record.size());
+}
+
+TEST(LoadSession, ADamagedTensorIsFoundThoughOnlyAPartOfItIsWanted) {
+  TempDir directory;
+  Reads reads(directory);
+  std::string damaged = test::byte_record("hello");
+  damaged[damaged.find("hello")] = 'j';
+  reads.add_file({damaged});
+  reads.add(ReadKind::tensor, 0, 0, damaged.size(), row_major("uint8", {5}), 4, 1);
+  EXPECT_TRUE(failed(*reads.run(), Errc::checksum_mismatch, 0));
+}
+
+class RawArchive : public ::testing::TestWithParam<std::size_t> {
+ protected:
+  ReadRequest& add_raw(std::uint64_t begin, std::uint64_t bytes) {
+    return reads_.add(ReadKind::raw, 0, 10, damaged_.size(), {}, begin, bytes);
+  }
+  void SetUp() override {
+    damaged_ = test::byte_record(std::string(GetParam(), 'x'));
+    damaged_at_ = damaged_.find("xxxxx");
+    damaged_[damaged_at_] = 'y';
+    reads_.add_file({"ten bytes.", damaged_});
+  }
+  TempDir directory_;
+  Reads reads_{directory_};
+  std::string damaged_;
+  std::size_t damaged_at_ = 0;
+};
+
+TEST_P(RawArchive, IsCheckedEntryByEntryWhereItIsReadWhole) {
+  add_raw(0, damaged_.size());
+  const auto session = reads_.run();
+  ASSERT_TRUE(failed(*session, Errc::checksum_mismatch, 0));
+  EXPECT_EQ(session->failure()->error.path, reads_.path(0));
+  EXPECT_EQ(session->failure()->error.offset, 10 + damaged_at_);
+}
+
+TEST_P(RawArchive, CannotBeCheckedWhereAPartIsRead) {
+  add_raw(1, damaged_.size() - 1);
+  reads_.run_all();
+  EXPECT_TRUE(reads_.result(0) == damaged_.substr(1));
+}
+
+TEST_P(RawArchive, IsNotCheckedWhereThatIsNotWanted) {
+  add_raw(0, damaged_.size());
+  LoadOptions given;
+  given.verify = false;
+  reads_.run_all(given);
+  EXPECT_TRUE(reads_.result(0) == damaged_);
+}
+
+INSTANTIATE_TEST_SUITE_P(SmallAndLarge, RawArchive, ::testing::Values(10, 20 * kMebi));
+
+class Unverified : public ::testing::TestWithParam<std::size_t> {
+ protected:
+  TempDir directory_;
+  const std::string payload_ = std::string(GetParam(), 'x');
+};
+
+TEST_P(Unverified, DamagedBytesAreGivenWhereThatIsWanted) {
+  std::string damaged = test::byte_record(payload_);
+  damaged[damaged.find("xxxxx")] = 'y';
+  Reads reads(directory_);
+  reads.add_file({damaged});
+  reads.add_whole(0, payload_);
+  LoadOptions given;
+  given.verify = false;
+  reads.run_all(given);
+  EXPECT_TRUE(reads.result(0) == "y" + payload_.substr(1));
+}
+
+TEST_P(Unverified, AChecksumOfZeroMeansThatTheWriterDidNotComputeOne) {
+  Reads reads(directory_);
+  reads.add_file({with_checksum(test::byte_record(payload_), 0)});
+  reads.add_whole(0, payload_);
+  reads.run_all();
+  EXPECT_TRUE(reads.result(0) == payload_);
+}
+
+TEST_P(Unverified, AnyOtherChecksumDoesNot) {
+  Reads reads(directory_);
+  reads.add_file({with_checksum(test::byte_record(payload_), 1)});
+  reads.add_whole(0, payload_);
+  EXPECT_TRUE(failed(*reads.run(), Errc::checksum_mismatch, 0));
+}
+
+INSTANTIATE_TEST_SUITE_P(SmallAndLarge, Unverified, ::testing::Values(10, 3 * kMebi));
+
+TEST(LoadSession, AnEmptyPayloadWithAChecksumIsDamaged) {
+  TempDir directory;
+  Reads reads(directory);
+  reads.add_file({with_checksum(test::byte_record(""), 7)});
+  reads.add_whole(0, "");
+  EXPECT_TRUE(failed(*reads.run(), Errc::checksum_mismatch, 0));
+}
+
+// --- what the metadata says and the file does not --------------------------------------------
+
+class Disagreement : public ::testing::TestWithParam<std::size_t> {
+ protected:
+  TempDir directory_;
+  Reads reads_{directory_};
+  const std::uint64_t items_ = GetParam();
+  const format::TensorHeader header_ = row_major("float32", {items_});
+  const std::string record_ = record_of(header_, std::string(4 * items_, 'x'));
+};
+
+TEST_P(Disagreement, AFileShorterThanTheMetadataSaysIsToldWithItsRequest) {
+  reads_.add_file({record_, record_.substr(0, record_.size() - 1)});
+  reads_.add(ReadKind::tensor, 0, 0, record_.size(), header_, 0, 4 * items_);
+  reads_.add(ReadKind::tensor, 0, record_.size(), record_.size(), header_, 0, 4 * items_);
+  const auto session = reads_.run();
+  ASSERT_TRUE(failed(*session, Errc::range_past_end, 1));
+  EXPECT_EQ(session->failure()->error.path, reads_.path(0));
+  EXPECT_EQ(session->failure()->error.offset, record_.size());
+}
+
+TEST_P(Disagreement, ARecordFarOutsideIsToldWithItsRequest) {
+  reads_.add_file({record_});
+  for (const std::uint64_t offset : {record_.size(), ~std::uint64_t{0} - 5}) {
+    Reads reads(directory_);
+    reads.add_file({record_});
+    reads.add(ReadKind::tensor, 0, offset, record_.size(), header_, 0, 4 * items_);
+    EXPECT_TRUE(failed(*reads.run(), Errc::range_past_end, 0)) << offset;
+  }
+}
+
+TEST_P(Disagreement, AnotherDtypeIsLeftToTorchWhichConvertsIt) {
+  reads_.add_file({record_});
+  reads_.add(ReadKind::tensor, 0, 0, record_.size(), row_major("int32", {items_}), 0, 4 * items_);
+  const auto session = reads_.run();
+  ASSERT_FALSE(session->failure().has_value());
+  EXPECT_EQ(session->outcomes()[0].status, ReadStatus::unknown_record);
+}
+
+TEST_P(Disagreement, AnotherShapeIsAMismatch) {
+  for (const auto& sizes :
+       std::vector<std::vector<std::uint64_t>>{{items_ / 2, 2}, {items_, 1}, {items_ + 1}, {}}) {
+    Reads reads(directory_);
+    reads.add_file({record_});
+    reads.add(ReadKind::tensor, 0, 0, record_.size(), row_major("float32", sizes), 0, 4);
+    EXPECT_TRUE(failed(*reads.run(), Errc::tensor_mismatch, 0)) << sizes.size() << " dimensions";
+  }
+}
+
+TEST_P(Disagreement, MoreThanThePayloadHasIsAMismatch) {
+  reads_.add_file({record_});
+  reads_.add(ReadKind::tensor, 0, 0, record_.size(), header_, 4, 4 * items_);
+  EXPECT_TRUE(failed(*reads_.run(), Errc::tensor_mismatch, 0));
+}
+
+TEST_P(Disagreement, MoreThanARawRecordHasIsOutside) {
+  reads_.add_file({record_, record_});
+  reads_.add(ReadKind::raw, 0, 0, record_.size(), {}, 1, record_.size());
+  EXPECT_TRUE(failed(*reads_.run(), Errc::range_past_end, 0));
+}
+
+TEST_P(Disagreement, ARangeThatEndsEarlyIsNoArchiveAndToldByItsPlaceInTheFile) {
+  reads_.add_file({record_, record_});
+  reads_.add(ReadKind::tensor, 0, record_.size(), record_.size() - 5, header_, 0, 4 * items_);
+  const auto session = reads_.run();
+  ASSERT_TRUE(failed(*session, Errc::not_a_zip, 0));
+  EXPECT_EQ(session->failure()->error.path, reads_.path(0));
+  // Where the end record was looked for.
+  EXPECT_EQ(session->failure()->error.offset, 2 * record_.size() - 5 - format::zip::kEndBytes);
+}
+
+TEST_P(Disagreement, ARangeThatBeginsLateIsInconsistent) {
+  reads_.add_file({record_});
+  reads_.add(ReadKind::tensor, 0, 5, record_.size() - 5, header_, 0, 4 * items_);
+  EXPECT_TRUE(failed(*reads_.run(), Errc::zip_inconsistent, 0));
+}
+
+INSTANTIATE_TEST_SUITE_P(SmallAndLarge, Disagreement, ::testing::Values(10, kMebi));
+
+TEST(LoadSession, AMissingFileIsTheSystemsErrorWithItsPath) {
+  TempDir directory;
+  Reads reads(directory);
+  reads.add_whole(reads.add_file({test::byte_record("hello")}), "hello");
+  reads.add_whole(reads.add_file({test::byte_record("hello")}), "hello");
+  ASSERT_EQ(std::remove(reads.path(1).c_str()), 0);
+  const auto session = reads.run();
+  ASSERT_TRUE(failed(*session, Errc::system, 1));
+  EXPECT_TRUE(is_system_error(session->failure()->error, ENOENT, "open", reads.path(1)));
+}
+
+// --- faults ----------------------------------------------------------------------------------
+
+struct Fault {
+  std::string operation;
+  int sys_errno;
+  DirectIo mode;
+};
+
+void PrintTo(const Fault& fault, std::ostream* out) { *out << fault.operation << fault.mode; }
+
+class LoadSessionFaults : public ::testing::TestWithParam<Fault> {};
+
+TEST_P(LoadSessionFaults, AtAnyCallFailTheLoadAndSayWhy) {
+  const std::string small = "hello";
+  const std::string large(kMebi, 'x');
+  for (std::size_t n = 1;; ++n) {
+    TempDir directory;
+    Reads reads(directory);
+    reads.add_whole(reads.add_file({test::byte_record(small)}), small);
+    reads.add_whole(reads.add_file({test::byte_record(large)}), large);
+    LoadOptions given = options(GetParam().mode);
+    given.chunk_bytes = 256 << 10;
+    ChunkPool::instance().trim(0);
+    NthCallFails fault(GetParam().operation, n, GetParam().sys_errno);
+    std::shared_ptr<LoadSession> session;
+    {
+      ScopedFaultHook hook(fault);
+      session = reads.run(given);
+    }
+    if (!fault.hit()) {
+      ASSERT_FALSE(session->failure().has_value()) << session->failure()->error.message();
+      EXPECT_GT(n, 1) << "never called";
+      break;
+    }
+    ASSERT_TRUE(session->failure().has_value()) << "call " << n;
+    ASSERT_TRUE(is_system_error(session->failure()->error, GetParam().sys_errno,
+                                GetParam().operation, fault.path()))
+        << "call " << n;
+    const std::size_t culprit = session->failure()->request;
+    ASSERT_EQ(culprit < 2 ? reads.path(culprit) : "", fault.path()) << "call " << n;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Operations, LoadSessionFaults,
+                         ::testing::Values(Fault{"open", EMFILE, DirectIo::automatic},
+                                           Fault{"fstat", EIO, DirectIo::off},
+                                           Fault{"pread", EIO, DirectIo::off},
+                                           Fault{"pread", EIO, DirectIo::on},
+                                           Fault{"mmap", ENOMEM, DirectIo::off}),
+                         [](const auto& fault) {
+                           std::ostringstream name;
+                           name << fault.param.operation << fault.param.mode;
+                           return name.str();
+                         });
+
+TEST(LoadSession, AFailureEndsTheTasksThatAreLeft) {
+  TempDir directory;
+  Reads reads(directory);
+  for (int i = 0; i < 100; ++i) {
+    reads.add_whole(reads.add_file({test::byte_record("hello")}), "hello");
+  }
+  LoadOptions one_thread;
+  one_thread.threads = 1;
+  CallCounter counter;
+  ScopedFaultHook hook([&](std::string_view operation, std::string_view path) {
+    counter(operation, path);
+    return operation == "pread" ? EIO : 0;
+  });
+  EXPECT_TRUE(failed(*reads.run(one_thread), Errc::system, 0));
+  EXPECT_EQ(counter.calls("pread"), 1);
+}
+
+TEST(LoadSession, CancelledAmidItsReadsEndsThem) {
+  TempDir directory;
+  Reads reads(directory);
+  for (int i = 0; i < 100; ++i) {
+    reads.add_whole(reads.add_file({test::byte_record("hello")}), "hello");
+  }
+  LoadOptions one_thread;
+  one_thread.threads = 1;
+  std::latch reading(1);
+  std::latch cancelled(1);
+  CallCounter counter;
+  ScopedFaultHook hook([&](std::string_view operation, std::string_view path) {
+    counter(operation, path);
+    if (operation == "pread") {
+      reading.count_down();
+      cancelled.wait();
+    }
+    return 0;
+  });
+  const auto session = reads.start(one_thread);
+  EXPECT_FALSE(session->wait_for(std::chrono::milliseconds(0)));
+  reading.wait();
+  session->cancel();
+  cancelled.count_down();
+  wait_for_end(*session);
+  ASSERT_TRUE(failed(*session, Errc::cancelled, LoadFailure::kNoRequest));
+  EXPECT_EQ(session->failure()->error.path, "") << "no file is to blame";
+  EXPECT_EQ(counter.calls("pread"), 1);
+}
+
+TEST(LoadSession, MayOutliveTheExecutor) {
+  TempDir directory;
+  Reads reads(directory);
+  for (int i = 0; i < 10; ++i) {
+    reads.add_whole(reads.add_file({test::byte_record("hello")}), "hello");
+  }
+  auto session = reads.start();
+  join_executor();
+  wait_for_end(*session);
+  EXPECT_FALSE(session->failure().has_value());
+  session.reset();
+  EXPECT_EQ(reads.result(9), "hello");
+}
+
+TEST(LoadSession, SeveralAtOnceDoNotDisturbEachOther) {
+  Random random(10);
+  SCOPED_TRACE(random.seed_text());
+  TempDir directory;
+  const std::string payload = random.bytes(kMebi);
+  std::deque<Reads> reads;
+  std::vector<std::shared_ptr<LoadSession>> sessions;
+  for (int i = 0; i < 4; ++i) {
+    reads.emplace_back(directory);
+    if (i == 0) test::write_file(directory.file("f0"), test::byte_record(payload));
+    reads.back().use_file("f0");
+    reads.back().add_whole(0, payload);
+    sessions.push_back(reads.back().start());
+  }
+  for (int i = 0; i < 4; ++i) {
+    wait_for_end(*sessions[i]);
+    EXPECT_FALSE(sessions[i]->failure().has_value());
+    EXPECT_TRUE(reads[i].result(0) == payload);
+  }
+}
+
+}  // namespace
+}  // namespace torch_ckpt::engine

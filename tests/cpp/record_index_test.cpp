@@ -1,0 +1,536 @@
+#include "format/record_index.h"
+
+#include <gtest/gtest.h>
+
+#include "checked_math.h"
+#include "engine/record_reader.h"
+#include "format/crc32.h"
+#include "format/torch_record.h"
+#include "format/zip.h"
+#include "stock_records.h"
+#include "support.h"
+
+namespace torch_ckpt::format {
+namespace {
+
+using test::bytes_of;
+using test::fails;
+using test::ok;
+using test::Random;
+using test::record_of;
+using test::row_major;
+
+Result<RecordIndex> index(std::string_view record) {
+  engine::RecordInMemory bytes(bytes_of(record));
+  return index_record(bytes);
+}
+
+// A record that is mostly hole, as a sparse file would be.
+class HollowRecord final : public RecordBytes {
+ public:
+  HollowRecord(const TensorHeader& header, std::uint32_t crc)
+      : payload_bytes_(header.storage_bytes) {
+    const std::string pickle = encode_tensor_pickle(header);
+    head_ = encode_head(pickle, payload_bytes_);
+    tail_ = encode_tail(pickle, payload_bytes_, crc);
+  }
+  std::uint64_t size() const override { return head_.size() + payload_bytes_ + tail_.size(); }
+  std::uint64_t payload_offset() const { return head_.size(); }
+  Result<std::span<const std::byte>> at(std::uint64_t offset, std::uint64_t length) override {
+    EXPECT_TRUE(inside(offset, length, size()));
+    const std::uint64_t tail_at = head_.size() + payload_bytes_;
+    if (inside(offset, length, head_.size())) return bytes_of(head_).subspan(offset, length);
+    EXPECT_GE(offset, tail_at) << "the payload was looked at";
+    return bytes_of(tail_).subspan(offset - tail_at, length);
+  }
+
+ private:
+  std::uint64_t payload_bytes_;
+  std::string head_;
+  std::string tail_;
+};
+
+// A writer of archives other than torch's: entries in any order, with any flaw.
+struct ZipEntry {
+  std::string name;
+  std::string data;
+  std::uint16_t method = 0;
+  std::string extra = {};  // of the directory's entry
+};
+
+void put(std::string& out, std::uint64_t value, std::size_t bytes) {
+  for (std::size_t i = 0; i < bytes; ++i) out += static_cast<char>((value >> (8 * i)) & 0xff);
+}
+
+std::string zip_of(const std::vector<ZipEntry>& entries, std::size_t comment_bytes = 0) {
+  std::string out;
+  std::string directory;
+  for (const ZipEntry& entry : entries) {
+    const std::uint32_t crc = crc32(0, bytes_of(entry.data));
+    put(directory, zip::kDirectoryEntry, 4);
+    put(directory, 0, 6);
+    put(directory, entry.method, 2);
+    put(directory, 0, 4);
+    put(directory, crc, 4);
+    put(directory, entry.data.size(), 4);
+    put(directory, entry.data.size(), 4);
+    put(directory, entry.name.size(), 2);
+    put(directory, entry.extra.size(), 2);
+    put(directory, comment_bytes, 2);
+    put(directory, 0, 8);
+    put(directory, out.size(), 4);
+    directory += entry.name + entry.extra + std::string(comment_bytes, '#');
+    put(out, zip::kLocalHeader, 4);
+    put(out, 0, 4);
+    put(out, entry.method, 2);
+    put(out, 0, 4);
+    put(out, crc, 4);
+    put(out, entry.data.size(), 4);
+    put(out, entry.data.size(), 4);
+    put(out, entry.name.size(), 2);
+    put(out, 0, 2);
+    out += entry.name + entry.data;
+  }
+  const std::size_t at = out.size();
+  out += directory;
+  put(out, zip::kEnd, 4);
+  put(out, 0, 4);
+  put(out, entries.size(), 2);
+  put(out, entries.size(), 2);
+  put(out, directory.size(), 4);
+  put(out, at, 4);
+  put(out, 0, 2);
+  return out;
+}
+
+const std::string& row_pickle() {
+  static const std::string pickle = encode_tensor_pickle(row_major("uint8", {5}));
+  return pickle;
+}
+
+/// The entries without which torch.load does not work.
+std::vector<ZipEntry> minimal_entries() {
+  return {{"x/data.pkl", row_pickle()}, {"x/data/0", "hello"}, {"x/version", "3\n"}};
+}
+
+std::vector<ZipEntry> with(std::vector<ZipEntry> entries, ZipEntry entry) {
+  entries.push_back(std::move(entry));
+  return entries;
+}
+
+/// A record of ours with the number at `at` overwritten.
+std::string patched(std::string record, std::size_t at, std::uint64_t value, std::size_t bytes) {
+  std::string number;
+  put(number, value, bytes);
+  return record.replace(at, bytes, number);
+}
+
+std::string small_record() { return record_of(row_major("uint8", {5}), "hello"); }
+
+// Everything that the session will trust.
+void expect_sound(const RecordIndex& found, std::uint64_t record_bytes) {
+  EXPECT_TRUE(inside(found.payload_offset, found.payload_bytes, record_bytes));
+  ASSERT_NE(found.header.dtype, nullptr);
+  EXPECT_EQ(found.header.sizes.size(), found.header.strides.size());
+  EXPECT_EQ(found.header.storage_bytes, found.payload_bytes);
+  unsigned __int128 last = found.header.storage_offset;
+  bool empty = false;
+  for (std::size_t d = 0; d < found.header.sizes.size(); ++d) {
+    if (found.header.sizes[d] == 0) {
+      empty = true;
+      break;
+    }
+    last += static_cast<unsigned __int128>(found.header.sizes[d] - 1) * found.header.strides[d];
+  }
+  EXPECT_TRUE(empty || (last + 1) * found.header.dtype->item_bytes <= found.payload_bytes)
+      << "an element lies outside the storage";
+}
+
+TEST(RecordIndex, FindsThePayloadOfARecord) {
+  const std::string record = small_record();
+  const auto found = index(record);
+  ASSERT_TRUE(ok(found));
+  EXPECT_EQ(record.substr(found->payload_offset, found->payload_bytes), "hello");
+  EXPECT_EQ(found->payload_crc, crc32(0, bytes_of("hello")));
+  EXPECT_EQ(found->header.sizes, std::vector<std::uint64_t>{5});
+}
+
+TEST(RecordIndex, FindsAnEmptyPayload) {
+  const auto found = index(record_of(row_major("float32", {0, 3}), ""));
+  ASSERT_TRUE(ok(found));
+  EXPECT_EQ(found->payload_bytes, 0);
+}
+
+class StockRecordIndex : public ::testing::TestWithParam<test::StockRecord> {};
+
+TEST_P(StockRecordIndex, FindsThePayloadWithoutLookingAtIt) {
+  HollowRecord record(GetParam().header(), GetParam().payload_crc);
+  const auto found = index_record(record);
+  ASSERT_TRUE(ok(found));
+  EXPECT_EQ(found->payload_offset, GetParam().head_bytes);
+  EXPECT_EQ(found->payload_bytes, GetParam().payload_bytes);
+  EXPECT_EQ(found->payload_crc, GetParam().payload_crc);
+  EXPECT_EQ(found->header.sizes, GetParam().sizes);
+}
+
+INSTANTIATE_TEST_SUITE_P(Records, StockRecordIndex, ::testing::ValuesIn(test::stock_records()),
+                         [](const auto& record) { return record.param.name; });
+
+class HollowRecordIndex : public ::testing::TestWithParam<std::uint64_t> {};
+
+TEST_P(HollowRecordIndex, FindsThePayloadAroundFourGibibytes) {
+  HollowRecord record(row_major("uint8", {GetParam()}), 0x12345678);
+  const auto found = index_record(record);
+  ASSERT_TRUE(ok(found));
+  EXPECT_EQ(found->payload_offset, record.payload_offset());
+  EXPECT_EQ(found->payload_bytes, GetParam());
+}
+
+INSTANTIATE_TEST_SUITE_P(Sizes, HollowRecordIndex,
+                         ::testing::Values(0xfffffc00, 0xfffffffe, 0xffffffff, 0x100000000,
+                                           std::uint64_t{5} << 30, std::uint64_t{1} << 50));
+
+TEST(RecordIndex, ReadsArchivesWithoutZip64OrOptionalEntries) {
+  const std::string record = zip_of(minimal_entries());
+  const auto found = index(record);
+  ASSERT_TRUE(ok(found));
+  EXPECT_EQ(record.substr(found->payload_offset, 5), "hello");
+}
+
+TEST(RecordIndex, ReadsEntriesInAnyOrderWithOthersAmongThem) {
+  const std::string record = zip_of({{"m/version", "3\n"},
+                                     {"m/.extra", "anything"},
+                                     {"m/data/0", "hello"},
+                                     {"m/byteorder", "little"},
+                                     {"m/data.pkl", row_pickle()}});
+  const auto found = index(record);
+  ASSERT_TRUE(ok(found));
+  EXPECT_EQ(record.substr(found->payload_offset, 5), "hello");
+}
+
+TEST(RecordIndex, SkipsTheCommentsOfEntries) {
+  EXPECT_TRUE(ok(index(zip_of(minimal_entries(), 300))));
+}
+
+TEST(RecordIndex, TooShortIsNotAZip) {
+  EXPECT_TRUE(fails(index(""), Errc::not_a_zip));
+  EXPECT_TRUE(fails(index("PK\3\4"), Errc::not_a_zip));
+}
+
+TEST(RecordIndex, WithoutAnEndRecordIsNotAZip) {
+  EXPECT_TRUE(fails(index(std::string(2000, 'x')), Errc::not_a_zip));
+  EXPECT_TRUE(fails(index(small_record() + "trailing"), Errc::not_a_zip));
+}
+
+TEST(RecordIndex, CompressedEntriesAreRefused) {
+  auto entries = minimal_entries();
+  entries[1].method = 8;
+  EXPECT_TRUE(fails(index(zip_of(entries)), Errc::zip_compressed));
+}
+
+TEST(RecordIndex, WithoutPickleOrVersionIsMissingARecord) {
+  EXPECT_TRUE(
+      fails(index(zip_of({{"x/data/0", "hello"}, {"x/version", "3\n"}})), Errc::record_missing));
+  EXPECT_TRUE(fails(index(zip_of({{"x/data.pkl", row_pickle()}, {"x/data/0", "hello"}})),
+                    Errc::record_missing));
+}
+
+TEST(RecordIndex, OfAnythingButOneTensorIsLeftToTorch) {
+  EXPECT_TRUE(fails(index(zip_of({{"x/data.pkl", row_pickle()}, {"x/version", "3\n"}})),
+                    Errc::pickle_unknown));
+  EXPECT_TRUE(
+      fails(index(zip_of(with(minimal_entries(), {"x/data/1", "second"}))), Errc::pickle_unknown));
+}
+
+TEST(RecordIndex, OfABigEndianMachineIsLeftToTorch) {
+  for (const std::string_view order : {"big", "littl", "little\n", ""}) {
+    EXPECT_TRUE(fails(index(zip_of(with(minimal_entries(), {"x/byteorder", std::string(order)}))),
+                      Errc::pickle_unknown))
+        << order;
+  }
+}
+
+TEST(RecordIndex, WithAHugePickleIsLeftToTorch) {
+  auto entries = minimal_entries();
+  entries[0].data = std::string(17 << 10, 'x');
+  EXPECT_TRUE(fails(index(zip_of(entries)), Errc::pickle_unknown));
+}
+
+TEST(RecordIndex, WithManyEntriesIsLeftToTorch) {
+  auto entries = minimal_entries();
+  for (int i = 0; i < 40; ++i) entries.push_back({"x/extra" + std::to_string(i), "1"});
+  EXPECT_TRUE(fails(index(zip_of(entries)), Errc::pickle_unknown));
+}
+
+TEST(RecordIndex, EntriesInTwoFoldersOrNoneAreInconsistent) {
+  EXPECT_TRUE(
+      fails(index(zip_of(with(minimal_entries(), {"y/other", "1"}))), Errc::zip_inconsistent));
+  EXPECT_TRUE(
+      fails(index(zip_of(with(minimal_entries(), {"other", "1"}))), Errc::zip_inconsistent));
+}
+
+TEST(RecordIndex, APickleOfMoreBytesThanAreStoredIsInconsistent) {
+  auto entries = minimal_entries();
+  entries[1].data = "hell";
+  EXPECT_TRUE(fails(index(zip_of(entries)), Errc::zip_inconsistent));
+}
+
+TEST(RecordIndex, ElementsOutsideTheStorageAreInconsistent) {
+  TensorHeader header = row_major("uint8", {5});
+  header.storage_offset = 1;
+  EXPECT_TRUE(fails(index(record_of(header, "hello")), Errc::zip_inconsistent));
+  header = row_major("uint8", {5});
+  header.strides = {2};
+  EXPECT_TRUE(fails(index(record_of(header, "hello")), Errc::zip_inconsistent));
+  header = row_major("uint8", {2, 5});
+  header.strides = {~std::uint64_t{0}, 1};
+  header.storage_bytes = 5;
+  EXPECT_TRUE(fails(index(record_of(header, "hello")), Errc::zip_inconsistent));
+}
+
+TEST(RecordIndex, AnExpandedTensorReachesOnlyItsStorage) {
+  TensorHeader header = row_major("uint8", {1000, 5});
+  header.strides = {0, 1};
+  header.storage_bytes = 5;
+  EXPECT_TRUE(ok(index(record_of(header, "hello"))));
+}
+
+TEST(RecordIndex, ADirectoryThatLiesOutsideIsInconsistent) {
+  const std::string record = small_record();
+  const std::size_t end64 =
+      record.size() - zip::kEndBytes - zip::kEnd64LocatorBytes - zip::kEnd64Bytes;
+  EXPECT_TRUE(fails(index(patched(record, end64 + 48, record.size(), 8)), Errc::zip_inconsistent));
+  EXPECT_TRUE(
+      fails(index(patched(record, end64 + 48, ~std::uint64_t{0}, 8)), Errc::zip_inconsistent));
+}
+
+TEST(RecordIndex, ADirectoryTooLargeForOneTensorIsLeftToTorch) {
+  const std::string record = small_record();
+  const std::size_t end64 =
+      record.size() - zip::kEndBytes - zip::kEnd64LocatorBytes - zip::kEnd64Bytes;
+  EXPECT_TRUE(
+      fails(index(patched(record, end64 + 40, std::uint64_t{1} << 60, 8)), Errc::pickle_unknown));
+}
+
+TEST(RecordIndex, ALocatorThatPointsNowhereIsInconsistent) {
+  const std::string record = small_record();
+  const std::size_t locator = record.size() - zip::kEndBytes - zip::kEnd64LocatorBytes;
+  EXPECT_TRUE(fails(index(patched(record, locator + 8, ~std::uint64_t{0} - 20, 8)),
+                    Errc::zip_inconsistent));
+  EXPECT_TRUE(fails(index(patched(record, locator + 8, 0, 8)), Errc::zip_inconsistent));
+}
+
+TEST(RecordIndex, AnEntryThatReachesOutsideIsInconsistent) {
+  const std::string record = zip_of(minimal_entries());
+  const std::size_t payload_entry = record.rfind("x/data/0") - zip::kDirectoryEntryBytes;
+  EXPECT_TRUE(fails(index(patched(record, payload_entry + 42, record.size() - 10, 4)),
+                    Errc::zip_inconsistent));
+  const std::string longer = patched(patched(record, payload_entry + 20, 0x7fffffff, 4),
+                                     payload_entry + 24, 0x7fffffff, 4);
+  EXPECT_TRUE(fails(index(longer), Errc::zip_inconsistent));
+}
+
+TEST(RecordIndex, AMissingZip64FieldIsInconsistentAndNotTheLargestNumber) {
+  const std::string record = zip_of(minimal_entries());
+  const std::size_t payload_entry = record.rfind("x/data/0") - zip::kDirectoryEntryBytes;
+  const std::string without = patched(patched(record, payload_entry + 20, 0xffffffff, 4),
+                                      payload_entry + 24, 0xffffffff, 4);
+  EXPECT_TRUE(fails(index(without), Errc::zip_inconsistent));
+}
+
+TEST(RecordIndex, Zip64FieldsAreReadBehindOtherExtraFields) {
+  auto entries = minimal_entries();
+  std::string& extra = entries[1].extra;
+  put(extra, 0x4246, 2);
+  put(extra, 3, 2);
+  extra += "ZZZ";
+  put(extra, zip::kExtraZip64, 2);
+  put(extra, 16, 2);
+  put(extra, 5, 8);
+  put(extra, 5, 8);
+  const std::string record = zip_of(entries);
+  const std::size_t entry = record.rfind("x/data/0") - zip::kDirectoryEntryBytes;
+  EXPECT_TRUE(
+      ok(index(patched(patched(record, entry + 20, 0xffffffff, 4), entry + 24, 0xffffffff, 4))));
+}
+
+TEST(RecordIndex, AZip64FieldThatIsCutShortIsInconsistent) {
+  auto entries = minimal_entries();
+  put(entries[1].extra, zip::kExtraZip64, 2);
+  put(entries[1].extra, 4, 2);
+  put(entries[1].extra, 5, 4);
+  const std::string record = zip_of(entries);
+  const std::size_t entry = record.rfind("x/data/0") - zip::kDirectoryEntryBytes;
+  const auto found =
+      index(patched(patched(record, entry + 20, 0xffffffff, 4), entry + 24, 0xffffffff, 4));
+  ASSERT_TRUE(fails(found, Errc::zip_inconsistent));
+  EXPECT_EQ(found.error().detail, "a zip64 field is cut short");
+}
+
+TEST(RecordIndex, CutShortAnywhereIsRefused) {
+  for (const std::string& record : {small_record(), zip_of(minimal_entries())}) {
+    for (std::size_t length = 0; length < record.size(); ++length) {
+      ASSERT_FALSE(index(std::string_view(record).substr(0, length)).has_value())
+          << "cut to " << length;
+    }
+  }
+}
+
+TEST(RecordIndex, WithAnyOneByteChangedIsRefusedOrStaysWithinTheRecord) {
+  const std::string records[] = {small_record(), zip_of(minimal_entries(), 3),
+                                 record_of(row_major("uint16", {2, 1, 3}), std::string(12, 'x')),
+                                 record_of(row_major("float32", {0}), "")};
+  for (const std::string& record : records) {
+    for (std::size_t at = 0; at < record.size(); ++at) {
+      std::string damaged = record;
+      for (const int change : {1, 2, 4, 8, 16, 32, 64, 128, 255}) {
+        damaged[at] = static_cast<char>(record[at] ^ change);
+        if (const auto found = index(damaged)) expect_sound(*found, damaged.size());
+        if (HasFailure()) FAIL() << "byte " << at << " changed by " << change;
+      }
+    }
+  }
+}
+
+TEST(RecordIndex, ADamagedPickleIsFoundByItsChecksum) {
+  std::string record = small_record();
+  record[record.find("cpu")] = 'C';
+  EXPECT_TRUE(fails(index(record), Errc::checksum_mismatch));
+}
+
+TEST(RecordIndex, AHostilePickleOfRightChecksumIsRefusedOrStaysWithinTheRecord) {
+  for (std::size_t at = 0; at < row_pickle().size(); ++at) {
+    for (int change = 1; change < 256; ++change) {
+      auto entries = minimal_entries();
+      entries[0].data[at] = static_cast<char>(entries[0].data[at] ^ change);
+      const std::string record = zip_of(entries);
+      if (const auto found = index(record)) expect_sound(*found, record.size());
+      ASSERT_FALSE(HasFailure()) << "byte " << at << " changed by " << change;
+    }
+  }
+}
+
+TEST(RecordIndex, WithRandomNumbersInItsFieldsIsRefusedOrStaysWithinTheRecord) {
+  Random random(1);
+  SCOPED_TRACE(random.seed_text());
+  const std::string record = small_record();
+  for (int round = 0; round < 20000; ++round) {
+    std::string damaged = record;
+    for (std::uint64_t changes = random.between(1, 4); changes > 0; --changes) {
+      const std::size_t width = std::size_t{1} << random.between(0, 3);
+      const std::size_t at = random.between(0, record.size() - width);
+      damaged = patched(damaged, at, random.any_scale(~std::uint64_t{0}), width);
+    }
+    if (const auto found = index(damaged)) expect_sound(*found, damaged.size());
+    ASSERT_FALSE(HasFailure()) << "round " << round;
+  }
+}
+
+// --- check_archive ---------------------------------------------------------------------------
+
+Result<> check(std::string_view record) {
+  engine::RecordInMemory bytes(bytes_of(record));
+  return check_archive(bytes);
+}
+
+std::string object_archive() {
+  return zip_of({{"o/data.pkl", "an object's pickle"},
+                 {"o/data/0", "its first tensor"},
+                 {"o/data/1", "its second tensor"},
+                 {"o/version", "3\n"}});
+}
+
+TEST(CheckArchive, AnIntactArchiveOfAnythingPasses) {
+  EXPECT_TRUE(ok(check(object_archive())));
+  EXPECT_TRUE(ok(check(small_record())));
+}
+
+TEST(CheckArchive, ADamagedByteOfAnyEntryIsFoundAndToldWhere) {
+  const std::string archive = object_archive();
+  for (const std::string_view data : {"an object's", "its first", "its second", "3\n"}) {
+    std::string damaged = archive;
+    const std::size_t begin = archive.find(data);
+    damaged[begin + 1] ^= 1;
+    const auto checked = check(damaged);
+    ASSERT_TRUE(fails(checked, Errc::checksum_mismatch)) << data;
+    EXPECT_EQ(checked.error().offset, begin);
+  }
+}
+
+TEST(CheckArchive, WhatIsNoArchiveIsLeftToItsReader) {
+  EXPECT_TRUE(ok(check("")));
+  EXPECT_TRUE(ok(check("hello")));
+  EXPECT_TRUE(ok(check(object_archive() + "trailing")));
+}
+
+TEST(CheckArchive, CompressedEntriesAreLeftToTheirReader) {
+  EXPECT_TRUE(ok(check(zip_of({{"o/data", "damaged?", 8}}))));
+}
+
+TEST(CheckArchive, AZeroChecksumMeansThatTheWriterDidNotComputeOne) {
+  std::string archive = zip_of({{"o/data", "hello"}});
+  const std::size_t entry = archive.rfind("o/data") - zip::kDirectoryEntryBytes;
+  EXPECT_TRUE(ok(check(patched(archive, entry + 16, 0, 4))));
+  EXPECT_TRUE(fails(check(patched(archive, entry + 16, 1, 4)), Errc::checksum_mismatch));
+}
+
+TEST(CheckArchive, ManyEntriesAreChecked) {
+  std::vector<ZipEntry> entries;
+  for (int i = 0; i < 1000; ++i) entries.push_back({"o/data/" + std::to_string(i), "hello"});
+  std::string archive = zip_of(entries);
+  EXPECT_TRUE(ok(check(archive)));
+  archive[archive.find("hello", archive.find("o/data/999"))] = 'j';
+  EXPECT_TRUE(fails(check(archive), Errc::checksum_mismatch));
+}
+
+TEST(CheckArchive, AnyOneByteChangedFailsOnlyAsDamage) {
+  const std::string archive = object_archive();
+  for (std::size_t at = 0; at < archive.size(); ++at) {
+    std::string damaged = archive;
+    for (const int change : {1, 2, 4, 8, 16, 32, 64, 128, 255}) {
+      damaged[at] = static_cast<char>(archive[at] ^ change);
+      const auto checked = check(damaged);
+      ASSERT_TRUE(checked.has_value() || fails(checked, Errc::checksum_mismatch));
+    }
+  }
+}
+
+// Counts the bytes that are read of a record.
+class CountedRecord final : public RecordBytes {
+ public:
+  explicit CountedRecord(std::string_view bytes) : record_(bytes_of(bytes)) {}
+  std::uint64_t size() const override { return record_.size(); }
+  Result<std::span<const std::byte>> at(std::uint64_t offset, std::uint64_t length) override {
+    bytes_read_ += length;
+    return record_.at(offset, length);
+  }
+  std::uint64_t bytes_read() const { return bytes_read_; }
+
+ private:
+  engine::RecordInMemory record_;
+  std::uint64_t bytes_read_ = 0;
+};
+
+TEST(CheckArchive, EntriesThatOverlapCostNoMoreThanTheArchiveIsLong) {
+  // A zip bomb: every entry of the directory is the same large one.
+  const std::string data(100'000, 'x');
+  std::string archive = zip_of({{"o/data", data}});
+  const std::size_t at = archive.rfind("o/data") - zip::kDirectoryEntryBytes;
+  const std::string entry = archive.substr(at, zip::kDirectoryEntryBytes + 6);
+  archive.resize(at);
+  constexpr std::size_t kEntries = 1000;
+  for (std::size_t i = 0; i < kEntries; ++i) archive += entry;
+  put(archive, zip::kEnd, 4);
+  put(archive, 0, 4);
+  put(archive, kEntries, 2);
+  put(archive, kEntries, 2);
+  put(archive, kEntries * entry.size(), 4);
+  put(archive, at, 4);
+  put(archive, 0, 2);
+  CountedRecord record(archive);
+  EXPECT_TRUE(ok(check_archive(record)));
+  EXPECT_LT(record.bytes_read(), 3 * archive.size());
+}
+
+}  // namespace
+}  // namespace torch_ckpt::format

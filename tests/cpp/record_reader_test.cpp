@@ -1,0 +1,121 @@
+#include "engine/record_reader.h"
+
+#include <gtest/gtest.h>
+
+#include <cerrno>
+
+#include "os/fault.h"
+#include "staging/chunk_pool.h"
+#include "support.h"
+
+namespace torch_ckpt::engine {
+namespace {
+
+using test::fails;
+using test::ok;
+using test::Random;
+using test::TempDir;
+using test::text_of;
+
+class DataFileModes : public ::testing::TestWithParam<DirectIo> {};
+
+TEST_P(DataFileModes, ReadsAnyRangeThroughAnyScratch) {
+  Random random(1);
+  SCOPED_TRACE(random.seed_text());
+  TempDir directory;
+  const std::string contents = random.bytes(300'001);
+  test::write_file(directory.file("a"), contents);
+  const auto file = DataFile::open(directory.file("a"), GetParam());
+  ASSERT_TRUE(ok(file));
+  EXPECT_EQ(file->bytes(), contents.size());
+  for (int round = 0; round < 200; ++round) {
+    auto scratch = staging::Chunk::allocate(4096 * random.between(1, 20));
+    ASSERT_TRUE(ok(scratch));
+    const std::uint64_t offset = random.between(0, contents.size());
+    std::vector<std::byte> out(random.any_scale(contents.size() - offset));
+    ASSERT_TRUE(ok(file->read(out, offset, (*scratch)->bytes())));
+    ASSERT_EQ(text_of(out), std::string_view(contents).substr(offset, out.size()))
+        << "round " << round << ", offset " << offset;
+  }
+}
+
+TEST_P(DataFileModes, ReadingPastTheEndSaysWhereTheFileEnds) {
+  TempDir directory;
+  test::write_file(directory.file("a"), std::string(200'000, 'x'));
+  const auto file = DataFile::open(directory.file("a"), GetParam());
+  ASSERT_TRUE(ok(file));
+  auto scratch = staging::Chunk::allocate(64 << 10);
+  ASSERT_TRUE(ok(scratch));
+  std::vector<std::byte> out(150'000);
+  const auto read = file->read(out, 100'000, (*scratch)->bytes());
+  ASSERT_TRUE(fails(read, Errc::range_past_end));
+  EXPECT_EQ(read.error().path, directory.file("a"));
+  EXPECT_EQ(read.error().offset, 200'000);
+}
+
+INSTANTIATE_TEST_SUITE_P(AllModes, DataFileModes, test::all_direct_io(), test::direct_io_name);
+
+TEST(DataFile, AFileThatIsNotThereIsTheSystemsError) {
+  TempDir directory;
+  const auto file = DataFile::open(directory.file("a"), DirectIo::automatic);
+  ASSERT_FALSE(file.has_value());
+  EXPECT_TRUE(test::is_system_error(file.error(), ENOENT, "open", directory.file("a")));
+}
+
+TEST(RecordInFile, GivesAnyPartOfARecordAmidAFile) {
+  Random random(2);
+  SCOPED_TRACE(random.seed_text());
+  TempDir directory;
+  const std::string contents = random.bytes(30'000);
+  test::write_file(directory.file("a"), contents);
+  const auto file = DataFile::open(directory.file("a"), DirectIo::off);
+  ASSERT_TRUE(ok(file));
+  for (const std::uint64_t bytes : {0, 1, 4096, 5000, 8192, 20'000}) {
+    const std::uint64_t begin = random.between(0, contents.size() - bytes);
+    RecordInFile record(*file, begin, bytes);
+    ASSERT_EQ(record.size(), bytes);
+    for (int round = 0; round < 300; ++round) {
+      const std::uint64_t offset = random.between(0, bytes);
+      const std::uint64_t length = random.any_scale(bytes - offset);
+      const auto part = record.at(offset, length);
+      ASSERT_TRUE(ok(part));
+      ASSERT_EQ(text_of(*part), std::string_view(contents).substr(begin + offset, length))
+          << offset << "+" << length << " of " << bytes;
+    }
+  }
+}
+
+TEST(RecordInFile, ReadsEachEndOnce) {
+  TempDir directory;
+  test::write_file(directory.file("a"), std::string(100'000, 'x'));
+  const auto file = DataFile::open(directory.file("a"), DirectIo::off);
+  ASSERT_TRUE(ok(file));
+  test::CallCounter counter;
+  os::ScopedFaultHook hook(counter);
+  RecordInFile record(*file, 0, 100'000);
+  for (const std::uint64_t offset : {99'978, 99'950, 0, 30, 600, 99'900}) {
+    ASSERT_TRUE(ok(record.at(offset, 20)));
+  }
+  EXPECT_EQ(counter.calls("pread"), 2);
+}
+
+TEST(RecordInFile, RefusesPartsOutsideTheRecordThatAreInsideTheFile) {
+  TempDir directory;
+  test::write_file(directory.file("a"), std::string(1000, 'x'));
+  const auto file = DataFile::open(directory.file("a"), DirectIo::off);
+  ASSERT_TRUE(ok(file));
+  RecordInFile record(*file, 100, 200);
+  EXPECT_TRUE(fails(record.at(150, 51), Errc::zip_inconsistent));
+  EXPECT_TRUE(fails(record.at(~std::uint64_t{0}, 2), Errc::zip_inconsistent));
+}
+
+TEST(RecordInMemory, RefusesPartsOutside) {
+  RecordInMemory record(test::bytes_of("hello"));
+  ASSERT_TRUE(ok(record.at(1, 4)));
+  EXPECT_EQ(text_of(*record.at(1, 4)), "ello");
+  EXPECT_TRUE(fails(record.at(1, 5), Errc::zip_inconsistent));
+  EXPECT_TRUE(fails(record.at(~std::uint64_t{0}, 2), Errc::zip_inconsistent));
+}
+
+}  // namespace
+}  // namespace torch_ckpt::engine

@@ -1,0 +1,882 @@
+#include "engine/save_session.h"
+
+#include <gtest/gtest.h>
+#include <sys/resource.h>
+
+#include <cerrno>
+#include <csignal>
+#include <deque>
+#include <filesystem>
+#include <latch>
+#include <new>
+
+#include "engine/executor.h"
+#include "fake_device.h"
+#include "format/crc32.h"
+#include "os/fault.h"
+#include "staging/chunk_pool.h"
+#include "support.h"
+
+namespace torch_ckpt::engine {
+namespace {
+
+using os::ScopedFaultHook;
+using staging::ChunkPool;
+using test::bytes_of;
+using test::CallCounter;
+using test::fails;
+using test::FakeDevice;
+using test::host_source;
+using test::is_system_error;
+using test::NthCallFails;
+using test::ok;
+using test::Random;
+using test::read_file;
+using test::row_major;
+using test::run_save;
+using test::TempDir;
+using test::wait_for_end;
+
+using Names = std::vector<std::string>;
+
+constexpr std::size_t kPage = 4096;
+
+// Files to save, the payloads that they point to and the bytes that they must get.
+class Files {
+ public:
+  explicit Files(const TempDir& directory) : directory_(directory) {}
+
+  void begin_file() {
+    jobs_.push_back({directory_.file("f" + std::to_string(jobs_.size())), {}});
+    expected_.emplace_back();
+    checksums_.emplace_back();
+  }
+  void add_bytes(std::string payload) {
+    payloads_.push_back(std::move(payload));
+    jobs_.back().image.add_bytes(host_source(payloads_.back()));
+    expected_.back() += payloads_.back();
+    checksums_.back().push_back(format::crc32(0, bytes_of(payloads_.back())));
+  }
+  void add_tensor(std::string payload) {
+    payloads_.push_back(std::move(payload));
+    add_tensor_at(host_source(payloads_.back()), payloads_.back());
+  }
+  /// A tensor whose bytes `source` gives.
+  void add_tensor_at(const staging::Source& source, std::string_view payload) {
+    jobs_.back().image.add_tensor(row_major("uint8", {payload.size()}), source);
+    expected_.back() += test::byte_record(payload);
+    checksums_.back().push_back(format::crc32(0, bytes_of(payload)));
+  }
+  /// One file with one bytes item.
+  void add_file(std::string contents) {
+    begin_file();
+    add_bytes(std::move(contents));
+  }
+
+  const std::vector<FileJob>& jobs() const { return jobs_; }
+  std::uint64_t bytes() const {
+    std::uint64_t sum = 0;
+    for (const std::string& contents : expected_) sum += contents.size();
+    return sum;
+  }
+  const std::vector<std::uint32_t>& checksums(std::size_t file) const { return checksums_[file]; }
+
+  void expect_on_disk() const {
+    EXPECT_EQ(directory_.names().size(), jobs_.size());
+    for (std::size_t i = 0; i < jobs_.size(); ++i) {
+      EXPECT_TRUE(read_file(jobs_[i].path) == expected_[i]) << jobs_[i].path;
+    }
+  }
+
+ private:
+  const TempDir& directory_;
+  std::deque<std::string> payloads_;
+  std::vector<FileJob> jobs_;
+  std::vector<std::string> expected_;
+  std::vector<std::vector<std::uint32_t>> checksums_;
+};
+
+// Sizes around what blocks and chunks are, and items of all kinds.
+void add_assorted_files(Files& files, Random& random, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) {
+    files.begin_file();
+    for (std::uint64_t items = random.between(0, 6); items > 0; --items) {
+      const std::size_t bytes =
+          random.coin() ? random.between(0, 20'000) : kPage * random.between(0, 4);
+      random.coin() ? files.add_tensor(random.bytes(bytes)) : files.add_bytes(random.bytes(bytes));
+    }
+  }
+}
+
+SaveOptions small_chunks(DirectIo mode = DirectIo::automatic) {
+  SaveOptions options;
+  options.chunk_bytes = 2 * kPage;
+  options.direct_io = mode;
+  return options;
+}
+
+// One chunk of the smallest size for all files, so that every write waits for the one before.
+SaveOptions one_small_chunk(DirectIo mode = DirectIo::automatic) {
+  SaveOptions options;
+  options.chunk_bytes = kPage;
+  options.max_host_bytes = kPage;
+  options.direct_io = mode;
+  return options;
+}
+
+class SaveSessionModes : public ::testing::TestWithParam<DirectIo> {
+ protected:
+  TempDir directory_;
+  Files files_{directory_};
+};
+
+TEST_P(SaveSessionModes, FilesGetTheirImages) {
+  Random random(1);
+  SCOPED_TRACE(random.seed_text());
+  add_assorted_files(files_, random, 12);
+  ASSERT_TRUE(ok(run_save(directory_, files_.jobs(), small_chunks(GetParam()))));
+  files_.expect_on_disk();
+}
+
+TEST_P(SaveSessionModes, OneChunkIsEnoughForManyFiles) {
+  Random random(2);
+  SCOPED_TRACE(random.seed_text());
+  add_assorted_files(files_, random, 40);
+  ASSERT_TRUE(ok(run_save(directory_, files_.jobs(), one_small_chunk(GetParam()))));
+  files_.expect_on_disk();
+}
+
+TEST_P(SaveSessionModes, SizesAroundABlockAndAChunkAreKept) {
+  Random random(3);
+  SCOPED_TRACE(random.seed_text());
+  for (const std::size_t bytes : {0, 1, 4095, 4096, 4097, 8191, 8192, 8193, 16384, 20000}) {
+    files_.add_file(random.bytes(bytes));
+  }
+  ASSERT_TRUE(ok(run_save(directory_, files_.jobs(), small_chunks(GetParam()))));
+  files_.expect_on_disk();
+}
+
+TEST_P(SaveSessionModes, FilesLargerThanTheDirectThresholdAreKept) {
+  Random random(4);
+  SCOPED_TRACE(random.seed_text());
+  files_.begin_file();
+  files_.add_tensor(random.bytes((2 << 20) + 12345));
+  files_.add_tensor(random.bytes(100));
+  files_.add_file(random.bytes(1 << 20));
+  SaveOptions options;
+  options.chunk_bytes = 64 << 10;
+  options.direct_io = GetParam();
+  ASSERT_TRUE(ok(run_save(directory_, files_.jobs(), options)));
+  files_.expect_on_disk();
+}
+
+TEST_P(SaveSessionModes, DefaultOptionsSaveASmallFile) {
+  files_.add_file("hello");
+  SaveOptions options;
+  options.direct_io = GetParam();
+  ASSERT_TRUE(ok(run_save(directory_, files_.jobs(), options)));
+  files_.expect_on_disk();
+}
+
+INSTANTIATE_TEST_SUITE_P(AllModes, SaveSessionModes, test::all_direct_io(), test::direct_io_name);
+
+TEST(SaveSession, OfNoFilesSucceedsAndTouchesNothing) {
+  TempDir directory;
+  CallCounter counter;
+  ScopedFaultHook hook(counter);
+  EXPECT_TRUE(ok(run_save(directory, {}, {})));
+  EXPECT_EQ(counter.log(), Names{});
+}
+
+TEST(SaveSession, OfEmptyPayloadsAndEmptyFilesMakesThem) {
+  TempDir directory;
+  Files files(directory);
+  files.begin_file();
+  files.add_file("");
+  files.begin_file();
+  files.add_tensor("");
+  files.add_bytes("");
+  ASSERT_TRUE(ok(run_save(directory, files.jobs(), {})));
+  files.expect_on_disk();
+}
+
+TEST(SaveSession, GivesTheChecksumOfEachPayload) {
+  Random random(5);
+  SCOPED_TRACE(random.seed_text());
+  TempDir directory;
+  Files files(directory);
+  add_assorted_files(files, random, 5);
+  auto session = SaveSession::start(directory.path(), files.jobs(), small_chunks());
+  ASSERT_TRUE(ok(session));
+  wait_for_end(**session);
+  ASSERT_TRUE(ok((*session)->outcome()));
+  ASSERT_EQ((*session)->file_count(), 5);
+  for (std::size_t i = 0; i < 5; ++i) {
+    EXPECT_EQ((*session)->checksums(i), files.checksums(i));
+    EXPECT_EQ((*session)->image(i).bytes(), files.jobs()[i].image.bytes());
+  }
+}
+
+TEST_P(SaveSessionModes, ProgressReachesWhatWasPlanned) {
+  Random random(6);
+  SCOPED_TRACE(random.seed_text());
+  add_assorted_files(files_, random, 5);
+  auto session = SaveSession::start(directory_.path(), files_.jobs(), small_chunks(GetParam()));
+  ASSERT_TRUE(ok(session));
+  EXPECT_EQ((*session)->progress().bytes_planned, files_.bytes());
+  wait_for_end(**session);
+  const SaveProgress end = (*session)->progress();
+  EXPECT_EQ(end.bytes_planned, files_.bytes());
+  EXPECT_EQ(end.bytes_staged, files_.bytes());
+  EXPECT_EQ(end.bytes_written, files_.bytes());
+  EXPECT_EQ(end.files_planned, 5);
+  EXPECT_EQ(end.files_done, 5);
+}
+
+TEST(SaveSession, PaddingOfDirectWritesHoldsNothingOfOtherFiles) {
+  TempDir directory;
+  Files files(directory);
+  files.add_file(std::string(kPage, 'x'));
+  files.add_file("y");
+  // Before the padding is cut off; the files are written one after the other through one chunk.
+  ScopedFaultHook hook([&](std::string_view operation, std::string_view path) {
+    if (operation == "ftruncate" && path == directory.file("f1")) {
+      EXPECT_EQ(read_file(std::string(path)), "y" + std::string(kPage - 1, '\0'));
+    }
+    return 0;
+  });
+  SaveOptions options = one_small_chunk(DirectIo::on);
+  options.parallel_files = 1;
+  ASSERT_TRUE(ok(run_save(directory, files.jobs(), options)));
+}
+
+class ParallelFiles : public ::testing::TestWithParam<std::size_t> {};
+
+TEST_P(ParallelFiles, AreTheMostThatAreOpenAtOnce) {
+  TempDir directory;
+  Files files(directory);
+  for (int i = 0; i < 12; ++i) files.add_file(std::string(20'000, 'x'));
+  SaveOptions options = small_chunks();
+  options.parallel_files = GetParam();
+  ChunkPool::instance().trim(0);
+  CallCounter counter;
+  std::atomic<std::size_t> open{0};
+  std::atomic<std::size_t> most{0};
+  {
+    ScopedFaultHook hook([&](std::string_view operation, std::string_view path) {
+      counter(operation, path);
+      if (operation == "close") --open;
+      if (operation == "open") {
+        const std::size_t now = ++open;
+        for (std::size_t before = most; before < now && !most.compare_exchange_weak(before, now);) {
+        }
+      }
+      return 0;
+    });
+    ASSERT_TRUE(ok(run_save(directory, files.jobs(), options)));
+  }
+  files.expect_on_disk();
+  EXPECT_LE(most, GetParam());
+  EXPECT_LE(counter.calls("mmap"), 3 * GetParam()) << "three chunks for each";
+}
+
+INSTANTIATE_TEST_SUITE_P(Counts, ParallelFiles, ::testing::Values(1, 3, 12, 100));
+
+TEST(SaveSession, OfSmallFilesTakesSmallChunks) {
+  TempDir directory;
+  Files files(directory);
+  files.add_file("hello");
+  ChunkPool::instance().trim(0);
+  ASSERT_TRUE(ok(run_save(directory, files.jobs(), {})));
+  EXPECT_EQ(ChunkPool::instance().kept_bytes(), kPage);
+}
+
+TEST(SaveSession, SyncsEachFileBeforeItsCloseAndTheDirectoryLast) {
+  TempDir directory;
+  Files files(directory);
+  files.add_file("one");
+  files.add_file("two");
+  CallCounter counter;
+  {
+    ScopedFaultHook hook(counter);
+    ASSERT_TRUE(ok(run_save(directory, files.jobs(), small_chunks())));
+  }
+  const Names log = counter.log();
+  const auto at = [&](const std::string& call) {
+    EXPECT_EQ(std::count(log.begin(), log.end(), call), 1) << call;
+    return std::find(log.begin(), log.end(), call) - log.begin();
+  };
+  for (const FileJob& job : files.jobs()) {
+    EXPECT_LT(at("pwrite " + job.path), at("fsync " + job.path));
+    EXPECT_LT(at("fsync " + job.path), at("close " + job.path));
+  }
+  EXPECT_EQ(log.back(), "fsync_directory " + directory.path());
+}
+
+TEST(SaveSession, WithoutSyncAsksForNone) {
+  TempDir directory;
+  Files files(directory);
+  files.add_file("one");
+  SaveOptions options = small_chunks();
+  options.sync = false;
+  CallCounter counter;
+  {
+    ScopedFaultHook hook(counter);
+    ASSERT_TRUE(ok(run_save(directory, files.jobs(), options)));
+  }
+  EXPECT_EQ(counter.calls("fsync"), 0);
+  EXPECT_EQ(counter.calls("fsync_directory"), 0);
+  files.expect_on_disk();
+}
+
+TEST(SaveSession, RefusesChunksThatAreNotWholeBlocks) {
+  TempDir directory;
+  for (const std::size_t bytes : {std::size_t{0}, std::size_t{100}, kPage + 512}) {
+    SaveOptions options;
+    options.chunk_bytes = bytes;
+    EXPECT_TRUE(fails(SaveSession::start(directory.path(), {}, options), Errc::invalid_argument))
+        << bytes;
+  }
+}
+
+TEST(SaveSession, RefusesABudgetBelowOneBlock) {
+  TempDir directory;
+  SaveOptions options;
+  options.max_host_bytes = kPage - 1;
+  const auto session = SaveSession::start(directory.path(), {}, options);
+  ASSERT_TRUE(fails(session, Errc::invalid_argument));
+  EXPECT_EQ(session.error().message(), "max_host_bytes must be at least 4096, got 4095");
+}
+
+TEST(SaveSession, ABudgetWithoutLimitReservesNothing) {
+  TempDir directory;
+  Files files(directory);
+  files.add_file("hello");
+  SaveOptions options = small_chunks();
+  options.max_host_bytes = ~std::size_t{0};
+  ASSERT_TRUE(ok(run_save(directory, files.jobs(), options)));
+  files.expect_on_disk();
+}
+
+TEST(SaveSession, NeverHoldsMoreChunksThanItsBudget) {
+  Random random(7);
+  SCOPED_TRACE(random.seed_text());
+  TempDir directory;
+  Files files(directory);
+  for (int i = 0; i < 10; ++i) files.add_file(random.bytes(100'000));
+  ChunkPool::instance().trim(0);
+  SaveOptions options = small_chunks();
+  options.max_host_bytes = 5 * options.chunk_bytes + 1000;
+  CallCounter counter;
+  {
+    ScopedFaultHook hook(counter);
+    ASSERT_TRUE(ok(run_save(directory, files.jobs(), options)));
+  }
+  EXPECT_LE(counter.calls("mmap"), 5);
+  EXPECT_LE(ChunkPool::instance().kept_bytes(), options.max_host_bytes);
+  files.expect_on_disk();
+}
+
+TEST(SaveSession, HoldsNoMoreThanItsBudgetWithTheChunksOfALargerSaveAround) {
+  TempDir directory;
+  Files large(directory);
+  large.add_file(std::string(1 << 20, 'x'));
+  SaveOptions options;
+  options.chunk_bytes = 128 << 10;
+  options.max_host_bytes = 512 << 10;
+  ASSERT_TRUE(ok(run_save(directory, large.jobs(), options)));
+  TempDir other;
+  Files small(other);
+  small.add_file(std::string(1 << 20, 'y'));
+  options.chunk_bytes = 2 * kPage;
+  options.max_host_bytes = 6 * kPage;
+  // At every write: at least the chunk being written, and what the pool keeps besides.
+  ScopedFaultHook hook([&](std::string_view operation, std::string_view) {
+    if (operation == "pwrite") {
+      EXPECT_LE(ChunkPool::instance().kept_bytes() + options.chunk_bytes, options.max_host_bytes);
+    }
+    return 0;
+  });
+  ASSERT_TRUE(ok(run_save(other, small.jobs(), options)));
+  EXPECT_LE(ChunkPool::instance().kept_bytes(), options.max_host_bytes);
+}
+
+TEST(SaveSession, UsesTheChunksOfTheSaveBefore) {
+  TempDir first;
+  TempDir second;
+  for (const TempDir* directory : {&first, &second}) {
+    Files files(*directory);
+    files.add_file(std::string(100'000, 'x'));
+    CallCounter counter;
+    {
+      ScopedFaultHook hook(counter);
+      ASSERT_TRUE(ok(run_save(*directory, files.jobs(), one_small_chunk())));
+    }
+    if (directory == &second) {
+      EXPECT_EQ(counter.calls("mmap"), 0);
+    }
+  }
+}
+
+TEST(SaveSession, WaitingForLessThanItTakesIsNotTheEnd) {
+  TempDir directory;
+  Files files(directory);
+  files.add_file("hello");
+  std::latch waited(1);
+  ScopedFaultHook hook([&](std::string_view operation, std::string_view) {
+    if (operation == "pwrite") waited.wait();
+    return 0;
+  });
+  auto session = SaveSession::start(directory.path(), files.jobs(), small_chunks());
+  ASSERT_TRUE(ok(session));
+  EXPECT_FALSE((*session)->wait_for(std::chrono::milliseconds(0)));
+  EXPECT_FALSE((*session)->wait_for(std::chrono::milliseconds(1)));
+  waited.count_down();
+  wait_for_end(**session);
+  EXPECT_TRUE((*session)->wait_for(std::chrono::milliseconds(0)));
+  EXPECT_TRUE(ok((*session)->outcome()));
+}
+
+TEST(SaveSession, ThatNobodyWaitsForStillEnds) {
+  TempDir directory;
+  Files files(directory);
+  files.add_file(std::string(50'000, 'x'));
+  ASSERT_TRUE(ok(SaveSession::start(directory.path(), files.jobs(), one_small_chunk())));
+  join_executor();
+  files.expect_on_disk();
+}
+
+TEST(SaveSession, MayOutliveTheExecutor) {
+  TempDir directory;
+  Files files(directory);
+  for (int i = 0; i < 5; ++i) files.add_file(std::string(50'000, 'x'));
+  auto session = SaveSession::start(directory.path(), files.jobs(), one_small_chunk());
+  ASSERT_TRUE(ok(session));
+  join_executor();
+  wait_for_end(**session);
+  EXPECT_TRUE(ok((*session)->outcome()));
+  session->reset();
+  files.expect_on_disk();
+}
+
+TEST(SaveSession, SeveralAtOnceDoNotDisturbEachOther) {
+  Random random(8);
+  SCOPED_TRACE(random.seed_text());
+  std::deque<TempDir> directories(4);
+  std::deque<Files> files;
+  std::vector<std::shared_ptr<SaveSession>> sessions;
+  for (const TempDir& directory : directories) {
+    add_assorted_files(files.emplace_back(directory), random, 6);
+    auto session = SaveSession::start(directory.path(), files.back().jobs(), one_small_chunk());
+    ASSERT_TRUE(ok(session));
+    sessions.push_back(*session);
+  }
+  for (std::size_t i = 0; i < 4; ++i) {
+    wait_for_end(*sessions[i]);
+    EXPECT_TRUE(ok(sessions[i]->outcome()));
+    files[i].expect_on_disk();
+  }
+}
+
+// --- faults ----------------------------------------------------------------------------------
+
+struct Fault {
+  std::string operation;
+  int sys_errno;
+};
+
+// For GoogleTest's messages.
+void PrintTo(const Fault& fault, std::ostream* out) { *out << fault.operation; }
+
+class SaveSessionFaults : public ::testing::TestWithParam<Fault> {
+ protected:
+  // Small enough to fail at each call in turn; direct, so that ftruncate is among them.
+  void add_files(Files& files) {
+    files.begin_file();
+    files.add_bytes(std::string(3 * kPage + 5, 'a'));
+    files.add_tensor(std::string(kPage, 'b'));
+    files.add_file(std::string(100, 'c'));
+    files.add_file(std::string(2 * kPage, 'd'));
+  }
+};
+
+TEST_P(SaveSessionFaults, AtAnyCallFailTheSaveAndLeaveNoFile) {
+  for (std::size_t n = 1;; ++n) {
+    TempDir directory;
+    Files files(directory);
+    add_files(files);
+    ChunkPool::instance().trim(0);
+    NthCallFails fault(GetParam().operation, n, GetParam().sys_errno);
+    Result<> outcome;
+    {
+      ScopedFaultHook hook(fault);
+      outcome = run_save(directory, files.jobs(), small_chunks(DirectIo::on));
+    }
+    if (!fault.hit()) {
+      ASSERT_TRUE(ok(outcome)) << "no fault in a save with fewer than " << n << " calls";
+      files.expect_on_disk();
+      EXPECT_GT(n, 1) << "never called";
+      break;
+    }
+    ASSERT_FALSE(outcome.has_value()) << "call " << n;
+    ASSERT_TRUE(
+        is_system_error(outcome.error(), GetParam().sys_errno, GetParam().operation, fault.path()))
+        << "call " << n;
+    ASSERT_EQ(directory.names(), Names{}) << "call " << n;
+  }
+}
+
+TEST_P(SaveSessionFaults, AtEveryCallLeaveNoFileEither) {
+  TempDir directory;
+  Files files(directory);
+  add_files(files);
+  ChunkPool::instance().trim(0);
+  ScopedFaultHook hook([](std::string_view operation, std::string_view) {
+    return operation == GetParam().operation ? GetParam().sys_errno : 0;
+  });
+  const auto outcome = run_save(directory, files.jobs(), small_chunks(DirectIo::on));
+  ASSERT_FALSE(outcome.has_value());
+  EXPECT_EQ(outcome.error().sys_errno, GetParam().sys_errno);
+  EXPECT_EQ(directory.names(), Names{});
+}
+
+INSTANTIATE_TEST_SUITE_P(Operations, SaveSessionFaults,
+                         ::testing::Values(Fault{"open", EACCES}, Fault{"pwrite", ENOSPC},
+                                           Fault{"fallocate", ENOSPC}, Fault{"ftruncate", EIO},
+                                           Fault{"fsync", EIO}, Fault{"close", EDQUOT},
+                                           Fault{"fsync_directory", EIO}, Fault{"mmap", ENOMEM}),
+                         [](const auto& fault) { return fault.param.operation; });
+
+TEST(SaveSession, FailedFsyncFailsTheSaveAndRemovesEveryFile) {
+  TempDir directory;
+  Files files(directory);
+  for (int i = 0; i < 5; ++i) files.add_file("contents");
+  CallCounter counter;
+  Result<> outcome;
+  {
+    ScopedFaultHook hook([&](std::string_view operation, std::string_view path) {
+      counter(operation, path);
+      return operation == "fsync" && path == directory.file("f3") ? EIO : 0;
+    });
+    outcome = run_save(directory, files.jobs(), small_chunks());
+  }
+  ASSERT_FALSE(outcome.has_value());
+  EXPECT_TRUE(is_system_error(outcome.error(), EIO, "fsync", directory.file("f3")));
+  EXPECT_EQ(directory.names(), Names{});
+  const Names log = counter.log();
+  EXPECT_EQ(std::count(log.begin(), log.end(), "fsync " + directory.file("f3")), 1)
+      << "a second fsync would report success";
+  EXPECT_EQ(counter.calls("fsync_directory"), 0);
+}
+
+TEST(SaveSession, AFailedWriteSaysAtWhichByte) {
+  for (std::size_t n = 1; n <= 4; ++n) {
+    TempDir directory;
+    Files files(directory);
+    files.add_file(std::string(4 * kPage, 'x'));
+    ScopedFaultHook hook(NthCallFails("pwrite", n, ENOSPC));
+    const auto outcome = run_save(directory, files.jobs(), one_small_chunk());
+    ASSERT_FALSE(outcome.has_value());
+    EXPECT_TRUE(is_system_error(outcome.error(), ENOSPC, "pwrite", directory.file("f0")));
+    EXPECT_EQ(outcome.error().offset, (n - 1) * kPage);
+  }
+}
+
+TEST(SaveSession, AFullDiskIsFoundBeforeTheDataMoves) {
+  TempDir directory;
+  Files files(directory);
+  files.add_file(std::string(100'000, 'x'));
+  CallCounter counter;
+  ScopedFaultHook hook([&](std::string_view operation, std::string_view path) {
+    counter(operation, path);
+    return operation == "fallocate" ? ENOSPC : 0;
+  });
+  const auto outcome = run_save(directory, files.jobs(), small_chunks());
+  ASSERT_FALSE(outcome.has_value());
+  EXPECT_TRUE(is_system_error(outcome.error(), ENOSPC, "fallocate", directory.file("f0")));
+  EXPECT_EQ(counter.calls("pwrite"), 0);
+}
+
+TEST(SaveSession, ARefusalOfTheKernelItselfIsReported) {
+  TempDir directory;
+  Files files(directory);
+  files.add_file(std::string(100'000, 'x'));
+  rlimit before{};
+  ::getrlimit(RLIMIT_FSIZE, &before);
+  rlimit limit = before;
+  limit.rlim_cur = 8 * kPage;
+  ::setrlimit(RLIMIT_FSIZE, &limit);
+  auto* const handler = std::signal(SIGXFSZ, SIG_IGN);
+  const auto outcome = run_save(directory, files.jobs(), small_chunks());
+  ::setrlimit(RLIMIT_FSIZE, &before);
+  std::signal(SIGXFSZ, handler);
+  ASSERT_FALSE(outcome.has_value());
+  EXPECT_TRUE(is_system_error(outcome.error(), EFBIG, "fallocate", directory.file("f0")));
+  EXPECT_EQ(directory.names(), Names{});
+}
+
+TEST(SaveSession, TheFirstCauseIsReportedWhateverFailsAfterIt) {
+  TempDir directory;
+  Files files(directory);
+  for (int i = 0; i < 8; ++i) files.add_file(std::string(10 * kPage, 'x'));
+  std::atomic<bool> failed{false};
+  ScopedFaultHook hook([&](std::string_view operation, std::string_view) {
+    if (operation == "unlink") return EROFS;
+    if (operation != "pwrite") return 0;
+    return failed.exchange(true) ? EIO : ENOSPC;
+  });
+  // With one chunk the first write has failed before the second begins.
+  const auto outcome = run_save(directory, files.jobs(), one_small_chunk());
+  ASSERT_FALSE(outcome.has_value());
+  EXPECT_EQ(outcome.error().sys_errno, ENOSPC);
+}
+
+TEST(SaveSession, AFileThatWasThereBeforeIsNeitherWrittenNorRemoved) {
+  TempDir directory;
+  Files files(directory);
+  for (int i = 0; i < 3; ++i) files.add_file("new");
+  test::write_file(directory.file("f1"), "old");
+  const auto outcome = run_save(directory, files.jobs(), small_chunks());
+  ASSERT_FALSE(outcome.has_value());
+  EXPECT_TRUE(is_system_error(outcome.error(), EEXIST, "open", directory.file("f1")));
+  EXPECT_EQ(directory.names(), Names{"f1"});
+  EXPECT_EQ(read_file(directory.file("f1")), "old");
+}
+
+TEST(SaveSession, ALinkInTheDirectoryIsNotFollowed) {
+  TempDir directory;
+  TempDir elsewhere;
+  std::filesystem::create_symlink(elsewhere.file("victim"), directory.file("f0"));
+  Files files(directory);
+  files.add_file("new");
+  const auto outcome = run_save(directory, files.jobs(), small_chunks());
+  ASSERT_FALSE(outcome.has_value());
+  EXPECT_EQ(outcome.error().sys_errno, EEXIST);
+  EXPECT_EQ(elsewhere.names(), Names{});
+}
+
+TEST(SaveSession, IntoAMissingDirectoryFails) {
+  TempDir directory;
+  Files files(directory);
+  files.add_file("new");
+  std::filesystem::remove(directory.path());
+  const auto outcome = run_save(directory, files.jobs(), small_chunks());
+  ASSERT_FALSE(outcome.has_value());
+  EXPECT_TRUE(is_system_error(outcome.error(), ENOENT, "open", directory.file("f0")));
+}
+
+TEST(SaveSession, AfterAFailureTheNextSaveSucceeds) {
+  TempDir directory;
+  Files files(directory);
+  files.add_file(std::string(50'000, 'x'));
+  {
+    ScopedFaultHook hook(NthCallFails("pwrite", 2, EIO));
+    ASSERT_FALSE(run_save(directory, files.jobs(), one_small_chunk()).has_value());
+  }
+  ASSERT_TRUE(ok(run_save(directory, files.jobs(), one_small_chunk())));
+  files.expect_on_disk();
+}
+
+// --- cancellation ----------------------------------------------------------------------------
+
+TEST(SaveSession, CancelledAmidItsWritesEndsThemAndLeavesNoFile) {
+  TempDir directory;
+  Files files(directory);
+  for (int i = 0; i < 10; ++i) files.add_file(std::string(50 * kPage, 'x'));
+  std::latch writing(1);
+  std::latch cancelled(1);
+  std::atomic<int> writes{0};
+  ScopedFaultHook hook([&](std::string_view operation, std::string_view) {
+    if (operation == "pwrite" && writes++ == 0) {
+      writing.count_down();
+      cancelled.wait();
+    }
+    return 0;
+  });
+  auto session = SaveSession::start(directory.path(), files.jobs(), one_small_chunk());
+  ASSERT_TRUE(ok(session));
+  writing.wait();
+  (*session)->cancel();
+  cancelled.count_down();
+  wait_for_end(**session);
+  EXPECT_TRUE(fails((*session)->outcome(), Errc::cancelled));
+  EXPECT_EQ(directory.names(), Names{});
+  EXPECT_EQ(writes, 1) << "a chunk was filled after the cancellation";
+}
+
+TEST(SaveSession, CancelledAfterItsEndHasSucceeded) {
+  TempDir directory;
+  Files files(directory);
+  files.add_file("hello");
+  auto session = SaveSession::start(directory.path(), files.jobs(), small_chunks());
+  ASSERT_TRUE(ok(session));
+  wait_for_end(**session);
+  (*session)->cancel();
+  EXPECT_TRUE(ok((*session)->outcome())) << "but the files are there";
+  files.expect_on_disk();
+}
+
+TEST(SaveSession, CancelledTwiceIsCancelledOnce) {
+  TempDir directory;
+  Files files(directory);
+  files.add_file("hello");
+  std::latch cancelled(1);
+  ScopedFaultHook hook([&](std::string_view operation, std::string_view) {
+    if (operation == "open") cancelled.wait();
+    return 0;
+  });
+  auto session = SaveSession::start(directory.path(), files.jobs(), small_chunks());
+  ASSERT_TRUE(ok(session));
+  (*session)->cancel();
+  (*session)->cancel();
+  cancelled.count_down();
+  wait_for_end(**session);
+  EXPECT_TRUE(fails((*session)->outcome(), Errc::cancelled));
+  EXPECT_EQ(directory.names(), Names{});
+}
+
+TEST(SaveSession, CancelledAfterAFailureStillReportsTheFailure) {
+  TempDir directory;
+  Files files(directory);
+  files.add_file(std::string(10 * kPage, 'x'));
+  std::latch failed(1);
+  std::latch cancelled(1);
+  ScopedFaultHook hook([&](std::string_view operation, std::string_view) {
+    if (operation == "fsync") return EIO;
+    if (operation == "unlink") {
+      failed.count_down();
+      cancelled.wait();
+    }
+    return 0;
+  });
+  auto session = SaveSession::start(directory.path(), files.jobs(), small_chunks());
+  ASSERT_TRUE(ok(session));
+  failed.wait();
+  (*session)->cancel();
+  cancelled.count_down();
+  wait_for_end(**session);
+  ASSERT_TRUE(fails((*session)->outcome(), Errc::system));
+  EXPECT_EQ((*session)->outcome().error().sys_errno, EIO);
+}
+
+// --- devices ---------------------------------------------------------------------------------
+
+TEST(SaveSession, DeviceSourcesWithoutDeviceSupportAreAnError) {
+  test::NoDevice none;
+  TempDir directory;
+  staging::Source source;
+  source.bytes = 10;
+  source.device = 0;
+  std::vector<FileJob> jobs(1);
+  jobs[0].path = directory.file("f0");
+  jobs[0].image.add_bytes(source);
+  EXPECT_TRUE(fails(run_save(directory, std::move(jobs), small_chunks()), Errc::invalid_argument));
+  EXPECT_EQ(directory.names(), Names{});
+}
+
+TEST_P(SaveSessionModes, DeviceTensorsReachTheDisk) {
+  Random random(9);
+  SCOPED_TRACE(random.seed_text());
+  FakeDevice device;
+  for (int file = 0; file < 4; ++file) {
+    files_.begin_file();
+    for (int item = 0; item < 3; ++item) {
+      const std::string payload = random.bytes(random.between(0, 30'000));
+      files_.add_tensor_at(device.upload(payload), payload);
+      files_.add_tensor(random.bytes(random.between(0, 10'000)));
+    }
+  }
+  ASSERT_TRUE(ok(run_save(directory_, files_.jobs(), small_chunks(GetParam()))));
+  files_.expect_on_disk();
+  EXPECT_LE(device.copiers(), 4) << "one for each file";
+  EXPECT_GT(device.pins(), 0);
+}
+
+TEST(SaveSession, DeviceTensorsOfSeveralFilesAreCopiedAtTheSameTime) {
+  FakeDevice device;
+  TempDir directory;
+  Files files(directory);
+  std::latch both(2);
+  device.on_copy([&](const auto&, std::uint64_t offset) -> Result<> {
+    if (offset == 0) both.arrive_and_wait();
+    return {};
+  });
+  for (const char letter : {'a', 'b'}) {
+    const std::string payload(20'000, letter);
+    files.begin_file();
+    files.add_tensor_at(device.upload(payload), payload);
+  }
+  ASSERT_TRUE(ok(run_save(directory, files.jobs(), small_chunks())));
+  files.expect_on_disk();
+}
+
+TEST(SaveSession, AFailedDeviceCopyFailsTheSave) {
+  FakeDevice device;
+  TempDir directory;
+  Files files(directory);
+  device.on_copy([&](const auto&, std::uint64_t offset) -> Result<> {
+    if (offset == 0) return {};
+    return format_error(Errc::system, "the device fell off the bus");
+  });
+  const std::string payload(20'000, 'x');
+  files.begin_file();
+  files.add_tensor_at(device.upload(payload), payload);
+  files.add_file("another");
+  const auto outcome = run_save(directory, files.jobs(), small_chunks());
+  ASSERT_FALSE(outcome.has_value());
+  EXPECT_EQ(outcome.error().detail, "the device fell off the bus");
+  EXPECT_EQ(directory.names(), Names{});
+}
+
+TEST(SaveSession, AChunkThatCannotBePinnedFailsTheSave) {
+  FakeDevice device;
+  device.fail_pins(system_error(ENOMEM, "cudaHostRegister", ""));
+  TempDir directory;
+  Files files(directory);
+  files.begin_file();
+  files.add_tensor_at(device.upload("hello"), "hello");
+  const auto outcome = run_save(directory, files.jobs(), small_chunks());
+  ASSERT_FALSE(outcome.has_value());
+  EXPECT_TRUE(is_system_error(outcome.error(), ENOMEM, "cudaHostRegister", ""));
+  EXPECT_EQ(directory.names(), Names{});
+}
+
+TEST(SaveSession, AnExceptionAmidAFileWaitsForItsWritesAndLeavesNoFile) {
+  FakeDevice device;
+  TempDir directory;
+  Files files(directory);
+  std::latch thrown(1);
+  device.on_copy([&](const auto&, std::uint64_t offset) -> Result<> {
+    if (offset == 0) return {};
+    thrown.count_down();
+    throw std::bad_alloc();
+  });
+  // The first chunk is being written until the second one's copy has thrown.
+  ScopedFaultHook hook([&](std::string_view operation, std::string_view) {
+    if (operation == "pwrite") thrown.wait();
+    return 0;
+  });
+  const std::string payload(20'000, 'x');
+  files.begin_file();
+  files.add_tensor_at(device.upload(payload), payload);
+  const auto outcome = run_save(directory, files.jobs(), small_chunks());
+  ASSERT_TRUE(fails(outcome, Errc::internal));
+  EXPECT_EQ(outcome.error().detail, "std::bad_alloc");
+  EXPECT_EQ(directory.names(), Names{});
+}
+
+TEST(SaveSession, AnExceptionInOneFileLeavesItsChunkToTheOthers) {
+  FakeDevice device;
+  TempDir directory;
+  Files files(directory);
+  device.on_copy([](const auto&, auto) -> Result<> { throw std::bad_alloc(); });
+  for (int i = 0; i < 4; ++i) {
+    files.begin_file();
+    files.add_tensor_at(device.upload("hello"), "hello");
+  }
+  EXPECT_TRUE(fails(run_save(directory, files.jobs(), one_small_chunk()), Errc::internal));
+  EXPECT_EQ(directory.names(), Names{});
+}
+
+}  // namespace
+}  // namespace torch_ckpt::engine

@@ -1,0 +1,236 @@
+#include "support.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <mutex>
+#include <sstream>
+#include <utility>
+
+#include "engine/executor.h"
+#include "format/crc32.h"
+#include "format/torch_record.h"
+#include "staging/chunk_pool.h"
+
+namespace torch_ckpt {
+
+std::ostream& operator<<(std::ostream& out, Errc code) { return out << name(code); }
+
+std::ostream& engine::operator<<(std::ostream& out, DirectIo mode) {
+  switch (mode) {
+    case DirectIo::automatic:
+      return out << "Automatic";
+    case DirectIo::on:
+      return out << "Direct";
+    case DirectIo::off:
+      return out << "Buffered";
+  }
+  return out;
+}
+
+}  // namespace torch_ckpt
+
+namespace torch_ckpt::test {
+namespace {
+
+namespace fs = std::filesystem;
+
+// Longer than any test takes, so that a lost result is a failure and not a hang.
+constexpr std::chrono::minutes kLongest{2};
+
+// Ends the executor's threads before the sanitizers look for what was left behind.
+class JoinAtEnd final : public ::testing::Environment {
+ public:
+  void TearDown() override {
+    engine::join_executor();
+    staging::ChunkPool::instance().trim(0);
+  }
+};
+
+const auto* const kJoinAtEnd = ::testing::AddGlobalTestEnvironment(new JoinAtEnd);
+
+}  // namespace
+
+::testing::AssertionResult is_system_error(const Error& error, int sys_errno,
+                                           std::string_view operation, std::string_view path) {
+  if (error.code == Errc::system && error.sys_errno == sys_errno && error.operation == operation &&
+      error.path == path) {
+    return ::testing::AssertionSuccess();
+  }
+  return ::testing::AssertionFailure()
+         << error.code << ", errno " << error.sys_errno << ", operation '" << error.operation
+         << "', path '" << error.path << "': " << error.message();
+}
+
+TempDir::TempDir() {
+  std::string pattern = fs::temp_directory_path().string() + "/torch_ckpt_test_XXXXXX";
+  if (::mkdtemp(pattern.data()) == nullptr) {
+    ADD_FAILURE() << "mkdtemp " << pattern;
+    std::abort();
+  }
+  path_ = std::move(pattern);
+}
+
+TempDir::~TempDir() {
+  std::error_code ignored;
+  fs::remove_all(path_, ignored);
+}
+
+std::vector<std::string> TempDir::names() const {
+  std::vector<std::string> names;
+  for (const auto& entry : fs::recursive_directory_iterator(path_)) {
+    names.push_back(entry.path().lexically_relative(path_).string());
+  }
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+std::string read_file(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  EXPECT_TRUE(file.is_open()) << path;
+  return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+}
+
+void write_file(const std::string& path, std::string_view contents) {
+  std::ofstream file(path, std::ios::binary | std::ios::trunc);
+  file.write(contents.data(), static_cast<std::streamsize>(contents.size()));
+  file.close();
+  EXPECT_TRUE(file.good()) << path;
+}
+
+std::span<const std::byte> bytes_of(std::string_view text) {
+  return std::as_bytes(std::span(text.data(), text.size()));
+}
+
+std::string_view text_of(std::span<const std::byte> bytes) {
+  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+}
+
+std::uint64_t Random::between(std::uint64_t low, std::uint64_t high) {
+  return std::uniform_int_distribution<std::uint64_t>(low, high)(engine_);
+}
+
+std::uint64_t Random::any_scale(std::uint64_t high) { return between(0, high) >> between(0, 63); }
+
+std::string Random::bytes(std::size_t count) {
+  std::string out(count, '\0');
+  for (std::size_t at = 0; at < count; at += 8) {
+    const std::uint64_t word = engine_();
+    out.replace(at, std::min<std::size_t>(8, count - at), reinterpret_cast<const char*>(&word),
+                std::min<std::size_t>(8, count - at));
+  }
+  return out;
+}
+
+struct NthCallFails::State {
+  std::string operation;
+  std::size_t n = 0;
+  int sys_errno = 0;
+  std::mutex mutex;
+  std::size_t calls = 0;  // guarded by mutex
+  std::string path;       // guarded by mutex
+};
+
+NthCallFails::NthCallFails(std::string operation, std::size_t n, int sys_errno)
+    : state_(std::make_shared<State>()) {
+  state_->operation = std::move(operation);
+  state_->n = n;
+  state_->sys_errno = sys_errno;
+}
+
+int NthCallFails::operator()(std::string_view operation, std::string_view path) const {
+  std::lock_guard lock(state_->mutex);
+  if (operation != state_->operation || ++state_->calls != state_->n) return 0;
+  state_->path = path;
+  return state_->sys_errno;
+}
+
+bool NthCallFails::hit() const {
+  std::lock_guard lock(state_->mutex);
+  return state_->calls >= state_->n;
+}
+
+std::string NthCallFails::path() const {
+  std::lock_guard lock(state_->mutex);
+  return state_->path;
+}
+
+struct CallCounter::State {
+  std::mutex mutex;
+  std::vector<std::string> log;  // guarded by mutex
+};
+
+CallCounter::CallCounter() : state_(std::make_shared<State>()) {}
+
+int CallCounter::operator()(std::string_view operation, std::string_view path) const {
+  std::lock_guard lock(state_->mutex);
+  state_->log.push_back(std::string(operation) + " " + std::string(path));
+  return 0;
+}
+
+std::size_t CallCounter::calls(std::string_view operation) const {
+  const std::string begin = std::string(operation) + " ";
+  std::size_t count = 0;
+  for (const std::string& line : log()) count += line.starts_with(begin) ? 1 : 0;
+  return count;
+}
+
+std::vector<std::string> CallCounter::log() const {
+  std::lock_guard lock(state_->mutex);
+  return state_->log;
+}
+
+staging::Source host_source(std::string_view payload) {
+  staging::Source source;
+  source.address = bytes_of(payload).data();
+  source.bytes = payload.size();
+  return source;
+}
+
+format::TensorHeader row_major(std::string_view dtype, std::vector<std::uint64_t> sizes) {
+  format::TensorHeader header;
+  header.dtype = format::find_dtype(dtype);
+  header.storage_bytes = header.dtype->item_bytes;
+  header.strides.resize(sizes.size());
+  std::uint64_t stride = 1;
+  for (std::size_t d = sizes.size(); d-- > 0;) {
+    header.strides[d] = stride;
+    stride *= std::max<std::uint64_t>(sizes[d], 1);
+    header.storage_bytes *= sizes[d];
+  }
+  header.sizes = std::move(sizes);
+  return header;
+}
+
+std::string record_of(const format::TensorHeader& header, std::string_view payload) {
+  const std::string pickle = format::encode_tensor_pickle(header);
+  return format::encode_head(pickle, payload.size()) + std::string(payload) +
+         format::encode_tail(pickle, payload.size(), format::crc32(0, bytes_of(payload)));
+}
+
+std::string byte_record(std::string_view payload) {
+  return record_of(row_major("uint8", {payload.size()}), payload);
+}
+
+std::string direct_io_name(const ::testing::TestParamInfo<engine::DirectIo>& mode) {
+  std::ostringstream text;
+  text << mode.param;
+  return text.str();
+}
+
+Result<> run_save(const TempDir& directory, std::vector<engine::FileJob> files,
+                  const engine::SaveOptions& options) {
+  auto session = engine::SaveSession::start(directory.path(), std::move(files), options);
+  if (!session) return session.error();
+  wait_for_end(**session);
+  return (*session)->outcome();
+}
+
+void wait_for_end(engine::SaveSession& session) { ASSERT_TRUE(session.wait_for(kLongest)); }
+void wait_for_end(engine::LoadSession& session) { ASSERT_TRUE(session.wait_for(kLongest)); }
+
+}  // namespace torch_ckpt::test

@@ -1,0 +1,144 @@
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <ostream>
+#include <random>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "engine/load_session.h"
+#include "engine/save_session.h"
+#include "error.h"
+#include "format/tensor_pickle.h"
+#include "staging/source.h"
+
+namespace torch_ckpt {
+
+// For GoogleTest's messages.
+std::ostream& operator<<(std::ostream& out, Errc code);
+namespace engine {
+std::ostream& operator<<(std::ostream& out, DirectIo mode);
+}
+
+}  // namespace torch_ckpt
+
+namespace torch_ckpt::test {
+
+/// EXPECT_TRUE(ok(result)) says what failed.
+template <class T>
+::testing::AssertionResult ok(const Result<T>& result) {
+  if (result.has_value()) return ::testing::AssertionSuccess();
+  return ::testing::AssertionFailure() << result.error().code << ": " << result.error().message();
+}
+
+/// EXPECT_TRUE(fails(result, code)), for whatever the result holds.
+template <class T>
+::testing::AssertionResult fails(const Result<T>& result, Errc code) {
+  if (result.has_value()) return ::testing::AssertionFailure() << "succeeded";
+  if (result.error().code == code) return ::testing::AssertionSuccess();
+  return ::testing::AssertionFailure() << result.error().code << ": " << result.error().message();
+}
+
+/// The same for a refusal of the system: errno, operation and path must all be there.
+::testing::AssertionResult is_system_error(const Error& error, int sys_errno,
+                                           std::string_view operation, std::string_view path);
+
+// A fresh directory under $TMPDIR or /tmp, removed with all that is in it.
+class TempDir {
+ public:
+  TempDir();
+  ~TempDir();
+  TempDir(const TempDir&) = delete;
+  TempDir& operator=(const TempDir&) = delete;
+
+  const std::string& path() const { return path_; }
+  std::string file(std::string_view name) const { return path_ + "/" + std::string(name); }
+  /// Sorted; with everything below.
+  std::vector<std::string> names() const;
+
+ private:
+  std::string path_;
+};
+
+std::string read_file(const std::string& path);
+void write_file(const std::string& path, std::string_view contents);
+
+std::span<const std::byte> bytes_of(std::string_view text);
+std::string_view text_of(std::span<const std::byte> bytes);
+
+// Deterministic random numbers. SCOPED_TRACE(random.seed_text()) prints the seed with a failure.
+class Random {
+ public:
+  explicit Random(std::uint64_t seed) : seed_(seed), engine_(seed) {}
+  /// Uniform in [low, high].
+  std::uint64_t between(std::uint64_t low, std::uint64_t high);
+  /// Up to `high`, small values as likely as large ones.
+  std::uint64_t any_scale(std::uint64_t high);
+  bool coin() { return between(0, 1) == 1; }
+  std::string bytes(std::size_t count);
+  std::string seed_text() const { return "seed " + std::to_string(seed_); }
+
+ private:
+  std::uint64_t seed_;
+  std::mt19937_64 engine_;
+};
+
+// A fault hook that fails the n-th call (from 1) of one operation and lets all else pass.
+// Safe for concurrent use by multiple threads; copies share what they have seen.
+class NthCallFails {
+ public:
+  NthCallFails(std::string operation, std::size_t n, int sys_errno);
+  int operator()(std::string_view operation, std::string_view path) const;
+  bool hit() const;
+  /// Of the call that failed.
+  std::string path() const;
+
+ private:
+  struct State;
+  std::shared_ptr<State> state_;
+};
+
+// A fault hook that lets all pass and remembers it.
+// Safe for concurrent use by multiple threads; copies share what they have seen.
+class CallCounter {
+ public:
+  CallCounter();
+  int operator()(std::string_view operation, std::string_view path) const;
+  std::size_t calls(std::string_view operation) const;
+  std::vector<std::string> log() const;  // "operation path", in order
+
+ private:
+  struct State;
+  std::shared_ptr<State> state_;
+};
+
+staging::Source host_source(std::string_view payload);
+
+format::TensorHeader row_major(std::string_view dtype, std::vector<std::uint64_t> sizes);
+
+/// What torch.save writes for the tensor, from the encoder that torch_record_test.cpp checks.
+std::string record_of(const format::TensorHeader& header, std::string_view payload);
+/// A record of a row of uint8.
+std::string byte_record(std::string_view payload);
+
+/// For INSTANTIATE_TEST_SUITE_P.
+inline auto all_direct_io() {
+  return ::testing::Values(engine::DirectIo::automatic, engine::DirectIo::on,
+                           engine::DirectIo::off);
+}
+std::string direct_io_name(const ::testing::TestParamInfo<engine::DirectIo>& mode);
+
+/// Runs a whole save; `files` lie in `directory`.
+Result<> run_save(const TempDir& directory, std::vector<engine::FileJob> files,
+                  const engine::SaveOptions& options);
+/// Waits for a session's end, and fails the test where it does not come.
+void wait_for_end(engine::SaveSession& session);
+void wait_for_end(engine::LoadSession& session);
+
+}  // namespace torch_ckpt::test

@@ -1,0 +1,282 @@
+"""torch_ckpt.save and torch_ckpt.load: the files of dcp.save, by a shorter way."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import torch_ckpt
+from tests.support import (
+    DTYPES,
+    assert_equal,
+    cause_of,
+    data_files,
+    random_tensor,
+    save,
+    stock_load,
+    stock_save,
+    zeros,
+)
+from torch_ckpt.api import _choose_owners
+from torch_ckpt.metadata import encode_metadata
+
+StateDict = dict[str, Any]
+
+
+def nested_state() -> StateDict:
+    """One of everything that a plain state dict may hold."""
+    return {
+        "model": {
+            "weight": random_tensor((33, 17), torch.float32, seed=1),
+            "scale": torch.nn.Parameter(random_tensor((5,), torch.float32, seed=2)),
+            "transposed": random_tensor((6, 9), torch.bfloat16, seed=3).t(),
+            "view": random_tensor((40,), torch.int64, seed=4)[7:29:3],
+            "scalar": torch.tensor(3.5),
+            "empty": torch.empty(0, 4),
+        },
+        "optimizer": {"groups": {"inner": {"lr": 0.1, "betas": (0.9, 0.95)}}, "step": 12},
+        "history": [random_tensor((3,), torch.float64, seed=5), "text"],
+    }
+
+
+def blank(value: Any) -> Any:
+    """The same structure with other values, for a load to replace."""
+    if isinstance(value, torch.Tensor):
+        return zeros(tuple(value.shape), value.dtype)
+    if isinstance(value, dict):
+        return {key: blank(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [blank(inner) for inner in value]
+    return None
+
+
+def test_a_nested_state_comes_back_whole(tmp_path: Path) -> None:
+    state = nested_state()
+    torch_ckpt.save(state, tmp_path / "c")
+    loaded = blank(state)
+    torch_ckpt.load(loaded, tmp_path / "c")
+    assert_equal(loaded, state)
+
+
+def test_stock_torch_reads_what_save_wrote(tmp_path: Path) -> None:
+    state = nested_state()
+    torch_ckpt.save(state, tmp_path / "c")
+    loaded = blank(state)
+    stock_load(loaded, tmp_path / "c")
+    assert_equal(loaded, state)
+
+
+def test_load_reads_what_stock_torch_wrote(tmp_path: Path) -> None:
+    state = nested_state()
+    stock_save(state, tmp_path / "c")
+    loaded = blank(state)
+    torch_ckpt.load(loaded, tmp_path / "c")
+    assert_equal(loaded, state)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_comes_back(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensor = random_tensor((7, 3), dtype)
+    torch_ckpt.save({"t": tensor}, tmp_path / "c")
+    loaded = {"t": zeros((7, 3), dtype)}
+    torch_ckpt.load(loaded, tmp_path / "c")
+    assert_equal(loaded, {"t": tensor})
+
+
+def test_the_metadata_is_that_of_dcp_save(tmp_path: Path) -> None:
+    state = nested_state()
+    ours = torch_ckpt.save(state, tmp_path / "ours")
+    dcps = save(state, tmp_path / "dcp")
+    assert list(ours.state_dict_metadata) == list(dcps.state_dict_metadata)
+    assert ours.planner_data == dcps.planner_data
+    assert set(ours.storage_data) == set(dcps.storage_data)
+    for name, stored in ours.state_dict_metadata.items():
+        other = dcps.state_dict_metadata[name]
+        if not isinstance(stored, dcp.TensorStorageMetadata):
+            assert type(stored) is type(other)
+            continue
+        assert isinstance(other, dcp.TensorStorageMetadata)
+        assert (stored.size, stored.chunks) == (other.size, other.chunks)
+        assert stored.properties.dtype == other.properties.dtype
+        assert stored.properties.requires_grad == other.properties.requires_grad
+
+
+def test_the_returned_metadata_is_the_stored_one(tmp_path: Path) -> None:
+    returned = torch_ckpt.save(nested_state(), tmp_path / "c")
+    assert encode_metadata(returned) == (tmp_path / "c" / ".metadata").read_bytes()
+
+
+def test_a_tensor_is_loaded_into_the_memory_it_has(tmp_path: Path) -> None:
+    torch_ckpt.save({"t": torch.arange(10.0)}, tmp_path / "c")
+    target = torch.zeros(10)
+    torch_ckpt.load({"t": target}, tmp_path / "c")
+    assert torch.equal(target, torch.arange(10.0))
+
+
+class Counter:
+    """A Stateful that remembers what was loaded into it."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.weight = torch.full((4,), float(count))
+
+    def state_dict(self) -> StateDict:
+        return {"count": self.count, "weight": self.weight}
+
+    def load_state_dict(self, state: StateDict) -> None:
+        self.count = state["count"]
+        self.weight = state["weight"]
+
+
+def test_stateful_values_are_asked_and_told(tmp_path: Path) -> None:
+    torch_ckpt.save({"counter": Counter(7)}, tmp_path / "c")
+    loaded = Counter(0)
+    torch_ckpt.load({"counter": loaded}, tmp_path / "c")
+    assert loaded.count == 7
+    assert torch.equal(loaded.weight, torch.full((4,), 7.0))
+
+
+def test_modules_and_optimizers_come_back(tmp_path: Path) -> None:
+    def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer)
+    torch_ckpt.save({"model": model, "optimizer": optimizer.state_dict()}, tmp_path / "c")
+    other = torch.nn.Linear(8, 8)
+    torch_ckpt.load({"model": other}, tmp_path / "c")
+    assert_equal(dict(other.state_dict()), dict(model.state_dict()))
+
+
+def test_a_name_that_is_not_there_is_named(tmp_path: Path) -> None:
+    torch_ckpt.save({"t": torch.ones(3)}, tmp_path / "c")
+    with pytest.raises(dcp.CheckpointException, match="absent"):
+        torch_ckpt.load({"absent": torch.ones(3)}, tmp_path / "c")
+
+
+def test_another_shape_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    torch_ckpt.save({"a": torch.ones(3), "b": torch.ones(4)}, tmp_path / "c")
+    target = {"a": torch.zeros(3), "b": torch.zeros(5)}
+    with pytest.raises(dcp.CheckpointException, match="b"):
+        torch_ckpt.load(target, tmp_path / "c")
+    assert torch.equal(target["a"], torch.zeros(3))
+
+
+def test_no_checkpoint_there_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(dcp.CheckpointException) as error:
+        torch_ckpt.load({"t": torch.ones(3)}, tmp_path)
+    cause = cause_of(error.value)
+    assert isinstance(cause, FileNotFoundError)
+    assert "no committed checkpoint" in str(cause)
+    assert cause.filename == str(tmp_path)
+
+
+def test_a_failed_save_keeps_the_old_checkpoint_and_leaves_no_file(tmp_path: Path) -> None:
+    old = {"t": torch.ones(300_000)}
+    torch_ckpt.save(old, tmp_path / "c")
+    before = sorted((tmp_path / "c").iterdir())
+
+    class Unpicklable:
+        def __reduce__(self) -> Any:
+            raise RuntimeError("does not pickle")
+
+    with pytest.raises(dcp.CheckpointException, match="does not pickle"):
+        torch_ckpt.save({"t": torch.zeros(300_000), "o": Unpicklable()}, tmp_path / "c")
+    assert sorted((tmp_path / "c").iterdir()) == before
+    loaded = {"t": torch.zeros(300_000)}
+    torch_ckpt.load(loaded, tmp_path / "c")
+    assert_equal(loaded, old)
+
+
+def test_a_save_over_a_checkpoint_leaves_only_the_new_one(tmp_path: Path) -> None:
+    torch_ckpt.save({"t": torch.zeros(5)}, tmp_path / "c")
+    (old,) = data_files(tmp_path / "c")
+    with pytest.warns(UserWarning, match="Detected an existing checkpoint"):
+        torch_ckpt.save({"t": torch.ones(5)}, tmp_path / "c")
+    (new,) = data_files(tmp_path / "c")
+    assert new != old
+    loaded = {"t": torch.zeros(5)}
+    torch_ckpt.load(loaded, tmp_path / "c")
+    assert_equal(loaded, {"t": torch.ones(5)})
+
+
+def test_overwrite_false_refuses(tmp_path: Path) -> None:
+    torch_ckpt.save({"t": torch.zeros(5)}, tmp_path / "c")
+    with pytest.raises(dcp.CheckpointException, match="already exists"):
+        torch_ckpt.save({"t": torch.ones(5)}, tmp_path / "c", overwrite=False)
+
+
+def test_a_full_disk_is_enospc_with_the_file(small_disk: Path) -> None:
+    with pytest.raises(dcp.CheckpointException) as error:
+        torch_ckpt.save({"t": torch.ones(4_000_000)}, small_disk / "c")
+    cause = cause_of(error.value)
+    assert isinstance(cause, OSError)
+    assert cause.errno == errno.ENOSPC
+    assert str(cause.filename).startswith(str(small_disk / "c"))
+    assert list((small_disk / "c").iterdir()) == []
+
+
+def test_a_planner_of_the_callers_own_is_used(tmp_path: Path) -> None:
+    class Renaming(dcp.DefaultSavePlanner):
+        def set_up_planner(self, state_dict: StateDict, *args: Any, **kwargs: Any) -> None:
+            renamed = {f"new.{key}": value for key, value in state_dict.items()}
+            super().set_up_planner(renamed, *args, **kwargs)
+
+    torch_ckpt.save({"t": torch.ones(3)}, tmp_path / "c", planner=Renaming())
+    loaded = {"new.t": torch.zeros(3)}
+    torch_ckpt.load(loaded, tmp_path / "c", planner=dcp.DefaultLoadPlanner())
+    assert_equal(loaded, {"new.t": torch.ones(3)})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "pass a checkpoint_id or a FileSystemWriter"),
+        ({"checkpoint_id": "c", "thread_count": 0}, "thread_count must be at least 1"),
+        ({"storage_writer": "mine", "thread_count": 2}, "belong to the FileSystemWriter"),
+        ({"storage_writer": "mine"}, r"expected a torch_ckpt.FileSystemWriter, got str"),
+    ],
+)
+def test_contradicting_options_are_one_sentence(arguments: StateDict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        torch_ckpt.save({}, **arguments)
+
+
+def test_a_writer_of_the_callers_own_is_used_for_many_saves(tmp_path: Path) -> None:
+    writer = torch_ckpt.FileSystemWriter(tmp_path / "first", thread_count=1)
+    for name in ("first", "second"):
+        torch_ckpt.save({"t": torch.ones(3)}, tmp_path / name, storage_writer=writer)
+        assert [file.name for file in data_files(tmp_path / name)] == ["__0_0.distcp"]
+
+
+def test_an_empty_state_is_a_checkpoint(tmp_path: Path) -> None:
+    torch_ckpt.save({}, tmp_path / "c")
+    torch_ckpt.load({}, tmp_path / "c")
+    assert data_files(tmp_path / "c") == []
+
+
+def row(name: str, count: int) -> tuple[str, torch.dtype, torch.Size, bool]:
+    return name, torch.float32, torch.Size([count]), False
+
+
+def test_replicated_tensors_are_written_once_and_spread_by_bytes() -> None:
+    shared = [row(f"s{i}", 100) for i in range(8)]
+    plain = [[*shared, row("own", 350)], shared]
+    owned = _choose_owners(plain)
+    names = [[plain[rank][i][0] for i in indices] for rank, indices in enumerate(owned)]
+    assert sorted(names[0] + names[1]) == sorted(["own", *(f"s{i}" for i in range(8))])
+    assert len(names[0]) == 3  # 350 + 2 x 100 against 6 x 100
+    assert "own" in names[0]
+
+
+def test_one_name_for_different_tensors_is_refused_with_both_ranks() -> None:
+    with pytest.raises(torch_ckpt.CheckpointError, match=r"w: rank 0 has .*\[3\], rank 1 .*\[4\]"):
+        _choose_owners([[row("w", 3)], [row("w", 4)]])

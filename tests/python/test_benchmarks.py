@@ -1,0 +1,218 @@
+"""The benchmark still runs and reports. Sizes are tiny and no speed is asserted."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import limits, measure, memory, pagecache, report, results, run, states
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def result_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a whole run with tiny sizes wrote."""
+    directory = tmp_path_factory.mktemp("bench")
+    out = directory / "results" / "tiny.json"
+    command = [sys.executable, "-m", "benchmarks.run", "--quick", "--size", "2MB"]
+    command += ["--tensors", "30", "--small-tensors", "20", "--dir", str(directory / "work")]
+    subprocess.run([*command, "--out", str(out)], cwd=REPOSITORY, check=True)
+    assert not any((directory / "work").iterdir()), "the run left checkpoints behind"
+    return out
+
+
+@pytest.fixture(scope="module")
+def document(result_file: Path) -> dict[str, Any]:
+    """The same as the JSON that other programs see."""
+    loaded = json.loads(result_file.read_text())
+    assert isinstance(loaded, dict)
+    return loaded
+
+
+def test_a_run_measures_every_group_or_says_why_not(document: dict[str, Any]) -> None:
+    names = {group["name"] for group in document["groups"]}
+    assert names >= {"save", "load_warm", "small_save", "small_load"}
+    # The page cache of some file systems cannot be emptied (tmpfs is nothing but page cache).
+    assert "load_cold" in names or any("cold" in entry["what"] for entry in document["skipped"])
+    assert document["memory"] or any("memory" in entry["what"] for entry in document["skipped"])
+
+
+def test_every_sample_records_wall_and_cpu_seconds_and_bytes(document: dict[str, Any]) -> None:
+    for group in document["groups"]:
+        contenders = {info["name"] for info in group["contenders"]}
+        assert {sample["contender"] for sample in group["samples"]} == contenders
+        for sample in group["samples"]:
+            assert sample["wall_s"] > 0
+            assert sample["cpu_s"] >= 0
+            assert sample["bytes"] > 0
+
+
+def test_every_target_is_reported_as_met_or_missed(document: dict[str, Any]) -> None:
+    held = [entry for entry in document["comparisons"] if entry["target"] is not None]
+    keys = {entry["key"] for entry in held}
+    assert keys >= {
+        "save.stock_1",
+        "save.best_stock",
+        "save.cpu",
+        "save.buffered",
+        "small_save.stock_1",
+        "small_save.call",
+        "small_load.stock",
+        "small_load.call",
+    }
+    assert all(isinstance(entry["met"], bool) for entry in held)
+    assert not document["representative"], "a quick run must not pass for a real one"
+
+
+def test_results_survive_writing_and_reading(result_file: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy.json"
+    results.read(result_file).write(copy)
+    assert json.loads(copy.read_text()) == json.loads(result_file.read_text())
+
+
+def test_the_report_names_every_contender(
+    result_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report.main([str(result_file), "--no-charts"])
+    text = capsys.readouterr().out
+    loaded = results.read(result_file)
+    assert loaded.machine.torch in text
+    for group in loaded.groups:
+        assert all(info.label in text for info in group.contenders)
+
+
+def test_a_trial_run_does_not_reach_the_readme(result_file: Path, tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(f"{report.BEGIN}\n{report.END}\n")
+    with pytest.raises(SystemExit, match="trial run"):
+        report.main([str(result_file), "--no-charts", "--readme", str(readme)])
+
+
+def test_a_full_run_replaces_only_the_block_of_the_readme(
+    document: dict[str, Any], tmp_path: Path
+) -> None:
+    full = tmp_path / "full.json"
+    parameters = document["parameters"] | {"quick": False, "rounds": 5}
+    full.write_text(json.dumps(document | {"parameters": parameters}))
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{report.BEGIN}\nold numbers\n{report.END}\nafter\n")
+    report.main([str(full), "--no-charts", "--readme", str(readme)])
+    text = readme.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith(f"{report.END}\nafter\n")
+    assert "old numbers" not in text
+    assert document["machine"]["cpu"] in text
+
+
+def test_a_readme_without_the_block_is_refused() -> None:
+    with pytest.raises(ValueError, match="benchmark:begin"):
+        report.replace_block("no markers here", "numbers")
+
+
+def test_charts_are_drawn_for_every_group(result_file: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    report.main([str(result_file), "--images", str(tmp_path / "images")])
+    images = list((tmp_path / "images").glob("benchmark-*.png"))
+    assert len(images) == len(results.read(result_file).groups)
+    assert all(image.read_bytes().startswith(b"\x89PNG") for image in images)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("2GB", 2 * 10**9), ("1.5 MiB", 3 << 19), ("100", 100), ("64kb", 64_000)]
+)
+def test_sizes_are_read_with_their_units(text: str, size: int) -> None:
+    assert run.parse_size(text) == size
+
+
+def test_every_round_runs_all_contenders_and_starts_with_another() -> None:
+    orders = [measure.order_of_round(7, index, 5) for index in range(5)]
+    assert all(sorted(order) == list(range(7)) for order in orders)
+    assert len({order[0] for order in orders}) == 5
+
+
+def test_a_ratio_is_the_median_of_the_rounds_not_of_the_times() -> None:
+    comparison = results.Comparison(
+        key="k", work="w", quantity="speed", ours="o", per_round=[1.0, 9.0, 2.0], target=2.0
+    )
+    assert comparison.value == 2.0
+    assert comparison.met is True
+
+
+@pytest.mark.parametrize("tensor_count", [30, 120, 126])
+def test_the_training_state_has_the_wanted_size_and_tensors(tensor_count: int) -> None:
+    state = states.training_state(30_000_000, tensor_count)
+    steps = len(state["optimizer"]["state"])
+    assert len(states.tensors(state)) == tensor_count + steps
+    assert states.payload_bytes(state) == pytest.approx(30_000_000, rel=0.01)
+
+
+def test_small_tensors_own_their_storage() -> None:
+    tensors = states.tensors(states.small_tensors_state(5))
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes == 1024 for tensor in tensors)
+
+
+def test_a_single_changed_element_is_found() -> None:
+    expected, actual = states.training_state(10**6, 30), states.training_state(10**6, 30)
+    assert states.first_difference(expected, actual) is None
+    actual["optimizer"]["state"]["norm.weight"]["exp_avg"][3] += 1
+    assert states.first_difference(expected, actual) == "optimizer.state.norm.weight.exp_avg"
+
+
+def test_wiping_leaves_nothing_that_a_load_could_get_away_with() -> None:
+    state = states.training_state(10**6, 30)
+    states.wipe(state)
+    assert not any(torch.count_nonzero(tensor) for tensor in states.tensors(state))
+    assert state["step"] == 0
+
+
+@pytest.mark.parametrize("name", sorted(limits.WRITE_SHAPES))
+def test_raw_writes_write_all_bytes(name: str, tmp_path: Path) -> None:
+    shape = limits.WRITE_SHAPES[name]
+    if shape.direct and not limits.direct_io_works(tmp_path):
+        pytest.skip("no O_DIRECT on this file system")
+    target = tmp_path / "raw"
+    limits.RawWriter().write(target, 9_000_001, shape)
+    written = sum(file.stat().st_size for file in target.iterdir())
+    assert 9_000_001 <= written < 9_000_001 + shape.files * 4096
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_raw_reads_read_all_bytes(tmp_path: Path, *, direct: bool) -> None:
+    if direct and not limits.direct_io_works(tmp_path):
+        pytest.skip("no O_DIRECT on this file system")
+    files = [tmp_path / "long", tmp_path / "short"]
+    for file, size in zip(files, (9_000_001, 5), strict=True):
+        file.write_bytes(os.urandom(size))
+    assert limits.RawReader(threads=2, direct=direct).read(files) == 9_000_006
+
+
+def test_the_page_cache_can_be_filled_and_emptied(tmp_path: Path) -> None:
+    file = tmp_path / "data"
+    file.write_bytes(random.Random(0).randbytes(1 << 20))
+    pagecache.warm([file])
+    assert pagecache.resident_fraction([file]) == 1.0
+    try:
+        pagecache.evict([file])
+    except pagecache.CacheStateError:
+        pytest.skip("this file system keeps its pages")
+    assert pagecache.resident_fraction([file]) <= 0.01
+
+
+def test_memory_growth_sees_memory_that_is_freed_again() -> None:
+    def save() -> None:
+        torch.ones(8 << 20)
+
+    try:
+        before, peak = memory.measure_growth(save)
+    except memory.PeakResetError:
+        pytest.skip("this kernel does not reset the peak")
+    assert peak - before >= 30 << 20

@@ -1,0 +1,380 @@
+"""What our writer stores is, byte for byte, what torch's stores."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import torch_ckpt
+from tests.support import (
+    DTYPES,
+    bytes_of,
+    data_files,
+    load,
+    random_tensor,
+    record_of,
+    save,
+    stock_save,
+)
+
+V3_DTYPES = DTYPES[12:]
+COMPLEX = [torch.complex64, torch.complex128]
+
+
+def stored(tensor: torch.Tensor, directory: Path) -> bytes:
+    """The bytes that our writer puts on the disk for one tensor."""
+    save({"tensor": tensor}, directory, thread_count=1, sync_files=False)
+    (file,) = data_files(directory)
+    return file.read_bytes()
+
+
+def f32(*shape: int) -> torch.Tensor:
+    return random_tensor(shape, torch.float32)
+
+
+def c64(*shape: int) -> torch.Tensor:
+    return random_tensor(shape, torch.complex64)
+
+
+LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
+    "0-d": lambda: f32(),
+    "one element": lambda: f32(1),
+    "empty": lambda: f32(0),
+    "empty with rows": lambda: f32(3, 0),
+    "empty with columns": lambda: f32(0, 3),
+    "empty in the middle": lambda: f32(2, 0, 3),
+    "empty and transposed": lambda: f32(3, 0).t(),
+    "empty view of a full storage": lambda: f32(4)[2:2],
+    "empty expanded": lambda: f32(0).expand(3, 0),
+    "five dimensions": lambda: f32(2, 1, 3, 1, 2),
+    "transposed": lambda: f32(3, 5).t(),
+    "transposed, with ones": lambda: f32(3, 1, 5).transpose(0, 2),
+    "permuted": lambda: f32(2, 3, 4).permute(2, 0, 1),
+    "channels_last": lambda: f32(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "channels_last_3d": lambda: f32(2, 3, 2, 2, 2).to(memory_format=torch.channels_last_3d),
+    "first rows": lambda: f32(6, 4)[:2],
+    "last rows": lambda: f32(6, 4)[4:],
+    "narrowed columns": lambda: f32(6, 4)[:, 1:3],
+    "one column": lambda: f32(6, 4)[:, 2],
+    "one element of many": lambda: f32(6, 4)[3, 2],
+    "every second row": lambda: f32(6, 4)[::2],
+    "every second column": lambda: f32(6, 4)[:, ::2],
+    "transposed part": lambda: f32(6, 4)[1:4, 1:3].t(),
+    "channels_last part": lambda: f32(2, 4, 3, 5).to(memory_format=torch.channels_last)[:, 1:3],
+    "diagonal": lambda: f32(5, 5).diagonal(),
+    "expanded": lambda: f32(1, 3).expand(4, 3),
+    "expanded 0-d": lambda: f32().expand(4),
+    "expanded inside": lambda: f32(2, 1, 3).expand(2, 4, 3),
+    "expanded to one": lambda: f32(4).expand(1, 4),
+    "overlapping windows": lambda: f32(10).unfold(0, 4, 2),
+    "overlapping in a storage of its size": lambda: f32(4).as_strided((2, 2), (1, 1)),
+    "overlapping, offset": lambda: f32(9).as_strided((3, 3), (2, 1), 1),
+    "permutation by strides": lambda: f32(6).as_strided((3, 2), (1, 3)),
+    "gaps in a storage of its size": lambda: f32(4).as_strided((2, 2), (0, 3)),
+    "offset in a storage of its size": lambda: f32(4).as_strided((2, 2), (0, 1), 2),
+    "as_strided 0-d": lambda: f32(4).as_strided((), (), 3),
+    "odd strides of ones": lambda: f32(4).as_strided((1, 4), (7, 1)),
+    "conj": lambda: c64(3, 2).conj(),
+    "conj of a part": lambda: c64(4, 2)[1:3].conj(),
+    "part of a conj": lambda: c64(4, 2).conj()[1:3],
+    "transposed conj": lambda: c64(3, 2).conj().t(),
+    "conj 0-d": lambda: c64().conj(),
+    "conj empty": lambda: c64(0).conj(),
+    "conj expanded": lambda: c64(1, 2).conj().expand(3, 2),
+    "neg": lambda: f32(3, 2)._neg_view(),
+    "neg of a part": lambda: f32(4, 2)[1:3]._neg_view(),
+    "imaginary part of a conj": lambda: c64(3, 2).conj().imag,
+    "real part of a conj": lambda: c64(3, 2).conj().real,
+    "conj and neg": lambda: c64(3, 2).conj()._neg_view(),
+    "conj and neg of a part": lambda: c64(3, 4)[:, 1:3].conj()._neg_view(),
+    "conj without a storage class": lambda: random_tensor((3, 2), torch.complex32).conj(),
+    "Parameter": lambda: torch.nn.Parameter(f32(3, 2)),
+    "Parameter over a part": lambda: torch.nn.Parameter(f32(6, 2)[2:4]),
+    "requires_grad": lambda: f32(3, 2).requires_grad_(),
+    "result of a function": lambda: f32(3, 2).requires_grad_().exp(),
+    "inference": lambda: torch.inference_mode()(f32)(3, 2),
+    "seen as another dtype": lambda: f32(4, 2).view(torch.int16)[:, 1:],
+    "larger than a chunk": lambda: f32(1100, 1100),
+    "larger than a chunk, transposed part": lambda: f32(1100, 1200)[:, 50:1150].t(),
+    "larger than a chunk, every second": lambda: f32(2200, 1100)[:, ::2],
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 5), (1, 3, 2)], ids=str)
+def test_a_record_is_torchs_for_every_dtype(
+    tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    tensor = random_tensor(shape, dtype)
+    assert stored(tensor, tmp_path) == record_of(tensor)
+
+
+@pytest.mark.parametrize("dtype", V3_DTYPES, ids=str)
+def test_the_record_of_a_part_is_torchs_for_dtypes_without_a_storage_class(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    tensor = random_tensor((6, 4), dtype)[1:4]
+    assert stored(tensor, tmp_path) == record_of(tensor)
+
+
+@pytest.mark.parametrize("name", ["bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"])
+def test_torch_ckpt_saves_the_dtypes_that_dcp_cannot(tmp_path: Path, name: str) -> None:
+    tensor = random_tensor((3, 5), getattr(torch, name))
+    torch_ckpt.save({"tensor": tensor}, tmp_path, no_dist=True, thread_count=1)
+    assert data_files(tmp_path)[0].read_bytes() == record_of(tensor)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_record_is_torchs_for_every_layout(tmp_path: Path, layout: str) -> None:
+    tensor = LAYOUTS[layout]()
+    assert stored(tensor, tmp_path) == record_of(tensor)
+
+
+@pytest.mark.parametrize("count", [0, 1, 15, 16, 17, 63, 64, 65, 255, 256, 257, 65535, 65536])
+def test_a_record_is_torchs_around_the_widths_of_pickled_numbers(
+    tmp_path: Path, count: int
+) -> None:
+    tensor = random_tensor((count,), torch.uint8)
+    assert stored(tensor, tmp_path) == record_of(tensor)
+
+
+@pytest.mark.parametrize("name", ["x", "a.b.c", "ü", "n" * 300])
+def test_a_record_does_not_depend_on_the_tensors_name(tmp_path: Path, name: str) -> None:
+    save({name: f32(3)}, tmp_path, thread_count=1)
+    assert data_files(tmp_path)[0].read_bytes() == record_of(f32(3))
+
+
+@pytest.mark.parametrize("around", [-1, 0, 1])
+def test_a_record_is_torchs_where_a_file_ends_near_a_chunks_end(
+    tmp_path: Path, around: int
+) -> None:
+    overhead = len(record_of(f32(2**20))) - 2**22
+    tensor = random_tensor((2**22 - overhead + around,), torch.uint8)
+    assert stored(tensor, tmp_path) == record_of(tensor)
+
+
+@pytest.mark.parametrize("chunk_bytes", [4096, 8192, 1 << 20])
+def test_a_record_is_torchs_however_small_the_staging_memory(
+    tmp_path: Path, chunk_bytes: int
+) -> None:
+    tensor = random_tensor((300, 1001), torch.int16)[:, 1:]
+    save({"tensor": tensor}, tmp_path, thread_count=1, max_host_bytes=chunk_bytes)
+    assert data_files(tmp_path)[0].read_bytes() == record_of(tensor)
+
+
+MIXED_STATE = {
+    "weight": f32(30, 7),
+    "step": 12,
+    "half": random_tensor((5,), torch.bfloat16),
+    "nested": {"bytes": random_tensor((33,), torch.uint8), "list": [f32(2), "text", f32(3, 3).t()]},
+    "none": None,
+    "view": f32(9, 9)[2:5, 3:],
+    "empty": f32(0, 2),
+    "scalar": torch.tensor(1.5),
+}
+
+
+def test_a_whole_file_is_torchs_when_one_thread_writes(tmp_path: Path) -> None:
+    save(MIXED_STATE, tmp_path / "ours", thread_count=1)
+    stock_save(MIXED_STATE, tmp_path / "stock", thread_count=1)
+    (ours,), (stock,) = data_files(tmp_path / "ours"), data_files(tmp_path / "stock")
+    assert ours.name == stock.name
+    assert ours.read_bytes() == stock.read_bytes()
+
+
+def test_all_files_are_torchs_when_each_item_has_one(tmp_path: Path) -> None:
+    save(MIXED_STATE, tmp_path / "ours", single_file_per_rank=False)
+    stock_save(MIXED_STATE, tmp_path / "stock", single_file_per_rank=False)
+    ours, stock = data_files(tmp_path / "ours"), data_files(tmp_path / "stock")
+    assert [file.name for file in ours] == [file.name for file in stock]
+    assert [file.read_bytes() for file in ours] == [file.read_bytes() for file in stock]
+
+
+@pytest.mark.parametrize("direct_io", [True, False, "auto"])
+def test_direct_io_leaves_no_trace_in_the_file(tmp_path: Path, direct_io: bool | str) -> None:
+    state = {"large": f32(1000, 1000), "small": f32(3)}
+    try:
+        save(state, tmp_path, thread_count=1, direct_io=direct_io)
+    except dcp.CheckpointException as error:
+        if "no direct I/O" not in str(error):
+            raise
+        pytest.skip("this file system has no direct I/O")
+    expected = record_of(state["large"]) + record_of(state["small"])
+    assert data_files(tmp_path)[0].read_bytes() == expected
+
+
+# --- any chain of views --------------------------------------------------------------------------
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    """A tensor of any dtype and shape under a chain of views."""
+    # Complex ones have the most kinds of views.
+    dtype = draw(st.sampled_from(DTYPES) | st.sampled_from(COMPLEX))
+    shape = tuple(draw(st.lists(st.integers(0, 5), max_size=4)))
+    tensor = random_tensor(shape, dtype, seed=draw(st.integers(0, 100)))
+    for _ in range(draw(st.integers(0, 5))):
+        tensor = draw(st.sampled_from(VIEWS))(draw, tensor)
+    return tensor
+
+
+def any_dim(draw: st.DrawFn, tensor: torch.Tensor) -> int:
+    return draw(st.integers(0, tensor.dim() - 1))
+
+
+def narrowed(draw: st.DrawFn, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dim() == 0:
+        return tensor
+    dim = any_dim(draw, tensor)
+    start = draw(st.integers(0, tensor.size(dim)))
+    return tensor.narrow(dim, start, draw(st.integers(0, tensor.size(dim) - start)))
+
+
+def stepped(draw: st.DrawFn, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dim() == 0:
+        return tensor
+    index = [slice(None)] * any_dim(draw, tensor)
+    return tensor[(*index, slice(None, None, draw(st.integers(2, 3))))]
+
+
+def selected(draw: st.DrawFn, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.numel() == 0 or tensor.dim() == 0:
+        return tensor
+    dim = any_dim(draw, tensor)
+    return tensor.select(dim, draw(st.integers(0, tensor.size(dim) - 1)))
+
+
+def permuted(draw: st.DrawFn, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.permute(draw(st.permutations(range(tensor.dim()))))
+
+
+def expanded(draw: st.DrawFn, tensor: torch.Tensor) -> torch.Tensor:
+    sizes = [draw(st.integers(0, 4)) if size == 1 else size for size in tensor.shape]
+    if draw(st.booleans()):
+        sizes.insert(0, draw(st.integers(0, 3)))
+    return tensor.expand(sizes)
+
+
+def unsqueezed(draw: st.DrawFn, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.unsqueeze(draw(st.integers(0, tensor.dim())))
+
+
+def restrided(draw: st.DrawFn, tensor: torch.Tensor) -> torch.Tensor:
+    """Any geometry that stays within the storage; overlapping, with gaps, in any order."""
+    sizes = draw(st.lists(st.integers(0, 4), max_size=3))
+    strides = [draw(st.integers(0, 6)) for _ in sizes]
+    held = tensor.untyped_storage().nbytes() // tensor.itemsize
+    reach = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True) if size)
+    if 0 in sizes:
+        reach = -1
+    if reach >= held:
+        return tensor
+    return tensor.as_strided(sizes, strides, draw(st.integers(0, held - reach - 1)))
+
+
+def conjugated(draw: st.DrawFn, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.conj() if tensor.dtype in COMPLEX else tensor
+
+
+def negated(draw: st.DrawFn, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._neg_view() if tensor.dtype in (torch.float32, *COMPLEX) else tensor
+
+
+def one_of_two_parts(draw: st.DrawFn, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype not in COMPLEX:
+        return tensor
+    return draw(st.sampled_from([tensor.real, tensor.imag]))
+
+
+def copied(draw: st.DrawFn, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone()
+
+
+VIEWS = [
+    narrowed,
+    stepped,
+    selected,
+    permuted,
+    expanded,
+    unsqueezed,
+    restrided,
+    conjugated,
+    negated,
+    one_of_two_parts,
+    copied,
+]
+
+
+@settings(max_examples=500, derandomize=True, deadline=None, database=None)
+@given(tensors())
+def test_a_record_is_torchs_after_any_chain_of_views(tensor: torch.Tensor) -> None:
+    expected = record_of(tensor)
+    with tempfile.TemporaryDirectory() as directory:
+        assert stored(tensor, Path(directory)) == expected
+
+
+@settings(max_examples=150, derandomize=True, deadline=None, database=None)
+@given(st.lists(tensors(), max_size=6))
+def test_what_was_saved_is_loaded_after_any_chain_of_views(values: list[torch.Tensor]) -> None:
+    state = {f"tensor {i}": value for i, value in enumerate(values)}
+    loaded = {
+        name: random_tensor(tuple(value.shape), value.dtype, seed=1)
+        for name, value in state.items()
+    }
+    with tempfile.TemporaryDirectory() as directory:
+        save(state, directory, sync_files=False)
+        load(loaded, directory)
+    for name, value in state.items():
+        assert bytes_of(loaded[name]) == bytes_of(value), name
+
+
+# --- beyond 32 bits ------------------------------------------------------------------------------
+
+
+def available_bytes(path: Path) -> int:
+    """What can be had of both memory and disk."""
+    memory = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(memory, shutil.disk_usage(path).free)
+
+
+def same_bytes(first: Path, second: Path) -> bool:
+    step = 64 << 20
+    with first.open("rb") as a, second.open("rb") as b:
+        left = mmap.mmap(a.fileno(), 0, access=mmap.ACCESS_READ)
+        right = mmap.mmap(b.fileno(), 0, access=mmap.ACCESS_READ)
+        with left, right:
+            if len(left) != len(right):
+                return False
+            with memoryview(left) as whole, memoryview(right) as other:
+                return all(
+                    whole[at : at + step] == other[at : at + step]
+                    for at in range(0, len(whole), step)
+                )
+
+
+@pytest.mark.large
+def test_a_record_is_torchs_beyond_four_gib(scratch: Path) -> None:
+    if available_bytes(scratch) < 10 << 30:
+        pytest.skip("needs 10 GiB of memory and of disk")
+    # Zeros that nobody wrote take no memory; a few marks show that the bytes lie where they should.
+    tensor = torch.zeros(2**32 + 7, dtype=torch.uint8)
+    marks = [0, 1, 2**31, 2**32 - 1, 2**32, 2**32 + 6]
+    tensor[marks] = torch.arange(1, len(marks) + 1, dtype=torch.uint8)
+    save({"tensor": tensor}, scratch / "ours", thread_count=1, sync_files=False)
+    with (scratch / "stock").open("wb") as stream:
+        torch.save(tensor, stream)
+    assert same_bytes(data_files(scratch / "ours")[0], scratch / "stock")
+    (scratch / "stock").unlink()
+    part = {"tensor": torch.zeros(2**32 + 7, dtype=torch.uint8)}
+    load(part, scratch / "ours")
+    assert part["tensor"].nonzero().flatten().tolist() == marks

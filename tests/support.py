@@ -1,0 +1,177 @@
+"""What several test files need: records as torch writes them, states, comparisons."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import resource
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata
+
+import torch_ckpt
+
+StateDict = dict[str, Any]
+
+#: What dcp.load says of a directory without a checkpoint: older torch drops the reader's reason.
+NO_CHECKPOINT = (
+    "no committed checkpoint"
+    if "global metadata read failed" in inspect.getsource(state_dict_loader)
+    else "metadata is None"
+)
+
+# torch.save has no storage class of its own for the second half ("v3" records).
+_NAMES = """
+float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 bool complex64 complex128
+uint16 uint32 uint64 complex32 bcomplex32 float8_e4m3fn float8_e4m3fnuz float8_e5m2
+float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2
+"""
+
+#: The dtypes of this torch that DCP can save (it cannot tell the size of the others).
+DTYPES = [getattr(torch, name) for name in _NAMES.split() if hasattr(torch, name)]
+
+
+def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """A contiguous tensor of random bytes (random truth values for bool)."""
+    count = torch.Size(shape).numel()
+    random = torch.Generator().manual_seed(seed)
+    limit = 2 if dtype == torch.bool else 256
+    size = (count * dtype.itemsize,)
+    data = torch.randint(0, limit, size, dtype=torch.uint8, generator=random)
+    return data.view(dtype).view(shape)
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """As torch.zeros, which not every dtype has."""
+    count = torch.Size(shape).numel()
+    return torch.zeros(count * dtype.itemsize, dtype=torch.uint8).view(dtype).view(shape)
+
+
+def as_torch_stores(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that DCP's writer hands to torch.save: a clone where the storage is larger."""
+    tensor = tensor.detach().cpu()
+    if tensor.untyped_storage().size() != tensor.nbytes:
+        tensor = tensor.clone()
+    return tensor
+
+
+def record_of(tensor: torch.Tensor) -> bytes:
+    """The record that DCP's writer stores."""
+    stream = io.BytesIO()
+    torch.save(as_torch_stores(tensor), stream)
+    return stream.getvalue()
+
+
+def save(state: StateDict, path: str | Path, **options: Any) -> Metadata:
+    """``dcp.save`` with our writer, quietly over what is there."""
+    return save_with(torch_ckpt.FileSystemWriter(path, **options), state)
+
+
+def stock_save(state: StateDict, path: str | Path, **options: Any) -> Metadata:
+    """``dcp.save`` with torch's own writer."""
+    return save_with(dcp.FileSystemWriter(path, **options), state)
+
+
+def save_with(
+    writer: dcp.StorageWriter,
+    state: StateDict,
+    *,
+    planner: dcp.SavePlanner | None = None,
+    checkpoint_id: Any = None,
+) -> Metadata:
+    """``dcp.save`` in this process alone, without the warning that a checkpoint is replaced."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Detected an existing checkpoint")
+        return dcp.save(
+            state,
+            storage_writer=writer,
+            planner=planner,
+            checkpoint_id=checkpoint_id,
+            no_dist=True,
+        )
+
+
+def load(
+    state: StateDict, path: str | Path, *, planner: dcp.LoadPlanner | None = None, **options: Any
+) -> None:
+    """``dcp.load`` with our reader."""
+    reader = torch_ckpt.FileSystemReader(path, **options)
+    dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
+
+
+def stock_load(state: StateDict, path: str | Path) -> None:
+    """``dcp.load`` with torch's own reader."""
+    dcp.load(state, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+
+
+@contextmanager
+def files_limited_to(count: int) -> Iterator[None]:
+    """Lets every write of this process beyond ``count`` bytes of a file fail, as a quota does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (count, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def cause_of(error: dcp.CheckpointException) -> BaseException:
+    """What failed on the only rank that failed."""
+    ((cause, _traceback),) = error.failures.values()
+    return cause
+
+
+def data_files(path: str | Path) -> list[Path]:
+    """The data files of a checkpoint, by name."""
+    return sorted(Path(path).glob("*.distcp"))
+
+
+def place_of(metadata: Metadata, name: str) -> _StorageInfo:
+    """Where the only stored item of a name lies."""
+    (place,) = (info for index, info in metadata.storage_data.items() if index.fqn == name)
+    return place
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """A tensor's elements in logical order, NaNs and padding bits included."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    plain = plain.clone(memory_format=torch.contiguous_format)
+    return plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+
+
+def assert_equal(actual: Any, expected: Any, name: str = "state") -> None:
+    """Fails where two states differ in one bit, dtype, shape or type, and says where."""
+    if isinstance(expected, torch.Tensor):
+        assert isinstance(actual, torch.Tensor), f"{name}: {type(actual)}"
+        assert actual.dtype == expected.dtype, name
+        assert actual.shape == expected.shape, name
+        assert bytes_of(actual) == bytes_of(expected), f"{name} differs"
+    elif isinstance(expected, dict):
+        assert list(actual) == list(expected), name
+        for key in expected:
+            assert_equal(actual[key], expected[key], f"{name}.{key}")
+    elif isinstance(expected, list | tuple):
+        assert len(actual) == len(expected), name
+        for i, (one, other) in enumerate(zip(actual, expected, strict=True)):
+            assert_equal(one, other, f"{name}.{i}")
+    else:
+        assert actual == expected, name
+
+
+def emptied(state: Any) -> Any:
+    """The same structure with nothing of the values: zeroed tensors, None for the rest."""
+    if isinstance(state, torch.Tensor):
+        return zeros(state.shape, state.dtype)
+    if isinstance(state, dict):
+        return {key: emptied(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(emptied(value) for value in state)
+    return None

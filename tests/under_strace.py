@@ -1,0 +1,165 @@
+"""Saves and loads in forked children whose system calls strace lets fail.
+
+``multiprocessing``'s fork server has torch imported and no threads, so that a child costs tens of
+milliseconds. The child first does its work once elsewhere, which imports what is imported late.
+Then strace attaches, and only then it does what the test looks at.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import re
+import shutil
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TIMEOUT_SECONDS = 60
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch_ckpt", "torch.distributed.checkpoint"])
+
+
+@dataclass
+class Outcome:
+    """What became of the child's work."""
+
+    error: BaseException | None  # unpickled
+    calls: list[Call]  # what strace saw, in its order
+
+    def calls_of(self, name: str) -> list[Call]:
+        return [call for call in self.calls if call.name == name]
+
+
+@dataclass
+class Call:
+    """One system call."""
+
+    name: str
+    arguments: str
+    result: str  # with what strace says of it
+    nth: int  # among the calls of this name, counting from 1
+
+
+def run(
+    work: Callable[..., None],
+    *arguments: Any,
+    trace: str,
+    inject: str | None = None,
+    paths: list[str | Path] | None = None,
+    main_thread_only: bool = False,
+) -> Outcome:
+    """Runs ``work(*arguments)`` in a child under strace.
+
+    Args:
+        work: a function that a fresh process can import.
+        arguments: its arguments.
+        trace: names of system calls to look at, separated by commas.
+        inject: what strace shall do to them, as its ``-e inject=`` takes it.
+        paths: look only at calls on these paths and on what they opened.
+        main_thread_only: look only at the calling thread, where commits happen.
+    """
+    strace = shutil.which("strace")
+    if strace is None:
+        pytest.skip("strace is not installed")
+    ours, theirs = _context.Pipe()
+    child = _context.Process(target=_child, args=(theirs, work, arguments))
+    child.start()
+    try:
+        assert _answer(ours, child) == "ready"
+        command = [strace, "-p", str(child.pid), "-e", f"trace={trace}"]
+        if not main_thread_only:
+            command.append("-f")
+        for path in paths or ():
+            command += ["-P", str(path)]
+        if inject is not None:
+            command += ["-e", f"inject={inject}"]
+        with _attached(command) as log:
+            ours.send("go")
+            result = _answer(ours, child)
+            child.join(TIMEOUT_SECONDS)
+        return Outcome(pickle.loads(result), list(_calls(log)))
+    finally:
+        if child.is_alive():
+            child.kill()
+        child.join()
+
+
+def _answer(connection: Connection, child: Any) -> Any:
+    assert connection.poll(TIMEOUT_SECONDS), "the child hangs"
+    try:
+        return connection.recv()
+    except EOFError:
+        child.join()
+        raise AssertionError(f"the child died with code {child.exitcode}") from None
+
+
+def _child(
+    connection: Connection,
+    work: Callable[..., None],
+    arguments: tuple[Any, ...],
+) -> None:
+    warnings.simplefilter("ignore")
+    with tempfile.TemporaryDirectory() as warm_up:
+        work(warm_up, *arguments[1:])
+    connection.send("ready")
+    assert connection.recv() == "go"
+    error: BaseException | None = None
+    try:
+        work(*arguments)
+    except BaseException as caught:
+        error = caught
+    connection.send(pickle.dumps(error))
+    connection.close()
+
+
+@contextmanager
+def _attached(command: list[str]) -> Iterator[list[str]]:
+    """Runs strace for the time of a block; its lines are in the list after the block."""
+    lines: list[str] = []
+    with tempfile.NamedTemporaryFile("r") as log:
+        tracer = subprocess.Popen([*command, "-o", log.name], stderr=subprocess.PIPE, text=True)
+        try:
+            assert tracer.stderr is not None
+            said = tracer.stderr.readline()
+            if "attached" not in said:
+                if "Operation not permitted" in said:
+                    pytest.skip(f"strace may not attach here: {said.strip()}")
+                raise AssertionError(f"strace does not attach: {said}")
+            yield lines
+            tracer.communicate(timeout=TIMEOUT_SECONDS)
+            lines += log.read().splitlines()
+        finally:
+            tracer.kill()
+            tracer.communicate()
+
+
+_FINISHED = re.compile(r"(?:(\d+) +)?(\w+)\((.*)\) += (.*)$")
+_UNFINISHED = re.compile(r"(?:(\d+) +)?(\w+)\((.*) <unfinished \.\.\.>$")
+_RESUMED = re.compile(r"(?:(\d+) +)?<\.\.\. (\w+) resumed>(.*)\) += (.*)$")
+
+
+def _calls(lines: list[str]) -> Iterator[Call]:
+    begun: dict[tuple[str | None, str], str] = {}
+    counts: dict[str, int] = {}
+    for line in lines:
+        if match := _UNFINISHED.match(line):
+            begun[match[1], match[2]] = match[3]
+            continue
+        if match := _RESUMED.match(line):
+            name, arguments = match[2], begun.pop((match[1], match[2]), "") + match[3]
+        elif match := _FINISHED.match(line):
+            name, arguments = match[2], match[3]
+        else:
+            continue
+        counts[name] = counts.get(name, 0) + 1
+        yield Call(name, arguments, match[4], counts[name])

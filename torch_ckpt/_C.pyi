@@ -1,0 +1,74 @@
+"""The compiled extension; see csrc/python. No decisions are made there."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+#: Whether this build can stage from CUDA devices.
+has_cuda: bool
+
+class Save:
+    """A save under way. Keeps the sources alive; dropping it unfinished cancels it and waits."""
+
+    def wait(self, seconds: float) -> bool:
+        """True once every file is done; False when the time passed before. Raises its failure."""
+    def progress(self) -> tuple[int, int, int, int, int]:
+        """Bytes planned, staged and written; files planned and done."""
+    def cancel(self) -> None: ...
+    def results(self) -> list[tuple[str, int, int, int]]:
+        """File name, offset and length in bytes there, and payload CRC-32 of each value."""
+    @property
+    def file_names(self) -> list[str]: ...
+
+def is_plain(value: object) -> bool:
+    """Whether the engine can write the value itself: a plain strided tensor."""
+
+def is_dense(tensor: object) -> bool:
+    """Whether a tensor has no gaps, no overlap and no pending conjugation or negation."""
+
+def start_save(
+    directory: str,
+    prefix: str,
+    names: list[str],
+    values: list[Any],
+    *,
+    buckets: int,
+    file_per_item: bool,
+    separation_hint: str,
+    chunk_bytes: int,
+    max_host_bytes: int,
+    direct_io: bool | str,
+    sync: bool,
+) -> Save: ...
+def load_tensors(
+    paths: Sequence[str],
+    rows: list[Any],
+    *,
+    threads: int,
+    max_inflight_bytes: int,
+    direct_io: bool | str,
+    verify: bool,
+    progress: Callable[[int], None] | None,
+) -> list[int]:
+    """Fills the rows' targets; returns the rows whose records only torch.load knows."""
+
+def load_bytes(
+    paths: Sequence[str],
+    rows: list[tuple[str, int, int, int]],
+    *,
+    threads: int,
+    max_inflight_bytes: int,
+    direct_io: bool | str,
+    verify: bool,
+) -> list[bytearray]: ...
+def commit_metadata(directory: str, name: str, contents: bytes, sync: bool) -> None: ...
+def make_directories(path: str, durable: bool) -> None: ...
+def sync_directory(path: str) -> None: ...
+def remove_file(path: str) -> None: ...
+def join_executor() -> None:
+    """Ends the engine's threads after the work they have; for interpreter exit."""
+
+def pool_bytes() -> int:
+    """Host memory in bytes that the chunk pool keeps between saves."""
+
+def trim_pool(bytes: int) -> None:
+    """Frees kept chunks until at most this many bytes are kept."""

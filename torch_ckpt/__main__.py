@@ -1,0 +1,8 @@
+"""``python -m torch_ckpt``: the command line of cli.py."""
+
+import sys
+
+from torch_ckpt.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,424 @@
+"""``save`` and ``load``: ``dcp.save`` and ``dcp.load`` with less Python for each tensor.
+
+The files are the same. What differs is the way there: a plain tensor is one short tuple in a plan
+instead of some ten objects, plans and results travel between ranks in that form, and a load needs
+no exchange of plans at all. Everything that is not a plain tensor (DTensor, ShardedTensor, objects)
+goes through torch's own planners.
+
+1. save: every rank flattens its state dict and lists what it has. The coordinator gives every
+   replicated tensor to one rank, builds the rest's plan with torch's planner, and answers.
+2. Every rank writes its part through ``FileSystemWriter.write_values``.
+3. The coordinator builds the metadata from what was planned and what was written, and commits it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from torch_ckpt.collector import no_gc
+from torch_ckpt.coordination import Ranks
+from torch_ckpt.errors import CheckpointError
+from torch_ckpt.generations import choose_prefix, remove_files
+from torch_ckpt.metadata import encode_metadata
+from torch_ckpt.reader import FileSystemReader, Row
+from torch_ckpt.writer import DCP_VERSION, FileSystemWriter, as_value, resolve
+
+StateDict = dict[str, Any]
+CheckpointId = str | os.PathLike[str]
+
+#: (name, dtype, size, requires_grad) of one plain tensor.
+_PlainRow = tuple[str, torch.dtype, torch.Size, bool]
+#: (file name, offset, length) of one stored item, in bytes.
+_Place = tuple[str, int, int]
+
+
+def save(
+    state_dict: StateDict,
+    checkpoint_id: CheckpointId | None = None,
+    *,
+    storage_writer: FileSystemWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    **writer_options: Any,
+) -> Metadata:
+    """Saves a state dict; returns when it is durable and visible on all ranks.
+
+    Args:
+        state_dict: as for ``dcp.save``: nested dicts and lists of tensors, DTensors, objects that
+            pickle, and ``Stateful`` values at the top.
+        checkpoint_id: directory of the checkpoint.
+        storage_writer: a writer to use, in the place of one made for ``checkpoint_id``.
+        planner: a planner of the caller's own; the save then is ``dcp.save`` with our writer.
+        process_group: the ranks that save together; the default group if None.
+        no_dist: save from this process alone.
+        writer_options: passed to :class:`FileSystemWriter`.
+
+    Returns:
+        The checkpoint's metadata, on every rank.
+
+    Raises:
+        CheckpointException: on every rank, with the cause of each rank that failed: ``OSError`` for
+            failed system calls, ``NotCommitted`` or ``DurabilityUncertain`` for a failed commit.
+        ValueError: contradicting options.
+    """
+    ranks = Ranks(process_group, no_dist)
+    writer = _made(FileSystemWriter, storage_writer, checkpoint_id, writer_options)
+    if planner is not None or not writer.engine_can_write():
+        metadata: Metadata = dcp_save(
+            state_dict,
+            storage_writer=writer,
+            planner=planner,
+            process_group=process_group,
+            no_dist=not ranks.distributed,
+        )
+        return metadata
+    return _save(state_dict, writer, ranks)
+
+
+def load(
+    state_dict: StateDict,
+    checkpoint_id: CheckpointId | None = None,
+    *,
+    storage_reader: FileSystemReader | None = None,
+    planner: LoadPlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    **reader_options: Any,
+) -> None:
+    """Loads a checkpoint into a state dict, in place; any sharding into any other.
+
+    Args:
+        state_dict: as for ``dcp.load``: its tensors receive the values, other values are replaced.
+        checkpoint_id: directory of the checkpoint.
+        storage_reader: a reader to use, in the place of one made for ``checkpoint_id``.
+        planner: a planner of the caller's own; the load then is ``dcp.load`` with our reader.
+        process_group: the ranks that load together; the default group if None.
+        no_dist: load in this process alone.
+        reader_options: passed to :class:`FileSystemReader`.
+
+    Raises:
+        CheckpointException: on every rank, with the cause of each rank that failed: ``Corrupt``,
+            ``Unsafe``, ``OSError``, or what torch raises for names and shapes that do not fit.
+        ValueError: contradicting options.
+    """
+    ranks = Ranks(process_group, no_dist)
+    reader = _made(FileSystemReader, storage_reader, checkpoint_id, reader_options)
+    if planner is not None:
+        dcp_load(
+            state_dict,
+            storage_reader=reader,
+            planner=planner,
+            process_group=process_group,
+            no_dist=not ranks.distributed,
+        )
+        return
+    # state_dict() of a Stateful may be collective, so every rank asks in the same order.
+    keys = sorted(state_dict)
+    values = {key: _value_of(state_dict[key]) for key in keys}
+    ranks.all_succeed("load", lambda: _load(values, reader, ranks))
+    for key in keys:
+        if _is_stateful(state_dict[key]):
+            state_dict[key].load_state_dict(values[key])
+        else:
+            state_dict[key] = values[key]
+
+
+# --- saving --------------------------------------------------------------------------------------
+
+
+@dataclass
+class _LocalPlan:
+    """What one rank has."""
+
+    plain: list[_PlainRow]
+    rest: SavePlan  # of all that is not a plain tensor, by torch's planner
+    paths: dict[str, Any]  # flattened name -> path in the nested state dict
+
+
+@dataclass
+class _Task:
+    """What one rank shall write."""
+
+    plain: Sequence[int]  # indices into its plain rows
+    rest: SavePlan
+
+
+@dataclass
+class _GlobalPlan:
+    """The coordinator's view; empty on other ranks."""
+
+    owned: list[list[_PlainRow]] = field(default_factory=list)  # by rank
+    rest: list[SavePlan] = field(default_factory=list)  # by rank
+    rest_metadata: Metadata | None = None
+    paths: dict[str, Any] = field(default_factory=dict)
+
+
+def _save(state_dict: StateDict, writer: FileSystemWriter, ranks: Ranks) -> Metadata:
+    whole = DefaultSavePlanner()
+    rest_planner = DefaultSavePlanner(flatten_state_dict=False)
+    plain: dict[str, torch.Tensor] = {}
+    agreed = _GlobalPlan()
+
+    @no_gc()
+    def plan_locally() -> _LocalPlan:
+        values = {key: _value_of(value) for key, value in state_dict.items()}
+        whole.set_up_planner(values, writer.storage_meta(), ranks.is_coordinator)
+        rest = {}
+        for name, value in whole.state_dict.items():
+            if type(value) in (torch.Tensor, torch.nn.Parameter):
+                plain[name] = value
+            else:
+                rest[name] = value
+        rest_planner.set_up_planner(rest, writer.storage_meta(), ranks.is_coordinator)
+        writer.set_up_for_save(ranks.rank)
+        return _LocalPlan(
+            [(name, t.dtype, t.size(), t.requires_grad) for name, t in plain.items()],
+            rest_planner.create_local_plan(),
+            whole.mappings,
+        )
+
+    @no_gc()
+    def plan_globally(plans: list[_LocalPlan]) -> list[_Task]:
+        rest_plans, agreed.rest_metadata = rest_planner.create_global_plan([p.rest for p in plans])
+        owned = _choose_owners([p.plain for p in plans])
+        _check_no_name_is_both(owned, plans, agreed.rest_metadata)
+        agreed.owned = [
+            [p.plain[i] for i in indices] for p, indices in zip(plans, owned, strict=True)
+        ]
+        agreed.rest = list(rest_plans)
+        for plan in plans:
+            agreed.paths.update(plan.paths)
+        return [_Task(i, r) for i, r in zip(owned, rest_plans, strict=True)]
+
+    task: _Task = ranks.reduce_scatter("plan", plan_locally, plan_globally)
+
+    def write() -> list[_Place]:
+        with no_gc():
+            rows = list(plain.items())
+            names = [rows[i][0] for i in task.plain]
+            values = [as_value(rows[i][1]) for i in task.plain]
+            for item in rest_planner.finish_plan(task.rest).items:
+                names.append(item.index.fqn)
+                values.append(resolve(rest_planner, item))
+        prefix = choose_prefix(str(writer.path), f"__{ranks.rank}_")
+        written = writer.write_values(prefix, names, values)
+        return [(file, offset, length) for file, offset, length, _crc in written]
+
+    def commit(places: list[list[_Place]]) -> Metadata:
+        with no_gc():
+            metadata = _build_metadata(agreed, places)
+            metadata.version = DCP_VERSION
+            metadata.storage_meta = writer.storage_meta()
+        files = {file for of_rank in places for file, _offset, _length in of_rank}
+        writer.commit(encode_metadata(metadata), files)
+        return metadata
+
+    def undo(places: list[_Place]) -> None:
+        remove_files(str(writer.path), {file for file, _offset, _length in places})
+
+    return ranks.all_reduce("write", write, commit, undo)
+
+
+def _choose_owners(plain: list[list[_PlainRow]]) -> list[list[int]]:
+    """Which of its plain tensors each rank writes: each name once, the bytes spread evenly.
+
+    What only one rank has comes first, then what several have goes to the emptiest of them (as
+    torch's dedup_save_plans, by bytes).
+
+    Raises:
+        CheckpointError: ranks have different tensors under one name.
+    """
+    if len(plain) == 1:
+        return [list(range(len(plain[0])))]
+    holders: dict[str, list[tuple[int, int]]] = {}
+    for rank, rows in enumerate(plain):
+        for index, row in enumerate(rows):
+            holders.setdefault(row[0], []).append((rank, index))
+    owned: list[list[int]] = [[] for _ in plain]
+    load = [0] * len(plain)
+    for several in (False, True):
+        for name, places in holders.items():
+            if (len(places) > 1) is not several:
+                continue
+            first = plain[places[0][0]][places[0][1]]
+            for other_rank, other_index in places[1:]:
+                other = plain[other_rank][other_index]
+                if other[1:3] != first[1:3]:
+                    raise CheckpointError(
+                        f"{name}: rank {places[0][0]} has {first[1]} {list(first[2])}, rank "
+                        f"{other_rank} has {other[1]} {list(other[2])}; a plain tensor is taken to "
+                        "be the same on all ranks, so only one of them would be saved"
+                    )
+            rank, index = min(places, key=lambda place: load[place[0]])
+            owned[rank].append(index)
+            load[rank] += first[2].numel() * first[1].itemsize
+    return owned
+
+
+def _check_no_name_is_both(
+    owned: list[list[int]], plans: list[_LocalPlan], rest: Metadata | None
+) -> None:
+    if rest is None or not rest.state_dict_metadata:
+        return
+    for plan, indices in zip(plans, owned, strict=True):
+        for index in indices:
+            if plan.plain[index][0] in rest.state_dict_metadata:
+                raise CheckpointError(
+                    f"{plan.plain[index][0]}: a plain tensor on one rank and something else on "
+                    "another"
+                )
+
+
+def _build_metadata(agreed: _GlobalPlan, places: list[list[_Place]]) -> Metadata:
+    assert agreed.rest_metadata is not None
+    metadata = agreed.rest_metadata
+    stored = metadata.state_dict_metadata
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    properties: dict[tuple[torch.dtype, bool], TensorProperties] = {}
+    chunks: dict[torch.Size, ChunkStorageMetadata] = {}
+    for rows, rest, of_rank in zip(agreed.owned, agreed.rest, places, strict=True):
+        for (name, dtype, size, requires_grad), place in zip(rows, of_rank, strict=False):
+            key = (dtype, requires_grad)
+            if key not in properties:
+                properties[key] = TensorProperties(dtype=dtype, requires_grad=requires_grad)
+            chunk = chunks.get(size)
+            if chunk is None:
+                zeros = torch.Size([0] * len(size))
+                chunk = chunks[size] = ChunkStorageMetadata(offsets=zeros, sizes=size)
+            stored[name] = TensorStorageMetadata(properties[key], chunk.sizes, [chunk])
+            storage[MetadataIndex(name, chunk.offsets)] = _StorageInfo(*place)
+        for item, place in zip(rest.items, of_rank[len(rows) :], strict=True):
+            storage[item.index] = _StorageInfo(*place)
+    # The order of the flattened state dict, as stock torch has it.
+    metadata.state_dict_metadata = {n: stored[n] for n in agreed.paths if n in stored}
+    metadata.planner_data = agreed.paths
+    metadata.storage_data = storage
+    return metadata
+
+
+# --- loading -------------------------------------------------------------------------------------
+
+
+class _RestPlanner(DefaultLoadPlanner):
+    """torch's planner over the part of the state dict that is left for it."""
+
+    def plan_rest(self, rest: StateDict) -> LoadPlan:
+        before = self.state_dict, self.flatten_state_dict
+        # Flattening has been done. Left on, torch would take the names that are not in this part
+        # for missing, and the checkpoint for one of torch 2.3.
+        self.state_dict, self.flatten_state_dict = rest, False
+        try:
+            return self.create_local_plan()
+        finally:
+            self.state_dict, self.flatten_state_dict = before
+
+
+def _load(values: StateDict, reader: FileSystemReader, ranks: Ranks) -> None:
+    metadata = _read_metadata(reader, ranks.rank)
+    planner = _RestPlanner()
+    planner.set_up_planner(values, metadata, ranks.is_coordinator)
+    reader.set_up_for_load(metadata, ranks.rank)
+    if any(name not in metadata.state_dict_metadata for name in planner.state_dict):
+        # A checkpoint of torch 2.3, whose names torch's planner knows, or really not there.
+        reader.read_items(planner.create_local_plan().items, planner)
+        return
+    files: dict[str, int] = {}
+    rows: list[Row] = []
+    rest: StateDict = {}
+    with no_gc():
+        for name, target in planner.state_dict.items():
+            if not _plan_plain(name, target, reader, metadata, files, rows):
+                rest[name] = target
+        # First what may be refused: nothing has been changed when names or shapes do not fit.
+        rest_plan = planner.plan_rest(rest) if rest else None
+    reader.read_rows(list(files), rows)
+    if rest_plan is not None:
+        reader.read_items(rest_plan.items, planner)
+
+
+def _read_metadata(reader: FileSystemReader, rank: int) -> Metadata:
+    """The common metadata, or this rank's own where ranks saved without collectives."""
+    try:
+        return reader.read_metadata()
+    except FileNotFoundError:
+        try:
+            return reader.read_metadata(rank=rank)
+        except FileNotFoundError:
+            pass
+        raise
+
+
+def _plan_plain(
+    name: str,
+    target: Any,
+    reader: FileSystemReader,
+    metadata: Metadata,
+    files: dict[str, int],
+    rows: list[Row],
+) -> bool:
+    """Adds the rows that fill a plain tensor; False where torch's planner must look at it."""
+    if type(target) not in (torch.Tensor, torch.nn.Parameter):
+        return False
+    stored = metadata.state_dict_metadata.get(name)
+    if type(stored) is not TensorStorageMetadata or stored.size != target.size():
+        return False
+    whole = target.detach()
+    dtype = stored.properties.dtype
+    found = []
+    for chunk in stored.chunks:
+        info = reader.storage_data.get(MetadataIndex(name, chunk.offsets))
+        if info is None or info.transform_descriptors:
+            return False
+        part = whole
+        if chunk.sizes != stored.size:
+            for dim, (offset, length) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+                part = part.narrow(dim, offset, length)
+        number = files.setdefault(info.relative_path, len(files))
+        found.append((name, number, info.offset, info.length, dtype, chunk.sizes, (), (), part))
+    rows.extend(found)
+    return True
+
+
+# --- both ----------------------------------------------------------------------------------------
+
+
+def _made(kind: Any, given: Any, checkpoint_id: CheckpointId | None, options: StateDict) -> Any:
+    """The writer or reader to use."""
+    if given is None:
+        if checkpoint_id is None:
+            raise ValueError(f"pass a checkpoint_id or a {kind.__name__}")
+        return kind(checkpoint_id, **options)
+    if options:
+        raise ValueError(f"{sorted(options)} belong to the {kind.__name__} that was passed")
+    if not isinstance(given, kind):
+        raise ValueError(f"expected a torch_ckpt.{kind.__name__}, got {type(given).__name__}")
+    given.reset(checkpoint_id)
+    return given
+
+
+def _is_stateful(value: Any) -> bool:
+    """As isinstance(value, Stateful), which takes 20 microseconds before Python 3.12."""
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
+def _value_of(value: Any) -> Any:
+    return value.state_dict() if _is_stateful(value) else value

@@ -1,0 +1,39 @@
+"""What can go wrong, one class for each thing that a caller may want to tell apart.
+
+Failed system calls are plain ``OSError`` with ``errno`` and ``filename`` set, so ``ENOSPC`` is
+``ENOSPC``; options that contradict each other are ``ValueError``.
+"""
+
+from __future__ import annotations
+
+
+class CheckpointError(Exception):
+    """Base of the errors below."""
+
+
+class _CommitError(CheckpointError):
+    def __init__(self, message: str, errno: int = 0) -> None:
+        super().__init__(message, errno)
+        self.errno = errno
+
+
+class NotCommitted(_CommitError):
+    """The new checkpoint was not published; what was in the directory before is untouched."""
+
+    def __str__(self) -> str:
+        return f"{self.args[0]} (not committed: nothing was published)"
+
+
+class DurabilityUncertain(_CommitError):
+    """The checkpoint is visible, but the last fsync failed: a power cut may undo it."""
+
+    def __str__(self) -> str:
+        return f"{self.args[0]} (the checkpoint is visible now, but a power cut may undo it)"
+
+
+class Corrupt(CheckpointError):
+    """A file does not hold what the metadata or its own checksum says."""
+
+
+class Unsafe(CheckpointError):
+    """Loading it would run code or leave the checkpoint's directory."""

@@ -1,0 +1,356 @@
+"""The StorageReader: DCP's contract on one side, the C++ engine on the other."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader as StockReader
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from torch_ckpt import _C
+from torch_ckpt.collector import RelaxedGc, no_gc
+from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
+from torch_ckpt.hooks import keeps_methods
+from torch_ckpt.metadata import METADATA_NAME, read_metadata
+from torch_ckpt.progress import Progress, ProgressOption, Reporter
+
+#: Threads that read at once: they wait for the disk, so there may be more than cores.
+DEFAULT_THREADS = 8
+
+#: One tensor to read: name, file number, offset and length of its record in bytes, dtype and shape
+#: of the stored tensor, offsets and lengths of the wanted region (empty: all of it), target.
+Row = tuple[
+    str,
+    int,
+    int,
+    int,
+    torch.dtype,
+    "tuple[int, ...]",
+    "tuple[int, ...]",
+    "tuple[int, ...]",
+    torch.Tensor,
+]
+
+
+#: One bytes item to read: name, file number, offset and length of its record in bytes.
+ByteRow = tuple[str, int, int, int]
+
+
+class FileSystemReader(StockReader):
+    """Reads distributed checkpoints, stock torch's too; a drop-in for torch's class of the name.
+
+    Tensors on the CPU of the stored dtype are read straight into their memory, only the rows that
+    are wanted; others by way of a temporary copy. A record that is read whole is checked against
+    its CRC-32.
+
+    Args:
+        path: directory of the checkpoint.
+        thread_count: reads under way at once, up to the engine's threads (4 for each core, at
+            least 16). None chooses for the machine.
+        max_inflight_bytes: most memory in bytes that a load holds beyond its targets.
+        verify: check CRC-32s.
+        direct_io: True, False, or "auto": for what the page cache does not hold.
+        progress: see :data:`torch_ckpt.progress.ProgressOption`.
+        allow_pickle: accept metadata that names more than metadata; only from trusted writers.
+
+    Raises (from ``dcp.load``, on every rank, inside a ``CheckpointException``):
+        Corrupt: a file is damaged or shorter than the metadata says; named with tensor and offset.
+        Unsafe: the metadata would run code, or names files outside the checkpoint's directory.
+        OSError: a system call failed.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *args: Any,
+        thread_count: int | None = None,
+        max_inflight_bytes: int = 32 * 10**9,
+        verify: bool = True,
+        direct_io: bool | str = "auto",
+        progress: ProgressOption = None,
+        allow_pickle: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(path, *args, **kwargs)
+        if thread_count is not None and thread_count < 1:
+            raise ValueError(f"thread_count must be at least 1, got {thread_count}")
+        if max_inflight_bytes < 1 << 20:
+            raise ValueError(
+                f"max_inflight_bytes must be at least {1 << 20}, got {max_inflight_bytes}"
+            )
+        if direct_io not in (True, False, "auto"):
+            raise ValueError(f'direct_io must be True, False or "auto", got {direct_io!r}')
+        self.thread_count = thread_count or DEFAULT_THREADS
+        self.max_inflight_bytes = max_inflight_bytes
+        self.verify = verify
+        self.direct_io = direct_io
+        self.progress = progress
+        self.allow_pickle = allow_pickle
+        self._metadata: Metadata | None = None
+        self._planning = RelaxedGc(self)
+
+    # --- DCP's contract, in the order of a load -------------------------------------------------
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if not self._is_local():
+            return super().read_metadata(*args, **kwargs)
+        rank = kwargs.get("rank")
+        name = METADATA_NAME if rank is None else f"__{rank}{METADATA_NAME}"
+        metadata = read_metadata(self.path, name=name, allow_pickle=self.allow_pickle)
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = StorageMeta()
+        assert metadata.storage_meta is not None
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        # torch passes the rank only to a method that has a parameter of the name `kwargs`.
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+        self._metadata = metadata
+        self._planning.begin()
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        self._planning.end()
+        if not self._is_local() or self._metadata is None:
+            return super().read_data(plan, planner)
+        if self._has_transforms(plan):
+            for item in plan.items:
+                file = self.storage_data[item.storage_index].relative_path
+                if not _lies_beneath(file):
+                    raise _outside(item.storage_index.fqn, file)
+            return super().read_data(plan, planner)
+        if _keeps_default_hooks(planner):
+            self.read_items(plan.items, planner)
+        else:
+            # Hooks of the user's own run on this thread, in the plan's order, in pairs.
+            for item in plan.items:
+                self.read_items([item], planner)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    # --- shared with torch_ckpt.load -------------------------------------------------------------
+
+    def set_up_for_load(self, metadata: Metadata, rank: int) -> None:
+        """What DCP does by set_up_storage_reader."""
+        self.storage_data = metadata.storage_data
+        self.rank = rank  # type: ignore[assignment]  # torch declares None
+        self._metadata = metadata
+
+    def read_items(self, items: list[ReadItem], planner: LoadPlanner) -> None:
+        """Reads the items of a plan and hands them to the planner.
+
+        Raises:
+            Corrupt, OSError, ValueError: see the class.
+        """
+        byte_items = [item for item in items if item.type == LoadItemType.BYTE_IO]
+        tensor_items = [item for item in items if item.type != LoadItemType.BYTE_IO]
+        for wave in self._waves(byte_items):
+            files: dict[str, int] = {}
+            rows = [
+                (item.storage_index.fqn, _number(files, info), info.offset, info.length)
+                for item, info in wave
+            ]
+            for (item, _info), data in zip(wave, self.read_bytes(list(files), rows), strict=True):
+                planner.load_bytes(item, io.BytesIO(data))
+        if tensor_items:
+            self._read_tensors(tensor_items, planner)
+
+    def read_rows(self, files: list[str], rows: list[Row]) -> None:
+        """Reads tensors into their targets.
+
+        Args:
+            files: names relative to the checkpoint's directory; a row's file number counts these.
+            rows: what to read.
+
+        Raises:
+            Corrupt, Unsafe, OSError, ValueError: see the class.
+        """
+        paths = self._paths(files, rows)
+        planned = sum(row[8].numel() * row[8].itemsize for row in rows) if self.progress else 0
+        with Reporter(self.progress, f"load {Path(self.path).name}", self.rank, planned) as shown:
+            unknown = _C.load_tensors(
+                paths,
+                rows,
+                threads=self.thread_count,
+                max_inflight_bytes=self.max_inflight_bytes,
+                direct_io=self.direct_io,
+                verify=self.verify,
+                progress=(lambda done: shown.update(Progress(planned, 0, done)))
+                if shown.active
+                else None,
+            )
+        for index in unknown:
+            self._read_with_torch(files, rows[index])
+
+    def read_bytes(self, files: list[str], rows: list[ByteRow]) -> list[bytearray]:
+        """The stored bytes of (name, file number, offset, length) each."""
+        return _C.load_bytes(
+            self._paths(files, rows),
+            rows,
+            threads=self.thread_count,
+            max_inflight_bytes=self.max_inflight_bytes,
+            direct_io=self.direct_io,
+            verify=self.verify,
+        )
+
+    # --- private ---------------------------------------------------------------------------------
+
+    def _waves(self, items: list[ReadItem]) -> Iterator[list[tuple[ReadItem, _StorageInfo]]]:
+        """Splits bytes items into runs that are held in memory together."""
+        wave: list[tuple[ReadItem, _StorageInfo]] = []
+        held = 0
+        for item in items:
+            info = self._place(item)
+            if wave and held + info.length > self.max_inflight_bytes:
+                yield wave
+                wave, held = [], 0
+            wave.append((item, info))
+            held += info.length
+        if wave:
+            yield wave
+
+    def _read_tensors(self, items: list[ReadItem], planner: LoadPlanner) -> None:
+        files: dict[str, int] = {}
+        rows: list[Row] = []
+        direct = _keeps_default_hooks(planner)
+        with no_gc():
+            for item in items:
+                info = self._place(item)
+                target = _whole_target(planner, item) if direct else None
+                if target is None:
+                    target = planner.resolve_tensor(item).detach()
+                dtype, chunk = self._stored(item.storage_index)
+                rows.append(
+                    (
+                        item.storage_index.fqn,
+                        _number(files, info),
+                        info.offset,
+                        info.length,
+                        dtype,
+                        chunk.sizes,
+                        item.storage_offsets,
+                        item.lengths,
+                        target,
+                    )
+                )
+        self.read_rows(list(files), rows)
+        if not direct:
+            for item, row in zip(items, rows, strict=True):
+                planner.commit_tensor(item, row[8])
+
+    def _place(self, item: ReadItem) -> _StorageInfo:
+        index = item.storage_index
+        info = self.storage_data.get(index)
+        if info is None:
+            raise Corrupt(
+                f"{index.fqn}: the metadata says where no data of the shard at "
+                f"{tuple(index.offset) if index.offset else 0} is stored; "
+                "the save that wrote it was incomplete"
+            )
+        return cast(_StorageInfo, info)
+
+    def _is_local(self) -> bool:
+        return type(self.fs) is FileSystem
+
+    def _paths(self, files: list[str], rows: Sequence[Row] | Sequence[ByteRow]) -> list[str]:
+        """Where the files lie."""
+        for number, file in enumerate(files):
+            if not _lies_beneath(file):
+                raise _outside(next(row[0] for row in rows if row[1] == number), file)
+        return [os.path.join(self.path, file) for file in files]
+
+    def _has_transforms(self, plan: LoadPlan) -> bool:
+        return any(
+            getattr(self.storage_data.get(item.storage_index), "transform_descriptors", None)
+            for item in plan.items
+        )
+
+    def _stored(self, index: MetadataIndex) -> tuple[torch.dtype, ChunkStorageMetadata]:
+        """The dtype of a stored shard and its place in the whole tensor."""
+        assert self._metadata is not None
+        stored = self._metadata.state_dict_metadata.get(index.fqn)
+        if not isinstance(stored, TensorStorageMetadata):
+            raise Corrupt(f"{index.fqn}: the metadata does not describe it as a tensor")
+        chunks = stored.chunks
+        hint = index.index
+        if index.offset is None and len(chunks) == 1:
+            return stored.properties.dtype, chunks[0]
+        if hint is not None and hint < len(chunks) and chunks[hint].offsets == index.offset:
+            return stored.properties.dtype, chunks[hint]
+        for chunk in chunks:
+            if chunk.offsets == index.offset:
+                return stored.properties.dtype, chunk
+        raise Corrupt(f"{index.fqn}: the metadata has no shard at offset {index.offset}")
+
+    def _read_with_torch(self, files: list[str], row: Row) -> None:
+        """Quantized tensors, subclasses and the like: what only torch.load knows to read."""
+        name, number, offset, length, _dtype, _sizes, region_offsets, region_lengths, target = row
+        (data,) = self.read_bytes(files, [(name, number, offset, length)])
+        try:
+            stored = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise Corrupt(
+                f"{name}: the record in {files[number]} at byte {offset} is neither a plain tensor "
+                f"nor one that torch.load reads safely: {error}"
+            ) from error
+        if region_lengths:
+            stored = narrow_tensor_by_index(stored, region_offsets, region_lengths)
+        if target.size() != stored.size():
+            raise CheckpointError(
+                f"{name}: mismatch sizes: the target has {list(target.size())}, "
+                f"the record {list(stored.size())}"
+            )
+        target.copy_(stored)
+
+
+def _lies_beneath(file: Any) -> bool:
+    """Whether it names a file in the checkpoint's directory, and none other that we may open."""
+    if not isinstance(file, str) or "\0" in file or file.startswith("/"):
+        return False
+    parts = set(file.split("/"))
+    return ".." not in parts and not parts <= {"", "."}
+
+
+def _outside(name: str, file: Any) -> Unsafe:
+    return Unsafe(
+        f"{name}: the metadata says that its data lies in {file!r}, which is no file in the "
+        "checkpoint's directory"
+    )
+
+
+def _number(files: dict[str, int], info: _StorageInfo) -> int:
+    """The number of a file among those of one call to the engine."""
+    return files.setdefault(info.relative_path, len(files))
+
+
+def _keeps_default_hooks(planner: LoadPlanner) -> bool:
+    """Whether nobody but torch sees the tensors; its own commit_tensor does nothing."""
+    hooks = ("resolve_tensor", "lookup_tensor", "transform_tensor", "commit_tensor")
+    return keeps_methods(planner, DefaultLoadPlanner, hooks)
+
+
+def _whole_target(planner: LoadPlanner, item: ReadItem) -> torch.Tensor | None:
+    """What resolve_tensor returns for a whole plain tensor, at a tenth of its time."""
+    value = planner.state_dict.get(item.dest_index.fqn)  # type: ignore[attr-defined]
+    if type(value) in (torch.Tensor, torch.nn.Parameter) and value.shape == item.lengths:
+        return cast(torch.Tensor, value.detach())
+    return None

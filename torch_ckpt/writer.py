@@ -1,0 +1,371 @@
+"""The StorageWriter: DCP's contract on one side, the C++ engine on the other.
+
+Policy only. What is written where, and how, is decided in csrc/planning and csrc/engine; the commit
+protocol is at the top of csrc/commit.cpp.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import (
+    FileSystem,
+    _StorageInfo,
+    _StoragePrefix,
+)
+from torch.distributed.checkpoint.filesystem import FileSystemWriter as StockWriter
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from torch_ckpt import _C
+from torch_ckpt.collector import RelaxedGc, no_gc
+from torch_ckpt.errors import CheckpointError, NotCommitted
+from torch_ckpt.generations import (
+    choose_prefix,
+    metadata_name,
+    refuse_hidden_save,
+    remove_files,
+    sweep,
+)
+from torch_ckpt.hooks import keeps_methods
+from torch_ckpt.metadata import encode_metadata
+from torch_ckpt.progress import Progress, ProgressOption, Reporter
+
+#: The version of DCP's metadata that stock writers state; older torch had no name for it.
+DCP_VERSION: str = getattr(filesystem, "CURRENT_DCP_VERSION", "1.0.0")
+
+#: Bytes of one staging chunk: large enough for the disk, small enough for the third-level cache.
+CHUNK_BYTES = 4 << 20
+
+
+def default_thread_count() -> int:
+    """Files that one rank writes at once: two feed a disk, more cores can checksum for more."""
+    return max(2, min(4, (os.cpu_count() or 1) // 4))
+
+
+class FileSystemWriter(StockWriter):
+    """Writes distributed checkpoints; a drop-in for torch's class of the same name.
+
+    Args:
+        path: directory of the checkpoint; made if it is not there.
+        single_file_per_rank: one file for each of ``thread_count`` size-balanced buckets; False
+            makes one file for each item.
+        sync_files: fsync files and directories, so that a save that returned survives a power cut.
+        thread_count: files that this rank writes at once. None chooses for the machine.
+        per_thread_copy_ahead: accepted as torch's; the engine's chunks take its place.
+        cache_staged_state_dict: torch's, for its ``async_save``.
+        overwrite: whether a checkpoint in ``path`` may be replaced. It stays loadable until the new
+            one is committed.
+        _extensions: torch's stream transforms; items then pass through Python.
+        serialization_format: torch's; anything but its default is written by torch's own code.
+        separation_hint: items whose fully qualified name begins with it go into files of their own.
+            Needs ``thread_count >= 2``.
+        max_host_bytes: most host memory in bytes for staging. None: three chunks of 4 MiB a file.
+        direct_io: True, False, or "auto": where the file system offers it.
+        progress: see :data:`torch_ckpt.progress.ProgressOption`.
+
+    Raises (from ``dcp.save``, on every rank, inside a ``CheckpointException``):
+        OSError: a system call failed; ``errno`` and ``filename`` say which and where. Nothing was
+            published and the files that the engine wrote on this rank are gone.
+        NotCommitted, DurabilityUncertain: the commit itself failed.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        single_file_per_rank: bool = True,
+        sync_files: bool = True,
+        thread_count: int | None = None,
+        per_thread_copy_ahead: int = 10_000_000,
+        cache_staged_state_dict: bool = False,
+        overwrite: bool = True,
+        _extensions: Sequence[Any] | None = None,
+        *args: Any,
+        separation_hint: str | None = None,
+        max_host_bytes: int | None = None,
+        direct_io: bool | str = "auto",
+        progress: ProgressOption = None,
+        **kwargs: Any,
+    ) -> None:
+        if thread_count is None:
+            thread_count = default_thread_count()
+        if thread_count < 1:
+            raise ValueError(f"thread_count must be at least 1, got {thread_count}")
+        if separation_hint and thread_count < 2:
+            raise ValueError(
+                "separation_hint needs thread_count >= 2 (one file for each side), "
+                f"got {thread_count}"
+            )
+        if separation_hint and ("/" in separation_hint or separation_hint.startswith(".")):
+            raise ValueError(
+                f"separation_hint begins file names, so it may not be {separation_hint!r}"
+            )
+        if direct_io not in (True, False, "auto"):
+            raise ValueError(f'direct_io must be True, False or "auto", got {direct_io!r}')
+        if max_host_bytes is not None and max_host_bytes < 4096:
+            raise ValueError(f"max_host_bytes must be at least 4096, got {max_host_bytes}")
+        super().__init__(
+            path,
+            single_file_per_rank,
+            sync_files,
+            thread_count,
+            per_thread_copy_ahead,
+            cache_staged_state_dict,
+            overwrite,
+            _extensions,
+            *args,
+            **kwargs,
+        )
+        self.separation_hint = separation_hint
+        self.max_host_bytes = max_host_bytes
+        self.direct_io = direct_io
+        self.progress = progress
+        self._planning = RelaxedGc(self)
+
+    # --- DCP's contract, in the order of a save -------------------------------------------------
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        # torch passes the rank only to a method that has a parameter of the name `kwargs`.
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        self._planning.begin()
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        if self._is_local():
+            _C.make_directories(str(self.path), self.sync_files)
+            refuse_hidden_save(str(self.path), self._own_rank())
+        return super().prepare_local_plan(plan)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        self._planning.end()
+        prefix: str = plan.storage_data.prefix
+        if self._is_local():
+            prefix = choose_prefix(str(self.path), prefix)
+        if not self.engine_can_write():
+            return self._write_through_torch(plan, planner, prefix)
+        items = list(plan.items)
+        names = [item.index.fqn for item in items]
+        with no_gc():
+            direct = keeps_default_lookup(planner)
+            values = [resolve(planner, item, direct) for item in items]
+        rows = self.write_values(prefix, names, values)
+        with no_gc():
+            results = [
+                WriteResult(
+                    index=item.index,
+                    size_in_bytes=length,
+                    storage_data=_StorageInfo(file_name, offset, length),
+                )
+                for item, (file_name, offset, length, _crc) in zip(items, rows, strict=True)
+            ]
+        return _completed(results)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        if not self._is_local():
+            super().finish(metadata, results)
+            return
+        with no_gc():
+            metadata.version = DCP_VERSION
+            metadata.storage_data = {
+                result.index: result.storage_data for of_rank in results for result in of_rank
+            }
+            metadata.storage_meta = self.storage_meta()
+            data = encode_metadata(metadata)
+        self.commit(data, {info.relative_path for info in metadata.storage_data.values()})
+
+    def storage_meta(self) -> StorageMeta | None:
+        # A str and not a Path: pickled paths do not load in every version of Python.
+        return StorageMeta(checkpoint_id=str(self.checkpoint_id), save_id=self.save_id)
+
+    # --- shared with torch_ckpt.save -------------------------------------------------------------
+
+    def engine_can_write(self) -> bool:
+        """False where a transform, a format or a remote file system needs torch's own writing."""
+        stock_format = getattr(self, "serialization_format", None)
+        return (
+            self._is_local()
+            and not self.transforms.extensions
+            and (stock_format is None or stock_format.name == "TORCH_SAVE")
+        )
+
+    def set_up_for_save(self, rank: int) -> None:
+        """What DCP does by set_up_storage_writer and prepare_local_plan."""
+        self.rank = rank
+        self.use_collectives = True
+        self.prepare_local_plan(SavePlan([]))
+
+    def write_values(
+        self, prefix: str, names: list[str], values: list[Any]
+    ) -> list[tuple[str, int, int, int]]:
+        """Writes tensors and bytes, fsynced, and waits for the end.
+
+        Args:
+            prefix: of the file names, ``__{rank}_``.
+            names: fully qualified names, one for each value.
+            values: plain tensors (see ``_C.is_plain``) or bytes-like objects.
+
+        Returns:
+            For each value the file's name, offset and length in bytes there, and its CRC-32.
+
+        Raises:
+            OSError: a system call failed. Every file of this call has been removed.
+        """
+        _wait_for_devices(values)
+        save = _C.start_save(
+            str(self.path),
+            prefix,
+            names,
+            values,
+            buckets=self.thread_count,
+            file_per_item=not self.single_file_per_rank,
+            separation_hint=self.separation_hint or "",
+            chunk_bytes=CHUNK_BYTES,
+            max_host_bytes=self.max_host_bytes or 0,
+            direct_io=self.direct_io,
+            sync=self.sync_files,
+        )
+        planned = save.progress()[0]
+        try:
+            title = f"save {Path(self.path).name}"
+            with Reporter(self.progress, title, self.rank, planned) as shown:
+                # Waking up shows progress and lets Ctrl-C in.
+                while not save.wait(0.1):
+                    shown.update(_progress_of(save))
+                shown.update(_progress_of(save))
+        except BaseException:
+            # The error holds this frame and with it `save`, so dropping it would not end it.
+            self._give_up(save)
+            raise
+        return save.results()
+
+    def commit(self, data: bytes, files: set[str]) -> None:
+        """Publishes ``data`` as the metadata; then removes what no metadata names any more.
+
+        Args:
+            data: the metadata, encoded.
+            files: the data files that it names.
+
+        Raises:
+            NotCommitted: what was in the directory before is still there and whole. The new data
+                files that this process can see are gone.
+            DurabilityUncertain: the checkpoint is visible, but the last fsync failed.
+        """
+        directory = str(self.path)
+        own_rank = self._own_rank()
+        try:
+            _C.commit_metadata(directory, metadata_name(own_rank), data, self.sync_files)
+        except NotCommitted:
+            # Their names are this save's alone: see generations.py.
+            remove_files(directory, files)
+            raise
+        sweep(directory, own_rank, files)
+
+    # --- private ---------------------------------------------------------------------------------
+
+    def _give_up(self, save: _C.Save) -> None:
+        """Ends a save and leaves none of its files."""
+        save.cancel()
+        try:
+            while not save.wait(1.0):
+                pass
+        except Exception:
+            return  # and what ends so has removed its files
+        remove_files(str(self.path), save.file_names)
+
+    def _is_local(self) -> bool:
+        return type(self.fs) is FileSystem
+
+    def _own_rank(self) -> int | None:
+        """The rank where ranks save on their own; None where they save together."""
+        return None if self.use_collectives else self.rank
+
+    def _write_through_torch(
+        self, plan: SavePlan, planner: SavePlanner, prefix: str
+    ) -> Future[list[WriteResult]]:
+        # With more than one thread torch loses a worker's exception and reports success, so its own
+        # writing gets one thread.
+        plan = dataclasses.replace(plan, storage_data=_StoragePrefix(prefix))
+        thread_count, self.thread_count = self.thread_count, 1
+        try:
+            future = super().write_data(plan, planner)
+        finally:
+            self.thread_count = thread_count
+        if self._is_local() and self.sync_files:
+            _C.sync_directory(str(self.path))
+        return future
+
+
+def resolve(planner: SavePlanner, item: WriteItem, direct: bool = False) -> Any:
+    """The plain tensor or bytes that stand for an item of a plan.
+
+    Args:
+        direct: the planner's lookup is torch's own (see keeps_default_lookup).
+    """
+    value = _found_directly(planner, item) if direct else planner.resolve_data(item)
+    if item.type == WriteItemType.BYTE_IO:
+        return cast(io.BytesIO, value).getbuffer()
+    if not isinstance(value, torch.Tensor):
+        raise CheckpointError(
+            f"{item.index.fqn}: the planner resolved a tensor item to a {type(value).__name__}"
+        )
+    return as_value(value)
+
+
+def as_value(tensor: torch.Tensor) -> Any:
+    """What the engine writes for a tensor: itself, or torch.save's bytes where it is not plain."""
+    if tensor.is_cuda and not _C.is_dense(tensor):
+        # The engine copies runs of device memory; the device gathers best. This comes before
+        # _wait_for_devices, which waits for it.
+        tensor = tensor.detach().clone()
+    if _C.is_plain(tensor):
+        return tensor
+    # As torch's writer, which refuses here what it could not load again (sparse tensors).
+    detached = tensor.detach().cpu()
+    if detached.untyped_storage().nbytes() != detached.numel() * detached.itemsize:
+        detached = detached.clone()
+    stream = io.BytesIO()
+    torch.save(detached, stream)
+    return stream.getbuffer()
+
+
+def keeps_default_lookup(planner: SavePlanner) -> bool:
+    """Whether no hook of the user's sees the data that is resolved."""
+    hooks = ("resolve_data", "lookup_object", "transform_object")
+    return keeps_methods(planner, DefaultSavePlanner, hooks)
+
+
+def _found_directly(planner: SavePlanner, item: WriteItem) -> Any:
+    """What ``planner.resolve_data`` returns, at a tenth of its time for whole plain tensors."""
+    value = planner.state_dict.get(item.index.fqn)  # type: ignore[attr-defined]
+    if item.type == WriteItemType.TENSOR and type(value) in (torch.Tensor, torch.nn.Parameter):
+        return value
+    return planner.resolve_data(item)
+
+
+def _wait_for_devices(values: list[Any]) -> None:
+    """Lets the streams that produce CUDA tensors finish before other streams read them."""
+    if not torch.cuda.is_available():
+        return
+    devices = {v.device for v in values if isinstance(v, torch.Tensor) and v.is_cuda}
+    for device in devices:
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _progress_of(save: _C.Save) -> Progress:
+    planned, staged, written, _files, _done = save.progress()
+    return Progress(planned, staged, written)
+
+
+def _completed(value: list[WriteResult]) -> Future[list[WriteResult]]:
+    future: Future[list[WriteResult]] = Future()
+    future.set_result(value)
+    return future
