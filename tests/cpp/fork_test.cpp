@@ -5,6 +5,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <boost/asio/post.hpp>
 #include <cerrno>
 #include <functional>
 #include <latch>
@@ -49,6 +50,21 @@ constexpr unsigned kLongestSeconds = 100;
   if (::waitpid(child, &status, 0) != child) return ::testing::AssertionFailure() << "waitpid";
   if (WIFEXITED(status) && WEXITSTATUS(status) == 0) return ::testing::AssertionSuccess();
   return ::testing::AssertionFailure() << "the child's status is " << status;
+}
+
+/// Waits until every thread of the pool runs. AddressSanitizer holds a lock of its own while a thread
+/// starts, and a child that is forked just then inherits it locked.
+void let_every_thread_start() {
+  const std::size_t threads = engine::executor_threads();
+  std::latch running(static_cast<std::ptrdiff_t>(threads));
+  std::latch left(static_cast<std::ptrdiff_t>(threads));
+  for (std::size_t i = 0; i < threads; ++i) {
+    boost::asio::post(engine::executor(), [&] {
+      running.arrive_and_wait();
+      left.count_down();
+    });
+  }
+  left.wait();
 }
 
 bool save_file(const TempDir& directory, const std::string& name, const std::string& contents) {
@@ -104,6 +120,7 @@ TEST(ForkLocal, IsMadeAnewInTheChildOfAChild) {
 
 TEST(Fork, AChildSavesAndLoadsAfterItsParentHasUsedTheEngine) {
   TC_SKIP_FORK_UNDER_TSAN();
+  let_every_thread_start();
   TempDir directory;
   const std::string contents(50'000, 'x');
   ASSERT_TRUE(save_file(directory, "parents", contents));
@@ -118,6 +135,7 @@ TEST(Fork, AChildSavesAndLoadsAfterItsParentHasUsedTheEngine) {
 
 TEST(Fork, AChildSavesWhileItsParentIsAmidASave) {
   TC_SKIP_FORK_UNDER_TSAN();
+  let_every_thread_start();
   TempDir directory;
   const std::string contents(50'000, 'x');
   std::latch writing(1);
@@ -144,6 +162,7 @@ TEST(Fork, AChildSavesWhileItsParentIsAmidASave) {
 
 TEST(Fork, AChildDoesNotWaitForItsParentsSave) {
   TC_SKIP_FORK_UNDER_TSAN();
+  let_every_thread_start();
   TempDir directory;
   const std::string contents(50'000, 'x');
   std::latch writing(1);
@@ -173,6 +192,7 @@ TEST(Fork, AChildDoesNotWaitForItsParentsSave) {
 
 TEST(Fork, AChildDoesNotWaitForItsParentsLoad) {
   TC_SKIP_FORK_UNDER_TSAN();
+  let_every_thread_start();
   TempDir directory;
   test::write_file(directory.file("a"), "hello");
   std::string found(5, '?');
@@ -206,6 +226,7 @@ TEST(Fork, AChildDoesNotWaitForItsParentsLoad) {
 
 TEST(Fork, AChildJoinsNothingOfItsParents) {
   TC_SKIP_FORK_UNDER_TSAN();
+  let_every_thread_start();
   engine::executor();
   EXPECT_TRUE(in_child([] {
     engine::join_executor();
