@@ -52,8 +52,8 @@ constexpr unsigned kLongestSeconds = 100;
   return ::testing::AssertionFailure() << "the child's status is " << status;
 }
 
-/// Waits until every thread of the pool runs. AddressSanitizer holds a lock of its own while a thread
-/// starts, and a child that is forked just then inherits it locked.
+/// Waits until every thread of the pool runs. AddressSanitizer holds a lock of its own while a
+/// thread starts, and a child that is forked just then inherits it locked.
 void let_every_thread_start() {
   const std::size_t threads = engine::executor_threads();
   std::latch running(static_cast<std::ptrdiff_t>(threads));
