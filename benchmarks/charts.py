@@ -1,4 +1,4 @@
-"""Horizontal bar charts of a result, one PNG per group. Only this module needs matplotlib."""
+"""Pictures of a result, as PNG: bar charts and a timeline. Only they need matplotlib."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from .results import Group, Results
+from . import timeline
+from .results import Group, Results, spread
 
+TIMELINE = "timeline"
 _COLOURS = {"ours": "#d9480f", "stock": "#4c6a85", "limit": "#c3ccd4"}
 _MEANINGS = {"ours": "torch_ckpt", "stock": "stock torch", "limit": "the machine's limit"}
 
@@ -25,9 +27,12 @@ def _pyplot() -> Any:
 
 
 def _draw(pyplot: Any, group: Group, caption: str, path: Path) -> None:
+    # Beside training the time that counts is the one for which training stands still.
+    quantity = "stall_s" if group.background else "wall_s"
+    spreads = {info.name: spread(group.values(info.name, quantity)) for info in group.contenders}
     # Fastest on top, which is the end of the axis.
-    order = sorted(group.contenders, key=lambda info: group.wall(info.name).median, reverse=True)
-    walls = [group.wall(info.name) for info in order]
+    order = sorted(group.contenders, key=lambda info: spreads[info.name].median, reverse=True)
+    walls = [spreads[info.name] for info in order]
     medians = [wall.median for wall in walls]
     below = [wall.median - wall.minimum for wall in walls]
     above = [wall.maximum - wall.median for wall in walls]
@@ -50,8 +55,9 @@ def _draw(pyplot: Any, group: Group, caption: str, path: Path) -> None:
             fontsize=9,
         )
     axes.set_xlim(0, farthest * 1.12)
+    what = "seconds in the call" if group.background else "seconds"
     axes.set_xlabel(
-        "seconds: median, whiskers from minimum to maximum (less is better)", fontsize=9
+        f"{what}: median, whiskers from minimum to maximum (less is better)", fontsize=9
     )
     figure.suptitle(group.title, x=0.01, ha="left", fontsize=11, fontweight="bold")
     axes.tick_params(axis="both", labelsize=9)
@@ -80,7 +86,10 @@ def _draw(pyplot: Any, group: Group, caption: str, path: Path) -> None:
 
 
 def write(results: Results, directory: Path) -> dict[str, Path]:
-    """Writes `benchmark-<group>.png` for each group and returns the paths by group name."""
+    """Writes `benchmark-<group>.png` for each group and the timeline of saves beside training.
+
+    Returns the paths by group name, that of the timeline as TIMELINE.
+    """
     pyplot = _pyplot()
     directory.mkdir(parents=True, exist_ok=True)
     paths = {}
@@ -88,4 +97,8 @@ def write(results: Results, directory: Path) -> dict[str, Path]:
         path = directory / f"benchmark-{group.name.replace('_', '-')}.png"
         _draw(pyplot, group, results.machine.sentence(), path)
         paths[group.name] = path
+        if group.name == "async":
+            path = directory / "async-timeline.png"
+            timeline.draw(pyplot, group, results.machine.sentence(), path)
+            paths[TIMELINE] = path
     return paths

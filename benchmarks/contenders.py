@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
+import torch.distributed as dist
+from torch.distributed.checkpoint import _async_process_executor
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import torch_ckpt
@@ -25,6 +33,28 @@ class Saver:
     label: str
     kind: Kind
     save: Callable[[State, Path], None]
+
+
+@dataclass(frozen=True)
+class Running:
+    """A save under way.
+
+    `committed` ends when it is durable and visible. `staged` ends when the state may change again;
+    None where that is so as soon as the call has returned. `handle` is what the caller must keep.
+    """
+
+    committed: Future[Any]
+    staged: Future[Any] | None = None
+    handle: object = None
+
+
+@dataclass(frozen=True)
+class BackgroundSaver:
+    """One way to save a state to a fresh directory while training goes on."""
+
+    label: str
+    kind: Kind
+    start: Callable[[State, Path], Running]
 
 
 @dataclass(frozen=True)
@@ -60,6 +90,86 @@ def our_saver_with_budget(max_host_bytes: int) -> Saver:
 
 def _save_by_call(state: State, path: Path) -> None:
     torch_ckpt.save(state, path)
+
+
+def _stock_background_saver(
+    label: str, *, process: bool = False, stager: DefaultStager | None = None
+) -> BackgroundSaver:
+    kind = AsyncCheckpointerType.PROCESS if process else AsyncCheckpointerType.THREAD
+
+    def start(state: State, path: Path) -> Running:
+        future = dcp_async_save(
+            state,
+            storage_writer=FileSystemWriter(path, sync_files=True),
+            async_checkpointer_type=kind,
+            async_stager=stager,
+            # The process has a group of its own, and without one it refuses.
+            no_dist=not process,
+        )
+        return Running(cast("Future[Any]", future))
+
+    return BackgroundSaver(label, "stock", start)
+
+
+def _start_stock_with_our_writer(state: State, path: Path) -> Running:
+    writer = torch_ckpt.FileSystemWriter(path, sync_files=True)
+    future = dcp_async_save(state, storage_writer=writer, no_dist=True)
+    return Running(cast("Future[Any]", future))
+
+
+def our_background_saver(
+    staging: Literal["blocking", "overlapped"], max_host_bytes: int | None = None
+) -> BackgroundSaver:
+    """torch_ckpt.async_save; `max_host_bytes` in bytes, None for its default."""
+    options: dict[str, Any] = {} if max_host_bytes is None else {"max_host_bytes": max_host_bytes}
+
+    def start(state: State, path: Path) -> Running:
+        handle = torch_ckpt.async_save(state, path, staging=staging, **options)
+        return Running(handle.committed, handle.staged, handle)
+
+    label = f"torch_ckpt.async_save, {staging}"
+    if max_host_bytes is not None:
+        label += f", max_host_bytes={max_host_bytes >> 20} MiB"
+    return BackgroundSaver(label, "ours", start)
+
+
+@contextmanager
+def single_rank_group() -> Iterator[None]:
+    """A process group of this process alone, without which torch's process does not start."""
+    # Not every machine can look up its own name, which is what torch would do.
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def background_savers() -> Iterator[dict[str, BackgroundSaver]]:
+    """All background savers. What torch keeps between their saves goes when the context ends."""
+    # As little as torch needs to use its staging memory again on a machine without CUDA.
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    try:
+        yield {
+            "stock_thread": _stock_background_saver("stock dcp.async_save, thread"),
+            "stock_thread_kept": _stock_background_saver(
+                "stock dcp.async_save, thread, DefaultStager kept", stager=stager
+            ),
+            "stock_process": _stock_background_saver("stock dcp.async_save, process", process=True),
+            "ours_writer": BackgroundSaver(
+                "stock dcp.async_save with torch_ckpt's writer",
+                "ours",
+                _start_stock_with_our_writer,
+            ),
+            "ours_blocking": our_background_saver("blocking"),
+            "ours_overlapped": our_background_saver("overlapped"),
+        }
+    finally:
+        stager.close()
+        # torch lets its process run until the program ends.
+        _async_process_executor._CHECKPOINT_PROCESS = None
 
 
 def _load_stock(state: State, path: Path) -> None:

@@ -172,7 +172,18 @@ def _read_blocks(blocks: Sequence[tuple[int, int]], buffer: mmap.mmap) -> int:
     return total
 
 
-def copy_memory(source: State, target: State) -> None:
-    """One thread's memcpy of every tensor of `source` into the tensors of `target`."""
-    for original, copy in zip(tensors(source), tensors(target), strict=True):
-        ctypes.memmove(copy.data_ptr(), original.data_ptr(), original.nbytes)
+def copy_memory(source: State, target: State, threads: int = 1) -> None:
+    """memcpy of the tensors of `source` into those of `target`; threads share each tensor."""
+    pairs = [
+        (copy.data_ptr(), original.data_ptr(), original.nbytes)
+        for original, copy in zip(tensors(source), tensors(target), strict=True)
+    ]
+
+    def copy_share(lane: int) -> None:
+        for destination, origin, size in pairs:
+            begin, end = size * lane // threads, size * (lane + 1) // threads
+            ctypes.memmove(destination + begin, origin + begin, end - begin)
+
+    with ThreadPoolExecutor(threads) as pool:
+        for copied in [pool.submit(copy_share, lane) for lane in range(threads)]:
+            copied.result()

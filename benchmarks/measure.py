@@ -10,8 +10,9 @@ import gc
 import os
 import resource
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from .contenders import Kind
 
@@ -25,7 +26,7 @@ class Contender:
     """What is timed, and what happens around it untimed.
 
     `prepare` runs before disk and memory are settled, `run` is timed, `check` raises unless the run
-    did its work.
+    did its work. `target` is the directory that a save writes.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Contender:
     run: Callable[[], object]
     prepare: Callable[[], None] = _nothing
     check: Callable[[], None] = _nothing
+    target: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -67,15 +69,28 @@ def _cpu_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def time_once(run: Callable[[], object]) -> tuple[float, float]:
-    """(wall seconds, CPU seconds) of one call, after dirty pages and garbage are out of the way."""
+def settle() -> None:
+    """Gets garbage and dirty pages out of the way of what is timed next."""
     gc.collect()
     os.sync()
+
+
+def time_once(run: Callable[[], object]) -> tuple[float, float]:
+    """(wall seconds, CPU seconds) of one call, after dirty pages and garbage are out of the way."""
+    settle()
     cpu_before = _cpu_seconds()
     wall_before = time.perf_counter()
     run()
     wall = time.perf_counter() - wall_before
     return wall, _cpu_seconds() - cpu_before
+
+
+def alternate(contenders: Sequence[Contender], rounds: int) -> Iterator[tuple[int, int, Contender]]:
+    """(round, position in the round, contender) in the order in which they are to be timed."""
+    for round_index in range(rounds):
+        order = order_of_round(len(contenders), round_index, rounds)
+        for position, index in enumerate(order):
+            yield round_index, position, contenders[index]
 
 
 def measure_alternately(
@@ -86,14 +101,11 @@ def measure_alternately(
 ) -> list[Sample]:
     """Times every contender once per round."""
     samples: list[Sample] = []
-    for round_index in range(rounds):
-        order = order_of_round(len(contenders), round_index, rounds)
-        for position, index in enumerate(order):
-            contender = contenders[index]
-            contender.prepare()
-            wall, cpu = time_once(contender.run)
-            contender.check()
-            sample = Sample(contender.name, round_index, position, wall, cpu, bytes_moved)
-            samples.append(sample)
-            on_sample(sample)
+    for round_index, position, contender in alternate(contenders, rounds):
+        contender.prepare()
+        wall, cpu = time_once(contender.run)
+        contender.check()
+        sample = Sample(contender.name, round_index, position, wall, cpu, bytes_moved)
+        samples.append(sample)
+        on_sample(sample)
     return samples

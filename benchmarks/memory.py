@@ -14,20 +14,35 @@ import ctypes
 import gc
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from .contenders import SAVERS, Saver, our_saver_with_budget
-from .states import payload_bytes, small_tensors_state, training_state
+from . import fresh_process
+from .contenders import (
+    SAVERS,
+    BackgroundSaver,
+    Saver,
+    background_savers,
+    our_background_saver,
+    our_saver_with_budget,
+)
+from .states import State, payload_bytes, small_tensors_state, training_state
 
 BUDGET_BYTES = 16 << 20
 MEASURED_SAVERS: tuple[tuple[str, int | None], ...] = (
     ("stock_1", None),
     ("ours_dcp", None),
     ("ours_dcp", BUDGET_BYTES),
+)
+# Staging that is to free the trainer early needs more than the few chunks of a synchronous save.
+BACKGROUND_BUDGET_BYTES = 256 << 20
+MEASURED_BACKGROUND_SAVERS: tuple[tuple[str, int | None], ...] = (
+    ("stock_thread", None),
+    ("ours_blocking", None),
+    ("ours_blocking", BACKGROUND_BUDGET_BYTES),
+    ("ours_overlapped", None),
+    ("ours_overlapped", BACKGROUND_BUDGET_BYTES),
 )
 
 
@@ -80,12 +95,24 @@ def measure_growth(save: Callable[[], None]) -> tuple[int, int]:
     return before, _status_bytes("VmHWM")
 
 
-def _saver(name: str, budget_bytes: int | None) -> Saver:
+def _waiting(saver: BackgroundSaver) -> Saver:
+    def save(state: State, path: Path) -> None:
+        running = saver.start(state, path)
+        running.committed.result()
+
+    return Saver(saver.label, saver.kind, save)
+
+
+def _saver(name: str, budget_bytes: int | None, background: dict[str, BackgroundSaver]) -> Saver:
     if budget_bytes is None:
-        return SAVERS[name]
-    if name != "ours_dcp":
-        raise ValueError(f"{name} takes no byte budget")
-    return our_saver_with_budget(budget_bytes)
+        return SAVERS[name] if name in SAVERS else _waiting(background[name])
+    if name == "ours_dcp":
+        return our_saver_with_budget(budget_bytes)
+    if name == "ours_blocking":
+        return _waiting(our_background_saver("blocking", budget_bytes))
+    if name == "ours_overlapped":
+        return _waiting(our_background_saver("overlapped", budget_bytes))
+    raise ValueError(f"{name} takes no byte budget")
 
 
 def sample_in_fresh_process(
@@ -98,24 +125,22 @@ def sample_in_fresh_process(
     round_index: int,
 ) -> MemorySample:
     """Runs this module for one saver and returns what it printed."""
-    command = [sys.executable, "-m", "benchmarks.memory", name]
-    command += ["--size", str(state_bytes), "--tensors", str(tensor_count)]
-    command += ["--dir", str(directory.resolve()), "--round", str(round_index)]
+    arguments = [name, "--size", str(state_bytes), "--tensors", str(tensor_count)]
+    arguments += ["--dir", str(directory.resolve()), "--round", str(round_index)]
     if budget_bytes is not None:
-        command += ["--budget", str(budget_bytes)]
-    repository = Path(__file__).resolve().parents[1]
-    process = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
-    if process.returncode != 0:
-        if PeakResetError.__name__ in process.stderr:
-            raise PeakResetError(process.stderr.strip().splitlines()[-1])
-        raise RuntimeError(f"memory measurement of {name} failed:\n{process.stderr}")
-    return MemorySample(**json.loads(process.stdout.splitlines()[-1]))
+        arguments += ["--budget", str(budget_bytes)]
+    try:
+        return MemorySample(**fresh_process.run("memory", arguments))
+    except fresh_process.FreshProcessError as error:
+        if PeakResetError.__name__ in str(error):
+            raise PeakResetError(str(error).strip().splitlines()[-1]) from error
+        raise
 
 
 def main() -> None:
     """Measures one saver in this process."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("saver", choices=sorted(SAVERS))
+    parser.add_argument("saver")
     parser.add_argument("--size", type=int, required=True, help="bytes of the state")
     parser.add_argument("--tensors", type=int, required=True)
     parser.add_argument("--dir", type=Path, required=True, help="an existing directory")
@@ -123,14 +148,15 @@ def main() -> None:
     parser.add_argument("--round", type=int, default=0)
     arguments = parser.parse_args()
 
-    saver = _saver(arguments.saver, arguments.budget)
-    state = training_state(arguments.size, arguments.tensors)
     path: Path = arguments.dir / "memory"
-    try:
-        SAVERS["stock_1"].save(small_tensors_state(2), path / "warm-up")
-        before, peak = measure_growth(lambda: saver.save(state, path / "measured"))
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
+    with background_savers() as background:
+        saver = _saver(arguments.saver, arguments.budget, background)
+        state = training_state(arguments.size, arguments.tensors)
+        try:
+            SAVERS["stock_1"].save(small_tensors_state(2), path / "warm-up")
+            before, peak = measure_growth(lambda: saver.save(state, path / "measured"))
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
     sample = MemorySample(
         contender=arguments.saver,
         label=saver.label,

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from . import charts
 from . import results as results_module
+from .memory import MEASURED_BACKGROUND_SAVERS
 from .results import Comparison, Group, Results
 
 BEGIN = "<!-- benchmark:begin -->"
 END = "<!-- benchmark:end -->"
+ASYNC_BEGIN = "<!-- benchmark-async:begin -->"
+ASYNC_END = "<!-- benchmark-async:end -->"
 # The groups whose charts the README shows; the others lie beside them.
 HEADLINE_CHARTS = ("save", "load_warm", "small_save")
+ASYNC_CHARTS = (charts.TIMELINE, "async")
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]], numeric_from: int) -> str:
@@ -24,7 +29,11 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]], numeric_from: i
 
 
 def _number(value: float, quantity: str) -> str:
-    return f"{value:.0f} MiB" if quantity == "memory" else f"{value:.2f} x"
+    if quantity == "memory":
+        return f"{value:.0f} MiB"
+    if quantity == "time in the call":
+        return f"{value:.2f} ms"
+    return f"{value:.2f} x"
 
 
 def _with_seconds(label: str | None, seconds: float | None) -> str:
@@ -60,7 +69,37 @@ def _rate(group: Group, seconds: float) -> str:
     return f"{rate / 1e9:.2f} GB/s" if rate >= 1e8 else f"{rate / 1e6:.2f} MB/s"
 
 
+def _background_table(group: Group) -> str:
+    rows = []
+    for info in group.contenders:
+
+        def median(quantity: str, form: str, name: str = info.name) -> str:
+            values = group.values(name, quantity)
+            return format(statistics.median(values), form) if values else ""
+
+        saves = sum(len(sample.saves) for sample in group.background_samples(info.name))
+        steps = sum(sample.steps for sample in group.background_samples(info.name))
+        rows.append(
+            [
+                f"**{info.label}**" if info.kind == "ours" else info.label,
+                f"{statistics.median(group.values(info.name, 'stall_s')) * 1e3:,.1f}",
+                median("staged_s", ".3f"),
+                median("durable_s", ".3f"),
+                median("step_median_ratio", ".2f"),
+                median("step_mean_ratio", ".2f"),
+                str(steps) if steps else "",
+                str(saves),
+                median("cpu_s", ".3f"),
+            ]
+        )
+    header = [group.title, "in the call, ms", "staged, s", "durable, s"]
+    header += ["median step, x", "mean step, x", "steps", "saves", "CPU s"]
+    return _table(header, rows, numeric_from=1)
+
+
 def _group_table(group: Group) -> str:
+    if group.background:
+        return _background_table(group)
     rows = []
     for info in sorted(group.contenders, key=lambda info: group.wall(info.name).median):
         wall = group.wall(info.name)
@@ -78,9 +117,18 @@ def _group_table(group: Group) -> str:
     return _table(header, rows, numeric_from=1)
 
 
-def _introduction(results: Results) -> list[str]:
+_BACKGROUND_EXPLANATION = (
+    "Beside training: the time in the call is what training stands still for, and staged is when "
+    "the state may change again. The median and mean training step from the return of the call to "
+    "the end of the save are given per step without a save just before. Training is Python-driven "
+    "autograd on one thread and leaves the saved state alone. CPU seconds are those of the save, "
+    "in all its processes, without those of the training steps."
+)
+
+
+def _introduction(results: Results, *, quotable: bool) -> list[str]:
     paragraphs = [f"Measured on {results.machine.sentence()}."]
-    if not results.representative:
+    if not quotable:
         paragraphs.append("**A trial run, not to be quoted:** too small, too short or incomplete.")
     paragraphs.append(
         f"Rounds: {results.parameters['rounds']}. In each, all contenders of a group run one after "
@@ -88,6 +136,8 @@ def _introduction(results: Results) -> list[str]:
         "within the rounds, seconds are medians. Speed compares wall seconds, CPU time the user "
         "and system seconds of the saving or loading process."
     )
+    if any(group.background for group in results.groups):
+        paragraphs.append(_BACKGROUND_EXPLANATION)
     return paragraphs
 
 
@@ -98,12 +148,16 @@ def _skipped_list(results: Results) -> list[str]:
     return ["Not measured:\n\n" + "\n".join(lines)]
 
 
+def _table_with_targets(comparisons: Sequence[Comparison]) -> str:
+    rows = [_comparison_row(entry) + _target_cells(entry) for entry in comparisons]
+    return _table([*_COMPARISON_HEADER, "target", "met"], rows, numeric_from=4)
+
+
 def full_report(results: Results) -> str:
     """Every comparison with its target and every contender, in markdown."""
-    paragraphs = _introduction(results)
+    paragraphs = _introduction(results, quotable=results.representative)
     if results.comparisons:
-        rows = [_comparison_row(entry) + _target_cells(entry) for entry in results.comparisons]
-        paragraphs.append(_table([*_COMPARISON_HEADER, "target", "met"], rows, numeric_from=4))
+        paragraphs.append(_table_with_targets(results.comparisons))
     paragraphs += [_group_table(group) for group in results.groups]
     return "\n\n".join(paragraphs + _skipped_list(results)) + "\n"
 
@@ -111,25 +165,58 @@ def full_report(results: Results) -> str:
 def readme_block(results: Results, image_links: Sequence[str] = ()) -> str:
     """The headline comparisons and charts, in markdown."""
     rows = [_comparison_row(entry) for entry in results.comparisons if entry.headline]
-    paragraphs = _introduction(results)
+    paragraphs = _introduction(results, quotable=results.representative)
     paragraphs.append(_table(_COMPARISON_HEADER, rows, numeric_from=4))
     paragraphs += [f"![{Path(link).stem}]({link})" for link in image_links]
     return "\n\n".join(paragraphs + _skipped_list(results)) + "\n"
 
 
-def replace_block(text: str, block: str) -> str:
+def async_block(results: Results, image_links: Sequence[str] = ()) -> str:
+    """All about saves beside training, in markdown: targets, tables, images."""
+    groups = [group for group in results.groups if group.background]
+    about_memory = {
+        f"memory.{name}{suffix}"
+        for name, _ in MEASURED_BACKGROUND_SAVERS
+        for suffix in ("", ".budget")
+    }
+    comparisons = [
+        entry
+        for entry in results.comparisons
+        if entry.key.startswith("async") or entry.key in about_memory
+    ]
+    paragraphs = _introduction(results, quotable=results.thorough)
+    paragraphs += [f"![{Path(link).stem}]({link})" for link in image_links]
+    paragraphs.append(_table_with_targets(comparisons))
+    paragraphs += [_group_table(group) for group in groups]
+    return "\n\n".join(paragraphs + _skipped_list(results)) + "\n"
+
+
+def replace_block(text: str, block: str, begin: str = BEGIN, end: str = END) -> str:
     """`text` with everything between the two markers replaced by `block`."""
-    head, begin, rest = text.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"no {BEGIN} ... {END} to replace")
-    return f"{head}{BEGIN}\n{block.strip()}\n{END}{tail}"
+    head, found_begin, rest = text.partition(begin)
+    _, found_end, tail = rest.partition(end)
+    if not found_begin or not found_end:
+        raise ValueError(f"no {begin} ... {end} to replace")
+    return f"{head}{begin}\n{block.strip()}\n{end}{tail}"
+
+
+def _links(images: Mapping[str, Path], names: Sequence[str], document: Path) -> list[str]:
+    """The images' paths as seen from `document`."""
+    base = document.resolve().parent
+    return [
+        Path(os.path.relpath(images[name].resolve(), base)).as_posix()
+        for name in names
+        if name in images
+    ]
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
     parser.add_argument("results", type=Path, help="JSON file of benchmarks.run")
     parser.add_argument("--readme", type=Path, help="file whose benchmark block is replaced")
+    parser.add_argument(
+        "--doc", type=Path, help="file whose block about saves beside training is replaced"
+    )
     parser.add_argument(
         "--images", type=Path, default=Path("docs/images"), help="for charts (default %(default)s)"
     )
@@ -138,22 +225,25 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints the report, writes the charts, updates the README."""
+    """Prints the report, writes the charts, updates the README and the document."""
     options = _parser().parse_args(arguments)
     results = results_module.read(options.results)
     if options.readme and not results.representative:
         raise SystemExit(f"{options.results} is a trial run; a README quotes full runs only")
+    if options.doc and not (results.thorough and any(g.background for g in results.groups)):
+        raise SystemExit(
+            f"{options.results} is a trial run or has no saves beside training; "
+            "a document quotes full runs only"
+        )
     images = {} if options.no_charts else charts.write(results, options.images)
     print(full_report(results))
     if options.readme:
-        base = options.readme.resolve().parent
-        links = [
-            Path(os.path.relpath(images[name].resolve(), base)).as_posix()
-            for name in HEADLINE_CHARTS
-            if name in images
-        ]
-        text = options.readme.read_text()
-        options.readme.write_text(replace_block(text, readme_block(results, links)))
+        block = readme_block(results, _links(images, HEADLINE_CHARTS, options.readme))
+        options.readme.write_text(replace_block(options.readme.read_text(), block))
+    if options.doc:
+        block = async_block(results, _links(images, ASYNC_CHARTS, options.doc))
+        text = replace_block(options.doc.read_text(), block, ASYNC_BEGIN, ASYNC_END)
+        options.doc.write_text(text)
 
 
 if __name__ == "__main__":

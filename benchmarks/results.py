@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .background import BackgroundSample, Trace
 from .machine import Machine
 from .measure import Sample
 from .memory import MemorySample
@@ -16,6 +18,7 @@ from .memory import MemorySample
 FORMAT_VERSION = 1
 # Fewer rounds than this say nothing on a shared disk.
 REPRESENTATIVE_ROUNDS = 5
+_NUMBER_LISTS = re.compile(r"\[[\[\]\s\d.,eE+-]*\]")
 
 
 def readable_size(size: int) -> str:
@@ -61,10 +64,32 @@ class Group:
     contenders: list[ContenderInfo]
     samples: list[Sample]
 
+    @property
+    def background(self) -> bool:
+        """Whether the samples are of saves beside training."""
+        return isinstance(self.samples[0], BackgroundSample)
+
+    def has(self, contender: str) -> bool:
+        """Whether it could be measured here."""
+        return any(info.name == contender for info in self.contenders)
+
+    def background_samples(self, contender: str) -> list[BackgroundSample]:
+        """A contender's samples in the order of the rounds; of saves beside training only."""
+        own = [
+            sample
+            for sample in self.samples
+            if isinstance(sample, BackgroundSample) and sample.contender == contender
+        ]
+        return sorted(own, key=lambda sample: sample.round)
+
     def values(self, contender: str, quantity: str) -> list[float]:
-        """A contender's 'wall_s' or 'cpu_s' in the order of the rounds."""
+        """A contender's 'wall_s' or another field of its samples in the order of the rounds.
+
+        What a sample does not have (a ratio of steps, where none ran) is left out.
+        """
         own = sorted((s for s in self.samples if s.contender == contender), key=lambda s: s.round)
-        return [float(getattr(sample, quantity)) for sample in own]
+        values = [getattr(sample, quantity) for sample in own]
+        return [float(value) for value in values if value is not None]
 
     def wall(self, contender: str) -> Spread:
         """The spread of a contender's wall seconds."""
@@ -88,10 +113,12 @@ class Group:
 class Comparison:
     """One number per round with the target its median is held to, if any.
 
-    `quantity` says what the numbers are: 'speed' (the baseline's wall seconds per second of ours,
-    more is better), 'CPU time' (our CPU seconds per second of the baseline's, less is better) or
-    'memory' (MiB, less is better, without a baseline). `ours` and `baseline` are labels, with the
-    median seconds of each beside them. A headline is fit for the README.
+    `quantity` says what the numbers are. More is better only of a 'speed' or 'staging speed', the
+    baseline's seconds per second of ours. 'memory' is MiB and 'time in the call' milliseconds, both
+    without a baseline. 'step time' is that beside a save per step without one. All others (such
+    as 'CPU time', 'stall' and 'time until durable') are our seconds per second of the baseline.
+    `ours` and `baseline` are labels, with the median seconds of each beside them. A headline is fit
+    for the README.
     """
 
     key: str
@@ -108,7 +135,7 @@ class Comparison:
     @property
     def at_least(self) -> bool:
         """Whether more is better."""
-        return self.quantity == "speed"
+        return self.quantity in ("speed", "staging speed")
 
     @property
     def value(self) -> float:
@@ -143,13 +170,14 @@ class Results:
     comparisons: list[Comparison] = field(default_factory=list)
 
     @property
+    def thorough(self) -> bool:
+        """Whether what was measured may be quoted: enough rounds at full size."""
+        return not self.parameters["quick"] and self.parameters["rounds"] >= REPRESENTATIVE_ROUNDS
+
+    @property
     def representative(self) -> bool:
-        """Whether the numbers may be quoted: enough rounds of everything at full size."""
-        return (
-            not self.parameters["quick"]
-            and self.parameters["rounds"] >= REPRESENTATIVE_ROUNDS
-            and not self.parameters["only"]
-        )
+        """Whether all numbers may be quoted: every group was measured thoroughly."""
+        return self.thorough and not self.parameters["only"]
 
     def to_json(self) -> dict[str, Any]:
         """Raw samples, and what was computed from them for readers without this module."""
@@ -161,6 +189,7 @@ class Results:
                     "cpu_s": asdict(group.cpu(info.name)),
                     "bytes_per_s": group.bytes / group.wall(info.name).median,
                 }
+                | _background_summary(group, info.name)
                 for info in group.contenders
             }
         for comparison, entry in zip(self.comparisons, document["comparisons"], strict=True):
@@ -176,12 +205,32 @@ class Results:
     def write(self, path: Path) -> None:
         """Writes the JSON file and the directories above it."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+        text = json.dumps(self.to_json(), indent=1)
+        # A line for each number would make thousands of lines of the times of the steps.
+        path.write_text(_NUMBER_LISTS.sub(_on_one_line, text) + "\n")
+
+
+def _on_one_line(numbers: re.Match[str]) -> str:
+    return " ".join(numbers[0].split()).replace("[ ", "[").replace(" ]", "]")
+
+
+def _background_summary(group: Group, contender: str) -> dict[str, Any]:
+    if not group.background:
+        return {}
+    quantities = ("stall_s", "staged_s", "durable_s", "step_median_ratio", "step_mean_ratio")
+    values = {quantity: group.values(contender, quantity) for quantity in quantities}
+    return {quantity: asdict(spread(own)) for quantity, own in values.items() if own}
 
 
 def _from_fields(kind: type[Any], entry: dict[str, Any]) -> Any:
     """Makes a dataclass of the entry's fields, leaving out what was computed from them."""
     return kind(**{name: entry[name] for name in kind.__dataclass_fields__})
+
+
+def _sample(entry: dict[str, Any]) -> Sample:
+    if "saves" not in entry:
+        return Sample(**entry)
+    return BackgroundSample(**entry | {"saves": [Trace(**save) for save in entry["saves"]]})
 
 
 def read(path: Path) -> Results:
@@ -196,7 +245,7 @@ def read(path: Path) -> Results:
             title=entry["title"],
             bytes=entry["bytes"],
             contenders=[_from_fields(ContenderInfo, info) for info in entry["contenders"]],
-            samples=[_from_fields(Sample, sample) for sample in entry["samples"]],
+            samples=[_sample(sample) for sample in entry["samples"]],
         )
         for entry in document["groups"]
     ]

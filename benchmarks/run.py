@@ -18,9 +18,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import machine, report, states, suites, targets
+from .background import Effort
 from .results import Results
 
-GROUPS = ("save", "load", "small", "memory")
+GROUPS = ("save", "load", "small", "memory", "async")
 _UNITS = {
     "": 1,
     "KB": 10**3,
@@ -32,7 +33,10 @@ _UNITS = {
 }
 # Two checkpoints lie on disk at once while loading; the rest is for headers and the file system.
 _DISK_FACTOR = 2.2
-_MEMORY_REPEATS = 3
+# For what needs a fresh process each time.
+_REPEATS = 3
+_EFFORT = Effort(idle_steps=40, least_steps=15)
+_QUICK_EFFORT = Effort(idle_steps=5, least_steps=3)
 
 
 def parse_size(text: str) -> int:
@@ -89,23 +93,27 @@ def _require_room(directory: Path, state_bytes: int) -> None:
         sys.exit(f"{directory} has {free / 1e9:.1f} GB free, {needed / 1e9:.1f} GB are needed")
 
 
-def measure(setup: suites.Setup, results: Results, only: Sequence[str], *, quick: bool) -> None:
+def measure(setup: suites.Setup, results: Results, only: Sequence[str]) -> None:
     """Runs the chosen groups and fills `results`."""
     chosen = only or GROUPS
     suites.warm_up(setup)
-    if "save" in chosen or "load" in chosen:
+    if {"save", "load", "async"} & set(chosen):
         state = states.training_state(setup.state_bytes, setup.tensor_count)
         spare = states.blank_copy(state)
         if "save" in chosen:
             suites.save_training_state(setup, results, state, spare)
         if "load" in chosen:
             suites.load_training_state(setup, results, state, spare)
-        # The processes that measure memory build states of their own.
+        if "async" in chosen:
+            suites.saves_beside_training(setup, results, state, spare)
+        # The processes that measure memory and first saves build states of their own.
         del state, spare
     if "small" in chosen:
         suites.small_tensors(setup, results)
     if "memory" in chosen:
-        suites.memory_beyond_state(setup, results, 1 if quick else _MEMORY_REPEATS)
+        suites.memory_beyond_state(setup, results)
+    if "async" in chosen:
+        suites.first_saves_beside_training(setup, results)
     results.comparisons = targets.compare_groups(results.groups)
     results.comparisons += targets.compare_memory(results.memory)
 
@@ -139,8 +147,17 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     _say(f"Measuring on {results.machine.sentence()}")
     directory = Path(tempfile.mkdtemp(prefix="run-", dir=options.dir)).resolve()
     try:
-        setup = suites.Setup(directory, size, options.tensors, small, rounds, _say)
-        measure(setup, results, options.only, quick=quick)
+        setup = suites.Setup(
+            directory=directory,
+            state_bytes=size,
+            tensor_count=options.tensors,
+            small_tensor_count=small,
+            rounds=rounds,
+            repeats=1 if quick else _REPEATS,
+            effort=_QUICK_EFFORT if quick else _EFFORT,
+            say=_say,
+        )
+        measure(setup, results, options.only)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     results.write(out)

@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from . import contenders, limits, memory, pagecache, states
-from .contenders import SAVERS, STOCK_SAVERS
+from . import contenders, first_saves, limits, memory, pagecache, states
+from .background import BackgroundSample, Effort, measure_beside_training
+from .contenders import SAVERS, STOCK_SAVERS, BackgroundSaver, Kind
 from .measure import Contender, Sample, measure_alternately
 from .results import ContenderInfo, Group, Results, Skipped, readable_size
 from .states import State
+from .training import Training, one_thread
+
+# Without torch's checkpoint process, which needs a file descriptor for each tensor.
+_SMALL_BACKGROUND_SAVERS = ("stock_thread", "ours_writer", "ours_blocking", "ours_overlapped")
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Sizes and places of one run. `directory` is private to the run; `state_bytes` are bytes."""
+    """Sizes and places of one run. `directory` is private to the run; `state_bytes` are bytes.
+
+    `repeats` counts the processes for what needs a fresh one each time.
+    """
 
     directory: Path
     state_bytes: int
     tensor_count: int
     small_tensor_count: int
     rounds: int
+    repeats: int
+    effort: Effort
     say: Callable[[str], None]
 
 
@@ -84,19 +94,31 @@ def _skip(setup: Setup, results: Results, what: str, reason: str) -> None:
 
 def _saver_entry(name: str, state: State, target: Path) -> Contender:
     saver = SAVERS[name]
+    return _save_entry(name, saver.label, saver.kind, saver.save, state, target)
+
+
+def _save_entry(
+    name: str,
+    label: str,
+    kind: Kind,
+    save: Callable[[State, Path], object],
+    state: State,
+    target: Path,
+) -> Contender:
     least = states.payload_bytes(state)
 
     def check() -> None:
         if not (target / ".metadata").exists() or _bytes_below(target) < least:
-            raise WrongResultError(f"{saver.label} left no whole checkpoint")
+            raise WrongResultError(f"{label} left no whole checkpoint")
 
     return Contender(
         name=name,
-        label=saver.label,
-        kind=saver.kind,
-        run=lambda: saver.save(state, target),
+        label=label,
+        kind=kind,
+        run=lambda: save(state, target),
         prepare=lambda: _remove(target),
         check=check,
+        target=target,
     )
 
 
@@ -262,12 +284,16 @@ def small_tensors(setup: Setup, results: Results) -> None:
         )
 
 
-def memory_beyond_state(setup: Setup, results: Results, repeats: int) -> None:
-    """Memory that saving needs beyond the state, in fresh processes."""
+def memory_beyond_state(setup: Setup, results: Results) -> None:
+    """Memory that synchronous saves need beyond the state, in fresh processes."""
+    _memory(setup, results, memory.MEASURED_SAVERS)
+
+
+def _memory(setup: Setup, results: Results, savers: Sequence[tuple[str, int | None]]) -> None:
     setup.say("\nMemory beyond the state while saving")
     with _scratch(setup, "memory-runs") as scratch:
-        for repeat in range(repeats):
-            for name, budget in memory.MEASURED_SAVERS:
+        for repeat in range(setup.repeats):
+            for name, budget in savers:
                 try:
                     sample = memory.sample_in_fresh_process(
                         name,
@@ -282,3 +308,132 @@ def memory_beyond_state(setup: Setup, results: Results, repeats: int) -> None:
                     return
                 results.memory.append(sample)
                 setup.say(f"  {sample.label:<60}{sample.growth_bytes / 2**20:9.1f} MiB")
+
+
+def _say_background_sample(setup: Setup, label: str, sample: BackgroundSample) -> None:
+    ratio = sample.step_median_ratio
+    steps = "" if ratio is None else f"  {sample.steps:4} steps x {ratio:.3f}"
+    setup.say(
+        f"  round {sample.round + 1}  {label:<52}{sample.stall_s * 1e3:9.1f} ms in the call"
+        f"{sample.durable_s:9.3f} s until durable {sample.cpu_s:8.3f} CPU s{steps}"
+    )
+
+
+def _measure_background(
+    setup: Setup, name: str, title: str, bytes_moved: int, entries: list[Contender]
+) -> Group:
+    setup.say(f"\n{title}")
+    labels = {entry.name: entry.label for entry in entries}
+    with one_thread():
+        training = Training()
+        for _ in range(setup.effort.idle_steps):
+            training.step()
+        samples = measure_beside_training(
+            entries,
+            setup.rounds,
+            bytes_moved,
+            training.step,
+            setup.effort,
+            lambda sample: _say_background_sample(setup, labels[sample.contender], sample),
+        )
+    infos = [ContenderInfo(entry.name, entry.label, entry.kind) for entry in entries]
+    return Group(name, title, bytes_moved, infos, [*samples])
+
+
+@contextmanager
+def _usable_background_savers(
+    setup: Setup, results: Results
+) -> Iterator[dict[str, BackgroundSaver]]:
+    with contenders.background_savers() as savers:
+        # torch hands the state to its process there, and running out of it kills this process.
+        free = shutil.disk_usage("/dev/shm").free
+        if free < 1.1 * setup.state_bytes:
+            reason = f"/dev/shm has only {readable_size(free)} free"
+            _skip(setup, results, savers.pop("stock_process").label, reason)
+        yield savers
+
+
+def _warm_up_background(setup: Setup, savers: dict[str, BackgroundSaver]) -> None:
+    """Lets each saver work once on next to nothing, and checks what it saved."""
+    state = states.small_tensors_state(4)
+    with _scratch(setup, "warm-up") as scratch:
+        for name, saver in savers.items():
+            path = scratch / name
+            # Ours takes part in a group that is there, which would not be the work of one process.
+            group = contenders.single_rank_group if name == "stock_process" else nullcontext
+            with group():
+                running = saver.start(state, path)
+                running.committed.result()
+            loaded = states.blank_copy(state)
+            contenders.LOADERS["stock"].load(loaded, path)
+            if states.first_difference(state, loaded) is not None:
+                raise WrongResultError(f"{saver.label} saved a wrong value")
+
+
+def saves_beside_training(setup: Setup, results: Results, state: State, spare: State) -> None:
+    """Saves that go on while training does; memcpy goes to `spare`."""
+    total = states.payload_bytes(state)
+    small = states.small_tensors_state(setup.small_tensor_count)
+    with (
+        _scratch(setup, "async") as scratch,
+        _usable_background_savers(setup, results) as savers,
+    ):
+        _warm_up_background(setup, savers)
+        target = scratch / "checkpoint"
+
+        def entry(name: str, of: State) -> Contender:
+            saver = savers[name]
+            return _save_entry(name, saver.label, saver.kind, saver.start, of, target)
+
+        entries = [entry(name, state) for name in savers]
+        entries += [_saver_entry(name, state, target) for name in ("stock_1", "ours_call")]
+        entries.append(
+            _limit_entry(
+                "memcpy_2",
+                "memcpy, 2 threads",
+                lambda: limits.copy_memory(state, spare, threads=2),
+                lambda: _remove(target),
+            )
+        )
+        count = len(states.tensors(state))
+        title = f"Save {readable_size(total)}, {count} tensors, beside training"
+        results.groups.append(_measure_background(setup, "async", title, total, entries))
+
+        entries = [entry(name, small) for name in _SMALL_BACKGROUND_SAVERS]
+        title = f"Save {setup.small_tensor_count:,} tensors of 1 KiB beside training"
+        small_total = states.payload_bytes(small)
+        results.groups.append(
+            _measure_background(setup, "async_small", title, small_total, entries)
+        )
+
+
+def first_saves_beside_training(setup: Setup, results: Results) -> None:
+    """The first save of a process and later ones, beside training; and the memory they need."""
+    title = f"First and later saves of a process, {readable_size(setup.state_bytes)}"
+    setup.say(f"\n{title}")
+    infos: list[ContenderInfo] = []
+    samples: list[Sample] = []
+    with (
+        _scratch(setup, "first-saves") as scratch,
+        _usable_background_savers(setup, results) as savers,
+    ):
+        for repeat in range(setup.repeats):
+            for name in first_saves.MEASURED_SAVERS:
+                if name not in savers:
+                    continue
+                pair = first_saves.sample_in_fresh_process(
+                    name,
+                    state_bytes=setup.state_bytes,
+                    tensor_count=setup.tensor_count,
+                    directory=scratch,
+                    round_index=repeat,
+                )
+                for sample, which in zip(pair, ("first save", "later saves"), strict=True):
+                    label = f"{savers[name].label}: {which}"
+                    if repeat == 0:
+                        infos.append(ContenderInfo(sample.contender, label, savers[name].kind))
+                    samples.append(sample)
+                    _say_background_sample(setup, label, sample)
+    total = samples[0].bytes
+    results.groups.append(Group("async_first", title, total, infos, samples))
+    _memory(setup, results, memory.MEASURED_BACKGROUND_SAVERS)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 
+from .first_saves import first, later
 from .memory import MemorySample
 from .results import Comparison, Group, readable_size
 
 # What a save may need beyond max_host_bytes: metadata, thread stacks, Python objects.
 MEMORY_ALLOWANCE_BYTES = 64 << 20
+# Of the fields of a BackgroundSample, for the reader of a table.
+_MEANINGS = {"stall_s": "stall", "staged_s": "staging", "durable_s": "until durable"}
 
 
 def _ratios(group: Group, upper: str, lower: str, quantity: str) -> list[float]:
@@ -100,12 +104,169 @@ def _small_load(group: Group) -> Iterable[Comparison]:
     yield from _speed(group, "call", "ours_call", "stock", target=8.0)
 
 
+def _seconds(
+    group: Group,
+    key: str,
+    quantity: str,
+    upper: tuple[str, str],
+    lower: tuple[str, str],
+    *,
+    target: float | None = None,
+    headline: bool = False,
+) -> Iterable[Comparison]:
+    """`upper` per `lower`, each a contender and a field of its samples in seconds.
+
+    For a speed `upper` is the baseline's time, for all else it is ours. Nothing where a contender
+    was not measured.
+    """
+    if not (group.has(upper[0]) and group.has(lower[0])):
+        return
+    speed = quantity.endswith("speed")
+    ours, baseline = (lower, upper) if speed else (upper, lower)
+    above, below = group.values(*upper), group.values(*lower)
+    yield Comparison(
+        key=f"{group.name}.{key}",
+        work=group.title,
+        quantity=quantity,
+        ours=group.label(ours[0]),
+        per_round=[over / under for over, under in zip(above, below, strict=True)],
+        baseline=group.label(baseline[0]),
+        ours_median=statistics.median(group.values(*ours)),
+        baseline_median=statistics.median(group.values(*baseline)),
+        target=target,
+        headline=headline,
+    )
+
+
+def _call(group: Group, key: str, ours: str, *, target_ms: float) -> Iterable[Comparison]:
+    """Milliseconds in the call, held to an absolute number."""
+    stalls = group.values(ours, "stall_s")
+    yield Comparison(
+        key=f"{group.name}.{key}",
+        work=group.title,
+        quantity="time in the call",
+        ours=group.label(ours),
+        per_round=[stall * 1e3 for stall in stalls],
+        ours_median=statistics.median(stalls),
+        target=target_ms,
+    )
+
+
+def _step_time(
+    group: Group,
+    key: str,
+    contender: str,
+    *,
+    field: str = "step_median_ratio",
+    target: float | None = None,
+) -> Iterable[Comparison]:
+    """Time of a training step until the save is durable, per step without a save just before."""
+    ratios = group.values(contender, field) if group.has(contender) else []
+    if not ratios:
+        return
+    which = "median" if field == "step_median_ratio" else "mean"
+    yield Comparison(
+        key=f"{group.name}.{key}",
+        work=group.title,
+        quantity="step time",
+        ours=group.label(contender),
+        per_round=ratios,
+        baseline=f"no save ({which} step)",
+        target=target,
+        headline=target is not None,
+    )
+
+
+def _async(group: Group) -> Iterable[Comparison]:
+    blocking, overlapped = "ours_blocking", "ours_overlapped"
+    memcpy = ("memcpy_2", "wall_s")
+    yield from _seconds(
+        group, "memcpy", "staging speed", memcpy, (blocking, "stall_s"), target=0.75
+    )
+    yield from _seconds(
+        group, "overlapped.memcpy", "staging speed", memcpy, (overlapped, "staged_s")
+    )
+    for baseline, target in (
+        ("stock_thread", 1 / 3),
+        ("stock_thread_kept", None),
+        ("stock_process", None),
+    ):
+        yield from _seconds(
+            group,
+            f"stall.{baseline}",
+            "stall",
+            (blocking, "stall_s"),
+            (baseline, "stall_s"),
+            target=target,
+            headline=target is not None,
+        )
+    yield from _call(group, "overlapped.call", overlapped, target_ms=5.0)
+    for ours, name in ((blocking, "blocking"), (overlapped, "overlapped")):
+        yield from _step_time(group, f"{name}.step", ours, target=1.05)
+        yield from _step_time(group, f"{name}.step.mean", ours, field="step_mean_ratio")
+    for stock in ("stock_thread", "stock_thread_kept", "stock_process", "ours_writer"):
+        yield from _step_time(group, f"{stock}.step", stock)
+    for ours, name in ((blocking, "blocking"), (overlapped, "overlapped")):
+        durable = (ours, "durable_s")
+        yield from _seconds(
+            group,
+            f"{name}.durable",
+            "time until durable",
+            durable,
+            ("ours_call", "durable_s"),
+            target=1.3,
+            headline=True,
+        )
+        yield from _seconds(
+            group,
+            f"{name}.durable.stock_thread",
+            "time until durable",
+            durable,
+            ("stock_thread", "durable_s"),
+        )
+
+
+def _async_small(group: Group) -> Iterable[Comparison]:
+    yield from _call(group, "overlapped.call", "ours_overlapped", target_ms=50.0)
+    for name in ("blocking", "overlapped"):
+        ours, stock = f"ours_{name}", "stock_thread"
+        yield from _seconds(group, f"{name}.stall", "stall", (ours, "stall_s"), (stock, "stall_s"))
+        yield from _seconds(
+            group,
+            f"{name}.durable",
+            "time until durable",
+            (ours, "durable_s"),
+            (stock, "durable_s"),
+        )
+        yield from _step_time(group, f"{name}.step", ours)
+    yield from _step_time(group, "stock_thread.step", "stock_thread")
+
+
+def _async_first(group: Group) -> Iterable[Comparison]:
+    for name, fields in (
+        ("ours_blocking", ("stall_s", "durable_s")),
+        ("ours_overlapped", ("staged_s", "durable_s")),
+    ):
+        for field in fields:
+            yield from _seconds(
+                group,
+                f"{name.removeprefix('ours_')}.{field.removesuffix('_s')}",
+                f"first save, {_MEANINGS[field]}",
+                (first(name), field),
+                (later(name), field),
+                target=2.0,
+            )
+
+
 _RULES: dict[str, Callable[[Group], Iterable[Comparison]]] = {
     "save": _save,
     "load_warm": _load,
     "load_cold": _load,
     "small_save": _small_save,
     "small_load": _small_load,
+    "async": _async,
+    "async_small": _async_small,
+    "async_first": _async_first,
 }
 
 

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch_ckpt.background import EngineOptions
+
 #: Whether this build can stage from CUDA devices.
 has_cuda: bool
 
@@ -11,6 +13,19 @@ class Save:
 
     def wait(self, seconds: float) -> bool:
         """True once every file is done; False when the time passed before. Raises its failure."""
+    def wait_staged(self, seconds: float) -> bool:
+        """The same, once no source is needed any more."""
+    def wait_submitted(self, seconds: float) -> bool:
+        """The same, once all copies from devices have been started."""
+    def hold_back(self, device: int, stream: int) -> None:
+        """After wait_submitted(): what is queued on the stream waits for the device's copies."""
+    def release_sources(self) -> None:
+        """Lets go of the values; after wait_staged()."""
+    def timing(self) -> tuple[float, float, float, float, float, float]:
+        """Seconds until staged and until the end; thread seconds of staging, checksums, writes,
+        fsyncs."""
+    def trace(self) -> list[tuple[str, int, float, float]]:
+        """Activity, file number, begin and end in seconds since the start."""
     def progress(self) -> tuple[int, int, int, int, int]:
         """Bytes planned, staged and written; files planned and done."""
     def cancel(self) -> None: ...
@@ -25,6 +40,9 @@ def is_plain(value: object) -> bool:
 def is_dense(tensor: object) -> bool:
     """Whether a tensor has no gaps, no overlap and no pending conjugation or negation."""
 
+def copy_to_pool(tensors: list[Any]) -> list[Any]:
+    """Copies of dense CPU tensors, in memory that returns to the pool with the last of them."""
+
 def start_save(
     directory: str,
     prefix: str,
@@ -38,6 +56,7 @@ def start_save(
     max_host_bytes: int,
     direct_io: bool | str,
     sync: bool,
+    background: EngineOptions | None,
 ) -> Save: ...
 def load_tensors(
     paths: Sequence[str],

@@ -1,33 +1,49 @@
 """torch_ckpt: a storage engine for PyTorch checkpoints.
 
 ``FileSystemWriter`` and ``FileSystemReader`` replace torch's classes of the same names in
-``torch.distributed.checkpoint``; ``save`` and ``load`` do the same with less Python per tensor.
+``torch.distributed.checkpoint``; ``save`` and ``load`` do the same with less Python per tensor, and
+``async_save`` saves while training goes on.
 """
 
 import atexit
 
 import torch  # noqa: F401  (its libraries must be there before the extension is loaded)
 
-from torch_ckpt import _C
-from torch_ckpt.api import load, save
-from torch_ckpt.errors import CheckpointError, Corrupt, DurabilityUncertain, NotCommitted, Unsafe
+from torch_ckpt.api import async_save, load, save
+from torch_ckpt.background import Background
+from torch_ckpt.errors import (
+    CheckpointError,
+    Corrupt,
+    DurabilityUncertain,
+    NotCommitted,
+    SourceChanged,
+    Unsafe,
+)
+from torch_ckpt.metrics import SaveMetrics
 from torch_ckpt.reader import FileSystemReader
+from torch_ckpt.snapshot import AsyncSave, check_for_errors, leave_at_exit
 from torch_ckpt.writer import FileSystemWriter
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AsyncSave",
+    "Background",
     "CheckpointError",
     "Corrupt",
     "DurabilityUncertain",
     "FileSystemReader",
     "FileSystemWriter",
     "NotCommitted",
+    "SaveMetrics",
+    "SourceChanged",
     "Unsafe",
     "__version__",
+    "async_save",
+    "check_for_errors",
     "load",
     "save",
 ]
 
-# While the interpreter still stands: the engine's threads must not outlive it.
-atexit.register(_C.join_executor)
+# While the interpreter still stands: a save under way ends, and the engine's threads with it.
+atexit.register(leave_at_exit)

@@ -14,7 +14,9 @@ goes through torch's own planners.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,16 +31,25 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from torch_ckpt.collector import no_gc
-from torch_ckpt.coordination import Ranks
+from torch_ckpt.coordination import Meeting, Ranks
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.generations import choose_prefix, remove_files
 from torch_ckpt.metadata import encode_metadata
 from torch_ckpt.reader import FileSystemReader, Row
+from torch_ckpt.snapshot import AsyncSave, Job, default_snapshot_bytes, make_room, start
+from torch_ckpt.sources import Sources
+from torch_ckpt.unchanged import Fingerprint
 from torch_ckpt.writer import DCP_VERSION, FileSystemWriter, as_value, resolve
 
 StateDict = dict[str, Any]
@@ -46,8 +57,8 @@ CheckpointId = str | os.PathLike[str]
 
 #: (name, dtype, size, requires_grad) of one plain tensor.
 _PlainRow = tuple[str, torch.dtype, torch.Size, bool]
-#: (file name, offset, length) of one stored item, in bytes.
-_Place = tuple[str, int, int]
+#: (file name, offset, length, payload CRC-32) of one stored item, in bytes.
+_Place = tuple[str, int, int, int]
 
 
 def save(
@@ -92,6 +103,108 @@ def save(
         )
         return metadata
     return _save(state_dict, writer, ranks)
+
+
+def async_save(
+    state_dict: StateDict,
+    checkpoint_id: CheckpointId | None = None,
+    *,
+    staging: str = "blocking",
+    storage_writer: FileSystemWriter | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    if_busy: str = "wait",
+    timeout: float = 300.0,
+    write_done: Callable[[], None] | None = None,
+    on_commit: Callable[[Metadata], None] | None = None,
+    warn_unchanged: bool = True,
+    trace: str | os.PathLike[str] | None = None,
+    **writer_options: Any,
+) -> AsyncSave:
+    """Saves a snapshot of a state dict while training goes on.
+
+    All ranks must call it in the same order; the call itself communicates with nobody.
+
+    Args:
+        state_dict: as for :func:`save`.
+        checkpoint_id: directory of the checkpoint.
+        staging: "blocking" returns once everything has been copied to host memory, and the sources
+            may change. "overlapped" returns at once; the sources must not change before ``staged``:
+            see :meth:`AsyncSave.guard`. A change that is noticed fails the save with
+            :class:`SourceChanged`, on all ranks.
+        storage_writer: a writer to use, in the place of one made for ``checkpoint_id``. Its
+            ``max_host_bytes`` bounds the snapshot's memory; below the state's size the save goes in
+            waves, and ``staged`` comes later. None: half of the free memory of the machine, shared
+            by its ranks.
+        process_group: the ranks that save together; the default group if None. Only its members
+            are looked up; it is never communicated over.
+        no_dist: save from this process alone.
+        if_busy: "wait" waits for this process's save under way; "raise" raises CheckpointError.
+        timeout: seconds after which a rank that shows no sign of life fails the save on all others.
+        write_done: called on each rank, in the save's thread, when its files are durable. What it
+            raises fails the save.
+        on_commit: called on the coordinator, in the save's thread, after the commit.
+        warn_unchanged: warn where weights or optimizer states are those of the last save although
+            a step counter has moved.
+        trace: a file for a trace of the save, for chrome://tracing or Perfetto; with several ranks
+            ``-rank{n}`` is added to its name.
+        writer_options: passed to :class:`FileSystemWriter`; ``background`` among them sets
+            threads, priorities and bandwidth.
+
+    Returns:
+        The handle. Keep it: one that is dropped before the save has ended warns.
+
+    Raises:
+        CheckpointException: that of an earlier background save which nobody has seen.
+        CheckpointError: ``if_busy="raise"`` and a save is under way.
+        ValueError: contradicting options.
+    """
+    begun = time.perf_counter()
+    if staging not in ("blocking", "overlapped"):
+        raise ValueError(f'staging must be "blocking" or "overlapped", got {staging!r}')
+    if if_busy not in ("wait", "raise"):
+        raise ValueError(f'if_busy must be "wait" or "raise", got {if_busy!r}')
+    writer = _made(FileSystemWriter, storage_writer, checkpoint_id, writer_options)
+    if not writer.engine_can_write():
+        raise ValueError(
+            "async_save writes local files without _extensions; use dcp.async_save with this writer"
+        )
+    if writer.max_host_bytes is None:
+        writer.max_host_bytes = default_snapshot_bytes()
+    make_room(if_busy)
+    ranks = Meeting.of(process_group, no_dist).ranks(timeout)
+    failure: BaseException | None = None
+    try:
+        with no_gc():
+            values = {key: _value_of(value) for key, value in state_dict.items()}
+            sources = Sources(values)
+            del values
+    except BaseException as error:
+        # The other ranks are told, or they would wait for this one.
+        failure, sources = error, Sources({})
+    job = Job(
+        sources,
+        ranks,
+        str(writer.path),
+        background=writer.background,
+        blocking=staging == "blocking",
+        begun=begun,
+        trace=trace,
+        write_done=write_done,
+        on_commit=on_commit,
+        warn_unchanged=warn_unchanged,
+        failure=failure,
+    )
+    handle = start(job, lambda job: _save(job.sources.values, writer, ranks, job))
+    if failure is not None:
+        # Told here, and not a second time.
+        job.wait_quietly()
+        job.reported = True
+        raise failure
+    if staging == "blocking":
+        job.wait_until_staged()
+    job.metrics.blocked_s = time.perf_counter() - begun
+    return handle
 
 
 def load(
@@ -172,7 +285,10 @@ class _GlobalPlan:
     paths: dict[str, Any] = field(default_factory=dict)
 
 
-def _save(state_dict: StateDict, writer: FileSystemWriter, ranks: Ranks) -> Metadata:
+def _save(
+    state_dict: StateDict, writer: FileSystemWriter, ranks: Ranks, job: Job | None = None
+) -> Metadata:
+    """Saves; in the background, where there is a job."""
     whole = DefaultSavePlanner()
     rest_planner = DefaultSavePlanner(flatten_state_dict=False)
     plain: dict[str, torch.Tensor] = {}
@@ -180,7 +296,11 @@ def _save(state_dict: StateDict, writer: FileSystemWriter, ranks: Ranks) -> Meta
 
     @no_gc()
     def plan_locally() -> _LocalPlan:
-        values = {key: _value_of(value) for key, value in state_dict.items()}
+        if job is not None:
+            job.raise_failure()
+        values = state_dict
+        if job is None:
+            values = {key: _value_of(value) for key, value in state_dict.items()}
         whole.set_up_planner(values, writer.storage_meta(), ranks.is_coordinator)
         rest = {}
         for name, value in whole.state_dict.items():
@@ -211,29 +331,43 @@ def _save(state_dict: StateDict, writer: FileSystemWriter, ranks: Ranks) -> Meta
 
     task: _Task = ranks.reduce_scatter("plan", plan_locally, plan_globally)
 
+    def forget() -> None:
+        plain.clear()
+        whole.state_dict = {}
+        rest_planner.state_dict = {}
+
     def write() -> list[_Place]:
-        with no_gc():
-            rows = list(plain.items())
-            names = [rows[i][0] for i in task.plain]
-            values = [as_value(rows[i][1]) for i in task.plain]
+        with no_gc(), job.device_streams() if job is not None else nullcontext():
+            own = list(plain)
+            names = [own[i] for i in task.plain]
+            values = [as_value(plain[name]) for name in names]
             for item in rest_planner.finish_plan(task.rest).items:
                 names.append(item.index.fqn)
                 values.append(resolve(rest_planner, item))
         prefix = choose_prefix(str(writer.path), f"__{ranks.rank}_")
-        written = writer.write_values(prefix, names, values)
-        return [(file, offset, length) for file, offset, length, _crc in written]
+        if job is not None:
+            job.planned()
+            job.forget_with(forget)
+        if job is None:
+            return writer.write_values(prefix, names, values)
+        with ranks.alive(job.bytes_moved):
+            places = writer.write_values(prefix, names, values, job)
+            job.written()
+        return places
 
     def commit(places: list[list[_Place]]) -> Metadata:
         with no_gc():
             metadata = _build_metadata(agreed, places)
             metadata.version = DCP_VERSION
             metadata.storage_meta = writer.storage_meta()
-        files = {file for of_rank in places for file, _offset, _length in of_rank}
+        files = {place[0] for of_rank in places for place in of_rank}
         writer.commit(encode_metadata(metadata), files)
+        if job is not None:
+            job.committed_items(_fingerprints(agreed, places), agreed.paths)
         return metadata
 
     def undo(places: list[_Place]) -> None:
-        remove_files(str(writer.path), {file for file, _offset, _length in places})
+        remove_files(str(writer.path), {place[0] for place in places})
 
     return ranks.all_reduce("write", write, commit, undo)
 
@@ -305,14 +439,31 @@ def _build_metadata(agreed: _GlobalPlan, places: list[list[_Place]]) -> Metadata
                 zeros = torch.Size([0] * len(size))
                 chunk = chunks[size] = ChunkStorageMetadata(offsets=zeros, sizes=size)
             stored[name] = TensorStorageMetadata(properties[key], chunk.sizes, [chunk])
-            storage[MetadataIndex(name, chunk.offsets)] = _StorageInfo(*place)
+            storage[MetadataIndex(name, chunk.offsets)] = _StorageInfo(*place[:3])
         for item, place in zip(rest.items, of_rank[len(rows) :], strict=True):
-            storage[item.index] = _StorageInfo(*place)
+            storage[item.index] = _StorageInfo(*place[:3])
     # The order of the flattened state dict, as stock torch has it.
     metadata.state_dict_metadata = {n: stored[n] for n in agreed.paths if n in stored}
     metadata.planner_data = agreed.paths
     metadata.storage_data = storage
     return metadata
+
+
+def _fingerprints(agreed: _GlobalPlan, places: list[list[_Place]]) -> dict[str, Fingerprint]:
+    """What the detector of unchanged states needs, from what was written anyway."""
+    parts: dict[str, list[tuple[Any, int]]] = {}
+    scalars: set[str] = set()
+    for rows, rest, of_rank in zip(agreed.owned, agreed.rest, places, strict=True):
+        for (name, _dtype, size, _grad), place in zip(rows, of_rank, strict=False):
+            parts[name] = [((), place[3])]
+            if size.numel() <= 1:
+                scalars.add(name)
+        for item, place in zip(rest.items, of_rank[len(rows) :], strict=True):
+            offset = item.index.offset
+            parts.setdefault(item.index.fqn, []).append((tuple(offset or ()), place[3]))
+            if item.type == WriteItemType.BYTE_IO:
+                scalars.add(item.index.fqn)
+    return {name: Fingerprint(tuple(sorted(p)), name in scalars) for name, p in parts.items()}
 
 
 # --- loading -------------------------------------------------------------------------------------

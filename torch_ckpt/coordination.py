@@ -2,23 +2,58 @@
 
 Each step runs on every rank; its outcomes, errors included, are exchanged before anybody goes on,
 so that a failure anywhere raises the same ``CheckpointException`` everywhere and no rank waits for
-one that has given up.
+one that has given up. Values move by the collectives of the process group or, off the training's
+thread, as keys of its store:
+
+1. Every rank posts its value as ``{step}/from/{rank}``; the coordinator waits for all of them.
+2. It sets ``{step}/verdict`` where there is none yet. Only then may it combine, which may commit.
+3. It posts its answer as ``{step}/to/{rank}`` or ``{step}/to/all``; the others wait for it.
+4. Who is waited for and gives no sign of life is given up, and the step fails. A silent coordinator
+   is given up by who has waited longest, who sets the verdict and answers in its place. Should the
+   coordinator come back, it finds the verdict and does not commit.
+5. ``alive/{rank}`` is a sign of life when its value is another than at the last look.
+6. Who reads a key removes it. What several read is removed by the coordinator once ``bye/{rank}``
+   says of each that it has read all it will.
 """
 
 from __future__ import annotations
 
+import itertools
 import pickle
+import queue
+import threading
+import time
 import traceback
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any, ClassVar, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.checkpoint.api import CheckpointException
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 _Failure = tuple[BaseException, traceback.StackSummary]
+
+#: A rank that is silent for longer is given up.
+TIMEOUT_SECONDS = 300.0
+
+# By this factor the others wait longer for the coordinator than it waits for them; or they would
+# give it up while it gives up somebody else.
+_LONGER = 1.25
+
+# Signs of life are given and looked for this often, or ten times in a short timeout.
+_PULSE_SECONDS = 5.0
+
+# TCPStore closes the connection over a value of more than 8 MiB.
+_PIECE_BYTES = 4 << 20
+
+_DECIDED = b"the coordinator goes on"
 
 
 class Ranks:
@@ -27,13 +62,22 @@ class Ranks:
     Args:
         process_group: None for the default group.
         no_dist: this process alone, whatever is initialised.
+        over: what moves the values, in the place of the process group; see :class:`Meeting`.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None, no_dist: bool) -> None:
-        self.distributed = not no_dist and dist.is_available() and dist.is_initialized()
-        self.group = process_group
-        self.rank: int = dist.get_rank(process_group) if self.distributed else 0
-        self.size: int = dist.get_world_size(process_group) if self.distributed else 1
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None,
+        no_dist: bool,
+        *,
+        over: _Alone | None = None,
+    ) -> None:
+        if over is None:
+            over = _OverGroup(process_group) if _is_distributed(no_dist) else _Alone()
+        self._over = over
+        self.distributed = over.distributed
+        self.rank = over.rank
+        self.size = over.size
         self.is_coordinator = self.rank == 0
 
     def reduce_scatter(
@@ -41,14 +85,9 @@ class Ranks:
     ) -> R:
         """Runs ``local`` everywhere, ``combine`` on the coordinator; each rank gets its part."""
         outcome = _attempt(local)
-        combined = self._combined(self._gather(outcome), combine)
-        if not self.distributed:
-            received = combined if isinstance(combined, _Failures) else combined[0]
-        else:
-            parts = [combined] * self.size if isinstance(combined, _Failures) else combined
-            box: list[Any] = [None]
-            dist.scatter_object_list(box, parts, src=self._coordinator(), group=self.group)
-            received = box[0]
+        combined = self._combined(self._over.gather(step, outcome), combine)
+        parts = [combined] * self.size if isinstance(combined, _Failures) else combined
+        received = self._over.scatter(parts)
         if isinstance(received, _Failures):
             raise CheckpointException(step, received.by_rank)
         return cast(R, received)
@@ -63,14 +102,10 @@ class Ranks:
         """Runs ``local`` everywhere, ``combine`` on the coordinator; each rank gets the result.
 
         Where ``local`` failed on a rank, ``undo`` is run on those where it did not; never after
-        ``combine`` has begun.
+        ``combine`` has begun, nor where this rank cannot know whether it has.
         """
         outcome = _attempt(local)
-        received = self._combined(self._gather(outcome), combine)
-        if self.distributed:
-            box = [received]
-            dist.broadcast_object_list(box, src=self._coordinator(), group=self.group)
-            received = box[0]
+        received = self._over.broadcast(self._combined(self._over.gather(step, outcome), combine))
         if isinstance(received, _Failures):
             if not received.combining and not _failed(outcome):
                 undo(outcome)
@@ -80,25 +115,33 @@ class Ranks:
     def all_succeed(self, step: str, local: Callable[[], T]) -> T:
         """Runs ``local`` everywhere; raises everywhere where it failed anywhere."""
         outcome = _attempt(local)
-        outcomes = [outcome]
-        if self.distributed:
-            verdict = outcome if _failed(outcome) else None
-            outcomes = [None] * self.size
-            dist.all_gather_object(outcomes, verdict, group=self.group)
-        failures = _failures_of(outcomes)
+        received = self._over.all_gather(step, outcome if _failed(outcome) else None)
+        failures = received.by_rank if isinstance(received, _Failures) else _failures_of(received)
         if failures:
             raise CheckpointException(step, failures)
         return cast(T, outcome)
 
-    # --- private ---------------------------------------------------------------------------------
+    def alive(self, counter: Callable[[], int]) -> AbstractContextManager[None]:
+        """While it is open the others wait for this rank for as long as ``counter`` changes.
 
-    def _gather(self, value: Any) -> list[Any] | None:
-        """Every rank's value on the coordinator, None elsewhere."""
-        if not self.distributed:
-            return [value]
-        gathered: list[Any] | None = [None] * self.size if self.is_coordinator else None
-        dist.gather_object(value, gathered, dst=self._coordinator(), group=self.group)
-        return gathered
+        For what may take longer than the timeout, in ``local`` and in ``combine``. ``counter`` is
+        called every few seconds, by another thread: the number of bytes written, for example.
+        """
+        return self._over.alive(counter)
+
+    def close(self, timeout: float = 60.0) -> None:
+        """Ends the use of the store, after the last step, whether that succeeded or not.
+
+        Every rank calls it. The coordinator waits until the others have read the last answer, so
+        that the process that hosts the store may end, and removes the keys. Raises nothing: the
+        outcome is known by then.
+
+        Args:
+            timeout: seconds that the coordinator waits; where it is too short, keys stay.
+        """
+        self._over.close(timeout)
+
+    # --- private ---------------------------------------------------------------------------------
 
     def _combined(self, gathered: list[Any] | None, combine: Callable[[list[Any]], Any]) -> Any:
         """On the coordinator what ``combine`` makes of the ranks' values, or who failed."""
@@ -112,8 +155,405 @@ class Ranks:
             return _Failures({0: combined}, combining=True)
         return combined
 
+
+class Meeting:
+    """Where the ranks of a process group meet without using it: for saves in the background.
+
+    Args:
+        store: shared by the ranks; None for a process alone.
+        rank: of this process in the group.
+        size: of the group.
+        name: the keys are below it; no other group that uses the store may have it.
+    """
+
+    _made: ClassVar[WeakKeyDictionary[dist.ProcessGroup, Meeting]] = WeakKeyDictionary()
+    _names: ClassVar[Counter[str]] = Counter()
+
+    def __init__(self, store: Store | None, rank: int, size: int, name: str) -> None:
+        self.distributed = store is not None
+        self.rank = rank
+        self.size = size
+        self._name = name
+        # A server lives as long as the store that started it, destroy_process_group() or not.
+        self._store = store
+        self._connection: Store | None = None
+        self._lock = threading.Lock()
+        self._saves = itertools.count()
+
+    @classmethod
+    def of(cls, process_group: dist.ProcessGroup | None, no_dist: bool) -> Meeting:
+        """That of a process group, None for the default group; made when first asked for.
+
+        Every rank of the group must ask for it, but none waits for another.
+
+        Raises:
+            ValueError: this process is not in the group.
+        """
+        if not _is_distributed(no_dist):
+            return cls(None, 0, 1, "")
+        c10d = dist.distributed_c10d
+        group = c10d._get_default_group() if process_group is None else process_group
+        if dist.get_rank(group) < 0:
+            raise ValueError("this process is not in the process group that is to save")
+        # No longer than the group: the next group that uses the port must find a new server.
+        meeting = cls._made.get(group)
+        if meeting is None:
+            members = dist.get_process_group_ranks(group)
+            name = f"{group.group_name}-{zlib.crc32(repr(members).encode()):08x}"
+            # A group that takes the place of a destroyed one may have its name and its store.
+            cls._names[name] += 1
+            name = f"{name}-{cls._names[name]}"
+            meeting = cls(c10d._get_default_store(), dist.get_rank(group), len(members), name)
+            cls._made[group] = meeting
+        return meeting
+
+    def ranks(self, timeout: float = TIMEOUT_SECONDS) -> Ranks:
+        """The ranks of one save, for one thread. Every rank makes them, in the order of the saves.
+
+        Args:
+            timeout: in seconds; a rank that the others wait for and that gives no sign of life for
+                so long is given up: the step raises ``CheckpointException`` with a
+                ``TimeoutError`` for it, on all ranks. Where the store does not answer it raises
+                one with a ``ConnectionError`` for the rank itself, and undoes nothing.
+        """
+        if not self.distributed:
+            return Ranks(None, no_dist=True)
+        prefix = f"torch_ckpt/{self._name}/{next(self._saves)}"
+        return Ranks(None, no_dist=False, over=_OverStore(self, prefix, timeout))
+
+    def connection(self) -> Store:
+        """The store, over a connection that nobody else uses; made when first asked for.
+
+        The training may wait on its own one for minutes, and keeps others off it. To connect may
+        take seconds, where names are slow to resolve.
+        """
+        with self._lock:
+            assert self._store is not None
+            if self._connection is None:
+                try:
+                    self._connection = self._store.clone()
+                except (AttributeError, RuntimeError):
+                    self._connection = self._store
+            return self._connection
+
+
+# --- what moves values ---------------------------------------------------------------------------
+
+
+class _Alone:
+    """Moves values between ranks; here, where there is one. Each step begins with a gather."""
+
+    distributed = False
+    rank = 0
+    size = 1
+
+    def gather(self, step: str, value: Any) -> list[Any] | None:
+        """Every rank's value, or why there is none, on the coordinator; None elsewhere."""
+        return [value]
+
+    def scatter(self, parts: list[Any] | None) -> Any:
+        """To each rank its part of what the coordinator has."""
+        return parts[0] if parts is not None else None
+
+    def broadcast(self, value: Any) -> Any:
+        """To each rank what the coordinator has."""
+        return value
+
+    def all_gather(self, step: str, value: Any) -> Any:
+        """Every rank's value everywhere, or why there is none."""
+        return self.broadcast(self.gather(step, value))
+
+    def alive(self, counter: Callable[[], int]) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def close(self, timeout: float) -> None:
+        pass
+
+
+class _OverGroup(_Alone):
+    """By the collectives of a process group, which has its own timeout."""
+
+    distributed = True
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+
+    def gather(self, step: str, value: Any) -> list[Any] | None:
+        gathered: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(value, gathered, dst=self._coordinator(), group=self._group)
+        return gathered
+
+    def scatter(self, parts: list[Any] | None) -> Any:
+        box: list[Any] = [None]
+        dist.scatter_object_list(box, parts, src=self._coordinator(), group=self._group)
+        return box[0]
+
+    def broadcast(self, value: Any) -> Any:
+        box = [value]
+        dist.broadcast_object_list(box, src=self._coordinator(), group=self._group)
+        return box[0]
+
+    def all_gather(self, step: str, value: Any) -> Any:
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, value, group=self._group)
+        return gathered
+
     def _coordinator(self) -> int:
-        return dist.get_global_rank(self.group, 0) if self.group is not None else 0
+        return dist.get_global_rank(self._group, 0) if self._group is not None else 0
+
+
+class _OverStore(_Alone):
+    """Through the keys of a store, as the head of this file says. For one thread.
+
+    Whatever uses the store raises CheckpointException where it is lost.
+    """
+
+    distributed = True
+
+    def __init__(self, meeting: Meeting, prefix: str, timeout: float) -> None:
+        self.rank = meeting.rank
+        self.size = meeting.size
+        self._meeting = meeting  # and with it the server
+        self._prefix = prefix
+        self._store: Any = None  # until it is needed; typed for str values, but it takes bytes
+        self._timeout = timeout
+        self._limit = _LONGER * timeout
+        self._pulse = min(timeout / 10, _PULSE_SECONDS)
+        self._steps = 0
+        self._step = ""
+        self._given_up = False  # this rank, the coordinator, by another one that has answered
+        self._absent: list[int] = []  # ranks that come late, if at all
+        self._verdicts: list[str] = []
+        self._answers: list[str] = []
+
+    def gather(self, step: str, value: Any) -> list[Any] | None:
+        self._step = step
+        self._steps += 1
+        self._ask(self._connect)
+        if self.rank != 0:
+            data = _attempt(pickle.dumps, value)
+            data = pickle.dumps(data) if _failed(data) else data
+            self._ask(self._set, self._key("from", self.rank), data)
+            return None
+        keys = {rank: self._key("from", rank) for rank in range(1, self.size)}
+        silent = self._await(keys, self._timeout)
+        self._verdicts.append(self._key("verdict"))
+        verdict = self._ask(self._store.compare_set, self._key("verdict"), "", _DECIDED)
+        self._given_up = verdict != _DECIDED
+        if self._given_up:
+            failures = pickle.loads(verdict).by_rank
+        else:
+            failures = _silence(step, silent, self._timeout)
+        gathered = [value] + [None] * (self.size - 1)
+        for rank, data in self._ask(self._take_all, keys).items():
+            gathered[rank] = _attempt(pickle.loads, data)
+        for rank, failure in failures.items():
+            gathered[rank] = failure
+        return gathered
+
+    def scatter(self, parts: list[Any] | None) -> Any:
+        if parts is None:
+            return self._receive(self._key("to", self.rank))
+        keys = [self._key("to", rank) for rank in range(1, self.size)]
+        return self._answer(keys, parts[1:]) or parts[0]
+
+    def broadcast(self, value: Any) -> Any:
+        key = self._key("to", "all")
+        if self.rank != 0:
+            return self._receive(key)
+        self._answers.append(key)
+        return self._answer([key], [value]) or value
+
+    @contextmanager
+    def alive(self, counter: Callable[[], int]) -> Iterator[None]:
+        begun, done = time.monotonic(), threading.Event()
+
+        def beat() -> None:
+            last = None
+            while not done.wait(self._pulse):
+                value = counter()
+                if value != last:
+                    with suppress(RuntimeError):  # that the store is lost the next step will say
+                        self._connect()
+                        self._store.set(f"alive/{self.rank}", f"{begun}/{value}")
+                last = value
+
+        thread = threading.Thread(target=beat, name="torch_ckpt alive", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join(self._pulse)  # and no longer: a store that is stopped does not answer
+
+    def close(self, timeout: float) -> None:
+        self._limit = min(self._limit, timeout)
+        others = [rank for rank in range(1, self.size) if rank not in self._absent]
+        with suppress(CheckpointException):
+            self._ask(self._connect)
+            if self.rank != 0:
+                self._ask(self._store.set, f"bye/{self.rank}", "bye")
+            elif not self._await({rank: f"bye/{rank}" for rank in others}, timeout):
+                self._ask(self._tidy, [0, *others])
+
+    # --- private ---------------------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        if self._store is None:
+            self._store = PrefixStore(self._prefix, self._meeting.connection())
+
+    def _key(self, kind: str, rank: int | str = "") -> str:
+        return f"{self._steps}.{self._step}/{kind}/{rank}"
+
+    def _await(self, keys: dict[int, str], patience: float) -> list[int]:
+        """Waits for a key of each rank; returns the ranks that were silent for too long.
+
+        By asking now and then: the store's own wait prints two warnings when its time is up, and
+        keeps other threads off the connection.
+        """
+        begun = looked = time.monotonic()
+        heard = dict.fromkeys(keys, begun)
+        signs = dict.fromkeys(keys, b"")
+        pulse = min(self._pulse, patience / 10)
+        while not self._ask(self._store.check, [keys[rank] for rank in signs]):
+            now = time.monotonic()
+            if now >= looked + pulse:
+                looked, before = now, signs
+                signs = self._ask(self._signs, {rank: keys[rank] for rank in before})
+                heard = {r: heard[r] if signs[r] == before[r] else now for r in signs}
+                if any(now - then >= patience for then in heard.values()):
+                    # With those that fell silent a little later.
+                    return [rank for rank, then in heard.items() if now - then >= patience / 2]
+            time.sleep(min(1.0, pulse, max(0.001, (now - begun) / 10)))
+        return []
+
+    def _signs(self, keys: dict[int, str]) -> dict[int, bytes]:
+        """The last sign of life of each rank whose key is not there."""
+        if self.rank == 0:
+            # The others are to wait for it for as long as it waits for one of them.
+            self._store.set("alive/0", str(time.monotonic()))
+        signs = {}
+        for rank, key in keys.items():
+            if not self._store.check([key]):
+                sign = f"alive/{rank}"
+                signs[rank] = self._store.get(sign) if self._store.check([sign]) else b""
+        return signs
+
+    def _answer(self, keys: list[str], values: list[Any]) -> _Failures | None:
+        """Posts the coordinator's answers; returns what it answered instead, if it had to."""
+        if self._given_up:
+            return None
+        data = _attempt(lambda: [pickle.dumps(value) for value in values])
+        if _failed(data):
+            failures = _Failures({0: data}, combining=True)
+            self._answer(keys, [failures] * len(keys))
+            return failures
+        for key, value in zip(keys, data, strict=True):
+            self._ask(self._set, key, value)
+        return None
+
+    def _receive(self, key: str) -> Any:
+        """The coordinator's answer under a key, or that of the rank that gave it up."""
+        if self._await({0: key}, self._limit):
+            return self._ask(self._give_up, key)
+        received = pickle.loads(self._ask(self._get, key))
+        self._ask(self._clear, key, isinstance(received, _Failures))
+        return received
+
+    def _clear(self, answer: str, failed: bool) -> None:
+        if answer != self._key("to", "all"):
+            self._delete(answer)
+        if failed and self._store.get(self._key("verdict")) == _DECIDED:
+            # What came late nobody reads.
+            self._delete(self._key("from", self.rank))
+
+    def _give_up(self, answer: str) -> _Failures:
+        """Decides in the place of a silent coordinator, unless somebody has decided."""
+        others = range(1, self.size)
+        silent = [r for r in others if not self._store.check([self._key("from", r)])]
+        failures = _silence(self._step, [0, *silent], self._limit)
+        mine = pickle.dumps(_Failures(failures, combining=False))
+        verdict = self._store.compare_set(self._key("verdict"), "", mine)
+        if verdict == _DECIDED:
+            error = TimeoutError(
+                f"rank 0, the coordinator, decided on '{self._step}' and then gave no sign of life "
+                f"for {self._limit:g} s: look whether its process still runs and, as it may have "
+                "committed, whether the checkpoint is there"
+            )
+            return _Failures({0: (error, traceback.StackSummary())}, combining=True)
+        if verdict == mine and answer == self._key("to", "all"):
+            self._set(answer, mine)
+        elif verdict == mine:
+            for rank in others:
+                if rank != self.rank:
+                    self._set(self._key("to", rank), mine)
+        return cast(_Failures, pickle.loads(verdict))
+
+    def _set(self, key: str, data: bytes) -> None:
+        starts = range(0, len(data), _PIECE_BYTES)
+        for number, start in enumerate(starts):
+            self._store.set(f"{key}/{number}", data[start : start + _PIECE_BYTES])
+        # Last, because it is what is waited for.
+        self._store.set(key, str(len(starts)))
+
+    def _get(self, key: str) -> bytes:
+        pieces = range(int(self._store.get(key)))
+        return b"".join(self._store.get(f"{key}/{number}") for number in pieces)
+
+    def _delete(self, key: str) -> None:
+        if self._store.check([key]):
+            for number in range(int(self._store.get(key))):
+                self._store.delete_key(f"{key}/{number}")
+            self._store.delete_key(key)
+
+    def _take_all(self, keys: dict[int, str]) -> dict[int, bytes]:
+        """What the ranks have posted, of which nothing stays."""
+        taken = {r: self._get(key) for r, key in keys.items() if self._store.check([key])}
+        for rank in taken:
+            self._delete(keys[rank])
+        self._absent = [rank for rank in keys if rank not in taken]
+        return taken
+
+    def _tidy(self, ranks: list[int]) -> None:
+        for rank in ranks:
+            self._store.delete_key(f"alive/{rank}")
+            self._store.delete_key(f"bye/{rank}")
+        # A rank that was given up and comes after all reads there that it was.
+        if not self._absent:
+            for key in self._verdicts:
+                self._store.delete_key(key)
+            for key in self._answers:
+                self._delete(key)
+
+    def _ask(self, work: Callable[..., T], *args: Any) -> T:
+        """What ``work`` gets from the store; by a thread that may be left behind, for TCPStore has
+        no timeout where its server is stopped."""
+        answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        thread = threading.Thread(target=lambda: answer.put(_attempt(work, *args)), daemon=True)
+        thread.start()
+        try:
+            outcome = answer.get(timeout=self._limit)
+        except queue.Empty:
+            outcome = TimeoutError(f"no answer for {self._limit:g} s"), traceback.StackSummary()
+        if not _failed(outcome):
+            return cast(T, outcome)
+        cause, stack = outcome
+        error = ConnectionError(
+            f"rank {self.rank} lost the process group's store in '{self._step}' "
+            f"({str(cause).splitlines()[0]}): look whether the process that hosts it, rank 0 or "
+            "torchrun's agent, still runs and, as rank 0 may have committed, whether the "
+            "checkpoint is there"
+        )
+        raise CheckpointException(self._step, {self.rank: (error, stack)})
+
+
+def _is_distributed(no_dist: bool) -> bool:
+    return not no_dist and dist.is_available() and dist.is_initialized()
+
+
+# --- outcomes ------------------------------------------------------------------------------------
 
 
 class _Failures:
@@ -122,9 +562,18 @@ class _Failures:
         self.combining = combining
 
 
-def _attempt(function: Callable[[], Any]) -> Any:
+def _silence(step: str, ranks: list[int], seconds: float) -> dict[int, _Failure]:
+    who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    error = TimeoutError(
+        f"{who} gave no sign of life for {seconds:g} s in '{step}': look whether the process still "
+        "runs and what it waits for, or allow more time"
+    )
+    return {rank: (error, traceback.StackSummary()) for rank in ranks}
+
+
+def _attempt(function: Callable[..., Any], *args: Any) -> Any:
     try:
-        return function()
+        return function(*args)
     except BaseException as error:
         # Without the code objects that Python 3.13 keeps in it and that do not pickle.
         stack = [(f.filename, f.lineno or 0, f.name, f.line) for f in _frames(error)]

@@ -37,3 +37,7 @@ class Corrupt(CheckpointError):
 
 class Unsafe(CheckpointError):
     """Loading it would run code or leave the checkpoint's directory."""
+
+
+class SourceChanged(CheckpointError):
+    """A tensor was written to before a background save had copied it."""

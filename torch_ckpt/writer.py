@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch.distributed.checkpoint import filesystem
@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from torch_ckpt import _C
+from torch_ckpt.background import Background, EngineOptions
 from torch_ckpt.collector import RelaxedGc, no_gc
 from torch_ckpt.errors import CheckpointError, NotCommitted
 from torch_ckpt.generations import (
@@ -40,12 +41,16 @@ from torch_ckpt.generations import (
 from torch_ckpt.hooks import keeps_methods
 from torch_ckpt.metadata import encode_metadata
 from torch_ckpt.progress import Progress, ProgressOption, Reporter
+from torch_ckpt.sources import copy_of_state
 
 #: The version of DCP's metadata that stock writers state; older torch had no name for it.
 DCP_VERSION: str = getattr(filesystem, "CURRENT_DCP_VERSION", "1.0.0")
 
 #: Bytes of one staging chunk: large enough for the disk, small enough for the third-level cache.
 CHUNK_BYTES = 4 << 20
+
+
+_DEFAULT_BACKGROUND = Background()
 
 
 def default_thread_count() -> int:
@@ -73,6 +78,8 @@ class FileSystemWriter(StockWriter):
         max_host_bytes: most host memory in bytes for staging. None: three chunks of 4 MiB a file.
         direct_io: True, False, or "auto": where the file system offers it.
         progress: see :data:`torch_ckpt.progress.ProgressOption`.
+        background: how saves in the background behave: those of ``torch_ckpt.async_save``, and of
+            ``dcp.async_save`` with this writer, which is then its ``AsyncStager``, too.
 
     Raises (from ``dcp.save``, on every rank, inside a ``CheckpointException``):
         OSError: a system call failed; ``errno`` and ``filename`` say which and where. Nothing was
@@ -95,6 +102,7 @@ class FileSystemWriter(StockWriter):
         max_host_bytes: int | None = None,
         direct_io: bool | str = "auto",
         progress: ProgressOption = None,
+        background: Background = _DEFAULT_BACKGROUND,
         **kwargs: Any,
     ) -> None:
         if thread_count is None:
@@ -130,7 +138,9 @@ class FileSystemWriter(StockWriter):
         self.max_host_bytes = max_host_bytes
         self.direct_io = direct_io
         self.progress = progress
+        self.background = background
         self._planning = RelaxedGc(self)
+        self._is_staged = False
 
     # --- DCP's contract, in the order of a save -------------------------------------------------
 
@@ -186,6 +196,17 @@ class FileSystemWriter(StockWriter):
         # A str and not a Path: pickled paths do not load in every version of Python.
         return StorageMeta(checkpoint_id=str(self.checkpoint_id), save_id=self.save_id)
 
+    # --- DCP's AsyncStager, for dcp.async_save ---------------------------------------------------
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A copy of a state dict in memory that is kept from one save to the next.
+
+        Objects are deep-copied; tensors that are neither plain nor DTensors are cloned.
+        """
+        # From now on somebody trains beside our writing.
+        self._is_staged = True
+        return copy_of_state(state_dict)
+
     # --- shared with torch_ckpt.save -------------------------------------------------------------
 
     def engine_can_write(self) -> bool:
@@ -204,14 +225,20 @@ class FileSystemWriter(StockWriter):
         self.prepare_local_plan(SavePlan([]))
 
     def write_values(
-        self, prefix: str, names: list[str], values: list[Any]
+        self,
+        prefix: str,
+        names: list[str],
+        values: list[Any],
+        background: BackgroundWrite | None = None,
     ) -> list[tuple[str, int, int, int]]:
         """Writes tensors and bytes, fsynced, and waits for the end.
 
         Args:
             prefix: of the file names, ``__{rank}_``.
             names: fully qualified names, one for each value.
-            values: plain tensors (see ``_C.is_plain``) or bytes-like objects.
+            values: plain tensors (see ``_C.is_plain``) or bytes-like objects. With ``background``
+                the list is emptied as soon as they have been copied.
+            background: makes it a snapshot, and hears of it.
 
         Returns:
             For each value the file's name, offset and length in bytes there, and its CRC-32.
@@ -219,7 +246,8 @@ class FileSystemWriter(StockWriter):
         Raises:
             OSError: a system call failed. Every file of this call has been removed.
         """
-        _wait_for_devices(values)
+        if background is None:
+            _wait_for_devices(values)
         save = _C.start_save(
             str(self.path),
             prefix,
@@ -232,15 +260,21 @@ class FileSystemWriter(StockWriter):
             max_host_bytes=self.max_host_bytes or 0,
             direct_io=self.direct_io,
             sync=self.sync_files,
+            background=background.engine_options() if background else self._quiet_options(),
         )
         planned = save.progress()[0]
         try:
             title = f"save {Path(self.path).name}"
             with Reporter(self.progress, title, self.rank, planned) as shown:
-                # Waking up shows progress and lets Ctrl-C in.
-                while not save.wait(0.1):
-                    shown.update(_progress_of(save))
-                shown.update(_progress_of(save))
+                # Waking up shows progress and lets Ctrl-C in, which only reaches the main thread.
+                rest = 0.1 if shown.active or background is None else 5.0
+                if background is not None:
+                    background.started(save)
+                    _wait_for(save.wait_staged, rest, lambda: shown.update(_progress_of(save)))
+                    values.clear()
+                    save.release_sources()
+                    background.sources_copied()
+                _wait_for(save.wait, rest, lambda: shown.update(_progress_of(save)))
         except BaseException:
             # The error holds this frame and with it `save`, so dropping it would not end it.
             self._give_up(save)
@@ -270,6 +304,9 @@ class FileSystemWriter(StockWriter):
         sweep(directory, own_rank, files)
 
     # --- private ---------------------------------------------------------------------------------
+
+    def _quiet_options(self) -> EngineOptions | None:
+        return EngineOptions(self.background, snapshot=False) if self._is_staged else None
 
     def _give_up(self, save: _C.Save) -> None:
         """Ends a save and leaves none of its files."""
@@ -302,6 +339,19 @@ class FileSystemWriter(StockWriter):
         if self._is_local() and self.sync_files:
             _C.sync_directory(str(self.path))
         return future
+
+
+class BackgroundWrite(Protocol):
+    """What a background save adds to the writing of one rank; see snapshot.py."""
+
+    def engine_options(self) -> EngineOptions:
+        """For the engine."""
+
+    def started(self, save: _C.Save) -> None:
+        """The engine has begun."""
+
+    def sources_copied(self) -> None:
+        """No source is needed any more; raises where one was changed before."""
 
 
 def resolve(planner: SavePlanner, item: WriteItem, direct: bool = False) -> Any:
@@ -358,6 +408,12 @@ def _wait_for_devices(values: list[Any]) -> None:
     devices = {v.device for v in values if isinstance(v, torch.Tensor) and v.is_cuda}
     for device in devices:
         torch.cuda.current_stream(device).synchronize()
+
+
+def _wait_for(wait: Callable[[float], bool], rest: float, between: Callable[[], None]) -> None:
+    while not wait(rest):
+        between()
+    between()
 
 
 def _progress_of(save: _C.Save) -> Progress:

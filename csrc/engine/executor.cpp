@@ -1,6 +1,8 @@
 #include "engine/executor.h"
 
 #include <algorithm>
+#include <boost/asio/post.hpp>
+#include <latch>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -12,12 +14,30 @@
 namespace torch_ckpt::engine {
 namespace {
 
+using Pool = std::unique_ptr<boost::asio::thread_pool>;
+
 struct Holder {
   std::mutex mutex;
-  std::unique_ptr<boost::asio::thread_pool> pool;  // guarded by mutex
+  std::vector<std::pair<Threads, Pool>> pools;  // guarded by mutex
   // Pools without threads: the channels of sessions that outlive them still refer to them.
-  std::vector<std::unique_ptr<boost::asio::thread_pool>> joined;  // guarded by mutex
+  std::vector<Pool> joined;  // guarded by mutex
 };
+
+Pool make_pool(const Threads& threads) {
+  const std::size_t count = threads.count != 0 ? threads.count : executor_threads();
+  auto pool = std::make_unique<boost::asio::thread_pool>(count);
+  if (threads.priority != os::Priority{}) {
+    // The first task of each thread, since none gets past the latch before all are there.
+    auto all = std::make_shared<std::latch>(static_cast<std::ptrdiff_t>(count));
+    for (std::size_t i = 0; i < count; ++i) {
+      boost::asio::post(*pool, [all, priority = threads.priority] {
+        os::lower_priority(priority);
+        all->arrive_and_wait();
+      });
+    }
+  }
+  return pool;
+}
 
 }  // namespace
 
@@ -26,27 +46,31 @@ std::size_t executor_threads() {
   return std::clamp<std::size_t>(4 * cores, 16, 128);
 }
 
-boost::asio::thread_pool& executor() {
+boost::asio::thread_pool& executor(const Threads& threads) {
   Holder& holder = os::ForkLocal<Holder>::get();
   std::lock_guard lock(holder.mutex);
-  if (holder.pool == nullptr) {
-    holder.pool = std::make_unique<boost::asio::thread_pool>(executor_threads());
+  for (auto& [of, pool] : holder.pools) {
+    if (of == threads) return *pool;
   }
-  return *holder.pool;
+  holder.pools.emplace_back(threads, make_pool(threads));
+  return *holder.pools.back().second;
 }
 
 void join_executor() {
   Holder* holder = os::ForkLocal<Holder>::existing();
   if (holder == nullptr) return;
-  std::unique_ptr<boost::asio::thread_pool> pool;
+  std::vector<std::pair<Threads, Pool>> pools;
   {
     std::lock_guard lock(holder->mutex);
-    pool = std::move(holder->pool);
+    pools = std::move(holder->pools);
+    holder->pools.clear();
   }
-  if (pool == nullptr) return;
-  pool->join();
+  // Quiet threads wait for work of the default pool, never the other way round at a session's end.
+  std::stable_partition(pools.begin(), pools.end(),
+                        [](const auto& entry) { return entry.first != Threads{}; });
+  for (auto& [of, pool] : pools) pool->join();
   std::lock_guard lock(holder->mutex);
-  holder->joined.push_back(std::move(pool));
+  for (auto& [of, pool] : pools) holder->joined.push_back(std::move(pool));
 }
 
 }  // namespace torch_ckpt::engine

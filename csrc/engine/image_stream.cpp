@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "format/crc32.h"
 #include "staging/host_copy.h"
@@ -9,41 +10,56 @@
 namespace torch_ckpt::engine {
 namespace {
 
-// Copied and then checksummed while it is still in the second-level cache.
+// Copied and checksummed while it is still in the second-level cache.
 constexpr std::size_t kFusedBytes = std::size_t{256} << 10;
+
+bool on_device(const ImageItem& item) { return item.source.device != staging::Source::kHost; }
 
 }  // namespace
 
-ImageStream::ImageStream(const FileImage& image)
-    : image_(image), checksums_(image.items().size(), 0) {}
-
-Result<> ImageStream::copy_payload(const ImageItem& item, std::uint64_t offset,
-                                   std::span<std::byte> out) {
-  std::uint32_t& crc = checksums_[item_];
-  if (item.source.device != staging::Source::kHost) {
-    if (device_ == nullptr) {
-      const staging::DeviceSupport* support = staging::device_support();
-      if (support == nullptr) {
-        return format_error(Errc::invalid_argument,
-                            "a tensor lies on a device that this build does not support");
-      }
-      device_ = support->make_copier();
-    }
-    if (auto copied = device_->copy(item.source, offset, out); !copied) return copied;
-    crc = format::crc32(crc, out);
-    return {};
-  }
-  while (!out.empty()) {
-    const auto piece = out.first(std::min(out.size(), kFusedBytes));
-    staging::copy_from_host(item.source, offset, piece);
-    crc = format::crc32(crc, piece);
-    offset += piece.size();
-    out = out.subspan(piece.size());
-  }
-  return {};
+const std::vector<staging::DeviceMoment>& ImageStream::no_moments() {
+  static const std::vector<staging::DeviceMoment> none;
+  return none;
 }
 
-Result<> ImageStream::fill(std::span<std::byte> out) {
+ImageStream::ImageStream(const FileImage& image, bool snapshot,
+                         const std::vector<staging::DeviceMoment>& ready)
+    : image_(image), snapshot_(snapshot), ready_(ready), checksums_(image.items().size(), 0) {}
+
+void ImageStream::copy_and_checksum(const ImageItem& item, std::uint64_t offset,
+                                    std::span<std::byte> out) {
+  std::uint32_t& crc = checksums_[item_];
+  while (!out.empty()) {
+    const auto part = out.first(std::min(out.size(), kFusedBytes));
+    staging::copy_from_host(item.source, offset, part);
+    crc = format::crc32(crc, part);
+    offset += part.size();
+    out = out.subspan(part.size());
+  }
+}
+
+void ImageStream::copy_tail(std::size_t item, std::uint64_t position, std::span<std::byte> out) {
+  const ImageItem& of = image_.items()[item];
+  const std::string tail =
+      format::encode_tail(of.record->pickle, of.source.bytes, checksums_[item]);
+  std::memcpy(out.data(), tail.data() + position, out.size());
+}
+
+Result<> ImageStream::submit(std::span<const staging::DeviceRun> runs) {
+  if (copier_ == nullptr) {
+    const staging::DeviceSupport* support = staging::device_support();
+    if (support == nullptr) {
+      return format_error(Errc::invalid_argument,
+                          "a tensor lies on a device that this build does not support");
+    }
+    copier_ = support->make_copier(ready_);
+  }
+  return copier_->submit(runs);
+}
+
+Result<ImageStream::Piece> ImageStream::begin(std::span<std::byte> out) {
+  Piece piece;
+  std::vector<staging::DeviceRun> runs;
   while (!out.empty()) {
     if (item_ == image_.items().size()) {
       return format_error(Errc::internal, "a file image was asked for bytes past its end");
@@ -58,22 +74,58 @@ Result<> ImageStream::fill(std::span<std::byte> out) {
       std::memcpy(out.data(), record->head.data() + position_, count);
     } else if (position_ < payload_end) {
       count = std::min<std::size_t>(out.size(), payload_end - position_);
-      if (auto done = copy_payload(item, position_ - head, out.first(count)); !done) return done;
-    } else if (record != nullptr && position_ < item.bytes) {
-      if (tail_.empty()) {
-        tail_ = format::encode_tail(record->pickle, item.source.bytes, checksums_[item_]);
+      if (on_device(item)) {
+        runs.push_back({&item.source, position_ - head, out.first(count)});
+        piece.late_.push_back({item_, true, 0, out.first(count)});
+      } else if (snapshot_) {
+        staging::copy_past_caches(item.source, position_ - head, out.first(count));
+        piece.late_.push_back({item_, true, 0, out.first(count)});
+      } else {
+        copy_and_checksum(item, position_ - head, out.first(count));
       }
+    } else if (record != nullptr && position_ < item.bytes) {
       count = std::min<std::size_t>(out.size(), item.bytes - position_);
-      std::memcpy(out.data(), tail_.data() + (position_ - payload_end), count);
+      if (snapshot_ || on_device(item)) {
+        piece.late_.push_back({item_, false, position_ - payload_end, out.first(count)});
+      } else {
+        copy_tail(item_, position_ - payload_end, out.first(count));
+      }
     }
     position_ += count;
     out = out.subspan(count);
     if (position_ == item.bytes) {
       ++item_;
       position_ = 0;
-      tail_.clear();
     }
   }
+  if (!runs.empty()) {
+    if (auto submitted = submit(runs); !submitted) return submitted.error();
+    piece.submitted_ = true;
+  }
+  return piece;
+}
+
+Result<> ImageStream::arrive(Piece& piece) {
+  if (!piece.submitted_) return {};
+  piece.submitted_ = false;
+  return copier_->wait_oldest();
+}
+
+void ImageStream::complete(const Piece& piece) {
+  for (const Piece::Late& late : piece.late_) {
+    if (late.is_payload) {
+      checksums_[late.item] = format::crc32(checksums_[late.item], late.bytes);
+    } else {
+      copy_tail(late.item, late.position, late.bytes);
+    }
+  }
+}
+
+Result<> ImageStream::fill(std::span<std::byte> out) {
+  auto piece = begin(out);
+  if (!piece) return piece.error();
+  if (auto arrived = arrive(*piece); !arrived) return arrived;
+  complete(*piece);
   return {};
 }
 

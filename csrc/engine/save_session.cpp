@@ -3,15 +3,15 @@
 #include <algorithm>
 #include <boost/asio/co_spawn.hpp>
 #include <boost/asio/post.hpp>
+#include <boost/asio/steady_timer.hpp>
 #include <boost/asio/strand.hpp>
 #include <boost/asio/use_awaitable.hpp>
 #include <cstring>
+#include <deque>
 #include <exception>
 #include <utility>
 
 #include "checked_math.h"
-#include "engine/executor.h"
-#include "engine/image_stream.h"
 #include "os/directory.h"
 
 namespace torch_ckpt::engine {
@@ -37,6 +37,10 @@ Error from_exception(const std::exception_ptr& exception) {
   return error;
 }
 
+std::size_t chunk_count(const FileImage& image, std::size_t chunk_bytes) {
+  return (image.bytes() + chunk_bytes - 1) / chunk_bytes;
+}
+
 Error cancelled_error() { return format_error(Errc::cancelled, "the save was cancelled"); }
 
 }  // namespace
@@ -56,8 +60,16 @@ Result<std::shared_ptr<SaveSession>> SaveSession::start(std::string directory,
   options.chunk_bytes = static_cast<std::size_t>(
       std::min<std::uint64_t>(options.chunk_bytes, align_up(largest, os::kDirectAlignment)));
   // More a save cannot use: of each file one is filled while kDepth are written.
-  const std::size_t most_chunks = (kDepth + 1) * options.parallel_files;
-  if (options.max_host_bytes == 0) options.max_host_bytes = options.chunk_bytes * most_chunks;
+  std::size_t most_chunks = 0;
+  for (const FileJob& job : files) most_chunks += chunk_count(job.image, options.chunk_bytes);
+  if (!options.snapshot) most_chunks = std::min(most_chunks, (kDepth + 1) * options.parallel_files);
+  most_chunks = std::max<std::size_t>(most_chunks, 1);
+  if (options.max_host_bytes == 0) {
+    options.max_host_bytes = options.chunk_bytes * most_chunks;
+  } else {
+    // What an earlier save with a larger budget left must not come on top of this one's.
+    staging::ChunkPool::instance().trim(options.max_host_bytes);
+  }
   // A budget below one chunk gets one smaller chunk.
   options.chunk_bytes =
       std::min(options.chunk_bytes,
@@ -68,45 +80,179 @@ Result<std::shared_ptr<SaveSession>> SaveSession::start(std::string directory,
                             ", got " + std::to_string(given.max_host_bytes));
   }
   const std::size_t chunks = std::min(options.max_host_bytes / options.chunk_bytes, most_chunks);
-  // What an earlier save with a larger budget left must not come on top of this one's.
-  staging::ChunkPool::instance().trim(options.max_host_bytes);
+  options.keep_host_bytes = given.max_host_bytes;
   std::shared_ptr<SaveSession> session(
       new SaveSession(std::move(directory), std::move(files), options, chunks));
   session->spawn_runners();
   return session;
 }
 
+// Room for every message that the file may get, so that none can be refused.
+SaveSession::FileState::FileState(FileJob given, std::size_t at, const SaveOptions& options,
+                                  std::size_t messages)
+    : job(std::move(given)),
+      number(at),
+      stream(job.image, options.snapshot, options.ready),
+      filled(executor(options.writers), messages) {}
+
 SaveSession::SaveSession(std::string directory, std::vector<FileJob> files,
                          const SaveOptions& options, std::size_t chunks)
     : directory_(std::move(directory)),
       options_(options),
       chunks_(chunks),
-      free_slots_(executor(), chunks),
-      results_(files.size()) {
+      free_slots_(executor(options.stagers), chunks),
+      submitted_(files.size()),
+      staged_(files.size()),
+      results_(files.size()),
+      timing_(options.trace),
+      throttle_(options.max_bytes_per_second) {
   for (FileJob& job : files) {
     bytes_planned_ += job.image.bytes();
-    files_.push_back({std::move(job), false, {}});
+    const std::size_t messages = chunk_count(job.image, options.chunk_bytes) + 1;
+    files_.push_back(
+        std::make_unique<FileState>(std::move(job), files_.size(), options_, messages));
   }
   for (std::size_t slot = 0; slot < chunks; ++slot) {
-    free_slots_.try_send(boost::system::error_code(), slot);
+    chunks_[slot] = staging::ChunkPool::instance().take_kept(options.chunk_bytes);
+    if (chunks_[slot] != nullptr) {
+      release(slot);
+    } else {
+      empty_slots_.push_back(slot);
+    }
   }
 }
 
 void SaveSession::spawn_runners() {
-  running_ = files_.size();
-  const std::size_t runners = std::min(options_.parallel_files, files_.size());
-  for (std::size_t i = 0; i < runners; ++i) {
-    // The handler keeps the session alive until its last file has ended.
-    asio::co_spawn(asio::make_strand(executor()), run_files(),
-                   [self = shared_from_this()](const std::exception_ptr&) {});
+  to_stage_ = running_ = files_.size();
+  // The handlers keep the session alive until its last file has ended.
+  const auto keep = [self = shared_from_this()](const std::exception_ptr&) {};
+  const std::size_t at_once = std::min(options_.parallel_files, files_.size());
+  for (std::size_t i = 0; i < std::min(at_once, empty_slots_.size()); ++i) {
+    spawn_slot_filler(false);
+  }
+  for (std::size_t i = 0; i < at_once; ++i) {
+    asio::co_spawn(asio::make_strand(executor(options_.stagers)), stage_files(), keep);
+    asio::co_spawn(asio::make_strand(executor(options_.writers)), write_files(), keep);
   }
 }
 
-asio::awaitable<void> SaveSession::run_files() {
-  for (std::size_t number = next_file_++; number < files_.size(); number = next_file_++) {
+void SaveSession::release(std::size_t slot) {
+  free_slots_.try_send(boost::system::error_code(), slot);
+}
+
+// Beside the stagers, which take the first chunk that is free: making memory may be slower than the
+// disk is in giving some back. What staging did not wait for is made for the next save, quietly.
+void SaveSession::fill_slots(bool quiet) {
+  for (std::size_t n = next_empty_++; n < empty_slots_.size(); n = next_empty_++) {
+    // Also of a cancelled save, and then without memory: a stager may be waiting for just this one.
+    if (!cancelled_) {
+      auto taken = staging::ChunkPool::instance().take(options_.chunk_bytes);
+      if (!taken) fail(taken.error());
+      const std::lock_guard lock(mutex_);
+      // The budget is the next save's.
+      if (ended_) return;
+      if (taken) chunks_[empty_slots_[n]] = std::move(*taken);
+    }
+    release(empty_slots_[n]);
+    if (!quiet && to_stage_ == 0) return spawn_slot_filler(true);
+  }
+}
+
+void SaveSession::spawn_slot_filler(bool quiet) {
+  asio::post(executor(quiet ? options_.writers : options_.stagers),
+             [self = shared_from_this(), quiet] { self->fill_slots(quiet); });
+}
+
+// --- stagers -----------------------------------------------------------------------------------
+
+asio::awaitable<void> SaveSession::stage_files() {
+  for (std::size_t n = next_to_stage_++; n < files_.size(); n = next_to_stage_++) {
+    co_await stage_file(*files_[n]);
+    if (--to_stage_ == 0) timing_.staged_ns = timing_.now_ns();
+    staged_.send({});
+  }
+}
+
+// Never throws and never returns early: the file's writer waits for the last message.
+asio::awaitable<void> SaveSession::stage_file(FileState& state) {
+  const std::uint64_t bytes = state.job.image.bytes();
+  // Begun, and perhaps still on their way from a device.
+  std::deque<std::shared_ptr<Filled>> begun;
+  const auto pass_on_oldest = [&] {
+    pass_on(state, std::move(begun.front()));
+    begun.pop_front();
+  };
+  try {
+    for (std::uint64_t offset = 0; offset < bytes && !cancelled_;) {
+      std::optional<std::size_t> slot;
+      free_slots_.try_receive([&](auto, std::size_t free) { slot = free; });
+      if (!slot && !begun.empty()) {
+        pass_on_oldest();
+        continue;
+      }
+      if (!slot) slot = co_await free_slots_.async_receive(asio::use_awaitable);
+      auto filled = fill_chunk(state, *slot, offset);
+      if (filled == nullptr) {
+        release(*slot);
+        break;
+      }
+      offset += filled->fresh.size();
+      begun.push_back(std::move(filled));
+      if (state.job.image.device() == staging::Source::kHost) pass_on_oldest();
+    }
+  } catch (...) {
+    fail(from_exception(std::current_exception()));
+  }
+  submitted_.send({});
+  while (!begun.empty()) pass_on_oldest();
+  state.filled.try_send(boost::system::error_code(), std::make_shared<Filled>());
+}
+
+std::shared_ptr<SaveSession::Filled> SaveSession::fill_chunk(FileState& state, std::size_t slot,
+                                                             std::uint64_t offset) {
+  try {
+    if (cancelled_) return nullptr;
+    staging::Chunk& chunk = *chunks_[slot];
+    if (state.job.image.device() != staging::Source::kHost) {
+      if (auto pinned = chunk.pin(state.job.image.device()); !pinned) {
+        fail(pinned.error());
+        return nullptr;
+      }
+    }
+    const std::span<std::byte> memory = chunk.bytes();
+    const Timed timed(timing_, Activity::stage, state.number);
+    auto filled = std::make_shared<Filled>();
+    filled->slot = slot;
+    filled->offset = offset;
+    filled->fresh =
+        memory.first(std::min<std::uint64_t>(memory.size(), state.job.image.bytes() - offset));
+    auto piece = state.stream.begin(filled->fresh);
+    if (!piece) {
+      fail(piece.error());
+      return nullptr;
+    }
+    filled->piece = std::move(*piece);
+    return filled;
+  } catch (...) {
+    fail(from_exception(std::current_exception()));
+    return nullptr;
+  }
+}
+
+void SaveSession::pass_on(FileState& state, std::shared_ptr<Filled> filled) {
+  // Also of a cancelled save: until they have arrived the chunk belongs to the device.
+  if (auto arrived = state.stream.arrive(filled->piece); !arrived) fail(arrived.error());
+  bytes_staged_ += filled->fresh.size();
+  state.filled.try_send(boost::system::error_code(), std::move(filled));
+}
+
+// --- writers -----------------------------------------------------------------------------------
+
+asio::awaitable<void> SaveSession::write_files() {
+  for (std::size_t n = next_to_write_++; n < files_.size(); n = next_to_write_++) {
     Result<> status;
     try {
-      status = co_await write_file(files_[number]);
+      status = co_await write_file(*files_[n]);
     } catch (...) {
       status = from_exception(std::current_exception());
     }
@@ -114,77 +260,66 @@ asio::awaitable<void> SaveSession::run_files() {
   }
 }
 
-Result<std::span<std::byte>> SaveSession::chunk_memory(std::size_t slot, const FileImage& image) {
-  auto& chunk = chunks_[slot];
-  if (chunk == nullptr) {
-    auto taken = staging::ChunkPool::instance().take(options_.chunk_bytes);
-    if (!taken) return taken.error();
-    chunk = std::move(*taken);
-  }
-  if (image.device() != staging::Source::kHost) {
-    if (auto pinned = chunk->pin(image.device()); !pinned) return pinned.error();
-  }
-  return chunk->bytes();
+asio::awaitable<Result<>> SaveSession::write_file(FileState& state) {
+  Result<os::File> file = open_file(state);
+  if (!file) fail(file.error());
+  // Without a file too: what has been filled gives its slots back.
+  auto written = co_await write_chunks(state, file ? &*file : nullptr);
+  if (!file) co_return file.error();
+  if (!written) co_return written;
+  co_return finish_contents(state, std::move(*file));
 }
 
-Result<std::span<std::byte>> SaveSession::fill_chunk(std::size_t slot, ImageStream& stream,
-                                                     const FileImage& image, std::uint64_t offset) {
-  // An exception becomes a value here: unwinding pump() would take its frame from under the writes
-  // in flight, and the slot with it.
+Result<os::File> SaveSession::open_file(FileState& state) {
   try {
     if (cancelled_) return cancelled_error();
-    auto memory = chunk_memory(slot, image);
-    if (!memory) return memory;
-    const auto fresh =
-        memory->first(std::min<std::uint64_t>(memory->size(), image.bytes() - offset));
-    if (auto filled = stream.fill(fresh); !filled) return filled.error();
-    return fresh;
+    const std::uint64_t bytes = state.job.image.bytes();
+    const bool direct = options_.direct_io == DirectIo::on ||
+                        (options_.direct_io == DirectIo::automatic && bytes >= kDirectMinBytes);
+    auto file =
+        os::File::create(state.job.path, direct ? os::IoMode::direct : os::IoMode::buffered);
+    if (!file) return file;
+    state.created = true;
+    if (options_.direct_io == DirectIo::on && !file->is_direct()) {
+      Error error = format_error(Errc::invalid_argument,
+                                 "direct_io=True, but this file system has no direct I/O");
+      error.operation = "open";
+      error.path = state.job.path;
+      return error;
+    }
+    if (auto reserved = file->reserve(bytes); !reserved) return reserved.error();
+    return file;
   } catch (...) {
     return from_exception(std::current_exception());
   }
 }
 
-asio::awaitable<Result<>> SaveSession::pump(FileState& state, os::File& file) {
-  const FileImage& image = state.job.image;
-  ImageStream stream(image);
+asio::awaitable<Result<>> SaveSession::write_chunks(FileState& state, os::File* file) {
   auto strand = co_await asio::this_coro::executor;
+  std::optional<asio::steady_timer> timer;
+  if (throttle_.limits()) timer.emplace(strand);
   // What each write in flight ends with; no error where it is null.
   Channel<std::shared_ptr<const Error>> written(strand, kDepth);
   std::size_t in_flight = 0;
   std::optional<Error> error;
 
-  for (std::uint64_t offset = 0; offset < image.bytes() && !error;) {
-    const std::size_t slot = co_await free_slots_.async_receive(asio::use_awaitable);
-    const auto filled = fill_chunk(slot, stream, image, offset);
-    if (!filled) {
-      error = filled.error();
-      free_slots_.try_send(boost::system::error_code(), slot);
-      break;
+  while (true) {
+    const auto chunk = co_await state.filled.async_receive(asio::use_awaitable);
+    if (!chunk->slot) break;
+    if (cancelled_ || error || file == nullptr) {
+      release(*chunk->slot);
+      continue;
     }
-    const std::size_t fresh = filled->size();
-    bytes_staged_ += fresh;
-    std::span<std::byte> data = *filled;
-    if (file.is_direct()) {
-      // Direct writes move whole blocks; the padding is cut off once the file is complete.
-      data = chunks_[slot]->bytes().first(align_up(fresh, os::kDirectAlignment));
-      std::memset(data.data() + fresh, 0, data.size() - fresh);
+    {
+      const Timed timed(timing_, Activity::checksum, state.number);
+      state.stream.complete(chunk->piece);
     }
-    asio::post(executor(),
-               [this, self = shared_from_this(), &file, &written, slot, offset, fresh, data] {
-                 std::shared_ptr<const Error> failure;
-                 if (auto done = file.write_at(data, offset); !done) {
-                   failure = std::make_shared<const Error>(done.error());
-                   fail(done.error());
-                 } else {
-                   bytes_written_ += fresh;
-                   if (!file.is_direct()) file.start_writeback(offset, fresh);
-                 }
-                 free_slots_.try_send(boost::system::error_code(), slot);
-                 written.try_send(boost::system::error_code(), std::move(failure));
-               });
-    ++in_flight;
-    offset += fresh;
-    if (in_flight == kDepth) {
+    if (timer) {
+      timer->expires_at(throttle_.reserve(chunk->fresh.size()));
+      co_await timer->async_wait(asio::use_awaitable);
+    }
+    start_write(state, *file, *chunk, written);
+    if (++in_flight == kDepth) {
       const auto failure = co_await written.async_receive(asio::use_awaitable);
       --in_flight;
       if (failure) error = *failure;
@@ -196,34 +331,46 @@ asio::awaitable<Result<>> SaveSession::pump(FileState& state, os::File& file) {
     if (failure && !error) error = *failure;
   }
   if (error) co_return *error;
-  state.checksums = stream.checksums();
+  if (cancelled_) co_return cancelled_error();
   co_return Result<>();
 }
 
-asio::awaitable<Result<>> SaveSession::write_file(FileState& state) {
-  if (cancelled_) co_return cancelled_error();
-  const std::uint64_t bytes = state.job.image.bytes();
-  const bool direct = options_.direct_io == DirectIo::on ||
-                      (options_.direct_io == DirectIo::automatic && bytes >= kDirectMinBytes);
-  auto file = os::File::create(state.job.path, direct ? os::IoMode::direct : os::IoMode::buffered);
-  if (!file) co_return file.error();
-  state.created = true;
-  if (options_.direct_io == DirectIo::on && !file->is_direct()) {
-    Error error = format_error(Errc::invalid_argument,
-                               "direct_io=True, but this file system has no direct I/O");
-    error.operation = "open";
-    error.path = state.job.path;
-    co_return error;
+void SaveSession::start_write(FileState& state, os::File& file, const Filled& chunk,
+                              Channel<std::shared_ptr<const Error>>& written) {
+  const std::size_t fresh = chunk.fresh.size();
+  std::span<std::byte> data = chunk.fresh;
+  if (file.is_direct()) {
+    // Direct writes move whole blocks; the padding is cut off once the file is complete.
+    data = chunks_[*chunk.slot]->bytes().first(align_up(fresh, os::kDirectAlignment));
+    std::memset(data.data() + fresh, 0, data.size() - fresh);
   }
-  if (auto reserved = file->reserve(bytes); !reserved) co_return reserved;
-  if (auto pumped = co_await pump(state, *file); !pumped) co_return pumped;
-  if (file->is_direct()) {
-    if (auto cut = file->truncate(bytes); !cut) co_return cut;
+  asio::post(executor(options_.writers),
+             [this, self = shared_from_this(), number = state.number, &file, &written,
+              slot = *chunk.slot, offset = chunk.offset, fresh, data] {
+               std::shared_ptr<const Error> failure;
+               const std::int64_t begin = timing_.now_ns();
+               if (auto done = file.write_at(data, offset); !done) {
+                 failure = std::make_shared<const Error>(done.error());
+                 fail(done.error());
+               } else {
+                 bytes_written_ += fresh;
+                 if (!file.is_direct()) file.start_writeback(offset, fresh);
+               }
+               timing_.add(Activity::write, number, begin, timing_.now_ns());
+               release(slot);
+               written.try_send(boost::system::error_code(), std::move(failure));
+             });
+}
+
+Result<> SaveSession::finish_contents(FileState& state, os::File file) {
+  if (file.is_direct()) {
+    if (auto cut = file.truncate(state.job.image.bytes()); !cut) return cut;
   }
   if (options_.sync) {
-    if (auto synced = file->sync(); !synced) co_return synced;
+    const Timed timed(timing_, Activity::fsync, state.number);
+    if (auto synced = file.sync(); !synced) return synced;
   }
-  co_return std::move(*file).close();
+  return std::move(file).close();
 }
 
 void SaveSession::fail(const Error& error) {
@@ -240,27 +387,62 @@ void SaveSession::finish_file(Result<> status) {
   if (!status) fail(status.error());
   ++files_done_;
   if (--running_ == 0) {
-    if (!cancelled_ && options_.sync) {
-      if (auto synced = os::sync_directory(directory_); !synced) fail(synced.error());
+    try {
+      end();
+    } catch (...) {
+      // The result must be sent whatever happens.
+      fail(from_exception(std::current_exception()));
     }
-    bool failed = false;
-    {
-      std::lock_guard lock(mutex_);
-      ended_ = true;
-      failed = first_error_.has_value();
-    }
-    if (failed) {
-      for (const FileState& state : files_) {
-        // A file that cannot be removed is named by no metadata; the first cause is what matters.
-        if (state.created) static_cast<void>(os::remove_file(state.job.path));
-      }
-    }
-    for (auto& chunk : chunks_) {
-      if (chunk != nullptr) staging::ChunkPool::instance().give_back(std::move(chunk));
-    }
-    staging::ChunkPool::instance().trim(options_.max_host_bytes);
   }
   results_.send(status);
+}
+
+// After the last file: no stager and no write is left, since each file waited for its own.
+void SaveSession::end() {
+  if (!cancelled_ && options_.sync) {
+    const Timed timed(timing_, Activity::fsync, 0);
+    if (auto synced = os::sync_directory(directory_); !synced) fail(synced.error());
+  }
+  bool failed = false;
+  std::vector<std::unique_ptr<staging::Chunk>> chunks;
+  {
+    std::lock_guard lock(mutex_);
+    ended_ = true;
+    failed = first_error_.has_value();
+    chunks = std::move(chunks_);
+  }
+  if (failed) {
+    for (const auto& state : files_) {
+      // A file that cannot be removed is named by no metadata; the first cause is what matters.
+      if (state->created) static_cast<void>(os::remove_file(state->job.path));
+    }
+  }
+  timing_.ended_ns = timing_.now_ns();
+  for (auto& chunk : chunks) {
+    if (chunk != nullptr) staging::ChunkPool::instance().give_back(std::move(chunk));
+  }
+  if (options_.keep_host_bytes != 0) {
+    staging::ChunkPool::instance().trim(options_.keep_host_bytes);
+  }
+}
+
+// --- for the caller ----------------------------------------------------------------------------
+
+bool SaveSession::wait_staged(std::chrono::milliseconds timeout) {
+  return staged_.wait_for(timeout);
+}
+
+bool SaveSession::wait_submitted(std::chrono::milliseconds timeout) {
+  return submitted_.wait_for(timeout);
+}
+
+Result<> SaveSession::hold_back(int device, void* stream) {
+  for (const auto& state : files_) {
+    const auto& copier = state->stream.copier();
+    if (copier == nullptr) continue;
+    if (auto held = copier->hold_back(device, stream); !held) return held;
+  }
+  return {};
 }
 
 bool SaveSession::wait_for(std::chrono::milliseconds timeout) { return results_.wait_for(timeout); }
@@ -275,7 +457,7 @@ Result<> SaveSession::outcome() const {
 }
 
 const std::vector<std::uint32_t>& SaveSession::checksums(std::size_t file) const {
-  return files_[file].checksums;
+  return files_[file]->stream.checksums();
 }
 
 SaveProgress SaveSession::progress() const {

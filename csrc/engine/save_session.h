@@ -1,6 +1,7 @@
 #pragma once
 
 #include <atomic>
+#include <boost/asio/any_io_executor.hpp>
 #include <boost/asio/awaitable.hpp>
 #include <boost/asio/experimental/concurrent_channel.hpp>
 #include <chrono>
@@ -12,9 +13,12 @@
 #include <vector>
 
 #include "engine/direct_io.h"
+#include "engine/executor.h"
 #include "engine/file_image.h"
 #include "engine/image_stream.h"
 #include "engine/results_channel.h"
+#include "engine/throttle.h"
+#include "engine/timing.h"
 #include "error.h"
 #include "os/file.h"
 #include "staging/chunk_pool.h"
@@ -24,9 +28,21 @@ namespace torch_ckpt::engine {
 struct SaveOptions {
   std::size_t chunk_bytes = std::size_t{4} << 20;  // a multiple of os::kDirectAlignment
   std::size_t parallel_files = 0;                  // written at once; 0: all
-  std::size_t max_host_bytes = 0;  // of chunks; 0: three for each file written at once
+  std::size_t max_host_bytes = 0;  // of chunks; 0: three for each file written at once, or of a
+                                   // snapshot as many as it takes
   DirectIo direct_io = DirectIo::automatic;
   bool sync = true;  // fsync files and directory before they count as written
+
+  // Of saves in the background.
+  bool snapshot = false;  // stage as far ahead of the disk as max_host_bytes allows
+  Threads stagers;        // that copy from the sources
+  Threads writers;
+  std::uint64_t max_bytes_per_second = 0;  // to the disk; 0: no limit
+  std::vector<staging::DeviceMoment> ready;
+  bool trace = false;
+
+  // Set by start(): what the chunk pool may keep afterwards, where max_host_bytes was given.
+  std::size_t keep_host_bytes = 0;
 };
 
 struct FileJob {
@@ -45,19 +61,25 @@ struct SaveProgress {
 
 // Writes a set of files, all or nothing.
 //
-//   1. As many files as may be written at once run on a strand of the executor each: take a free
-//      chunk, fill it from the image, hand it to a thread that writes it, take the next. At most
-//      kDepth writes of a file are in flight. A strand that is done takes the next file.
-//   2. Chunks come from one channel that holds as many as the byte budget allows; waiting for it is
-//      the back-pressure.
-//   3. A file whose last write has ended is cut to length, fsynced and closed.
-//   4. Each file sends exactly one result, good or bad, through the results channel.
-//   5. The first error cancels the session: no new chunk is filled, writes in flight end, and every
+//   1. As many files as may be written at once are staged, on a strand each: take a free chunk,
+//   fill
+//      it from the image, pass it on, take the next. A strand that is done takes the next file.
+//   2. As many are written, each on a strand of its own: complete the chunk's checksums, hand it to
+//   a
+//      thread that writes it, take the next. At most kDepth writes of a file are in flight.
+//   3. Chunks come from one channel that holds as many as the byte budget allows; waiting for it is
+//      the back-pressure. Files are staged and written in the same order, so that of the chunks
+//      that are taken some can always be written. A snapshot may hold the whole save in chunks;
+//      other saves hold what keeps the disk busy.
+//   4. When every file's last chunk has been filled the sources are free ("staged").
+//   5. A file whose last write has ended is cut to length, fsynced and closed.
+//   6. Each file sends exactly one result, good or bad, through the results channel.
+//   7. The first error cancels the session: no new chunk is filled, writes in flight end, and every
 //      file that the session made is removed before the last result is sent.
-//   6. Without an error the last file to end fsyncs the directory.
+//   8. Without an error the last file to end fsyncs the directory.
 //
-// start() and wait_for() are for one thread; progress() and cancel() for any. The sources must stay
-// alive and unchanged until wait_for() has returned true.
+// start() and each of the waits are for one thread; progress() and cancel() for any. The sources
+// must stay alive and unchanged until wait_staged() or wait_for() has returned true.
 class SaveSession : public std::enable_shared_from_this<SaveSession> {
  public:
   /// Fails with invalid_argument where the options contradict themselves. All files lie in
@@ -65,6 +87,17 @@ class SaveSession : public std::enable_shared_from_this<SaveSession> {
   static Result<std::shared_ptr<SaveSession>> start(std::string directory,
                                                     std::vector<FileJob> files,
                                                     const SaveOptions& options);
+
+  /// Waits until no source is needed any more, be it that the save has failed; false when `timeout`
+  /// passed before.
+  bool wait_staged(std::chrono::milliseconds timeout);
+
+  /// The same, or until all copies from devices have been started, whichever comes first.
+  bool wait_submitted(std::chrono::milliseconds timeout);
+
+  /// After wait_submitted(): makes the work that is queued on a device's stream from now on wait,
+  /// there, for the copies from that device.
+  Result<> hold_back(int device, void* stream);
 
   /// Waits until every file has sent its result; false when `timeout` passed before. In a forked
   /// child, which has no part in its parent's save, it is over at once and has failed.
@@ -75,45 +108,80 @@ class SaveSession : public std::enable_shared_from_this<SaveSession> {
 
   /// CRC-32 of each item's payload, by file and item; after a good outcome.
   const std::vector<std::uint32_t>& checksums(std::size_t file) const;
-  const FileImage& image(std::size_t file) const { return files_[file].job.image; }
+  const FileImage& image(std::size_t file) const { return files_[file]->job.image; }
   std::size_t file_count() const { return files_.size(); }
 
   SaveProgress progress() const;
+  const Timing& timing() const { return timing_; }
   /// Makes the save fail, unless it has already succeeded.
   void cancel();
 
  private:
-  struct FileState {
-    FileJob job;
-    bool created = false;
-    std::vector<std::uint32_t> checksums;
-  };
   template <class T>
   using Channel = boost::asio::experimental::concurrent_channel<void(boost::system::error_code, T)>;
+
+  // A chunk that has been filled; the last message of a file has none.
+  struct Filled {
+    std::optional<std::size_t> slot;
+    std::uint64_t offset = 0;
+    std::span<std::byte> fresh;
+    ImageStream::Piece piece;
+  };
+  struct FileState {
+    FileState(FileJob given, std::size_t at, const SaveOptions& options, std::size_t messages);
+    FileJob job;
+    const std::size_t number;
+    bool created = false;
+    ImageStream stream;
+    Channel<std::shared_ptr<Filled>> filled;
+  };
 
   SaveSession(std::string directory, std::vector<FileJob> files, const SaveOptions& options,
               std::size_t chunks);
   void spawn_runners();
-  boost::asio::awaitable<void> run_files();
+
+  // By stagers.
+  boost::asio::awaitable<void> stage_files();
+  boost::asio::awaitable<void> stage_file(FileState& state);
+  std::shared_ptr<Filled> fill_chunk(FileState& state, std::size_t slot, std::uint64_t offset);
+  void pass_on(FileState& state, std::shared_ptr<Filled> filled);
+
+  // By writers.
+  boost::asio::awaitable<void> write_files();
   boost::asio::awaitable<Result<>> write_file(FileState& state);
-  boost::asio::awaitable<Result<>> pump(FileState& state, os::File& file);
+  Result<os::File> open_file(FileState& state);
+  boost::asio::awaitable<Result<>> write_chunks(FileState& state, os::File* file);
+  void start_write(FileState& state, os::File& file, const Filled& chunk,
+                   Channel<std::shared_ptr<const Error>>& written);
+  Result<> finish_contents(FileState& state, os::File file);
   void finish_file(Result<> status);
+  void end();
+
+  void spawn_slot_filler(bool quiet);
+  void fill_slots(bool quiet);
+  void release(std::size_t slot);
   void fail(const Error& error);
-  Result<std::span<std::byte>> chunk_memory(std::size_t slot, const FileImage& image);
-  Result<std::span<std::byte>> fill_chunk(std::size_t slot, ImageStream& stream,
-                                          const FileImage& image, std::uint64_t offset);
 
   const std::string directory_;
   const SaveOptions options_;
-  std::vector<FileState> files_;
-  // By slot; each slot has one user at a time.
+  std::vector<std::unique_ptr<FileState>> files_;
+  // By slot; each slot has one user at a time. Those of slots that are in the channel or have been
+  // taken from it are there.
   std::vector<std::unique_ptr<staging::Chunk>> chunks_;
+  std::vector<std::size_t> empty_slots_;  // that had no chunk at the start
+  std::atomic<std::size_t> next_empty_{0};
 
   Channel<std::size_t> free_slots_;
+  ResultsChannel submitted_;
+  ResultsChannel staged_;
   ResultsChannel results_;
-  std::atomic<std::size_t> next_file_{0};
+  std::atomic<std::size_t> next_to_stage_{0};
+  std::atomic<std::size_t> next_to_write_{0};
+  Timing timing_;
+  Throttle throttle_;
 
   std::atomic<bool> cancelled_{false};
+  std::atomic<std::size_t> to_stage_{0};
   std::atomic<std::size_t> running_{0};
   std::atomic<std::uint64_t> bytes_staged_{0};
   std::atomic<std::uint64_t> bytes_written_{0};

@@ -1,11 +1,14 @@
+#include <ATen/ops/from_blob.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
 #include <chrono>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "engine/bulk_copy.h"
 #include "engine/save_plan.h"
 #include "engine/save_session.h"
 #include "python/bindings.h"
@@ -49,16 +52,40 @@ class Save {
     session_ = unwrap(std::move(session));
   }
 
-  bool wait(double seconds) {
-    bool done = false;
-    {
-      py::gil_scoped_release release;
-      done = session_->wait_for(
-          std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000.0)));
+  bool wait(double seconds) { return wait_by(&engine::SaveSession::wait_for, seconds); }
+  bool wait_staged(double seconds) { return wait_by(&engine::SaveSession::wait_staged, seconds); }
+  bool wait_submitted(double seconds) {
+    return wait_by(&engine::SaveSession::wait_submitted, seconds);
+  }
+
+  void hold_back(int device, std::uintptr_t stream) {
+    unwrap(session_->hold_back(device, reinterpret_cast<void*>(stream)));
+  }
+
+  void release_sources() {
+    tensors_.clear();
+    buffers_.clear();
+  }
+
+  py::tuple timing() const {
+    const engine::Timing& timing = session_->timing();
+    const auto busy = [&](engine::Activity activity) {
+      return static_cast<double>(timing.busy_ns(activity)) * 1e-9;
+    };
+    return py::make_tuple(static_cast<double>(timing.staged_ns) * 1e-9,
+                          static_cast<double>(timing.ended_ns) * 1e-9,
+                          busy(engine::Activity::stage), busy(engine::Activity::checksum),
+                          busy(engine::Activity::write), busy(engine::Activity::fsync));
+  }
+
+  py::list trace() const {
+    py::list events;
+    for (const engine::TraceEvent& event : session_->timing().events()) {
+      events.append(py::make_tuple(kActivityNames[static_cast<std::size_t>(event.activity)],
+                                   event.file, static_cast<double>(event.begin_ns) * 1e-9,
+                                   static_cast<double>(event.end_ns) * 1e-9));
     }
-    if (!done) return false;
-    if (auto outcome = session_->outcome(); !outcome) raise(outcome.error());
-    return true;
+    return events;
   }
 
   py::tuple progress() const {
@@ -86,6 +113,23 @@ class Save {
   const std::vector<std::string>& file_names() const { return file_names_; }
 
  private:
+  static constexpr const char* kActivityNames[engine::kActivities] = {"stage", "checksum", "write",
+                                                                      "fsync"};
+
+  bool wait_by(bool (engine::SaveSession::*event)(std::chrono::milliseconds), double seconds) {
+    bool done = false;
+    {
+      py::gil_scoped_release release;
+      // Bounded, since the clock's arithmetic overflows where somebody waits for ever.
+      constexpr double kLongest = 1e9;
+      done = ((*session_).*event)(std::chrono::milliseconds(
+          static_cast<std::int64_t>(std::min(seconds, kLongest) * 1000.0)));
+    }
+    if (!done) return false;
+    if (auto outcome = session_->outcome(); !outcome) raise(outcome.error());
+    return true;
+  }
+
   std::vector<at::Tensor> tensors_;
   std::vector<py::buffer_info> buffers_;
   std::vector<std::string> file_names_;
@@ -93,11 +137,34 @@ class Save {
   std::shared_ptr<engine::SaveSession> session_;
 };
 
+engine::Threads threads_of(const py::handle& background) {
+  engine::Threads threads;
+  threads.priority.nice = background.attr("nice").cast<int>();
+  threads.priority.idle_io = background.attr("idle_io").cast<bool>();
+  threads.count = background.attr("threads").cast<std::size_t>();
+  return threads;
+}
+
+// From a torch_ckpt.snapshot.EngineOptions.
+void add_background(engine::SaveOptions& options, const py::object& background) {
+  options.snapshot = background.attr("snapshot").cast<bool>();
+  options.writers = threads_of(background.attr("writers"));
+  if (background.attr("quiet_stagers").cast<bool>()) options.stagers = options.writers;
+  options.max_bytes_per_second =
+      background.attr("writers").attr("max_bytes_per_second").cast<std::uint64_t>();
+  for (const py::handle moment : background.attr("ready")) {
+    const auto [device, event] = moment.cast<std::pair<int, std::uintptr_t>>();
+    options.ready.push_back({device, reinterpret_cast<void*>(event)});
+  }
+  options.trace = background.attr("trace").cast<bool>();
+}
+
 std::unique_ptr<Save> start_save(const std::string& directory, const std::string& prefix,
                                  const py::list& names, const py::list& values, std::size_t buckets,
                                  bool file_per_item, const std::string& separation_hint,
                                  std::size_t chunk_bytes, std::size_t max_host_bytes,
-                                 const py::object& direct_io, bool sync) {
+                                 const py::object& direct_io, bool sync,
+                                 const py::object& background) {
   if (names.size() != values.size()) throw py::value_error("one name for each value");
   std::vector<at::Tensor> tensors;
   std::vector<py::buffer_info> buffers;
@@ -133,10 +200,38 @@ std::unique_ptr<Save> start_save(const std::string& directory, const std::string
   options.max_host_bytes = max_host_bytes;
   options.direct_io = direct_io_option(direct_io);
   options.sync = sync;
+  if (!background.is_none()) add_background(options, background);
   std::vector<engine::FileJob> files = std::move(plan.files);
   auto save = std::make_unique<Save>(std::move(tensors), std::move(buffers), std::move(plan));
   save->start(directory, std::move(files), options);
   return save;
+}
+
+/// Dense CPU tensors; the copies have the same strides.
+py::list copy_to_pool(const py::list& values) {
+  std::vector<at::Tensor> tensors;
+  std::vector<staging::Source> sources;
+  for (const py::handle value : values) {
+    const at::Tensor& tensor = tensors.emplace_back(THPVariable_Unpack(value.ptr()));
+    staging::Source source;
+    source.address = static_cast<const std::byte*>(tensor.const_data_ptr());
+    source.bytes = tensor.nbytes();
+    sources.push_back(std::move(source));
+  }
+  auto copies = [&] {
+    py::gil_scoped_release release;
+    return engine::copy_to_pool(sources);
+  }();
+  std::vector<engine::PooledCopy> placed = unwrap(std::move(copies));
+  py::list copied(tensors.size());
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    const at::Tensor& tensor = tensors[i];
+    const at::Tensor copy = at::from_blob(
+        placed[i].address, tensor.sizes(), tensor.strides(),
+        [memory = std::move(placed[i].memory)](void*) {}, tensor.options());
+    copied[i] = py::reinterpret_steal<py::object>(THPVariable_Wrap(copy));
+  }
+  return copied;
 }
 
 bool is_plain_object(const py::handle& value) {
@@ -152,12 +247,19 @@ bool is_dense_object(const py::handle& value) {
 void bind_save(py::module_& module) {
   module.def("is_plain", &is_plain_object, py::arg("value"));
   module.def("is_dense", &is_dense_object, py::arg("tensor"));
+  module.def("copy_to_pool", &copy_to_pool, py::arg("tensors"));
   module.def("start_save", &start_save, py::arg("directory"), py::arg("prefix"), py::arg("names"),
              py::arg("values"), py::kw_only(), py::arg("buckets"), py::arg("file_per_item"),
              py::arg("separation_hint"), py::arg("chunk_bytes"), py::arg("max_host_bytes"),
-             py::arg("direct_io"), py::arg("sync"));
+             py::arg("direct_io"), py::arg("sync"), py::arg("background"));
   py::class_<Save>(module, "Save")
       .def("wait", &Save::wait, py::arg("seconds"))
+      .def("wait_staged", &Save::wait_staged, py::arg("seconds"))
+      .def("wait_submitted", &Save::wait_submitted, py::arg("seconds"))
+      .def("hold_back", &Save::hold_back, py::arg("device"), py::arg("stream"))
+      .def("release_sources", &Save::release_sources)
+      .def("timing", &Save::timing)
+      .def("trace", &Save::trace)
       .def("progress", &Save::progress)
       .def("cancel", &Save::cancel)
       .def("results", &Save::results)

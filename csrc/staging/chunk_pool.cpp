@@ -26,17 +26,23 @@ Result<> Chunk::pin(int device) {
 
 ChunkPool& ChunkPool::instance() { return os::ForkLocal<ChunkPool>::get(); }
 
+std::unique_ptr<Chunk> ChunkPool::take_kept(std::size_t bytes) {
+  std::lock_guard lock(mutex_);
+  const auto found = std::find_if(kept_.begin(), kept_.end(), [&](const auto& chunk) {
+    return chunk->bytes().size() == bytes;
+  });
+  if (found == kept_.end()) return nullptr;
+  std::unique_ptr<Chunk> chunk = std::move(*found);
+  // Chunks of one size are alike, so that their order does not matter.
+  *found = std::move(kept_.back());
+  kept_.pop_back();
+  return chunk;
+}
+
 Result<std::unique_ptr<Chunk>> ChunkPool::take(std::size_t bytes) {
+  if (auto chunk = take_kept(bytes)) return chunk;
   {
     std::lock_guard lock(mutex_);
-    const auto found = std::find_if(kept_.begin(), kept_.end(), [&](const auto& chunk) {
-      return chunk->bytes().size() == bytes;
-    });
-    if (found != kept_.end()) {
-      auto chunk = std::move(*found);
-      kept_.erase(found);
-      return chunk;
-    }
     // Chunks of other sizes make room, or changing the size would exceed the budget of both.
     for (std::size_t freed = 0; freed < bytes && !kept_.empty();) {
       freed += kept_.front()->bytes().size();

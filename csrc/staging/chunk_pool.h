@@ -43,6 +43,8 @@ class ChunkPool {
 
   /// A kept chunk of just this size, or a new one, for which kept chunks of other sizes are freed.
   Result<std::unique_ptr<Chunk>> take(std::size_t bytes);
+  /// A kept chunk of just this size, or nullptr.
+  std::unique_ptr<Chunk> take_kept(std::size_t bytes);
   void give_back(std::unique_ptr<Chunk> chunk);
 
   /// Frees kept chunks until at most `bytes` are kept.

@@ -4,26 +4,50 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <vector>
 
 #include "error.h"
 #include "staging/source.h"
 
 namespace torch_ckpt::staging {
 
-// Copies device memory into host memory. CUDA is one implementation, in one added file that
-// registers itself; a build without the toolkit has none and refuses device sources.
-// One object belongs to one file's strand and is not thread-safe; several may run at once.
+/// One run of device memory on its way to the host.
+struct DeviceRun {
+  const Source* source = nullptr;  // contiguous, on a device
+  std::uint64_t offset = 0;        // within the payload
+  std::span<std::byte> out;
+};
+
+/// A moment in a stream of the caller's, after which the sources on `device` are complete. `event`
+/// is the device's own handle (cudaEvent_t); the caller keeps it alive until the save has staged.
+struct DeviceMoment {
+  int device = Source::kHost;
+  void* event = nullptr;
+};
+
+// Copies device memory into host memory, on streams of its own. CUDA is one implementation, in one
+// added file that registers itself; a build without the toolkit has none and refuses device
+// sources.
+// submit() and wait_oldest() are for one thread at a time; several copiers may work at once.
 class DeviceCopier {
  public:
   virtual ~DeviceCopier() = default;
 
-  /// Fills `out` with bytes [offset, offset + out.size()) of a contiguous device source, on a
-  /// stream of the copier's own, and returns once they have arrived.
-  virtual Result<> copy(const Source& source, std::uint64_t offset, std::span<std::byte> out) = 0;
+  /// Starts the copies of all runs, in one submission where the device can, and returns without
+  /// waiting for them. Memory and sources must stay as they are until they have been waited for.
+  virtual Result<> submit(std::span<const DeviceRun> runs) = 0;
+
+  /// Waits until everything of the oldest submission that was not waited for has arrived.
+  virtual Result<> wait_oldest() = 0;
+
+  /// Makes the work that is queued on `stream` from now on wait, on the device, for all that has
+  /// been submitted; the host does not wait. For any thread, once nothing more is submitted.
+  virtual Result<> hold_back(int device, void* stream) = 0;
 };
 
 struct DeviceSupport {
-  std::unique_ptr<DeviceCopier> (*make_copier)();
+  /// A copier whose copies begin after `ready`, which lives for as long as the copier.
+  std::unique_ptr<DeviceCopier> (*make_copier)(const std::vector<DeviceMoment>& ready);
   /// Page-locks host memory, so that copies into it run at the bus's speed. The device is the one
   /// that the copies come from: without it CUDA would set up its first device, used or not.
   Result<> (*pin)(std::span<std::byte>, int device);

@@ -12,4 +12,8 @@ namespace torch_ckpt::staging {
 /// strided ones. The range must lie within the payload; any byte offset is allowed.
 void copy_from_host(const Source& source, std::uint64_t offset, std::span<std::byte> out);
 
+/// The same, leaving the destination out of the processor's caches: for memory that is not looked
+/// at again soon, this saves reading lines that are overwritten whole.
+void copy_past_caches(const Source& source, std::uint64_t offset, std::span<std::byte> out);
+
 }  // namespace torch_ckpt::staging

@@ -19,9 +19,11 @@ TEST(DeviceCopy, TheRegisteredSupportIsUsed) {
   test::FakeDevice device;
   const Source source = device.upload("0123456789");
   ASSERT_NE(device_support(), nullptr);
-  auto copier = device_support()->make_copier();
+  auto copier = device_support()->make_copier({});
   std::string out(4, '?');
-  ASSERT_TRUE(ok(copier->copy(source, 3, std::as_writable_bytes(std::span(out)))));
+  const DeviceRun run{&source, 3, std::as_writable_bytes(std::span(out))};
+  ASSERT_TRUE(ok(copier->submit({&run, 1})));
+  ASSERT_TRUE(ok(copier->wait_oldest()));
   EXPECT_EQ(out, "3456");
   EXPECT_EQ(device.copiers(), 1);
 }

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <deque>
+#include <latch>
 #include <memory>
 #include <thread>
 #include <utility>
@@ -24,53 +26,89 @@ constexpr std::uintptr_t kFirstAddress = 0x10000;
 
 }  // namespace
 
+// A stream of its own: submissions arrive one after another, late, in a thread.
 class FakeDevice::Copier final : public staging::DeviceCopier {
  public:
-  Result<> copy(const staging::Source& source, std::uint64_t offset,
-                std::span<std::byte> out) override {
+  explicit Copier(const std::vector<staging::DeviceMoment>& ready) : ready_(ready) {}
+  ~Copier() override {
+    while (!submissions_.empty()) static_cast<void>(wait_oldest());
+  }
+
+  Result<> submit(std::span<const staging::DeviceRun> runs) override {
     EXPECT_FALSE(busy_.exchange(true)) << "one copier, two threads";
-    const auto result = copy_alone(source, offset, out);
+    const auto result = submit_alone(runs);
     busy_ = false;
     return result;
   }
 
- private:
-  static Result<> copy_alone(const staging::Source& source, std::uint64_t offset,
-                             std::span<std::byte> out) {
-    CopyHook hook;
-    std::string bytes;
-    {
-      std::lock_guard lock(current->mutex_);
-      hook = current->copy_hook_;
-      const auto address = reinterpret_cast<std::uintptr_t>(source.address);
-      const auto found = std::find_if(current->tensors_.begin(), current->tensors_.end(),
-                                      [&](const Tensor& t) { return t.address == address; });
-      if (found == current->tensors_.end()) {
-        ADD_FAILURE() << "no tensor at this address";
-        return {};
-      }
-      EXPECT_TRUE(inside(offset, out.size(), found->payload.size()));
-      bytes = found->payload.substr(offset, out.size());
-    }
-    if (hook) {
-      if (auto done = hook(source, offset); !done) return done;
-    }
-    // What is there before the bytes arrive must never be written.
-    std::memset(out.data(), 0xdd, out.size());
-    std::thread stream([&] {
-      for (std::size_t left = bytes.size(); left > 0;) {
-        const std::size_t count = std::min<std::size_t>(left, 1000);
-        left -= count;
-        std::memcpy(out.data() + left, bytes.data() + left, count);
-        std::this_thread::yield();
-      }
-    });
-    stream.join();
+  Result<> wait_oldest() override {
+    submissions_.front().join();
+    submissions_.pop_front();
     return {};
   }
 
+  Result<> hold_back(int device, void* stream) override {
+    std::lock_guard lock(current->mutex_);
+    current->held_back_.emplace_back(device, stream);
+    return {};
+  }
+
+ private:
+  Result<> submit_alone(std::span<const staging::DeviceRun> runs) {
+    std::vector<std::pair<std::span<std::byte>, std::string>> copies;
+    CopyHook hook;
+    {
+      std::lock_guard lock(current->mutex_);
+      hook = current->copy_hook_;
+      ++current->submissions_;
+    }
+    for (const staging::DeviceRun& run : runs) {
+      if (hook) {
+        if (auto done = hook(*run.source, run.offset); !done) return done;
+      }
+      // What is there before the bytes arrive must never be written.
+      std::memset(run.out.data(), 0xdd, run.out.size());
+      const auto address = reinterpret_cast<std::uintptr_t>(run.source->address);
+      copies.emplace_back(run.out, current->payload_at(address, run.offset, run.out.size()));
+    }
+    submissions_.emplace_back(
+        [copies = std::move(copies), moments = ready_, copied = current->arrive_hook()] {
+          for (const auto& moment : moments) static_cast<std::latch*>(moment.event)->wait();
+          if (copied) copied();
+          for (const auto& [out, bytes] : copies) {
+            for (std::size_t left = bytes.size(); left > 0;) {
+              const std::size_t count = std::min<std::size_t>(left, 1000);
+              left -= count;
+              std::memcpy(out.data() + left, bytes.data() + left, count);
+              std::this_thread::yield();
+            }
+          }
+        });
+    return {};
+  }
+
+  const std::vector<staging::DeviceMoment> ready_;
+  std::deque<std::thread> submissions_;
   std::atomic<bool> busy_{false};
 };
+
+std::string FakeDevice::payload_at(std::uintptr_t address, std::uint64_t offset,
+                                   std::size_t bytes) const {
+  std::lock_guard lock(mutex_);
+  const auto found = std::find_if(tensors_.begin(), tensors_.end(),
+                                  [&](const Tensor& t) { return t.address == address; });
+  if (found == tensors_.end()) {
+    ADD_FAILURE() << "no tensor at this address";
+    return std::string(bytes, '?');
+  }
+  EXPECT_TRUE(inside(offset, bytes, found->payload.size()));
+  return found->payload.substr(offset, bytes);
+}
+
+std::function<void()> FakeDevice::arrive_hook() const {
+  std::lock_guard lock(mutex_);
+  return arrive_hook_;
+}
 
 FakeDevice::FakeDevice() : before_(staging::device_support()) {
   EXPECT_EQ(current, nullptr) << "one at a time";
@@ -78,10 +116,10 @@ FakeDevice::FakeDevice() : before_(staging::device_support()) {
   // Chunks that another device pinned must not be unpinned by this one.
   staging::ChunkPool::instance().trim(0);
   static constexpr staging::DeviceSupport kSupport{
-      [] {
+      [](const std::vector<staging::DeviceMoment>& ready) {
         std::lock_guard lock(current->mutex_);
         ++current->copiers_;
-        return std::unique_ptr<staging::DeviceCopier>(std::make_unique<Copier>());
+        return std::unique_ptr<staging::DeviceCopier>(std::make_unique<Copier>(ready));
       },
       &FakeDevice::pin, &FakeDevice::unpin};
   staging::register_device_support(&kSupport);
@@ -111,6 +149,11 @@ void FakeDevice::on_copy(CopyHook hook) {
   copy_hook_ = std::move(hook);
 }
 
+void FakeDevice::on_arrival(std::function<void()> hook) {
+  std::lock_guard lock(mutex_);
+  arrive_hook_ = std::move(hook);
+}
+
 void FakeDevice::fail_pins(Error error) {
   std::lock_guard lock(mutex_);
   pin_result_ = std::move(error);
@@ -119,6 +162,16 @@ void FakeDevice::fail_pins(Error error) {
 std::size_t FakeDevice::copiers() const {
   std::lock_guard lock(mutex_);
   return copiers_;
+}
+
+std::size_t FakeDevice::submissions() const {
+  std::lock_guard lock(mutex_);
+  return submissions_;
+}
+
+std::vector<std::pair<int, void*>> FakeDevice::held_back() const {
+  std::lock_guard lock(mutex_);
+  return held_back_;
 }
 
 std::size_t FakeDevice::pins() const {

@@ -12,9 +12,9 @@
 namespace torch_ckpt::test {
 
 // Host memory that poses as a device, registered for the object's lifetime. Its addresses cannot be
-// dereferenced, copies out of it arrive late and back to front, and it notices misuse: a copier in
-// two threads at once, a range outside its tensor, memory unpinned twice or never pinned.
-// Safe for concurrent use by multiple threads; one at a time per process.
+// dereferenced, copies out of it arrive late and back to front, in a thread of the device's, and it
+// notices misuse: a copier in two threads at once, a range outside its tensor, memory unpinned
+// twice or never pinned. Safe for concurrent use by multiple threads; one at a time per process.
 class FakeDevice {
  public:
   /// Called before each copy, in the thread that asks for it; may block, fail or throw.
@@ -29,13 +29,21 @@ class FakeDevice {
   staging::Source upload(std::string payload);
 
   void on_copy(CopyHook hook);
+  /// Called in the device's thread before the copies of a submission are made; may block, which
+  /// delays this submission.
+  void on_arrival(std::function<void()> hook);
   void fail_pins(Error error);
   std::size_t copiers() const;
+  std::size_t submissions() const;
+  /// (device, stream) of each call of hold_back.
+  std::vector<std::pair<int, void*>> held_back() const;
   std::size_t pins() const;
   std::size_t pinned_now() const;
 
  private:
   class Copier;
+  std::string payload_at(std::uintptr_t address, std::uint64_t offset, std::size_t bytes) const;
+  std::function<void()> arrive_hook() const;
   static Result<> pin(std::span<std::byte> memory, int device);
   static void unpin(std::span<std::byte> memory, int device);
 
@@ -49,7 +57,10 @@ class FakeDevice {
   std::vector<Tensor> tensors_;                      // guarded by mutex_
   CopyHook copy_hook_;                               // guarded by mutex_
   Result<> pin_result_;                              // guarded by mutex_
+  std::function<void()> arrive_hook_;                // guarded by mutex_
   std::size_t copiers_ = 0;                          // guarded by mutex_
+  std::size_t submissions_ = 0;                      // guarded by mutex_
+  std::vector<std::pair<int, void*>> held_back_;     // guarded by mutex_
   std::size_t pins_ = 0;                             // guarded by mutex_
   std::vector<std::pair<const void*, int>> pinned_;  // with its device; guarded by mutex_
 };

@@ -7,13 +7,18 @@ import os
 import random
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import limits, measure, memory, pagecache, report, results, run, states
+from benchmarks import background, limits, measure, memory, pagecache, report, results, run, states
+from benchmarks.contenders import Running
+from benchmarks.training import Training, one_thread
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -41,6 +46,7 @@ def document(result_file: Path) -> dict[str, Any]:
 def test_a_run_measures_every_group_or_says_why_not(document: dict[str, Any]) -> None:
     names = {group["name"] for group in document["groups"]}
     assert names >= {"save", "load_warm", "small_save", "small_load"}
+    assert names >= {"async", "async_small", "async_first"}
     # The page cache of some file systems cannot be emptied (tmpfs is nothing but page cache).
     assert "load_cold" in names or any("cold" in entry["what"] for entry in document["skipped"])
     assert document["memory"] or any("memory" in entry["what"] for entry in document["skipped"])
@@ -56,6 +62,21 @@ def test_every_sample_records_wall_and_cpu_seconds_and_bytes(document: dict[str,
             assert sample["bytes"] > 0
 
 
+def test_samples_beside_training_tell_what_training_loses(document: dict[str, Any]) -> None:
+    groups = {group["name"]: group for group in document["groups"]}
+    for name in ("async", "async_small", "async_first"):
+        for sample in groups[name]["samples"]:
+            assert 0 < sample["stall_s"] <= sample["staged_s"] <= sample["durable_s"]
+            assert sample["steps"] == sum(len(save["steps"]) for save in sample["saves"])
+    beside = {sample["contender"]: sample for sample in groups["async"]["samples"]}
+    assert {"stock_thread", "ours_blocking", "ours_overlapped"} <= beside.keys()
+    for sample in beside.values():
+        first = sample["saves"][0]
+        assert all(start < end <= 0 for start, end in first["idle_steps"])
+        assert all(first["stall_s"] <= start < end for start, end in first["steps"])
+    assert beside["stock_1"]["steps"] == 0, "a synchronous save leaves no time to train"
+
+
 def test_every_target_is_reported_as_met_or_missed(document: dict[str, Any]) -> None:
     held = [entry for entry in document["comparisons"] if entry["target"] is not None]
     keys = {entry["key"] for entry in held}
@@ -68,6 +89,14 @@ def test_every_target_is_reported_as_met_or_missed(document: dict[str, Any]) -> 
         "small_save.call",
         "small_load.stock",
         "small_load.call",
+        "async.memcpy",
+        "async.stall.stock_thread",
+        "async.overlapped.call",
+        "async.blocking.durable",
+        "async.overlapped.durable",
+        "async_small.overlapped.call",
+        "async_first.blocking.stall",
+        "async_first.blocking.durable",
     }
     assert all(isinstance(entry["met"], bool) for entry in held)
     assert not document["representative"], "a quick run must not pass for a real one"
@@ -113,6 +142,31 @@ def test_a_full_run_replaces_only_the_block_of_the_readme(
     assert document["machine"]["cpu"] in text
 
 
+def test_a_document_gets_the_numbers_beside_training_from_a_run_of_these_alone(
+    document: dict[str, Any], tmp_path: Path
+) -> None:
+    full = tmp_path / "full.json"
+    parameters = document["parameters"] | {"quick": False, "rounds": 5, "only": ["async"]}
+    full.write_text(json.dumps(document | {"parameters": parameters}))
+    page = tmp_path / "async.md"
+    page.write_text(f"before\n{report.ASYNC_BEGIN}\nold numbers\n{report.ASYNC_END}\nafter\n")
+    report.main([str(full), "--no-charts", "--doc", str(page)])
+    text = page.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith(f"{report.ASYNC_END}\nafter\n")
+    assert "old numbers" not in text
+    assert "trial run" not in text
+    for group in results.read(full).groups:
+        assert (group.title in text) == group.background
+
+
+def test_a_trial_run_does_not_reach_a_document(result_file: Path, tmp_path: Path) -> None:
+    page = tmp_path / "async.md"
+    page.write_text(f"{report.ASYNC_BEGIN}\n{report.ASYNC_END}\n")
+    with pytest.raises(SystemExit, match="trial run"):
+        report.main([str(result_file), "--no-charts", "--doc", str(page)])
+
+
 def test_a_readme_without_the_block_is_refused() -> None:
     with pytest.raises(ValueError, match="benchmark:begin"):
         report.replace_block("no markers here", "numbers")
@@ -123,6 +177,7 @@ def test_charts_are_drawn_for_every_group(result_file: Path, tmp_path: Path) -> 
     report.main([str(result_file), "--images", str(tmp_path / "images")])
     images = list((tmp_path / "images").glob("benchmark-*.png"))
     assert len(images) == len(results.read(result_file).groups)
+    images.append(tmp_path / "images" / "async-timeline.png")
     assert all(image.read_bytes().startswith(b"\x89PNG") for image in images)
 
 
@@ -216,3 +271,127 @@ def test_memory_growth_sees_memory_that_is_freed_again() -> None:
     except memory.PeakResetError:
         pytest.skip("this kernel does not reset the peak")
     assert peak - before >= 30 << 20
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_memcpy_copies_every_byte_whatever_the_number_of_threads(threads: int) -> None:
+    source = states.training_state(10**6, 30)
+    target = states.blank_copy(source)
+    limits.copy_memory(source, target, threads)
+    assert all(map(torch.equal, states.tensors(source), states.tensors(target)))
+
+
+def test_the_training_step_learns_on_one_thread() -> None:
+    training = Training()
+    before = [parameter.clone() for parameter in training._parameters]
+    with one_thread():
+        assert torch.get_num_threads() == 1
+        training.step()
+    assert not any(map(torch.equal, before, training._parameters))
+
+
+class _FakeSave:
+    """A save that becomes durable during a certain training step after its call."""
+
+    def __init__(self, durable_after_steps: int) -> None:
+        self.saves = 0
+        self._durable_after_steps = durable_after_steps
+        self._left = 0
+        self._committed: Future[None] = Future()
+
+    def run(self) -> Running:
+        self.saves += 1
+        self._left = self._durable_after_steps
+        self._committed = Future()
+        return Running(self._committed)
+
+    def step(self) -> None:
+        time.sleep(1e-3)
+        if self._left:
+            self._left -= 1
+            if not self._left:
+                self._committed.set_result(None)
+
+    def contender(self) -> measure.Contender:
+        return measure.Contender("fake", "fake", "ours", self.run)
+
+
+def test_a_long_save_is_a_sample_by_itself() -> None:
+    fake = _FakeSave(7)
+    effort = background.Effort(idle_steps=4, least_steps=5)
+    traces = background.saves_beside_training(fake.contender(), fake.step, effort)
+    assert [len(trace.steps) for trace in traces] == [7]
+    assert [len(trace.idle_steps) for trace in traces] == [4]
+
+
+def test_short_saves_are_repeated_until_enough_steps_were_seen() -> None:
+    fake = _FakeSave(2)
+    effort = background.Effort(idle_steps=4, least_steps=5)
+    traces = background.saves_beside_training(fake.contender(), fake.step, effort)
+    assert [len(trace.steps) for trace in traces] == [2, 2, 2]
+    sample = background.sample_of("fake", traces, 1)
+    assert sample.steps == 6
+    assert sample.step_median_ratio is not None
+
+
+def test_a_save_that_is_durable_when_the_call_returns_is_not_repeated() -> None:
+    runs: list[None] = []
+    contender = measure.Contender("sync", "sync", "ours", lambda: runs.append(None))
+    effort = background.Effort(idle_steps=1, least_steps=5)
+    (trace,) = background.saves_beside_training(contender, lambda: None, effort)
+    assert len(runs) == 1
+    assert trace.stall_s == trace.staged_s == trace.durable_s
+    assert background.sample_of("sync", [trace], 1).step_median_ratio is None
+
+
+def test_a_failed_save_ends_the_measurement() -> None:
+    failed: Future[None] = Future()
+    failed.set_exception(OSError("disk full"))
+    contender = measure.Contender("failing", "failing", "ours", lambda: Running(failed))
+    with pytest.raises(OSError, match="disk full"):
+        background.saves_beside_training(contender, lambda: None, background.Effort(1, 1))
+
+
+def test_cpu_seconds_are_of_the_save_and_not_of_the_steps() -> None:
+    committed: Future[None] = Future()
+    wanted, burnt = 0.1, threading.Event()
+
+    def burn(seconds: float) -> None:
+        end = time.thread_time() + seconds
+        while time.thread_time() < end:
+            pass
+
+    def save() -> None:
+        burn(wanted)
+        burnt.set()
+
+    def step() -> None:
+        burn(2 * wanted)
+        burnt.wait()
+        if not committed.done():
+            committed.set_result(None)
+
+    def start() -> Running:
+        threading.Thread(target=save).start()
+        return Running(committed)
+
+    contender = measure.Contender("burner", "burner", "ours", start)
+    (trace,) = background.saves_beside_training(contender, step, background.Effort(0, 1))
+    assert trace.cpu_s == pytest.approx(wanted, rel=0.5)
+
+
+def test_step_ratios_are_of_steps_beside_the_save_to_steps_before() -> None:
+    trace = background.Trace(
+        stall_s=0.5,
+        staged_s=0.5,
+        last_write_s=None,
+        durable_s=9.0,
+        cpu_s=1.0,
+        idle_steps=[[-3.0, -2.0], [-2.0, -1.0], [-1.0, 0.0]],
+        steps=[[1.0, 2.0], [2.0, 4.0], [4.0, 10.0]],
+    )
+    sample = background.sample_of("name", [trace], 1)
+    assert sample.step_median_ratio == 2.0
+    assert sample.step_mean_ratio == 3.0
+    assert sample.stall_s == 0.5
+    assert sample.durable_s == sample.wall_s == 9.0

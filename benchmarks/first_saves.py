@@ -1,0 +1,94 @@
+"""What the first save of a process costs beside training, compared with later ones.
+
+Only stock code has saved anything in the process before, and only synchronously. So buffers,
+threads and processes that a saver keeps from save to save are made by its first one.
+
+`python -m benchmarks.first_saves SAVER ...` is that fresh process; it prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from contextlib import ExitStack
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+from . import fresh_process
+from .background import BackgroundSample, Effort, Trace, sample_of, saves_beside_training
+from .contenders import SAVERS, background_savers, single_rank_group
+from .measure import Contender
+from .states import payload_bytes, small_tensors_state, training_state
+from .training import Training, one_thread
+
+MEASURED_SAVERS = ("stock_thread", "stock_process", "ours_blocking", "ours_overlapped")
+LATER_SAVES = 3
+_WARM_UP_STEPS = 3
+
+
+def first(name: str) -> str:
+    """The contender that a saver's first save is."""
+    return f"first_{name}"
+
+
+def later(name: str) -> str:
+    """The contender that a saver's later saves are."""
+    return f"later_{name}"
+
+
+def sample_in_fresh_process(
+    name: str, *, state_bytes: int, tensor_count: int, directory: Path, round_index: int
+) -> list[BackgroundSample]:
+    """Samples of one saver's first save and of its later saves in the same process."""
+    arguments = [name, "--size", str(state_bytes), "--tensors", str(tensor_count)]
+    arguments += ["--dir", str(directory.resolve())]
+    measured = fresh_process.run("first_saves", arguments)
+    traces = [Trace(**entry) for entry in measured["saves"]]
+    return [
+        sample_of(contender, of_contender, measured["bytes"], round_index=round_index)
+        for contender, of_contender in ((first(name), traces[:1]), (later(name), traces[1:]))
+    ]
+
+
+def main() -> None:
+    """Measures one saver in this process."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("saver", choices=MEASURED_SAVERS)
+    parser.add_argument("--size", type=int, required=True, help="bytes of the state")
+    parser.add_argument("--tensors", type=int, required=True)
+    parser.add_argument("--dir", type=Path, required=True, help="an existing directory")
+    arguments = parser.parse_args()
+
+    state = training_state(arguments.size, arguments.tensors)
+    path: Path = arguments.dir / "first-saves"
+    target = path / "measured"
+    traces: list[Trace] = []
+    with ExitStack() as stack:
+        stack.callback(partial(shutil.rmtree, path, ignore_errors=True))
+        saver = stack.enter_context(background_savers())[arguments.saver]
+        if arguments.saver == "stock_process":
+            stack.enter_context(single_rank_group())
+        stack.enter_context(one_thread())
+        SAVERS["stock_1"].save(small_tensors_state(2), path / "warm-up")
+        training = Training()
+        for _ in range(_WARM_UP_STEPS):
+            training.step()
+        contender = Contender(
+            name=arguments.saver,
+            label=saver.label,
+            kind=saver.kind,
+            run=lambda: saver.start(state, target),
+            prepare=partial(shutil.rmtree, target, ignore_errors=True),
+            target=target,
+        )
+        one_save = Effort(idle_steps=0, least_steps=0)
+        for _ in range(1 + LATER_SAVES):
+            traces += saves_beside_training(contender, training.step, one_save)
+    saves = [asdict(trace) for trace in traces]
+    print(json.dumps({"bytes": payload_bytes(state), "saves": saves}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""A training step whose duration tells how much a save beside it costs.
+
+The step is many small operations on one thread, driven by Python: what competes with a save for the
+GIL and a core, and little else. Its parameters are not those that are saved.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+_LAYERS = 8
+_HEADS = 8
+_WIDTH = 32
+_HEAD_WIDTH = _WIDTH // _HEADS
+_TOKENS = 16
+_BATCH = 2
+_MOMENTUM = 0.9
+_LEARNING_RATE = 1e-3
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Lets torch compute on one thread, as torchrun does by default."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class _Layer:
+    """One transformer layer with separate matrices for each head."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        def matrix(rows: int, columns: int) -> Tensor:
+            values = torch.randn((rows, columns), generator=generator) / math.sqrt(rows)
+            return values.requires_grad_()
+
+        self.heads = [
+            (
+                matrix(_WIDTH, _HEAD_WIDTH),
+                matrix(_WIDTH, _HEAD_WIDTH),
+                matrix(_WIDTH, _HEAD_WIDTH),
+            )
+            for _ in range(_HEADS)
+        ]
+        self.out = matrix(_WIDTH, _WIDTH)
+        self.up = matrix(_WIDTH, 2 * _WIDTH)
+        self.down = matrix(2 * _WIDTH, _WIDTH)
+
+    def parameters(self) -> list[Tensor]:
+        """All matrices."""
+        of_heads = [matrix for head in self.heads for matrix in head]
+        return [*of_heads, self.out, self.up, self.down]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        centred = x - x.mean(-1, keepdim=True)
+        attended = []
+        for query, key, value in self.heads:
+            scores = (centred @ query) @ (centred @ key).transpose(1, 2)
+            weights = torch.softmax(scores / math.sqrt(_HEAD_WIDTH), -1)
+            attended.append(weights @ (centred @ value))
+        x = x + torch.cat(attended, -1) @ self.out
+        return x + torch.relu(x @ self.up) @ self.down
+
+
+class Training:
+    """A tiny transformer and its optimizer; some 10 ms a step on one core."""
+
+    def __init__(self, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self._layers = [_Layer(generator) for _ in range(_LAYERS)]
+        self._parameters = [p for layer in self._layers for p in layer.parameters()]
+        self._velocities = [torch.zeros_like(p) for p in self._parameters]
+        self._input = torch.randn((_BATCH, _TOKENS, _WIDTH), generator=generator)
+        self._wanted = torch.randn((_BATCH, _TOKENS, _WIDTH), generator=generator)
+
+    def step(self) -> None:
+        """Forward, backward and update, all on the calling thread."""
+        x = self._input
+        for layer in self._layers:
+            x = layer(x)
+        loss = (x - self._wanted).square().mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            for parameter, velocity in zip(self._parameters, self._velocities, strict=True):
+                assert parameter.grad is not None
+                velocity.mul_(_MOMENTUM).add_(parameter.grad)
+                parameter.sub_(velocity, alpha=_LEARNING_RATE)
+                parameter.grad = None

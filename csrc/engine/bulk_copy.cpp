@@ -1,0 +1,90 @@
+#include "engine/bulk_copy.h"
+
+#include <algorithm>
+#include <atomic>
+#include <boost/asio/post.hpp>
+#include <latch>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <utility>
+
+#include "checked_math.h"
+#include "engine/executor.h"
+#include "os/file.h"
+#include "staging/host_copy.h"
+
+namespace torch_ckpt::engine {
+namespace {
+
+// Several blocks for each thread, so that the last ones do not wait for one; large enough that
+// their pages are huge ones.
+constexpr std::uint64_t kBlockBytes = std::uint64_t{64} << 20;
+constexpr std::uint64_t kAlignment = 64;
+
+// Copies that share memory: sources [first, last).
+struct Block {
+  std::size_t first = 0;
+  std::size_t last = 0;
+  std::uint64_t bytes = 0;
+};
+
+std::vector<Block> blocks_of(std::span<const staging::Source> sources) {
+  std::vector<Block> blocks;
+  for (std::size_t i = 0; i < sources.size(); ++i) {
+    const std::uint64_t bytes = align_up(sources[i].bytes, kAlignment);
+    if (blocks.empty() || blocks.back().bytes + bytes > kBlockBytes) blocks.push_back({i, i, 0});
+    blocks.back().bytes += bytes;
+    blocks.back().last = i + 1;
+  }
+  return blocks;
+}
+
+Result<> copy_block(std::span<const staging::Source> sources, const Block& block,
+                    std::vector<PooledCopy>& copies) {
+  const std::uint64_t bytes =
+      align_up(std::max(block.bytes, kAlignment), std::uint64_t{os::kDirectAlignment});
+  auto taken = staging::ChunkPool::instance().take(bytes);
+  if (!taken) return taken.error();
+  const std::shared_ptr<staging::Chunk> memory(taken->release(), [](staging::Chunk* chunk) {
+    staging::ChunkPool::instance().give_back(std::unique_ptr<staging::Chunk>(chunk));
+  });
+  std::uint64_t offset = 0;
+  for (std::size_t i = block.first; i < block.last; ++i) {
+    const std::span<std::byte> out = memory->bytes().subspan(offset, sources[i].bytes);
+    staging::copy_past_caches(sources[i], 0, out);
+    copies[i] = {out.data(), memory};
+    offset += align_up(sources[i].bytes, kAlignment);
+  }
+  return {};
+}
+
+}  // namespace
+
+Result<std::vector<PooledCopy>> copy_to_pool(std::span<const staging::Source> sources) {
+  const std::vector<Block> blocks = blocks_of(sources);
+  std::vector<PooledCopy> copies(sources.size());
+  const std::size_t threads =
+      std::min<std::size_t>(blocks.size(), std::max(1U, std::thread::hardware_concurrency()));
+  std::atomic<std::size_t> next{0};
+  std::mutex mutex;
+  std::optional<Error> failure;  // guarded by mutex
+  std::latch done(static_cast<std::ptrdiff_t>(threads));
+  for (std::size_t t = 0; t < threads; ++t) {
+    boost::asio::post(executor(), [&] {
+      for (std::size_t n = next++; n < blocks.size(); n = next++) {
+        auto copied = copy_block(sources, blocks[n], copies);
+        if (copied) continue;
+        const std::lock_guard lock(mutex);
+        failure = copied.error();
+        break;
+      }
+      done.count_down();
+    });
+  }
+  done.wait();
+  if (failure) return *failure;
+  return copies;
+}
+
+}  // namespace torch_ckpt::engine

@@ -1,0 +1,37 @@
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <mutex>
+
+namespace torch_ckpt::engine {
+
+// Spreads writes so that over any longer time they stay below a bandwidth.
+// Safe for concurrent use by multiple threads.
+class Throttle {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  /// 0: no limit.
+  explicit Throttle(std::uint64_t bytes_per_second) : bytes_per_second_(bytes_per_second) {}
+
+  bool limits() const { return bytes_per_second_ != 0; }
+
+  /// When a write of `bytes` may begin; it counts as made then.
+  Clock::time_point reserve(std::uint64_t bytes, Clock::time_point now = Clock::now()) {
+    std::lock_guard lock(mutex_);
+    const Clock::time_point begin = std::max(now, free_from_);
+    const std::chrono::duration<double> takes(static_cast<double>(bytes) /
+                                              static_cast<double>(bytes_per_second_));
+    free_from_ = begin + std::chrono::duration_cast<Clock::duration>(takes);
+    return begin;
+  }
+
+ private:
+  const std::uint64_t bytes_per_second_;
+  std::mutex mutex_;
+  Clock::time_point free_from_{};  // guarded by mutex_
+};
+
+}  // namespace torch_ckpt::engine

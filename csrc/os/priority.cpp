@@ -1,0 +1,25 @@
+#include "os/priority.h"
+
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+namespace torch_ckpt::os {
+namespace {
+
+// linux/ioprio.h, which is not in every distribution's headers.
+constexpr int kWhoProcess = 1;
+constexpr int kIdleClass = 3 << 13;
+
+}  // namespace
+
+void lower_priority(const Priority& priority) {
+  // On Linux both calls mean the one thread with this id, and 0 is the calling one.
+  const int before = ::getpriority(PRIO_PROCESS, 0);
+  ::setpriority(PRIO_PROCESS, 0, std::max(before, priority.nice));
+  if (priority.idle_io) ::syscall(SYS_ioprio_set, kWhoProcess, 0, kIdleClass);
+}
+
+}  // namespace torch_ckpt::os

@@ -1,0 +1,493 @@
+"""The ranks of a save that meet through a store: threads as ranks, stores in this process."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from torch_ckpt.coordination import Meeting, Ranks
+
+#: Seconds after which a rank of a test is given up, where one is; else tests do not wait for it.
+SHORT = 0.5
+
+#: For what nothing should be waiting.
+PATIENCE_SECONDS = 60.0
+
+
+def tcp_store() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture(params=["TCPStore", "HashStore"])
+def any_store(request: pytest.FixtureRequest) -> dist.Store:
+    return tcp_store() if request.param == "TCPStore" else dist.HashStore()
+
+
+@pytest.fixture
+def store() -> dist.Store:
+    # Clients of a TCPStore take five seconds to connect where names do not resolve.
+    return dist.HashStore()
+
+
+@pytest.fixture
+def default_group() -> Iterator[None]:
+    """Of one rank, which hosts its store."""
+    dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def ranks_of(store: dist.Store, size: int, timeout: float = PATIENCE_SECONDS) -> list[Ranks]:
+    return [Meeting(store, rank, size, "test").ranks(timeout) for rank in range(size)]
+
+
+def together(ranks: list[Ranks], work: Callable[[Ranks], Any]) -> dict[int, Any]:
+    """By rank what each one's work returned or raised."""
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        futures = {one.rank: pool.submit(work, one) for one in ranks}
+        return {r: f.exception(PATIENCE_SECONDS) or f.result() for r, f in futures.items()}
+
+
+def causes_of(outcome: Any) -> dict[int, str]:
+    """By rank the causes of the CheckpointException that a rank must have raised."""
+    assert isinstance(outcome, CheckpointException), repr(outcome)
+    return {rank: repr(cause) for rank, (cause, _stack) in outcome.failures.items()}
+
+
+def save(
+    ranks: Ranks,
+    local: Callable[[], Any] = lambda: "part",
+    combine: Callable[[list[Any]], Any] = list,
+    undo: Callable[[Any], None] = lambda part: None,
+) -> Any:
+    return ranks.all_reduce("write", local, combine, undo)
+
+
+def fail(text: str) -> Any:
+    raise OSError(text)
+
+
+# --- what the steps give -------------------------------------------------------------------------
+
+
+def test_each_rank_gets_its_part_of_what_is_combined(any_store: dist.Store) -> None:
+    outcomes = together(
+        ranks_of(any_store, 3),
+        lambda ranks: ranks.reduce_scatter(
+            "plan", lambda: ranks.rank, lambda values: [f"{values} for {v}" for v in values]
+        ),
+    )
+    assert outcomes == {rank: f"[0, 1, 2] for {rank}" for rank in range(3)}
+
+
+def test_all_ranks_get_what_is_combined(any_store: dist.Store) -> None:
+    outcomes = together(ranks_of(any_store, 3), lambda ranks: save(ranks, lambda: ranks.rank, sum))
+    assert outcomes == {0: 3, 1: 3, 2: 3}
+
+
+def test_where_all_succeed_each_rank_keeps_its_own(any_store: dist.Store) -> None:
+    outcomes = together(
+        ranks_of(any_store, 3), lambda ranks: ranks.all_succeed("load", lambda: ranks.rank)
+    )
+    assert outcomes == {0: 0, 1: 1, 2: 2}
+
+
+def test_steps_of_one_name_follow_each_other(store: dist.Store) -> None:
+    def twice(ranks: Ranks) -> list[Any]:
+        return [ranks.reduce_scatter("a", lambda: n, list) for n in (1, 2)]  # noqa: B023
+
+    assert together(ranks_of(store, 2), twice) == {0: [1, 2], 1: [1, 2]}
+
+
+def test_a_single_rank_needs_no_other(store: dist.Store) -> None:
+    [ranks] = ranks_of(store, 1)
+    assert save(ranks) == ["part"]
+    assert ranks.reduce_scatter("plan", lambda: 5, list) == 5
+    assert ranks.all_succeed("load", lambda: 7) == 7
+
+
+def test_without_distribution_nothing_is_shared() -> None:
+    meeting = Meeting.of(None, no_dist=True)
+    ranks = meeting.ranks(SHORT)
+    with ranks.alive(lambda: 0):
+        assert save(ranks) == ["part"]
+    ranks.close()
+    assert (meeting.rank, meeting.size, meeting.distributed) == (0, 1, False)
+    assert (ranks.rank, ranks.size, ranks.distributed) == (0, 1, False)
+
+
+def test_values_may_be_larger_than_the_store_takes() -> None:
+    large = bytes(range(256)) * (40 << 10)
+    ranks = ranks_of(tcp_store(), 2)
+    parts = together(ranks, lambda r: r.reduce_scatter("plan", lambda: large, lambda parts: parts))
+    assert all(part == large for part in parts.values())
+    outcomes = together(ranks, lambda ranks: save(ranks, lambda: large))
+    assert all(outcome == [large, large] for outcome in outcomes.values())
+
+
+def test_two_saves_at_a_time_are_not_mixed_up(store: dist.Store) -> None:
+    meetings = [Meeting(store, rank, 2, "test") for rank in range(2)]
+    first, second = ([meeting.ranks() for meeting in meetings] for _ in range(2))
+    later_one_is_through = threading.Event()
+
+    def late(ranks: Ranks) -> Any:
+        later_one_is_through.wait(PATIENCE_SECONDS)
+        return save(ranks, lambda: "first")
+
+    with ThreadPoolExecutor(1) as pool:
+        others = pool.submit(together, first, late)
+        assert together(second, lambda ranks: save(ranks, lambda: "second")) == {
+            rank: ["second", "second"] for rank in range(2)
+        }
+        later_one_is_through.set()
+        assert others.result() == {rank: ["first", "first"] for rank in range(2)}
+
+
+# --- what fails ----------------------------------------------------------------------------------
+
+STEPS: dict[str, Callable[[Ranks, Callable[[], Any]], Any]] = {
+    "reduce_scatter": lambda ranks, local: ranks.reduce_scatter("write", local, list),
+    "all_reduce": lambda ranks, local: save(ranks, local),
+    "all_succeed": lambda ranks, local: ranks.all_succeed("write", local),
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_rank_that_fails_fails_all_with_its_error(store: dist.Store, step: str) -> None:
+    def work(ranks: Ranks) -> Any:
+        return STEPS[step](ranks, lambda: fail(f"of {ranks.rank}") if ranks.rank else None)
+
+    for outcome in together(ranks_of(store, 3), work).values():
+        assert causes_of(outcome) == {1: "OSError('of 1')", 2: "OSError('of 2')"}
+
+
+def test_a_combination_that_fails_fails_all(store: dist.Store) -> None:
+    def combine(values: list[Any]) -> Any:
+        return fail("no")
+
+    ranks = ranks_of(store, 2)
+    for outcome in together(ranks, lambda ranks: save(ranks, combine=combine)).values():
+        assert causes_of(outcome) == {0: "OSError('no')"}
+    plans = together(ranks, lambda r: r.reduce_scatter("plan", lambda: 0, combine))
+    for outcome in plans.values():
+        assert causes_of(outcome) == {0: "OSError('no')"}
+
+
+def test_a_value_that_does_not_pickle_fails_all(store: dist.Store) -> None:
+    def work(ranks: Ranks) -> Any:
+        return save(ranks, lambda: threading.Lock() if ranks.rank == 1 else None)
+
+    for outcome in together(ranks_of(store, 2), work).values():
+        assert "cannot pickle" in causes_of(outcome)[1]
+
+
+def test_an_answer_that_does_not_pickle_fails_all(store: dist.Store) -> None:
+    def work(ranks: Ranks) -> Any:
+        return save(ranks, combine=lambda values: threading.Lock())
+
+    for outcome in together(ranks_of(store, 2), work).values():
+        assert "cannot pickle" in causes_of(outcome)[0]
+
+
+def test_only_ranks_that_succeeded_undo(store: dist.Store) -> None:
+    undone: list[int] = []
+
+    def work(ranks: Ranks) -> Any:
+        def local() -> int:
+            return fail("no") if ranks.rank == 1 else ranks.rank
+
+        return save(ranks, local, undo=undone.append)
+
+    together(ranks_of(store, 3), work)
+    assert sorted(undone) == [0, 2]
+
+
+def test_nothing_is_undone_once_combining_has_begun(store: dist.Store) -> None:
+    undone: list[Any] = []
+    together(
+        ranks_of(store, 2),
+        lambda r: save(r, combine=lambda values: fail("no"), undo=undone.append),
+    )
+    assert undone == []
+
+
+# --- who is silent -------------------------------------------------------------------------------
+
+
+def test_all_missing_ranks_are_named_with_the_phase_on_every_other(store: dist.Store) -> None:
+    undone: list[Any] = []
+    present = ranks_of(store, 4, SHORT)[:2]
+    outcomes = together(present, lambda ranks: save(ranks, undo=undone.append))
+    assert causes_of(outcomes[0]) == causes_of(outcomes[1])
+    assert set(causes_of(outcomes[0])) == {2, 3}
+    assert "ranks 2, 3 gave no sign of life for 0.5 s in 'write'" in str(outcomes[0])
+    assert all(type(cause) is TimeoutError for cause, _stack in outcomes[0].failures.values())
+    assert undone == ["part", "part"]
+
+
+def test_ranks_that_miss_their_coordinator_agree_on_who_is_missing(store: dist.Store) -> None:
+    present = ranks_of(store, 4, SHORT)[1:3]
+    outcomes = together(present, save)
+    assert causes_of(outcomes[1]) == causes_of(outcomes[2])
+    assert "ranks 0, 3 gave no sign of life" in str(outcomes[1])
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_rank_that_comes_late_fails_like_the_others(store: dist.Store, step: str) -> None:
+    *others, late = ranks_of(store, 3, SHORT)
+    outcomes = together(others, lambda ranks: STEPS[step](ranks, lambda: None))
+    outcomes |= together([late], lambda ranks: STEPS[step](ranks, lambda: None))
+    for outcome in outcomes.values():
+        assert causes_of(outcome) == causes_of(outcomes[0])
+        assert set(causes_of(outcome)) == {2}
+
+
+def test_a_rank_that_comes_late_undoes_its_part(store: dist.Store) -> None:
+    undone: list[Any] = []
+    together(ranks_of(store, 2, SHORT)[:1], save)
+    together(ranks_of(store, 2, SHORT)[1:], lambda ranks: save(ranks, undo=undone.append))
+    assert undone == ["part"]
+
+
+@pytest.mark.parametrize("step", ["reduce_scatter", "all_reduce"])
+def test_a_coordinator_that_was_given_up_fails_too(store: dist.Store, step: str) -> None:
+    coordinator, *others = ranks_of(store, 3, SHORT)
+    outcomes = together(others, lambda ranks: STEPS[step](ranks, lambda: None))
+    outcomes |= together([coordinator], lambda ranks: STEPS[step](ranks, lambda: None))
+    for outcome in outcomes.values():
+        assert causes_of(outcome) == causes_of(outcomes[1])
+        assert set(causes_of(outcome)) == {0}
+
+
+def test_a_coordinator_that_was_given_up_does_not_commit(store: dist.Store) -> None:
+    committed: list[Any] = []
+    coordinator, other = ranks_of(store, 2, SHORT)
+    together([other], save)
+    together([coordinator], lambda ranks: save(ranks, combine=committed.append))
+    assert committed == []
+
+
+def test_nothing_is_undone_where_the_coordinator_may_have_committed(store: dist.Store) -> None:
+    undone: list[Any] = []
+    given_up = threading.Event()
+
+    def work(ranks: Ranks) -> Any:
+        try:
+            return save(ranks, combine=lambda values: given_up.wait(), undo=undone.append)
+        finally:
+            given_up.set()
+
+    outcome = together(ranks_of(store, 2, SHORT), work)[1]
+    assert "it may have committed" in str(outcome)
+    assert undone == []
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_rank_that_counts_on_is_waited_for(store: dist.Store, slow: int) -> None:
+    beaten_for_long = threading.Event()
+    count = 0
+
+    def beat() -> int:
+        nonlocal count
+        count += 1
+        # A tenth of the timeout each.
+        if count == 20:
+            beaten_for_long.set()
+        return count
+
+    def work(ranks: Ranks) -> Any:
+        def local() -> bool:
+            with ranks.alive(beat):
+                return beaten_for_long.wait(PATIENCE_SECONDS)
+
+        return save(ranks, local if ranks.rank == slow else lambda: True)
+
+    outcomes = together(ranks_of(store, 3, SHORT), work)
+    assert outcomes == {rank: [True, True, True] for rank in range(3)}
+
+
+def test_a_coordinator_that_counts_on_while_combining_is_waited_for(store: dist.Store) -> None:
+    beaten_for_long = threading.Event()
+    count = 0
+
+    def beat() -> int:
+        nonlocal count
+        count += 1
+        if count == 20:
+            beaten_for_long.set()
+        return count
+
+    def work(ranks: Ranks) -> Any:
+        def combine(values: list[Any]) -> bool:
+            with ranks.alive(beat):
+                return beaten_for_long.wait(PATIENCE_SECONDS)
+
+        return save(ranks, combine=combine)
+
+    assert together(ranks_of(store, 2, SHORT), work) == {0: True, 1: True}
+
+
+def test_a_rank_whose_count_stands_still_is_given_up(store: dist.Store) -> None:
+    others_have_failed = threading.Event()
+    ranks = ranks_of(store, 2, SHORT)
+
+    def work(ranks: Ranks) -> Any:
+        def local() -> bool:
+            with ranks.alive(lambda: 5):
+                return others_have_failed.wait(PATIENCE_SECONDS)
+
+        try:
+            return save(ranks, local if ranks.rank == 1 else lambda: True)
+        finally:
+            others_have_failed.set()
+
+    for outcome in together(ranks, work).values():
+        assert set(causes_of(outcome)) == {1}
+
+
+# --- the store -----------------------------------------------------------------------------------
+
+
+def whole_save(ranks: Ranks, last: Callable[[Ranks], Any] = save) -> None:
+    """A save of several steps and a large value, with signs of life, to its end."""
+    beaten = threading.Event()
+
+    def local() -> None:
+        with ranks.alive(lambda: beaten.set() or 1):  # type: ignore[func-returns-value]
+            beaten.wait(PATIENCE_SECONDS)
+
+    try:
+        ranks.all_succeed("start", local)
+        ranks.reduce_scatter("plan", lambda: bytes(9 << 20), list)
+        last(ranks)
+    finally:
+        ranks.close(PATIENCE_SECONDS)
+
+
+def test_a_save_leaves_no_keys(any_store: dist.Store) -> None:
+    assert together(ranks_of(any_store, 3, 5.0), whole_save) == dict.fromkeys(range(3))
+    assert any_store.num_keys() == 0
+
+
+def test_a_save_that_fails_leaves_no_keys(any_store: dist.Store) -> None:
+    def last(ranks: Ranks) -> Any:
+        return save(ranks, lambda: fail("no") if ranks.rank == 1 else None)
+
+    outcomes = together(ranks_of(any_store, 3, 5.0), lambda ranks: whole_save(ranks, last))
+    assert all(set(causes_of(outcome)) == {1} for outcome in outcomes.values())
+    assert any_store.num_keys() == 0
+
+
+def test_only_the_verdict_is_left_for_a_rank_that_died(store: dist.Store) -> None:
+    def work(ranks: Ranks) -> None:
+        try:
+            save(ranks)
+        finally:
+            ranks.close(PATIENCE_SECONDS)
+
+    together(ranks_of(store, 3, SHORT)[:2], work)
+    names = {key.split("1.write/")[1] for key in store.list_keys()}
+    assert names == {"verdict/", "to/all", "to/all/0"}
+
+
+def test_the_coordinator_closes_after_all_have_read_the_answer(store: dist.Store) -> None:
+    coordinator, other = ranks_of(store, 2)
+    together([coordinator, other], save)
+    closed = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        closing = pool.submit(coordinator.close, PATIENCE_SECONDS)
+        closing.add_done_callback(lambda _: closed.set())
+        assert not closed.is_set()
+        other.close()
+        closing.result()
+
+
+def test_the_coordinator_does_not_wait_for_ever_to_close(store: dist.Store) -> None:
+    coordinator, other = ranks_of(store, 2)
+    together([coordinator, other], save)
+    coordinator.close(timeout=0.05)
+    assert store.num_keys() > 0
+
+
+def test_a_store_whose_server_has_gone_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:
+    servers = [tcp_store()]
+    ranks = ranks_of(servers[0].clone(), 2)
+
+    def local() -> None:
+        servers.clear()
+
+    for rank, outcome in together(ranks, lambda r: save(r, local if r.rank else str)).items():
+        [cause] = causes_of(outcome).values()
+        assert f"rank {rank} lost the process group's store in 'write'" in cause
+        assert cause.startswith("ConnectionError")
+    capfd.readouterr()  # of the store's own complaints
+
+
+class StoppedStore(dist.Store):  # type: ignore[misc]
+    """As TCPStore while its server is stopped; and one that has no clone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.goes_on = threading.Event()
+
+    def set(self, key: str, value: str) -> None:
+        pass
+
+    def check(self, keys: list[str]) -> bool:
+        return self.goes_on.wait(PATIENCE_SECONDS)
+
+
+def test_a_store_that_does_not_answer_is_an_error() -> None:
+    stopped = StoppedStore()
+    [outcome] = together([Meeting(stopped, 1, 2, "test").ranks(SHORT)], save).values()
+    stopped.goes_on.set()
+    assert "ConnectionError" in causes_of(outcome)[1]
+    assert "no answer for 0.625 s" in causes_of(outcome)[1]
+
+
+# --- meetings ------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("default_group")
+def test_a_group_has_one_meeting() -> None:
+    meeting = Meeting.of(None, no_dist=False)
+    assert meeting is Meeting.of(dist.group.WORLD, no_dist=False)
+    assert meeting is not Meeting.of(dist.new_group([0]), no_dist=False)
+    assert (meeting.rank, meeting.size, meeting.distributed) == (0, 1, True)
+
+
+def test_a_new_default_group_has_a_new_meeting_with_other_keys() -> None:
+    store = dist.HashStore()
+    for number in range(2):
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        save(Meeting.of(None, no_dist=False).ranks())
+        dist.destroy_process_group()
+        assert len([key for key in store.list_keys() if "/verdict" in key]) == number + 1
+
+
+@pytest.mark.usefixtures("default_group")
+def test_a_save_under_way_goes_on_without_its_group() -> None:
+    ranks = Meeting.of(None, no_dist=False).ranks()
+    dist.destroy_process_group()
+    gc.collect()
+    assert save(ranks) == ["part"]
+    ranks.close()
+
+
+@pytest.mark.usefixtures("default_group")
+def test_a_meeting_goes_with_its_group() -> None:
+    # Or the next group on the port would find the keys of this one in the server.
+    meeting = weakref.ref(Meeting.of(None, no_dist=False))
+    assert meeting() is not None
+    dist.destroy_process_group()
+    gc.collect()
+    assert meeting() is None

@@ -1,0 +1,561 @@
+"""The life of a save in the background, and the handle to it.
+
+1. The call copies the state dict's containers and takes aliases and versions of its tensors
+   (sources.py); contents are not read.
+2. A thread of this process plans with the other ranks, over a store and never over the training's
+   process group, and starts the engine.
+3. The engine copies all contents into its chunks. Then the versions are compared: a tensor that
+   was written to meanwhile fails the save by its name. Else the save is *staged*, and every source
+   is let go of.
+4. The engine's quiet threads write, the coordinator commits: the save is *committed*.
+
+One save at a time and process. Its error is told once: by ``result()`` or the futures, else by the
+next call, else by ``check_for_errors()``, at the latest by the log when the interpreter ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from torch_ckpt import _C
+from torch_ckpt.background import Background, EngineOptions
+from torch_ckpt.coordination import Ranks
+from torch_ckpt.errors import CheckpointError, SourceChanged
+from torch_ckpt.metrics import LOGGER, SaveMetrics, Span, write_trace
+from torch_ckpt.progress import Progress
+from torch_ckpt.sources import Sources
+from torch_ckpt.unchanged import Fingerprint, UnchangedDetector
+
+T = TypeVar("T")
+
+#: How long leaving the interpreter waits for the save that is under way, in seconds.
+EXIT_LIMIT_SECONDS = 3600.0
+
+#: For memory that other things need beside a snapshot.
+_SHARE_OF_FREE_MEMORY = 0.5
+
+
+class AsyncSave:
+    """A save under way, made by :func:`torch_ckpt.async_save`.
+
+    Attributes:
+        staged: future, done when the sources may change; fails where the save did so before.
+        committed: future, done when the checkpoint is durable and visible on all ranks, with its
+            metadata.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.staged = job.staged
+        self.committed = job.committed
+
+    def wait_staged(self, timeout: float | None = None) -> None:
+        """Waits until the sources may change.
+
+        Raises:
+            TimeoutError: ``timeout`` seconds have passed; the save goes on.
+            CheckpointException: the save has failed before.
+        """
+        with self._job.blocking():
+            _wait(self.staged, timeout, "staged", self._job)
+
+    def result(self, timeout: float | None = None) -> Metadata:
+        """Waits until the checkpoint is durable and visible; its metadata.
+
+        Raises:
+            TimeoutError: ``timeout`` seconds have passed; the save goes on.
+            CheckpointException: the save failed, with the cause of each rank that did.
+            CheckpointError: ``on_commit`` failed; the checkpoint is committed. Or this process is a
+                forked child of the one that saves.
+        """
+        return _wait(self.committed, timeout, "committed", self._job)
+
+    def done(self) -> bool:
+        """Whether the save has ended, well or badly."""
+        return self.committed.done()
+
+    def guard(self, optimizer: torch.optim.Optimizer) -> None:
+        """Makes the optimizer's next step wait until it may change the sources.
+
+        CPU tensors have then been copied. For CUDA tensors the current stream waits, on the device,
+        for the copies; the CPU waits only until they have been submitted. A failed save holds
+        nothing back.
+        """
+        _Guard.of(optimizer).job = self._job
+
+    def progress(self) -> Progress:
+        """Bytes of this rank so far."""
+        return self._job.progress()
+
+    def metrics(self) -> SaveMetrics:
+        """What the save took on this rank; complete once it is done."""
+        return self._job.metrics
+
+    def __del__(self) -> None:
+        job = getattr(self, "_job", None)
+        if job is not None and not job.committed.done() and not job.inherited:
+            warnings.warn(
+                f"the handle of the save to {job.metrics.path} was dropped before the save ended; "
+                "it goes on, and an error is raised by the next one or by check_for_errors()",
+                stacklevel=2,
+            )
+
+
+class _Reporting(Future[T]):
+    """A future of ours alone, which notices that its error has been seen."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        self._job = weakref.ref(job)
+        # Nobody can cancel what is running.
+        self.set_running_or_notify_cancel()
+
+    def result(self, timeout: float | None = None) -> T:
+        self._note(timeout)
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._note(timeout)
+        return super().exception(timeout)
+
+    def _note(self, timeout: float | None) -> None:
+        job = self._job()
+        if super().exception(timeout) is not None and job is not None:
+            job.reported = True
+
+
+class Job:
+    """One save, as its thread and its handle share it."""
+
+    def __init__(
+        self,
+        sources: Sources,
+        ranks: Ranks,
+        path: str,
+        *,
+        background: Background,
+        blocking: bool,
+        begun: float,
+        trace: str | os.PathLike[str] | None = None,
+        write_done: Callable[[], None] | None = None,
+        on_commit: Callable[[Metadata], None] | None = None,
+        warn_unchanged: bool = True,
+        failure: BaseException | None = None,
+    ) -> None:
+        self.sources = sources
+        self.ranks = ranks
+        self.reported = False
+        self.inherited = False
+        self.staged: Future[None] = _Reporting(self)
+        self.committed: Future[Metadata] = _Reporting(self)
+        self.metrics = SaveMetrics(path=path, rank=ranks.rank)
+        self.write_done = write_done
+        self._background = background
+        self._quiet_stagers = not blocking
+        self._begun = begun
+        self._trace = trace
+        self._spans: list[Span] = []
+        self._on_commit = on_commit
+        self._warn_unchanged = warn_unchanged
+        self._failure = failure
+        self._save: _C.Save | None = None
+        self._started = threading.Event()
+        self._forget: Callable[[], None] = sources.release
+        self._last_progress = Progress(0, 0, 0)
+        # Before the thread runs: what the caller's streams have been given by now.
+        self._ready = [_event_of_now(device) for device in sources.devices]
+
+    # --- by the thread ---------------------------------------------------------------------------
+
+    def run(self, save: Callable[[Job], Metadata]) -> None:
+        """Runs ``save`` and settles the futures; never raises."""
+        failure: BaseException | None = None
+        metadata: Metadata | None = None
+        try:
+            metadata = save(self)
+            self.metrics.commit_s = self._now() - self.metrics.written_s
+            if self._on_commit is not None and self.ranks.is_coordinator:
+                self._call_on_commit(self._on_commit, metadata)
+        except BaseException as error:
+            failure = error
+        self._end(failure)
+        if failure is None:
+            assert metadata is not None
+            self.committed.set_result(metadata)
+        else:
+            if not self.staged.done():
+                self.staged.set_exception(failure)
+            self.committed.set_exception(failure)
+        try:
+            self.ranks.close()
+        except Exception as error:
+            LOGGER.warning("other ranks may not have heard of the save's end: %s", error)
+
+    def raise_failure(self) -> None:
+        """Raises what went wrong in the call already."""
+        if self._failure is not None:
+            raise self._failure
+
+    def planned(self) -> None:
+        """This rank knows what to write."""
+        self.metrics.planning_s = self._now()
+        self._spans.append(("python", "plan", 0.0, self.metrics.planning_s))
+
+    def forget_with(self, forget: Callable[[], None]) -> None:
+        """Also calls ``forget`` when the sources are let go of."""
+
+        def both(of_sources: Callable[[], None] = self._forget) -> None:
+            of_sources()
+            forget()
+
+        self._forget = both
+
+    @contextlib.contextmanager
+    def device_streams(self) -> Iterator[None]:
+        """A block whose work on devices, if any, runs beside training and after its past."""
+        with contextlib.ExitStack() as stack:
+            streams = []
+            for event, device in self._ready:
+                stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                stream.wait_event(event)
+                stack.enter_context(torch.cuda.stream(stream))
+                streams.append((stream, device))
+            yield
+            self._ready = [(stream.record_event(), device) for stream, device in streams]
+
+    def engine_options(self) -> EngineOptions:
+        """For the engine."""
+        return EngineOptions(
+            self._background,
+            snapshot=True,
+            quiet_stagers=self._quiet_stagers,
+            ready=[(device.index, event.cuda_event) for event, device in self._ready],
+            trace=self._trace is not None,
+        )
+
+    def started(self, save: _C.Save) -> None:
+        """The engine has begun."""
+        self._save = save
+        self._engine_begun = self._now()
+        self._started.set()
+
+    def sources_copied(self) -> None:
+        """The engine needs no source any more.
+
+        Raises:
+            SourceChanged: one was written to before.
+        """
+        changed = self.sources.changed()
+        self._forget()
+        if changed:
+            shown = ", ".join(changed[:10]) + (" and more" if len(changed) > 10 else "")
+            raise SourceChanged(
+                f"{shown}: changed before the save had copied it, so nothing is saved. Call "
+                "guard(optimizer) or wait_staged() before the next step, or save with "
+                'staging="blocking"'
+            )
+        self.staged.set_result(None)
+
+    def bytes_moved(self) -> int:
+        """Grows for as long as anything moves."""
+        progress = self.progress()
+        return progress.bytes_staged + progress.bytes_done
+
+    def written(self) -> None:
+        """This rank's files are durable."""
+        self.metrics.written_s = self._now()
+        if self.write_done is not None:
+            self.write_done()
+
+    def committed_items(
+        self, items: Mapping[str, Fingerprint], paths: Mapping[str, Sequence[Any]]
+    ) -> None:
+        """On the coordinator: what has been committed."""
+        warning = _runtime.unchanged.check(items, paths, self.metrics.path)
+        if warning is not None and self._warn_unchanged:
+            warnings.warn(warning, stacklevel=2)
+
+    # --- by the caller ---------------------------------------------------------------------------
+
+    def wait_until_staged(self) -> None:
+        """Returns when the sources may change, be it that the save has failed."""
+        _wait_quietly(self.staged)
+
+    def wait_quietly(self) -> None:
+        """Returns when the save has ended; its error stays unseen."""
+        _wait_quietly(self.committed)
+
+    # --- by the handle ---------------------------------------------------------------------------
+
+    def progress(self) -> Progress:
+        """Bytes so far."""
+        save = self._save
+        if save is not None:
+            planned, staged, written, _files, _done = save.progress()
+            self._last_progress = Progress(planned, staged, written)
+        return self._last_progress
+
+    def hold_back(self) -> None:
+        """What a guarded step does first."""
+        if self.staged.done() or self.inherited:
+            return
+        with self.blocking():
+            if not self.sources.devices:
+                _wait_quietly(self.staged)
+                return
+            while not self._started.wait(1.0):
+                if self.committed.done():
+                    return
+            save = self._save
+            if save is None:
+                return
+            # An error here is the save's, which tells it itself.
+            with contextlib.suppress(OSError, CheckpointError, RuntimeError):
+                while not save.wait_submitted(1.0):
+                    pass
+                for _event, device in self._ready:
+                    stream = torch.cuda.current_stream(device).cuda_stream
+                    save.hold_back(device.index, stream)
+
+    @contextlib.contextmanager
+    def blocking(self) -> Iterator[None]:
+        """Counts the time in which the caller is kept waiting."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.metrics.blocked_s += time.perf_counter() - begun
+
+    def disown(self) -> None:
+        """In a forked child: this save is the parent's."""
+        self.inherited = True
+        error = CheckpointError("the save is that of the process that forked this one")
+        # Their locks may have been held at the fork.
+        for name in ("staged", "committed"):
+            future: Future[Any] = Future()
+            future.set_exception(error)
+            setattr(self, name, future)
+
+    # --- private ---------------------------------------------------------------------------------
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._begun
+
+    def _call_on_commit(self, on_commit: Callable[[Metadata], None], metadata: Metadata) -> None:
+        try:
+            on_commit(metadata)
+        except Exception as error:
+            raise CheckpointError(
+                f"on_commit failed ({error}); the checkpoint in {self.metrics.path} is committed"
+            ) from error
+
+    def _end(self, failure: BaseException | None) -> None:
+        self._forget()
+        metrics = self.metrics
+        metrics.total_s = self._now()
+        metrics.python_s = time.thread_time()
+        if self._save is not None:
+            metrics.bytes = self.progress().bytes_planned
+            staged, _ended, _stage, metrics.checksum_s, metrics.write_s, metrics.fsync_s = (
+                self._save.timing()
+            )
+            metrics.staging_s = staged
+        if failure is None:
+            metrics.log()
+        if self._trace is not None:
+            try:
+                self._write_trace(Path(self._trace))
+            except OSError as error:
+                LOGGER.warning("the trace could not be written: %s", error)
+        # The pool's chunks are free; the session's own memory may go, too.
+        self._save = None
+        self._started.set()
+
+    def _write_trace(self, path: Path) -> None:
+        spans = [*self._spans]
+        if self._save is not None:
+            for name, file, begin, end in self._save.trace():
+                lane = "sources" if name == "stage" else "disk"
+                spans.append(
+                    (f"{lane} {file}", name, self._engine_begun + begin, self._engine_begun + end)
+                )
+        metrics = self.metrics
+        spans.append(("python", "commit", metrics.written_s, metrics.total_s))
+        spans.append(("caller", "blocked", 0.0, metrics.blocked_s))
+        if self.ranks.size > 1:
+            path = path.with_name(f"{path.stem}-rank{self.ranks.rank}{path.suffix}")
+        write_trace(path, self.ranks.rank, spans)
+
+
+class _Guard:
+    """The one hook of ours on an optimizer; optimizers cannot lose hooks amid a step."""
+
+    _of: ClassVar[weakref.WeakKeyDictionary[torch.optim.Optimizer, _Guard]]
+    _of = weakref.WeakKeyDictionary()
+
+    def __init__(self) -> None:
+        self.job: Job | None = None
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer) -> _Guard:
+        guard = cls._of.get(optimizer)
+        if guard is None:
+            guard = cls._of[optimizer] = cls()
+            optimizer.register_step_pre_hook(guard)
+        return guard
+
+    def __call__(self, *_: object) -> None:
+        job, self.job = self.job, None
+        if job is not None:
+            job.hold_back()
+
+
+class _Runtime:
+    """The saves of this process."""
+
+    def __init__(self) -> None:
+        self.job: Job | None = None
+        self.thread: threading.Thread | None = None
+        self.failed: list[Job] = []
+        self.unchanged = UnchangedDetector()
+        self.last_call: float | None = None
+
+    def make_room(self, if_busy: str) -> None:
+        """Waits for the save under way, or refuses; raises what is unreported."""
+        job = self.job
+        if job is not None and not job.committed.done():
+            if if_busy == "raise":
+                raise CheckpointError(f"the save to {job.metrics.path} has not ended yet")
+            _wait_quietly(job.committed)
+        self.check()
+
+    def check(self) -> None:
+        """Raises an error that nobody has seen, once."""
+        self._collect()
+        while self.failed:
+            job = self.failed.pop(0)
+            if not job.reported:
+                job.committed.result()
+
+    def start(self, job: Job, save: Callable[[Job], Metadata]) -> None:
+        self._collect()
+        self.job = job
+        if self.last_call is not None:
+            job.metrics.interval_s = time.perf_counter() - self.last_call
+        self.last_call = time.perf_counter()
+        self.thread = threading.Thread(
+            target=job.run, args=(save,), name="torch_ckpt save", daemon=True
+        )
+        self.thread.start()
+
+    def leave(self) -> bool:
+        """At the interpreter's end; whether everything has ended."""
+        if self.thread is not None:
+            self.thread.join(EXIT_LIMIT_SECONDS)
+            if self.thread.is_alive():
+                assert self.job is not None
+                LOGGER.error(
+                    "the save to %s has not ended within %.0f s and is given up",
+                    self.job.metrics.path,
+                    EXIT_LIMIT_SECONDS,
+                )
+                return False
+        self._collect()
+        for job in self.failed:
+            if not job.reported:
+                LOGGER.error(
+                    "the save to %s failed: %s", job.metrics.path, job.committed.exception()
+                )
+        return True
+
+    def forget_in_child(self) -> None:
+        if self.job is not None:
+            self.job.disown()
+        self.__init__()  # type: ignore[misc]
+
+    def _collect(self) -> None:
+        job = self.job
+        if job is not None and job.committed.done():
+            self.job = None
+            if Future.exception(job.committed) is not None:
+                self.failed.append(job)
+
+
+_runtime = _Runtime()
+os.register_at_fork(after_in_child=_runtime.forget_in_child)
+
+
+def make_room(if_busy: str) -> None:
+    """See _Runtime.make_room."""
+    _runtime.make_room(if_busy)
+
+
+def start(job: Job, save: Callable[[Job], Metadata]) -> AsyncSave:
+    """Runs ``save`` in a thread of its own."""
+    _runtime.start(job, save)
+    return AsyncSave(job)
+
+
+def check_for_errors() -> None:
+    """Raises the error of a background save that has ended and whose error nobody has seen yet.
+
+    Each is raised once. Does not wait.
+
+    Raises:
+        CheckpointException, CheckpointError: see :meth:`AsyncSave.result`.
+    """
+    _runtime.check()
+
+
+def leave_at_exit() -> None:
+    """Waits for the save under way, then for the engine's threads; for the interpreter's end."""
+    if _runtime.leave():
+        _C.join_executor()
+
+
+def default_snapshot_bytes() -> int:
+    """The host memory that a snapshot may take on this rank: half of what is free.
+
+    The ranks of a machine share it evenly (``LOCAL_WORLD_SIZE``, which torchrun sets).
+    """
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(fields["MemAvailable"].split()[0]) * 1024 + _C.pool_bytes()
+    here = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return max(64 << 20, int(free * _SHARE_OF_FREE_MEMORY) // here)
+
+
+def _event_of_now(device: torch.device) -> tuple[torch.cuda.Event, torch.device]:
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event, device
+
+
+def _wait(future: Future[T], timeout: float | None, what: str, job: Job) -> T:
+    if job.inherited:
+        raise CheckpointError("the save is that of the process that forked this one")
+    try:
+        return future.result(timeout)
+    except FutureTimeout:
+        if future.done():
+            raise
+        raise TimeoutError(
+            f"the save to {job.metrics.path} was not {what} within {timeout} s; it goes on"
+        ) from None
+
+
+def _wait_quietly(future: Future[Any]) -> None:
+    """Waits for the end, whatever it is, and leaves an error unseen."""
+    Future.exception(future)

@@ -1,0 +1,182 @@
+"""What a save in the background reads, as it was at the call.
+
+Containers are copied, so that a state dict may be changed afterwards; tensors are held by aliases,
+so that they may be freed or their ``.data`` re-assigned; everything else that could change is
+copied. The tensors' contents are not: they are read later, and ``changed`` tells whether they were
+still the same then.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed.tensor import DTensor
+
+from torch_ckpt import _C
+
+_IMMUTABLE = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
+
+# (fully qualified name, the tensor that will be read, its version, how to find it again)
+_Watched = tuple[str, torch.Tensor, int, Callable[[], torch.Tensor] | None]
+
+
+class Sources:
+    """The snapshot of a state dict.
+
+    Attributes:
+        values: the state dict to save; empty once released.
+        devices: the CUDA devices that tensors lie on.
+    """
+
+    def __init__(self, state_dict: Mapping[str, Any]) -> None:
+        self._watched: list[_Watched] = []
+        self.devices: set[torch.device] = set()
+        self.values: dict[str, Any] = {
+            key: self._take(value, str(key)) for key, value in state_dict.items()
+        }
+
+    def changed(self) -> list[str]:
+        """Names of the tensors that were written to since the snapshot was taken.
+
+        What torch's version counters see: operations on tensors do count, those on ``.data`` or
+        through NumPy do not, nor do all fused optimizers (their ``step`` tensors do).
+        """
+        return [
+            name
+            for name, tensor, version, find in self._watched
+            if _version(tensor) != version or (find is not None and find() is not tensor)
+        ]
+
+    def release(self) -> None:
+        """Lets go of everything."""
+        self.values = {}
+        self._watched = []
+
+    # --- private ---------------------------------------------------------------------------------
+
+    def _take(self, value: Any, name: str) -> Any:
+        kind = type(value)
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
+            return self._take_plain(value, name)
+        if isinstance(value, _IMMUTABLE):
+            return value
+        if kind is dict:
+            return {key: self._take(item, f"{name}.{key}") for key, item in value.items()}
+        if kind is list or kind is tuple:
+            return kind(self._take(item, f"{name}.{i}") for i, item in enumerate(value))
+        if isinstance(value, Mapping):
+            # A copy keeps what the kind is more than a dict; its values are then replaced.
+            taken: Any = copy.copy(value)
+            for key, item in value.items():
+                taken[key] = self._take(item, f"{name}.{key}")
+            return taken
+        if isinstance(value, DTensor):
+            self._watch(name, value._local_tensor, lambda: value._local_tensor)
+            return value
+        if isinstance(value, ShardedTensor):
+            for shard in value.local_shards():
+                self._watch(name, shard.tensor, None)
+            return value
+        if isinstance(value, torch.Tensor):
+            return value.detach().clone()
+        return copy.deepcopy(value)
+
+    def _take_plain(self, value: torch.Tensor, name: str) -> torch.Tensor:
+        alias = value.detach()
+        if not _C.is_plain(alias):
+            return alias.clone()
+        if value.requires_grad:
+            alias.requires_grad_(True)
+        self._watch(name, alias, None)
+        return alias
+
+    def _watch(
+        self, name: str, tensor: torch.Tensor, find: Callable[[], torch.Tensor] | None
+    ) -> None:
+        if tensor.is_cuda:
+            self.devices.add(tensor.device)
+        self._watched.append((name, tensor, _version(tensor), find))
+
+
+def copy_of_state(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A deep copy of a state dict on the CPU.
+
+    CPU tensors go to memory of the engine's pool, which takes it back when the last of them is
+    dropped, by several threads at once.
+    """
+    originals: list[torch.Tensor] = []
+
+    def collect(tensor: torch.Tensor) -> torch.Tensor:
+        if _is_pooled(tensor):
+            originals.append(tensor)
+        return tensor
+
+    def replace(tensor: torch.Tensor) -> torch.Tensor:
+        if _is_pooled(tensor):
+            return next(copies)
+        copied: torch.Tensor = tensor.detach().to("cpu", copy=True)
+        return copied
+
+    _map_tensors(state_dict, collect, lambda value: value)
+    copies = iter(_C.copy_to_pool([tensor.detach() for tensor in originals]))
+    copied = _map_tensors(state_dict, replace, copy.deepcopy)
+    assert isinstance(copied, dict)
+    return copied
+
+
+def _is_pooled(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and (
+        tensor.is_cpu and _C.is_plain(tensor.detach()) and _C.is_dense(tensor)
+    )
+
+
+def _map_tensors(
+    value: Any,
+    of_tensor: Callable[[torch.Tensor], torch.Tensor],
+    of_object: Callable[[Any], Any],
+) -> Any:
+    """The same structure with other tensors and objects in it, visited in a fixed order."""
+    kind = type(value)
+    if isinstance(value, DTensor):
+        return DTensor.from_local(
+            of_tensor(value._local_tensor),
+            value.device_mesh,
+            value.placements,
+            run_check=False,
+            shape=value.shape,
+            stride=value.stride(),
+        )
+    if isinstance(value, ShardedTensor):
+        shards = [Shard(of_tensor(shard.tensor), shard.metadata) for shard in value.local_shards()]
+        return ShardedTensor._init_from_local_shards_and_global_metadata(
+            shards,
+            value.metadata(),
+            process_group=value._process_group,
+            init_rrefs=False,
+            sharding_spec=value.sharding_spec(),
+        )
+    if isinstance(value, torch.Tensor):
+        return of_tensor(value)
+    if kind is list or kind is tuple:
+        return kind(_map_tensors(item, of_tensor, of_object) for item in value)
+    if kind is dict:
+        return {key: _map_tensors(item, of_tensor, of_object) for key, item in value.items()}
+    if isinstance(value, Mapping):
+        mapped: Any = copy.copy(value)
+        for key, item in value.items():
+            mapped[key] = _map_tensors(item, of_tensor, of_object)
+        return mapped
+    return value if isinstance(value, _IMMUTABLE) else of_object(value)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    try:
+        return tensor._version
+    except RuntimeError:
+        # Inference tensors have none.
+        return -1
