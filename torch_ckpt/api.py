@@ -196,15 +196,21 @@ def async_save(
         failure=failure,
     )
     handle = start(job, lambda job: _save(job.sources.values, writer, ranks, job))
-    if failure is not None:
-        # Told here, and not a second time.
-        job.wait_quietly()
-        job.reported = True
-        raise failure
-    if staging == "blocking":
-        job.wait_until_staged()
-    job.metrics.blocked_s = time.perf_counter() - begun
-    return handle
+    try:
+        if failure is not None:
+            # Told here, and not a second time.
+            job.go()
+            job.wait_quietly()
+            job.reported = True
+            raise failure
+        if staging == "blocking":
+            job.go()
+            job.wait_until_staged()
+        job.metrics.blocked_s = time.perf_counter() - begun
+        return handle
+    finally:
+        # Last, since the thread takes the interpreter from this one.
+        job.go()
 
 
 def load(
@@ -449,21 +455,22 @@ def _build_metadata(agreed: _GlobalPlan, places: list[list[_Place]]) -> Metadata
     return metadata
 
 
+@no_gc()
 def _fingerprints(agreed: _GlobalPlan, places: list[list[_Place]]) -> dict[str, Fingerprint]:
     """What the detector of unchanged states needs, from what was written anyway."""
-    parts: dict[str, list[tuple[Any, int]]] = {}
-    scalars: set[str] = set()
+    found: dict[str, Fingerprint] = {}
+    parts: dict[str, list[tuple[tuple[int, ...], int]]] = {}
     for rows, rest, of_rank in zip(agreed.owned, agreed.rest, places, strict=True):
         for (name, _dtype, size, _grad), place in zip(rows, of_rank, strict=False):
-            parts[name] = [((), place[3])]
-            if size.numel() <= 1:
-                scalars.add(name)
+            found[name] = (size.numel() <= 1, place[3])
         for item, place in zip(rest.items, of_rank[len(rows) :], strict=True):
-            offset = item.index.offset
-            parts.setdefault(item.index.fqn, []).append((tuple(offset or ()), place[3]))
+            name = item.index.fqn
             if item.type == WriteItemType.BYTE_IO:
-                scalars.add(item.index.fqn)
-    return {name: Fingerprint(tuple(sorted(p)), name in scalars) for name, p in parts.items()}
+                found[name] = (True, place[3])
+            else:
+                parts.setdefault(name, []).append((tuple(item.index.offset or ()), place[3]))
+    found.update((name, (False, tuple(sorted(of_name)))) for name, of_name in parts.items())
+    return found
 
 
 # --- loading -------------------------------------------------------------------------------------

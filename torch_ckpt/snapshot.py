@@ -172,6 +172,7 @@ class Job:
         self._warn_unchanged = warn_unchanged
         self._failure = failure
         self._save: _C.Save | None = None
+        self._go = threading.Event()
         self._started = threading.Event()
         self._forget: Callable[[], None] = sources.release
         self._last_progress = Progress(0, 0, 0)
@@ -182,6 +183,7 @@ class Job:
 
     def run(self, save: Callable[[Job], Metadata]) -> None:
         """Runs ``save`` and settles the futures; never raises."""
+        self._go.wait()
         failure: BaseException | None = None
         metadata: Metadata | None = None
         try:
@@ -289,6 +291,10 @@ class Job:
             warnings.warn(warning, stacklevel=2)
 
     # --- by the caller ---------------------------------------------------------------------------
+
+    def go(self) -> None:
+        """Lets the thread begin."""
+        self._go.set()
 
     def wait_until_staged(self) -> None:
         """Returns when the sources may change, be it that the save has failed."""
@@ -403,8 +409,9 @@ class Job:
 class _Guard:
     """The one hook of ours on an optimizer; optimizers cannot lose hooks amid a step."""
 
-    _of: ClassVar[weakref.WeakKeyDictionary[torch.optim.Optimizer, _Guard]]
-    _of = weakref.WeakKeyDictionary()
+    _of: ClassVar[weakref.WeakKeyDictionary[torch.optim.Optimizer, _Guard]] = (
+        weakref.WeakKeyDictionary()
+    )
 
     def __init__(self) -> None:
         self.job: Job | None = None

@@ -9,7 +9,7 @@ still the same then.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -123,7 +123,9 @@ def copy_of_state(state_dict: dict[str, Any]) -> dict[str, Any]:
         return copied
 
     _map_tensors(state_dict, collect, lambda value: value)
-    copies = iter(_C.copy_to_pool([tensor.detach() for tensor in originals]))
+    copies: Iterator[torch.Tensor] = iter(
+        _C.copy_to_pool([tensor.detach() for tensor in originals])
+    )
     copied = _map_tensors(state_dict, replace, copy.deepcopy)
     assert isinstance(copied, dict)
     return copied

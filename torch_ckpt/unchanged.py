@@ -8,21 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 
-@dataclass(frozen=True)
-class Fingerprint:
-    """What is remembered of one stored item.
-
-    Attributes:
-        checksum: CRC-32 of each part of it, by offset.
-        is_scalar: a number or a tensor with one element: what counts steps.
-    """
-
-    checksum: tuple[tuple[Any, int], ...]
-    is_scalar: bool
+#: (is it a number or a tensor with one element, which is what counts steps; its CRC-32 or those of
+#: its parts).
+Fingerprint = tuple[bool, Any]
 
 
 class UnchangedDetector:
@@ -50,13 +41,13 @@ class UnchangedDetector:
         last, self._last = self._last, items
         if last.keys() != items.keys():
             return None
-        moved = [name for name, item in items.items() if item.is_scalar and item != last[name]]
+        moved = [name for name, item in items.items() if item[0] and item != last[name]]
         if not moved:
             return None
         groups: dict[str, list[str]] = {}
         changed: set[str] = set()
         for name, item in items.items():
-            if item.is_scalar:
+            if item[0]:
                 continue
             path = paths.get(name, (name,))
             group = str(path[0]) if len(path) > 1 else ""

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch_ckpt.coordination import Meeting, Ranks
 
 #: Seconds after which a rank of a test is given up, where one is; else tests do not wait for it.
-SHORT = 0.5
+SHORT = 0.4
 
 #: For what nothing should be waiting.
 PATIENCE_SECONDS = 60.0
@@ -229,7 +229,7 @@ def test_all_missing_ranks_are_named_with_the_phase_on_every_other(store: dist.S
     outcomes = together(present, lambda ranks: save(ranks, undo=undone.append))
     assert causes_of(outcomes[0]) == causes_of(outcomes[1])
     assert set(causes_of(outcomes[0])) == {2, 3}
-    assert "ranks 2, 3 gave no sign of life for 0.5 s in 'write'" in str(outcomes[0])
+    assert "ranks 2, 3 gave no sign of life for 0.4 s in 'write'" in str(outcomes[0])
     assert all(type(cause) is TimeoutError for cause, _stack in outcomes[0].failures.values())
     assert undone == ["part", "part"]
 
@@ -400,15 +400,17 @@ def test_only_the_verdict_is_left_for_a_rank_that_died(store: dist.Store) -> Non
 
 
 def test_the_coordinator_closes_after_all_have_read_the_answer(store: dist.Store) -> None:
-    coordinator, other = ranks_of(store, 2)
+    coordinator, other = ranks_of(store, 2, SHORT)
     together([coordinator, other], save)
-    closed = threading.Event()
+    sign_of_waiting = "torch_ckpt/test/0/alive/0"
+    store.delete_key(sign_of_waiting)
     with ThreadPoolExecutor(1) as pool:
         closing = pool.submit(coordinator.close, PATIENCE_SECONDS)
-        closing.add_done_callback(lambda _: closed.set())
-        assert not closed.is_set()
+        store.wait([sign_of_waiting])
+        assert not closing.done()
         other.close()
         closing.result()
+    assert store.num_keys() == 0
 
 
 def test_the_coordinator_does_not_wait_for_ever_to_close(store: dist.Store) -> None:
@@ -421,6 +423,7 @@ def test_the_coordinator_does_not_wait_for_ever_to_close(store: dist.Store) -> N
 def test_a_store_whose_server_has_gone_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:
     servers = [tcp_store()]
     ranks = ranks_of(servers[0].clone(), 2)
+    together(ranks, save)
 
     def local() -> None:
         servers.clear()
@@ -451,7 +454,7 @@ def test_a_store_that_does_not_answer_is_an_error() -> None:
     [outcome] = together([Meeting(stopped, 1, 2, "test").ranks(SHORT)], save).values()
     stopped.goes_on.set()
     assert "ConnectionError" in causes_of(outcome)[1]
-    assert "no answer for 0.625 s" in causes_of(outcome)[1]
+    assert "no answer for 0.5 s" in causes_of(outcome)[1]
 
 
 # --- meetings ------------------------------------------------------------------------------------

@@ -1,0 +1,133 @@
+"""What ranks do that meet through their store; run by test_store_ranks.py, which hosts the store.
+
+    python -m tests.distributed.store_cases RESULTS
+
+Every rank runs all cases, in their order, and writes to RESULTS-{rank}.json what each returned. The
+rank with the highest number is the one that is stopped in one case and killed in the last.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from torch_ckpt.coordination import Meeting, Ranks
+
+#: Seconds after which a silent rank is given up.
+TIMEOUT = 2.0
+
+#: For what nothing should be waiting.
+PATIENCE_SECONDS = 60.0
+
+
+def store_of_torchrun() -> dist.Store:
+    return dist.PrefixStore("cases", dist.distributed_c10d._get_default_store())
+
+
+def steps(ranks: Ranks) -> list[Any]:
+    """What each kind of step gives, and how one fails."""
+
+    def fail() -> None:
+        raise OSError(f"on {ranks.rank}")
+
+    results = [
+        ranks.reduce_scatter("plan", lambda: ranks.rank, lambda values: [v + 10 for v in values]),
+        ranks.all_reduce("write", lambda: ranks.rank, list, lambda part: None),
+        ranks.all_succeed("load", lambda: ranks.rank),
+    ]
+    try:
+        ranks.all_succeed("fail", lambda: fail() if ranks.rank else None)
+    except CheckpointException as error:
+        results.append([[rank, repr(cause)] for rank, (cause, _) in error.failures.items()])
+    return results
+
+
+def silent_ranks(work: Callable[[], Any]) -> dict[str, Any]:
+    """Which ranks a step must have given up, with the reason, and after how many seconds."""
+    begun = time.monotonic()
+    try:
+        work()
+    except CheckpointException as error:
+        return {
+            "ranks": sorted(error.failures),
+            "text": str(error),
+            "seconds": time.monotonic() - begun,
+        }
+    raise AssertionError("no CheckpointException was raised")
+
+
+def case_steps_give_what_they_give_over_the_process_group() -> list[Any]:
+    over_group = steps(Ranks(None, no_dist=False))
+    ranks = Meeting.of(None, no_dist=False).ranks(PATIENCE_SECONDS)
+    over_store = steps(ranks)
+    ranks.close()
+    return [over_group, over_store]
+
+
+def case_ranks_of_a_subgroup_are_numbered_within_it() -> list[Any]:
+    half = dist.get_world_size() // 2
+    groups = [dist.new_group(range(start, start + half)) for start in (0, half)]
+    meeting = Meeting.of(groups[dist.get_rank() // half], no_dist=False)
+    ranks = meeting.ranks(PATIENCE_SECONDS)
+    members = ranks.all_reduce("who", dist.get_rank, list, lambda rank: None)
+    ranks.close()
+    return [meeting.rank, meeting.size, members]
+
+
+def case_a_stopped_rank_is_given_up_and_fails_when_it_goes_on() -> dict[str, Any]:
+    ranks = Meeting.of(None, no_dist=False).ranks(TIMEOUT)
+    store = store_of_torchrun()
+
+    def local() -> None:
+        if ranks.rank == ranks.size - 1:
+            store.set("pid", str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    found = silent_ranks(lambda: ranks.all_reduce("write", local, list, lambda part: None))
+    if ranks.rank == 0:
+        os.kill(int(store.get("pid")), signal.SIGCONT)
+    ranks.close()
+    return found
+
+
+def case_a_killed_rank_is_given_up() -> dict[str, Any]:
+    ranks = Meeting.of(None, no_dist=False).ranks(TIMEOUT)
+
+    def local() -> None:
+        if ranks.rank == ranks.size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    found = silent_ranks(lambda: ranks.all_reduce("write", local, list, lambda part: None))
+    ranks.close()
+    return found
+
+
+CASES: dict[str, Callable[[], Any]] = {
+    name.removeprefix("case_"): function
+    for name, function in list(globals().items())
+    if name.startswith("case_")
+}
+
+
+def main(results: Path) -> None:
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=PATIENCE_SECONDS))
+    found = {}
+    for name, case in CASES.items():
+        found[name] = case()
+        Path(f"{results}-{dist.get_rank()}.json").write_text(json.dumps(found))
+    # A group that has lost a rank is not fit to be destroyed.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
