@@ -90,4 +90,4 @@ def pool_bytes() -> int:
     """Host memory in bytes that the chunk pool keeps between saves."""
 
 def trim_pool(bytes: int) -> None:
-    """Frees kept chunks until at most this many bytes are kept."""
+    """Frees the memory that background saves keep for the next one, down to this many bytes."""

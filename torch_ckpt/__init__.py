@@ -9,6 +9,7 @@ import atexit
 
 import torch  # noqa: F401  (its libraries must be there before the extension is loaded)
 
+from torch_ckpt._C import trim_pool
 from torch_ckpt.api import async_save, load, save
 from torch_ckpt.background import Background
 from torch_ckpt.errors import (
@@ -43,6 +44,7 @@ __all__ = [
     "check_for_errors",
     "load",
     "save",
+    "trim_pool",
 ]
 
 # While the interpreter still stands: a save under way ends, and the engine's threads with it.

@@ -47,7 +47,7 @@ from torch_ckpt.errors import CheckpointError
 from torch_ckpt.generations import choose_prefix, remove_files
 from torch_ckpt.metadata import encode_metadata
 from torch_ckpt.reader import FileSystemReader, Row
-from torch_ckpt.snapshot import AsyncSave, Job, default_snapshot_bytes, make_room, start
+from torch_ckpt.snapshot import AsyncSave, Job, make_room, start
 from torch_ckpt.sources import Sources
 from torch_ckpt.unchanged import Fingerprint
 from torch_ckpt.writer import DCP_VERSION, FileSystemWriter, as_value, resolve
@@ -169,8 +169,6 @@ def async_save(
         raise ValueError(
             "async_save writes local files without _extensions; use dcp.async_save with this writer"
         )
-    if writer.max_host_bytes is None:
-        writer.max_host_bytes = default_snapshot_bytes()
     make_room(if_busy)
     ranks = Meeting.of(process_group, no_dist).ranks(timeout)
     failure: BaseException | None = None

@@ -42,6 +42,7 @@ class EngineOptions:
         snapshot: stage as far ahead of the disk as the byte budget allows.
         quiet_stagers: whether those that copy from the sources are as quiet as the writers; not
             where the caller waits for them.
+        max_host_bytes: the byte budget where the writer has none of its own.
         ready: (CUDA device, event handle): sources are complete after these.
         trace: record each stretch of work.
     """
@@ -49,5 +50,6 @@ class EngineOptions:
     writers: Background
     snapshot: bool = True
     quiet_stagers: bool = True
+    max_host_bytes: int = 0
     ready: Sequence[tuple[int, int]] = field(default=())
     trace: bool = False

@@ -244,6 +244,7 @@ class Job:
             self._background,
             snapshot=True,
             quiet_stagers=self._quiet_stagers,
+            max_host_bytes=_default_snapshot_bytes(),
             ready=[(device.index, event.cuda_event) for event, device in self._ready],
             trace=self._trace is not None,
         )
@@ -533,7 +534,7 @@ def leave_at_exit() -> None:
         _C.join_executor()
 
 
-def default_snapshot_bytes() -> int:
+def _default_snapshot_bytes() -> int:
     """The host memory that a snapshot may take on this rank: half of what is free.
 
     The ranks of a machine share it evenly (``LOCAL_WORLD_SIZE``, which torchrun sets).

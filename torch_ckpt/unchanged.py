@@ -10,7 +10,6 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-
 #: (is it a number or a tensor with one element, which is what counts steps; its CRC-32 or those of
 #: its parts).
 Fingerprint = tuple[bool, Any]

@@ -248,6 +248,7 @@ class FileSystemWriter(StockWriter):
         """
         if background is None:
             _wait_for_devices(values)
+        options = background.engine_options() if background else self._quiet_options()
         save = _C.start_save(
             str(self.path),
             prefix,
@@ -257,10 +258,10 @@ class FileSystemWriter(StockWriter):
             file_per_item=not self.single_file_per_rank,
             separation_hint=self.separation_hint or "",
             chunk_bytes=CHUNK_BYTES,
-            max_host_bytes=self.max_host_bytes or 0,
+            max_host_bytes=self.max_host_bytes or (options.max_host_bytes if options else 0),
             direct_io=self.direct_io,
             sync=self.sync_files,
-            background=background.engine_options() if background else self._quiet_options(),
+            background=options,
         )
         planned = save.progress()[0]
         try:

@@ -1,6 +1,7 @@
 #include "engine/executor.h"
 
 #include <algorithm>
+#include <atomic>
 #include <boost/asio/post.hpp>
 #include <latch>
 #include <memory>
@@ -18,6 +19,7 @@ using Pool = std::unique_ptr<boost::asio::thread_pool>;
 
 struct Holder {
   std::mutex mutex;
+  std::atomic<bool> ending{false};
   std::vector<std::pair<Threads, Pool>> pools;  // guarded by mutex
   // Pools without threads: the channels of sessions that outlive them still refer to them.
   std::vector<Pool> joined;  // guarded by mutex
@@ -59,6 +61,7 @@ boost::asio::thread_pool& executor(const Threads& threads) {
 void join_executor() {
   Holder* holder = os::ForkLocal<Holder>::existing();
   if (holder == nullptr) return;
+  holder->ending = true;
   std::vector<std::pair<Threads, Pool>> pools;
   {
     std::lock_guard lock(holder->mutex);
@@ -71,6 +74,12 @@ void join_executor() {
   for (auto& [of, pool] : pools) pool->join();
   std::lock_guard lock(holder->mutex);
   for (auto& [of, pool] : pools) holder->joined.push_back(std::move(pool));
+  holder->ending = false;
+}
+
+bool executor_is_ending() {
+  const Holder* holder = os::ForkLocal<Holder>::existing();
+  return holder != nullptr && holder->ending;
 }
 
 }  // namespace torch_ckpt::engine

@@ -24,6 +24,9 @@ boost::asio::thread_pool& executor(const Threads& threads = {});
 /// one.
 void join_executor();
 
+/// Whether join_executor() has begun: what nobody waits for should end.
+bool executor_is_ending();
+
 /// Threads in a pool: most of them wait for the disk, so there are more than cores.
 std::size_t executor_threads();
 

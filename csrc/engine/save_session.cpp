@@ -1,6 +1,7 @@
 #include "engine/save_session.h"
 
 #include <algorithm>
+#include <boost/asio/bind_executor.hpp>
 #include <boost/asio/co_spawn.hpp>
 #include <boost/asio/post.hpp>
 #include <boost/asio/steady_timer.hpp>
@@ -93,7 +94,7 @@ SaveSession::FileState::FileState(FileJob given, std::size_t at, const SaveOptio
     : job(std::move(given)),
       number(at),
       stream(job.image, options.snapshot, options.ready),
-      filled(executor(options.writers), messages) {}
+      filled(executor(options.stagers), messages) {}
 
 SaveSession::SaveSession(std::string directory, std::vector<FileJob> files,
                          const SaveOptions& options, std::size_t chunks)
@@ -132,7 +133,7 @@ void SaveSession::spawn_runners() {
   }
   for (std::size_t i = 0; i < at_once; ++i) {
     asio::co_spawn(asio::make_strand(executor(options_.stagers)), stage_files(), keep);
-    asio::co_spawn(asio::make_strand(executor(options_.writers)), write_files(), keep);
+    asio::co_spawn(asio::make_strand(executor(options_.stagers)), write_files(), keep);
   }
 }
 
@@ -146,11 +147,17 @@ void SaveSession::fill_slots(bool quiet) {
   for (std::size_t n = next_empty_++; n < empty_slots_.size(); n = next_empty_++) {
     // Also of a cancelled save, and then without memory: a stager may be waiting for just this one.
     if (!cancelled_) {
+      if (quiet && (executor_is_ending() || staging::Chunk::alive_bytes() + options_.chunk_bytes >
+                                                options_.max_host_bytes)) {
+        return;
+      }
       auto taken = staging::ChunkPool::instance().take(options_.chunk_bytes);
       if (!taken) fail(taken.error());
       const std::lock_guard lock(mutex_);
-      // The budget is the next save's.
-      if (ended_) return;
+      if (taken && ended_) {
+        staging::ChunkPool::instance().give_back(std::move(*taken));
+        continue;
+      }
       if (taken) chunks_[empty_slots_[n]] = std::move(*taken);
     }
     release(empty_slots_[n]);
@@ -260,6 +267,12 @@ asio::awaitable<void> SaveSession::write_files() {
   }
 }
 
+// As long as somebody waits for the stagers the writers are no quieter than they are: they would
+// stand back behind them, and the disk behind both.
+boost::asio::thread_pool& SaveSession::busy_executor() {
+  return executor(to_stage_ == 0 ? options_.writers : options_.stagers);
+}
+
 asio::awaitable<Result<>> SaveSession::write_file(FileState& state) {
   Result<os::File> file = open_file(state);
   if (!file) fail(file.error());
@@ -310,6 +323,7 @@ asio::awaitable<Result<>> SaveSession::write_chunks(FileState& state, os::File* 
       release(*chunk->slot);
       continue;
     }
+    co_await asio::post(asio::bind_executor(busy_executor(), asio::use_awaitable));
     {
       const Timed timed(timing_, Activity::checksum, state.number);
       state.stream.complete(chunk->piece);
@@ -344,22 +358,21 @@ void SaveSession::start_write(FileState& state, os::File& file, const Filled& ch
     data = chunks_[*chunk.slot]->bytes().first(align_up(fresh, os::kDirectAlignment));
     std::memset(data.data() + fresh, 0, data.size() - fresh);
   }
-  asio::post(executor(options_.writers),
-             [this, self = shared_from_this(), number = state.number, &file, &written,
-              slot = *chunk.slot, offset = chunk.offset, fresh, data] {
-               std::shared_ptr<const Error> failure;
-               const std::int64_t begin = timing_.now_ns();
-               if (auto done = file.write_at(data, offset); !done) {
-                 failure = std::make_shared<const Error>(done.error());
-                 fail(done.error());
-               } else {
-                 bytes_written_ += fresh;
-                 if (!file.is_direct()) file.start_writeback(offset, fresh);
-               }
-               timing_.add(Activity::write, number, begin, timing_.now_ns());
-               release(slot);
-               written.try_send(boost::system::error_code(), std::move(failure));
-             });
+  asio::post(busy_executor(), [this, self = shared_from_this(), number = state.number, &file,
+                               &written, slot = *chunk.slot, offset = chunk.offset, fresh, data] {
+    std::shared_ptr<const Error> failure;
+    const std::int64_t begin = timing_.now_ns();
+    if (auto done = file.write_at(data, offset); !done) {
+      failure = std::make_shared<const Error>(done.error());
+      fail(done.error());
+    } else {
+      bytes_written_ += fresh;
+      if (!file.is_direct()) file.start_writeback(offset, fresh);
+    }
+    timing_.add(Activity::write, number, begin, timing_.now_ns());
+    release(slot);
+    written.try_send(boost::system::error_code(), std::move(failure));
+  });
 }
 
 Result<> SaveSession::finish_contents(FileState& state, os::File file) {

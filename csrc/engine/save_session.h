@@ -147,6 +147,7 @@ class SaveSession : public std::enable_shared_from_this<SaveSession> {
   void pass_on(FileState& state, std::shared_ptr<Filled> filled);
 
   // By writers.
+  boost::asio::thread_pool& busy_executor();
   boost::asio::awaitable<void> write_files();
   boost::asio::awaitable<Result<>> write_file(FileState& state);
   Result<os::File> open_file(FileState& state);

@@ -1,11 +1,15 @@
 #include "staging/chunk_pool.h"
 
 #include <algorithm>
+#include <atomic>
 
 #include "os/fork_guard.h"
 #include "staging/device_copy.h"
 
 namespace torch_ckpt::staging {
+namespace {
+std::atomic<std::size_t> alive{0};
+}  // namespace
 
 Result<std::unique_ptr<Chunk>> Chunk::allocate(std::size_t bytes) {
   auto pages = os::Pages::allocate(bytes);
@@ -13,7 +17,12 @@ Result<std::unique_ptr<Chunk>> Chunk::allocate(std::size_t bytes) {
   return std::unique_ptr<Chunk>(new Chunk(std::move(*pages)));
 }
 
+Chunk::Chunk(os::Pages pages) : pages_(std::move(pages)) { alive += bytes().size(); }
+
+std::size_t Chunk::alive_bytes() { return alive; }
+
 Chunk::~Chunk() {
+  alive -= bytes().size();
   if (pinned_for_ != Source::kHost) device_support()->unpin(bytes(), pinned_for_);
 }
 
