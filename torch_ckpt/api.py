@@ -16,12 +16,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -47,7 +48,7 @@ from torch_ckpt.errors import CheckpointError
 from torch_ckpt.generations import choose_prefix, remove_files
 from torch_ckpt.metadata import encode_metadata
 from torch_ckpt.reader import FileSystemReader, Row
-from torch_ckpt.snapshot import AsyncSave, Job, make_room, start
+from torch_ckpt.snapshot import AsyncSave, Job, alone, check_for_errors, start
 from torch_ckpt.sources import Sources
 from torch_ckpt.unchanged import Fingerprint
 from torch_ckpt.writer import DCP_VERSION, FileSystemWriter, as_value, resolve
@@ -102,7 +103,10 @@ def save(
             no_dist=not ranks.distributed,
         )
         return metadata
-    return _save(state_dict, writer, ranks)
+    with alone():
+        # An unseen error of an earlier save is not raised here: other ranks may have seen theirs,
+        # and would wait in the process group for this one.
+        return _save(state_dict, writer, ranks)
 
 
 def async_save(
@@ -169,38 +173,30 @@ def async_save(
         raise ValueError(
             "async_save writes local files without _extensions; use dcp.async_save with this writer"
         )
-    make_room(if_busy)
+    # Before anything can fail: the ranks count their saves alike.
     ranks = Meeting.of(process_group, no_dist).ranks(timeout)
-    failure: BaseException | None = None
     try:
-        with no_gc():
-            values = {key: _value_of(value) for key, value in state_dict.items()}
-            sources = Sources(values)
-            del values
+        with alone(if_busy):
+            check_for_errors()
+            with no_gc():
+                sources = Sources({key: _value_of(value) for key, value in state_dict.items()})
+            job = Job(
+                sources,
+                ranks,
+                str(writer.path),
+                background=writer.background,
+                blocking=staging == "blocking",
+                begun=begun,
+                trace=trace,
+                write_done=write_done,
+                on_commit=on_commit,
+                warn_unchanged=warn_unchanged,
+            )
+            handle = start(job, lambda job: _save(job.sources.values, writer, ranks, job))
     except BaseException as error:
-        # The other ranks are told, or they would wait for this one.
-        failure, sources = error, Sources({})
-    job = Job(
-        sources,
-        ranks,
-        str(writer.path),
-        background=writer.background,
-        blocking=staging == "blocking",
-        begun=begun,
-        trace=trace,
-        write_done=write_done,
-        on_commit=on_commit,
-        warn_unchanged=warn_unchanged,
-        failure=failure,
-    )
-    handle = start(job, lambda job: _save(job.sources.values, writer, ranks, job))
+        _tell_the_others(ranks, error)
+        raise
     try:
-        if failure is not None:
-            # Told here, and not a second time.
-            job.go()
-            job.wait_quietly()
-            job.reported = True
-            raise failure
         if staging == "blocking":
             job.go()
             job.wait_until_staged()
@@ -300,8 +296,6 @@ def _save(
 
     @no_gc()
     def plan_locally() -> _LocalPlan:
-        if job is not None:
-            job.raise_failure()
         values = state_dict
         if job is None:
             values = {key: _value_of(value) for key, value in state_dict.items()}
@@ -374,6 +368,17 @@ def _save(
         remove_files(str(writer.path), {place[0] for place in places})
 
     return ranks.all_reduce("write", write, commit, undo)
+
+
+def _tell_the_others(ranks: Ranks, error: BaseException) -> None:
+    """Takes this rank's part in a save that it cannot begin; they would wait for it."""
+
+    def fail() -> None:
+        raise error
+
+    with suppress(CheckpointException):
+        ranks.reduce_scatter("plan", fail, lambda plans: plans)
+    ranks.close()
 
 
 def _choose_owners(plain: list[list[_PlainRow]]) -> list[list[int]]:

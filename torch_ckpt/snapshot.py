@@ -153,7 +153,6 @@ class Job:
         write_done: Callable[[], None] | None = None,
         on_commit: Callable[[Metadata], None] | None = None,
         warn_unchanged: bool = True,
-        failure: BaseException | None = None,
     ) -> None:
         self.sources = sources
         self.ranks = ranks
@@ -170,7 +169,6 @@ class Job:
         self._spans: list[Span] = []
         self._on_commit = on_commit
         self._warn_unchanged = warn_unchanged
-        self._failure = failure
         self._save: _C.Save | None = None
         self._go = threading.Event()
         self._started = threading.Event()
@@ -205,11 +203,6 @@ class Job:
             self.ranks.close()
         except Exception as error:
             LOGGER.warning("other ranks may not have heard of the save's end: %s", error)
-
-    def raise_failure(self) -> None:
-        """Raises what went wrong in the call already."""
-        if self._failure is not None:
-            raise self._failure
 
     def planned(self) -> None:
         """This rank knows what to write."""
@@ -300,10 +293,6 @@ class Job:
     def wait_until_staged(self) -> None:
         """Returns when the sources may change, be it that the save has failed."""
         _wait_quietly(self.staged)
-
-    def wait_quietly(self) -> None:
-        """Returns when the save has ended; its error stays unseen."""
-        _wait_quietly(self.committed)
 
     # --- by the handle ---------------------------------------------------------------------------
 
@@ -435,6 +424,7 @@ class _Runtime:
     """The saves of this process."""
 
     def __init__(self) -> None:
+        self.lock = threading.RLock()
         self.job: Job | None = None
         self.thread: threading.Thread | None = None
         self.failed: list[Job] = []
@@ -442,13 +432,12 @@ class _Runtime:
         self.last_call: float | None = None
 
     def make_room(self, if_busy: str) -> None:
-        """Waits for the save under way, or refuses; raises what is unreported."""
+        """Waits for the save under way, or refuses."""
         job = self.job
         if job is not None and not job.committed.done():
             if if_busy == "raise":
                 raise CheckpointError(f"the save to {job.metrics.path} has not ended yet")
             _wait_quietly(job.committed)
-        self.check()
 
     def check(self) -> None:
         """Raises an error that nobody has seen, once."""
@@ -506,9 +495,18 @@ _runtime = _Runtime()
 os.register_at_fork(after_in_child=_runtime.forget_in_child)
 
 
-def make_room(if_busy: str) -> None:
-    """See _Runtime.make_room."""
-    _runtime.make_room(if_busy)
+@contextlib.contextmanager
+def alone(if_busy: str = "wait") -> Iterator[None]:
+    """A block in which this process starts or makes one save; one thread at a time is in it.
+
+    Waits for the save under way, or refuses where ``if_busy`` is "raise".
+
+    Raises:
+        CheckpointError: a save is under way, and was not to be waited for.
+    """
+    with _runtime.lock:
+        _runtime.make_room(if_busy)
+        yield
 
 
 def start(job: Job, save: Callable[[Job], Metadata]) -> AsyncSave:
