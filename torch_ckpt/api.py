@@ -1,65 +1,35 @@
-"""``save`` and ``load``: ``dcp.save`` and ``dcp.load`` with less Python for each tensor.
+"""``save``, ``async_save`` and ``load``: as torch's, with less Python for each tensor.
 
 The files are the same. What differs is the way there: a plain tensor is one short tuple in a plan
-instead of some ten objects, plans and results travel between ranks in that form, and a load needs
-no exchange of plans at all. Everything that is not a plain tensor (DTensor, ShardedTensor, objects)
-goes through torch's own planners.
-
-1. save: every rank flattens its state dict and lists what it has. The coordinator gives every
-   replicated tensor to one rank, builds the rest's plan with torch's planner, and answers.
-2. Every rank writes its part through ``FileSystemWriter.write_values``.
-3. The coordinator builds the metadata from what was planned and what was written, and commits it.
+instead of some ten objects, plans and results travel between ranks in that form (saving.py), and a
+load needs no exchange of plans at all. Everything that is not a plain tensor (DTensor,
+ShardedTensor, objects) goes through torch's own planners.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    SavePlan,
-    SavePlanner,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from torch_ckpt.collector import no_gc
 from torch_ckpt.coordination import Meeting, Ranks
-from torch_ckpt.errors import CheckpointError
-from torch_ckpt.generations import choose_prefix, remove_files
-from torch_ckpt.metadata import encode_metadata
 from torch_ckpt.reader import FileSystemReader, Row
+from torch_ckpt.saving import PlanCache, StateDict, save_state, tell_the_others
 from torch_ckpt.snapshot import AsyncSave, Job, alone, check_for_errors, start
 from torch_ckpt.sources import Sources
-from torch_ckpt.unchanged import Fingerprint
-from torch_ckpt.writer import DCP_VERSION, FileSystemWriter, as_value, resolve
+from torch_ckpt.writer import FileSystemWriter
 
-StateDict = dict[str, Any]
 CheckpointId = str | os.PathLike[str]
-
-#: (name, dtype, size, requires_grad) of one plain tensor.
-_PlainRow = tuple[str, torch.dtype, torch.Size, bool]
-#: (file name, offset, length, payload CRC-32) of one stored item, in bytes.
-_Place = tuple[str, int, int, int]
 
 
 def save(
@@ -106,7 +76,7 @@ def save(
     with alone():
         # An unseen error of an earlier save is not raised here: other ranks may have seen theirs,
         # and would wait in the process group for this one.
-        return _save(state_dict, writer, ranks)
+        return save_state(lambda: _values_of(state_dict), writer, ranks)
 
 
 def async_save(
@@ -174,12 +144,13 @@ def async_save(
             "async_save writes local files without _extensions; use dcp.async_save with this writer"
         )
     # Before anything can fail: the ranks count their saves alike.
-    ranks = Meeting.of(process_group, no_dist).ranks(timeout)
+    meeting = Meeting.of(process_group, no_dist)
+    ranks = meeting.ranks(timeout)
     try:
         with alone(if_busy):
             check_for_errors()
             with no_gc():
-                sources = Sources({key: _value_of(value) for key, value in state_dict.items()})
+                sources = Sources(_values_of(state_dict))
             job = Job(
                 sources,
                 ranks,
@@ -192,9 +163,12 @@ def async_save(
                 on_commit=on_commit,
                 warn_unchanged=warn_unchanged,
             )
-            handle = start(job, lambda job: _save(job.sources.values, writer, ranks, job))
+            plans = PlanCache.of(meeting)
+            handle = start(
+                job, lambda job: save_state(lambda: job.sources.values, writer, ranks, job, plans)
+            )
     except BaseException as error:
-        _tell_the_others(ranks, error)
+        tell_the_others(ranks, error)
         raise
     try:
         if staging == "blocking":
@@ -253,227 +227,6 @@ def load(
             state_dict[key].load_state_dict(values[key])
         else:
             state_dict[key] = values[key]
-
-
-# --- saving --------------------------------------------------------------------------------------
-
-
-@dataclass
-class _LocalPlan:
-    """What one rank has."""
-
-    plain: list[_PlainRow]
-    rest: SavePlan  # of all that is not a plain tensor, by torch's planner
-    paths: dict[str, Any]  # flattened name -> path in the nested state dict
-
-
-@dataclass
-class _Task:
-    """What one rank shall write."""
-
-    plain: Sequence[int]  # indices into its plain rows
-    rest: SavePlan
-
-
-@dataclass
-class _GlobalPlan:
-    """The coordinator's view; empty on other ranks."""
-
-    owned: list[list[_PlainRow]] = field(default_factory=list)  # by rank
-    rest: list[SavePlan] = field(default_factory=list)  # by rank
-    rest_metadata: Metadata | None = None
-    paths: dict[str, Any] = field(default_factory=dict)
-
-
-def _save(
-    state_dict: StateDict, writer: FileSystemWriter, ranks: Ranks, job: Job | None = None
-) -> Metadata:
-    """Saves; in the background, where there is a job."""
-    whole = DefaultSavePlanner()
-    rest_planner = DefaultSavePlanner(flatten_state_dict=False)
-    plain: dict[str, torch.Tensor] = {}
-    agreed = _GlobalPlan()
-
-    @no_gc()
-    def plan_locally() -> _LocalPlan:
-        values = state_dict
-        if job is None:
-            values = {key: _value_of(value) for key, value in state_dict.items()}
-        whole.set_up_planner(values, writer.storage_meta(), ranks.is_coordinator)
-        rest = {}
-        for name, value in whole.state_dict.items():
-            if type(value) in (torch.Tensor, torch.nn.Parameter):
-                plain[name] = value
-            else:
-                rest[name] = value
-        rest_planner.set_up_planner(rest, writer.storage_meta(), ranks.is_coordinator)
-        writer.set_up_for_save(ranks.rank)
-        return _LocalPlan(
-            [(name, t.dtype, t.size(), t.requires_grad) for name, t in plain.items()],
-            rest_planner.create_local_plan(),
-            whole.mappings,
-        )
-
-    @no_gc()
-    def plan_globally(plans: list[_LocalPlan]) -> list[_Task]:
-        rest_plans, agreed.rest_metadata = rest_planner.create_global_plan([p.rest for p in plans])
-        owned = _choose_owners([p.plain for p in plans])
-        _check_no_name_is_both(owned, plans, agreed.rest_metadata)
-        agreed.owned = [
-            [p.plain[i] for i in indices] for p, indices in zip(plans, owned, strict=True)
-        ]
-        agreed.rest = list(rest_plans)
-        for plan in plans:
-            agreed.paths.update(plan.paths)
-        return [_Task(i, r) for i, r in zip(owned, rest_plans, strict=True)]
-
-    task: _Task = ranks.reduce_scatter("plan", plan_locally, plan_globally)
-
-    def forget() -> None:
-        plain.clear()
-        whole.state_dict = {}
-        rest_planner.state_dict = {}
-
-    def write() -> list[_Place]:
-        with no_gc(), job.device_streams() if job is not None else nullcontext():
-            own = list(plain)
-            names = [own[i] for i in task.plain]
-            values = [as_value(plain[name]) for name in names]
-            for item in rest_planner.finish_plan(task.rest).items:
-                names.append(item.index.fqn)
-                values.append(resolve(rest_planner, item))
-        prefix = choose_prefix(str(writer.path), f"__{ranks.rank}_")
-        if job is not None:
-            job.planned()
-            job.forget_with(forget)
-        if job is None:
-            return writer.write_values(prefix, names, values)
-        with ranks.alive(job.bytes_moved):
-            places = writer.write_values(prefix, names, values, job)
-            job.written()
-        return places
-
-    def commit(places: list[list[_Place]]) -> Metadata:
-        with no_gc():
-            metadata = _build_metadata(agreed, places)
-            metadata.version = DCP_VERSION
-            metadata.storage_meta = writer.storage_meta()
-        files = {place[0] for of_rank in places for place in of_rank}
-        writer.commit(encode_metadata(metadata), files)
-        if job is not None:
-            job.committed_items(_fingerprints(agreed, places), agreed.paths)
-        return metadata
-
-    def undo(places: list[_Place]) -> None:
-        remove_files(str(writer.path), {place[0] for place in places})
-
-    return ranks.all_reduce("write", write, commit, undo)
-
-
-def _tell_the_others(ranks: Ranks, error: BaseException) -> None:
-    """Takes this rank's part in a save that it cannot begin; they would wait for it."""
-
-    def fail() -> None:
-        raise error
-
-    with suppress(CheckpointException):
-        ranks.reduce_scatter("plan", fail, lambda plans: plans)
-    ranks.close()
-
-
-def _choose_owners(plain: list[list[_PlainRow]]) -> list[list[int]]:
-    """Which of its plain tensors each rank writes: each name once, the bytes spread evenly.
-
-    What only one rank has comes first, then what several have goes to the emptiest of them (as
-    torch's dedup_save_plans, by bytes).
-
-    Raises:
-        CheckpointError: ranks have different tensors under one name.
-    """
-    if len(plain) == 1:
-        return [list(range(len(plain[0])))]
-    holders: dict[str, list[tuple[int, int]]] = {}
-    for rank, rows in enumerate(plain):
-        for index, row in enumerate(rows):
-            holders.setdefault(row[0], []).append((rank, index))
-    owned: list[list[int]] = [[] for _ in plain]
-    load = [0] * len(plain)
-    for several in (False, True):
-        for name, places in holders.items():
-            if (len(places) > 1) is not several:
-                continue
-            first = plain[places[0][0]][places[0][1]]
-            for other_rank, other_index in places[1:]:
-                other = plain[other_rank][other_index]
-                if other[1:3] != first[1:3]:
-                    raise CheckpointError(
-                        f"{name}: rank {places[0][0]} has {first[1]} {list(first[2])}, rank "
-                        f"{other_rank} has {other[1]} {list(other[2])}; a plain tensor is taken to "
-                        "be the same on all ranks, so only one of them would be saved"
-                    )
-            rank, index = min(places, key=lambda place: load[place[0]])
-            owned[rank].append(index)
-            load[rank] += first[2].numel() * first[1].itemsize
-    return owned
-
-
-def _check_no_name_is_both(
-    owned: list[list[int]], plans: list[_LocalPlan], rest: Metadata | None
-) -> None:
-    if rest is None or not rest.state_dict_metadata:
-        return
-    for plan, indices in zip(plans, owned, strict=True):
-        for index in indices:
-            if plan.plain[index][0] in rest.state_dict_metadata:
-                raise CheckpointError(
-                    f"{plan.plain[index][0]}: a plain tensor on one rank and something else on "
-                    "another"
-                )
-
-
-def _build_metadata(agreed: _GlobalPlan, places: list[list[_Place]]) -> Metadata:
-    assert agreed.rest_metadata is not None
-    metadata = agreed.rest_metadata
-    stored = metadata.state_dict_metadata
-    storage: dict[MetadataIndex, _StorageInfo] = {}
-    properties: dict[tuple[torch.dtype, bool], TensorProperties] = {}
-    chunks: dict[torch.Size, ChunkStorageMetadata] = {}
-    for rows, rest, of_rank in zip(agreed.owned, agreed.rest, places, strict=True):
-        for (name, dtype, size, requires_grad), place in zip(rows, of_rank, strict=False):
-            key = (dtype, requires_grad)
-            if key not in properties:
-                properties[key] = TensorProperties(dtype=dtype, requires_grad=requires_grad)
-            chunk = chunks.get(size)
-            if chunk is None:
-                zeros = torch.Size([0] * len(size))
-                chunk = chunks[size] = ChunkStorageMetadata(offsets=zeros, sizes=size)
-            stored[name] = TensorStorageMetadata(properties[key], chunk.sizes, [chunk])
-            storage[MetadataIndex(name, chunk.offsets)] = _StorageInfo(*place[:3])
-        for item, place in zip(rest.items, of_rank[len(rows) :], strict=True):
-            storage[item.index] = _StorageInfo(*place[:3])
-    # The order of the flattened state dict, as stock torch has it.
-    metadata.state_dict_metadata = {n: stored[n] for n in agreed.paths if n in stored}
-    metadata.planner_data = agreed.paths
-    metadata.storage_data = storage
-    return metadata
-
-
-@no_gc()
-def _fingerprints(agreed: _GlobalPlan, places: list[list[_Place]]) -> dict[str, Fingerprint]:
-    """What the detector of unchanged states needs, from what was written anyway."""
-    found: dict[str, Fingerprint] = {}
-    parts: dict[str, list[tuple[tuple[int, ...], int]]] = {}
-    for rows, rest, of_rank in zip(agreed.owned, agreed.rest, places, strict=True):
-        for (name, _dtype, size, _grad), place in zip(rows, of_rank, strict=False):
-            found[name] = (size.numel() <= 1, place[3])
-        for item, place in zip(rest.items, of_rank[len(rows) :], strict=True):
-            name = item.index.fqn
-            if item.type == WriteItemType.BYTE_IO:
-                found[name] = (True, place[3])
-            else:
-                parts.setdefault(name, []).append((tuple(item.index.offset or ()), place[3]))
-    found.update((name, (False, tuple(sorted(of_name)))) for name, of_name in parts.items())
-    return found
 
 
 # --- loading -------------------------------------------------------------------------------------
@@ -579,6 +332,10 @@ def _made(kind: Any, given: Any, checkpoint_id: CheckpointId | None, options: St
 def _is_stateful(value: Any) -> bool:
     """As isinstance(value, Stateful), which takes 20 microseconds before Python 3.12."""
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
+def _values_of(state_dict: StateDict) -> StateDict:
+    return {key: _value_of(value) for key, value in state_dict.items()}
 
 
 def _value_of(value: Any) -> Any:

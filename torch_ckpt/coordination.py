@@ -168,6 +168,7 @@ class Meeting:
 
     _made: ClassVar[WeakKeyDictionary[dist.ProcessGroup, Meeting]] = WeakKeyDictionary()
     _names: ClassVar[Counter[str]] = Counter()
+    _alone: ClassVar[Meeting | None] = None
 
     def __init__(self, store: Store | None, rank: int, size: int, name: str) -> None:
         self.distributed = store is not None
@@ -190,7 +191,9 @@ class Meeting:
             ValueError: this process is not in the group.
         """
         if not _is_distributed(no_dist):
-            return cls(None, 0, 1, "")
+            if cls._alone is None:
+                cls._alone = cls(None, 0, 1, "")
+            return cls._alone
         c10d = dist.distributed_c10d
         group = c10d._get_default_group() if process_group is None else process_group
         if dist.get_rank(group) < 0:
@@ -371,14 +374,11 @@ class _OverStore(_Alone):
         begun, done = time.monotonic(), threading.Event()
 
         def beat() -> None:
-            last = None
             while not done.wait(self._pulse):
-                value = counter()
-                if value != last:
-                    with suppress(RuntimeError):  # that the store is lost the next step will say
-                        self._connect()
-                        self._store.set(f"alive/{self.rank}", f"{begun}/{value}")
-                last = value
+                sign = f"{begun}/{counter()}"
+                with suppress(RuntimeError):  # that the store is lost the next step will say
+                    self._connect()
+                    self._store.set(f"alive/{self.rank}", sign)
 
         thread = threading.Thread(target=beat, name="torch_ckpt alive", daemon=True)
         thread.start()
@@ -528,8 +528,10 @@ class _OverStore(_Alone):
                 self._delete(key)
 
     def _ask(self, work: Callable[..., T], *args: Any) -> T:
-        """What ``work`` gets from the store; by a thread that may be left behind, for TCPStore has
-        no timeout where its server is stopped."""
+        """What ``work`` gets from the store; or the exception that it is lost.
+
+        In a thread of its own, because TCPStore waits for ever for a server that is stopped.
+        """
         answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
         thread = threading.Thread(target=lambda: answer.put(_attempt(work, *args)), daemon=True)
         thread.start()

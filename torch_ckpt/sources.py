@@ -46,16 +46,18 @@ class Sources:
         What torch's version counters see: operations on tensors do count, those on ``.data`` or
         through NumPy do not, nor do all fused optimizers (their ``step`` tensors do).
         """
-        return [
+        changed = (
             name
             for name, tensor, version, find in self._watched
             if _version(tensor) != version or (find is not None and find() is not tensor)
-        ]
+        )
+        # Several shards may have one name.
+        return list(dict.fromkeys(changed))
 
     def release(self) -> None:
-        """Lets go of everything."""
-        self.values = {}
-        self._watched = []
+        """Lets go of everything, whoever else has ``values``."""
+        self.values.clear()
+        self._watched.clear()
 
     # --- private ---------------------------------------------------------------------------------
 

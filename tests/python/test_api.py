@@ -22,7 +22,7 @@ from tests.support import (
     stock_save,
     zeros,
 )
-from torch_ckpt.api import _choose_owners
+from torch_ckpt.saving import _choose_owners
 from torch_ckpt.metadata import encode_metadata
 
 StateDict = dict[str, Any]

@@ -1,0 +1,155 @@
+"""Plans that are used again, and when they are not."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+
+import torch_ckpt
+from torch_ckpt import saving
+from torch_ckpt.coordination import Meeting
+from torch_ckpt.saving import PlanCache
+
+StateDict = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def no_plan_yet() -> Iterator[None]:
+    PlanCache._of.pop(Meeting.of(None, no_dist=True), None)
+    yield
+    PlanCache._of.pop(Meeting.of(None, no_dist=True), None)
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """One entry for each plan that the coordinator makes."""
+    made: list[None] = []
+    choose_owners = saving._choose_owners
+
+    def counted(plain: list[list[saving._PlainRow]]) -> list[list[int]]:
+        made.append(None)
+        return choose_owners(plain)
+
+    monkeypatch.setattr(saving, "_choose_owners", counted)
+    return made
+
+
+def state(step: int) -> StateDict:
+    return {
+        "model": {"w": torch.full((4, 3), float(step)), "b": torch.zeros(0)},
+        "step": step,
+        "notes": ["a", {"of": step}],
+    }
+
+
+def save(path: Path, values: StateDict) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch_ckpt.async_save(values, path).result()
+
+
+def assert_holds(path: Path, values: StateDict) -> None:
+    found = state(-1) | {key: None for key in values if key not in state(0)}
+    found["model"] = {name: torch.full_like(t, -1) for name, t in values["model"].items()}
+    torch_ckpt.load(found, path)
+    for name, tensor in values["model"].items():
+        assert torch.equal(found["model"][name], tensor), name
+    assert {k: v for k, v in found.items() if k != "model"} == {
+        k: v for k, v in values.items() if k != "model"
+    }
+
+
+def test_an_unchanged_structure_is_planned_once(tmp_path: Path, plans: list[None]) -> None:
+    for step in range(4):
+        save(tmp_path / str(step), state(step))
+    assert len(plans) == 1
+    for step in range(4):
+        assert_holds(tmp_path / str(step), state(step))
+
+
+def with_another_tensor(values: StateDict) -> StateDict:
+    values["model"]["more"] = torch.ones(2)
+    return values
+
+
+def with_another_shape(values: StateDict) -> StateDict:
+    values["model"]["w"] = torch.ones(3, 4)
+    return values
+
+
+def with_another_dtype(values: StateDict) -> StateDict:
+    values["model"]["w"] = values["model"]["w"].to(torch.int32)
+    return values
+
+
+def with_another_object(values: StateDict) -> StateDict:
+    values["epoch"] = 3
+    return values
+
+
+def without_a_tensor(values: StateDict) -> StateDict:
+    del values["model"]["b"]
+    return values
+
+
+def in_another_order(values: StateDict) -> StateDict:
+    values["model"] = dict(reversed(values["model"].items()))
+    return values
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        with_another_tensor,
+        with_another_shape,
+        with_another_dtype,
+        with_another_object,
+        without_a_tensor,
+        in_another_order,
+    ],
+)
+def test_a_changed_structure_is_planned_anew(
+    tmp_path: Path, plans: list[None], change: Any
+) -> None:
+    save(tmp_path / "before", state(1))
+    save(tmp_path / "after", change(state(2)))
+    assert len(plans) == 2
+    assert_holds(tmp_path / "after", change(state(2)))
+
+
+def test_the_metadata_of_an_earlier_save_is_not_changed_by_a_later_one(tmp_path: Path) -> None:
+    first = torch_ckpt.async_save(state(1), tmp_path / "first").result()
+    places = dict(first.storage_data)
+    names = list(first.state_dict_metadata)
+    torch_ckpt.async_save(state(2), tmp_path / "second").result()
+    assert first.storage_data == places
+    assert list(first.state_dict_metadata) == names
+
+
+def test_a_rank_that_missed_an_answer_gets_a_new_plan(tmp_path: Path, plans: list[None]) -> None:
+    save(tmp_path / "before", state(1))
+    PlanCache.of(Meeting.of(None, no_dist=True)).number += 1
+    save(tmp_path / "after", state(2))
+    assert len(plans) == 2
+    assert_holds(tmp_path / "after", state(2))
+
+
+def test_a_plan_that_failed_is_not_kept(
+    tmp_path: Path, plans: list[None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise ValueError("no such plan")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(saving, "_check_no_name_is_both", refuse)
+        with pytest.raises(CheckpointException):
+            save(tmp_path / "failed", state(1))
+    save(tmp_path / "whole", state(2))
+    assert len(plans) == 2
+    assert_holds(tmp_path / "whole", state(2))

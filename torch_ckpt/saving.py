@@ -1,0 +1,348 @@
+"""The plan of a save, its writing and its commit, by all ranks.
+
+1. Every rank flattens its state dict and lists what it has: short tuples for plain tensors, a plan
+   of torch's planner for the rest (DTensor, ShardedTensor, objects). A rank whose structure is that
+   of its last save says just that.
+2. The coordinator gives every replicated tensor to one rank, builds the rest's plan with torch's
+   planner, and answers. Where no structure has changed, neither has the plan.
+3. Every rank writes its part through ``FileSystemWriter.write_values``.
+4. The coordinator builds the metadata from what was planned and what was written, and commits it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
+from torch.distributed.tensor import DTensor
+
+from torch_ckpt.collector import no_gc
+from torch_ckpt.coordination import Meeting, Ranks
+from torch_ckpt.errors import CheckpointError
+from torch_ckpt.generations import choose_prefix, remove_files
+from torch_ckpt.metadata import encode_metadata
+from torch_ckpt.snapshot import Job
+from torch_ckpt.unchanged import Fingerprint
+from torch_ckpt.writer import DCP_VERSION, FileSystemWriter, as_value, resolve
+
+StateDict = dict[str, Any]
+
+#: (name, dtype, size, requires_grad) of one plain tensor.
+_PlainRow = tuple[str, torch.dtype, torch.Size, bool]
+#: (file name, offset, length, payload CRC-32) of one stored item, in bytes.
+_Place = tuple[str, int, int, int]
+
+
+@dataclass
+class _LocalPlan:
+    """What one rank has."""
+
+    plain: list[_PlainRow]
+    rest: SavePlan  # of all that is not a plain tensor, by torch's planner
+    paths: dict[str, Any]  # flattened name -> path in the nested state dict
+
+
+@dataclass
+class _Task:
+    """What one rank shall write."""
+
+    plain: Sequence[int]  # indices into its plain rows
+    rest: SavePlan
+    number: int  # of the plan
+
+
+@dataclass
+class _GlobalPlan:
+    """The coordinator's view; empty on other ranks."""
+
+    owned: list[list[_PlainRow]] = field(default_factory=list)  # by rank
+    rest: list[SavePlan] = field(default_factory=list)  # by rank
+    rest_metadata: Metadata | None = None
+    paths: dict[str, Any] = field(default_factory=dict)
+
+
+#: The answer to ranks that are to list what they have after all.
+_IN_FULL = "in full"
+
+
+class PlanCache:
+    """The last plan that the ranks of a group have agreed on. Plans are numbered.
+
+    A number of 0 is no plan. A rank that has missed an answer has an older number than the
+    coordinator; then all ranks plan anew.
+    """
+
+    _of: ClassVar[WeakKeyDictionary[Meeting, PlanCache]] = WeakKeyDictionary()
+
+    def __init__(self) -> None:
+        self.structure: Any = None
+        self.task: _Task | None = None
+        # The coordinator's.
+        self.number = 0
+        self.local: list[_LocalPlan] = []
+        self.agreed = _GlobalPlan()
+
+    @classmethod
+    def of(cls, meeting: Meeting) -> PlanCache:
+        """That of the saves of a group of ranks."""
+        return cls._of.setdefault(meeting, cls())
+
+
+def save_state(
+    state_dict: Callable[[], StateDict],
+    writer: FileSystemWriter,
+    ranks: Ranks,
+    job: Job | None = None,
+    cache: PlanCache | None = None,
+) -> Metadata:
+    """Saves; in the background, where there is a job.
+
+    Args:
+        state_dict: gives it, without ``Stateful`` values. What it raises fails the save.
+        cache: plans of earlier saves of the same ranks; must be given on all of them or on none.
+
+    Raises:
+        CheckpointException: on every rank, with the cause of each rank that failed.
+    """
+    cache = cache or PlanCache()
+    whole = DefaultSavePlanner()
+    rest_planner = DefaultSavePlanner(flatten_state_dict=False)
+    plain: dict[str, torch.Tensor] = {}
+    rows: list[_PlainRow] = []
+    structure: list[Any] = []
+
+    def local_plan() -> _LocalPlan:
+        return _LocalPlan(rows, rest_planner.create_local_plan(), whole.mappings)
+
+    @no_gc()
+    def plan_locally() -> _LocalPlan | int:
+        whole.set_up_planner(state_dict(), writer.storage_meta(), ranks.is_coordinator)
+        rest = {}
+        for name, value in whole.state_dict.items():
+            if type(value) in (torch.Tensor, torch.nn.Parameter):
+                plain[name] = value
+            else:
+                rest[name] = value
+        rest_planner.set_up_planner(rest, writer.storage_meta(), ranks.is_coordinator)
+        writer.set_up_for_save(ranks.rank)
+        rows.extend((name, t.dtype, t.size(), t.requires_grad) for name, t in plain.items())
+        known = _structure_of(rest)
+        if known is not None:
+            structure.extend((rows, known, whole.mappings))
+        if cache.task is not None and structure and structure == cache.structure:
+            return cache.task.number
+        return local_plan()
+
+    @no_gc()
+    def plan_globally(plans: list[_LocalPlan | int]) -> list[_Task | str | None]:
+        numbers = {plan for plan in plans if isinstance(plan, int)}
+        if not numbers <= {cache.number}:
+            return [_IN_FULL] * len(plans)
+        if all(isinstance(plan, int) for plan in plans):
+            return [None] * len(plans)
+        local = [
+            cache.local[rank] if isinstance(plan, int) else plan for rank, plan in enumerate(plans)
+        ]
+        agreed = _GlobalPlan()
+        rest_plans, agreed.rest_metadata = rest_planner.create_global_plan([p.rest for p in local])
+        owned = _choose_owners([p.plain for p in local])
+        _check_no_name_is_both(owned, local, agreed.rest_metadata)
+        agreed.owned = [
+            [p.plain[i] for i in indices] for p, indices in zip(local, owned, strict=True)
+        ]
+        agreed.rest = list(rest_plans)
+        for plan in local:
+            agreed.paths.update(plan.paths)
+        cache.number, cache.local, cache.agreed = cache.number + 1, local, agreed
+        return [_Task(i, r, cache.number) for i, r in zip(owned, rest_plans, strict=True)]
+
+    answer: _Task | str | None = ranks.reduce_scatter("plan", plan_locally, plan_globally)
+    if answer == _IN_FULL:
+        answer = ranks.reduce_scatter("plan", local_plan, plan_globally)
+    if isinstance(answer, _Task):
+        cache.structure, cache.task = structure or None, answer
+    task = cache.task
+    assert task is not None
+
+    def forget() -> None:
+        plain.clear()
+        whole.state_dict = {}
+        rest_planner.state_dict = {}
+
+    def write() -> list[_Place]:
+        with no_gc(), job.device_streams() if job is not None else nullcontext():
+            names = [rows[i][0] for i in task.plain]
+            values = [as_value(plain[name]) for name in names]
+            for item in rest_planner.finish_plan(task.rest).items:
+                names.append(item.index.fqn)
+                values.append(resolve(rest_planner, item))
+        prefix = choose_prefix(str(writer.path), f"__{ranks.rank}_")
+        if job is None:
+            return writer.write_values(prefix, names, values)
+        job.planned()
+        job.forget_with(forget)
+        with ranks.alive(job.bytes_moved):
+            places = writer.write_values(prefix, names, values, job)
+            try:
+                job.written()
+            except BaseException:
+                undo(places)
+                raise
+        return places
+
+    def commit(places: list[list[_Place]]) -> Metadata:
+        with no_gc():
+            metadata = _build_metadata(cache.agreed, places)
+            metadata.version = DCP_VERSION
+            metadata.storage_meta = writer.storage_meta()
+        files = {place[0] for of_rank in places for place in of_rank}
+        writer.commit(encode_metadata(metadata), files)
+        if job is not None:
+            job.committed_items(_fingerprints(cache.agreed, places), cache.agreed.paths)
+        return metadata
+
+    def undo(places: list[_Place]) -> None:
+        remove_files(str(writer.path), {place[0] for place in places})
+
+    return ranks.all_reduce("write", write, commit, undo)
+
+
+#: What torch's planner looks for in objects that are saved as tensors.
+_PLANS_ITSELF = ("__create_write_items__", "global_shape")
+
+
+def _structure_of(rest: StateDict) -> list[Any] | None:
+    """All of what is not a plain tensor that a plan depends on; None where that is not known."""
+    known: list[Any] = []
+    for name, value in rest.items():
+        if isinstance(value, DTensor):
+            layout = (value.device_mesh, value.placements, value.size(), value.stride())
+            known.append((name, value.dtype, value.requires_grad, *layout))
+        elif isinstance(value, torch.Tensor) or any(hasattr(value, n) for n in _PLANS_ITSELF):
+            return None
+        else:
+            known.append((name, None))
+    return known
+
+
+def tell_the_others(ranks: Ranks, error: BaseException) -> None:
+    """Takes this rank's part in a save that it cannot begin; they would wait for it."""
+
+    def fail() -> None:
+        raise error
+
+    with suppress(CheckpointException):
+        ranks.reduce_scatter("plan", fail, lambda plans: plans)
+    ranks.close()
+
+
+def _choose_owners(plain: list[list[_PlainRow]]) -> list[list[int]]:
+    """Which of its plain tensors each rank writes: each name once, the bytes spread evenly.
+
+    What only one rank has comes first, then what several have goes to the emptiest of them (as
+    torch's dedup_save_plans, by bytes).
+
+    Raises:
+        CheckpointError: ranks have different tensors under one name.
+    """
+    if len(plain) == 1:
+        return [list(range(len(plain[0])))]
+    holders: dict[str, list[tuple[int, int]]] = {}
+    for rank, rows in enumerate(plain):
+        for index, row in enumerate(rows):
+            holders.setdefault(row[0], []).append((rank, index))
+    owned: list[list[int]] = [[] for _ in plain]
+    load = [0] * len(plain)
+    for several in (False, True):
+        for name, places in holders.items():
+            if (len(places) > 1) is not several:
+                continue
+            first = plain[places[0][0]][places[0][1]]
+            for other_rank, other_index in places[1:]:
+                other = plain[other_rank][other_index]
+                if other[1:3] != first[1:3]:
+                    raise CheckpointError(
+                        f"{name}: rank {places[0][0]} has {first[1]} {list(first[2])}, rank "
+                        f"{other_rank} has {other[1]} {list(other[2])}; a plain tensor is taken to "
+                        "be the same on all ranks, so only one of them would be saved"
+                    )
+            rank, index = min(places, key=lambda place: load[place[0]])
+            owned[rank].append(index)
+            load[rank] += first[2].numel() * first[1].itemsize
+    return owned
+
+
+def _check_no_name_is_both(
+    owned: list[list[int]], plans: list[_LocalPlan], rest: Metadata | None
+) -> None:
+    if rest is None or not rest.state_dict_metadata:
+        return
+    for plan, indices in zip(plans, owned, strict=True):
+        for index in indices:
+            if plan.plain[index][0] in rest.state_dict_metadata:
+                raise CheckpointError(
+                    f"{plan.plain[index][0]}: a plain tensor on one rank and something else on "
+                    "another"
+                )
+
+
+def _build_metadata(agreed: _GlobalPlan, places: list[list[_Place]]) -> Metadata:
+    assert agreed.rest_metadata is not None
+    # The plan's own stays as it is, for the next save.
+    metadata = copy.copy(agreed.rest_metadata)
+    stored = dict(metadata.state_dict_metadata)
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    properties: dict[tuple[torch.dtype, bool], TensorProperties] = {}
+    chunks: dict[torch.Size, ChunkStorageMetadata] = {}
+    for rows, rest, of_rank in zip(agreed.owned, agreed.rest, places, strict=True):
+        for (name, dtype, size, requires_grad), place in zip(rows, of_rank, strict=False):
+            key = (dtype, requires_grad)
+            if key not in properties:
+                properties[key] = TensorProperties(dtype=dtype, requires_grad=requires_grad)
+            chunk = chunks.get(size)
+            if chunk is None:
+                zeros = torch.Size([0] * len(size))
+                chunk = chunks[size] = ChunkStorageMetadata(offsets=zeros, sizes=size)
+            stored[name] = TensorStorageMetadata(properties[key], chunk.sizes, [chunk])
+            storage[MetadataIndex(name, chunk.offsets)] = _StorageInfo(*place[:3])
+        for item, place in zip(rest.items, of_rank[len(rows) :], strict=True):
+            storage[item.index] = _StorageInfo(*place[:3])
+    # The order of the flattened state dict, as stock torch has it.
+    metadata.state_dict_metadata = {n: stored[n] for n in agreed.paths if n in stored}
+    metadata.planner_data = dict(agreed.paths)
+    metadata.storage_data = storage
+    return metadata
+
+
+@no_gc()
+def _fingerprints(agreed: _GlobalPlan, places: list[list[_Place]]) -> dict[str, Fingerprint]:
+    """What the detector of unchanged states needs, from what was written anyway."""
+    found: dict[str, Fingerprint] = {}
+    parts: dict[str, list[tuple[tuple[int, ...], int]]] = {}
+    for rows, rest, of_rank in zip(agreed.owned, agreed.rest, places, strict=True):
+        for (name, _dtype, size, _grad), place in zip(rows, of_rank, strict=False):
+            found[name] = (size.numel() <= 1, place[3])
+        for item, place in zip(rest.items, of_rank[len(rows) :], strict=True):
+            name = item.index.fqn
+            if item.type == WriteItemType.BYTE_IO:
+                found[name] = (True, place[3])
+            else:
+                parts.setdefault(name, []).append((tuple(item.index.offset or ()), place[3]))
+    found.update((name, (False, tuple(sorted(of_name)))) for name, of_name in parts.items())
+    return found
