@@ -1,0 +1,134 @@
+"""Saves from a CUDA device, on machines that have one; fake_device.h stands in on those without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torch_ckpt
+from torch_ckpt import _C
+
+pytestmark = pytest.mark.skipif(
+    not (torch.cuda.is_available() and _C.has_cuda),
+    reason="no CUDA device, or the extension was built without CUDA",
+)
+
+StateDict = dict[str, Any]
+
+# Long enough for copies that do not wait for it to be caught: some milliseconds of a device.
+_SPIN_CYCLES = 50_000_000
+
+
+def state() -> StateDict:
+    generator = torch.Generator("cuda").manual_seed(7)
+    large = torch.randn(1000, 3000, device="cuda", generator=generator)
+    return {
+        "large": large,
+        "half": large[:10].to(torch.bfloat16),
+        "view": large[5:700],
+        "transposed": large[:64, :64].t().contiguous().t(),
+        "with gaps": large[:, ::3],
+        "scalar": torch.tensor(3.0, device="cuda"),
+        "empty": torch.empty(0, 4, device="cuda"),
+        "on the host": torch.arange(100),
+        "step": 3,
+    }
+
+
+def on_host(values: StateDict) -> StateDict:
+    return {k: v.cpu().clone() if isinstance(v, torch.Tensor) else v for k, v in values.items()}
+
+
+def assert_holds(path: Path, expected: StateDict) -> None:
+    found = {
+        k: torch.full_like(v, -1) if isinstance(v, torch.Tensor) else None
+        for k, v in expected.items()
+    }
+    torch_ckpt.load(found, path)
+    for name, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(found[name], value), name
+        else:
+            assert found[name] == value
+
+
+def spin() -> None:
+    """Keeps the current stream busy."""
+    torch.cuda._sleep(_SPIN_CYCLES)
+
+
+@pytest.mark.parametrize("staging", ["blocking", "overlapped"])
+@pytest.mark.parametrize("max_host_bytes", [None, 1 << 20])
+def test_what_was_there_at_the_call_is_saved(
+    tmp_path: Path, staging: str, max_host_bytes: int | None
+) -> None:
+    values = state()
+    expected = on_host(values)
+    handle = torch_ckpt.async_save(
+        values, tmp_path / "c", staging=staging, max_host_bytes=max_host_bytes
+    )
+    handle.wait_staged()
+    for value in values.values():
+        if isinstance(value, torch.Tensor) and value.numel():
+            value.fill_(9)
+    handle.result()
+    assert_holds(tmp_path / "c", expected)
+
+
+def test_work_queued_before_the_call_is_waited_for(tmp_path: Path) -> None:
+    tensor = torch.zeros(1 << 20, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        spin()
+        tensor.fill_(5)
+        torch_ckpt.async_save({"t": tensor}, tmp_path / "c").result()
+    assert_holds(tmp_path / "c", {"t": torch.full((1 << 20,), 5.0)})
+
+
+def test_a_guarded_step_does_not_reach_the_checkpoint(tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(torch.ones(1 << 22, device="cuda"))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    for number in range(3):
+        expected = on_host({"p": parameter.detach()})
+        spin()
+        handle = torch_ckpt.async_save(
+            {"p": parameter}, tmp_path / str(number), staging="overlapped"
+        )
+        handle.guard(optimizer)
+        optimizer.step()
+        handle.result()
+        assert_holds(tmp_path / str(number), expected)
+
+
+def test_sources_may_be_freed_after_the_call(tmp_path: Path) -> None:
+    values = {"t": torch.full((1 << 22,), 3.0, device="cuda")}
+    spin()
+    handle = torch_ckpt.async_save(values, tmp_path / "c", staging="overlapped")
+    values.clear()
+    # The caching allocator hands freed memory out at once.
+    others = [torch.full((1 << 22,), 4.0, device="cuda") for _ in range(4)]
+    handle.result()
+    assert others
+    assert_holds(tmp_path / "c", {"t": torch.full((1 << 22,), 3.0)})
+
+
+def test_dense_tensors_take_no_device_memory(tmp_path: Path) -> None:
+    values = {str(i): torch.randn(1 << 20, device="cuda") for i in range(8)}
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    torch_ckpt.async_save(values, tmp_path / "c", staging="overlapped").result()
+    assert torch.cuda.max_memory_allocated() == before
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_a_synchronous_save_waits_for_the_current_stream(tmp_path: Path) -> None:
+    tensor = torch.zeros(1 << 20, device="cuda")
+    spin()
+    tensor.fill_(5)
+    torch_ckpt.save({"t": tensor}, tmp_path / "c")
+    assert_holds(tmp_path / "c", {"t": torch.full((1 << 20,), 5.0)})
