@@ -21,6 +21,8 @@ class Save:
         """After wait_submitted(): what is queued on the stream waits for the device's copies."""
     def release_sources(self) -> None:
         """Lets go of the values; after wait_staged()."""
+    def elapsed(self) -> float:
+        """Seconds since the start."""
     def timing(self) -> tuple[float, float, float, float, float, float]:
         """Seconds until staged and until the end; thread seconds of staging, checksums, writes,
         fsyncs."""
@@ -89,5 +91,5 @@ def join_executor() -> None:
 def pool_bytes() -> int:
     """Host memory in bytes that the chunk pool keeps between saves."""
 
-def trim_pool(bytes: int) -> None:
+def trim_pool(bytes: int = 0) -> None:
     """Frees the memory that background saves keep for the next one, down to this many bytes."""

@@ -8,6 +8,8 @@ ShardedTensor, objects) goes through torch's own planners.
 
 from __future__ import annotations
 
+import copy
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -25,7 +27,7 @@ from torch_ckpt.collector import no_gc
 from torch_ckpt.coordination import Meeting, Ranks
 from torch_ckpt.reader import FileSystemReader, Row
 from torch_ckpt.saving import PlanCache, StateDict, save_state, tell_the_others
-from torch_ckpt.snapshot import AsyncSave, Job, alone, check_for_errors, start
+from torch_ckpt.snapshot import AsyncSave, Job, alone, check_for_errors, spawn, start
 from torch_ckpt.sources import Sources
 from torch_ckpt.writer import FileSystemWriter
 
@@ -64,6 +66,21 @@ def save(
     """
     ranks = Ranks(process_group, no_dist)
     writer = _made(FileSystemWriter, storage_writer, checkpoint_id, writer_options)
+    with alone():
+        # An unseen error of an earlier save is not raised here: other ranks may have seen theirs,
+        # and would wait in the process group for this one.
+        return _save_now(state_dict, writer, checkpoint_id, planner, process_group, ranks)
+
+
+def _save_now(
+    state_dict: StateDict,
+    writer: FileSystemWriter,
+    checkpoint_id: CheckpointId | None,
+    planner: SavePlanner | None,
+    process_group: dist.ProcessGroup | None,
+    ranks: Ranks,
+) -> Metadata:
+    writer.reset(checkpoint_id)
     if planner is not None or not writer.engine_can_write():
         metadata: Metadata = dcp_save(
             state_dict,
@@ -73,10 +90,7 @@ def save(
             no_dist=not ranks.distributed,
         )
         return metadata
-    with alone():
-        # An unseen error of an earlier save is not raised here: other ranks may have seen theirs,
-        # and would wait in the process group for this one.
-        return save_state(lambda: _values_of(state_dict), writer, ranks)
+    return save_state(lambda: _values_of(state_dict), writer, ranks)
 
 
 def async_save(
@@ -97,7 +111,8 @@ def async_save(
 ) -> AsyncSave:
     """Saves a snapshot of a state dict while training goes on.
 
-    All ranks must call it in the same order; the call itself communicates with nobody.
+    All ranks must call it in the same order. They communicate in the background, and never over a
+    process group.
 
     Args:
         state_dict: as for :func:`save`.
@@ -145,10 +160,16 @@ def async_save(
         )
     # Before anything can fail: the ranks count their saves alike.
     meeting = Meeting.of(process_group, no_dist)
+    plans = PlanCache.of(meeting)
     ranks = meeting.ranks(timeout)
+    job: Job | None = None
     try:
         with alone(if_busy):
             check_for_errors()
+            if storage_writer is not None:
+                # The caller may use it for something else while this save goes on.
+                writer = copy.copy(writer)
+                writer.reset(checkpoint_id)
             with no_gc():
                 sources = Sources(_values_of(state_dict))
             job = Job(
@@ -163,12 +184,13 @@ def async_save(
                 on_commit=on_commit,
                 warn_unchanged=warn_unchanged,
             )
-            plans = PlanCache.of(meeting)
-            handle = start(
-                job, lambda job: save_state(lambda: job.sources.values, writer, ranks, job, plans)
-            )
+            handle = start(job, lambda job: save_state(job.values, writer, ranks, job, plans))
     except BaseException as error:
-        tell_the_others(ranks, error)
+        # The other ranks are told by whoever has the job, or they would wait for this one.
+        if job is None or job.take():
+            spawn(functools.partial(tell_the_others, ranks, error))
+        else:
+            job.abandon(error)
         raise
     try:
         if staging == "blocking":
@@ -209,6 +231,7 @@ def load(
     """
     ranks = Ranks(process_group, no_dist)
     reader = _made(FileSystemReader, storage_reader, checkpoint_id, reader_options)
+    reader.reset(checkpoint_id)
     if planner is not None:
         dcp_load(
             state_dict,
@@ -325,7 +348,6 @@ def _made(kind: Any, given: Any, checkpoint_id: CheckpointId | None, options: St
         raise ValueError(f"{sorted(options)} belong to the {kind.__name__} that was passed")
     if not isinstance(given, kind):
         raise ValueError(f"expected a torch_ckpt.{kind.__name__}, got {type(given).__name__}")
-    given.reset(checkpoint_id)
     return given
 
 

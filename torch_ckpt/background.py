@@ -12,7 +12,7 @@ class Background:
 
     Attributes:
         threads: how many there are; 0 chooses for the machine. Most of them wait for the disk.
-        nice: 0 to 19, added to the process's own; 19 asks least of the processors.
+        nice: 0 to 19, or the process's own where that is more; 19 asks least of the processors.
         idle_io: I/O scheduling class "idle" instead of the process's own, where the disk has one.
         max_bytes_per_second: to the disk, of this process; 0 is no limit.
     """

@@ -381,12 +381,14 @@ class _OverStore(_Alone):
                     self._store.set(f"alive/{self.rank}", sign)
 
         thread = threading.Thread(target=beat, name="torch_ckpt alive", daemon=True)
-        thread.start()
+        with suppress(RuntimeError):  # as in _ask
+            thread.start()
         try:
             yield
         finally:
             done.set()
-            thread.join(self._pulse)  # and no longer: a store that is stopped does not answer
+            if thread.ident is not None:
+                thread.join(self._pulse)  # and no longer: a store that is stopped does not answer
 
     def close(self, timeout: float) -> None:
         self._limit = min(self._limit, timeout)
@@ -528,13 +530,20 @@ class _OverStore(_Alone):
                 self._delete(key)
 
     def _ask(self, work: Callable[..., T], *args: Any) -> T:
-        """What ``work`` gets from the store; or the exception that it is lost.
+        """What ``work`` gets from the store.
 
         In a thread of its own, because TCPStore waits for ever for a server that is stopped.
+
+        Raises:
+            CheckpointException: with a ConnectionError; the store is lost, or does not answer.
         """
         answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
         thread = threading.Thread(target=lambda: answer.put(_attempt(work, *args)), daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:
+            # Python 3.12 starts none while the interpreter ends.
+            answer.put(_attempt(work, *args))
         try:
             outcome = answer.get(timeout=self._limit)
         except queue.Empty:

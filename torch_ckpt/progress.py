@@ -25,7 +25,7 @@ class Progress:
 
 
 #: ``None`` or False: silent. True: a bar on rank 0. Else called with a :class:`Progress` a few
-#: times a second, on the calling thread.
+#: times a second, on the calling thread or, of a background save, on that save's.
 ProgressOption = bool | Callable[[Progress], None] | None
 
 

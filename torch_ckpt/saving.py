@@ -185,25 +185,36 @@ def save_state(
         whole.state_dict = {}
         rest_planner.state_dict = {}
 
-    def write() -> list[_Place]:
-        with no_gc(), job.device_streams() if job is not None else nullcontext():
-            names = [rows[i][0] for i in task.plain]
-            values = [as_value(plain[name]) for name in names]
+    def undo(places: list[_Place]) -> None:
+        remove_files(str(writer.path), {place[0] for place in places})
+
+    def find_values() -> tuple[list[str], list[Any]]:
+        names: list[str] = []
+        values: list[Any] = []
+        with job.device_streams() if job is not None else nullcontext():
+            with no_gc():
+                names.extend(rows[i][0] for i in task.plain)
+                values.extend(as_value(plain[name]) for name in names)
             for item in rest_planner.finish_plan(task.rest).items:
                 names.append(item.index.fqn)
                 values.append(resolve(rest_planner, item))
+                if job is not None:
+                    job.resolved += 1
+        return names, values
+
+    def write() -> list[_Place]:
+        names, values = find_values()
         prefix = choose_prefix(str(writer.path), f"__{ranks.rank}_")
         if job is None:
             return writer.write_values(prefix, names, values)
         job.planned()
         job.forget_with(forget)
-        with ranks.alive(job.bytes_moved):
-            places = writer.write_values(prefix, names, values, job)
-            try:
-                job.written()
-            except BaseException:
-                undo(places)
-                raise
+        places = writer.write_values(prefix, names, values, job)
+        try:
+            job.written()
+        except BaseException:
+            undo(places)
+            raise
         return places
 
     def commit(places: list[list[_Place]]) -> Metadata:
@@ -217,10 +228,8 @@ def save_state(
             job.committed_items(_fingerprints(cache.agreed, places), cache.agreed.paths)
         return metadata
 
-    def undo(places: list[_Place]) -> None:
-        remove_files(str(writer.path), {place[0] for place in places})
-
-    return ranks.all_reduce("write", write, commit, undo)
+    with ranks.alive(job.bytes_moved) if job is not None else nullcontext():
+        return ranks.all_reduce("write", write, commit, undo)
 
 
 #: What torch's planner looks for in objects that are saved as tensors.
@@ -232,6 +241,8 @@ def _structure_of(rest: StateDict) -> list[Any] | None:
     known: list[Any] = []
     for name, value in rest.items():
         if isinstance(value, DTensor):
+            if any(hasattr(value._local_tensor, n) for n in _PLANS_ITSELF):
+                return None
             layout = (value.device_mesh, value.placements, value.size(), value.stride())
             known.append((name, value.dtype, value.requires_grad, *layout))
         elif isinstance(value, torch.Tensor) or any(hasattr(value, n) for n in _PLANS_ITSELF):

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from torch_ckpt import _C
@@ -46,6 +47,15 @@ EXIT_LIMIT_SECONDS = 3600.0
 
 #: For memory that other things need beside a snapshot.
 _SHARE_OF_FREE_MEMORY = 0.5
+_LEAST_SNAPSHOT_BYTES = 64 << 20
+#: Limit and use of the control group, as a container sees its own: version 2 and version 1.
+_MEMORY_LIMITS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    (
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+    ),
+)
 
 
 class AsyncSave:
@@ -59,8 +69,15 @@ class AsyncSave:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self.staged = job.staged
-        self.committed = job.committed
+
+    # Not kept: a forked child has others.
+    @property
+    def staged(self) -> Future[None]:
+        return self._job.staged
+
+    @property
+    def committed(self) -> Future[Metadata]:
+        return self._job.committed
 
     def wait_staged(self, timeout: float | None = None) -> None:
         """Waits until the sources may change.
@@ -158,6 +175,8 @@ class Job:
         self.ranks = ranks
         self.reported = False
         self.inherited = False
+        #: Values that have been found; counts as a sign of life.
+        self.resolved = 0
         self.staged: Future[None] = _Reporting(self)
         self.committed: Future[Metadata] = _Reporting(self)
         self.metrics = SaveMetrics(path=path, rank=ranks.rank)
@@ -169,7 +188,12 @@ class Job:
         self._spans: list[Span] = []
         self._on_commit = on_commit
         self._warn_unchanged = warn_unchanged
+        self._warning: str | None = None
         self._save: _C.Save | None = None
+        self._lock = threading.Lock()
+        self._taken = False
+        self._abandoned: BaseException | None = None
+        self._changed: list[str] | None = None
         self._go = threading.Event()
         self._started = threading.Event()
         self._forget: Callable[[], None] = sources.release
@@ -177,32 +201,52 @@ class Job:
         # Before the thread runs: what the caller's streams have been given by now.
         self._ready = [_event_of_now(device) for device in sources.devices]
 
+    def take(self) -> bool:
+        """Whether the caller is the first to take it: its thread, or who finds that it has none."""
+        with self._lock:
+            taken, self._taken = self._taken, True
+        return not taken
+
     # --- by the thread ---------------------------------------------------------------------------
 
     def run(self, save: Callable[[Job], Metadata]) -> None:
         """Runs ``save`` and settles the futures; never raises."""
+        if not self.take():
+            return
         self._go.wait()
         failure: BaseException | None = None
         metadata: Metadata | None = None
         try:
             metadata = save(self)
             self.metrics.commit_s = self._now() - self.metrics.written_s
-            if self._on_commit is not None and self.ranks.is_coordinator:
-                self._call_on_commit(self._on_commit, metadata)
+            self._after_commit(metadata)
         except BaseException as error:
             failure = error
-        self._end(failure)
-        if failure is None:
-            assert metadata is not None
-            self.committed.set_result(metadata)
-        else:
-            if not self.staged.done():
-                self.staged.set_exception(failure)
-            self.committed.set_exception(failure)
+            _drop_frames_of(error)
+        try:
+            self._end(failure)
+        finally:
+            if failure is None:
+                assert metadata is not None
+                self.committed.set_result(metadata)
+            else:
+                if not self.staged.done():
+                    self.staged.set_exception(failure)
+                self.committed.set_exception(failure)
         try:
             self.ranks.close()
         except Exception as error:
             LOGGER.warning("other ranks may not have heard of the save's end: %s", error)
+
+    def values(self) -> dict[str, Any]:
+        """The state dict to save.
+
+        Raises:
+            BaseException: what ended the call.
+        """
+        if self._abandoned is not None:
+            raise self._abandoned
+        return self.sources.values
 
     def planned(self) -> None:
         """This rank knows what to write."""
@@ -237,7 +281,7 @@ class Job:
             self._background,
             snapshot=True,
             quiet_stagers=self._quiet_stagers,
-            max_host_bytes=_default_snapshot_bytes(),
+            max_host_bytes=_default_snapshot_bytes(self.ranks.size),
             ready=[(device.index, event.cuda_event) for event, device in self._ready],
             trace=self._trace is not None,
         )
@@ -245,7 +289,7 @@ class Job:
     def started(self, save: _C.Save) -> None:
         """The engine has begun."""
         self._save = save
-        self._engine_begun = self._now()
+        self._engine_begun = self._now() - save.elapsed()
         self._started.set()
 
     def sources_copied(self) -> None:
@@ -254,7 +298,8 @@ class Job:
         Raises:
             SourceChanged: one was written to before.
         """
-        changed = self.sources.changed()
+        with self._lock:
+            changed = self.sources.changed() if self._changed is None else self._changed
         self._forget()
         if changed:
             shown = ", ".join(changed[:10]) + (" and more" if len(changed) > 10 else "")
@@ -268,7 +313,7 @@ class Job:
     def bytes_moved(self) -> int:
         """Grows for as long as anything moves."""
         progress = self.progress()
-        return progress.bytes_staged + progress.bytes_done
+        return self.resolved + progress.bytes_staged + progress.bytes_done
 
     def written(self) -> None:
         """This rank's files are durable."""
@@ -280,15 +325,19 @@ class Job:
         self, items: Mapping[str, Fingerprint], paths: Mapping[str, Sequence[Any]]
     ) -> None:
         """On the coordinator: what has been committed."""
-        warning = _runtime.unchanged.check(items, paths, self.metrics.path)
-        if warning is not None and self._warn_unchanged:
-            warnings.warn(warning, stacklevel=2)
+        self._warning = _runtime.unchanged.check(items, paths, self.metrics.path)
 
     # --- by the caller ---------------------------------------------------------------------------
 
     def go(self) -> None:
         """Lets the thread begin."""
         self._go.set()
+
+    def abandon(self, error: BaseException) -> None:
+        """Ends it with what the call raises."""
+        self._abandoned = error
+        self.reported = True
+        self.go()
 
     def wait_until_staged(self) -> None:
         """Returns when the sources may change, be it that the save has failed."""
@@ -319,12 +368,15 @@ class Job:
             if save is None:
                 return
             # An error here is the save's, which tells it itself.
-            with contextlib.suppress(OSError, CheckpointError, RuntimeError):
+            with contextlib.suppress(Exception), self._lock:
                 while not save.wait_submitted(1.0):
                     pass
                 for _event, device in self._ready:
                     stream = torch.cuda.current_stream(device).cuda_stream
                     save.hold_back(device.index, stream)
+                # What the stream does from now on comes after the copies, on the device.
+                if self._changed is None:
+                    self._changed = self.sources.changed()
 
     @contextlib.contextmanager
     def blocking(self) -> Iterator[None]:
@@ -350,12 +402,18 @@ class Job:
     def _now(self) -> float:
         return time.perf_counter() - self._begun
 
-    def _call_on_commit(self, on_commit: Callable[[Metadata], None], metadata: Metadata) -> None:
+    def _after_commit(self, metadata: Metadata) -> None:
+        what = "the warning of unchanged tensors"
         try:
-            on_commit(metadata)
-        except Exception as error:
+            if self._warning is not None and self._warn_unchanged:
+                # Raised where a filter turns warnings into errors.
+                warnings.warn(self._warning, stacklevel=2)
+            what = "on_commit"
+            if self._on_commit is not None and self.ranks.is_coordinator:
+                self._on_commit(metadata)
+        except BaseException as error:  # as CheckpointException is
             raise CheckpointError(
-                f"on_commit failed ({error}); the checkpoint in {self.metrics.path} is committed"
+                f"{what} failed ({error}); the checkpoint in {self.metrics.path} is committed"
             ) from error
 
     def _end(self, failure: BaseException | None) -> None:
@@ -374,7 +432,7 @@ class Job:
         if self._trace is not None:
             try:
                 self._write_trace(Path(self._trace))
-            except OSError as error:
+            except Exception as error:
                 LOGGER.warning("the trace could not be written: %s", error)
         # The pool's chunks are free; the session's own memory may go, too.
         self._save = None
@@ -424,9 +482,13 @@ class _Runtime:
     """The saves of this process."""
 
     def __init__(self) -> None:
+        # Held by the one thread that starts a save.
         self.lock = threading.RLock()
+        # For moments, of the fields below.
+        self._fields = threading.Lock()
         self.job: Job | None = None
         self.thread: threading.Thread | None = None
+        self.threads: list[threading.Thread] = []
         self.failed: list[Job] = []
         self.unchanged = UnchangedDetector()
         self.last_call: float | None = None
@@ -439,38 +501,52 @@ class _Runtime:
                 raise CheckpointError(f"the save to {job.metrics.path} has not ended yet")
             _wait_quietly(job.committed)
 
+    def is_calling(self) -> bool:
+        """Whether the save under way calls from its own thread, which cannot wait for it."""
+        job = self.job
+        mine = threading.current_thread() is self.thread
+        return mine and job is not None and not job.committed.done()
+
     def check(self) -> None:
         """Raises an error that nobody has seen, once."""
-        self._collect()
+        self.collect()
         while self.failed:
             job = self.failed.pop(0)
             if not job.reported:
                 job.committed.result()
 
     def start(self, job: Job, save: Callable[[Job], Metadata]) -> None:
-        self._collect()
-        self.job = job
+        self.collect()
         if self.last_call is not None:
             job.metrics.interval_s = time.perf_counter() - self.last_call
         self.last_call = time.perf_counter()
-        self.thread = threading.Thread(
-            target=job.run, args=(save,), name="torch_ckpt save", daemon=True
-        )
-        self.thread.start()
+        thread = self.spawn(lambda: job.run(save))
+        # Not before there is a thread that ends it.
+        with self._fields:
+            self.job, self.thread = job, thread
+
+    def spawn(self, function: Callable[[], None]) -> threading.Thread:
+        """Runs ``function`` in a thread that the interpreter's end waits for."""
+        thread = threading.Thread(target=function, name="torch_ckpt save", daemon=True)
+        thread.start()
+        with self._fields:
+            self.threads = [t for t in self.threads if t.is_alive()] + [thread]
+        return thread
 
     def leave(self) -> bool:
         """At the interpreter's end; whether everything has ended."""
-        if self.thread is not None:
-            self.thread.join(EXIT_LIMIT_SECONDS)
-            if self.thread.is_alive():
-                assert self.job is not None
-                LOGGER.error(
-                    "the save to %s has not ended within %.0f s and is given up",
-                    self.job.metrics.path,
-                    EXIT_LIMIT_SECONDS,
-                )
-                return False
-        self._collect()
+        deadline = time.monotonic() + EXIT_LIMIT_SECONDS
+        for thread in self.threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if any(thread.is_alive() for thread in self.threads):
+            path = self.job.metrics.path if self.job is not None else "a directory"
+            LOGGER.error(
+                "the save to %s has not ended within %.0f s and is given up",
+                path,
+                EXIT_LIMIT_SECONDS,
+            )
+            return False
+        self.collect()
         for job in self.failed:
             if not job.reported:
                 LOGGER.error(
@@ -478,21 +554,23 @@ class _Runtime:
                 )
         return True
 
+    def collect(self) -> None:
+        """Puts a save that has ended aside; before a fork, too, since it is then the child's."""
+        with self._fields:
+            job = self.job
+            if job is not None and job.committed.done():
+                self.job = None
+                if Future.exception(job.committed) is not None:
+                    self.failed.append(job)
+
     def forget_in_child(self) -> None:
         if self.job is not None:
             self.job.disown()
         self.__init__()  # type: ignore[misc]
 
-    def _collect(self) -> None:
-        job = self.job
-        if job is not None and job.committed.done():
-            self.job = None
-            if Future.exception(job.committed) is not None:
-                self.failed.append(job)
-
 
 _runtime = _Runtime()
-os.register_at_fork(after_in_child=_runtime.forget_in_child)
+os.register_at_fork(before=_runtime.collect, after_in_child=_runtime.forget_in_child)
 
 
 @contextlib.contextmanager
@@ -502,8 +580,10 @@ def alone(if_busy: str = "wait") -> Iterator[None]:
     Waits for the save under way, or refuses where ``if_busy`` is "raise".
 
     Raises:
-        CheckpointError: a save is under way, and was not to be waited for.
+        CheckpointError: a save is under way, and was not to be waited for, or calls this itself.
     """
+    if _runtime.is_calling():
+        raise CheckpointError("write_done and on_commit cannot save: their save is under way")
     with _runtime.lock:
         _runtime.make_room(if_busy)
         yield
@@ -513,6 +593,11 @@ def start(job: Job, save: Callable[[Job], Metadata]) -> AsyncSave:
     """Runs ``save`` in a thread of its own."""
     _runtime.start(job, save)
     return AsyncSave(job)
+
+
+def spawn(function: Callable[[], None]) -> None:
+    """Runs ``function`` in a thread that the interpreter's end waits for."""
+    _runtime.spawn(function)
 
 
 def check_for_errors() -> None:
@@ -532,15 +617,27 @@ def leave_at_exit() -> None:
         _C.join_executor()
 
 
-def _default_snapshot_bytes() -> int:
+def _default_snapshot_bytes(ranks: int) -> int:
     """The host memory that a snapshot may take on this rank: half of what is free.
 
-    The ranks of a machine share it evenly (``LOCAL_WORLD_SIZE``, which torchrun sets).
+    Args:
+        ranks: that save together; they are taken to share a machine where nothing
+            (``LOCAL_WORLD_SIZE``, which torchrun sets) says otherwise.
     """
+    here = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+    free = (_free_memory() + _C.pool_bytes()) * _SHARE_OF_FREE_MEMORY
+    return max(_LEAST_SNAPSHOT_BYTES, int(free) // here)
+
+
+def _free_memory() -> int:
+    """Bytes that this process may still take, of the machine and of its control group."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    free = int(fields["MemAvailable"].split()[0]) * 1024 + _C.pool_bytes()
-    here = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    return max(64 << 20, int(free * _SHARE_OF_FREE_MEMORY) // here)
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    for limit, used in _MEMORY_LIMITS:
+        # Absent without this version of control groups; "max" is no number.
+        with contextlib.suppress(OSError, ValueError):
+            free = min(free, int(Path(limit).read_text()) - int(Path(used).read_text()))
+    return max(free, 0)
 
 
 def _event_of_now(device: torch.device) -> tuple[torch.cuda.Event, torch.device]:
@@ -560,6 +657,20 @@ def _wait(future: Future[T], timeout: float | None, what: str, job: Job) -> T:
         raise TimeoutError(
             f"the save to {job.metrics.path} was not {what} within {timeout} s; it goes on"
         ) from None
+
+
+def _drop_frames_of(error: BaseException) -> None:
+    """Whoever keeps the error would keep alive what its frames refer to: the sources.
+
+    Its text has the stacks.
+    """
+    if isinstance(error, CheckpointException):
+        error.__traceback__ = None
+        for cause, _stack in error.failures.values():
+            each: BaseException | None = cause
+            while each is not None:
+                each.__traceback__ = None
+                each = each.__cause__ or each.__context__
 
 
 def _wait_quietly(future: Future[Any]) -> None:

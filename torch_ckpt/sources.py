@@ -9,6 +9,7 @@ still the same then.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -49,7 +50,7 @@ class Sources:
         changed = (
             name
             for name, tensor, version, find in self._watched
-            if _version(tensor) != version or (find is not None and find() is not tensor)
+            if _version(tensor) != version or (find is not None and _moved(find(), tensor))
         )
         # Several shards may have one name.
         return list(dict.fromkeys(changed))
@@ -72,30 +73,32 @@ class Sources:
         if kind is list or kind is tuple:
             return kind(self._take(item, f"{name}.{i}") for i, item in enumerate(value))
         if isinstance(value, Mapping):
-            # A copy keeps what the kind is more than a dict; its values are then replaced.
-            taken: Any = copy.copy(value)
-            for key, item in value.items():
-                taken[key] = self._take(item, f"{name}.{key}")
-            return taken
+            items = {key: self._take(item, f"{name}.{key}") for key, item in value.items()}
+            return _with_items(value, items)
         if isinstance(value, DTensor):
-            self._watch(name, value._local_tensor, lambda: value._local_tensor)
+            self._watch_inside(name, lambda: value._local_tensor)
             return value
         if isinstance(value, ShardedTensor):
             for shard in value.local_shards():
-                self._watch(name, shard.tensor, None)
+                self._watch_inside(name, functools.partial(getattr, shard, "tensor"))
             return value
         if isinstance(value, torch.Tensor):
-            return value.detach().clone()
+            copied = value.detach().clone()
+            if copied.is_cuda:
+                self.devices.add(copied.device)
+            return copied
         return copy.deepcopy(value)
 
     def _take_plain(self, value: torch.Tensor, name: str) -> torch.Tensor:
         alias = value.detach()
-        if not _C.is_plain(alias):
-            return alias.clone()
         if value.requires_grad:
             alias.requires_grad_(True)
         self._watch(name, alias, None)
         return alias
+
+    def _watch_inside(self, name: str, find: Callable[[], torch.Tensor]) -> None:
+        """Watches a tensor that its holder may exchange for another."""
+        self._watch(name, find().detach(), find)
 
     def _watch(
         self, name: str, tensor: torch.Tensor, find: Callable[[], torch.Tensor] | None
@@ -171,11 +174,27 @@ def _map_tensors(
     if kind is dict:
         return {key: _map_tensors(item, of_tensor, of_object) for key, item in value.items()}
     if isinstance(value, Mapping):
-        mapped: Any = copy.copy(value)
-        for key, item in value.items():
-            mapped[key] = _map_tensors(item, of_tensor, of_object)
-        return mapped
+        items = {key: _map_tensors(item, of_tensor, of_object) for key, item in value.items()}
+        return _with_items(value, items)
     return value if isinstance(value, _IMMUTABLE) else of_object(value)
+
+
+def _with_items(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
+    """A copy with other values."""
+    if not isinstance(mapping, dict):
+        # A shallow copy may share its memory with the original, which is the caller's.
+        return items
+    # It keeps what the kind is more than a dict.
+    copied = copy.copy(mapping)
+    for key, item in items.items():
+        copied[key] = item  # not by update(), which adds up what a Counter has
+    return copied
+
+
+def _moved(now: torch.Tensor, then: torch.Tensor) -> bool:
+    return now is not then and (
+        now.size() != then.size() or now.untyped_storage()._cdata != then.untyped_storage()._cdata
+    )
 
 
 def _version(tensor: torch.Tensor) -> int:

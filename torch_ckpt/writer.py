@@ -75,7 +75,8 @@ class FileSystemWriter(StockWriter):
         serialization_format: torch's; anything but its default is written by torch's own code.
         separation_hint: items whose fully qualified name begins with it go into files of their own.
             Needs ``thread_count >= 2``.
-        max_host_bytes: most host memory in bytes for staging. None: three chunks of 4 MiB a file.
+        max_host_bytes: most host memory in bytes for staging. None: three chunks of 4 MiB a file,
+            and for ``async_save`` half of the free memory.
         direct_io: True, False, or "auto": where the file system offers it.
         progress: see :data:`torch_ckpt.progress.ProgressOption`.
         background: how saves in the background behave: those of ``torch_ckpt.async_save``, and of

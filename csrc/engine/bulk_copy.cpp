@@ -12,6 +12,7 @@
 #include "checked_math.h"
 #include "engine/executor.h"
 #include "os/file.h"
+#include "os/fork_guard.h"
 #include "staging/host_copy.h"
 
 namespace torch_ckpt::engine {
@@ -46,9 +47,12 @@ Result<> copy_block(std::span<const staging::Source> sources, const Block& block
       align_up(std::max(block.bytes, kAlignment), std::uint64_t{os::kDirectAlignment});
   auto taken = staging::ChunkPool::instance().take(bytes);
   if (!taken) return taken.error();
-  const std::shared_ptr<staging::Chunk> memory(taken->release(), [](staging::Chunk* chunk) {
-    staging::ChunkPool::instance().give_back(std::unique_ptr<staging::Chunk>(chunk));
-  });
+  const std::shared_ptr<staging::Chunk> memory(
+      taken->release(), [process = os::ProcessMark()](staging::Chunk* chunk) {
+        // A forked child does not have the memory, and may have other memory in its place.
+        if (process.inherited()) return;
+        staging::ChunkPool::instance().give_back(std::unique_ptr<staging::Chunk>(chunk));
+      });
   std::uint64_t offset = 0;
   for (std::size_t i = block.first; i < block.last; ++i) {
     const std::span<std::byte> out = memory->bytes().subspan(offset, sources[i].bytes);

@@ -1,7 +1,6 @@
 #include "engine/executor.h"
 
 #include <algorithm>
-#include <atomic>
 #include <boost/asio/post.hpp>
 #include <latch>
 #include <memory>
@@ -15,20 +14,25 @@
 namespace torch_ckpt::engine {
 namespace {
 
+// Two writes of each of four files, and some to stage, checksum and fsync.
+constexpr std::size_t kQuietThreads = 16;
+
 using Pool = std::unique_ptr<boost::asio::thread_pool>;
 
 struct Holder {
   std::mutex mutex;
-  std::atomic<bool> ending{false};
   std::vector<std::pair<Threads, Pool>> pools;  // guarded by mutex
   // Pools without threads: the channels of sessions that outlive them still refer to them.
   std::vector<Pool> joined;  // guarded by mutex
 };
 
 Pool make_pool(const Threads& threads) {
-  const std::size_t count = threads.count != 0 ? threads.count : executor_threads();
+  // Quiet threads serve one save at a time.
+  const bool quiet = threads.priority != os::Priority{};
+  std::size_t count = threads.count;
+  if (count == 0) count = quiet ? kQuietThreads : executor_threads();
   auto pool = std::make_unique<boost::asio::thread_pool>(count);
-  if (threads.priority != os::Priority{}) {
+  if (quiet) {
     // The first task of each thread, since none gets past the latch before all are there.
     auto all = std::make_shared<std::latch>(static_cast<std::ptrdiff_t>(count));
     for (std::size_t i = 0; i < count; ++i) {
@@ -61,7 +65,6 @@ boost::asio::thread_pool& executor(const Threads& threads) {
 void join_executor() {
   Holder* holder = os::ForkLocal<Holder>::existing();
   if (holder == nullptr) return;
-  holder->ending = true;
   std::vector<std::pair<Threads, Pool>> pools;
   {
     std::lock_guard lock(holder->mutex);
@@ -74,12 +77,6 @@ void join_executor() {
   for (auto& [of, pool] : pools) pool->join();
   std::lock_guard lock(holder->mutex);
   for (auto& [of, pool] : pools) holder->joined.push_back(std::move(pool));
-  holder->ending = false;
-}
-
-bool executor_is_ending() {
-  const Holder* holder = os::ForkLocal<Holder>::existing();
-  return holder != nullptr && holder->ending;
 }
 
 }  // namespace torch_ckpt::engine

@@ -10,7 +10,7 @@ namespace torch_ckpt::engine {
 /// Which threads do some work. The default is the pool of all work that somebody waits for.
 struct Threads {
   os::Priority priority;
-  std::size_t count = 0;  // 0: executor_threads()
+  std::size_t count = 0;  // 0: chosen for the machine
 
   bool operator==(const Threads&) const = default;
 };
@@ -23,9 +23,6 @@ boost::asio::thread_pool& executor(const Threads& threads = {});
 /// Ends the pools after the work they have; for interpreter exit. The next executor() makes a new
 /// one.
 void join_executor();
-
-/// Whether join_executor() has begun: what nobody waits for should end.
-bool executor_is_ending();
 
 /// Threads in a pool: most of them wait for the disk, so there are more than cores.
 std::size_t executor_threads();

@@ -100,8 +100,10 @@ SaveSession::SaveSession(std::string directory, std::vector<FileJob> files,
                          const SaveOptions& options, std::size_t chunks)
     : directory_(std::move(directory)),
       options_(options),
+      stagers_(executor(options.stagers)),
+      writers_(executor(options.writers)),
       chunks_(chunks),
-      free_slots_(executor(options.stagers), chunks),
+      free_slots_(stagers_, chunks),
       submitted_(files.size()),
       staged_(files.size()),
       results_(files.size()),
@@ -132,8 +134,8 @@ void SaveSession::spawn_runners() {
     spawn_slot_filler(false);
   }
   for (std::size_t i = 0; i < at_once; ++i) {
-    asio::co_spawn(asio::make_strand(executor(options_.stagers)), stage_files(), keep);
-    asio::co_spawn(asio::make_strand(executor(options_.stagers)), write_files(), keep);
+    asio::co_spawn(asio::make_strand(stagers_), stage_files(), keep);
+    asio::co_spawn(asio::make_strand(stagers_), write_files(), keep);
   }
 }
 
@@ -147,17 +149,11 @@ void SaveSession::fill_slots(bool quiet) {
   for (std::size_t n = next_empty_++; n < empty_slots_.size(); n = next_empty_++) {
     // Also of a cancelled save, and then without memory: a stager may be waiting for just this one.
     if (!cancelled_) {
-      if (quiet && (executor_is_ending() || staging::Chunk::alive_bytes() + options_.chunk_bytes >
-                                                options_.max_host_bytes)) {
-        return;
-      }
       auto taken = staging::ChunkPool::instance().take(options_.chunk_bytes);
       if (!taken) fail(taken.error());
       const std::lock_guard lock(mutex_);
-      if (taken && ended_) {
-        staging::ChunkPool::instance().give_back(std::move(*taken));
-        continue;
-      }
+      // The budget is the next save's.
+      if (ended_) return;
       if (taken) chunks_[empty_slots_[n]] = std::move(*taken);
     }
     release(empty_slots_[n]);
@@ -166,7 +162,7 @@ void SaveSession::fill_slots(bool quiet) {
 }
 
 void SaveSession::spawn_slot_filler(bool quiet) {
-  asio::post(executor(quiet ? options_.writers : options_.stagers),
+  asio::post(quiet ? writers_ : stagers_,
              [self = shared_from_this(), quiet] { self->fill_slots(quiet); });
 }
 
@@ -270,7 +266,7 @@ asio::awaitable<void> SaveSession::write_files() {
 // As long as somebody waits for the stagers the writers are no quieter than they are: they would
 // stand back behind them, and the disk behind both.
 boost::asio::thread_pool& SaveSession::busy_executor() {
-  return executor(to_stage_ == 0 ? options_.writers : options_.stagers);
+  return to_stage_ == 0 ? writers_ : stagers_;
 }
 
 asio::awaitable<Result<>> SaveSession::write_file(FileState& state) {

@@ -165,6 +165,9 @@ class SaveSession : public std::enable_shared_from_this<SaveSession> {
 
   const std::string directory_;
   const SaveOptions options_;
+  // Made before the session begins: threads that cannot be had must not fail it half-way.
+  boost::asio::thread_pool& stagers_;
+  boost::asio::thread_pool& writers_;
   std::vector<std::unique_ptr<FileState>> files_;
   // By slot; each slot has one user at a time. Those of slots that are in the channel or have been
   // taken from it are there.

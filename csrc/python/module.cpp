@@ -64,7 +64,11 @@ PYBIND11_MODULE(_C, module) {
       "Ends the engine's threads after the work they have; for interpreter exit.");
   module.def("pool_bytes", [] { return staging::ChunkPool::instance().kept_bytes(); });
   module.def(
-      "trim_pool", [](std::size_t bytes) { staging::ChunkPool::instance().trim(bytes); },
-      py::arg("bytes"));
+      "trim_pool",
+      [](std::size_t bytes) {
+        py::gil_scoped_release release;
+        staging::ChunkPool::instance().trim(bytes);
+      },
+      py::arg("bytes") = 0);
   module.attr("has_cuda") = staging::device_support() != nullptr;
 }

@@ -24,8 +24,10 @@ namespace {
 // A save under way, with all that keeps its sources alive.
 class Save {
  public:
-  Save(std::vector<at::Tensor> tensors, std::vector<py::buffer_info> buffers, engine::SavePlan plan)
+  Save(std::vector<at::Tensor> tensors, std::vector<c10::Storage> storages,
+       std::vector<py::buffer_info> buffers, engine::SavePlan plan)
       : tensors_(std::move(tensors)),
+        storages_(std::move(storages)),
         buffers_(std::move(buffers)),
         file_names_(std::move(plan.file_names)),
         places_(std::move(plan.places)) {}
@@ -64,8 +66,11 @@ class Save {
 
   void release_sources() {
     tensors_.clear();
+    storages_.clear();
     buffers_.clear();
   }
+
+  double elapsed() const { return static_cast<double>(session_->timing().now_ns()) * 1e-9; }
 
   py::tuple timing() const {
     const engine::Timing& timing = session_->timing();
@@ -131,6 +136,7 @@ class Save {
   }
 
   std::vector<at::Tensor> tensors_;
+  std::vector<c10::Storage> storages_;
   std::vector<py::buffer_info> buffers_;
   std::vector<std::string> file_names_;
   std::vector<engine::ItemPlace> places_;
@@ -167,6 +173,7 @@ std::unique_ptr<Save> start_save(const std::string& directory, const std::string
                                  const py::object& background) {
   if (names.size() != values.size()) throw py::value_error("one name for each value");
   std::vector<at::Tensor> tensors;
+  std::vector<c10::Storage> storages;
   std::vector<py::buffer_info> buffers;
   std::vector<engine::SaveItem> items;
   items.reserve(values.size());
@@ -178,6 +185,8 @@ std::unique_ptr<Save> start_save(const std::string& directory, const std::string
       TensorSpan span = to_span(THPVariable_Unpack(value.ptr()));
       item.source = std::move(span.source);
       item.tensor = std::move(span.header);
+      // Of its own, since somebody may give the tensor another one (`tensor.data = ...`).
+      storages.push_back(span.owner.storage());
       tensors.push_back(std::move(span.owner));
     } else {
       py::buffer_info bytes = py::reinterpret_borrow<py::buffer>(value).request();
@@ -202,7 +211,8 @@ std::unique_ptr<Save> start_save(const std::string& directory, const std::string
   options.sync = sync;
   if (!background.is_none()) add_background(options, background);
   std::vector<engine::FileJob> files = std::move(plan.files);
-  auto save = std::make_unique<Save>(std::move(tensors), std::move(buffers), std::move(plan));
+  auto save = std::make_unique<Save>(std::move(tensors), std::move(storages), std::move(buffers),
+                                     std::move(plan));
   save->start(directory, std::move(files), options);
   return save;
 }
@@ -258,6 +268,7 @@ void bind_save(py::module_& module) {
       .def("wait_submitted", &Save::wait_submitted, py::arg("seconds"))
       .def("hold_back", &Save::hold_back, py::arg("device"), py::arg("stream"))
       .def("release_sources", &Save::release_sources)
+      .def("elapsed", &Save::elapsed)
       .def("timing", &Save::timing)
       .def("trace", &Save::trace)
       .def("progress", &Save::progress)

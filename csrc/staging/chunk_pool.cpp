@@ -1,15 +1,11 @@
 #include "staging/chunk_pool.h"
 
 #include <algorithm>
-#include <atomic>
 
 #include "os/fork_guard.h"
 #include "staging/device_copy.h"
 
 namespace torch_ckpt::staging {
-namespace {
-std::atomic<std::size_t> alive{0};
-}  // namespace
 
 Result<std::unique_ptr<Chunk>> Chunk::allocate(std::size_t bytes) {
   auto pages = os::Pages::allocate(bytes);
@@ -17,12 +13,7 @@ Result<std::unique_ptr<Chunk>> Chunk::allocate(std::size_t bytes) {
   return std::unique_ptr<Chunk>(new Chunk(std::move(*pages)));
 }
 
-Chunk::Chunk(os::Pages pages) : pages_(std::move(pages)) { alive += bytes().size(); }
-
-std::size_t Chunk::alive_bytes() { return alive; }
-
 Chunk::~Chunk() {
-  alive -= bytes().size();
   if (pinned_for_ != Source::kHost) device_support()->unpin(bytes(), pinned_for_);
 }
 
@@ -54,8 +45,8 @@ Result<std::unique_ptr<Chunk>> ChunkPool::take(std::size_t bytes) {
     std::lock_guard lock(mutex_);
     // Chunks of other sizes make room, or changing the size would exceed the budget of both.
     for (std::size_t freed = 0; freed < bytes && !kept_.empty();) {
-      freed += kept_.front()->bytes().size();
-      kept_.erase(kept_.begin());
+      freed += kept_.back()->bytes().size();
+      kept_.pop_back();
     }
   }
   return Chunk::allocate(bytes);
@@ -71,8 +62,8 @@ void ChunkPool::trim(std::size_t bytes) {
   std::size_t kept = 0;
   for (const auto& chunk : kept_) kept += chunk->bytes().size();
   while (kept > bytes) {
-    kept -= kept_.front()->bytes().size();
-    kept_.erase(kept_.begin());
+    kept -= kept_.back()->bytes().size();
+    kept_.pop_back();
   }
 }
 

@@ -23,15 +23,12 @@ class Chunk {
 
   std::span<std::byte> bytes() const { return pages_.bytes(); }
 
-  /// Bytes of all chunks of this process, in use or kept.
-  static std::size_t alive_bytes();
-
   /// Page-locks the chunk for copies from a device; does nothing when it is already, or without
   /// devices.
   Result<> pin(int device);
 
  private:
-  explicit Chunk(os::Pages pages);
+  explicit Chunk(os::Pages pages) : pages_(std::move(pages)) {}
 
   os::Pages pages_;
   int pinned_for_ = Source::kHost;

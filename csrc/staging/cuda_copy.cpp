@@ -32,6 +32,35 @@ Error cuda_error(cudaError_t code, const char* call) {
 #define TC_CUDA(call) \
   if (const cudaError_t code_ = (call); code_ != cudaSuccess) return cuda_error(code_, #call)
 
+// The calling thread is often one of the training's, which goes on with the device that it had; and
+// what we do must not end a capture of a CUDA graph that another thread has begun.
+class OnDevice {
+ public:
+  explicit OnDevice(int device) {
+    cudaThreadExchangeStreamCaptureMode(&mode_);
+    cudaGetDevice(&before_);
+    status_ = cudaSetDevice(device);
+  }
+  ~OnDevice() {
+    cudaSetDevice(before_);
+    cudaThreadExchangeStreamCaptureMode(&mode_);
+    // An error of ours has been told by value; left behind, torch would take it for one of its own.
+    static_cast<void>(cudaGetLastError());
+  }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+  cudaError_t status() const { return status_; }
+
+ private:
+  int before_ = 0;
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+  cudaError_t status_ = cudaSuccess;
+};
+
+#define TC_ON_DEVICE(device)  \
+  const OnDevice on_(device); \
+  if (on_.status() != cudaSuccess) return cuda_error(on_.status(), "cudaSetDevice")
+
 // Copies of one device that are submitted together.
 struct Batch {
   std::vector<void*> to;
@@ -77,7 +106,7 @@ class CudaCopier final : public DeviceCopier {
 
   ~CudaCopier() override {
     for (auto& [device, lane] : lanes_) {
-      cudaSetDevice(device);
+      const OnDevice on(device);
       cudaStreamSynchronize(lane.stream);
       for (cudaEvent_t event : lane.events) cudaEventDestroy(event);
       cudaStreamDestroy(lane.stream);
@@ -94,14 +123,11 @@ class CudaCopier final : public DeviceCopier {
     }
     Submission submission;
     for (auto& [device, batch] : batches) {
-      auto lane = lane_of(device);
-      if (!lane) return lane.error();
-      if (auto copied = copy_batch(batch, device, (*lane)->stream); !copied) return copied;
-      cudaEvent_t event = nullptr;
-      TC_CUDA(cudaEventCreateWithFlags(&event, cudaEventDisableTiming | cudaEventBlockingSync));
-      (*lane)->events.push_back(event);
-      TC_CUDA(cudaEventRecord(event, (*lane)->stream));
-      submission.emplace_back(device, event);
+      if (auto done = submit_to(device, batch, submission); !done) {
+        // What has been submitted must not arrive in memory that its owner takes back.
+        wait_for_all();
+        return done;
+      }
     }
     submissions_.push_back(std::move(submission));
     return {};
@@ -111,7 +137,7 @@ class CudaCopier final : public DeviceCopier {
     const Submission oldest = std::move(submissions_.front());
     submissions_.pop_front();
     for (const auto& [device, event] : oldest) {
-      TC_CUDA(cudaSetDevice(device));
+      TC_ON_DEVICE(device);
       TC_CUDA(cudaEventSynchronize(event));
     }
     return {};
@@ -120,7 +146,7 @@ class CudaCopier final : public DeviceCopier {
   Result<> hold_back(int device, void* stream) override {
     const auto lane = lanes_.find(device);
     if (lane == lanes_.end() || lane->second.events.empty()) return {};
-    TC_CUDA(cudaSetDevice(device));
+    TC_ON_DEVICE(device);
     TC_CUDA(cudaStreamWaitEvent(static_cast<cudaStream_t>(stream), lane->second.events.back(), 0));
     return {};
   }
@@ -133,8 +159,28 @@ class CudaCopier final : public DeviceCopier {
   };
   using Submission = std::vector<std::pair<int, cudaEvent_t>>;
 
+  Result<> submit_to(int device, Batch& batch, Submission& submission) {
+    TC_ON_DEVICE(device);
+    auto lane = lane_of(device);
+    if (!lane) return lane.error();
+    if (auto copied = copy_batch(batch, device, (*lane)->stream); !copied) return copied;
+    cudaEvent_t event = nullptr;
+    TC_CUDA(cudaEventCreateWithFlags(&event, cudaEventDisableTiming | cudaEventBlockingSync));
+    (*lane)->events.push_back(event);
+    TC_CUDA(cudaEventRecord(event, (*lane)->stream));
+    submission.emplace_back(device, event);
+    return {};
+  }
+
+  void wait_for_all() {
+    for (auto& [device, lane] : lanes_) {
+      const OnDevice on(device);
+      cudaStreamSynchronize(lane.stream);
+    }
+  }
+
+  // On that device.
   Result<Lane*> lane_of(int device) {
-    TC_CUDA(cudaSetDevice(device));
     Lane& lane = lanes_[device];
     if (lane.stream == nullptr) {
       TC_CUDA(cudaStreamCreateWithFlags(&lane.stream, cudaStreamNonBlocking));
@@ -151,13 +197,13 @@ class CudaCopier final : public DeviceCopier {
 };
 
 Result<> pin(std::span<std::byte> memory, int device) {
-  TC_CUDA(cudaSetDevice(device));
+  TC_ON_DEVICE(device);
   TC_CUDA(cudaHostRegister(memory.data(), memory.size(), cudaHostRegisterPortable));
   return {};
 }
 
 void unpin(std::span<std::byte> memory, int device) {
-  cudaSetDevice(device);
+  const OnDevice on(device);
   cudaHostUnregister(memory.data());
 }
 

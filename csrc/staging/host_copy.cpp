@@ -133,6 +133,7 @@ void copy_from_host(const Source& source, std::uint64_t offset, std::span<std::b
 }
 
 void copy_past_caches(const Source& source, std::uint64_t offset, std::span<std::byte> out) {
+  if (out.empty()) return;
   if (source.dims.empty()) {
     stream(out.data(), source.address + offset, out.size());
   } else {

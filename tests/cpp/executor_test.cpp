@@ -1,10 +1,17 @@
 #include "engine/executor.h"
 
 #include <gtest/gtest.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <boost/asio/post.hpp>
+#include <functional>
 #include <latch>
+#include <mutex>
+#include <set>
 #include <thread>
 #include <vector>
 
@@ -12,6 +19,24 @@ namespace torch_ckpt::engine {
 namespace {
 
 namespace asio = boost::asio;
+
+// Of the calling thread.
+int nice_now() { return ::getpriority(PRIO_PROCESS, 0); }
+bool idle_io_now() { return ::syscall(SYS_ioprio_get, 1, 0) >> 13 == 3; }
+
+/// Runs `body` once in each of the pool's threads, in all of them at the same time.
+void in_each_thread(const Threads& threads, std::size_t count, const std::function<void()>& body) {
+  std::latch all(static_cast<std::ptrdiff_t>(count));
+  std::latch done(static_cast<std::ptrdiff_t>(count));
+  for (std::size_t i = 0; i < count; ++i) {
+    asio::post(executor(threads), [&] {
+      all.arrive_and_wait();
+      body();
+      done.count_down();
+    });
+  }
+  done.wait();
+}
 
 TEST(Executor, IsOneForTheProcess) {
   std::vector<asio::thread_pool*> seen(8);
@@ -54,6 +79,86 @@ TEST(Executor, JoiningTwiceOrWithoutWorkIsFine) {
   join_executor();
   executor();
   join_executor();
+}
+
+TEST(Executor, OfEqualSettingsIsOne) {
+  const Threads quiet{{19, true}, 2};
+  std::vector<asio::thread_pool*> seen(8);
+  {
+    std::vector<std::jthread> threads;
+    for (auto& pool : seen) {
+      threads.emplace_back([&pool, quiet] { pool = &executor(quiet); });
+    }
+  }
+  for (const auto* pool : seen) EXPECT_EQ(pool, seen.front());
+}
+
+TEST(Executor, OfOtherSettingsIsAnother) {
+  const std::vector<Threads> settings{
+      {}, {{0, false}, 2}, {{5, false}, 2}, {{5, true}, 2}, {{6, false}, 2}, {{5, false}, 3}};
+  std::set<asio::thread_pool*> pools;
+  for (const Threads& threads : settings) pools.insert(&executor(threads));
+  EXPECT_EQ(pools.size(), settings.size());
+}
+
+TEST(Executor, HasAsManyThreadsAsAskedFor) {
+  const Threads three{{0, false}, 3};
+  std::mutex mutex;
+  std::set<std::thread::id> seen;
+  const auto remember = [&] {
+    const std::lock_guard lock(mutex);
+    seen.insert(std::this_thread::get_id());
+  };
+  in_each_thread(three, 3, remember);
+  EXPECT_EQ(seen.size(), 3);
+  // However much there is to do.
+  std::latch done(100);
+  for (int i = 0; i < 100; ++i) {
+    asio::post(executor(three), [&] {
+      remember();
+      done.count_down();
+    });
+  }
+  done.wait();
+  EXPECT_EQ(seen.size(), 3);
+}
+
+TEST(Executor, EachThreadOfAQuietOneIsQuiet) {
+  const int loud = nice_now();
+  std::atomic<int> quiet{0};
+  in_each_thread({{11, true}, 5}, 5,
+                 [&] { quiet += nice_now() == std::max(loud, 11) && idle_io_now() ? 1 : 0; });
+  EXPECT_EQ(quiet, 5);
+}
+
+TEST(Executor, NoThreadOfTheDefaultIsQuietBesideAQuietOne) {
+  const int loud = nice_now();
+  executor({{19, true}, 2});
+  std::atomic<std::size_t> alike{0};
+  in_each_thread({}, executor_threads(),
+                 [&] { alike += nice_now() == loud && !idle_io_now() ? 1 : 0; });
+  EXPECT_EQ(alike, executor_threads());
+}
+
+TEST(Executor, AQuietOneThatIsMadeAnewIsQuietAgain) {
+  const Threads threads{{19, false}, 2};
+  executor(threads);
+  join_executor();
+  std::atomic<int> quiet{0};
+  in_each_thread(threads, 2, [&] { quiet += nice_now() == 19 ? 1 : 0; });
+  EXPECT_EQ(quiet, 2);
+}
+
+TEST(Executor, JoiningEndsTheWorkThatOneLeavesToAnother) {
+  const Threads quiet{{19, true}, 2};
+  std::atomic<int> done{0};
+  for (int i = 0; i < 50; ++i) {
+    asio::post(executor(quiet), [&] { asio::post(executor(), [&] { ++done; }); });
+  }
+  join_executor();
+  // What was left to a pool that was made meanwhile.
+  join_executor();
+  EXPECT_EQ(done, 50);
 }
 
 }  // namespace

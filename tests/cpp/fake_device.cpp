@@ -42,9 +42,11 @@ class FakeDevice::Copier final : public staging::DeviceCopier {
   }
 
   Result<> wait_oldest() override {
+    EXPECT_FALSE(submissions_.empty()) << "nothing is left to be waited for";
     submissions_.front().join();
     submissions_.pop_front();
-    return {};
+    std::lock_guard lock(current->mutex_);
+    return current->wait_result_;
   }
 
   Result<> hold_back(int device, void* stream) override {
@@ -157,6 +159,11 @@ void FakeDevice::on_arrival(std::function<void()> hook) {
 void FakeDevice::fail_pins(Error error) {
   std::lock_guard lock(mutex_);
   pin_result_ = std::move(error);
+}
+
+void FakeDevice::fail_waits(Error error) {
+  std::lock_guard lock(mutex_);
+  wait_result_ = std::move(error);
 }
 
 std::size_t FakeDevice::copiers() const {

@@ -33,6 +33,8 @@ class FakeDevice {
   /// delays this submission.
   void on_arrival(std::function<void()> hook);
   void fail_pins(Error error);
+  /// Waiting for any submission fails, after it has arrived.
+  void fail_waits(Error error);
   std::size_t copiers() const;
   std::size_t submissions() const;
   /// (device, stream) of each call of hold_back.
@@ -58,6 +60,7 @@ class FakeDevice {
   CopyHook copy_hook_;                               // guarded by mutex_
   Result<> pin_result_;                              // guarded by mutex_
   std::function<void()> arrive_hook_;                // guarded by mutex_
+  Result<> wait_result_;                             // guarded by mutex_
   std::size_t copiers_ = 0;                          // guarded by mutex_
   std::size_t submissions_ = 0;                      // guarded by mutex_
   std::vector<std::pair<int, void*>> held_back_;     // guarded by mutex_

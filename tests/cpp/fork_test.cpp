@@ -5,6 +5,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <boost/asio/post.hpp>
 #include <cerrno>
 #include <functional>
@@ -54,12 +55,12 @@ constexpr unsigned kLongestSeconds = 100;
 
 /// Waits until every thread of the pool runs. AddressSanitizer holds a lock of its own while a
 /// thread starts, and a child that is forked just then inherits it locked.
-void let_every_thread_start() {
-  const std::size_t threads = engine::executor_threads();
-  std::latch running(static_cast<std::ptrdiff_t>(threads));
-  std::latch left(static_cast<std::ptrdiff_t>(threads));
-  for (std::size_t i = 0; i < threads; ++i) {
-    boost::asio::post(engine::executor(), [&] {
+void let_every_thread_start(const engine::Threads& threads = {}) {
+  const std::size_t count = threads.count != 0 ? threads.count : engine::executor_threads();
+  std::latch running(static_cast<std::ptrdiff_t>(count));
+  std::latch left(static_cast<std::ptrdiff_t>(count));
+  for (std::size_t i = 0; i < count; ++i) {
+    boost::asio::post(engine::executor(threads), [&] {
       running.arrive_and_wait();
       left.count_down();
     });
@@ -158,6 +159,85 @@ TEST(Fork, AChildSavesWhileItsParentIsAmidASave) {
   test::wait_for_end(**session);
   EXPECT_TRUE(ok((*session)->outcome()));
   EXPECT_EQ(directory.names(), (std::vector<std::string>{"childs", "parents"}));
+}
+
+/// As a snapshot, by quiet threads.
+engine::SaveOptions in_background() {
+  engine::SaveOptions options;
+  options.chunk_bytes = 4096;
+  options.snapshot = true;
+  options.writers = {{19, true}, 2};
+  return options;
+}
+
+bool save_in_background(const TempDir& directory, const std::string& name, std::string contents) {
+  std::vector<engine::FileJob> jobs(1);
+  jobs[0].path = directory.file(name);
+  jobs[0].image.add_bytes(test::host_source(contents));
+  auto session = SaveSession::start(directory.path(), std::move(jobs), in_background());
+  if (!session || !(*session)->wait_staged(std::chrono::minutes(1))) return false;
+  contents.assign(contents.size(), '#');
+  test::wait_for_end(**session);
+  return ok((*session)->outcome());
+}
+
+TEST(Fork, AChildSavesInTheBackgroundAsItsParentDid) {
+  TC_SKIP_FORK_UNDER_TSAN();
+  let_every_thread_start();
+  let_every_thread_start(in_background().writers);
+  TempDir directory;
+  const std::string contents(50'000, 'x');
+  ASSERT_TRUE(save_in_background(directory, "parents", contents));
+  EXPECT_TRUE(in_child([&] { return save_in_background(directory, "childs", contents); }));
+  EXPECT_TRUE(test::read_file(directory.file("childs")) == contents);
+  EXPECT_TRUE(save_in_background(directory, "parents_again", contents));
+}
+
+TEST(Fork, AChildSavesInTheBackgroundWhileItsParentDoes) {
+  TC_SKIP_FORK_UNDER_TSAN();
+  let_every_thread_start();
+  let_every_thread_start(in_background().writers);
+  TempDir directory;
+  const std::string contents(50'000, 'x');
+  std::latch writing(1);
+  std::latch forked(1);
+  std::atomic<bool> first{true};
+  os::ScopedFaultHook hook([&](std::string_view operation, std::string_view path) {
+    if (operation == "pwrite" && path == directory.file("parents") && first.exchange(false)) {
+      writing.count_down();
+      forked.wait();
+    }
+    return 0;
+  });
+  std::vector<engine::FileJob> jobs(1);
+  jobs[0].path = directory.file("parents");
+  jobs[0].image.add_bytes(test::host_source(contents));
+  auto session = SaveSession::start(directory.path(), std::move(jobs), in_background());
+  ASSERT_TRUE(ok(session));
+  writing.wait();
+  EXPECT_TRUE(in_child([&] {
+    // Its parent's, which it has no part in, is over and its own is not disturbed by it.
+    return (*session)->wait_staged(std::chrono::hours(1)) &&
+           (*session)->wait_submitted(std::chrono::hours(1)) &&
+           save_in_background(directory, "childs", contents);
+  }));
+  forked.count_down();
+  test::wait_for_end(**session);
+  EXPECT_TRUE(ok((*session)->outcome()));
+  EXPECT_EQ(directory.names(), (std::vector<std::string>{"childs", "parents"}));
+}
+
+TEST(Fork, AChildsQuietThreadsAreItsOwn) {
+  TC_SKIP_FORK_UNDER_TSAN();
+  const engine::Threads quiet{{19, true}, 2};
+  let_every_thread_start();
+  let_every_thread_start(quiet);
+  EXPECT_TRUE(in_child([&] {
+    std::latch done(1);
+    boost::asio::post(engine::executor(quiet), [&] { done.count_down(); });
+    done.wait();
+    return true;
+  }));
 }
 
 TEST(Fork, AChildDoesNotWaitForItsParentsSave) {

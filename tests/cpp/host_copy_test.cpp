@@ -3,6 +3,9 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
+#include <thread>
 
 #include "support.h"
 
@@ -143,7 +146,79 @@ TEST_P(ItemSizes, AnyRangeGivesTheNaivelyGatheredBytes) {
   }
 }
 
+TEST_P(ItemSizes, PastTheCachesGathersTheSame) {
+  Random random(200 + GetParam());
+  SCOPED_TRACE(random.seed_text());
+  for (int round = 0; round < 100; ++round) {
+    const Strided made = random_source(random, GetParam());
+    const std::size_t offset = random.between(0, made.payload.size());
+    const std::size_t count = random.between(0, made.payload.size() - offset);
+    std::string out(count, '?');
+    copy_past_caches(made.source, offset, std::as_writable_bytes(std::span(out)));
+    ASSERT_EQ(out, made.payload.substr(offset, count)) << "round " << round;
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Bytes, ItemSizes, ::testing::Values(1, 2, 3, 4, 8, 16));
+
+// Where a copy past the caches begins and ends relative to what it moves at once.
+TEST(HostCopy, PastTheCachesIsTheSameAtAnyAlignmentAndSize) {
+  Random random(300);
+  SCOPED_TRACE(random.seed_text());
+  constexpr std::size_t kMost = 300;
+  const std::string from = random.bytes(kMost + 64);
+  const Source source = test::host_source(from);
+  alignas(64) std::array<char, kMost + 128> memory;
+  for (std::size_t offset = 0; offset < 16; ++offset) {
+    for (std::size_t at = 0; at < 64; ++at) {
+      for (std::size_t count = 0; count <= kMost; ++count) {
+        memory.fill('?');
+        copy_past_caches(source, offset,
+                         std::as_writable_bytes(std::span(memory)).subspan(at, count));
+        const std::string_view found(memory.data(), memory.size());
+        const bool right = found.substr(at, count) == copied(source, offset, count) &&
+                           found.substr(0, at).find_first_not_of('?') == std::string::npos &&
+                           found.substr(at + count).find_first_not_of('?') == std::string::npos;
+        ASSERT_TRUE(right) << count << " bytes from " << offset << " to " << at;
+      }
+    }
+  }
+}
+
+TEST(HostCopy, PastTheCachesIsTheSameForLargeCopies) {
+  Random random(301);
+  SCOPED_TRACE(random.seed_text());
+  const std::string from = random.bytes((3 << 20) + 100);
+  const Source source = test::host_source(from);
+  for (int round = 0; round < 20; ++round) {
+    const std::size_t offset = random.between(0, 100);
+    const std::size_t at = random.between(0, 100);
+    const std::size_t count = random.between(1 << 20, 3 << 20);
+    std::string out(at + count, '?');
+    copy_past_caches(source, offset, std::as_writable_bytes(std::span(out)).subspan(at));
+    ASSERT_TRUE(out.substr(at) == from.substr(offset, count))
+        << count << " bytes from " << offset << " to " << at;
+  }
+}
+
+TEST(HostCopy, PastTheCachesOfNothingTouchesNoAddress) { copy_past_caches({}, 0, {}); }
+
+TEST(HostCopy, PastTheCachesIsSeenByTheThreadThatIsToldOfIt) {
+  Random random(302);
+  SCOPED_TRACE(random.seed_text());
+  const std::string from = random.bytes(64 << 10);
+  const Source source = test::host_source(from);
+  for (int round = 0; round < 50; ++round) {
+    std::string out(from.size(), '?');
+    std::atomic<bool> copied_all{false};
+    const std::jthread reader([&] {
+      while (!copied_all.load(std::memory_order_acquire)) std::this_thread::yield();
+      EXPECT_TRUE(out == from);
+    });
+    copy_past_caches(source, 0, std::as_writable_bytes(std::span(out)));
+    copied_all.store(true, std::memory_order_release);
+  }
+}
 
 }  // namespace
 }  // namespace torch_ckpt::staging

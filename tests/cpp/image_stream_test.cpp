@@ -3,10 +3,16 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <deque>
+#include <latch>
+#include <semaphore>
+#include <thread>
+#include <utility>
 
 #include "fake_device.h"
 #include "format/crc32.h"
+#include "gate.h"
 #include "support.h"
 
 namespace torch_ckpt::engine {
@@ -34,9 +40,13 @@ struct Sample {
   }
   void add_tensor(std::string payload) {
     payloads.push_back(std::move(payload));
-    image.add_tensor(row_major("uint8", {payloads.back().size()}), host_source(payloads.back()));
-    expected += test::byte_record(payloads.back());
-    checksums.push_back(format::crc32(0, bytes_of(payloads.back())));
+    add_tensor_at(host_source(payloads.back()), payloads.back());
+  }
+  /// A tensor whose bytes `source` gives.
+  void add_tensor_at(const staging::Source& source, const std::string& payload) {
+    image.add_tensor(row_major("uint8", {payload.size()}), source);
+    expected += test::byte_record(payload);
+    checksums.push_back(format::crc32(0, bytes_of(payload)));
   }
 };
 
@@ -188,6 +198,296 @@ TEST(ImageStream, AFailedDeviceCopyIsTheError) {
   ASSERT_TRUE(fails(filled, Errc::system));
   EXPECT_EQ(filled.error().detail, "the device fell off the bus");
 }
+
+// --- in steps -------------------------------------------------------------------------------
+
+const std::vector<staging::DeviceMoment> kNoMoments;
+
+// Pieces of an image, one behind the other in memory of their own.
+class Pieces {
+ public:
+  template <class Next>
+  Pieces(std::uint64_t bytes, Next next) {
+    for (std::uint64_t at = 0; at < bytes; at += memory_.back().size()) {
+      memory_.emplace_back(std::min<std::uint64_t>(next(), bytes - at), '?');
+    }
+    pieces_.resize(memory_.size());
+  }
+
+  std::size_t count() const { return memory_.size(); }
+  Result<> begin(ImageStream& stream, std::size_t n) {
+    auto begun = stream.begin(std::as_writable_bytes(std::span(memory_[n])));
+    if (!begun) return begun.error();
+    pieces_[n] = std::move(*begun);
+    return {};
+  }
+  Result<> arrive(ImageStream& stream, std::size_t n) { return stream.arrive(pieces_[n]); }
+  void complete(ImageStream& stream, std::size_t n) const { stream.complete(pieces_[n]); }
+
+  std::string contents() const {
+    std::string all;
+    for (const std::string& piece : memory_) all += piece;
+    return all;
+  }
+
+ private:
+  std::deque<std::string> memory_;
+  std::vector<ImageStream::Piece> pieces_;
+};
+
+void begin_all(ImageStream& stream, Pieces& pieces) {
+  for (std::size_t n = 0; n < pieces.count(); ++n) ASSERT_TRUE(ok(pieces.begin(stream, n)));
+}
+
+void arrive_and_complete_all(ImageStream& stream, Pieces& pieces) {
+  for (std::size_t n = 0; n < pieces.count(); ++n) {
+    ASSERT_TRUE(ok(pieces.arrive(stream, n)));
+    pieces.complete(stream, n);
+  }
+}
+
+// Tensors on the device and on the host by turns, of sizes around those of the pieces.
+Sample on_device_and_host(Random& random, test::FakeDevice& device) {
+  Sample sample;
+  for (int i = 0; i < 12; ++i) {
+    const std::string payload = random.bytes(random.any_scale(3000));
+    if (random.coin()) {
+      sample.add_tensor_at(device.upload(payload), payload);
+    } else {
+      random.coin() ? sample.add_tensor(payload) : sample.add_bytes(payload);
+    }
+  }
+  return sample;
+}
+
+// As a snapshot and not as one.
+class ImageStreamSteps : public ::testing::TestWithParam<bool> {};
+
+TEST_P(ImageStreamSteps, OfManyPiecesAtOnceGiveTheImage) {
+  Random random(10);
+  SCOPED_TRACE(random.seed_text());
+  const Sample sample = every_kind(random);
+  for (int round = 0; round < 200; ++round) {
+    const std::uint64_t longest = random.between(1, 3000);
+    ImageStream stream(sample.image, GetParam(), kNoMoments);
+    Pieces pieces(sample.image.bytes(), [&] { return random.between(1, longest); });
+    begin_all(stream, pieces);
+    arrive_and_complete_all(stream, pieces);
+    ASSERT_TRUE(pieces.contents() == sample.expected) << "round " << round;
+    ASSERT_EQ(stream.checksums(), sample.checksums) << "round " << round;
+  }
+}
+
+TEST_P(ImageStreamSteps, OfSomePiecesAtOnceGiveTheImage) {
+  Random random(11);
+  SCOPED_TRACE(random.seed_text());
+  test::FakeDevice device;
+  for (int round = 0; round < 30; ++round) {
+    const Sample sample = on_device_and_host(random, device);
+    const std::uint64_t longest = random.between(50, 3000);
+    ImageStream stream(sample.image, GetParam(), kNoMoments);
+    Pieces pieces(sample.image.bytes(), [&] { return random.between(1, longest); });
+    // No step of a piece comes before the step before of it, or the same step of the one before.
+    std::size_t begun = 0;
+    std::size_t arrived = 0;
+    std::size_t completed = 0;
+    while (completed < pieces.count()) {
+      switch (random.between(0, 2)) {
+        case 0:
+          if (begun < pieces.count()) {
+            ASSERT_TRUE(ok(pieces.begin(stream, begun++)));
+          }
+          break;
+        case 1:
+          if (arrived < begun) {
+            ASSERT_TRUE(ok(pieces.arrive(stream, arrived++)));
+          }
+          break;
+        default:
+          if (completed < arrived) pieces.complete(stream, completed++);
+      }
+    }
+    ASSERT_TRUE(pieces.contents() == sample.expected) << "round " << round;
+    ASSERT_EQ(stream.checksums(), sample.checksums) << "round " << round;
+  }
+}
+
+TEST_P(ImageStreamSteps, MayBeCompletedByAnotherThread) {
+  Random random(12);
+  SCOPED_TRACE(random.seed_text());
+  test::FakeDevice device;
+  const Sample sample = on_device_and_host(random, device);
+  ImageStream stream(sample.image, GetParam(), kNoMoments);
+  Pieces pieces(sample.image.bytes(), [&] { return random.between(1, 500); });
+  std::counting_semaphore<> arrived(0);
+  {
+    const std::jthread completer([&] {
+      for (std::size_t n = 0; n < pieces.count(); ++n) {
+        arrived.acquire();
+        pieces.complete(stream, n);
+      }
+    });
+    for (std::size_t n = 0; n < pieces.count(); ++n) {
+      EXPECT_TRUE(ok(pieces.begin(stream, n)));
+      EXPECT_TRUE(ok(pieces.arrive(stream, n)));
+      arrived.release();
+    }
+  }
+  EXPECT_TRUE(pieces.contents() == sample.expected);
+  EXPECT_EQ(stream.checksums(), sample.checksums);
+}
+
+TEST_P(ImageStreamSteps, SubmitTheTensorsOfAPieceTogether) {
+  test::FakeDevice device;
+  Sample sample;
+  for (const char letter : {'a', 'b', 'c'}) {
+    const std::string payload(100, letter);
+    sample.add_tensor_at(device.upload(payload), payload);
+  }
+  ImageStream stream(sample.image, GetParam(), kNoMoments);
+  Pieces pieces(sample.image.bytes(), [&] { return sample.image.bytes(); });
+  begin_all(stream, pieces);
+  EXPECT_EQ(device.submissions(), 1);
+  arrive_and_complete_all(stream, pieces);
+  EXPECT_TRUE(pieces.contents() == sample.expected);
+}
+
+TEST_P(ImageStreamSteps, SubmitNothingForAPieceWithoutDeviceMemory) {
+  test::FakeDevice device;
+  Sample sample;
+  sample.add_tensor(std::string(100, 'x'));
+  ImageStream stream(sample.image, GetParam(), kNoMoments);
+  Pieces pieces(sample.image.bytes(), [] { return 64; });
+  begin_all(stream, pieces);
+  arrive_and_complete_all(stream, pieces);
+  EXPECT_EQ(device.submissions(), 0);
+  EXPECT_EQ(stream.copier(), nullptr);
+}
+
+TEST_P(ImageStreamSteps, BeginManyPiecesBeforeTheFirstArrives) {
+  test::FakeDevice device;
+  const std::string payload(10'000, 'x');
+  Sample sample;
+  sample.add_tensor_at(device.upload(payload), payload);
+  test::Gate arrival;
+  device.on_arrival(arrival.passage());
+  ImageStream stream(sample.image, GetParam(), kNoMoments);
+  Pieces pieces(sample.image.bytes(), [] { return 2500; });
+  begin_all(stream, pieces);
+  EXPECT_EQ(device.submissions(), 5);
+  arrival.open();
+  arrive_and_complete_all(stream, pieces);
+  EXPECT_TRUE(pieces.contents() == sample.expected);
+  EXPECT_EQ(stream.checksums(), sample.checksums);
+}
+
+TEST_P(ImageStreamSteps, CopyHostMemoryWhenAPieceIsBegun) {
+  test::FakeDevice device;
+  const std::string on_device(1000, 'd');
+  Sample sample;
+  sample.add_bytes(std::string(1000, 'h'));
+  sample.add_tensor_at(device.upload(on_device), on_device);
+  sample.add_tensor(std::string(1000, 'h'));
+  test::Gate arrival;
+  device.on_arrival(arrival.passage());
+  ImageStream stream(sample.image, GetParam(), kNoMoments);
+  Pieces pieces(sample.image.bytes(), [] { return 700; });
+  begin_all(stream, pieces);
+  for (std::string& payload : sample.payloads) std::fill(payload.begin(), payload.end(), '#');
+  arrival.open();
+  arrive_and_complete_all(stream, pieces);
+  EXPECT_TRUE(pieces.contents() == sample.expected);
+  EXPECT_EQ(stream.checksums(), sample.checksums);
+}
+
+TEST_P(ImageStreamSteps, NeedNoSourceOnceAPieceHasArrived) {
+  Random random(13);
+  SCOPED_TRACE(random.seed_text());
+  Sample sample = every_kind(random);
+  ImageStream stream(sample.image, GetParam(), kNoMoments);
+  Pieces pieces(sample.image.bytes(), [] { return 1000; });
+  begin_all(stream, pieces);
+  for (std::size_t n = 0; n < pieces.count(); ++n) ASSERT_TRUE(ok(pieces.arrive(stream, n)));
+  for (std::string& payload : sample.payloads) std::fill(payload.begin(), payload.end(), '#');
+  for (std::size_t n = 0; n < pieces.count(); ++n) pieces.complete(stream, n);
+  EXPECT_TRUE(pieces.contents() == sample.expected);
+  EXPECT_EQ(stream.checksums(), sample.checksums);
+}
+
+// The stored checksum lies in the tail, wherever in it the pieces end.
+TEST_P(ImageStreamSteps, TellTheChecksumInATailThatIsSplitAnywhere) {
+  Random random(14);
+  SCOPED_TRACE(random.seed_text());
+  test::FakeDevice device;
+  const std::string payload = random.bytes(200);
+  for (const bool on_device : {false, true}) {
+    Sample sample;
+    if (on_device) {
+      sample.add_tensor_at(device.upload(payload), payload);
+    } else {
+      sample.add_tensor(payload);
+    }
+    const ImageItem& item = sample.image.items().front();
+    const std::uint64_t payload_end = item.record->head.size() + payload.size();
+    for (std::uint64_t split = payload_end; split < item.bytes; ++split) {
+      ImageStream stream(sample.image, GetParam(), kNoMoments);
+      Pieces pieces(item.bytes, [&, first = true]() mutable {
+        return std::exchange(first, false) ? split : item.bytes;
+      });
+      ASSERT_EQ(pieces.count(), 2);
+      begin_all(stream, pieces);
+      arrive_and_complete_all(stream, pieces);
+      ASSERT_TRUE(pieces.contents() == sample.expected) << "split at " << split;
+    }
+  }
+}
+
+TEST_P(ImageStreamSteps, WaitForTheMomentsThatTheyAreGiven) {
+  test::FakeDevice device;
+  const std::string payload(1000, 'x');
+  Sample sample;
+  sample.add_tensor_at(device.upload(payload), payload);
+  std::latch ready(1);
+  std::atomic<bool> early{false};
+  device.on_arrival([&] {
+    if (!ready.try_wait()) early = true;
+  });
+  const std::vector<staging::DeviceMoment> moments{{0, &ready}};
+  ImageStream stream(sample.image, GetParam(), moments);
+  Pieces pieces(sample.image.bytes(), [] { return 600; });
+  begin_all(stream, pieces);
+  ready.count_down();
+  arrive_and_complete_all(stream, pieces);
+  EXPECT_TRUE(pieces.contents() == sample.expected);
+  EXPECT_FALSE(early);
+}
+
+TEST_P(ImageStreamSteps, TellThatACopyDidNotArrive) {
+  test::FakeDevice device;
+  device.fail_waits(format_error(Errc::system, "the device fell off the bus"));
+  const std::string payload(100, 'x');
+  Sample sample;
+  sample.add_tensor_at(device.upload(payload), payload);
+  ImageStream stream(sample.image, GetParam(), kNoMoments);
+  Pieces pieces(sample.image.bytes(), [&] { return sample.image.bytes(); });
+  begin_all(stream, pieces);
+  EXPECT_TRUE(fails(pieces.arrive(stream, 0), Errc::system));
+}
+
+TEST_P(ImageStreamSteps, OfAPieceThatArrivedTwiceWaitOnce) {
+  test::FakeDevice device;
+  const std::string payload(100, 'x');
+  Sample sample;
+  sample.add_tensor_at(device.upload(payload), payload);
+  ImageStream stream(sample.image, GetParam(), kNoMoments);
+  Pieces pieces(sample.image.bytes(), [&] { return sample.image.bytes(); });
+  begin_all(stream, pieces);
+  ASSERT_TRUE(ok(pieces.arrive(stream, 0)));
+  EXPECT_TRUE(ok(pieces.arrive(stream, 0)));
+}
+
+INSTANTIATE_TEST_SUITE_P(Kinds, ImageStreamSteps, ::testing::Bool(),
+                         [](const auto& kind) { return kind.param ? "Snapshot" : "Foreground"; });
 
 }  // namespace
 }  // namespace torch_ckpt::engine

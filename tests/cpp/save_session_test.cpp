@@ -12,8 +12,8 @@
 
 #include "engine/executor.h"
 #include "fake_device.h"
-#include "format/crc32.h"
 #include "os/fault.h"
+#include "save_files.h"
 #include "staging/chunk_pool.h"
 #include "support.h"
 
@@ -22,91 +22,22 @@ namespace {
 
 using os::ScopedFaultHook;
 using staging::ChunkPool;
-using test::bytes_of;
+using test::add_assorted_files;
 using test::CallCounter;
 using test::fails;
 using test::FakeDevice;
-using test::host_source;
+using test::Files;
 using test::is_system_error;
+using test::kPage;
 using test::NthCallFails;
 using test::ok;
 using test::Random;
 using test::read_file;
-using test::row_major;
 using test::run_save;
 using test::TempDir;
 using test::wait_for_end;
 
 using Names = std::vector<std::string>;
-
-constexpr std::size_t kPage = 4096;
-
-// Files to save, the payloads that they point to and the bytes that they must get.
-class Files {
- public:
-  explicit Files(const TempDir& directory) : directory_(directory) {}
-
-  void begin_file() {
-    jobs_.push_back({directory_.file("f" + std::to_string(jobs_.size())), {}});
-    expected_.emplace_back();
-    checksums_.emplace_back();
-  }
-  void add_bytes(std::string payload) {
-    payloads_.push_back(std::move(payload));
-    jobs_.back().image.add_bytes(host_source(payloads_.back()));
-    expected_.back() += payloads_.back();
-    checksums_.back().push_back(format::crc32(0, bytes_of(payloads_.back())));
-  }
-  void add_tensor(std::string payload) {
-    payloads_.push_back(std::move(payload));
-    add_tensor_at(host_source(payloads_.back()), payloads_.back());
-  }
-  /// A tensor whose bytes `source` gives.
-  void add_tensor_at(const staging::Source& source, std::string_view payload) {
-    jobs_.back().image.add_tensor(row_major("uint8", {payload.size()}), source);
-    expected_.back() += test::byte_record(payload);
-    checksums_.back().push_back(format::crc32(0, bytes_of(payload)));
-  }
-  /// One file with one bytes item.
-  void add_file(std::string contents) {
-    begin_file();
-    add_bytes(std::move(contents));
-  }
-
-  const std::vector<FileJob>& jobs() const { return jobs_; }
-  std::uint64_t bytes() const {
-    std::uint64_t sum = 0;
-    for (const std::string& contents : expected_) sum += contents.size();
-    return sum;
-  }
-  const std::vector<std::uint32_t>& checksums(std::size_t file) const { return checksums_[file]; }
-
-  void expect_on_disk() const {
-    EXPECT_EQ(directory_.names().size(), jobs_.size());
-    for (std::size_t i = 0; i < jobs_.size(); ++i) {
-      EXPECT_TRUE(read_file(jobs_[i].path) == expected_[i]) << jobs_[i].path;
-    }
-  }
-
- private:
-  const TempDir& directory_;
-  std::deque<std::string> payloads_;
-  std::vector<FileJob> jobs_;
-  std::vector<std::string> expected_;
-  std::vector<std::vector<std::uint32_t>> checksums_;
-};
-
-// Sizes around what blocks and chunks are, and items of all kinds.
-void add_assorted_files(Files& files, Random& random, std::size_t count) {
-  for (std::size_t i = 0; i < count; ++i) {
-    files.begin_file();
-    for (std::uint64_t items = random.between(0, 6); items > 0; --items) {
-      const std::size_t bytes =
-          random.coin() ? random.between(0, 20'000) : kPage * random.between(0, 4);
-      random.coin() ? files.add_tensor(random.bytes(bytes)) : files.add_bytes(random.bytes(bytes));
-    }
-  }
-}
 
 SaveOptions small_chunks(DirectIo mode = DirectIo::automatic) {
   SaveOptions options;

@@ -1,6 +1,6 @@
 """What several ranks do together; run under torchrun by test_ranks.py.
 
-    torchrun --nproc-per-node=N -m tests.distributed.cases WORKDIR RESULTS CASE...
+    torchrun --nproc-per-node=N -m tests.distributed.cases RESULTS WORKDIR CASE...
 
 The cases (functions ``case_*``) are run on all ranks, one after another, in one launch. WORKDIR is
 shared by all launches of a test run, so that one can load what another saved. Each rank writes its
@@ -19,7 +19,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -652,9 +652,23 @@ def finished(response: Any) -> Any:
     return future.result(timeout=PATIENCE_SECONDS)
 
 
+class _WatchedStager(torch_ckpt.FileSystemWriter):
+    """Tells how many bytes of kept memory each save has been staged into."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.taken: list[int] = []
+
+    def stage(self, state_dict: StateDict) -> StateDict:
+        before = torch_ckpt._C.pool_bytes()
+        staged = super().stage(state_dict)
+        self.taken.append(before - torch_ckpt._C.pool_bytes())
+        return staged
+
+
 def async_saves(launch: Launch, kind: AsyncCheckpointerType) -> None:
     mesh = mesh_1d(launch)
-    writer = torch_ckpt.FileSystemWriter(launch.path())
+    writer = _WatchedStager(launch.path())
     for step in range(3):
         path = launch.path(str(step))
         whole = tensor_of("t", 13, 5) + step
@@ -672,6 +686,9 @@ def async_saves(launch: Launch, kind: AsyncCheckpointerType) -> None:
             assert loaded["step"] == step
             assert_equal(loaded["t"], whole)
         dist.barrier()
+    # What the first left is what the others use.
+    staged = whole.nbytes + state["t"].to_local().nbytes
+    assert min(writer.taken[1:]) >= staged, writer.taken
 
 
 def case_async_saves_in_a_thread(launch: Launch) -> None:
@@ -811,14 +828,14 @@ SLOW = {"async_saves_in_a_process"}
 LOADS_OTHERS = "what_another_number_of_ranks_saved_is_loaded"
 
 
-def attempt(launch: Launch, name: str) -> str | None:
+def attempt(launch: Launch, name: str, case: Callable[[Launch], None]) -> str | None:
     """Runs a case; the traceback where it failed on this rank."""
     launch.case = name
     if launch.rank == 0:
         shutil.rmtree(launch.path(), ignore_errors=True)
     dist.barrier()
     try:
-        CASES[name](launch)
+        case(launch)
     except BaseException:
         return traceback.format_exc()
     return None
@@ -832,7 +849,14 @@ def others_failed_too(store: dist.Store, launch: Launch, name: str, failure: str
     return len({store.get(key) for key in keys}) == 1
 
 
-def main(workdir: Path, results: Path, names: list[str]) -> None:
+def main(
+    workdir: Path,
+    results: Path,
+    names: list[str],
+    cases: Mapping[str, Callable[[Launch], None]],
+    at_end: Callable[[Launch], None] = lambda launch: None,
+) -> None:
+    """Runs cases by their names; then ``at_end``, and leaves."""
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=PATIENCE_SECONDS))
     launch = Launch(workdir)
@@ -840,15 +864,16 @@ def main(workdir: Path, results: Path, names: list[str]) -> None:
     with Path(f"{results}-{launch.rank}.jsonl").open("w", buffering=1) as log:
         for name in names:
             begun = time.monotonic()
-            failure = attempt(launch, name)
+            failure = attempt(launch, name, cases[name])
             seconds = round(time.monotonic() - begun, 2)
             log.write(json.dumps({"case": name, "failure": failure, "seconds": seconds}) + "\n")
             if not others_failed_too(store, launch, name, failure):
                 break
+    at_end(launch)
     # Without this barrier gloo's thread sometimes aborts while Python exits (torch 2.15).
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+    main(Path(sys.argv[2]), Path(sys.argv[1]), sys.argv[3:], CASES)

@@ -234,6 +234,13 @@ def test_all_missing_ranks_are_named_with_the_phase_on_every_other(store: dist.S
     assert undone == ["part", "part"]
 
 
+def test_a_rank_that_fell_silent_later_is_named_with_the_others(store: dist.Store) -> None:
+    coordinator, _, later = ranks_of(store, 3, SHORT)
+    with later.alive(lambda: 1):
+        [outcome] = together([coordinator], save).values()
+    assert "ranks 1, 2 gave no sign of life" in str(outcome)
+
+
 def test_ranks_that_miss_their_coordinator_agree_on_who_is_missing(store: dist.Store) -> None:
     present = ranks_of(store, 4, SHORT)[1:3]
     outcomes = together(present, save)
@@ -266,6 +273,13 @@ def test_a_coordinator_that_was_given_up_fails_too(store: dist.Store, step: str)
     for outcome in outcomes.values():
         assert causes_of(outcome) == causes_of(outcomes[1])
         assert set(causes_of(outcome)) == {0}
+
+
+def test_who_comes_after_the_coordinator_was_given_up_does_not_wait(store: dist.Store) -> None:
+    _, patient, _ = ranks_of(store, 3, PATIENCE_SECONDS)
+    _, _, impatient = ranks_of(store, 3, SHORT)
+    outcomes = together([impatient], save) | together([patient], save)
+    assert causes_of(outcomes[1]) == causes_of(outcomes[2])
 
 
 def test_a_coordinator_that_was_given_up_does_not_commit(store: dist.Store) -> None:
@@ -387,16 +401,28 @@ def test_a_save_that_fails_leaves_no_keys(any_store: dist.Store) -> None:
     assert any_store.num_keys() == 0
 
 
-def test_only_the_verdict_is_left_for_a_rank_that_died(store: dist.Store) -> None:
-    def work(ranks: Ranks) -> None:
-        try:
-            save(ranks)
-        finally:
-            ranks.close(PATIENCE_SECONDS)
+def saved_and_closed(ranks: Ranks) -> None:
+    try:
+        save(ranks)
+    finally:
+        ranks.close(PATIENCE_SECONDS)
 
-    together(ranks_of(store, 3, SHORT)[:2], work)
-    names = {key.split("1.write/")[1] for key in store.list_keys()}
-    assert names == {"verdict/", "to/all", "to/all/0"}
+
+def names_of_keys(store: dist.Store) -> set[str]:
+    return {key.removeprefix("torch_ckpt/test/0/") for key in store.list_keys()}
+
+
+def test_only_the_verdict_is_left_for_a_rank_that_was_given_up(store: dist.Store) -> None:
+    together(ranks_of(store, 3, SHORT)[:2], saved_and_closed)
+    assert names_of_keys(store) == {"1.write/verdict/", "1.write/to/all", "1.write/to/all/0"}
+
+
+def test_a_rank_that_comes_late_leaves_none_of_its_values(store: dist.Store) -> None:
+    *others, late = ranks_of(store, 3, SHORT)
+    together(others, saved_and_closed)
+    before = names_of_keys(store)
+    together([late], saved_and_closed)
+    assert names_of_keys(store) == before | {"bye/2"}
 
 
 def test_the_coordinator_closes_after_all_have_read_the_answer(store: dist.Store) -> None:

@@ -1,0 +1,386 @@
+// Saves of tensors on a device: their copies are under way while the host goes on.
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cerrno>
+#include <latch>
+#include <new>
+#include <utility>
+#include <vector>
+
+#include "engine/executor.h"
+#include "engine/save_session.h"
+#include "fake_device.h"
+#include "gate.h"
+#include "os/fault.h"
+#include "save_files.h"
+#include "staging/chunk_pool.h"
+#include "support.h"
+
+namespace torch_ckpt::engine {
+namespace {
+
+using staging::Chunk;
+using staging::ChunkPool;
+using test::fails;
+using test::FakeDevice;
+using test::Files;
+using test::Gate;
+using test::HeldOperation;
+using test::is_system_error;
+using test::kPage;
+using test::ok;
+using test::Random;
+using test::TempDir;
+using test::wait_for_end;
+
+using Names = std::vector<std::string>;
+
+// Longer than any test takes, so that a lost message is a failure and not a hang.
+constexpr std::chrono::minutes kLongest{2};
+constexpr std::chrono::milliseconds kAtOnce{0};
+
+// As a snapshot and as a save in the foreground.
+class SaveFromDevice : public ::testing::TestWithParam<bool> {
+ protected:
+  SaveOptions options(std::size_t max_host_bytes = 0) const {
+    SaveOptions options;
+    options.snapshot = GetParam();
+    if (options.snapshot) options.writers = {{19, true}, 4};
+    options.chunk_bytes = kPage;
+    options.max_host_bytes = max_host_bytes;
+    return options;
+  }
+  void add_tensor(std::string payload) { files_.add_tensor_at(device_.upload(payload), payload); }
+  /// One file of one tensor.
+  void add_file(std::string payload) {
+    files_.begin_file();
+    add_tensor(std::move(payload));
+  }
+  void add_assorted_files(Random& random, std::size_t count) {
+    for (std::size_t i = 0; i < count; ++i) {
+      files_.begin_file();
+      for (std::uint64_t items = random.between(0, 5); items > 0; --items) {
+        const std::size_t bytes =
+            random.coin() ? random.between(0, 20'000) : kPage * random.between(0, 4);
+        random.coin() ? add_tensor(random.bytes(bytes)) : files_.add_tensor(random.bytes(bytes));
+      }
+    }
+  }
+  /// Chunks for all files from the start, so that staging waits for none. (A save in the foreground
+  /// has three for each file.)
+  void make_memory() {
+    std::vector<std::unique_ptr<Chunk>> chunks(files_.chunks(kPage));
+    for (auto& chunk : chunks) chunk = ChunkPool::instance().take(kPage).value();
+    for (auto& chunk : chunks) ChunkPool::instance().give_back(std::move(chunk));
+  }
+  std::shared_ptr<SaveSession> start(const SaveOptions& with) {
+    return SaveSession::start(directory_.path(), files_.jobs(), with).value();
+  }
+  void expect_saved(SaveSession& session) {
+    wait_for_end(session);
+    EXPECT_TRUE(ok(session.outcome()));
+    files_.expect_on_disk();
+  }
+  /// Whoever waits is told, and no file is left.
+  void expect_failed(SaveSession& session) {
+    EXPECT_TRUE(session.wait_submitted(kLongest));
+    EXPECT_TRUE(session.wait_staged(kLongest));
+    wait_for_end(session);
+    EXPECT_FALSE(session.outcome().has_value());
+    EXPECT_EQ(directory_.names(), Names{});
+  }
+
+  FakeDevice device_;
+  TempDir directory_;
+  Files files_{directory_};
+};
+
+TEST_P(SaveFromDevice, WhateverTheBudgetTheFilesGetTheirImages) {
+  Random random(1);
+  SCOPED_TRACE(random.seed_text());
+  for (int round = 0; round < 20; ++round) {
+    TempDir directory;
+    files_ = Files(directory);
+    add_assorted_files(random, random.between(1, 8));
+    SaveOptions with = options(random.coin() ? 0 : random.between(kPage, 20 * kPage));
+    with.chunk_bytes = kPage * random.between(1, 8);
+    with.parallel_files = random.between(0, 3);
+    with.direct_io = random.coin() ? DirectIo::on : DirectIo::off;
+    const auto session = SaveSession::start(directory.path(), files_.jobs(), with).value();
+    wait_for_end(*session);
+    EXPECT_TRUE(ok(session->outcome()));
+    for (std::size_t i = 0; i < files_.jobs().size(); ++i) {
+      EXPECT_EQ(session->checksums(i), files_.checksums(i));
+    }
+    files_.expect_in(directory);
+    ASSERT_FALSE(HasFailure()) << "round " << round << ", chunk_bytes " << with.chunk_bytes
+                               << ", max_host_bytes " << with.max_host_bytes << ", parallel_files "
+                               << with.parallel_files;
+  }
+}
+
+TEST_P(SaveFromDevice, OneChunkIsEnoughForManyFiles) {
+  Random random(2);
+  SCOPED_TRACE(random.seed_text());
+  add_assorted_files(random, 12);
+  expect_saved(*start(options(kPage)));
+}
+
+TEST_P(SaveFromDevice, LargerThanItsBudgetHoldsNoMoreThanThat) {
+  Random random(3);
+  SCOPED_TRACE(random.seed_text());
+  for (int i = 0; i < 3; ++i) add_file(random.bytes(60'000));
+  test::CallCounter counter;
+  os::ScopedFaultHook hook(counter);
+  expect_saved(*start(options(5 * kPage)));
+  join_executor();
+  EXPECT_LE(counter.calls("mmap"), 5);
+  EXPECT_LE(ChunkPool::instance().kept_bytes(), 5 * kPage);
+}
+
+TEST_P(SaveFromDevice, IsSubmittedWhileAllItsCopiesAreHeldBack) {
+  add_file(std::string(5000, 'a'));
+  add_file(std::string(5000, 'b'));
+  Gate arrival;
+  device_.on_arrival(arrival.passage());
+  make_memory();
+  const auto session = start(options());
+  EXPECT_TRUE(session->wait_submitted(kLongest));
+  EXPECT_FALSE(session->wait_staged(kAtOnce));
+  EXPECT_EQ(session->progress().bytes_staged, 0);
+  arrival.open();
+  EXPECT_TRUE(session->wait_staged(kLongest));
+  expect_saved(*session);
+}
+
+TEST_P(SaveFromDevice, SubmitsEveryChunkThatThereIsMemoryForBeforeTheFirstArrives) {
+  add_file(std::string(10'000, 'a'));
+  Gate arrival;
+  device_.on_arrival(arrival.passage());
+  make_memory();
+  const auto session = start(options());
+  EXPECT_TRUE(session->wait_submitted(kLongest));
+  EXPECT_EQ(device_.submissions(), 3);
+  arrival.open();
+  expect_saved(*session);
+}
+
+TEST_P(SaveFromDevice, WithTooLittleMemoryIsNotSubmittedBeforeCopiesHaveArrived) {
+  add_file(std::string(10 * kPage, 'a'));
+  Gate arrival;
+  device_.on_arrival(arrival.passage());
+  const auto session = start(options(3 * kPage));
+  arrival.wait_for_arrivals();
+  EXPECT_FALSE(session->wait_submitted(kAtOnce));
+  EXPECT_LE(device_.submissions(), 3);
+  arrival.open();
+  EXPECT_TRUE(session->wait_submitted(kLongest));
+  expect_saved(*session);
+}
+
+TEST_P(SaveFromDevice, CopiesHostMemoryWhileCopiesFromTheDeviceAreHeldBack) {
+  files_.begin_file();
+  add_tensor(std::string(100, 'd'));
+  files_.add_tensor(std::string(9000, 'h'));
+  Gate arrival;
+  device_.on_arrival(arrival.passage());
+  make_memory();
+  const auto session = start(options());
+  ASSERT_TRUE(session->wait_submitted(kLongest));
+  files_.destroy_sources();
+  arrival.open();
+  expect_saved(*session);
+}
+
+TEST_P(SaveFromDevice, WaitsForTheMomentAtWhichTheSourcesAreReady) {
+  add_file(std::string(5000, 'a'));
+  add_file(std::string(5000, 'b'));
+  std::latch ready(1);
+  std::atomic<std::size_t> early{0};
+  device_.on_arrival([&] { early += ready.try_wait() ? 0 : 1; });
+  SaveOptions with = options();
+  with.ready = {{0, &ready}};
+  make_memory();
+  const auto session = start(with);
+  EXPECT_TRUE(session->wait_submitted(kLongest)) << "the host does not wait for it";
+  EXPECT_FALSE(session->wait_staged(kAtOnce));
+  ready.count_down();
+  expect_saved(*session);
+  EXPECT_EQ(early, 0);
+}
+
+TEST_P(SaveFromDevice, WaitsForEachOfSeveralMoments) {
+  add_file(std::string(5000, 'a'));
+  std::latch first(1);
+  std::latch second(1);
+  std::atomic<std::size_t> early{0};
+  device_.on_arrival([&] { early += first.try_wait() && second.try_wait() ? 0 : 1; });
+  SaveOptions with = options();
+  with.ready = {{0, &first}, {1, &second}};
+  make_memory();
+  const auto session = start(with);
+  EXPECT_TRUE(session->wait_submitted(kLongest));
+  second.count_down();
+  EXPECT_FALSE(session->wait_staged(kAtOnce));
+  first.count_down();
+  expect_saved(*session);
+  EXPECT_EQ(early, 0);
+}
+
+TEST_P(SaveFromDevice, HoldsAStreamBackOnceForEachFileWithTensorsOnIt) {
+  for (int i = 0; i < 3; ++i) add_file(std::string(10'000, 'x'));
+  files_.add_file("on the host");
+  int stream = 0;
+  Gate arrival;
+  device_.on_arrival(arrival.passage());
+  make_memory();
+  const auto session = start(options());
+  EXPECT_TRUE(session->wait_submitted(kLongest));
+  EXPECT_TRUE(ok(session->hold_back(7, &stream)));
+  EXPECT_EQ(device_.held_back(),
+            (std::vector<std::pair<int, void*>>(3, std::pair<int, void*>(7, &stream))));
+  arrival.open();
+  expect_saved(*session);
+}
+
+TEST_P(SaveFromDevice, OfHostMemoryHoldsNothingBack) {
+  files_.add_file("on the host");
+  const auto session = start(options());
+  EXPECT_TRUE(session->wait_submitted(kLongest));
+  EXPECT_TRUE(ok(session->hold_back(0, nullptr)));
+  EXPECT_TRUE(device_.held_back().empty());
+  expect_saved(*session);
+}
+
+TEST_P(SaveFromDevice, PinsOnlyTheChunksThatCopiesArriveIn) {
+  files_.add_file(std::string(5 * kPage, 'x'));
+  expect_saved(*start(options()));
+  EXPECT_EQ(device_.pins(), 0);
+}
+
+TEST_P(SaveFromDevice, FailedSubmissionFailsTheSave) {
+  for (std::uint64_t at = 0; at < 3; ++at) {
+    device_.on_copy([at](const auto&, std::uint64_t offset) -> Result<> {
+      if (offset < at * kPage) return {};
+      return format_error(Errc::system, "the device fell off the bus");
+    });
+    TempDir directory;
+    files_ = Files(directory);
+    add_file(std::string(5 * kPage, 'x'));
+    files_.add_file("another");
+    const auto session = SaveSession::start(directory.path(), files_.jobs(), options()).value();
+    expect_failed(*session);
+    EXPECT_EQ(session->outcome().error().detail, "the device fell off the bus");
+    EXPECT_EQ(directory.names(), Names{});
+  }
+}
+
+TEST_P(SaveFromDevice, FailedArrivalFailsTheSave) {
+  device_.fail_waits(format_error(Errc::system, "the device fell off the bus"));
+  add_file(std::string(5 * kPage, 'x'));
+  files_.add_file("another");
+  const auto session = start(options());
+  expect_failed(*session);
+  EXPECT_EQ(session->outcome().error().detail, "the device fell off the bus");
+}
+
+TEST_P(SaveFromDevice, AFailedPinFailsTheSave) {
+  device_.fail_pins(system_error(ENOMEM, "cudaHostRegister", ""));
+  add_file(std::string(5 * kPage, 'x'));
+  files_.add_file("another");
+  const auto session = start(options());
+  expect_failed(*session);
+  EXPECT_TRUE(is_system_error(session->outcome().error(), ENOMEM, "cudaHostRegister", ""));
+}
+
+TEST_P(SaveFromDevice, AnExceptionInASubmissionFailsTheSave) {
+  device_.on_copy([](const auto&, std::uint64_t offset) -> Result<> {
+    if (offset < kPage) return {};
+    throw std::bad_alloc();
+  });
+  for (int i = 0; i < 4; ++i) add_file(std::string(5 * kPage, 'x'));
+  const auto session = start(options(2 * kPage));
+  expect_failed(*session);
+  EXPECT_TRUE(fails(session->outcome(), Errc::internal));
+}
+
+TEST_P(SaveFromDevice, CancelledKeepsItsMemoryUntilTheCopiesIntoItHaveArrived) {
+  for (int i = 0; i < 2; ++i) add_file(std::string(10'000, 'x'));
+  Gate arrival;
+  std::atomic<std::size_t> given_back{0};
+  device_.on_arrival([&, pass = arrival.passage()] {
+    pass();
+    given_back += ChunkPool::instance().kept_bytes();
+  });
+  make_memory();
+  const auto session = start(options());
+  EXPECT_TRUE(session->wait_submitted(kLongest));
+  session->cancel();
+  EXPECT_FALSE(session->wait_staged(kAtOnce)) << "the sources are still being read";
+  EXPECT_FALSE(session->wait_for(kAtOnce));
+  arrival.open();
+  expect_failed(*session);
+  EXPECT_TRUE(fails(session->outcome(), Errc::cancelled));
+  EXPECT_EQ(given_back, 0);
+}
+
+TEST_P(SaveFromDevice, FailedElsewhereKeepsItsMemoryUntilTheCopiesIntoItHaveArrived) {
+  add_file(std::string(10'000, 'x'));
+  files_.add_file(std::string(kPage, 'y'));
+  Gate arrival;
+  std::atomic<std::size_t> given_back{0};
+  device_.on_arrival([&, pass = arrival.passage()] {
+    pass();
+    given_back += ChunkPool::instance().kept_bytes();
+  });
+  HeldOperation writes("pwrite", 1, [](std::string_view operation, std::string_view) {
+    return operation == "pwrite" ? EIO : 0;
+  });
+  make_memory();
+  const auto session = start(options());
+  EXPECT_TRUE(session->wait_submitted(kLongest));
+  writes.wait_until_held();
+  writes.open();
+  EXPECT_FALSE(session->wait_staged(kAtOnce));
+  arrival.open();
+  expect_failed(*session);
+  EXPECT_EQ(session->outcome().error().sys_errno, EIO);
+  EXPECT_EQ(given_back, 0);
+}
+
+TEST_P(SaveFromDevice, CancelledAtAnyMomentEndsAndLeavesAllFilesOrNone) {
+  Random random(4);
+  SCOPED_TRACE(random.seed_text());
+  for (int round = 0; round < 30; ++round) {
+    TempDir directory;
+    files_ = Files(directory);
+    add_assorted_files(random, 4);
+    const std::size_t at = random.between(1, 15);
+    std::atomic<std::size_t> copies{0};
+    std::atomic<SaveSession*> running{nullptr};
+    device_.on_arrival([&] {
+      SaveSession* const session = running;
+      if (++copies >= at && session != nullptr) session->cancel();
+    });
+    const SaveOptions with = options(random.coin() ? 0 : kPage * random.between(1, 5));
+    const auto session = SaveSession::start(directory.path(), files_.jobs(), with).value();
+    running = session.get();
+    EXPECT_TRUE(session->wait_staged(kLongest));
+    wait_for_end(*session);
+    if (session->outcome()) {
+      files_.expect_in(directory);
+    } else {
+      EXPECT_TRUE(fails(session->outcome(), Errc::cancelled));
+      EXPECT_EQ(directory.names(), Names{});
+    }
+    ASSERT_FALSE(HasFailure()) << "round " << round;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Kinds, SaveFromDevice, ::testing::Bool(),
+                         [](const auto& kind) { return kind.param ? "Snapshot" : "Foreground"; });
+
+}  // namespace
+}  // namespace torch_ckpt::engine

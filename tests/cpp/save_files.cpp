@@ -1,0 +1,94 @@
+#include "save_files.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <utility>
+
+#include "format/crc32.h"
+
+namespace torch_ckpt::test {
+
+void Files::begin_file() {
+  jobs_.push_back({directory_->file("f" + std::to_string(jobs_.size())), {}});
+  expected_.emplace_back();
+  checksums_.emplace_back();
+}
+
+void Files::add_bytes(std::string payload) {
+  payloads_.push_back(std::move(payload));
+  jobs_.back().image.add_bytes(host_source(payloads_.back()));
+  expected_.back() += payloads_.back();
+  checksums_.back().push_back(format::crc32(0, bytes_of(payloads_.back())));
+}
+
+void Files::add_tensor(std::string payload) {
+  payloads_.push_back(std::move(payload));
+  add_tensor_at(host_source(payloads_.back()), payloads_.back());
+}
+
+void Files::add_tensor_at(const staging::Source& source, std::string_view payload) {
+  jobs_.back().image.add_tensor(row_major("uint8", {payload.size()}), source);
+  expected_.back() += byte_record(payload);
+  checksums_.back().push_back(format::crc32(0, bytes_of(payload)));
+}
+
+void Files::add_transposed(std::string storage, std::size_t rows, std::size_t columns) {
+  payloads_.push_back(std::move(storage));
+  staging::Source source = host_source(payloads_.back());
+  source.dims = {{rows, 1}, {columns, static_cast<std::int64_t>(rows)}};
+  std::string gathered;
+  for (std::size_t row = 0; row < rows; ++row) {
+    for (std::size_t column = 0; column < columns; ++column) {
+      gathered += payloads_.back()[column * rows + row];
+    }
+  }
+  add_tensor_at(source, gathered);
+}
+
+void Files::add_file(std::string contents) {
+  begin_file();
+  add_bytes(std::move(contents));
+}
+
+std::uint64_t Files::bytes() const {
+  std::uint64_t sum = 0;
+  for (const std::string& contents : expected_) sum += contents.size();
+  return sum;
+}
+
+std::size_t Files::chunks(std::size_t chunk_bytes) const {
+  std::size_t sum = 0;
+  for (const std::string& contents : expected_) {
+    sum += (contents.size() + chunk_bytes - 1) / chunk_bytes;
+  }
+  return sum;
+}
+
+void Files::destroy_sources() {
+  for (std::string& payload : payloads_) std::fill(payload.begin(), payload.end(), '#');
+  payloads_.clear();
+}
+
+void Files::expect_in(const TempDir& directory) const {
+  EXPECT_EQ(directory.names().size(), jobs_.size());
+  for (std::size_t i = 0; i < jobs_.size(); ++i) {
+    const std::string path =
+        directory.file(std::filesystem::path(jobs_[i].path).filename().string());
+    EXPECT_TRUE(read_file(path) == expected_[i]) << path;
+  }
+}
+
+void add_assorted_files(Files& files, Random& random, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) {
+    files.begin_file();
+    for (std::uint64_t items = random.between(0, 6); items > 0; --items) {
+      const std::size_t bytes =
+          random.coin() ? random.between(0, 20'000) : kPage * random.between(0, 4);
+      random.coin() ? files.add_tensor(random.bytes(bytes)) : files.add_bytes(random.bytes(bytes));
+    }
+  }
+}
+
+}  // namespace torch_ckpt::test

@@ -1,0 +1,57 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "engine/save_session.h"
+#include "staging/source.h"
+#include "support.h"
+
+namespace torch_ckpt::test {
+
+inline constexpr std::size_t kPage = 4096;
+
+// Files to save, the payloads that they point to and the bytes that they must get.
+class Files {
+ public:
+  explicit Files(const TempDir& directory) : directory_(&directory) {}
+
+  void begin_file();
+  void add_bytes(std::string payload);
+  void add_tensor(std::string payload);
+  /// A tensor whose bytes `source` gives.
+  void add_tensor_at(const staging::Source& source, std::string_view payload);
+  /// A tensor of `rows` times `columns` bytes that lies in memory column by column.
+  void add_transposed(std::string storage, std::size_t rows, std::size_t columns);
+  /// One file with one bytes item.
+  void add_file(std::string contents);
+
+  const std::vector<engine::FileJob>& jobs() const { return jobs_; }
+  std::uint64_t bytes() const;
+  /// How many chunks they fill.
+  std::size_t chunks(std::size_t chunk_bytes) const;
+  const std::vector<std::uint32_t>& checksums(std::size_t file) const { return checksums_[file]; }
+
+  /// Overwrites the payloads in host memory and frees them.
+  void destroy_sources();
+
+  void expect_on_disk() const { expect_in(*directory_); }
+  /// The same of files with these names in another directory.
+  void expect_in(const TempDir& directory) const;
+
+ private:
+  const TempDir* directory_;
+  std::deque<std::string> payloads_;
+  std::vector<engine::FileJob> jobs_;
+  std::vector<std::string> expected_;
+  std::vector<std::vector<std::uint32_t>> checksums_;
+};
+
+// Sizes around what blocks and chunks are, and items of all kinds.
+void add_assorted_files(Files& files, Random& random, std::size_t count);
+
+}  // namespace torch_ckpt::test

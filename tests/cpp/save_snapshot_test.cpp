@@ -1,0 +1,875 @@
+// Saves in the background: staged ahead of the disk, written by quiet threads.
+
+#include <gtest/gtest.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <mutex>
+#include <thread>
+
+#include "engine/executor.h"
+#include "engine/save_session.h"
+#include "gate.h"
+#include "os/fault.h"
+#include "save_files.h"
+#include "staging/chunk_pool.h"
+#include "support.h"
+
+namespace torch_ckpt::engine {
+namespace {
+
+using os::ScopedFaultHook;
+using staging::ChunkPool;
+using test::add_assorted_files;
+using test::CallCounter;
+using test::fails;
+using test::Files;
+using test::Gate;
+using test::HeldOperation;
+using test::is_system_error;
+using test::kPage;
+using test::NthCallFails;
+using test::ok;
+using test::Random;
+using test::run_save;
+using test::TempDir;
+using test::wait_for_end;
+
+using Names = std::vector<std::string>;
+
+// Longer than any test takes, so that a lost message is a failure and not a hang.
+constexpr std::chrono::minutes kLongest{2};
+constexpr std::chrono::milliseconds kAtOnce{0};
+
+constexpr Threads kQuiet{{19, true}, 4};
+
+SaveOptions snapshot(std::size_t chunk_bytes = kPage, std::size_t max_host_bytes = 0) {
+  SaveOptions options;
+  options.snapshot = true;
+  options.writers = kQuiet;
+  options.chunk_bytes = chunk_bytes;
+  options.max_host_bytes = max_host_bytes;
+  return options;
+}
+
+std::shared_ptr<SaveSession> start(const TempDir& directory, const Files& files,
+                                   const SaveOptions& options) {
+  return SaveSession::start(directory.path(), files.jobs(), options).value();
+}
+
+void expect_saved(SaveSession& session, const Files& files) {
+  wait_for_end(session);
+  EXPECT_TRUE(ok(session.outcome()));
+  files.expect_on_disk();
+}
+
+// The threads' state as the system sees it; 0 is the calling one.
+int nice_now() { return ::getpriority(PRIO_PROCESS, 0); }
+bool idle_io_now() { return ::syscall(SYS_ioprio_get, 1, 0) >> 13 == 3; }
+
+// What calls of one operation found, from any threads.
+template <class T>
+class Seen {
+ public:
+  void add(T value) {
+    const std::lock_guard lock(mutex_);
+    values_.push_back(value);
+  }
+  std::vector<T> values() const {
+    const std::lock_guard lock(mutex_);
+    return values_;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::vector<T> values_;  // guarded by mutex_
+};
+
+// --- the sources ------------------------------------------------------------------------------
+
+TEST(Snapshot, IsStagedWhileEveryWriteIsHeld) {
+  Random random(1);
+  SCOPED_TRACE(random.seed_text());
+  TempDir directory;
+  Files files(directory);
+  add_assorted_files(files, random, 5);
+  HeldOperation writes("pwrite");
+  const auto session = start(directory, files, snapshot());
+  EXPECT_TRUE(session->wait_staged(kLongest));
+  EXPECT_FALSE(session->wait_for(kAtOnce));
+  EXPECT_EQ(session->progress().bytes_staged, files.bytes());
+  EXPECT_EQ(session->progress().bytes_written, 0);
+  writes.open();
+  expect_saved(*session, files);
+}
+
+TEST(Snapshot, NeedsNoSourceOnceItIsStaged) {
+  Random random(2);
+  SCOPED_TRACE(random.seed_text());
+  TempDir directory;
+  Files files(directory);
+  add_assorted_files(files, random, 5);
+  files.begin_file();
+  files.add_transposed(random.bytes(120 * 70), 120, 70);
+  HeldOperation writes("pwrite");
+  const auto session = start(directory, files, snapshot());
+  ASSERT_TRUE(session->wait_staged(kLongest));
+  files.destroy_sources();
+  writes.open();
+  expect_saved(*session, files);
+}
+
+TEST(Snapshot, OfNoFilesIsStagedAndOverAtOnce) {
+  TempDir directory;
+  const Files files(directory);
+  const auto session = start(directory, files, snapshot());
+  EXPECT_TRUE(session->wait_submitted(kAtOnce));
+  EXPECT_TRUE(session->wait_staged(kAtOnce));
+  EXPECT_TRUE(session->wait_for(kAtOnce));
+  EXPECT_TRUE(ok(session->outcome()));
+}
+
+TEST(Snapshot, OfHostMemoryIsSubmittedToo) {
+  TempDir directory;
+  Files files(directory);
+  files.add_file("hello");
+  const auto session = start(directory, files, snapshot());
+  EXPECT_TRUE(session->wait_submitted(kLongest));
+  expect_saved(*session, files);
+}
+
+// --- the files --------------------------------------------------------------------------------
+
+std::vector<FileJob> jobs_in(const TempDir& directory, const Files& files) {
+  std::vector<FileJob> jobs = files.jobs();
+  for (std::size_t i = 0; i < jobs.size(); ++i) {
+    jobs[i].path = directory.file("f" + std::to_string(i));
+  }
+  return jobs;
+}
+
+TEST(Snapshot, WritesWhatASaveInTheForegroundWrites) {
+  Random random(3);
+  SCOPED_TRACE(random.seed_text());
+  for (int round = 0; round < 60; ++round) {
+    TempDir foreground;
+    TempDir background;
+    Files files(foreground);
+    add_assorted_files(files, random, random.between(1, 9));
+    files.begin_file();
+    const std::size_t rows = random.between(1, 100);
+    const std::size_t columns = random.between(1, 200);
+    files.add_transposed(random.bytes(rows * columns), rows, columns);
+
+    SaveOptions options = snapshot(kPage * random.between(1, 20));
+    if (random.coin()) options.chunk_bytes = std::size_t{4} << 20;
+    if (random.coin()) options.max_host_bytes = random.between(kPage, 40 * kPage);
+    options.parallel_files = random.between(0, 4);
+    options.direct_io = random.coin() ? DirectIo::on : DirectIo::off;
+    options.sync = false;
+    SaveOptions plain;
+    plain.sync = false;
+    ASSERT_TRUE(ok(run_save(foreground, files.jobs(), plain)));
+    ASSERT_TRUE(ok(run_save(background, jobs_in(background, files), options)));
+    files.expect_in(foreground);
+    files.expect_in(background);
+    ASSERT_FALSE(::testing::Test::HasFailure())
+        << "round " << round << ", chunk_bytes " << options.chunk_bytes << ", max_host_bytes "
+        << options.max_host_bytes << ", parallel_files " << options.parallel_files;
+  }
+}
+
+class SnapshotModes : public ::testing::TestWithParam<DirectIo> {
+ protected:
+  TempDir directory_;
+  Files files_{directory_};
+};
+
+TEST_P(SnapshotModes, EmptyFilesAndPayloadsAreMade) {
+  files_.begin_file();
+  files_.add_file("");
+  files_.begin_file();
+  files_.add_tensor("");
+  files_.add_bytes("");
+  SaveOptions options = snapshot();
+  options.direct_io = GetParam();
+  expect_saved(*start(directory_, files_, options), files_);
+}
+
+TEST_P(SnapshotModes, FilesLargerThanTheDirectThresholdAreKept) {
+  Random random(4);
+  SCOPED_TRACE(random.seed_text());
+  files_.begin_file();
+  files_.add_tensor(random.bytes((2 << 20) + 12345));
+  files_.add_tensor(random.bytes(100));
+  files_.add_file(random.bytes(1 << 20));
+  SaveOptions options = snapshot(64 << 10);
+  options.direct_io = GetParam();
+  expect_saved(*start(directory_, files_, options), files_);
+}
+
+TEST_P(SnapshotModes, MoreFilesThanAreWrittenAtOnceAreKept) {
+  Random random(5);
+  SCOPED_TRACE(random.seed_text());
+  add_assorted_files(files_, random, 20);
+  SaveOptions options = snapshot();
+  options.parallel_files = 3;
+  options.direct_io = GetParam();
+  expect_saved(*start(directory_, files_, options), files_);
+}
+
+TEST_P(SnapshotModes, OneChunkIsEnoughForManyFiles) {
+  Random random(6);
+  SCOPED_TRACE(random.seed_text());
+  add_assorted_files(files_, random, 40);
+  SaveOptions options = snapshot(kPage, kPage);
+  options.direct_io = GetParam();
+  expect_saved(*start(directory_, files_, options), files_);
+}
+
+TEST_P(SnapshotModes, ABudgetBelowOneChunkGetsASmallerOne) {
+  Random random(7);
+  SCOPED_TRACE(random.seed_text());
+  add_assorted_files(files_, random, 6);
+  ChunkPool::instance().trim(0);
+  SaveOptions options = snapshot(std::size_t{4} << 20, kPage + 1);
+  options.direct_io = GetParam();
+  expect_saved(*start(directory_, files_, options), files_);
+  join_executor();
+  EXPECT_EQ(ChunkPool::instance().kept_bytes(), kPage);
+}
+
+INSTANTIATE_TEST_SUITE_P(AllModes, SnapshotModes, test::all_direct_io(), test::direct_io_name);
+
+TEST(Snapshot, GivesTheChecksumOfEachPayload) {
+  Random random(8);
+  SCOPED_TRACE(random.seed_text());
+  TempDir directory;
+  Files files(directory);
+  add_assorted_files(files, random, 5);
+  files.begin_file();
+  files.add_transposed(random.bytes(90 * 110), 90, 110);
+  const auto session = start(directory, files, snapshot());
+  wait_for_end(*session);
+  ASSERT_TRUE(ok(session->outcome()));
+  for (std::size_t i = 0; i < 6; ++i) EXPECT_EQ(session->checksums(i), files.checksums(i)) << i;
+}
+
+// --- waves ------------------------------------------------------------------------------------
+
+TEST(Snapshot, LargerThanItsBudgetIsNotStagedBeforeWritesHaveEnded) {
+  TempDir directory;
+  Files files(directory);
+  files.add_file(std::string(10 * kPage, 'x'));
+  ChunkPool::instance().trim(0);
+  HeldOperation writes("pwrite");
+  SaveOptions options = snapshot(kPage, 3 * kPage);
+  options.trace = true;
+  const auto session = start(directory, files, options);
+  writes.wait_until_held();
+  EXPECT_FALSE(session->wait_staged(kAtOnce));
+  EXPECT_LE(session->progress().bytes_staged, 3 * kPage);
+  writes.open();
+  expect_saved(*session, files);
+  const std::int64_t staged_ns = session->timing().staged_ns;
+  std::size_t ended_before = 0;
+  for (const TraceEvent& event : session->timing().events()) {
+    if (event.activity == Activity::write && event.end_ns <= staged_ns) ++ended_before;
+  }
+  EXPECT_GE(ended_before, 7) << "each of three chunks was filled anew after its write";
+}
+
+TEST(Snapshot, HoldsNoMoreThanItsBudget) {
+  Random random(9);
+  SCOPED_TRACE(random.seed_text());
+  TempDir directory;
+  Files files(directory);
+  for (int i = 0; i < 10; ++i) files.add_file(random.bytes(100'000));
+  ChunkPool::instance().trim(0);
+  const SaveOptions options = snapshot(2 * kPage, 10 * kPage + 1000);
+  CallCounter counter;
+  ScopedFaultHook hook(counter);
+  expect_saved(*start(directory, files, options), files);
+  join_executor();
+  EXPECT_LE(counter.calls("mmap"), 5);
+  EXPECT_LE(ChunkPool::instance().kept_bytes(), options.max_host_bytes);
+}
+
+TEST(Snapshot, WithoutABudgetTakesNoMoreThanTheState) {
+  TempDir directory;
+  Files files(directory);
+  for (const std::size_t bytes : {std::size_t{1}, kPage, 3 * kPage + 1}) {
+    files.add_file(std::string(bytes, 'x'));
+  }
+  ChunkPool::instance().trim(0);
+  expect_saved(*start(directory, files, snapshot()), files);
+  join_executor();
+  EXPECT_LE(ChunkPool::instance().kept_bytes(), files.chunks(kPage) * kPage);
+}
+
+TEST(Snapshot, HoldsNoMoreThanItsBudgetWithTheChunksOfALargerOneAround) {
+  TempDir first;
+  Files large(first);
+  large.add_file(std::string(1 << 20, 'x'));
+  ChunkPool::instance().trim(0);
+  expect_saved(*start(first, large, snapshot(128 << 10)), large);
+  join_executor();
+  TempDir second;
+  Files small(second);
+  small.add_file(std::string(1 << 20, 'y'));
+  const SaveOptions options = snapshot(2 * kPage, 6 * kPage);
+  // At every write: at least the chunk being written, and what the pool keeps besides.
+  ScopedFaultHook hook([&](std::string_view operation, std::string_view) {
+    if (operation == "pwrite") {
+      EXPECT_LE(ChunkPool::instance().kept_bytes() + options.chunk_bytes, options.max_host_bytes);
+    }
+    return 0;
+  });
+  expect_saved(*start(second, small, options), small);
+}
+
+// --- memory -----------------------------------------------------------------------------------
+
+TEST(Snapshot, UsesTheChunksOfTheOneBefore) {
+  TempDir first;
+  Files files(first);
+  files.add_file(std::string(100'000, 'x'));
+  files.add_file(std::string(50'000, 'y'));
+  ChunkPool::instance().trim(0);
+  {
+    // Whatever is staged is then in a chunk of its own.
+    HeldOperation writes("pwrite");
+    const auto session = start(first, files, snapshot());
+    EXPECT_TRUE(session->wait_staged(kLongest));
+    writes.open();
+    expect_saved(*session, files);
+  }
+  EXPECT_EQ(ChunkPool::instance().kept_bytes(), files.chunks(kPage) * kPage);
+  TempDir second;
+  CallCounter counter;
+  ScopedFaultHook hook(counter);
+  ASSERT_TRUE(ok(run_save(second, jobs_in(second, files), snapshot())));
+  EXPECT_EQ(counter.calls("mmap"), 0);
+  files.expect_in(second);
+}
+
+TEST(Snapshot, IsStagedThroughTheChunkThatThereIsWhileMoreAreMade) {
+  Random random(10);
+  SCOPED_TRACE(random.seed_text());
+  TempDir directory;
+  Files files(directory);
+  add_assorted_files(files, random, 6);
+  ChunkPool::instance().trim(0);
+  HeldOperation more("mmap", 2);
+  const auto session = start(directory, files, snapshot());
+  EXPECT_TRUE(session->wait_staged(kLongest));
+  expect_saved(*session, files);
+}
+
+TEST(Snapshot, ThatEndsBeforeItsMemoryIsMadeKeepsNoMoreThanItsBudget) {
+  TempDir directory;
+  Files files(directory);
+  for (int i = 0; i < 3; ++i) files.add_file(std::string(20 * kPage, 'x'));
+  ChunkPool::instance().trim(0);
+  {
+    HeldOperation more("mmap", 2);
+    expect_saved(*start(directory, files, snapshot(kPage, 10 * kPage)), files);
+    EXPECT_EQ(ChunkPool::instance().kept_bytes(), kPage) << "the one that all went through";
+  }
+  join_executor();
+  EXPECT_LE(ChunkPool::instance().kept_bytes(), 10 * kPage);
+}
+
+TEST(Snapshot, MakesQuietlyWhatStagingDidNotWaitFor) {
+  TempDir directory;
+  Files files(directory);
+  files.add_file(std::string(5 * kPage, 'x'));
+  ChunkPool::instance().trim(0);
+  Gate second_chunk;
+  Gate last_write;
+  Seen<int> nice;
+  {
+    std::atomic<int> mmaps{0};
+    std::atomic<int> writes{0};
+    // Staged through the first chunk alone, and not over before all are made.
+    ScopedFaultHook hook([&, second = second_chunk.passage(), last = last_write.passage()](
+                             std::string_view operation, std::string_view) {
+      if (operation == "mmap") {
+        nice.add(nice_now());
+        if (++mmaps == 2) second();
+        if (mmaps == 5) last_write.open();
+      }
+      if (operation == "pwrite" && ++writes == 5) last();
+      return 0;
+    });
+    const auto session = start(directory, files, snapshot());
+    EXPECT_TRUE(session->wait_staged(kLongest));
+    second_chunk.open();
+    expect_saved(*session, files);
+  }
+  const int loud = nice_now();
+  EXPECT_EQ(nice.values(), (std::vector<int>{loud, loud, 19, 19, 19}));
+  join_executor();
+  EXPECT_EQ(ChunkPool::instance().kept_bytes(), 5 * kPage);
+}
+
+TEST(Snapshot, SeveralAtOnceDoNotDisturbEachOther) {
+  Random random(11);
+  SCOPED_TRACE(random.seed_text());
+  std::deque<TempDir> directories(4);
+  std::deque<Files> files;
+  std::vector<std::shared_ptr<SaveSession>> sessions;
+  for (const TempDir& directory : directories) {
+    add_assorted_files(files.emplace_back(directory), random, 6);
+    sessions.push_back(start(directory, files.back(), snapshot(kPage, 4 * kPage)));
+  }
+  for (std::size_t i = 0; i < 4; ++i) expect_saved(*sessions[i], files[i]);
+}
+
+// --- faults -----------------------------------------------------------------------------------
+
+struct Fault {
+  std::string operation;
+  int sys_errno;
+};
+
+// For GoogleTest's messages.
+void PrintTo(const Fault& fault, std::ostream* out) { *out << fault.operation; }
+
+class SnapshotFaults : public ::testing::TestWithParam<Fault> {
+ protected:
+  void add_files(Files& files) {
+    files.begin_file();
+    files.add_bytes(std::string(3 * kPage + 5, 'a'));
+    files.add_tensor(std::string(kPage, 'b'));
+    files.add_file(std::string(100, 'c'));
+    files.add_file(std::string(2 * kPage, 'd'));
+  }
+  static SaveOptions options(std::size_t max_host_bytes) {
+    SaveOptions options = snapshot(2 * kPage, max_host_bytes);
+    options.direct_io = DirectIo::on;  // with which ftruncate is among the calls
+    return options;
+  }
+};
+
+TEST_P(SnapshotFaults, AtAnyCallFailTheSaveEndItsStagingAndLeaveNoFile) {
+  for (const std::size_t budget : {std::size_t{0}, 2 * kPage}) {
+    for (std::size_t n = 1;; ++n) {
+      TempDir directory;
+      Files files(directory);
+      add_files(files);
+      ChunkPool::instance().trim(0);
+      const NthCallFails fault(GetParam().operation, n, GetParam().sys_errno);
+      Result<> outcome;
+      {
+        ScopedFaultHook hook(fault);
+        const auto session = start(directory, files, options(budget));
+        EXPECT_TRUE(session->wait_submitted(kLongest));
+        EXPECT_TRUE(session->wait_staged(kLongest));
+        wait_for_end(*session);
+        outcome = session->outcome();
+      }
+      if (!fault.hit()) {
+        ASSERT_TRUE(ok(outcome)) << "no fault in a save with fewer than " << n << " calls";
+        files.expect_on_disk();
+        EXPECT_GT(n, 1) << "never called";
+        break;
+      }
+      ASSERT_FALSE(outcome.has_value()) << "call " << n;
+      ASSERT_TRUE(is_system_error(outcome.error(), GetParam().sys_errno, GetParam().operation,
+                                  fault.path()))
+          << "call " << n;
+      ASSERT_EQ(directory.names(), Names{}) << "call " << n;
+    }
+  }
+}
+
+TEST_P(SnapshotFaults, AfterStagingFailTheSaveToo) {
+  TempDir directory;
+  Files files(directory);
+  add_files(files);
+  HeldOperation opens("open", 1, [](std::string_view operation, std::string_view) {
+    return operation == GetParam().operation ? GetParam().sys_errno : 0;
+  });
+  const auto session = start(directory, files, options(0));
+  ASSERT_TRUE(session->wait_staged(kLongest));
+  files.destroy_sources();
+  opens.open();
+  wait_for_end(*session);
+  ASSERT_TRUE(fails(session->outcome(), Errc::system));
+  EXPECT_EQ(session->outcome().error().sys_errno, GetParam().sys_errno);
+  EXPECT_EQ(directory.names(), Names{});
+}
+
+INSTANTIATE_TEST_SUITE_P(Operations, SnapshotFaults,
+                         ::testing::Values(Fault{"open", EACCES}, Fault{"pwrite", ENOSPC},
+                                           Fault{"fallocate", ENOSPC}, Fault{"ftruncate", EIO},
+                                           Fault{"fsync", EIO}, Fault{"close", EDQUOT},
+                                           Fault{"fsync_directory", EIO}),
+                         [](const auto& fault) { return fault.param.operation; });
+
+TEST(Snapshot, WithoutMemoryFailsAndEndsItsStaging) {
+  TempDir directory;
+  Files files(directory);
+  for (int i = 0; i < 5; ++i) files.add_file(std::string(10 * kPage, 'x'));
+  ChunkPool::instance().trim(0);
+  ScopedFaultHook hook([](std::string_view operation, std::string_view) {
+    return operation == "mmap" ? ENOMEM : 0;
+  });
+  const auto session = start(directory, files, snapshot());
+  EXPECT_TRUE(session->wait_staged(kLongest));
+  wait_for_end(*session);
+  ASSERT_FALSE(session->outcome().has_value());
+  EXPECT_TRUE(is_system_error(session->outcome().error(), ENOMEM, "mmap", ""));
+  EXPECT_EQ(directory.names(), Names{});
+}
+
+TEST(Snapshot, AfterAFailureTheNextSucceeds) {
+  TempDir directory;
+  Files files(directory);
+  files.add_file(std::string(50'000, 'x'));
+  {
+    ScopedFaultHook hook(NthCallFails("pwrite", 2, EIO));
+    ASSERT_FALSE(run_save(directory, files.jobs(), snapshot()).has_value());
+  }
+  expect_saved(*start(directory, files, snapshot()), files);
+}
+
+TEST(Snapshot, WhateverFailsWheneverLeavesAllFilesOrNone) {
+  Random random(12);
+  SCOPED_TRACE(random.seed_text());
+  const std::vector<std::string> operations{"open", "pwrite", "fsync", "mmap", "fallocate"};
+  for (int round = 0; round < 100; ++round) {
+    TempDir directory;
+    Files files(directory);
+    add_assorted_files(files, random, 4);
+    if (random.coin()) ChunkPool::instance().trim(0);
+    SaveOptions options = snapshot(kPage, random.coin() ? 0 : kPage * random.between(1, 10));
+    options.parallel_files = random.between(0, 3);
+    const NthCallFails fault(operations[random.between(0, 4)], random.between(1, 12), EIO);
+    ScopedFaultHook hook(fault);
+    const auto session = start(directory, files, options);
+    EXPECT_TRUE(session->wait_staged(kLongest));
+    wait_for_end(*session);
+    if (session->outcome()) {
+      files.expect_on_disk();
+    } else {
+      EXPECT_EQ(session->outcome().error().sys_errno, EIO);
+      EXPECT_EQ(directory.names(), Names{});
+    }
+    ASSERT_FALSE(::testing::Test::HasFailure()) << "round " << round;
+  }
+}
+
+// --- cancellation -----------------------------------------------------------------------------
+
+TEST(Snapshot, CancelledWhileItStagesEndsItsStagingAndLeavesNoFile) {
+  TempDir directory;
+  Files files(directory);
+  for (int i = 0; i < 5; ++i) files.add_file(std::string(10 * kPage, 'x'));
+  // Staging waits for the one chunk, which is being written.
+  HeldOperation writes("pwrite");
+  const auto session = start(directory, files, snapshot(kPage, kPage));
+  writes.wait_until_held();
+  session->cancel();
+  EXPECT_FALSE(session->wait_for(kAtOnce)) << "a write is under way";
+  writes.open();
+  EXPECT_TRUE(session->wait_staged(kLongest));
+  wait_for_end(*session);
+  EXPECT_TRUE(fails(session->outcome(), Errc::cancelled));
+  EXPECT_EQ(directory.names(), Names{});
+  EXPECT_EQ(writes.held(), 1) << "a chunk was filled after the cancellation";
+}
+
+TEST(Snapshot, CancelledBeforeItHasMemoryEndsItsStagingAndLeavesNoFile) {
+  TempDir directory;
+  Files files(directory);
+  for (int i = 0; i < 5; ++i) files.add_file(std::string(10 * kPage, 'x'));
+  ChunkPool::instance().trim(0);
+  HeldOperation memory("mmap");
+  const auto session = start(directory, files, snapshot());
+  memory.wait_until_held();
+  session->cancel();
+  memory.open();
+  EXPECT_TRUE(session->wait_staged(kLongest));
+  wait_for_end(*session);
+  EXPECT_TRUE(fails(session->outcome(), Errc::cancelled));
+  EXPECT_EQ(directory.names(), Names{});
+}
+
+TEST(Snapshot, CancelledWhileItWritesEndsItsWritesAndLeavesNoFile) {
+  TempDir directory;
+  Files files(directory);
+  for (int i = 0; i < 5; ++i) files.add_file(std::string(10 * kPage, 'x'));
+  HeldOperation writes("pwrite");
+  const auto session = start(directory, files, snapshot());
+  ASSERT_TRUE(session->wait_staged(kLongest));
+  writes.wait_until_held();
+  session->cancel();
+  EXPECT_FALSE(session->wait_for(kAtOnce)) << "a write is under way";
+  writes.open();
+  wait_for_end(*session);
+  EXPECT_TRUE(fails(session->outcome(), Errc::cancelled));
+  EXPECT_EQ(directory.names(), Names{});
+  EXPECT_LE(writes.held(), 2 * 5) << "more than was under way";
+}
+
+TEST(Snapshot, CancelledAfterItsEndHasSucceeded) {
+  TempDir directory;
+  Files files(directory);
+  files.add_file("hello");
+  const auto session = start(directory, files, snapshot());
+  wait_for_end(*session);
+  session->cancel();
+  EXPECT_TRUE(ok(session->outcome()));
+  files.expect_on_disk();
+}
+
+TEST(Snapshot, CancelledAtAnyMomentEndsAndLeavesAllFilesOrNone) {
+  Random random(13);
+  SCOPED_TRACE(random.seed_text());
+  for (int round = 0; round < 60; ++round) {
+    TempDir directory;
+    Files files(directory);
+    add_assorted_files(files, random, 4);
+    if (random.coin()) ChunkPool::instance().trim(0);
+    HeldOperation calls(random.coin() ? "pwrite" : "mmap", random.between(1, 8));
+    const auto session =
+        start(directory, files, snapshot(kPage, random.coin() ? 0 : kPage * random.between(1, 5)));
+    session->cancel();
+    calls.open();
+    EXPECT_TRUE(session->wait_staged(kLongest));
+    wait_for_end(*session);
+    if (session->outcome()) {
+      files.expect_on_disk();
+    } else {
+      EXPECT_TRUE(fails(session->outcome(), Errc::cancelled));
+      EXPECT_EQ(directory.names(), Names{});
+    }
+    ASSERT_FALSE(::testing::Test::HasFailure()) << "round " << round;
+  }
+}
+
+// --- progress and timing ----------------------------------------------------------------------
+
+TEST(Snapshot, ProgressReachesWhatWasPlanned) {
+  Random random(14);
+  SCOPED_TRACE(random.seed_text());
+  TempDir directory;
+  Files files(directory);
+  add_assorted_files(files, random, 5);
+  const auto session = start(directory, files, snapshot());
+  EXPECT_EQ(session->progress().bytes_planned, files.bytes());
+  EXPECT_EQ(session->progress().files_planned, 5);
+  expect_saved(*session, files);
+  const SaveProgress end = session->progress();
+  EXPECT_EQ(end.bytes_staged, files.bytes());
+  EXPECT_EQ(end.bytes_written, files.bytes());
+  EXPECT_EQ(end.files_done, 5);
+}
+
+TEST(Snapshot, ProgressNeverCountsWhatWasNotDone) {
+  Random random(15);
+  SCOPED_TRACE(random.seed_text());
+  TempDir directory;
+  Files files(directory);
+  add_assorted_files(files, random, 8);
+  std::atomic<SaveSession*> running{nullptr};
+  HeldOperation writes("pwrite", 1, [&](std::string_view, std::string_view) {
+    const SaveSession* const session = running;
+    if (session == nullptr) return 0;
+    // In this order, or bytes that are staged between the two could be written before the second.
+    SaveProgress seen;
+    seen.bytes_written = session->progress().bytes_written;
+    seen.bytes_staged = session->progress().bytes_staged;
+    EXPECT_LE(seen.bytes_written, seen.bytes_staged);
+    EXPECT_LE(seen.bytes_staged, session->progress().bytes_planned);
+    EXPECT_LE(session->progress().files_done, 8);
+    return 0;
+  });
+  const auto session = start(directory, files, snapshot(kPage, 3 * kPage));
+  running = session.get();
+  writes.open();
+  expect_saved(*session, files);
+}
+
+TEST(Snapshot, TracesWhatItDoesForEachFileBetweenItsStartAndItsEnd) {
+  TempDir directory;
+  Files files(directory);
+  for (int i = 0; i < 3; ++i) files.add_file(std::string(3 * kPage + 7, 'x'));
+  SaveOptions options = snapshot();
+  options.trace = true;
+  const auto session = start(directory, files, options);
+  expect_saved(*session, files);
+  const Timing& timing = session->timing();
+  std::vector<std::vector<int>> events(3, std::vector<int>(kActivities, 0));
+  for (const TraceEvent& event : timing.events()) {
+    ASSERT_LT(event.file, 3);
+    ++events[event.file][static_cast<std::size_t>(event.activity)];
+    EXPECT_GE(event.begin_ns, 0);
+    EXPECT_LE(event.begin_ns, event.end_ns);
+    EXPECT_LE(event.end_ns, timing.ended_ns);
+    if (event.activity == Activity::stage) {
+      EXPECT_LE(event.end_ns, timing.staged_ns);
+    }
+  }
+  // Four chunks of each file; the first file's fsyncs include the directory's.
+  EXPECT_EQ(events[0], (std::vector<int>{4, 4, 4, 2}));
+  EXPECT_EQ(events[1], (std::vector<int>{4, 4, 4, 1}));
+  EXPECT_EQ(events[2], (std::vector<int>{4, 4, 4, 1}));
+}
+
+TEST(Snapshot, ThatIsNotTracedRemembersNoEvents) {
+  TempDir directory;
+  Files files(directory);
+  files.add_file("hello");
+  const auto session = start(directory, files, snapshot());
+  expect_saved(*session, files);
+  EXPECT_TRUE(session->timing().events().empty());
+}
+
+TEST(Snapshot, TellsWhenItWasStagedAndWhenItEnded) {
+  TempDir directory;
+  Files files(directory);
+  files.add_file("hello");
+  HeldOperation opens("open");
+  const auto session = start(directory, files, snapshot());
+  ASSERT_TRUE(session->wait_staged(kLongest));
+  EXPECT_GT(session->timing().staged_ns, 0);
+  EXPECT_EQ(session->timing().ended_ns, 0);
+  opens.open();
+  expect_saved(*session, files);
+  EXPECT_GT(session->timing().ended_ns, session->timing().staged_ns);
+}
+
+// --- threads ----------------------------------------------------------------------------------
+
+TEST(Snapshot, WritesAfterStagingAreMadeByItsQuietThreads) {
+  TempDir directory;
+  Files files(directory);
+  for (int i = 0; i < 3; ++i) files.add_file(std::string(5 * kPage, 'x'));
+  Seen<std::pair<int, bool>> threads;
+  HeldOperation opens("open", 1, [&](std::string_view operation, std::string_view) {
+    if (operation == "pwrite") threads.add({nice_now(), idle_io_now()});
+    return 0;
+  });
+  const auto session = start(directory, files, snapshot());
+  ASSERT_TRUE(session->wait_staged(kLongest));
+  opens.open();
+  expect_saved(*session, files);
+  EXPECT_EQ(threads.values(), (std::vector<std::pair<int, bool>>(15, {19, true})));
+}
+
+TEST(Snapshot, WritesThatStagingWaitsForAreNotQuiet) {
+  TempDir directory;
+  Files files(directory);
+  files.add_file(std::string(5 * kPage, 'x'));
+  Seen<int> nice;
+  {
+    ScopedFaultHook hook([&](std::string_view operation, std::string_view) {
+      if (operation == "pwrite") nice.add(nice_now());
+      return 0;
+    });
+    // Through one chunk, so that four of the five writes end before the last is staged.
+    expect_saved(*start(directory, files, snapshot(kPage, kPage)), files);
+  }
+  std::vector<int> seen = nice.values();
+  ASSERT_EQ(seen.size(), 5);
+  seen.pop_back();
+  EXPECT_EQ(seen, (std::vector<int>(4, nice_now())));
+}
+
+TEST(Snapshot, MayBeWrittenByOneThread) {
+  Random random(16);
+  SCOPED_TRACE(random.seed_text());
+  TempDir directory;
+  Files files(directory);
+  add_assorted_files(files, random, 8);
+  SaveOptions options = snapshot(kPage, 3 * kPage);
+  options.writers.count = 1;
+  options.stagers = {{5, false}, 1};
+  expect_saved(*start(directory, files, options), files);
+}
+
+TEST(Snapshot, IsEndedByJoiningTheExecutor) {
+  Random random(17);
+  SCOPED_TRACE(random.seed_text());
+  for (const std::size_t budget : {std::size_t{0}, kPage}) {
+    for (const Threads& stagers : {Threads{}, Threads{{3, false}, 2}}) {
+      TempDir directory;
+      Files files(directory);
+      add_assorted_files(files, random, 8);
+      SaveOptions options = snapshot(kPage, budget);
+      options.stagers = stagers;
+      const auto session = start(directory, files, options);
+      join_executor();
+      EXPECT_TRUE(session->wait_for(kAtOnce));
+      EXPECT_TRUE(ok(session->outcome()));
+      files.expect_on_disk();
+    }
+  }
+}
+
+TEST(Snapshot, ThatNobodyWaitsForStillEnds) {
+  TempDir directory;
+  Files files(directory);
+  files.add_file(std::string(50'000, 'x'));
+  start(directory, files, snapshot());
+  join_executor();
+  files.expect_on_disk();
+}
+
+// --- a limited bandwidth ----------------------------------------------------------------------
+
+TEST(Snapshot, WithALimitBeginsNoWriteBeforeItsTime) {
+  Random random(18);
+  SCOPED_TRACE(random.seed_text());
+  TempDir directory;
+  Files files(directory);
+  files.add_file(random.bytes(3 * kPage));
+  files.add_file(random.bytes(3 * kPage));
+  SaveOptions options = snapshot();
+  options.trace = true;
+  options.max_bytes_per_second = 100 * kPage;
+  const auto session = start(directory, files, options);
+  expect_saved(*session, files);
+  std::vector<std::int64_t> begun;
+  for (const TraceEvent& event : session->timing().events()) {
+    if (event.activity == Activity::write) begun.push_back(event.begin_ns);
+  }
+  std::sort(begun.begin(), begun.end());
+  ASSERT_EQ(begun.size(), 6);
+  // Later is always right: each chunk takes ten milliseconds, and its turn comes after those
+  // before.
+  for (std::size_t i = 0; i < begun.size(); ++i) EXPECT_GE(begun[i], i * 10'000'000) << i;
+}
+
+TEST(Snapshot, WithALimitIsStagedBeforeItIsWritten) {
+  TempDir directory;
+  Files files(directory);
+  files.add_file(std::string(5 * kPage, 'x'));
+  SaveOptions options = snapshot();
+  options.max_bytes_per_second = 100 * kPage;
+  const auto session = start(directory, files, options);
+  ASSERT_TRUE(session->wait_staged(kLongest));
+  files.destroy_sources();
+  expect_saved(*session, files);
+}
+
+TEST(Snapshot, WithALimitAndOneChunkStillEnds) {
+  Random random(19);
+  SCOPED_TRACE(random.seed_text());
+  TempDir directory;
+  Files files(directory);
+  add_assorted_files(files, random, 8);
+  SaveOptions options = snapshot(kPage, kPage);
+  options.max_bytes_per_second = std::uint64_t{1} << 30;
+  expect_saved(*start(directory, files, options), files);
+}
+
+}  // namespace
+}  // namespace torch_ckpt::engine

@@ -1,0 +1,123 @@
+"""What becomes of a save when one of its ranks falls silent; run by test_async_ranks.py.
+
+    python -m tests.distributed.async_deaths RESULTS WORKDIR VICTIM
+
+Every rank runs all cases, in their order, and writes to RESULTS-{rank}.json what each returned.
+VICTIM is the rank that is stopped in one and killed in the last.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+import torch_ckpt
+from torch_ckpt import Background
+from torch_ckpt.progress import Progress
+
+#: Seconds after which a silent rank is given up.
+TIMEOUT = 3.0
+
+#: For what nothing should be waiting.
+PATIENCE_SECONDS = 60.0
+
+#: Of one rank; three chunks.
+STATE_BYTES = 12 << 20
+
+
+def state_of(rank: int) -> dict[str, Any]:
+    numbers = torch.arange(STATE_BYTES // 4, dtype=torch.int32)
+    return {f"of rank {rank}": numbers + rank, "step": 1}
+
+
+class Case:
+    def __init__(self, workdir: Path, victim: int) -> None:
+        self.workdir = workdir
+        self.is_victim = dist.get_rank() == victim
+        self.store = dist.PrefixStore("deaths", dist.distributed_c10d._get_default_store())
+
+    def failure_of(self, name: str, **options: Any) -> dict[str, Any]:
+        """How a save ends that cannot end well: who is named, why, and after how many seconds."""
+        path = self.workdir / name
+        begun = time.monotonic()
+        handle = torch_ckpt.async_save(
+            state_of(dist.get_rank()), path, timeout=TIMEOUT, staging="overlapped", **options
+        )
+        try:
+            handle.result(PATIENCE_SECONDS)
+        except CheckpointException as error:
+            return {
+                "ranks": sorted(error.failures),
+                "text": str(error),
+                "seconds": time.monotonic() - begun,
+                "published": (path / ".metadata").exists(),
+            }
+        raise AssertionError("no CheckpointException was raised")
+
+
+def save_together(path: Path) -> int:
+    handle = torch_ckpt.async_save(state_of(dist.get_rank()), path, timeout=PATIENCE_SECONDS)
+    return len(handle.result(PATIENCE_SECONDS).state_dict_metadata)
+
+
+def case_first(case: Case) -> int:
+    """To connect to the store may take seconds, of which the other cases have not many."""
+    return save_together(case.workdir / "first")
+
+
+def case_stopped(case: Case) -> dict[str, Any]:
+    def stop() -> None:
+        case.store.set("stopped", str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    found = case.failure_of("stopped", write_done=stop if case.is_victim else None)
+    if not case.is_victim and case.store.add("resumed", 1) == 1:
+        os.kill(int(case.store.get("stopped")), signal.SIGCONT)
+    return found
+
+
+def case_next(case: Case) -> int:
+    return save_together(case.workdir / "next")
+
+
+def case_killed(case: Case) -> dict[str, Any]:
+    def kill(progress: Progress) -> None:
+        # With the first chunk on the disk and the others to come.
+        if progress.bytes_done > 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    dies: dict[str, Any] = {"progress": kill, "background": Background(max_bytes_per_second=1)}
+    return case.failure_of("killed", **(dies if case.is_victim else {}))
+
+
+CASES: dict[str, Callable[[Case], Any]] = {
+    name.removeprefix("case_"): function
+    for name, function in list(globals().items())
+    if name.startswith("case_")
+}
+
+
+def main(results: Path, workdir: Path, victim: int) -> None:
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=PATIENCE_SECONDS))
+    case = Case(workdir, victim)
+    found = {}
+    for name, function in CASES.items():
+        found[name] = function(case)
+        Path(f"{results}-{dist.get_rank()}.json").write_text(json.dumps(found))
+    # A group that has lost a rank is not fit to be destroyed.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

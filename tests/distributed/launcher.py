@@ -1,0 +1,173 @@
+"""Starts ranks, each in a process of its own, and tells what they said."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+REPOSITORY = Path(__file__).parents[2]
+
+# All cases of a launch together; a hang fails them.
+TIMEOUT_SECONDS = 240
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What one start of torchrun does.
+
+    Attributes:
+        ranks: how many.
+        cases: by name, in their order.
+        before: the launch that must come before.
+    """
+
+    ranks: int
+    cases: Sequence[str]
+    before: str | None = None
+
+
+class Torchrun:
+    """Runs each launch once, when a test first asks for one of its cases.
+
+    Args:
+        module: ends with a call of ``cases.main``.
+        launches: by name.
+        workdir: for all launches.
+    """
+
+    def __init__(self, module: str, launches: Mapping[str, Launch], workdir: Path) -> None:
+        self.module = module
+        self.launches = launches
+        self.workdir = workdir
+        self.outputs: dict[str, str] = {}
+        self.codes: dict[str, int] = {}
+
+    def failures(self, launch: str, case: str) -> list[str]:
+        """What each rank that failed a case says of it."""
+        self.run(launch)
+        failures = []
+        for rank in range(self.launches[launch].ranks):
+            outcome = self._outcomes(launch, rank).get(case)
+            if outcome is None:
+                failures.append(f"rank {rank} did not get to it:\n{self.outputs[launch]}")
+            elif outcome["failure"]:
+                failures.append(f"rank {rank}:\n{outcome['failure']}")
+        return failures
+
+    def run(self, launch: str) -> None:
+        """Runs a launch, unless it has been."""
+        if launch in self.outputs:
+            return
+        of = self.launches[launch]
+        if of.before is not None:
+            self.run(of.before)
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(of.ranks), "-m", self.module]
+        command += [str(self.workdir / launch), str(self.workdir), *of.cases]
+        process = subprocess.Popen(
+            command,
+            cwd=REPOSITORY,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+            output += f"\nkilled after {TIMEOUT_SECONDS} s"
+        self.outputs[launch] = f"{output[-3000:]}\nexit code {process.returncode}"
+        self.codes[launch] = process.returncode
+
+    def _outcomes(self, launch: str, rank: int) -> dict[str, dict[str, str]]:
+        log = Path(f"{self.workdir / launch}-{rank}.jsonl")
+        lines = log.read_text().splitlines() if log.exists() else []
+        return {outcome["case"]: outcome for outcome in map(json.loads, lines)}
+
+
+class Processes:
+    """Ranks of which some may die. Not by torchrun, which then ends all of them: this process hosts
+    their store as its agent does.
+
+    Args:
+        module: writes to RESULTS-{rank}.json, as an object, what each case returned.
+        size: how many ranks.
+        results: RESULTS, the module's first argument.
+        arguments: the module's others.
+        rank_0_hosts_store: instead, as where ranks are started by hand.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        size: int,
+        results: Path,
+        *arguments: str | Path,
+        rank_0_hosts_store: bool = False,
+    ) -> None:
+        self.size = size
+        self.outputs: list[str] = []
+        self._command = [sys.executable, "-m", module, str(results), *map(str, arguments)]
+        self._results = results
+        if rank_0_hosts_store:
+            with socket.create_server(("127.0.0.1", 0)) as server:
+                self._port = server.getsockname()[1]
+        else:
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            self._port = self._store.port
+        self._agent = {} if rank_0_hosts_store else {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+        self._processes = [self._start(rank) for rank in range(size)]
+
+    def found(self, case: str, dead: int | None = None) -> list[Any]:
+        """By rank what a case returned; None on the rank that may have died in it."""
+        self.codes()
+        logs = [Path(f"{self._results}-{rank}.json") for rank in range(self.size)]
+        found = [json.loads(log.read_text()) if log.exists() else {} for log in logs]
+        missing = [rank for rank, outcomes in enumerate(found) if case not in outcomes]
+        assert missing in ([], [dead]), "\n".join(self.outputs)
+        return [of_rank.get(case) for of_rank in found]
+
+    def codes(self) -> list[int]:
+        """Exit codes by rank, at the end."""
+        if not self.outputs:
+            self._wait()
+        return [process.returncode for process in self._processes]
+
+    def kill(self) -> None:
+        """Ends what is left."""
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+    def _start(self, rank: int) -> subprocess.Popen[str]:
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._port)}
+        place = {"RANK": str(rank), "WORLD_SIZE": str(self.size)}
+        return subprocess.Popen(
+            self._command,
+            cwd=REPOSITORY,
+            env={**os.environ, **address, **place, **self._agent, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def _wait(self) -> None:
+        for process in self._processes:
+            try:
+                self.outputs.append(process.communicate(timeout=TIMEOUT_SECONDS / 2)[0])
+            except subprocess.TimeoutExpired:
+                process.kill()
+                self.outputs.append(f"{process.communicate()[0]}\nkilled by the test")
