@@ -127,6 +127,7 @@ SaveSession::SaveSession(std::string directory, std::vector<FileJob> files,
 
 void SaveSession::spawn_runners() {
   to_stage_ = running_ = files_.size();
+  if (!files_.empty()) writers_needed_.emplace(writers_.get_executor());
   // The handlers keep the session alive until its last file has ended.
   const auto keep = [self = shared_from_this()](const std::exception_ptr&) {};
   const std::size_t at_once = std::min(options_.parallel_files, files_.size());
@@ -402,6 +403,7 @@ void SaveSession::finish_file(Result<> status) {
       // The result must be sent whatever happens.
       fail(from_exception(std::current_exception()));
     }
+    writers_needed_.reset();
   }
   results_.send(status);
 }

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <boost/asio/any_io_executor.hpp>
 #include <boost/asio/awaitable.hpp>
+#include <boost/asio/executor_work_guard.hpp>
 #include <boost/asio/experimental/concurrent_channel.hpp>
 #include <chrono>
 #include <cstdint>
@@ -168,6 +169,10 @@ class SaveSession : public std::enable_shared_from_this<SaveSession> {
   // Made before the session begins: threads that cannot be had must not fail it half-way.
   boost::asio::thread_pool& stagers_;
   boost::asio::thread_pool& writers_;
+  // Until the session has ended: join_executor() may find the writers without work while the next
+  // chunk for them is still being staged.
+  std::optional<boost::asio::executor_work_guard<boost::asio::thread_pool::executor_type>>
+      writers_needed_;
   std::vector<std::unique_ptr<FileState>> files_;
   // By slot; each slot has one user at a time. Those of slots that are in the channel or have been
   // taken from it are there.

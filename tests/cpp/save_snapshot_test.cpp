@@ -802,7 +802,8 @@ TEST(Snapshot, IsEndedByJoiningTheExecutor) {
     for (const Threads& stagers : {Threads{}, Threads{{3, false}, 2}}) {
       TempDir directory;
       Files files(directory);
-      add_assorted_files(files, random, 8);
+      // Enough that the writers are now and then without work.
+      for (int i = 0; i < 8; ++i) files.add_file(random.bytes(30 * kPage));
       SaveOptions options = snapshot(kPage, budget);
       options.stagers = stagers;
       const auto session = start(directory, files, options);
