@@ -24,6 +24,8 @@ namespace asio = boost::asio;
 constexpr std::size_t kDepth = 2;
 // Below this a file is a handful of blocks, and the page cache is as fast as going around it.
 constexpr std::uint64_t kDirectMinBytes = std::uint64_t{1} << 20;
+// How long a write that waits for its turn may not notice that the save was cancelled.
+constexpr std::chrono::milliseconds kCancelPoll{100};
 
 Error from_exception(const std::exception_ptr& exception) {
   Error error;
@@ -151,7 +153,11 @@ void SaveSession::fill_slots(bool quiet) {
     // Also of a cancelled save, and then without memory: a stager may be waiting for just this one.
     if (!cancelled_) {
       auto taken = staging::ChunkPool::instance().take(options_.chunk_bytes);
-      if (!taken) fail(taken.error());
+      if (!taken) {
+        // Staging has had all that it needs, and the next save asks again.
+        if (to_stage_ == 0) return;
+        fail(taken.error());
+      }
       const std::lock_guard lock(mutex_);
       // The budget is the next save's.
       if (ended_) return;
@@ -277,6 +283,7 @@ asio::awaitable<Result<>> SaveSession::write_file(FileState& state) {
   auto written = co_await write_chunks(state, file ? &*file : nullptr);
   if (!file) co_return file.error();
   if (!written) co_return written;
+  co_await asio::post(asio::bind_executor(busy_executor(), asio::use_awaitable));
   co_return finish_contents(state, std::move(*file));
 }
 
@@ -326,8 +333,16 @@ asio::awaitable<Result<>> SaveSession::write_chunks(FileState& state, os::File* 
       state.stream.complete(chunk->piece);
     }
     if (timer) {
-      timer->expires_at(throttle_.reserve(chunk->fresh.size()));
-      co_await timer->async_wait(asio::use_awaitable);
+      const Throttle::Clock::time_point begin = throttle_.reserve(chunk->fresh.size());
+      for (auto now = Throttle::Clock::now(); now < begin && !cancelled_;
+           now = Throttle::Clock::now()) {
+        timer->expires_at(std::min(begin, now + kCancelPoll));
+        co_await timer->async_wait(asio::use_awaitable);
+      }
+      if (cancelled_) {
+        release(*chunk->slot);
+        continue;
+      }
     }
     start_write(state, *file, *chunk, written);
     if (++in_flight == kDepth) {

@@ -11,6 +11,7 @@
 #include <functional>
 #include <latch>
 
+#include "engine/bulk_copy.h"
 #include "engine/executor.h"
 #include "engine/load_session.h"
 #include "engine/save_session.h"
@@ -225,6 +226,21 @@ TEST(Fork, AChildSavesInTheBackgroundWhileItsParentDoes) {
   test::wait_for_end(**session);
   EXPECT_TRUE(ok((*session)->outcome()));
   EXPECT_EQ(directory.names(), (std::vector<std::string>{"childs", "parents"}));
+}
+
+TEST(Fork, AChildThatDropsItsParentsCopiesUsesNothingOfTheirMemory) {
+  TC_SKIP_FORK_UNDER_TSAN();
+  let_every_thread_start();
+  const std::string payload(5000, 'x');
+  const staging::Source source = test::host_source(payload);
+  auto copies = engine::copy_to_pool({&source, 1});
+  ASSERT_TRUE(ok(copies));
+  const std::size_t bytes = copies->front().memory->bytes().size();
+  EXPECT_TRUE(in_child([&] {
+    copies->clear();
+    return staging::ChunkPool::instance().take_kept(bytes) == nullptr;
+  }));
+  EXPECT_EQ(test::text_of({copies->front().address, payload.size()}), payload);
 }
 
 TEST(Fork, AChildsQuietThreadsAreItsOwn) {

@@ -417,6 +417,32 @@ TEST(Snapshot, MakesQuietlyWhatStagingDidNotWaitFor) {
   EXPECT_EQ(ChunkPool::instance().kept_bytes(), 5 * kPage);
 }
 
+TEST(Snapshot, DoesNotFailForMemoryThatOnlyTheNextSaveNeeds) {
+  TempDir directory;
+  Files files(directory);
+  files.add_file(std::string(5 * kPage, 'x'));
+  ChunkPool::instance().trim(0);
+  Gate second_chunk;
+  Gate last_write;
+  std::atomic<int> mmaps{0};
+  std::atomic<int> writes{0};
+  // Staged through the first chunk alone, and not over before the second cannot be had.
+  ScopedFaultHook hook([&, second = second_chunk.passage(), last = last_write.passage()](
+                           std::string_view operation, std::string_view) {
+    if (operation == "mmap" && ++mmaps == 2) {
+      second();
+      last_write.open();
+      return ENOMEM;
+    }
+    if (operation == "pwrite" && ++writes == 5) last();
+    return 0;
+  });
+  const auto session = start(directory, files, snapshot());
+  EXPECT_TRUE(session->wait_staged(kLongest));
+  second_chunk.open();
+  expect_saved(*session, files);
+}
+
 TEST(Snapshot, SeveralAtOnceDoNotDisturbEachOther) {
   Random random(11);
   SCOPED_TRACE(random.seed_text());
@@ -764,6 +790,22 @@ TEST(Snapshot, WritesAfterStagingAreMadeByItsQuietThreads) {
   EXPECT_EQ(threads.values(), (std::vector<std::pair<int, bool>>(15, {19, true})));
 }
 
+TEST(Snapshot, SyncsAfterStagingAreMadeByItsQuietThreads) {
+  TempDir directory;
+  Files files(directory);
+  for (int i = 0; i < 3; ++i) files.add_file(std::string(5 * kPage, 'x'));
+  Seen<int> nice;
+  HeldOperation opens("open", 1, [&](std::string_view operation, std::string_view) {
+    if (operation == "fsync" || operation == "fsync_directory") nice.add(nice_now());
+    return 0;
+  });
+  const auto session = start(directory, files, snapshot());
+  ASSERT_TRUE(session->wait_staged(kLongest));
+  opens.open();
+  expect_saved(*session, files);
+  EXPECT_EQ(nice.values(), (std::vector<int>(4, 19)));
+}
+
 TEST(Snapshot, WritesThatStagingWaitsForAreNotQuiet) {
   TempDir directory;
   Files files(directory);
@@ -859,6 +901,38 @@ TEST(Snapshot, WithALimitIsStagedBeforeItIsWritten) {
   ASSERT_TRUE(session->wait_staged(kLongest));
   files.destroy_sources();
   expect_saved(*session, files);
+}
+
+TEST(Snapshot, WithALimitCancelledDoesNotWaitForItsTurn) {
+  TempDir directory;
+  Files files(directory);
+  files.add_file(std::string(5 * kPage, 'x'));
+  HeldOperation writes("pwrite");
+  SaveOptions options = snapshot();
+  // At its turn the second chunk would be written in more than an hour.
+  options.max_bytes_per_second = 1;
+  const auto session = start(directory, files, options);
+  writes.wait_until_held();
+  session->cancel();
+  writes.open();
+  wait_for_end(*session);
+  EXPECT_TRUE(fails(session->outcome(), Errc::cancelled));
+  EXPECT_EQ(directory.names(), Names{});
+  EXPECT_EQ(writes.held(), 1);
+}
+
+TEST(Snapshot, WithALimitThatFailsDoesNotWaitForItsTurn) {
+  TempDir directory;
+  Files files(directory);
+  files.add_file(std::string(5 * kPage, 'x'));
+  SaveOptions options = snapshot();
+  options.max_bytes_per_second = 1;
+  ScopedFaultHook hook(NthCallFails("pwrite", 1, ENOSPC));
+  const auto session = start(directory, files, options);
+  EXPECT_TRUE(session->wait_staged(kLongest));
+  wait_for_end(*session);
+  ASSERT_TRUE(fails(session->outcome(), Errc::system));
+  EXPECT_EQ(session->outcome().error().sys_errno, ENOSPC);
 }
 
 TEST(Snapshot, WithALimitAndOneChunkStillEnds) {

@@ -20,6 +20,7 @@ import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, MutableMapping
 from concurrent.futures import wait as wait_for_futures
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -252,6 +253,17 @@ def test_a_writer_of_the_callers_own_is_used_for_many_saves(tmp_path: Path) -> N
         torch_ckpt.async_save({"t": large()}, tmp_path / name, storage_writer=writer).result()
         assert [file.name for file in data_files(tmp_path / name)] == ["__0_0.distcp"]
     assert writer.max_host_bytes is None
+
+
+def test_the_callers_writer_may_be_used_elsewhere_meanwhile(tmp_path: Path, held: Gate) -> None:
+    writer = torch_ckpt.FileSystemWriter(tmp_path / "c")
+    state = {"t": torch.ones(3)}
+    handle = torch_ckpt.async_save(state, storage_writer=writer, staging="overlapped")
+    writer.reset(tmp_path / "other")
+    held.open()
+    handle.result()
+    assert_checkpoint(tmp_path / "c", state)
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize("staging", STAGINGS)
@@ -1721,9 +1733,10 @@ def nice_of_threads() -> dict[int, int]:
     """By thread id."""
     found = {}
     for thread in os.listdir("/proc/self/task"):
-        # The name, in parentheses, may hold anything. "nice" is the 19th field.
-        status = Path(f"/proc/self/task/{thread}/stat").read_text().rpartition(")")[2]
-        found[int(thread)] = int(status.split()[19 - 3])
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
+            status = Path(f"/proc/self/task/{thread}/stat").read_text()
+            # The name, in parentheses, may hold anything. "nice" is the 19th field.
+            found[int(thread)] = int(status.rpartition(")")[2].split()[19 - 3])
     return found
 
 
