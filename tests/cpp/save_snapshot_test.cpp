@@ -796,14 +796,14 @@ TEST(Snapshot, SyncsAfterStagingAreMadeByItsQuietThreads) {
   for (int i = 0; i < 3; ++i) files.add_file(std::string(5 * kPage, 'x'));
   Seen<int> nice;
   HeldOperation opens("open", 1, [&](std::string_view operation, std::string_view) {
-    if (operation == "fsync" || operation == "fsync_directory") nice.add(nice_now());
+    if (operation == "fsync") nice.add(nice_now());
     return 0;
   });
   const auto session = start(directory, files, snapshot());
   ASSERT_TRUE(session->wait_staged(kLongest));
   opens.open();
   expect_saved(*session, files);
-  EXPECT_EQ(nice.values(), (std::vector<int>(4, 19)));
+  EXPECT_EQ(nice.values(), (std::vector<int>(3, 19)));
 }
 
 TEST(Snapshot, WritesThatStagingWaitsForAreNotQuiet) {
