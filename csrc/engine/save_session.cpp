@@ -130,16 +130,24 @@ SaveSession::SaveSession(std::string directory, std::vector<FileJob> files,
 void SaveSession::spawn_runners() {
   to_stage_ = running_ = files_.size();
   if (!files_.empty()) writers_needed_.emplace(writers_.get_executor());
-  // The handlers keep the session alive until its last file has ended.
-  const auto keep = [self = shared_from_this()](const std::exception_ptr&) {};
   const std::size_t at_once = std::min(options_.parallel_files, files_.size());
   for (std::size_t i = 0; i < std::min(at_once, empty_slots_.size()); ++i) {
     spawn_slot_filler(false);
   }
   for (std::size_t i = 0; i < at_once; ++i) {
-    asio::co_spawn(asio::make_strand(stagers_), stage_files(), keep);
-    asio::co_spawn(asio::make_strand(stagers_), write_files(), keep);
+    spawn_runner(&SaveSession::stage_files);
+    spawn_runner(&SaveSession::write_files);
   }
+}
+
+// From within its strand, so that all that Asio keeps of a coroutine is made and unmade there: its
+// counts are ordered by fences, which ThreadSanitizer does not know.
+void SaveSession::spawn_runner(boost::asio::awaitable<void> (SaveSession::*run)()) {
+  const auto strand = asio::make_strand(stagers_);
+  asio::post(strand, [self = shared_from_this(), strand, run] {
+    // The handler keeps the session alive until its last file has ended.
+    asio::co_spawn(strand, ((*self).*run)(), [self](const std::exception_ptr&) {});
+  });
 }
 
 void SaveSession::release(std::size_t slot) {

@@ -140,6 +140,7 @@ class SaveSession : public std::enable_shared_from_this<SaveSession> {
   SaveSession(std::string directory, std::vector<FileJob> files, const SaveOptions& options,
               std::size_t chunks);
   void spawn_runners();
+  void spawn_runner(boost::asio::awaitable<void> (SaveSession::*run)());
 
   // By stagers.
   boost::asio::awaitable<void> stage_files();
