@@ -21,7 +21,7 @@ from . import machine, report, states, suites, targets
 from .background import Effort
 from .results import Results
 
-GROUPS = ("save", "load", "small", "memory", "async")
+GROUPS = ("save", "load", "small", "memory", "async", "first")
 _UNITS = {
     "": 1,
     "KB": 10**3,
@@ -112,7 +112,7 @@ def measure(setup: suites.Setup, results: Results, only: Sequence[str]) -> None:
         suites.small_tensors(setup, results)
     if "memory" in chosen:
         suites.memory_beyond_state(setup, results)
-    if "async" in chosen:
+    if "first" in chosen:
         suites.first_saves_beside_training(setup, results)
     results.comparisons = targets.compare_groups(results.groups)
     results.comparisons += targets.compare_memory(results.memory)
