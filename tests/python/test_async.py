@@ -1731,8 +1731,12 @@ def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -
 
 def nice_of_threads() -> dict[int, int]:
     """By thread id."""
+    threads: list[str] = []
+    # One that ends meanwhile may hide another one from the listing.
+    while threads != (again := sorted(os.listdir("/proc/self/task"))):
+        threads = again
     found = {}
-    for thread in os.listdir("/proc/self/task"):
+    for thread in threads:
         with suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
             status = Path(f"/proc/self/task/{thread}/stat").read_text()
             # The name, in parentheses, may hold anything. "nice" is the 19th field.
