@@ -1,6 +1,6 @@
 """The compiled extension; see csrc/python. No decisions are made there."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch_ckpt.background import EngineOptions
@@ -61,7 +61,7 @@ def start_save(
     background: EngineOptions | None,
 ) -> Save: ...
 def load_tensors(
-    paths: Sequence[str],
+    files: list[tuple[str, bytes]],
     rows: list[Any],
     *,
     threads: int,
@@ -69,11 +69,16 @@ def load_tensors(
     direct_io: bool | str,
     verify: bool,
     progress: Callable[[int], None] | None,
+    ready: list[tuple[int, int]],
 ) -> list[int]:
-    """Fills the rows' targets; returns the rows whose records only torch.load knows."""
+    """Fills the rows' targets; returns the rows whose records only torch.load knows.
+
+    ``files`` are paths and their checksum tables; ``ready`` are devices and events, after which
+    targets there may be written.
+    """
 
 def load_bytes(
-    paths: Sequence[str],
+    files: list[tuple[str, bytes]],
     rows: list[tuple[str, int, int, int]],
     *,
     threads: int,

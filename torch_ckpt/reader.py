@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,7 +27,7 @@ from torch_ckpt import _C
 from torch_ckpt.collector import RelaxedGc, no_gc
 from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
 from torch_ckpt.hooks import keeps_methods
-from torch_ckpt.metadata import METADATA_NAME, read_metadata
+from torch_ckpt.metadata import METADATA_NAME, checksum_tables, read_metadata
 from torch_ckpt.progress import Progress, ProgressOption, Reporter
 
 #: Threads that read at once: they wait for the disk, so there may be more than cores.
@@ -184,11 +184,12 @@ class FileSystemReader(StockReader):
         Raises:
             Corrupt, Unsafe, OSError, ValueError: see the class.
         """
-        paths = self._paths(files, rows)
+        places = self._places(files, rows)
+        events = _current_events(row[8] for row in rows)
         planned = sum(row[8].numel() * row[8].itemsize for row in rows) if self.progress else 0
         with Reporter(self.progress, f"load {Path(self.path).name}", self.rank, planned) as shown:
             unknown = _C.load_tensors(
-                paths,
+                places,
                 rows,
                 threads=self.thread_count,
                 max_inflight_bytes=self.max_inflight_bytes,
@@ -197,6 +198,7 @@ class FileSystemReader(StockReader):
                 progress=(lambda done: shown.update(Progress(planned, 0, done)))
                 if shown.active
                 else None,
+                ready=[(device, event.cuda_event) for device, event in events],
             )
         for index in unknown:
             self._read_with_torch(files, rows[index])
@@ -204,7 +206,7 @@ class FileSystemReader(StockReader):
     def read_bytes(self, files: list[str], rows: list[ByteRow]) -> list[bytearray]:
         """The stored bytes of (name, file number, offset, length) each."""
         return _C.load_bytes(
-            self._paths(files, rows),
+            self._places(files, rows),
             rows,
             threads=self.thread_count,
             max_inflight_bytes=self.max_inflight_bytes,
@@ -271,12 +273,15 @@ class FileSystemReader(StockReader):
     def _is_local(self) -> bool:
         return type(self.fs) is FileSystem
 
-    def _paths(self, files: list[str], rows: Sequence[Row] | Sequence[ByteRow]) -> list[str]:
-        """Where the files lie."""
+    def _places(
+        self, files: list[str], rows: Sequence[Row] | Sequence[ByteRow]
+    ) -> list[tuple[str, bytes]]:
+        """Where the files lie, and their checksum tables."""
         for number, file in enumerate(files):
             if not _lies_beneath(file):
                 raise _outside(next(row[0] for row in rows if row[1] == number), file)
-        return [os.path.join(self.path, file) for file in files]
+        tables = checksum_tables(self._metadata)
+        return [(os.path.join(self.path, file), tables.get(file, b"")) for file in files]
 
     def _has_transforms(self, plan: LoadPlan) -> bool:
         return any(
@@ -335,6 +340,16 @@ def _outside(name: str, file: Any) -> Unsafe:
         f"{name}: the metadata says that its data lies in {file!r}, which is no file in the "
         "checkpoint's directory"
     )
+
+
+def _current_events(targets: Iterable[torch.Tensor]) -> list[tuple[int, Any]]:
+    """For each CUDA device, an event behind what its current stream does with the targets."""
+    events = []
+    for device in {target.device for target in targets if target.is_cuda}:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+        events.append((event.device.index, event))
+    return events
 
 
 def _number(files: dict[str, int], info: _StorageInfo) -> int:

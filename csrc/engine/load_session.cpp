@@ -2,34 +2,30 @@
 
 #include <algorithm>
 #include <boost/asio/post.hpp>
-#include <cstring>
 #include <exception>
+#include <numeric>
+#include <tuple>
 #include <utility>
 
 #include "checked_math.h"
 #include "engine/executor.h"
 #include "format/crc32.h"
-#include "staging/chunk_pool.h"
 
 namespace torch_ckpt::engine {
 namespace {
 
 namespace asio = boost::asio;
 
+using planning::ByteRange;
+
 // Read and then checksummed while it is still in the second-level cache.
-constexpr std::size_t kFusedBytes = std::size_t{512} << 10;
+constexpr std::uint64_t kFusedBytes = std::uint64_t{256} << 10;
 
-std::string hex(std::uint32_t value) {
-  constexpr char kDigits[] = "0123456789abcdef";
-  std::string text = "0x";
-  for (int shift = 28; shift >= 0; shift -= 4) text += kDigits[(value >> shift) & 15];
-  return text;
-}
+// Ranges of one record: above this, more is read than is wanted.
+constexpr std::size_t kMostRanges = std::size_t{1} << 20;
 
-Error checksum_error(std::uint32_t stored, std::uint32_t found) {
-  return format_error(Errc::checksum_mismatch, "the bytes are damaged: CRC-32 " + hex(found) +
-                                                   ", the archive says " + hex(stored));
-}
+// The archive around a payload has some 2,000 bytes.
+constexpr std::uint64_t kMaxEnvelopeBytes = std::uint64_t{1} << 20;
 
 // A zero checksum of a non-empty payload means that the writer did not compute one
 // (torch.serialization.set_crc32_options(False)).
@@ -51,30 +47,69 @@ Result<ReadStatus> judge(const ReadRequest& request, const format::RecordIndex& 
     return format_error(Errc::tensor_mismatch,
                         "the record holds a tensor of another shape than the metadata says");
   }
-  if (request.kind == ReadKind::tensor && !index.header.is_plain_row_major()) {
-    return ReadStatus::other_layout;
+  if (request.kind == ReadKind::tensor) {
+    const bool as_asked = request.layout == nullptr ? index.header.is_plain_row_major()
+                                                    : index.header == *request.layout;
+    if (!as_asked) return ReadStatus::other_layout;
   }
-  if (!inside(request.begin, request.bytes, index.payload_bytes)) {
+  if (request.region.covering().end > index.payload_bytes) {
     return format_error(Errc::tensor_mismatch, "the record is shorter than the wanted region");
   }
   return ReadStatus::done;
 }
 
+bool of_one_record(const ReadRequest& a, const ReadRequest& b) {
+  return a.kind == b.kind && a.file == b.file && a.offset == b.offset && a.length == b.length &&
+         a.dtype == b.dtype && a.sizes == b.sizes && a.layout == b.layout;
+}
+
+// How many bytes the payload of what is asked has.
+std::uint64_t payload_bytes_of(const ReadRequest& request) {
+  if (request.kind == ReadKind::raw) return request.length;
+  if (request.kind == ReadKind::storage) return request.region.covering().end;
+  if (request.layout != nullptr) return request.layout->storage_bytes;
+  std::uint64_t bytes = request.dtype->item_bytes;
+  for (const std::uint64_t size : request.sizes) bytes *= size;
+  return bytes;
+}
+
+// Whether the region is read straight into the target's memory.
+bool is_straight(const ReadRequest& request) {
+  return request.target.device == staging::Source::kHost && !request.target.convert &&
+         request.region.is_one_run();
+}
+
+// What is known of a payload block by block, where it is.
+const format::RecordSums* blocks_of(const std::optional<format::RecordSums>& sums, ReadKind kind) {
+  if (!sums || sums->block_bytes == 0 || sums->raw != (kind == ReadKind::raw)) return nullptr;
+  return &*sums;
+}
+
 }  // namespace
 
-Result<std::shared_ptr<LoadSession>> LoadSession::start(std::vector<std::string> files,
+Result<std::shared_ptr<LoadSession>> LoadSession::start(std::vector<LoadFile> files,
                                                         std::vector<ReadRequest> requests,
                                                         const LoadOptions& given) {
   LoadOptions options = given;
-  options.chunk_bytes =
-      align_down(std::min(options.chunk_bytes, options.max_scratch_bytes), os::kDirectAlignment);
-  if (options.chunk_bytes == 0 || options.threads == 0) {
+  std::vector<const planning::Region*> regions;
+  std::vector<const Target*> targets;
+  regions.reserve(requests.size());
+  targets.reserve(requests.size());
+  for (const ReadRequest& request : requests) {
+    regions.push_back(&request.region);
+    targets.push_back(&request.target);
+  }
+  const ScratchLayout layout =
+      lay_out_scratch(regions, targets, options.chunk_bytes, options.max_scratch_bytes);
+  if (layout.chunk_bytes == 0 || options.threads == 0) {
     return format_error(Errc::invalid_argument,
                         "a load needs at least one thread and 4096 bytes of scratch memory");
   }
-  options.threads = std::min(options.threads, options.max_scratch_bytes / options.chunk_bytes);
+  options.threads = std::min(options.threads, options.max_scratch_bytes / layout.bytes());
   std::shared_ptr<LoadSession> session(
       new LoadSession(std::move(files), std::move(requests), options));
+  session->scratch_layout_ = layout;
+  if (auto planned = session->plan(); !planned) return planned.error();
   const std::size_t tasks = std::min(options.threads, session->units_.size());
   session->results_.emplace(tasks);
   for (std::size_t slot = 0; slot < tasks; ++slot) {
@@ -83,53 +118,126 @@ Result<std::shared_ptr<LoadSession>> LoadSession::start(std::vector<std::string>
   return session;
 }
 
-LoadSession::LoadSession(std::vector<std::string> files, std::vector<ReadRequest> requests,
+LoadSession::LoadSession(std::vector<LoadFile> files, std::vector<ReadRequest> requests,
                          const LoadOptions& options)
-    : paths_(std::move(files)),
+    : files_given_(std::move(files)),
       requests_(std::move(requests)),
       options_(options),
       outcomes_(requests_.size()),
-      files_(paths_.size()),
-      large_(requests_.size()) {
-  std::vector<planning::WantedRecord> wanted;
-  wanted.reserve(requests_.size());
-  for (const ReadRequest& request : requests_) {
-    wanted.push_back({request.file, request.offset, request.length, request.bytes});
-    bytes_planned_ += request.bytes;
+      files_(files_given_.size()) {}
+
+// --- the plan ------------------------------------------------------------------------------------
+
+void LoadSession::group_requests() {
+  std::vector<std::size_t> order(requests_.size());
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
+    return std::tie(requests_[a].file, requests_[a].offset, requests_[a].kind) <
+           std::tie(requests_[b].file, requests_[b].offset, requests_[b].kind);
+  });
+  records_.reserve(requests_.size());
+  for (const std::size_t index : order) {
+    if (records_.empty() || !of_one_record(first(records_.back()), requests_[index])) {
+      records_.emplace_back();
+    }
+    records_.back().requests.push_back(index);
   }
+}
+
+Result<> LoadSession::plan() {
+  for (const ReadRequest& request : requests_) bytes_planned_ += request.region.bytes();
+  group_requests();
+  if (options_.verify) {
+    std::vector<std::optional<format::ChecksumTable>> tables(files_given_.size());
+    for (std::size_t file = 0; file < files_given_.size(); ++file) {
+      const std::string& encoded = files_given_[file].checksum_table;
+      if (encoded.empty()) continue;
+      auto table = format::ChecksumTable::decode(std::as_bytes(std::span(encoded)));
+      if (!table) {
+        Error error = table.error();
+        error.path = files_given_[file].path;
+        error.offset = Error::kNoOffset;
+        error.detail = "its checksums in the metadata are damaged: " + error.detail;
+        return error;
+      }
+      tables[file] = std::move(*table);
+    }
+    for (Record& record : records_) {
+      if (const auto& table = tables[first(record).file]) {
+        record.sums = table->find(first(record).offset);
+      }
+    }
+  }
+  std::vector<planning::WantedRecord> wanted;
+  wanted.reserve(records_.size());
+  for (const Record& record : records_) wanted.push_back(wanted_of(record));
   planning::ReadPlanLimits limits;
-  limits.batch_bytes = options_.chunk_bytes;
+  limits.batch_bytes = scratch_layout_.read_bytes;
   units_ = planning::plan_reads(wanted, limits);
   for (const planning::ReadUnit& unit : units_) {
     ++files_[unit.file].units_left;
     if (unit.is_batch || unit.piece != 0) continue;
     auto large = std::make_unique<LargeRecord>();
-    large->piece_crcs.resize(unit.pieces);
+    const std::size_t index = unit.records.front();
+    const std::vector<ByteRange> all{{0, payload_bytes_of(first(records_[index]))}};
+    large->whole = wanted[index].ranges == all;
+    large->pieces.resize(unit.pieces);
     large->pieces_left = unit.pieces;
-    large_[unit.records.front()] = std::move(large);
+    records_[index].large = std::move(large);
   }
+  return {};
 }
+
+planning::WantedRecord LoadSession::wanted_of(const Record& record) const {
+  const ReadRequest& of = first(record);
+  const planning::ReadPlanLimits limits;
+  planning::WantedRecord wanted{of.file, of.offset, of.length, {}};
+  for (const std::size_t index : record.requests) {
+    const auto ranges = requests_[index].region.ranges(limits.gap_bytes, kMostRanges);
+    wanted.ranges.insert(wanted.ranges.end(), ranges.begin(), ranges.end());
+  }
+  if (const format::RecordSums* sums = blocks_of(record.sums, of.kind)) {
+    const std::uint64_t end = payload_bytes_of(of);
+    for (ByteRange& range : wanted.ranges) {
+      range.begin = align_down(range.begin, sums->block_bytes);
+      range.end = std::min(align_up(range.end, sums->block_bytes), end);
+    }
+  }
+  if (wanted.ranges.size() > 1) {
+    wanted.ranges = planning::coalesce(std::move(wanted.ranges), limits.gap_bytes);
+  }
+  return wanted;
+}
+
+// --- a task --------------------------------------------------------------------------------------
 
 void LoadSession::run_task() {
   Result<> status;
-  auto chunk = staging::ChunkPool::instance().take(options_.chunk_bytes);
-  if (chunk) {
-    run_units((*chunk)->bytes());
-    staging::ChunkPool::instance().give_back(std::move(*chunk));
-    staging::ChunkPool::instance().trim(options_.chunk_bytes * options_.threads);
-  } else {
-    status = chunk.error();
-    fail(chunk.error(), LoadFailure::kNoRequest);
+  try {
+    auto scratch = Scratch::make(scratch_layout_, options_.ready);
+    if (scratch) {
+      run_units(**scratch);
+      if (auto settled = (*scratch)->settle(); !settled) status = settled;
+    } else {
+      status = scratch.error();
+    }
+  } catch (const std::exception& caught) {
+    Error error;
+    error.operation = "load";
+    error.detail = caught.what();
+    status = std::move(error);
   }
+  if (!status) fail(status.error(), LoadFailure::kNoRequest);
+  staging::ChunkPool::instance().trim(scratch_layout_.bytes() * options_.threads);
   results_->send(status);
 }
 
-void LoadSession::run_units(std::span<std::byte> scratch) {
+void LoadSession::run_units(Scratch& scratch) {
   while (!cancelled_) {
     const std::size_t number = next_unit_++;
     if (number >= units_.size()) return;
     const planning::ReadUnit& unit = units_[number];
-    std::size_t culprit = unit.records.front();
+    std::size_t culprit = records_[unit.records.front()].requests.front();
     try {
       if (auto done = run_unit(unit, scratch, culprit); !done) fail(done.error(), culprit);
     } catch (const std::exception& caught) {
@@ -141,14 +249,14 @@ void LoadSession::run_units(std::span<std::byte> scratch) {
   }
 }
 
-Result<> LoadSession::run_unit(const planning::ReadUnit& unit, std::span<std::byte> scratch,
+Result<> LoadSession::run_unit(const planning::ReadUnit& unit, Scratch& scratch,
                                std::size_t& culprit) {
   auto file = acquire_file(unit.file);
   if (!file) return file.error();
   for (const std::size_t index : unit.records) {
-    const ReadRequest& request = requests_[index];
+    const ReadRequest& request = first(records_[index]);
     if (inside(request.offset, request.length, (*file)->bytes())) continue;
-    culprit = index;
+    culprit = records_[index].requests.front();
     return format_error(Errc::range_past_end,
                         "the metadata gives a record of " + std::to_string(request.length) +
                             " bytes, but the file has " + std::to_string((*file)->bytes()));
@@ -160,145 +268,227 @@ Result<> LoadSession::run_unit(const planning::ReadUnit& unit, std::span<std::by
   return done;
 }
 
-Result<> LoadSession::run_batch(const planning::ReadUnit& unit, const DataFile& file,
-                                std::span<std::byte> scratch, std::size_t& culprit) {
-  const auto bytes = scratch.first(unit.length);
-  // Into the scratch chunk itself, so direct reads would need a second one.
-  if (auto read = file.read(bytes, unit.begin, {}); !read) return read;
-  for (const std::size_t index : unit.records) {
-    culprit = index;
+Result<> LoadSession::deliver(const Record& record, std::uint64_t position,
+                              std::span<const std::byte> bytes, Scratch& scratch) {
+  for (const std::size_t index : record.requests) {
     const ReadRequest& request = requests_[index];
-    const auto record = bytes.subspan(request.offset - unit.begin, request.length);
-    if (auto taken = take_from_memory(index, record); !taken) return taken;
+    auto delivered = scratch.deliver(request.region, request.target, position, bytes);
+    if (!delivered) return delivered.error();
+    bytes_done_ += *delivered;
   }
   return {};
 }
 
-Result<> LoadSession::take_from_memory(std::size_t index, std::span<const std::byte> record) {
-  const ReadRequest& request = requests_[index];
-  ReadOutcome& outcome = outcomes_[index];
-  std::span<const std::byte> payload = record;
-  if (request.kind != ReadKind::raw) {
-    RecordInMemory in_memory(record);
-    auto archive = format::index_record(in_memory);
+void LoadSession::set_status(const Record& record, ReadStatus status) {
+  for (const std::size_t index : record.requests) outcomes_[index].status = status;
+}
+
+// Decodes the archive around a payload and checks it.
+Result<LoadSession::Payload> LoadSession::open_payload(const Record& record,
+                                                       format::RecordBytes& bytes) {
+  const ReadRequest& request = first(record);
+  Payload payload;
+  if (request.kind == ReadKind::raw) {
+    payload.bytes = request.length;
+    for (const std::size_t index : record.requests) {
+      if (requests_[index].region.covering().end <= request.length) continue;
+      return format_error(Errc::range_past_end, "the record is shorter than the wanted range");
+    }
+  } else {
+    auto archive = format::index_record(bytes);
     if (!archive) {
       if (archive.error().code != Errc::pickle_unknown) return archive.error();
-      outcome.status = ReadStatus::unknown_record;
-      return {};
+      if (record.sums && !record.sums->raw) {
+        // Of a tensor that the engine wrote, which it would know.
+        return format_error(Errc::checksum_mismatch,
+                            "the archive is damaged: " + archive.error().detail);
+      }
+      payload.status = ReadStatus::unknown_record;
+      return payload;
     }
-    auto status = judge(request, *archive);
-    if (!status) return status.error();
-    if (*status != ReadStatus::done) {
-      outcome.header = std::move(archive->header);
-      outcome.status = *status;
-      return {};
+    payload.offset = archive->payload_offset;
+    payload.bytes = archive->payload_bytes;
+    payload.crc = archive->payload_crc;
+    if (auto intact = check_envelope(record, bytes, payload); !intact) return intact.error();
+    for (const std::size_t index : record.requests) {
+      auto status = judge(requests_[index], *archive);
+      if (!status) return status.error();
+      payload.status = *status;
+      if (*status == ReadStatus::other_layout) outcomes_[index].header = archive->header;
     }
-    payload = record.subspan(archive->payload_offset, archive->payload_bytes);
-    if (options_.verify && is_known(archive->payload_crc, payload.size())) {
+  }
+  if (const format::RecordSums* sums = blocks_of(record.sums, request.kind);
+      sums != nullptr && payload.status == ReadStatus::done &&
+      sums->block_crcs.size() != (payload.bytes + sums->block_bytes - 1) / sums->block_bytes) {
+    return format_error(Errc::checksum_mismatch,
+                        "the metadata has the checksums of a record of another size");
+  }
+  return payload;
+}
+
+Result<> LoadSession::check_envelope(const Record& record, format::RecordBytes& bytes,
+                                     const Payload& payload) const {
+  if (!record.sums || record.sums->raw) return {};
+  // index_record() has seen that the payload lies within.
+  const std::uint64_t end = payload.offset + payload.bytes;
+  if (payload.offset > kMaxEnvelopeBytes || bytes.size() - end > kMaxEnvelopeBytes) {
+    return format_error(Errc::checksum_mismatch, "the archive is not the one that was written");
+  }
+  std::uint32_t crc = 0;
+  for (const ByteRange part : {ByteRange{0, payload.offset}, ByteRange{end, bytes.size()}}) {
+    auto read = bytes.at(part.begin, part.bytes());
+    if (!read) return read.error();
+    crc = format::crc32(crc, *read);
+  }
+  if (crc == record.sums->envelope_crc) return {};
+  return checksum_error(record.sums->envelope_crc, crc, "the checkpoint's metadata");
+}
+
+// --- small records -------------------------------------------------------------------------------
+
+Result<> LoadSession::run_batch(const planning::ReadUnit& unit, const DataFile& file,
+                                Scratch& scratch, std::size_t& culprit) {
+  auto room = scratch.room();
+  if (!room) return room.error();
+  auto bytes =
+      file.fetch(*room, unit.begin, unit.length, file.goes_direct(unit.begin, unit.length));
+  if (!bytes) return bytes.error();
+  for (const std::size_t index : unit.records) {
+    const Record& record = records_[index];
+    culprit = record.requests.front();
+    const ReadRequest& request = first(record);
+    const auto in_memory = bytes->subspan(request.offset - unit.begin, request.length);
+    if (auto taken = take_from_memory(record, in_memory, scratch); !taken) return taken;
+  }
+  return scratch.submit();
+}
+
+Result<> LoadSession::take_from_memory(const Record& record, std::span<const std::byte> bytes,
+                                       Scratch& scratch) {
+  RecordInMemory in_memory(bytes);
+  auto opened = open_payload(record, in_memory);
+  if (!opened) return opened.error();
+  if (opened->status == ReadStatus::done) {
+    const auto payload = bytes.subspan(opened->offset, opened->bytes);
+    if (const format::RecordSums* sums = blocks_of(record.sums, first(record).kind)) {
+      PayloadCheck check = PayloadCheck::by_blocks(*sums, payload.size());
+      if (auto intact = check.take(0, payload); !intact) return intact;
+    } else if (options_.verify && first(record).kind == ReadKind::raw) {
+      if (auto intact = check_raw(first(record), payload); !intact) return intact;
+    } else if (options_.verify && is_known(opened->crc, payload.size())) {
       const std::uint32_t found = format::crc32(0, payload);
-      if (found != archive->payload_crc) return checksum_error(archive->payload_crc, found);
+      if (found != opened->crc) return checksum_error(opened->crc, found, "the archive");
     }
-  } else if (!inside(request.begin, request.bytes, payload.size())) {
-    return format_error(Errc::range_past_end, "the record is shorter than the wanted range");
-  } else if (options_.verify) {
-    const auto wanted = payload.subspan(request.begin, request.bytes);
-    if (auto intact = check_raw(request, wanted); !intact) return intact;
+    if (auto delivered = deliver(record, 0, payload, scratch); !delivered) return delivered;
   }
-  if (request.bytes > 0) {
-    std::memcpy(request.destination, payload.data() + request.begin, request.bytes);
-  }
-  bytes_done_ += request.bytes;
-  outcome.status = ReadStatus::done;
+  set_status(record, opened->status);
   return {};
 }
 
-void LoadSession::open_large(std::size_t index, const DataFile& file, LargeRecord& large) {
-  const ReadRequest& request = requests_[index];
-  if (request.kind == ReadKind::raw) {
-    large.payload_bytes = request.length;
-    if (!inside(request.begin, request.bytes, request.length)) {
-      large.error =
-          format_error(Errc::range_past_end, "the record is shorter than the wanted range");
-    }
-    return;
-  }
-  RecordInFile in_file(file, request.offset, request.length);
-  auto archive = format::index_record(in_file);
-  if (!archive) {
-    if (archive.error().code == Errc::pickle_unknown) {
-      large.status = ReadStatus::unknown_record;
-    } else {
-      large.error = archive.error();
-    }
-    return;
-  }
-  auto status = judge(request, *archive);
-  if (!status) {
-    large.error = status.error();
-    return;
-  }
-  large.status = *status;
-  large.payload_offset = archive->payload_offset;
-  large.payload_bytes = archive->payload_bytes;
-  large.payload_crc = archive->payload_crc;
-  if (*status != ReadStatus::done) outcomes_[index].header = std::move(archive->header);
-}
+// --- large records -------------------------------------------------------------------------------
 
 Result<> LoadSession::run_piece(const planning::ReadUnit& unit, const DataFile& file,
-                                std::span<std::byte> scratch) {
-  const std::size_t index = unit.records.front();
-  const ReadRequest& request = requests_[index];
-  LargeRecord& large = *large_[index];
-  std::call_once(large.once, [&] { open_large(index, file, large); });
-  if (large.error) return *large.error;
-
-  const bool whole = request.kind != ReadKind::raw && request.bytes == large.payload_bytes;
-  const bool verify = options_.verify && whole && is_known(large.payload_crc, large.payload_bytes);
-  if (large.status == ReadStatus::done) {
-    std::span<std::byte> out(request.destination + unit.begin, unit.length);
-    std::uint64_t offset = request.offset + large.payload_offset + request.begin + unit.begin;
-    std::uint32_t crc = 0;
-    while (!out.empty() && !cancelled_) {
-      // Direct reads move a scratch chunk at a time; checksumming follows in cache-sized steps.
-      const auto step = out.first(std::min(out.size(), scratch.size()));
-      if (auto read = file.read(step, offset, scratch); !read) return read;
-      if (verify) {
-        for (std::size_t at = 0; at < step.size(); at += kFusedBytes) {
-          crc = format::crc32(crc, step.subspan(at, std::min(kFusedBytes, step.size() - at)));
-        }
-      }
-      offset += step.size();
-      out = out.subspan(step.size());
-      bytes_done_ += step.size();
+                                Scratch& scratch) {
+  const Record& record = records_[unit.records.front()];
+  const ReadRequest& request = first(record);
+  LargeRecord& large = *record.large;
+  std::call_once(large.once, [&] {
+    RecordInFile in_file(file, request.offset, request.length);
+    auto opened = open_payload(record, in_file);
+    if (opened) {
+      large.payload = *opened;
+    } else {
+      large.error = opened.error();
     }
-    large.piece_crcs[unit.piece] = crc;
+  });
+  if (large.error) return *large.error;
+  const Payload& payload = large.payload;
+  const format::RecordSums* blocks = blocks_of(record.sums, request.kind);
+  const bool in_all = options_.verify && blocks == nullptr && large.whole &&
+                      request.kind != ReadKind::raw && is_known(payload.crc, payload.bytes);
+
+  if (payload.status == ReadStatus::done) {
+    PayloadCheck check;
+    if (blocks != nullptr) check = PayloadCheck::by_blocks(*blocks, payload.bytes);
+    if (in_all) check = PayloadCheck::in_all();
+    for (const ByteRange& range : unit.ranges) {
+      if (auto read = read_range(record, range, file, scratch, check); !read) return read;
+    }
+    large.pieces[unit.piece] = check.sum();
   }
   if (--large.pieces_left > 0 || cancelled_) return {};
 
-  if (verify && large.status == ReadStatus::done) {
-    planning::ReadPlanLimits limits;
+  if (in_all && payload.status == ReadStatus::done) {
     std::uint32_t found = 0;
-    std::uint64_t left = large.payload_bytes;
-    for (const std::uint32_t crc : large.piece_crcs) {
-      const std::uint64_t bytes = std::min(limits.piece_bytes, left);
-      found = format::crc32_join(found, crc, bytes);
-      left -= bytes;
-    }
-    if (found != large.payload_crc) return checksum_error(large.payload_crc, found);
+    for (const auto& [crc, bytes] : large.pieces) found = format::crc32_join(found, crc, bytes);
+    if (found != payload.crc) return checksum_error(payload.crc, found, "the archive");
   }
-  if (options_.verify && request.kind == ReadKind::raw) {
-    const std::span<const std::byte> bytes(request.destination, request.bytes);
+  if (options_.verify && blocks == nullptr && request.kind == ReadKind::raw && large.whole &&
+      is_straight(request)) {
+    const std::span<const std::byte> bytes(request.target.address, request.length);
     if (auto intact = check_raw(request, bytes); !intact) return intact;
   }
-  outcomes_[index].status = large.status;
+  set_status(record, payload.status);
   return {};
 }
+
+Result<> LoadSession::read_range(const Record& record, ByteRange range, const DataFile& file,
+                                 Scratch& scratch, PayloadCheck& check) {
+  const ReadRequest& request = first(record);
+  const std::uint64_t payload_begin = record.large->payload.offset;
+  const std::uint64_t begin_in_file = request.offset + payload_begin;
+  const bool straight = record.requests.size() == 1 && is_straight(request);
+  const ByteRange run = straight ? request.region.covering() : ByteRange{};
+  const auto checked = [&](std::uint64_t position, std::span<const std::byte> bytes) -> Result<> {
+    auto intact = check.take(position, bytes);
+    if (intact) return intact;
+    // Counted from the payload's begin, where the session counts from the record's.
+    Error error = intact.error();
+    if (error.offset != Error::kNoOffset) error.offset += payload_begin;
+    return error;
+  };
+  while (range.begin < range.end && !cancelled_) {
+    // Of a direct read the first and last blocks may hold other bytes, too.
+    std::uint64_t step_end = std::min(range.end, range.begin + scratch.step_bytes());
+    const bool direct = file.goes_direct(begin_in_file + range.begin, step_end - range.begin);
+    while (range.begin < step_end) {
+      std::uint64_t end = direct ? step_end : std::min(step_end, range.begin + kFusedBytes);
+      if (straight && range.begin < run.begin) end = std::min(end, run.begin);
+      const bool in_run = straight && range.begin >= run.begin && range.begin < run.end;
+      if (in_run) end = std::min(end, run.end);
+      const std::uint64_t bytes = end - range.begin;
+      if (in_run && !direct) {
+        const std::span<std::byte> out(request.target.address + (range.begin - run.begin), bytes);
+        if (auto read = file.read(out, begin_in_file + range.begin); !read) return read;
+        if (auto intact = checked(range.begin, out); !intact) return intact;
+        bytes_done_ += bytes;
+        range.begin = end;
+        continue;
+      }
+      auto room = scratch.room();
+      if (!room) return room.error();
+      auto fetched = file.fetch(*room, begin_in_file + range.begin, bytes, direct);
+      if (!fetched) return fetched.error();
+      for (std::span<const std::byte> left = *fetched; !left.empty();) {
+        const auto part = left.first(std::min<std::uint64_t>(left.size(), kFusedBytes));
+        if (auto intact = checked(range.begin, part); !intact) return intact;
+        if (auto done = deliver(record, range.begin, part, scratch); !done) return done;
+        range.begin += part.size();
+        left = left.subspan(part.size());
+      }
+      if (auto submitted = scratch.submit(); !submitted) return submitted;
+    }
+  }
+  return {};
+}
+
+// --- files, failures, the caller -----------------------------------------------------------------
 
 Result<std::shared_ptr<DataFile>> LoadSession::acquire_file(std::size_t number) {
   FileState& state = files_[number];
   std::lock_guard lock(state.mutex);
   if (state.file == nullptr) {
-    auto opened = DataFile::open(paths_[number], options_.direct_io);
+    auto opened = DataFile::open(files_given_[number].path, options_.direct_io);
     if (!opened) return opened.error();
     state.file = std::make_shared<DataFile>(std::move(*opened));
   }
@@ -316,7 +506,7 @@ void LoadSession::fail(Error error, std::size_t request) {
   {
     std::lock_guard lock(mutex_);
     if (error.path.empty() && request != LoadFailure::kNoRequest) {
-      error.path = paths_[requests_[request].file];
+      error.path = path(requests_[request]);
       // The decoder counts from the record's begin.
       if (error.offset == Error::kNoOffset) error.offset = 0;
       error.offset += requests_[request].offset;

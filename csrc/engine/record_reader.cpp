@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
 #include <utility>
 
 #include "checked_math.h"
@@ -41,42 +40,29 @@ Result<DataFile> DataFile::open(const std::string& path, DirectIo direct_io) {
   return DataFile(std::move(*buffered), std::move(direct), direct_io, *bytes);
 }
 
-Result<> DataFile::read_direct(std::span<std::byte> out, std::uint64_t offset,
-                               std::span<std::byte> scratch) const {
-  while (!out.empty()) {
-    const std::uint64_t begin = align_down(offset, os::kDirectAlignment);
-    const std::size_t skip = offset - begin;
-    const std::size_t ask =
-        std::min<std::size_t>(scratch.size(), align_up(skip + out.size(), os::kDirectAlignment));
-    auto got = direct_->read_some_at(scratch.first(ask), begin);
-    if (!got) {
-      // Some file systems open for direct I/O and then refuse it.
-      if (got.error().sys_errno == EINVAL) return buffered_.read_at(out, offset);
-      return got.error();
-    }
-    // The buffered read finds out, and says, where the file really ends.
-    if (*got <= skip) return buffered_.read_at(out, offset);
-    const std::size_t count = std::min(out.size(), *got - skip);
-    std::memcpy(out.data(), scratch.data() + skip, count);
-    out = out.subspan(count);
-    offset += count;
-  }
-  return {};
-}
-
-Result<> DataFile::read(std::span<std::byte> out, std::uint64_t offset,
-                        std::span<std::byte> scratch) const {
-  if (!direct_ || scratch.empty() ||
-      (direct_io_ == DirectIo::automatic && out.size() < kDirectMinRead)) {
-    return buffered_.read_at(out, offset);
-  }
+bool DataFile::goes_direct(std::uint64_t offset, std::size_t length) const {
+  if (!direct_) return false;
+  if (direct_io_ == DirectIo::on) return true;
   // Reading what is in memory from the disk would be slower, and the other way round would push the
   // trainer's pages out.
-  if (direct_io_ == DirectIo::automatic &&
-      buffered_.cached_fraction(offset, out.size()) >= kWarmFraction) {
-    return buffered_.read_at(out, offset);
+  return length >= kDirectMinRead && buffered_.cached_fraction(offset, length) < kWarmFraction;
+}
+
+Result<std::span<std::byte>> DataFile::fetch(std::span<std::byte> scratch, std::uint64_t offset,
+                                             std::size_t length, bool direct) const {
+  const std::uint64_t begin = align_down(offset, os::kDirectAlignment);
+  const std::size_t skip = offset - begin;
+  const std::size_t ask = align_up(skip + length, os::kDirectAlignment);
+  if (direct && direct_ && ask <= scratch.size()) {
+    auto got = direct_->read_some_at(scratch.first(ask), begin);
+    if (got && *got >= skip + length) return scratch.subspan(skip, length);
+    // Some file systems open for direct I/O and then refuse it; and where the file ends too early
+    // the buffered read finds out, and says so.
+    if (!got && got.error().sys_errno != EINVAL) return got.error();
   }
-  return read_direct(out, offset, scratch);
+  const std::span<std::byte> out = scratch.first(length);
+  if (auto read = buffered_.read_at(out, offset); !read) return read.error();
+  return out;
 }
 
 Result<std::span<const std::byte>> RecordInMemory::at(std::uint64_t offset, std::uint64_t length) {
@@ -89,7 +75,7 @@ Result<std::span<const std::byte>> RecordInMemory::at(std::uint64_t offset, std:
 Result<> RecordInFile::load(std::vector<std::byte>& into, std::uint64_t offset,
                             std::uint64_t length) {
   into.resize(length);
-  return file_.read(into, offset_ + offset, {});
+  return file_.read(into, offset_ + offset);
 }
 
 Result<std::span<const std::byte>> RecordInFile::at(std::uint64_t offset, std::uint64_t length) {

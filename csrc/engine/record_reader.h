@@ -15,7 +15,7 @@
 namespace torch_ckpt::engine {
 
 // One data file being read: buffered, and beside it direct where that is wanted and offered.
-// read() may be called from several threads at once, each with a scratch chunk of its own.
+// Safe for concurrent use by multiple threads, each with scratch memory of its own.
 class DataFile {
  public:
   static Result<DataFile> open(const std::string& path, DirectIo direct_io);
@@ -23,11 +23,20 @@ class DataFile {
   std::uint64_t bytes() const { return bytes_; }
   const std::string& path() const { return buffered_.path(); }
 
-  /// Reads exactly out.size() bytes at `offset`. A range that is mostly in the page cache comes
-  /// from there; others, where the file system offers it, by direct reads through `scratch`, which
-  /// leave the cache to the trainer. `scratch` is a chunk: page-aligned, a multiple of 4096 bytes;
-  /// an empty one means a buffered read.
-  Result<> read(std::span<std::byte> out, std::uint64_t offset, std::span<std::byte> scratch) const;
+  /// Whether to read a range around the page cache: what is mostly in it comes from there; other
+  /// ranges, where the file system offers it, by direct reads, which leave the cache to the trainer.
+  bool goes_direct(std::uint64_t offset, std::size_t length) const;
+
+  /// Reads exactly out.size() bytes at `offset` through the page cache.
+  Result<> read(std::span<std::byte> out, std::uint64_t offset) const {
+    return buffered_.read_at(out, offset);
+  }
+
+  /// Reads exactly `length` bytes at `offset` into `scratch` and says where in it they are.
+  /// `scratch` is page-aligned and has room for them; a direct read takes whole blocks, and where
+  /// these have no room it is a buffered one.
+  Result<std::span<std::byte>> fetch(std::span<std::byte> scratch, std::uint64_t offset,
+                                     std::size_t length, bool direct) const;
 
  private:
   DataFile(os::File buffered, std::optional<os::File> direct, DirectIo direct_io,
@@ -36,8 +45,6 @@ class DataFile {
         direct_(std::move(direct)),
         direct_io_(direct_io),
         bytes_(bytes) {}
-  Result<> read_direct(std::span<std::byte> out, std::uint64_t offset,
-                       std::span<std::byte> scratch) const;
 
   os::File buffered_;
   std::optional<os::File> direct_;

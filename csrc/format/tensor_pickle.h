@@ -23,6 +23,8 @@ struct TensorHeader {
 
   /// Whether the payload is the elements in row-major order, with nothing around them.
   bool is_plain_row_major() const;
+
+  bool operator==(const TensorHeader&) const = default;
 };
 
 /// Emits the pickle, byte for byte as Python's pickler does (protocol 2, memo included).

@@ -2,13 +2,16 @@
 
 #include <algorithm>
 #include <tuple>
+#include <utility>
+
+#include "checked_math.h"
 
 namespace torch_ckpt::planning {
 namespace {
 
 bool is_small(const WantedRecord& record, const ReadPlanLimits& limits) {
   if (record.length > std::min(limits.small_bytes, limits.batch_bytes)) return false;
-  return record.length <= limits.gap_bytes || record.wanted >= record.length / 2;
+  return record.length <= limits.gap_bytes || record.wanted() >= record.length / 2;
 }
 
 // Whether `record` continues `batch` without reading too much in between or growing too long.
@@ -19,19 +22,46 @@ bool continues(const ReadUnit& batch, const WantedRecord& record, const ReadPlan
   return record.offset - batch.begin + record.length <= limits.batch_bytes;
 }
 
+// Ranges in the order given, as many as make up a piece. They are cut at whole multiples of
+// cut_bytes only, so that what is checksummed block by block lies within one piece.
+std::vector<std::vector<ByteRange>> cut(const std::vector<ByteRange>& ranges,
+                                        const ReadPlanLimits& limits) {
+  std::vector<std::vector<ByteRange>> pieces(1);
+  std::uint64_t room = limits.piece_bytes;
+  const auto next_piece = [&] {
+    pieces.emplace_back();
+    room = limits.piece_bytes;
+  };
+  for (ByteRange range : ranges) {
+    while (range.bytes() > room) {
+      const std::uint64_t end = align_down(range.begin + room, limits.cut_bytes);
+      if (end > range.begin) {
+        pieces.back().push_back({range.begin, end});
+        range.begin = end;
+      } else if (pieces.back().empty()) {
+        break;  // a piece that is smaller than what it may be cut at
+      }
+      next_piece();
+    }
+    pieces.back().push_back(range);
+    room -= std::min(room, range.bytes());
+    if (room == 0) next_piece();
+  }
+  // A record of which no byte is wanted still has its archive looked at, once.
+  if (pieces.back().empty() && pieces.size() > 1) pieces.pop_back();
+  return pieces;
+}
+
 void add_pieces(std::vector<ReadUnit>& units, std::size_t index, const WantedRecord& record,
                 const ReadPlanLimits& limits) {
-  // A record of which no byte is wanted still has its archive looked at, once.
-  const std::uint64_t pieces =
-      std::max<std::uint64_t>(1, (record.wanted + limits.piece_bytes - 1) / limits.piece_bytes);
-  for (std::uint64_t piece = 0; piece < pieces; ++piece) {
+  std::vector<std::vector<ByteRange>> pieces = cut(record.ranges, limits);
+  for (std::size_t piece = 0; piece < pieces.size(); ++piece) {
     ReadUnit unit;
     unit.file = record.file;
     unit.records = {index};
-    unit.begin = piece * limits.piece_bytes;
-    unit.length = std::min(limits.piece_bytes, record.wanted - unit.begin);
+    unit.ranges = std::move(pieces[piece]);
     unit.piece = piece;
-    unit.pieces = pieces;
+    unit.pieces = pieces.size();
     units.push_back(std::move(unit));
   }
 }

@@ -4,14 +4,22 @@
 #include <span>
 #include <vector>
 
+#include "planning/region.h"
+
 namespace torch_ckpt::planning {
 
 /// One stored record that is wanted, wholly or in part.
 struct WantedRecord {
   std::size_t file = 0;
-  std::uint64_t offset = 0;  // of the record in the file
-  std::uint64_t length = 0;  // of the record
-  std::uint64_t wanted = 0;  // bytes of its payload that are wanted
+  std::uint64_t offset = 0;       // of the record in the file
+  std::uint64_t length = 0;       // of the record
+  std::vector<ByteRange> ranges;  // of its payload; ascending, apart from each other
+
+  std::uint64_t wanted() const {
+    std::uint64_t sum = 0;
+    for (const ByteRange& range : ranges) sum += range.bytes();
+    return sum;
+  }
 };
 
 /// One step of a load: either a run of small records that lie close together and are read at once,
@@ -20,10 +28,11 @@ struct ReadUnit {
   std::size_t file = 0;
   std::vector<std::size_t> records;  // a batch: indices, ascending by offset; one for a piece
   bool is_batch = false;
-  std::uint64_t begin = 0;   // batch: first byte in the file; piece: first of the wanted bytes
-  std::uint64_t length = 0;  // bytes to read
-  std::size_t piece = 0;     // number of the piece within its record
-  std::size_t pieces = 0;    // how many the record has
+  std::uint64_t begin = 0;        // of a batch, in the file
+  std::uint64_t length = 0;       // of a batch: bytes to read
+  std::vector<ByteRange> ranges;  // of a piece, within the payload
+  std::size_t piece = 0;          // number of the piece within its record
+  std::size_t pieces = 0;         // how many the record has
 };
 
 struct ReadPlanLimits {
@@ -31,11 +40,12 @@ struct ReadPlanLimits {
   std::uint64_t small_bytes = std::uint64_t{256} << 10;  // larger records are read by themselves
   std::uint64_t gap_bytes = std::uint64_t{64} << 10;     // unwanted bytes worth reading over
   std::uint64_t piece_bytes = std::uint64_t{16} << 20;   // of a large record, for one thread
+  std::uint64_t cut_bytes = std::uint64_t{1} << 20;      // pieces are cut at multiples of this
 };
 
-/// Orders the wanted records by file and offset and cuts them into units. Records that are wanted
-/// more than once are fine. A small record of which less than half is wanted is read like a large
-/// one, unless it is smaller than the gap that would be read over anyway.
+/// Orders the wanted records by file and offset and cuts them into units. A small record of which
+/// less than half is wanted is read like a large one, unless it is smaller than the gap that would
+/// be read over anyway.
 std::vector<ReadUnit> plan_reads(std::span<const WantedRecord> records,
                                  const ReadPlanLimits& limits);
 

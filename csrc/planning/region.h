@@ -1,23 +1,123 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <vector>
 
 namespace torch_ckpt::planning {
 
-/// A run of elements in a row-major tensor.
-struct Run {
+/// Bytes [begin, end) of a payload.
+struct ByteRange {
   std::uint64_t begin = 0;
-  std::uint64_t count = 0;
+  std::uint64_t end = 0;
+
+  std::uint64_t bytes() const { return end - begin; }
+  bool operator==(const ByteRange&) const = default;
 };
 
-/// The box [offsets, offsets + lengths) within a row-major tensor of `sizes`, as one run of
-/// elements where it is one (only the outermost dimension that is not 1 is narrowed); nullopt
-/// otherwise or where the box does not lie within.
-std::optional<Run> contiguous_run(std::span<const std::uint64_t> sizes,
-                                  std::span<const std::uint64_t> offsets,
-                                  std::span<const std::uint64_t> lengths);
+/// Unites ranges that overlap or lie at most `gap_bytes` apart. They need not be sorted.
+std::vector<ByteRange> coalesce(std::vector<ByteRange> ranges, std::uint64_t gap_bytes);
+
+/// The elements of a stored tensor that are wanted, and where in the target each of them goes: a
+/// box, as nested loops over bytes of the payload and of the target. Sizes and offsets count
+/// elements, strides and everything that this class gives count bytes.
+class Region {
+ public:
+  struct Dim {
+    std::uint64_t count = 0;
+    std::uint64_t stored_stride = 0;
+    std::int64_t target_stride = 0;
+  };
+  /// Elements that follow each other with fixed strides.
+  struct Run {
+    std::uint64_t stored = 0;  // the first one in the payload
+    std::int64_t target = 0;   // the first one in the target
+    std::uint64_t count = 0;
+    std::uint64_t stored_stride = 0;
+    std::int64_t target_stride = 0;
+  };
+
+  Region() = default;
+
+  /// Bytes as they are: the payload's [begin, begin + bytes) to the target's [0, bytes).
+  static Region of_bytes(std::uint64_t begin, std::uint64_t bytes);
+
+  /// The box [offsets, offsets + lengths) of a tensor of `sizes`; nullopt where it does not lie
+  /// within, or its size overflows. Strides, in elements: empty `stored_strides` mean row-major;
+  /// others must not let elements overlap, and nullopt is the answer where they may.
+  static std::optional<Region> of_box(std::span<const std::uint64_t> sizes,
+                                      std::span<const std::uint64_t> stored_strides,
+                                      std::span<const std::uint64_t> offsets,
+                                      std::span<const std::uint64_t> lengths,
+                                      std::span<const std::int64_t> target_strides,
+                                      std::size_t item_bytes, std::size_t target_item_bytes);
+
+  /// Of the wanted elements, as stored.
+  std::uint64_t bytes() const { return elements_ * item_bytes_; }
+  std::uint64_t elements() const { return elements_; }
+  std::size_t item_bytes() const { return item_bytes_; }
+  std::size_t target_item_bytes() const { return target_item_bytes_; }
+
+  /// From the first wanted byte of the payload to behind the last one.
+  ByteRange covering() const { return {begin_, begin_ + (elements_ == 0 ? 0 : extent(0))}; }
+
+  /// Whether payload and target run in step: byte covering().begin + i goes to byte i.
+  bool is_one_run() const {
+    return elements_ == 0 || (dims_.size() == 1 && dims_[0].stored_stride == item_bytes_ &&
+                              dims_[0].target_stride == static_cast<std::int64_t>(item_bytes_) &&
+                              item_bytes_ == target_item_bytes_);
+  }
+
+  /// The wanted bytes as ranges, in ascending order; what lies at most `gap_bytes` between is
+  /// wanted too. Where that makes more than `most` ranges, larger gaps are.
+  std::vector<ByteRange> ranges(std::uint64_t gap_bytes, std::size_t most) const;
+
+  /// Calls visit(const Run&) for the elements that lie in the window, in ascending order. The
+  /// window's ends must not cut elements.
+  template <class Visit>
+  void for_each_run(const ByteRange& window, Visit&& visit) const {
+    if (elements_ > 0) walk(0, begin_, 0, window, visit);
+  }
+
+ private:
+  /// Bytes from the first to behind the last element of the loops from `dim` on.
+  std::uint64_t extent(std::size_t dim) const { return extents_[dim]; }
+
+  template <class Visit>
+  void walk(std::size_t dim, std::uint64_t stored, std::int64_t target, const ByteRange& window,
+            Visit& visit) const {
+    const Dim& d = dims_[dim];
+    const std::uint64_t inner = extent(dim + 1);
+    // Of the blocks [stored + i * stride, + inner) those that meet the window.
+    std::uint64_t first = 0;
+    if (window.begin > stored && window.begin - stored >= inner) {
+      first = (window.begin - stored - inner) / d.stored_stride + 1;
+    }
+    if (window.end <= stored) return;
+    const std::uint64_t last =
+        std::min(d.count, (window.end - stored - 1) / d.stored_stride + 1);  // exclusive
+    if (first >= last) return;
+    if (dim + 1 == dims_.size()) {
+      visit(Run{stored + first * d.stored_stride,
+                target + static_cast<std::int64_t>(first) * d.target_stride, last - first,
+                d.stored_stride, d.target_stride});
+      return;
+    }
+    for (std::uint64_t i = first; i < last; ++i) {
+      walk(dim + 1, stored + i * d.stored_stride,
+           target + static_cast<std::int64_t>(i) * d.target_stride, window, visit);
+    }
+  }
+
+  std::vector<Dim> dims_;                // by falling stored_stride; never empty with elements
+  std::vector<std::uint64_t> extents_;   // by dimension, and behind them that of an element
+  std::uint64_t begin_ = 0;
+  std::uint64_t elements_ = 0;
+  std::size_t item_bytes_ = 1;
+  std::size_t target_item_bytes_ = 1;
+};
 
 /// Whether the box lies within the tensor.
 bool box_inside(std::span<const std::uint64_t> sizes, std::span<const std::uint64_t> offsets,

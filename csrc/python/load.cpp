@@ -1,3 +1,4 @@
+#include <ATen/MemoryOverlap.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/Dtype.h>
@@ -5,8 +6,6 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <chrono>
-#include <functional>
-#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -17,9 +16,11 @@
 #include "engine/load_session.h"
 #include "planning/region.h"
 #include "python/bindings.h"
+#include "python/conversion.h"
 #include "python/errors.h"
 #include "python/options.h"
 #include "python/tensors.h"
+#include "staging/device_copy.h"
 
 namespace py = pybind11;
 
@@ -47,6 +48,9 @@ struct Options {
   std::uint64_t max_inflight_bytes = 0;
   py::object progress;  // callable(bytes_done) or None
 };
+
+// What a load never does without.
+constexpr std::uint64_t kLeastScratchBytes = std::uint64_t{1} << 20;
 
 // Ends a load whose waiting was left by an exception: its threads write into tensors that would go.
 class EndsLoad {
@@ -79,18 +83,17 @@ void wait_for(engine::LoadSession& session, const Options& options, std::uint64_
   }
 }
 
-std::shared_ptr<engine::LoadSession> run(const std::vector<std::string>& paths,
+std::shared_ptr<engine::LoadSession> run(const std::vector<engine::LoadFile>& files,
                                          std::vector<engine::ReadRequest> requests,
                                          const std::vector<std::string>& names,
-                                         const Options& options, std::uint64_t temporary_bytes,
+                                         const Options& options, std::uint64_t held_bytes,
                                          std::uint64_t done_before) {
   engine::LoadOptions engine_options = options.engine;
-  // Scratch memory gets what the temporary tensors leave of the limit.
-  engine_options.max_scratch_bytes =
-      std::max<std::uint64_t>(options.max_inflight_bytes - temporary_bytes, 1U << 20);
+  // Scratch memory gets what the rest of the load leaves of the limit.
+  engine_options.max_scratch_bytes = options.max_inflight_bytes - held_bytes;
   Result<std::shared_ptr<engine::LoadSession>> started = [&] {
     py::gil_scoped_release release;
-    return engine::LoadSession::start(paths, std::move(requests), engine_options);
+    return engine::LoadSession::start(files, std::move(requests), engine_options);
   }();
   std::shared_ptr<engine::LoadSession> session = unwrap(std::move(started));
   wait_for(*session, options, done_before);
@@ -101,14 +104,15 @@ std::shared_ptr<engine::LoadSession> run(const std::vector<std::string>& paths,
   return session;
 }
 
-std::vector<std::int64_t> signed_of(const Extents& values) {
-  return {values.begin(), values.end()};
+void require_within_limit(const std::string& name, std::uint64_t bytes, std::uint64_t limit) {
+  if (bytes <= limit - kLeastScratchBytes) return;
+  throw py::value_error(name + ": reading it takes " + std::to_string(bytes) +
+                        " bytes at once, and max_inflight_bytes=" + std::to_string(limit) +
+                        " leaves " + std::to_string(limit - kLeastScratchBytes));
 }
 
-/// Whether the engine may write into the tensor's memory.
-bool is_direct_target(const at::Tensor& target, const format::Dtype* dtype) {
-  return is_plain(target) && target.is_cpu() && target.is_contiguous() && !target.is_conj() &&
-         !target.is_neg() && dtype_of(target) == dtype;
+std::vector<std::int64_t> signed_of(const Extents& values) {
+  return {values.begin(), values.end()};
 }
 
 std::uint64_t product(const Extents& values) {
@@ -121,44 +125,11 @@ std::uint64_t product(const Extents& values) {
   return result;
 }
 
-// The rows along the outermost dimension that cover an item's region: what is read when the region
-// is not one run of bytes.
-planning::Run covering_rows(const Item& item) {
-  if (item.sizes.empty()) return {0, 1};
-  std::uint64_t row = 1;
-  for (std::size_t d = 1; d < item.sizes.size(); ++d) row *= item.sizes[d];
-  return {item.region_offsets[0] * row, item.region_lengths[0] * row};
-}
-
-// What one item needs of the engine.
-struct Step {
-  std::size_t item = 0;
-  engine::ReadRequest request;
-  at::Tensor temporary;  // undefined where the target is read into directly
-};
-
-Step plan_step(const Item& item, std::size_t index) {
-  Step step;
-  step.item = index;
-  step.request.kind = engine::ReadKind::tensor;
-  step.request.file = item.file;
-  step.request.offset = item.offset;
-  step.request.length = item.length;
-  step.request.dtype = item.dtype;
-  step.request.sizes = item.sizes;
-  const auto run = planning::contiguous_run(item.sizes, item.region_offsets, item.region_lengths);
-  const bool direct = run && is_direct_target(item.target, item.dtype);
-  const planning::Run wanted = direct ? *run : covering_rows(item);
-  step.request.begin = wanted.begin * item.dtype->item_bytes;
-  step.request.bytes = wanted.count * item.dtype->item_bytes;
-  if (direct && step.request.bytes > 0) {
-    step.request.destination = static_cast<std::byte*>(item.target.mutable_data_ptr());
-  }
-  return step;
-}
-
-bool needs_temporary(const Step& step) {
-  return step.request.destination == nullptr && step.request.bytes > 0;
+/// Whether the engine may write into the tensor's memory.
+bool is_engine_target(const at::Tensor& target) {
+  if (!is_plain(target) || target.is_conj() || target.is_neg()) return false;
+  if (target.is_cuda()) return target.is_contiguous();
+  return at::has_internal_overlap(target) == at::MemOverlap::No;
 }
 
 /// The tensor that lies in `bytes` (uint8) with the given geometry.
@@ -170,109 +141,193 @@ at::Tensor view_as(const at::Tensor& bytes, at::ScalarType dtype, const Extents&
   return typed;
 }
 
-void copy_region(const Item& item, at::Tensor stored, bool outer_already_cut) {
+at::Tensor region_of(const Item& item, at::Tensor stored) {
   for (std::size_t d = 0; d < item.sizes.size(); ++d) {
-    const std::uint64_t begin = d == 0 && outer_already_cut ? 0 : item.region_offsets[d];
-    stored = stored.narrow(static_cast<std::int64_t>(d), static_cast<std::int64_t>(begin),
+    stored = stored.narrow(static_cast<std::int64_t>(d),
+                           static_cast<std::int64_t>(item.region_offsets[d]),
                            static_cast<std::int64_t>(item.region_lengths[d]));
   }
-  item.target.copy_(stored);
+  return stored;
 }
 
-void finish_temporary(const Item& item, const Step& step) {
-  Extents sizes = item.sizes;
-  if (!sizes.empty()) sizes[0] = item.region_lengths[0];
-  Extents strides(sizes.size(), 1);
-  for (std::size_t d = sizes.size(); d-- > 1;) strides[d - 1] = strides[d] * sizes[d];
-  copy_region(item, view_as(step.temporary, item.scalar_type, sizes, strides, 0), true);
-}
+// One reading of the engine for an item, or for some of its rows.
+struct Step {
+  std::size_t item = 0;
+  engine::ReadRequest request;
+  at::Tensor target;     // of the caller
+  at::Tensor temporary;  // undefined where the engine writes into the target itself
 
-at::Tensor temporary_bytes(std::uint64_t bytes) {
-  return at::empty({static_cast<std::int64_t>(bytes)}, at::TensorOptions().dtype(at::kByte));
-}
+  const at::Tensor& written() const { return temporary.defined() ? temporary : target; }
+  std::uint64_t held_bytes() const {
+    return temporary.defined() && temporary.is_cpu() ? temporary.nbytes() : 0;
+  }
+};
 
 class TensorLoad {
  public:
-  TensorLoad(std::vector<std::string> paths, std::vector<Item> items, Options options)
-      : paths_(std::move(paths)), items_(std::move(items)), options_(std::move(options)) {}
+  TensorLoad(std::vector<engine::LoadFile> files, std::vector<Item> items, Options options)
+      : files_(std::move(files)), items_(std::move(items)), options_(std::move(options)) {}
 
   /// Returns the indices of the items that torch.load must read.
   std::vector<std::size_t> run_all() {
-    std::vector<Step> wave;
-    std::uint64_t held = 0;
-    for (std::size_t i = 0; i < items_.size(); ++i) {
-      Step step = plan_step(items_[i], i);
-      if (needs_temporary(step)) {
-        const std::uint64_t bytes = step.request.bytes;
-        require_within_limit(items_[i], bytes);
-        if (held + bytes > options_.max_inflight_bytes) {
-          run_wave(std::move(wave), held);
-          wave.clear();
-          held = 0;
-        }
-        held += bytes;
-      }
-      wave.push_back(std::move(step));
+    for (std::size_t i = 0; i < items_.size(); ++i) add(i, nullptr);
+    run_wave();
+    // Tensors that are stored transposed, conjugated or otherwise not row-major.
+    for (const auto& [item, header] : std::exchange(layouts_, {})) {
+      if (add(item, header)) continue;
+      run_wave();
+      read_storage(items_[item], *header);
     }
-    run_wave(std::move(wave), held);
+    run_wave();
+    if (!layouts_.empty()) throw std::logic_error("a record has changed while it was read");
     return unknown_;
   }
 
  private:
-  void require_within_limit(const Item& item, std::uint64_t bytes) const {
-    if (bytes <= options_.max_inflight_bytes) return;
-    throw py::value_error(item.name + ": reading it takes " + std::to_string(bytes) +
-                          " bytes at once, more than max_inflight_bytes=" +
-                          std::to_string(options_.max_inflight_bytes));
+  using Layout = std::shared_ptr<const format::TensorHeader>;
+
+  // False where the stored elements overlap.
+  bool add(std::size_t index, const Layout& layout) {
+    const Item& item = items_[index];
+    // On a device elements arrive in the order in which they are stored.
+    const bool direct =
+        is_engine_target(item.target) && (layout == nullptr || item.target.is_cpu());
+    if (direct) return add_rows(index, layout, 0, 0, item.target, at::Tensor());
+    if (item.target.is_cuda() && staging::device_support() != nullptr && layout == nullptr &&
+        dtype_of(item.target) != nullptr) {
+      // The device spreads the elements itself.
+      const at::Tensor dense = at::empty(signed_of(item.region_lengths), item.target.options());
+      return add_rows(index, layout, 0, 0, item.target, dense);
+    }
+    return add_with_temporary(index, layout);
   }
 
-  void run_wave(std::vector<Step> wave, std::uint64_t held) {
-    if (wave.empty()) return;
+  // In so many parts that each of them stays within the limit.
+  bool add_with_temporary(std::size_t index, const Layout& layout) {
+    const Item& item = items_[index];
+    const std::uint64_t rows = item.sizes.empty() ? 1 : item.region_lengths[0];
+    const std::uint64_t bytes = product(item.region_lengths) * item.dtype->item_bytes;
+    if (bytes == 0) return true;
+    const std::uint64_t row_bytes = bytes / rows;
+    require_within_limit(item.name, row_bytes, options_.max_inflight_bytes);
+    const std::uint64_t part =
+        std::max<std::uint64_t>(1, (options_.max_inflight_bytes / 2) / row_bytes);
+    for (std::uint64_t begin = 0; begin < rows; begin += part) {
+      const std::uint64_t count = std::min(part, rows - begin);
+      if (held_ > 0 && held_ + count * row_bytes > options_.max_inflight_bytes / 2) run_wave();
+      Extents lengths = item.region_lengths;
+      at::Tensor target = item.target;
+      if (!lengths.empty()) {
+        lengths[0] = count;
+        target = target.narrow(0, static_cast<std::int64_t>(begin),
+                               static_cast<std::int64_t>(count));
+      }
+      const at::Tensor temporary =
+          at::empty(signed_of(lengths), at::TensorOptions().dtype(item.scalar_type));
+      if (!add_rows(index, layout, begin, count, target, temporary)) return false;
+    }
+    return true;
+  }
+
+  // Some rows of an item's region; all of them where `count` is 0.
+  bool add_rows(std::size_t index, const Layout& layout, std::uint64_t begin, std::uint64_t count,
+                const at::Tensor& target, const at::Tensor& temporary) {
+    const Item& item = items_[index];
+    Step step;
+    step.item = index;
+    step.target = target;
+    step.temporary = temporary;
+    const at::Tensor& written = step.written();
+    Extents offsets = item.region_offsets;
+    Extents lengths = item.region_lengths;
+    if (count > 0 && !lengths.empty()) {
+      offsets[0] += begin;
+      lengths[0] = count;
+    }
+    engine::ReadRequest& request = step.request;
+    request.kind = engine::ReadKind::tensor;
+    request.file = item.file;
+    request.offset = item.offset;
+    request.length = item.length;
+    request.dtype = item.dtype;
+    request.sizes = item.sizes;
+    request.layout = layout;
+    const std::vector<std::int64_t> strides = written.strides().vec();
+    auto region = planning::Region::of_box(
+        item.sizes, layout == nullptr ? Extents{} : layout->strides, offsets, lengths, strides,
+        item.dtype->item_bytes, written.itemsize());
+    if (!region || (layout != nullptr && layout->storage_offset != 0)) return false;
+    request.region = std::move(*region);
+    request.target.convert = conversion(item, written.scalar_type(), layout.get());
+    if (written.is_cuda()) request.target.device = written.get_device();
+    if (written.numel() > 0) {
+      request.target.address = static_cast<std::byte*>(written.mutable_data_ptr());
+    }
+    held_ += step.held_bytes();
+    wave_.push_back(std::move(step));
+    return true;
+  }
+
+  staging::Convert conversion(const Item& item, at::ScalarType to,
+                              const format::TensorHeader* layout) {
+    const bool conj = layout != nullptr && layout->conj;
+    const bool neg = layout != nullptr && layout->neg;
+    if (to == item.scalar_type && !conj && !neg) return {};
+    return conversion_between(item.name, item.scalar_type, to, conj, neg);
+  }
+
+  void run_wave() {
+    if (wave_.empty()) return;
+    std::vector<Step> wave = std::move(wave_);
+    wave_.clear();
+    const std::uint64_t held = std::exchange(held_, 0);
     std::vector<engine::ReadRequest> requests;
     std::vector<std::string> names;
     requests.reserve(wave.size());
     names.reserve(wave.size());
     for (Step& step : wave) {
-      if (needs_temporary(step)) {
-        step.temporary = temporary_bytes(step.request.bytes);
-        step.request.destination = static_cast<std::byte*>(step.temporary.mutable_data_ptr());
-      }
       names.push_back(items_[step.item].name);
-      requests.push_back(step.request);
+      requests.push_back(std::move(step.request));
     }
-    const auto session = run(paths_, std::move(requests), names, options_, held, bytes_done_);
+    const auto session = run(files_, std::move(requests), names, options_, held, bytes_done_);
     bytes_done_ += session->bytes_done();
     for (std::size_t i = 0; i < wave.size(); ++i) {
-      Step& step = wave[i];
-      const Item& item = items_[step.item];
       const engine::ReadOutcome& outcome = session->outcomes()[i];
       switch (outcome.status) {
         case engine::ReadStatus::done:
-          if (step.temporary.defined()) {
-            finish_temporary(item, step);
-          } else if (!item.target.is_inference()) {
-            // Written behind autograd's back; the version tells it that the values changed.
-            item.target.unsafeGetTensorImpl()->bump_version();
-          }
+          finish(wave[i]);
           break;
         case engine::ReadStatus::other_layout:
-          read_storage(item, *outcome.header);
+          // Once for all the parts that an item was read in.
+          if (layouts_.empty() || layouts_.back().first != wave[i].item) {
+            layouts_.emplace_back(wave[i].item,
+                                  std::make_shared<format::TensorHeader>(*outcome.header));
+          }
           break;
         case engine::ReadStatus::unknown_record:
-          unknown_.push_back(step.item);
+          if (unknown_.empty() || unknown_.back() != wave[i].item) unknown_.push_back(wave[i].item);
           break;
         case engine::ReadStatus::pending:
           throw std::logic_error("a read ended without a result");
       }
-      step.temporary = at::Tensor();
     }
   }
 
-  // Tensors stored transposed, conjugated or otherwise not row-major: the whole storage is read and
-  // viewed as the record says.
+  static void finish(Step& step) {
+    if (step.temporary.defined()) {
+      step.target.copy_(step.temporary);
+      step.temporary = at::Tensor();
+    } else if (!step.target.is_inference()) {
+      // Written behind autograd's back; the version tells it that the values changed.
+      step.target.unsafeGetTensorImpl()->bump_version();
+    }
+  }
+
+  // Elements that overlap: the whole storage is read and viewed as the record says.
   void read_storage(const Item& item, const format::TensorHeader& header) {
-    require_within_limit(item, header.storage_bytes);
-    const at::Tensor bytes = temporary_bytes(header.storage_bytes);
+    require_within_limit(item.name, header.storage_bytes, options_.max_inflight_bytes);
+    const at::Tensor bytes = at::empty({static_cast<std::int64_t>(header.storage_bytes)},
+                                       at::TensorOptions().dtype(at::kByte));
     engine::ReadRequest request;
     request.kind = engine::ReadKind::storage;
     request.file = item.file;
@@ -280,34 +335,56 @@ class TensorLoad {
     request.length = item.length;
     request.dtype = item.dtype;
     request.sizes = item.sizes;
-    request.bytes = header.storage_bytes;
-    request.destination = static_cast<std::byte*>(bytes.mutable_data_ptr());
+    request.region = planning::Region::of_bytes(0, header.storage_bytes);
+    request.target.address = static_cast<std::byte*>(bytes.mutable_data_ptr());
     const auto session =
-        run(paths_, {std::move(request)}, {item.name}, options_, header.storage_bytes, bytes_done_);
-    bytes_done_ += session->bytes_done();
+        run(files_, {std::move(request)}, {item.name}, options_, header.storage_bytes, bytes_done_);
+    bytes_done_ += product(item.region_lengths) * item.dtype->item_bytes;
     at::Tensor stored =
         view_as(bytes, item.scalar_type, header.sizes, header.strides, header.storage_offset);
     if (header.conj) stored = stored.conj();
     if (header.neg) stored = stored._neg_view();
-    copy_region(item, stored, false);
+    item.target.copy_(region_of(item, stored));
   }
 
-  const std::vector<std::string> paths_;
+  const std::vector<engine::LoadFile> files_;
   const std::vector<Item> items_;
   const Options options_;
+  std::vector<Step> wave_;
+  std::uint64_t held_ = 0;  // by the temporaries of the wave
+  std::vector<std::pair<std::size_t, Layout>> layouts_;
   std::vector<std::size_t> unknown_;
   std::uint64_t bytes_done_ = 0;
 };
 
 Options make_options(std::size_t threads, std::uint64_t max_inflight_bytes,
-                     const py::object& direct_io, bool verify, py::object progress) {
+                     const py::object& direct_io, bool verify, py::object progress,
+                     const py::iterable& ready) {
+  if (max_inflight_bytes < kLeastScratchBytes) {
+    throw py::value_error("max_inflight_bytes must be at least " +
+                          std::to_string(kLeastScratchBytes));
+  }
   Options options;
   options.engine.threads = threads;
   options.engine.direct_io = direct_io_option(direct_io);
   options.engine.verify = verify;
   options.max_inflight_bytes = max_inflight_bytes;
   options.progress = std::move(progress);
+  for (const py::handle moment : ready) {
+    const auto [device, event] = moment.cast<std::pair<int, std::uintptr_t>>();
+    options.engine.ready.push_back({device, reinterpret_cast<void*>(event)});
+  }
   return options;
+}
+
+/// (path, checksum table) of each file.
+std::vector<engine::LoadFile> files_of(const py::list& rows) {
+  std::vector<engine::LoadFile> files;
+  for (const py::handle row : rows) {
+    auto [path, table] = row.cast<std::pair<std::string, std::string>>();
+    files.push_back({std::move(path), std::move(table)});
+  }
+  return files;
 }
 
 Extents extents_of(const py::handle& tuple) {
@@ -379,10 +456,10 @@ Item item_of(const py::tuple& row) {
   return item;
 }
 
-std::vector<std::size_t> load_tensors(std::vector<std::string> paths, const py::list& rows,
+std::vector<std::size_t> load_tensors(const py::list& files, const py::list& rows,
                                       std::size_t threads, std::uint64_t max_inflight_bytes,
                                       const py::object& direct_io, bool verify,
-                                      py::object progress) {
+                                      py::object progress, const py::iterable& ready) {
   std::vector<std::size_t> unknown;
   std::vector<std::size_t> positions;
   std::vector<Item> items;
@@ -397,25 +474,28 @@ std::vector<std::size_t> load_tensors(std::vector<std::string> paths, const py::
     items.push_back(std::move(item));
   }
   const Options options =
-      make_options(threads, max_inflight_bytes, direct_io, verify, std::move(progress));
+      make_options(threads, max_inflight_bytes, direct_io, verify, std::move(progress), ready);
   // Inference tensors may only be changed inside inference mode, and the others may be there too.
   const bool inference = std::any_of(items.begin(), items.end(),
                                      [](const Item& item) { return item.target.is_inference(); });
   std::optional<c10::InferenceMode> guard;
   if (inference) guard.emplace(true);
   for (const std::size_t position :
-       TensorLoad(std::move(paths), std::move(items), options).run_all()) {
+       TensorLoad(files_of(files), std::move(items), options).run_all()) {
     unknown.push_back(positions[position]);
   }
   return unknown;
 }
 
 /// Row: (name, file, offset, length). Returns the bytes of each.
-py::list load_bytes(std::vector<std::string> paths, const py::list& rows, std::size_t threads,
+py::list load_bytes(const py::list& files, const py::list& rows, std::size_t threads,
                     std::uint64_t max_inflight_bytes, const py::object& direct_io, bool verify) {
+  const Options options =
+      make_options(threads, max_inflight_bytes, direct_io, verify, py::none(), py::list());
   py::list values;
   std::vector<engine::ReadRequest> requests;
   std::vector<std::string> names;
+  std::uint64_t held = 0;
   for (const py::handle handle : rows) {
     const auto row = py::reinterpret_borrow<py::tuple>(handle);
     engine::ReadRequest request;
@@ -423,32 +503,29 @@ py::list load_bytes(std::vector<std::string> paths, const py::list& rows, std::s
     request.file = row[1].cast<std::size_t>();
     request.offset = number_of(row[2], names.back(), "offset");
     request.length = number_of(row[3], names.back(), "length");
-    request.bytes = request.length;
-    if (request.length > max_inflight_bytes) {
-      throw py::value_error(
-          names.back() + ": reading it takes " + std::to_string(request.length) +
-          " bytes at once, more than max_inflight_bytes=" + std::to_string(max_inflight_bytes));
-    }
+    request.region = planning::Region::of_bytes(0, request.length);
+    require_within_limit(names.back(), request.length, max_inflight_bytes);
+    held += request.length;
+    require_within_limit(names.back(), held, max_inflight_bytes);
     py::bytearray buffer(nullptr, 0);
     if (PyByteArray_Resize(buffer.ptr(), static_cast<Py_ssize_t>(request.length)) != 0) {
       throw py::error_already_set();
     }
-    request.destination = reinterpret_cast<std::byte*>(PyByteArray_AS_STRING(buffer.ptr()));
+    request.target.address = reinterpret_cast<std::byte*>(PyByteArray_AS_STRING(buffer.ptr()));
     values.append(std::move(buffer));
     requests.push_back(std::move(request));
   }
-  const Options options = make_options(threads, max_inflight_bytes, direct_io, verify, py::none());
-  run(paths, std::move(requests), names, options, 0, 0);
+  run(files_of(files), std::move(requests), names, options, held, 0);
   return values;
 }
 
 }  // namespace
 
 void bind_load(py::module_& module) {
-  module.def("load_tensors", &load_tensors, py::arg("paths"), py::arg("rows"), py::kw_only(),
+  module.def("load_tensors", &load_tensors, py::arg("files"), py::arg("rows"), py::kw_only(),
              py::arg("threads"), py::arg("max_inflight_bytes"), py::arg("direct_io"),
-             py::arg("verify"), py::arg("progress"));
-  module.def("load_bytes", &load_bytes, py::arg("paths"), py::arg("rows"), py::kw_only(),
+             py::arg("verify"), py::arg("progress"), py::arg("ready"));
+  module.def("load_bytes", &load_bytes, py::arg("files"), py::arg("rows"), py::kw_only(),
              py::arg("threads"), py::arg("max_inflight_bytes"), py::arg("direct_io"),
              py::arg("verify"));
 }

@@ -3,7 +3,7 @@
 // 1. Each copier has one non-blocking side stream per device, so that copies neither wait for nor
 //    delay the stream that trains.
 // 2. The side stream first waits, on the device, for the moment at which the caller's stream had
-//    produced the sources.
+//    produced the sources, or had done what it does with the targets.
 // 3. The runs of a chunk are one submission (cudaMemcpyBatchAsync where the runtime has it), with
 // an
 //    event behind it. Waiting for that event is the only time that a thread of ours waits for the
@@ -61,8 +61,9 @@ class OnDevice {
   const OnDevice on_(device); \
   if (on_.status() != cudaSuccess) return cuda_error(on_.status(), "cudaSetDevice")
 
-// Copies of one device that are submitted together.
+// Copies of one device, in one direction, that are submitted together.
 struct Batch {
+  bool to_device = false;
   std::vector<void*> to;
   std::vector<const void*> from;
   std::vector<std::size_t> bytes;
@@ -70,7 +71,8 @@ struct Batch {
 
 Result<> copy_one_by_one(const Batch& batch, cudaStream_t stream) {
   for (std::size_t i = 0; i < batch.to.size(); ++i) {
-    TC_CUDA(cudaMemcpyAsync(batch.to[i], batch.from[i], batch.bytes[i], cudaMemcpyDeviceToHost,
+    TC_CUDA(cudaMemcpyAsync(batch.to[i], batch.from[i], batch.bytes[i],
+                            batch.to_device ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost,
                             stream));
   }
   return {};
@@ -83,6 +85,7 @@ Result<> copy_batch(Batch& batch, int device, cudaStream_t stream) {
     attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
     attributes.srcLocHint = {cudaMemLocationTypeDevice, device};
     attributes.dstLocHint = {cudaMemLocationTypeHost, 0};
+    if (batch.to_device) std::swap(attributes.srcLocHint, attributes.dstLocHint);
     std::size_t first = 0;
     const cudaError_t code =
         cudaMemcpyBatchAsync(batch.to.data(), batch.from.data(), batch.bytes.data(),
@@ -121,16 +124,19 @@ class CudaCopier final : public DeviceCopier {
       batch.from.push_back(run.source->address + run.offset);
       batch.bytes.push_back(run.out.size());
     }
-    Submission submission;
-    for (auto& [device, batch] : batches) {
-      if (auto done = submit_to(device, batch, submission); !done) {
-        // What has been submitted must not arrive in memory that its owner takes back.
-        wait_for_all();
-        return done;
-      }
+    return submit_all(batches);
+  }
+
+  Result<> submit_to_device(std::span<const HostRun> runs) override {
+    std::map<int, Batch> batches;
+    for (const HostRun& run : runs) {
+      Batch& batch = batches[run.device];
+      batch.to_device = true;
+      batch.to.push_back(run.out);
+      batch.from.push_back(run.in.data());
+      batch.bytes.push_back(run.in.size());
     }
-    submissions_.push_back(std::move(submission));
-    return {};
+    return submit_all(batches);
   }
 
   Result<> wait_oldest() override {
@@ -158,6 +164,19 @@ class CudaCopier final : public DeviceCopier {
     std::vector<cudaEvent_t> events;
   };
   using Submission = std::vector<std::pair<int, cudaEvent_t>>;
+
+  Result<> submit_all(std::map<int, Batch>& batches) {
+    Submission submission;
+    for (auto& [device, batch] : batches) {
+      if (auto done = submit_to(device, batch, submission); !done) {
+        // What has been submitted must not arrive in memory that its owner takes back.
+        wait_for_all();
+        return done;
+      }
+    }
+    submissions_.push_back(std::move(submission));
+    return {};
+  }
 
   Result<> submit_to(int device, Batch& batch, Submission& submission) {
     TC_ON_DEVICE(device);

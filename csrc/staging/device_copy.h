@@ -18,14 +18,22 @@ struct DeviceRun {
   std::span<std::byte> out;
 };
 
-/// A moment in a stream of the caller's, after which the sources on `device` are complete. `event`
-/// is the device's own handle (cudaEvent_t); the caller keeps it alive until the save has staged.
+/// One run of host memory on its way to a device.
+struct HostRun {
+  std::span<const std::byte> in;
+  std::byte* out = nullptr;  // on the device
+  int device = 0;
+};
+
+/// A moment in a stream of the caller's, after which the sources on `device` are complete, or targets
+/// may be written. `event` is the device's own handle (cudaEvent_t); the caller keeps it alive until
+/// the save has staged or the load has ended.
 struct DeviceMoment {
   int device = Source::kHost;
   void* event = nullptr;
 };
 
-// Copies device memory into host memory, on streams of its own. CUDA is one implementation, in one
+// Copies device memory into host memory, or the other way round, on streams of its own. CUDA is one implementation, in one
 // added file that registers itself; a build without the toolkit has none and refuses device
 // sources.
 // submit() and wait_oldest() are for one thread at a time; several copiers may work at once.
@@ -36,6 +44,7 @@ class DeviceCopier {
   /// Starts the copies of all runs, in one submission where the device can, and returns without
   /// waiting for them. Memory and sources must stay as they are until they have been waited for.
   virtual Result<> submit(std::span<const DeviceRun> runs) = 0;
+  virtual Result<> submit_to_device(std::span<const HostRun> runs) = 0;
 
   /// Waits until everything of the oldest submission that was not waited for has arrived.
   virtual Result<> wait_oldest() = 0;

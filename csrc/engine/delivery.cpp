@@ -1,0 +1,154 @@
+#include "engine/delivery.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "checked_math.h"
+#include "os/file.h"
+
+namespace torch_ckpt::engine {
+namespace {
+
+using planning::Region;
+
+// How many bytes on a device come from one that is read, where they must be packed first.
+std::size_t packed_for_each(const Region& region, const Target& target) {
+  if (target.device == staging::Source::kHost) return 0;
+  if (!target.convert && region.is_one_run()) return 0;
+  return (region.target_item_bytes() + region.item_bytes() - 1) / region.item_bytes();
+}
+
+}  // namespace
+
+ScratchLayout lay_out_scratch(std::span<const Region* const> regions,
+                              std::span<const Target* const> targets, std::size_t chunk_bytes,
+                              std::size_t most_bytes) {
+  ScratchLayout layout;
+  std::size_t packed = 0;
+  for (std::size_t i = 0; i < regions.size(); ++i) {
+    packed = std::max(packed, packed_for_each(*regions[i], *targets[i]));
+    if (targets[i]->device != staging::Source::kHost) layout.device = targets[i]->device;
+  }
+  if (layout.device != staging::Source::kHost) layout.chunks = 2;
+  layout.chunk_bytes =
+      align_down(std::min(chunk_bytes, most_bytes / layout.chunks), os::kDirectAlignment);
+  layout.read_bytes = align_down(layout.chunk_bytes / (1 + packed), os::kDirectAlignment);
+  if (layout.read_bytes == 0) layout.chunk_bytes = 0;
+  return layout;
+}
+
+Result<std::unique_ptr<Scratch>> Scratch::make(const ScratchLayout& layout,
+                                               const std::vector<staging::DeviceMoment>& ready) {
+  std::unique_ptr<Scratch> scratch(new Scratch(layout, ready));
+  for (Slot& slot : scratch->slots_) {
+    auto chunk = staging::ChunkPool::instance().take(layout.chunk_bytes);
+    if (!chunk) return chunk.error();
+    slot.chunk = std::move(*chunk);
+    if (layout.device == staging::Source::kHost) continue;
+    if (auto pinned = slot.chunk->pin(layout.device); !pinned) return pinned.error();
+  }
+  return scratch;
+}
+
+Scratch::~Scratch() {
+  static_cast<void>(settle());
+  for (Slot& slot : slots_) {
+    if (slot.chunk != nullptr) staging::ChunkPool::instance().give_back(std::move(slot.chunk));
+  }
+}
+
+Result<> Scratch::free(Slot& slot) {
+  Result<> status;
+  // All of them, also after an error: until then the memory belongs to the device.
+  for (; slot.in_flight > 0; --slot.in_flight) {
+    if (auto arrived = copier_->wait_oldest(); !arrived) status = arrived;
+  }
+  return status;
+}
+
+Result<std::span<std::byte>> Scratch::room() {
+  current_ = (current_ + 1) % slots_.size();
+  packed_ = 0;
+  if (auto freed = free(slots_[current_]); !freed) return freed.error();
+  return slots_[current_].chunk->bytes().first(layout_.read_bytes);
+}
+
+std::size_t Scratch::step_bytes() const {
+  constexpr std::size_t kEnds = 2 * os::kDirectAlignment;
+  // Smaller scratch memory than that is for buffered reads.
+  return layout_.read_bytes > kEnds ? layout_.read_bytes - kEnds : layout_.read_bytes;
+}
+
+Result<std::uint64_t> Scratch::deliver(const Region& region, const Target& target,
+                                       std::uint64_t position, std::span<const std::byte> bytes) {
+  if (target.device != staging::Source::kHost) return send(region, target, position, bytes);
+  std::uint64_t delivered = 0;
+  region.for_each_run({position, position + bytes.size()}, [&](const Region::Run& run) {
+    staging::copy_run(target.address + run.target, bytes.data() + (run.stored - position), run,
+                      region.item_bytes(), region.target_item_bytes(), target.convert);
+    delivered += run.count * region.item_bytes();
+  });
+  return delivered;
+}
+
+Result<std::uint64_t> Scratch::send(const Region& region, const Target& target,
+                                    std::uint64_t position, std::span<const std::byte> bytes) {
+  const planning::ByteRange window{position, position + bytes.size()};
+  std::uint64_t elements = 0;
+  std::int64_t begin = 0;  // in the target
+  region.for_each_run(window, [&](const Region::Run& run) {
+    if (elements == 0) begin = run.target;
+    elements += run.count;
+  });
+  if (elements == 0) return std::uint64_t{0};
+  std::byte* const out = target.address + begin;
+  if (packed_for_each(region, target) == 0) {
+    const std::uint64_t at = std::max(position, region.covering().begin) - position;
+    runs_.push_back({bytes.subspan(at, elements * region.item_bytes()), out, target.device});
+    return elements * region.item_bytes();
+  }
+  const std::size_t size = elements * region.target_item_bytes();
+  const std::size_t space = layout_.chunk_bytes - layout_.read_bytes;
+  if (packed_ + size > space) {
+    // Several regions want the same bytes.
+    if (auto submitted = submit(); !submitted) return submitted.error();
+    if (auto freed = free(slots_[current_]); !freed) return freed.error();
+    packed_ = 0;
+  }
+  const std::span<std::byte> packed =
+      slots_[current_].chunk->bytes().subspan(layout_.read_bytes + packed_, size);
+  region.for_each_run(window, [&](const Region::Run& run) {
+    staging::copy_run(packed.data() + (run.target - begin), bytes.data() + (run.stored - position),
+                      run, region.item_bytes(), region.target_item_bytes(), target.convert);
+  });
+  packed_ += size;
+  runs_.push_back({packed, out, target.device});
+  return elements * region.item_bytes();
+}
+
+Result<> Scratch::submit() {
+  if (runs_.empty()) return {};
+  if (copier_ == nullptr) {
+    const staging::DeviceSupport* support = staging::device_support();
+    if (support == nullptr) {
+      return format_error(Errc::invalid_argument,
+                          "a tensor lies on a device that this build does not support");
+    }
+    copier_ = support->make_copier(ready_);
+  }
+  const Result<> submitted = copier_->submit_to_device(runs_);
+  runs_.clear();
+  if (submitted) ++slots_[current_].in_flight;
+  return submitted;
+}
+
+Result<> Scratch::settle() {
+  Result<> status;
+  // The oldest submissions are those of the slot that is used next.
+  for (std::size_t i = 1; i <= slots_.size(); ++i) {
+    if (auto freed = free(slots_[(current_ + i) % slots_.size()]); !freed) status = freed;
+  }
+  return status;
+}
+
+}  // namespace torch_ckpt::engine

@@ -1,0 +1,94 @@
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "error.h"
+#include "planning/region.h"
+#include "staging/chunk_pool.h"
+#include "staging/device_copy.h"
+#include "staging/host_scatter.h"
+
+namespace torch_ckpt::engine {
+
+/// Where a region's elements go, and what becomes of them on the way.
+struct Target {
+  std::byte* address = nullptr;
+  /// On a device the elements lie one beside the other, in the order in which they are stored.
+  int device = staging::Source::kHost;
+  staging::Convert convert;  // to the target's dtype; empty: as they are
+};
+
+/// How the tasks of a load use their scratch memory.
+struct ScratchLayout {
+  std::size_t chunk_bytes = 0;
+  std::size_t read_bytes = 0;  // of a chunk: for what is read; the rest is for what is packed
+  std::size_t chunks = 1;      // two with devices: one is filled while the other is copied from
+  int device = staging::Source::kHost;  // that chunks are page-locked for
+
+  std::size_t bytes() const { return chunk_bytes * chunks; }
+};
+
+/// The layout of at most `most_bytes` for these regions, in chunks of about `chunk_bytes`;
+/// chunk_bytes is 0 where there is not enough.
+ScratchLayout lay_out_scratch(std::span<const planning::Region* const> regions,
+                              std::span<const Target* const> targets, std::size_t chunk_bytes,
+                              std::size_t most_bytes);
+
+// The memory of one task of a load, and the way from there to targets. For one thread.
+class Scratch {
+ public:
+  /// `ready` outlives it.
+  static Result<std::unique_ptr<Scratch>> make(const ScratchLayout& layout,
+                                               const std::vector<staging::DeviceMoment>& ready);
+  /// Waits for all copies and gives the memory back to the chunk pool.
+  ~Scratch();
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+
+  /// Page-aligned room for what is read next; what was read before may be on its way to a device
+  /// meanwhile, but not what was read before that.
+  Result<std::span<std::byte>> room();
+
+  /// The most that room() has room for wherever it lies in the file: a direct read takes whole
+  /// blocks. A multiple of 64, so that steps of as many bytes cut no element.
+  std::size_t step_bytes() const;
+
+  /// Brings the elements of `region` that lie in `bytes`, which begin at `position` of the payload,
+  /// to the target; returns how many bytes of the payload these were. `bytes` lie in the room or,
+  /// with a target on the host, anywhere.
+  Result<std::uint64_t> deliver(const planning::Region& region, const Target& target,
+                                std::uint64_t position, std::span<const std::byte> bytes);
+
+  /// Starts the copies to devices that have been delivered. Before the next room().
+  Result<> submit();
+
+  /// Waits for all copies.
+  Result<> settle();
+
+ private:
+  struct Slot {
+    std::unique_ptr<staging::Chunk> chunk;
+    std::size_t in_flight = 0;  // submissions
+  };
+
+  Scratch(const ScratchLayout& layout, const std::vector<staging::DeviceMoment>& ready)
+      : layout_(layout), ready_(ready), slots_(layout.chunks) {}
+  Result<> free(Slot& slot);
+  Result<std::uint64_t> send(const planning::Region& region, const Target& target,
+                             std::uint64_t position, std::span<const std::byte> bytes);
+
+  const ScratchLayout layout_;
+  const std::vector<staging::DeviceMoment>& ready_;
+  std::vector<Slot> slots_;
+  std::size_t current_ = 0;
+  std::size_t packed_ = 0;  // bytes in the current chunk, behind what is read
+  std::vector<staging::HostRun> runs_;
+  std::unique_ptr<staging::DeviceCopier> copier_;
+};
+
+}  // namespace torch_ckpt::engine

@@ -1,0 +1,65 @@
+#include "engine/payload_check.h"
+
+#include <algorithm>
+#include <string>
+
+#include "checked_math.h"
+#include "format/crc32.h"
+
+namespace torch_ckpt::engine {
+namespace {
+
+std::string hex(std::uint32_t value) {
+  constexpr char kDigits[] = "0123456789abcdef";
+  std::string text = "0x";
+  for (int shift = 28; shift >= 0; shift -= 4) text += kDigits[(value >> shift) & 15];
+  return text;
+}
+
+}  // namespace
+
+Error checksum_error(std::uint32_t expected, std::uint32_t found, const char* source,
+                     std::uint64_t offset) {
+  return format_error(
+      Errc::checksum_mismatch,
+      "the bytes are damaged: CRC-32 " + hex(found) + ", " + source + " says " + hex(expected),
+      offset);
+}
+
+PayloadCheck PayloadCheck::by_blocks(const format::RecordSums& sums, std::uint64_t payload_bytes) {
+  PayloadCheck check;
+  check.active_ = true;
+  check.sums_ = &sums;
+  check.payload_bytes_ = payload_bytes;
+  return check;
+}
+
+PayloadCheck PayloadCheck::in_all() {
+  PayloadCheck check;
+  check.active_ = true;
+  return check;
+}
+
+Result<> PayloadCheck::take(std::uint64_t position, std::span<const std::byte> bytes) {
+  if (!active_) return {};
+  if (sums_ == nullptr) {
+    crc_ = format::crc32(crc_, bytes);
+    taken_ += bytes.size();
+    return {};
+  }
+  while (!bytes.empty()) {
+    const std::uint64_t block = position / sums_->block_bytes;
+    const std::uint64_t begin = block * sums_->block_bytes;
+    const std::uint64_t end = std::min(begin + sums_->block_bytes, payload_bytes_);
+    const auto part = bytes.first(std::min<std::uint64_t>(bytes.size(), end - position));
+    crc_ = format::crc32(position == begin ? 0 : crc_, part);
+    position += part.size();
+    bytes = bytes.subspan(part.size());
+    if (position == end && crc_ != sums_->block_crcs[block]) {
+      return checksum_error(sums_->block_crcs[block], crc_, "the checkpoint's metadata", begin);
+    }
+  }
+  return {};
+}
+
+}  // namespace torch_ckpt::engine
