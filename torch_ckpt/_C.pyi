@@ -8,6 +8,11 @@ from torch_ckpt.background import EngineOptions
 #: Whether this build can stage from CUDA devices.
 has_cuda: bool
 
+#: Scratch memory in bytes that each thread of a load takes, where it may.
+load_chunk_bytes: int
+#: Scratch memory in bytes that a load always takes.
+least_scratch_bytes: int
+
 class Save:
     """A save under way. Keeps the sources alive; dropping it unfinished cancels it and waits."""
 

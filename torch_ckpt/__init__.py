@@ -10,16 +10,18 @@ import atexit
 import torch  # noqa: F401  (its libraries must be there before the extension is loaded)
 
 from torch_ckpt._C import trim_pool
-from torch_ckpt.api import async_save, load, save
+from torch_ckpt.api import async_save, estimate_read_memory, load, preflight, save
 from torch_ckpt.background import Background
 from torch_ckpt.errors import (
     CheckpointError,
     Corrupt,
     DurabilityUncertain,
+    LoadMismatch,
     NotCommitted,
     SourceChanged,
     Unsafe,
 )
+from torch_ckpt.loading import LoadReport, ReadMemory
 from torch_ckpt.metrics import SaveMetrics
 from torch_ckpt.reader import FileSystemReader
 from torch_ckpt.snapshot import AsyncSave, check_for_errors, leave_at_exit
@@ -35,14 +37,19 @@ __all__ = [
     "DurabilityUncertain",
     "FileSystemReader",
     "FileSystemWriter",
+    "LoadMismatch",
+    "LoadReport",
     "NotCommitted",
+    "ReadMemory",
     "SaveMetrics",
     "SourceChanged",
     "Unsafe",
     "__version__",
     "async_save",
     "check_for_errors",
+    "estimate_read_memory",
     "load",
+    "preflight",
     "save",
     "trim_pool",
 ]

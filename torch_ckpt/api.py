@@ -2,7 +2,7 @@
 
 The files are the same. What differs is the way there: a plain tensor is one short tuple in a plan
 instead of some ten objects, plans and results travel between ranks in that form (saving.py), and a
-load needs no exchange of plans at all. Everything that is not a plain tensor (DTensor,
+load (loading.py) needs no exchange of plans at all. Everything that is not a plain tensor (DTensor,
 ShardedTensor, objects) goes through torch's own planners.
 """
 
@@ -15,17 +15,24 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from torch_ckpt.collector import no_gc
 from torch_ckpt.coordination import Meeting, Ranks
-from torch_ckpt.reader import FileSystemReader, Row
+from torch_ckpt.loading import (
+    Load,
+    LoadReport,
+    Names,
+    ReadMemory,
+    estimate,
+    load_values,
+    load_values_freeing,
+)
+from torch_ckpt.reader import FileSystemReader
 from torch_ckpt.saving import PlanCache, StateDict, save_state, tell_the_others
 from torch_ckpt.snapshot import AsyncSave, Job, alone, check_for_errors, spawn, start
 from torch_ckpt.sources import Sources
@@ -211,28 +218,45 @@ def load(
     planner: LoadPlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
+    strict: bool = True,
+    names: Names = None,
+    free_before_read: bool = False,
     **reader_options: Any,
-) -> None:
+) -> LoadReport:
     """Loads a checkpoint into a state dict, in place; any sharding into any other.
+
+    Before anything changes, names, shapes and dtypes of the whole are compared: see ``strict``.
 
     Args:
         state_dict: as for ``dcp.load``: its tensors receive the values, other values are replaced.
         checkpoint_id: directory of the checkpoint.
         storage_reader: a reader to use, in the place of one made for ``checkpoint_id``.
-        planner: a planner of the caller's own; the load then is ``dcp.load`` with our reader.
+        planner: a planner of the caller's own; the load then is ``dcp.load`` with our reader, and
+            the options below do not go with it.
         process_group: the ranks that load together; the default group if None.
         no_dist: load in this process alone.
+        strict: raise LoadMismatch where something in the state dict is missing in the checkpoint,
+            or has another shape there. False: load what fits.
+        names: which of the state dict's fully qualified names to load: patterns as of
+            :mod:`fnmatch` (``["model.*"]``), or a function of the name. None: all.
+        free_before_read: for a state that fits into memory only once: values are loaded key by key,
+            and each is let go of before its replacement is read. After a failure they are lost.
         reader_options: passed to :class:`FileSystemReader`.
 
+    Returns:
+        How this rank's state dict and the checkpoint compare.
+
     Raises:
-        CheckpointException: on every rank, with the cause of each rank that failed: ``Corrupt``,
-            ``Unsafe``, ``OSError``, or what torch raises for names and shapes that do not fit.
+        CheckpointException: on every rank, with the cause of each rank that failed:
+            ``LoadMismatch``, ``Corrupt``, ``Unsafe``, ``OSError``.
         ValueError: contradicting options.
     """
     ranks = Ranks(process_group, no_dist)
     reader = _made(FileSystemReader, storage_reader, checkpoint_id, reader_options)
     reader.reset(checkpoint_id)
     if planner is not None:
+        if not strict or names is not None or free_before_read:
+            raise ValueError("strict, names and free_before_read do not go with a planner")
         dcp_load(
             state_dict,
             storage_reader=reader,
@@ -240,99 +264,74 @@ def load(
             process_group=process_group,
             no_dist=not ranks.distributed,
         )
-        return
-    # state_dict() of a Stateful may be collective, so every rank asks in the same order.
-    keys = sorted(state_dict)
-    values = {key: _value_of(state_dict[key]) for key in keys}
-    ranks.all_succeed("load", lambda: _load(values, reader, ranks))
-    for key in keys:
+        return LoadReport()
+    one_load = Load(reader, ranks, names)
+
+    def take(key: str, value: Any) -> None:
         if _is_stateful(state_dict[key]):
-            state_dict[key].load_state_dict(values[key])
+            state_dict[key].load_state_dict(value)
         else:
-            state_dict[key] = values[key]
+            state_dict[key] = value
+
+    if free_before_read:
+        report = load_values_freeing(state_dict, _value_of, take, one_load, ranks, strict=strict)
+    else:
+        report = load_values(
+            state_dict,
+            _value_of,
+            take,
+            one_load,
+            ranks,
+            strict=strict,
+            process_group=process_group,
+        )
+    reader.warn_of_lost_precision()
+    return report
 
 
-# --- loading -------------------------------------------------------------------------------------
+def preflight(
+    state_dict: StateDict,
+    checkpoint_id: CheckpointId,
+    *,
+    names: Names = None,
+    **reader_options: Any,
+) -> LoadReport:
+    """Compares a state dict with a checkpoint, as :func:`load` does first. Reads only metadata.
+
+    Args:
+        state_dict, names, reader_options: as for :func:`load`.
+
+    Raises:
+        FileNotFoundError, Unsafe, Corrupt: the metadata cannot be read.
+    """
+    load = _alone(checkpoint_id, names, reader_options)
+    return load.compare(_values_of(state_dict))
 
 
-class _RestPlanner(DefaultLoadPlanner):
-    """torch's planner over the part of the state dict that is left for it."""
+def estimate_read_memory(
+    state_dict: StateDict,
+    checkpoint_id: CheckpointId,
+    *,
+    names: Names = None,
+    **reader_options: Any,
+) -> ReadMemory:
+    """The memory that :func:`load` takes on this rank. Reads the metadata alone.
 
-    def plan_rest(self, rest: StateDict) -> LoadPlan:
-        before = self.state_dict, self.flatten_state_dict
-        # Flattening has been done. Left on, torch would take the names that are not in this part
-        # for missing, and the checkpoint for one of torch 2.3.
-        self.state_dict, self.flatten_state_dict = rest, False
-        try:
-            return self.create_local_plan()
-        finally:
-            self.state_dict, self.flatten_state_dict = before
+    Args:
+        state_dict, names, reader_options: as for :func:`load`.
 
-
-def _load(values: StateDict, reader: FileSystemReader, ranks: Ranks) -> None:
-    metadata = _read_metadata(reader, ranks.rank)
-    planner = _RestPlanner()
-    planner.set_up_planner(values, metadata, ranks.is_coordinator)
-    reader.set_up_for_load(metadata, ranks.rank)
-    if any(name not in metadata.state_dict_metadata for name in planner.state_dict):
-        # A checkpoint of torch 2.3, whose names torch's planner knows, or really not there.
-        reader.read_items(planner.create_local_plan().items, planner)
-        return
-    files: dict[str, int] = {}
-    rows: list[Row] = []
-    rest: StateDict = {}
-    with no_gc():
-        for name, target in planner.state_dict.items():
-            if not _plan_plain(name, target, reader, metadata, files, rows):
-                rest[name] = target
-        # First what may be refused: nothing has been changed when names or shapes do not fit.
-        rest_plan = planner.plan_rest(rest) if rest else None
-    reader.read_rows(list(files), rows)
-    if rest_plan is not None:
-        reader.read_items(rest_plan.items, planner)
+    Raises:
+        FileNotFoundError, Unsafe, Corrupt: the metadata cannot be read.
+        LoadMismatch: the checkpoint does not fit the state dict.
+    """
+    load = _alone(checkpoint_id, names, reader_options)
+    return estimate(load, _values_of(state_dict))
 
 
-def _read_metadata(reader: FileSystemReader, rank: int) -> Metadata:
-    """The common metadata, or this rank's own where ranks saved without collectives."""
-    try:
-        return reader.read_metadata()
-    except FileNotFoundError:
-        try:
-            return reader.read_metadata(rank=rank)
-        except FileNotFoundError:
-            pass
-        raise
-
-
-def _plan_plain(
-    name: str,
-    target: Any,
-    reader: FileSystemReader,
-    metadata: Metadata,
-    files: dict[str, int],
-    rows: list[Row],
-) -> bool:
-    """Adds the rows that fill a plain tensor; False where torch's planner must look at it."""
-    if type(target) not in (torch.Tensor, torch.nn.Parameter):
-        return False
-    stored = metadata.state_dict_metadata.get(name)
-    if type(stored) is not TensorStorageMetadata or stored.size != target.size():
-        return False
-    whole = target.detach()
-    dtype = stored.properties.dtype
-    found = []
-    for chunk in stored.chunks:
-        info = reader.storage_data.get(MetadataIndex(name, chunk.offsets))
-        if info is None or info.transform_descriptors:
-            return False
-        part = whole
-        if chunk.sizes != stored.size:
-            for dim, (offset, length) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-                part = part.narrow(dim, offset, length)
-        number = files.setdefault(info.relative_path, len(files))
-        found.append((name, number, info.offset, info.length, dtype, chunk.sizes, (), (), part))
-    rows.extend(found)
-    return True
+def _alone(checkpoint_id: CheckpointId, names: Names, reader_options: StateDict) -> Load:
+    """For what this rank asks for itself."""
+    reader = FileSystemReader(checkpoint_id, **reader_options)
+    return Load(reader, Ranks(None, no_dist=True), names)
 
 
 # --- both ----------------------------------------------------------------------------------------

@@ -6,6 +6,8 @@ Failed system calls are plain ``OSError`` with ``errno`` and ``filename`` set, s
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class CheckpointError(Exception):
     """Base of the errors below."""
@@ -37,6 +39,21 @@ class Corrupt(CheckpointError):
 
 class Unsafe(CheckpointError):
     """Loading it would run code or leave the checkpoint's directory."""
+
+
+class LoadMismatch(CheckpointError):
+    """A checkpoint does not fit the state dict that it was to be loaded into.
+
+    Attributes:
+        report: all that differs, a :class:`torch_ckpt.LoadReport`.
+    """
+
+    def __init__(self, message: str, report: Any) -> None:
+        super().__init__(message, report)
+        self.report = report
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class SourceChanged(CheckpointError):

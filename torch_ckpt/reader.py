@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
@@ -26,9 +28,15 @@ from torch.futures import Future
 from torch_ckpt import _C
 from torch_ckpt.collector import RelaxedGc, no_gc
 from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
+from torch_ckpt.growth import let_tensors_grow, zero_what_is_not_stored
 from torch_ckpt.hooks import keeps_methods
 from torch_ckpt.metadata import METADATA_NAME, checksum_tables, read_metadata
+from torch_ckpt.precision import loses_precision
 from torch_ckpt.progress import Progress, ProgressOption, Reporter
+from torch_ckpt.replicas import read_once
+
+#: As many names an error or a warning gives.
+MOST_NAMES = 8
 
 #: Threads that read at once: they wait for the disk, so there may be more than cores.
 DEFAULT_THREADS = 8
@@ -52,20 +60,59 @@ Row = tuple[
 ByteRow = tuple[str, int, int, int]
 
 
+class Reading:
+    """What one rank reads, and where it goes.
+
+    Attributes:
+        planner: who gets objects, and tensors where it wants to see them.
+        files: names relative to the checkpoint's directory, with the numbers that rows use.
+        rows: tensors.
+        byte_items: objects, and where they are stored.
+        to_commit: tensors that the planner wants to see.
+    """
+
+    def __init__(self, planner: LoadPlanner) -> None:
+        self.planner = planner
+        self.files: dict[str, int] = {}
+        self.rows: list[Row] = []
+        self.byte_items: list[tuple[ReadItem, _StorageInfo]] = []
+        self.to_commit: list[tuple[ReadItem, torch.Tensor]] = []
+
+    def number(self, file: str) -> int:
+        """The number of a file."""
+        return self.files.setdefault(file, len(self.files))
+
+    def add(self, other: Reading) -> None:
+        """Adds what another one reads, for a planner of its own no more."""
+        names = list(other.files)
+        self.rows.extend((row[0], self.number(names[row[1]]), *row[2:]) for row in other.rows)
+        self.byte_items.extend(other.byte_items)
+        self.to_commit.extend(other.to_commit)
+
+
 class FileSystemReader(StockReader):
     """Reads distributed checkpoints, stock torch's too; a drop-in for torch's class of the name.
 
-    Tensors on the CPU of the stored dtype are read straight into their memory, only the rows that
-    are wanted; others by way of a temporary copy. A record that is read whole is checked against
-    its CRC-32.
+    Of each tensor only the rows that are wanted are read, straight into its memory where that is
+    contiguous CPU memory of the stored dtype; otherwise a few MB at a time are converted, spread or
+    sent to the device. What is read is verified: all of it in checkpoints of ours, and in others
+    the records that are read whole.
+
+    A tensor of another dtype than the stored one is converted as by ``Tensor.copy_``; a warning
+    names those that lose precision or range, once for each load.
 
     Args:
         path: directory of the checkpoint.
         thread_count: reads under way at once, up to the engine's threads (4 for each core, at
             least 16). None chooses for the machine.
-        max_inflight_bytes: most memory in bytes that a load holds beyond its targets.
+        max_inflight_bytes: most memory in bytes that a load holds beyond its targets. What cannot
+            be read in parts (objects, tensors that only ``torch.load`` knows) is refused above it.
         verify: check CRC-32s.
         direct_io: True, False, or "auto": for what the page cache does not hold.
+        zero_fill: a tensor may be larger than the stored one; outside of that it is filled with
+            zeros.
+        read_once: bytes that several ranks want are read by one of them and sent to the others,
+            over the default process group, all ranks of which must load.
         progress: see :data:`torch_ckpt.progress.ProgressOption`.
         allow_pickle: accept metadata that names more than metadata; only from trusted writers.
 
@@ -83,6 +130,8 @@ class FileSystemReader(StockReader):
         max_inflight_bytes: int = 32 * 10**9,
         verify: bool = True,
         direct_io: bool | str = "auto",
+        zero_fill: bool = False,
+        read_once: bool = False,
         progress: ProgressOption = None,
         allow_pickle: bool = False,
         **kwargs: Any,
@@ -100,10 +149,13 @@ class FileSystemReader(StockReader):
         self.max_inflight_bytes = max_inflight_bytes
         self.verify = verify
         self.direct_io = direct_io
+        self.zero_fill = zero_fill
+        self.read_once = read_once
         self.progress = progress
         self.allow_pickle = allow_pickle
         self._metadata: Metadata | None = None
         self._planning = RelaxedGc(self)
+        self._narrowed: dict[str, tuple[torch.dtype, torch.dtype]] = {}
 
     # --- DCP's contract, in the order of a load -------------------------------------------------
 
@@ -117,6 +169,8 @@ class FileSystemReader(StockReader):
             metadata.storage_meta = StorageMeta()
         assert metadata.storage_meta is not None
         metadata.storage_meta.load_id = self.load_id
+        if self.zero_fill:
+            let_tensors_grow(metadata)
         return metadata
 
     def set_up_storage_reader(
@@ -137,12 +191,22 @@ class FileSystemReader(StockReader):
                 if not _lies_beneath(file):
                     raise _outside(item.storage_index.fqn, file)
             return super().read_data(plan, planner)
-        if _keeps_default_hooks(planner):
-            self.read_items(plan.items, planner)
-        else:
+        if self.zero_fill:
+            state_dict = getattr(planner, "state_dict", None)
+            if not isinstance(state_dict, dict):
+                raise CheckpointError(
+                    "zero_fill needs a planner with a state_dict, as torch's planners have"
+                )
+            zero_what_is_not_stored(state_dict, self._metadata)
+        if not _keeps_default_hooks(planner):
             # Hooks of the user's own run on this thread, in the plan's order, in pairs.
             for item in plan.items:
-                self.read_items([item], planner)
+                self.read(self.reading(planner, [item]))
+        elif self.read_once and dist.is_initialized():
+            read_once(self, lambda: self.reading(planner, plan.items), None)
+        else:
+            self.read(self.reading(planner, plan.items))
+        self.warn_of_lost_precision()
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -155,24 +219,68 @@ class FileSystemReader(StockReader):
         self.rank = rank  # type: ignore[assignment]  # torch declares None
         self._metadata = metadata
 
-    def read_items(self, items: list[ReadItem], planner: LoadPlanner) -> None:
-        """Reads the items of a plan and hands them to the planner.
+    def reading(self, planner: LoadPlanner, items: list[ReadItem]) -> Reading:
+        """What a plan reads, and where it goes.
 
         Raises:
-            Corrupt, OSError, ValueError: see the class.
+            Corrupt: the metadata does not say where an item is stored.
         """
-        byte_items = [item for item in items if item.type == LoadItemType.BYTE_IO]
-        tensor_items = [item for item in items if item.type != LoadItemType.BYTE_IO]
-        for wave in self._waves(byte_items):
+        reading = Reading(planner)
+        direct = _keeps_default_hooks(planner)
+        with no_gc():
+            for item in items:
+                info = self._place(item)
+                if item.type == LoadItemType.BYTE_IO:
+                    reading.byte_items.append((item, info))
+                    continue
+                target = _whole_target(planner, item) if direct else None
+                if target is None:
+                    target = planner.resolve_tensor(item).detach()
+                dtype, chunk = self._stored(item.storage_index)
+                reading.rows.append(
+                    (
+                        item.storage_index.fqn,
+                        reading.number(info.relative_path),
+                        info.offset,
+                        info.length,
+                        dtype,
+                        chunk.sizes,
+                        item.storage_offsets,
+                        item.lengths,
+                        target,
+                    )
+                )
+                if not direct:
+                    reading.to_commit.append((item, target))
+        return reading
+
+    def read(self, reading: Reading) -> None:
+        """Reads all of it and hands it to the planner.
+
+        Raises:
+            Corrupt, Unsafe, OSError, ValueError: see the class.
+        """
+        self.read_objects(reading)
+        if reading.rows:
+            self.read_rows(list(reading.files), reading.rows)
+        for item, target in reading.to_commit:
+            reading.planner.commit_tensor(item, target)
+
+    def read_objects(self, reading: Reading) -> None:
+        """Only what is not tensors."""
+        for wave in self._waves(reading.byte_items):
             files: dict[str, int] = {}
             rows = [
-                (item.storage_index.fqn, _number(files, info), info.offset, info.length)
+                (
+                    item.storage_index.fqn,
+                    files.setdefault(info.relative_path, len(files)),
+                    info.offset,
+                    info.length,
+                )
                 for item, info in wave
             ]
             for (item, _info), data in zip(wave, self.read_bytes(list(files), rows), strict=True):
-                planner.load_bytes(item, io.BytesIO(data))
-        if tensor_items:
-            self._read_tensors(tensor_items, planner)
+                reading.planner.load_bytes(item, io.BytesIO(data))
 
     def read_rows(self, files: list[str], rows: list[Row]) -> None:
         """Reads tensors into their targets.
@@ -186,7 +294,7 @@ class FileSystemReader(StockReader):
         """
         places = self._places(files, rows)
         events = _current_events(row[8] for row in rows)
-        planned = sum(row[8].numel() * row[8].itemsize for row in rows) if self.progress else 0
+        planned = sum(row[8].numel() * row[4].itemsize for row in rows) if self.progress else 0
         with Reporter(self.progress, f"load {Path(self.path).name}", self.rank, planned) as shown:
             unknown = _C.load_tensors(
                 places,
@@ -200,6 +308,9 @@ class FileSystemReader(StockReader):
                 else None,
                 ready=[(device, event.cuda_event) for device, event in events],
             )
+        for row in rows:
+            if row[4] is not row[8].dtype and loses_precision(row[4], row[8].dtype):
+                self._narrowed[row[0]] = (row[4], row[8].dtype)
         for index in unknown:
             self._read_with_torch(files, rows[index])
 
@@ -214,50 +325,39 @@ class FileSystemReader(StockReader):
             verify=self.verify,
         )
 
+    def can_verify_parts(self, file: str) -> bool:
+        """Whether a part of a record in a file is verified as the whole of it is."""
+        return not self.verify or file in checksum_tables(self._metadata)
+
+    def warn_of_lost_precision(self) -> None:
+        """At the end of a load: one warning for all tensors that were narrowed."""
+        narrowed, self._narrowed = self._narrowed, {}
+        if not narrowed:
+            return
+        some = [f"{name} ({a} to {b})" for name, (a, b) in list(narrowed.items())[:MOST_NAMES]]
+        more = f" and {len(narrowed) - len(some)} more" if len(narrowed) > len(some) else ""
+        warnings.warn(
+            f"loading converts to dtypes that hold less than the stored ones: {', '.join(some)}"
+            f"{more}",
+            stacklevel=3,
+        )
+
     # --- private ---------------------------------------------------------------------------------
 
-    def _waves(self, items: list[ReadItem]) -> Iterator[list[tuple[ReadItem, _StorageInfo]]]:
+    def _waves(
+        self, items: list[tuple[ReadItem, _StorageInfo]]
+    ) -> Iterator[list[tuple[ReadItem, _StorageInfo]]]:
         """Splits bytes items into runs that are held in memory together."""
         wave: list[tuple[ReadItem, _StorageInfo]] = []
         held = 0
-        for item in items:
-            info = self._place(item)
-            if wave and held + info.length > self.max_inflight_bytes:
+        for item, info in items:
+            if wave and held + info.length > self.max_inflight_bytes // 2:
                 yield wave
                 wave, held = [], 0
             wave.append((item, info))
             held += info.length
         if wave:
             yield wave
-
-    def _read_tensors(self, items: list[ReadItem], planner: LoadPlanner) -> None:
-        files: dict[str, int] = {}
-        rows: list[Row] = []
-        direct = _keeps_default_hooks(planner)
-        with no_gc():
-            for item in items:
-                info = self._place(item)
-                target = _whole_target(planner, item) if direct else None
-                if target is None:
-                    target = planner.resolve_tensor(item).detach()
-                dtype, chunk = self._stored(item.storage_index)
-                rows.append(
-                    (
-                        item.storage_index.fqn,
-                        _number(files, info),
-                        info.offset,
-                        info.length,
-                        dtype,
-                        chunk.sizes,
-                        item.storage_offsets,
-                        item.lengths,
-                        target,
-                    )
-                )
-        self.read_rows(list(files), rows)
-        if not direct:
-            for item, row in zip(items, rows, strict=True):
-                planner.commit_tensor(item, row[8])
 
     def _place(self, item: ReadItem) -> _StorageInfo:
         index = item.storage_index
@@ -346,15 +446,10 @@ def _current_events(targets: Iterable[torch.Tensor]) -> list[tuple[int, Any]]:
     """For each CUDA device, an event behind what its current stream does with the targets."""
     events = []
     for device in {target.device for target in targets if target.is_cuda}:
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
         events.append((event.device.index, event))
     return events
-
-
-def _number(files: dict[str, int], info: _StorageInfo) -> int:
-    """The number of a file among those of one call to the engine."""
-    return files.setdefault(info.relative_path, len(files))
 
 
 def _keeps_default_hooks(planner: LoadPlanner) -> bool:

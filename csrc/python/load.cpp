@@ -522,6 +522,8 @@ py::list load_bytes(const py::list& files, const py::list& rows, std::size_t thr
 }  // namespace
 
 void bind_load(py::module_& module) {
+  module.attr("load_chunk_bytes") = engine::LoadOptions{}.chunk_bytes;
+  module.attr("least_scratch_bytes") = kLeastScratchBytes;
   module.def("load_tensors", &load_tensors, py::arg("files"), py::arg("rows"), py::kw_only(),
              py::arg("threads"), py::arg("max_inflight_bytes"), py::arg("direct_io"),
              py::arg("verify"), py::arg("progress"), py::arg("ready"));

@@ -1,0 +1,473 @@
+"""A load, by all ranks.
+
+1. Every rank flattens its state dict and compares it with the metadata: names, kinds, shapes and
+   dtypes. What does not fit is reported as a whole, on all ranks, before anything has been changed.
+2. Every rank reads its part: rows of its own for plain tensors, a plan of torch's planner for the
+   rest (DTensor, ShardedTensor, objects). No plans are exchanged, but for ``read_once``.
+3. Tensors have received their values in place; other values are replaced, and ``Stateful`` ones get
+   theirs by ``load_state_dict``.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
+
+from torch_ckpt import _C
+from torch_ckpt.collector import no_gc
+from torch_ckpt.coordination import Ranks
+from torch_ckpt.errors import LoadMismatch
+from torch_ckpt.growth import zero_what_is_not_stored
+from torch_ckpt.precision import loses_precision
+from torch_ckpt.reader import MOST_NAMES, FileSystemReader, Reading
+from torch_ckpt.replicas import read_once
+
+StateDict = dict[str, Any]
+
+#: Patterns as of :mod:`fnmatch`, or a function of the fully qualified name.
+Names = Iterable[str] | Callable[[str], bool] | None
+
+# A load that frees tensors first does so for about as many bytes at once.
+_FREED_AT_ONCE = 256 << 20
+
+
+@dataclass
+class LoadReport:
+    """How a state dict and a checkpoint compare. Names are fully qualified ones.
+
+    Attributes:
+        loaded: what both have and what fits.
+        missing: what the checkpoint does not have.
+        unexpected: what only the checkpoint has; no hindrance to a load.
+        shapes: (name, stored, wanted) of tensors whose shape does not fit.
+        kinds: (name, stored, wanted) of what is a tensor there and something else here.
+        dtypes: (name, stored, wanted) of tensors that are converted.
+        grown: (name, stored, wanted) of tensors that ``zero_fill`` fills up.
+    """
+
+    loaded: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    shapes: list[tuple[str, torch.Size, torch.Size]] = field(default_factory=list)
+    kinds: list[tuple[str, str, str]] = field(default_factory=list)
+    dtypes: list[tuple[str, torch.dtype, torch.dtype]] = field(default_factory=list)
+    grown: list[tuple[str, torch.Size, torch.Size]] = field(default_factory=list)
+
+    @property
+    def fits(self) -> bool:
+        """Whether all of the state dict can be loaded."""
+        return not (self.missing or self.shapes or self.kinds)
+
+    @property
+    def narrowed(self) -> list[str]:
+        """Names of the tensors whose dtype holds less than the stored one."""
+        return [name for name, stored, wanted in self.dtypes if loses_precision(stored, wanted)]
+
+    def __str__(self) -> str:
+        def sized(entries: list[tuple[str, torch.Size, torch.Size]]) -> list[str]:
+            return [f"{n}: stored {list(has)}, wanted {list(wants)}" for n, has, wants in entries]
+
+        parts = [
+            ("missing in the checkpoint", self.missing),
+            ("of another shape", sized(self.shapes)),
+            ("of another kind", [f"{n}: stored {a}, wanted {b}" for n, a, b in self.kinds]),
+            ("only in the checkpoint", self.unexpected),
+            ("of another dtype", [f"{n}: stored {a}, wanted {b}" for n, a, b in self.dtypes]),
+            ("larger than stored", sized(self.grown)),
+        ]
+        lines = [f"{len(self.loaded)} names fit"]
+        for title, entries in parts:
+            if not entries:
+                continue
+            lines.append(f"{len(entries)} {title}:")
+            lines.extend(f"  {entry}" for entry in entries[:MOST_NAMES])
+            if len(entries) > MOST_NAMES:
+                lines.append(f"  and {len(entries) - MOST_NAMES} more")
+        return "\n".join(lines)
+
+    def add(self, other: LoadReport) -> None:
+        """Adds what a report about another part of the state dict says."""
+        self.loaded += other.loaded
+        self.missing += other.missing
+        self.unexpected = sorted(set(self.unexpected) & set(other.unexpected))
+        self.shapes += other.shapes
+        self.kinds += other.kinds
+        self.dtypes += other.dtypes
+        self.grown += other.grown
+
+
+@dataclass(frozen=True)
+class ReadMemory:
+    """What a load takes, in bytes.
+
+    Attributes:
+        target_bytes: of the tensors on this rank that are loaded.
+        stored_bytes: that are wanted from the files, by this rank.
+        beyond_targets_bytes: the most that is held beside the targets at any time.
+        least_inflight_bytes: the smallest ``max_inflight_bytes`` with which the load works.
+    """
+
+    target_bytes: int
+    stored_bytes: int
+    beyond_targets_bytes: int
+    least_inflight_bytes: int
+
+
+class _Planner(DefaultLoadPlanner):
+    """torch's planner over a part of the state dict."""
+
+    def plan_part(self, part: StateDict) -> LoadPlan:
+        before = self.state_dict, self.flatten_state_dict
+        # Flattening has been done. Left on, torch would take the names that are not in this part
+        # for missing, and the checkpoint for one of torch 2.3.
+        self.state_dict, self.flatten_state_dict = part, False
+        try:
+            return self.create_local_plan()
+        finally:
+            self.state_dict, self.flatten_state_dict = before
+
+
+class Load:
+    """A load on this rank.
+
+    Args:
+        reader: set up for the checkpoint by this class.
+        names: which of the state dict's names to load; None: all.
+    """
+
+    def __init__(self, reader: FileSystemReader, ranks: Ranks, names: Names) -> None:
+        self.reader = reader
+        self._ranks = ranks
+        self._chosen = _Chosen(names)
+        self._metadata: Metadata | None = None
+
+    def compare(self, values: StateDict) -> LoadReport:
+        """Compares a state dict, or a part of it, with the checkpoint."""
+        return self._compare(self._planner(values))
+
+    def prepare(self, values: StateDict) -> tuple[LoadReport, Reading, StateDict]:
+        """What is to be read for what fits; and the flat tensors and objects it goes to."""
+        planner = self._planner(values)
+        report = self._compare(planner)
+        assert self._metadata is not None
+        reading = Reading(planner)
+        rest: StateDict = {}
+        chosen = {name: planner.state_dict[name] for name in report.loaded}
+        with no_gc():
+            for name, target in chosen.items():
+                if not self._add_plain(name, target, reading):
+                    rest[name] = target
+            if rest:
+                reading.add(self.reader.reading(planner, planner.plan_part(rest).items))
+        return report, reading, chosen
+
+    def require_fit(self, report: LoadReport, strict: bool) -> None:
+        """Raises LoadMismatch where not all fits, and ValueError for patterns without a match."""
+        self._chosen.require_matches()
+        if strict and not report.fits:
+            raise LoadMismatch(f"the checkpoint does not fit the state dict: {report}", report)
+
+    def zeroed(self, reading: Reading, chosen: StateDict) -> Reading:
+        """The reading, with what nothing is stored for filled with zeros."""
+        if self.reader.zero_fill:
+            assert self._metadata is not None
+            zero_what_is_not_stored(chosen, self._metadata)
+        return reading
+
+    def read_freeing(self, reading: Reading) -> None:
+        """Reads it, letting go of what is there before its replacement is read."""
+        planner = reading.planner
+        assert isinstance(planner, _Planner)
+        for entry in reading.byte_items:
+            name = entry[0].dest_index.fqn
+            set_element(planner.original_state_dict, planner.mappings[name], None)
+            planner.state_dict[name] = None
+            alone = Reading(planner)
+            alone.byte_items.append(entry)
+            self.reader.read(alone)
+        free = _Freeing([row[8] for row in reading.rows])
+        begin = held = 0
+        for end, row in enumerate(reading.rows, 1):
+            held += row[8].nbytes
+            if held < _FREED_AT_ONCE and end < len(reading.rows):
+                continue
+            wave = reading.rows[begin:end]
+            for of_wave in wave:
+                free(of_wave[8])
+            self.reader.read_rows(list(reading.files), wave)
+            begin, held = end, 0
+
+    # --- private ---------------------------------------------------------------------------------
+
+    def _planner(self, values: StateDict) -> _Planner:
+        if self._metadata is None:
+            self._metadata = _read_metadata(self.reader, self._ranks.rank)
+            self.reader.set_up_for_load(self._metadata, self._ranks.rank)
+        planner = _Planner(allow_partial_load=True)
+        planner.set_up_planner(values, self._metadata, self._ranks.is_coordinator)
+        if any(name not in self._metadata.state_dict_metadata for name in planner.state_dict):
+            # It exchanges the names for those of torch 2.3, where the checkpoint has these.
+            with suppress(ValueError):
+                planner.create_local_plan()
+        return planner
+
+    def _compare(self, planner: _Planner) -> LoadReport:
+        assert self._metadata is not None
+        known = self._metadata.state_dict_metadata
+        report = LoadReport()
+        for name, value in planner.state_dict.items():
+            if not self._chosen(name):
+                continue
+            stored = known.get(name)
+            if stored is None:
+                report.missing.append(name)
+            elif isinstance(stored, TensorStorageMetadata):
+                self._compare_tensor(name, value, stored, report)
+            else:
+                report.loaded.append(name)
+        report.unexpected = [name for name in known if name not in planner.state_dict]
+        return report
+
+    def _compare_tensor(
+        self, name: str, value: Any, stored: TensorStorageMetadata, report: LoadReport
+    ) -> None:
+        size = _size_of(value)
+        if size is None:
+            report.kinds.append((name, "a tensor", f"a {type(value).__name__}"))
+            return
+        has = torch.Size(stored.size)
+        if has != size:
+            # GrowingSize is equal to what it has room for.
+            fits = self.reader.zero_fill and stored.size == size
+            (report.grown if fits else report.shapes).append((name, has, size))
+            if not fits:
+                return
+        dtype = getattr(value, "dtype", stored.properties.dtype)
+        if dtype != stored.properties.dtype:
+            report.dtypes.append((name, stored.properties.dtype, dtype))
+        report.loaded.append(name)
+
+    def _add_plain(self, name: str, target: Any, reading: Reading) -> bool:
+        """Adds the rows that fill a plain tensor; False where torch's planner must look at it."""
+        assert self._metadata is not None
+        if type(target) not in (torch.Tensor, torch.nn.Parameter):
+            return False
+        stored = self._metadata.state_dict_metadata[name]
+        if type(stored) is not TensorStorageMetadata:
+            return False
+        whole = target.detach()
+        dtype = stored.properties.dtype
+        found = []
+        for chunk in stored.chunks:
+            info = self.reader.storage_data.get(MetadataIndex(name, chunk.offsets))
+            if info is None or info.transform_descriptors:
+                return False
+            part = whole
+            if chunk.sizes != whole.shape:
+                for dim, place in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+                    part = part.narrow(dim, *place)
+            number = reading.number(info.relative_path)
+            found.append((name, number, info.offset, info.length, dtype, chunk.sizes, (), (), part))
+        reading.rows.extend(found)
+        return True
+
+
+class _Chosen:
+    """Which names are loaded."""
+
+    def __init__(self, names: Names) -> None:
+        if isinstance(names, str):
+            raise ValueError(f"names must be a list of patterns, got the string {names!r}")
+        self._patterns = None if names is None or callable(names) else list(names)
+        self._matched: set[str] = set()
+        self._function = names if callable(names) else None
+
+    def __call__(self, name: str) -> bool:
+        if self._function is not None:
+            return bool(self._function(name))
+        if self._patterns is None:
+            return True
+        matching = [p for p in self._patterns if fnmatch.fnmatchcase(name, p)]
+        self._matched.update(matching)
+        return bool(matching)
+
+    def require_matches(self) -> None:
+        unmatched = [p for p in self._patterns or () if p not in self._matched]
+        if unmatched:
+            raise ValueError(f"no name in the state dict matches {', '.join(map(repr, unmatched))}")
+
+
+def load_values(
+    state_dict: StateDict,
+    value_of: Callable[[Any], Any],
+    take: Callable[[str, Any], None],
+    load: Load,
+    ranks: Ranks,
+    *,
+    strict: bool,
+    process_group: dist.ProcessGroup | None,
+) -> LoadReport:
+    """Loads all values of a state dict.
+
+    Args:
+        value_of: gives the ``state_dict()`` of a ``Stateful`` value, others as they are.
+        take: gets the key and the loaded value.
+        strict: refuse to load only a part.
+
+    Raises:
+        CheckpointException: on every rank, with the cause of each rank that failed.
+    """
+    # state_dict() of a Stateful may be collective, so every rank asks in the same order.
+    keys = sorted(state_dict)
+    values = {key: value_of(state_dict[key]) for key in keys}
+
+    def prepare() -> tuple[LoadReport, Reading, StateDict]:
+        report, reading, chosen = load.prepare(values)
+        load.require_fit(report, strict)
+        return report, reading, chosen
+
+    report, reading, chosen = ranks.all_succeed("plan", prepare)
+
+    def read() -> None:
+        if load.reader.read_once and ranks.distributed:
+            read_once(load.reader, lambda: load.zeroed(reading, chosen), process_group)
+        else:
+            load.reader.read(load.zeroed(reading, chosen))
+
+    ranks.all_succeed("load", read)
+    for key in keys:
+        take(key, values[key])
+    return report
+
+
+def load_values_freeing(
+    state_dict: StateDict,
+    value_of: Callable[[Any], Any],
+    take: Callable[[str, Any], None],
+    load: Load,
+    ranks: Ranks,
+    *,
+    strict: bool,
+) -> LoadReport:
+    """The same for a state that fits into memory only once: key by key, since what ``state_dict()``
+    returns may be a copy, and each destination is let go of before its replacement is read."""
+    keys = sorted(state_dict)
+
+    def compare() -> LoadReport:
+        total: LoadReport | None = None
+        for key in keys:
+            report = load.compare({key: value_of(state_dict[key])})
+            if total is None:
+                total = report
+            else:
+                total.add(report)
+        total = total or LoadReport()
+        load.require_fit(total, strict)
+        return total
+
+    def read() -> None:
+        for key in keys:
+            values = {key: value_of(state_dict[key])}
+            _report, reading, chosen = load.prepare(values)
+            load.read_freeing(load.zeroed(reading, chosen))
+            take(key, values[key])
+
+    report = ranks.all_succeed("plan", compare)
+    ranks.all_succeed("load", read)
+    return report
+
+
+def estimate(load: Load, values: StateDict) -> ReadMemory:
+    """What reading into the values takes. Reads the metadata alone."""
+    report, reading, chosen = load.prepare(values)
+    load.require_fit(report, strict=True)
+    rows = [
+        (
+            dtype.itemsize,
+            target,
+            _C.is_plain(target) and not (target.is_conj() or target.is_neg()),
+        )
+        for _n, _f, _o, _l, dtype, _s, _ro, _rl, target in reading.rows
+    ]
+    limit = load.reader.max_inflight_bytes
+    objects = [info.length for _item, info in reading.byte_items]
+    stored = sum(target.numel() * itemsize for itemsize, target, _plain in rows)
+    # What the engine cannot write into by itself is read by way of a copy, some rows at a time.
+    copies = [(t.numel() * itemsize, t) for itemsize, t, plain in rows if not plain]
+    least = max((b // max(t.size(0) if t.dim() else 1, 1) for b, t in copies), default=0)
+    least = max([least, *objects])
+    scratch = load.reader.thread_count * _C.load_chunk_bytes
+    if any(target.is_cuda for _itemsize, target, _plain in rows):
+        scratch *= 2
+    scratch = min(scratch, limit) if rows else 0
+    held = min(sum(b for b, _t in copies), limit // 2)
+    wave = min(sum(objects), max([limit // 2, *objects]))
+    return ReadMemory(
+        target_bytes=sum(_local_bytes(value) for value in chosen.values()),
+        stored_bytes=stored + sum(objects),
+        beyond_targets_bytes=min(max(scratch + held, wave), limit),
+        least_inflight_bytes=least + _C.least_scratch_bytes,
+    )
+
+
+def _local_bytes(value: Any) -> int:
+    try:
+        chunks = _create_chunk_list(value)
+    except ValueError:
+        return 0
+    return sum(c.sizes.numel() for c in chunks) * int(value.dtype.itemsize)
+
+
+def _size_of(value: Any) -> torch.Size | None:
+    """That of a tensor or what poses as one; None of other things."""
+    if hasattr(value, "global_shape"):
+        return torch.Size(value.global_shape)
+    size = getattr(value, "size", None)
+    return torch.Size(size()) if callable(size) and hasattr(value, "dtype") else None
+
+
+class _Freeing:
+    """Gives a tensor's memory back and takes it anew, untouched: where all that lies in it will be
+    read, and nobody else may hold its address."""
+
+    def __init__(self, targets: list[torch.Tensor]) -> None:
+        self._whole: set[int] = set()
+        covered: dict[int, int] = {}
+        # Tied tensors are read twice.
+        for tensor in {(t.data_ptr(), t.nbytes): t for t in targets}.values():
+            storage = tensor.untyped_storage()
+            covered[storage._cdata] = covered.get(storage._cdata, 0) + tensor.nbytes
+            if covered[storage._cdata] == storage.nbytes() and storage.resizable():
+                self._whole.add(storage._cdata)
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._whole:
+            return
+        self._whole.remove(storage._cdata)
+        size = storage.nbytes()
+        storage.resize_(0)
+        storage.resize_(size)
+
+
+def _read_metadata(reader: FileSystemReader, rank: int) -> Metadata:
+    """The common metadata, or this rank's own where ranks saved without collectives."""
+    try:
+        return reader.read_metadata()
+    except FileNotFoundError:
+        try:
+            return reader.read_metadata(rank=rank)
+        except FileNotFoundError:
+            pass
+        raise
