@@ -30,6 +30,8 @@ std::string_view name(Errc code) {
       return "tensor_mismatch";
     case Errc::checksum_mismatch:
       return "checksum_mismatch";
+    case Errc::table_inconsistent:
+      return "table_inconsistent";
     case Errc::internal:
       return "internal";
   }

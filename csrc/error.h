@@ -28,6 +28,8 @@ enum class Errc {
   tensor_mismatch,
   // The stored checksum and the bytes disagree.
   checksum_mismatch,
+  // Intact, but not a checksum table that this version reads.
+  table_inconsistent,
   // Something that must not happen by construction; a bug here.
   internal,
 };

@@ -45,6 +45,7 @@ void raise(const Error& error, const std::string& subject) {
     case Errc::pickle_unknown:
     case Errc::tensor_mismatch:
     case Errc::checksum_mismatch:
+    case Errc::table_inconsistent:
       throw_python(error_class("Corrupt")(text));
     case Errc::system:
     case Errc::cancelled:

@@ -1,0 +1,148 @@
+#include "format/checksum_table.h"
+
+#include <algorithm>
+#include <bit>
+#include <ranges>
+#include <string_view>
+
+#include "format/crc32.h"
+
+namespace torch_ckpt::format {
+namespace {
+
+constexpr std::uint64_t kLeastBlock = std::uint64_t{64} << 10;
+constexpr std::uint64_t kUsualMostBlock = std::uint64_t{1} << 20;
+constexpr std::uint64_t kFewBlocks = 1024;
+constexpr std::uint64_t kMaxBlocks = (1 << 24) - 1;
+
+constexpr std::string_view kMagic = "TCS1";
+constexpr std::size_t kHeadBytes = 4 + 4;
+constexpr std::size_t kEntryBytes = 8 + 4 + 1 + 3;
+constexpr std::size_t kCrcBytes = 4;
+constexpr std::uint64_t kMaxLog2 = 63;
+
+void put(std::string& out, std::uint64_t value, std::size_t bytes) {
+  char digits[8];
+  for (std::size_t i = 0; i < bytes; ++i) digits[i] = static_cast<char>(value >> (8 * i));
+  out.append(digits, bytes);
+}
+
+/// The range must lie within `bytes`.
+std::uint64_t number_at(std::span<const std::byte> bytes, std::size_t at, std::size_t count) {
+  std::uint64_t value = 0;
+  for (std::size_t i = 0; i < count; ++i) {
+    value |= static_cast<std::uint64_t>(bytes[at + i]) << (8 * i);
+  }
+  return value;
+}
+
+struct Entry {
+  std::uint64_t offset = 0;
+  std::uint32_t envelope_crc = 0;
+  std::uint64_t block_log2 = 0;
+  std::uint64_t blocks = 0;
+};
+
+Entry entry_at(std::span<const std::byte> entries, std::size_t index) {
+  const auto bytes = entries.subspan(index * kEntryBytes, kEntryBytes);
+  return {number_at(bytes, 0, 8), static_cast<std::uint32_t>(number_at(bytes, 8, 4)),
+          number_at(bytes, 12, 1), number_at(bytes, 13, 3)};
+}
+
+Error damaged() {
+  return format_error(Errc::checksum_mismatch, "the checksum table is damaged itself");
+}
+Error inconsistent(std::string detail) {
+  return format_error(Errc::table_inconsistent, std::move(detail));
+}
+
+}  // namespace
+
+std::uint64_t block_bytes_for(std::uint64_t payload_bytes) {
+  std::uint64_t block = kLeastBlock;
+  const auto blocks = [&] { return payload_bytes / block + (payload_bytes % block != 0 ? 1 : 0); };
+  while ((block < kUsualMostBlock && blocks() > kFewBlocks) || blocks() > kMaxBlocks) block *= 2;
+  return block;
+}
+
+std::string encode_checksum_table(std::span<const RecordSums> records) {
+  std::size_t blocks = 0;
+  for (const RecordSums& record : records) blocks += record.block_crcs.size();
+  std::string out;
+  out.reserve(kHeadBytes + records.size() * kEntryBytes + blocks * kCrcBytes + kCrcBytes);
+  out += kMagic;
+  put(out, records.size(), 4);
+  for (const RecordSums& record : records) {
+    put(out, record.offset, 8);
+    put(out, record.envelope_crc, 4);
+    put(out, record.block_crcs.empty() ? 0 : std::countr_zero(record.block_bytes), 1);
+    put(out, record.block_crcs.size(), 3);
+  }
+  for (const RecordSums& record : records) {
+    for (const std::uint32_t crc : record.block_crcs) put(out, crc, kCrcBytes);
+  }
+  put(out, crc32(0, std::as_bytes(std::span(out))), kCrcBytes);
+  return out;
+}
+
+Result<ChecksumTable> ChecksumTable::decode(std::span<const std::byte> bytes) {
+  if (bytes.size() < kHeadBytes + kCrcBytes) return damaged();
+  // First, so that whatever is found below was written so.
+  const auto body = bytes.first(bytes.size() - kCrcBytes);
+  if (crc32(0, body) != number_at(bytes, body.size(), kCrcBytes)) return damaged();
+  if (!std::ranges::equal(body.first(kMagic.size()), std::as_bytes(std::span(kMagic)))) {
+    return inconsistent("a checksum table of another version");
+  }
+  const std::uint64_t count = number_at(body, kMagic.size(), 4);
+  if (count > (body.size() - kHeadBytes) / kEntryBytes) {
+    return inconsistent("a checksum table names more records than it has");
+  }
+  ChecksumTable table;
+  table.entries_ = body.subspan(kHeadBytes, count * kEntryBytes);
+  table.crcs_ = body.subspan(kHeadBytes + count * kEntryBytes);
+  table.first_blocks_.reserve(count);
+  const std::uint64_t total = table.crcs_.size() / kCrcBytes;
+  std::uint64_t blocks = 0;
+  std::uint64_t last_offset = 0;
+  for (std::size_t i = 0; i < count; ++i) {
+    const Entry entry = entry_at(table.entries_, i);
+    if (i > 0 && entry.offset <= last_offset) {
+      return inconsistent("the records of a checksum table are not in order");
+    }
+    if (entry.block_log2 > kMaxLog2 || (entry.block_log2 == 0) != (entry.blocks == 0)) {
+      return inconsistent("a record of a checksum table has no size of its blocks");
+    }
+    if (entry.blocks > total - blocks) {
+      return inconsistent("a checksum table names more blocks than it has");
+    }
+    last_offset = entry.offset;
+    table.first_blocks_.push_back(blocks);
+    blocks += entry.blocks;
+  }
+  if (blocks * kCrcBytes != table.crcs_.size()) {
+    return inconsistent("a checksum table has more blocks than it names");
+  }
+  return table;
+}
+
+std::optional<RecordSums> ChecksumTable::find(std::uint64_t offset) const {
+  const auto indices = std::views::iota(std::size_t{0}, size());
+  const auto found = std::ranges::lower_bound(
+      indices, offset, {}, [&](std::size_t i) { return entry_at(entries_, i).offset; });
+  if (found == indices.end()) return std::nullopt;
+  const Entry entry = entry_at(entries_, *found);
+  if (entry.offset != offset) return std::nullopt;
+  RecordSums sums;
+  sums.offset = offset;
+  sums.envelope_crc = entry.envelope_crc;
+  if (entry.blocks == 0) return sums;
+  sums.block_bytes = std::uint64_t{1} << entry.block_log2;
+  sums.block_crcs.reserve(entry.blocks);
+  for (std::uint64_t i = 0; i < entry.blocks; ++i) {
+    const std::size_t at = (first_blocks_[*found] + i) * kCrcBytes;
+    sums.block_crcs.push_back(static_cast<std::uint32_t>(number_at(crcs_, at, kCrcBytes)));
+  }
+  return sums;
+}
+
+}  // namespace torch_ckpt::format
