@@ -5,7 +5,10 @@ from __future__ import annotations
 import inspect
 import io
 import resource
+import struct
 import warnings
+import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,9 +18,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 import torch_ckpt
+from torch_ckpt.metadata import checksum_tables
 
 StateDict = dict[str, Any]
 
@@ -138,6 +142,55 @@ def place_of(metadata: Metadata, name: str) -> _StorageInfo:
     """Where the only stored item of a name lies."""
     (place,) = (info for index, info in metadata.storage_data.items() if index.fqn == name)
     return place
+
+
+#: Envelope CRC-32, size of a block in bytes (0: no blocks), CRC-32 of each block.
+RecordSums = tuple[int, int, list[int]]
+
+
+def parsed_table(table: bytes) -> dict[int, RecordSums]:
+    """A checksum table by offset, as the grammar in docs/format.md has it."""
+    magic, count = struct.unpack_from("<4sI", table)
+    assert magic == b"TCS1"
+    (seal,) = struct.unpack("<I", table[-4:])
+    assert seal == zlib.crc32(table[:-4])
+    crcs = [crc for (crc,) in struct.iter_unpack("<I", table[8 + 16 * count : -4])]
+    found: dict[int, RecordSums] = {}
+    for offset, envelope, packed in struct.iter_unpack("<QII", table[8 : 8 + 16 * count]):
+        log2, blocks = packed & 0xFF, packed >> 8
+        found[offset] = (envelope, 1 << log2 if log2 else 0, crcs[:blocks])
+        del crcs[:blocks]
+    assert crcs == []
+    assert sorted(found) == list(found)
+    return found
+
+
+def assert_tables_match(path: str | Path, metadata: Metadata) -> None:
+    """Fails unless the metadata's tables say of all bytes in the checkpoint what zlib says."""
+    tables = {name: parsed_table(table) for name, table in checksum_tables(metadata).items()}
+    assert set(tables) == {info.relative_path for info in metadata.storage_data.values()}
+    for index, info in metadata.storage_data.items():
+        if info.length == 0:
+            continue
+        with open(Path(path) / info.relative_path, "rb") as file:
+            file.seek(info.offset)
+            record = file.read(info.length)
+        begin, end = 0, len(record)
+        if not isinstance(metadata.state_dict_metadata[index.fqn], BytesStorageMetadata):
+            entry = zipfile.ZipFile(io.BytesIO(record)).getinfo("archive/data/0")
+            lengths = struct.unpack_from("<HH", record, entry.header_offset + 26)
+            begin = entry.header_offset + 30 + sum(lengths)
+            end = begin + entry.file_size
+        envelope, block, crcs = tables[info.relative_path].pop(info.offset)
+        assert envelope == zlib.crc32(record[:begin] + record[end:]), index
+        payload = record[begin:end]
+        if block == 0:
+            assert begin > 0, index
+            assert len(payload) <= 64 << 10, index
+        else:
+            pieces = [payload[at : at + block] for at in range(0, len(payload), block)]
+            assert crcs == [zlib.crc32(piece) for piece in pieces], index
+    assert all(left == {} for left in tables.values())
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:

@@ -38,6 +38,8 @@ class Save:
     def cancel(self) -> None: ...
     def results(self) -> list[tuple[str, int, int, int]]:
         """File name, offset and length in bytes there, and payload CRC-32 of each value."""
+    def checksum_tables(self) -> dict[str, bytes]:
+        """The checksum table of each file, by its name."""
     @property
     def file_names(self) -> list[str]: ...
 

@@ -246,17 +246,16 @@ class Load:
         if size is None:
             report.kinds.append((name, "a tensor", f"a {type(value).__name__}"))
             return
-        has = torch.Size(stored.size)
-        if has != size:
-            # GrowingSize is equal to what it has room for.
-            fits = self.reader.zero_fill and stored.size == size
-            (report.grown if fits else report.shapes).append((name, has, size))
-            if not fits:
-                return
         dtype = getattr(value, "dtype", stored.properties.dtype)
         if dtype != stored.properties.dtype:
             report.dtypes.append((name, stored.properties.dtype, dtype))
-        report.loaded.append(name)
+        has = torch.Size(stored.size)
+        # GrowingSize is equal to what it has room for.
+        fits = stored.size == size
+        if has != size:
+            (report.grown if fits else report.shapes).append((name, has, size))
+        if fits:
+            report.loaded.append(name)
 
     def _add_plain(self, name: str, target: Any, reading: Reading) -> bool:
         """Adds the rows that fill a plain tensor; False where torch's planner must look at it."""

@@ -7,11 +7,13 @@ writing keeps to what every supported torch, older ones included, can read.
 
 from __future__ import annotations
 
+import copy
 import copyreg
 import io
 import os
 import pickle
 import stat
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -30,6 +32,11 @@ METADATA_NAME = ".metadata"
 
 # A pickle's cost is bounded by its size; the metadata of a million tensors has about 200 MB.
 MAX_METADATA_BYTES = 4 << 30
+
+# Our attribute of the metadata and its version. Builtin types only: every reader of the metadata,
+# allow-list or not, loads those.
+_OURS = "torch_ckpt"
+_OURS_VERSION = 1
 
 _DCP = "torch.distributed.checkpoint"
 _SHARD = "torch.distributed._shard"
@@ -131,13 +138,38 @@ def read_metadata(
     return decode_metadata(data, file, allow_pickle=allow_pickle)
 
 
-def checksum_tables(metadata: Metadata | None) -> dict[str, bytes]:
-    return {}
-
-
 def _open_without_waiting(path: str, flags: int) -> int:
     # A FIFO in the place of the metadata cannot hang the load before it is refused.
     return os.open(path, flags | os.O_NONBLOCK)
+
+
+def with_checksum_tables(metadata: Metadata, tables: Mapping[str, bytes]) -> Metadata:
+    """A shallow copy that holds the checksum tables of the files that it names, and no others.
+
+    A copy, since torch keeps the original for the next save where plans are cached, which need not
+    be a save of ours; it would then tell of other bytes.
+
+    Args:
+        tables: encoded, by the files' paths relative to the checkpoint.
+    """
+    metadata = copy.copy(metadata)
+    vars(metadata).pop(_OURS, None)
+    if tables:
+        setattr(metadata, _OURS, {"version": _OURS_VERSION, "checksums": dict(tables)})
+    return metadata
+
+
+def checksum_tables(metadata: Metadata | None) -> dict[str, bytes]:
+    """The encoded checksum tables by relative path; none where there are none that we know."""
+    ours = getattr(metadata, _OURS, None)
+    if not isinstance(ours, dict) or ours.get("version") != _OURS_VERSION:
+        return {}
+    tables = ours.get("checksums")
+    if not isinstance(tables, dict):
+        return {}
+    if not all(isinstance(p, str) and isinstance(t, bytes) for p, t in tables.items()):
+        return {}
+    return dict(tables)
 
 
 def _reduce_properties(properties: TensorProperties) -> tuple[Any, ...]:

@@ -6,12 +6,12 @@
 2. The coordinator gives every replicated tensor to one rank, builds the rest's plan with torch's
    planner, and answers. Where no structure has changed, neither has the plan.
 3. Every rank writes its part through ``FileSystemWriter.write_values``.
-4. The coordinator builds the metadata from what was planned and what was written, and commits it.
+4. The coordinator builds the metadata from what was planned and what was written, checksum tables
+   included, and commits it.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
@@ -36,10 +36,10 @@ from torch_ckpt.collector import no_gc
 from torch_ckpt.coordination import Meeting, Ranks
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.generations import choose_prefix, remove_files
-from torch_ckpt.metadata import encode_metadata
+from torch_ckpt.metadata import encode_metadata, with_checksum_tables
 from torch_ckpt.snapshot import Job
 from torch_ckpt.unchanged import Fingerprint
-from torch_ckpt.writer import DCP_VERSION, FileSystemWriter, as_value, resolve
+from torch_ckpt.writer import DCP_VERSION, FileSystemWriter, Written, as_value, resolve
 
 StateDict = dict[str, Any]
 
@@ -185,8 +185,8 @@ def save_state(
         whole.state_dict = {}
         rest_planner.state_dict = {}
 
-    def undo(places: list[_Place]) -> None:
-        remove_files(str(writer.path), {place[0] for place in places})
+    def undo(written: Written) -> None:
+        remove_files(str(writer.path), {place[0] for place in written.places})
 
     def find_values() -> tuple[list[str], list[Any]]:
         names: list[str] = []
@@ -202,24 +202,26 @@ def save_state(
                     job.resolved += 1
         return names, values
 
-    def write() -> list[_Place]:
+    def write() -> Written:
         names, values = find_values()
         prefix = choose_prefix(str(writer.path), f"__{ranks.rank}_")
         if job is None:
             return writer.write_values(prefix, names, values)
         job.planned()
         job.forget_with(forget)
-        places = writer.write_values(prefix, names, values, job)
+        written = writer.write_values(prefix, names, values, job)
         try:
             job.written()
         except BaseException:
-            undo(places)
+            undo(written)
             raise
-        return places
+        return written
 
-    def commit(places: list[list[_Place]]) -> Metadata:
+    def commit(written: list[Written]) -> Metadata:
+        places = [of_rank.places for of_rank in written]
+        tables = {name: table for of_rank in written for name, table in of_rank.tables.items()}
         with no_gc():
-            metadata = _build_metadata(cache.agreed, places)
+            metadata = _build_metadata(cache.agreed, places, tables)
             metadata.version = DCP_VERSION
             metadata.storage_meta = writer.storage_meta()
         files = {place[0] for of_rank in places for place in of_rank}
@@ -313,10 +315,12 @@ def _check_no_name_is_both(
                 )
 
 
-def _build_metadata(agreed: _GlobalPlan, places: list[list[_Place]]) -> Metadata:
+def _build_metadata(
+    agreed: _GlobalPlan, places: list[list[_Place]], tables: dict[str, bytes]
+) -> Metadata:
     assert agreed.rest_metadata is not None
     # The plan's own stays as it is, for the next save.
-    metadata = copy.copy(agreed.rest_metadata)
+    metadata = with_checksum_tables(agreed.rest_metadata, tables)
     stored = dict(metadata.state_dict_metadata)
     storage: dict[MetadataIndex, _StorageInfo] = {}
     properties: dict[tuple[torch.dtype, bool], TensorProperties] = {}

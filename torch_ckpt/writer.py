@@ -39,7 +39,7 @@ from torch_ckpt.generations import (
     sweep,
 )
 from torch_ckpt.hooks import keeps_methods
-from torch_ckpt.metadata import encode_metadata
+from torch_ckpt.metadata import encode_metadata, with_checksum_tables
 from torch_ckpt.progress import Progress, ProgressOption, Reporter
 from torch_ckpt.sources import copy_of_state
 
@@ -49,8 +49,24 @@ DCP_VERSION: str = getattr(filesystem, "CURRENT_DCP_VERSION", "1.0.0")
 #: Bytes of one staging chunk: large enough for the disk, small enough for the third-level cache.
 CHUNK_BYTES = 4 << 20
 
+#: On its way to the coordinator a file's checksum table is an attribute of this name, of the
+#: storage info of the file's first item: torch carries nothing else from rank to rank.
+_TABLE = "torch_ckpt_checksums"
 
 _DEFAULT_BACKGROUND = Background()
+
+
+@dataclasses.dataclass
+class Written:
+    """What one rank has written.
+
+    Attributes:
+        places: of each value the file's name, offset and length in bytes there, and its CRC-32.
+        tables: the checksum table of each file, by its name.
+    """
+
+    places: list[tuple[str, int, int, int]]
+    tables: dict[str, bytes]
 
 
 def default_thread_count() -> int:
@@ -168,7 +184,7 @@ class FileSystemWriter(StockWriter):
         with no_gc():
             direct = keeps_default_lookup(planner)
             values = [resolve(planner, item, direct) for item in items]
-        rows = self.write_values(prefix, names, values)
+        written = self.write_values(prefix, names, values)
         with no_gc():
             results = [
                 WriteResult(
@@ -176,8 +192,11 @@ class FileSystemWriter(StockWriter):
                     size_in_bytes=length,
                     storage_data=_StorageInfo(file_name, offset, length),
                 )
-                for item, (file_name, offset, length, _crc) in zip(items, rows, strict=True)
+                for item, (file_name, offset, length, _crc) in zip(
+                    items, written.places, strict=True
+                )
             ]
+            _send_tables(results, written.tables)
         return _completed(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -190,7 +209,7 @@ class FileSystemWriter(StockWriter):
                 result.index: result.storage_data for of_rank in results for result in of_rank
             }
             metadata.storage_meta = self.storage_meta()
-            data = encode_metadata(metadata)
+            data = encode_metadata(with_checksum_tables(metadata, _take_tables(results)))
         self.commit(data, {info.relative_path for info in metadata.storage_data.values()})
 
     def storage_meta(self) -> StorageMeta | None:
@@ -231,7 +250,7 @@ class FileSystemWriter(StockWriter):
         names: list[str],
         values: list[Any],
         background: BackgroundWrite | None = None,
-    ) -> list[tuple[str, int, int, int]]:
+    ) -> Written:
         """Writes tensors and bytes, fsynced, and waits for the end.
 
         Args:
@@ -240,9 +259,6 @@ class FileSystemWriter(StockWriter):
             values: plain tensors (see ``_C.is_plain``) or bytes-like objects. With ``background``
                 the list is emptied as soon as they have been copied.
             background: makes it a snapshot, and hears of it.
-
-        Returns:
-            For each value the file's name, offset and length in bytes there, and its CRC-32.
 
         Raises:
             OSError: a system call failed. Every file of this call has been removed.
@@ -281,7 +297,7 @@ class FileSystemWriter(StockWriter):
             # The error holds this frame and with it `save`, so dropping it would not end it.
             self._give_up(save)
             raise
-        return save.results()
+        return Written(save.results(), save.checksum_tables())
 
     def commit(self, data: bytes, files: set[str]) -> None:
         """Publishes ``data`` as the metadata; then removes what no metadata names any more.
@@ -401,6 +417,27 @@ def _found_directly(planner: SavePlanner, item: WriteItem) -> Any:
     if item.type == WriteItemType.TENSOR and type(value) in (torch.Tensor, torch.nn.Parameter):
         return value
     return planner.resolve_data(item)
+
+
+def _send_tables(results: list[WriteResult], tables: dict[str, bytes]) -> None:
+    left = dict(tables)
+    for result in results:
+        info = result.storage_data
+        if info.relative_path in left:
+            setattr(info, _TABLE, left.pop(info.relative_path))
+
+
+def _take_tables(results: list[list[WriteResult]]) -> dict[str, bytes]:
+    """The tables that came with the results, which then are as torch's own."""
+    tables: dict[str, bytes] = {}
+    for of_rank in results:
+        for result in of_rank:
+            info = result.storage_data
+            table = getattr(info, _TABLE, None)
+            if table is not None:
+                delattr(info, _TABLE)
+                tables[info.relative_path] = table
+    return tables
 
 
 def _wait_for_devices(values: list[Any]) -> None:

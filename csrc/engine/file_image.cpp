@@ -1,6 +1,9 @@
 #include "engine/file_image.h"
 
+#include <span>
 #include <utility>
+
+#include "format/crc32.h"
 
 namespace torch_ckpt::engine {
 
@@ -24,6 +27,7 @@ void FileImage::add_tensor(const format::TensorHeader& header, staging::Source s
     auto fresh = std::make_shared<RecordTemplate>();
     fresh->layout = format::lay_out_record(pickle, source.bytes);
     fresh->head = format::encode_head(pickle, source.bytes);
+    fresh->head_crc = format::crc32(0, std::as_bytes(std::span(fresh->head)));
     fresh->pickle = std::move(pickle);
     last_ = std::move(fresh);
   }

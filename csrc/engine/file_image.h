@@ -15,6 +15,7 @@ struct RecordTemplate {
   std::string pickle;
   format::RecordLayout layout;
   std::string head;
+  std::uint32_t head_crc = 0;
 };
 
 struct ImageItem {

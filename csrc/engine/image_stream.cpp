@@ -4,6 +4,7 @@
 #include <cstring>
 #include <utility>
 
+#include "checked_math.h"
 #include "format/crc32.h"
 #include "staging/host_copy.h"
 
@@ -12,6 +13,14 @@ namespace {
 
 // Copied and checksummed while it is still in the second-level cache.
 constexpr std::size_t kFusedBytes = std::size_t{256} << 10;
+
+// The archive has the checksum of a payload of one block; bytes are in no archive. Thousands of
+// small tensors so cost a table no more than their entries.
+std::uint64_t block_bytes_of(const ImageItem& item) {
+  const std::uint64_t block = format::block_bytes_for(item.source.bytes);
+  const bool has_blocks = item.source.bytes > (item.record != nullptr ? block : 0);
+  return has_blocks ? block : 0;
+}
 
 bool on_device(const ImageItem& item) { return item.source.device != staging::Source::kHost; }
 
@@ -24,17 +33,51 @@ const std::vector<staging::DeviceMoment>& ImageStream::no_moments() {
 
 ImageStream::ImageStream(const FileImage& image, bool snapshot,
                          const std::vector<staging::DeviceMoment>& ready)
-    : image_(image), snapshot_(snapshot), ready_(ready), checksums_(image.items().size(), 0) {}
+    : image_(image),
+      snapshot_(snapshot),
+      ready_(ready),
+      checksums_(image.items().size(), 0),
+      sums_(image.items().size()) {
+  for (std::size_t i = 0; i < sums_.size(); ++i) {
+    sums_[i].offset = image.items()[i].offset;
+    sums_[i].raw = image.items()[i].record == nullptr;
+    sums_[i].block_bytes = block_bytes_of(image.items()[i]);
+  }
+}
 
 void ImageStream::copy_and_checksum(const ImageItem& item, std::uint64_t offset,
                                     std::span<std::byte> out) {
-  std::uint32_t& crc = checksums_[item_];
   while (!out.empty()) {
     const auto part = out.first(std::min(out.size(), kFusedBytes));
     staging::copy_from_host(item.source, offset, part);
-    crc = format::crc32(crc, part);
+    add_to_checksums(item_, offset, part);
     offset += part.size();
     out = out.subspan(part.size());
+  }
+}
+
+// Each byte is checksummed once, in its block; the payload's checksum is the blocks' joined.
+void ImageStream::add_to_checksums(std::size_t item, std::uint64_t position,
+                                   std::span<const std::byte> payload) {
+  std::uint32_t& crc = checksums_[item];
+  const std::uint64_t block_bytes = sums_[item].block_bytes;
+  if (block_bytes == 0) {
+    crc = format::crc32(crc, payload);
+    return;
+  }
+  const std::uint64_t payload_bytes = image_.items()[item].source.bytes;
+  std::vector<std::uint32_t>& blocks = sums_[item].block_crcs;
+  if (position == 0) blocks.reserve((payload_bytes + block_bytes - 1) / block_bytes);
+  while (!payload.empty()) {
+    const std::uint64_t begin = align_down(position, block_bytes);
+    const std::uint64_t end = begin + std::min(block_bytes, payload_bytes - begin);
+    const auto part = payload.first(std::min<std::uint64_t>(payload.size(), end - position));
+    if (position == begin) blocks.push_back(0);
+    blocks.back() = format::crc32(blocks.back(), part);
+    position += part.size();
+    payload = payload.subspan(part.size());
+    if (position != end) continue;
+    crc = begin == 0 ? blocks.back() : format::crc32_join(crc, blocks.back(), end - begin);
   }
 }
 
@@ -42,6 +85,9 @@ void ImageStream::copy_tail(std::size_t item, std::uint64_t position, std::span<
   const ImageItem& of = image_.items()[item];
   const std::string tail =
       format::encode_tail(of.record->pickle, of.source.bytes, checksums_[item]);
+  if (position == 0) {
+    sums_[item].envelope_crc = format::crc32(of.record->head_crc, std::as_bytes(std::span(tail)));
+  }
   std::memcpy(out.data(), tail.data() + position, out.size());
 }
 
@@ -76,10 +122,10 @@ Result<ImageStream::Piece> ImageStream::begin(std::span<std::byte> out) {
       count = std::min<std::size_t>(out.size(), payload_end - position_);
       if (on_device(item)) {
         runs.push_back({&item.source, position_ - head, out.first(count)});
-        piece.late_.push_back({item_, true, 0, out.first(count)});
+        piece.late_.push_back({item_, true, position_ - head, out.first(count)});
       } else if (snapshot_) {
         staging::copy_past_caches(item.source, position_ - head, out.first(count));
-        piece.late_.push_back({item_, true, 0, out.first(count)});
+        piece.late_.push_back({item_, true, position_ - head, out.first(count)});
       } else {
         copy_and_checksum(item, position_ - head, out.first(count));
       }
@@ -114,7 +160,7 @@ Result<> ImageStream::arrive(Piece& piece) {
 void ImageStream::complete(const Piece& piece) {
   for (const Piece::Late& late : piece.late_) {
     if (late.is_payload) {
-      checksums_[late.item] = format::crc32(checksums_[late.item], late.bytes);
+      add_to_checksums(late.item, late.position, late.bytes);
     } else {
       copy_tail(late.item, late.position, late.bytes);
     }

@@ -9,6 +9,7 @@
 
 #include "engine/file_image.h"
 #include "error.h"
+#include "format/checksum_table.h"
 #include "staging/device_copy.h"
 
 namespace torch_ckpt::engine {
@@ -38,7 +39,7 @@ class ImageStream {
     struct Late {
       std::size_t item = 0;
       bool is_payload = false;     // else a part of the record's tail
-      std::uint64_t position = 0;  // within the tail
+      std::uint64_t position = 0;  // within the payload or the tail
       std::span<std::byte> bytes;
     };
     std::vector<Late> late_;
@@ -56,12 +57,17 @@ class ImageStream {
   /// CRC-32 of each item's payload, in the image's order; complete once the whole image was filled.
   const std::vector<std::uint32_t>& checksums() const { return checksums_; }
 
+  /// What a checksum table says of each item, in the image's order; complete as checksums() is.
+  const std::vector<format::RecordSums>& sums() const { return sums_; }
+
   /// Where the copies from devices are made; nullptr where there have been none.
   const std::shared_ptr<staging::DeviceCopier>& copier() const { return copier_; }
 
  private:
   static const std::vector<staging::DeviceMoment>& no_moments();
   void copy_and_checksum(const ImageItem& item, std::uint64_t offset, std::span<std::byte> out);
+  void add_to_checksums(std::size_t item, std::uint64_t position,
+                        std::span<const std::byte> payload);
   void copy_tail(std::size_t item, std::uint64_t position, std::span<std::byte> out);
   Result<> submit(std::span<const staging::DeviceRun> runs);
 
@@ -69,6 +75,7 @@ class ImageStream {
   const bool snapshot_;
   const std::vector<staging::DeviceMoment>& ready_;
   std::vector<std::uint32_t> checksums_;
+  std::vector<format::RecordSums> sums_;
   std::size_t item_ = 0;
   std::uint64_t position_ = 0;  // within the item
   std::shared_ptr<staging::DeviceCopier> copier_;

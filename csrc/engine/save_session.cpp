@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "checked_math.h"
+#include "format/checksum_table.h"
 #include "os/directory.h"
 
 namespace torch_ckpt::engine {
@@ -501,6 +502,18 @@ Result<> SaveSession::outcome() const {
 
 const std::vector<std::uint32_t>& SaveSession::checksums(std::size_t file) const {
   return files_[file]->stream.checksums();
+}
+
+std::string SaveSession::checksum_table(std::size_t file) const {
+  const std::vector<ImageItem>& items = image(file).items();
+  const std::vector<format::RecordSums>& sums = files_[file]->stream.sums();
+  std::vector<format::RecordSums> records;
+  records.reserve(items.size());
+  for (std::size_t i = 0; i < items.size(); ++i) {
+    // Of nothing there is nothing to check, and it lies where the next item does.
+    if (items[i].bytes > 0) records.push_back(sums[i]);
+  }
+  return format::encode_checksum_table(records);
 }
 
 SaveProgress SaveSession::progress() const {

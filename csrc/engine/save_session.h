@@ -109,6 +109,8 @@ class SaveSession : public std::enable_shared_from_this<SaveSession> {
 
   /// CRC-32 of each item's payload, by file and item; after a good outcome.
   const std::vector<std::uint32_t>& checksums(std::size_t file) const;
+  /// The file's checksum table (format/checksum_table.h); after a good outcome.
+  std::string checksum_table(std::size_t file) const;
   const FileImage& image(std::size_t file) const { return files_[file]->job.image; }
   std::size_t file_count() const { return files_.size(); }
 

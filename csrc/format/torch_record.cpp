@@ -28,7 +28,9 @@ std::span<const std::byte> as_bytes(std::string_view text) {
 }
 
 void put(std::string& out, std::uint64_t value, std::size_t bytes) {
-  for (std::size_t i = 0; i < bytes; ++i) out += static_cast<char>((value >> (8 * i)) & 0xff);
+  char digits[8];
+  for (std::size_t i = 0; i < bytes; ++i) digits[i] = static_cast<char>(value >> (8 * i));
+  out.append(digits, bytes);
 }
 
 // Builds the archive; the payload's bytes are counted and never held.

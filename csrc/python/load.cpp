@@ -170,7 +170,11 @@ class TensorLoad {
 
   /// Returns the indices of the items that torch.load must read.
   std::vector<std::size_t> run_all() {
-    for (std::size_t i = 0; i < items_.size(); ++i) add(i, nullptr);
+    for (std::size_t i = 0; i < items_.size(); ++i) {
+      if (!add(i, nullptr)) {
+        throw py::value_error(items_[i].name + ": the stored tensor's size overflows 64 bits");
+      }
+    }
     run_wave();
     // Tensors that are stored transposed, conjugated or otherwise not row-major.
     for (const auto& [item, header] : std::exchange(layouts_, {})) {

@@ -115,6 +115,15 @@ class Save {
     return rows;
   }
 
+  /// File name -> checksum table.
+  py::dict checksum_tables() const {
+    py::dict tables;
+    for (std::size_t file = 0; file < file_names_.size(); ++file) {
+      tables[py::str(file_names_[file])] = py::bytes(session_->checksum_table(file));
+    }
+    return tables;
+  }
+
   const std::vector<std::string>& file_names() const { return file_names_; }
 
  private:
@@ -274,6 +283,7 @@ void bind_save(py::module_& module) {
       .def("progress", &Save::progress)
       .def("cancel", &Save::cancel)
       .def("results", &Save::results)
+      .def("checksum_tables", &Save::checksum_tables)
       .def_property_readonly("file_names", &Save::file_names);
 }
 

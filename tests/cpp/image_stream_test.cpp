@@ -32,6 +32,15 @@ struct Sample {
   std::string expected;
   std::vector<std::uint32_t> checksums;
 
+  /// Of all items, from the bytes that they must give.
+  std::vector<format::RecordSums> sums() const {
+    std::vector<format::RecordSums> of_items;
+    for (const ImageItem& item : image.items()) {
+      const auto bytes = std::string_view(expected).substr(item.offset, item.bytes);
+      of_items.push_back(test::sums_of(item, bytes));
+    }
+    return of_items;
+  }
   void add_bytes(std::string payload) {
     payloads.push_back(std::move(payload));
     image.add_bytes(host_source(payloads.back()));
@@ -49,6 +58,8 @@ struct Sample {
     checksums.push_back(format::crc32(0, bytes_of(payload)));
   }
 };
+
+constexpr std::size_t kBlock = std::size_t{64} << 10;  // of a checksum table
 
 Sample every_kind(Random& random) {
   Sample sample;
@@ -100,6 +111,7 @@ TEST_P(ImageStreamChunks, GiveHeadsPayloadsAndTailsOneBehindTheOther) {
   const std::string found = streamed(stream, sample.image.bytes(), [] { return GetParam(); });
   EXPECT_TRUE(found == sample.expected);
   EXPECT_EQ(stream.checksums(), sample.checksums);
+  EXPECT_EQ(stream.sums(), sample.sums());
 }
 
 INSTANTIATE_TEST_SUITE_P(Bytes, ImageStreamChunks,
@@ -116,6 +128,7 @@ TEST(ImageStream, IsTheSameWhateverTheChunks) {
         streamed(stream, sample.image.bytes(), [&] { return random.between(1, longest); });
     ASSERT_TRUE(found == sample.expected) << "round " << round;
     ASSERT_EQ(stream.checksums(), sample.checksums) << "round " << round;
+    ASSERT_EQ(stream.sums(), sample.sums()) << "round " << round;
   }
 }
 
@@ -128,6 +141,30 @@ TEST(ImageStream, ChecksumsPayloadsLargerThanItsCacheBlocks) {
   const std::string found = streamed(stream, sample.image.bytes(), [] { return 600'001; });
   EXPECT_TRUE(found == sample.expected);
   EXPECT_EQ(stream.checksums(), sample.checksums);
+  EXPECT_EQ(stream.sums(), sample.sums());
+}
+
+TEST(ImageStream, ChecksumsTheBlocksOfBytesAndOfTensorsLargerThanOne) {
+  Sample sample;
+  sample.add_bytes("");
+  sample.add_bytes("x");
+  sample.add_tensor(std::string(kBlock, 'x'));
+  sample.add_tensor(std::string(kBlock + 1, 'x'));
+  sample.add_bytes(std::string(kBlock + 1, 'x'));
+  ImageStream stream(sample.image);
+  streamed(stream, sample.image.bytes(), [] { return 4096; });
+  std::vector<std::size_t> blocks;
+  for (const format::RecordSums& sums : stream.sums()) blocks.push_back(sums.block_crcs.size());
+  EXPECT_EQ(blocks, (std::vector<std::size_t>{0, 1, 0, 2, 2}));
+}
+
+TEST(ImageStream, ChecksumsWhatIsNotPayloadAsOne) {
+  Sample sample;
+  sample.add_tensor("payload");
+  ImageStream stream(sample.image);
+  std::string envelope = streamed(stream, sample.image.bytes(), [] { return 4096; });
+  envelope.erase(envelope.find("payload"), std::string_view("payload").size());
+  EXPECT_EQ(stream.sums()[0].envelope_crc, format::crc32(0, bytes_of(envelope)));
 }
 
 TEST(ImageStream, OfNothingGivesNothing) {
@@ -275,6 +312,7 @@ TEST_P(ImageStreamSteps, OfManyPiecesAtOnceGiveTheImage) {
     arrive_and_complete_all(stream, pieces);
     ASSERT_TRUE(pieces.contents() == sample.expected) << "round " << round;
     ASSERT_EQ(stream.checksums(), sample.checksums) << "round " << round;
+    ASSERT_EQ(stream.sums(), sample.sums()) << "round " << round;
   }
 }
 
@@ -309,6 +347,7 @@ TEST_P(ImageStreamSteps, OfSomePiecesAtOnceGiveTheImage) {
     }
     ASSERT_TRUE(pieces.contents() == sample.expected) << "round " << round;
     ASSERT_EQ(stream.checksums(), sample.checksums) << "round " << round;
+    ASSERT_EQ(stream.sums(), sample.sums()) << "round " << round;
   }
 }
 
@@ -335,6 +374,56 @@ TEST_P(ImageStreamSteps, MayBeCompletedByAnotherThread) {
   }
   EXPECT_TRUE(pieces.contents() == sample.expected);
   EXPECT_EQ(stream.checksums(), sample.checksums);
+  EXPECT_EQ(stream.sums(), sample.sums());
+}
+
+// Payloads that end at, before and behind a block's end, in pieces that do the same.
+TEST_P(ImageStreamSteps, ChecksumBlocksHoweverThePiecesCutThem) {
+  Random random(15);
+  SCOPED_TRACE(random.seed_text());
+  test::FakeDevice device;
+  Sample sample;
+  for (const std::size_t bytes : {kBlock - 1, kBlock, kBlock + 1, 2 * kBlock, 5 * kBlock + 123}) {
+    const std::string payload = random.bytes(bytes);
+    sample.add_bytes(payload);
+    sample.add_tensor(payload);
+    sample.add_tensor_at(device.upload(payload), payload);
+  }
+  const std::vector<format::RecordSums> expected = sample.sums();
+  for (int round = 0; round < 40; ++round) {
+    const std::uint64_t longest = random.between(500, 4 * kBlock);
+    const bool whole_blocks = random.coin();
+    ImageStream stream(sample.image, GetParam(), kNoMoments);
+    Pieces pieces(sample.image.bytes(), [&] {
+      return whole_blocks ? kBlock + random.between(0, 2) - 1 : random.between(1, longest);
+    });
+    begin_all(stream, pieces);
+    arrive_and_complete_all(stream, pieces);
+    ASSERT_TRUE(pieces.contents() == sample.expected) << "round " << round;
+    ASSERT_EQ(stream.checksums(), sample.checksums) << "round " << round;
+    ASSERT_EQ(stream.sums(), expected) << "round " << round;
+  }
+}
+
+// A payload's block ends wherever in the payload the only cut lies.
+TEST_P(ImageStreamSteps, ChecksumBlocksOfAPayloadThatIsSplitAroundTheirEnds) {
+  Random random(16);
+  SCOPED_TRACE(random.seed_text());
+  Sample sample;
+  sample.add_tensor(random.bytes(2 * kBlock + 2));
+  const std::vector<format::RecordSums> expected = sample.sums();
+  const std::uint64_t head = sample.image.items().front().record->head.size();
+  for (const std::uint64_t around : {head, head + kBlock, head + 2 * kBlock}) {
+    for (std::uint64_t split = around - 3; split <= around + 3; ++split) {
+      ImageStream stream(sample.image, GetParam(), kNoMoments);
+      Pieces pieces(sample.image.bytes(), [&, first = true]() mutable {
+        return std::exchange(first, false) ? split : sample.image.bytes();
+      });
+      begin_all(stream, pieces);
+      arrive_and_complete_all(stream, pieces);
+      ASSERT_EQ(stream.sums(), expected) << "split at " << split;
+    }
+  }
 }
 
 TEST_P(ImageStreamSteps, SubmitTheTensorsOfAPieceTogether) {
@@ -379,6 +468,7 @@ TEST_P(ImageStreamSteps, BeginManyPiecesBeforeTheFirstArrives) {
   arrive_and_complete_all(stream, pieces);
   EXPECT_TRUE(pieces.contents() == sample.expected);
   EXPECT_EQ(stream.checksums(), sample.checksums);
+  EXPECT_EQ(stream.sums(), sample.sums());
 }
 
 TEST_P(ImageStreamSteps, CopyHostMemoryWhenAPieceIsBegun) {
@@ -398,6 +488,7 @@ TEST_P(ImageStreamSteps, CopyHostMemoryWhenAPieceIsBegun) {
   arrive_and_complete_all(stream, pieces);
   EXPECT_TRUE(pieces.contents() == sample.expected);
   EXPECT_EQ(stream.checksums(), sample.checksums);
+  EXPECT_EQ(stream.sums(), sample.sums());
 }
 
 TEST_P(ImageStreamSteps, NeedNoSourceOnceAPieceHasArrived) {
@@ -412,6 +503,7 @@ TEST_P(ImageStreamSteps, NeedNoSourceOnceAPieceHasArrived) {
   for (std::size_t n = 0; n < pieces.count(); ++n) pieces.complete(stream, n);
   EXPECT_TRUE(pieces.contents() == sample.expected);
   EXPECT_EQ(stream.checksums(), sample.checksums);
+  EXPECT_EQ(stream.sums(), sample.sums());
 }
 
 // The stored checksum lies in the tail, wherever in it the pieces end.
@@ -438,6 +530,7 @@ TEST_P(ImageStreamSteps, TellTheChecksumInATailThatIsSplitAnywhere) {
       begin_all(stream, pieces);
       arrive_and_complete_all(stream, pieces);
       ASSERT_TRUE(pieces.contents() == sample.expected) << "split at " << split;
+      ASSERT_EQ(stream.sums(), sample.sums()) << "split at " << split;
     }
   }
 }

@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <utility>
 
+#include "format/checksum_table.h"
 #include "format/crc32.h"
 
 namespace torch_ckpt::test {
@@ -64,6 +65,16 @@ std::size_t Files::chunks(std::size_t chunk_bytes) const {
     sum += (contents.size() + chunk_bytes - 1) / chunk_bytes;
   }
   return sum;
+}
+
+std::string Files::checksum_table(std::size_t file) const {
+  std::vector<format::RecordSums> records;
+  for (const engine::ImageItem& item : jobs_[file].image.items()) {
+    if (item.bytes == 0) continue;
+    records.push_back(
+        sums_of(item, std::string_view(expected_[file]).substr(item.offset, item.bytes)));
+  }
+  return format::encode_checksum_table(records);
 }
 
 void Files::destroy_sources() {

@@ -35,6 +35,7 @@ class Files {
   /// How many chunks they fill.
   std::size_t chunks(std::size_t chunk_bytes) const;
   const std::vector<std::uint32_t>& checksums(std::size_t file) const { return checksums_[file]; }
+  std::string checksum_table(std::size_t file) const;
 
   /// Overwrites the payloads in host memory and frees them.
   void destroy_sources();

@@ -131,6 +131,28 @@ TEST(SaveSession, OfEmptyPayloadsAndEmptyFilesMakesThem) {
   files.expect_on_disk();
 }
 
+TEST(SaveSession, GivesTheChecksumTableOfEachFile) {
+  Random random(6);
+  SCOPED_TRACE(random.seed_text());
+  TempDir directory;
+  Files files(directory);
+  add_assorted_files(files, random, 5);
+  files.begin_file();
+  files.add_bytes("");
+  files.add_bytes(random.bytes(100'000));
+  files.add_bytes("");
+  files.add_tensor(random.bytes(200'000));
+  auto session = SaveSession::start(directory.path(), files.jobs(), small_chunks());
+  ASSERT_TRUE(ok(session));
+  wait_for_end(**session);
+  ASSERT_TRUE(ok((*session)->outcome()));
+  for (std::size_t i = 0; i < 6; ++i) {
+    const std::string table = (*session)->checksum_table(i);
+    EXPECT_TRUE(ok(format::ChecksumTable::decode(test::bytes_of(table)))) << i;
+    EXPECT_EQ(table, files.checksum_table(i)) << i;
+  }
+}
+
 TEST(SaveSession, GivesTheChecksumOfEachPayload) {
   Random random(5);
   SCOPED_TRACE(random.seed_text());

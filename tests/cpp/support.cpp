@@ -216,6 +216,24 @@ std::string byte_record(std::string_view payload) {
   return record_of(row_major("uint8", {payload.size()}), payload);
 }
 
+format::RecordSums sums_of(const engine::ImageItem& item, std::string_view bytes) {
+  const bool is_tensor = item.record != nullptr;
+  const std::size_t head_bytes = is_tensor ? item.record->layout.head_bytes : 0;
+  const std::string_view head = bytes.substr(0, head_bytes);
+  const std::string_view payload = bytes.substr(head_bytes, item.source.bytes);
+  const std::string_view tail = bytes.substr(head_bytes + payload.size());
+  format::RecordSums sums;
+  sums.offset = item.offset;
+  sums.envelope_crc = format::crc32(0, bytes_of(std::string(head) + std::string(tail)));
+  const std::uint64_t block = format::block_bytes_for(payload.size());
+  if (payload.empty() || (is_tensor && payload.size() <= block)) return sums;
+  sums.block_bytes = block;
+  for (std::size_t at = 0; at < payload.size(); at += block) {
+    sums.block_crcs.push_back(format::crc32(0, bytes_of(payload.substr(at, block))));
+  }
+  return sums;
+}
+
 std::string direct_io_name(const ::testing::TestParamInfo<engine::DirectIo>& mode) {
   std::ostringstream text;
   text << mode.param;

@@ -15,6 +15,7 @@
 #include "engine/load_session.h"
 #include "engine/save_session.h"
 #include "error.h"
+#include "format/checksum_table.h"
 #include "format/tensor_pickle.h"
 #include "staging/source.h"
 
@@ -126,6 +127,9 @@ format::TensorHeader row_major(std::string_view dtype, std::vector<std::uint64_t
 std::string record_of(const format::TensorHeader& header, std::string_view payload);
 /// A record of a row of uint8.
 std::string byte_record(std::string_view payload);
+
+/// What a checksum table must say of an item that gives `bytes` in the file.
+format::RecordSums sums_of(const engine::ImageItem& item, std::string_view bytes);
 
 /// For INSTANTIATE_TEST_SUITE_P.
 inline auto all_direct_io() {

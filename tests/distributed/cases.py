@@ -41,8 +41,16 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import torch_ckpt
-from tests.support import NO_CHECKPOINT, assert_equal, data_files, files_limited_to, random_tensor
+from tests.support import (
+    NO_CHECKPOINT,
+    assert_equal,
+    assert_tables_match,
+    data_files,
+    files_limited_to,
+    random_tensor,
+)
 from torch_ckpt.errors import NotCommitted
+from torch_ckpt.metadata import read_metadata
 
 StateDict = dict[str, Any]
 
@@ -451,6 +459,27 @@ def case_without_distribution_each_rank_saves_alone(launch: Launch) -> None:
     loaded = {"rank": -1, "t": torch.zeros(4)}
     load(loaded, path, no_dist=True)
     assert_equal(loaded, {"rank": launch.rank, "t": tensor_of("t", 4)})
+
+
+# --- checksum tables -----------------------------------------------------------------------------
+
+
+def case_the_metadata_has_the_checksum_tables_of_all_ranks(launch: Launch) -> None:
+    savers: dict[str, Callable[[StateDict, Path], Any]] = {
+        "dcp": save,
+        "ours": torch_ckpt.save,
+        "background": lambda state, path: torch_ckpt.async_save(state, path).result(),
+    }
+    for name, saver in savers.items():
+        path = launch.path(name)
+        saver({**dtensors(mesh_1d(launch)), "step": 1}, path)
+        assert_tables_match(path, read_metadata(path))
+
+
+def case_without_collectives_each_rank_has_its_own_checksum_tables(launch: Launch) -> None:
+    path = launch.path()
+    save(rank_local_state(launch, 1), path, use_collectives=False)
+    assert_tables_match(path, read_metadata(path, name=f"__{launch.rank}.metadata"))
 
 
 # --- without collectives -------------------------------------------------------------------------
