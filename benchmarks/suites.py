@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -19,6 +20,8 @@ from .training import Training, one_thread
 
 # Without torch's checkpoint process, which needs a file descriptor for each tensor.
 _SMALL_BACKGROUND_SAVERS = ("stock_thread", "ours_writer", "ours_blocking", "ours_overlapped")
+
+SetCache = Callable[[Sequence[Path]], None]
 
 
 @dataclass(frozen=True)
@@ -177,7 +180,7 @@ def _loader_entry(
     expected: State,
     target: State,
     path: Path,
-    set_cache: Callable[[list[Path]], None],
+    set_cache: SetCache,
 ) -> Contender:
     def prepare() -> None:
         states.wipe(target)
@@ -198,25 +201,39 @@ def _loader_entry(
     )
 
 
-def _raw_read_entries(
-    path: Path, set_cache: Callable[[list[Path]], None], *, direct: bool
-) -> list[Contender]:
+def _raw_read_entries(path: Path, set_cache: SetCache, *, direct: bool) -> list[Contender]:
+    """Reads through the page cache, and past it where `direct`."""
     files = _files_below(path)
-    ways = [("buffered", False, 1), ("buffered", False, 2)]
-    if direct:
-        ways += [("direct", True, 2), ("direct", True, 4)]
-    entries = []
-    for way, is_direct, threads in ways:
-        reader = limits.RawReader(threads=threads, direct=is_direct)
-        entries.append(
-            _limit_entry(
-                f"raw_{way}_{threads}",
-                f"raw {way} read, {threads} in flight",
-                partial(reader.read, files),
-                partial(set_cache, files),
-            )
+    return [
+        _limit_entry(
+            name,
+            shape.label,
+            partial(limits.RawReader(shape).read, files),
+            partial(set_cache, files),
         )
-    return entries
+        for name, shape in limits.READ_SHAPES.items()
+        if direct or not shape.direct
+    ]
+
+
+def _memcpy_entries(state: State, target: State) -> list[Contender]:
+    """Copies of resident memory into the targets; which way is fastest differs between machines."""
+    cores = len(os.sched_getaffinity(0))
+    wipe = partial(states.wipe, target)
+    return [
+        _limit_entry(
+            "memcpy_memmove",
+            f"memcpy into the targets, {cores} threads",
+            lambda: limits.copy_memory(state, target, threads=cores),
+            wipe,
+        ),
+        _limit_entry(
+            "memcpy_torch",
+            "Tensor.copy_ into the targets",
+            lambda: limits.copy_memory_by_torch(state, target),
+            wipe,
+        ),
+    ]
 
 
 def load_training_state(setup: Setup, results: Results, state: State, target: State) -> None:
@@ -227,34 +244,53 @@ def load_training_state(setup: Setup, results: Results, state: State, target: St
         SAVERS["stock_1"].save(state, stock_path)
         SAVERS["ours_dcp"].save(state, our_path)
         direct = limits.direct_io_works(scratch)
+        if not direct:
+            _skip(setup, results, "raw direct reads", "the file system refuses O_DIRECT")
         loaders = contenders.LOADERS
         of_stock = replace(
             loaders["ours_dcp"], label="dcp.load with torch_ckpt, files of the stock writer"
         )
         pairs = [
             ("stock", loaders["stock"], stock_path),
+            ("stock_threads", loaders["stock_threads"], stock_path),
             ("ours_dcp", loaders["ours_dcp"], our_path),
+            ("ours_budget", loaders["ours_budget"], our_path),
             ("ours_call", loaders["ours_call"], our_path),
             ("ours_dcp_of_stock", of_stock, stock_path),
         ]
 
-        def entries(set_cache: Callable[[list[Path]], None]) -> list[Contender]:
-            return [
+        def measure(name: str, title: str, set_cache: SetCache) -> Group:
+            cold = set_cache is pagecache.evict
+            entries = [
                 _loader_entry(name, loader, state, target, path, set_cache)
                 for name, loader, path in pairs
-            ] + _raw_read_entries(our_path, set_cache, direct=direct)
+            ]
+            entries += _raw_read_entries(our_path, set_cache, direct=direct and cold)
+            # Nothing that starts on the disk can be held to the speed of memory.
+            entries += [] if cold else _memcpy_entries(state, target)
+            return _measure(setup, name, title, total, entries)
 
-        title = f"Load {readable_size(total)}"
-        for name, suffix, set_cache in (
-            ("load_warm", "warm page cache", pagecache.warm),
-            ("load_cold", "cold page cache", pagecache.evict),
-        ):
-            try:
-                group = _measure(setup, name, f"{title}, {suffix}", total, entries(set_cache))
-            except pagecache.CacheStateError as error:
-                _skip(setup, results, f"{title}, {suffix}", str(error))
-            else:
-                results.groups.append(group)
+        _warm_and_cold(setup, results, "load", f"Load {readable_size(total)}", measure)
+
+
+def _warm_and_cold(
+    setup: Setup,
+    results: Results,
+    name: str,
+    title: str,
+    measure: Callable[[str, str, SetCache], Group],
+) -> None:
+    """Adds the groups NAME_warm and NAME_cold that `measure(name, title, set_cache)` returns."""
+    for suffix, cache, set_cache in (
+        ("warm", "warm page cache", pagecache.warm),
+        ("cold", "cold page cache", pagecache.evict),
+    ):
+        try:
+            group = measure(f"{name}_{suffix}", f"{title}, {cache}", set_cache)
+        except pagecache.CacheStateError as error:
+            _skip(setup, results, f"{title}, {cache}", str(error))
+        else:
+            results.groups.append(group)
 
 
 def small_tensors(setup: Setup, results: Results) -> None:

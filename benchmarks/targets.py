@@ -52,7 +52,13 @@ def _speed(
 
 
 def _cpu_time(
-    group: Group, key: str, ours: str, baseline: str, *, target: float | None = None
+    group: Group,
+    key: str,
+    ours: str,
+    baseline: str,
+    *,
+    target: float | None = None,
+    headline: bool = True,
 ) -> Iterable[Comparison]:
     """CPU seconds of `ours` per CPU second of `baseline`."""
     yield Comparison(
@@ -65,6 +71,7 @@ def _cpu_time(
         ours_median=group.cpu(ours).median,
         baseline_median=group.cpu(baseline).median,
         target=target,
+        headline=headline,
     )
 
 
@@ -82,12 +89,25 @@ def _save(group: Group) -> Iterable[Comparison]:
     yield from _speed(group, "memcpy", "ours_dcp", "memcpy", headline=False)
 
 
-def _load(group: Group) -> Iterable[Comparison]:
-    yield from _speed(group, "stock", "ours_dcp", "stock")
-    yield from _speed(group, "call", "ours_call", "stock")
+def _load(group: Group, *, stock: float, limit: str, of_limit: float) -> Iterable[Comparison]:
+    """Targets: times the speed of stock, and part of the speed of the limit of that name."""
+    yield from _speed(group, "stock", "ours_dcp", "stock", target=stock)
+    yield from _speed(group, "stock_threads", "ours_dcp", "stock_threads", target=1.0)
+    yield from _speed(group, "limit", "ours_dcp", group.fastest(limit), target=of_limit)
+    yield from _speed(group, "budget", "ours_budget", "ours_dcp", target=0.8, headline=False)
+    yield from _speed(group, "call", "ours_call", "stock", headline=False)
     yield from _speed(group, "same_files", "ours_dcp_of_stock", "stock", headline=False)
-    yield from _speed(group, "raw", "ours_dcp", group.fastest("raw_"))
-    yield from _cpu_time(group, "cpu", "ours_dcp", "stock")
+    yield from _cpu_time(group, "cpu", "ours_dcp", "stock", headline=False)
+    yield from _cpu_time(group, "cpu.stock_threads", "ours_dcp", "stock_threads", headline=False)
+
+
+def _load_warm(group: Group) -> Iterable[Comparison]:
+    yield from _load(group, stock=4.0, limit="memcpy_", of_limit=0.6)
+    yield from _speed(group, "raw", "ours_dcp", group.fastest("raw_"), headline=False)
+
+
+def _load_cold(group: Group) -> Iterable[Comparison]:
+    return _load(group, stock=2.5, limit="raw_direct_", of_limit=0.85)
 
 
 def _small_save(group: Group) -> Iterable[Comparison]:
@@ -260,8 +280,8 @@ def _async_first(group: Group) -> Iterable[Comparison]:
 
 _RULES: dict[str, Callable[[Group], Iterable[Comparison]]] = {
     "save": _save,
-    "load_warm": _load,
-    "load_cold": _load,
+    "load_warm": _load_warm,
+    "load_cold": _load_cold,
     "small_save": _small_save,
     "small_load": _small_load,
     "async": _async,

@@ -16,7 +16,18 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import background, limits, measure, memory, pagecache, report, results, run, states
+from benchmarks import (
+    background,
+    contenders,
+    limits,
+    measure,
+    memory,
+    pagecache,
+    report,
+    results,
+    run,
+    states,
+)
 from benchmarks.contenders import Running
 from benchmarks.training import Training, one_thread
 
@@ -240,14 +251,15 @@ def test_raw_writes_write_all_bytes(name: str, tmp_path: Path) -> None:
     assert 9_000_001 <= written < 9_000_001 + shape.files * 4096
 
 
-@pytest.mark.parametrize("direct", [False, True])
-def test_raw_reads_read_all_bytes(tmp_path: Path, *, direct: bool) -> None:
-    if direct and not limits.direct_io_works(tmp_path):
+@pytest.mark.parametrize("name", sorted(limits.READ_SHAPES))
+def test_raw_reads_read_all_bytes(name: str, tmp_path: Path) -> None:
+    shape = limits.READ_SHAPES[name]
+    if shape.direct and not limits.direct_io_works(tmp_path):
         pytest.skip("no O_DIRECT on this file system")
     files = [tmp_path / "long", tmp_path / "short"]
     for file, size in zip(files, (9_000_001, 5), strict=True):
         file.write_bytes(os.urandom(size))
-    assert limits.RawReader(threads=2, direct=direct).read(files) == 9_000_006
+    assert limits.RawReader(shape).read(files) == 9_000_006
 
 
 def test_the_page_cache_can_be_filled_and_emptied(tmp_path: Path) -> None:
@@ -279,6 +291,17 @@ def test_memcpy_copies_every_byte_whatever_the_number_of_threads(threads: int) -
     target = states.blank_copy(source)
     limits.copy_memory(source, target, threads)
     assert all(map(torch.equal, states.tensors(source), states.tensors(target)))
+    states.wipe(target)
+    limits.copy_memory_by_torch(source, target)
+    assert all(map(torch.equal, states.tensors(source), states.tensors(target)))
+
+
+def test_the_sharded_plan_loads_every_tensor_and_number(tmp_path: Path) -> None:
+    state = states.training_state(10**6, 30)
+    contenders.SAVERS["stock_1"].save(state, tmp_path / "checkpoint")
+    loaded = states.blank_copy(state)
+    contenders.LOADERS["stock_threads"].load(loaded, tmp_path / "checkpoint")
+    assert states.first_difference(state, loaded) is None
 
 
 def test_the_training_step_learns_on_one_thread() -> None:
