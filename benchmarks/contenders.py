@@ -203,9 +203,11 @@ class ShardedPlanReader(FileSystemReader):
         return future
 
 
-def _loader_with(label: str, kind: Kind, reader: Callable[[Path], FileSystemReader]) -> Loader:
+def _loader_with(
+    label: str, kind: Kind, reader: Callable[[Path], FileSystemReader], *, no_dist: bool = True
+) -> Loader:
     def load(state: State, path: Path) -> None:
-        dcp_load(state, storage_reader=reader(path), no_dist=True)
+        dcp_load(state, storage_reader=reader(path), no_dist=no_dist)
 
     return Loader(label, kind, load)
 
@@ -216,6 +218,14 @@ def _read_within_budget(path: Path) -> FileSystemReader:
 
 def _load_by_call(state: State, path: Path) -> None:
     torch_ckpt.load(state, path)
+
+
+def _load_read_once(state: State, path: Path) -> None:
+    torch_ckpt.load(state, path, read_once=True)
+
+
+def _save_stock_by_ranks(state: State, path: Path) -> None:
+    dcp_save(state, storage_writer=FileSystemWriter(path))
 
 
 STOCK_SAVERS: dict[str, Saver] = {
@@ -241,4 +251,17 @@ LOADERS: dict[str, Loader] = {
         _read_within_budget,
     ),
     "ours_call": Loader("torch_ckpt.load", "ours", _load_by_call),
+}
+# Of all ranks of the process group together.
+RANK_SAVERS: dict[str, Saver] = {
+    "stock": Saver("stock dcp.save", "stock", _save_stock_by_ranks),
+    "ours": Saver("torch_ckpt.save", "ours", _save_by_call),
+}
+RANK_LOADERS: dict[str, Loader] = {
+    "stock": _loader_with("stock dcp.load", "stock", FileSystemReader, no_dist=False),
+    "ours_dcp": _loader_with(
+        "dcp.load with torch_ckpt", "ours", torch_ckpt.FileSystemReader, no_dist=False
+    ),
+    "ours_each": LOADERS["ours_call"],
+    "ours_once": Loader("torch_ckpt.load, read_once=True", "ours", _load_read_once),
 }

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from . import contenders, first_saves, limits, memory, pagecache, states
+from . import contenders, first_saves, limits, memory, pagecache, ranks, states
 from .background import BackgroundSample, Effort, measure_beside_training
 from .contenders import SAVERS, STOCK_SAVERS, BackgroundSaver, Kind
-from .measure import Contender, Sample, measure_alternately
+from .measure import Contender, ReadSample, Sample, measure_alternately
 from .results import ContenderInfo, Group, Results, Skipped, readable_size
 from .states import State
 from .training import Training, one_thread
 
 # Without torch's checkpoint process, which needs a file descriptor for each tensor.
 _SMALL_BACKGROUND_SAVERS = ("stock_thread", "ours_writer", "ours_blocking", "ours_overlapped")
+
+# Each rank holds the expected values beside the targets; more does not fit everywhere.
+MOST_REPLICA_BYTES = 4 * 10**9
 
 SetCache = Callable[[Sequence[Path]], None]
 
@@ -28,13 +31,18 @@ SetCache = Callable[[Sequence[Path]], None]
 class Setup:
     """Sizes and places of one run. `directory` is private to the run; `state_bytes` are bytes.
 
-    `repeats` counts the processes for what needs a fresh one each time.
+    `repeats` counts the processes for what needs a fresh one each time. `rank_bytes` is for what
+    several ranks load: in all where they share it, on each where all load the same; the worlds are
+    numbers of ranks.
     """
 
     directory: Path
     state_bytes: int
     tensor_count: int
     small_tensor_count: int
+    rank_bytes: int
+    reshard_worlds: Sequence[int]
+    replica_worlds: Sequence[int]
     rounds: int
     repeats: int
     effort: Effort
@@ -68,25 +76,41 @@ def _scratch(setup: Setup, name: str) -> Iterator[Path]:
         _remove(path)
 
 
+def _say_sample(setup: Setup, label: str, sample: Sample) -> None:
+    line = (
+        f"  round {sample.round + 1}/{setup.rounds}  {label:<52}"
+        f"{sample.wall_s:9.3f} s {sample.bytes / sample.wall_s / 1e9:7.2f} GB/s "
+        f"{sample.cpu_s:8.3f} CPU s"
+    )
+    if isinstance(sample, ReadSample):
+        line += f" {sample.read_bytes / sample.bytes:7.3f} read/wanted"
+    setup.say(line)
+
+
 def _measure(
-    setup: Setup, name: str, title: str, bytes_moved: int, entries: list[Contender]
+    setup: Setup,
+    name: str,
+    title: str,
+    bytes_moved: int,
+    entries: list[Contender],
+    *,
+    count_reads: bool = False,
 ) -> Group:
     setup.say(f"\n{title}")
-
-    def on_sample(sample: Sample) -> None:
-        setup.say(
-            f"  round {sample.round + 1}/{setup.rounds}  {labels[sample.contender]:<52}"
-            f"{sample.wall_s:9.3f} s {sample.bytes / sample.wall_s / 1e9:7.2f} GB/s "
-            f"{sample.cpu_s:8.3f} CPU s"
-        )
-
     labels = {entry.name: entry.label for entry in entries}
+    samples = measure_alternately(
+        entries,
+        setup.rounds,
+        bytes_moved,
+        lambda sample: _say_sample(setup, labels[sample.contender], sample),
+        count_reads=count_reads,
+    )
     return Group(
         name=name,
         title=title,
         bytes=bytes_moved,
         contenders=[ContenderInfo(entry.name, entry.label, entry.kind) for entry in entries],
-        samples=measure_alternately(entries, setup.rounds, bytes_moved, on_sample),
+        samples=samples,
     )
 
 
@@ -291,6 +315,112 @@ def _warm_and_cold(
             _skip(setup, results, f"{title}, {cache}", str(error))
         else:
             results.groups.append(group)
+
+
+def quarter_of_rows(setup: Setup, results: Results, state: State) -> None:
+    """Loads of one of four ranks' rows of every tensor, from a checkpoint of whole tensors."""
+    loaders = contenders.LOADERS
+    with (
+        _scratch(setup, "partial") as scratch,
+        ranks.mesh_without_peers(world=4, rank=1) as mesh,
+    ):
+        stock_path, our_path = scratch / "stock", scratch / "ours"
+        SAVERS["stock_1"].save(state, stock_path)
+        SAVERS["ours_dcp"].save(state, our_path)
+        expected = states.sharded(state, mesh)
+        target = states.blank_copy(expected)
+        wanted = states.payload_bytes(target)
+
+        def measure(name: str, title: str, set_cache: SetCache) -> Group:
+            entries = [
+                _loader_entry(loader, loaders[loader], expected, target, path, set_cache)
+                for loader, path in (
+                    ("stock", stock_path),
+                    ("stock_threads", stock_path),
+                    ("ours_dcp", our_path),
+                )
+            ]
+            return _measure(setup, name, title, wanted, entries, count_reads=True)
+
+        whole = readable_size(states.payload_bytes(state))
+        title = f"Load a quarter of the rows of every tensor of {whole}"
+        _warm_and_cold(setup, results, "partial", title, measure)
+
+
+def onto_other_ranks(setup: Setup, results: Results) -> None:
+    """Loads of a checkpoint of four ranks onto other numbers of ranks."""
+    content = ranks.Content(setup.rank_bytes, setup.tensor_count, sharded=True)
+    kinds = ("stock", "stock"), ("ours", "ours_dcp")
+    with _scratch(setup, "reshard") as scratch:
+        paths = {name: scratch / name for name in contenders.RANK_SAVERS}
+        ranks.save(4, content, paths)
+
+        def measure(name: str, title: str, set_cache: SetCache) -> Group:
+            loads = {
+                world: [
+                    ranks.RankLoad(f"{short}_{world}", loader, paths[short])
+                    for short, loader in kinds
+                ]
+                for world in setup.reshard_worlds
+            }
+            return _measure_ranks(setup, name, title, content, loads, set_cache, scratch)
+
+        title = f"Load {readable_size(setup.rank_bytes)}, saved by 4 ranks, onto others"
+        _warm_and_cold(setup, results, "reshard", title, measure)
+
+
+def replicas(setup: Setup, results: Results) -> None:
+    """Loads of the same tensors on every rank, read by each or read once for all."""
+    size = min(setup.rank_bytes, MOST_REPLICA_BYTES // max(setup.replica_worlds))
+    content = ranks.Content(size, setup.tensor_count, sharded=False)
+    with _scratch(setup, "replicas") as scratch:
+        path = scratch / "checkpoint"
+        SAVERS["ours_call"].save(states.training_state(size, setup.tensor_count), path)
+
+        def measure(name: str, title: str, set_cache: SetCache) -> Group:
+            loads = {
+                world: [
+                    ranks.RankLoad(f"{short}_{world}", f"ours_{short}", path)
+                    for short in ("each", "once")
+                ]
+                for world in setup.replica_worlds
+            }
+            return _measure_ranks(setup, name, title, content, loads, set_cache, scratch)
+
+        title = f"Load the same {readable_size(size)} on every rank"
+        _warm_and_cold(setup, results, "replicas", title, measure)
+
+
+def _measure_ranks(
+    setup: Setup,
+    name: str,
+    title: str,
+    content: ranks.Content,
+    loads: Mapping[int, Sequence[ranks.RankLoad]],
+    set_cache: SetCache,
+    scratch: Path,
+) -> Group:
+    """Loads by each number of ranks. Contenders alternate among those of the same number only."""
+    setup.say(f"\n{title}")
+    infos: list[ContenderInfo] = []
+    samples: list[Sample] = []
+    for world, of_world in loads.items():
+        for load in of_world:
+            loader = contenders.RANK_LOADERS[load.loader]
+            label = f"{world} rank{'s' if world > 1 else ''}: {loader.label}"
+            infos.append(ContenderInfo(load.contender, label, loader.kind))
+        labels = {info.name: info.label for info in infos}
+        for sample in ranks.load(
+            world,
+            content,
+            of_world,
+            rounds=setup.rounds,
+            cold=set_cache is pagecache.evict,
+            directory=scratch,
+        ):
+            _say_sample(setup, labels[sample.contender], sample)
+            samples.append(sample)
+    return Group(name, title, content.size, infos, samples)
 
 
 def small_tensors(setup: Setup, results: Results) -> None:

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 
 from .first_saves import first, later
 from .memory import MemorySample
-from .results import Comparison, Group, readable_size
+from .results import Comparison, Crossover, Group, readable_size
 
 # What a save may need beyond max_host_bytes: metadata, thread stacks, Python objects.
 MEMORY_ALLOWANCE_BYTES = 64 << 20
+# Headers and what direct reads must take beyond the rows: the blocks at both ends.
+MOST_READ_PER_WANTED = 1.05
 # Of the fields of a BackgroundSample, for the reader of a table.
 _MEANINGS = {"stall_s": "stall", "staged_s": "staging", "durable_s": "until durable"}
 
@@ -108,6 +110,70 @@ def _load_warm(group: Group) -> Iterable[Comparison]:
 
 def _load_cold(group: Group) -> Iterable[Comparison]:
     return _load(group, stock=2.5, limit="raw_direct_", of_limit=0.85)
+
+
+def _reads(
+    group: Group, key: str, ours: str, *, target: float | None = None, headline: bool = False
+) -> Iterable[Comparison]:
+    """Bytes that a contender reads for each that it loads."""
+    yield Comparison(
+        key=f"{group.name}.{key}",
+        work=group.title,
+        quantity="bytes read",
+        ours=group.label(ours),
+        per_round=group.read_per_wanted(ours),
+        baseline="bytes wanted",
+        target=target,
+        headline=headline,
+    )
+
+
+def _partial(group: Group) -> Iterable[Comparison]:
+    # One row of the README is enough: direct reads, which go by whole blocks, have more to lose.
+    cold = group.name == "partial_cold"
+    yield from _reads(group, "read", "ours_dcp", target=MOST_READ_PER_WANTED, headline=cold)
+    yield from _reads(group, "read.stock", "stock")
+    yield from _speed(group, "stock", "ours_dcp", "stock", headline=cold)
+    yield from _speed(group, "stock_threads", "ours_dcp", "stock_threads", headline=False)
+    yield from _cpu_time(group, "cpu", "ours_dcp", "stock", headline=False)
+
+
+def _worlds(group: Group, prefix: str) -> list[int]:
+    """The numbers of ranks in the names of contenders that start so."""
+    names = [info.name for info in group.contenders if info.name.startswith(prefix)]
+    return sorted(int(name.removeprefix(prefix)) for name in names)
+
+
+def _reshard(group: Group) -> Iterable[Comparison]:
+    for world in _worlds(group, "ours_"):
+        ours, stock = f"ours_{world}", f"stock_{world}"
+        yield from _reads(group, f"read.{world}", ours, target=MOST_READ_PER_WANTED)
+        yield from _reads(group, f"read.stock.{world}", stock)
+        yield from _speed(group, f"stock.{world}", ours, stock, headline=False)
+
+
+def _replicas(group: Group) -> Iterable[Comparison]:
+    for world in _worlds(group, "once_"):
+        once, each = f"once_{world}", f"each_{world}"
+        yield from _speed(group, str(world), once, each, headline=False)
+        yield from _reads(group, f"read.{world}", once)
+
+
+def crossovers(groups: Sequence[Group]) -> list[Crossover]:
+    """From how many ranks on reading once is faster, of each group that compares it."""
+    found = []
+    for group in groups:
+        # A single rank has nobody to read for.
+        worlds = [world for world in _worlds(group, "once_") if world > 1]
+        if not worlds:
+            continue
+        gains: int | None = None
+        for world in reversed(worlds):
+            if statistics.median(_ratios(group, f"each_{world}", f"once_{world}", "wall_s")) <= 1:
+                break
+            gains = world
+        found.append(Crossover(group.title, gains, worlds[-1]))
+    return found
 
 
 def _small_save(group: Group) -> Iterable[Comparison]:
@@ -282,6 +348,12 @@ _RULES: dict[str, Callable[[Group], Iterable[Comparison]]] = {
     "save": _save,
     "load_warm": _load_warm,
     "load_cold": _load_cold,
+    "partial_warm": _partial,
+    "partial_cold": _partial,
+    "reshard_warm": _reshard,
+    "reshard_cold": _reshard,
+    "replicas_warm": _replicas,
+    "replicas_cold": _replicas,
     "small_save": _small_save,
     "small_load": _small_load,
     "async": _async,
