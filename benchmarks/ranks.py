@@ -105,7 +105,8 @@ def _files(path: Path) -> list[Path]:
 
 
 def _run(world: int, work: Callable[[], None]) -> None:
-    multiprocessing.set_forkserver_preload(["benchmarks.ranks", "torch.distributed.checkpoint"])
+    # The first DTensor imports torch._dynamo, which takes a rank as long as all else together.
+    multiprocessing.set_forkserver_preload(["benchmarks.ranks", "torch._dynamo"])
     # As torchrun's agent does it: the store outlives every rank.
     store = dist.TCPStore(  # type: ignore[attr-defined]
         _ADDRESS, 0, is_master=True, wait_for_workers=False

@@ -451,15 +451,28 @@ def small_tensors(setup: Setup, results: Results) -> None:
 
 
 def memory_beyond_state(setup: Setup, results: Results) -> None:
-    """Memory that synchronous saves need beyond the state, in fresh processes."""
+    """Memory that synchronous saves and loads need beyond the state, in fresh processes."""
     _memory(setup, results, memory.MEASURED_SAVERS)
+    with _scratch(setup, "memory-source") as scratch:
+        source = scratch / "checkpoint"
+        state = states.training_state(setup.state_bytes, setup.tensor_count)
+        SAVERS["ours_call"].save(state, source)
+        del state
+        _memory(setup, results, memory.MEASURED_LOADERS, source)
 
 
-def _memory(setup: Setup, results: Results, savers: Sequence[tuple[str, int | None]]) -> None:
-    setup.say("\nMemory beyond the state while saving")
+def _memory(
+    setup: Setup,
+    results: Results,
+    names: Sequence[tuple[str, int | None]],
+    source: Path | None = None,
+) -> None:
+    """Adds samples of savers with their budgets; of loaders if there is a source to load."""
+    doing = "saving" if source is None else "loading"
+    setup.say(f"\nMemory beyond the state while {doing}")
     with _scratch(setup, "memory-runs") as scratch:
         for repeat in range(setup.repeats):
-            for name, budget in savers:
+            for name, budget in names:
                 try:
                     sample = memory.sample_in_fresh_process(
                         name,
@@ -468,9 +481,10 @@ def _memory(setup: Setup, results: Results, savers: Sequence[tuple[str, int | No
                         tensor_count=setup.tensor_count,
                         directory=scratch,
                         round_index=repeat,
+                        source=source,
                     )
                 except memory.PeakResetError as error:
-                    _skip(setup, results, "memory beyond the state", str(error))
+                    _skip(setup, results, f"memory beyond the state while {doing}", str(error))
                     return
                 results.memory.append(sample)
                 setup.say(f"  {sample.label:<60}{sample.growth_bytes / 2**20:9.1f} MiB")

@@ -368,23 +368,26 @@ def compare_groups(groups: Sequence[Group]) -> list[Comparison]:
 
 
 def compare_memory(samples: Sequence[MemorySample]) -> list[Comparison]:
-    """Growth in MiB of each saver, held to its byte budget where one was given."""
+    """Growth in MiB of each saver and loader, held to its byte budget where one was given."""
     by_label: dict[str, list[MemorySample]] = {}
     for sample in samples:
         by_label.setdefault(sample.label, []).append(sample)
-    comparisons = []
-    for label, own in by_label.items():
-        budget = own[0].budget_bytes
-        limit = None if budget is None else (budget + MEMORY_ALLOWANCE_BYTES) / 2**20
-        key = own[0].contender if budget is None else f"{own[0].contender}.budget"
-        comparisons.append(
-            Comparison(
-                key=f"memory.{key}",
-                work=f"Memory beyond the state while saving {readable_size(own[0].state_bytes)}",
-                quantity="memory",
-                ours=label,
-                per_round=[sample.growth_bytes / 2**20 for sample in own],
-                target=limit,
-            )
-        )
-    return comparisons
+    return [_memory(label, own) for label, own in by_label.items()]
+
+
+def _memory(label: str, own: Sequence[MemorySample]) -> Comparison:
+    budget, load = own[0].budget_bytes, own[0].load
+    # A load's budget is for all that it needs.
+    allowance = 0 if load else MEMORY_ALLOWANCE_BYTES
+    limit = None if budget is None else (budget + allowance) / 2**20
+    key = own[0].contender if budget is None else f"{own[0].contender}.budget"
+    what = "beyond the targets while loading" if load else "beyond the state while saving"
+    return Comparison(
+        key=f"memory.{key}",
+        work=f"Memory {what} {readable_size(own[0].state_bytes)}",
+        quantity="memory",
+        ours=label,
+        per_round=[sample.growth_bytes / 2**20 for sample in own],
+        target=limit,
+        headline=not load,
+    )
