@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.multiprocessing.spawn import start_processes
+from torch.multiprocessing.spawn import ProcessRaisedException, start_processes
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from . import pagecache, states
@@ -94,7 +94,7 @@ def load(
     """
     set_cache = pagecache.evict if cold else pagecache.warm
     for entry in loads:
-        # Here it can still be refused; in a rank it would end them all.
+        # Sooner than it takes to start the ranks.
         set_cache(_files(entry.path))
     _run(world, partial(_load, content, loads, rounds, set_cache, directory))
     return [ReadSample(**entry) for entry in json.loads((directory / _SAMPLES).read_text())]
@@ -111,9 +111,15 @@ def _run(world: int, work: Callable[[], None]) -> None:
     store = dist.TCPStore(  # type: ignore[attr-defined]
         _ADDRESS, 0, is_master=True, wait_for_workers=False
     )
-    start_processes(  # type: ignore[no-untyped-call]
-        _on_rank, (world, store.port, work), nprocs=world, start_method="forkserver"
-    )
+    try:
+        start_processes(  # type: ignore[no-untyped-call]
+            _on_rank, (world, store.port, work), nprocs=world, start_method="forkserver"
+        )
+    except ProcessRaisedException as error:
+        # All that comes from a rank is its traceback.
+        if pagecache.CacheStateError.__name__ in str(error):
+            raise pagecache.CacheStateError(str(error).strip().splitlines()[-1]) from error
+        raise
 
 
 def _on_rank(rank: int, world: int, port: int, work: Callable[[], None]) -> None:

@@ -420,7 +420,9 @@ def _measure_ranks(
         ):
             _say_sample(setup, labels[sample.contender], sample)
             samples.append(sample)
-    return Group(name, title, content.size, infos, samples)
+    # What the content came to: all that the ranks share, or what each of them has.
+    total = samples[0].bytes // (1 if content.sharded else next(iter(loads)))
+    return Group(name, title, total, infos, samples)
 
 
 def small_tensors(setup: Setup, results: Results) -> None:
