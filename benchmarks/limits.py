@@ -1,8 +1,9 @@
 """What the machine itself can do with the same number of bytes: raw writes, raw reads, memcpy.
 
-These are the yardsticks, so they do nothing but move bytes: blocks of 4 MiB from page-aligned
-memory, several in flight, fsync of the files and their directory at the end. os.pwrite, os.preadv
-and ctypes.memmove release the GIL, hence plain Python threads reach the speed of the system calls.
+These are the yardsticks, so they do nothing but move bytes: blocks of some MiB from or to
+page-aligned memory, several in flight, fsync of written files and their directory at the end.
+os.pwrite, os.preadv and ctypes.memmove release the GIL, hence plain Python threads reach the speed
+of the system calls.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 import ctypes
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,39 +133,69 @@ class RawWriter:
                     done += os.pwrite(fd, arena[source + done : source + length], offset + done)
 
 
-class RawReader:
-    """Reads whole files with `threads` positioned reads in flight, into memory that is reused."""
+@dataclass(frozen=True)
+class ReadShape:
+    """How a raw read is cut: the best shape differs between disks, so several are tried."""
 
-    def __init__(self, *, threads: int, direct: bool) -> None:
-        self._direct = direct
-        self._buffers = [_aligned_memory(BLOCK_BYTES) for _ in range(threads)]
+    in_flight: int
+    block_bytes: int
+    direct: bool
+
+    @property
+    def label(self) -> str:
+        """For tables, such as 'raw direct read, 4 in flight of 1 MiB'."""
+        way = "direct" if self.direct else "buffered"
+        return f"raw {way} read, {self.in_flight} in flight of {self.block_bytes >> 20} MiB"
+
+
+READ_SHAPES: dict[str, ReadShape] = {
+    "raw_buffered_1": ReadShape(1, BLOCK_BYTES, direct=False),
+    "raw_buffered_2": ReadShape(2, BLOCK_BYTES, direct=False),
+    "raw_direct_2x4": ReadShape(2, 4 << 20, direct=True),
+    "raw_direct_4x4": ReadShape(4, 4 << 20, direct=True),
+    "raw_direct_8x1": ReadShape(8, 1 << 20, direct=True),
+    "raw_direct_8x4": ReadShape(8, 4 << 20, direct=True),
+    "raw_direct_4x16": ReadShape(4, 16 << 20, direct=True),
+    "raw_direct_16x1": ReadShape(16, 1 << 20, direct=True),
+}
+
+
+class RawReader:
+    """Reads whole files in blocks, several at a time, into memory that is used again and again."""
+
+    def __init__(self, shape: ReadShape) -> None:
+        self._shape = shape
+        self._buffers = [_aligned_memory(shape.block_bytes) for _ in range(shape.in_flight)]
         for buffer in self._buffers:
-            buffer.write(bytes(BLOCK_BYTES))
+            buffer.write(bytes(shape.block_bytes))
 
     def read(self, files: Sequence[Path]) -> int:
         """Reads every byte of `files` and returns how many there were."""
-        flags = os.O_RDONLY | (os.O_DIRECT if self._direct else 0)
+        flags = os.O_RDONLY | (os.O_DIRECT if self._shape.direct else 0)
+        step = self._shape.block_bytes
         fds = [os.open(path, flags) for path in files]
         try:
-            blocks = [
-                (fd, offset) for fd in fds for offset in range(0, os.fstat(fd).st_size, BLOCK_BYTES)
-            ]
-            lanes = len(self._buffers)
-            with ThreadPoolExecutor(lanes) as pool:
-                reads = [
-                    pool.submit(_read_blocks, blocks[lane::lanes], buffer)
-                    for lane, buffer in enumerate(self._buffers)
+            # One iterator for all lanes: a slow read keeps none but its own from going on.
+            blocks = iter(
+                [
+                    (fd, at, size)
+                    for fd in fds
+                    for size in [os.fstat(fd).st_size]
+                    for at in range(0, size, step)
                 ]
+            )
+            with ThreadPoolExecutor(self._shape.in_flight) as pool:
+                reads = [pool.submit(_read_blocks, blocks, buffer) for buffer in self._buffers]
                 return sum(read.result() for read in reads)
         finally:
             for fd in fds:
                 os.close(fd)
 
 
-def _read_blocks(blocks: Sequence[tuple[int, int]], buffer: mmap.mmap) -> int:
+def _read_blocks(blocks: Iterator[tuple[int, int, int]], buffer: mmap.mmap) -> int:
     total = 0
-    for fd, offset in blocks:
-        expected = min(BLOCK_BYTES, os.fstat(fd).st_size - offset)
+    for fd, offset, size in blocks:
+        expected = min(len(buffer), size - offset)
         received = os.preadv(fd, [buffer], offset)
         if received < expected:
             raise OSError(f"read {received} of {expected} bytes at offset {offset}")
@@ -187,3 +218,9 @@ def copy_memory(source: State, target: State, threads: int = 1) -> None:
     with ThreadPoolExecutor(threads) as pool:
         for copied in [pool.submit(copy_share, lane) for lane in range(threads)]:
             copied.result()
+
+
+def copy_memory_by_torch(source: State, target: State) -> None:
+    """The same by torch's own copy, with the threads that it chooses."""
+    for original, copy in zip(tensors(source), tensors(target), strict=True):
+        copy.copy_(original)

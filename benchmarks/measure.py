@@ -53,6 +53,26 @@ class Sample:
     bytes: int
 
 
+@dataclass(frozen=True)
+class ReadSample(Sample):
+    """One timed load that also counts: `bytes` are those wanted, `read_bytes` those really read.
+
+    Of several ranks all bytes and CPU seconds add up, and the slowest one's wall time counts.
+    """
+
+    read_bytes: int
+
+
+def bytes_read() -> int:
+    """Bytes that this process has got from read system calls so far.
+
+    That is `rchar` of /proc/self/io, which counts reads of the page cache and direct reads alike,
+    but not what a memory mapping faults in.
+    """
+    first, _, _ = Path("/proc/self/io").read_text().partition("\n")
+    return int(first.removeprefix("rchar:"))
+
+
 def order_of_round(count: int, round_index: int, rounds: int) -> list[int]:
     """Indices of the contenders in the order of this round.
 
@@ -75,9 +95,15 @@ def settle() -> None:
     os.sync()
 
 
-def time_once(run: Callable[[], object]) -> tuple[float, float]:
-    """(wall seconds, CPU seconds) of one call, after dirty pages and garbage are out of the way."""
+def time_once(
+    run: Callable[[], object], ready: Callable[[], object] = _nothing
+) -> tuple[float, float]:
+    """(wall seconds, CPU seconds) of one call, after dirty pages and garbage are out of the way.
+
+    `ready` is called last before the clock starts, for ranks to wait for each other.
+    """
     settle()
+    ready()
     cpu_before = _cpu_seconds()
     wall_before = time.perf_counter()
     run()
@@ -98,14 +124,24 @@ def measure_alternately(
     rounds: int,
     bytes_moved: int,
     on_sample: Callable[[Sample], None],
+    *,
+    count_reads: bool = False,
+    ready: Callable[[], object] = _nothing,
 ) -> list[Sample]:
-    """Times every contender once per round."""
+    """Times every contender once per round; gives ReadSamples if reads are to be counted.
+
+    See time_once for `ready`.
+    """
     samples: list[Sample] = []
     for round_index, position, contender in alternate(contenders, rounds):
         contender.prepare()
-        wall, cpu = time_once(contender.run)
+        read_before = bytes_read()
+        wall, cpu = time_once(contender.run, ready)
+        read = bytes_read() - read_before
         contender.check()
         sample = Sample(contender.name, round_index, position, wall, cpu, bytes_moved)
+        if count_reads:
+            sample = ReadSample(**vars(sample), read_bytes=read)
         samples.append(sample)
         on_sample(sample)
     return samples

@@ -1,8 +1,11 @@
-"""Memory that a save needs beyond the state itself, measured in a fresh process per save.
+"""Memory that a save or load needs beyond the state itself, measured in a fresh process for each.
 
-The growth is the process's peak resident size during the save less its size just before. Only stock
-code has saved anything in the process by then, which warms the imports and torch's own caches; the
-buffers and threads of the measured saver are made by the measured save and so count in full.
+The growth is the process's peak resident size during the call less its size just before. Only stock
+code has saved or loaded anything in the process by then, which warms the imports and torch's own
+caches; the buffers and threads of what is measured are made by it and so count in full.
+
+A load starts with a cold page cache where that can be had, since reads past it are those that need
+buffers. Its targets have been touched before and are no growth.
 
 `python -m benchmarks.memory SAVER ...` is that fresh process; it prints one JSON object.
 """
@@ -10,6 +13,7 @@ buffers and threads of the measured saver are made by the measured save and so c
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import gc
 import json
@@ -18,16 +22,21 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from . import fresh_process
+import torch
+
+from . import fresh_process, pagecache
 from .contenders import (
+    LOAD_BUDGET_BYTES,
+    LOADERS,
     SAVERS,
     BackgroundSaver,
+    Loader,
     Saver,
     background_savers,
     our_background_saver,
     our_saver_with_budget,
 )
-from .states import State, payload_bytes, small_tensors_state, training_state
+from .states import State, payload_bytes, small_tensors_state, tensors, training_state, wipe
 
 BUDGET_BYTES = 16 << 20
 MEASURED_SAVERS: tuple[tuple[str, int | None], ...] = (
@@ -46,13 +55,26 @@ MEASURED_BACKGROUND_SAVERS: tuple[tuple[str, int | None], ...] = (
 )
 
 
+MEASURED_LOADERS: tuple[tuple[str, int | None], ...] = (
+    ("stock", None),
+    ("stock_threads", None),
+    ("ours_dcp", None),
+    ("ours_dcp", LOAD_BUDGET_BYTES),
+)
+# Before the name of a loader where that of a saver could stand.
+LOAD_PREFIX = "load_"
+
+
 class PeakResetError(RuntimeError):
     """The kernel does not let this process reset its peak resident size."""
 
 
 @dataclass(frozen=True)
 class MemorySample:
-    """One process's growth. Sizes are bytes; `budget_bytes` is max_host_bytes, None its default."""
+    """One process's growth. Sizes are bytes.
+
+    `budget_bytes` is max_host_bytes of a save or max_inflight_bytes of a load, None its default.
+    """
 
     contender: str
     label: str
@@ -65,8 +87,13 @@ class MemorySample:
 
     @property
     def growth_bytes(self) -> int:
-        """Peak resident size during the save, less the size before it."""
+        """Peak resident size during the call, less the size before it."""
         return self.peak_bytes - self.before_bytes
+
+    @property
+    def load(self) -> bool:
+        """Whether it is of a load."""
+        return self.contender.startswith(LOAD_PREFIX)
 
 
 def _status_bytes(field: str) -> int:
@@ -84,14 +111,14 @@ def _reset_peak() -> None:
         raise PeakResetError(f"/proc/self/clear_refs: {error}") from error
 
 
-def measure_growth(save: Callable[[], None]) -> tuple[int, int]:
-    """(resident bytes before, peak resident bytes during) one call of `save` in this process."""
+def measure_growth(call: Callable[[], None]) -> tuple[int, int]:
+    """(resident bytes before, peak resident bytes during) one `call` in this process."""
     gc.collect()
     # Freed memory that malloc keeps would be counted as "before" and hide as much growth.
     ctypes.CDLL(None).malloc_trim(0)
     _reset_peak()
     before = _status_bytes("VmRSS")
-    save()
+    call()
     return before, _status_bytes("VmHWM")
 
 
@@ -115,6 +142,14 @@ def _saver(name: str, budget_bytes: int | None, background: dict[str, Background
     raise ValueError(f"{name} takes no byte budget")
 
 
+def _loader(name: str, budget_bytes: int | None) -> Loader:
+    if budget_bytes is None:
+        return LOADERS[name]
+    if (name, budget_bytes) != ("ours_dcp", LOAD_BUDGET_BYTES):
+        raise ValueError(f"{name} takes no byte budget of {budget_bytes}")
+    return LOADERS["ours_budget"]
+
+
 def sample_in_fresh_process(
     name: str,
     *,
@@ -123,12 +158,18 @@ def sample_in_fresh_process(
     tensor_count: int,
     directory: Path,
     round_index: int,
+    source: Path | None = None,
 ) -> MemorySample:
-    """Runs this module for one saver and returns what it printed."""
+    """Runs this module for one saver and returns what it printed.
+
+    Where there is a `source`, `name` is that of a loader, which loads this checkpoint.
+    """
     arguments = [name, "--size", str(state_bytes), "--tensors", str(tensor_count)]
     arguments += ["--dir", str(directory.resolve()), "--round", str(round_index)]
     if budget_bytes is not None:
         arguments += ["--budget", str(budget_bytes)]
+    if source is not None:
+        arguments += ["--load", str(source.resolve())]
     try:
         return MemorySample(**fresh_process.run("memory", arguments))
     except fresh_process.FreshProcessError as error:
@@ -137,32 +178,62 @@ def sample_in_fresh_process(
         raise
 
 
+def _measure_save(
+    name: str, budget: int | None, state: State, path: Path
+) -> tuple[str, str, int, int]:
+    with background_savers() as background:
+        saver = _saver(name, budget, background)
+        SAVERS["stock_1"].save(small_tensors_state(2), path / "warm-up")
+        growth = measure_growth(lambda: saver.save(state, path / "measured"))
+    return saver.label, saver.kind, *growth
+
+
+def _measure_load(
+    name: str, budget: int | None, state: State, path: Path, source: Path
+) -> tuple[str, str, int, int]:
+    loader = _loader(name, budget)
+    small = small_tensors_state(2)
+    SAVERS["stock_1"].save(small, path / "warm-up")
+    LOADERS["stock"].load(small, path / "warm-up")
+    wipe(state)
+    # Some file systems are nothing but page cache.
+    with contextlib.suppress(pagecache.CacheStateError):
+        pagecache.evict([file for file in source.rglob("*") if file.is_file()])
+    growth = measure_growth(lambda: loader.load(state, source))
+    if not all(map(torch.count_nonzero, tensors(state))):
+        raise RuntimeError(f"{loader.label} did not load everything")
+    return loader.label, loader.kind, *growth
+
+
 def main() -> None:
-    """Measures one saver in this process."""
+    """Measures one saver or loader in this process."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("saver")
+    parser.add_argument("contender", help="a saver; with --load a loader")
     parser.add_argument("--size", type=int, required=True, help="bytes of the state")
     parser.add_argument("--tensors", type=int, required=True)
     parser.add_argument("--dir", type=Path, required=True, help="an existing directory")
-    parser.add_argument("--budget", type=int, help="max_host_bytes in bytes")
+    parser.add_argument("--budget", type=int, help="max_host_bytes or max_inflight_bytes")
+    parser.add_argument("--load", type=Path, help="the checkpoint to load")
     parser.add_argument("--round", type=int, default=0)
     arguments = parser.parse_args()
 
     path: Path = arguments.dir / "memory"
-    with background_savers() as background:
-        saver = _saver(arguments.saver, arguments.budget, background)
-        state = training_state(arguments.size, arguments.tensors)
-        try:
-            SAVERS["stock_1"].save(small_tensors_state(2), path / "warm-up")
-            before, peak = measure_growth(lambda: saver.save(state, path / "measured"))
-        finally:
-            shutil.rmtree(path, ignore_errors=True)
+    name, budget = arguments.contender, arguments.budget
+    state = training_state(arguments.size, arguments.tensors)
+    try:
+        if arguments.load:
+            measured = _measure_load(name, budget, state, path, arguments.load)
+        else:
+            measured = _measure_save(name, budget, state, path)
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+    label, kind, before, peak = measured
     sample = MemorySample(
-        contender=arguments.saver,
-        label=saver.label,
-        kind=saver.kind,
+        contender=LOAD_PREFIX + name if arguments.load else name,
+        label=label,
+        kind=kind,
         round=arguments.round,
-        budget_bytes=arguments.budget,
+        budget_bytes=budget,
         state_bytes=payload_bytes(state),
         before_bytes=before,
         peak_bytes=peak,

@@ -1,16 +1,17 @@
-"""Makes tables, charts and the README's numbers of a result: ``python -m benchmarks.report``."""
+"""Makes tables, charts and the numbers of documents: ``python -m benchmarks.report``."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from . import charts
 from . import results as results_module
-from .memory import MEASURED_BACKGROUND_SAVERS
+from .memory import LOAD_PREFIX, MEASURED_BACKGROUND_SAVERS
 from .results import Comparison, Group, Results
 
 BEGIN = "<!-- benchmark:begin -->"
@@ -20,6 +21,9 @@ ASYNC_END = "<!-- benchmark-async:end -->"
 # The groups whose charts the README shows; the others lie beside them.
 HEADLINE_CHARTS = ("save", "load_warm", "small_save")
 ASYNC_CHARTS = (charts.TIMELINE, "async")
+LOADING_CHARTS = ("load_warm", "load_cold", "partial_cold", "reshard_cold", "replicas_cold")
+# By the first part of their names.
+LOADING_GROUPS = ("load", "partial", "reshard", "replicas")
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]], numeric_from: int) -> str:
@@ -103,17 +107,20 @@ def _group_table(group: Group) -> str:
     rows = []
     for info in sorted(group.contenders, key=lambda info: group.wall(info.name).median):
         wall = group.wall(info.name)
-        rows.append(
-            [
-                f"**{info.label}**" if info.kind == "ours" else info.label,
-                f"{wall.median:.3f}",
-                f"{wall.lower_quartile:.3f} to {wall.upper_quartile:.3f}",
-                f"{wall.minimum:.3f} to {wall.maximum:.3f}",
-                _rate(group, wall.median),
-                f"{group.cpu(info.name).median:.3f}",
-            ]
-        )
+        row = [
+            f"**{info.label}**" if info.kind == "ours" else info.label,
+            f"{wall.median:.3f}",
+            f"{wall.lower_quartile:.3f} to {wall.upper_quartile:.3f}",
+            f"{wall.minimum:.3f} to {wall.maximum:.3f}",
+            _rate(group, wall.median),
+            f"{group.cpu(info.name).median:.3f}",
+        ]
+        if group.counts_reads:
+            row.append(f"{statistics.median(group.read_per_wanted(info.name)):.3f}")
+        rows.append(row)
     header = [group.title, "seconds", "quartiles", "min to max", "rate", "CPU s"]
+    if group.counts_reads:
+        header.append("read / wanted")
     return _table(header, rows, numeric_from=1)
 
 
@@ -126,7 +133,14 @@ _BACKGROUND_EXPLANATION = (
 )
 
 
-def _introduction(results: Results, *, quotable: bool) -> list[str]:
+_READS_EXPLANATION = (
+    "Bytes read are those that read system calls returned, of files in the page cache and past it, "
+    "metadata included, per byte of the tensors loaded. Of several ranks bytes and CPU seconds add "
+    "up, and the slowest one's wall seconds count; rates are of the bytes in the title."
+)
+
+
+def _introduction(results: Results, groups: Sequence[Group], *, quotable: bool) -> list[str]:
     paragraphs = [f"Measured on {results.machine.sentence()}."]
     if not quotable:
         paragraphs.append("**A trial run, not to be quoted:** too small, too short or incomplete.")
@@ -136,9 +150,16 @@ def _introduction(results: Results, *, quotable: bool) -> list[str]:
         "within the rounds, seconds are medians. Speed compares wall seconds, CPU time the user "
         "and system seconds of the saving or loading process."
     )
-    if any(group.background for group in results.groups):
+    if any(group.background for group in groups):
         paragraphs.append(_BACKGROUND_EXPLANATION)
+    if any(group.counts_reads for group in groups):
+        paragraphs.append(_READS_EXPLANATION)
     return paragraphs
+
+
+def _crossover_list(results: Results) -> list[str]:
+    lines = [f"- {crossover.sentence}" for crossover in results.crossovers]
+    return ["\n".join(lines)] if lines else []
 
 
 def _skipped_list(results: Results) -> list[str]:
@@ -155,9 +176,10 @@ def _table_with_targets(comparisons: Sequence[Comparison]) -> str:
 
 def full_report(results: Results) -> str:
     """Every comparison with its target and every contender, in markdown."""
-    paragraphs = _introduction(results, quotable=results.representative)
+    paragraphs = _introduction(results, results.groups, quotable=results.representative)
     if results.comparisons:
         paragraphs.append(_table_with_targets(results.comparisons))
+    paragraphs += _crossover_list(results)
     paragraphs += [_group_table(group) for group in results.groups]
     return "\n\n".join(paragraphs + _skipped_list(results)) + "\n"
 
@@ -165,15 +187,23 @@ def full_report(results: Results) -> str:
 def readme_block(results: Results, image_links: Sequence[str] = ()) -> str:
     """The headline comparisons and charts, in markdown."""
     rows = [_comparison_row(entry) for entry in results.comparisons if entry.headline]
-    paragraphs = _introduction(results, quotable=results.representative)
+    paragraphs = _introduction(results, results.groups, quotable=results.representative)
     paragraphs.append(_table(_COMPARISON_HEADER, rows, numeric_from=4))
     paragraphs += [f"![{Path(link).stem}]({link})" for link in image_links]
     return "\n\n".join(paragraphs + _skipped_list(results)) + "\n"
 
 
+def _async_groups(results: Results) -> list[Group]:
+    return [group for group in results.groups if group.background]
+
+
+def _loading_groups(results: Results) -> list[Group]:
+    return [group for group in results.groups if group.name.split("_")[0] in LOADING_GROUPS]
+
+
 def async_block(results: Results, image_links: Sequence[str] = ()) -> str:
     """All about saves beside training, in markdown: targets, tables, images."""
-    groups = [group for group in results.groups if group.background]
+    groups = _async_groups(results)
     about_memory = {
         f"memory.{name}{suffix}"
         for name, _ in MEASURED_BACKGROUND_SAVERS
@@ -184,11 +214,57 @@ def async_block(results: Results, image_links: Sequence[str] = ()) -> str:
         for entry in results.comparisons
         if entry.key.startswith("async") or entry.key in about_memory
     ]
-    paragraphs = _introduction(results, quotable=results.thorough)
+    paragraphs = _introduction(results, groups, quotable=results.thorough)
     paragraphs += [f"![{Path(link).stem}]({link})" for link in image_links]
     paragraphs.append(_table_with_targets(comparisons))
     paragraphs += [_group_table(group) for group in groups]
     return "\n\n".join(paragraphs + _skipped_list(results)) + "\n"
+
+
+def loading_block(results: Results, image_links: Sequence[str] = ()) -> str:
+    """All about loads, in markdown: targets, crossovers, tables, images."""
+    groups = _loading_groups(results)
+    names = {group.name for group in groups}
+    comparisons = [
+        entry
+        for entry in results.comparisons
+        if entry.key.split(".")[0] in names or entry.key.startswith(f"memory.{LOAD_PREFIX}")
+    ]
+    paragraphs = _introduction(results, groups, quotable=results.thorough)
+    paragraphs += [f"![{Path(link).stem}]({link})" for link in image_links]
+    paragraphs.append(_table_with_targets(comparisons))
+    paragraphs += _crossover_list(results)
+    paragraphs += [_group_table(group) for group in groups]
+    return "\n\n".join(paragraphs + _skipped_list(results)) + "\n"
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """What a document is about, told by its markers."""
+
+    what: str
+    begin: str
+    end: str
+    groups: Callable[[Results], list[Group]]
+    block: Callable[[Results, Sequence[str]], str]
+    charts: Sequence[str]
+
+
+_SUBJECTS = (
+    _Subject(
+        "saves beside training", ASYNC_BEGIN, ASYNC_END, _async_groups, async_block, ASYNC_CHARTS
+    ),
+    _Subject("loads", BEGIN, END, _loading_groups, loading_block, LOADING_CHARTS),
+)
+
+
+def _subject_of(document: Path) -> _Subject:
+    text = document.read_text()
+    for subject in _SUBJECTS:
+        if subject.begin in text:
+            return subject
+    markers = " or ".join(subject.begin for subject in _SUBJECTS)
+    raise SystemExit(f"{document} has neither of the markers {markers}")
 
 
 def replace_block(text: str, block: str, begin: str = BEGIN, end: str = END) -> str:
@@ -215,7 +291,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("results", type=Path, help="JSON file of benchmarks.run")
     parser.add_argument("--readme", type=Path, help="file whose benchmark block is replaced")
     parser.add_argument(
-        "--doc", type=Path, help="file whose block about saves beside training is replaced"
+        "--doc",
+        type=Path,
+        help="file whose block about saves beside training or about loads is replaced",
     )
     parser.add_argument(
         "--images", type=Path, default=Path("docs/images"), help="for charts (default %(default)s)"
@@ -230,9 +308,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results = results_module.read(options.results)
     if options.readme and not results.representative:
         raise SystemExit(f"{options.results} is a trial run; a README quotes full runs only")
-    if options.doc and not (results.thorough and any(g.background for g in results.groups)):
+    subject = _subject_of(options.doc) if options.doc else None
+    if subject and not (results.thorough and subject.groups(results)):
         raise SystemExit(
-            f"{options.results} is a trial run or has no saves beside training; "
+            f"{options.results} is a trial run or has no {subject.what}; "
             "a document quotes full runs only"
         )
     images = {} if options.no_charts else charts.write(results, options.images)
@@ -240,9 +319,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.readme:
         block = readme_block(results, _links(images, HEADLINE_CHARTS, options.readme))
         options.readme.write_text(replace_block(options.readme.read_text(), block))
-    if options.doc:
-        block = async_block(results, _links(images, ASYNC_CHARTS, options.doc))
-        text = replace_block(options.doc.read_text(), block, ASYNC_BEGIN, ASYNC_END)
+    if subject:
+        block = subject.block(results, _links(images, subject.charts, options.doc))
+        text = replace_block(options.doc.read_text(), block, subject.begin, subject.end)
         options.doc.write_text(text)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from .background import BackgroundSample, Trace
 from .machine import Machine
-from .measure import Sample
+from .measure import ReadSample, Sample
 from .memory import MemorySample
 
 FORMAT_VERSION = 1
@@ -69,6 +69,11 @@ class Group:
         """Whether the samples are of saves beside training."""
         return isinstance(self.samples[0], BackgroundSample)
 
+    @property
+    def counts_reads(self) -> bool:
+        """Whether the samples are of loads that counted the bytes they read."""
+        return isinstance(self.samples[0], ReadSample)
+
     def has(self, contender: str) -> bool:
         """Whether it could be measured here."""
         return any(info.name == contender for info in self.contenders)
@@ -99,6 +104,13 @@ class Group:
         """The spread of a contender's CPU seconds."""
         return spread(self.values(contender, "cpu_s"))
 
+    def read_per_wanted(self, contender: str) -> list[float]:
+        """Bytes that a contender read per byte that it loaded; of groups that count reads only."""
+        pairs = zip(
+            self.values(contender, "read_bytes"), self.values(contender, "bytes"), strict=True
+        )
+        return [read / wanted for read, wanted in pairs]
+
     def fastest(self, prefix: str) -> str | None:
         """The contender with the lowest median wall time among those whose name starts so."""
         names = [info.name for info in self.contenders if info.name.startswith(prefix)]
@@ -114,9 +126,10 @@ class Comparison:
     """One number per round with the target its median is held to, if any.
 
     `quantity` says what the numbers are. More is better only of a 'speed' or 'staging speed', the
-    baseline's seconds per second of ours. 'memory' is MiB and 'time in the call' milliseconds, both
-    without a baseline. 'step time' is that beside a save per step without one. All others (such
-    as 'CPU time', 'stall' and 'time until durable') are our seconds per second of the baseline.
+    baseline's seconds per second of ours. 'bytes read' are per byte wanted. 'memory' is MiB and
+    'time in the call' milliseconds, both without a baseline. 'step time' is that beside a save per
+    step without one. All others (such as 'CPU time', 'stall' and 'time until durable') are our
+    seconds per second of the baseline.
     `ours` and `baseline` are labels, with the median seconds of each beside them. A headline is fit
     for the README.
     """
@@ -151,6 +164,26 @@ class Comparison:
 
 
 @dataclass(frozen=True)
+class Crossover:
+    """From how many ranks on it is faster to read once for all than for each to read.
+
+    `world` is the smallest number of ranks of which that and every larger measured one gains, None
+    where none does; `largest` is the largest that was measured.
+    """
+
+    work: str
+    world: int | None
+    largest: int
+
+    @property
+    def sentence(self) -> str:
+        """For people."""
+        if self.world is None:
+            return f"{self.work}: read_once is faster for none up to {self.largest} ranks"
+        return f"{self.work}: read_once is faster from {self.world} ranks on"
+
+
+@dataclass(frozen=True)
 class Skipped:
     """Something that could not be measured here, and why."""
 
@@ -168,6 +201,7 @@ class Results:
     memory: list[MemorySample] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
     comparisons: list[Comparison] = field(default_factory=list)
+    crossovers: list[Crossover] = field(default_factory=list)
 
     @property
     def thorough(self) -> bool:
@@ -190,6 +224,7 @@ class Results:
                     "bytes_per_s": group.bytes / group.wall(info.name).median,
                 }
                 | _background_summary(group, info.name)
+                | _read_summary(group, info.name)
                 for info in group.contenders
             }
         for comparison, entry in zip(self.comparisons, document["comparisons"], strict=True):
@@ -222,12 +257,20 @@ def _background_summary(group: Group, contender: str) -> dict[str, Any]:
     return {quantity: asdict(spread(own)) for quantity, own in values.items() if own}
 
 
+def _read_summary(group: Group, contender: str) -> dict[str, Any]:
+    if not group.counts_reads:
+        return {}
+    return {"read_per_wanted": asdict(spread(group.read_per_wanted(contender)))}
+
+
 def _from_fields(kind: type[Any], entry: dict[str, Any]) -> Any:
     """Makes a dataclass of the entry's fields, leaving out what was computed from them."""
     return kind(**{name: entry[name] for name in kind.__dataclass_fields__})
 
 
 def _sample(entry: dict[str, Any]) -> Sample:
+    if "read_bytes" in entry:
+        return ReadSample(**entry)
     if "saves" not in entry:
         return Sample(**entry)
     return BackgroundSample(**entry | {"saves": [Trace(**save) for save in entry["saves"]]})
@@ -256,4 +299,6 @@ def read(path: Path) -> Results:
         memory=[_from_fields(MemorySample, entry) for entry in document["memory"]],
         skipped=[_from_fields(Skipped, entry) for entry in document["skipped"]],
         comparisons=[_from_fields(Comparison, entry) for entry in document["comparisons"]],
+        # Results of before there were any have none.
+        crossovers=[_from_fields(Crossover, entry) for entry in document.get("crossovers", [])],
     )

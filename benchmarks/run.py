@@ -21,7 +21,7 @@ from . import machine, report, states, suites, targets
 from .background import Effort
 from .results import Results
 
-GROUPS = ("save", "load", "small", "memory", "async", "first")
+GROUPS = ("save", "load", "partial", "replicas", "small", "memory", "async", "first")
 _UNITS = {
     "": 1,
     "KB": 10**3,
@@ -35,6 +35,10 @@ _UNITS = {
 _DISK_FACTOR = 2.2
 # For what needs a fresh process each time.
 _REPEATS = 3
+_RESHARD_RANKS = (2, 3, 8)
+_QUICK_RESHARD_RANKS = (3,)
+_REPLICA_RANKS = (1, 2, 4, 8)
+_QUICK_REPLICA_RANKS = (1, 2)
 _EFFORT = Effort(idle_steps=40, least_steps=15)
 _QUICK_EFFORT = Effort(idle_steps=5, least_steps=3)
 
@@ -61,6 +65,19 @@ def _parser() -> argparse.ArgumentParser:
         help="parameters and moments in the training state (default %(default)s)",
     )
     parser.add_argument("--small-tensors", type=int, help="tensors of 1 KiB (default 20,000)")
+    parser.add_argument(
+        "--rank-size",
+        type=parse_size,
+        help="of what several ranks load: of all together where they share it, of each where all "
+        "load the same (default a quarter of --size)",
+    )
+    parser.add_argument(
+        "--replica-ranks",
+        type=int,
+        nargs="+",
+        metavar="RANKS",
+        help="numbers of ranks that load the same tensors (default 1 2 4 8)",
+    )
     parser.add_argument("--rounds", type=int, help="per group (default 5)")
     parser.add_argument(
         "--dir",
@@ -77,7 +94,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="64 MB, 1,000 small tensors, 1 round, unless set by the other options",
+        help="64 MB, 1,000 small tensors, 1 round, two or three ranks, unless set by the other "
+        "options",
     )
     return parser
 
@@ -97,17 +115,23 @@ def measure(setup: suites.Setup, results: Results, only: Sequence[str]) -> None:
     """Runs the chosen groups and fills `results`."""
     chosen = only or GROUPS
     suites.warm_up(setup)
-    if {"save", "load", "async"} & set(chosen):
+    if {"save", "load", "partial", "async"} & set(chosen):
         state = states.training_state(setup.state_bytes, setup.tensor_count)
         spare = states.blank_copy(state)
         if "save" in chosen:
             suites.save_training_state(setup, results, state, spare)
         if "load" in chosen:
             suites.load_training_state(setup, results, state, spare)
+        if "partial" in chosen:
+            suites.quarter_of_rows(setup, results, state)
         if "async" in chosen:
             suites.saves_beside_training(setup, results, state, spare)
-        # The processes that measure memory and first saves build states of their own.
+        # The processes that come now build states of their own.
         del state, spare
+    if "partial" in chosen:
+        suites.onto_other_ranks(setup, results)
+    if "replicas" in chosen:
+        suites.replicas(setup, results)
     if "small" in chosen:
         suites.small_tensors(setup, results)
     if "memory" in chosen:
@@ -116,6 +140,7 @@ def measure(setup: suites.Setup, results: Results, only: Sequence[str]) -> None:
         suites.first_saves_beside_training(setup, results)
     results.comparisons = targets.compare_groups(results.groups)
     results.comparisons += targets.compare_memory(results.memory)
+    results.crossovers = targets.crossovers(results.groups)
 
 
 def main(arguments: Sequence[str] | None = None) -> Path:
@@ -124,6 +149,11 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     quick: bool = options.quick
     size: int = options.size or (64_000_000 if quick else 2_000_000_000)
     small: int = options.small_tensors or (1_000 if quick else 20_000)
+    rank_size: int = options.rank_size or size // 4
+    reshard_ranks = _QUICK_RESHARD_RANKS if quick else _RESHARD_RANKS
+    replica_ranks = sorted(
+        set(options.replica_ranks or (_QUICK_REPLICA_RANKS if quick else _REPLICA_RANKS))
+    )
     rounds: int = options.rounds or (1 if quick else 5)
     today = time.strftime("%Y-%m-%d", time.gmtime())
     out: Path = options.out or Path("benchmarks/results") / f"{today}.json"
@@ -138,6 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
             "size_bytes": size,
             "tensors": options.tensors,
             "small_tensors": small,
+            "rank_size_bytes": rank_size,
             "rounds": rounds,
             "only": options.only,
             "quick": quick,
@@ -152,6 +183,9 @@ def main(arguments: Sequence[str] | None = None) -> Path:
             state_bytes=size,
             tensor_count=options.tensors,
             small_tensor_count=small,
+            rank_bytes=rank_size,
+            reshard_worlds=reshard_ranks,
+            replica_worlds=replica_ranks,
             rounds=rounds,
             repeats=1 if quick else _REPEATS,
             effort=_QUICK_EFFORT if quick else _EFFORT,

@@ -1,4 +1,7 @@
-"""The states that are saved and loaded: a training state of a decoder, and many small tensors."""
+"""The states that are saved and loaded: a training state of a decoder, and many small tensors.
+
+A state may be sharded over ranks. What is said of its tensors is then said of this rank's parts.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 State = dict[str, Any]
 
@@ -15,6 +20,9 @@ _PARAMETERS_PER_LAYER = 6
 _FLOAT_BYTES = 4
 # A parameter and its two Adam moments.
 _COPIES_OF_A_PARAMETER = 3
+# Numbers of rows that 2, 3, 4 and 8 ranks cannot share evenly: remainders for the period of 24.
+_PERIOD = 24
+_REMAINDERS = (1, 5, 7, 11, 13, 17, 19, 23)
 SMALLEST_TENSOR_COUNT = _COPIES_OF_A_PARAMETER * (_OUTER_PARAMETERS + _PARAMETERS_PER_LAYER)
 
 
@@ -99,6 +107,53 @@ def small_tensors_state(count: int, tensor_bytes: int = 1024, seed: int = 0) -> 
     }
 
 
+def uneven_state(total_bytes: int, matrices: int, seed: int = 0) -> State:
+    """fp32 matrices with a bias each, whose rows neither 2, 3, 4 nor 8 ranks can share evenly.
+
+    `total_bytes` is met to within two dozen rows of each matrix.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    numel = total_bytes // _FLOAT_BYTES // matrices
+    columns = max(1, 1 << (numel.bit_length() // 2))
+    state: State = {}
+    for index in range(matrices):
+        rows = numel // columns // _PERIOD * _PERIOD + _REMAINDERS[index % len(_REMAINDERS)]
+        state[f"layers.{index}.weight"] = torch.rand((rows, columns), generator=generator)
+        state[f"layers.{index}.bias"] = torch.rand(rows, generator=generator)
+    return state
+
+
+def _shard(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """A copy of this rank's rows, as FSDP2 would hold them."""
+    ranks, rank = mesh.size(), mesh.get_local_rank()
+    rows = tensor.shape[0]
+    begin, end = (min(rows, -(-rows // ranks) * bound) for bound in (rank, rank + 1))
+    return _as_dtensor(tensor[begin:end].clone(), mesh, tensor)
+
+
+def _as_dtensor(part: torch.Tensor, mesh: DeviceMesh, whole: torch.Tensor) -> DTensor:
+    return DTensor.from_local(
+        part, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def sharded(state: State, mesh: DeviceMesh) -> State:
+    """The state with this rank's rows of every tensor; tensors without dimensions stay whole."""
+    shards: State = {}
+    for key, value in state.items():
+        if isinstance(value, dict):
+            shards[key] = sharded(value, mesh)
+        elif isinstance(value, torch.Tensor) and value.dim():
+            shards[key] = _shard(value, mesh)
+        else:
+            shards[key] = value
+    return shards
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def leaves(state: State, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Every leaf of the nested dictionaries, with its dotted path."""
     for key, value in state.items():
@@ -111,7 +166,7 @@ def leaves(state: State, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def tensors(state: State) -> list[torch.Tensor]:
     """Every tensor of the state, in order."""
-    return [value for _, value in leaves(state) if isinstance(value, torch.Tensor)]
+    return [_local(value) for _, value in leaves(state) if isinstance(value, torch.Tensor)]
 
 
 def payload_bytes(state: State) -> int:
@@ -127,7 +182,10 @@ def blank_copy(state: State) -> State:
             blank[key] = blank_copy(value)
         elif isinstance(value, torch.Tensor):
             # torch.zeros leaves a large block to the kernel's shared zero page until it is touched.
-            blank[key] = torch.empty_like(value).zero_()
+            zeros = torch.empty_like(_local(value)).zero_()
+            if isinstance(value, DTensor):
+                zeros = _as_dtensor(zeros, value.device_mesh, value)
+            blank[key] = zeros
         else:
             blank[key] = type(value)()
     return blank
@@ -139,7 +197,7 @@ def wipe(state: State) -> None:
         if isinstance(value, dict):
             wipe(value)
         elif isinstance(value, torch.Tensor):
-            value.zero_()
+            _local(value).zero_()
         else:
             state[key] = type(value)()
 
@@ -152,7 +210,7 @@ def first_difference(expected: State, actual: State) -> str | None:
             return path
         other = found[path]
         if isinstance(value, torch.Tensor):
-            if not isinstance(other, torch.Tensor) or not torch.equal(value, other):
+            if not isinstance(other, torch.Tensor) or not torch.equal(_local(value), _local(other)):
                 return path
         elif value != other:
             return path

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from . import contenders, first_saves, limits, memory, pagecache, states
+from . import contenders, first_saves, limits, memory, pagecache, ranks, states
 from .background import BackgroundSample, Effort, measure_beside_training
 from .contenders import SAVERS, STOCK_SAVERS, BackgroundSaver, Kind
-from .measure import Contender, Sample, measure_alternately
+from .measure import Contender, ReadSample, Sample, measure_alternately
 from .results import ContenderInfo, Group, Results, Skipped, readable_size
 from .states import State
 from .training import Training, one_thread
@@ -20,18 +21,28 @@ from .training import Training, one_thread
 # Without torch's checkpoint process, which needs a file descriptor for each tensor.
 _SMALL_BACKGROUND_SAVERS = ("stock_thread", "ours_writer", "ours_blocking", "ours_overlapped")
 
+# Each rank holds the expected values beside the targets; more does not fit everywhere.
+MOST_REPLICA_BYTES = 4 * 10**9
+
+SetCache = Callable[[Sequence[Path]], None]
+
 
 @dataclass(frozen=True)
 class Setup:
     """Sizes and places of one run. `directory` is private to the run; `state_bytes` are bytes.
 
-    `repeats` counts the processes for what needs a fresh one each time.
+    `repeats` counts the processes for what needs a fresh one each time. `rank_bytes` is for what
+    several ranks load: in all where they share it, on each where all load the same; the worlds are
+    numbers of ranks.
     """
 
     directory: Path
     state_bytes: int
     tensor_count: int
     small_tensor_count: int
+    rank_bytes: int
+    reshard_worlds: Sequence[int]
+    replica_worlds: Sequence[int]
     rounds: int
     repeats: int
     effort: Effort
@@ -65,25 +76,41 @@ def _scratch(setup: Setup, name: str) -> Iterator[Path]:
         _remove(path)
 
 
+def _say_sample(setup: Setup, label: str, sample: Sample) -> None:
+    line = (
+        f"  round {sample.round + 1}/{setup.rounds}  {label:<52}"
+        f"{sample.wall_s:9.3f} s {sample.bytes / sample.wall_s / 1e9:7.2f} GB/s "
+        f"{sample.cpu_s:8.3f} CPU s"
+    )
+    if isinstance(sample, ReadSample):
+        line += f" {sample.read_bytes / sample.bytes:7.3f} read/wanted"
+    setup.say(line)
+
+
 def _measure(
-    setup: Setup, name: str, title: str, bytes_moved: int, entries: list[Contender]
+    setup: Setup,
+    name: str,
+    title: str,
+    bytes_moved: int,
+    entries: list[Contender],
+    *,
+    count_reads: bool = False,
 ) -> Group:
     setup.say(f"\n{title}")
-
-    def on_sample(sample: Sample) -> None:
-        setup.say(
-            f"  round {sample.round + 1}/{setup.rounds}  {labels[sample.contender]:<52}"
-            f"{sample.wall_s:9.3f} s {sample.bytes / sample.wall_s / 1e9:7.2f} GB/s "
-            f"{sample.cpu_s:8.3f} CPU s"
-        )
-
     labels = {entry.name: entry.label for entry in entries}
+    samples = measure_alternately(
+        entries,
+        setup.rounds,
+        bytes_moved,
+        lambda sample: _say_sample(setup, labels[sample.contender], sample),
+        count_reads=count_reads,
+    )
     return Group(
         name=name,
         title=title,
         bytes=bytes_moved,
         contenders=[ContenderInfo(entry.name, entry.label, entry.kind) for entry in entries],
-        samples=measure_alternately(entries, setup.rounds, bytes_moved, on_sample),
+        samples=samples,
     )
 
 
@@ -177,7 +204,7 @@ def _loader_entry(
     expected: State,
     target: State,
     path: Path,
-    set_cache: Callable[[list[Path]], None],
+    set_cache: SetCache,
 ) -> Contender:
     def prepare() -> None:
         states.wipe(target)
@@ -198,25 +225,39 @@ def _loader_entry(
     )
 
 
-def _raw_read_entries(
-    path: Path, set_cache: Callable[[list[Path]], None], *, direct: bool
-) -> list[Contender]:
+def _raw_read_entries(path: Path, set_cache: SetCache, *, direct: bool) -> list[Contender]:
+    """Reads through the page cache, and past it where `direct`."""
     files = _files_below(path)
-    ways = [("buffered", False, 1), ("buffered", False, 2)]
-    if direct:
-        ways += [("direct", True, 2), ("direct", True, 4)]
-    entries = []
-    for way, is_direct, threads in ways:
-        reader = limits.RawReader(threads=threads, direct=is_direct)
-        entries.append(
-            _limit_entry(
-                f"raw_{way}_{threads}",
-                f"raw {way} read, {threads} in flight",
-                partial(reader.read, files),
-                partial(set_cache, files),
-            )
+    return [
+        _limit_entry(
+            name,
+            shape.label,
+            partial(limits.RawReader(shape).read, files),
+            partial(set_cache, files),
         )
-    return entries
+        for name, shape in limits.READ_SHAPES.items()
+        if direct or not shape.direct
+    ]
+
+
+def _memcpy_entries(state: State, target: State) -> list[Contender]:
+    """Copies of resident memory into the targets; which way is fastest differs between machines."""
+    cores = len(os.sched_getaffinity(0))
+    wipe = partial(states.wipe, target)
+    return [
+        _limit_entry(
+            "memcpy_memmove",
+            f"memcpy into the targets, {cores} threads",
+            lambda: limits.copy_memory(state, target, threads=cores),
+            wipe,
+        ),
+        _limit_entry(
+            "memcpy_torch",
+            "Tensor.copy_ into the targets",
+            lambda: limits.copy_memory_by_torch(state, target),
+            wipe,
+        ),
+    ]
 
 
 def load_training_state(setup: Setup, results: Results, state: State, target: State) -> None:
@@ -227,34 +268,161 @@ def load_training_state(setup: Setup, results: Results, state: State, target: St
         SAVERS["stock_1"].save(state, stock_path)
         SAVERS["ours_dcp"].save(state, our_path)
         direct = limits.direct_io_works(scratch)
+        if not direct:
+            _skip(setup, results, "raw direct reads", "the file system refuses O_DIRECT")
         loaders = contenders.LOADERS
         of_stock = replace(
             loaders["ours_dcp"], label="dcp.load with torch_ckpt, files of the stock writer"
         )
         pairs = [
             ("stock", loaders["stock"], stock_path),
+            ("stock_threads", loaders["stock_threads"], stock_path),
             ("ours_dcp", loaders["ours_dcp"], our_path),
+            ("ours_budget", loaders["ours_budget"], our_path),
             ("ours_call", loaders["ours_call"], our_path),
             ("ours_dcp_of_stock", of_stock, stock_path),
         ]
 
-        def entries(set_cache: Callable[[list[Path]], None]) -> list[Contender]:
-            return [
+        def measure(name: str, title: str, set_cache: SetCache) -> Group:
+            cold = set_cache is pagecache.evict
+            entries = [
                 _loader_entry(name, loader, state, target, path, set_cache)
                 for name, loader, path in pairs
-            ] + _raw_read_entries(our_path, set_cache, direct=direct)
+            ]
+            entries += _raw_read_entries(our_path, set_cache, direct=direct and cold)
+            # Nothing that starts on the disk can be held to the speed of memory.
+            entries += [] if cold else _memcpy_entries(state, target)
+            return _measure(setup, name, title, total, entries)
 
-        title = f"Load {readable_size(total)}"
-        for name, suffix, set_cache in (
-            ("load_warm", "warm page cache", pagecache.warm),
-            ("load_cold", "cold page cache", pagecache.evict),
+        _warm_and_cold(setup, results, "load", f"Load {readable_size(total)}", measure)
+
+
+def _warm_and_cold(
+    setup: Setup,
+    results: Results,
+    name: str,
+    title: str,
+    measure: Callable[[str, str, SetCache], Group],
+) -> None:
+    """Adds the groups NAME_warm and NAME_cold that `measure(name, title, set_cache)` returns."""
+    for suffix, cache, set_cache in (
+        ("warm", "warm page cache", pagecache.warm),
+        ("cold", "cold page cache", pagecache.evict),
+    ):
+        try:
+            group = measure(f"{name}_{suffix}", f"{title}, {cache}", set_cache)
+        except pagecache.CacheStateError as error:
+            _skip(setup, results, f"{title}, {cache}", str(error))
+        else:
+            results.groups.append(group)
+
+
+def quarter_of_rows(setup: Setup, results: Results, state: State) -> None:
+    """Loads of one of four ranks' rows of every tensor, from a checkpoint of whole tensors."""
+    loaders = contenders.LOADERS
+    with (
+        _scratch(setup, "partial") as scratch,
+        ranks.mesh_without_peers(world=4, rank=1) as mesh,
+    ):
+        stock_path, our_path = scratch / "stock", scratch / "ours"
+        SAVERS["stock_1"].save(state, stock_path)
+        SAVERS["ours_dcp"].save(state, our_path)
+        expected = states.sharded(state, mesh)
+        target = states.blank_copy(expected)
+        wanted = states.payload_bytes(target)
+
+        def measure(name: str, title: str, set_cache: SetCache) -> Group:
+            entries = [
+                _loader_entry(loader, loaders[loader], expected, target, path, set_cache)
+                for loader, path in (
+                    ("stock", stock_path),
+                    ("stock_threads", stock_path),
+                    ("ours_dcp", our_path),
+                )
+            ]
+            return _measure(setup, name, title, wanted, entries, count_reads=True)
+
+        whole = readable_size(states.payload_bytes(state))
+        title = f"Load a quarter of the rows of every tensor of {whole}"
+        _warm_and_cold(setup, results, "partial", title, measure)
+
+
+def onto_other_ranks(setup: Setup, results: Results) -> None:
+    """Loads of a checkpoint of four ranks onto other numbers of ranks."""
+    content = ranks.Content(setup.rank_bytes, setup.tensor_count, sharded=True)
+    kinds = ("stock", "stock"), ("ours", "ours_dcp")
+    with _scratch(setup, "reshard") as scratch:
+        paths = {name: scratch / name for name in contenders.RANK_SAVERS}
+        ranks.save(4, content, paths)
+
+        def measure(name: str, title: str, set_cache: SetCache) -> Group:
+            loads = {
+                world: [
+                    ranks.RankLoad(f"{short}_{world}", loader, paths[short])
+                    for short, loader in kinds
+                ]
+                for world in setup.reshard_worlds
+            }
+            return _measure_ranks(setup, name, title, content, loads, set_cache, scratch)
+
+        title = f"Load {readable_size(setup.rank_bytes)}, saved by 4 ranks, onto others"
+        _warm_and_cold(setup, results, "reshard", title, measure)
+
+
+def replicas(setup: Setup, results: Results) -> None:
+    """Loads of the same tensors on every rank, read by each or read once for all."""
+    size = min(setup.rank_bytes, MOST_REPLICA_BYTES // max(setup.replica_worlds))
+    content = ranks.Content(size, setup.tensor_count, sharded=False)
+    with _scratch(setup, "replicas") as scratch:
+        path = scratch / "checkpoint"
+        SAVERS["ours_call"].save(states.training_state(size, setup.tensor_count), path)
+
+        def measure(name: str, title: str, set_cache: SetCache) -> Group:
+            loads = {
+                world: [
+                    ranks.RankLoad(f"{short}_{world}", f"ours_{short}", path)
+                    for short in ("each", "once")
+                ]
+                for world in setup.replica_worlds
+            }
+            return _measure_ranks(setup, name, title, content, loads, set_cache, scratch)
+
+        title = f"Load the same {readable_size(size)} on every rank"
+        _warm_and_cold(setup, results, "replicas", title, measure)
+
+
+def _measure_ranks(
+    setup: Setup,
+    name: str,
+    title: str,
+    content: ranks.Content,
+    loads: Mapping[int, Sequence[ranks.RankLoad]],
+    set_cache: SetCache,
+    scratch: Path,
+) -> Group:
+    """Loads by each number of ranks. Contenders alternate among those of the same number only."""
+    setup.say(f"\n{title}")
+    infos: list[ContenderInfo] = []
+    samples: list[Sample] = []
+    for world, of_world in loads.items():
+        for load in of_world:
+            loader = contenders.RANK_LOADERS[load.loader]
+            label = f"{world} rank{'s' if world > 1 else ''}: {loader.label}"
+            infos.append(ContenderInfo(load.contender, label, loader.kind))
+        labels = {info.name: info.label for info in infos}
+        for sample in ranks.load(
+            world,
+            content,
+            of_world,
+            rounds=setup.rounds,
+            cold=set_cache is pagecache.evict,
+            directory=scratch,
         ):
-            try:
-                group = _measure(setup, name, f"{title}, {suffix}", total, entries(set_cache))
-            except pagecache.CacheStateError as error:
-                _skip(setup, results, f"{title}, {suffix}", str(error))
-            else:
-                results.groups.append(group)
+            _say_sample(setup, labels[sample.contender], sample)
+            samples.append(sample)
+    # What the content came to: all that the ranks share, or what each of them has.
+    total = samples[0].bytes // (1 if content.sharded else next(iter(loads)))
+    return Group(name, title, total, infos, samples)
 
 
 def small_tensors(setup: Setup, results: Results) -> None:
@@ -285,15 +453,28 @@ def small_tensors(setup: Setup, results: Results) -> None:
 
 
 def memory_beyond_state(setup: Setup, results: Results) -> None:
-    """Memory that synchronous saves need beyond the state, in fresh processes."""
+    """Memory that synchronous saves and loads need beyond the state, in fresh processes."""
     _memory(setup, results, memory.MEASURED_SAVERS)
+    with _scratch(setup, "memory-source") as scratch:
+        source = scratch / "checkpoint"
+        state = states.training_state(setup.state_bytes, setup.tensor_count)
+        SAVERS["ours_call"].save(state, source)
+        del state
+        _memory(setup, results, memory.MEASURED_LOADERS, source)
 
 
-def _memory(setup: Setup, results: Results, savers: Sequence[tuple[str, int | None]]) -> None:
-    setup.say("\nMemory beyond the state while saving")
+def _memory(
+    setup: Setup,
+    results: Results,
+    names: Sequence[tuple[str, int | None]],
+    source: Path | None = None,
+) -> None:
+    """Adds samples of savers with their budgets; of loaders if there is a source to load."""
+    doing = "saving" if source is None else "loading"
+    setup.say(f"\nMemory beyond the state while {doing}")
     with _scratch(setup, "memory-runs") as scratch:
         for repeat in range(setup.repeats):
-            for name, budget in savers:
+            for name, budget in names:
                 try:
                     sample = memory.sample_in_fresh_process(
                         name,
@@ -302,9 +483,10 @@ def _memory(setup: Setup, results: Results, savers: Sequence[tuple[str, int | No
                         tensor_count=setup.tensor_count,
                         directory=scratch,
                         round_index=repeat,
+                        source=source,
                     )
                 except memory.PeakResetError as error:
-                    _skip(setup, results, "memory beyond the state", str(error))
+                    _skip(setup, results, f"memory beyond the state while {doing}", str(error))
                     return
                 results.memory.append(sample)
                 setup.say(f"  {sample.label:<60}{sample.growth_bytes / 2**20:9.1f} MiB")

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 
 from .first_saves import first, later
 from .memory import MemorySample
-from .results import Comparison, Group, readable_size
+from .results import Comparison, Crossover, Group, readable_size
 
 # What a save may need beyond max_host_bytes: metadata, thread stacks, Python objects.
 MEMORY_ALLOWANCE_BYTES = 64 << 20
+# Headers and what direct reads must take beyond the rows: the blocks at both ends.
+MOST_READ_PER_WANTED = 1.05
 # Of the fields of a BackgroundSample, for the reader of a table.
 _MEANINGS = {"stall_s": "stall", "staged_s": "staging", "durable_s": "until durable"}
 
@@ -52,7 +54,13 @@ def _speed(
 
 
 def _cpu_time(
-    group: Group, key: str, ours: str, baseline: str, *, target: float | None = None
+    group: Group,
+    key: str,
+    ours: str,
+    baseline: str,
+    *,
+    target: float | None = None,
+    headline: bool = True,
 ) -> Iterable[Comparison]:
     """CPU seconds of `ours` per CPU second of `baseline`."""
     yield Comparison(
@@ -65,6 +73,7 @@ def _cpu_time(
         ours_median=group.cpu(ours).median,
         baseline_median=group.cpu(baseline).median,
         target=target,
+        headline=headline,
     )
 
 
@@ -82,12 +91,89 @@ def _save(group: Group) -> Iterable[Comparison]:
     yield from _speed(group, "memcpy", "ours_dcp", "memcpy", headline=False)
 
 
-def _load(group: Group) -> Iterable[Comparison]:
-    yield from _speed(group, "stock", "ours_dcp", "stock")
-    yield from _speed(group, "call", "ours_call", "stock")
+def _load(group: Group, *, stock: float, limit: str, of_limit: float) -> Iterable[Comparison]:
+    """Targets: times the speed of stock, and part of the speed of the limit of that name."""
+    yield from _speed(group, "stock", "ours_dcp", "stock", target=stock)
+    yield from _speed(group, "stock_threads", "ours_dcp", "stock_threads", target=1.0)
+    yield from _speed(group, "limit", "ours_dcp", group.fastest(limit), target=of_limit)
+    yield from _speed(group, "budget", "ours_budget", "ours_dcp", target=0.8, headline=False)
+    yield from _speed(group, "call", "ours_call", "stock", headline=False)
     yield from _speed(group, "same_files", "ours_dcp_of_stock", "stock", headline=False)
-    yield from _speed(group, "raw", "ours_dcp", group.fastest("raw_"))
-    yield from _cpu_time(group, "cpu", "ours_dcp", "stock")
+    yield from _cpu_time(group, "cpu", "ours_dcp", "stock", headline=False)
+    yield from _cpu_time(group, "cpu.stock_threads", "ours_dcp", "stock_threads", headline=False)
+
+
+def _load_warm(group: Group) -> Iterable[Comparison]:
+    yield from _load(group, stock=4.0, limit="memcpy_", of_limit=0.6)
+    yield from _speed(group, "raw", "ours_dcp", group.fastest("raw_"), headline=False)
+
+
+def _load_cold(group: Group) -> Iterable[Comparison]:
+    return _load(group, stock=2.5, limit="raw_direct_", of_limit=0.85)
+
+
+def _reads(
+    group: Group, key: str, ours: str, *, target: float | None = None, headline: bool = False
+) -> Iterable[Comparison]:
+    """Bytes that a contender reads for each that it loads."""
+    yield Comparison(
+        key=f"{group.name}.{key}",
+        work=group.title,
+        quantity="bytes read",
+        ours=group.label(ours),
+        per_round=group.read_per_wanted(ours),
+        baseline="bytes wanted",
+        target=target,
+        headline=headline,
+    )
+
+
+def _partial(group: Group) -> Iterable[Comparison]:
+    # One row of the README is enough: direct reads, which go by whole blocks, have more to lose.
+    cold = group.name == "partial_cold"
+    yield from _reads(group, "read", "ours_dcp", target=MOST_READ_PER_WANTED, headline=cold)
+    yield from _reads(group, "read.stock", "stock")
+    yield from _speed(group, "stock", "ours_dcp", "stock", headline=cold)
+    yield from _speed(group, "stock_threads", "ours_dcp", "stock_threads", headline=False)
+    yield from _cpu_time(group, "cpu", "ours_dcp", "stock", headline=False)
+
+
+def _worlds(group: Group, prefix: str) -> list[int]:
+    """The numbers of ranks in the names of contenders that start so."""
+    names = [info.name for info in group.contenders if info.name.startswith(prefix)]
+    return sorted(int(name.removeprefix(prefix)) for name in names)
+
+
+def _reshard(group: Group) -> Iterable[Comparison]:
+    for world in _worlds(group, "ours_"):
+        ours, stock = f"ours_{world}", f"stock_{world}"
+        yield from _reads(group, f"read.{world}", ours, target=MOST_READ_PER_WANTED)
+        yield from _reads(group, f"read.stock.{world}", stock)
+        yield from _speed(group, f"stock.{world}", ours, stock, headline=False)
+
+
+def _replicas(group: Group) -> Iterable[Comparison]:
+    for world in _worlds(group, "once_"):
+        once, each = f"once_{world}", f"each_{world}"
+        yield from _speed(group, str(world), once, each, headline=False)
+        yield from _reads(group, f"read.{world}", once)
+
+
+def crossovers(groups: Sequence[Group]) -> list[Crossover]:
+    """From how many ranks on reading once is faster, of each group that compares it."""
+    found = []
+    for group in groups:
+        # A single rank has nobody to read for.
+        worlds = [world for world in _worlds(group, "once_") if world > 1]
+        if not worlds:
+            continue
+        gains: int | None = None
+        for world in reversed(worlds):
+            if statistics.median(_ratios(group, f"each_{world}", f"once_{world}", "wall_s")) <= 1:
+                break
+            gains = world
+        found.append(Crossover(group.title, gains, worlds[-1]))
+    return found
 
 
 def _small_save(group: Group) -> Iterable[Comparison]:
@@ -260,8 +346,14 @@ def _async_first(group: Group) -> Iterable[Comparison]:
 
 _RULES: dict[str, Callable[[Group], Iterable[Comparison]]] = {
     "save": _save,
-    "load_warm": _load,
-    "load_cold": _load,
+    "load_warm": _load_warm,
+    "load_cold": _load_cold,
+    "partial_warm": _partial,
+    "partial_cold": _partial,
+    "reshard_warm": _reshard,
+    "reshard_cold": _reshard,
+    "replicas_warm": _replicas,
+    "replicas_cold": _replicas,
     "small_save": _small_save,
     "small_load": _small_load,
     "async": _async,
@@ -276,23 +368,26 @@ def compare_groups(groups: Sequence[Group]) -> list[Comparison]:
 
 
 def compare_memory(samples: Sequence[MemorySample]) -> list[Comparison]:
-    """Growth in MiB of each saver, held to its byte budget where one was given."""
+    """Growth in MiB of each saver and loader, held to its byte budget where one was given."""
     by_label: dict[str, list[MemorySample]] = {}
     for sample in samples:
         by_label.setdefault(sample.label, []).append(sample)
-    comparisons = []
-    for label, own in by_label.items():
-        budget = own[0].budget_bytes
-        limit = None if budget is None else (budget + MEMORY_ALLOWANCE_BYTES) / 2**20
-        key = own[0].contender if budget is None else f"{own[0].contender}.budget"
-        comparisons.append(
-            Comparison(
-                key=f"memory.{key}",
-                work=f"Memory beyond the state while saving {readable_size(own[0].state_bytes)}",
-                quantity="memory",
-                ours=label,
-                per_round=[sample.growth_bytes / 2**20 for sample in own],
-                target=limit,
-            )
-        )
-    return comparisons
+    return [_memory(label, own) for label, own in by_label.items()]
+
+
+def _memory(label: str, own: Sequence[MemorySample]) -> Comparison:
+    budget, load = own[0].budget_bytes, own[0].load
+    # A load's budget is for all that it needs.
+    allowance = 0 if load else MEMORY_ALLOWANCE_BYTES
+    limit = None if budget is None else (budget + allowance) / 2**20
+    key = own[0].contender if budget is None else f"{own[0].contender}.budget"
+    what = "beyond the targets while loading" if load else "beyond the state while saving"
+    return Comparison(
+        key=f"memory.{key}",
+        work=f"Memory {what} {readable_size(own[0].state_bytes)}",
+        quantity="memory",
+        ours=label,
+        per_round=[sample.growth_bytes / 2**20 for sample in own],
+        target=limit,
+        headline=not load,
+    )

@@ -16,7 +16,20 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import background, limits, measure, memory, pagecache, report, results, run, states
+from benchmarks import (
+    background,
+    contenders,
+    limits,
+    measure,
+    memory,
+    pagecache,
+    ranks,
+    report,
+    results,
+    run,
+    states,
+    targets,
+)
 from benchmarks.contenders import Running
 from benchmarks.training import Training, one_thread
 
@@ -47,9 +60,15 @@ def test_a_run_measures_every_group_or_says_why_not(document: dict[str, Any]) ->
     names = {group["name"] for group in document["groups"]}
     assert names >= {"save", "load_warm", "small_save", "small_load"}
     assert names >= {"async", "async_small", "async_first"}
+    assert names >= {"partial_warm", "reshard_warm", "replicas_warm"}
     # The page cache of some file systems cannot be emptied (tmpfs is nothing but page cache).
-    assert "load_cold" in names or any("cold" in entry["what"] for entry in document["skipped"])
-    assert document["memory"] or any("memory" in entry["what"] for entry in document["skipped"])
+    cold = {"load_cold", "partial_cold", "reshard_cold", "replicas_cold"}
+    skipped = [entry["what"] for entry in document["skipped"] if "cold" in entry["what"]]
+    assert len(cold & names) + len(skipped) == len(cold)
+    measured = {sample["contender"] for sample in document["memory"]}
+    assert {"stock_1", "load_stock", "load_ours_dcp"} <= measured or any(
+        "memory" in entry["what"] for entry in document["skipped"]
+    )
 
 
 def test_every_sample_records_wall_and_cpu_seconds_and_bytes(document: dict[str, Any]) -> None:
@@ -77,6 +96,26 @@ def test_samples_beside_training_tell_what_training_loses(document: dict[str, An
     assert beside["stock_1"]["steps"] == 0, "a synchronous save leaves no time to train"
 
 
+def test_loads_of_parts_and_by_ranks_tell_what_they_read(document: dict[str, Any]) -> None:
+    groups = {group["name"]: group for group in document["groups"]}
+    for name in ("partial_warm", "reshard_warm", "replicas_warm"):
+        for sample in groups[name]["samples"]:
+            assert sample["read_bytes"] > 0
+    labels = [info["label"] for info in groups["reshard_warm"]["contenders"]]
+    assert labels == ["3 ranks: stock dcp.load", "3 ranks: dcp.load with torch_ckpt"]
+    read = {
+        sample["contender"]: sample["read_bytes"] for sample in groups["partial_warm"]["samples"]
+    }
+    assert read["ours_dcp"] < read["stock"]
+
+
+def test_the_crossover_of_reading_once_is_recorded(document: dict[str, Any]) -> None:
+    titles = [g["title"] for g in document["groups"] if g["name"].startswith("replicas_")]
+    assert [crossover["work"] for crossover in document["crossovers"]] == titles
+    assert all(crossover["largest"] == 2 for crossover in document["crossovers"])
+    assert all(crossover["world"] in (None, 2) for crossover in document["crossovers"])
+
+
 def test_every_target_is_reported_as_met_or_missed(document: dict[str, Any]) -> None:
     held = [entry for entry in document["comparisons"] if entry["target"] is not None]
     keys = {entry["key"] for entry in held}
@@ -85,6 +124,12 @@ def test_every_target_is_reported_as_met_or_missed(document: dict[str, Any]) -> 
         "save.best_stock",
         "save.cpu",
         "save.buffered",
+        "load_warm.stock",
+        "load_warm.stock_threads",
+        "load_warm.limit",
+        "load_warm.budget",
+        "partial_warm.read",
+        "reshard_warm.read.3",
         "small_save.stock_1",
         "small_save.call",
         "small_load.stock",
@@ -160,9 +205,34 @@ def test_a_document_gets_the_numbers_beside_training_from_a_run_of_these_alone(
         assert (group.title in text) == group.background
 
 
-def test_a_trial_run_does_not_reach_a_document(result_file: Path, tmp_path: Path) -> None:
-    page = tmp_path / "async.md"
-    page.write_text(f"{report.ASYNC_BEGIN}\n{report.ASYNC_END}\n")
+def test_a_document_gets_the_numbers_of_loads_from_a_run_of_these_alone(
+    document: dict[str, Any], tmp_path: Path
+) -> None:
+    full = tmp_path / "full.json"
+    parameters = document["parameters"] | {"quick": False, "rounds": 5, "only": ["load"]}
+    full.write_text(json.dumps(document | {"parameters": parameters}))
+    page = tmp_path / "loading.md"
+    page.write_text(f"before\n{report.BEGIN}\nold numbers\n{report.END}\nafter\n")
+    report.main([str(full), "--no-charts", "--doc", str(page)])
+    text = page.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith(f"{report.END}\nafter\n")
+    assert "old numbers" not in text
+    loaded = results.read(full)
+    assert all(crossover.sentence in text for crossover in loaded.crossovers)
+    for group in loaded.groups:
+        about_loads = group.name.startswith(("load", "partial", "reshard", "replicas"))
+        assert (group.title in text) == about_loads
+
+
+@pytest.mark.parametrize(
+    ("begin", "end"), [(report.ASYNC_BEGIN, report.ASYNC_END), (report.BEGIN, report.END)]
+)
+def test_a_trial_run_does_not_reach_a_document(
+    result_file: Path, tmp_path: Path, begin: str, end: str
+) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"{begin}\n{end}\n")
     with pytest.raises(SystemExit, match="trial run"):
         report.main([str(result_file), "--no-charts", "--doc", str(page)])
 
@@ -210,6 +280,59 @@ def test_the_training_state_has_the_wanted_size_and_tensors(tensor_count: int) -
     assert states.payload_bytes(state) == pytest.approx(30_000_000, rel=0.01)
 
 
+def test_no_number_of_ranks_shares_the_rows_of_the_uneven_state_evenly() -> None:
+    state = states.uneven_state(10**6, 9)
+    assert states.payload_bytes(state) == pytest.approx(10**6, rel=0.3)
+    rows = [tensor.shape[0] for tensor in states.tensors(state)]
+    assert all(count % world for count in rows for world in (2, 3, 4, 8))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+def test_the_shards_of_all_ranks_make_the_state(world: int) -> None:
+    state = states.training_state(10**6, 30)
+    parts = []
+    for rank in range(world):
+        with ranks.mesh_without_peers(world, rank) as mesh:
+            shards = states.sharded(state, mesh)
+            assert states.first_difference(shards, shards) is None
+            assert not any(map(torch.count_nonzero, states.tensors(states.blank_copy(shards))))
+            parts.append(states.tensors(shards))
+    for whole, of_ranks in zip(states.tensors(state), zip(*parts, strict=True), strict=True):
+        assert torch.equal(whole, torch.cat(of_ranks) if whole.dim() else of_ranks[0])
+
+
+def test_bytes_read_are_counted_whether_the_page_cache_has_them(tmp_path: Path) -> None:
+    file = tmp_path / "data"
+    file.write_bytes(bytes(3_000_000))
+    before = measure.bytes_read()
+    file.read_bytes()
+    assert 3_000_000 <= measure.bytes_read() - before < 3_100_000
+
+
+@pytest.mark.parametrize(
+    ("seconds", "world"),
+    [
+        ({2: (1.0, 2.0), 4: (3.0, 2.0), 8: (3.0, 2.0)}, 4),
+        ({1: (2.0, 1.0), 2: (2.0, 1.0), 4: (2.0, 1.0)}, 2),
+        ({2: (2.0, 1.0), 4: (1.0, 1.0)}, None),
+    ],
+)
+def test_the_crossover_is_where_reading_once_begins_to_gain_for_good(
+    seconds: dict[int, tuple[float, float]], world: int | None
+) -> None:
+    names = {
+        f"{way}_{size}": pair[index]
+        for size, pair in seconds.items()
+        for index, way in enumerate(("each", "once"))
+    }
+    samples = [measure.ReadSample(name, 0, 0, wall, 0.0, 1, 1) for name, wall in names.items()]
+    infos = [results.ContenderInfo(name, name, "ours") for name in names]
+    group = results.Group("replicas_warm", "title", 1, infos, [*samples])
+    (crossover,) = targets.crossovers([group])
+    assert crossover == results.Crossover("title", world, max(seconds))
+    assert ("none up to" in crossover.sentence) == (world is None)
+
+
 def test_small_tensors_own_their_storage() -> None:
     tensors = states.tensors(states.small_tensors_state(5))
     assert all(tensor.untyped_storage().nbytes() == tensor.nbytes == 1024 for tensor in tensors)
@@ -240,14 +363,15 @@ def test_raw_writes_write_all_bytes(name: str, tmp_path: Path) -> None:
     assert 9_000_001 <= written < 9_000_001 + shape.files * 4096
 
 
-@pytest.mark.parametrize("direct", [False, True])
-def test_raw_reads_read_all_bytes(tmp_path: Path, *, direct: bool) -> None:
-    if direct and not limits.direct_io_works(tmp_path):
+@pytest.mark.parametrize("name", sorted(limits.READ_SHAPES))
+def test_raw_reads_read_all_bytes(name: str, tmp_path: Path) -> None:
+    shape = limits.READ_SHAPES[name]
+    if shape.direct and not limits.direct_io_works(tmp_path):
         pytest.skip("no O_DIRECT on this file system")
     files = [tmp_path / "long", tmp_path / "short"]
     for file, size in zip(files, (9_000_001, 5), strict=True):
         file.write_bytes(os.urandom(size))
-    assert limits.RawReader(threads=2, direct=direct).read(files) == 9_000_006
+    assert limits.RawReader(shape).read(files) == 9_000_006
 
 
 def test_the_page_cache_can_be_filled_and_emptied(tmp_path: Path) -> None:
@@ -279,6 +403,17 @@ def test_memcpy_copies_every_byte_whatever_the_number_of_threads(threads: int) -
     target = states.blank_copy(source)
     limits.copy_memory(source, target, threads)
     assert all(map(torch.equal, states.tensors(source), states.tensors(target)))
+    states.wipe(target)
+    limits.copy_memory_by_torch(source, target)
+    assert all(map(torch.equal, states.tensors(source), states.tensors(target)))
+
+
+def test_the_sharded_plan_loads_every_tensor_and_number(tmp_path: Path) -> None:
+    state = states.training_state(10**6, 30)
+    contenders.SAVERS["stock_1"].save(state, tmp_path / "checkpoint")
+    loaded = states.blank_copy(state)
+    contenders.LOADERS["stock_threads"].load(loaded, tmp_path / "checkpoint")
+    assert states.first_difference(state, loaded) is None
 
 
 def test_the_training_step_learns_on_one_thread() -> None:

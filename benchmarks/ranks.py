@@ -1,0 +1,214 @@
+"""Saves and loads by several ranks at once.
+
+A rank is a process of this machine in a gloo group, with one thread for torch's operators as
+torchrun sets it. All are forked from a process that has imported torch and done nothing else, since
+eight imports of torch would take longer than what is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.multiprocessing.spawn import ProcessRaisedException, start_processes
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from . import pagecache, states
+from .contenders import RANK_LOADERS, RANK_SAVERS
+from .measure import Contender, ReadSample, measure_alternately
+from .states import State
+
+_ADDRESS = "127.0.0.1"
+_SAMPLES = "samples.json"
+
+
+@dataclass(frozen=True)
+class Content:
+    """The state that all ranks make for themselves: `size` bytes in all, or on each if not sharded.
+
+    Sharded, each holds its rows of states.uneven_state; else each holds a whole training state.
+    """
+
+    size: int
+    tensors: int
+    sharded: bool
+
+    def state(self) -> State:
+        """This rank's state."""
+        if not self.sharded:
+            return states.training_state(self.size, self.tensors)
+        whole = states.uneven_state(self.size, max(1, self.tensors // 2))
+        return states.sharded(whole, init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+@dataclass(frozen=True)
+class RankLoad:
+    """A contender: which of RANK_LOADERS loads what."""
+
+    contender: str
+    loader: str
+    path: Path
+
+
+@contextmanager
+def mesh_without_peers(world: int, rank: int) -> Iterator[DeviceMesh]:
+    """The mesh as one of `world` ranks sees it, in this process and without the others.
+
+    DTensors on it are sharded as they would be there. Collectives do nothing.
+    """
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        yield DeviceMesh("cpu", torch.arange(world))
+    finally:
+        dist.destroy_process_group()
+
+
+def save(world: int, content: Content, paths: dict[str, Path]) -> None:
+    """Saves the state by `world` ranks, to a path for each of RANK_SAVERS that is named."""
+    _run(world, partial(_save, content, paths))
+
+
+def load(
+    world: int,
+    content: Content,
+    loads: Sequence[RankLoad],
+    *,
+    rounds: int,
+    cold: bool,
+    directory: Path,
+) -> list[ReadSample]:
+    """Loads alternately by `world` ranks. `directory` is for what the ranks have to tell.
+
+    Raises:
+        CacheStateError: the files cannot be brought into the page cache, or out of it if `cold`.
+    """
+    set_cache = pagecache.evict if cold else pagecache.warm
+    for entry in loads:
+        # Sooner than it takes to start the ranks.
+        set_cache(_files(entry.path))
+    _run(world, partial(_load, content, loads, rounds, set_cache, directory))
+    return [ReadSample(**entry) for entry in json.loads((directory / _SAMPLES).read_text())]
+
+
+def _files(path: Path) -> list[Path]:
+    return sorted(file for file in path.rglob("*") if file.is_file())
+
+
+def _run(world: int, work: Callable[[], None]) -> None:
+    # The first DTensor imports torch._dynamo, which takes a rank as long as all else together.
+    multiprocessing.set_forkserver_preload(["benchmarks.ranks", "torch._dynamo"])
+    # As torchrun's agent does it: the store outlives every rank.
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        _ADDRESS, 0, is_master=True, wait_for_workers=False
+    )
+    try:
+        start_processes(  # type: ignore[no-untyped-call]
+            _on_rank, (world, store.port, work), nprocs=world, start_method="forkserver"
+        )
+    except ProcessRaisedException as error:
+        # All that comes from a rank is its traceback.
+        if pagecache.CacheStateError.__name__ in str(error):
+            raise pagecache.CacheStateError(str(error).strip().splitlines()[-1]) from error
+        raise
+
+
+def _on_rank(rank: int, world: int, port: int, work: Callable[[], None]) -> None:
+    os.environ |= {
+        "MASTER_ADDR": _ADDRESS,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+    }
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    try:
+        work()
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def _save(content: Content, paths: dict[str, Path]) -> None:
+    state = content.state()
+    for name, path in paths.items():
+        RANK_SAVERS[name].save(state, path)
+
+
+def _load(
+    content: Content,
+    loads: Sequence[RankLoad],
+    rounds: int,
+    set_cache: Callable[[Sequence[Path]], None],
+    directory: Path,
+) -> None:
+    expected = content.state()
+    target = states.blank_copy(expected)
+    first = dist.get_rank() == 0
+
+    def prepare(path: Path) -> None:
+        states.wipe(target)
+        if first:
+            set_cache(_files(path))
+
+    def check(label: str) -> None:
+        # Nobody touches the page cache before all have loaded.
+        dist.barrier()
+        difference = states.first_difference(expected, target)
+        if difference is not None:
+            raise RuntimeError(f"{label} loaded a wrong value of {difference}")
+
+    entries = []
+    for entry in loads:
+        loader = RANK_LOADERS[entry.loader]
+        entries.append(
+            Contender(
+                name=entry.contender,
+                label=loader.label,
+                kind=loader.kind,
+                run=partial(loader.load, target, entry.path),
+                prepare=partial(prepare, entry.path),
+                check=partial(check, loader.label),
+            )
+        )
+    for contender in entries:
+        # Imports, thread pools, connections between the ranks.
+        contender.run()
+    own = measure_alternately(
+        entries,
+        rounds,
+        states.payload_bytes(target),
+        lambda _sample: None,
+        count_reads=True,
+        ready=dist.barrier,
+    )
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, own)
+    if first:
+        merged = [asdict(_merged(of_ranks)) for of_ranks in zip(*by_rank, strict=True)]
+        (directory / _SAMPLES).write_text(json.dumps(merged))
+
+
+def _merged(of_ranks: Sequence[ReadSample]) -> ReadSample:
+    """One sample of what all ranks did together."""
+    return ReadSample(
+        contender=of_ranks[0].contender,
+        round=of_ranks[0].round,
+        position=of_ranks[0].position,
+        wall_s=max(sample.wall_s for sample in of_ranks),
+        cpu_s=sum(sample.cpu_s for sample in of_ranks),
+        bytes=sum(sample.bytes for sample in of_ranks),
+        read_bytes=sum(sample.read_bytes for sample in of_ranks),
+    )
