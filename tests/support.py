@@ -157,7 +157,7 @@ def parsed_table(table: bytes) -> dict[int, RecordSums]:
     crcs = [crc for (crc,) in struct.iter_unpack("<I", table[8 + 16 * count : -4])]
     found: dict[int, RecordSums] = {}
     for offset, envelope, packed in struct.iter_unpack("<QII", table[8 : 8 + 16 * count]):
-        log2, blocks = packed & 0xFF, packed >> 8
+        log2, blocks = packed & 0x7F, packed >> 8
         found[offset] = (envelope, 1 << log2 if log2 else 0, crcs[:blocks])
         del crcs[:blocks]
     assert crcs == []
@@ -186,7 +186,7 @@ def assert_tables_match(path: str | Path, metadata: Metadata) -> None:
         payload = record[begin:end]
         if block == 0:
             assert begin > 0, index
-            assert len(payload) <= 64 << 10, index
+            assert len(payload) <= 16 << 10, index
         else:
             pieces = [payload[at : at + block] for at in range(0, len(payload), block)]
             assert crcs == [zlib.crc32(piece) for piece in pieces], index

@@ -196,6 +196,9 @@ class Load:
             alone = Reading(planner)
             alone.byte_items.append(entry)
             self.reader.read(alone)
+        transformed = Reading(planner)
+        transformed.transformed.extend(reading.transformed)
+        self.reader.read(transformed)
         free = _Freeing([row[8] for row in reading.rows])
         begin = held = 0
         for end, row in enumerate(reading.rows, 1):

@@ -68,6 +68,7 @@ class Reading:
         files: names relative to the checkpoint's directory, with the numbers that rows use.
         rows: tensors.
         byte_items: objects, and where they are stored.
+        transformed: what torch's own code reads, since a stream transform was at work.
         to_commit: tensors that the planner wants to see.
     """
 
@@ -76,6 +77,7 @@ class Reading:
         self.files: dict[str, int] = {}
         self.rows: list[Row] = []
         self.byte_items: list[tuple[ReadItem, _StorageInfo]] = []
+        self.transformed: list[ReadItem] = []
         self.to_commit: list[tuple[ReadItem, torch.Tensor]] = []
 
     def number(self, file: str) -> int:
@@ -87,6 +89,7 @@ class Reading:
         names = list(other.files)
         self.rows.extend((row[0], self.number(names[row[1]]), *row[2:]) for row in other.rows)
         self.byte_items.extend(other.byte_items)
+        self.transformed.extend(other.transformed)
         self.to_commit.extend(other.to_commit)
 
 
@@ -185,12 +188,6 @@ class FileSystemReader(StockReader):
         self._planning.end()
         if not self._is_local() or self._metadata is None:
             return super().read_data(plan, planner)
-        if self._has_transforms(plan):
-            for item in plan.items:
-                file = self.storage_data[item.storage_index].relative_path
-                if not _lies_beneath(file):
-                    raise _outside(item.storage_index.fqn, file)
-            return super().read_data(plan, planner)
         if self.zero_fill:
             state_dict = getattr(planner, "state_dict", None)
             if not isinstance(state_dict, dict):
@@ -230,6 +227,11 @@ class FileSystemReader(StockReader):
         with no_gc():
             for item in items:
                 info = self._place(item)
+                if info.transform_descriptors:
+                    if not _lies_beneath(info.relative_path):
+                        raise _outside(item.storage_index.fqn, info.relative_path)
+                    reading.transformed.append(item)
+                    continue
                 if item.type == LoadItemType.BYTE_IO:
                     reading.byte_items.append((item, info))
                     continue
@@ -260,14 +262,16 @@ class FileSystemReader(StockReader):
         Raises:
             Corrupt, Unsafe, OSError, ValueError: see the class.
         """
-        self.read_objects(reading)
+        self.read_all_but_rows(reading)
         if reading.rows:
             self.read_rows(list(reading.files), reading.rows)
         for item, target in reading.to_commit:
             reading.planner.commit_tensor(item, target)
 
-    def read_objects(self, reading: Reading) -> None:
-        """Only what is not tensors."""
+    def read_all_but_rows(self, reading: Reading) -> None:
+        """Objects, and what a stream transform was at work on."""
+        if reading.transformed:
+            super().read_data(LoadPlan(reading.transformed), reading.planner)
         for wave in self._waves(reading.byte_items):
             files: dict[str, int] = {}
             rows = [
@@ -379,15 +383,9 @@ class FileSystemReader(StockReader):
         """Where the files lie, and their checksum tables."""
         for number, file in enumerate(files):
             if not _lies_beneath(file):
-                raise _outside(next(row[0] for row in rows if row[1] == number), file)
+                raise _outside(next((row[0] for row in rows if row[1] == number), "a tensor"), file)
         tables = checksum_tables(self._metadata)
         return [(os.path.join(self.path, file), tables.get(file, b"")) for file in files]
-
-    def _has_transforms(self, plan: LoadPlan) -> bool:
-        return any(
-            getattr(self.storage_data.get(item.storage_index), "transform_descriptors", None)
-            for item in plan.items
-        )
 
     def _stored(self, index: MetadataIndex) -> tuple[torch.dtype, ChunkStorageMetadata]:
         """The dtype of a stored shard and its place in the whole tensor."""

@@ -60,7 +60,7 @@ def read_once(
     owners = _choose_owners(plans)
     rank = dist.get_rank(group)
     try:
-        reader.read_objects(reading)
+        reader.read_all_but_rows(reading)
         own = [
             row
             for row, (digest, _bytes) in zip(reading.rows, digests, strict=True)

@@ -10,7 +10,7 @@ namespace torch_ckpt::engine {
 namespace {
 
 // A stock head has 704 bytes and a stock tail some 1,250.
-constexpr std::uint64_t kEndsBytes = 4096;
+constexpr std::uint64_t kEndsBytes = 2048;
 
 // Below this a direct read costs more than it spares.
 constexpr std::size_t kDirectMinRead = std::size_t{64} << 10;

@@ -10,7 +10,7 @@
 namespace torch_ckpt::format {
 namespace {
 
-constexpr std::uint64_t kLeastBlock = std::uint64_t{64} << 10;
+constexpr std::uint64_t kLeastBlock = std::uint64_t{16} << 10;
 constexpr std::uint64_t kUsualMostBlock = std::uint64_t{1} << 20;
 constexpr std::uint64_t kFewBlocks = 1024;
 constexpr std::uint64_t kMaxBlocks = (1 << 24) - 1;

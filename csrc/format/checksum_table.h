@@ -18,16 +18,16 @@ namespace torch_ckpt::format {
 /// What of one record can be checked beyond the archive's own CRC-32.
 struct RecordSums {
   std::uint64_t offset = 0;        // of the record in its file
-  bool raw = false;                // bytes as they are: all of them payload
   std::uint32_t envelope_crc = 0;  // CRC-32 of the bytes before the payload and behind it, joined
   std::uint64_t block_bytes = 0;   // power of two; 0: no blocks
   std::vector<std::uint32_t> block_crcs;  // of the payload's blocks in order; the last may be
                                           // shorter
+  bool raw = false;  // a bytes item: all of it is payload
 
   bool operator==(const RecordSums&) const = default;
 };
 
-/// Block size for a payload: at most 1024 blocks, never below 64 KiB nor above 1 MiB; larger only
+/// Block size for a payload: at most 1024 blocks, never below 16 KiB nor above 1 MiB; larger only
 /// where the table could not count the blocks otherwise (16 TiB).
 std::uint64_t block_bytes_for(std::uint64_t payload_bytes);
 

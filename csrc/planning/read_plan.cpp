@@ -11,7 +11,7 @@ namespace {
 
 bool is_small(const WantedRecord& record, const ReadPlanLimits& limits) {
   if (record.length > std::min(limits.small_bytes, limits.batch_bytes)) return false;
-  return record.length <= limits.gap_bytes || record.wanted() >= record.length / 2;
+  return record.length <= limits.gap_bytes || record.wanted() >= record.length / 8 * 7;
 }
 
 // Whether `record` continues `batch` without reading too much in between or growing too long.

@@ -44,8 +44,8 @@ struct ReadPlanLimits {
 };
 
 /// Orders the wanted records by file and offset and cuts them into units. A small record of which
-/// less than half is wanted is read like a large one, unless it is smaller than the gap that would
-/// be read over anyway.
+/// a part is not wanted is read like a large one, unless that part is a small one, or the record is
+/// smaller than the gap that would be read over anyway.
 std::vector<ReadUnit> plan_reads(std::span<const WantedRecord> records,
                                  const ReadPlanLimits& limits);
 

@@ -33,7 +33,7 @@ std::string entry(std::uint64_t offset, std::uint32_t envelope_crc, std::uint8_t
 std::string sealed(const std::string& body) { return body + number(crc32(0, bytes_of(body)), 4); }
 
 std::vector<RecordSums> some_records() {
-  return {{0, 0, 64 * kKiB, {0xdeadbeef}},
+  return {{0, 0, 64 * kKiB, {0xdeadbeef}, true},
           {100, 0x12345678, 0, {}},
           {std::uint64_t{1} << 40, 0xffffffff, kMiB, {1, 2, 3}}};
 }
@@ -41,10 +41,10 @@ std::vector<RecordSums> some_records() {
 std::string some_table() { return encode_checksum_table(some_records()); }
 
 TEST(BlockBytes, AreTheFewestThatMakeAThousandBlocks) {
-  EXPECT_EQ(block_bytes_for(0), 64 * kKiB);
-  EXPECT_EQ(block_bytes_for(1), 64 * kKiB);
-  EXPECT_EQ(block_bytes_for(64 * kMiB), 64 * kKiB);
-  EXPECT_EQ(block_bytes_for(64 * kMiB + 1), 128 * kKiB);
+  EXPECT_EQ(block_bytes_for(0), 16 * kKiB);
+  EXPECT_EQ(block_bytes_for(1), 16 * kKiB);
+  EXPECT_EQ(block_bytes_for(16 * kMiB), 16 * kKiB);
+  EXPECT_EQ(block_bytes_for(16 * kMiB + 1), 32 * kKiB);
   EXPECT_EQ(block_bytes_for(128 * kMiB), 128 * kKiB);
   EXPECT_EQ(block_bytes_for(512 * kMiB), 512 * kKiB);
   EXPECT_EQ(block_bytes_for(512 * kMiB + 1), kMiB);

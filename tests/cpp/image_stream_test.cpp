@@ -59,7 +59,7 @@ struct Sample {
   }
 };
 
-constexpr std::size_t kBlock = std::size_t{64} << 10;  // of a checksum table
+constexpr std::size_t kBlock = std::size_t{16} << 10;  // of a checksum table
 
 Sample every_kind(Random& random) {
   Sample sample;
