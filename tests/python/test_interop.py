@@ -922,6 +922,20 @@ def flip_registry() -> ExtensionRegistry:
     return registry
 
 
+@pytest.mark.parametrize("free_before_read", [False, True])
+def test_our_own_load_reads_what_extensions_have_stored(
+    tmp_path: Path, free_before_read: bool
+) -> None:
+    state = {"a": f32(5), "b": f32(3), "c": 7}
+    save(state, tmp_path, _extensions=[Flip()])
+    loaded = emptied(state)
+    reader = torch_ckpt.FileSystemReader(tmp_path, _extension_registry=flip_registry())
+    torch_ckpt.load(
+        loaded, storage_reader=reader, free_before_read=free_before_read, no_dist=True
+    )
+    assert_equal(loaded, state)
+
+
 @pytest.mark.parametrize("thread_count", [1, 3])
 def test_stream_extensions_transform_what_is_stored(tmp_path: Path, thread_count: int) -> None:
     state = {"a": f32(5), "b": f32(3), "c": 7}
