@@ -1,4 +1,4 @@
-"""Saves from a CUDA device, on machines that have one; fake_device.h stands in on those without."""
+"""Saves from and loads to a CUDA device, on machines that have one; fake_device.h stands in on those without."""
 
 from __future__ import annotations
 
@@ -132,3 +132,56 @@ def test_a_synchronous_save_waits_for_the_current_stream(tmp_path: Path) -> None
     tensor.fill_(5)
     torch_ckpt.save({"t": tensor}, tmp_path / "c")
     assert_holds(tmp_path / "c", {"t": torch.full((1 << 20,), 5.0)})
+
+
+# --- loads ---------------------------------------------------------------------------------------
+
+
+def targets_like(expected: StateDict) -> StateDict:
+    """Tensors of the same dtypes, strides and devices, of other values."""
+    return {
+        k: torch.full_like(v, -1) if isinstance(v, torch.Tensor) else None
+        for k, v in expected.items()
+    }
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_every_kind_of_tensor_is_loaded_to_the_device(tmp_path: Path, verify: bool) -> None:
+    expected = state()
+    torch_ckpt.save(expected, tmp_path)
+    found = targets_like(expected)
+    found["with gaps"] = torch.zeros_like(expected["large"])[:, ::3]
+    torch_ckpt.load(found, tmp_path, verify=verify)
+    for name, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int32], ids=str)
+def test_values_are_converted_before_they_are_sent(tmp_path: Path, dtype: torch.dtype) -> None:
+    values = torch.randn(500, 3000) * 100
+    torch_ckpt.save({"weight": values}, tmp_path)
+    found = {"weight": torch.zeros(500, 3000, dtype=dtype, device="cuda")}
+    torch_ckpt.load(found, tmp_path)
+    assert torch.equal(found["weight"].cpu(), values.to(dtype))
+
+
+def test_a_load_waits_for_what_the_current_stream_does_with_its_targets(tmp_path: Path) -> None:
+    values = torch.randn(1000, 1000)
+    torch_ckpt.save({"weight": values}, tmp_path)
+    target = torch.zeros(1000, 1000, device="cuda")
+    spin()
+    target.fill_(7)
+    torch_ckpt.load({"weight": target}, tmp_path)
+    assert torch.equal(target.cpu(), values)
+
+
+def test_a_load_holds_two_chunks_for_each_thread_and_no_more(tmp_path: Path) -> None:
+    values = torch.randn(3000, 3000)
+    torch_ckpt.save({"weight": values}, tmp_path)
+    target = torch.zeros(3000, 3000, device="cuda")
+    torch_ckpt.load({"weight": target}, tmp_path, max_inflight_bytes=2 << 20)
+    assert torch.equal(target.cpu(), values)
+    before = torch.cuda.max_memory_allocated()
+    torch_ckpt.load({"weight": target}, tmp_path)
+    assert torch.cuda.max_memory_allocated() == before

@@ -930,9 +930,7 @@ def test_our_own_load_reads_what_extensions_have_stored(
     save(state, tmp_path, _extensions=[Flip()])
     loaded = emptied(state)
     reader = torch_ckpt.FileSystemReader(tmp_path, _extension_registry=flip_registry())
-    torch_ckpt.load(
-        loaded, storage_reader=reader, free_before_read=free_before_read, no_dist=True
-    )
+    torch_ckpt.load(loaded, storage_reader=reader, free_before_read=free_before_read, no_dist=True)
     assert_equal(loaded, state)
 
 
