@@ -1,4 +1,4 @@
-"""Saves from and loads to a CUDA device, on machines that have one; fake_device.h stands in on those without."""
+"""Saves from and loads to a CUDA device, where there is one; fake_device.h stands in elsewhere."""
 
 from __future__ import annotations
 
