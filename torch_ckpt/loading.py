@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
@@ -129,13 +127,6 @@ class ReadMemory:
 class _Planner(DefaultLoadPlanner):
     """torch's planner over a part of the state dict."""
 
-    def set_up_to_compare(self, state_dict: StateDict, metadata: Metadata) -> None:
-        """As set_up_planner, which gives memory to tensors on the meta device."""
-        self.original_state_dict = state_dict
-        flat = _flatten_sharded_tensors(state_dict)
-        self.state_dict, self.mappings = flatten_state_dict(flat)
-        self.metadata = metadata
-
     def plan_part(self, part: StateDict) -> LoadPlan:
         before = self.state_dict, self.flatten_state_dict
         # Flattening has been done. Left on, torch would take the names that are not in this part
@@ -163,17 +154,11 @@ class Load:
 
     def compare(self, values: StateDict) -> LoadReport:
         """Compares a state dict, or a part of it, with the checkpoint."""
-        return self._compare(self._planner(values, to_load=False))
+        return self._compare(self._planner(values))
 
-    def prepare(
-        self, values: StateDict, *, to_load: bool = True
-    ) -> tuple[LoadReport, Reading, StateDict]:
-        """What is to be read for what fits; and the flat tensors and objects it goes to.
-
-        Args:
-            to_load: False: nothing will be read, and tensors on the meta device stay there.
-        """
-        planner = self._planner(values, to_load)
+    def prepare(self, values: StateDict) -> tuple[LoadReport, Reading, StateDict]:
+        """What is to be read for what fits; and the flat tensors and objects it goes to."""
+        planner = self._planner(values)
         report = self._compare(planner)
         assert self._metadata is not None
         reading = Reading(planner)
@@ -228,15 +213,12 @@ class Load:
 
     # --- private ---------------------------------------------------------------------------------
 
-    def _planner(self, values: StateDict, to_load: bool) -> _Planner:
+    def _planner(self, values: StateDict) -> _Planner:
         if self._metadata is None:
             self._metadata = _read_metadata(self.reader, self._ranks.rank)
             self.reader.set_up_for_load(self._metadata, self._ranks.rank)
         planner = _Planner(allow_partial_load=True)
-        if to_load:
-            planner.set_up_planner(values, self._metadata, self._ranks.is_coordinator)
-        else:
-            planner.set_up_to_compare(values, self._metadata)
+        planner.set_up_planner(values, self._metadata, self._ranks.is_coordinator)
         if any(name not in self._metadata.state_dict_metadata for name in planner.state_dict):
             # It exchanges the names for those of torch 2.3, where the checkpoint has these.
             with suppress(ValueError):
@@ -410,13 +392,13 @@ def load_values_freeing(
 
 def estimate(load: Load, values: StateDict) -> ReadMemory:
     """What reading into the values takes. Reads the metadata alone."""
-    report, reading, chosen = load.prepare(values, to_load=False)
+    report, reading, chosen = load.prepare(values)
     load.require_fit(report, strict=True)
     rows = [
         (
             dtype.itemsize,
             target,
-            target.is_meta or (_C.is_plain(target) and not (target.is_conj() or target.is_neg())),
+            _C.is_plain(target) and not (target.is_conj() or target.is_neg()),
         )
         for _n, _f, _o, _l, dtype, _s, _ro, _rl, target in reading.rows
     ]
