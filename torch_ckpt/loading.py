@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
@@ -127,6 +129,11 @@ class ReadMemory:
 class _Planner(DefaultLoadPlanner):
     """torch's planner over a part of the state dict."""
 
+    def look_at(self, values: StateDict, metadata: Metadata) -> None:
+        """As set_up_planner, but meta tensors do not become real ones in the caller's dicts."""
+        self.original_state_dict, self.metadata = values, metadata
+        self.state_dict, self.mappings = flatten_state_dict(_flatten_sharded_tensors(values))
+
     def plan_part(self, part: StateDict) -> LoadPlan:
         before = self.state_dict, self.flatten_state_dict
         # Flattening has been done. Left on, torch would take the names that are not in this part
@@ -154,11 +161,13 @@ class Load:
 
     def compare(self, values: StateDict) -> LoadReport:
         """Compares a state dict, or a part of it, with the checkpoint."""
-        return self._compare(self._planner(values))
+        return self._compare(self._planner(values, only_look=True))
 
-    def prepare(self, values: StateDict) -> tuple[LoadReport, Reading, StateDict]:
+    def prepare(
+        self, values: StateDict, *, only_look: bool = False
+    ) -> tuple[LoadReport, Reading, StateDict]:
         """What is to be read for what fits; and the flat tensors and objects it goes to."""
-        planner = self._planner(values)
+        planner = self._planner(values, only_look)
         report = self._compare(planner)
         assert self._metadata is not None
         reading = Reading(planner)
@@ -185,14 +194,21 @@ class Load:
             zero_what_is_not_stored(chosen, self._metadata)
         return reading
 
-    def read_freeing(self, reading: Reading) -> None:
-        """Reads it, letting go of what is there before its replacement is read."""
+    def read_freeing(self, reading: Reading, let_go: Callable[[str], None]) -> None:
+        """Reads it, letting go of what is there before its replacement is read.
+
+        Args:
+            let_go: gets the key of each object that is a value of the state dict itself.
+        """
         planner = reading.planner
         assert isinstance(planner, _Planner)
         for entry in reading.byte_items:
             name = entry[0].dest_index.fqn
-            set_element(planner.original_state_dict, planner.mappings[name], None)
+            path = planner.mappings[name]
+            set_element(planner.original_state_dict, path, None)
             planner.state_dict[name] = None
+            if len(path) == 1:
+                let_go(str(path[0]))
             alone = Reading(planner)
             alone.byte_items.append(entry)
             self.reader.read(alone)
@@ -213,12 +229,15 @@ class Load:
 
     # --- private ---------------------------------------------------------------------------------
 
-    def _planner(self, values: StateDict) -> _Planner:
+    def _planner(self, values: StateDict, only_look: bool) -> _Planner:
         if self._metadata is None:
             self._metadata = _read_metadata(self.reader, self._ranks.rank)
             self.reader.set_up_for_load(self._metadata, self._ranks.rank)
         planner = _Planner(allow_partial_load=True)
-        planner.set_up_planner(values, self._metadata, self._ranks.is_coordinator)
+        if only_look:
+            planner.look_at(values, self._metadata)
+        else:
+            planner.set_up_planner(values, self._metadata, self._ranks.is_coordinator)
         if any(name not in self._metadata.state_dict_metadata for name in planner.state_dict):
             # It exchanges the names for those of torch 2.3, where the checkpoint has these.
             with suppress(ValueError):
@@ -378,12 +397,22 @@ def load_values_freeing(
         load.require_fit(total, strict)
         return total
 
+    def read_key(key: str) -> None:
+        values = {key: value_of(state_dict[key])}
+        is_itself = values[key] is state_dict[key]
+        # Nothing but the reading holds on to the values.
+        reading = load.zeroed(*load.prepare(values)[1:])
+
+        def let_go(key: str) -> None:
+            if is_itself:
+                state_dict[key] = None
+
+        load.read_freeing(reading, let_go)
+        take(key, values[key])
+
     def read() -> None:
         for key in keys:
-            values = {key: value_of(state_dict[key])}
-            _report, reading, chosen = load.prepare(values)
-            load.read_freeing(load.zeroed(reading, chosen))
-            take(key, values[key])
+            read_key(key)
 
     report = ranks.all_succeed("plan", compare)
     ranks.all_succeed("load", read)
@@ -392,13 +421,14 @@ def load_values_freeing(
 
 def estimate(load: Load, values: StateDict) -> ReadMemory:
     """What reading into the values takes. Reads the metadata alone."""
-    report, reading, chosen = load.prepare(values)
+    report, reading, chosen = load.prepare(values, only_look=True)
     load.require_fit(report, strict=True)
     rows = [
         (
             dtype.itemsize,
             target,
-            _C.is_plain(target) and not (target.is_conj() or target.is_neg()),
+            # Of a meta tensor the load makes a plain one.
+            target.is_meta or (_C.is_plain(target) and not (target.is_conj() or target.is_neg())),
         )
         for _n, _f, _o, _l, dtype, _s, _ro, _rl, target in reading.rows
     ]
@@ -414,7 +444,7 @@ def estimate(load: Load, values: StateDict) -> ReadMemory:
         scratch *= 2
     scratch = min(scratch, limit) if rows else 0
     held = min(sum(b for b, _t in copies), limit // 2)
-    wave = min(sum(objects), max([limit // 2, *objects]))
+    wave = min(sum(objects), max([load.reader.wave_bytes, *objects]))
     return ReadMemory(
         target_bytes=sum(_local_bytes(value) for value in chosen.values()),
         stored_bytes=stored + sum(objects),

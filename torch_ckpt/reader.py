@@ -188,25 +188,35 @@ class FileSystemReader(StockReader):
         self._planning.end()
         if not self._is_local() or self._metadata is None:
             return super().read_data(plan, planner)
-        if self.zero_fill:
-            state_dict = getattr(planner, "state_dict", None)
-            if not isinstance(state_dict, dict):
-                raise CheckpointError(
-                    "zero_fill needs a planner with a state_dict, as torch's planners have"
-                )
-            zero_what_is_not_stored(state_dict, self._metadata)
         if not _keeps_default_hooks(planner):
+            self._fill_with_zeros(planner)
             # Hooks of the user's own run on this thread, in the plan's order, in pairs.
             for item in plan.items:
                 self.read(self.reading(planner, [item]))
-        elif self.read_once and dist.is_initialized():
-            read_once(self, lambda: self.reading(planner, plan.items), None)
         else:
-            self.read(self.reading(planner, plan.items))
+
+            def prepare() -> Reading:
+                self._fill_with_zeros(planner)
+                return self.reading(planner, plan.items)
+
+            if self.read_once and dist.is_initialized():
+                # There all that may fail on one rank is told to the others.
+                read_once(self, prepare, None)
+            else:
+                self.read(prepare())
         self.warn_of_lost_precision()
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    @property
+    def wave_bytes(self) -> int:
+        """The most that objects which are held in memory together have, unless it is a single one.
+
+        Half of the limit, but what a load never does without is left.
+        """
+        limit = self.max_inflight_bytes
+        return min(limit // 2, limit - _C.least_scratch_bytes)
 
     # --- shared with torch_ckpt.load -------------------------------------------------------------
 
@@ -348,6 +358,17 @@ class FileSystemReader(StockReader):
 
     # --- private ---------------------------------------------------------------------------------
 
+    def _fill_with_zeros(self, planner: LoadPlanner) -> None:
+        if not self.zero_fill:
+            return
+        assert self._metadata is not None
+        state_dict = getattr(planner, "state_dict", None)
+        if not isinstance(state_dict, dict):
+            raise CheckpointError(
+                "zero_fill needs a planner with a state_dict, as torch's planners have"
+            )
+        zero_what_is_not_stored(state_dict, self._metadata)
+
     def _waves(
         self, items: list[tuple[ReadItem, _StorageInfo]]
     ) -> Iterator[list[tuple[ReadItem, _StorageInfo]]]:
@@ -355,7 +376,7 @@ class FileSystemReader(StockReader):
         wave: list[tuple[ReadItem, _StorageInfo]] = []
         held = 0
         for item, info in items:
-            if wave and held + info.length > self.max_inflight_bytes // 2:
+            if wave and held + info.length > self.wave_bytes:
                 yield wave
                 wave, held = [], 0
             wave.append((item, info))

@@ -109,7 +109,7 @@ def _digests(files: list[str], rows: list[Row]) -> list[tuple[bytes | None, int]
 def _digest(files: list[str], row: Row) -> bytes | None:
     """Of the bytes that a row reads and what becomes of them; None: they are for nobody else."""
     _name, file, offset, length, _dtype, _sizes, region_offsets, region_lengths, target = row
-    if not target.is_contiguous() or type(target) not in (torch.Tensor, torch.nn.Parameter):
+    if type(target) not in (torch.Tensor, torch.nn.Parameter) or not _is_its_bytes(target):
         return None
     what = (
         files[file],
@@ -123,14 +123,25 @@ def _digest(files: list[str], row: Row) -> bytes | None:
     return hashlib.blake2b(repr(what).encode(), digest_size=16).digest()
 
 
+def _is_its_bytes(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's values are its memory, which may be written as bytes."""
+    lazy = tensor.is_conj() or tensor.is_neg()
+    return (
+        tensor.is_contiguous()
+        and not lazy
+        and not tensor.is_quantized
+        and not tensor.is_inference()
+    )
+
+
 def _cut_large(reader: FileSystemReader, reading: Reading) -> None:
     files = list(reading.files)
     rows: list[Row] = []
     for row in reading.rows:
         target = row[8]
         lines = target.size(0) if target.dim() else 1
-        cuttable = lines > 1 and reader.can_verify_parts(files[row[1]])
-        if _bytes_of(row) <= BATCH_BYTES or not cuttable:
+        is_large = _bytes_of(row) > BATCH_BYTES and lines > 1
+        if not is_large or not reader.can_verify_parts(files[row[1]]):
             rows.append(row)
             continue
         offsets = row[6] or (0,) * target.dim()
