@@ -110,9 +110,10 @@ Result<std::uint64_t> Scratch::send(const Region& region, const Target& target,
   const std::size_t size = elements * region.target_item_bytes();
   const std::size_t space = layout_.chunk_bytes - layout_.read_bytes;
   if (packed_ + size > space) {
-    // Several regions want the same bytes.
+    // Several regions want the same bytes. Submissions are waited for in their order, and those of
+    // the other chunk came first.
     if (auto submitted = submit(); !submitted) return submitted.error();
-    if (auto freed = free(slots_[current_]); !freed) return freed.error();
+    if (auto settled = settle(); !settled) return settled.error();
     packed_ = 0;
   }
   const std::span<std::byte> packed =

@@ -40,7 +40,8 @@ struct ReadPlanLimits {
   std::uint64_t small_bytes = std::uint64_t{256} << 10;  // larger records are read by themselves
   std::uint64_t gap_bytes = std::uint64_t{64} << 10;     // unwanted bytes worth reading over
   std::uint64_t piece_bytes = std::uint64_t{16} << 20;   // of a large record, for one thread
-  std::uint64_t cut_bytes = std::uint64_t{1} << 20;      // pieces are cut at multiples of this
+  std::uint64_t cut_bytes = std::uint64_t{1} << 20;      // pieces are cut at multiples of this,
+                                                         // a power of two
 };
 
 /// Orders the wanted records by file and offset and cuts them into units. A small record of which

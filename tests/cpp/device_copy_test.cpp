@@ -1,8 +1,13 @@
 #include "staging/device_copy.h"
 
+#include <gtest/gtest-spi.h>
 #include <gtest/gtest.h>
 
+#include <cstring>
+#include <string>
+
 #include "fake_device.h"
+#include "staging/chunk_pool.h"
 #include "support.h"
 
 namespace torch_ckpt::staging {
@@ -26,6 +31,42 @@ TEST(DeviceCopy, TheRegisteredSupportIsUsed) {
   ASSERT_TRUE(ok(copier->wait_oldest()));
   EXPECT_EQ(out, "3456");
   EXPECT_EQ(device.copiers(), 1);
+}
+
+// The copies that other tests rely on to show what is written too early.
+TEST(DeviceCopy, BytesForADeviceAreThoseThatLieOnTheHostWhenTheyAreWaitedFor) {
+  test::FakeDevice device;
+  auto chunk = Chunk::allocate(4096);
+  ASSERT_TRUE(ok(chunk));
+  ASSERT_TRUE(ok((*chunk)->pin(0)));
+  std::byte* const out = device.allocate(5);
+  const auto memory = (*chunk)->bytes().first(3);
+  std::memcpy(memory.data(), "abc", 3);
+  const HostRun run{memory, out + 1, 0};
+  auto copier = device_support()->make_copier({});
+  ASSERT_TRUE(ok(copier->submit_to_device({&run, 1})));
+  EXPECT_EQ(device.contents(out), "?????");
+  std::memcpy(memory.data(), "xyz", 3);
+  ASSERT_TRUE(ok(copier->wait_oldest()));
+  EXPECT_EQ(device.contents(out), "?xyz?");
+}
+
+TEST(DeviceCopy, MemoryThatIsNotPinnedIsNoticed) {
+  test::FakeDevice device;
+  const std::string text = "abc";
+  const HostRun run{test::bytes_of(text), device.allocate(3), 0};
+  auto copier = device_support()->make_copier({});
+  EXPECT_NONFATAL_FAILURE(static_cast<void>(copier->submit_to_device({&run, 1})), "not pinned");
+}
+
+TEST(DeviceCopy, WhatLiesOutsideOfTheAllocationIsNoticed) {
+  test::FakeDevice device;
+  auto chunk = Chunk::allocate(4096);
+  ASSERT_TRUE(ok(chunk));
+  ASSERT_TRUE(ok((*chunk)->pin(0)));
+  const HostRun run{(*chunk)->bytes().first(3), device.allocate(3) + 1, 0};
+  auto copier = device_support()->make_copier({});
+  EXPECT_NONFATAL_FAILURE(static_cast<void>(copier->submit_to_device({&run, 1})), "outside");
 }
 
 }  // namespace

@@ -23,6 +23,11 @@ FakeDevice* current = nullptr;
 
 // Far from anything mapped: a host that dereferences it dies.
 constexpr std::uintptr_t kFirstAddress = 0x10000;
+constexpr std::uintptr_t kFirstMemory = std::uintptr_t{1} << 62;
+constexpr std::uintptr_t kMostMemory = std::uintptr_t{1} << 40;
+
+// In which copies arrive, back to front.
+constexpr std::size_t kPartBytes = 1000;
 
 }  // namespace
 
@@ -41,9 +46,18 @@ class FakeDevice::Copier final : public staging::DeviceCopier {
     return result;
   }
 
+  Result<> submit_to_device(std::span<const staging::HostRun> runs) override {
+    EXPECT_FALSE(busy_.exchange(true)) << "one copier, two threads";
+    const auto result = submit_writes_alone(runs);
+    busy_ = false;
+    return result;
+  }
+
   Result<> wait_oldest() override {
     EXPECT_FALSE(submissions_.empty()) << "nothing is left to be waited for";
-    submissions_.front().join();
+    if (submissions_.empty()) return {};
+    submissions_.front().awaited->count_down();
+    submissions_.front().thread.join();
     submissions_.pop_front();
     std::lock_guard lock(current->mutex_);
     return current->wait_result_;
@@ -73,24 +87,69 @@ class FakeDevice::Copier final : public staging::DeviceCopier {
       const auto address = reinterpret_cast<std::uintptr_t>(run.source->address);
       copies.emplace_back(run.out, current->payload_at(address, run.offset, run.out.size()));
     }
-    submissions_.emplace_back(
-        [copies = std::move(copies), moments = ready_, copied = current->arrive_hook()] {
-          for (const auto& moment : moments) static_cast<std::latch*>(moment.event)->wait();
-          if (copied) copied();
-          for (const auto& [out, bytes] : copies) {
-            for (std::size_t left = bytes.size(); left > 0;) {
-              const std::size_t count = std::min<std::size_t>(left, 1000);
-              left -= count;
-              std::memcpy(out.data() + left, bytes.data() + left, count);
-              std::this_thread::yield();
-            }
-          }
-        });
+    begin([copies = std::move(copies)] {
+      for (const auto& [out, bytes] : copies) {
+        for (std::size_t left = bytes.size(); left > 0;) {
+          const std::size_t count = std::min(left, kPartBytes);
+          left -= count;
+          std::memcpy(out.data() + left, bytes.data() + left, count);
+          std::this_thread::yield();
+        }
+      }
+    });
     return {};
   }
 
+  Result<> submit_writes_alone(std::span<const staging::HostRun> runs) {
+    WriteHook hook;
+    {
+      std::lock_guard lock(current->mutex_);
+      hook = current->write_hook_;
+      ++current->submissions_;
+    }
+    for (const staging::HostRun& run : runs) {
+      if (hook) {
+        if (auto done = hook(run); !done) return done;
+      }
+      current->check(run);
+    }
+    auto awaited = std::make_shared<std::latch>(1);
+    begin(
+        [copies = std::vector(runs.begin(), runs.end()), awaited] {
+          awaited->wait();
+          for (const staging::HostRun& run : copies) {
+            for (std::size_t left = run.in.size(); left > 0;) {
+              const std::size_t count = std::min(left, kPartBytes);
+              left -= count;
+              // Not under the lock, which would hide a race with who writes there.
+              const std::string bytes(reinterpret_cast<const char*>(run.in.data()) + left, count);
+              current->write(run.out + left, bytes);
+              std::this_thread::yield();
+            }
+          }
+        },
+        awaited);
+    return {};
+  }
+
+  void begin(std::function<void()> copies,
+             std::shared_ptr<std::latch> awaited = std::make_shared<std::latch>(1)) {
+    std::thread thread(
+        [copies = std::move(copies), moments = ready_, copied = current->arrive_hook()] {
+          for (const auto& moment : moments) static_cast<std::latch*>(moment.event)->wait();
+          if (copied) copied();
+          copies();
+        });
+    submissions_.push_back({std::move(thread), std::move(awaited)});
+  }
+
+  struct Submission {
+    std::thread thread;
+    std::shared_ptr<std::latch> awaited;  // somebody waits for it
+  };
+
   const std::vector<staging::DeviceMoment> ready_;
-  std::deque<std::thread> submissions_;
+  std::deque<Submission> submissions_;
   std::atomic<bool> busy_{false};
 };
 
@@ -105,6 +164,50 @@ std::string FakeDevice::payload_at(std::uintptr_t address, std::uint64_t offset,
   }
   EXPECT_TRUE(inside(offset, bytes, found->payload.size()));
   return found->payload.substr(offset, bytes);
+}
+
+bool FakeDevice::Memory::holds(std::uintptr_t at, std::size_t count) const {
+  return at >= address && inside(at - address, count, bytes.size());
+}
+
+void FakeDevice::check(const staging::HostRun& run) const {
+  std::lock_guard lock(mutex_);
+  const auto out = reinterpret_cast<std::uintptr_t>(run.out);
+  EXPECT_TRUE(std::any_of(memories_.begin(), memories_.end(),
+                          [&](const Memory& memory) {
+                            return memory.device == run.device && memory.holds(out, run.in.size());
+                          }))
+      << "outside of what was allocated on device " << run.device;
+  const auto in = reinterpret_cast<std::uintptr_t>(run.in.data());
+  EXPECT_TRUE(std::any_of(pinned_.begin(), pinned_.end(), [&](const Pinned& pinned) {
+    const auto begin = reinterpret_cast<std::uintptr_t>(pinned.memory.data());
+    return in >= begin && inside(in - begin, run.in.size(), pinned.memory.size());
+  })) << "from memory that is not pinned";
+}
+
+void FakeDevice::write(std::byte* address, std::string_view bytes) {
+  std::lock_guard lock(mutex_);
+  const auto at = reinterpret_cast<std::uintptr_t>(address);
+  for (Memory& memory : memories_) {
+    if (!memory.holds(at, bytes.size())) continue;
+    memory.bytes.replace(at - memory.address, bytes.size(), bytes);
+  }
+}
+
+std::byte* FakeDevice::allocate(std::size_t bytes, int device) {
+  std::lock_guard lock(mutex_);
+  const std::uintptr_t address = kFirstMemory + memories_.size() * kMostMemory;
+  memories_.push_back({address, device, std::string(bytes, '?')});
+  return reinterpret_cast<std::byte*>(address);
+}
+
+std::string FakeDevice::contents(const std::byte* allocated) const {
+  std::lock_guard lock(mutex_);
+  for (const Memory& memory : memories_) {
+    if (memory.address == reinterpret_cast<std::uintptr_t>(allocated)) return memory.bytes;
+  }
+  ADD_FAILURE() << "was not allocated";
+  return {};
 }
 
 std::function<void()> FakeDevice::arrive_hook() const {
@@ -151,6 +254,11 @@ void FakeDevice::on_copy(CopyHook hook) {
   copy_hook_ = std::move(hook);
 }
 
+void FakeDevice::on_write(WriteHook hook) {
+  std::lock_guard lock(mutex_);
+  write_hook_ = std::move(hook);
+}
+
 void FakeDevice::on_arrival(std::function<void()> hook) {
   std::lock_guard lock(mutex_);
   arrive_hook_ = std::move(hook);
@@ -194,16 +302,20 @@ std::size_t FakeDevice::pinned_now() const {
 Result<> FakeDevice::pin(std::span<std::byte> memory, int device) {
   std::lock_guard lock(current->mutex_);
   if (!current->pin_result_) return current->pin_result_;
-  for (const auto& [address, by] : current->pinned_) EXPECT_NE(address, memory.data()) << "twice";
-  current->pinned_.emplace_back(memory.data(), device);
+  for (const Pinned& pinned : current->pinned_) {
+    EXPECT_NE(pinned.memory.data(), memory.data()) << "twice";
+  }
+  current->pinned_.push_back({memory, device});
   ++current->pins_;
   return {};
 }
 
 void FakeDevice::unpin(std::span<std::byte> memory, int device) {
   std::lock_guard lock(current->mutex_);
-  const std::pair<const void*, int> pinned(memory.data(), device);
-  EXPECT_EQ(std::erase(current->pinned_, pinned), 1) << "was not pinned, or by another device";
+  const auto erased = std::erase_if(current->pinned_, [&](const Pinned& pinned) {
+    return pinned.memory.data() == memory.data() && pinned.device == device;
+  });
+  EXPECT_EQ(erased, 1) << "was not pinned, or by another device";
 }
 
 }  // namespace torch_ckpt::test

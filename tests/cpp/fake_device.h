@@ -1,9 +1,12 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <mutex>
+#include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -12,13 +15,16 @@
 namespace torch_ckpt::test {
 
 // Host memory that poses as a device, registered for the object's lifetime. Its addresses cannot be
-// dereferenced, copies out of it arrive late and back to front, in a thread of the device's, and it
-// notices misuse: a copier in two threads at once, a range outside its tensor, memory unpinned
-// twice or never pinned. Safe for concurrent use by multiple threads; one at a time per process.
+// dereferenced, copies arrive late and back to front, in a thread of the device's, and it notices
+// misuse: a copier in two threads at once, a range outside its tensor, memory unpinned twice or
+// never pinned. Copies to it arrive as late as they may, when somebody waits for them, and what
+// they bring is what lies in host memory by then.
+// Safe for concurrent use by multiple threads; one at a time per process.
 class FakeDevice {
  public:
   /// Called before each copy, in the thread that asks for it; may block, fail or throw.
   using CopyHook = std::function<Result<>(const staging::Source& source, std::uint64_t offset)>;
+  using WriteHook = std::function<Result<>(const staging::HostRun& run)>;
 
   FakeDevice();
   ~FakeDevice();
@@ -28,7 +34,13 @@ class FakeDevice {
   /// A tensor on the device.
   staging::Source upload(std::string payload);
 
+  /// Memory that copies from the host may go to, full of question marks.
+  std::byte* allocate(std::size_t bytes, int device = 0);
+  /// All that lies in such memory now.
+  std::string contents(const std::byte* allocated) const;
+
   void on_copy(CopyHook hook);
+  void on_write(WriteHook hook);
   /// Called in the device's thread before the copies of a submission are made; may block, which
   /// delays this submission.
   void on_arrival(std::function<void()> hook);
@@ -45,6 +57,8 @@ class FakeDevice {
  private:
   class Copier;
   std::string payload_at(std::uintptr_t address, std::uint64_t offset, std::size_t bytes) const;
+  void check(const staging::HostRun& run) const;
+  void write(std::byte* address, std::string_view bytes);
   std::function<void()> arrive_hook() const;
   static Result<> pin(std::span<std::byte> memory, int device);
   static void unpin(std::span<std::byte> memory, int device);
@@ -54,18 +68,32 @@ class FakeDevice {
     std::string payload;
   };
 
+  struct Memory {
+    std::uintptr_t address;
+    int device;
+    std::string bytes;
+
+    bool holds(std::uintptr_t at, std::size_t count) const;
+  };
+  struct Pinned {
+    std::span<const std::byte> memory;
+    int device;
+  };
+
   const staging::DeviceSupport* before_;
   mutable std::mutex mutex_;
-  std::vector<Tensor> tensors_;                      // guarded by mutex_
-  CopyHook copy_hook_;                               // guarded by mutex_
-  Result<> pin_result_;                              // guarded by mutex_
-  std::function<void()> arrive_hook_;                // guarded by mutex_
-  Result<> wait_result_;                             // guarded by mutex_
-  std::size_t copiers_ = 0;                          // guarded by mutex_
-  std::size_t submissions_ = 0;                      // guarded by mutex_
-  std::vector<std::pair<int, void*>> held_back_;     // guarded by mutex_
-  std::size_t pins_ = 0;                             // guarded by mutex_
-  std::vector<std::pair<const void*, int>> pinned_;  // with its device; guarded by mutex_
+  std::vector<Tensor> tensors_;                   // guarded by mutex_
+  std::vector<Memory> memories_;                  // guarded by mutex_
+  CopyHook copy_hook_;                            // guarded by mutex_
+  WriteHook write_hook_;                          // guarded by mutex_
+  Result<> pin_result_;                           // guarded by mutex_
+  std::function<void()> arrive_hook_;             // guarded by mutex_
+  Result<> wait_result_;                          // guarded by mutex_
+  std::size_t copiers_ = 0;                       // guarded by mutex_
+  std::size_t submissions_ = 0;                   // guarded by mutex_
+  std::vector<std::pair<int, void*>> held_back_;  // guarded by mutex_
+  std::size_t pins_ = 0;                          // guarded by mutex_
+  std::vector<Pinned> pinned_;                    // guarded by mutex_
 };
 
 // No device support for the object's lifetime, whatever the build has.

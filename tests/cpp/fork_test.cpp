@@ -78,13 +78,18 @@ bool save_file(const TempDir& directory, const std::string& name, const std::str
   return ok(test::run_save(directory, std::move(jobs), options));
 }
 
+/// A request for the first bytes of a file.
+engine::ReadRequest read_into(std::string& found) {
+  engine::ReadRequest request;
+  request.length = found.size();
+  request.region = planning::Region::of_bytes(0, found.size());
+  request.target.address = reinterpret_cast<std::byte*>(found.data());
+  return request;
+}
+
 bool load_file(const TempDir& directory, const std::string& name, const std::string& expected) {
   std::string found(expected.size(), '?');
-  engine::ReadRequest request;
-  request.length = expected.size();
-  request.bytes = expected.size();
-  request.destination = reinterpret_cast<std::byte*>(found.data());
-  auto session = LoadSession::start({directory.file(name)}, {request}, {});
+  auto session = LoadSession::start({{directory.file(name), {}}}, {read_into(found)}, {});
   if (!session) return false;
   test::wait_for_end(**session);
   return !(*session)->failure() && found == expected;
@@ -292,10 +297,6 @@ TEST(Fork, AChildDoesNotWaitForItsParentsLoad) {
   TempDir directory;
   test::write_file(directory.file("a"), "hello");
   std::string found(5, '?');
-  engine::ReadRequest request;
-  request.length = 5;
-  request.bytes = 5;
-  request.destination = reinterpret_cast<std::byte*>(found.data());
   std::latch reading(1);
   std::latch forked(1);
   os::ScopedFaultHook hook([&](std::string_view operation, std::string_view) {
@@ -305,7 +306,7 @@ TEST(Fork, AChildDoesNotWaitForItsParentsLoad) {
     }
     return 0;
   });
-  auto session = LoadSession::start({directory.file("a")}, {request}, {});
+  auto session = LoadSession::start({{directory.file("a"), {}}}, {read_into(found)}, {});
   ASSERT_TRUE(ok(session));
   reading.wait();
   EXPECT_TRUE(in_child([&] {

@@ -3,21 +3,33 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <tuple>
+#include <string>
+#include <utility>
 
 #include "support.h"
 
 namespace torch_ckpt::planning {
+
+// For GoogleTest's messages.
+static std::ostream& operator<<(std::ostream& out, const ByteRange& range) {
+  return out << "[" << range.begin << ", " << range.end << ")";
+}
+
 namespace {
 
 using test::Random;
 
 constexpr ReadPlanLimits kLimits{
-    .batch_bytes = 1000, .small_bytes = 400, .gap_bytes = 50, .piece_bytes = 300};
+    .batch_bytes = 1000, .small_bytes = 400, .gap_bytes = 50, .piece_bytes = 320, .cut_bytes = 64};
+
+using Ranges = std::vector<ByteRange>;
 
 WantedRecord whole(std::size_t file, std::uint64_t offset, std::uint64_t length) {
-  return {file, offset, length, length};
+  return {file, offset, length, {{0, length}}};
 }
+
+/// A large record of which these are wanted.
+WantedRecord large(Ranges ranges) { return {0, 64, 5000, std::move(ranges)}; }
 
 std::vector<ReadUnit> plan(const std::vector<WantedRecord>& records) {
   return plan_reads(records, kLimits);
@@ -59,39 +71,75 @@ TEST(ReadPlan, ABatchStopsAtItsLimit) {
   EXPECT_EQ(units[1].records, (Indices{3}));
 }
 
-TEST(ReadPlan, ALargeRecordIsCutIntoPiecesOfWhatIsWanted) {
-  const auto units = plan({{0, 64, 5000, 700}});
-  ASSERT_EQ(units.size(), 3);
-  for (std::size_t i = 0; i < 3; ++i) {
-    EXPECT_FALSE(units[i].is_batch);
-    EXPECT_EQ(units[i].piece, i);
-    EXPECT_EQ(units[i].pieces, 3);
-    EXPECT_EQ(units[i].begin, 300 * i);
+/// The ranges of each unit, all of which must be pieces of one record.
+std::vector<Ranges> pieces_of(const std::vector<ReadUnit>& units) {
+  std::vector<Ranges> pieces;
+  for (const ReadUnit& unit : units) {
+    EXPECT_FALSE(unit.is_batch);
+    EXPECT_EQ(unit.records, units.front().records);
+    EXPECT_EQ(unit.piece, pieces.size());
+    EXPECT_EQ(unit.pieces, units.size());
+    pieces.push_back(unit.ranges);
   }
-  EXPECT_EQ(units[1].length, 300);
-  EXPECT_EQ(units[2].length, 100);
+  return pieces;
+}
+
+TEST(ReadPlan, ALargeRecordIsCutIntoPiecesOfWhatIsWanted) {
+  EXPECT_EQ(pieces_of(plan({large({{0, 700}})})),
+            (std::vector<Ranges>{{{0, 320}}, {{320, 640}}, {{640, 700}}}));
+}
+
+TEST(ReadPlan, PiecesAreCutAtMultiplesOfTheCutSizeOnly) {
+  EXPECT_EQ(pieces_of(plan({large({{150, 777}})})),
+            (std::vector<Ranges>{{{150, 448}}, {{448, 768}}, {{768, 777}}}));
+}
+
+TEST(ReadPlan, ARangeThatMayNotBeCutWithinWhatAPieceHasRoomForBeginsTheNext) {
+  // The first range leaves room for one byte.
+  EXPECT_EQ(pieces_of(plan({large({{0, 319}, {350, 600}})})),
+            (std::vector<Ranges>{{{0, 319}}, {{350, 600}}}));
+}
+
+TEST(ReadPlan, ShortRangesShareAPiece) {
+  EXPECT_EQ(pieces_of(plan({large({{0, 50}, {200, 300}, {1000, 1120}, {2049, 2150}})})),
+            (std::vector<Ranges>{{{0, 50}, {200, 300}, {1000, 1120}}, {{2049, 2150}}}));
+}
+
+TEST(ReadPlan, APieceThatIsFilledByARangeTakesTheBeginOfTheNextWhereItMayBeCutThere) {
+  EXPECT_EQ(pieces_of(plan({large({{0, 150}, {1000, 1500}})})),
+            (std::vector<Ranges>{{{0, 150}, {1000, 1152}}, {{1152, 1472}}, {{1472, 1500}}}));
+}
+
+TEST(ReadPlan, APieceSmallerThanTheCutSizeGrowsToTheRange) {
+  const ReadPlanLimits limits{.piece_bytes = 100, .cut_bytes = 1 << 20};
+  const WantedRecord record{0, 0, 10 << 20, {{5, 1000}, {2000, 3000}}};
+  EXPECT_EQ(pieces_of(plan_reads(std::vector{record}, limits)),
+            (std::vector<Ranges>{{{5, 1000}}, {{2000, 3000}}}));
 }
 
 TEST(ReadPlan, AMultipleOfThePieceSizeLeavesNoEmptyPiece) {
-  EXPECT_EQ(plan({{0, 0, 5000, 600}}).size(), 2);
+  EXPECT_EQ(pieces_of(plan({large({{0, 640}})})), (std::vector<Ranges>{{{0, 320}}, {{320, 640}}}));
 }
 
 TEST(ReadPlan, ALargeRecordOfWhichNothingIsWantedIsLookedAtOnce) {
-  const auto units = plan({{0, 0, 5000, 0}});
-  ASSERT_EQ(units.size(), 1);
-  EXPECT_EQ(units[0].length, 0);
-  EXPECT_EQ(units[0].pieces, 1);
+  EXPECT_EQ(pieces_of(plan({large({})})), std::vector<Ranges>{{}});
+}
+
+TEST(ReadPlan, ARangeNearTheEndOfTheNumbersIsOnePieceOrMore) {
+  const std::uint64_t last = ~std::uint64_t{0};
+  EXPECT_EQ(pieces_of(plan({large({{0, 100}, {last - 100, last}})})),
+            (std::vector<Ranges>{{{0, 100}, {last - 100, last}}}));
 }
 
 TEST(ReadPlan, ASmallRecordOfWhichLittleIsWantedIsReadLikeALargeOne) {
-  const auto units = plan({{0, 0, 400, 199}, {0, 400, 400, 200}});
+  const auto units = plan({{0, 0, 400, {{0, 100}, {200, 299}}}, {0, 400, 400, {{0, 200}}}});
   ASSERT_EQ(units.size(), 2);
   EXPECT_FALSE(units[0].is_batch);
   EXPECT_TRUE(units[1].is_batch);
 }
 
 TEST(ReadPlan, ARecordSmallerThanTheGapIsNeverCut) {
-  const auto units = plan({{0, 0, 50, 1}});
+  const auto units = plan({{0, 0, 50, {{7, 8}}}});
   ASSERT_EQ(units.size(), 1);
   EXPECT_TRUE(units[0].is_batch);
 }
@@ -116,29 +164,44 @@ TEST(ReadPlan, OffsetsNearTheEndOfTheNumbersDoNotOverflow) {
   EXPECT_EQ(records, 3);
 }
 
-TEST(ReadPlan, EveryRecordIsReadWholeByUnitsWithinTheLimits) {
+TEST(ReadPlan, EveryRangeIsReadOnceInOrderByUnitsWithinTheLimits) {
   Random random(1);
   SCOPED_TRACE(random.seed_text());
-  for (int round = 0; round < 500; ++round) {
+  for (int round = 0; round < 1000; ++round) {
+    SCOPED_TRACE("round " + std::to_string(round));
     std::vector<WantedRecord> records(random.between(0, 40));
     for (WantedRecord& record : records) {
       record.file = random.between(0, 2);
       record.offset = random.between(0, 3000);
       record.length = random.between(0, 1500);
-      record.wanted = random.between(0, record.length);
+      for (std::uint64_t at = random.between(0, 300); at < record.length;) {
+        const std::uint64_t end = std::min(record.length, at + random.between(1, 800));
+        record.ranges.push_back({at, end});
+        at = end + random.between(1, 300);
+      }
     }
     const auto units = plan(records);
-    std::vector<std::uint64_t> covered(records.size(), 0);
-    std::vector<int> batches(records.size(), 0);
+    std::vector<Ranges> covered(records.size());
+    std::vector<std::size_t> seen(records.size(), 0);
     for (const ReadUnit& unit : units) {
       ASSERT_FALSE(unit.records.empty());
       if (!unit.is_batch) {
-        const WantedRecord& record = records[unit.records.front()];
+        const std::size_t index = unit.records.front();
         ASSERT_EQ(unit.records.size(), 1);
-        ASSERT_EQ(unit.file, record.file);
-        ASSERT_LE(unit.length, kLimits.piece_bytes);
-        ASSERT_EQ(unit.begin, covered[unit.records.front()]) << "pieces come in order";
-        covered[unit.records.front()] += unit.length;
+        ASSERT_EQ(unit.file, records[index].file);
+        ASSERT_EQ(unit.piece, seen[index]++) << "pieces come in order";
+        std::uint64_t bytes = 0;
+        for (const ByteRange& range : unit.ranges) {
+          bytes += range.bytes();
+          Ranges& all = covered[index];
+          if (!all.empty() && all.back().end == range.begin) {
+            ASSERT_EQ(range.begin % kLimits.cut_bytes, 0) << "cut between multiples";
+            all.back().end = range.end;
+          } else {
+            all.push_back(range);
+          }
+        }
+        ASSERT_LE(bytes, kLimits.piece_bytes);
         continue;
       }
       ASSERT_LE(unit.length, kLimits.batch_bytes);
@@ -147,12 +210,16 @@ TEST(ReadPlan, EveryRecordIsReadWholeByUnitsWithinTheLimits) {
         ASSERT_EQ(unit.file, record.file);
         ASSERT_GE(record.offset, unit.begin);
         ASSERT_LE(record.offset + record.length, unit.begin + unit.length);
-        covered[index] += record.wanted;
-        ASSERT_EQ(++batches[index], 1);
+        covered[index] = record.ranges;
+        ASSERT_EQ(++seen[index], 1);
       }
     }
     for (std::size_t i = 0; i < records.size(); ++i) {
-      ASSERT_EQ(covered[i], records[i].wanted) << "round " << round << ", record " << i;
+      ASSERT_EQ(covered[i], records[i].ranges) << "record " << i;
+      ASSERT_GE(seen[i], 1) << "record " << i;
+    }
+    for (const ReadUnit& unit : units) {
+      ASSERT_TRUE(unit.is_batch || unit.pieces == seen[unit.records.front()]);
     }
     ASSERT_TRUE(std::is_sorted(units.begin(), units.end(), [](const auto& a, const auto& b) {
       return a.file < b.file;

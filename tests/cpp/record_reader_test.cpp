@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cerrno>
 
 #include "os/fault.h"
@@ -19,7 +20,7 @@ using test::text_of;
 
 class DataFileModes : public ::testing::TestWithParam<DirectIo> {};
 
-TEST_P(DataFileModes, ReadsAnyRangeThroughAnyScratch) {
+TEST_P(DataFileModes, FetchesAnyRangeIntoAnyScratch) {
   Random random(1);
   SCOPED_TRACE(random.seed_text());
   TempDir directory;
@@ -32,9 +33,11 @@ TEST_P(DataFileModes, ReadsAnyRangeThroughAnyScratch) {
     auto scratch = staging::Chunk::allocate(4096 * random.between(1, 20));
     ASSERT_TRUE(ok(scratch));
     const std::uint64_t offset = random.between(0, contents.size());
-    std::vector<std::byte> out(random.any_scale(contents.size() - offset));
-    ASSERT_TRUE(ok(file->read(out, offset, (*scratch)->bytes())));
-    ASSERT_EQ(text_of(out), std::string_view(contents).substr(offset, out.size()))
+    const std::uint64_t most = std::min(contents.size() - offset, (*scratch)->bytes().size());
+    const std::uint64_t length = random.any_scale(most);
+    const auto bytes = file->fetch((*scratch)->bytes(), offset, length, random.coin());
+    ASSERT_TRUE(ok(bytes));
+    ASSERT_EQ(text_of(*bytes), std::string_view(contents).substr(offset, length))
         << "round " << round << ", offset " << offset;
   }
 }
@@ -44,16 +47,66 @@ TEST_P(DataFileModes, ReadingPastTheEndSaysWhereTheFileEnds) {
   test::write_file(directory.file("a"), std::string(200'000, 'x'));
   const auto file = DataFile::open(directory.file("a"), GetParam());
   ASSERT_TRUE(ok(file));
-  auto scratch = staging::Chunk::allocate(64 << 10);
+  auto scratch = staging::Chunk::allocate(256 << 10);
   ASSERT_TRUE(ok(scratch));
-  std::vector<std::byte> out(150'000);
-  const auto read = file->read(out, 100'000, (*scratch)->bytes());
-  ASSERT_TRUE(fails(read, Errc::range_past_end));
-  EXPECT_EQ(read.error().path, directory.file("a"));
-  EXPECT_EQ(read.error().offset, 200'000);
+  for (const bool direct : {false, true}) {
+    const auto read = file->fetch((*scratch)->bytes(), 100'000, 150'000, direct);
+    ASSERT_TRUE(fails(read, Errc::range_past_end));
+    EXPECT_EQ(read.error().path, directory.file("a"));
+    EXPECT_EQ(read.error().offset, 200'000);
+  }
+}
+
+TEST_P(DataFileModes, ReadsStraightIntoMemoryOfAnyAlignment) {
+  Random random(3);
+  SCOPED_TRACE(random.seed_text());
+  TempDir directory;
+  const std::string contents = random.bytes(100'001);
+  test::write_file(directory.file("a"), contents);
+  const auto file = DataFile::open(directory.file("a"), GetParam());
+  ASSERT_TRUE(ok(file));
+  std::string out(50'000, '?');
+  ASSERT_TRUE(ok(file->read(std::as_writable_bytes(std::span(out)).subspan(1), 7)));
+  EXPECT_TRUE(out == "?" + contents.substr(7, 49'999));
 }
 
 INSTANTIATE_TEST_SUITE_P(AllModes, DataFileModes, test::all_direct_io(), test::direct_io_name);
+
+TEST(DataFile, GoesDirectOnlyWhereTheFileWasOpenedForIt) {
+  TempDir directory;
+  test::write_file(directory.file("a"), std::string(1 << 20, 'x'));
+  const auto buffered = DataFile::open(directory.file("a"), DirectIo::off);
+  const auto direct = DataFile::open(directory.file("a"), DirectIo::on);
+  ASSERT_TRUE(ok(buffered));
+  ASSERT_TRUE(ok(direct));
+  EXPECT_FALSE(buffered->goes_direct(0, 1 << 20));
+  EXPECT_TRUE(direct->goes_direct(0, 1 << 20));
+  EXPECT_TRUE(direct->goes_direct(5, 1));
+}
+
+TEST(DataFile, GoesAroundThePageCacheForNothingSmallNorForWhatIsInIt) {
+  TempDir directory;
+  test::write_file(directory.file("a"), std::string(1 << 20, 'x'));
+  const auto file = DataFile::open(directory.file("a"), DirectIo::automatic);
+  ASSERT_TRUE(ok(file));
+  EXPECT_FALSE(file->goes_direct(0, 1000));
+  std::string out(1 << 20, '?');
+  ASSERT_TRUE(ok(file->read(std::as_writable_bytes(std::span(out)), 0)));
+  EXPECT_FALSE(file->goes_direct(0, 1 << 20));
+}
+
+TEST(DataFile, ADirectReadThatHasNoRoomForItsBlocksIsABufferedOne) {
+  TempDir directory;
+  const std::string contents = Random(4).bytes(20'000);
+  test::write_file(directory.file("a"), contents);
+  const auto file = DataFile::open(directory.file("a"), DirectIo::on);
+  ASSERT_TRUE(ok(file));
+  auto scratch = staging::Chunk::allocate(4096);
+  ASSERT_TRUE(ok(scratch));
+  const auto bytes = file->fetch((*scratch)->bytes(), 1, 4096, true);
+  ASSERT_TRUE(ok(bytes));
+  EXPECT_EQ(text_of(*bytes), std::string_view(contents).substr(1, 4096));
+}
 
 TEST(DataFile, AFileThatIsNotThereIsTheSystemsError) {
   TempDir directory;

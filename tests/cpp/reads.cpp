@@ -1,0 +1,108 @@
+#include "reads.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "format/torch_record.h"
+
+namespace torch_ckpt::test {
+
+using engine::LoadOptions;
+using engine::LoadSession;
+using engine::ReadRequest;
+
+std::size_t Reads::add_file(const std::vector<std::string>& records) {
+  std::string contents;
+  for (const std::string& record : records) contents += record;
+  return add_raw_file(contents);
+}
+
+std::size_t Reads::add_raw_file(std::string_view contents) {
+  use_file("f" + std::to_string(files_.size()));
+  write_file(files_.back().path, contents);
+  return files_.size() - 1;
+}
+
+ReadRequest& Reads::add(engine::ReadKind kind, std::size_t file, std::uint64_t offset,
+                        std::uint64_t length, const format::TensorHeader& header,
+                        std::uint64_t begin, std::uint64_t bytes) {
+  ReadRequest request;
+  request.kind = kind;
+  request.file = file;
+  request.offset = offset;
+  request.length = length;
+  request.dtype = header.dtype;
+  request.sizes = header.sizes;
+  request.region = planning::Region::of_bytes(begin, bytes);
+  return add_to_host(std::move(request), bytes);
+}
+
+ReadRequest& Reads::add_whole(std::size_t file, std::string_view payload) {
+  const auto header = row_major("uint8", {payload.size()});
+  return add(engine::ReadKind::tensor, file, 0, record_of(header, payload).size(), header, 0,
+             payload.size());
+}
+
+ReadRequest& Reads::add_to_host(ReadRequest request, std::size_t bytes, std::size_t origin) {
+  // Of exactly this size, so that AddressSanitizer sees a byte too many.
+  Memory memory{std::make_unique<char[]>(bytes), bytes};
+  std::fill_n(memory.memory.get(), bytes, '?');
+  request.target.address = reinterpret_cast<std::byte*>(memory.memory.get() + origin);
+  ReadRequest& added = add_as_it_is(std::move(request));
+  targets_.back() = std::move(memory);
+  return added;
+}
+
+ReadRequest& Reads::add_as_it_is(ReadRequest request) {
+  requests_.push_back(std::move(request));
+  targets_.emplace_back();
+  return requests_.back();
+}
+
+std::uint64_t Reads::bytes() const {
+  std::uint64_t sum = 0;
+  for (const ReadRequest& request : requests_) sum += request.region.bytes();
+  return sum;
+}
+
+std::shared_ptr<LoadSession> Reads::start(const LoadOptions& options) const {
+  auto session = LoadSession::start(files_, requests_, options);
+  EXPECT_TRUE(ok(session));
+  return *session;
+}
+
+std::shared_ptr<LoadSession> Reads::run(const LoadOptions& options) const {
+  auto session = start(options);
+  wait_for_end(*session);
+  return session;
+}
+
+void Reads::run_all(const LoadOptions& options) const {
+  const auto session = run(options);
+  const auto failure = session->failure();
+  ASSERT_FALSE(failure.has_value()) << failure->error.message();
+  for (const engine::ReadOutcome& outcome : session->outcomes()) {
+    ASSERT_EQ(outcome.status, engine::ReadStatus::done);
+  }
+  EXPECT_EQ(session->bytes_planned(), bytes());
+  EXPECT_EQ(session->bytes_done(), bytes());
+}
+
+::testing::AssertionResult failed(const LoadSession& session, Errc code, std::size_t request) {
+  const auto failure = session.failure();
+  if (!failure) return ::testing::AssertionFailure() << "succeeded";
+  if (failure->error.code == code && failure->request == request) {
+    return ::testing::AssertionSuccess();
+  }
+  return ::testing::AssertionFailure() << failure->error.code << " at request " << failure->request
+                                       << ": " << failure->error.message();
+}
+
+std::string unknown_record(std::string_view payload) {
+  std::string pickle = format::encode_tensor_pickle(row_major("uint8", {payload.size()}));
+  pickle.replace(pickle.find("_rebuild_tensor_v2"), 18, "_rebuild_qtensor__");
+  return format::encode_head(pickle, payload.size()) + std::string(payload) +
+         format::encode_tail(pickle, payload.size(), 0);
+}
+
+}  // namespace torch_ckpt::test
