@@ -129,6 +129,21 @@ class ReadMemory:
 class _Planner(DefaultLoadPlanner):
     """torch's planner over a part of the state dict."""
 
+    def set_up_planner(
+        self,
+        state_dict: StateDict,
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """As torch's, which gives memory to meta tensors only where there is a process group."""
+        if not dist.is_initialized():
+            flat, paths = flatten_state_dict(state_dict)
+            for name, value in flat.items():
+                if isinstance(value, torch.Tensor) and value.is_meta:
+                    real = torch.empty_like(value, device=torch.get_default_device())
+                    set_element(state_dict, paths[name], real)
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+
     def look_at(self, values: StateDict, metadata: Metadata) -> None:
         """As set_up_planner, but meta tensors do not become real ones in the caller's dicts."""
         self.original_state_dict, self.metadata = values, metadata
