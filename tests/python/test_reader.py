@@ -7,6 +7,7 @@ import io
 import os
 import pickle
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -508,11 +509,11 @@ def test_direct_targets_need_no_room_under_the_limit(tmp_path: Path) -> None:
 def test_a_strided_or_converted_tensor_beyond_the_limit_is_read_in_parts(
     tmp_path: Path, target: Callable[[], torch.Tensor]
 ) -> None:
-    state = {"large": f32(1500, 1000)}
-    save(state, tmp_path)
+    large = torch.arange(1_500_000.0).reshape(1500, 1000)
+    save({"large": large}, tmp_path)
     loaded = {"large": target()}
     load(loaded, tmp_path, max_inflight_bytes=1 << 20)
-    assert torch.equal(loaded["large"].float(), state["large"])
+    assert torch.equal(loaded["large"].float(), large)
 
 
 def test_an_object_beyond_the_limit_is_refused_by_name(tmp_path: Path) -> None:
@@ -714,7 +715,9 @@ def test_a_damaged_payload_is_named_with_tensor_and_file(
     assert isinstance(cause, Corrupt)
     text = str(cause)
     assert text.startswith(f"{name}: ")
-    assert f"{place.relative_path} at byte {place.offset}: " in text
+    # The record, or the block of it.
+    (said,) = re.findall(rf"{place.relative_path} at byte (\d+): ", text)
+    assert place.offset <= int(said) <= position
     assert "the bytes are damaged: CRC-32 0x" in text
     assert "\n" not in text
 
@@ -780,7 +783,7 @@ def test_swapped_data_files_are_noticed(tmp_path: Path) -> None:
     two.write_bytes(content)
     cause = error_of_load(state, tmp_path)
     assert isinstance(cause, Corrupt)
-    assert "the record holds a tensor of another shape than the metadata says" in str(cause)
+    assert "the bytes are damaged" in str(cause)
 
 
 class Casting(dcp.DefaultSavePlanner):
