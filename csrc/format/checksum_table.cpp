@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <ranges>
 #include <string_view>
 
 #include "format/crc32.h"
@@ -130,11 +129,15 @@ Result<ChecksumTable> ChecksumTable::decode(std::span<const std::byte> bytes) {
 }
 
 std::optional<RecordSums> ChecksumTable::find(std::uint64_t offset) const {
-  const auto indices = std::views::iota(std::size_t{0}, size());
-  const auto found = std::ranges::lower_bound(
-      indices, offset, {}, [&](std::size_t i) { return entry_at(entries_, i).offset; });
-  if (found == indices.end()) return std::nullopt;
-  const Entry entry = entry_at(entries_, *found);
+  // The record is in [low, high), if anywhere.
+  std::size_t low = 0;
+  std::size_t high = size();
+  while (high - low > 1) {
+    const std::size_t middle = low + (high - low) / 2;
+    (entry_at(entries_, middle).offset <= offset ? low : high) = middle;
+  }
+  if (low == high) return std::nullopt;
+  const Entry entry = entry_at(entries_, low);
   if (entry.offset != offset) return std::nullopt;
   RecordSums sums;
   sums.offset = offset;
@@ -144,7 +147,7 @@ std::optional<RecordSums> ChecksumTable::find(std::uint64_t offset) const {
   sums.block_bytes = std::uint64_t{1} << entry.block_log2;
   sums.block_crcs.reserve(entry.blocks);
   for (std::uint64_t i = 0; i < entry.blocks; ++i) {
-    const std::size_t at = (first_blocks_[*found] + i) * kCrcBytes;
+    const std::size_t at = (first_blocks_[low] + i) * kCrcBytes;
     sums.block_crcs.push_back(static_cast<std::uint32_t>(number_at(crcs_, at, kCrcBytes)));
   }
   return sums;
