@@ -47,6 +47,7 @@ class Reads {
     return {targets_[request].memory.get(), targets_[request].bytes};
   }
   const std::string& path(std::size_t file) const { return files_[file].path; }
+  const engine::ReadRequest& request(std::size_t number) const { return requests_[number]; }
   std::size_t count() const { return requests_.size(); }
   std::uint64_t bytes() const;
 
