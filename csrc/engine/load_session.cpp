@@ -79,6 +79,12 @@ bool is_straight(const ReadRequest& request) {
          request.region.is_one_run();
 }
 
+// Of a check that counts from the payload's begin.
+Error from_record_begin(Error error, std::uint64_t payload_begin) {
+  if (error.offset != Error::kNoOffset) error.offset += payload_begin;
+  return error;
+}
+
 // What is known of a payload block by block, where it is.
 const format::RecordSums* blocks_of(const std::optional<format::RecordSums>& sums, ReadKind kind) {
   if (!sums || sums->block_bytes == 0 || sums->raw != (kind == ReadKind::raw)) return nullptr;
@@ -173,14 +179,20 @@ Result<> LoadSession::plan() {
   for (const Record& record : records_) wanted.push_back(wanted_of(record));
   planning::ReadPlanLimits limits;
   limits.batch_bytes = scratch_layout_.read_bytes;
+  for (const Record& record : records_) {
+    // A block is checked within one piece.
+    const format::RecordSums* sums = blocks_of(record.sums, first(record).kind);
+    if (sums != nullptr) limits.cut_bytes = std::max(limits.cut_bytes, sums->block_bytes);
+  }
+  limits.piece_bytes = std::max(limits.piece_bytes, limits.cut_bytes);
   units_ = planning::plan_reads(wanted, limits);
   for (const planning::ReadUnit& unit : units_) {
     ++files_[unit.file].units_left;
     if (unit.is_batch || unit.piece != 0) continue;
     auto large = std::make_unique<LargeRecord>();
     const std::size_t index = unit.records.front();
-    const std::vector<ByteRange> all{{0, payload_bytes_of(first(records_[index]))}};
-    large->whole = wanted[index].ranges == all;
+    const std::vector<ByteRange>& ranges = wanted[index].ranges;
+    if (ranges.size() == 1 && ranges[0].begin == 0) large->bytes_from_begin = ranges[0].end;
     large->pieces.resize(unit.pieces);
     large->pieces_left = unit.pieces;
     records_[index].large = std::move(large);
@@ -192,15 +204,21 @@ planning::WantedRecord LoadSession::wanted_of(const Record& record) const {
   const ReadRequest& of = first(record);
   const planning::ReadPlanLimits limits;
   planning::WantedRecord wanted{of.file, of.offset, of.length, {}};
+  std::uint64_t end = 0;  // of the payload
   for (const std::size_t index : record.requests) {
-    const auto ranges = requests_[index].region.ranges(limits.gap_bytes, kMostRanges);
+    end = std::max(end, payload_bytes_of(requests_[index]));
+  }
+  for (const std::size_t index : record.requests) {
+    const planning::Region& region = requests_[index].region;
+    if (region.covering().end > end) continue;  // is refused once the record is opened
+    const auto ranges = region.ranges(limits.gap_bytes, kMostRanges);
     wanted.ranges.insert(wanted.ranges.end(), ranges.begin(), ranges.end());
   }
   if (const format::RecordSums* sums = blocks_of(record.sums, of.kind)) {
-    const std::uint64_t end = payload_bytes_of(of);
+    const std::uint64_t last_block = align_down(end, sums->block_bytes);
     for (ByteRange& range : wanted.ranges) {
       range.begin = align_down(range.begin, sums->block_bytes);
-      range.end = std::min(align_up(range.end, sums->block_bytes), end);
+      range.end = range.end > last_block ? end : align_up(range.end, sums->block_bytes);
     }
   }
   if (wanted.ranges.size() > 1) {
@@ -372,7 +390,8 @@ Result<> LoadSession::take_from_memory(const Record& record, std::span<const std
     const auto payload = bytes.subspan(opened->offset, opened->bytes);
     if (const format::RecordSums* sums = blocks_of(record.sums, first(record).kind)) {
       PayloadCheck check = PayloadCheck::by_blocks(*sums, payload.size());
-      if (auto intact = check.take(0, payload); !intact) return intact;
+      auto intact = check.take(0, payload);
+      if (!intact) return from_record_begin(intact.error(), opened->offset);
     } else if (options_.verify && first(record).kind == ReadKind::raw) {
       if (auto intact = check_raw(first(record), payload); !intact) return intact;
     } else if (options_.verify && is_known(opened->crc, payload.size())) {
@@ -404,8 +423,9 @@ Result<> LoadSession::run_piece(const planning::ReadUnit& unit, const DataFile& 
   if (large.error) return *large.error;
   const Payload& payload = large.payload;
   const format::RecordSums* blocks = blocks_of(record.sums, request.kind);
-  const bool in_all = options_.verify && blocks == nullptr && large.whole &&
-                      request.kind != ReadKind::raw && is_known(payload.crc, payload.bytes);
+  const bool in_all = options_.verify && blocks == nullptr &&
+                      large.bytes_from_begin == payload.bytes && request.kind != ReadKind::raw &&
+                      is_known(payload.crc, payload.bytes);
 
   if (payload.status == ReadStatus::done) {
     PayloadCheck check;
@@ -423,10 +443,14 @@ Result<> LoadSession::run_piece(const planning::ReadUnit& unit, const DataFile& 
     for (const auto& [crc, bytes] : large.pieces) found = format::crc32_join(found, crc, bytes);
     if (found != payload.crc) return checksum_error(payload.crc, found, "the archive");
   }
-  if (options_.verify && blocks == nullptr && request.kind == ReadKind::raw && large.whole &&
-      is_straight(request)) {
-    const std::span<const std::byte> bytes(request.target.address, request.length);
-    if (auto intact = check_raw(request, bytes); !intact) return intact;
+  if (options_.verify && blocks == nullptr && request.kind == ReadKind::raw) {
+    for (const std::size_t index : record.requests) {
+      const ReadRequest& whole = requests_[index];
+      if (!is_straight(whole) || whole.region.bytes() != whole.length) continue;
+      const std::span<const std::byte> bytes(whole.target.address, whole.length);
+      if (auto intact = check_raw(whole, bytes); !intact) return intact;
+      break;
+    }
   }
   set_status(record, payload.status);
   return {};
@@ -442,10 +466,7 @@ Result<> LoadSession::read_range(const Record& record, ByteRange range, const Da
   const auto checked = [&](std::uint64_t position, std::span<const std::byte> bytes) -> Result<> {
     auto intact = check.take(position, bytes);
     if (intact) return intact;
-    // Counted from the payload's begin, where the session counts from the record's.
-    Error error = intact.error();
-    if (error.offset != Error::kNoOffset) error.offset += payload_begin;
-    return error;
+    return from_record_begin(intact.error(), payload_begin);
   };
   while (range.begin < range.end && !cancelled_) {
     // Of a direct read the first and last blocks may hold other bytes, too.

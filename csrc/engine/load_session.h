@@ -140,7 +140,7 @@ class LoadSession : public std::enable_shared_from_this<LoadSession> {
     std::once_flag once;
     std::optional<Error> error;
     Payload payload;
-    bool whole = false;  // all of the payload is read
+    std::uint64_t bytes_from_begin = 0;  // that are read in one, where nothing else is
     std::vector<std::pair<std::uint32_t, std::uint64_t>> pieces;  // CRC-32 and bytes of each
     std::atomic<std::size_t> pieces_left{0};
   };

@@ -9,6 +9,10 @@
 namespace torch_ckpt::planning {
 namespace {
 
+// Of one record. Larger records have larger pieces, so that metadata that gives an impossible size
+// is no reason to run out of memory.
+constexpr std::uint64_t kMostPieces = 4096;
+
 bool is_small(const WantedRecord& record, const ReadPlanLimits& limits) {
   if (record.length > std::min(limits.small_bytes, limits.batch_bytes)) return false;
   return record.length <= limits.gap_bytes || record.wanted() >= record.length / 8 * 7;
@@ -24,15 +28,15 @@ bool continues(const ReadUnit& batch, const WantedRecord& record, const ReadPlan
 
 // Ranges in the order given, as many as make up a piece. They are cut at whole multiples of
 // cut_bytes only, so that what is checksummed block by block lies within one piece.
-std::vector<std::vector<ByteRange>> cut(const std::vector<ByteRange>& ranges,
-                                        const ReadPlanLimits& limits) {
+std::vector<std::vector<ByteRange>> cut(const WantedRecord& record, const ReadPlanLimits& limits) {
   std::vector<std::vector<ByteRange>> pieces(1);
-  std::uint64_t room = limits.piece_bytes;
+  const std::uint64_t piece_bytes = std::max(limits.piece_bytes, record.wanted() / kMostPieces);
+  std::uint64_t room = piece_bytes;
   const auto next_piece = [&] {
     pieces.emplace_back();
-    room = limits.piece_bytes;
+    room = piece_bytes;
   };
-  for (ByteRange range : ranges) {
+  for (ByteRange range : record.ranges) {
     while (range.bytes() > room) {
       const std::uint64_t end = align_down(range.begin + room, limits.cut_bytes);
       if (end > range.begin) {
@@ -54,7 +58,7 @@ std::vector<std::vector<ByteRange>> cut(const std::vector<ByteRange>& ranges,
 
 void add_pieces(std::vector<ReadUnit>& units, std::size_t index, const WantedRecord& record,
                 const ReadPlanLimits& limits) {
-  std::vector<std::vector<ByteRange>> pieces = cut(record.ranges, limits);
+  std::vector<std::vector<ByteRange>> pieces = cut(record, limits);
   for (std::size_t piece = 0; piece < pieces.size(); ++piece) {
     ReadUnit unit;
     unit.file = record.file;

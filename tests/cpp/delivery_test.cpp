@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "fake_device.h"
+#include "reads.h"
 #include "support.h"
 
 namespace torch_ckpt::engine {
@@ -26,25 +27,12 @@ using test::fails;
 using test::FakeDevice;
 using test::ok;
 using test::Random;
+using test::widen;
+using test::widened;
 using Dims = std::vector<std::uint64_t>;
 using Steps = std::vector<std::int64_t>;
 
 constexpr std::size_t kPage = 4096;
-
-/// From two bytes to four: the second half is the first one, inverted.
-void widen(std::byte* out, const std::byte* in, std::size_t count) {
-  for (std::size_t i = 0; i < count; ++i) {
-    for (std::size_t b = 0; b < 4; ++b) {
-      out[4 * i + b] = b < 2 ? in[2 * i + b] : ~in[2 * i + b - 2];
-    }
-  }
-}
-
-std::string widened(std::string_view text) {
-  std::string out(2 * text.size(), '?');
-  widen(reinterpret_cast<std::byte*>(out.data()), bytes_of(text).data(), text.size() / 2);
-  return out;
-}
 
 /// Every other item of two bytes, side by side in the target.
 Region every_other(std::uint64_t count, std::uint64_t first = 0) {

@@ -131,6 +131,14 @@ TEST(ReadPlan, ARangeNearTheEndOfTheNumbersIsOnePieceOrMore) {
             (std::vector<Ranges>{{{0, 100}, {last - 100, last}}}));
 }
 
+TEST(ReadPlan, AnImpossiblyLargeRecordIsNotCutIntoPiecesWithoutNumber) {
+  const std::uint64_t last = ~std::uint64_t{0};
+  const auto pieces = pieces_of(plan({{0, 0, last, {{5, last}}}}));
+  EXPECT_LE(pieces.size(), 5000);
+  EXPECT_EQ(pieces.front().front().begin, 5);
+  EXPECT_EQ(pieces.back().back().end, last);
+}
+
 TEST(ReadPlan, ASmallRecordOfWhichLittleIsWantedIsReadLikeALargeOne) {
   const auto units = plan({{0, 0, 400, {{0, 100}, {200, 299}}}, {0, 400, 400, {{0, 200}}}});
   ASSERT_EQ(units.size(), 2);

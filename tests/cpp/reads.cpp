@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "format/crc32.h"
 #include "format/torch_record.h"
 
 namespace torch_ckpt::test {
@@ -96,6 +97,71 @@ void Reads::run_all(const LoadOptions& options) const {
   }
   return ::testing::AssertionFailure() << failure->error.code << " at request " << failure->request
                                        << ": " << failure->error.message();
+}
+
+ReadRequest Stored::request(engine::ReadKind kind) const {
+  ReadRequest request;
+  request.kind = kind;
+  request.offset = offset();
+  request.length = record.size();
+  request.dtype = header.dtype;
+  request.sizes = header.sizes;
+  return request;
+}
+
+namespace {
+
+void sum_blocks(Stored& stored, std::uint64_t block_bytes) {
+  const std::uint64_t bytes = stored.payload.size();
+  if (bytes == 0) return;
+  const std::uint64_t block = block_bytes != 0 ? block_bytes : format::block_bytes_for(bytes);
+  stored.sums.block_bytes = block;
+  for (std::uint64_t at = 0; at < bytes; at += block) {
+    const auto part = bytes_of(stored.payload).subspan(at, std::min(block, bytes - at));
+    stored.sums.block_crcs.push_back(format::crc32(0, part));
+  }
+}
+
+}  // namespace
+
+Stored store(const format::TensorHeader& header, std::string payload, std::uint64_t offset,
+             std::uint64_t block_bytes) {
+  Stored stored;
+  stored.header = header;
+  stored.payload = std::move(payload);
+  stored.record = record_of(header, stored.payload);
+  const std::string pickle = format::encode_tensor_pickle(header);
+  stored.payload_at = format::encode_head(pickle, stored.payload.size()).size();
+  stored.sums.offset = offset;
+  std::string envelope = stored.record;
+  envelope.erase(stored.payload_at, stored.payload.size());
+  stored.sums.envelope_crc = format::crc32(0, bytes_of(envelope));
+  sum_blocks(stored, block_bytes);
+  return stored;
+}
+
+Stored store_raw(std::string bytes, std::uint64_t offset, std::uint64_t block_bytes) {
+  Stored stored;
+  stored.record = bytes;
+  stored.payload = std::move(bytes);
+  stored.sums.offset = offset;
+  stored.sums.raw = true;
+  sum_blocks(stored, block_bytes);
+  return stored;
+}
+
+void widen(std::byte* out, const std::byte* in, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) {
+    for (std::size_t b = 0; b < 4; ++b) {
+      out[4 * i + b] = b < 2 ? in[2 * i + b] : ~in[2 * i + b - 2];
+    }
+  }
+}
+
+std::string widened(std::string_view items) {
+  std::string out(2 * items.size(), '?');
+  widen(reinterpret_cast<std::byte*>(out.data()), bytes_of(items).data(), items.size() / 2);
+  return out;
 }
 
 std::string unknown_record(std::string_view payload) {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "engine/load_session.h"
+#include "format/checksum_table.h"
 #include "format/tensor_pickle.h"
 #include "support.h"
 
@@ -46,6 +47,7 @@ class Reads {
     return {targets_[request].memory.get(), targets_[request].bytes};
   }
   const std::string& path(std::size_t file) const { return files_[file].path; }
+  const engine::ReadRequest& request(std::size_t number) const { return requests_[number]; }
   std::size_t count() const { return requests_.size(); }
   std::uint64_t bytes() const;
 
@@ -75,6 +77,28 @@ inline engine::LoadOptions load_options(engine::DirectIo mode) {
   options.direct_io = mode;
   return options;
 }
+
+/// As stored at `offset` of its file, and what a checksum table says of it.
+struct Stored {
+  format::TensorHeader header;
+  std::string payload;
+  std::string record;
+  std::uint64_t payload_at = 0;  // in the record
+  format::RecordSums sums;
+
+  std::uint64_t offset() const { return sums.offset; }
+  engine::ReadRequest request(engine::ReadKind kind) const;
+};
+
+/// A tensor's record; blocks of the usual size where `block_bytes` is 0.
+Stored store(const format::TensorHeader& header, std::string payload, std::uint64_t offset = 0,
+             std::uint64_t block_bytes = 0);
+/// Bytes as they are.
+Stored store_raw(std::string bytes, std::uint64_t offset = 0, std::uint64_t block_bytes = 0);
+
+/// A conversion from items of two bytes to items of four: the second half is the first, inverted.
+void widen(std::byte* out, const std::byte* in, std::size_t count);
+std::string widened(std::string_view items);
 
 /// A record of one tensor that the decoder does not know: its pickle calls another function.
 std::string unknown_record(std::string_view payload);
