@@ -193,10 +193,12 @@ def test_whole_tensors_are_read_from_any_layout_into_any_other(
 
 def knows(stored: torch.dtype, wanted: torch.dtype) -> bool:
     """Whether torch's copy_ does."""
-    try:
-        zeros((1,), wanted).copy_(zeros((1,), stored))
-    except (RuntimeError, TypeError):
-        return False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            zeros((1,), wanted).copy_(zeros((1,), stored))
+        except (RuntimeError, TypeError):
+            return False
     return True
 
 
@@ -378,7 +380,8 @@ def test_what_is_said_to_lose_nothing_comes_back(stored: torch.dtype, wanted: to
     every = torch.arange(2 if stored == torch.bool else 256, dtype=torch.uint8).view(stored)
     every = every[every.float().isfinite()]
     back = zeros(every.shape, wanted).copy_(every).to(stored)
-    assert same_values(back, every)
+    # Not bit by bit: some dtypes have no negative zero.
+    assert torch.equal(back.float(), every.float())
 
 
 # --- memory --------------------------------------------------------------------------------------
@@ -473,6 +476,7 @@ def test_objects_load_at_the_least_limit_and_not_below(tmp_path: Path, count: in
     assert "reading it takes" in str(cause)
 
 
+@pytest.mark.filterwarnings("ignore:loading converts")
 @pytest.mark.parametrize("target", [torch.zeros(700, 600).t(), torch.zeros(600, 700).half()])
 def test_tensors_load_at_the_least_limit(tmp_path: Path, target: torch.Tensor) -> None:
     save({"t": torch.ones(600, 700)}, tmp_path)
