@@ -4,34 +4,50 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import torch
 
 
 @functools.cache
 def loses_precision(stored: torch.dtype, target: torch.dtype) -> bool:
-    """Whether the target cannot hold every value of the stored dtype.
+    """Whether the target cannot hold every number of the stored dtype (infinities are no numbers).
 
     Bits types, which have no values, are taken to hold whatever they are converted from.
     """
-    if stored == target or stored == torch.bool:
+    if stored == target:
         return False
     if target == torch.bool or (stored.is_complex and not target.is_complex):
         return True
     try:
-        stored_digits, stored_low, stored_high = _reach(stored)
-        target_digits, target_low, target_high = _reach(target)
+        has, holds = _reach(stored), _reach(target)
     except (TypeError, RuntimeError):
         return False
-    return stored_digits > target_digits or stored_low < target_low or stored_high > target_high
+    return (
+        has.digits > holds.digits
+        or has.least < holds.least
+        or has.low < holds.low
+        or has.high > holds.high
+    )
 
 
-def _reach(dtype: torch.dtype) -> tuple[float, float, float]:
-    """Significant binary digits, the lowest and the highest number."""
+class _Reach(NamedTuple):
+    """Significant binary digits, the smallest step above 0, the lowest and the highest number."""
+
+    digits: float
+    least: float
+    low: float
+    high: float
+
+
+def _reach(dtype: torch.dtype) -> _Reach:
+    if dtype == torch.bool:
+        return _Reach(1, 1, 0, 1)
     if dtype.is_complex:
         dtype = dtype.to_real()
     if dtype.is_floating_point:
         floating = torch.finfo(dtype)
-        return 1 - math.log2(floating.eps), floating.min, floating.max
+        digits = 1 - math.log2(floating.eps)
+        return _Reach(digits, floating.tiny * floating.eps, floating.min, floating.max)
     whole = torch.iinfo(dtype)
-    return math.log2(whole.max + 1), whole.min, whole.max
+    return _Reach(math.log2(whole.max + 1), 1, whole.min, whole.max)

@@ -322,9 +322,7 @@ class FileSystemReader(StockReader):
                 else None,
                 ready=[(device, event.cuda_event) for device, event in events],
             )
-        for row in rows:
-            if row[4] is not row[8].dtype and loses_precision(row[4], row[8].dtype):
-                self._narrowed[row[0]] = (row[4], row[8].dtype)
+        self.note_lost_precision(rows)
         for index in unknown:
             self._read_with_torch(files, rows[index])
 
@@ -342,6 +340,12 @@ class FileSystemReader(StockReader):
     def can_verify_parts(self, file: str) -> bool:
         """Whether a part of a record in a file is verified as the whole of it is."""
         return not self.verify or file in checksum_tables(self._metadata)
+
+    def note_lost_precision(self, rows: Iterable[Row]) -> None:
+        """Keeps in mind which rows are narrowed, for the warning at the end."""
+        for row in rows:
+            if row[4] is not row[8].dtype and loses_precision(row[4], row[8].dtype):
+                self._narrowed[row[0]] = (row[4], row[8].dtype)
 
     def warn_of_lost_precision(self) -> None:
         """At the end of a load: one warning for all tensors that were narrowed."""

@@ -74,6 +74,8 @@ def read_once(
         raise failure
     if _FAILED in states:
         return
+    # Of what others have read, too.
+    reader.note_lost_precision(reading.rows)
     targets = {
         digest: row[8]
         for row, (digest, _bytes) in zip(reading.rows, digests, strict=True)

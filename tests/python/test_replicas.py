@@ -1,0 +1,136 @@
+"""Who reads what several ranks want, and in which parts it is sent."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import torch_ckpt
+from tests.support import bytes_of, random_tensor, save, stock_save
+from torch_ckpt import replicas
+from torch_ckpt.reader import FileSystemReader, Reading
+from torch_ckpt.replicas import _batches, _choose_owners, _cut_large, _digests
+
+Plan = list[tuple[bytes | None, int]]
+
+
+def test_what_all_want_is_spread_by_bytes() -> None:
+    plan: Plan = [(bytes([i]), 100) for i in range(8)]
+    owners = _choose_owners([plan] * 4)
+    assert {owner for owner, _ranks in owners.values()} == {0, 1, 2, 3}
+    assert [sum(owner == rank for owner, _ in owners.values()) for rank in range(4)] == [2] * 4
+    assert all(ranks == (0, 1, 2, 3) for _owner, ranks in owners.values())
+
+
+def test_who_has_much_of_its_own_reads_little_for_others() -> None:
+    shared: Plan = [(bytes([i]), 100) for i in range(8)]
+    owners = _choose_owners([[*shared, (None, 550), (b"mine", 250)], shared])
+    assert {owner for owner, _ranks in owners.values()} == {1}
+    assert b"mine" not in owners
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_all_that_several_want_has_one_owner_who_wants_it(seed: int) -> None:
+    choice = random.Random(seed)
+    sizes = {bytes([i]): choice.randrange(1000) for i in range(50)}
+    plans: list[Plan] = [
+        [(d, size) for d, size in sizes.items() if choice.random() < 0.5] for _ in range(4)
+    ]
+    owners = _choose_owners(plans)
+    for digest in sizes:
+        wants = tuple(rank for rank, plan in enumerate(plans) if digest in dict(plan))
+        if len(wants) < 2:
+            assert digest not in owners, f"seed {seed}"
+        else:
+            owner, ranks = owners[digest]
+            assert ranks == wants, f"seed {seed}"
+            assert owner in wants, f"seed {seed}"
+
+
+def test_the_order_of_a_ranks_rows_changes_nothing() -> None:
+    plan: Plan = [(bytes([i]), 10 * i) for i in range(20)]
+    assert _choose_owners([plan, plan]) == _choose_owners([plan, plan[::-1]])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_batches_hold_all_bytes_in_order_and_none_too_many(seed: int) -> None:
+    choice = random.Random(seed)
+    most = choice.randint(1, 50)
+    tensors = [
+        random_tensor((choice.choice([0, 1, 7, 50, 173]),), torch.uint8, i) for i in range(12)
+    ]
+    batches = list(_batches(tensors, most))
+    assert all(0 < sum(part.numel() for part in batch) <= most for batch in batches)
+    sent = b"".join(bytes_of(part) for batch in batches for part in batch)
+    assert sent == b"".join(bytes_of(tensor) for tensor in tensors), f"seed {seed}"
+
+
+def reading_of(
+    path: Path, target: torch.Tensor, **options: bool
+) -> tuple[FileSystemReader, Reading]:
+    reader = torch_ckpt.FileSystemReader(path, **options)
+    metadata = reader.read_metadata()
+    reader.set_up_for_load(metadata, 0)
+    planner = dcp.DefaultLoadPlanner()
+    planner.set_up_planner({"t": target}, metadata, True)
+    return reader, reader.reading(planner, planner.create_local_plan().items)
+
+
+@pytest.mark.parametrize(
+    ("saver", "verify", "parts"),
+    [(save, True, 10), (save, False, 10), (stock_save, True, 1), (stock_save, False, 10)],
+)
+def test_only_what_is_verified_in_parts_is_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saver: object, verify: bool, parts: int
+) -> None:
+    monkeypatch.setattr(replicas, "BATCH_BYTES", 40_000)
+    tensor = random_tensor((100, 1000), torch.float32)
+    assert callable(saver)
+    saver({"t": tensor}, tmp_path)
+    target = torch.zeros(100, 1000)
+    reader, reading = reading_of(tmp_path, target, verify=verify)
+    _cut_large(reader, reading)
+    assert len(reading.rows) == parts
+    reader.read(reading)
+    assert bytes_of(target) == bytes_of(tensor)
+
+
+def test_a_tensor_of_one_row_or_none_is_not_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicas, "BATCH_BYTES", 1)
+    for number, shape in enumerate([(), (1, 500), (0, 5)]):
+        save({"t": random_tensor(shape, torch.float32)}, tmp_path / str(number))
+        reader, reading = reading_of(tmp_path / str(number), torch.zeros(shape))
+        _cut_large(reader, reading)
+        assert len(reading.rows) <= 1
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        torch.zeros(5, 8)[:, ::2],
+        torch.zeros(4, 5).t(),
+        torch.zeros(5, 4)._neg_view(),
+        torch.zeros(5, 4, dtype=torch.complex64).conj(),
+    ],
+    ids=["strided", "transposed", "negated", "conjugated"],
+)
+def test_what_is_not_its_bytes_is_for_nobody_else(tmp_path: Path, target: torch.Tensor) -> None:
+    save({"t": torch.ones(5, 4)}, tmp_path)
+    _reader, reading = reading_of(tmp_path, target)
+    assert [digest for digest, _size in _digests(list(reading.files), reading.rows)] == [None]
+
+
+def test_rows_for_one_memory_and_another_have_one_digest(tmp_path: Path) -> None:
+    save({"t": torch.ones(5, 4)}, tmp_path)
+    digests = []
+    for target in (torch.zeros(5, 4), torch.ones(5, 4), torch.zeros(5, 4).double()):
+        _reader, reading = reading_of(tmp_path, target)
+        digests += [digest for digest, _size in _digests(list(reading.files), reading.rows)]
+    assert digests[0] == digests[1] != digests[2]
+    assert None not in digests
