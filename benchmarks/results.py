@@ -16,6 +16,10 @@ from .measure import ReadSample, Sample
 from .memory import MemorySample
 
 FORMAT_VERSION = 1
+
+#: What the README shows, as `--only` spells it; pages of their own show the rest.
+README_GROUPS = frozenset({"save", "load", "partial", "small", "memory"})
+
 # Fewer rounds than this say nothing on a shared disk.
 REPRESENTATIVE_ROUNDS = 5
 _NUMBER_LISTS = re.compile(r"\[[\[\]\s\d.,eE+-]*\]")
@@ -210,8 +214,9 @@ class Results:
 
     @property
     def representative(self) -> bool:
-        """Whether all numbers may be quoted: every group was measured thoroughly."""
-        return self.thorough and not self.parameters["only"]
+        """Whether a README may quote them: every group that it shows was measured thoroughly."""
+        only = set(self.parameters["only"])
+        return self.thorough and (not only or only >= README_GROUPS)
 
     def to_json(self) -> dict[str, Any]:
         """Raw samples, and what was computed from them for readers without this module."""
