@@ -114,7 +114,9 @@ class LoadSession : public std::enable_shared_from_this<LoadSession> {
   std::optional<LoadFailure> failure() const;
   const std::vector<ReadOutcome>& outcomes() const { return outcomes_; }
   const std::vector<ReadRequest>& requests() const { return requests_; }
-  const std::string& path(const ReadRequest& request) const { return files_given_[request.file].path; }
+  const std::string& path(const ReadRequest& request) const {
+    return files_given_[request.file].path;
+  }
 
   /// Bytes asked for and bytes that reached their target so far, as stored.
   std::uint64_t bytes_planned() const { return bytes_planned_; }

@@ -24,7 +24,8 @@ class DataFile {
   const std::string& path() const { return buffered_.path(); }
 
   /// Whether to read a range around the page cache: what is mostly in it comes from there; other
-  /// ranges, where the file system offers it, by direct reads, which leave the cache to the trainer.
+  /// ranges, where the file system offers it, by direct reads, which leave the cache to the
+  /// trainer.
   bool goes_direct(std::uint64_t offset, std::size_t length) const;
 
   /// Reads exactly out.size() bytes at `offset` through the page cache.

@@ -22,7 +22,7 @@ struct RecordSums {
   std::uint64_t block_bytes = 0;   // power of two; 0: no blocks
   std::vector<std::uint32_t> block_crcs;  // of the payload's blocks in order; the last may be
                                           // shorter
-  bool raw = false;  // a bytes item: all of it is payload
+  bool raw = false;                       // a bytes item: all of it is payload
 
   bool operator==(const RecordSums&) const = default;
 };

@@ -13,8 +13,8 @@ std::vector<ByteRange> coalesce(std::vector<ByteRange> ranges, std::uint64_t gap
   std::vector<ByteRange> united;
   for (const ByteRange& range : ranges) {
     if (range.bytes() == 0) continue;
-    if (!united.empty() && (range.begin <= united.back().end ||
-                            range.begin - united.back().end <= gap_bytes)) {
+    if (!united.empty() &&
+        (range.begin <= united.back().end || range.begin - united.back().end <= gap_bytes)) {
       united.back().end = std::max(united.back().end, range.end);
     } else {
       united.push_back(range);
@@ -71,8 +71,8 @@ std::optional<Region> Region::of_box(std::span<const std::uint64_t> sizes,
     region.begin_ = *begin;
     region.elements_ *= lengths[d];  // at most the number of elements, whose bytes do not overflow
     if (lengths[d] != 1) {
-      dims.push_back({lengths[d], stride,
-                      target_strides[d] * static_cast<std::int64_t>(target_item_bytes)});
+      dims.push_back(
+          {lengths[d], stride, target_strides[d] * static_cast<std::int64_t>(target_item_bytes)});
     }
   }
   if (region.elements_ == 0) {

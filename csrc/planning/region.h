@@ -111,8 +111,8 @@ class Region {
     }
   }
 
-  std::vector<Dim> dims_;                // by falling stored_stride; never empty with elements
-  std::vector<std::uint64_t> extents_;   // by dimension, and behind them that of an element
+  std::vector<Dim> dims_;               // by falling stored_stride; never empty with elements
+  std::vector<std::uint64_t> extents_;  // by dimension, and behind them that of an element
   std::uint64_t begin_ = 0;
   std::uint64_t elements_ = 0;
   std::size_t item_bytes_ = 1;

@@ -223,8 +223,8 @@ class TensorLoad {
       at::Tensor target = item.target;
       if (!lengths.empty()) {
         lengths[0] = count;
-        target = target.narrow(0, static_cast<std::int64_t>(begin),
-                               static_cast<std::int64_t>(count));
+        target =
+            target.narrow(0, static_cast<std::int64_t>(begin), static_cast<std::int64_t>(count));
       }
       const at::Tensor temporary =
           at::empty(signed_of(lengths), at::TensorOptions().dtype(item.scalar_type));
@@ -462,8 +462,8 @@ Item item_of(const py::tuple& row) {
 
 std::vector<std::size_t> load_tensors(const py::list& files, const py::list& rows,
                                       std::size_t threads, std::uint64_t max_inflight_bytes,
-                                      const py::object& direct_io, bool verify,
-                                      py::object progress, const py::iterable& ready) {
+                                      const py::object& direct_io, bool verify, py::object progress,
+                                      const py::iterable& ready) {
   std::vector<std::size_t> unknown;
   std::vector<std::size_t> positions;
   std::vector<Item> items;

@@ -25,18 +25,18 @@ struct HostRun {
   int device = 0;
 };
 
-/// A moment in a stream of the caller's, after which the sources on `device` are complete, or targets
-/// may be written. `event` is the device's own handle (cudaEvent_t); the caller keeps it alive until
-/// the save has staged or the load has ended.
+/// A moment in a stream of the caller's, after which the sources on `device` are complete, or
+/// targets may be written. `event` is the device's own handle (cudaEvent_t); the caller keeps it
+/// alive until the save has staged or the load has ended.
 struct DeviceMoment {
   int device = Source::kHost;
   void* event = nullptr;
 };
 
-// Copies device memory into host memory, or the other way round, on streams of its own. CUDA is one implementation, in one
-// added file that registers itself; a build without the toolkit has none and refuses device
-// sources.
-// submit() and wait_oldest() are for one thread at a time; several copiers may work at once.
+// Copies device memory into host memory, or the other way round, on streams of its own. CUDA is one
+// implementation, in one added file that registers itself; a build without the toolkit has none and
+// refuses device sources. submit() and wait_oldest() are for one thread at a time; several copiers
+// may work at once.
 class DeviceCopier {
  public:
   virtual ~DeviceCopier() = default;
