@@ -43,30 +43,6 @@ void copy_row(std::byte* out, const std::byte* in, std::uint64_t count, std::int
   }
 }
 
-#if defined(__SSE2__)
-// glibc's memcpy does this too, but only from a share of the last-level cache on, which on large
-// processors is far more than a chunk.
-void stream(std::byte* out, const std::byte* in, std::size_t bytes) {
-  constexpr std::size_t kVector = 16;
-  constexpr std::size_t kLine = 64;
-  const std::size_t head =
-      std::min<std::size_t>(-reinterpret_cast<std::uintptr_t>(out) % kVector, bytes);
-  std::memcpy(out, in, head);
-  std::size_t at = head;
-  for (; at + kLine <= bytes; at += kLine) {
-    for (std::size_t part = 0; part < kLine; part += kVector) {
-      const auto* const from = reinterpret_cast<const __m128i*>(in + at + part);
-      _mm_stream_si128(reinterpret_cast<__m128i*>(out + at + part), _mm_loadu_si128(from));
-    }
-  }
-  std::memcpy(out + at, in + at, bytes - at);
-  // Streamed lines are not ordered with what tells another thread of them.
-  _mm_sfence();
-}
-#else
-void stream(std::byte* out, const std::byte* in, std::size_t bytes) { std::memcpy(out, in, bytes); }
-#endif
-
 // Walks the payload in order, one innermost row (or the part of one that is asked for) at a time.
 class StridedWalk {
  public:
@@ -110,6 +86,32 @@ class StridedWalk {
 
 }  // namespace
 
+#if defined(__SSE2__)
+// glibc's memcpy does this too, but only from a share of the last-level cache on, which on large
+// processors is far more than a chunk.
+void copy_past_caches(std::byte* out, const std::byte* in, std::size_t bytes) {
+  constexpr std::size_t kVector = 16;
+  constexpr std::size_t kLine = 64;
+  const std::size_t head =
+      std::min<std::size_t>(-reinterpret_cast<std::uintptr_t>(out) % kVector, bytes);
+  std::memcpy(out, in, head);
+  std::size_t at = head;
+  for (; at + kLine <= bytes; at += kLine) {
+    for (std::size_t part = 0; part < kLine; part += kVector) {
+      const auto* const from = reinterpret_cast<const __m128i*>(in + at + part);
+      _mm_stream_si128(reinterpret_cast<__m128i*>(out + at + part), _mm_loadu_si128(from));
+    }
+  }
+  std::memcpy(out + at, in + at, bytes - at);
+  // Streamed lines are not ordered with what tells another thread of them.
+  _mm_sfence();
+}
+#else
+void copy_past_caches(std::byte* out, const std::byte* in, std::size_t bytes) {
+  std::memcpy(out, in, bytes);
+}
+#endif
+
 void copy_from_host(const Source& source, std::uint64_t offset, std::span<std::byte> out) {
   if (out.empty()) return;
   if (source.dims.empty()) {
@@ -135,7 +137,7 @@ void copy_from_host(const Source& source, std::uint64_t offset, std::span<std::b
 void copy_past_caches(const Source& source, std::uint64_t offset, std::span<std::byte> out) {
   if (out.empty()) return;
   if (source.dims.empty()) {
-    stream(out.data(), source.address + offset, out.size());
+    copy_past_caches(out.data(), source.address + offset, out.size());
   } else {
     copy_from_host(source, offset, out);
   }

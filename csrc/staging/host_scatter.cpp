@@ -4,11 +4,16 @@
 #include <array>
 #include <cstring>
 
+#include "staging/host_copy.h"
+
 namespace torch_ckpt::staging {
 namespace {
 
 // Elements that are gathered before they are converted, and converted before they are spread.
 constexpr std::size_t kBufferBytes = 4096;
+
+// From here on a copy pushes more out of the caches than it leaves for whoever reads it next.
+constexpr std::size_t kLongBytes = std::size_t{64} << 10;
 
 template <std::size_t kItem>
 void copy_items(std::byte* out, std::int64_t out_stride, const std::byte* in,
@@ -23,7 +28,11 @@ void copy_strided(std::byte* out, std::int64_t out_stride, const std::byte* in,
                   std::int64_t in_stride, std::uint64_t count, std::size_t item) {
   const auto dense = static_cast<std::int64_t>(item);
   if (out_stride == dense && in_stride == dense) {
-    std::memcpy(out, in, count * item);
+    if (count * item >= kLongBytes) {
+      copy_past_caches(out, in, count * item);
+    } else {
+      std::memcpy(out, in, count * item);
+    }
     return;
   }
   switch (item) {
