@@ -5,9 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.checkpoint.utils import find_state_dict_object
+from torch.distributed.tensor import DTensor
 
 
 class GrowingSize(tuple[int, ...]):
@@ -40,6 +46,18 @@ def let_tensors_grow(metadata: Metadata) -> None:
             stored.size = GrowingSize(stored.size)  # type: ignore[assignment]
 
 
+def chunks_here(value: Any) -> list[ChunkStorageMetadata]:
+    """Which parts of a tensor this rank has.
+
+    Raises:
+        ValueError: it is no tensor.
+    """
+    # torch makes up an element for ranks outside of the mesh.
+    if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
+        return []
+    return _create_chunk_list(value)
+
+
 def zero_what_is_not_stored(state_dict: dict[str, Any], metadata: Metadata) -> None:
     """Fills tensors of a flat state dict with zeros outside of what is stored of them."""
     for name, value in state_dict.items():
@@ -49,7 +67,7 @@ def zero_what_is_not_stored(state_dict: dict[str, Any], metadata: Metadata) -> N
         size = tuple(stored.size)
         if size == tuple(value.size()):
             continue
-        for number, chunk in enumerate(_create_chunk_list(value)):
+        for number, chunk in enumerate(chunks_here(value)):
             index = MetadataIndex(name, chunk.offsets, number)
             local = find_state_dict_object({name: value}, index)
             _zero_outside(local.detach(), chunk.offsets, size)

@@ -24,13 +24,12 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
-from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 
 from torch_ckpt import _C
 from torch_ckpt.collector import no_gc
 from torch_ckpt.coordination import Ranks
 from torch_ckpt.errors import LoadMismatch
-from torch_ckpt.growth import zero_what_is_not_stored
+from torch_ckpt.growth import chunks_here, zero_what_is_not_stored
 from torch_ckpt.precision import loses_precision
 from torch_ckpt.reader import MOST_NAMES, FileSystemReader, Reading
 from torch_ckpt.replicas import read_once
@@ -209,11 +208,11 @@ class Load:
             zero_what_is_not_stored(chosen, self._metadata)
         return reading
 
-    def read_freeing(self, reading: Reading, let_go: Callable[[str], None]) -> None:
+    def read_freeing(self, reading: Reading, let_go: Callable[[], None]) -> None:
         """Reads it, letting go of what is there before its replacement is read.
 
         Args:
-            let_go: gets the key of each object that is a value of the state dict itself.
+            let_go: called where an object is a value of the state dict itself.
         """
         planner = reading.planner
         assert isinstance(planner, _Planner)
@@ -223,7 +222,7 @@ class Load:
             set_element(planner.original_state_dict, path, None)
             planner.state_dict[name] = None
             if len(path) == 1:
-                let_go(str(path[0]))
+                let_go()
             alone = Reading(planner)
             alone.byte_items.append(entry)
             self.reader.read(alone)
@@ -401,14 +400,9 @@ def load_values_freeing(
     keys = sorted(state_dict)
 
     def compare() -> LoadReport:
-        total: LoadReport | None = None
+        total = load.compare({})
         for key in keys:
-            report = load.compare({key: value_of(state_dict[key])})
-            if total is None:
-                total = report
-            else:
-                total.add(report)
-        total = total or LoadReport()
+            total.add(load.compare({key: value_of(state_dict[key])}))
         load.require_fit(total, strict)
         return total
 
@@ -418,7 +412,7 @@ def load_values_freeing(
         # Nothing but the reading holds on to the values.
         reading = load.zeroed(*load.prepare(values)[1:])
 
-        def let_go(key: str) -> None:
+        def let_go() -> None:
             if is_itself:
                 state_dict[key] = None
 
@@ -470,7 +464,7 @@ def estimate(load: Load, values: StateDict) -> ReadMemory:
 
 def _local_bytes(value: Any) -> int:
     try:
-        chunks = _create_chunk_list(value)
+        chunks = chunks_here(value)
     except ValueError:
         return 0
     return sum(c.sizes.numel() for c in chunks) * int(value.dtype.itemsize)

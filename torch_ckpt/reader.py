@@ -293,8 +293,10 @@ class FileSystemReader(StockReader):
                 )
                 for item, info in wave
             ]
-            for (item, _info), data in zip(wave, self.read_bytes(list(files), rows), strict=True):
-                reading.planner.load_bytes(item, io.BytesIO(data))
+            stored = self.read_bytes(list(files), rows)[::-1]
+            for item, _info in wave:
+                # BytesIO copies, so that what was read goes before it becomes an object.
+                reading.planner.load_bytes(item, io.BytesIO(stored.pop()))
 
     def read_rows(self, files: list[str], rows: list[Row]) -> None:
         """Reads tensors into their targets.

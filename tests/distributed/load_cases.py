@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import torch_ckpt
@@ -159,6 +160,28 @@ def case_old_sharded_tensors_are_resharded(launch: Launch) -> None:
             old.local_shards(), sharded_tensor(launch).local_shards(), strict=True
         ):
             assert_equal(shard.tensor, expected.tensor)
+
+
+def case_tensors_on_some_ranks_only_are_loaded_there(launch: Launch) -> None:
+    """Of a mesh that has not all ranks."""
+    mesh = DeviceMesh("cpu", list(range(launch.size - 1)))
+    path = launch.path()
+    save({"t": tensor_of("t", 9, 5), "all": tensor_of("all", 4)}, path)
+    expected = torch.zeros(12, 5)
+    expected[:9] = tensor_of("t", 9, 5)
+    for load in LOADERS:
+        every: list[dict[str, bool]] = [{}, {"read_once": True}, {"zero_fill": True}]
+        for options in every:
+            shape = (12, 5) if "zero_fill" in options else (9, 5)
+            target = distribute_tensor(torch.full(shape, 7.0), mesh, [Shard(0)])
+            state: StateDict = {"t": target, "all": torch.zeros(4)}
+            load(state, path, **options)
+            assert_equal(state["all"], tensor_of("all", 4))
+            if launch.rank < launch.size - 1:
+                assert_equal(target.full_tensor(), expected[: shape[0]])
+            estimate = torch_ckpt.estimate_read_memory(state, path, **options)
+            wanted = target.to_local().nbytes if launch.rank < launch.size - 1 else 0
+            assert estimate.target_bytes == 16 + wanted
 
 
 # --- damage --------------------------------------------------------------------------------------
@@ -524,10 +547,11 @@ def failing_on(launch: Launch, rank: int, name: str) -> Iterator[None]:
         raise RuntimeError(f"{name} failed on purpose")
 
     places = [torch_ckpt.FileSystemReader, reader, loading]
+    having = [place for place in places if hasattr(place, name)]
+    assert having
     with ExitStack() as patches:
-        for place in places if launch.rank == rank else []:
-            if hasattr(place, name):
-                patches.enter_context(mock.patch.object(place, name, fail))
+        for place in having if launch.rank == rank else []:
+            patches.enter_context(mock.patch.object(place, name, fail))
         yield
 
 
@@ -537,7 +561,7 @@ def case_a_failure_on_one_rank_fails_a_read_once_on_all(launch: Launch) -> None:
     save(state, path)
     last = launch.size - 1
     for load in LOADERS:
-        for method in ("read_rows", "read_objects", "reading"):
+        for method in ("read_rows", "read_bytes", "reading"):
             target = {name: torch.zeros(30, 20) for name in state if name != "step"} | {"step": 0}
             with failing_on(launch, last, method):
                 causes = failure_of(

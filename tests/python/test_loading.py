@@ -738,6 +738,21 @@ def test_a_load_of_all_reports_all_as_loaded(stored: Path) -> None:
     assert_equal(state, STORED)
 
 
+@pytest.mark.parametrize("free", [False, True])
+def test_a_state_of_nothing_finds_all_of_a_checkpoint_unexpected(stored: Path, free: bool) -> None:
+    report = load({}, stored, free_before_read=free)
+    assert report.fits
+    assert report.loaded == []
+    assert sorted(report.unexpected) == sorted(torch_ckpt.preflight({}, stored).unexpected)
+    assert len(report.unexpected) == 6
+
+
+@pytest.mark.parametrize("free", [False, True])
+def test_a_state_of_nothing_needs_a_checkpoint(tmp_path: Path, free: bool) -> None:
+    cause = refusal(lambda: load({}, tmp_path, free_before_read=free))
+    assert isinstance(cause, FileNotFoundError)
+
+
 def test_a_message_about_many_names_counts_the_rest(stored: Path) -> None:
     cause = mismatch(lambda: load({f"absent {i:02}": 0 for i in range(30)}, stored))
     assert "30 missing in the checkpoint:" in str(cause)
