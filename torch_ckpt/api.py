@@ -273,6 +273,8 @@ def load(
         else:
             state_dict[key] = value
 
+    if free_before_read and reader.read_once:
+        raise ValueError("free_before_read and read_once do not go together")
     if free_before_read:
         report = load_values_freeing(state_dict, _value_of, take, one_load, ranks, strict=strict)
     else:

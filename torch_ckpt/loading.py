@@ -31,7 +31,7 @@ from torch_ckpt.coordination import Ranks
 from torch_ckpt.errors import LoadMismatch
 from torch_ckpt.growth import chunks_here, zero_what_is_not_stored
 from torch_ckpt.precision import loses_precision
-from torch_ckpt.reader import MOST_NAMES, FileSystemReader, Reading
+from torch_ckpt.reader import LEAST_INFLIGHT_BYTES, MOST_NAMES, FileSystemReader, Reading
 from torch_ckpt.replicas import read_once
 
 StateDict = dict[str, Any]
@@ -458,7 +458,7 @@ def estimate(load: Load, values: StateDict) -> ReadMemory:
         target_bytes=sum(_local_bytes(value) for value in chosen.values()),
         stored_bytes=stored + sum(objects),
         beyond_targets_bytes=min(max(scratch + held, wave), limit),
-        least_inflight_bytes=least + _C.least_scratch_bytes,
+        least_inflight_bytes=max(least + _C.least_scratch_bytes, LEAST_INFLIGHT_BYTES),
     )
 
 

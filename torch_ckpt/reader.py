@@ -38,6 +38,9 @@ from torch_ckpt.replicas import read_once
 #: As many names an error or a warning gives.
 MOST_NAMES = 8
 
+#: With less a load would be all overhead.
+LEAST_INFLIGHT_BYTES = 1 << 20
+
 #: Threads that read at once: they wait for the disk, so there may be more than cores.
 DEFAULT_THREADS = 8
 
@@ -142,9 +145,10 @@ class FileSystemReader(StockReader):
         super().__init__(path, *args, **kwargs)
         if thread_count is not None and thread_count < 1:
             raise ValueError(f"thread_count must be at least 1, got {thread_count}")
-        if max_inflight_bytes < 1 << 20:
+        if max_inflight_bytes < LEAST_INFLIGHT_BYTES:
             raise ValueError(
-                f"max_inflight_bytes must be at least {1 << 20}, got {max_inflight_bytes}"
+                f"max_inflight_bytes must be at least {LEAST_INFLIGHT_BYTES}, "
+                f"got {max_inflight_bytes}"
             )
         if direct_io not in (True, False, "auto"):
             raise ValueError(f'direct_io must be True, False or "auto", got {direct_io!r}')

@@ -1,5 +1,6 @@
 #include <ATen/MemoryOverlap.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/DynamicTypes.h>
@@ -14,6 +15,8 @@
 
 #include "checked_math.h"
 #include "engine/load_session.h"
+#include "os/file.h"
+#include "os/pages.h"
 #include "planning/region.h"
 #include "python/bindings.h"
 #include "python/conversion.h"
@@ -50,7 +53,7 @@ struct Options {
 };
 
 // What a load never does without.
-constexpr std::uint64_t kLeastScratchBytes = std::uint64_t{1} << 20;
+constexpr std::uint64_t kLeastScratchBytes = std::uint64_t{64} << 10;
 
 // Ends a load whose waiting was left by an exception: its threads write into tensors that would go.
 class EndsLoad {
@@ -130,6 +133,17 @@ bool is_engine_target(const at::Tensor& target) {
   if (!is_plain(target) || target.is_conj() || target.is_neg()) return false;
   if (target.is_cuda()) return target.is_contiguous();
   return at::has_internal_overlap(target) == at::MemOverlap::No;
+}
+
+/// An uninitialised tensor of `bytes` whose memory goes back to the system with it. Of malloc's the
+/// heap keeps what is freed between other blocks, beyond every limit.
+at::Tensor mapped_tensor(const Extents& sizes, at::ScalarType dtype, std::uint64_t bytes) {
+  auto pages = std::make_shared<os::Pages>(
+      unwrap(os::Pages::allocate(align_up(bytes, std::uint64_t{os::kDirectAlignment}))));
+  std::byte* const address = pages->bytes().data();
+  return at::from_blob(
+      address, signed_of(sizes), [pages = std::move(pages)](void*) {},
+      at::TensorOptions().dtype(dtype));
 }
 
 /// The tensor that lies in `bytes` (uint8) with the given geometry.
@@ -226,8 +240,7 @@ class TensorLoad {
         target =
             target.narrow(0, static_cast<std::int64_t>(begin), static_cast<std::int64_t>(count));
       }
-      const at::Tensor temporary =
-          at::empty(signed_of(lengths), at::TensorOptions().dtype(item.scalar_type));
+      const at::Tensor temporary = mapped_tensor(lengths, item.scalar_type, count * row_bytes);
       if (!add_rows(index, layout, begin, count, target, temporary)) return false;
     }
     return true;
@@ -330,8 +343,8 @@ class TensorLoad {
   // Elements that overlap: the whole storage is read and viewed as the record says.
   void read_storage(const Item& item, const format::TensorHeader& header) {
     require_within_limit(item.name, header.storage_bytes, options_.max_inflight_bytes);
-    const at::Tensor bytes = at::empty({static_cast<std::int64_t>(header.storage_bytes)},
-                                       at::TensorOptions().dtype(at::kByte));
+    const at::Tensor bytes = mapped_tensor({header.storage_bytes}, at::kByte,
+                                           std::max<std::uint64_t>(header.storage_bytes, 1));
     engine::ReadRequest request;
     request.kind = engine::ReadKind::storage;
     request.file = item.file;

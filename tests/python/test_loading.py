@@ -466,7 +466,7 @@ def test_the_estimate_is_of_the_states_bytes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [1, 10])
 def test_objects_load_at_the_least_limit_and_not_below(tmp_path: Path, count: int) -> None:
-    state = {f"note {i}": "x" * (100_000 + i) for i in range(count)}
+    state = {f"note {i}": "x" * (2_000_000 + i) for i in range(count)}
     save(state, tmp_path)
     least = torch_ckpt.estimate_read_memory(emptied(state), tmp_path).least_inflight_bytes
     loaded = emptied(state)
@@ -1193,3 +1193,33 @@ def test_what_a_hook_raises_fails_the_load(tmp_path: Path) -> None:
     save({"t": torch.ones(3)}, tmp_path)
     cause = refusal(lambda: load({"t": torch.zeros(3)}, tmp_path, planner=Failing()))
     assert str(cause) == "planner's own: t"
+
+
+@pytest.mark.parametrize("way", ["negated", "conjugated"])
+def test_what_is_read_by_way_of_a_copy_gives_its_memory_back(tmp_path: Path, way: str) -> None:
+    # The memory of many small copies would stay with malloc, beyond every limit.
+    code = f"""
+import warnings
+from pathlib import Path
+import torch
+import torch_ckpt
+
+warnings.simplefilter("ignore")
+
+
+def resident():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS:"))
+
+
+real = torch.ones(3000, 4000)
+target = torch.complex(real, real).conj() if {way!r} == "conjugated" else real._neg_view()
+torch_ckpt.save({{"t": target.clone()}}, {str(tmp_path)!r})
+torch_ckpt.load({{"t": target}}, {str(tmp_path)!r}, max_inflight_bytes=2 << 20)
+before = resident()
+for _ in range(3):
+    torch_ckpt.load({{"t": target}}, {str(tmp_path)!r}, max_inflight_bytes=2 << 20)
+print(resident() - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert int(done.stdout) < 8 << 20
