@@ -26,9 +26,6 @@ constexpr std::uintptr_t kFirstAddress = 0x10000;
 constexpr std::uintptr_t kFirstMemory = std::uintptr_t{1} << 62;
 constexpr std::uintptr_t kMostMemory = std::uintptr_t{1} << 40;
 
-// In which copies arrive, back to front.
-constexpr std::size_t kPartBytes = 1000;
-
 }  // namespace
 
 // A stream of its own: submissions arrive one after another, late, in a thread.
@@ -90,7 +87,7 @@ class FakeDevice::Copier final : public staging::DeviceCopier {
     begin([copies = std::move(copies)] {
       for (const auto& [out, bytes] : copies) {
         for (std::size_t left = bytes.size(); left > 0;) {
-          const std::size_t count = std::min(left, kPartBytes);
+          const std::size_t count = std::min<std::size_t>(left, 1000);
           left -= count;
           std::memcpy(out.data() + left, bytes.data() + left, count);
           std::this_thread::yield();
@@ -117,15 +114,10 @@ class FakeDevice::Copier final : public staging::DeviceCopier {
     begin(
         [copies = std::vector(runs.begin(), runs.end()), awaited] {
           awaited->wait();
+          // Not under the lock, which would hide a race with who writes there.
           for (const staging::HostRun& run : copies) {
-            for (std::size_t left = run.in.size(); left > 0;) {
-              const std::size_t count = std::min(left, kPartBytes);
-              left -= count;
-              // Not under the lock, which would hide a race with who writes there.
-              const std::string bytes(reinterpret_cast<const char*>(run.in.data()) + left, count);
-              current->write(run.out + left, bytes);
-              std::this_thread::yield();
-            }
+            current->write(
+                run.out, std::string(reinterpret_cast<const char*>(run.in.data()), run.in.size()));
           }
         },
         awaited);

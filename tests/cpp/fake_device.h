@@ -15,10 +15,10 @@
 namespace torch_ckpt::test {
 
 // Host memory that poses as a device, registered for the object's lifetime. Its addresses cannot be
-// dereferenced, copies arrive late and back to front, in a thread of the device's, and it notices
-// misuse: a copier in two threads at once, a range outside its tensor, memory unpinned twice or
-// never pinned. Copies to it arrive as late as they may, when somebody waits for them, and what
-// they bring is what lies in host memory by then.
+// dereferenced, copies out of it arrive late and back to front, in a thread of the device's, and it
+// notices misuse: a copier in two threads at once, a range outside its tensor, memory unpinned
+// twice or never pinned. Copies to it arrive as late as they may, when somebody waits for them, and
+// what they bring is what lies in host memory by then.
 // Safe for concurrent use by multiple threads; one at a time per process.
 class FakeDevice {
  public:

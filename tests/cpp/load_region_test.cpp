@@ -263,6 +263,18 @@ TEST(LoadRegions, OfALayoutThatIsNotTheRecordsAreToldTheRecords) {
   EXPECT_EQ(*session->outcomes()[0].header, header);
 }
 
+TEST(LoadRegions, TheBeginOfAStorageIsNotTakenForAllOfIt) {
+  TempDir directory;
+  const Stored stored = store(row_major("uint8", {kMebi}), Random(5).bytes(kMebi));
+  Reads reads(directory);
+  reads.add_file({stored.record});
+  ReadRequest request = stored.request(ReadKind::storage);
+  request.region = Region::of_bytes(0, 100);
+  reads.add_to_host(request, 100);
+  reads.run_all();
+  EXPECT_EQ(reads.result(0), stored.payload.substr(0, 100));
+}
+
 // Of a raw record, checked entry by entry where it is read whole.
 class RawRegions : public ::testing::TestWithParam<std::size_t> {
  protected:
