@@ -138,6 +138,14 @@ def data_files(path: str | Path) -> list[Path]:
     return sorted(Path(path).glob("*.distcp"))
 
 
+def flip_bit(file: Path, byte: int, bit: int) -> None:
+    with file.open("r+b") as stream:
+        stream.seek(byte)
+        (value,) = stream.read(1)
+        stream.seek(byte)
+        stream.write(bytes([value ^ (1 << bit)]))
+
+
 def place_of(metadata: Metadata, name: str) -> _StorageInfo:
     """Where the only stored item of a name lies."""
     (place,) = (info for index, info in metadata.storage_data.items() if index.fqn == name)

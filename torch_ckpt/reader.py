@@ -332,7 +332,7 @@ class FileSystemReader(StockReader):
         for index in unknown:
             self._read_with_torch(files, rows[index])
 
-    def read_bytes(self, files: list[str], rows: list[ByteRow]) -> list[bytearray]:
+    def read_bytes(self, files: list[str], rows: list[ByteRow]) -> list[bytes]:
         """The stored bytes of (name, file number, offset, length) each."""
         return _C.load_bytes(
             self._places(files, rows),

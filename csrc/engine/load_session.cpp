@@ -211,6 +211,7 @@ planning::WantedRecord LoadSession::wanted_of(const Record& record) const {
   for (const std::size_t index : record.requests) {
     const planning::Region& region = requests_[index].region;
     if (region.covering().end > end) continue;  // is refused once the record is opened
+    if (requests_[index].whole) wanted.ranges.push_back({0, end});
     const auto ranges = region.ranges(limits.gap_bytes, kMostRanges);
     wanted.ranges.insert(wanted.ranges.end(), ranges.begin(), ranges.end());
   }

@@ -57,6 +57,7 @@ struct ReadRequest {
   std::shared_ptr<const format::TensorHeader> layout;
   planning::Region region;
   Target target;
+  bool whole = false;  // all of the payload is read, to be verified
 };
 
 enum class ReadStatus {

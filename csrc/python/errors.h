@@ -13,8 +13,8 @@ namespace torch_ckpt::python {
 [[noreturn]] void raise(const CommitOutcome& outcome);
 
 template <class T>
-T unwrap(Result<T> result) {
-  if (!result) raise(result.error());
+T unwrap(Result<T> result, const std::string& subject = {}) {
+  if (!result) raise(result.error(), subject);
   if constexpr (!std::is_void_v<T>) return std::move(*result);
 }
 

@@ -7,8 +7,11 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <chrono>
+#include <iterator>
+#include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -132,7 +135,8 @@ std::uint64_t product(const Extents& values) {
 bool is_engine_target(const at::Tensor& target) {
   if (!is_plain(target) || target.is_conj() || target.is_neg()) return false;
   if (target.is_cuda()) return target.is_contiguous();
-  return at::has_internal_overlap(target) == at::MemOverlap::No;
+  // "Too hard" is every view with gaps. What surely overlaps copy_ refuses, by way of a copy.
+  return at::has_internal_overlap(target) != at::MemOverlap::Yes;
 }
 
 /// An uninitialised tensor of `bytes` whose memory goes back to the system with it. Of malloc's the
@@ -172,10 +176,52 @@ struct Step {
   at::Tensor temporary;  // undefined where the engine writes into the target itself
 
   const at::Tensor& written() const { return temporary.defined() ? temporary : target; }
-  std::uint64_t held_bytes() const {
-    return temporary.defined() && temporary.is_cpu() ? temporary.nbytes() : 0;
-  }
 };
+
+/// The memory that a tensor's elements lie in, by address.
+std::pair<std::uintptr_t, std::uintptr_t> extent_of(const at::Tensor& tensor) {
+  if (tensor.numel() == 0 || !tensor.has_storage()) return {0, 0};
+  std::int64_t last = 0;
+  for (std::int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
+  const auto begin = reinterpret_cast<std::uintptr_t>(tensor.unsafeGetTensorImpl()->data());
+  return {begin, begin + (static_cast<std::uintptr_t>(last) + 1) * tensor.itemsize()};
+}
+
+// Which memory the names of a wave fill. Of two names that fill the same memory the later one wins,
+// as in torch; read at once they would be mixed, and checksums of the one be those of the other.
+class FilledMemory {
+ public:
+  /// False, and nothing is noted, where another name fills some of it.
+  bool add(const std::string& name, const at::Tensor& target) {
+    auto [begin, end] = extent_of(target);
+    if (begin == end) return true;
+    auto next = spans_.lower_bound(begin);
+    if (next != spans_.begin() && std::prev(next)->second.end > begin) --next;
+    auto last = next;
+    for (; last != spans_.end() && last->first < end; ++last) {
+      if (last->second.name != name) return false;
+    }
+    // Parts of one tensor may lie interleaved.
+    for (auto span = next; span != last; ++span) {
+      begin = std::min(begin, span->first);
+      end = std::max(end, span->second.end);
+    }
+    spans_.erase(next, last);
+    spans_.emplace(begin, Span{end, name});
+    return true;
+  }
+  void clear() { spans_.clear(); }
+
+ private:
+  struct Span {
+    std::uintptr_t end = 0;
+    std::string name;
+  };
+  std::map<std::uintptr_t, Span> spans_;  // by begin; apart from each other
+};
+
+// Of copies that are spread on the device.
+constexpr std::uint64_t kMostOnDevice = std::uint64_t{256} << 20;
 
 class TensorLoad {
  public:
@@ -185,10 +231,22 @@ class TensorLoad {
   /// Returns the indices of the items that torch.load must read.
   std::vector<std::size_t> run_all() {
     for (std::size_t i = 0; i < items_.size(); ++i) {
+      if (!filled_.add(items_[i].name, items_[i].target)) {
+        run_all_waves();
+        filled_.add(items_[i].name, items_[i].target);
+      }
       if (!add(i, nullptr)) {
         throw py::value_error(items_[i].name + ": the stored tensor's size overflows 64 bits");
       }
     }
+    run_all_waves();
+    return unknown_;
+  }
+
+ private:
+  using Layout = std::shared_ptr<const format::TensorHeader>;
+
+  void run_all_waves() {
     run_wave();
     // Tensors that are stored transposed, conjugated or otherwise not row-major.
     for (const auto& [item, header] : std::exchange(layouts_, {})) {
@@ -198,11 +256,8 @@ class TensorLoad {
     }
     run_wave();
     if (!layouts_.empty()) throw std::logic_error("a record has changed while it was read");
-    return unknown_;
+    filled_.clear();
   }
-
- private:
-  using Layout = std::shared_ptr<const format::TensorHeader>;
 
   // False where the stored elements overlap.
   bool add(std::size_t index, const Layout& layout) {
@@ -214,25 +269,26 @@ class TensorLoad {
     if (item.target.is_cuda() && staging::device_support() != nullptr && layout == nullptr &&
         dtype_of(item.target) != nullptr) {
       // The device spreads the elements itself.
-      const at::Tensor dense = at::empty(signed_of(item.region_lengths), item.target.options());
-      return add_rows(index, layout, 0, 0, item.target, dense);
+      return add_with_temporary(index, layout, true);
     }
-    return add_with_temporary(index, layout);
+    return add_with_temporary(index, layout, false);
   }
 
   // In so many parts that each of them stays within the limit.
-  bool add_with_temporary(std::size_t index, const Layout& layout) {
+  bool add_with_temporary(std::size_t index, const Layout& layout, bool on_device) {
     const Item& item = items_[index];
     const std::uint64_t rows = item.sizes.empty() ? 1 : item.region_lengths[0];
-    const std::uint64_t bytes = product(item.region_lengths) * item.dtype->item_bytes;
+    const std::uint64_t item_bytes = on_device ? item.target.itemsize() : item.dtype->item_bytes;
+    const std::uint64_t bytes = product(item.region_lengths) * item_bytes;
     if (bytes == 0) return true;
     const std::uint64_t row_bytes = bytes / rows;
-    require_within_limit(item.name, row_bytes, options_.max_inflight_bytes);
-    const std::uint64_t part =
-        std::max<std::uint64_t>(1, (options_.max_inflight_bytes / 2) / row_bytes);
+    if (!on_device) require_within_limit(item.name, row_bytes, options_.max_inflight_bytes);
+    const std::uint64_t most = on_device ? kMostOnDevice : options_.max_inflight_bytes / 2;
+    std::uint64_t& held = on_device ? held_on_device_ : held_;
+    const std::uint64_t part = std::max<std::uint64_t>(1, most / row_bytes);
     for (std::uint64_t begin = 0; begin < rows; begin += part) {
       const std::uint64_t count = std::min(part, rows - begin);
-      if (held_ > 0 && held_ + count * row_bytes > options_.max_inflight_bytes / 2) run_wave();
+      if (held > 0 && held + count * row_bytes > most) run_wave();
       Extents lengths = item.region_lengths;
       at::Tensor target = item.target;
       if (!lengths.empty()) {
@@ -240,7 +296,10 @@ class TensorLoad {
         target =
             target.narrow(0, static_cast<std::int64_t>(begin), static_cast<std::int64_t>(count));
       }
-      const at::Tensor temporary = mapped_tensor(lengths, item.scalar_type, count * row_bytes);
+      const at::Tensor temporary =
+          on_device ? at::empty(signed_of(lengths), item.target.options())
+                    : mapped_tensor(lengths, item.scalar_type, count * row_bytes);
+      held += count * row_bytes;
       if (!add_rows(index, layout, begin, count, target, temporary)) return false;
     }
     return true;
@@ -257,11 +316,13 @@ class TensorLoad {
     const at::Tensor& written = step.written();
     Extents offsets = item.region_offsets;
     Extents lengths = item.region_lengths;
+    engine::ReadRequest& request = step.request;
     if (count > 0 && !lengths.empty()) {
+      // Only the archive's checksum of the whole may be known, and no later part sees all of it.
+      request.whole = begin == 0 && count < lengths[0] && lengths == item.sizes;
       offsets[0] += begin;
       lengths[0] = count;
     }
-    engine::ReadRequest& request = step.request;
     request.kind = engine::ReadKind::tensor;
     request.file = item.file;
     request.offset = item.offset;
@@ -280,7 +341,6 @@ class TensorLoad {
     if (written.numel() > 0) {
       request.target.address = static_cast<std::byte*>(written.mutable_data_ptr());
     }
-    held_ += step.held_bytes();
     wave_.push_back(std::move(step));
     return true;
   }
@@ -298,6 +358,7 @@ class TensorLoad {
     std::vector<Step> wave = std::move(wave_);
     wave_.clear();
     const std::uint64_t held = std::exchange(held_, 0);
+    const bool spread_on_device = std::exchange(held_on_device_, 0) > 0;
     std::vector<engine::ReadRequest> requests;
     std::vector<std::string> names;
     requests.reserve(wave.size());
@@ -328,6 +389,18 @@ class TensorLoad {
           throw std::logic_error("a read ended without a result");
       }
     }
+    if (spread_on_device) wait_for_device(wave);
+  }
+
+  // Until the copies have been spread their memory must not be that of others, which the next
+  // wave's streams write to without waiting for this one.
+  static void wait_for_device(const std::vector<Step>& wave) {
+    const py::object cuda = py::module_::import("torch").attr("cuda");
+    std::set<int> devices;
+    for (const Step& step : wave) {
+      if (step.target.is_cuda()) devices.insert(step.target.get_device());
+    }
+    for (const int device : devices) cuda.attr("current_stream")(device).attr("synchronize")();
   }
 
   static void finish(Step& step) {
@@ -356,6 +429,9 @@ class TensorLoad {
     request.target.address = static_cast<std::byte*>(bytes.mutable_data_ptr());
     const auto session =
         run(files_, {std::move(request)}, {item.name}, options_, header.storage_bytes, bytes_done_);
+    if (session->outcomes()[0].status != engine::ReadStatus::done) {
+      throw std::logic_error("a record has changed while it was read");
+    }
     bytes_done_ += product(item.region_lengths) * item.dtype->item_bytes;
     at::Tensor stored =
         view_as(bytes, item.scalar_type, header.sizes, header.strides, header.storage_offset);
@@ -368,7 +444,9 @@ class TensorLoad {
   const std::vector<Item> items_;
   const Options options_;
   std::vector<Step> wave_;
+  FilledMemory filled_;     // by this wave and those before, since the last time it was cleared
   std::uint64_t held_ = 0;  // by the temporaries of the wave
+  std::uint64_t held_on_device_ = 0;
   std::vector<std::pair<std::size_t, Layout>> layouts_;
   std::vector<std::size_t> unknown_;
   std::uint64_t bytes_done_ = 0;
@@ -458,6 +536,9 @@ Item item_of(const py::tuple& row) {
     item.region_offsets.assign(item.sizes.size(), 0);
     item.region_lengths = item.sizes;
   }
+  if (!THPVariable_Check(py::handle(row[8]).ptr())) {
+    throw py::type_error(item.name + ": the target is not a tensor");
+  }
   item.target = THPVariable_Unpack(row[8].ptr());
   product(item.sizes);
   if (!planning::box_inside(item.sizes, item.region_offsets, item.region_lengths)) {
@@ -504,11 +585,26 @@ std::vector<std::size_t> load_tensors(const py::list& files, const py::list& row
   return unknown;
 }
 
+/// Before room is made for a record: a length that the metadata makes up is no reason for it.
+void require_in_file(const std::string& name, const std::string& path,
+                     const engine::ReadRequest& request) {
+  const os::File file = unwrap(os::File::open_for_read(path), name);
+  const std::uint64_t bytes = unwrap(file.size(), name);
+  if (inside(request.offset, request.length, bytes)) return;
+  Error error = format_error(Errc::range_past_end,
+                             "the metadata gives a record of " + std::to_string(request.length) +
+                                 " bytes, but the file has " + std::to_string(bytes),
+                             request.offset);
+  error.path = path;
+  raise(error, name);
+}
+
 /// Row: (name, file, offset, length). Returns the bytes of each.
 py::list load_bytes(const py::list& files, const py::list& rows, std::size_t threads,
                     std::uint64_t max_inflight_bytes, const py::object& direct_io, bool verify) {
   const Options options =
       make_options(threads, max_inflight_bytes, direct_io, verify, py::none(), py::list());
+  const std::vector<engine::LoadFile> places = files_of(files);
   py::list values;
   std::vector<engine::ReadRequest> requests;
   std::vector<std::string> names;
@@ -521,18 +617,19 @@ py::list load_bytes(const py::list& files, const py::list& rows, std::size_t thr
     request.offset = number_of(row[2], names.back(), "offset");
     request.length = number_of(row[3], names.back(), "length");
     request.region = planning::Region::of_bytes(0, request.length);
+    require_in_file(names.back(), places.at(request.file).path, request);
     require_within_limit(names.back(), request.length, max_inflight_bytes);
     held += request.length;
     require_within_limit(names.back(), held, max_inflight_bytes);
-    py::bytearray buffer(nullptr, 0);
-    if (PyByteArray_Resize(buffer.ptr(), static_cast<Py_ssize_t>(request.length)) != 0) {
-      throw py::error_already_set();
-    }
-    request.target.address = reinterpret_cast<std::byte*>(PyByteArray_AS_STRING(buffer.ptr()));
-    values.append(std::move(buffer));
+    // bytes, which io.BytesIO shares with whoever reads them.
+    auto value = py::reinterpret_steal<py::bytes>(
+        PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(request.length)));
+    if (!value) throw py::error_already_set();
+    request.target.address = reinterpret_cast<std::byte*>(PyBytes_AS_STRING(value.ptr()));
+    values.append(std::move(value));
     requests.push_back(std::move(request));
   }
-  run(files_of(files), std::move(requests), names, options, held, 0);
+  run(places, std::move(requests), names, options, held, 0);
   return values;
 }
 

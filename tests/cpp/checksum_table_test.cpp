@@ -66,7 +66,7 @@ TEST(BlockBytes, AreMoreWhereTheTableCouldNotCountTheBlocks) {
 }
 
 TEST(ChecksumTable, IsWrittenByItsGrammar) {
-  const std::string expected = "TCS1" + number(3, 4) + entry(0, 0, 16, 1) +
+  const std::string expected = "TCS1" + number(3, 4) + entry(0, 0, 0x80 | 16, 1) +
                                entry(100, 0x12345678, 0, 0) +
                                entry(std::uint64_t{1} << 40, 0xffffffff, 20, 3) +
                                number(0xdeadbeef, 4) + number(1, 4) + number(2, 4) + number(3, 4);

@@ -140,7 +140,7 @@ TEST(ReadPlan, AnImpossiblyLargeRecordIsNotCutIntoPiecesWithoutNumber) {
 }
 
 TEST(ReadPlan, ASmallRecordOfWhichLittleIsWantedIsReadLikeALargeOne) {
-  const auto units = plan({{0, 0, 400, {{0, 100}, {200, 299}}}, {0, 400, 400, {{0, 200}}}});
+  const auto units = plan({{0, 0, 400, {{0, 100}, {200, 299}}}, {0, 400, 400, {{0, 350}}}});
   ASSERT_EQ(units.size(), 2);
   EXPECT_FALSE(units[0].is_batch);
   EXPECT_TRUE(units[1].is_batch);

@@ -223,6 +223,7 @@ format::RecordSums sums_of(const engine::ImageItem& item, std::string_view bytes
   const std::string_view payload = bytes.substr(head_bytes, item.source.bytes);
   const std::string_view tail = bytes.substr(head_bytes + payload.size());
   format::RecordSums sums;
+  sums.raw = item.record == nullptr;
   sums.offset = item.offset;
   sums.envelope_crc = format::crc32(0, bytes_of(std::string(head) + std::string(tail)));
   const std::uint64_t block = format::block_bytes_for(payload.size());

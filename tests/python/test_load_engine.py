@@ -1,0 +1,149 @@
+"""What the engine makes of targets and metadata that are out of the ordinary."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import torch_ckpt
+from tests.support import cause_of, data_files, flip_bit, place_of, stock_save
+from torch_ckpt.errors import Corrupt
+
+MIB = 1 << 20
+
+
+def save(state: dict[str, Any], path: Path) -> Any:
+    return torch_ckpt.save(state, path, no_dist=True, sync_files=False)
+
+
+def load(state: dict[str, Any], path: Path, **options: Any) -> None:
+    torch_ckpt.load(state, path, no_dist=True, **options)
+
+
+def refusal(state: dict[str, Any], path: Path, **options: Any) -> BaseException:
+    with pytest.raises(dcp.CheckpointException) as error:
+        load(state, path, **options)
+    return cause_of(error.value)
+
+
+# --- targets that share memory -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_of_two_names_that_fill_the_same_memory_the_later_wins(
+    tmp_path: Path, verify: bool
+) -> None:
+    size = 4 * MIB
+    save({"a": torch.full((size,), 1.0), "b": torch.full((size,), 2.0)}, tmp_path)
+    for _ in range(5):
+        tied = torch.zeros(size)
+        load({"a": tied, "b": tied}, tmp_path, verify=verify)
+        assert tied.unique().tolist() == [2.0]
+
+
+def test_the_later_wins_too_where_only_a_part_is_shared(tmp_path: Path) -> None:
+    save({"a": torch.full((100, 100), 1.0), "b": torch.full((50, 100), 2.0)}, tmp_path)
+    whole = torch.zeros(100, 100)
+    load({"a": whole, "b": whole[50:]}, tmp_path)
+    assert whole[:50].unique().tolist() == [1.0]
+    assert whole[50:].unique().tolist() == [2.0]
+
+
+def test_the_later_wins_too_where_the_earlier_is_stored_transposed(tmp_path: Path) -> None:
+    save({"a": torch.full((300, 200), 1.0).t(), "b": torch.full((200, 300), 2.0)}, tmp_path)
+    tied = torch.zeros(200, 300)
+    load({"a": tied, "b": tied}, tmp_path)
+    assert tied.unique().tolist() == [2.0]
+
+
+def test_parts_of_one_tensor_are_read_at_once(tmp_path: Path) -> None:
+    # Their rows lie interleaved in the target.
+    save({"left": torch.full((64, 32), 1.0), "right": torch.full((64, 32), 2.0)}, tmp_path)
+    both = torch.zeros(64, 64)
+    load({"left": both[:, :32], "right": both[:, 32:]}, tmp_path)
+    assert both[:, :32].unique().tolist() == [1.0]
+    assert both[:, 32:].unique().tolist() == [2.0]
+
+
+# --- what is read by way of a copy ---------------------------------------------------------------
+
+
+def test_a_stock_tensor_that_is_read_in_parts_is_verified(tmp_path: Path) -> None:
+    metadata = stock_save({"t": torch.ones(2000, 1000)}, tmp_path)
+    (file,) = data_files(tmp_path)
+    place = place_of(metadata, "t")
+    flip_bit(file, place.offset + place.length // 2, 3)
+    target = torch.zeros(2000, 1000)._neg_view()
+    cause = refusal({"t": target}, tmp_path, max_inflight_bytes=2 * MIB)
+    assert isinstance(cause, Corrupt)
+    assert str(cause).startswith("t: ")
+
+
+@pytest.mark.parametrize("columns", [7, 1000])
+def test_views_with_gaps_are_filled_at_the_smallest_limit(tmp_path: Path, columns: int) -> None:
+    values = torch.arange(3000.0 * columns).reshape(3000, columns)
+    save({"t": values}, tmp_path)
+    around = torch.full((3000, columns + 5), -1.0)
+    load({"t": around[:, 2:-3]}, tmp_path, max_inflight_bytes=MIB)
+    assert torch.equal(around[:, 2:-3], values)
+    assert around[:, :2].unique().tolist() == [-1.0]
+    assert around[:, -3:].unique().tolist() == [-1.0]
+
+
+def test_a_target_whose_elements_overlap_is_refused(tmp_path: Path) -> None:
+    save({"t": torch.ones(4, 3)}, tmp_path)
+    with pytest.raises(dcp.CheckpointException, match="more than one element"):
+        load({"t": torch.zeros(3).expand(4, 3)}, tmp_path)
+
+
+# --- objects -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [10**5, 10**10, 10**15])
+def test_a_length_beyond_the_file_is_damage_and_no_reason_to_make_room(
+    tmp_path: Path, length: int
+) -> None:
+    metadata = save({"note": "x"}, tmp_path)
+    place_of(metadata, "note").length = length
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    cause = refusal({"note": ""}, tmp_path)
+    assert isinstance(cause, Corrupt)
+    assert str(cause).startswith("note: ")
+    assert f"a record of {length} bytes" in str(cause)
+
+
+def test_the_bytes_of_an_object_are_held_once(tmp_path: Path) -> None:
+    save({"note": b"x" * (50 * MIB)}, tmp_path)
+    code = f"""
+import io
+from pathlib import Path
+import torch_ckpt
+
+reader = torch_ckpt.FileSystemReader({str(tmp_path)!r})
+metadata = reader.read_metadata()
+reader.set_up_for_load(metadata, 0)
+(place,) = metadata.storage_data.values()
+
+
+def of_process(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field + ":"))
+
+
+Path("/proc/self/clear_refs").write_text("5")
+before = of_process("VmRSS")
+(data,) = reader.read_bytes([place.relative_path], [("note", 0, place.offset, place.length)])
+stream = io.BytesIO(data)
+assert stream.seek(0, io.SEEK_END) > 0
+print(of_process("VmHWM") - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    # And what the threads read it by.
+    assert int(done.stdout) < 50 * MIB + 32 * MIB + 8 * MIB
