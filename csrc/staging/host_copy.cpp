@@ -89,7 +89,7 @@ class StridedWalk {
 #if defined(__SSE2__)
 // glibc's memcpy does this too, but only from a share of the last-level cache on, which on large
 // processors is far more than a chunk.
-void copy_past_caches(std::byte* out, const std::byte* in, std::size_t bytes) {
+void copy_bytes_past_caches(std::byte* out, const std::byte* in, std::size_t bytes) {
   constexpr std::size_t kVector = 16;
   constexpr std::size_t kLine = 64;
   const std::size_t head =
@@ -107,7 +107,7 @@ void copy_past_caches(std::byte* out, const std::byte* in, std::size_t bytes) {
   _mm_sfence();
 }
 #else
-void copy_past_caches(std::byte* out, const std::byte* in, std::size_t bytes) {
+void copy_bytes_past_caches(std::byte* out, const std::byte* in, std::size_t bytes) {
   std::memcpy(out, in, bytes);
 }
 #endif
@@ -137,7 +137,7 @@ void copy_from_host(const Source& source, std::uint64_t offset, std::span<std::b
 void copy_past_caches(const Source& source, std::uint64_t offset, std::span<std::byte> out) {
   if (out.empty()) return;
   if (source.dims.empty()) {
-    copy_past_caches(out.data(), source.address + offset, out.size());
+    copy_bytes_past_caches(out.data(), source.address + offset, out.size());
   } else {
     copy_from_host(source, offset, out);
   }

@@ -15,6 +15,6 @@ void copy_from_host(const Source& source, std::uint64_t offset, std::span<std::b
 /// The same, leaving the destination out of the processor's caches: for memory that is not looked
 /// at again soon, this saves reading lines that are overwritten whole.
 void copy_past_caches(const Source& source, std::uint64_t offset, std::span<std::byte> out);
-void copy_past_caches(std::byte* out, const std::byte* in, std::size_t bytes);
+void copy_bytes_past_caches(std::byte* out, const std::byte* in, std::size_t bytes);
 
 }  // namespace torch_ckpt::staging

@@ -29,7 +29,7 @@ void copy_strided(std::byte* out, std::int64_t out_stride, const std::byte* in,
   const auto dense = static_cast<std::int64_t>(item);
   if (out_stride == dense && in_stride == dense) {
     if (count * item >= kLongBytes) {
-      copy_past_caches(out, in, count * item);
+      copy_bytes_past_caches(out, in, count * item);
     } else {
       std::memcpy(out, in, count * item);
     }
