@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import warnings
@@ -30,7 +31,7 @@ from torch_ckpt.collector import RelaxedGc, no_gc
 from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
 from torch_ckpt.growth import let_tensors_grow, zero_what_is_not_stored
 from torch_ckpt.hooks import keeps_methods
-from torch_ckpt.metadata import METADATA_NAME, checksum_tables, read_metadata
+from torch_ckpt.metadata import METADATA_NAME, checksum_tables, decode_metadata, metadata_bytes
 from torch_ckpt.precision import loses_precision
 from torch_ckpt.progress import Progress, ProgressOption, Reporter
 from torch_ckpt.replicas import read_once
@@ -161,6 +162,7 @@ class FileSystemReader(StockReader):
         self.progress = progress
         self.allow_pickle = allow_pickle
         self._metadata: Metadata | None = None
+        self._identity: tuple[Metadata | None, bytes] = (None, b"")
         self._planning = RelaxedGc(self)
         self._narrowed: dict[str, tuple[torch.dtype, torch.dtype]] = {}
 
@@ -171,7 +173,11 @@ class FileSystemReader(StockReader):
             return super().read_metadata(*args, **kwargs)
         rank = kwargs.get("rank")
         name = METADATA_NAME if rank is None else f"__{rank}{METADATA_NAME}"
-        metadata = read_metadata(self.path, name=name, allow_pickle=self.allow_pickle)
+        data = metadata_bytes(self.path, name)
+        source = os.path.join(self.path, name)
+        metadata = decode_metadata(data, source, allow_pickle=self.allow_pickle)
+        if self.read_once:
+            self._identity = metadata, hashlib.blake2b(data, digest_size=16).digest()
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
         assert metadata.storage_meta is not None
@@ -342,6 +348,13 @@ class FileSystemReader(StockReader):
             direct_io=self.direct_io,
             verify=self.verify,
         )
+
+    @property
+    def identity(self) -> bytes | None:
+        """Of the checkpoint being read: the same on another rank only where that reads the same
+        one. None: not known, since the metadata is not what ``read_metadata`` returned."""
+        metadata, identity = self._identity
+        return identity if metadata is self._metadata else None
 
     def can_verify_parts(self, file: str) -> bool:
         """Whether a part of a record in a file is verified as the whole of it is."""

@@ -48,7 +48,7 @@ def read_once(
         _cut_large(reader, reading)
         files = list(reading.files)
         with no_gc():
-            digests = _digests(files, reading.rows)
+            digests = _digests(reader.identity, files, reading.rows)
     except BaseException as error:
         failure = error
     plans = _gather(_FAILED if failure else digests, group)
@@ -94,12 +94,14 @@ def _bytes_of(row: Row) -> int:
     return row[8].numel() * row[8].itemsize
 
 
-def _digests(files: list[str], rows: list[Row]) -> list[tuple[bytes | None, int]]:
+def _digests(
+    checkpoint: bytes | None, files: list[str], rows: list[Row]
+) -> list[tuple[bytes | None, int]]:
     """What each row reads and how many bytes that is; nothing that is for others comes twice."""
     digests: list[tuple[bytes | None, int]] = []
     seen: set[bytes] = set()
     for row in rows:
-        digest = _digest(files, row)
+        digest = _digest(checkpoint, files, row) if checkpoint else None
         if digest in seen:
             digest = None
         if digest is not None:
@@ -108,12 +110,14 @@ def _digests(files: list[str], rows: list[Row]) -> list[tuple[bytes | None, int]
     return digests
 
 
-def _digest(files: list[str], row: Row) -> bytes | None:
+def _digest(checkpoint: bytes, files: list[str], row: Row) -> bytes | None:
     """Of the bytes that a row reads and what becomes of them; None: they are for nobody else."""
     _name, file, offset, length, _dtype, _sizes, region_offsets, region_lengths, target = row
     if type(target) not in (torch.Tensor, torch.nn.Parameter) or not _is_its_bytes(target):
         return None
     what = (
+        # Ranks may read different checkpoints, whose files have the same names.
+        checkpoint,
         files[file],
         offset,
         length,

@@ -525,6 +525,17 @@ def case_a_subgroup_reads_once(launch: Launch) -> None:
         assert_equal(tensor, tensor_of(name, 300, 200), name)
 
 
+def case_ranks_that_read_different_checkpoints_each_get_theirs(launch: Launch) -> None:
+    """At the same places in files of the same names."""
+    for number, saver in enumerate((torch_ckpt.save, dcp.save)):
+        path = launch.path(str(number), f"of {launch.rank}")
+        saver({"t": torch.full((300, 200), float(launch.rank))}, checkpoint_id=path, no_dist=True)
+        for load in LOADERS:
+            state = {"t": torch.full((300, 200), 7.0)}
+            load(state, path, read_once=True)
+            assert (state["t"] == launch.rank).all()
+
+
 def case_read_once_fills_up_with_zeros(launch: Launch) -> None:
     mesh, path = mesh_2d(launch), launch.path()
     stored = tensor_of("t", 30, 40)
