@@ -1,12 +1,15 @@
 """Reading once what several ranks want (``read_once``).
 
 1. Every rank lists what it will read, as digests, and whether it can. Ranks that cannot keep the
-   others from reading.
+   others from reading. The smallest memory limit of all holds for what is sent.
 2. What several ranks want is given to one of them, so that each reads about as many bytes. All
    ranks come to the same result on their own.
 3. Every rank reads what is its own, or nobody else's, into its targets.
 4. All ranks tell whether that succeeded. Where it did not nothing is sent.
 5. Owner by owner, the bytes go to the others in batches.
+
+Contiguous tensors are shared; objects, and tensors of other layouts, are read by each rank. So is
+all of a rank whose planner has hooks of its own: it takes part with nothing to share.
 
 A large tensor of which any part can be verified is cut into rows first, so that ranks share it.
 """
@@ -51,13 +54,13 @@ def read_once(
             digests = _digests(reader.identity, files, reading.rows)
     except BaseException as error:
         failure = error
-    plans = _gather(_FAILED if failure else digests, group)
+    plans = _gather(_FAILED if failure else (digests, reader.max_inflight_bytes), group)
     if failure is not None:
         raise failure
     if _FAILED in plans:
         return
     assert reading is not None
-    owners = _choose_owners(plans)
+    owners = _choose_owners([digests for digests, _limit in plans])
     rank = dist.get_rank(group)
     try:
         reader.read_all_but_rows(reading)
@@ -81,7 +84,23 @@ def read_once(
         for row, (digest, _bytes) in zip(reading.rows, digests, strict=True)
         if digest is not None
     }
-    _send_all(owners, targets, reader.max_inflight_bytes, group)
+    _send_all(owners, targets, min(limit for _digests, limit in plans), group)
+
+
+def read_alone(
+    reader: FileSystemReader, read: Callable[[], None], group: dist.ProcessGroup | None
+) -> None:
+    """For a rank that wants to read by itself, while others may be in :func:`read_once`."""
+    if _FAILED in _gather(([], reader.max_inflight_bytes), group):
+        return
+    failure: BaseException | None = None
+    try:
+        read()
+    except BaseException as error:
+        failure = error
+    _gather(_FAILED if failure else None, group)
+    if failure is not None:
+        raise failure
 
 
 def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:

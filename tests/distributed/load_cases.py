@@ -536,6 +536,16 @@ def case_ranks_that_read_different_checkpoints_each_get_theirs(launch: Launch) -
             assert (state["t"] == launch.rank).all()
 
 
+def case_ranks_that_read_once_may_have_different_limits(launch: Launch) -> None:
+    path = launch.path()
+    save({f"t{i}": tensor_of(f"t{i}", 300, 1000) for i in range(4)}, path)
+    for load in LOADERS:
+        state = {f"t{i}": torch.zeros(300, 1000) for i in range(4)}
+        load(state, path, read_once=True, max_inflight_bytes=(1 + launch.rank) << 20)
+        for name, tensor in state.items():
+            assert_equal(tensor, tensor_of(name, 300, 1000), name)
+
+
 def case_read_once_fills_up_with_zeros(launch: Launch) -> None:
     mesh, path = mesh_2d(launch), launch.path()
     stored = tensor_of("t", 30, 40)
