@@ -257,6 +257,7 @@ def load(
     if planner is not None:
         if not strict or names is not None or free_before_read:
             raise ValueError("strict, names and free_before_read do not go with a planner")
+        reader.process_group = process_group
         dcp_load(
             state_dict,
             storage_reader=reader,

@@ -34,7 +34,7 @@ from torch_ckpt.hooks import keeps_methods
 from torch_ckpt.metadata import METADATA_NAME, checksum_tables, decode_metadata, metadata_bytes
 from torch_ckpt.precision import loses_precision
 from torch_ckpt.progress import Progress, ProgressOption, Reporter
-from torch_ckpt.replicas import read_once
+from torch_ckpt.replicas import read_alone, read_once
 
 #: As many names an error or a warning gives.
 MOST_NAMES = 8
@@ -118,8 +118,10 @@ class FileSystemReader(StockReader):
         direct_io: True, False, or "auto": for what the page cache does not hold.
         zero_fill: a tensor may be larger than the stored one; outside of that it is filled with
             zeros.
-        read_once: bytes that several ranks want are read by one of them and sent to the others,
-            over the default process group, all ranks of which must load.
+        read_once: contiguous tensors that several ranks want are read by one of them and sent to
+            the others, over the process group, all ranks of which must load with it.
+        process_group: that of the load, where ``dcp.load`` gets one; None: the default group.
+            ``torch_ckpt.load`` sets it.
         progress: see :data:`torch_ckpt.progress.ProgressOption`.
         allow_pickle: accept metadata that names more than metadata; only from trusted writers.
 
@@ -139,6 +141,7 @@ class FileSystemReader(StockReader):
         direct_io: bool | str = "auto",
         zero_fill: bool = False,
         read_once: bool = False,
+        process_group: dist.ProcessGroup | None = None,
         progress: ProgressOption = None,
         allow_pickle: bool = False,
         **kwargs: Any,
@@ -159,11 +162,13 @@ class FileSystemReader(StockReader):
         self.direct_io = direct_io
         self.zero_fill = zero_fill
         self.read_once = read_once
+        self.process_group = process_group
         self.progress = progress
         self.allow_pickle = allow_pickle
         self._metadata: Metadata | None = None
         self._identity: tuple[Metadata | None, bytes] = (None, b"")
         self._planning = RelaxedGc(self)
+        self._is_alone = False
         self._narrowed: dict[str, tuple[torch.dtype, torch.dtype]] = {}
 
     # --- DCP's contract, in the order of a load -------------------------------------------------
@@ -192,28 +197,47 @@ class FileSystemReader(StockReader):
         # torch passes the rank only to a method that has a parameter of the name `kwargs`.
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
         self._metadata = metadata
+        self._is_alone = False
         self._planning.begin()
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        if self.read_once and dist.is_initialized():
+            # With no_dist torch calls this on every rank, with the plan of that rank.
+            self._is_alone = len(plans) == 1
+            size = dist.get_world_size(self.process_group)
+            if len(plans) not in (1, size):
+                raise ValueError(
+                    f"{len(plans)} ranks load with read_once, but the reader's process group has "
+                    f"{size}; pass process_group to the reader, too"
+                )
+        return super().prepare_global_plan(plans)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         self._planning.end()
         if not self._is_local() or self._metadata is None:
             return super().read_data(plan, planner)
-        if not _keeps_default_hooks(planner):
+        # There all that may fail on one rank is told to the others.
+        together = self.read_once and dist.is_initialized() and not self._is_alone
+
+        def prepare() -> Reading:
+            self._fill_with_zeros(planner)
+            return self.reading(planner, plan.items)
+
+        def read_by_hooks() -> None:
             self._fill_with_zeros(planner)
             # Hooks of the user's own run on this thread, in the plan's order, in pairs.
             for item in plan.items:
                 self.read(self.reading(planner, [item]))
-        else:
 
-            def prepare() -> Reading:
-                self._fill_with_zeros(planner)
-                return self.reading(planner, plan.items)
-
-            if self.read_once and dist.is_initialized():
-                # There all that may fail on one rank is told to the others.
-                read_once(self, prepare, None)
+        if not _keeps_default_hooks(planner):
+            if together:
+                read_alone(self, read_by_hooks, self.process_group)
             else:
-                self.read(prepare())
+                read_by_hooks()
+        elif together:
+            read_once(self, prepare, self.process_group)
+        else:
+            self.read(prepare())
         self.warn_of_lost_precision()
         future: Future[None] = Future()
         future.set_result(None)

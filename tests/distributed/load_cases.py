@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -523,6 +524,59 @@ def case_a_subgroup_reads_once(launch: Launch) -> None:
         by_load(state, path, read_once=True, process_group=group)
     for name, tensor in state.items():
         assert_equal(tensor, tensor_of(name, 300, 200), name)
+        tensor.zero_()
+    by_dcp_in_group(state, path, group, process_group=group)
+    with_planner = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    by_load(
+        with_planner, path, read_once=True, process_group=group, planner=dcp.DefaultLoadPlanner()
+    )
+    for target in (state, with_planner):
+        for name, tensor in target.items():
+            assert_equal(tensor, tensor_of(name, 300, 200), name)
+    with pytest.raises(dcp.CheckpointException, match="pass process_group to the reader"):
+        by_dcp_in_group(state, path, group)
+
+
+def by_dcp_in_group(state: StateDict, path: Path, group: Any, **options: Any) -> None:
+    reader = torch_ckpt.FileSystemReader(path, read_once=True, **options)
+    dcp.load(state, storage_reader=reader, process_group=group)
+
+
+def case_a_rank_alone_reads_once_by_itself(launch: Launch) -> None:
+    path = launch.path()
+    save({"t": tensor_of("t", 300, 200)}, path)
+    state = {"t": torch.zeros(300, 200)}
+    planners: list[Any] = [None, dcp.DefaultLoadPlanner(), Hooked()]
+    for who in [(launch.rank,), (0,), (launch.size - 1,)]:
+        if launch.rank not in who:
+            continue
+        for planner in planners:
+            torch_ckpt.load(state, path, read_once=True, no_dist=True, planner=planner)
+            assert_equal(state["t"].clone(), tensor_of("t", 300, 200))
+            state["t"].zero_()
+            storage_reader = torch_ckpt.FileSystemReader(path, read_once=True)
+            dcp.load(state, storage_reader=storage_reader, no_dist=True, planner=planner)
+            assert_equal(state["t"].clone(), tensor_of("t", 300, 200))
+            state["t"].zero_()
+
+
+class Hooked(dcp.DefaultLoadPlanner):
+    """Its tensors are not to be written before it has been asked."""
+
+    def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+        return super().resolve_tensor(read_item)
+
+
+def case_a_planner_of_ones_own_on_one_rank_reads_beside_the_others(launch: Launch) -> None:
+    path = launch.path()
+    names = [f"t{i}" for i in range(4)]
+    save({name: tensor_of(name, 300, 200) for name in names}, path)
+    for odd in range(launch.size):
+        planner = Hooked() if launch.rank == odd else dcp.DefaultLoadPlanner()
+        state = {name: torch.zeros(300, 200) for name in names}
+        by_load(state, path, read_once=True, planner=planner)
+        for name, tensor in state.items():
+            assert_equal(tensor, tensor_of(name, 300, 200), name)
 
 
 def case_ranks_that_read_different_checkpoints_each_get_theirs(launch: Launch) -> None:
