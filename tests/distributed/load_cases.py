@@ -334,6 +334,101 @@ def case_freeing_first_gives_the_same(launch: Launch) -> None:
     assert_everything(launch, state)
 
 
+# --- Stateful values -----------------------------------------------------------------------------
+
+
+class Collective:
+    """What it does all ranks do together, but for one method that fails on one of them."""
+
+    def __init__(self, launch: Launch, rank: int = -1, fails: str = "") -> None:
+        self.tensor = torch.zeros(5)
+        self.fails = fails if launch.rank == rank else ""
+
+    def state_dict(self) -> StateDict:
+        return self.do("state_dict")
+
+    def load_state_dict(self, state: StateDict) -> None:
+        self.do("load_state_dict")
+
+    def do(self, what: str) -> StateDict:
+        if self.fails == what:
+            raise RuntimeError(f"{what} failed on purpose")
+        dist.barrier()
+        return {"t": self.tensor}
+
+
+class Lonely(Collective):
+    """As that, but nobody waits for anybody."""
+
+    def do(self, what: str) -> StateDict:
+        if self.fails == what:
+            raise RuntimeError(f"{what} failed on purpose")
+        return {"t": self.tensor}
+
+
+def case_a_stateful_value_that_fails_on_one_rank_fails_the_load_on_all(launch: Launch) -> None:
+    path = launch.path()
+    save({key: {"t": tensor_of(key, 5)} for key in ("a", "b")}, path)
+    for fails in ("state_dict", "load_state_dict"):
+        for free in (False, True):
+            state = {"a": Lonely(launch), "b": Lonely(launch, 1, fails)}
+            causes = failure_of(
+                launch, lambda s=state, f=free: by_load(s, path, free_before_read=f)
+            )
+            assert {rank: str(cause) for rank, cause in causes.items()} == {
+                1: f"{fails} failed on purpose"
+            }
+
+
+def case_who_fails_while_freeing_does_not_keep_the_others_waiting(launch: Launch) -> None:
+    """In what the next value does together."""
+    good = launch.path("good")
+    save({key: {"t": tensor_of(key, 5)} for key in ("a", "b")}, good)
+    for fails in ("state_dict", "load_state_dict"):
+        state = {"a": Lonely(launch, 1, fails), "b": Collective(launch)}
+        causes = failure_of(launch, lambda s=state: by_load(s, good, free_before_read=True))
+        assert set(causes) == {1}
+    state = {"a": Collective(launch), "b": Collective(launch)}
+    by_load(state, good, free_before_read=True)
+    assert_equal(state["b"].tensor, tensor_of("b", 5))
+
+
+def case_freeing_needs_the_same_stateful_values_on_all_ranks(launch: Launch) -> None:
+    path = launch.path()
+    save({"a": {"t": tensor_of("a", 5)}, "b": {"t": tensor_of("b", 5)}, "c": torch.ones(1)}, path)
+    state: StateDict = {"a": Collective(launch)}
+    if launch.rank == 1:
+        state["b"] = Collective(launch)
+    causes = failure_of(launch, lambda: by_load(state, path, free_before_read=True))
+    assert "same Stateful values on all ranks" in str(causes[0])
+    assert "rank 1 ['a', 'b']" in str(causes[0])
+    others: StateDict = {"a": Collective(launch)}
+    if launch.rank == 1:
+        others["c"] = torch.zeros(1)
+    by_load(others, path, free_before_read=True)
+    assert_equal(others["a"].tensor, tensor_of("a", 5))
+
+
+def case_a_pattern_may_match_on_one_rank_only(launch: Launch) -> None:
+    path = launch.path()
+    save({f"stage {i}": torch.full((3,), float(i)) for i in range(launch.size)}, path)
+    for free in (False, True):
+        name = f"stage {launch.rank}"
+        state = {name: torch.full((3,), 7.0)}
+        patterns = [f"stage {i}" for i in range(launch.size)]
+        by_load(state, path, names=patterns, free_before_read=free)
+        assert (state[name] == launch.rank).all()
+        causes = failure_of(
+            launch,
+            lambda s=state, f=free, p=patterns: by_load(
+                s, path, names=[*p, "of nobody"], free_before_read=f
+            ),
+        )
+        (cause,) = causes.values()
+        assert isinstance(cause, ValueError)
+        assert str(cause) == "no name in the state dict matches 'of nobody'"
+
+
 # --- read_once -----------------------------------------------------------------------------------
 
 

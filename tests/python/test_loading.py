@@ -847,6 +847,18 @@ def test_stateful_values_are_told_once(tmp_path: Path, free: bool) -> None:
     assert b.nested == {"count": 2}
 
 
+@pytest.mark.parametrize("free", [False, True])
+def test_stateful_values_of_which_no_name_is_chosen_are_not_told(
+    tmp_path: Path, free: bool
+) -> None:
+    save({"a": Holder(1), "b": Holder(2)}, tmp_path)
+    a, b = Holder(7), Holder(7)
+    load({"a": a, "b": b}, tmp_path, names=["b.nested.*"], free_before_read=free)
+    assert (a.told, b.told) == (0, 1)
+    assert b.weight.tolist() == [7] * 4
+    assert b.nested == {"count": 2}
+
+
 def test_stateful_values_are_not_told_of_what_does_not_fit(tmp_path: Path) -> None:
     save({"a": Holder(1)}, tmp_path)
     a = Holder(7)
