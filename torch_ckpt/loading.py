@@ -18,12 +18,14 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._utils import _get_device_module
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.tensor import DTensor
 
 from torch_ckpt import _C
 from torch_ckpt.collector import no_gc
@@ -130,25 +132,16 @@ class ReadMemory:
 class _Planner(DefaultLoadPlanner):
     """torch's planner over a part of the state dict."""
 
-    def set_up_planner(
-        self,
-        state_dict: StateDict,
-        metadata: Metadata | None = None,
-        is_coordinator: bool = False,
-    ) -> None:
-        """As torch's, which gives memory to meta tensors only where there is a process group."""
-        if not dist.is_initialized():
-            flat, paths = flatten_state_dict(state_dict)
-            for name, value in flat.items():
-                if isinstance(value, torch.Tensor) and value.is_meta:
-                    real = torch.empty_like(value, device=torch.get_default_device())
-                    set_element(state_dict, paths[name], real)
-        super().set_up_planner(state_dict, metadata, is_coordinator)
-
     def look_at(self, values: StateDict, metadata: Metadata) -> None:
-        """As set_up_planner, but meta tensors do not become real ones in the caller's dicts."""
+        """As set_up_planner, which gives memory to all meta tensors, loaded or not."""
         self.original_state_dict, self.metadata = values, metadata
         self.state_dict, self.mappings = flatten_state_dict(_flatten_sharded_tensors(values))
+
+    def make_real(self, names: Iterable[str]) -> None:
+        """Puts tensors with memory in the place of meta tensors, in the caller's dicts too."""
+        for name in names:
+            self.state_dict[name] = _real(self.state_dict[name])
+            set_element(self.original_state_dict, self.mappings[name], self.state_dict[name])
 
     def plan_part(self, part: StateDict) -> LoadPlan:
         before = self.state_dict, self.flatten_state_dict
@@ -194,7 +187,7 @@ class Load:
 
     def compare(self, values: StateDict) -> LoadReport:
         """Compares a state dict, or a part of it, with the checkpoint."""
-        return self._compare(self._planner(values, only_look=True))
+        return self._compare(self._planner(values))
 
     @property
     def unmatched(self) -> list[str]:
@@ -205,30 +198,30 @@ class Load:
         """Whether a value at the top is loaded; without ``names`` all are."""
         return self._chosen.all or key in prepared.keys
 
-    def prepare(self, values: StateDict, *, only_look: bool = False) -> Prepared:
-        """What is to be read for what fits."""
-        planner = self._planner(values, only_look)
+    def prepare(self, values: StateDict) -> Prepared:
+        """What is to be read for what fits. Changes nothing."""
+        planner = self._planner(values)
         report = self._compare(planner)
-        assert self._metadata is not None
-        reading = Reading(planner)
-        rest: StateDict = {}
-        chosen = {name: planner.state_dict[name] for name in report.loaded}
-        with no_gc():
-            for name, target in chosen.items():
-                if not self._add_plain(name, target, reading):
-                    rest[name] = target
-            if rest:
-                reading.add(self.reader.reading(planner, planner.plan_part(rest).items))
-        keys = {planner.mappings[name][0] for name in chosen}
-        return Prepared(report, reading, chosen, keys)
+        return self._prepared(planner, report)
+
+    def made_real(self, prepared: Prepared) -> Prepared:
+        """With tensors that have memory in the place of the meta tensors that are loaded."""
+        meta = [name for name, value in prepared.chosen.items() if _is_meta(value)]
+        if not meta:
+            return prepared
+        planner = prepared.reading.planner
+        assert isinstance(planner, _Planner)
+        planner.make_real(meta)
+        return self._prepared(planner, prepared.report)
 
     def require_fit(self, report: LoadReport, strict: bool) -> None:
         """Raises LoadMismatch where not all fits."""
         if strict and not report.fits:
             raise LoadMismatch(f"the checkpoint does not fit the state dict: {report}", report)
 
-    def zeroed(self, prepared: Prepared) -> Reading:
-        """The reading, with what nothing is stored for filled with zeros."""
+    def begun(self, prepared: Prepared) -> Reading:
+        """The reading, with memory for all of it, and zeros where nothing is stored."""
+        prepared = self.made_real(prepared)
         if self.reader.zero_fill:
             assert self._metadata is not None
             zero_what_is_not_stored(prepared.chosen, self._metadata)
@@ -269,15 +262,25 @@ class Load:
 
     # --- private ---------------------------------------------------------------------------------
 
-    def _planner(self, values: StateDict, only_look: bool) -> _Planner:
+    def _prepared(self, planner: _Planner, report: LoadReport) -> Prepared:
+        reading = Reading(planner)
+        rest: StateDict = {}
+        chosen = {name: planner.state_dict[name] for name in report.loaded}
+        with no_gc():
+            for name, target in chosen.items():
+                if not self._add_plain(name, target, reading):
+                    rest[name] = target
+            if rest:
+                reading.add(self.reader.reading(planner, planner.plan_part(rest).items))
+        keys = {planner.mappings[name][0] for name in chosen}
+        return Prepared(report, reading, chosen, keys)
+
+    def _planner(self, values: StateDict) -> _Planner:
         if self._metadata is None:
             self._metadata = _read_metadata(self.reader, self._ranks.rank)
             self.reader.set_up_for_load(self._metadata, self._ranks.rank)
         planner = _Planner(allow_partial_load=True)
-        if only_look:
-            planner.look_at(values, self._metadata)
-        else:
-            planner.set_up_planner(values, self._metadata, self._ranks.is_coordinator)
+        planner.look_at(values, self._metadata)
         if any(name not in self._metadata.state_dict_metadata for name in planner.state_dict):
             # It exchanges the names for those of torch 2.3, where the checkpoint has these.
             with suppress(ValueError):
@@ -409,9 +412,9 @@ def load_values(
 
     def read() -> None:
         if load.reader.read_once and ranks.distributed:
-            read_once(load.reader, lambda: load.zeroed(prepared), process_group)
+            read_once(load.reader, lambda: load.begun(prepared), process_group)
         else:
-            load.reader.read(load.zeroed(prepared))
+            load.reader.read(load.begun(prepared))
 
     def take() -> None:
         for key in keys:
@@ -448,7 +451,7 @@ def load_values_freeing(
         prepared = load.prepare(values)
         is_taken = load.takes(key, prepared)
         # Nothing but the reading holds on to the values.
-        reading = load.zeroed(prepared)
+        reading = load.begun(prepared)
         del prepared
 
         def let_go() -> None:
@@ -523,7 +526,7 @@ def require_matches(unmatched: Iterable[str]) -> None:
 
 def estimate(load: Load, values: StateDict) -> ReadMemory:
     """What reading into the values takes. Reads the metadata alone."""
-    prepared = load.prepare(values, only_look=True)
+    prepared = load.prepare(values)
     require_matches(load.unmatched)
     load.require_fit(prepared.report, strict=True)
     reading, chosen = prepared.reading, prepared.chosen
@@ -563,6 +566,32 @@ def _local_bytes(value: Any) -> int:
     except ValueError:
         return 0
     return sum(c.sizes.numel() for c in chunks) * int(value.dtype.itemsize)
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "meta"
+
+
+def _real(value: Any) -> Any:
+    """Of the same kind as a meta tensor, as torch makes it, on the process group's device."""
+    device: Any = torch.get_default_device()
+    if dist.is_initialized():
+        kind = dist.distributed_c10d._get_pg_default_device().type
+        device = _get_device_module(kind).current_device()
+    if isinstance(value, DTensor):
+        return DTensor.from_local(
+            torch.empty_like(value.to_local(), device=device),
+            device_mesh=value.device_mesh,
+            placements=value.placements,
+            shape=value.size(),
+            stride=value.stride(),
+        )
+    real = torch.empty_like(value, device=device)
+    # That it is a shard of a tensor (torch 2.15) is told by attributes.
+    for name in ("global_shape", "global_offsets", "local_offsets", "local_sizes"):
+        if hasattr(value, name):
+            setattr(real, name, getattr(value, name))
+    return real
 
 
 def _size_of(value: Any) -> torch.Size | None:

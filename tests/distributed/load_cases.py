@@ -314,6 +314,34 @@ def case_where_one_rank_does_not_fit_nothing_is_changed_on_any(launch: Launch) -
         assert all((t.to_local() == 0).all() for t in state["sharded"].values())
 
 
+def case_meta_tensors_get_memory_only_where_all_ranks_load(launch: Launch) -> None:
+    mesh, path = mesh_1d(launch), launch.path()
+    whole = tensor_of("t", 7, 3)
+    save({"d": distribute_tensor(whole, mesh, [Shard(0)]), "t": whole, "unwanted": whole}, path)
+
+    def on_meta() -> StateDict:
+        local = distribute_tensor(torch.zeros(7, 3), mesh, [Shard(0)])
+        return {
+            "d": torch.empty_like(local, device="meta"),
+            "t": torch.empty(7, 3, device="meta"),
+            "unwanted": torch.empty(7, 3, device="meta"),
+        }
+
+    for options in ({}, {"read_once": True}, {"free_before_read": True}):
+        state = on_meta()
+        if launch.rank == 1:
+            state["absent"] = 0
+        causes = failure_of(launch, lambda s=state, o=options: by_load(s, path, **o))
+        assert set(causes) == {1}
+        assert all(state[name].is_meta for name in ("d", "t", "unwanted"))
+        state = on_meta()
+        by_load(state, path, names=["d", "t"], **options)
+        assert isinstance(state["d"], DTensor)
+        assert_equal(state["d"].full_tensor(), whole)
+        assert_equal(state["t"], whole)
+        assert state["unwanted"].is_meta
+
+
 def case_what_fits_is_loaded_on_each_rank(launch: Launch) -> None:
     path = launch.path()
     save(everything(launch), path)

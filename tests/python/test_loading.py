@@ -503,6 +503,29 @@ def test_meta_tensors_are_looked_at_and_stay_meta_tensors(tmp_path: Path) -> Non
     assert state["model"]["t"].is_meta
 
 
+@pytest.mark.parametrize("free", [False, True])
+def test_meta_tensors_get_memory_where_they_are_loaded(tmp_path: Path, free: bool) -> None:
+    save({"model": {"a": torch.ones(3), "b": torch.ones(3)}, "c": torch.ones(3)}, tmp_path)
+
+    def on_meta() -> StateDict:
+        tensors = {name: torch.empty(3, device="meta") for name in ("a", "b", "other")}
+        return {"model": tensors, "c": torch.empty(3, device="meta")}
+
+    state = on_meta()
+    mismatch(lambda: load(state, tmp_path, free_before_read=free))
+    assert all(tensor.is_meta for tensor in (*state["model"].values(), state["c"]))
+    load(state, tmp_path, free_before_read=free, names=["model.a"])
+    assert state["model"]["a"].tolist() == [1, 1, 1]
+    assert all(state["model"][name].is_meta for name in ("b", "other"))
+    assert state["c"].is_meta
+    load(state, tmp_path, free_before_read=free, strict=False)
+    assert state["model"]["b"].tolist() == state["c"].tolist() == [1, 1, 1]
+    assert state["model"]["other"].is_meta
+    grown = {"model": {"a": torch.empty(5, device="meta")}}
+    load(grown, tmp_path, free_before_read=free, zero_fill=True)
+    assert grown["model"]["a"].tolist() == [1, 1, 1, 0, 0]
+
+
 def emptied_on_cpu(state: Any) -> Any:
     if isinstance(state, dict):
         return {key: emptied_on_cpu(value) for key, value in state.items()}
