@@ -18,9 +18,12 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import _version
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import torch_ckpt
 from tests.support import (
@@ -37,6 +40,7 @@ from tests.support import (
 )
 from torch_ckpt.errors import CheckpointError, Corrupt, LoadMismatch
 from torch_ckpt.growth import GrowingSize
+from torch_ckpt.metadata import encode_metadata, read_metadata
 from torch_ckpt.precision import loses_precision
 
 Shape = tuple[int, ...]
@@ -636,6 +640,65 @@ def test_values_and_zeros_are_there_after_freeing_too(tmp_path: Path) -> None:
     state = {"t": torch.full((5,), 7.0)}
     load(state, tmp_path, zero_fill=True, free_before_read=True)
     assert state["t"].tolist() == [1, 1, 1, 0, 0]
+
+
+# --- metadata that does not cover a tensor -------------------------------------------------------
+
+
+def change_metadata(path: Path, change: Callable[[Any], None]) -> None:
+    metadata = read_metadata(path)
+    change(metadata.state_dict_metadata["t"])
+    (path / ".metadata").write_bytes(encode_metadata(metadata))
+
+
+@pytest.fixture
+def one_rank_mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
+    yield DeviceMesh("cpu", [0])
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("zero_fill", [False, True])
+@pytest.mark.parametrize(
+    ("sizes", "offsets", "says"),
+    [
+        (None, None, "has shards with 0 of the 12 elements"),
+        ((2, 4), (0, 0), "has shards with 8 of the 12 elements"),
+        ((3, 4), (1, 0), "a shard of [3, 4] at [1, 0], which is outside of the tensor of [3, 4]"),
+        ((4, 4), (0, 0), "a shard of [4, 4] at [0, 0], which is outside"),
+        ((3, 4), (-1, 0), "a shard of [3, 4] at [-1, 0], which is outside"),
+        ((12,), (0,), "a shard of [12] at [0], which is outside"),
+    ],
+)
+def test_metadata_that_does_not_cover_a_tensor_is_damage(
+    tmp_path: Path,
+    one_rank_mesh: DeviceMesh,
+    sharded: bool,
+    zero_fill: bool,
+    sizes: Shape | None,
+    offsets: Shape,
+    says: str,
+) -> None:
+    path = tmp_path / "checkpoint"
+    save({"t": torch.ones(3, 4)}, path)
+
+    def change(stored: Any) -> None:
+        stored.chunks = []
+        if sizes is not None:
+            chunk = dcp.metadata.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+            stored.chunks = [chunk]
+
+    change_metadata(path, change)
+    target = torch.full((5, 4) if zero_fill else (3, 4), 7.0)
+    state = {"t": distribute_tensor(target, one_rank_mesh, [Shard(0)]) if sharded else target}
+    cause = refusal(lambda: load(state, path, zero_fill=zero_fill))
+    assert type(cause) is Corrupt
+    assert str(cause).startswith("t: the metadata has ")
+    assert says in str(cause)
+    assert (target == 7).all()
 
 
 class TestGrowingSize:
