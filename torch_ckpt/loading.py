@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -58,7 +59,8 @@ class LoadReport:
         missing: what the checkpoint does not have.
         unexpected: what only the checkpoint has; no hindrance to a load.
         shapes: (name, stored, wanted) of tensors whose shape does not fit.
-        kinds: (name, stored, wanted) of what is a tensor there and something else here.
+        kinds: (name, stored, wanted) of what is a tensor there and something else here, or the
+            other way round.
         dtypes: (name, stored, wanted) of tensors that are converted.
         grown: (name, stored, wanted) of tensors that ``zero_fill`` fills up.
     """
@@ -305,6 +307,9 @@ class Load:
                 report.missing.append(name)
             elif isinstance(stored, TensorStorageMetadata):
                 self._compare_tensor(name, value, stored, report)
+            elif _size_of(value):
+                # Of a tensor without dimensions an object takes the place: a counter may be either.
+                report.kinds.append((name, "an object", f"a {type(value).__name__}"))
             else:
                 report.loaded.append(name)
         report.unexpected = [name for name in known if name not in planner.state_dict]
@@ -383,6 +388,8 @@ def _require_inside(name: str, stored: Any) -> None:
         return
     size = tuple(stored.size)
     for chunk in stored.chunks:
+        if chunk.sizes == size and len(chunk.offsets) == len(size) and not any(chunk.offsets):
+            continue
         inside = len(chunk.offsets) == len(chunk.sizes) == len(size) and all(
             begin >= 0 and 0 <= length <= end - begin
             for begin, length, end in zip(chunk.offsets, chunk.sizes, size, strict=True)
@@ -631,7 +638,9 @@ def _real(value: Any) -> Any:
     """Of the same kind as a meta tensor, as torch makes it, on the process group's device."""
     device: Any = torch.get_default_device()
     if dist.is_initialized():
-        kind = dist.distributed_c10d._get_pg_default_device().type
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own way, deprecated or not
+            kind = dist.distributed_c10d._get_pg_default_device().type
         device = _get_device_module(kind).current_device()
     if isinstance(value, DTensor):
         return DTensor.from_local(

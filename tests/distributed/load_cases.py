@@ -656,8 +656,9 @@ def case_a_subgroup_reads_once(launch: Launch) -> None:
     for target in (state, with_planner):
         for name, tensor in target.items():
             assert_equal(tensor, tensor_of(name, 300, 200), name)
-    with pytest.raises(dcp.CheckpointException, match="pass process_group to the reader"):
-        by_dcp_in_group(state, path, group)
+    if len(members) > 1:
+        with pytest.raises(dcp.CheckpointException, match="pass process_group to the reader"):
+            by_dcp_in_group(state, path, group)
 
 
 def by_dcp_in_group(state: StateDict, path: Path, group: Any, **options: Any) -> None:

@@ -788,6 +788,18 @@ def test_all_that_differs_is_in_one_message_and_nothing_is_changed(
     assert_untouched(state)
 
 
+@pytest.mark.parametrize("free", [False, True])
+def test_a_stored_object_does_not_take_the_place_of_a_tensor(stored: Path, free: bool) -> None:
+    state = {"step": torch.full((2,), 7.0)}
+    cause = mismatch(lambda: load(state, stored, free_before_read=free))
+    assert cause.report.kinds == [("step", "an object", "a Tensor")]
+    assert cause.report.loaded == []
+    assert state["step"].tolist() == [7, 7]
+    counter = {"step": torch.tensor(7)}
+    load(counter, stored, free_before_read=free)
+    assert counter["step"] == STORED["step"]
+
+
 def test_preflight_says_the_same_and_changes_nothing(stored: Path) -> None:
     state = misfit()
     assert_says_all_that_differs(torch_ckpt.preflight(state, stored))
