@@ -218,8 +218,8 @@ def _send_all(
             continue
         parts = _batches((_as_bytes(targets[d]) for d in digests), min(BATCH_BYTES, max_bytes // 4))
         for batch in parts:
-            buffer = torch.empty(sum(p.numel() for p in batch), dtype=torch.uint8)
-            buffer = buffer.to(_device_of(group, batch[0].device))
+            device = _device_of(group, batch[0].device)
+            buffer = torch.empty(sum(p.numel() for p in batch), dtype=torch.uint8, device=device)
             if rank == owner:
                 torch.cat([p.to(buffer.device) for p in batch], out=buffer)
             _send(buffer, owner, ranks, world_size, group)
@@ -270,10 +270,18 @@ def _send(
 
 
 def _device_of(group: dist.ProcessGroup | None, wanted: torch.device) -> torch.device:
-    """The wanted device where the group can send from it, else one from where it can."""
+    """From where the group sends what lies on a device: NCCL from there, others from the CPU."""
     config = dist.get_backend_config(group)
-    if f"{wanted.type}:" in config or config in ("gloo", "mpi"):
-        return wanted if f"{wanted.type}:" in config else torch.device("cpu")
-    if "cpu:" in config:
+    backends = dict(pair.split(":") for pair in config.split(",") if ":" in pair)
+    if not backends:
+        backends = {"cuda" if config == "nccl" else "cpu": config}
+    if backends.get(wanted.type) in ("nccl", "xccl"):
+        return wanted
+    if "cpu" in backends:
         return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    kind = wanted.type if wanted.type in backends else next(iter(backends))
+    return wanted if wanted.type == kind else torch.device(kind, _current_index(kind))
+
+
+def _current_index(kind: str) -> int:
+    return int(torch.get_device_module(kind).current_device())

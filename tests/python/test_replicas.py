@@ -152,3 +152,25 @@ def test_nothing_is_shared_of_metadata_that_came_from_elsewhere(tmp_path: Path) 
     reader, reading = reading_of(tmp_path, torch.zeros(5, 4), read_once=True)
     reader.set_up_for_load(torch_ckpt.FileSystemReader(tmp_path).read_metadata(), 0)
     assert _digests(reader.identity, list(reading.files), reading.rows) == [(None, 80)]
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted", "expected"),
+    [
+        ("cpu:gloo,cuda:gloo", "cuda:1", "cpu"),
+        ("cpu:gloo,cuda:nccl", "cuda:1", "cuda:1"),
+        ("cpu:gloo,cuda:nccl", "cpu", "cpu"),
+        ("cpu:gloo,xpu:xccl", "xpu:1", "xpu:1"),
+        ("cuda:nccl", "cuda:1", "cuda:1"),
+        ("cuda:nccl", "cpu", "cuda:3"),
+        ("cpu:mpi", "cuda:1", "cpu"),
+        ("gloo", "cuda:1", "cpu"),
+        ("nccl", "cpu", "cuda:3"),
+    ],
+)
+def test_bytes_are_sent_from_where_the_backend_can(
+    monkeypatch: pytest.MonkeyPatch, config: str, wanted: str, expected: str
+) -> None:
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda _group: config)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert replicas._device_of(None, torch.device(wanted)) == torch.device(expected)
