@@ -29,7 +29,7 @@ from torch.futures import Future
 from torch_ckpt import _C
 from torch_ckpt.collector import RelaxedGc, no_gc
 from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
-from torch_ckpt.growth import let_tensors_grow, zero_what_is_not_stored
+from torch_ckpt.growth import let_tensors_grow, writable, zero_what_is_not_stored
 from torch_ckpt.hooks import keeps_methods
 from torch_ckpt.metadata import METADATA_NAME, checksum_tables, decode_metadata, metadata_bytes
 from torch_ckpt.precision import loses_precision
@@ -474,7 +474,7 @@ class FileSystemReader(StockReader):
 
     def _read_with_torch(self, files: list[str], row: Row) -> None:
         """Quantized tensors, subclasses and the like: what only torch.load knows to read."""
-        name, number, offset, length, _dtype, _sizes, region_offsets, region_lengths, target = row
+        name, number, offset, length, _dtype, sizes, region_offsets, region_lengths, target = row
         (data,) = self.read_bytes(files, [(name, number, offset, length)])
         try:
             stored = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
@@ -483,6 +483,13 @@ class FileSystemReader(StockReader):
                 f"{name}: the record in {files[number]} at byte {offset} is neither a plain tensor "
                 f"nor one that torch.load reads safely: {error}"
             ) from error
+        if not isinstance(stored, torch.Tensor) or tuple(stored.shape) != tuple(sizes):
+            kind = type(stored).__name__
+            found = f"a {kind} of {list(stored.shape)}" if hasattr(stored, "shape") else f"a {kind}"
+            raise Corrupt(
+                f"{name}: the record in {files[number]} at byte {offset} holds {found}, "
+                f"the metadata says a tensor of {list(sizes)}"
+            )
         if region_lengths:
             stored = narrow_tensor_by_index(stored, region_offsets, region_lengths)
         if target.size() != stored.size():
@@ -490,7 +497,8 @@ class FileSystemReader(StockReader):
                 f"{name}: mismatch sizes: the target has {list(target.size())}, "
                 f"the record {list(stored.size())}"
             )
-        target.copy_(stored)
+        with writable(target):
+            target.copy_(stored)
 
 
 def _lies_beneath(file: Any) -> bool:

@@ -588,6 +588,45 @@ def test_a_larger_target_may_be_strided_and_of_another_dtype(
 
 
 @pytest.mark.parametrize("loader", LOADERS)
+def test_inference_tensors_are_filled_and_filled_up(tmp_path: Path, loader: Any) -> None:
+    save({"t": torch.ones(3, 4), "q": quantized(4)}, tmp_path)
+    with torch.inference_mode():
+        state = {"t": torch.full((5, 4), 7.0), "q": quantized(4, end=2)}
+    assert state["t"].is_inference()
+    loader(state, tmp_path, zero_fill=True)
+    assert (state["t"][:3] == 1).all()
+    assert (state["t"][3:] == 0).all()
+    assert torch.equal(state["q"].dequantize(), quantized(4).dequantize())
+
+
+def quantized(rows: int, end: float = 3) -> torch.Tensor:
+    """Only torch reads it."""
+    values = torch.linspace(-3, end, rows * 6).reshape(rows, 6)
+    return torch.quantize_per_tensor(values, 0.05, 3, torch.quint8)
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_a_record_of_another_shape_is_damage(tmp_path: Path, loader: Any) -> None:
+    """Of what only torch reads; the engine compares what it reads itself."""
+    save({"t": quantized(4)}, tmp_path)
+
+    def change(stored: Any) -> None:
+        stored.size = torch.Size((8, 6))
+        stored.chunks = [dcp.metadata.ChunkStorageMetadata(torch.Size((0, 0)), stored.size)]
+
+    change_metadata(tmp_path, change)
+    for cause in (
+        refusal(lambda: loader({"t": quantized(8)}, tmp_path)),
+        refusal(
+            lambda: dcp_load({"t": quantized(2)}, tmp_path, planner=Boxes({"t": (5, 0)})),
+        ),
+    ):
+        assert type(cause) is Corrupt
+        assert str(cause).startswith("t: the record in ")
+        assert "holds a Tensor of [4, 6], the metadata says a tensor of [8, 6]" in str(cause)
+
+
+@pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize("wanted", [(2, 4), (9, 3), (3,), (3, 4, 1)], ids=str)
 def test_a_smaller_target_and_one_of_other_dimensions_are_refused(
     tmp_path: Path, loader: Any, wanted: Shape
