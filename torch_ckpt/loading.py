@@ -360,7 +360,6 @@ class Load:
         reading.rows.extend(found)
         return True
 
-
     def _require_cover(self, targets: StateDict, items: list[ReadItem]) -> None:
         """Raises Corrupt where not all that is stored of a target would be read."""
         assert self._metadata is not None

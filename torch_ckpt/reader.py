@@ -197,6 +197,7 @@ class FileSystemReader(StockReader):
         # torch passes the rank only to a method that has a parameter of the name `kwargs`.
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
         self._metadata = metadata
+        self._narrowed = {}  # of a load that failed
         self._is_alone = False
         self._planning.begin()
 
@@ -259,6 +260,7 @@ class FileSystemReader(StockReader):
         self.storage_data = metadata.storage_data
         self.rank = rank  # type: ignore[assignment]  # torch declares None
         self._metadata = metadata
+        self._narrowed = {}  # of a load that failed
 
     def reading(self, planner: LoadPlanner, items: list[ReadItem]) -> Reading:
         """What a plan reads, and where it goes.

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy
 import pytest
@@ -38,6 +39,7 @@ from tests.support import (
     stock_save,
     zeros,
 )
+from torch_ckpt import _C
 from torch_ckpt.errors import CheckpointError, Corrupt, LoadMismatch
 from torch_ckpt.growth import GrowingSize
 from torch_ckpt.metadata import encode_metadata, read_metadata
@@ -302,6 +304,26 @@ def test_the_warning_counts_what_it_has_no_room_for(tmp_path: Path) -> None:
     save({f"t{i}": torch.ones(3) for i in range(20)}, tmp_path)
     with pytest.warns(UserWarning, match=r"t0 \(torch.float32 to torch.float16\).* and 12 more"):
         load({f"t{i}": torch.zeros(3).half() for i in range(20)}, tmp_path)
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_load_does_not_warn_of_one_that_failed_before(tmp_path: Path, ours: bool) -> None:
+    save({"a": torch.ones(3), "b": torch.ones(3)}, tmp_path)
+    reader = torch_ckpt.FileSystemReader(tmp_path)
+
+    def load_with_it(state: StateDict) -> None:
+        if ours:
+            load(state, tmp_path, storage_reader=reader)
+        else:
+            dcp.load(state, storage_reader=reader, no_dist=True)
+
+    failing = mock.patch.object(reader, "_read_with_torch", side_effect=OSError)
+    unknown = mock.patch.object(_C, "load_tensors", return_value=[0])
+    with failing, unknown, pytest.raises(dcp.CheckpointException):
+        load_with_it({"a": torch.zeros(3).half()})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_with_it({"b": torch.zeros(3)})
 
 
 @pytest.mark.parametrize("loader", LOADERS)

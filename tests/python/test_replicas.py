@@ -123,7 +123,9 @@ def test_a_tensor_of_one_row_or_none_is_not_cut(
 def test_what_is_not_its_bytes_is_for_nobody_else(tmp_path: Path, target: torch.Tensor) -> None:
     save({"t": torch.ones(5, 4)}, tmp_path)
     _reader, reading = reading_of(tmp_path, target)
-    assert [digest for digest, _size in _digests(b"one", list(reading.files), reading.rows)] == [None]
+    assert [digest for digest, _size in _digests(b"one", list(reading.files), reading.rows)] == [
+        None
+    ]
 
 
 def test_rows_for_one_memory_and_another_have_one_digest(tmp_path: Path) -> None:
