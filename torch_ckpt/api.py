@@ -223,7 +223,7 @@ def load(
     names: Names = None,
     free_before_read: bool = False,
     **reader_options: Any,
-) -> LoadReport:
+) -> LoadReport | None:
     """Loads a checkpoint into a state dict, in place; any sharding into any other.
 
     Before anything changes, names, shapes and dtypes of the whole are compared: see ``strict``.
@@ -233,7 +233,8 @@ def load(
         checkpoint_id: directory of the checkpoint.
         storage_reader: a reader to use, in the place of one made for ``checkpoint_id``.
         planner: a planner of the caller's own; the load then is ``dcp.load`` with our reader, and
-            the options below do not go with it.
+            the last three options do not go with it. So it is with a reader for a file system that
+            is not local.
         process_group: the ranks that load together; the default group if None.
         no_dist: load in this process alone.
         strict: raise LoadMismatch where something in the state dict is missing in the checkpoint,
@@ -245,7 +246,7 @@ def load(
         reader_options: passed to :class:`FileSystemReader`.
 
     Returns:
-        How this rank's state dict and the checkpoint compare.
+        How this rank's state dict and the checkpoint compare; None after a ``dcp.load``.
 
     Raises:
         CheckpointException: on every rank, with the cause of each rank that failed:
@@ -255,9 +256,12 @@ def load(
     ranks = Ranks(process_group, no_dist)
     reader = _made(FileSystemReader, storage_reader, checkpoint_id, reader_options)
     reader.reset(checkpoint_id)
-    if planner is not None:
+    if planner is not None or not reader.engine_can_read():
         if not strict or names is not None or free_before_read:
-            raise ValueError("strict, names and free_before_read do not go with a planner")
+            raise ValueError(
+                "strict, names and free_before_read do not go with a planner, nor with a file "
+                "system that is not local"
+            )
         reader.process_group = process_group
         dcp_load(
             state_dict,
@@ -266,7 +270,7 @@ def load(
             process_group=process_group,
             no_dist=not ranks.distributed,
         )
-        return LoadReport()
+        return None
     one_load = Load(reader, ranks, names)
 
     if free_before_read and reader.read_once:

@@ -255,6 +255,10 @@ class FileSystemReader(StockReader):
 
     # --- shared with torch_ckpt.load -------------------------------------------------------------
 
+    def engine_can_read(self) -> bool:
+        """False where a remote file system needs torch's own reading."""
+        return self._is_local()
+
     def set_up_for_load(self, metadata: Metadata, rank: int) -> None:
         """What DCP does by set_up_storage_reader."""
         self.storage_data = metadata.storage_data

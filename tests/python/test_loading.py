@@ -54,7 +54,7 @@ def save(state: StateDict, path: Path) -> None:
     torch_ckpt.save(state, path, no_dist=True, sync_files=False)
 
 
-def load(state: StateDict, path: Path, **options: Any) -> torch_ckpt.LoadReport:
+def load(state: StateDict, path: Path, **options: Any) -> Any:
     return torch_ckpt.load(state, path, no_dist=True, **options)
 
 
@@ -976,6 +976,12 @@ def test_a_plain_string_of_names_is_refused(stored: Path, ask: Any) -> None:
 def test_a_planner_does_not_go_with_the_options_of_our_own(stored: Path, options: Any) -> None:
     with pytest.raises(ValueError, match="do not go with a planner"):
         load({}, stored, planner=dcp.DefaultLoadPlanner(), **options)
+
+
+def test_a_load_by_a_planner_has_no_report(stored: Path) -> None:
+    state = emptied(STORED)
+    assert load(state, stored, planner=dcp.DefaultLoadPlanner()) is None
+    assert_equal(state, STORED)
 
 
 class Holder:
