@@ -31,6 +31,7 @@ from torch_ckpt.loading import (
     estimate,
     load_values,
     load_values_freeing,
+    value_of,
 )
 from torch_ckpt.reader import FileSystemReader
 from torch_ckpt.saving import PlanCache, StateDict, save_state, tell_the_others
@@ -222,7 +223,7 @@ def load(
     names: Names = None,
     free_before_read: bool = False,
     **reader_options: Any,
-) -> LoadReport:
+) -> LoadReport | None:
     """Loads a checkpoint into a state dict, in place; any sharding into any other.
 
     Before anything changes, names, shapes and dtypes of the whole are compared: see ``strict``.
@@ -232,7 +233,8 @@ def load(
         checkpoint_id: directory of the checkpoint.
         storage_reader: a reader to use, in the place of one made for ``checkpoint_id``.
         planner: a planner of the caller's own; the load then is ``dcp.load`` with our reader, and
-            the options below do not go with it.
+            the last three options do not go with it. So it is with a reader for a file system that
+            is not local.
         process_group: the ranks that load together; the default group if None.
         no_dist: load in this process alone.
         strict: raise LoadMismatch where something in the state dict is missing in the checkpoint,
@@ -244,7 +246,7 @@ def load(
         reader_options: passed to :class:`FileSystemReader`.
 
     Returns:
-        How this rank's state dict and the checkpoint compare.
+        How this rank's state dict and the checkpoint compare; None after a ``dcp.load``.
 
     Raises:
         CheckpointException: on every rank, with the cause of each rank that failed:
@@ -254,9 +256,13 @@ def load(
     ranks = Ranks(process_group, no_dist)
     reader = _made(FileSystemReader, storage_reader, checkpoint_id, reader_options)
     reader.reset(checkpoint_id)
-    if planner is not None:
+    if planner is not None or not reader.engine_can_read():
         if not strict or names is not None or free_before_read:
-            raise ValueError("strict, names and free_before_read do not go with a planner")
+            raise ValueError(
+                "strict, names and free_before_read do not go with a planner, nor with a file "
+                "system that is not local"
+            )
+        reader.process_group = process_group
         dcp_load(
             state_dict,
             storage_reader=reader,
@@ -264,28 +270,16 @@ def load(
             process_group=process_group,
             no_dist=not ranks.distributed,
         )
-        return LoadReport()
+        return None
     one_load = Load(reader, ranks, names)
-
-    def take(key: str, value: Any) -> None:
-        if _is_stateful(state_dict[key]):
-            state_dict[key].load_state_dict(value)
-        else:
-            state_dict[key] = value
 
     if free_before_read and reader.read_once:
         raise ValueError("free_before_read and read_once do not go together")
     if free_before_read:
-        report = load_values_freeing(state_dict, _value_of, take, one_load, ranks, strict=strict)
+        report = load_values_freeing(state_dict, one_load, ranks, strict=strict)
     else:
         report = load_values(
-            state_dict,
-            _value_of,
-            take,
-            one_load,
-            ranks,
-            strict=strict,
-            process_group=process_group,
+            state_dict, one_load, ranks, strict=strict, process_group=process_group
         )
     reader.warn_of_lost_precision()
     return report
@@ -352,14 +346,5 @@ def _made(kind: Any, given: Any, checkpoint_id: CheckpointId | None, options: St
     return given
 
 
-def _is_stateful(value: Any) -> bool:
-    """As isinstance(value, Stateful), which takes 20 microseconds before Python 3.12."""
-    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
-
-
 def _values_of(state_dict: StateDict) -> StateDict:
-    return {key: _value_of(value) for key, value in state_dict.items()}
-
-
-def _value_of(value: Any) -> Any:
-    return value.state_dict() if _is_stateful(value) else value
+    return {key: value_of(value) for key, value in state_dict.items()}

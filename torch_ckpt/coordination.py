@@ -1,4 +1,5 @@
-"""Where the ranks of one save or load meet. The only module that talks to a process group.
+"""Where the ranks of one save or load meet. Only this module and replicas.py, which sends tensors,
+talk to a process group.
 
 Each step runs on every rank; its outcomes, errors included, are exchanged before anybody goes on,
 so that a failure anywhere raises the same ``CheckpointException`` everywhere and no rank waits for

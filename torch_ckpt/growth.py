@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -70,7 +71,13 @@ def zero_what_is_not_stored(state_dict: dict[str, Any], metadata: Metadata) -> N
         for number, chunk in enumerate(chunks_here(value)):
             index = MetadataIndex(name, chunk.offsets, number)
             local = find_state_dict_object({name: value}, index)
-            _zero_outside(local.detach(), chunk.offsets, size)
+            with writable(local):
+                _zero_outside(local.detach(), chunk.offsets, size)
+
+
+def writable(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """Lets torch write into it: into inference tensors it does so only in inference mode."""
+    return torch.inference_mode() if tensor.is_inference() else nullcontext()
 
 
 def _zero_outside(local: torch.Tensor, offsets: torch.Size, size: tuple[int, ...]) -> None:

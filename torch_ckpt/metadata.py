@@ -121,6 +121,16 @@ def read_metadata(
         Unsafe, Corrupt: see :func:`decode_metadata`.
         CheckpointError: the file is larger than ``MAX_METADATA_BYTES``.
     """
+    data = metadata_bytes(path, name)
+    return decode_metadata(data, os.path.join(path, name), allow_pickle=allow_pickle)
+
+
+def metadata_bytes(path: str | os.PathLike[str], name: str = METADATA_NAME) -> bytes:
+    """What :func:`read_metadata` decodes.
+
+    Raises:
+        FileNotFoundError, Corrupt, CheckpointError: see :func:`read_metadata`.
+    """
     file = os.path.join(path, name)
     try:
         with open(file, "rb", opener=_open_without_waiting) as stream:
@@ -130,12 +140,11 @@ def read_metadata(
             size = status.st_size
             if size > MAX_METADATA_BYTES:
                 raise CheckpointError(f"{file} has {size} bytes, more than {MAX_METADATA_BYTES}")
-            data = stream.read()
+            return stream.read()
     except FileNotFoundError:
         raise FileNotFoundError(
             2, f"no committed checkpoint: there is no {name} in the directory", os.fspath(path)
         ) from None
-    return decode_metadata(data, file, allow_pickle=allow_pickle)
 
 
 def _open_without_waiting(path: str, flags: int) -> int:

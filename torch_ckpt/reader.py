@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import warnings
@@ -28,12 +29,12 @@ from torch.futures import Future
 from torch_ckpt import _C
 from torch_ckpt.collector import RelaxedGc, no_gc
 from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
-from torch_ckpt.growth import let_tensors_grow, zero_what_is_not_stored
+from torch_ckpt.growth import let_tensors_grow, writable, zero_what_is_not_stored
 from torch_ckpt.hooks import keeps_methods
-from torch_ckpt.metadata import METADATA_NAME, checksum_tables, read_metadata
+from torch_ckpt.metadata import METADATA_NAME, checksum_tables, decode_metadata, metadata_bytes
 from torch_ckpt.precision import loses_precision
 from torch_ckpt.progress import Progress, ProgressOption, Reporter
-from torch_ckpt.replicas import read_once
+from torch_ckpt.replicas import read_alone, read_once
 
 #: As many names an error or a warning gives.
 MOST_NAMES = 8
@@ -117,8 +118,10 @@ class FileSystemReader(StockReader):
         direct_io: True, False, or "auto": for what the page cache does not hold.
         zero_fill: a tensor may be larger than the stored one; outside of that it is filled with
             zeros.
-        read_once: bytes that several ranks want are read by one of them and sent to the others,
-            over the default process group, all ranks of which must load.
+        read_once: contiguous tensors that several ranks want are read by one of them and sent to
+            the others, over the process group, all ranks of which must load with it.
+        process_group: that of the load, where ``dcp.load`` gets one; None: the default group.
+            ``torch_ckpt.load`` sets it.
         progress: see :data:`torch_ckpt.progress.ProgressOption`.
         allow_pickle: accept metadata that names more than metadata; only from trusted writers.
 
@@ -138,6 +141,7 @@ class FileSystemReader(StockReader):
         direct_io: bool | str = "auto",
         zero_fill: bool = False,
         read_once: bool = False,
+        process_group: dist.ProcessGroup | None = None,
         progress: ProgressOption = None,
         allow_pickle: bool = False,
         **kwargs: Any,
@@ -158,10 +162,13 @@ class FileSystemReader(StockReader):
         self.direct_io = direct_io
         self.zero_fill = zero_fill
         self.read_once = read_once
+        self.process_group = process_group
         self.progress = progress
         self.allow_pickle = allow_pickle
         self._metadata: Metadata | None = None
+        self._identity: tuple[Metadata | None, bytes] = (None, b"")
         self._planning = RelaxedGc(self)
+        self._is_alone = False
         self._narrowed: dict[str, tuple[torch.dtype, torch.dtype]] = {}
 
     # --- DCP's contract, in the order of a load -------------------------------------------------
@@ -171,7 +178,11 @@ class FileSystemReader(StockReader):
             return super().read_metadata(*args, **kwargs)
         rank = kwargs.get("rank")
         name = METADATA_NAME if rank is None else f"__{rank}{METADATA_NAME}"
-        metadata = read_metadata(self.path, name=name, allow_pickle=self.allow_pickle)
+        data = metadata_bytes(self.path, name)
+        source = os.path.join(self.path, name)
+        metadata = decode_metadata(data, source, allow_pickle=self.allow_pickle)
+        if self.read_once:
+            self._identity = metadata, hashlib.blake2b(data, digest_size=16).digest()
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
         assert metadata.storage_meta is not None
@@ -186,28 +197,48 @@ class FileSystemReader(StockReader):
         # torch passes the rank only to a method that has a parameter of the name `kwargs`.
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
         self._metadata = metadata
+        self._narrowed = {}  # of a load that failed
+        self._is_alone = False
         self._planning.begin()
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        if self.read_once and dist.is_initialized():
+            # With no_dist torch calls this on every rank, with the plan of that rank.
+            self._is_alone = len(plans) == 1
+            size = dist.get_world_size(self.process_group)
+            if len(plans) not in (1, size):
+                raise ValueError(
+                    f"{len(plans)} ranks load with read_once, but the reader's process group has "
+                    f"{size}; pass process_group to the reader, too"
+                )
+        return super().prepare_global_plan(plans)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         self._planning.end()
         if not self._is_local() or self._metadata is None:
             return super().read_data(plan, planner)
-        if not _keeps_default_hooks(planner):
+        # There all that may fail on one rank is told to the others.
+        together = self.read_once and dist.is_initialized() and not self._is_alone
+
+        def prepare() -> Reading:
+            self._fill_with_zeros(planner)
+            return self.reading(planner, plan.items)
+
+        def read_by_hooks() -> None:
             self._fill_with_zeros(planner)
             # Hooks of the user's own run on this thread, in the plan's order, in pairs.
             for item in plan.items:
                 self.read(self.reading(planner, [item]))
-        else:
 
-            def prepare() -> Reading:
-                self._fill_with_zeros(planner)
-                return self.reading(planner, plan.items)
-
-            if self.read_once and dist.is_initialized():
-                # There all that may fail on one rank is told to the others.
-                read_once(self, prepare, None)
+        if not _keeps_default_hooks(planner):
+            if together:
+                read_alone(self, read_by_hooks, self.process_group)
             else:
-                self.read(prepare())
+                read_by_hooks()
+        elif together:
+            read_once(self, prepare, self.process_group)
+        else:
+            self.read(prepare())
         self.warn_of_lost_precision()
         future: Future[None] = Future()
         future.set_result(None)
@@ -224,11 +255,16 @@ class FileSystemReader(StockReader):
 
     # --- shared with torch_ckpt.load -------------------------------------------------------------
 
+    def engine_can_read(self) -> bool:
+        """False where a remote file system needs torch's own reading."""
+        return self._is_local()
+
     def set_up_for_load(self, metadata: Metadata, rank: int) -> None:
         """What DCP does by set_up_storage_reader."""
         self.storage_data = metadata.storage_data
         self.rank = rank  # type: ignore[assignment]  # torch declares None
         self._metadata = metadata
+        self._narrowed = {}  # of a load that failed
 
     def reading(self, planner: LoadPlanner, items: list[ReadItem]) -> Reading:
         """What a plan reads, and where it goes.
@@ -343,6 +379,13 @@ class FileSystemReader(StockReader):
             verify=self.verify,
         )
 
+    @property
+    def identity(self) -> bytes | None:
+        """Of the checkpoint being read: the same on another rank only where that reads the same
+        one. None: not known, since the metadata is not what ``read_metadata`` returned."""
+        metadata, identity = self._identity
+        return identity if metadata is self._metadata else None
+
     def can_verify_parts(self, file: str) -> bool:
         """Whether a part of a record in a file is verified as the whole of it is."""
         return not self.verify or file in checksum_tables(self._metadata)
@@ -437,7 +480,7 @@ class FileSystemReader(StockReader):
 
     def _read_with_torch(self, files: list[str], row: Row) -> None:
         """Quantized tensors, subclasses and the like: what only torch.load knows to read."""
-        name, number, offset, length, _dtype, _sizes, region_offsets, region_lengths, target = row
+        name, number, offset, length, _dtype, sizes, region_offsets, region_lengths, target = row
         (data,) = self.read_bytes(files, [(name, number, offset, length)])
         try:
             stored = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
@@ -446,6 +489,13 @@ class FileSystemReader(StockReader):
                 f"{name}: the record in {files[number]} at byte {offset} is neither a plain tensor "
                 f"nor one that torch.load reads safely: {error}"
             ) from error
+        if not isinstance(stored, torch.Tensor) or tuple(stored.shape) != tuple(sizes):
+            kind = type(stored).__name__
+            found = f"a {kind} of {list(stored.shape)}" if hasattr(stored, "shape") else f"a {kind}"
+            raise Corrupt(
+                f"{name}: the record in {files[number]} at byte {offset} holds {found}, "
+                f"the metadata says a tensor of {list(sizes)}"
+            )
         if region_lengths:
             stored = narrow_tensor_by_index(stored, region_offsets, region_lengths)
         if target.size() != stored.size():
@@ -453,7 +503,8 @@ class FileSystemReader(StockReader):
                 f"{name}: mismatch sizes: the target has {list(target.size())}, "
                 f"the record {list(stored.size())}"
             )
-        target.copy_(stored)
+        with writable(target):
+            target.copy_(stored)
 
 
 def _lies_beneath(file: Any) -> bool:

@@ -1,12 +1,15 @@
 """Reading once what several ranks want (``read_once``).
 
 1. Every rank lists what it will read, as digests, and whether it can. Ranks that cannot keep the
-   others from reading.
+   others from reading. The smallest memory limit of all holds for what is sent.
 2. What several ranks want is given to one of them, so that each reads about as many bytes. All
    ranks come to the same result on their own.
 3. Every rank reads what is its own, or nobody else's, into its targets.
 4. All ranks tell whether that succeeded. Where it did not nothing is sent.
 5. Owner by owner, the bytes go to the others in batches.
+
+Contiguous tensors are shared; objects, and tensors of other layouts, are read by each rank. So is
+all of a rank whose planner has hooks of its own: it takes part with nothing to share.
 
 A large tensor of which any part can be verified is cut into rows first, so that ranks share it.
 """
@@ -48,16 +51,16 @@ def read_once(
         _cut_large(reader, reading)
         files = list(reading.files)
         with no_gc():
-            digests = _digests(files, reading.rows)
+            digests = _digests(reader.identity, files, reading.rows)
     except BaseException as error:
         failure = error
-    plans = _gather(_FAILED if failure else digests, group)
+    plans = _gather(_FAILED if failure else (digests, reader.max_inflight_bytes), group)
     if failure is not None:
         raise failure
     if _FAILED in plans:
         return
     assert reading is not None
-    owners = _choose_owners(plans)
+    owners = _choose_owners([digests for digests, _limit in plans])
     rank = dist.get_rank(group)
     try:
         reader.read_all_but_rows(reading)
@@ -81,7 +84,23 @@ def read_once(
         for row, (digest, _bytes) in zip(reading.rows, digests, strict=True)
         if digest is not None
     }
-    _send_all(owners, targets, reader.max_inflight_bytes, group)
+    _send_all(owners, targets, min(limit for _digests, limit in plans), group)
+
+
+def read_alone(
+    reader: FileSystemReader, read: Callable[[], None], group: dist.ProcessGroup | None
+) -> None:
+    """For a rank that wants to read by itself, while others may be in :func:`read_once`."""
+    if _FAILED in _gather(([], reader.max_inflight_bytes), group):
+        return
+    failure: BaseException | None = None
+    try:
+        read()
+    except BaseException as error:
+        failure = error
+    _gather(_FAILED if failure else None, group)
+    if failure is not None:
+        raise failure
 
 
 def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
@@ -94,12 +113,14 @@ def _bytes_of(row: Row) -> int:
     return row[8].numel() * row[8].itemsize
 
 
-def _digests(files: list[str], rows: list[Row]) -> list[tuple[bytes | None, int]]:
+def _digests(
+    checkpoint: bytes | None, files: list[str], rows: list[Row]
+) -> list[tuple[bytes | None, int]]:
     """What each row reads and how many bytes that is; nothing that is for others comes twice."""
     digests: list[tuple[bytes | None, int]] = []
     seen: set[bytes] = set()
     for row in rows:
-        digest = _digest(files, row)
+        digest = _digest(checkpoint, files, row) if checkpoint else None
         if digest in seen:
             digest = None
         if digest is not None:
@@ -108,12 +129,14 @@ def _digests(files: list[str], rows: list[Row]) -> list[tuple[bytes | None, int]
     return digests
 
 
-def _digest(files: list[str], row: Row) -> bytes | None:
+def _digest(checkpoint: bytes, files: list[str], row: Row) -> bytes | None:
     """Of the bytes that a row reads and what becomes of them; None: they are for nobody else."""
     _name, file, offset, length, _dtype, _sizes, region_offsets, region_lengths, target = row
     if type(target) not in (torch.Tensor, torch.nn.Parameter) or not _is_its_bytes(target):
         return None
     what = (
+        # Ranks may read different checkpoints, whose files have the same names.
+        checkpoint,
         files[file],
         offset,
         length,
@@ -195,8 +218,8 @@ def _send_all(
             continue
         parts = _batches((_as_bytes(targets[d]) for d in digests), min(BATCH_BYTES, max_bytes // 4))
         for batch in parts:
-            buffer = torch.empty(sum(p.numel() for p in batch), dtype=torch.uint8)
-            buffer = buffer.to(_device_of(group, batch[0].device))
+            device = _device_of(group, batch[0].device)
+            buffer = torch.empty(sum(p.numel() for p in batch), dtype=torch.uint8, device=device)
             if rank == owner:
                 torch.cat([p.to(buffer.device) for p in batch], out=buffer)
             _send(buffer, owner, ranks, world_size, group)
@@ -247,10 +270,18 @@ def _send(
 
 
 def _device_of(group: dist.ProcessGroup | None, wanted: torch.device) -> torch.device:
-    """The wanted device where the group can send from it, else one from where it can."""
+    """From where the group sends what lies on a device: NCCL from there, others from the CPU."""
     config = dist.get_backend_config(group)
-    if f"{wanted.type}:" in config or config in ("gloo", "mpi"):
-        return wanted if f"{wanted.type}:" in config else torch.device("cpu")
-    if "cpu:" in config:
+    backends = dict(pair.split(":") for pair in config.split(",") if ":" in pair)
+    if not backends:
+        backends = {"cuda" if config == "nccl" else "cpu": config}
+    if backends.get(wanted.type) in ("nccl", "xccl"):
+        return wanted
+    if "cpu" in backends:
         return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    kind = wanted.type if wanted.type in backends else next(iter(backends))
+    return wanted if wanted.type == kind else torch.device(kind, _current_index(kind))
+
+
+def _current_index(kind: str) -> int:
+    return int(torch.get_device_module(kind).current_device())

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -313,6 +314,34 @@ def case_where_one_rank_does_not_fit_nothing_is_changed_on_any(launch: Launch) -
         assert all((t.to_local() == 0).all() for t in state["sharded"].values())
 
 
+def case_meta_tensors_get_memory_only_where_all_ranks_load(launch: Launch) -> None:
+    mesh, path = mesh_1d(launch), launch.path()
+    whole = tensor_of("t", 7, 3)
+    save({"d": distribute_tensor(whole, mesh, [Shard(0)]), "t": whole, "unwanted": whole}, path)
+
+    def on_meta() -> StateDict:
+        local = distribute_tensor(torch.zeros(7, 3), mesh, [Shard(0)])
+        return {
+            "d": torch.empty_like(local, device="meta"),
+            "t": torch.empty(7, 3, device="meta"),
+            "unwanted": torch.empty(7, 3, device="meta"),
+        }
+
+    for options in ({}, {"read_once": True}, {"free_before_read": True}):
+        state = on_meta()
+        if launch.rank == 1:
+            state["absent"] = 0
+        causes = failure_of(launch, lambda s=state, o=options: by_load(s, path, **o))
+        assert set(causes) == {1}
+        assert all(state[name].is_meta for name in ("d", "t", "unwanted"))
+        state = on_meta()
+        by_load(state, path, names=["d", "t"], **options)
+        assert isinstance(state["d"], DTensor)
+        assert_equal(state["d"].full_tensor(), whole)
+        assert_equal(state["t"], whole)
+        assert state["unwanted"].is_meta
+
+
 def case_what_fits_is_loaded_on_each_rank(launch: Launch) -> None:
     path = launch.path()
     save(everything(launch), path)
@@ -331,6 +360,101 @@ def case_freeing_first_gives_the_same(launch: Launch) -> None:
     state = everything_emptied(launch)
     by_load(state, path, free_before_read=True)
     assert_everything(launch, state)
+
+
+# --- Stateful values -----------------------------------------------------------------------------
+
+
+class Collective:
+    """What it does all ranks do together, but for one method that fails on one of them."""
+
+    def __init__(self, launch: Launch, rank: int = -1, fails: str = "") -> None:
+        self.tensor = torch.zeros(5)
+        self.fails = fails if launch.rank == rank else ""
+
+    def state_dict(self) -> StateDict:
+        return self.do("state_dict")
+
+    def load_state_dict(self, state: StateDict) -> None:
+        self.do("load_state_dict")
+
+    def do(self, what: str) -> StateDict:
+        if self.fails == what:
+            raise RuntimeError(f"{what} failed on purpose")
+        dist.barrier()
+        return {"t": self.tensor}
+
+
+class Lonely(Collective):
+    """As that, but nobody waits for anybody."""
+
+    def do(self, what: str) -> StateDict:
+        if self.fails == what:
+            raise RuntimeError(f"{what} failed on purpose")
+        return {"t": self.tensor}
+
+
+def case_a_stateful_value_that_fails_on_one_rank_fails_the_load_on_all(launch: Launch) -> None:
+    path = launch.path()
+    save({key: {"t": tensor_of(key, 5)} for key in ("a", "b")}, path)
+    for fails in ("state_dict", "load_state_dict"):
+        for free in (False, True):
+            state = {"a": Lonely(launch), "b": Lonely(launch, 1, fails)}
+            causes = failure_of(
+                launch, lambda s=state, f=free: by_load(s, path, free_before_read=f)
+            )
+            assert {rank: str(cause) for rank, cause in causes.items()} == {
+                1: f"{fails} failed on purpose"
+            }
+
+
+def case_who_fails_while_freeing_does_not_keep_the_others_waiting(launch: Launch) -> None:
+    """In what the next value does together."""
+    good = launch.path("good")
+    save({key: {"t": tensor_of(key, 5)} for key in ("a", "b")}, good)
+    for fails in ("state_dict", "load_state_dict"):
+        state = {"a": Lonely(launch, 1, fails), "b": Collective(launch)}
+        causes = failure_of(launch, lambda s=state: by_load(s, good, free_before_read=True))
+        assert set(causes) == {1}
+    state = {"a": Collective(launch), "b": Collective(launch)}
+    by_load(state, good, free_before_read=True)
+    assert_equal(state["b"].tensor, tensor_of("b", 5))
+
+
+def case_freeing_needs_the_same_stateful_values_on_all_ranks(launch: Launch) -> None:
+    path = launch.path()
+    save({"a": {"t": tensor_of("a", 5)}, "b": {"t": tensor_of("b", 5)}, "c": torch.ones(1)}, path)
+    state: StateDict = {"a": Collective(launch)}
+    if launch.rank == 1:
+        state["b"] = Collective(launch)
+    causes = failure_of(launch, lambda: by_load(state, path, free_before_read=True))
+    assert "same Stateful values on all ranks" in str(causes[0])
+    assert "rank 1 ['a', 'b']" in str(causes[0])
+    others: StateDict = {"a": Collective(launch)}
+    if launch.rank == 1:
+        others["c"] = torch.zeros(1)
+    by_load(others, path, free_before_read=True)
+    assert_equal(others["a"].tensor, tensor_of("a", 5))
+
+
+def case_a_pattern_may_match_on_one_rank_only(launch: Launch) -> None:
+    path = launch.path()
+    save({f"stage {i}": torch.full((3,), float(i)) for i in range(launch.size)}, path)
+    for free in (False, True):
+        name = f"stage {launch.rank}"
+        state = {name: torch.full((3,), 7.0)}
+        patterns = [f"stage {i}" for i in range(launch.size)]
+        by_load(state, path, names=patterns, free_before_read=free)
+        assert (state[name] == launch.rank).all()
+        causes = failure_of(
+            launch,
+            lambda s=state, f=free, p=patterns: by_load(
+                s, path, names=[*p, "of nobody"], free_before_read=f
+            ),
+        )
+        (cause,) = causes.values()
+        assert isinstance(cause, ValueError)
+        assert str(cause) == "no name in the state dict matches 'of nobody'"
 
 
 # --- read_once -----------------------------------------------------------------------------------
@@ -523,6 +647,81 @@ def case_a_subgroup_reads_once(launch: Launch) -> None:
         by_load(state, path, read_once=True, process_group=group)
     for name, tensor in state.items():
         assert_equal(tensor, tensor_of(name, 300, 200), name)
+        tensor.zero_()
+    by_dcp_in_group(state, path, group, process_group=group)
+    with_planner = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    by_load(
+        with_planner, path, read_once=True, process_group=group, planner=dcp.DefaultLoadPlanner()
+    )
+    for target in (state, with_planner):
+        for name, tensor in target.items():
+            assert_equal(tensor, tensor_of(name, 300, 200), name)
+    if len(members) > 1:
+        with pytest.raises(dcp.CheckpointException, match="pass process_group to the reader"):
+            by_dcp_in_group(state, path, group)
+
+
+def by_dcp_in_group(state: StateDict, path: Path, group: Any, **options: Any) -> None:
+    reader = torch_ckpt.FileSystemReader(path, read_once=True, **options)
+    dcp.load(state, storage_reader=reader, process_group=group)
+
+
+def case_a_rank_alone_reads_once_by_itself(launch: Launch) -> None:
+    path = launch.path()
+    save({"t": tensor_of("t", 300, 200)}, path)
+    state = {"t": torch.zeros(300, 200)}
+    planners: list[Any] = [None, dcp.DefaultLoadPlanner(), Hooked()]
+    for who in [(launch.rank,), (0,), (launch.size - 1,)]:
+        if launch.rank not in who:
+            continue
+        for planner in planners:
+            torch_ckpt.load(state, path, read_once=True, no_dist=True, planner=planner)
+            assert_equal(state["t"].clone(), tensor_of("t", 300, 200))
+            state["t"].zero_()
+            storage_reader = torch_ckpt.FileSystemReader(path, read_once=True)
+            dcp.load(state, storage_reader=storage_reader, no_dist=True, planner=planner)
+            assert_equal(state["t"].clone(), tensor_of("t", 300, 200))
+            state["t"].zero_()
+
+
+class Hooked(dcp.DefaultLoadPlanner):
+    """Its tensors are not to be written before it has been asked."""
+
+    def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+        return super().resolve_tensor(read_item)
+
+
+def case_a_planner_of_ones_own_on_one_rank_reads_beside_the_others(launch: Launch) -> None:
+    path = launch.path()
+    names = [f"t{i}" for i in range(4)]
+    save({name: tensor_of(name, 300, 200) for name in names}, path)
+    for odd in range(launch.size):
+        planner = Hooked() if launch.rank == odd else dcp.DefaultLoadPlanner()
+        state = {name: torch.zeros(300, 200) for name in names}
+        by_load(state, path, read_once=True, planner=planner)
+        for name, tensor in state.items():
+            assert_equal(tensor, tensor_of(name, 300, 200), name)
+
+
+def case_ranks_that_read_different_checkpoints_each_get_theirs(launch: Launch) -> None:
+    """At the same places in files of the same names."""
+    for number, saver in enumerate((torch_ckpt.save, dcp.save)):
+        path = launch.path(str(number), f"of {launch.rank}")
+        saver({"t": torch.full((300, 200), float(launch.rank))}, checkpoint_id=path, no_dist=True)
+        for load in LOADERS:
+            state = {"t": torch.full((300, 200), 7.0)}
+            load(state, path, read_once=True)
+            assert (state["t"] == launch.rank).all()
+
+
+def case_ranks_that_read_once_may_have_different_limits(launch: Launch) -> None:
+    path = launch.path()
+    save({f"t{i}": tensor_of(f"t{i}", 300, 1000) for i in range(4)}, path)
+    for load in LOADERS:
+        state = {f"t{i}": torch.zeros(300, 1000) for i in range(4)}
+        load(state, path, read_once=True, max_inflight_bytes=(1 + launch.rank) << 20)
+        for name, tensor in state.items():
+            assert_equal(tensor, tensor_of(name, 300, 1000), name)
 
 
 def case_read_once_fills_up_with_zeros(launch: Launch) -> None:

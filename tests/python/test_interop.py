@@ -996,6 +996,12 @@ def test_another_file_system_is_written_and_read_through_torchs_code(thread_coun
     loaded = emptied(state_of())
     dcp.load(loaded, storage_reader=reader(path), no_dist=True)
     assert_equal(loaded, state_of())
+    loaded = emptied(state_of())
+    assert torch_ckpt.load(loaded, storage_reader=reader(path), no_dist=True) is None
+    assert_equal(loaded, state_of())
+    for option in ({"strict": False}, {"names": ["a"]}, {"free_before_read": True}):
+        with pytest.raises(ValueError, match="a file system that is not local"):
+            torch_ckpt.load(loaded, storage_reader=reader(path), no_dist=True, **option)
 
 
 def test_a_failing_file_system_of_another_kind_fails_the_save(

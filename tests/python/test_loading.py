@@ -14,13 +14,17 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import _version
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import torch_ckpt
 from tests.support import (
@@ -35,8 +39,10 @@ from tests.support import (
     stock_save,
     zeros,
 )
+from torch_ckpt import _C
 from torch_ckpt.errors import CheckpointError, Corrupt, LoadMismatch
 from torch_ckpt.growth import GrowingSize
+from torch_ckpt.metadata import encode_metadata, read_metadata
 from torch_ckpt.precision import loses_precision
 
 Shape = tuple[int, ...]
@@ -48,7 +54,7 @@ def save(state: StateDict, path: Path) -> None:
     torch_ckpt.save(state, path, no_dist=True, sync_files=False)
 
 
-def load(state: StateDict, path: Path, **options: Any) -> torch_ckpt.LoadReport:
+def load(state: StateDict, path: Path, **options: Any) -> Any:
     return torch_ckpt.load(state, path, no_dist=True, **options)
 
 
@@ -300,6 +306,26 @@ def test_the_warning_counts_what_it_has_no_room_for(tmp_path: Path) -> None:
         load({f"t{i}": torch.zeros(3).half() for i in range(20)}, tmp_path)
 
 
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_load_does_not_warn_of_one_that_failed_before(tmp_path: Path, ours: bool) -> None:
+    save({"a": torch.ones(3), "b": torch.ones(3)}, tmp_path)
+    reader = torch_ckpt.FileSystemReader(tmp_path)
+
+    def load_with_it(state: StateDict) -> None:
+        if ours:
+            load(state, tmp_path, storage_reader=reader)
+        else:
+            dcp.load(state, storage_reader=reader, no_dist=True)
+
+    failing = mock.patch.object(reader, "_read_with_torch", side_effect=OSError)
+    unknown = mock.patch.object(_C, "load_tensors", return_value=[0])
+    with failing, unknown, pytest.raises(dcp.CheckpointException):
+        load_with_it({"a": torch.zeros(3).half()})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="loading converts")
+        load_with_it({"b": torch.zeros(3)})
+
+
 @pytest.mark.parametrize("loader", LOADERS)
 def test_widening_warns_of_nothing(tmp_path: Path, loader: Any) -> None:
     save({"t": torch.ones(3), "i": torch.ones(3, dtype=torch.int8)}, tmp_path)
@@ -504,6 +530,29 @@ def test_meta_tensors_are_looked_at_and_stay_meta_tensors(tmp_path: Path) -> Non
     assert state["model"]["t"].is_meta
 
 
+@pytest.mark.parametrize("free", [False, True])
+def test_meta_tensors_get_memory_where_they_are_loaded(tmp_path: Path, free: bool) -> None:
+    save({"model": {"a": torch.ones(3), "b": torch.ones(3)}, "c": torch.ones(3)}, tmp_path)
+
+    def on_meta() -> StateDict:
+        tensors = {name: torch.empty(3, device="meta") for name in ("a", "b", "other")}
+        return {"model": tensors, "c": torch.empty(3, device="meta")}
+
+    state = on_meta()
+    mismatch(lambda: load(state, tmp_path, free_before_read=free))
+    assert all(tensor.is_meta for tensor in (*state["model"].values(), state["c"]))
+    load(state, tmp_path, free_before_read=free, names=["model.a"])
+    assert state["model"]["a"].tolist() == [1, 1, 1]
+    assert all(state["model"][name].is_meta for name in ("b", "other"))
+    assert state["c"].is_meta
+    load(state, tmp_path, free_before_read=free, strict=False)
+    assert state["model"]["b"].tolist() == state["c"].tolist() == [1, 1, 1]
+    assert state["model"]["other"].is_meta
+    grown = {"model": {"a": torch.empty(5, device="meta")}}
+    load(grown, tmp_path, free_before_read=free, zero_fill=True)
+    assert grown["model"]["a"].tolist() == [1, 1, 1, 0, 0]
+
+
 def emptied_on_cpu(state: Any) -> Any:
     if isinstance(state, dict):
         return {key: emptied_on_cpu(value) for key, value in state.items()}
@@ -562,6 +611,45 @@ def test_a_larger_target_may_be_strided_and_of_another_dtype(
 
 
 @pytest.mark.parametrize("loader", LOADERS)
+def test_inference_tensors_are_filled_and_filled_up(tmp_path: Path, loader: Any) -> None:
+    save({"t": torch.ones(3, 4), "q": quantized(4)}, tmp_path)
+    with torch.inference_mode():
+        state = {"t": torch.full((5, 4), 7.0), "q": quantized(4, end=2)}
+    assert state["t"].is_inference()
+    loader(state, tmp_path, zero_fill=True)
+    assert (state["t"][:3] == 1).all()
+    assert (state["t"][3:] == 0).all()
+    assert torch.equal(state["q"].dequantize(), quantized(4).dequantize())
+
+
+def quantized(rows: int, end: float = 3) -> torch.Tensor:
+    """Only torch reads it."""
+    values = torch.linspace(-3, end, rows * 6).reshape(rows, 6)
+    return torch.quantize_per_tensor(values, 0.05, 3, torch.quint8)
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_a_record_of_another_shape_is_damage(tmp_path: Path, loader: Any) -> None:
+    """Of what only torch reads; the engine compares what it reads itself."""
+    save({"t": quantized(4)}, tmp_path)
+
+    def change(stored: Any) -> None:
+        stored.size = torch.Size((8, 6))
+        stored.chunks = [dcp.metadata.ChunkStorageMetadata(torch.Size((0, 0)), stored.size)]
+
+    change_metadata(tmp_path, change)
+    for cause in (
+        refusal(lambda: loader({"t": quantized(8)}, tmp_path)),
+        refusal(
+            lambda: dcp_load({"t": quantized(2)}, tmp_path, planner=Boxes({"t": (5, 0)})),
+        ),
+    ):
+        assert type(cause) is Corrupt
+        assert str(cause).startswith("t: the record in ")
+        assert "holds a Tensor of [4, 6], the metadata says a tensor of [8, 6]" in str(cause)
+
+
+@pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize("wanted", [(2, 4), (9, 3), (3,), (3, 4, 1)], ids=str)
 def test_a_smaller_target_and_one_of_other_dimensions_are_refused(
     tmp_path: Path, loader: Any, wanted: Shape
@@ -614,6 +702,65 @@ def test_values_and_zeros_are_there_after_freeing_too(tmp_path: Path) -> None:
     state = {"t": torch.full((5,), 7.0)}
     load(state, tmp_path, zero_fill=True, free_before_read=True)
     assert state["t"].tolist() == [1, 1, 1, 0, 0]
+
+
+# --- metadata that does not cover a tensor -------------------------------------------------------
+
+
+def change_metadata(path: Path, change: Callable[[Any], None]) -> None:
+    metadata = read_metadata(path)
+    change(metadata.state_dict_metadata["t"])
+    (path / ".metadata").write_bytes(encode_metadata(metadata))
+
+
+@pytest.fixture
+def one_rank_mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
+    yield DeviceMesh("cpu", [0])
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("zero_fill", [False, True])
+@pytest.mark.parametrize(
+    ("sizes", "offsets", "says"),
+    [
+        (None, None, "has shards with 0 of the 12 elements"),
+        ((2, 4), (0, 0), "has shards with 8 of the 12 elements"),
+        ((3, 4), (1, 0), "a shard of [3, 4] at [1, 0], which is outside of the tensor of [3, 4]"),
+        ((4, 4), (0, 0), "a shard of [4, 4] at [0, 0], which is outside"),
+        ((3, 4), (-1, 0), "a shard of [3, 4] at [-1, 0], which is outside"),
+        ((12,), (0,), "a shard of [12] at [0], which is outside"),
+    ],
+)
+def test_metadata_that_does_not_cover_a_tensor_is_damage(
+    tmp_path: Path,
+    one_rank_mesh: DeviceMesh,
+    sharded: bool,
+    zero_fill: bool,
+    sizes: Shape | None,
+    offsets: Shape,
+    says: str,
+) -> None:
+    path = tmp_path / "checkpoint"
+    save({"t": torch.ones(3, 4)}, path)
+
+    def change(stored: Any) -> None:
+        stored.chunks = []
+        if sizes is not None:
+            chunk = dcp.metadata.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+            stored.chunks = [chunk]
+
+    change_metadata(path, change)
+    target = torch.full((5, 4) if zero_fill else (3, 4), 7.0)
+    state = {"t": distribute_tensor(target, one_rank_mesh, [Shard(0)]) if sharded else target}
+    cause = refusal(lambda: load(state, path, zero_fill=zero_fill))
+    assert type(cause) is Corrupt
+    assert str(cause).startswith("t: the metadata has ")
+    assert says in str(cause)
+    assert (target == 7).all()
 
 
 class TestGrowingSize:
@@ -701,6 +848,18 @@ def test_all_that_differs_is_in_one_message_and_nothing_is_changed(
     ):
         assert said in str(cause)
     assert_untouched(state)
+
+
+@pytest.mark.parametrize("free", [False, True])
+def test_a_stored_object_does_not_take_the_place_of_a_tensor(stored: Path, free: bool) -> None:
+    state = {"step": torch.full((2,), 7.0)}
+    cause = mismatch(lambda: load(state, stored, free_before_read=free))
+    assert cause.report.kinds == [("step", "an object", "a Tensor")]
+    assert cause.report.loaded == []
+    assert state["step"].tolist() == [7, 7]
+    counter = {"step": torch.tensor(7)}
+    load(counter, stored, free_before_read=free)
+    assert counter["step"] == STORED["step"]
 
 
 def test_preflight_says_the_same_and_changes_nothing(stored: Path) -> None:
@@ -820,6 +979,12 @@ def test_a_planner_does_not_go_with_the_options_of_our_own(stored: Path, options
         load({}, stored, planner=dcp.DefaultLoadPlanner(), **options)
 
 
+def test_a_load_by_a_planner_has_no_report(stored: Path) -> None:
+    state = emptied(STORED)
+    assert load(state, stored, planner=dcp.DefaultLoadPlanner()) is None
+    assert_equal(state, STORED)
+
+
 class Holder:
     """A Stateful that counts how often it was told."""
 
@@ -845,6 +1010,18 @@ def test_stateful_values_are_told_once(tmp_path: Path, free: bool) -> None:
     assert (state["a"], state["b"]) == (a, b)
     assert (a.told, b.told) == (1, 1)
     assert b.weight.tolist() == [2] * 4
+    assert b.nested == {"count": 2}
+
+
+@pytest.mark.parametrize("free", [False, True])
+def test_stateful_values_of_which_no_name_is_chosen_are_not_told(
+    tmp_path: Path, free: bool
+) -> None:
+    save({"a": Holder(1), "b": Holder(2)}, tmp_path)
+    a, b = Holder(7), Holder(7)
+    load({"a": a, "b": b}, tmp_path, names=["b.nested.*"], free_before_read=free)
+    assert (a.told, b.told) == (0, 1)
+    assert b.weight.tolist() == [7] * 4
     assert b.nested == {"count": 2}
 
 

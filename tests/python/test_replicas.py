@@ -123,7 +123,9 @@ def test_a_tensor_of_one_row_or_none_is_not_cut(
 def test_what_is_not_its_bytes_is_for_nobody_else(tmp_path: Path, target: torch.Tensor) -> None:
     save({"t": torch.ones(5, 4)}, tmp_path)
     _reader, reading = reading_of(tmp_path, target)
-    assert [digest for digest, _size in _digests(list(reading.files), reading.rows)] == [None]
+    assert [digest for digest, _size in _digests(b"one", list(reading.files), reading.rows)] == [
+        None
+    ]
 
 
 def test_rows_for_one_memory_and_another_have_one_digest(tmp_path: Path) -> None:
@@ -131,6 +133,46 @@ def test_rows_for_one_memory_and_another_have_one_digest(tmp_path: Path) -> None
     digests = []
     for target in (torch.zeros(5, 4), torch.ones(5, 4), torch.zeros(5, 4).double()):
         _reader, reading = reading_of(tmp_path, target)
-        digests += [digest for digest, _size in _digests(list(reading.files), reading.rows)]
+        digests += [digest for digest, _size in _digests(b"one", list(reading.files), reading.rows)]
     assert digests[0] == digests[1] != digests[2]
     assert None not in digests
+
+
+def test_the_same_places_in_two_checkpoints_have_two_digests(tmp_path: Path) -> None:
+    """Of the same size, saved by processes that know nothing of each other."""
+    digests = []
+    for name in ("one", "two", "one"):
+        if not (tmp_path / name).exists():
+            save({"t": torch.ones(5, 4)}, tmp_path / name)
+        reader, reading = reading_of(tmp_path / name, torch.zeros(5, 4), read_once=True)
+        digests += _digests(reader.identity, list(reading.files), reading.rows)
+    assert digests[0] == digests[2] != digests[1]
+
+
+def test_nothing_is_shared_of_metadata_that_came_from_elsewhere(tmp_path: Path) -> None:
+    save({"t": torch.ones(5, 4)}, tmp_path)
+    reader, reading = reading_of(tmp_path, torch.zeros(5, 4), read_once=True)
+    reader.set_up_for_load(torch_ckpt.FileSystemReader(tmp_path).read_metadata(), 0)
+    assert _digests(reader.identity, list(reading.files), reading.rows) == [(None, 80)]
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted", "expected"),
+    [
+        ("cpu:gloo,cuda:gloo", "cuda:1", "cpu"),
+        ("cpu:gloo,cuda:nccl", "cuda:1", "cuda:1"),
+        ("cpu:gloo,cuda:nccl", "cpu", "cpu"),
+        ("cpu:gloo,xpu:xccl", "xpu:1", "xpu:1"),
+        ("cuda:nccl", "cuda:1", "cuda:1"),
+        ("cuda:nccl", "cpu", "cuda:3"),
+        ("cpu:mpi", "cuda:1", "cpu"),
+        ("gloo", "cuda:1", "cpu"),
+        ("nccl", "cpu", "cuda:3"),
+    ],
+)
+def test_bytes_are_sent_from_where_the_backend_can(
+    monkeypatch: pytest.MonkeyPatch, config: str, wanted: str, expected: str
+) -> None:
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda _group: config)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert replicas._device_of(None, torch.device(wanted)) == torch.device(expected)
