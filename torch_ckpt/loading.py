@@ -2,9 +2,10 @@
 
 1. Every rank flattens its state dict and compares it with the metadata: names, kinds, shapes and
    dtypes. What does not fit is reported as a whole, on all ranks, before anything has been changed.
-2. Every rank reads its part: rows of its own for plain tensors, a plan of torch's planner for the
+2. Meta tensors that are loaded get memory.
+3. Every rank reads its part: rows of its own for plain tensors, a plan of torch's planner for the
    rest (DTensor, ShardedTensor, objects). No plans are exchanged, but for ``read_once``.
-3. Tensors have received their values in place; other values are replaced, and ``Stateful`` ones get
+4. Tensors have received their values in place; other values are replaced, and ``Stateful`` ones get
    theirs by ``load_state_dict``.
 """
 
@@ -17,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -529,10 +531,10 @@ def load_values_freeing(
 
     _same_everywhere(ranks, begin, stateful)
     for keys in steps:
-        ranks.all_succeed("plan", lambda keys=keys: compare(keys))  # type: ignore[misc]
+        ranks.all_succeed("plan", partial(compare, keys))
     _agree(ranks, load, lambda: load.require_fit(total, strict))
     for keys in steps:
-        ranks.all_succeed("load", lambda keys=keys: read(keys))  # type: ignore[misc]
+        ranks.all_succeed("load", partial(read, keys))
     return total
 
 
