@@ -357,7 +357,7 @@ class Load:
             if chunk.sizes != whole.shape:
                 for dim, place in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
                     part = part.narrow(dim, *place)
-            number = reading.number(info.relative_path)
+            number = reading.number(info.relative_path, name)
             found.append((name, number, info.offset, info.length, dtype, chunk.sizes, (), (), part))
         reading.rows.extend(found)
         return True

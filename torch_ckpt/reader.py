@@ -84,14 +84,24 @@ class Reading:
         self.transformed: list[ReadItem] = []
         self.to_commit: list[tuple[ReadItem, torch.Tensor]] = []
 
-    def number(self, file: str) -> int:
-        """The number of a file."""
-        return self.files.setdefault(file, len(self.files))
+    def number(self, file: str, name: str) -> int:
+        """The number of a file, in which a tensor of that name lies.
+
+        Raises:
+            Unsafe: it lies outside of the checkpoint's directory.
+        """
+        if file not in self.files:
+            if not _lies_beneath(file):
+                raise _outside(name, file)
+            self.files[file] = len(self.files)
+        return self.files[file]
 
     def add(self, other: Reading) -> None:
         """Adds what another one reads, for a planner of its own no more."""
         names = list(other.files)
-        self.rows.extend((row[0], self.number(names[row[1]]), *row[2:]) for row in other.rows)
+        self.rows.extend(
+            (row[0], self.number(names[row[1]], row[0]), *row[2:]) for row in other.rows
+        )
         self.byte_items.extend(other.byte_items)
         self.transformed.extend(other.transformed)
         self.to_commit.extend(other.to_commit)
@@ -283,6 +293,8 @@ class FileSystemReader(StockReader):
                     reading.transformed.append(item)
                     continue
                 if item.type == LoadItemType.BYTE_IO:
+                    if not _lies_beneath(info.relative_path):
+                        raise _outside(item.storage_index.fqn, info.relative_path)
                     reading.byte_items.append((item, info))
                     continue
                 target = _whole_target(planner, item) if direct else None
@@ -292,7 +304,7 @@ class FileSystemReader(StockReader):
                 reading.rows.append(
                     (
                         item.storage_index.fqn,
-                        reading.number(info.relative_path),
+                        reading.number(info.relative_path, item.storage_index.fqn),
                         info.offset,
                         info.length,
                         dtype,

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 import torch_ckpt
 from tests.support import cause_of, data_files, flip_bit, place_of, stock_save
-from torch_ckpt.errors import Corrupt
+from torch_ckpt.errors import Corrupt, Unsafe
 
 MIB = 1 << 20
 
@@ -147,3 +147,15 @@ print(of_process("VmHWM") - before)
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     # And what the threads read it by.
     assert int(done.stdout) < 50 * MIB + 32 * MIB + 8 * MIB
+
+
+def test_a_file_outside_of_the_checkpoint_is_refused_before_anything_changes(
+    tmp_path: Path,
+) -> None:
+    metadata = save({"a": torch.ones(3), "note": "stored", "weight": torch.ones(3)}, tmp_path)
+    place_of(metadata, "weight").relative_path = "../other"
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    state = {"a": torch.zeros(3), "note": "mine", "weight": torch.zeros(3)}
+    assert isinstance(refusal(state, tmp_path), Unsafe)
+    assert state["note"] == "mine"
+    assert state["a"].tolist() == [0, 0, 0]
