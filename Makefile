@@ -59,15 +59,16 @@ cpp-test: $(VENV)/.ready ## GoogleTest over the core, which needs no torch
 	cmake --build build/test
 	ctest --test-dir build/test --output-on-failure
 
+# One process for all tests: starting a sanitizer takes longer than most of them.
 cpp-asan: $(VENV)/.ready ## the same under AddressSanitizer and UndefinedBehaviorSanitizer
 	cmake --preset asan
 	cmake --build build/asan
-	ctest --test-dir build/asan --output-on-failure
+	timeout 1200 build/asan/torch_ckpt_tests --gtest_brief=1
 
 cpp-tsan: $(VENV)/.ready ## the same under ThreadSanitizer
 	cmake --preset tsan
 	cmake --build build/tsan
-	ctest --test-dir build/tsan --output-on-failure
+	timeout 1200 build/tsan/torch_ckpt_tests --gtest_brief=1
 
 py-test: build ## pytest, torchrun tests included
 	$(BIN)/python -m pytest $(ARGS)
