@@ -215,6 +215,8 @@ bool have_vectors() {
   unsigned d = 0;
   return __builtin_cpu_supports("avx2") && __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
 }
+
+const bool kHaveVectors = have_vectors();
 #endif
 
 }  // namespace
@@ -228,8 +230,7 @@ Conversion find_scalar_conversion(const Dtype& from, const Dtype& to) {
 Conversion find_vector_conversion([[maybe_unused]] const Dtype& from,
                                   [[maybe_unused]] const Dtype& to) {
 #if defined(__x86_64__)
-  static const bool have = have_vectors();
-  if (have) return Pairs<Vector>::find(from, to);
+  if (kHaveVectors) return Pairs<Vector>::find(from, to);
 #endif
   return nullptr;
 }

@@ -13,18 +13,32 @@ namespace torch_ckpt::format {
 
 namespace {
 
+// What is found out once is found out when the library is loaded, and not by the first who asks: a
+// child that is forked amid that would wait for ever.
 #if defined(__x86_64__)
+const bool kHasAvx = __builtin_cpu_supports("avx") != 0;
+
 __attribute__((target("avx"))) void zero_upper() { _mm256_zeroupper(); }
 
 // ISA-L's AVX-512 code leaves the upper halves of vector registers in use, and then all SSE code of
 // the thread is slower: a caller's Python by a third, from its first checksum on.
 void leave_vector_code() {
-  static const bool has_avx = __builtin_cpu_supports("avx") != 0;
-  if (has_avx) zero_upper();
+  if (kHasAvx) zero_upper();
 }
 #else
 void leave_vector_code() {}
 #endif
+
+// Blocks have few sizes, all of them powers of two, and come by the hundred thousand: what depends
+// on the size alone takes ten times as long as the rest.
+constexpr int kSizes = 32;
+const std::array<uLong, kSizes> kOperators = [] {
+  std::array<uLong, kSizes> operators{};
+  for (int log2 = 0; log2 < kSizes; ++log2) {
+    operators[log2] = ::crc32_combine_gen(static_cast<z_off_t>(std::uint64_t{1} << log2));
+  }
+  return operators;
+}();
 
 }  // namespace
 
@@ -38,16 +52,6 @@ std::uint32_t crc32(std::uint32_t crc, std::span<const std::byte> data) {
 }
 
 std::uint32_t crc32_join(std::uint32_t first, std::uint32_t second, std::uint64_t second_bytes) {
-  // Blocks have few sizes, all of them powers of two, and come by the hundred thousand: what
-  // depends on the size alone takes ten times as long as the rest.
-  constexpr int kSizes = 32;
-  static const std::array<uLong, kSizes> kOperators = [] {
-    std::array<uLong, kSizes> operators{};
-    for (int log2 = 0; log2 < kSizes; ++log2) {
-      operators[log2] = ::crc32_combine_gen(static_cast<z_off_t>(std::uint64_t{1} << log2));
-    }
-    return operators;
-  }();
   if (std::has_single_bit(second_bytes) && std::countr_zero(second_bytes) < kSizes) {
     return static_cast<std::uint32_t>(
         ::crc32_combine_op(first, second, kOperators[std::countr_zero(second_bytes)]));

@@ -151,6 +151,7 @@ TEST(Fork, AChildSavesAndLoadsAfterItsParentHasUsedTheEngine) {
 
 TEST(Fork, AChildSavesWhileItsParentIsAmidASave) {
   TC_SKIP_FORK_UNDER_TSAN();
+  TC_SKIP_FORK_OF_BUSY_THREADS_UNDER_ASAN();
   let_every_thread_start();
   TempDir directory;
   const std::string contents(50'000, 'x');
@@ -273,6 +274,7 @@ TEST(Fork, AChildsQuietThreadsAreItsOwn) {
 
 TEST(Fork, AChildDoesNotWaitForItsParentsSave) {
   TC_SKIP_FORK_UNDER_TSAN();
+  TC_SKIP_FORK_OF_BUSY_THREADS_UNDER_ASAN();
   let_every_thread_start();
   TempDir directory;
   const std::string contents(50'000, 'x');
@@ -303,6 +305,7 @@ TEST(Fork, AChildDoesNotWaitForItsParentsSave) {
 
 TEST(Fork, AChildDoesNotWaitForItsParentsLoad) {
   TC_SKIP_FORK_UNDER_TSAN();
+  TC_SKIP_FORK_OF_BUSY_THREADS_UNDER_ASAN();
   let_every_thread_start();
   TempDir directory;
   test::write_file(directory.file("a"), "hello");
