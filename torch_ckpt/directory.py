@@ -1,7 +1,8 @@
 """A checkpoint's directory, held open, and who works in it.
 
-No lock decides what a checkpoint is: the commit's rename does. The locks (``flock`` of the directory itself, so nothing is left behind) only keep files
-from being removed under somebody's hands:
+No lock decides what a checkpoint is: the commit's rename does. The locks (``flock`` of the
+directory itself, so that nothing is left behind) only keep files from being removed under
+somebody's hands:
 
 1. Who saves or loads shares the directory for as long: one descriptor for each save, of the
    coordinator, and one for each load.
@@ -18,6 +19,7 @@ import fcntl
 import os
 import time
 import weakref
+from contextlib import suppress
 
 # What flock says where another descriptor holds the lock.
 _BUSY = (errno.EWOULDBLOCK, errno.EAGAIN)
@@ -79,8 +81,6 @@ def _let_go(fd: int, pid: int) -> None:
     # A forked child has the same lock, and would keep it were it not released explicitly; but it is
     # not the child's to release.
     if os.getpid() == pid:
-        try:
+        with suppress(OSError):  # a file system without locks
             fcntl.flock(fd, fcntl.LOCK_UN)
-        except OSError:
-            pass  # a file system without locks
     os.close(fd)
