@@ -90,7 +90,8 @@ def save(
         except BaseException as error:
             spawn(functools.partial(tell_the_others, ranks, error))
             raise
-        stack.callback(ranks.close)
+        # A rank that dies after its part is done is waited for no longer than others are.
+        stack.callback(ranks.close, min(timeout, 60.0))
         if planner is None and writer.engine_can_write():
             return save_state(lambda: _values_of(state_dict), writer, ranks)
         metadata: Metadata = dcp_save(
