@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 import uuid
 import warnings
 import weakref
 from collections.abc import Iterable
+from typing import ClassVar
 
 from torch_ckpt import _C
 from torch_ckpt.directory import OpenDirectory
@@ -44,7 +46,8 @@ class Claim:
     """A save's part in a directory: of the coordinator, or of each rank where ranks save alone.
 
     Dropped without a commit it is that of a save that failed, whose files then go, whichever rank
-    wrote them.
+    wrote them. So it is when the thread that made it makes another one for the directory: who keeps
+    an exception may keep the first one, too.
 
     Args:
         directory: of the checkpoint; it exists.
@@ -57,8 +60,15 @@ class Claim:
         OSError: the directory cannot be opened or listed.
     """
 
+    _all: ClassVar[weakref.WeakSet[Claim]] = weakref.WeakSet()
+
     def __init__(self, directory: str, rank: int | None) -> None:
         opened = OpenDirectory(directory)
+        status = os.fstat(opened.fd)
+        self._place = threading.get_ident(), status.st_dev, status.st_ino
+        for other in list(self._all):
+            if other._place == self._place:
+                other._abandon()
         # Of two that begin at the same time one is alone.
         is_alone = opened.take_alone()
         is_empty = not any(map(_KNOWN_FILE.search, os.listdir(opened.fd)))
@@ -66,7 +76,10 @@ class Claim:
         self.tag = "" if is_alone and is_empty else f"{uuid.uuid4().hex[:8]}_"
         self._opened = opened
         self._rank = rank
-        self._abandon = weakref.finalize(self, _abandon, opened, rank, os.getpid())
+        self._abandon: weakref.finalize[[OpenDirectory, int | None, int], Claim] = weakref.finalize(
+            self, _abandon, opened, rank, os.getpid()
+        )
+        self._all.add(self)
 
     def committed(self, used: set[str]) -> None:
         """Ends it after the commit, and removes what no metadata names any more; never raises.

@@ -179,6 +179,24 @@ def test_a_claim_that_is_dropped_takes_the_files_of_all_ranks_with_it(tmp_path: 
     assert names_in(tmp_path) == kept
 
 
+def test_the_next_save_of_the_thread_ends_a_failed_one_that_somebody_keeps(tmp_path: Path) -> None:
+    failed = Claim(str(tmp_path), None)
+    (tmp_path / f"__1_{failed.tag}0.distcp").write_bytes(b"written before another rank failed")
+    save(state_of(1), tmp_path)
+    assert names_in(tmp_path) == named_by_metadata(tmp_path) | {".metadata"}
+
+
+def test_a_claim_of_another_thread_is_not_taken_for_one_that_failed(tmp_path: Path) -> None:
+    claim = Claim(str(tmp_path), None)
+    mine = tmp_path / f"__1_{claim.tag}0.distcp"
+    mine.write_bytes(b"being written")
+    thread = threading.Thread(target=save, args=(state_of(1), tmp_path))
+    thread.start()
+    thread.join(PATIENCE_SECONDS)
+    assert mine.exists()
+    assert_holds(tmp_path, 1)
+
+
 def test_a_claim_that_is_dropped_late_leaves_the_directorys_successor_alone(
     tmp_path: Path,
 ) -> None:
