@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import io
 import pickle
+import random
 import struct
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from enum import EnumMeta
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +30,17 @@ from torch.distributed.checkpoint.filesystem import _StoragePrefix
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 import torch_ckpt
+from tests.cpp.stock_metadata import rich, small
 from tests.support import DTYPES, assert_equal, emptied, save, stock_load, stock_save, zeros
 from torch_ckpt import _C
 from torch_ckpt.errors import Corrupt, Unsafe
-from torch_ckpt.metadata import ROLES, decode_metadata, encode_metadata, read_metadata
+from torch_ckpt.metadata import (
+    ROLES,
+    _AllowListUnpickler,
+    decode_metadata,
+    encode_metadata,
+    read_metadata,
+)
 
 SEAL_BYTES = 16
 PROTOCOLS = [2, 3, 4, 5]
@@ -156,7 +167,7 @@ def test_every_name_has_the_role_that_its_object_asks_for() -> None:
         module, _, attribute = name.partition(" ")
         if module == "pathlib._local":  # of Python 3.13
             continue
-        value = getattr(__import__(module, fromlist=[attribute]), attribute)
+        value = getattr(importlib.import_module(module), attribute)
         if role == "value":
             assert isinstance(value, torch.dtype), name
         elif role in ("function", "mapping"):
@@ -228,6 +239,49 @@ def test_no_program_changes_what_the_process_shares() -> None:
         with pytest.raises(Corrupt):
             decode_metadata(PROTO + program, "here")
     assert before == (dict(vars(Metadata)), vars(_MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST))
+
+
+def shared_by_the_process() -> dict[str, dict[str, Any]]:
+    """The attributes of all that metadata may name, and of the members of its enums."""
+    found = {}
+    for name in ROLES:
+        module, _, attribute = name.partition(" ")
+        if module == "pathlib._local":  # of Python 3.13
+            continue
+        value = getattr(importlib.import_module(module), attribute)
+        for part in [value, *(value if isinstance(value, EnumMeta) else [])]:
+            found[f"{name} {part}"] = dict(getattr(part, "__dict__", {}))
+    return found
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_a_damaged_program_that_passes_leaves_the_process_as_it_was(protocol: int) -> None:
+    seed = 7
+    rng = random.Random(seed)
+    pickles = [pickle.dumps(rich(), protocol), pickle.dumps(small(), protocol)]
+    decode_metadata(pickles[0], "here")  # fills what torch fills when it is first asked
+    before = shared_by_the_process()
+    passed = 0
+    for number in range(3000):
+        data = bytearray(rng.choice(pickles))
+        for _ in range(rng.randint(1, 2)):
+            place = rng.randrange(len(data))
+            # The bytes of a program are opcodes and small numbers, mostly.
+            data[place] = rng.choice(pickles[0]) if rng.random() < 0.5 else rng.randrange(256)
+        try:
+            _C.check_metadata_pickle(bytes(data), ROLES)
+        except (Corrupt, Unsafe):
+            continue
+        passed += 1
+        try:
+            _AllowListUnpickler(io.BytesIO(data)).load()
+        except (MemoryError, RecursionError, SystemError) as error:
+            pytest.fail(f"seed {seed}, number {number}: {error!r}")
+        except Exception:  # a text that is none, a size of -1: refused by what is made of it
+            continue
+        assert before == shared_by_the_process(), f"seed {seed}, number {number}"
+    print(f"{passed} of 3000 damaged programs passed")
+    assert passed > 100
 
 
 @pytest.mark.parametrize(
