@@ -94,9 +94,8 @@ struct Value {
   std::uint8_t depth = 0;
   GlobalRole role = GlobalRole::value;
   std::uint32_t weight = 1;
-  std::uint32_t index = 0;  // of an object
-  std::uint32_t bytes = 0;  // of a text's; no longer ones are looked at
-  std::uint64_t at = 0;     // of a text's
+  std::uint32_t index = 0;  // of an object; of a text the number of bytes, as far as it matters
+  std::uint64_t at = 0;     // of a text
 };
 
 struct Object {
@@ -240,14 +239,14 @@ class Verifier {
     take(count);
     push_key(Kind::text);
     stack_.back().at = begin;
-    stack_.back().bytes =
+    stack_.back().index =
         static_cast<std::uint32_t>(std::min<std::uint64_t>(count, Limits::kNameBytes + 1));
   }
   void push_bytes(std::uint64_t count) {
     take(count);
     push(Kind::bytes);
   }
-  std::string_view text(const Value& value) const { return bytes_.substr(value.at, value.bytes); }
+  std::string_view text(const Value& value) const { return bytes_.substr(value.at, value.index); }
 
   /// How many values lie above the last mark.
   std::size_t height() const { return stack_.size() - (marks_.empty() ? 0 : marks_.back() + 1); }
@@ -373,14 +372,17 @@ class Verifier {
 
   // The unpickler may read a frame's bytes at once, whatever the opcodes in it say.
   void frame(std::uint64_t count) {
-    if (inside(at_, count, bytes_.size())) return;
-    fail(Errc::pickle_truncated, "a frame ends outside");
+    if (!inside(at_, count, bytes_.size())) {
+      return fail(Errc::pickle_truncated, "a frame ends outside");
+    }
+    frames_end_ = std::max(frames_end_, at_ + static_cast<std::size_t>(count));
   }
 
   void stop() {
     if (!marks_.empty() || stack_.size() != 1) {
       return bad_stack("it ends with more or fewer than one value");
     }
+    if (frames_end_ > at_) return fail(Errc::pickle_truncated, "a frame ends behind STOP");
     if (can_be_part(stack_.back())) stopped_ = true;
   }
 
@@ -471,8 +473,9 @@ class Verifier {
     for (std::size_t i = first; i < stack_.size(); i += 2) {
       if (!is_key(stack_[i])) return;
       dict->attribute_names = dict->attribute_names && is_attribute_name(stack_[i]);
-      for (const Value& part : {stack_[i], stack_[i + 1]}) {
-        if (!can_be_part(part) || !count_in(part, dict->depth, dict->weight)) return;
+      for (std::size_t part = i; part < i + 2; ++part) {
+        if (!can_be_part(stack_[part])) return;
+        if (!count_in(stack_[part], dict->depth, dict->weight)) return;
       }
     }
     stack_.resize(first - marks);
@@ -496,7 +499,7 @@ class Verifier {
   // Names with two underscores are Python's own; an instance's could stand in the way of its
   // class's.
   bool is_attribute_name(const Value& value) const {
-    return value.kind == Kind::text && value.bytes <= Limits::kNameBytes &&
+    return value.kind == Kind::text && value.index <= Limits::kNameBytes &&
            !text(value).starts_with("__");
   }
   bool is_state_dict(const Value& value) const {
@@ -517,7 +520,7 @@ class Verifier {
     if (name.kind != Kind::text || module.kind != Kind::text) {
       return bad_stack("a name is no text");
     }
-    if (std::max(name.bytes, module.bytes) > Limits::kNameBytes) {
+    if (std::max(name.index, module.index) > Limits::kNameBytes) {
       return too_large("a name is longer than any of metadata's");
     }
     global(text(module), text(name));
@@ -614,6 +617,7 @@ class Verifier {
   const Globals& allowed_;
   std::size_t at_ = 0;
   std::size_t opcode_at_ = 0;
+  std::size_t frames_end_ = 0;
   bool stopped_ = false;
   std::optional<Error> error_;
   std::vector<Value> stack_;

@@ -181,6 +181,10 @@ TEST(MetadataPickle, WithAFrameLongerThanTheRestIsTruncated) {
   EXPECT_TRUE(refuses("\x95" + little_endian(~0ULL, 8) + "N.", Errc::pickle_truncated));
 }
 
+TEST(MetadataPickle, WithAFrameThatReachesBehindStopIsTruncated) {
+  EXPECT_TRUE(refuses("\x95" + little_endian(3, 8) + "N.more", Errc::pickle_truncated));
+}
+
 // --- pickle_opcode -------------------------------------------------------------------------------
 
 TEST(MetadataPickle, WithAnyOtherOpcodeIsRefused) {
