@@ -6,6 +6,7 @@ import importlib
 import io
 import pickle
 import random
+import re
 import struct
 import zlib
 from collections import OrderedDict
@@ -176,6 +177,16 @@ def test_every_name_has_the_role_that_its_object_asks_for() -> None:
             assert isinstance(value, type), name
             assert hasattr(value, "__setstate__") == (role == "tuple_class"), name
             assert hasattr(value, "__slots__") == (role == "slots_class"), name
+
+
+def test_the_engine_is_tested_and_fuzzed_with_the_same_names_and_roles() -> None:
+    printed = Path(__file__).parent.parent / "cpp" / "stock_metadata.cpp"
+    pairs = re.findall(r'\{"(\S+ \S+)",\s*format::GlobalRole::(\w+)\}', printed.read_text())
+    # Each torch has dtypes of its own.
+    dtypes = {name for name, role in ROLES.items() if role == "value"}
+    again = "run tests/cpp/stock_metadata.py again"
+    assert dict(pairs).items() >= {n: r for n, r in ROLES.items() if n not in dtypes}.items(), again
+    assert {n for n, role in pairs if role != "value"} == ROLES.keys() - dtypes, again
 
 
 def test_a_role_that_is_none_is_refused() -> None:
