@@ -68,6 +68,8 @@ constexpr unsigned char kFrame = 0x95;
 constexpr std::uint64_t kOldestProtocol = 2;
 constexpr std::uint64_t kNewestProtocol = 5;
 
+constexpr std::size_t kUsualMostMemo = std::size_t{1} << 20;
+
 enum class Kind : std::uint8_t {
   mark,
   none,
@@ -122,6 +124,9 @@ class Verifier {
       : bytes_(reinterpret_cast<const char*>(bytes.data()), bytes.size()), allowed_(allowed) {}
 
   Result<std::size_t> run() {
+    // About what metadata has; memory that is not used stays untouched.
+    memo_.reserve(std::min(bytes_.size() / 12, kUsualMostMemo));
+    objects_.reserve(std::min(bytes_.size() / 24, kUsualMostMemo));
     while (!error_ && !stopped_) {
       opcode_at_ = at_;
       const auto code = static_cast<unsigned char>(number(1));
@@ -155,12 +160,15 @@ class Verifier {
     return taken;
   }
   std::uint64_t number(std::size_t count) {
-    std::uint64_t value = 0;
-    int shift = 0;
-    for (const char byte : take(count)) {
-      value |= static_cast<std::uint64_t>(static_cast<unsigned char>(byte)) << shift;
-      shift += 8;
+    if (!inside(at_, count, bytes_.size())) {
+      take(count);
+      return 0;
     }
+    std::uint64_t value = 0;
+    for (std::size_t i = 0; i < count; ++i) {
+      value |= static_cast<std::uint64_t>(static_cast<unsigned char>(bytes_[at_ + i])) << (8 * i);
+    }
+    at_ += count;
     return value;
   }
   std::string_view line() {
