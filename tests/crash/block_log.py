@@ -6,7 +6,7 @@ leave: everything before a flush, and some of the writes since.
 
 The disk is a server of NBD, spoken in its oldest and shortest form, in a thread of this process.
 nbdfuse makes a file of it, and a loop device makes a disk of the file, which passes flushes on as
-fsync. A loop device has no writes past the cache (FUA); the kernel makes a write and a flush of one.
+fsync. Loop devices have no writes past the cache (FUA); instead the kernel writes, then flushes.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import struct
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,12 +51,14 @@ class Kind:
     mount_options: str = "loop"
 
 
-#: By name. All that could be written lazily, and so amid a recording, is written at once.
+# What could be written lazily, and so amid a recording.
+_ALL_AT_ONCE = "lazy_itable_init=0,lazy_journal_init=0,nodiscard"
+
+#: By name.
 KINDS = {
     "ext4": Kind(
         64 << 20,
-        ("mkfs.ext4", "-q", "-F", "-b", "4096", "-m", "0")
-        + ("-E", "lazy_itable_init=0,lazy_journal_init=0,nodiscard"),
+        ("mkfs.ext4", "-q", "-F", "-b", "4096", "-m", "0", "-E", _ALL_AT_ONCE),
         # Its superblock has 1 KiB, a checksum, and no place in the journal when it is mounted: on a
         # disk that tears it, it cannot be mounted any more.
         sector_bytes=4096,
@@ -195,12 +197,8 @@ rm -rf "$1"
 @contextmanager
 def workshop() -> Iterator[Workshop]:
     """A place for disks. Whatever happens, nothing stays mounted and no image stays."""
-    with suppress(OSError):
-        if shutil.disk_usage(_MEMORY).free < _MEMORY_BYTES_WANTED:
-            raise OSError(errno.ENOSPC, "little memory for images", str(_MEMORY))
-        place = tempfile.mkdtemp(prefix="torch_ckpt-crash-", dir=_MEMORY)
-    if "place" not in locals():
-        place = tempfile.mkdtemp(prefix="torch_ckpt-crash-")
+    in_memory = os.access(_MEMORY, os.W_OK) and _free_bytes(_MEMORY) >= _MEMORY_BYTES_WANTED
+    place = tempfile.mkdtemp(prefix="torch_ckpt-crash-", dir=_MEMORY if in_memory else None)
     janitor = subprocess.Popen(
         ["sh", "-c", _JANITOR, "janitor", place], stdin=subprocess.PIPE, start_new_session=True
     )
@@ -208,6 +206,10 @@ def workshop() -> Iterator[Workshop]:
         yield Workshop(Path(place))
     finally:
         janitor.communicate(timeout=_PATIENCE_SECONDS)
+
+
+def _free_bytes(place: Path) -> int:
+    return shutil.disk_usage(place).free
 
 
 def copy_sparse(source: Path, target: Path) -> None:

@@ -42,13 +42,12 @@ def part_of_state(step: int, rank: int) -> StateDict:
     One file of it is large enough for direct I/O, and one is not.
     """
     large = random_tensor((300 * 1024,), torch.float32, 10 * step)
-    state = {
+    return {
         "shared": large,
         "small": {f"{i}": torch.full((i + 1, 7), step + i, dtype=torch.int64) for i in range(12)},
         f"of rank {rank}": random_tensor((150 * 1024,), torch.int32, 10 * step + rank + 1),
         "step": step,
     }
-    return state
 
 
 def whole_state(step: int, ranks: int) -> StateDict:
@@ -173,6 +172,10 @@ class Savers:
     @property
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes]
+
+    @property
+    def alive(self) -> bool:
+        return all(process.is_alive() for process in self._processes)
 
     def do(
         self,
