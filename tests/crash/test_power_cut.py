@@ -222,19 +222,38 @@ def _cut_after_save(
 
 _RENAMES = "rename,renameat,renameat2"
 _REMOVALS = "unlink,unlinkat"
+_SIZES = "ftruncate,fallocate"
 
-#: By name: after which of a save's system calls it is held, and the power cut. The number counts
-#: the calls of one thread. Files that are only read are opened without fsync or rename.
+#: Whose calls count: those of each thread for itself, the engine's threads included, or those of
+#: the thread that saves, where the commit is.
+EVERY_THREAD, MAIN_THREAD = "every thread", "main thread"
+
+#: After which of a save's system calls it is held, and the power cut.
 MOMENTS = {
-    "a data file's first bytes have been written": ("pwrite64", 1),
-    "the first fsync of a thread": ("fsync", 1),
-    "the second fsync of a thread": ("fsync", 2),
-    "the metadata has its name": (_RENAMES, 1),
-    "the first old file has been removed": (_REMOVALS, 1),
+    "a data file's first bytes have been written": (EVERY_THREAD, "pwrite64", 1),
+    "a data file has been synced": (EVERY_THREAD, "fsync", 1),
+    "the metadata has been synced": (MAIN_THREAD, "fsync", 1),
+    "its directory's parent has been synced": (MAIN_THREAD, "fsync", 2),
+    "the metadata has its name": (MAIN_THREAD, _RENAMES, 1),
+    "the first old file has been removed": (MAIN_THREAD, _REMOVALS, 1),
 }
 
 #: All calls of a save by which it changes what is on the disk.
-SWEPT = ("pwrite64,write", "fsync,fdatasync", _RENAMES, _REMOVALS, "openat", "ftruncate,fallocate")
+SWEPT = ("pwrite64,write", "fsync,fdatasync", _RENAMES, _REMOVALS, "openat", _SIZES)
+
+#: Where a thread in the background commits, it is one of many. Data files have their sizes from
+#: threads of the engine's.
+SWEPT_SAVES = [
+    (way, threads, calls)
+    for way, threads in (
+        ("torch_ckpt.save", EVERY_THREAD),
+        ("torch_ckpt.save", MAIN_THREAD),
+        ("dcp.save", MAIN_THREAD),
+        ("torch_ckpt.async_save", EVERY_THREAD),
+    )
+    for calls in SWEPT
+    if threads == EVERY_THREAD or calls != _SIZES
+]
 
 #: More calls of one kind than any thread of a save makes.
 MOST_CALLS = 200
@@ -249,8 +268,8 @@ def test_a_cut_amid_an_overwriting_save_leaves_the_old_or_the_new_checkpoint(
     rig: Rig, tally: Tally, kind: str, moment: str
 ) -> None:
     skip_without(kind)
-    calls, nth = MOMENTS[moment]
-    outcome = _cut_at_call(rig, tally, kind, "torch_ckpt.save", calls, nth)
+    threads, calls, nth = MOMENTS[moment]
+    outcome = _cut_at_call(rig, tally, kind, "torch_ckpt.save", threads, calls, nth)
     assert outcome is not None, f"the save made no {nth} calls of {calls}"
     assert outcome in (f"step {OLD}", f"step {NEW}")
     if calls == _REMOVALS:
@@ -259,16 +278,15 @@ def test_a_cut_amid_an_overwriting_save_leaves_the_old_or_the_new_checkpoint(
 
 @pytest.mark.timeout(LONGEST_SECONDS)
 @pytest.mark.skipif(not TORTURE, reason="TORCH_CKPT_TORTURE tries every call")
-@pytest.mark.parametrize("calls", SWEPT)
-@pytest.mark.parametrize("way", ["torch_ckpt.save", "torch_ckpt.async_save"])
+@pytest.mark.parametrize(("way", "threads", "calls"), SWEPT_SAVES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cut_after_any_call_of_a_save_leaves_the_old_or_the_new_checkpoint(
-    rig: Rig, tally: Tally, kind: str, way: str, calls: str
+    rig: Rig, tally: Tally, kind: str, way: str, threads: str, calls: str
 ) -> None:
     skip_without(kind)
     wrong = []
     for nth in range(1, MOST_CALLS):
-        outcome = _cut_at_call(rig, tally, kind, way, calls, nth)
+        outcome = _cut_at_call(rig, tally, kind, way, threads, calls, nth)
         if outcome is None:
             break
         if outcome not in (f"step {OLD}", f"step {NEW}"):
@@ -288,10 +306,12 @@ def test_what_a_cut_amid_an_overwriting_save_of_stock_torch_leaves_is_counted(
     rig: Rig, tally: Tally, kind: str, calls: str, nth: int
 ) -> None:
     skip_without(kind)
-    assert _cut_at_call(rig, tally, kind, "stock dcp.save", calls, nth) is not None
+    assert _cut_at_call(rig, tally, kind, "stock dcp.save", EVERY_THREAD, calls, nth) is not None
 
 
-def _cut_at_call(rig: Rig, tally: Tally, kind: str, way: str, calls: str, nth: int) -> str | None:
+def _cut_at_call(
+    rig: Rig, tally: Tally, kind: str, way: str, threads: str, calls: str, nth: int
+) -> str | None:
     """Cuts the power when a thread of an overwriting save has made its ``nth`` call of a kind.
 
     Returns:
@@ -305,7 +325,7 @@ def _cut_at_call(rig: Rig, tally: Tally, kind: str, way: str, calls: str, nth: i
         warm_up = rig.shop.place / "warm-up"
         assert group.do(save_only, way, OLD, warm_up, {}) == [""]
         shutil.rmtree(warm_up)
-        with _stopping_at(group.pids[0], calls, nth) as tracer:
+        with _stopping_at(group.pids[0], threads, calls, nth) as tracer:
             group.begin(save_only, way, NEW, disk.point / "ck", {})
             reported = not _stopped(tracer, group)
             if reported:
@@ -321,7 +341,7 @@ def _cut_at_call(rig: Rig, tally: Tally, kind: str, way: str, calls: str, nth: i
         outcome in (f"step {OLD}", f"step {NEW}"),
         test="cut amid a save",
         file_system=kind,
-        case=f"overwrite, after call {nth} of {calls.split(',')[0]}",
+        case=f"overwrite, after call {nth} of {calls.split(',')[0]}, {threads}",
         way=way,
         ranks=1,
         outcome=outcome,
@@ -330,7 +350,7 @@ def _cut_at_call(rig: Rig, tally: Tally, kind: str, way: str, calls: str, nth: i
 
 
 @contextmanager
-def _stopping_at(pid: int, calls: str, nth: int) -> Iterator[subprocess.Popen[bytes]]:
+def _stopping_at(pid: int, threads: str, calls: str, nth: int) -> Iterator[subprocess.Popen[bytes]]:
     """Lets strace stop a process when one of its threads has made a call.
 
     The signal is there when the call begins, and no call that is looked at waits for anything that
@@ -339,7 +359,9 @@ def _stopping_at(pid: int, calls: str, nth: int) -> Iterator[subprocess.Popen[by
     strace = shutil.which("strace")
     if strace is None:
         pytest.skip("strace is not installed")
-    command = [strace, "-f", "-p", str(pid), "-e", f"trace={calls}"]
+    command = [strace, "-p", str(pid), "-e", f"trace={calls}"]
+    if threads == EVERY_THREAD:
+        command.append("-f")
     command += ["-e", f"inject={calls}:signal=STOP:when={nth}"]
     tracer = subprocess.Popen(command, stderr=subprocess.PIPE)
     try:
