@@ -7,6 +7,7 @@ milliseconds. The ranks of a group stay from one save to the next.
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -50,8 +51,9 @@ def part_of_state(step: int, rank: int) -> StateDict:
     }
 
 
+@functools.cache
 def whole_state(step: int, ranks: int) -> StateDict:
-    """What all ranks save together."""
+    """What all ranks save together; the same object every time, so not to be changed."""
     state: StateDict = {}
     for rank in range(ranks):
         state |= part_of_state(step, rank)

@@ -48,10 +48,10 @@ NOTHING = 0
 NEXT = 9
 SAVED_AGAIN = 4
 
-#: States of each scenario. In full: every prefix, and as many that chance chooses, but at least
-#: FULL_STATES together.
+#: States of each scenario. In full: every prefix, and what chance chooses, half of FULL_STATES or
+#: as many as make FULL_STATES together.
 DEFAULT_STATES = 12
-FULL_STATES = 200
+FULL_STATES = 160
 
 #: For all states of a scenario.
 LONGEST_SECONDS = 1200
@@ -83,6 +83,11 @@ class Scenario:
     steps: tuple[int, ...]
     ranks: int = 1
 
+    @property
+    def place(self) -> str:
+        """Where a disk has the checkpoint: directories that the first save makes."""
+        return "a/b/ck" if self.steps[0] == NOTHING else "ck"
+
     def __str__(self) -> str:
         name = {(0, 1): "first save", (1, 2): "overwrite"}.get(self.steps, "two overwrites")
         return f"{self.kind}, {self.way}, {name}, {self.ranks} rank{'s' * (self.ranks > 1)}"
@@ -95,9 +100,10 @@ def save_and_tell(rank: int, way: str, step: int, path: Path) -> None:
     """Saves; the test hears when the save begins, has been committed, and has been reported."""
     commit = _C.commit_metadata
 
-    def commit_and_tell(*arguments: Any) -> None:
-        commit(*arguments)
+    def commit_and_tell(*arguments: Any, **options: Any) -> Any:
+        returned = commit(*arguments, **options)
         mark(f"committed {step}")
+        return returned
 
     if rank == 0:
         mark(f"began {step}")
@@ -116,7 +122,7 @@ def record(shop: Workshop, scenario: Scenario) -> Log:
     with savers(scenario.ranks) as group:
         if before != NOTHING:
             disk.mount()
-            errors = group.do(save_only, scenario.way, before, disk.point / "ck", {})
+            errors = group.do(save_only, scenario.way, before, disk.point / scenario.place, {})
             assert errors == [""] * scenario.ranks
             disk.unmount()
         with recorded(disk) as log:
@@ -129,7 +135,8 @@ def record(shop: Workshop, scenario: Scenario) -> Log:
 
 
 def _save_recorded(group: Savers, scenario: Scenario, step: int, disk: Disk, log: Log) -> None:
-    errors = group.do(save_and_tell, scenario.way, step, disk.point / "ck", marked=log.mark)
+    path = disk.point / scenario.place
+    errors = group.do(save_and_tell, scenario.way, step, path, marked=log.mark)
     assert errors == [""] * scenario.ranks
 
 
@@ -157,7 +164,7 @@ def may_be_there(scenario: Scenario, log: Log, position: int) -> set[str]:
 def chosen_states(log: Log, chance: random.Random) -> list[CrashState]:
     every = prefixes(log)
     if TORTURE:
-        return every + reordered(log, max(len(every), FULL_STATES - len(every)), chance)
+        return every + reordered(log, max(FULL_STATES // 2, FULL_STATES - len(every)), chance)
     some = sorted(chance.sample(every, min(DEFAULT_STATES // 3, len(every))), key=_moment)
     return some + reordered(log, DEFAULT_STATES - len(some), chance)
 
@@ -198,7 +205,7 @@ class Sweep:
 
     def _found(self) -> str:
         """What a load finds, before and after the next save."""
-        scenario, path = self._scenario, self._disk.point / "ck"
+        scenario, path = self._scenario, self._disk.point / self._scenario.place
         engine = engine_of(scenario.way)
         steps = [step for step in scenario.steps if step != NOTHING]
         self._disk.mount()

@@ -317,6 +317,8 @@ def _cut_at_call(
     Returns:
         What a load finds; None where the save ended before, and so has to be there.
     """
+    if shutil.which("strace") is None:
+        pytest.skip("strace is not installed")
     engine = engine_of(way)
     disk = rig.disk(kind, engine, 1, old=True)
     disk.mount()
@@ -356,10 +358,7 @@ def _stopping_at(pid: int, threads: str, calls: str, nth: int) -> Iterator[subpr
     The signal is there when the call begins, and no call that is looked at waits for anything that
     a signal ends: it is made, and then the process stops.
     """
-    strace = shutil.which("strace")
-    if strace is None:
-        pytest.skip("strace is not installed")
-    command = [strace, "-p", str(pid), "-e", f"trace={calls}"]
+    command = ["strace", "-p", str(pid), "-e", f"trace={calls}"]
     if threads == EVERY_THREAD:
         command.append("-f")
     command += ["-e", f"inject={calls}:signal=STOP:when={nth}"]
