@@ -40,13 +40,15 @@ _context.set_forkserver_preload(["torch_ckpt", "torch.distributed.checkpoint", _
 def part_of_state(step: int, rank: int) -> StateDict:
     """What one rank saves. No tensor of a step is like one of another step.
 
-    One file of it is large enough for direct I/O, and one is not.
+    One file of it is large enough for direct I/O, and one is not. Steps with equal tens make files
+    of equal layout; a history that has grown moves everything behind it.
     """
     large = random_tensor((300 * 1024,), torch.float32, 10 * step)
     return {
         "shared": large,
         "small": {f"{i}": torch.full((i + 1, 7), step + i, dtype=torch.int64) for i in range(12)},
         f"of rank {rank}": random_tensor((150 * 1024,), torch.int32, 10 * step + rank + 1),
+        "history": [i / 7 for i in range(1 + step // 10 * 10)],
         "step": step,
     }
 
