@@ -49,6 +49,7 @@ PYBIND11_MODULE(_C, module) {
   using python::without_gil;
   python::bind_save(module);
   python::bind_load(module);
+  python::bind_verify(module);
   module.def("commit_metadata", &python::commit, py::arg("directory"), py::arg("name"),
              py::arg("contents"), py::arg("sync"));
   module.def("make_directories", without_gil(&os::make_directories), py::arg("path"),
