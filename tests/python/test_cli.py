@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 
 import torch_ckpt
 from torch_ckpt import cli
+from torch_ckpt.text import size
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -276,7 +277,7 @@ def test_no_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None
     ],
 )
 def test_sizes_are_written_for_people(count: int, text: str) -> None:
-    assert cli._size(count) == text
+    assert size(count) == text
 
 
 def test_module_runs_and_survives_a_closed_pipe(tmp_path: Path) -> None:
