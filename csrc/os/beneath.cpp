@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "os/fault.h"
+#include "os/uninterrupted.h"
 
 namespace torch_ckpt::os {
 namespace {
@@ -45,9 +46,11 @@ Result<int> by_openat2(int directory_fd, const std::string& name, int flags,
   struct open_how how {};
   how.flags = static_cast<std::uint64_t>(flags);
   how.resolve = RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS;
-  const long fd = ::syscall(SYS_openat2, directory_fd, name.c_str(), &how, sizeof(how));
+  const int fd = uninterrupted([&] {
+    return static_cast<int>(::syscall(SYS_openat2, directory_fd, name.c_str(), &how, sizeof(how)));
+  });
   if (fd < 0) return system_error(errno, "open", path);
-  return static_cast<int>(fd);
+  return fd;
 }
 
 // The same by system calls that every kernel has. A directory that is moved elsewhere meanwhile is
@@ -63,7 +66,8 @@ Result<int> step_by_step(int directory_fd, const std::string& name, int flags,
     if (at != directory_fd) ::close(at);
   };
   for (const std::string& step : steps) {
-    const int next = ::openat(at, step.c_str(), O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    const int next = uninterrupted(
+        [&] { return ::openat(at, step.c_str(), O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC); });
     if (next < 0) {
       // Of a link the kernel says here only that it is no directory.
       const int failed = errno;
@@ -77,7 +81,7 @@ Result<int> step_by_step(int directory_fd, const std::string& name, int flags,
     leave();
     at = next;
   }
-  const int fd = ::openat(at, last.c_str(), flags | O_NOFOLLOW);
+  const int fd = uninterrupted([&] { return ::openat(at, last.c_str(), flags | O_NOFOLLOW); });
   const int failed = errno;
   leave();
   if (fd < 0) return system_error(failed, "open", path);
@@ -137,7 +141,8 @@ Result<File> open_beneath(int directory_fd, const std::string& directory_path,
 
 Result<Directory> Directory::open(const std::string& path) {
   TC_FAULT("open_directory", path);
-  const int fd = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  const int fd =
+      uninterrupted([&] { return ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC); });
   if (fd < 0) return system_error(errno, "open", path);
   return Directory(fd, path);
 }
