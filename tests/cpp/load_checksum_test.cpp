@@ -311,6 +311,20 @@ TEST_P(LoadTables, ThatCallATensorRawAreNoReasonToRefuseIt) {
   EXPECT_TRUE(is_read());
 }
 
+TEST(LoadChecksums, OfAnItemWithoutBytesAreNotThoseOfTheNext) {
+  TempDir directory;
+  Reads reads(directory);
+  const Stored next = store_raw("hello");
+  const std::size_t file = reads.add_raw_file(next.record);
+  reads.set_table(file, table_of({next}));
+  ReadRequest nothing = next.request(ReadKind::raw);
+  nothing.length = 0;
+  reads.add_to_host(nothing, 0);
+  reads.add_to_host(part_of(next, 0, 5), 5);
+  reads.run_all();
+  EXPECT_EQ(reads.result(1), "hello");
+}
+
 TEST_P(LoadTables, ThatAreDamagedAreToldWithTheFile) {
   std::string table = table_of({stored_});
   for (const std::size_t at :
