@@ -201,6 +201,18 @@ def test_ls_looks_at_no_file_outside_the_checkpoint(
     assert (files[outside]["disk_bytes"], files[outside]["state"]) == (None, "missing")
 
 
+def test_ls_does_not_follow_a_link_in_the_place_of_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commit(tmp_path, two_shards(tmp_path))
+    (tmp_path / "__1_0.distcp").rename(tmp_path / "real")
+    (tmp_path / "__1_0.distcp").symlink_to("real")
+    assert cli.main(["ls", "--files", str(tmp_path)]) == 1
+    output = capsys.readouterr()
+    assert re.search(r"__1_0\.distcp .* unreadable", output.out)
+    assert "__1_0.distcp (unreadable)" in output.err
+
+
 def test_ls_escapes_control_characters_in_names(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
