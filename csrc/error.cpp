@@ -14,6 +14,8 @@ std::string_view name(Errc code) {
       return "invalid_argument";
     case Errc::cancelled:
       return "cancelled";
+    case Errc::outside_directory:
+      return "outside_directory";
     case Errc::range_past_end:
       return "range_past_end";
     case Errc::not_a_zip:

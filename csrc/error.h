@@ -16,6 +16,8 @@ enum class Errc {
   invalid_argument,
   // Another part of the same save failed first; this part stopped.
   cancelled,
+  // A file's name, or a link in its place, leads out of the checkpoint's directory.
+  outside_directory,
   // A data file ends before the range that the metadata promises.
   range_past_end,
   // The bytes are not a torch.save archive of one plain tensor.

@@ -71,6 +71,8 @@ def load_tensors(
     files: list[tuple[str, bytes]],
     rows: list[Any],
     *,
+    directory: int,
+    path: str,
     threads: int,
     max_inflight_bytes: int,
     direct_io: bool | str,
@@ -80,7 +82,8 @@ def load_tensors(
 ) -> list[int]:
     """Fills the rows' targets; returns the rows whose records only torch.load knows.
 
-    ``files`` are paths and their checksum tables; ``ready`` are devices and events, after which
+    ``files`` are names beneath the directory and their checksum tables; ``directory`` is an open
+    descriptor, ``path`` its path for messages; ``ready`` are devices and events, after which
     targets there may be written.
     """
 
@@ -88,11 +91,40 @@ def load_bytes(
     files: list[tuple[str, bytes]],
     rows: list[tuple[str, int, int, int]],
     *,
+    directory: int,
+    path: str,
     threads: int,
     max_inflight_bytes: int,
     direct_io: bool | str,
     verify: bool,
 ) -> list[bytes]: ...
+def verify_records(
+    files: list[tuple[str, bytes]],
+    rows: list[tuple[int, int, int, Any, tuple[int, ...] | None]],
+    *,
+    directory: int,
+    path: str,
+    threads: int,
+    max_inflight_bytes: int,
+    direct_io: bool | str,
+    progress: Callable[[int], None] | None,
+) -> tuple[list[tuple[int, int | None, int | None, int, str]], list[int]]:
+    """What is wrong with records, and the rows of those that have bytes without a checksum.
+
+    A row: file number, offset, length in bytes; dtype and shape of a tensor, None of an object. A
+    finding: file number, row (None: the whole file), offset in the file, damaged bytes (0: not
+    known), what.
+    """
+
+def names_file_beneath(name: str) -> bool:
+    """Whether it may be the name of a file beneath a directory, as far as its text can tell."""
+
+def open_beneath(directory: int, path: str, name: str) -> int:
+    """A descriptor, for reading, of a regular file beneath an open directory; no link is followed.
+
+    ``path`` is the directory's, for messages.
+    """
+
 def commit_metadata(
     directory: str, name: str, contents: bytes, sync: bool, replace: bool = True
 ) -> None: ...

@@ -13,7 +13,8 @@ import copy
 import functools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -259,33 +260,36 @@ def load(
     ranks = Ranks(process_group, no_dist)
     reader = _made(FileSystemReader, storage_reader, checkpoint_id, reader_options)
     reader.reset(checkpoint_id)
-    if planner is not None or not reader.engine_can_read():
-        if not strict or names is not None or free_before_read:
-            raise ValueError(
-                "strict, names and free_before_read do not go with a planner, nor with a file "
-                "system that is not local"
+    try:
+        if planner is not None or not reader.engine_can_read():
+            if not strict or names is not None or free_before_read:
+                raise ValueError(
+                    "strict, names and free_before_read do not go with a planner, nor with a file "
+                    "system that is not local"
+                )
+            reader.process_group = process_group
+            dcp_load(
+                state_dict,
+                storage_reader=reader,
+                planner=planner,
+                process_group=process_group,
+                no_dist=not ranks.distributed,
             )
-        reader.process_group = process_group
-        dcp_load(
-            state_dict,
-            storage_reader=reader,
-            planner=planner,
-            process_group=process_group,
-            no_dist=not ranks.distributed,
-        )
-        return None
-    one_load = Load(reader, ranks, names)
+            return None
+        one_load = Load(reader, ranks, names)
 
-    if free_before_read and reader.read_once:
-        raise ValueError("free_before_read and read_once do not go together")
-    if free_before_read:
-        report = load_values_freeing(state_dict, one_load, ranks, strict=strict)
-    else:
-        report = load_values(
-            state_dict, one_load, ranks, strict=strict, process_group=process_group
-        )
-    reader.warn_of_lost_precision()
-    return report
+        if free_before_read and reader.read_once:
+            raise ValueError("free_before_read and read_once do not go together")
+        if free_before_read:
+            report = load_values_freeing(state_dict, one_load, ranks, strict=strict)
+        else:
+            report = load_values(
+                state_dict, one_load, ranks, strict=strict, process_group=process_group
+            )
+        reader.warn_of_lost_precision()
+        return report
+    finally:
+        reader.release()
 
 
 def preflight(
@@ -303,8 +307,8 @@ def preflight(
     Raises:
         FileNotFoundError, Unsafe, Corrupt: the metadata cannot be read.
     """
-    load = _alone(checkpoint_id, names, reader_options)
-    return load.compare(_values_of(state_dict))
+    with _alone(checkpoint_id, names, reader_options) as load:
+        return load.compare(_values_of(state_dict))
 
 
 def estimate_read_memory(
@@ -323,14 +327,18 @@ def estimate_read_memory(
         FileNotFoundError, Unsafe, Corrupt: the metadata cannot be read.
         LoadMismatch: the checkpoint does not fit the state dict.
     """
-    load = _alone(checkpoint_id, names, reader_options)
-    return estimate(load, _values_of(state_dict))
+    with _alone(checkpoint_id, names, reader_options) as load:
+        return estimate(load, _values_of(state_dict))
 
 
-def _alone(checkpoint_id: CheckpointId, names: Names, reader_options: StateDict) -> Load:
+@contextmanager
+def _alone(checkpoint_id: CheckpointId, names: Names, reader_options: StateDict) -> Iterator[Load]:
     """For what this rank asks for itself."""
     reader = FileSystemReader(checkpoint_id, **reader_options)
-    return Load(reader, Ranks(None, no_dist=True), names)
+    try:
+        yield Load(reader, Ranks(None, no_dist=True), names)
+    finally:
+        reader.release()
 
 
 # --- both ----------------------------------------------------------------------------------------

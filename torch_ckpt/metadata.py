@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import copyreg
+import errno
 import io
 import os
 import pickle
@@ -29,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from torch_ckpt import _C
 from torch_ckpt.collector import no_gc
+from torch_ckpt.directory import OpenDirectory
 from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
 
 #: Name of the file whose appearance is the commit of a checkpoint.
@@ -184,25 +186,69 @@ def metadata_bytes(path: str | os.PathLike[str], name: str = METADATA_NAME) -> b
     Raises:
         FileNotFoundError, Corrupt, CheckpointError: see :func:`read_metadata`.
     """
-    file = os.path.join(path, name)
+    directory = open_checkpoint(path, name)
     try:
-        with open(file, "rb", opener=_open_without_waiting) as stream:
-            status = os.fstat(stream.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise Corrupt(f"{file} is not a regular file")
-            size = status.st_size
-            if size > MAX_METADATA_BYTES:
-                raise CheckpointError(f"{file} has {size} bytes, more than {MAX_METADATA_BYTES}")
-            return stream.read()
+        return metadata_bytes_in(directory, name)
+    finally:
+        directory.close()
+
+
+def open_checkpoint(path: str | os.PathLike[str], name: str = METADATA_NAME) -> OpenDirectory:
+    """The directory of a checkpoint whose metadata has the given name.
+
+    Raises:
+        FileNotFoundError: there is no such directory, and so no committed checkpoint.
+        OSError: it may not be opened.
+    """
+    try:
+        return OpenDirectory(path)
     except FileNotFoundError:
-        raise FileNotFoundError(
-            2, f"no committed checkpoint: there is no {name} in the directory", os.fspath(path)
-        ) from None
+        raise _no_checkpoint(path, name) from None
 
 
-def _open_without_waiting(path: str, flags: int) -> int:
-    # A FIFO in the place of the metadata cannot hang the load before it is refused.
-    return os.open(path, flags | os.O_NONBLOCK)
+def metadata_bytes_in(directory: OpenDirectory, name: str = METADATA_NAME) -> bytes:
+    """The same, of a directory that is open: what is read beneath it belongs together.
+
+    Raises:
+        FileNotFoundError, Corrupt, CheckpointError: see :func:`read_metadata`.
+        Unsafe: a link is in its place.
+    """
+    file = os.path.join(directory.path, name)
+    # A FIFO in the place of the metadata cannot hang the load before it is refused, and a link may
+    # lead to anybody's file.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+    try:
+        descriptor = os.open(name, flags, dir_fd=directory.fd)
+    except FileNotFoundError:
+        raise _no_checkpoint(directory.path, name) from None
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise Unsafe(
+                f"{file} is a link, and a checkpoint's files are not read through links; copy the "
+                "file itself into the directory"
+            ) from None
+        raise OSError(error.errno, error.strerror, file) from None
+    try:
+        status = os.fstat(descriptor)
+        if stat.S_ISDIR(status.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), file)
+        if not stat.S_ISREG(status.st_mode):
+            raise Corrupt(f"{file} is not a regular file")
+        size = status.st_size
+        if size > MAX_METADATA_BYTES:
+            raise CheckpointError(f"{file} has {size} bytes, more than {MAX_METADATA_BYTES}")
+        with os.fdopen(descriptor, "rb", closefd=False) as stream:
+            return stream.read(size)
+    finally:
+        os.close(descriptor)
+
+
+def _no_checkpoint(path: str | os.PathLike[str], name: str) -> FileNotFoundError:
+    return FileNotFoundError(
+        errno.ENOENT,
+        f"no committed checkpoint: there is no {name} in the directory",
+        os.fspath(path),
+    )
 
 
 def with_checksum_tables(metadata: Metadata, tables: Mapping[str, bytes]) -> Metadata:

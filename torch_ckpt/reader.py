@@ -7,6 +7,7 @@ import io
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,11 +28,19 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from torch_ckpt import _C
+from torch_ckpt.beneath import FilesBeneath, lies_beneath
 from torch_ckpt.collector import RelaxedGc, no_gc
+from torch_ckpt.directory import OpenDirectory
 from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
 from torch_ckpt.growth import let_tensors_grow, writable, zero_what_is_not_stored
 from torch_ckpt.hooks import keeps_methods
-from torch_ckpt.metadata import METADATA_NAME, checksum_tables, decode_metadata, metadata_bytes
+from torch_ckpt.metadata import (
+    METADATA_NAME,
+    checksum_tables,
+    decode_metadata,
+    metadata_bytes_in,
+    open_checkpoint,
+)
 from torch_ckpt.precision import loses_precision
 from torch_ckpt.progress import Progress, ProgressOption, Reporter
 from torch_ckpt.replicas import read_alone, read_once
@@ -91,7 +100,7 @@ class Reading:
             Unsafe: it lies outside of the checkpoint's directory.
         """
         if file not in self.files:
-            if not _lies_beneath(file):
+            if not lies_beneath(file):
                 raise _outside(name, file)
             self.files[file] = len(self.files)
         return self.files[file]
@@ -117,6 +126,10 @@ class FileSystemReader(StockReader):
 
     A tensor of another dtype than the stored one is converted as by ``Tensor.copy_``; a warning
     names those that lose precision or range, once for each load.
+
+    From ``read_metadata`` to the end of the load the directory is held open and shared: files are
+    opened beneath that very directory, never through links, and a save into it meanwhile removes
+    none of them, so that a load sees one checkpoint whole.
 
     Args:
         path: directory of the checkpoint.
@@ -176,6 +189,7 @@ class FileSystemReader(StockReader):
         self.progress = progress
         self.allow_pickle = allow_pickle
         self._metadata: Metadata | None = None
+        self._directory: OpenDirectory | None = None
         self._identity: tuple[Metadata | None, bytes] = (None, b"")
         self._planning = RelaxedGc(self)
         self._is_alone = False
@@ -183,22 +197,24 @@ class FileSystemReader(StockReader):
 
     # --- DCP's contract, in the order of a load -------------------------------------------------
 
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self.release()
+        super().reset(checkpoint_id)
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if not self._is_local():
             return super().read_metadata(*args, **kwargs)
         rank = kwargs.get("rank")
         name = METADATA_NAME if rank is None else f"__{rank}{METADATA_NAME}"
-        data = metadata_bytes(self.path, name)
-        source = os.path.join(self.path, name)
-        metadata = decode_metadata(data, source, allow_pickle=self.allow_pickle)
-        if self.read_once:
-            self._identity = metadata, hashlib.blake2b(data, digest_size=16).digest()
-        if getattr(metadata, "storage_meta", None) is None:
-            metadata.storage_meta = StorageMeta()
-        assert metadata.storage_meta is not None
-        metadata.storage_meta.load_id = self.load_id
-        if self.zero_fill:
-            let_tensors_grow(metadata)
+        self.release()
+        # Shared before it is read: what it names then is still there.
+        directory = shared(open_checkpoint(self.path, name))
+        try:
+            metadata = self._metadata_in(directory, name)
+        except BaseException:
+            directory.close()
+            raise
+        self._directory = directory
         return metadata
 
     def set_up_storage_reader(
@@ -224,6 +240,14 @@ class FileSystemReader(StockReader):
         return super().prepare_global_plan(plans)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        try:
+            future = self._read_data(plan, planner)
+            self.warn_of_lost_precision()
+            return future
+        finally:
+            self.release()
+
+    def _read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         self._planning.end()
         if not self._is_local() or self._metadata is None:
             return super().read_data(plan, planner)
@@ -249,7 +273,6 @@ class FileSystemReader(StockReader):
             read_once(self, prepare, self.process_group)
         else:
             self.read(prepare())
-        self.warn_of_lost_precision()
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -268,6 +291,15 @@ class FileSystemReader(StockReader):
     def engine_can_read(self) -> bool:
         """False where a remote file system needs torch's own reading."""
         return self._is_local()
+
+    def release(self) -> None:
+        """Lets go of the checkpoint's directory, at the end of a load; further calls do nothing.
+
+        The next ``read_metadata`` takes it again.
+        """
+        directory, self._directory = self._directory, None
+        if directory is not None:
+            directory.close()
 
     def set_up_for_load(self, metadata: Metadata, rank: int) -> None:
         """What DCP does by set_up_storage_reader."""
@@ -288,12 +320,12 @@ class FileSystemReader(StockReader):
             for item in items:
                 info = self._place(item)
                 if info.transform_descriptors:
-                    if not _lies_beneath(info.relative_path):
+                    if not lies_beneath(info.relative_path):
                         raise _outside(item.storage_index.fqn, info.relative_path)
                     reading.transformed.append(item)
                     continue
                 if item.type == LoadItemType.BYTE_IO:
-                    if not _lies_beneath(info.relative_path):
+                    if not lies_beneath(info.relative_path):
                         raise _outside(item.storage_index.fqn, info.relative_path)
                     reading.byte_items.append((item, info))
                     continue
@@ -333,7 +365,12 @@ class FileSystemReader(StockReader):
     def read_all_but_rows(self, reading: Reading) -> None:
         """Objects, and what a stream transform was at work on."""
         if reading.transformed:
-            super().read_data(LoadPlan(reading.transformed), reading.planner)
+            with self._opened() as directory:
+                before, self.fs = self.fs, FilesBeneath(directory)
+                try:
+                    super().read_data(LoadPlan(reading.transformed), reading.planner)
+                finally:
+                    self.fs = before
         for wave in self._waves(reading.byte_items):
             files: dict[str, int] = {}
             rows = [
@@ -363,10 +400,16 @@ class FileSystemReader(StockReader):
         places = self._places(files, rows)
         events = _current_events(row[8] for row in rows)
         planned = sum(row[8].numel() * row[4].itemsize for row in rows) if self.progress else 0
-        with Reporter(self.progress, f"load {Path(self.path).name}", self.rank, planned) as shown:
+        title = f"load {Path(self.path).name}"
+        with (
+            self._opened() as directory,
+            Reporter(self.progress, title, self.rank, planned) as shown,
+        ):
             unknown = _C.load_tensors(
                 places,
                 rows,
+                directory=directory.fd,
+                path=directory.path,
                 threads=self.thread_count,
                 max_inflight_bytes=self.max_inflight_bytes,
                 direct_io=self.direct_io,
@@ -382,14 +425,18 @@ class FileSystemReader(StockReader):
 
     def read_bytes(self, files: list[str], rows: list[ByteRow]) -> list[bytes]:
         """The stored bytes of (name, file number, offset, length) each."""
-        return _C.load_bytes(
-            self._places(files, rows),
-            rows,
-            threads=self.thread_count,
-            max_inflight_bytes=self.max_inflight_bytes,
-            direct_io=self.direct_io,
-            verify=self.verify,
-        )
+        places = self._places(files, rows)
+        with self._opened() as directory:
+            return _C.load_bytes(
+                places,
+                rows,
+                directory=directory.fd,
+                path=directory.path,
+                threads=self.thread_count,
+                max_inflight_bytes=self.max_inflight_bytes,
+                direct_io=self.direct_io,
+                verify=self.verify,
+            )
 
     @property
     def identity(self) -> bytes | None:
@@ -422,6 +469,20 @@ class FileSystemReader(StockReader):
         )
 
     # --- private ---------------------------------------------------------------------------------
+
+    def _metadata_in(self, directory: OpenDirectory, name: str) -> Metadata:
+        data = metadata_bytes_in(directory, name)
+        source = os.path.join(directory.path, name)
+        metadata = decode_metadata(data, source, allow_pickle=self.allow_pickle)
+        if self.read_once:
+            self._identity = metadata, hashlib.blake2b(data, digest_size=16).digest()
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = StorageMeta()
+        assert metadata.storage_meta is not None
+        metadata.storage_meta.load_id = self.load_id
+        if self.zero_fill:
+            let_tensors_grow(metadata)
+        return metadata
 
     def _fill_with_zeros(self, planner: LoadPlanner) -> None:
         if not self.zero_fill:
@@ -466,12 +527,24 @@ class FileSystemReader(StockReader):
     def _places(
         self, files: list[str], rows: Sequence[Row] | Sequence[ByteRow]
     ) -> list[tuple[str, bytes]]:
-        """Where the files lie, and their checksum tables."""
+        """The files, and their checksum tables."""
         for number, file in enumerate(files):
-            if not _lies_beneath(file):
+            if not lies_beneath(file):
                 raise _outside(next((row[0] for row in rows if row[1] == number), "a tensor"), file)
         tables = checksum_tables(self._metadata)
-        return [(os.path.join(self.path, file), tables.get(file, b"")) for file in files]
+        return [(file, tables.get(file, b"")) for file in files]
+
+    @contextmanager
+    def _opened(self) -> Iterator[OpenDirectory]:
+        """The directory that the metadata was read in; of metadata from elsewhere, as it is now."""
+        if self._directory is not None:
+            yield self._directory
+            return
+        directory = shared(OpenDirectory(self.path))
+        try:
+            yield directory
+        finally:
+            directory.close()
 
     def _stored(self, index: MetadataIndex) -> tuple[torch.dtype, ChunkStorageMetadata]:
         """The dtype of a stored shard and its place in the whole tensor."""
@@ -519,12 +592,15 @@ class FileSystemReader(StockReader):
             target.copy_(stored)
 
 
-def _lies_beneath(file: Any) -> bool:
-    """Whether it names a file in the checkpoint's directory, and none other that we may open."""
-    if not isinstance(file, str) or "\0" in file or file.startswith("/"):
-        return False
-    parts = set(file.split("/"))
-    return ".." not in parts and not parts <= {"", "."}
+def shared(directory: OpenDirectory) -> OpenDirectory:
+    """The same, in which nobody removes a file while it is open."""
+    if not directory.share():
+        warnings.warn(
+            f"another process has had {directory.path} for itself for long; files that it removes "
+            "may be missing in this load",
+            stacklevel=3,
+        )
+    return directory
 
 
 def _outside(name: str, file: Any) -> Unsafe:

@@ -131,7 +131,9 @@ class FileSystemWriter(StockWriter):
                 "separation_hint needs thread_count >= 2 (one file for each side), "
                 f"got {thread_count}"
             )
-        if separation_hint and ("/" in separation_hint or separation_hint.startswith(".")):
+        hint = separation_hint or ""
+        # Readers refuse backslashes in names of files.
+        if "/" in hint or "\\" in hint or hint.startswith("."):
             raise ValueError(
                 f"separation_hint begins file names, so it may not be {separation_hint!r}"
             )

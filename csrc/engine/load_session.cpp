@@ -24,13 +24,6 @@ constexpr std::uint64_t kFusedBytes = std::uint64_t{256} << 10;
 // Ranges of one record: above this, more is read than is wanted.
 constexpr std::size_t kMostRanges = std::size_t{1} << 20;
 
-// The archive around a payload has some 2,000 bytes.
-constexpr std::uint64_t kMaxEnvelopeBytes = std::uint64_t{1} << 20;
-
-// A zero checksum of a non-empty payload means that the writer did not compute one
-// (torch.serialization.set_crc32_options(False)).
-bool is_known(std::uint32_t crc, std::uint64_t bytes) { return crc != 0 || bytes == 0; }
-
 // Objects: only a record that was read whole can be checked.
 Result<> check_raw(const ReadRequest& request, std::span<const std::byte> bytes) {
   if (bytes.size() != request.length) return {};
@@ -79,21 +72,23 @@ bool is_straight(const ReadRequest& request) {
          request.region.is_one_run();
 }
 
+std::vector<std::string> names_of(const std::vector<LoadFile>& files) {
+  std::vector<std::string> names;
+  names.reserve(files.size());
+  for (const LoadFile& file : files) names.push_back(file.name);
+  return names;
+}
+
 // Of a check that counts from the payload's begin.
 Error from_record_begin(Error error, std::uint64_t payload_begin) {
   if (error.offset != Error::kNoOffset) error.offset += payload_begin;
   return error;
 }
 
-// What is known of a payload block by block, where it is.
-const format::RecordSums* blocks_of(const std::optional<format::RecordSums>& sums, ReadKind kind) {
-  if (!sums || sums->block_bytes == 0 || sums->raw != (kind == ReadKind::raw)) return nullptr;
-  return &*sums;
-}
-
 }  // namespace
 
-Result<std::shared_ptr<LoadSession>> LoadSession::start(std::vector<LoadFile> files,
+Result<std::shared_ptr<LoadSession>> LoadSession::start(os::Directory directory,
+                                                        std::vector<LoadFile> files,
                                                         std::vector<ReadRequest> requests,
                                                         const LoadOptions& given) {
   LoadOptions options = given;
@@ -113,7 +108,7 @@ Result<std::shared_ptr<LoadSession>> LoadSession::start(std::vector<LoadFile> fi
   }
   options.threads = std::min(options.threads, options.max_scratch_bytes / layout.bytes());
   std::shared_ptr<LoadSession> session(
-      new LoadSession(std::move(files), std::move(requests), options));
+      new LoadSession(std::move(directory), std::move(files), std::move(requests), options));
   session->scratch_layout_ = layout;
   if (auto planned = session->plan(); !planned) return planned.error();
   const std::size_t tasks = std::min(options.threads, session->units_.size());
@@ -124,13 +119,13 @@ Result<std::shared_ptr<LoadSession>> LoadSession::start(std::vector<LoadFile> fi
   return session;
 }
 
-LoadSession::LoadSession(std::vector<LoadFile> files, std::vector<ReadRequest> requests,
-                         const LoadOptions& options)
+LoadSession::LoadSession(os::Directory directory, std::vector<LoadFile> files,
+                         std::vector<ReadRequest> requests, const LoadOptions& options)
     : files_given_(std::move(files)),
+      files_(std::move(directory), names_of(files_given_), options.direct_io),
       requests_(std::move(requests)),
       options_(options),
-      outcomes_(requests_.size()),
-      files_(files_given_.size()) {}
+      outcomes_(requests_.size()) {}
 
 // --- the plan ------------------------------------------------------------------------------------
 
@@ -161,7 +156,7 @@ Result<> LoadSession::plan() {
       auto table = format::ChecksumTable::decode(std::as_bytes(std::span(encoded)));
       if (!table) {
         Error error = table.error();
-        error.path = files_given_[file].path;
+        error.path = files_.path(file);
         error.offset = Error::kNoOffset;
         error.detail = "its checksums in the metadata are damaged: " + error.detail;
         return error;
@@ -169,7 +164,8 @@ Result<> LoadSession::plan() {
       tables[file] = std::move(*table);
     }
     for (Record& record : records_) {
-      if (const auto& table = tables[first(record).file]) {
+      // At the place of an item without bytes begins the next one, whose checksums these would be.
+      if (const auto& table = tables[first(record).file]; table && first(record).length > 0) {
         record.sums = table->find(first(record).offset);
       }
     }
@@ -181,13 +177,13 @@ Result<> LoadSession::plan() {
   limits.batch_bytes = scratch_layout_.read_bytes;
   for (const Record& record : records_) {
     // A block is checked within one piece.
-    const format::RecordSums* sums = blocks_of(record.sums, first(record).kind);
+    const format::RecordSums* sums = blocks_of(record.sums, first(record).kind == ReadKind::raw);
     if (sums != nullptr) limits.cut_bytes = std::max(limits.cut_bytes, sums->block_bytes);
   }
   limits.piece_bytes = std::max(limits.piece_bytes, limits.cut_bytes);
   units_ = planning::plan_reads(wanted, limits);
   for (const planning::ReadUnit& unit : units_) {
-    ++files_[unit.file].units_left;
+    files_.expect_unit(unit.file);
     if (unit.is_batch || unit.piece != 0) continue;
     auto large = std::make_unique<LargeRecord>();
     const std::size_t index = unit.records.front();
@@ -215,7 +211,7 @@ planning::WantedRecord LoadSession::wanted_of(const Record& record) const {
     const auto ranges = region.ranges(limits.gap_bytes, kMostRanges);
     wanted.ranges.insert(wanted.ranges.end(), ranges.begin(), ranges.end());
   }
-  if (const format::RecordSums* sums = blocks_of(record.sums, of.kind)) {
+  if (const format::RecordSums* sums = blocks_of(record.sums, of.kind == ReadKind::raw)) {
     const std::uint64_t last_block = align_down(end, sums->block_bytes);
     for (ByteRange& range : wanted.ranges) {
       range.begin = align_down(range.begin, sums->block_bytes);
@@ -270,7 +266,7 @@ void LoadSession::run_units(Scratch& scratch) {
 
 Result<> LoadSession::run_unit(const planning::ReadUnit& unit, Scratch& scratch,
                                std::size_t& culprit) {
-  auto file = acquire_file(unit.file);
+  auto file = files_.acquire(unit.file);
   if (!file) return file.error();
   for (const std::size_t index : unit.records) {
     const ReadRequest& request = first(records_[index]);
@@ -283,7 +279,7 @@ Result<> LoadSession::run_unit(const planning::ReadUnit& unit, Scratch& scratch,
   auto done =
       unit.is_batch ? run_batch(unit, **file, scratch, culprit) : run_piece(unit, **file, scratch);
   file->reset();
-  release_file(unit.file);
+  files_.release(unit.file);
   return done;
 }
 
@@ -328,7 +324,10 @@ Result<LoadSession::Payload> LoadSession::open_payload(const Record& record,
     payload.offset = archive->payload_offset;
     payload.bytes = archive->payload_bytes;
     payload.crc = archive->payload_crc;
-    if (auto intact = check_envelope(record, bytes, payload); !intact) return intact.error();
+    if (record.sums && !record.sums->raw) {
+      auto intact = check_envelope(*record.sums, bytes, payload.offset, payload.bytes);
+      if (!intact) return intact.error();
+    }
     for (const std::size_t index : record.requests) {
       auto status = judge(requests_[index], *archive);
       if (!status) return status.error();
@@ -336,31 +335,13 @@ Result<LoadSession::Payload> LoadSession::open_payload(const Record& record,
       if (*status == ReadStatus::other_layout) outcomes_[index].header = archive->header;
     }
   }
-  if (const format::RecordSums* sums = blocks_of(record.sums, request.kind);
+  if (const format::RecordSums* sums = blocks_of(record.sums, request.kind == ReadKind::raw);
       sums != nullptr && payload.status == ReadStatus::done &&
       sums->block_crcs.size() != (payload.bytes + sums->block_bytes - 1) / sums->block_bytes) {
     return format_error(Errc::checksum_mismatch,
                         "the metadata has the checksums of a record of another size");
   }
   return payload;
-}
-
-Result<> LoadSession::check_envelope(const Record& record, format::RecordBytes& bytes,
-                                     const Payload& payload) const {
-  if (!record.sums || record.sums->raw) return {};
-  // index_record() has seen that the payload lies within.
-  const std::uint64_t end = payload.offset + payload.bytes;
-  if (payload.offset > kMaxEnvelopeBytes || bytes.size() - end > kMaxEnvelopeBytes) {
-    return format_error(Errc::checksum_mismatch, "the archive is not the one that was written");
-  }
-  std::uint32_t crc = 0;
-  for (const ByteRange part : {ByteRange{0, payload.offset}, ByteRange{end, bytes.size()}}) {
-    auto read = bytes.at(part.begin, part.bytes());
-    if (!read) return read.error();
-    crc = format::crc32(crc, *read);
-  }
-  if (crc == record.sums->envelope_crc) return {};
-  return checksum_error(record.sums->envelope_crc, crc, "the checkpoint's metadata");
 }
 
 // --- small records -------------------------------------------------------------------------------
@@ -389,7 +370,8 @@ Result<> LoadSession::take_from_memory(const Record& record, std::span<const std
   if (!opened) return opened.error();
   if (opened->status == ReadStatus::done) {
     const auto payload = bytes.subspan(opened->offset, opened->bytes);
-    if (const format::RecordSums* sums = blocks_of(record.sums, first(record).kind)) {
+    if (const format::RecordSums* sums =
+            blocks_of(record.sums, first(record).kind == ReadKind::raw)) {
       PayloadCheck check = PayloadCheck::by_blocks(*sums, payload.size());
       auto intact = check.take(0, payload);
       if (!intact) return from_record_begin(intact.error(), opened->offset);
@@ -423,7 +405,7 @@ Result<> LoadSession::run_piece(const planning::ReadUnit& unit, const DataFile& 
   });
   if (large.error) return *large.error;
   const Payload& payload = large.payload;
-  const format::RecordSums* blocks = blocks_of(record.sums, request.kind);
+  const format::RecordSums* blocks = blocks_of(record.sums, request.kind == ReadKind::raw);
   const bool in_all = options_.verify && blocks == nullptr &&
                       large.bytes_from_begin == payload.bytes && request.kind != ReadKind::raw &&
                       is_known(payload.crc, payload.bytes);
@@ -506,24 +488,6 @@ Result<> LoadSession::read_range(const Record& record, ByteRange range, const Da
 
 // --- files, failures, the caller -----------------------------------------------------------------
 
-Result<std::shared_ptr<DataFile>> LoadSession::acquire_file(std::size_t number) {
-  FileState& state = files_[number];
-  std::lock_guard lock(state.mutex);
-  if (state.file == nullptr) {
-    auto opened = DataFile::open(files_given_[number].path, options_.direct_io);
-    if (!opened) return opened.error();
-    state.file = std::make_shared<DataFile>(std::move(*opened));
-  }
-  return state.file;
-}
-
-void LoadSession::release_file(std::size_t number) {
-  FileState& state = files_[number];
-  if (--state.units_left > 0) return;
-  std::lock_guard lock(state.mutex);
-  state.file.reset();
-}
-
 void LoadSession::fail(Error error, std::size_t request) {
   {
     std::lock_guard lock(mutex_);
@@ -539,7 +503,9 @@ void LoadSession::fail(Error error, std::size_t request) {
 }
 
 bool LoadSession::wait_for(std::chrono::milliseconds timeout) {
-  return results_->wait_for(timeout);
+  if (!results_->wait_for(timeout)) return false;
+  files_.close_directory();
+  return true;
 }
 
 void LoadSession::cancel() {

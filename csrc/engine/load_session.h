@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/data_files.h"
 #include "engine/delivery.h"
 #include "engine/direct_io.h"
 #include "engine/payload_check.h"
@@ -17,6 +18,7 @@
 #include "error.h"
 #include "format/checksum_table.h"
 #include "format/tensor_pickle.h"
+#include "os/beneath.h"
 #include "planning/read_plan.h"
 #include "planning/region.h"
 
@@ -31,9 +33,9 @@ struct LoadOptions {
   std::vector<staging::DeviceMoment> ready;  // when targets on devices may be written
 };
 
-/// A data file, and what the metadata knows of its checksums.
+/// A data file beneath the checkpoint's directory, and what the metadata knows of its checksums.
 struct LoadFile {
-  std::string path;
+  std::string name;
   std::string checksum_table;  // encoded; empty where there is none
 };
 
@@ -102,7 +104,8 @@ struct LoadFailure {
 // true; after a failure their contents are unspecified.
 class LoadSession : public std::enable_shared_from_this<LoadSession> {
  public:
-  static Result<std::shared_ptr<LoadSession>> start(std::vector<LoadFile> files,
+  static Result<std::shared_ptr<LoadSession>> start(os::Directory directory,
+                                                    std::vector<LoadFile> files,
                                                     std::vector<ReadRequest> requests,
                                                     const LoadOptions& options);
 
@@ -115,22 +118,13 @@ class LoadSession : public std::enable_shared_from_this<LoadSession> {
   std::optional<LoadFailure> failure() const;
   const std::vector<ReadOutcome>& outcomes() const { return outcomes_; }
   const std::vector<ReadRequest>& requests() const { return requests_; }
-  const std::string& path(const ReadRequest& request) const {
-    return files_given_[request.file].path;
-  }
+  std::string path(const ReadRequest& request) const { return files_.path(request.file); }
 
   /// Bytes asked for and bytes that reached their target so far, as stored.
   std::uint64_t bytes_planned() const { return bytes_planned_; }
   std::uint64_t bytes_done() const { return bytes_done_; }
 
  private:
-  // Opened by the first unit of the file and closed after its last, so that a checkpoint of many
-  // files never has more than a few of them open.
-  struct FileState {
-    std::mutex mutex;
-    std::shared_ptr<DataFile> file;  // guarded by mutex
-    std::atomic<std::size_t> units_left{0};
-  };
   // What a record's archive says of the payload.
   struct Payload {
     ReadStatus status = ReadStatus::done;
@@ -154,8 +148,8 @@ class LoadSession : public std::enable_shared_from_this<LoadSession> {
     std::unique_ptr<LargeRecord> large;
   };
 
-  LoadSession(std::vector<LoadFile> files, std::vector<ReadRequest> requests,
-              const LoadOptions& options);
+  LoadSession(os::Directory directory, std::vector<LoadFile> files,
+              std::vector<ReadRequest> requests, const LoadOptions& options);
   Result<> plan();
   void group_requests();
   planning::WantedRecord wanted_of(const Record& record) const;
@@ -168,26 +162,22 @@ class LoadSession : public std::enable_shared_from_this<LoadSession> {
   Result<> take_from_memory(const Record& record, std::span<const std::byte> bytes,
                             Scratch& scratch);
   Result<Payload> open_payload(const Record& record, format::RecordBytes& bytes);
-  Result<> check_envelope(const Record& record, format::RecordBytes& bytes,
-                          const Payload& payload) const;
   Result<> read_range(const Record& record, planning::ByteRange range, const DataFile& file,
                       Scratch& scratch, PayloadCheck& check);
   Result<> deliver(const Record& record, std::uint64_t position, std::span<const std::byte> bytes,
                    Scratch& scratch);
   void set_status(const Record& record, ReadStatus status);
   const ReadRequest& first(const Record& record) const { return requests_[record.requests[0]]; }
-  Result<std::shared_ptr<DataFile>> acquire_file(std::size_t file);
-  void release_file(std::size_t file);
   void fail(Error error, std::size_t request);
 
   const std::vector<LoadFile> files_given_;
+  DataFiles files_;
   const std::vector<ReadRequest> requests_;
   const LoadOptions options_;
   ScratchLayout scratch_layout_;
   std::vector<Record> records_;
   std::vector<planning::ReadUnit> units_;
   std::vector<ReadOutcome> outcomes_;  // each written by the unit that completes the request
-  std::vector<FileState> files_;
 
   std::optional<ResultsChannel> results_;  // of the tasks
   std::uint64_t bytes_planned_ = 0;

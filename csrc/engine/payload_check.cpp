@@ -9,6 +9,9 @@
 namespace torch_ckpt::engine {
 namespace {
 
+// The archive around a payload has some 2,000 bytes.
+constexpr std::uint64_t kMaxEnvelopeBytes = std::uint64_t{1} << 20;
+
 std::string hex(std::uint32_t value) {
   constexpr char kDigits[] = "0123456789abcdef";
   std::string text = "0x";
@@ -17,6 +20,28 @@ std::string hex(std::uint32_t value) {
 }
 
 }  // namespace
+
+const format::RecordSums* blocks_of(const std::optional<format::RecordSums>& sums, bool raw) {
+  if (!sums || sums->block_bytes == 0 || sums->raw != raw) return nullptr;
+  return &*sums;
+}
+
+Result<> check_envelope(const format::RecordSums& sums, format::RecordBytes& record,
+                        std::uint64_t payload_offset, std::uint64_t payload_bytes) {
+  const std::uint64_t end = payload_offset + payload_bytes;
+  if (payload_offset > kMaxEnvelopeBytes || record.size() - end > kMaxEnvelopeBytes) {
+    return format_error(Errc::checksum_mismatch, "the archive is not the one that was written");
+  }
+  std::uint32_t crc = 0;
+  for (const auto& [begin, part_end] :
+       {std::pair(std::uint64_t{0}, payload_offset), std::pair(end, record.size())}) {
+    auto read = record.at(begin, part_end - begin);
+    if (!read) return read.error();
+    crc = format::crc32(crc, *read);
+  }
+  if (crc == sums.envelope_crc) return {};
+  return checksum_error(sums.envelope_crc, crc, "the checkpoint's metadata");
+}
 
 Error checksum_error(std::uint32_t expected, std::uint32_t found, const char* source,
                      std::uint64_t offset) {

@@ -7,6 +7,7 @@
 
 #include "error.h"
 #include "format/checksum_table.h"
+#include "format/record_index.h"
 
 namespace torch_ckpt::engine {
 
@@ -35,6 +36,17 @@ class PayloadCheck {
   std::uint32_t crc_ = 0;
   std::uint64_t taken_ = 0;
 };
+
+/// Whether a payload's checksum in its archive is one: zero, of a payload that is not empty, means
+/// that the writer did not compute it (torch.serialization.set_crc32_options(False)).
+inline bool is_known(std::uint32_t crc, std::uint64_t bytes) { return crc != 0 || bytes == 0; }
+
+/// What is known of a payload block by block, where it is.
+const format::RecordSums* blocks_of(const std::optional<format::RecordSums>& sums, bool raw);
+
+/// Compares all of a record that is not payload. The payload lies within the record.
+Result<> check_envelope(const format::RecordSums& sums, format::RecordBytes& record,
+                        std::uint64_t payload_offset, std::uint64_t payload_bytes);
 
 /// `source` says where the expected one stands.
 Error checksum_error(std::uint32_t expected, std::uint32_t found, const char* source,

@@ -19,14 +19,15 @@ constexpr double kWarmFraction = 0.5;
 
 }  // namespace
 
-Result<DataFile> DataFile::open(const std::string& path, DirectIo direct_io) {
-  auto buffered = os::File::open_for_read(path);
+Result<DataFile> DataFile::open(const os::Directory& directory, const std::string& name,
+                                DirectIo direct_io) {
+  auto buffered = directory.open_for_read(name);
   if (!buffered) return buffered.error();
   auto bytes = buffered->size();
   if (!bytes) return bytes.error();
   std::optional<os::File> direct;
   if (direct_io != DirectIo::off) {
-    auto opened = os::File::open_for_read(path, os::IoMode::direct);
+    auto opened = directory.open_for_read(name, os::IoMode::direct);
     if (!opened) return opened.error();
     if (opened->is_direct()) direct = std::move(*opened);
   }
@@ -34,7 +35,7 @@ Result<DataFile> DataFile::open(const std::string& path, DirectIo direct_io) {
     Error error = format_error(Errc::invalid_argument,
                                "direct_io=True, but this file system has no direct I/O");
     error.operation = "open";
-    error.path = path;
+    error.path = directory.path_of(name);
     return error;
   }
   return DataFile(std::move(*buffered), std::move(direct), direct_io, *bytes);

@@ -10,6 +10,7 @@
 #include "engine/direct_io.h"
 #include "error.h"
 #include "format/record_index.h"
+#include "os/beneath.h"
 #include "os/file.h"
 
 namespace torch_ckpt::engine {
@@ -18,7 +19,8 @@ namespace torch_ckpt::engine {
 // Safe for concurrent use by multiple threads, each with scratch memory of its own.
 class DataFile {
  public:
-  static Result<DataFile> open(const std::string& path, DirectIo direct_io);
+  static Result<DataFile> open(const os::Directory& directory, const std::string& name,
+                               DirectIo direct_io);
 
   std::uint64_t bytes() const { return bytes_; }
   const std::string& path() const { return buffered_.path(); }

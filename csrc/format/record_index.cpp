@@ -19,6 +19,8 @@ struct Limits {
 };
 constexpr std::uint64_t kMaxPickleBytes = 16 * 1024;
 
+constexpr std::uint64_t kCheckedAtOnce = std::uint64_t{1} << 20;
+
 struct Entry {
   std::string name;  // without the archive's prefix
   std::uint64_t header_offset = 0;
@@ -208,15 +210,19 @@ Result<std::uint64_t> data_offset(RecordBytes& record, const Entry& entry) {
   return offset;
 }
 
+Error damaged_entry(const Entry& entry, std::uint64_t offset) {
+  return format_error(Errc::checksum_mismatch,
+                      "entry '" + entry.name + "' is damaged: its CRC-32 is not the archive's",
+                      offset);
+}
+
 // A zero checksum of a non-empty entry means that the writer did not compute one
 // (torch.serialization.set_crc32_options(False)).
 Result<> check_entry(std::span<const std::byte> data, const Entry& entry, std::uint64_t offset) {
   if (entry.crc == 0) return {};
   const std::uint32_t found = crc32(0, data);
   if (found == entry.crc) return {};
-  return format_error(Errc::checksum_mismatch,
-                      "entry '" + entry.name + "' is damaged: its CRC-32 is not the archive's",
-                      offset);
+  return damaged_entry(entry, offset);
 }
 
 const Entry* find(const std::vector<Entry>& entries, std::string_view name) {
@@ -280,6 +286,49 @@ Result<RecordIndex> index_record(RecordBytes& record) {
                                                     std::to_string(payload->bytes));
   }
   return RecordIndex{std::move(*header), *payload_at, payload->bytes, payload->crc};
+}
+
+Result<EntriesFound> check_entries(RecordBytes& record, std::string_view skip) {
+  EntriesFound found;
+  const std::uint64_t size = record.size();
+  if (size < zip::kEndBytes) return found;
+  const auto begins_with = [&](std::uint64_t offset, std::uint32_t signature) -> Result<bool> {
+    auto bytes = record.at(offset, 4);
+    if (!bytes) return bytes.error();
+    return Cursor(*bytes).take(4) == signature;
+  };
+  // One of them may be what is damaged.
+  auto head = begins_with(0, zip::kLocalHeader);
+  if (!head) return head.error();
+  auto tail = begins_with(size - zip::kEndBytes, zip::kEnd);
+  if (!tail) return tail.error();
+  if (!*head && !*tail) return found;
+  found.archive = true;
+  // Each entry takes room in the directory, and the directory lies in the record.
+  auto entries = read_directory(record, Limits{size, size});
+  if (!entries) return entries.error();
+  std::uint64_t left = size;
+  for (const Entry& entry : *entries) {
+    auto at = data_offset(record, entry);
+    if (!at) return at.error();
+    if (entry.bytes > left) {
+      return format_error(Errc::zip_inconsistent, "the archive's entries overlap", *at);
+    }
+    left -= entry.bytes;
+    if (entry.name == skip || entry.bytes == 0) continue;
+    if (entry.crc == 0) {
+      ++found.unknown;
+      continue;
+    }
+    std::uint32_t crc = 0;
+    for (std::uint64_t position = 0; position < entry.bytes; position += kCheckedAtOnce) {
+      auto data = record.at(*at + position, std::min(kCheckedAtOnce, entry.bytes - position));
+      if (!data) return data.error();
+      crc = crc32(crc, *data);
+    }
+    if (crc != entry.crc) return damaged_entry(entry, *at);
+  }
+  return found;
 }
 
 Result<> check_archive(RecordBytes& record) {

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <string_view>
 
 #include "error.h"
 #include "format/tensor_pickle.h"
@@ -31,6 +32,16 @@ struct RecordIndex {
 /// stored, little-endian torch.save archive of one plain tensor: every offset and length is checked
 /// against the record before it is used.
 Result<RecordIndex> index_record(RecordBytes& record);
+
+/// What can be said of the entries of an archive of anything.
+struct EntriesFound {
+  bool archive = false;       // otherwise bytes of another kind, and nothing is known of them
+  std::uint64_t unknown = 0;  // entries without a checksum, of which nothing is known either
+};
+
+/// Compares the entries with their CRC-32s, but for `skip`, in steps of at most 1 MiB. What looks
+/// like an archive must be a sound one.
+Result<EntriesFound> check_entries(RecordBytes& record, std::string_view skip = {});
 
 /// Compares the entries of an archive of anything with their CRC-32s. Fails with checksum_mismatch
 /// alone: what is no archive, or one that cannot be walked, is for its reader to judge.

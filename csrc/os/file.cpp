@@ -69,11 +69,15 @@ Result<File> File::open_for_read(const std::string& path, IoMode mode) {
     fd = ::open(path.c_str(), flags);
   }
   if (fd < 0) return system_error(errno, "open", path);
-  File file(fd, path, direct);
+  return adopt(fd, path, direct);
+}
+
+Result<File> File::adopt(int fd, std::string path, bool direct) {
+  File file(fd, std::move(path), direct);
   struct stat status {};
-  if (::fstat(fd, &status) != 0) return system_error(errno, "fstat", path);
+  if (::fstat(fd, &status) != 0) return system_error(errno, "fstat", file.path());
   if (!S_ISREG(status.st_mode)) {
-    Error error = system_error(0, "open", path);
+    Error error = system_error(0, "open", file.path());
     error.code = Errc::invalid_argument;
     error.detail = "not a regular file";
     return error;

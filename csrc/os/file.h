@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <utility>
 
 #include "error.h"
 
@@ -22,6 +23,9 @@ class File {
   /// Opens an existing regular file for reading; anything else (FIFO, device, directory) is
   /// refused.
   static Result<File> open_for_read(const std::string& path, IoMode mode = IoMode::buffered);
+  /// Takes a descriptor that was opened for reading over; what is no regular file is closed and
+  /// refused. Files beneath a directory come so (os/beneath.h).
+  static Result<File> adopt(int fd, std::string path, bool direct);
 
   File(File&& other) noexcept;
   File& operator=(File&& other) noexcept;
@@ -63,6 +67,9 @@ class File {
   /// second fsync would report success (PostgreSQL's fsyncgate), so never call it again.
   Result<> sync();
   Result<> close() &&;
+
+  /// Gives the descriptor away; the file is closed for this object.
+  int release() && { return std::exchange(fd_, -1); }
 
  private:
   File(int fd, std::string path, bool direct) : fd_(fd), path_(std::move(path)), direct_(direct) {}

@@ -6,5 +6,6 @@ namespace torch_ckpt::python {
 
 void bind_save(pybind11::module_& module);
 void bind_load(pybind11::module_& module);
+void bind_verify(pybind11::module_& module);
 
 }  // namespace torch_ckpt::python

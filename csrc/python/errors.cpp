@@ -37,6 +37,8 @@ void raise(const Error& error, const std::string& subject) {
   switch (error.code) {
     case Errc::invalid_argument:
       throw py::value_error(text);
+    case Errc::outside_directory:
+      throw_python(error_class("Unsafe")(text));
     case Errc::range_past_end:
     case Errc::not_a_zip:
     case Errc::zip_compressed:

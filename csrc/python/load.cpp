@@ -18,6 +18,7 @@
 
 #include "checked_math.h"
 #include "engine/load_session.h"
+#include "os/beneath.h"
 #include "os/file.h"
 #include "os/pages.h"
 #include "planning/region.h"
@@ -26,6 +27,7 @@
 #include "python/errors.h"
 #include "python/options.h"
 #include "python/tensors.h"
+#include "python/waiting.h"
 #include "staging/device_copy.h"
 
 namespace py = pybind11;
@@ -55,41 +57,17 @@ struct Options {
   py::object progress;  // callable(bytes_done) or None
 };
 
+// The checkpoint's directory: an open descriptor of the caller's, and its path for messages.
+struct Place {
+  int fd = -1;
+  std::string path;
+};
+
 // What a load never does without.
 constexpr std::uint64_t kLeastScratchBytes = std::uint64_t{64} << 10;
 
-// Ends a load whose waiting was left by an exception: its threads write into tensors that would go.
-class EndsLoad {
- public:
-  explicit EndsLoad(engine::LoadSession& session) : session_(session) {}
-  ~EndsLoad() {
-    py::gil_scoped_release release;
-    if (session_.wait_for(std::chrono::milliseconds(0))) return;
-    session_.cancel();
-    while (!session_.wait_for(std::chrono::hours(1))) {
-    }
-  }
-  EndsLoad(const EndsLoad&) = delete;
-  EndsLoad& operator=(const EndsLoad&) = delete;
-
- private:
-  engine::LoadSession& session_;
-};
-
-// Waits with the GIL released; looks up now and then for Ctrl-C and to report progress.
-void wait_for(engine::LoadSession& session, const Options& options, std::uint64_t done_before) {
-  const EndsLoad guard(session);
-  for (bool done = false; !done;) {
-    {
-      py::gil_scoped_release release;
-      done = session.wait_for(std::chrono::milliseconds(100));
-    }
-    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-    if (!options.progress.is_none()) options.progress(done_before + session.bytes_done());
-  }
-}
-
-std::shared_ptr<engine::LoadSession> run(const std::vector<engine::LoadFile>& files,
+std::shared_ptr<engine::LoadSession> run(const Place& place,
+                                         const std::vector<engine::LoadFile>& files,
                                          std::vector<engine::ReadRequest> requests,
                                          const std::vector<std::string>& names,
                                          const Options& options, std::uint64_t held_bytes,
@@ -97,12 +75,16 @@ std::shared_ptr<engine::LoadSession> run(const std::vector<engine::LoadFile>& fi
   engine::LoadOptions engine_options = options.engine;
   // Scratch memory gets what the rest of the load leaves of the limit.
   engine_options.max_scratch_bytes = options.max_inflight_bytes - held_bytes;
-  Result<std::shared_ptr<engine::LoadSession>> started = [&] {
+  Result<std::shared_ptr<engine::LoadSession>> started =
+      [&]() -> Result<std::shared_ptr<engine::LoadSession>> {
     py::gil_scoped_release release;
-    return engine::LoadSession::start(files, std::move(requests), engine_options);
+    auto directory = os::Directory::duplicate(place.fd, place.path);
+    if (!directory) return directory.error();
+    return engine::LoadSession::start(std::move(*directory), files, std::move(requests),
+                                      engine_options);
   }();
   std::shared_ptr<engine::LoadSession> session = unwrap(std::move(started));
-  wait_for(*session, options, done_before);
+  wait_for(*session, options.progress, done_before);
   if (auto failure = session->failure()) {
     raise(failure->error,
           failure->request < names.size() ? names[failure->request] : std::string());
@@ -225,8 +207,12 @@ constexpr std::uint64_t kMostOnDevice = std::uint64_t{256} << 20;
 
 class TensorLoad {
  public:
-  TensorLoad(std::vector<engine::LoadFile> files, std::vector<Item> items, Options options)
-      : files_(std::move(files)), items_(std::move(items)), options_(std::move(options)) {}
+  TensorLoad(Place place, std::vector<engine::LoadFile> files, std::vector<Item> items,
+             Options options)
+      : place_(std::move(place)),
+        files_(std::move(files)),
+        items_(std::move(items)),
+        options_(std::move(options)) {}
 
   /// Returns the indices of the items that torch.load must read.
   std::vector<std::size_t> run_all() {
@@ -367,7 +353,8 @@ class TensorLoad {
       names.push_back(items_[step.item].name);
       requests.push_back(std::move(step.request));
     }
-    const auto session = run(files_, std::move(requests), names, options_, held, bytes_done_);
+    const auto session =
+        run(place_, files_, std::move(requests), names, options_, held, bytes_done_);
     bytes_done_ += session->bytes_done();
     for (std::size_t i = 0; i < wave.size(); ++i) {
       const engine::ReadOutcome& outcome = session->outcomes()[i];
@@ -427,8 +414,8 @@ class TensorLoad {
     request.sizes = item.sizes;
     request.region = planning::Region::of_bytes(0, header.storage_bytes);
     request.target.address = static_cast<std::byte*>(bytes.mutable_data_ptr());
-    const auto session =
-        run(files_, {std::move(request)}, {item.name}, options_, header.storage_bytes, bytes_done_);
+    const auto session = run(place_, files_, {std::move(request)}, {item.name}, options_,
+                             header.storage_bytes, bytes_done_);
     if (session->outcomes()[0].status != engine::ReadStatus::done) {
       throw std::logic_error("a record has changed while it was read");
     }
@@ -440,6 +427,7 @@ class TensorLoad {
     item.target.copy_(region_of(item, stored));
   }
 
+  const Place place_;
   const std::vector<engine::LoadFile> files_;
   const std::vector<Item> items_;
   const Options options_;
@@ -472,12 +460,12 @@ Options make_options(std::size_t threads, std::uint64_t max_inflight_bytes,
   return options;
 }
 
-/// (path, checksum table) of each file.
+/// (name, checksum table) of each file.
 std::vector<engine::LoadFile> files_of(const py::list& rows) {
   std::vector<engine::LoadFile> files;
   for (const py::handle row : rows) {
-    auto [path, table] = row.cast<std::pair<std::string, std::string>>();
-    files.push_back({std::move(path), std::move(table)});
+    auto [name, table] = row.cast<std::pair<std::string, std::string>>();
+    files.push_back({std::move(name), std::move(table)});
   }
   return files;
 }
@@ -554,10 +542,10 @@ Item item_of(const py::tuple& row) {
   return item;
 }
 
-std::vector<std::size_t> load_tensors(const py::list& files, const py::list& rows,
-                                      std::size_t threads, std::uint64_t max_inflight_bytes,
-                                      const py::object& direct_io, bool verify, py::object progress,
-                                      const py::iterable& ready) {
+std::vector<std::size_t> load_tensors(const py::list& files, const py::list& rows, int directory,
+                                      std::string path, std::size_t threads,
+                                      std::uint64_t max_inflight_bytes, const py::object& direct_io,
+                                      bool verify, py::object progress, const py::iterable& ready) {
   std::vector<std::size_t> unknown;
   std::vector<std::size_t> positions;
   std::vector<Item> items;
@@ -579,32 +567,35 @@ std::vector<std::size_t> load_tensors(const py::list& files, const py::list& row
   std::optional<c10::InferenceMode> guard;
   if (inference) guard.emplace(true);
   for (const std::size_t position :
-       TensorLoad(files_of(files), std::move(items), options).run_all()) {
+       TensorLoad({directory, std::move(path)}, files_of(files), std::move(items), options)
+           .run_all()) {
     unknown.push_back(positions[position]);
   }
   return unknown;
 }
 
 /// Before room is made for a record: a length that the metadata makes up is no reason for it.
-void require_in_file(const std::string& name, const std::string& path,
+void require_in_file(const std::string& name, const Place& place, const std::string& file_name,
                      const engine::ReadRequest& request) {
-  const os::File file = unwrap(os::File::open_for_read(path), name);
+  const os::File file = unwrap(os::open_beneath(place.fd, place.path, file_name), name);
   const std::uint64_t bytes = unwrap(file.size(), name);
   if (inside(request.offset, request.length, bytes)) return;
   Error error = format_error(Errc::range_past_end,
                              "the metadata gives a record of " + std::to_string(request.length) +
                                  " bytes, but the file has " + std::to_string(bytes),
                              request.offset);
-  error.path = path;
+  error.path = file.path();
   raise(error, name);
 }
 
 /// Row: (name, file, offset, length). Returns the bytes of each.
-py::list load_bytes(const py::list& files, const py::list& rows, std::size_t threads,
-                    std::uint64_t max_inflight_bytes, const py::object& direct_io, bool verify) {
+py::list load_bytes(const py::list& files, const py::list& rows, int directory, std::string path,
+                    std::size_t threads, std::uint64_t max_inflight_bytes,
+                    const py::object& direct_io, bool verify) {
   const Options options =
       make_options(threads, max_inflight_bytes, direct_io, verify, py::none(), py::list());
-  const std::vector<engine::LoadFile> places = files_of(files);
+  const Place place{directory, std::move(path)};
+  const std::vector<engine::LoadFile> named = files_of(files);
   py::list values;
   std::vector<engine::ReadRequest> requests;
   std::vector<std::string> names;
@@ -617,7 +608,7 @@ py::list load_bytes(const py::list& files, const py::list& rows, std::size_t thr
     request.offset = number_of(row[2], names.back(), "offset");
     request.length = number_of(row[3], names.back(), "length");
     request.region = planning::Region::of_bytes(0, request.length);
-    require_in_file(names.back(), places.at(request.file).path, request);
+    require_in_file(names.back(), place, named.at(request.file).name, request);
     require_within_limit(names.back(), request.length, max_inflight_bytes);
     held += request.length;
     require_within_limit(names.back(), held, max_inflight_bytes);
@@ -629,7 +620,7 @@ py::list load_bytes(const py::list& files, const py::list& rows, std::size_t thr
     values.append(std::move(value));
     requests.push_back(std::move(request));
   }
-  run(places, std::move(requests), names, options, held, 0);
+  run(place, named, std::move(requests), names, options, held, 0);
   return values;
 }
 
@@ -639,11 +630,23 @@ void bind_load(py::module_& module) {
   module.attr("load_chunk_bytes") = engine::LoadOptions{}.chunk_bytes;
   module.attr("least_scratch_bytes") = kLeastScratchBytes;
   module.def("load_tensors", &load_tensors, py::arg("files"), py::arg("rows"), py::kw_only(),
-             py::arg("threads"), py::arg("max_inflight_bytes"), py::arg("direct_io"),
-             py::arg("verify"), py::arg("progress"), py::arg("ready"));
+             py::arg("directory"), py::arg("path"), py::arg("threads"),
+             py::arg("max_inflight_bytes"), py::arg("direct_io"), py::arg("verify"),
+             py::arg("progress"), py::arg("ready"));
+  module.def(
+      "open_beneath",
+      [](int directory, const std::string& path, const std::string& name) {
+        Result<os::File> file = [&] {
+          py::gil_scoped_release release;
+          return os::open_beneath(directory, path, name);
+        }();
+        return unwrap(std::move(file)).release();
+      },
+      py::arg("directory"), py::arg("path"), py::arg("name"));
+  module.def("names_file_beneath", &os::names_file_beneath, py::arg("name"));
   module.def("load_bytes", &load_bytes, py::arg("files"), py::arg("rows"), py::kw_only(),
-             py::arg("threads"), py::arg("max_inflight_bytes"), py::arg("direct_io"),
-             py::arg("verify"));
+             py::arg("directory"), py::arg("path"), py::arg("threads"),
+             py::arg("max_inflight_bytes"), py::arg("direct_io"), py::arg("verify"));
 }
 
 }  // namespace torch_ckpt::python

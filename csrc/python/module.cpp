@@ -72,6 +72,7 @@ PYBIND11_MODULE(_C, module) {
   using python::without_gil;
   python::bind_save(module);
   python::bind_load(module);
+  python::bind_verify(module);
   module.def("commit_metadata", &python::commit, py::arg("directory"), py::arg("name"),
              py::arg("contents"), py::arg("sync"), py::arg("replace") = true);
   module.def("check_metadata_pickle", &python::check_metadata_pickle, py::arg("data"),

@@ -98,7 +98,8 @@ engine::ReadRequest read_into(std::string& found) {
 
 bool load_file(const TempDir& directory, const std::string& name, const std::string& expected) {
   std::string found(expected.size(), '?');
-  auto session = LoadSession::start({{directory.file(name), {}}}, {read_into(found)}, {});
+  auto session =
+      LoadSession::start(open_directory(directory), {{name, {}}}, {read_into(found)}, {});
   if (!session) return false;
   test::wait_for_end(**session);
   return !(*session)->failure() && found == expected;
@@ -319,7 +320,7 @@ TEST(Fork, AChildDoesNotWaitForItsParentsLoad) {
     }
     return 0;
   });
-  auto session = LoadSession::start({{directory.file("a"), {}}}, {read_into(found)}, {});
+  auto session = LoadSession::start(open_directory(directory), {{"a", {}}}, {read_into(found)}, {});
   ASSERT_TRUE(ok(session));
   reading.wait();
   EXPECT_TRUE(in_child([&] {

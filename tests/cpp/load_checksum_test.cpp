@@ -311,16 +311,32 @@ TEST_P(LoadTables, ThatCallATensorRawAreNoReasonToRefuseIt) {
   EXPECT_TRUE(is_read());
 }
 
+TEST(LoadChecksums, OfAnItemWithoutBytesAreNotThoseOfTheNext) {
+  TempDir directory;
+  Reads reads(directory);
+  const Stored next = store_raw("hello");
+  const std::size_t file = reads.add_raw_file(next.record);
+  reads.set_table(file, table_of({next}));
+  ReadRequest nothing = next.request(ReadKind::raw);
+  nothing.length = 0;
+  reads.add_to_host(nothing, 0);
+  reads.add_to_host(part_of(next, 0, 5), 5);
+  reads.run_all();
+  EXPECT_EQ(reads.result(1), "hello");
+}
+
 TEST_P(LoadTables, ThatAreDamagedAreToldWithTheFile) {
   std::string table = table_of({stored_});
   for (const std::size_t at :
        {std::size_t{0}, std::size_t{5}, table.size() / 2, table.size() - 1}) {
     const auto session =
-        LoadSession::start({{reads_.path(0), flipped(table, at)}}, {part_of(stored_, 0, 0)}, {});
+        LoadSession::start(open_directory(directory_), {{reads_.name(0), flipped(table, at)}},
+                           {part_of(stored_, 0, 0)}, {});
     ASSERT_TRUE(fails(session, Errc::checksum_mismatch)) << "byte " << at;
     EXPECT_EQ(session.error().path, reads_.path(0));
   }
-  EXPECT_TRUE(fails(LoadSession::start({{reads_.path(0), "x"}}, {part_of(stored_, 0, 0)}, {}),
+  EXPECT_TRUE(fails(LoadSession::start(open_directory(directory_), {{reads_.name(0), "x"}},
+                                       {part_of(stored_, 0, 0)}, {}),
                     Errc::checksum_mismatch));
 }
 

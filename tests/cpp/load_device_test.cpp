@@ -136,8 +136,9 @@ TEST_P(LoadToDevice, LessThanTheLeastScratchMemoryIsRefused) {
   LoadOptions given;
   given.max_scratch_bytes = 6 * kPage - 1;
   const auto& request = reads_.request(0);
-  EXPECT_TRUE(
-      fails(LoadSession::start({{reads_.path(0), {}}}, {request}, given), Errc::invalid_argument));
+  EXPECT_TRUE(fails(
+      LoadSession::start(open_directory(directory_), {{reads_.name(0), {}}}, {request}, given),
+      Errc::invalid_argument));
 }
 
 TEST_P(LoadToDevice, DamageIsFoundByBlocks) {

@@ -193,7 +193,7 @@ TEST(LoadSession, OfNothingEndsAtOnce) {
   CallCounter counter;
   ScopedFaultHook hook(counter);
   reads.run_all();
-  EXPECT_TRUE(counter.log().empty());
+  EXPECT_EQ(counter.log(), std::vector<std::string>{"open_directory " + directory.path()});
 }
 
 TEST(LoadSession, AnEmptyTensorIsLookedAt) {
@@ -244,12 +244,15 @@ TEST(LoadSession, NeighboursAreReadTogether) {
 }
 
 TEST(LoadSession, OptionsThatLeaveNoScratchMemoryAreRefused) {
+  TempDir directory;
   LoadOptions too_small;
   too_small.max_scratch_bytes = kPage - 1;
-  EXPECT_TRUE(fails(LoadSession::start({}, {}, too_small), Errc::invalid_argument));
+  EXPECT_TRUE(fails(LoadSession::start(open_directory(directory), {}, {}, too_small),
+                    Errc::invalid_argument));
   LoadOptions no_threads;
   no_threads.threads = 0;
-  EXPECT_TRUE(fails(LoadSession::start({}, {}, no_threads), Errc::invalid_argument));
+  EXPECT_TRUE(fails(LoadSession::start(open_directory(directory), {}, {}, no_threads),
+                    Errc::invalid_argument));
 }
 
 TEST(LoadSession, HoldsNoMoreScratchMemoryThanAllowed) {

@@ -20,7 +20,7 @@ std::size_t Reads::add_file(const std::vector<std::string>& records) {
 
 std::size_t Reads::add_raw_file(std::string_view contents) {
   use_file("f" + std::to_string(files_.size()));
-  write_file(files_.back().path, contents);
+  write_file(directory_.file(files_.back().name), contents);
   return files_.size() - 1;
 }
 
@@ -67,7 +67,7 @@ std::uint64_t Reads::bytes() const {
 }
 
 std::shared_ptr<LoadSession> Reads::start(const LoadOptions& options) const {
-  auto session = LoadSession::start(files_, requests_, options);
+  auto session = LoadSession::start(open_directory(directory_), files_, requests_, options);
   EXPECT_TRUE(ok(session));
   return *session;
 }

@@ -24,7 +24,7 @@ class Reads {
   std::size_t add_file(const std::vector<std::string>& records);
   std::size_t add_raw_file(std::string_view contents);
   /// A file that is there already.
-  void use_file(std::string_view name) { files_.push_back({directory_.file(name), {}}); }
+  void use_file(std::string_view name) { files_.push_back({std::string(name), {}}); }
   void set_table(std::size_t file, std::string table) {
     files_[file].checksum_table = std::move(table);
   }
@@ -46,7 +46,8 @@ class Reads {
   std::string_view result(std::size_t request) const {
     return {targets_[request].memory.get(), targets_[request].bytes};
   }
-  const std::string& path(std::size_t file) const { return files_[file].path; }
+  const std::string& name(std::size_t file) const { return files_[file].name; }
+  std::string path(std::size_t file) const { return directory_.file(name(file)); }
   const engine::ReadRequest& request(std::size_t number) const { return requests_[number]; }
   std::size_t count() const { return requests_.size(); }
   std::uint64_t bytes() const;

@@ -26,7 +26,7 @@ TEST_P(DataFileModes, FetchesAnyRangeIntoAnyScratch) {
   TempDir directory;
   const std::string contents = random.bytes(300'001);
   test::write_file(directory.file("a"), contents);
-  const auto file = DataFile::open(directory.file("a"), GetParam());
+  const auto file = DataFile::open(open_directory(directory), "a", GetParam());
   ASSERT_TRUE(ok(file));
   EXPECT_EQ(file->bytes(), contents.size());
   for (int round = 0; round < 200; ++round) {
@@ -45,7 +45,7 @@ TEST_P(DataFileModes, FetchesAnyRangeIntoAnyScratch) {
 TEST_P(DataFileModes, ReadingPastTheEndSaysWhereTheFileEnds) {
   TempDir directory;
   test::write_file(directory.file("a"), std::string(200'000, 'x'));
-  const auto file = DataFile::open(directory.file("a"), GetParam());
+  const auto file = DataFile::open(open_directory(directory), "a", GetParam());
   ASSERT_TRUE(ok(file));
   auto scratch = staging::Chunk::allocate(256 << 10);
   ASSERT_TRUE(ok(scratch));
@@ -63,7 +63,7 @@ TEST_P(DataFileModes, ReadsStraightIntoMemoryOfAnyAlignment) {
   TempDir directory;
   const std::string contents = random.bytes(100'001);
   test::write_file(directory.file("a"), contents);
-  const auto file = DataFile::open(directory.file("a"), GetParam());
+  const auto file = DataFile::open(open_directory(directory), "a", GetParam());
   ASSERT_TRUE(ok(file));
   std::string out(50'000, '?');
   ASSERT_TRUE(ok(file->read(std::as_writable_bytes(std::span(out)).subspan(1), 7)));
@@ -75,8 +75,8 @@ INSTANTIATE_TEST_SUITE_P(AllModes, DataFileModes, test::all_direct_io(), test::d
 TEST(DataFile, GoesDirectOnlyWhereTheFileWasOpenedForIt) {
   TempDir directory;
   test::write_file(directory.file("a"), std::string(1 << 20, 'x'));
-  const auto buffered = DataFile::open(directory.file("a"), DirectIo::off);
-  const auto direct = DataFile::open(directory.file("a"), DirectIo::on);
+  const auto buffered = DataFile::open(open_directory(directory), "a", DirectIo::off);
+  const auto direct = DataFile::open(open_directory(directory), "a", DirectIo::on);
   ASSERT_TRUE(ok(buffered));
   ASSERT_TRUE(ok(direct));
   EXPECT_FALSE(buffered->goes_direct(0, 1 << 20));
@@ -87,7 +87,7 @@ TEST(DataFile, GoesDirectOnlyWhereTheFileWasOpenedForIt) {
 TEST(DataFile, GoesAroundThePageCacheForNothingSmallNorForWhatIsInIt) {
   TempDir directory;
   test::write_file(directory.file("a"), std::string(1 << 20, 'x'));
-  const auto file = DataFile::open(directory.file("a"), DirectIo::automatic);
+  const auto file = DataFile::open(open_directory(directory), "a", DirectIo::automatic);
   ASSERT_TRUE(ok(file));
   EXPECT_FALSE(file->goes_direct(0, 1000));
   std::string out(1 << 20, '?');
@@ -99,7 +99,7 @@ TEST(DataFile, ADirectReadThatHasNoRoomForItsBlocksIsABufferedOne) {
   TempDir directory;
   const std::string contents = Random(4).bytes(20'000);
   test::write_file(directory.file("a"), contents);
-  const auto file = DataFile::open(directory.file("a"), DirectIo::on);
+  const auto file = DataFile::open(open_directory(directory), "a", DirectIo::on);
   ASSERT_TRUE(ok(file));
   auto scratch = staging::Chunk::allocate(4096);
   ASSERT_TRUE(ok(scratch));
@@ -110,7 +110,7 @@ TEST(DataFile, ADirectReadThatHasNoRoomForItsBlocksIsABufferedOne) {
 
 TEST(DataFile, AFileThatIsNotThereIsTheSystemsError) {
   TempDir directory;
-  const auto file = DataFile::open(directory.file("a"), DirectIo::automatic);
+  const auto file = DataFile::open(open_directory(directory), "a", DirectIo::automatic);
   ASSERT_FALSE(file.has_value());
   EXPECT_TRUE(test::is_system_error(file.error(), ENOENT, "open", directory.file("a")));
 }
@@ -121,7 +121,7 @@ TEST(RecordInFile, GivesAnyPartOfARecordAmidAFile) {
   TempDir directory;
   const std::string contents = random.bytes(30'000);
   test::write_file(directory.file("a"), contents);
-  const auto file = DataFile::open(directory.file("a"), DirectIo::off);
+  const auto file = DataFile::open(open_directory(directory), "a", DirectIo::off);
   ASSERT_TRUE(ok(file));
   for (const std::uint64_t bytes : {0, 1, 4096, 5000, 8192, 20'000}) {
     const std::uint64_t begin = random.between(0, contents.size() - bytes);
@@ -141,7 +141,7 @@ TEST(RecordInFile, GivesAnyPartOfARecordAmidAFile) {
 TEST(RecordInFile, ReadsEachEndOnce) {
   TempDir directory;
   test::write_file(directory.file("a"), std::string(100'000, 'x'));
-  const auto file = DataFile::open(directory.file("a"), DirectIo::off);
+  const auto file = DataFile::open(open_directory(directory), "a", DirectIo::off);
   ASSERT_TRUE(ok(file));
   test::CallCounter counter;
   os::ScopedFaultHook hook(counter);
@@ -155,7 +155,7 @@ TEST(RecordInFile, ReadsEachEndOnce) {
 TEST(RecordInFile, RefusesPartsOutsideTheRecordThatAreInsideTheFile) {
   TempDir directory;
   test::write_file(directory.file("a"), std::string(1000, 'x'));
-  const auto file = DataFile::open(directory.file("a"), DirectIo::off);
+  const auto file = DataFile::open(open_directory(directory), "a", DirectIo::off);
   ASSERT_TRUE(ok(file));
   RecordInFile record(*file, 100, 200);
   EXPECT_TRUE(fails(record.at(150, 51), Errc::zip_inconsistent));

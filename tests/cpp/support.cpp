@@ -89,6 +89,12 @@ std::vector<std::string> TempDir::names() const {
   return names;
 }
 
+os::Directory open_directory(const TempDir& directory) {
+  auto opened = os::Directory::open(directory.path());
+  EXPECT_TRUE(ok(opened));
+  return std::move(*opened);
+}
+
 std::string read_file(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   EXPECT_TRUE(file.is_open()) << path;

@@ -17,6 +17,7 @@
 #include "error.h"
 #include "format/checksum_table.h"
 #include "format/tensor_pickle.h"
+#include "os/beneath.h"
 #include "staging/source.h"
 
 namespace torch_ckpt {
@@ -66,6 +67,9 @@ class TempDir {
  private:
   std::string path_;
 };
+
+/// The directory as a session takes it.
+os::Directory open_directory(const TempDir& directory);
 
 std::string read_file(const std::string& path);
 void write_file(const std::string& path, std::string_view contents);

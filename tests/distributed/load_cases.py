@@ -142,6 +142,31 @@ def case_any_sharding_is_loaded_into_any_other(launch: Launch) -> None:
         assert_equal(loaded["plain"].full_tensor(), tensor)
 
 
+def case_checkpoints_of_several_ranks_are_verified_and_compared(launch: Launch) -> None:
+    mesh = mesh_1d(launch)
+    tensor = tensor_of("t", 37, 26)
+    stored = []
+    for number, (saver, dim) in enumerate(((save, 0), (stock_save, 1))):
+        path = launch.path(str(number))
+        saver({"t": distribute_tensor(tensor, mesh, [Shard(dim)]), "step": 7}, path)
+        stored.append(path)
+
+    def look() -> None:
+        for path in stored:
+            report = torch_ckpt.verify(path)
+            assert report.ok, str(report)
+            assert report.records == launch.size + 1
+        assert torch_ckpt.diff(*stored).equal
+        # The payload of the last rank's shard.
+        part = tensor.chunk(launch.size)[-1].contiguous().view(torch.uint8).numpy().tobytes()
+        (file,) = (file for file in data_files(stored[0]) if part in file.read_bytes())
+        flip(file, file.read_bytes().index(part) + 9)
+        (damage,) = torch_ckpt.verify(stored[0]).damaged
+        assert (damage.name, damage.file) == ("t", file.name)
+
+    on_rank_0(launch, look)
+
+
 def case_old_sharded_tensors_are_resharded(launch: Launch) -> None:
     mesh = mesh_1d(launch)
     for number, saver in enumerate((save, stock_save)):

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 
 import torch_ckpt
 from torch_ckpt import cli
+from torch_ckpt.text import size
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -200,6 +201,18 @@ def test_ls_looks_at_no_file_outside_the_checkpoint(
     assert (files[outside]["disk_bytes"], files[outside]["state"]) == (None, "missing")
 
 
+def test_ls_does_not_follow_a_link_in_the_place_of_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commit(tmp_path, two_shards(tmp_path))
+    (tmp_path / "__1_0.distcp").rename(tmp_path / "real")
+    (tmp_path / "__1_0.distcp").symlink_to("real")
+    assert cli.main(["ls", "--files", str(tmp_path)]) == 1
+    output = capsys.readouterr()
+    assert re.search(r"__1_0\.distcp .* unreadable", output.out)
+    assert "__1_0.distcp (unreadable)" in output.err
+
+
 def test_ls_escapes_control_characters_in_names(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -276,7 +289,7 @@ def test_no_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None
     ],
 )
 def test_sizes_are_written_for_people(count: int, text: str) -> None:
-    assert cli._size(count) == text
+    assert size(count) == text
 
 
 def test_module_runs_and_survives_a_closed_pipe(tmp_path: Path) -> None:

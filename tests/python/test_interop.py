@@ -37,6 +37,7 @@ from tests.support import (
     NO_CHECKPOINT,
     StateDict,
     assert_equal,
+    cause_of,
     data_files,
     emptied,
     load,
@@ -496,6 +497,7 @@ def test_the_writer_takes_torchs_arguments_by_position(tmp_path: Path) -> None:
     ("options", "said"),
     [
         ({"thread_count": 0}, "thread_count must be at least 1, got 0"),
+        ({"thread_count": 2, "separation_hint": "a\\b"}, "separation_hint begins file names"),
         ({"thread_count": 1, "separation_hint": "x"}, "separation_hint needs thread_count >= 2"),
         ({"direct_io": "maybe"}, "direct_io must be True, False or \"auto\", got 'maybe'"),
         ({"max_host_bytes": 100}, "max_host_bytes must be at least 4096, got 100"),
@@ -932,6 +934,20 @@ def test_our_own_load_reads_what_extensions_have_stored(
     reader = torch_ckpt.FileSystemReader(tmp_path, _extension_registry=flip_registry())
     torch_ckpt.load(loaded, storage_reader=reader, free_before_read=free_before_read, no_dist=True)
     assert_equal(loaded, state)
+
+
+def test_what_extensions_have_stored_is_not_read_through_a_link(tmp_path: Path) -> None:
+    state = {"a": f32(5), "b": f32(3), "c": 7}
+    save(state, tmp_path / "checkpoint", thread_count=1, _extensions=[Flip()])
+    (file,) = data_files(tmp_path / "checkpoint")
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    reader = torch_ckpt.FileSystemReader(
+        tmp_path / "checkpoint", _extension_registry=flip_registry()
+    )
+    with pytest.raises(dcp.CheckpointException) as error:
+        dcp.load(emptied(state), storage_reader=reader, no_dist=True)
+    assert isinstance(cause_of(error.value), torch_ckpt.Unsafe)
 
 
 @pytest.mark.parametrize("thread_count", [1, 3])

@@ -1,0 +1,175 @@
+#include "os/beneath.h"
+
+#include <fcntl.h>
+#include <linux/openat2.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <utility>
+#include <vector>
+
+#include "os/fault.h"
+#include "os/uninterrupted.h"
+
+namespace torch_ckpt::os {
+namespace {
+
+Error outside(const std::string& path, std::string detail) {
+  Error error = format_error(Errc::outside_directory, std::move(detail));
+  error.operation = "open";
+  error.path = path;
+  return error;
+}
+
+Error is_link(const std::string& path) {
+  return outside(path,
+                 "it is a link or lies behind one, and a checkpoint's files are not read through "
+                 "links; copy the files themselves into the directory");
+}
+
+std::vector<std::string> components_of(std::string_view name) {
+  std::vector<std::string> components;
+  while (!name.empty()) {
+    const auto slash = std::min(name.find('/'), name.size());
+    if (slash > 0 && name.substr(0, slash) != ".") components.emplace_back(name.substr(0, slash));
+    name.remove_prefix(std::min(slash + 1, name.size()));
+  }
+  return components;
+}
+
+Result<int> by_openat2(int directory_fd, const std::string& name, int flags,
+                       const std::string& path) {
+  TC_FAULT("openat2", path);
+  struct open_how how {};
+  how.flags = static_cast<std::uint64_t>(flags);
+  how.resolve = RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS;
+  const int fd = uninterrupted([&] {
+    return static_cast<int>(::syscall(SYS_openat2, directory_fd, name.c_str(), &how, sizeof(how)));
+  });
+  if (fd < 0) return system_error(errno, "open", path);
+  return fd;
+}
+
+// The same by system calls that every kernel has. A directory that is moved elsewhere meanwhile is
+// still the one that lay beneath.
+Result<int> step_by_step(int directory_fd, const std::string& name, int flags,
+                         const std::string& path) {
+  TC_FAULT("openat", path);
+  std::vector<std::string> steps = components_of(name);
+  const std::string last = std::move(steps.back());
+  steps.pop_back();
+  int at = directory_fd;
+  const auto leave = [&] {
+    if (at != directory_fd) ::close(at);
+  };
+  for (const std::string& step : steps) {
+    const int next = uninterrupted(
+        [&] { return ::openat(at, step.c_str(), O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC); });
+    if (next < 0) {
+      // Of a link the kernel says here only that it is no directory.
+      const int failed = errno;
+      struct stat status {};
+      const bool link = failed == ENOTDIR &&
+                        ::fstatat(at, step.c_str(), &status, AT_SYMLINK_NOFOLLOW) == 0 &&
+                        S_ISLNK(status.st_mode);
+      leave();
+      return system_error(link ? ELOOP : failed, "open", path);
+    }
+    leave();
+    at = next;
+  }
+  const int fd = uninterrupted([&] { return ::openat(at, last.c_str(), flags | O_NOFOLLOW); });
+  const int failed = errno;
+  leave();
+  if (fd < 0) return system_error(failed, "open", path);
+  return fd;
+}
+
+// What a kernel without openat2 says, or a sandbox that does not know it.
+bool is_not_offered(int sys_errno) {
+  return sys_errno == ENOSYS || sys_errno == EPERM || sys_errno == EINVAL;
+}
+
+Result<int> open_descriptor(int directory_fd, const std::string& name, int flags,
+                            const std::string& path) {
+  auto fd = by_openat2(directory_fd, name, flags, path);
+  if (!fd && is_not_offered(fd.error().sys_errno)) {
+    fd = step_by_step(directory_fd, name, flags, path);
+  }
+  if (fd) return fd;
+  if (fd.error().sys_errno == ELOOP) return is_link(path);
+  if (fd.error().sys_errno == EXDEV) return outside(path, "it leads out of the directory");
+  return fd;
+}
+
+}  // namespace
+
+bool names_file_beneath(std::string_view name) {
+  constexpr std::string_view kNever("\0\\", 2);
+  if (name.empty() || name.front() == '/' || name.find_first_of(kNever) != name.npos) return false;
+  const auto slash = name.rfind('/');
+  const std::string_view last = slash == name.npos ? name : name.substr(slash + 1);
+  if (last.empty() || last == ".") return false;
+  for (const std::string& component : components_of(name)) {
+    if (component == "..") return false;
+  }
+  return true;
+}
+
+Result<File> open_beneath(int directory_fd, const std::string& directory_path,
+                          const std::string& name, IoMode mode) {
+  const std::string path = directory_path + "/" + name;
+  if (!names_file_beneath(name)) {
+    return outside(path, "it is no name of a file in the checkpoint's directory");
+  }
+  TC_FAULT("open", path);
+  // O_NONBLOCK so that a FIFO in the place of a data file cannot hang the load before it is
+  // refused.
+  const int flags = O_RDONLY | O_CLOEXEC | O_NONBLOCK;
+  bool direct = mode == IoMode::direct;
+  auto fd = open_descriptor(directory_fd, name, direct ? flags | O_DIRECT : flags, path);
+  if (!fd && direct && fd.error().sys_errno == EINVAL) {
+    direct = false;
+    fd = open_descriptor(directory_fd, name, flags, path);
+  }
+  if (!fd) return fd.error();
+  return File::adopt(*fd, path, direct);
+}
+
+Result<Directory> Directory::open(const std::string& path) {
+  TC_FAULT("open_directory", path);
+  const int fd =
+      uninterrupted([&] { return ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC); });
+  if (fd < 0) return system_error(errno, "open", path);
+  return Directory(fd, path);
+}
+
+Result<Directory> Directory::duplicate(int fd, std::string path) {
+  TC_FAULT("fcntl", path);
+  const int own = ::fcntl(fd, F_DUPFD_CLOEXEC, 0);
+  if (own < 0) return system_error(errno, "fcntl", path);
+  return Directory(own, std::move(path));
+}
+
+Directory::Directory(Directory&& other) noexcept
+    : fd_(std::exchange(other.fd_, -1)), path_(std::move(other.path_)) {}
+
+Directory& Directory::operator=(Directory&& other) noexcept {
+  if (this != &other) {
+    close();
+    fd_ = std::exchange(other.fd_, -1);
+    path_ = std::move(other.path_);
+  }
+  return *this;
+}
+
+Directory::~Directory() { close(); }
+
+void Directory::close() {
+  if (const int fd = std::exchange(fd_, -1); fd >= 0) ::close(fd);
+}
+
+}  // namespace torch_ckpt::os

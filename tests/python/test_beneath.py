@@ -1,0 +1,301 @@
+"""Where a load reads: beneath the directory that the metadata was read in, and nowhere else."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import torch_ckpt
+from tests.support import StateDict, assert_equal, cause_of, data_files, emptied, place_of, save
+from torch_ckpt.directory import OpenDirectory
+from torch_ckpt.errors import Corrupt, Unsafe
+from torch_ckpt.metadata import MAX_METADATA_BYTES, read_metadata
+
+STATE: StateDict = {
+    "weight": torch.arange(12000, dtype=torch.float32).view(40, 300),
+    "transposed": torch.arange(600, dtype=torch.int32).view(30, 20).t(),
+    "note": "the quick brown fox",
+}
+
+
+def load(state: StateDict, path: Path, **options: Any) -> None:
+    torch_ckpt.load(state, path, no_dist=True, **options)
+
+
+def dcp_load(state: StateDict, path: Path) -> None:
+    dcp.load(state, storage_reader=torch_ckpt.FileSystemReader(path), no_dist=True)
+
+
+def preflight(state: StateDict, path: Path) -> None:
+    torch_ckpt.preflight(state, path)
+
+
+def estimate(state: StateDict, path: Path) -> None:
+    torch_ckpt.estimate_read_memory(state, path)
+
+
+def load_freeing(state: StateDict, path: Path) -> None:
+    load(state, path, free_before_read=True)
+
+
+LOADERS = [load, dcp_load]
+USES = [load, dcp_load, load_freeing, preflight, estimate]
+
+
+def refusal(work: Callable[[], Any]) -> BaseException:
+    with pytest.raises(dcp.CheckpointException) as error:
+        work()
+    return cause_of(error.value)
+
+
+def is_in_use(path: Path) -> bool:
+    """Whether somebody shares the directory, as a process that wants to remove files would see."""
+    directory = OpenDirectory(path)
+    try:
+        return not directory.take_alone()
+    finally:
+        directory.close()
+
+
+# --- links and other things in the place of files ------------------------------------------------
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_a_link_in_the_place_of_a_data_file_is_refused(
+    tmp_path: Path, loader: Callable[[StateDict, Path], None], where: str
+) -> None:
+    path = tmp_path / "checkpoint"
+    save(STATE, path, thread_count=1)
+    (file,) = data_files(path)
+    real = (path if where == "inside" else tmp_path) / "real"
+    file.rename(real)
+    file.symlink_to(real)
+    cause = refusal(lambda: loader(emptied(STATE), path))
+    assert isinstance(cause, Unsafe)
+    assert str(file) in str(cause)
+    assert "copy the files themselves" in str(cause)
+
+
+def test_a_link_in_the_place_of_a_folder_of_data_files_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    metadata = save(STATE, path, thread_count=1)
+    (tmp_path / "elsewhere").mkdir()
+    data_files(path)[0].rename(tmp_path / "elsewhere" / "data")
+    (path / "rank0").symlink_to(tmp_path / "elsewhere")
+    for info in metadata.storage_data.values():
+        info.relative_path = "rank0/data"
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert isinstance(refusal(lambda: load(emptied(STATE), path)), Unsafe)
+
+
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_a_link_in_the_place_of_the_metadata_is_refused(tmp_path: Path, where: str) -> None:
+    path = tmp_path / "checkpoint"
+    save(STATE, path)
+    real = (path if where == "inside" else tmp_path) / "real"
+    (path / ".metadata").rename(real)
+    (path / ".metadata").symlink_to(real)
+    for read in (torch_ckpt.FileSystemReader(path).read_metadata, lambda: read_metadata(path)):
+        with pytest.raises(Unsafe, match=r"\.metadata is a link.*copy the file itself"):
+            read()
+
+
+def test_a_link_to_the_checkpoint_is_followed(tmp_path: Path) -> None:
+    save(STATE, tmp_path / "step_1")
+    (tmp_path / "latest").symlink_to("step_1")
+    target = emptied(STATE)
+    load(target, tmp_path / "latest")
+    assert_equal(target, STATE)
+
+
+def test_a_hard_link_to_a_data_file_is_a_file(tmp_path: Path) -> None:
+    save(STATE, tmp_path / "checkpoint", thread_count=1)
+    (file,) = data_files(tmp_path / "checkpoint")
+    os.link(file, tmp_path / "other name")
+    target = emptied(STATE)
+    load(target, tmp_path / "checkpoint")
+    assert_equal(target, STATE)
+
+
+@pytest.mark.parametrize("name", ["weight", "note"])
+@pytest.mark.parametrize("file", ["../real", "below\\real", "real/", "real/."], ids=repr)
+def test_a_name_that_is_no_file_beneath_the_directory_is_refused(
+    tmp_path: Path, file: str, name: str
+) -> None:
+    path = tmp_path / "checkpoint"
+    metadata = save(STATE, path, thread_count=1)
+    place_of(metadata, name).relative_path = file
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    cause = refusal(lambda: load(emptied(STATE), path))
+    assert isinstance(cause, Unsafe)
+    assert repr(file) in str(cause)
+
+
+def test_metadata_is_not_read_before_its_size_has_been_looked_at(tmp_path: Path) -> None:
+    with (tmp_path / ".metadata").open("wb") as stream:
+        stream.truncate(MAX_METADATA_BYTES + 1)
+    with pytest.raises(torch_ckpt.CheckpointError, match=f"more than {MAX_METADATA_BYTES}"):
+        read_metadata(tmp_path)
+
+
+@pytest.mark.parametrize("use", USES)
+def test_of_no_directory_the_error_is_that_there_is_no_checkpoint(
+    tmp_path: Path, use: Callable[[StateDict, Path], None]
+) -> None:
+    with pytest.raises((dcp.CheckpointException, FileNotFoundError)) as error:
+        use(emptied(STATE), tmp_path / "none")
+    cause: BaseException = error.value
+    if isinstance(cause, dcp.CheckpointException):
+        cause = cause_of(cause)
+    if use is not dcp_load:  # which tries another file and wraps both errors
+        assert isinstance(cause, FileNotFoundError)
+        assert cause.filename == str(tmp_path / "none")
+    with pytest.raises(FileNotFoundError, match="no committed checkpoint"):
+        torch_ckpt.FileSystemReader(tmp_path / "none").read_metadata()
+
+
+# --- the directory is shared for as long as a load lasts -----------------------------------------
+
+
+@pytest.mark.parametrize("use", USES)
+def test_nobody_has_the_directory_after_a_load(
+    tmp_path: Path, use: Callable[[StateDict, Path], None]
+) -> None:
+    save(STATE, tmp_path)
+    before = os.listdir("/proc/self/fd")
+    gc.disable()
+    try:
+        use(emptied(STATE), tmp_path)
+        assert not is_in_use(tmp_path)
+        assert os.listdir("/proc/self/fd") == before
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("use", USES)
+def test_nobody_has_the_directory_after_a_load_that_failed(
+    tmp_path: Path, use: Callable[[StateDict, Path], None]
+) -> None:
+    save(STATE, tmp_path, thread_count=1)
+    if use in (preflight, estimate):
+        (tmp_path / ".metadata").write_bytes(b"damaged")
+    else:
+        (file,) = data_files(tmp_path)
+        file.write_bytes(bytes(file.stat().st_size))
+    with pytest.raises((dcp.CheckpointException, Corrupt)) as kept:
+        use(emptied(STATE), tmp_path)
+    assert kept.value is not None  # and with it its frames
+    assert not is_in_use(tmp_path)
+
+
+def test_the_directory_is_shared_from_the_metadata_to_the_data(tmp_path: Path) -> None:
+    seen = []
+
+    class Watching(dcp.DefaultLoadPlanner):
+        def create_local_plan(self) -> dcp.LoadPlan:
+            seen.append(is_in_use(tmp_path))
+            return super().create_local_plan()
+
+        def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
+            seen.append(is_in_use(tmp_path))
+
+    save(STATE, tmp_path)
+    reader = torch_ckpt.FileSystemReader(tmp_path)
+    for _ in range(2):
+        dcp.load(emptied(STATE), storage_reader=reader, planner=Watching(), no_dist=True)
+        assert seen == [True] * 3
+        assert not is_in_use(tmp_path)
+        seen.clear()
+
+
+@pytest.mark.parametrize("how", ["reset", "release", "drop", "read another"])
+def test_a_reader_that_reads_no_data_lets_go_of_the_directory(tmp_path: Path, how: str) -> None:
+    save(STATE, tmp_path / "one")
+    save(STATE, tmp_path / "two")
+    reader = torch_ckpt.FileSystemReader(tmp_path / "one")
+    reader.read_metadata()
+    assert is_in_use(tmp_path / "one")
+    match how:
+        case "reset":
+            reader.reset()
+        case "release":
+            reader.release()
+            reader.release()
+        case "drop":
+            del reader
+        case "read another":
+            reader.reset(tmp_path / "two")
+            reader.read_metadata()
+            assert is_in_use(tmp_path / "two")
+    assert not is_in_use(tmp_path / "one")
+
+
+def test_a_reader_whose_metadata_comes_from_elsewhere_opens_the_directory_itself(
+    tmp_path: Path,
+) -> None:
+    save(STATE, tmp_path)
+    metadata = torch_ckpt.FileSystemReader(tmp_path).read_metadata()
+    reader = torch_ckpt.FileSystemReader(tmp_path)
+    reader.set_up_for_load(metadata, 0)
+    place = place_of(metadata, "note")
+    (data,) = reader.read_bytes([place.relative_path], [("note", 0, place.offset, place.length)])
+    assert b"the quick brown fox" in data
+    assert not is_in_use(tmp_path)
+
+
+def test_a_load_reads_on_in_a_directory_that_was_moved_meanwhile(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+
+    class Moving(dcp.DefaultLoadPlanner):
+        def create_local_plan(self) -> dcp.LoadPlan:
+            path.rename(tmp_path / "moved")
+            save({"weight": torch.zeros(40, 300), "note": ""}, path)
+            return super().create_local_plan()
+
+    save(STATE, path)
+    target = emptied(STATE)
+    reader = torch_ckpt.FileSystemReader(path)
+    dcp.load(target, storage_reader=reader, planner=Moving(), no_dist=True)
+    assert_equal(target, STATE)
+
+
+SAVE_ANOTHER = """
+import sys
+from tests.support import *
+save({"weight": torch.zeros(40, 300), "transposed": torch.zeros(20, 30), "note": ""}, sys.argv[1])
+"""
+
+
+@pytest.mark.skipif(
+    not hasattr(torch_ckpt, "remove_leftovers"), reason="saves do not look for readers yet"
+)
+def test_a_save_amid_a_load_leaves_the_load_its_checkpoint(tmp_path: Path) -> None:
+    left = []
+
+    class SavingMeanwhile(dcp.DefaultLoadPlanner):
+        def create_local_plan(self) -> dcp.LoadPlan:
+            command = [sys.executable, "-W", "ignore", "-c", SAVE_ANOTHER, str(tmp_path)]
+            subprocess.run(command, check=True, timeout=120, cwd=Path(__file__).parents[2])
+            left.extend(file for file in files if file.exists())
+            return super().create_local_plan()
+
+    save(STATE, tmp_path)
+    files = data_files(tmp_path)
+    target = emptied(STATE)
+    reader = torch_ckpt.FileSystemReader(tmp_path)
+    dcp.load(target, storage_reader=reader, planner=SavingMeanwhile(), no_dist=True)
+    assert left == files
+    assert_equal(target, STATE)
+    load(target, tmp_path)
+    assert target["note"] == ""

@@ -1,0 +1,451 @@
+"""``diff``: what differs is told, how much and where; what does not is equal."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+import torch_ckpt
+from tests.support import (
+    DTYPES,
+    StateDict,
+    data_files,
+    flip_bit,
+    place_of,
+    random_tensor,
+    record_of,
+    save,
+    stock_save,
+)
+from torch_ckpt import cli
+from torch_ckpt.diff import _boxes
+from torch_ckpt.metadata import read_metadata
+from torch_ckpt.progress import Progress
+
+MIB = 1 << 20
+
+STATE: StateDict = {
+    "weight": random_tensor((40, 30), torch.int32).to(torch.float32),
+    "ids": torch.arange(12).view(3, 4),
+    "empty": torch.empty(0, 4),
+    "scalar": torch.tensor(3.5),
+    "note": "the quick brown fox",
+    "step": 7,
+}
+
+
+def compared(
+    tmp_path: Path, a: StateDict, b: StateDict, *, write: Callable[..., Any] = save, **options: Any
+) -> torch_ckpt.DiffReport:
+    save(a, tmp_path / "a")
+    write(b, tmp_path / "b")
+    return torch_ckpt.diff(tmp_path / "a", tmp_path / "b", **options)
+
+
+def difference(
+    tmp_path: Path, a: torch.Tensor, b: torch.Tensor, **options: Any
+) -> torch_ckpt.TensorDifference:
+    (found,) = compared(tmp_path, {"t": a}, {"t": b}, **options).tensors
+    return found
+
+
+def shards(path: Path, name: str, tensor: torch.Tensor, boxes: list[Any]) -> None:
+    """Writes a checkpoint of one tensor, each of its shards in a file of its own."""
+    path.mkdir()
+    chunks, places = [], {}
+    for number, (offsets, sizes) in enumerate(boxes):
+        part = tensor
+        for dim, (begin, length) in enumerate(zip(offsets, sizes, strict=True)):
+            part = part.narrow(dim, begin, length)
+        data = record_of(part.contiguous())
+        (path / f"__{number}_0.distcp").write_bytes(data)
+        chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+        place = _StorageInfo(f"__{number}_0.distcp", 0, len(data))
+        places[MetadataIndex(name, torch.Size(offsets))] = place
+    metadata = Metadata(
+        {name: TensorStorageMetadata(TensorProperties(tensor.dtype), tensor.size(), chunks)},
+        storage_data=places,
+    )
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+# --- equal ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("write", [save, stock_save])
+def test_the_same_state_is_equal(tmp_path: Path, write: Callable[..., Any]) -> None:
+    report = compared(tmp_path, STATE, STATE, write=write)
+    assert report.equal, str(report)
+    assert report.same == len(STATE)
+    assert "are equal: 6 names with equal values" in str(report)
+
+
+@pytest.mark.parametrize("write", [save, stock_save])
+def test_the_same_bits_of_every_dtype_are_equal(tmp_path: Path, write: Callable[..., Any]) -> None:
+    # Random bits, with many NaNs among them.
+    state = {str(dtype): random_tensor((30, 40), dtype) for dtype in DTYPES}
+    report = compared(tmp_path, state, state, write=write)
+    assert report.equal, str(report)
+    assert report.same == len(DTYPES)
+
+
+def test_other_shards_of_one_tensor_are_equal(tmp_path: Path) -> None:
+    tensor = random_tensor((40, 30), torch.float32)
+    shards(tmp_path / "rows", "t", tensor, [((0, 0), (25, 30)), ((25, 0), (15, 30))])
+    quarters = [((r, c), (20, 15)) for r in (0, 20) for c in (0, 15)]
+    shards(tmp_path / "quarters", "t", tensor, quarters)
+    save({"t": tensor}, tmp_path / "whole")
+    for other in ("quarters", "whole"):
+        assert torch_ckpt.diff(tmp_path / "rows", tmp_path / other).equal
+
+
+def test_one_changed_element_of_other_shards_is_found(tmp_path: Path) -> None:
+    tensor = random_tensor((40, 30), torch.int16)
+    shards(tmp_path / "rows", "t", tensor, [((0, 0), (25, 30)), ((25, 0), (15, 30))])
+    tensor[31, 17] += 5
+    shards(tmp_path / "columns", "t", tensor, [((0, 0), (40, 7)), ((0, 7), (40, 23))])
+    (found,) = torch_ckpt.diff(tmp_path / "rows", tmp_path / "columns").tensors
+    assert (found.differing, found.largest_absolute, found.index) == (1, 5, (31, 17))
+
+
+# --- names, kinds, shapes, dtypes ----------------------------------------------------------------
+
+
+def test_names_of_one_of_them_are_told(tmp_path: Path) -> None:
+    report = compared(
+        tmp_path, {"both": 1, "left": 1, "l": torch.zeros(1)}, {"both": 1, "right": 1}
+    )
+    assert not report.equal
+    assert (sorted(report.only_in_a), report.only_in_b) == (["l", "left"], ["right"])
+    assert report.same == 1
+
+
+def test_a_tensor_and_an_object_are_of_different_kinds(tmp_path: Path) -> None:
+    report = compared(tmp_path, {"x": torch.zeros(1)}, {"x": 0})
+    assert not report.equal
+    assert report.kinds == [("x", "a tensor", "an object")]
+
+
+def test_shapes_are_told(tmp_path: Path) -> None:
+    report = compared(tmp_path, {"x": torch.zeros(3, 4)}, {"x": torch.zeros(4, 3)})
+    assert not report.equal
+    assert report.shapes == [("x", (3, 4), (4, 3))]
+
+
+def test_dtypes_are_told_and_values_are_compared(tmp_path: Path) -> None:
+    values = torch.tensor([1.0, 2.0, 3.0])
+    report = compared(tmp_path, {"x": values}, {"x": values.to(torch.bfloat16)})
+    assert report.dtypes == [("x", "float32", "bfloat16")]
+    assert not report.tensors
+    assert not report.equal
+    tolerant = torch_ckpt.diff(tmp_path / "a", tmp_path / "b", atol=0.0)
+    assert tolerant.equal
+    assert tolerant.dtypes == report.dtypes
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "index", "largest"),
+    [
+        (torch.tensor([1, 2, 3]), torch.tensor([1.0, 2.0, 3.5]), (2,), 0.5),
+        (torch.tensor([True, False]), torch.tensor([1, 7]), (1,), 7),
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0 + 1.0j]), (1,), 1.0),
+        (torch.tensor([1, -1]), torch.tensor([1, 2**64 - 1], dtype=torch.uint64), (1,), 2**64),
+        (torch.tensor([0, 5], dtype=torch.uint8), torch.tensor([0, -5]), (1,), 10),
+    ],
+    ids=["int and float", "bool and int", "float and complex", "int64 and uint64", "uint8 and int"],
+)
+def test_values_of_different_dtypes_are_compared_as_numbers(
+    tmp_path: Path, a: torch.Tensor, b: torch.Tensor, index: Any, largest: float
+) -> None:
+    found = difference(tmp_path, a, b)
+    assert (found.differing, found.index, found.largest_absolute) == (1, index, largest)
+
+
+# --- values --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "dtype", [dtype for dtype in DTYPES if dtype.is_floating_point or dtype.is_complex], ids=str
+)
+def test_a_changed_element_of_every_floating_dtype_is_found(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    a = random_tensor((8, 16), torch.uint8).view(dtype)
+    bits = a.clone().view(torch.uint8)
+    bits[3, -1] ^= 0x10  # of the last byte, in the exponent
+    found = difference(tmp_path, a, bits.view(dtype))
+    assert found.outside == 1
+    if found.differing is not None:  # else torch cannot convert the dtype
+        assert found.differing == 1
+        assert found.index == (3, a.size(1) - 1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "a", "b", "apart"),
+    [
+        (torch.int64, -(2**63), 2**63 - 1, 2**64 - 1),
+        (torch.int64, 2**53, 2**53 + 1, 1),
+        (torch.uint64, 2**64 - 1, 0, 2**64 - 1),
+        (torch.uint64, 2**63, 2**63 - 1, 1),
+        (torch.uint32, 2**32 - 1, 0, 2**32 - 1),
+        (torch.uint16, 0, 2**16 - 1, 2**16 - 1),
+        (torch.int8, -128, 127, 255),
+        (torch.bool, True, False, 1),
+    ],
+)
+def test_integers_are_compared_exactly(
+    tmp_path: Path, dtype: torch.dtype, a: int, b: int, apart: int
+) -> None:
+    found = difference(
+        tmp_path, torch.tensor([1, a], dtype=dtype), torch.tensor([1, b], dtype=dtype)
+    )
+    assert (found.differing, found.index, found.largest_absolute) == (1, (1,), apart)
+    assert isinstance(found.largest_absolute, int)
+
+
+def test_how_many_how_much_and_where_is_told(tmp_path: Path) -> None:
+    a = torch.ones(10, 20)
+    b = a.clone()
+    b[2, 3] = 1.5
+    b[7, 19] = -3.0
+    b[9, 0] = 1.25
+    found = difference(tmp_path, a, b)
+    assert (found.elements, found.differing, found.outside) == (200, 3, 3)
+    assert (found.largest_absolute, found.index) == (4.0, (7, 19))
+    assert found.largest_relative == pytest.approx(4 / 3)
+    assert str(found) == (
+        "t: 3 of 200 elements differ; at most by 4 at [7, 19], relatively by 1.33333"
+    )
+
+
+def test_nan_is_equal_to_nan_at_the_same_place_alone(tmp_path: Path) -> None:
+    a = torch.tensor([math.nan, math.nan, 1.0, complex(math.nan, 1)])
+    b = a.clone()
+    b[1] = 2.0
+    b[2] = math.nan
+    found = difference(tmp_path, a, b)
+    assert (found.differing, found.largest_absolute, found.index) == (2, math.inf, (1,))
+
+
+def test_infinities_differ_from_all_else_within_any_tolerance(tmp_path: Path) -> None:
+    a = torch.tensor([math.inf, math.inf, 1.0, -math.inf])
+    b = torch.tensor([math.inf, -math.inf, math.inf, 5.0])
+    found = difference(tmp_path, a, b, atol=1e300, rtol=1e300)
+    assert (found.differing, found.outside, found.index) == (3, 3, (1,))
+
+
+def test_values_that_are_equal_in_other_bits_are_equal_and_told(tmp_path: Path) -> None:
+    a = torch.tensor([0.0, math.nan])
+    b = torch.tensor([0x80000000, 0x7FC00001], dtype=torch.int64).to(torch.uint32)
+    report = compared(tmp_path, {"t": a}, {"t": b.view(torch.float32)})
+    assert report.equal
+    assert (report.bits, report.tensors) == (["t"], [])
+
+
+def test_tolerances_are_those_of_the_second_checkpoint(tmp_path: Path) -> None:
+    a, b = torch.tensor([100.0, 1.0, 0.0]), torch.tensor([101.0, 1.0, 0.5])
+    report = compared(tmp_path, {"t": a}, {"t": b}, atol=0.5, rtol=0.005)
+    assert report.equal
+    assert report.tensors[0].differing == 2
+    stricter = torch_ckpt.diff(tmp_path / "a", tmp_path / "b", atol=0.4, rtol=0.0099)
+    assert not stricter.equal
+    assert stricter.tensors[0].outside == 1
+
+
+def test_a_transposed_tensor_is_compared_by_index(tmp_path: Path) -> None:
+    a = torch.arange(12.0).view(3, 4).t()
+    b = a.contiguous().clone()
+    b[3, 1] += 1
+    assert difference(tmp_path, a, b).index == (3, 1)
+
+
+def test_large_tensors_are_compared_in_parts(tmp_path: Path) -> None:
+    a = random_tensor((50, 1000, 100), torch.int32)
+    b = a.clone()
+    b[48, 999, 99] ^= 1
+    b[0, 0, 0] ^= 2
+    found = difference(tmp_path, a, b, max_inflight_bytes=8 * MIB)
+    assert (found.differing, found.largest_absolute, found.index) == (2, 2, (0, 0, 0))
+
+
+def test_many_small_tensors_are_compared_together(tmp_path: Path) -> None:
+    state = {f"t{i}": torch.full((3,), float(i)) for i in range(500)}
+    other = {**state, "t77": torch.zeros(3), "t499": torch.ones(3)}
+    report = compared(tmp_path, state, other)
+    assert [tensor.name for tensor in report.tensors] == ["t77", "t499"]
+    assert report.same == 498
+
+
+@pytest.mark.parametrize(
+    ("shape", "most"),
+    [
+        ((), 1),
+        ((7,), 3),
+        ((4, 5), 5),
+        ((4, 5), 4),
+        ((2, 3, 4), 1),
+        ((3, 1, 7, 2), 5),
+        ((2, 9), 100),
+    ],
+)
+def test_boxes_make_up_the_tensor(shape: tuple[int, ...], most: int) -> None:
+    seen = torch.zeros(shape, dtype=torch.int64)
+    for offsets, lengths in _boxes(shape, most):
+        assert math.prod(lengths) <= most
+        part = seen
+        for dim, (begin, length) in enumerate(zip(offsets, lengths, strict=True)):
+            part = part.narrow(dim, begin, length)
+        part += 1
+    assert (seen == 1).all()
+
+
+def test_quantized_tensors_are_compared_by_their_bytes(tmp_path: Path) -> None:
+    values = torch.randn(30, 30, generator=torch.Generator().manual_seed(5))
+    quantized = [torch.quantize_per_tensor(values, scale, 0, torch.quint8) for scale in (0.1, 0.2)]
+    report = compared(
+        tmp_path,
+        {"same": quantized[0], "q": quantized[0]},
+        {"same": quantized[0], "q": quantized[1]},
+    )
+    (found,) = report.tensors
+    assert (found.name, found.differing) == ("q", None)
+    assert not report.equal
+    assert report.same == 1
+
+
+# --- objects -------------------------------------------------------------------------------------
+
+
+def test_objects_are_compared_by_their_bytes(tmp_path: Path) -> None:
+    a = {"same": [1, 2], "step": 7, "note": "x" * 100}
+    report = compared(tmp_path, a, {**a, "step": 8, "note": "x" * 101}, write=stock_save)
+    assert sorted(report.objects) == ["note", "step"]
+    assert report.same == 1
+    assert not report.equal
+
+
+class Boom:
+    def __reduce__(self) -> Any:
+        return exec, ("raise SystemExit('unpickled')",)
+
+
+def test_objects_are_never_unpickled(tmp_path: Path) -> None:
+    assert compared(tmp_path, {"x": Boom()}, {"x": Boom()}).equal
+
+
+def test_objects_larger_than_the_memory_are_compared(tmp_path: Path) -> None:
+    a = bytes(9 * MIB)
+    b = a[:-1] + b"x"
+    report = compared(
+        tmp_path, {"same": a, "x": a}, {"same": a, "x": b}, max_inflight_bytes=8 * MIB
+    )
+    assert (report.objects, report.same) == (["x"], 1)
+
+
+# --- checkpoints that cannot be read -------------------------------------------------------------
+
+
+def test_damage_is_no_difference_but_an_error(tmp_path: Path) -> None:
+    save(STATE, tmp_path / "a", thread_count=1)
+    save(STATE, tmp_path / "b", thread_count=1)
+    file = data_files(tmp_path / "b")[0]
+    place = place_of(read_metadata(tmp_path / "b"), "weight")
+    flip_bit(file, place.offset + 1000, 0)
+    with pytest.raises(torch_ckpt.Corrupt, match="weight"):
+        torch_ckpt.diff(tmp_path / "a", tmp_path / "b")
+
+
+def test_a_tensor_with_a_gap_cannot_be_compared(tmp_path: Path) -> None:
+    tensor = torch.zeros(4, 3)
+    shards(tmp_path / "a", "t", tensor, [((0, 0), (2, 3)), ((3, 0), (1, 3))])
+    save({"t": tensor}, tmp_path / "b")
+    with pytest.raises(torch_ckpt.Corrupt, match=r"t: no shard has its element \[2, 0\]"):
+        torch_ckpt.diff(tmp_path / "a", tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"atol": -1.0}, "atol must not be negative"),
+        ({"rtol": math.nan}, "rtol must not be negative"),
+        ({"max_inflight_bytes": MIB}, "max_inflight_bytes must be at least"),
+    ],
+)
+def test_options_out_of_range_are_refused(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        torch_ckpt.diff(tmp_path, tmp_path, **options)
+
+
+def test_progress_grows_to_the_total(tmp_path: Path) -> None:
+    seen: list[Progress] = []
+    state = {"a": torch.zeros(100, 3), "b": torch.zeros(7)}
+    compared(tmp_path, state, state, progress=seen.append)
+    assert seen[-1].bytes_done == seen[-1].bytes_planned == 2 * 307 * 4
+
+
+# --- the command line ----------------------------------------------------------------------------
+
+
+def test_the_commands_exit_code_says_whether_they_are_equal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save({"x": torch.tensor([1.0, 2.0])}, tmp_path / "a")
+    stock_save({"x": torch.tensor([1.0, 2.5])}, tmp_path / "b")
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    assert cli.main(["diff", a, a]) == 0
+    assert cli.main(["diff", a, b]) == 1
+    assert "values: x: 1 of 2 elements differ; at most by 0.5 at [1]" in capsys.readouterr().out
+    assert cli.main(["diff", a, b, "--atol", "0.6"]) == 0
+    assert cli.main(["diff", a, b, "--rtol", "1e-3"]) == 1
+    assert "beyond the tolerances" in capsys.readouterr().out
+    assert cli.main(["diff", a, str(tmp_path / "none")]) == 2
+    assert "no committed checkpoint" in capsys.readouterr().err
+
+
+def test_the_command_gives_json_without_infinities(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save({"x": torch.tensor([1.0, math.inf])}, tmp_path / "a")
+    save({"x": torch.tensor([1.0, 2.0])}, tmp_path / "b")
+    assert cli.main(["diff", "--json", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+
+    def refuse(constant: str) -> None:
+        raise ValueError(constant)
+
+    document = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    (tensor,) = document["tensors"]
+    assert (tensor["largest_absolute"], tensor["index"]) == ("inf", [1])
+    assert document["equal"] is False
+
+
+def test_the_command_escapes_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save({"\x1b[2Jname": 1}, tmp_path / "a")
+    save({}, tmp_path / "b")
+    assert cli.main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    output = capsys.readouterr().out
+    assert "\x1b" not in output
+    assert r"\x1b[2Jname" in output
+
+
+@pytest.mark.parametrize("tolerance", ["-1", "nan", "much"])
+def test_a_tolerance_that_is_none_is_a_wrong_command_line(tolerance: str) -> None:
+    with pytest.raises(SystemExit) as error:
+        cli.main(["diff", "a", "b", f"--atol={tolerance}"])
+    assert error.value.code == 2

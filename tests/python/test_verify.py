@@ -1,0 +1,600 @@
+"""``verify``: all damage is found and named, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
+
+import torch_ckpt
+from tests.support import (
+    DTYPES,
+    StateDict,
+    data_files,
+    flip_bit,
+    place_of,
+    random_tensor,
+    save,
+    stock_save,
+)
+from torch_ckpt import cli
+from torch_ckpt.metadata import read_metadata
+from torch_ckpt.progress import Progress
+
+MIB = 1 << 20
+
+STATE: StateDict = {
+    "small": random_tensor((40, 3), torch.float32),
+    "blocks": random_tensor((400, 250), torch.float32, seed=1),
+    "many blocks": random_tensor((700, 250), torch.int32, seed=2),
+    "transposed": random_tensor((200, 300), torch.int16, seed=3).t(),
+    "scalar": torch.tensor(3.5),
+    "empty": torch.empty(0, 4),
+    "note": "the quick brown fox " * 20,
+    "long note": "jumps over the lazy dog " * 6000,
+    "nothing": None,
+}
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("ours")
+    save(STATE, path, thread_count=2)
+    return path
+
+
+@pytest.fixture(scope="module")
+def stocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("stocks")
+    stock_save(STATE, path, thread_count=2)
+    return path
+
+
+@pytest.fixture(params=["ours", "stocks"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    path = tmp_path / "checkpoint"
+    shutil.copytree(request.getfixturevalue(request.param), path)
+    return path
+
+
+@pytest.fixture
+def our_copy(ours: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(ours, tmp_path / "checkpoint"))
+
+
+def place(path: Path, name: str) -> tuple[Path, int, int]:
+    """The file of a record, its offset and its length."""
+    info = place_of(read_metadata(path), name)
+    return path / info.relative_path, info.offset, info.length
+
+
+def payload_offset(path: Path, name: str) -> int:
+    """Of a contiguous tensor, in its file."""
+    file, offset, length = place(path, name)
+    payload = STATE[name].reshape(-1).view(torch.uint8).numpy().tobytes()
+    at = file.read_bytes().index(payload, offset)
+    assert at + len(payload) <= offset + length
+    return at
+
+
+def change(path: Path, edit: Callable[[Metadata], None]) -> None:
+    metadata = read_metadata(path)
+    edit(metadata)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def damaged_names(report: torch_ckpt.VerifyReport) -> list[str | None]:
+    return sorted({damage.name for damage in report.damaged}, key=str)
+
+
+# --- sound checkpoints ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("direct_io", [True, False, "auto"])
+def test_a_sound_checkpoint_is_sound(checkpoint: Path, direct_io: bool | str) -> None:
+    report = torch_ckpt.verify(checkpoint, direct_io=direct_io)
+    assert report.ok, str(report)
+    assert not report.unverifiable
+    assert not report.unreferenced
+    assert report.records == len(STATE)
+    assert report.bytes == sum(file.stat().st_size for file in data_files(checkpoint))
+    assert str(report).endswith(": all is sound")
+
+
+@pytest.mark.parametrize("write", [save, stock_save])
+def test_a_checkpoint_of_every_dtype_is_sound(tmp_path: Path, write: Callable[..., Any]) -> None:
+    state = {str(dtype): random_tensor((300, 40), dtype) for dtype in DTYPES}
+    write(state, tmp_path)
+    report = torch_ckpt.verify(tmp_path)
+    assert report.ok, str(report)
+    assert not report.unverifiable
+
+
+@pytest.mark.parametrize("write", [save, stock_save])
+def test_what_only_torch_load_knows_is_sound(tmp_path: Path, write: Callable[..., Any]) -> None:
+    quantized = torch.quantize_per_tensor(torch.randn(300, 300), 0.1, 0, torch.quint8)
+    write({"quantized": quantized}, tmp_path)
+    report = torch_ckpt.verify(tmp_path)
+    assert report.ok, str(report)
+    assert not report.unverifiable
+    file, offset, length = place(tmp_path, "quantized")
+    flip_bit(file, offset + length // 2, 3)
+    assert damaged_names(torch_ckpt.verify(tmp_path)) == ["quantized"]
+
+
+@pytest.mark.parametrize("write", [save, stock_save])
+def test_empty_tensors_and_objects_are_sound(tmp_path: Path, write: Callable[..., Any]) -> None:
+    write({"a": torch.empty(0), "b": torch.empty(3, 0, 2), "c": "", "d": b"", "e": []}, tmp_path)
+    report = torch_ckpt.verify(tmp_path)
+    assert report.ok, str(report)
+    assert (report.records, report.unverifiable) == (5, [])
+
+
+def test_a_state_of_nothing_is_sound(tmp_path: Path) -> None:
+    save({}, tmp_path)
+    report = torch_ckpt.verify(tmp_path)
+    assert report.ok
+    assert (report.records, report.bytes) == (0, 0)
+
+
+def test_the_threads_and_the_memory_change_nothing(ours: Path) -> None:
+    for threads in (1, 3, 16):
+        assert torch_ckpt.verify(ours, thread_count=threads, max_inflight_bytes=MIB).ok
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"thread_count": 0}, "thread_count must be at least 1"),
+        ({"max_inflight_bytes": 1000}, "max_inflight_bytes must be at least"),
+        ({"direct_io": "yes"}, "direct_io must be"),
+    ],
+)
+def test_options_out_of_range_are_refused(
+    ours: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        torch_ckpt.verify(ours, **options)
+
+
+def test_progress_grows_to_the_total(ours: Path) -> None:
+    seen: list[Progress] = []
+    report = torch_ckpt.verify(ours, progress=seen.append)
+    done = [progress.bytes_done for progress in seen]
+    assert done == sorted(done)
+    assert done[-1] == report.bytes
+    assert {progress.bytes_planned for progress in seen} == {report.bytes}
+
+
+# --- bits ----------------------------------------------------------------------------------------
+
+
+def test_every_flipped_bit_of_ours_is_found_and_named(our_copy: Path) -> None:
+    choice = random.Random(7)
+    places = [(name, *place(our_copy, name)) for name in sorted(STATE)]
+    missed = []
+    for _ in range(300):
+        # Names first, so that small records are hit too.
+        name, file, offset, length = choice.choice(places)
+        byte, bit = choice.randrange(length), choice.randrange(8)
+        flip_bit(file, offset + byte, bit)
+        report = torch_ckpt.verify(our_copy)
+        if damaged_names(report) != [name] or report.damaged[0].file != file.name:
+            missed.append((name, byte, bit, str(report)))
+        flip_bit(file, offset + byte, bit)
+    assert missed == [], "seed 7"
+    assert torch_ckpt.verify(our_copy).ok
+
+
+def test_every_flipped_bit_of_a_payload_of_stocks_is_found(stocks: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(stocks, tmp_path / "checkpoint"))
+    choice = random.Random(8)
+    names = ["small", "blocks", "many blocks", "scalar"]
+    begins = {name: payload_offset(path, name) for name in names}
+    missed = []
+    for _ in range(200):
+        name = choice.choice(names)
+        file, _offset, _length = place(path, name)
+        byte, bit = choice.randrange(STATE[name].nbytes), choice.randrange(8)
+        flip_bit(file, begins[name] + byte, bit)
+        report = torch_ckpt.verify(path)
+        if damaged_names(report) != [name]:
+            missed.append((name, byte, bit, str(report)))
+        flip_bit(file, begins[name] + byte, bit)
+    assert missed == [], "seed 8"
+
+
+def test_the_damaged_block_is_told(our_copy: Path) -> None:
+    begin = payload_offset(our_copy, "many blocks")
+    file, _offset, _length = place(our_copy, "many blocks")
+    flip_bit(file, begin + 5 * (16 << 10) + 1234, 0)
+    (damage,) = torch_ckpt.verify(our_copy).damaged
+    assert (damage.name, damage.file) == ("many blocks", file.name)
+    assert (damage.offset, damage.bytes) == (begin + 5 * (16 << 10), 16 << 10)
+    assert "the checkpoint's metadata says" in damage.what
+
+
+def test_neighbouring_damaged_blocks_are_told_once_and_others_apart(our_copy: Path) -> None:
+    begin = payload_offset(our_copy, "many blocks")
+    file, _offset, _length = place(our_copy, "many blocks")
+    for block in (2, 3, 4, 9):
+        flip_bit(file, begin + block * (16 << 10), 1)
+    found = [(d.offset, d.bytes) for d in torch_ckpt.verify(our_copy).damaged]
+    assert found == [(begin + (32 << 10), 48 << 10), (begin + (144 << 10), 16 << 10)]
+
+
+def test_damage_of_several_files_is_all_named(checkpoint: Path) -> None:
+    names = ["small", "blocks", "many blocks", "scalar"]
+    for name in names:
+        flip_bit(place(checkpoint, name)[0], payload_offset(checkpoint, name) + 2, 4)
+    report = torch_ckpt.verify(checkpoint)
+    assert damaged_names(report) == sorted(names)
+    assert {damage.file for damage in report.damaged} == {f.name for f in data_files(checkpoint)}
+
+
+def test_a_damaged_object_is_named(checkpoint: Path) -> None:
+    for name, text in (("note", b"quick brown"), ("long note", b"lazy dog")):
+        file, offset, _length = place(checkpoint, name)
+        flip_bit(file, file.read_bytes().index(text, offset), 5)
+    assert damaged_names(torch_ckpt.verify(checkpoint)) == ["long note", "note"]
+
+
+@pytest.mark.parametrize("part", [b"torch._utils", b"little", b"PK\5\6", b"PK\1\2"], ids=repr)
+def test_a_damaged_archive_is_named(checkpoint: Path, part: bytes) -> None:
+    file, offset, _length = place(checkpoint, "blocks")
+    flip_bit(file, file.read_bytes().index(part, offset), 1)
+    assert damaged_names(torch_ckpt.verify(checkpoint)) == ["blocks"]
+
+
+def test_damage_in_a_record_that_is_read_in_pieces_is_found(tmp_path: Path) -> None:
+    state = {"large": random_tensor((20 * MIB,), torch.uint8), "note": "n" * (20 * MIB)}
+    for number, write in enumerate((save, stock_save)):
+        path = tmp_path / str(number)
+        write(state, path, thread_count=1)
+        assert torch_ckpt.verify(path).ok
+        for name, at in (("large", 17 * MIB), ("note", 19 * MIB)):
+            file, offset, _length = place(path, name)
+            flip_bit(file, offset + at, 6)
+            assert damaged_names(torch_ckpt.verify(path)) == [name]
+            flip_bit(file, offset + at, 6)
+
+
+def test_a_damaged_checksum_table_is_told_of_its_file(our_copy: Path) -> None:
+    file = place(our_copy, "blocks")[0].name
+
+    def damage(metadata: Any) -> None:
+        tables = metadata.torch_ckpt["checksums"]
+        tables[file] = tables[file][:-1] + b"?"
+
+    change(our_copy, damage)
+    report = torch_ckpt.verify(our_copy)
+    (found,) = report.damaged
+    assert (found.name, found.file, found.offset) == (None, file, None)
+    assert "its checksums in the metadata are damaged" in found.what
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def test_a_missing_file_is_named_with_all_that_was_in_it(checkpoint: Path) -> None:
+    file = place(checkpoint, "blocks")[0]
+    names = [name for name in STATE if place(checkpoint, name)[0] == file]
+    file.unlink()
+    report = torch_ckpt.verify(checkpoint)
+    ((missing, lost),) = report.missing
+    assert missing == file.name
+    assert sorted(lost) == sorted(names)
+    assert not report.damaged
+    assert report.records == len(STATE) - len(names)
+
+
+def test_of_a_truncated_file_the_records_behind_its_end_are_named(checkpoint: Path) -> None:
+    file = place(checkpoint, "blocks")[0]
+    cut = file.stat().st_size - 100
+    lost = sorted(
+        name for name in STATE if (p := place(checkpoint, name))[0] == file and p[1] + p[2] > cut
+    )
+    os.truncate(file, cut)
+    report = torch_ckpt.verify(checkpoint)
+    assert damaged_names(report) == lost
+    assert all(f"the file ends at byte {cut}" in damage.what for damage in report.damaged)
+    assert report.records == len(STATE) - len(lost)
+
+
+def test_a_file_that_is_empty_is_no_reason_to_stop(checkpoint: Path) -> None:
+    file = place(checkpoint, "blocks")[0]
+    os.truncate(file, 0)
+    names = ("small", "many blocks", "scalar")
+    other = next(name for name in names if place(checkpoint, name)[0] != file)
+    flip_bit(place(checkpoint, other)[0], payload_offset(checkpoint, other), 0)
+    assert {"blocks", other} <= set(damaged_names(torch_ckpt.verify(checkpoint)))
+
+
+def test_swapped_files_are_noticed(tmp_path: Path) -> None:
+    for number, write in enumerate((save, stock_save)):
+        path = tmp_path / str(number)
+        write(
+            {
+                "a": random_tensor((40, 30), torch.float32),
+                "b": random_tensor((30, 40), torch.float32),
+            },
+            path,
+            thread_count=2,
+        )
+        one, two = data_files(path)
+        one.rename(path / "x")
+        two.rename(one)
+        (path / "x").rename(two)
+        assert damaged_names(torch_ckpt.verify(path)) == ["a", "b"]
+
+
+def test_swapped_files_of_one_shape_are_noticed_in_ours(tmp_path: Path) -> None:
+    shape = (40, 30)
+    save(
+        {
+            "a": random_tensor(shape, torch.float32),
+            "b": random_tensor(shape, torch.float32, seed=1),
+        },
+        tmp_path,
+        thread_count=2,
+    )
+    one, two = data_files(tmp_path)
+    contents = one.read_bytes()
+    one.write_bytes(two.read_bytes())
+    two.write_bytes(contents)
+    assert damaged_names(torch_ckpt.verify(tmp_path)) == ["a", "b"]
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo", "directory"])
+def test_what_is_no_file_is_told(checkpoint: Path, kind: str) -> None:
+    file = place(checkpoint, "blocks")[0]
+    file.rename(checkpoint / "real")
+    match kind:
+        case "link":
+            file.symlink_to("real")
+        case "fifo":
+            os.mkfifo(file)
+        case "directory":
+            file.mkdir()
+    (damage,) = torch_ckpt.verify(checkpoint).damaged
+    assert (damage.name, damage.file) == (None, file.name)
+    assert ("it is a link" if kind == "link" else "not a regular file") in damage.what
+
+
+def test_files_that_nothing_names_are_told_and_are_no_damage(checkpoint: Path) -> None:
+    (checkpoint / "__7_0.distcp").write_bytes(b"of a save that died")
+    (checkpoint / "readme").write_text("hello")
+    (checkpoint / "folder").mkdir()
+    report = torch_ckpt.verify(checkpoint)
+    assert report.ok
+    assert report.unreferenced == ["__7_0.distcp", "readme"]
+
+
+def test_a_record_outside_the_directory_is_told_and_not_read(checkpoint: Path) -> None:
+    (checkpoint.parent / "outside").write_bytes(b"secret")
+
+    def lead_out(metadata: Metadata) -> None:
+        place_of(metadata, "small").relative_path = "../outside"
+
+    change(checkpoint, lead_out)
+    (damage,) = torch_ckpt.verify(checkpoint).damaged
+    assert (damage.name, damage.file) == ("small", "'../outside'")
+
+
+@pytest.mark.parametrize("offset", [-1, 1 << 63, 1 << 70, "0", 1.5, True], ids=repr)
+def test_an_impossible_place_is_told(checkpoint: Path, offset: Any) -> None:
+    def move(metadata: Metadata) -> None:
+        place_of(metadata, "small").offset = offset
+
+    change(checkpoint, move)
+    (damage,) = torch_ckpt.verify(checkpoint).damaged
+    assert damage.name == "small"
+    assert "an impossible place" in damage.what
+
+
+def test_a_place_at_the_end_of_64_bits_is_told(checkpoint: Path) -> None:
+    def move(metadata: Metadata) -> None:
+        place_of(metadata, "small").offset = (1 << 63) - 1
+
+    change(checkpoint, move)
+    assert damaged_names(torch_ckpt.verify(checkpoint)) == ["small"]
+
+
+# --- what the metadata says ----------------------------------------------------------------------
+
+
+def test_a_shape_that_is_not_the_records_is_told(checkpoint: Path) -> None:
+    def reshape(metadata: Any) -> None:
+        entry = metadata.state_dict_metadata["small"]
+        entry.size = torch.Size([3, 40])
+        (chunk,) = entry.chunks
+        entry.chunks = [type(chunk)(chunk.offsets, torch.Size([3, 40]))]
+
+    change(checkpoint, reshape)
+    (damage,) = torch_ckpt.verify(checkpoint).damaged
+    assert damage.name == "small"
+    assert "holds a tensor of [40, 3], the metadata says [3, 40]" in damage.what
+
+
+class Casting(dcp.DefaultSavePlanner):
+    """Stores another dtype than the one that its plan, and so the metadata, says."""
+
+    def transform_object(self, write_item: Any, object: Any) -> Any:
+        return super().transform_object(write_item, object).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("writer", [torch_ckpt.FileSystemWriter, dcp.FileSystemWriter])
+def test_another_dtype_is_told_where_no_table_says_that_it_was_stored(
+    tmp_path: Path, writer: Any
+) -> None:
+    state = {"weight": random_tensor((40, 30), torch.float32)}
+    dcp.save(state, storage_writer=writer(tmp_path), planner=Casting(), no_dist=True)
+    report = torch_ckpt.verify(tmp_path)
+    if writer is torch_ckpt.FileSystemWriter:
+        assert report.ok, str(report)
+    else:
+        (damage,) = report.damaged
+        assert "holds a tensor of bfloat16, the metadata says float32" in damage.what
+
+
+@pytest.mark.parametrize("name", ["small", "note"])
+def test_what_the_metadata_does_not_place_is_told(checkpoint: Path, name: str) -> None:
+    def forget(metadata: Metadata) -> None:
+        metadata.storage_data = {
+            index: info for index, info in metadata.storage_data.items() if index.fqn != name
+        }
+
+    change(checkpoint, forget)
+    report = torch_ckpt.verify(checkpoint)
+    ((incomplete, what),) = report.incomplete
+    assert incomplete == name
+    assert "says nowhere where" in what
+    assert not report.damaged
+
+
+@pytest.mark.parametrize(
+    ("chunks", "what"),
+    [
+        ([((0, 0), (40, 2))], "no shard has its element [0, 2]"),
+        ([((0, 0), (20, 3)), ((21, 0), (19, 3))], "no shard has its element [20, 0]"),
+        # As many elements as there should be, but some twice.
+        ([((0, 0), (20, 3)), ((10, 0), (20, 3))], "no shard has its element [30, 0]"),
+        ([((0, 0), (40, 1)), ((0, 1), (39, 2))], "no shard has its element [39, 1]"),
+        ([], "it has no shards"),
+        ([((0, 0), (41, 3))], "its shard of [41, 3] at [0, 0] lies outside of [40, 3]"),
+        ([((0,), (40,))], "its shard of [40] at [0] lies outside of [40, 3]"),
+        ([((0, 0), (40, 3)), ((0, -1), (40, 1))], "its shard of [40, 1] at [0, -1] lies outside"),
+    ],
+)
+def test_shards_that_do_not_cover_their_tensor_are_told(
+    our_copy: Path, chunks: list[Any], what: str
+) -> None:
+    def cut(metadata: Any) -> None:
+        entry = metadata.state_dict_metadata["small"]
+        kind = type(entry.chunks[0])
+        entry.chunks = [kind(torch.Size(o), torch.Size(s)) for o, s in chunks]
+
+    change(our_copy, cut)
+    told = [text for name, text in torch_ckpt.verify(our_copy).incomplete if name == "small"]
+    assert any(text.startswith(what) for text in told), told
+
+
+def test_what_has_no_checksum_is_told_and_is_no_damage(tmp_path: Path) -> None:
+    state = {"small": STATE["small"], "blocks": STATE["blocks"], "note": "note"}
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        stock_save(state, tmp_path)
+    finally:
+        torch.serialization.set_crc32_options(before)
+    report = torch_ckpt.verify(tmp_path)
+    assert report.ok
+    assert report.unverifiable == ["blocks", "note", "small"]
+    assert "as far as there are checksums" in str(report)
+
+
+def test_metadata_whose_fields_are_of_other_types_is_refused(checkpoint: Path) -> None:
+    def damage(metadata: Any) -> None:
+        metadata.state_dict_metadata = [1]
+
+    change(checkpoint, damage)
+    with pytest.raises(torch_ckpt.Corrupt, match="is damaged"):
+        torch_ckpt.verify(checkpoint)
+
+
+def test_checkpoints_of_single_ranks_are_verified_too(tmp_path: Path) -> None:
+    writer = torch_ckpt.FileSystemWriter(tmp_path)
+    dcp.save(STATE, storage_writer=writer, no_dist=True, use_collectives=False)
+    assert not (tmp_path / ".metadata").exists()
+    report = torch_ckpt.verify(tmp_path)
+    assert report.ok
+    assert report.records == len(STATE)
+    assert not report.unreferenced
+
+
+# --- the command line ----------------------------------------------------------------------------
+
+
+def test_the_command_says_what_it_comes_to(ours: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["verify", str(ours)]) == 0
+    output = capsys.readouterr()
+    assert output.err == ""
+    (line,) = output.out.splitlines()
+    assert line.startswith(f"{ours}: 9 records, ")
+    assert line.endswith("GB/s: all is sound")
+
+
+def test_the_command_names_all_damage(our_copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("small", "blocks"):
+        flip_bit(place(our_copy, name)[0], payload_offset(our_copy, name), 0)
+    place(our_copy, "many blocks")
+    assert cli.main(["verify", str(our_copy), "--threads", "2"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert sorted(line.split(": ")[1] for line in lines[:-1]) == ["blocks", "small"]
+    assert lines[-1].endswith("2 places damaged")
+
+
+def test_the_quiet_command_says_only_what_is_wrong(
+    our_copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["verify", "--quiet", str(our_copy)]) == 0
+    assert capsys.readouterr().out == ""
+    flip_bit(place(our_copy, "small")[0], payload_offset(our_copy, "small"), 0)
+    assert cli.main(["verify", "--quiet", str(our_copy)]) == 1
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("damaged: small: ")
+
+
+def test_the_command_gives_json(our_copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data_files(our_copy)[0].unlink()
+    assert cli.main(["verify", "--json", str(our_copy)]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert document["ok"] is False
+    assert [entry["file"] for entry in document["missing"]] == ["__0_0.distcp"]
+
+
+def test_the_command_escapes_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save({"\x1b[2Jname": torch.zeros(3)}, tmp_path, thread_count=1)
+    data_files(tmp_path)[0].unlink()
+    assert cli.main(["verify", str(tmp_path)]) == 1
+    output = capsys.readouterr().out
+    assert "\x1b" not in output
+    assert r"\x1b[2Jname" in output
+
+
+def test_of_no_checkpoint_the_command_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["verify", str(tmp_path)]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert "no committed checkpoint" in output.err
+    assert output.err.count("\n") == 1
+
+
+def test_the_commands_leave_cuda_alone(ours: Path) -> None:
+    script = (
+        "import sys; from torch_ckpt import cli; import torch;"
+        "codes = [cli.main(['verify', sys.argv[1]]), cli.main(['diff', sys.argv[1], sys.argv[1]])];"
+        "assert not torch.cuda.is_initialized(); sys.exit(max(codes))"
+    )
+    subprocess.run(
+        [sys.executable, "-c", script, str(ours)],
+        check=True,
+        timeout=120,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )

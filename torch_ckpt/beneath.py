@@ -1,0 +1,58 @@
+"""Files beneath a checkpoint's directory, by names from its metadata, and so from anybody.
+
+csrc/os/beneath.h has the rules.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from torch_ckpt import _C
+from torch_ckpt.directory import OpenDirectory
+
+
+def lies_beneath(file: Any) -> bool:
+    """Whether it names a file in the checkpoint's directory, and none other that we may open."""
+    try:
+        return isinstance(file, str) and _C.names_file_beneath(file)
+    except TypeError:  # no UTF-8
+        return False
+
+
+def length_of(directory: OpenDirectory, file: str) -> int:
+    """The length of a file in bytes.
+
+    Raises:
+        OSError: there is none, or it may not be opened.
+        Unsafe: it lies elsewhere, or is a link.
+        ValueError: it is no regular file.
+    """
+    descriptor = _C.open_beneath(directory.fd, directory.path, file)
+    try:
+        return os.fstat(descriptor).st_size
+    finally:
+        os.close(descriptor)
+
+
+class FilesBeneath(FileSystem):
+    """For torch's own reading: files beneath a directory that is open."""
+
+    def __init__(self, directory: OpenDirectory) -> None:
+        self._directory = directory
+
+    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
+        """The file's name, by which :meth:`create_stream` opens it."""
+        return suffix
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        """A stream of the file, which is closed behind the block."""
+        file = _C.open_beneath(self._directory.fd, self._directory.path, os.fspath(path))
+        with os.fdopen(file, mode) as stream:
+            yield cast(io.IOBase, stream)

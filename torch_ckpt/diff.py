@@ -1,0 +1,658 @@
+"""``diff``: how two checkpoints differ, however each of them is sharded.
+
+1. Names, kinds, shapes and dtypes are compared by the metadata.
+2. Tensors of one shape are read from both in boxes of the whole tensor, as many at a time as the
+   limit allows. Equal bytes are equal; else values are compared: floating point in float64,
+   integers exactly, complex numbers in complex128, dtypes that torch cannot convert by their bytes.
+3. Objects are compared by their stored bytes, and never unpickled.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, cast
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+
+from torch_ckpt.beneath import lies_beneath
+from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
+from torch_ckpt.progress import Progress, ProgressOption, Reporter
+from torch_ckpt.reader import LEAST_INFLIGHT_BYTES, FileSystemReader, Row
+from torch_ckpt.text import plural, printable
+from torch_ckpt.verify import fault_of_shards
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+# Elements that are compared at once: what that takes beside the two tensors stays below 64 MiB.
+_AT_ONCE = 1 << 20
+
+_LEAST_INT64 = -(1 << 63)
+
+# Their values are more than their bytes: scales, which only torch.load knows to read.
+_QUANTIZED = {
+    getattr(torch, name)
+    for name in ("quint8", "qint8", "qint32", "quint4x2", "quint2x4")
+    if hasattr(torch, name)
+}
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """How the values of two tensors of one shape differ.
+
+    Attributes:
+        name: fully qualified.
+        shape: of both.
+        elements: in all.
+        differing: elements of different values, where NaN equals NaN; None: not known, since torch
+            can only say of this dtype that the bytes differ.
+        outside: those of them that are further apart than the tolerances allow.
+        largest_absolute: the largest difference, exact for integers; infinite where one of the two
+            is NaN or infinite.
+        largest_relative: the largest difference, relative to the larger of both magnitudes.
+        index: of the element with the largest absolute difference.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    elements: int
+    differing: int | None
+    outside: int
+    largest_absolute: float | int | None
+    largest_relative: float | None
+    index: tuple[int, ...] | None
+
+    def __str__(self) -> str:
+        if self.differing is None:
+            return f"{self.name}: the stored bytes differ"
+        text = f"{self.name}: {self.differing} of {plural(self.elements, 'element')} differ"
+        if self.outside != self.differing:
+            text += f", {self.outside} beyond the tolerances"
+        assert self.largest_relative is not None
+        largest = self.largest_absolute
+        return (
+            f"{text}; at most by {largest if isinstance(largest, int) else f'{largest:.6g}'} "
+            f"at {list(self.index or ())}, relatively by {self.largest_relative:.6g}"
+        )
+
+
+@dataclass
+class DiffReport:
+    """What :func:`diff` found.
+
+    Attributes:
+        a, b: the directories.
+        tolerant: whether tolerances were given.
+        same: how many names have equal values.
+        only_in_a, only_in_b: names that the other one does not have.
+        kinds: (name, in a, in b) of what is a tensor in one and an object in the other.
+        shapes: (name, in a, in b) of tensors of different shapes.
+        dtypes: (name, in a, in b) of tensors of different dtypes, whose values are compared too.
+        tensors: those whose values differ.
+        bits: names of tensors of the same dtype and equal values that differ in bits, which are
+            signs of zeros and payloads of NaNs.
+        objects: names of objects whose stored bytes differ.
+    """
+
+    a: str
+    b: str
+    tolerant: bool = False
+    same: int = 0
+    only_in_a: list[str] = field(default_factory=list)
+    only_in_b: list[str] = field(default_factory=list)
+    kinds: list[tuple[str, str, str]] = field(default_factory=list)
+    shapes: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
+    dtypes: list[tuple[str, str, str]] = field(default_factory=list)
+    tensors: list[TensorDifference] = field(default_factory=list)
+    bits: list[str] = field(default_factory=list)
+    objects: list[str] = field(default_factory=list)
+
+    @property
+    def equal(self) -> bool:
+        """Whether names, shapes and values are the same, and dtypes unless tolerances were given;
+        values within these."""
+        differ = self.only_in_a or self.only_in_b or self.kinds or self.shapes or self.objects
+        beyond = any(tensor.outside for tensor in self.tensors)
+        return not (differ or beyond or (self.dtypes and not self.tolerant))
+
+    def lines(self) -> Iterator[str]:
+        """The whole report for people, with escaped names; the last line is the verdict."""
+        for name in self.only_in_a:
+            yield printable(f"only in {self.a}: {name}")
+        for name in self.only_in_b:
+            yield printable(f"only in {self.b}: {name}")
+        for name, a, b in self.kinds:
+            yield printable(f"kind: {name}: {a} and {b}")
+        for name, shape_a, shape_b in self.shapes:
+            yield printable(f"shape: {name}: {list(shape_a)} and {list(shape_b)}")
+        for name, a, b in self.dtypes:
+            yield printable(f"dtype: {name}: {a} and {b}")
+        for tensor in self.tensors:
+            yield printable(f"values: {tensor}")
+        for name in self.bits:
+            yield printable(f"bits: {name}: equal values, as zeros of other signs or other NaNs")
+        for name in self.objects:
+            yield printable(f"object: {name}: the stored bytes differ")
+        within = " within the tolerances" if self.tolerant else ""
+        verdict = f"equal{within}" if self.equal else f"different{within and ' beyond tolerances'}"
+        yield printable(
+            f"{self.a} and {self.b} are {verdict}: {plural(self.same, 'name')} with equal values"
+        )
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def document(self) -> dict[str, Any]:
+        """All of it, for JSON, which has no infinity: that is a string there."""
+
+        def number(value: float | int | None) -> float | int | str | None:
+            return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+        def pairs(entries: list[Any]) -> list[dict[str, Any]]:
+            return [{"name": name, "a": a, "b": b} for name, a, b in entries]
+
+        return {
+            "a": self.a,
+            "b": self.b,
+            "equal": self.equal,
+            "same": self.same,
+            "only_in_a": self.only_in_a,
+            "only_in_b": self.only_in_b,
+            "kinds": pairs(self.kinds),
+            "shapes": pairs(self.shapes),
+            "dtypes": pairs(self.dtypes),
+            "tensors": [
+                {
+                    key: number(value) if isinstance(value, float) else value
+                    for key, value in asdict(tensor).items()
+                }
+                for tensor in self.tensors
+            ],
+            "bits": self.bits,
+            "objects": self.objects,
+        }
+
+
+def diff(
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    *,
+    atol: float | None = None,
+    rtol: float | None = None,
+    max_inflight_bytes: int = 256 << 20,
+    progress: ProgressOption = None,
+) -> DiffReport:
+    """Compares two checkpoints, of stock torch or of ours, in any sharding.
+
+    Args:
+        a, b: directories of the checkpoints.
+        atol, rtol: values are equal where ``|a - b| <= atol + rtol * |b|``. With one of them given
+            another dtype of equal values is no difference.
+        max_inflight_bytes: most memory in bytes that is held, beyond the metadata.
+        progress: see :data:`torch_ckpt.progress.ProgressOption`.
+
+    Returns:
+        All that differs.
+
+    Raises:
+        FileNotFoundError: there is no committed checkpoint.
+        Unsafe, Corrupt: one of them cannot be read; what is read is verified as by a load.
+        OSError: a system call failed.
+        ValueError: an option is out of range.
+    """
+    for title, value in (("atol", atol), ("rtol", rtol)):
+        if value is not None and not value >= 0:
+            raise ValueError(f"{title} must not be negative, got {value}")
+    if max_inflight_bytes < 8 * LEAST_INFLIGHT_BYTES:
+        raise ValueError(
+            f"max_inflight_bytes must be at least {8 * LEAST_INFLIGHT_BYTES}, "
+            f"got {max_inflight_bytes}"
+        )
+    # A quarter is for what is read of each side, one for the reading, one for comparing.
+    at_once = max_inflight_bytes // 4
+    report = DiffReport(os.fspath(a), os.fspath(b), atol is not None or rtol is not None)
+    sides: list[_Side] = []
+    try:
+        for path in (a, b):
+            sides.append(_Side(path, at_once))
+        _Comparison(sides[0], sides[1], report, atol or 0.0, rtol or 0.0, at_once).run(progress)
+    except ValueError as error:
+        raise CheckpointError(f"{a} and {b} cannot be compared: {error}") from error
+    finally:
+        for side in sides:
+            side.reader.release()
+    return report
+
+
+class _Side:
+    """One of the two checkpoints."""
+
+    def __init__(self, path: str | os.PathLike[str], max_inflight_bytes: int) -> None:
+        self.reader = FileSystemReader(path, max_inflight_bytes=max_inflight_bytes)
+        self.metadata: Metadata = self.reader.read_metadata()
+        self.reader.set_up_for_load(self.metadata, 0)
+        self.entries: dict[str, Any] = self.metadata.state_dict_metadata
+
+    def tensor(self, name: str) -> TensorStorageMetadata | None:
+        """What is stored under the name, where it is a tensor.
+
+        Raises:
+            Corrupt: its shards do not cover it, which would compare what is not there.
+        """
+        entry = self.entries[name]
+        if not isinstance(entry, TensorStorageMetadata):
+            return None
+        fault = fault_of_shards(tuple(entry.size), entry.chunks)
+        if fault:
+            raise Corrupt(f"{self.reader.path}: {name}: {fault}; run torch-ckpt verify on it")
+        return entry
+
+    def place(self, name: str, offsets: torch.Size | None = None) -> _StorageInfo:
+        info = (self.metadata.storage_data or {}).get(MetadataIndex(name, offsets))
+        if info is None:
+            raise Corrupt(
+                f"{self.reader.path}: {name}: the metadata says nowhere where it is stored; "
+                "run torch-ckpt verify on it"
+            )
+        if info.transform_descriptors:
+            raise CheckpointError(
+                f"{self.reader.path}: {name}: it is stored by way of a stream transform, which "
+                "only a load can undo"
+            )
+        if not lies_beneath(info.relative_path):
+            raise Unsafe(
+                f"{self.reader.path}: {name}: the metadata says that its data lies in "
+                f"{info.relative_path!r}, which is no file in the checkpoint's directory"
+            )
+        return cast(_StorageInfo, info)
+
+    def rows(self, name: str, box: Box, target: torch.Tensor, files: dict[str, int]) -> list[Row]:
+        """What fills the target with a box of a tensor."""
+        entry = self.entries[name]
+        rows: list[Row] = []
+        for chunk in entry.chunks:
+            begins = [max(x, y) for x, y in zip(box[0], chunk.offsets, strict=True)]
+            ends = [
+                min(x + n, y + m)
+                for x, n, y, m in zip(*box, chunk.offsets, chunk.sizes, strict=True)
+            ]
+            if any(begin >= end for begin, end in zip(begins, ends, strict=True)):
+                continue
+            part = target
+            for dim, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+                part = part.narrow(dim, begin - box[0][dim], end - begin)
+            info = self.place(name, chunk.offsets)
+            rows.append(
+                (
+                    name,
+                    files.setdefault(info.relative_path, len(files)),
+                    info.offset,
+                    info.length,
+                    entry.properties.dtype,
+                    tuple(chunk.sizes),
+                    tuple(x - y for x, y in zip(begins, chunk.offsets, strict=True)),
+                    tuple(x - y for x, y in zip(ends, begins, strict=True)),
+                    part,
+                )
+            )
+        return rows
+
+    def record_pieces(self, name: str, info: _StorageInfo, at_once: int) -> Iterator[bytes]:
+        """The stored bytes of a record, as they are."""
+        if info.length <= at_once // 2:
+            row = (name, 0, info.offset, info.length)
+            yield self.reader.read_bytes([info.relative_path], [row])[0]
+            return
+        # Of a part of an object nothing is known to compare it with.
+        before, self.reader.verify = self.reader.verify, False
+        try:
+            step = at_once // 2
+            for begin in range(0, info.length, step):
+                row = (name, 0, info.offset + begin, min(step, info.length - begin))
+                yield self.reader.read_bytes([info.relative_path], [row])[0]
+        finally:
+            self.reader.verify = before
+
+
+@dataclass
+class _Tally:
+    """What has been found of one tensor so far."""
+
+    name: str
+    shape: tuple[int, ...]
+    differing: int = 0
+    outside: int = 0
+    absolute: float | int = -1
+    relative: float = -1.0
+    index: tuple[int, ...] | None = None
+    bits_differ: bool = False
+    only_bytes: bool = False
+
+
+class _Comparison:
+    def __init__(
+        self,
+        a: _Side,
+        b: _Side,
+        report: DiffReport,
+        atol: float,
+        rtol: float,
+        at_once: int,
+    ) -> None:
+        self._a, self._b, self._report = a, b, report
+        self._atol, self._rtol = atol, rtol
+        self._at_once = at_once
+        # Boxes that are read together: name, box, and what is filled of either side.
+        self._wave: list[tuple[_Tally, Box, torch.Tensor, torch.Tensor]] = []
+        self._wave_bytes = 0
+
+    def run(self, progress: ProgressOption) -> None:
+        """Compares everything."""
+        report = self._report
+        report.only_in_a = [name for name in self._a.entries if name not in self._b.entries]
+        report.only_in_b = [name for name in self._b.entries if name not in self._a.entries]
+        tensors: list[_Tally] = []
+        by_record: list[str] = []
+        objects: list[str] = []
+        total = 0
+        for name in self._a.entries:
+            if name not in self._b.entries:
+                continue
+            of_a, of_b = self._a.tensor(name), self._b.tensor(name)
+            if of_a is None and of_b is None:
+                objects.append(name)
+            elif of_a is None or of_b is None:
+                kinds = ["an object" if side is None else "a tensor" for side in (of_a, of_b)]
+                report.kinds.append((name, kinds[0], kinds[1]))
+            elif tuple(of_a.size) != tuple(of_b.size):
+                report.shapes.append((name, tuple(of_a.size), tuple(of_b.size)))
+            else:
+                dtypes = of_a.properties.dtype, of_b.properties.dtype
+                if dtypes[0] != dtypes[1]:
+                    in_a, in_b = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+                    report.dtypes.append((name, in_a, in_b))
+                if not any(dtype in _QUANTIZED for dtype in dtypes):
+                    tensors.append(_Tally(name, tuple(of_a.size)))
+                    total += math.prod(of_a.size) * sum(d.itemsize for d in dtypes)
+                else:
+                    by_record.append(name)
+        self._compare_all(tensors, total, progress)
+        for name in by_record:
+            self._compare_records(name)
+        for name in objects:
+            if self._same_bytes(name, self._a.place(name), self._b.place(name)):
+                report.same += 1
+            else:
+                report.objects.append(name)
+
+    def _compare_all(self, tallies: list[_Tally], total: int, progress: ProgressOption) -> None:
+        with Reporter(progress, "compare", None, total) as shown:
+            done = 0
+
+            def advance() -> None:
+                nonlocal done
+                done += self._wave_bytes
+                self._run_wave()
+                if shown.active:
+                    shown.update(Progress(total, 0, done))
+
+            for tally in tallies:
+                of_a, of_b = self._a.entries[tally.name], self._b.entries[tally.name]
+                dtypes = of_a.properties.dtype, of_b.properties.dtype
+                widest = max(dtype.itemsize for dtype in dtypes)
+                for box in _boxes(tally.shape, max(1, self._at_once // widest)):
+                    count = math.prod(box[1])
+                    held = count * sum(dtype.itemsize for dtype in dtypes)
+                    if self._wave and self._wave_bytes + held > 2 * self._at_once:
+                        advance()
+                    a, b = (_empty(box[1], dtype) for dtype in dtypes)
+                    self._wave.append((tally, box, a, b))
+                    self._wave_bytes += held
+            advance()
+        for tally in tallies:
+            self._conclude(tally)
+
+    def _run_wave(self) -> None:
+        wave, self._wave, self._wave_bytes = self._wave, [], 0
+        for side, which in ((self._a, 2), (self._b, 3)):
+            files: dict[str, int] = {}
+            rows: list[Row] = []
+            for entry in wave:
+                target = cast(torch.Tensor, entry[which])
+                rows.extend(side.rows(entry[0].name, entry[1], target, files))
+            if rows:
+                side.reader.read_rows(list(files), rows)
+        for tally, box, a, b in wave:
+            self._compare(tally, box, a.reshape(-1), b.reshape(-1))
+
+    def _compare(self, tally: _Tally, box: Box, a: torch.Tensor, b: torch.Tensor) -> None:
+        if a.dtype == b.dtype:
+            if torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+                return
+            tally.bits_differ = True
+        for begin in range(0, a.numel(), _AT_ONCE):
+            part_a, part_b = a[begin : begin + _AT_ONCE], b[begin : begin + _AT_ONCE]
+            try:
+                found = _differences(part_a, part_b)
+            except (NotImplementedError, RuntimeError):
+                # No conversion of this dtype.
+                same = a.dtype == b.dtype and torch.equal(
+                    part_a.view(torch.uint8), part_b.view(torch.uint8)
+                )
+                tally.only_bytes = tally.only_bytes or not same
+                continue
+            if found is None:
+                continue
+            self._count(tally, box, begin, found)
+
+    def _count(self, tally: _Tally, box: Box, begin: int, found: _Found) -> None:
+        allowed = self._atol + self._rtol * found.of_b
+        outside = ~(found.absolute <= allowed) | found.absolute.isinf()
+        tally.differing += found.places.numel()
+        tally.outside += int(outside.sum())
+        relative = found.absolute / torch.maximum(found.of_a, found.of_b)
+        relative = relative.nan_to_num(nan=math.inf, posinf=math.inf)
+        tally.relative = max(tally.relative, float(relative.max()))
+        largest = found.exact(int(found.absolute.argmax()))
+        if largest > tally.absolute:
+            tally.absolute = largest
+            place = begin + int(found.places[found.absolute.argmax()])
+            tally.index = _index_of(place, box)
+
+    def _conclude(self, tally: _Tally) -> None:
+        report, elements = self._report, math.prod(tally.shape)
+        if tally.only_bytes:
+            report.tensors.append(
+                TensorDifference(tally.name, tally.shape, elements, None, 1, None, None, None)
+            )
+        elif tally.differing:
+            report.tensors.append(
+                TensorDifference(
+                    tally.name,
+                    tally.shape,
+                    elements,
+                    tally.differing,
+                    tally.outside,
+                    tally.absolute,
+                    tally.relative,
+                    tally.index,
+                )
+            )
+        else:
+            report.same += 1
+            if tally.bits_differ:
+                report.bits.append(tally.name)
+
+    def _compare_records(self, name: str) -> None:
+        """For quantized tensors and the like: shard by shard, where these are the same."""
+        of_a, of_b = self._a.entries[name], self._b.entries[name]
+        shards = {(c.offsets, c.sizes) for c in of_a.chunks}
+        same = (
+            of_a.properties.dtype == of_b.properties.dtype
+            and shards == {(c.offsets, c.sizes) for c in of_b.chunks}
+            and all(
+                self._same_bytes(name, self._a.place(name, at), self._b.place(name, at))
+                for at, _sizes in shards
+            )
+        )
+        if same:
+            self._report.same += 1
+            return
+        shape = tuple(of_a.size)
+        self._report.tensors.append(
+            TensorDifference(name, shape, math.prod(shape), None, 1, None, None, None)
+        )
+
+    def _same_bytes(self, name: str, of_a: _StorageInfo, of_b: _StorageInfo) -> bool:
+        if of_a.length != of_b.length:
+            return False
+        return all(
+            a == b
+            for a, b in zip(
+                self._a.record_pieces(name, of_a, self._at_once),
+                self._b.record_pieces(name, of_b, self._at_once),
+                strict=True,
+            )
+        )
+
+
+@dataclass
+class _Found:
+    """The elements that differ, of some that were compared.
+
+    Attributes:
+        places: which they are.
+        a, b: their values; of integers exact.
+        absolute: how far they are apart, of large integers about so far.
+        of_a, of_b: their magnitudes.
+    """
+
+    places: torch.Tensor
+    a: torch.Tensor
+    b: torch.Tensor
+    absolute: torch.Tensor
+    of_a: torch.Tensor
+    of_b: torch.Tensor
+
+    def exact(self, which: int) -> float | int:
+        """How far one of them is apart; of integers the exact number."""
+        if self.a.dtype.is_floating_point or self.b.dtype.is_floating_point:
+            return float(self.absolute[which])
+        if self.a.is_complex() or self.b.is_complex():
+            return float(self.absolute[which])
+        return abs(int(self.a[which].item()) - int(self.b[which].item()))
+
+
+def _differences(a: torch.Tensor, b: torch.Tensor) -> _Found | None:
+    """The elements whose values differ; None: there are none. NaN is equal to NaN."""
+    if not any(t.is_floating_point() or t.is_complex() for t in (a, b)):
+        places = _differing_integers(a, b).nonzero().reshape(-1)
+        if places.numel() == 0:
+            return None
+        a, b = _gather(a, places), _gather(b, places)
+        in_a, in_b = _as_float64(a), _as_float64(b)
+        return _Found(places, a, b, _apart(a, b, in_a, in_b), in_a.abs(), in_b.abs())
+    wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+    wide_a, wide_b = _widened(a, wide), _widened(b, wide)
+    places = (~_same(wide_a, wide_b)).nonzero().reshape(-1)
+    if places.numel() == 0:
+        return None
+    wide_a, wide_b = wide_a[places], wide_b[places]
+    absolute = (wide_a - wide_b).abs().nan_to_num(nan=math.inf, posinf=math.inf)
+    return _Found(places, wide_a, wide_b, absolute, wide_a.abs(), wide_b.abs())
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    if a.is_complex():
+        # A NaN in one part says nothing of the other.
+        return _same(torch.view_as_real(a), torch.view_as_real(b)).all(dim=-1)
+    return (a == b) | (a.isnan() & b.isnan())
+
+
+def _gather(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """As values[places], which torch does not have for unsigned integers."""
+    if values.dtype == torch.uint64:
+        return values.view(torch.int64)[places].view(torch.uint64)
+    return values.to(torch.int64)[places]
+
+
+def _differing_integers(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    if (a.dtype == torch.uint64) == (b.dtype == torch.uint64):
+        return _bits(a) != _bits(b)
+    # What is negative in one of the two readings the other one does not have.
+    return (_bits(a) != _bits(b)) | (_bits(a) < 0) | (_bits(b) < 0)
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    """As int64; of uint64 those above its range are negative."""
+    return values.view(torch.int64) if values.dtype == torch.uint64 else values.to(torch.int64)
+
+
+def _as_float64(values: torch.Tensor) -> torch.Tensor:
+    if values.dtype != torch.uint64:
+        return values.to(torch.float64)
+    bits = values.view(torch.int64)
+    return torch.where(bits < 0, bits.to(torch.float64) + 2.0**64, bits.to(torch.float64))
+
+
+def _apart(
+    a: torch.Tensor, b: torch.Tensor, in_a: torch.Tensor, in_b: torch.Tensor
+) -> torch.Tensor:
+    """How far integers are apart, rounded once: large neighbours are the same in float64."""
+    bits_a, bits_b = _bits(a), _bits(b)
+    if (a.dtype == torch.uint64) != (b.dtype == torch.uint64):
+        return (in_a - in_b).abs()
+    least = _LEAST_INT64 if a.dtype == torch.uint64 else 0
+    larger = (bits_a ^ least) > (bits_b ^ least)
+    # Modulo 2^64, of which it is less.
+    apart = torch.where(larger, bits_a - bits_b, bits_b - bits_a)
+    return _as_float64(apart.view(torch.uint64))
+
+
+def _widened(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if values.dtype == torch.uint64:
+        return _as_float64(values).to(dtype)
+    return values.to(dtype)
+
+
+def _index_of(place: int, box: Box) -> tuple[int, ...]:
+    """The index in the tensor of an element of a box, by its place there."""
+    index = []
+    for offset, length in zip(reversed(box[0]), reversed(box[1]), strict=True):
+        place, at = divmod(place, length)
+        index.append(offset + at)
+    return tuple(reversed(index))
+
+
+def _boxes(shape: tuple[int, ...], most: int) -> Iterator[Box]:
+    """Boxes of at most so many elements, in order, that make up a tensor."""
+    if 0 in shape:
+        return
+    if not shape:
+        yield (), ()
+        return
+    cut = 0  # the dimension in which boxes are cut; of those before it they have one index each
+    while math.prod(shape[cut + 1 :]) > most:
+        cut += 1
+    step = max(1, most // math.prod(shape[cut + 1 :]))
+    for lead in itertools.product(*(range(length) for length in shape[:cut])):
+        for begin in range(0, shape[cut], step):
+            count = min(step, shape[cut] - begin)
+            offsets = (*lead, begin, *(0 for _ in shape[cut + 1 :]))
+            yield offsets, (*(1 for _ in lead), count, *shape[cut + 1 :])
+
+
+def _empty(sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """As torch.empty, which not every dtype has."""
+    count = math.prod(sizes) * dtype.itemsize
+    return torch.empty(count, dtype=torch.uint8).view(dtype).view(sizes)

@@ -1,0 +1,232 @@
+"""What ``torch-ckpt ls`` shows: the items and files of one checkpoint, by its metadata."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from torch_ckpt.beneath import length_of, lies_beneath
+from torch_ckpt.directory import OpenDirectory
+from torch_ckpt.errors import CheckpointError, Unsafe
+from torch_ckpt.metadata import METADATA_NAME, read_metadata
+from torch_ckpt.text import plural, printable, size, table
+
+
+@dataclass(frozen=True)
+class _Item:
+    """One entry of the state dict: a tensor in one or more shards, or an object in bytes."""
+
+    name: str
+    kind: str  # "tensor" or "bytes"
+    dtype: str | None  # None for bytes
+    shape: list[int] | None  # of the whole tensor; None for bytes
+    shards: int
+    stored_shards: int  # fewer than `shards` when the save lost some
+    stored_bytes: int  # what all its records take up in the files, envelopes included
+    files: list[str]  # sorted, relative to the checkpoint directory
+
+
+@dataclass(frozen=True)
+class _File:
+    """One data file: named by the metadata, found in the directory, or both."""
+
+    name: str  # relative to the checkpoint directory
+    records: int  # that the metadata places in it; 0 for a file that the metadata does not name
+    stored_bytes: int  # what these records take up
+    disk_bytes: int | None  # its length; None when it is not there
+    state: str  # "ok", "missing", "too short", "unreadable" (a link, no file) or "unreferenced"
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What ``ls`` shows of one checkpoint."""
+
+    items: list[_Item]  # sorted by name, numbers in names by value
+    files: list[_File]  # likewise
+    disk_bytes: int  # of the referenced files and the metadata
+    committed: datetime  # the metadata's modification time, local time zone
+
+    @property
+    def referenced(self) -> list[_File]:
+        return [file for file in self.files if file.records > 0]
+
+    @property
+    def faults(self) -> list[str]:
+        """What keeps this checkpoint from being loaded whole, as far as lengths can tell."""
+        files = [f"{file.name} ({file.state})" for file in self.referenced if file.state != "ok"]
+        items = [
+            f"{item.name} ({item.stored_shards} of {plural(item.shards, 'shard')} stored)"
+            for item in self.items
+            if item.stored_shards < item.shards
+        ]
+        return files + items
+
+
+def _natural(name: str) -> list[str | int]:
+    """Sorts layers.2 before layers.10; text and numbers alternate, so like meets like."""
+    parts: list[str | int] = list(re.split(r"([0-9]+)", name))
+    parts[1::2] = map(int, parts[1::2])
+    return parts
+
+
+def _look_at_file(
+    directory: OpenDirectory, name: str, records: int, stored: int, end: int
+) -> _File:
+    """Compares a file with what the metadata says of it; its last record ends at byte `end`."""
+    # Names come from the metadata, which may come from anywhere: none of them reaches outside.
+    if not lies_beneath(name):
+        return _File(name, records, stored, None, "missing")
+    try:
+        length = length_of(directory, name)
+    except FileNotFoundError:
+        return _File(name, records, stored, None, "missing")
+    except (OSError, Unsafe, ValueError):
+        return _File(name, records, stored, None, "unreadable")
+    return _File(name, records, stored, length, "ok" if length >= end else "too short")
+
+
+def _unreferenced(directory: Path, referenced: Iterable[str]) -> list[_File]:
+    """Finds data files that the metadata does not name, such as those of a save cut off."""
+    known = set(referenced)
+    return [
+        _File(path.name, 0, 0, path.stat().st_size, "unreferenced")
+        for path in directory.glob("*.distcp")
+        if path.name not in known
+    ]
+
+
+def _dtype_name(tensor: TensorStorageMetadata) -> str:
+    return str(tensor.properties.dtype).removeprefix("torch.")
+
+
+def _put_together(directory: Path, metadata: Metadata) -> Listing:
+    """Puts together what the metadata says and what lies in the directory; reads no data file."""
+    item_records: dict[str, int] = {}
+    item_bytes: dict[str, int] = {}
+    item_files: dict[str, set[str]] = {}
+    records: dict[str, int] = {}
+    stored: dict[str, int] = {}
+    ends: dict[str, int] = {}
+    for index, info in (metadata.storage_data or {}).items():
+        file = info.relative_path
+        item_records[index.fqn] = item_records.get(index.fqn, 0) + 1
+        item_bytes[index.fqn] = item_bytes.get(index.fqn, 0) + info.length
+        item_files.setdefault(index.fqn, set()).add(file)
+        records[file] = records.get(file, 0) + 1
+        stored[file] = stored.get(file, 0) + info.length
+        ends[file] = max(ends.get(file, 0), info.offset + info.length)
+
+    items = []
+    for name, entry in metadata.state_dict_metadata.items():
+        tensor = entry if isinstance(entry, TensorStorageMetadata) else None
+        items.append(
+            _Item(
+                name=name,
+                kind="bytes" if tensor is None else "tensor",
+                dtype=None if tensor is None else _dtype_name(tensor),
+                shape=None if tensor is None else list(tensor.size),
+                shards=1 if tensor is None else len(tensor.chunks),
+                stored_shards=item_records.get(name, 0),
+                stored_bytes=item_bytes.get(name, 0),
+                files=sorted(item_files.get(name, ()), key=_natural),
+            )
+        )
+
+    opened = OpenDirectory(directory)
+    named = [_look_at_file(opened, f, records[f], stored[f], ends[f]) for f in records]
+    opened.close()
+    status = (directory / METADATA_NAME).stat()
+    files = [*named, *_unreferenced(directory, records)]
+    return Listing(
+        items=sorted(items, key=lambda item: _natural(item.name)),
+        files=sorted(files, key=lambda file: _natural(file.name)),
+        disk_bytes=status.st_size + sum(file.disk_bytes or 0 for file in named),
+        committed=datetime.fromtimestamp(status.st_mtime).astimezone(),
+    )
+
+
+def examine(directory: Path) -> Listing:
+    """Looks at a checkpoint's metadata and at the lengths of its files.
+
+    Raises:
+        CheckpointError, OSError: there is no checkpoint that can be read.
+    """
+    if not directory.is_dir():
+        what = "is not a directory" if directory.exists() else "does not exist"
+        raise CheckpointError(f"{directory} {what}")
+    metadata = read_metadata(directory)
+    try:
+        return _put_together(directory, metadata)
+    except (AttributeError, TypeError, ValueError) as error:
+        # Unpickling checks which classes come, not what is in their fields.
+        raise CheckpointError(f"{directory / METADATA_NAME} is damaged: {error}") from error
+
+
+def item_lines(listing: Listing) -> Iterable[str]:
+    """One line for each item, below a header."""
+    rows = [
+        (
+            printable(item.name),
+            item.dtype or "bytes",
+            "-" if item.shape is None else str(item.shape),
+            str(item.shards),
+            size(item.stored_bytes),
+            ", ".join(map(printable, item.files)) or "-",
+        )
+        for item in listing.items
+    ]
+    header = ("NAME", "DTYPE", "SHAPE", "SHARDS", "STORED", "FILES")
+    return table(header, rows, right=frozenset({"SHARDS", "STORED"}))
+
+
+def file_lines(listing: Listing) -> Iterable[str]:
+    """One line for each file, below a header."""
+    rows = [
+        (
+            printable(file.name),
+            str(file.records),
+            size(file.stored_bytes),
+            "-" if file.disk_bytes is None else size(file.disk_bytes),
+            file.state,
+        )
+        for file in listing.files
+    ]
+    header = ("FILE", "RECORDS", "STORED", "ON DISK", "STATE")
+    return table(header, rows, right=frozenset({"RECORDS", "STORED", "ON DISK"}))
+
+
+def total_line(listing: Listing) -> str:
+    """What it comes to."""
+    tensors = sum(item.kind == "tensor" for item in listing.items)
+    parts = (
+        plural(tensors, "tensor"),
+        plural(len(listing.items) - tensors, "bytes item"),
+        plural(len(listing.referenced), "file"),
+        f"{size(listing.disk_bytes)} on disk",
+        f"committed {listing.committed:%Y-%m-%d %H:%M:%S %z}",
+    )
+    return f"total: {', '.join(parts)}"
+
+
+def document(listing: Listing, directory: Path) -> dict[str, Any]:
+    """All of it, for JSON."""
+    tensors = sum(item.kind == "tensor" for item in listing.items)
+    return {
+        "checkpoint": os.fspath(directory),
+        "items": [asdict(item) for item in listing.items],
+        "files": [asdict(file) for file in listing.files],
+        "total": {
+            "tensors": tensors,
+            "bytes_items": len(listing.items) - tensors,
+            "files": len(listing.referenced),
+            "disk_bytes": listing.disk_bytes,
+            "committed": listing.committed.isoformat(),
+        },
+    }

@@ -1,0 +1,42 @@
+"""How the command line writes things for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+def size(count: float) -> str:
+    """Writes a number of bytes: "704 B", "20.9 MB" (powers of ten, as on disks)."""
+    if count < 1000:
+        return f"{count:.0f} B"
+    value, units = count / 1000, ["kB", "MB", "GB", "TB"]
+    while value >= 999.95 and len(units) > 1:  # which would be written as 1000.0
+        value /= 1000
+        del units[0]
+    return f"{value:.1f} {units[0]}"
+
+
+def printable(text: str) -> str:
+    """Escapes what a terminal would act on: a checkpoint, and so its names, may be anybody's."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def plural(count: int, noun: str) -> str:
+    """A number and its noun: "1 file", "2 files"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def table(
+    header: Sequence[str], rows: Iterable[Sequence[str]], right: frozenset[str]
+) -> Iterable[str]:
+    """Lines of aligned columns, two spaces apart; the columns named in ``right`` end flush."""
+    lines = [header, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    for line in lines:
+        cells = (
+            cell.rjust(width) if name in right else cell.ljust(width)
+            for name, cell, width in zip(header, line, widths, strict=True)
+        )
+        yield "  ".join(cells).rstrip()

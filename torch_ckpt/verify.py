@@ -1,0 +1,391 @@
+"""``verify``: all of a checkpoint against all its checksums, without loading it.
+
+1. The metadata is read, and its directory shared, as for a load.
+2. What it says is compared with itself (every shard is stored somewhere, shards cover their tensor)
+   and with the lengths of the files.
+3. The engine reads every record that lies in a file and compares it with every checksum: blocks,
+   archive and objects where the metadata has them, else the CRC-32 of every entry of the archive.
+
+Nothing ends it before its end: a report names all that was found.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+
+from torch_ckpt import _C
+from torch_ckpt.beneath import length_of, lies_beneath
+from torch_ckpt.directory import OpenDirectory
+from torch_ckpt.errors import Corrupt, Unsafe
+from torch_ckpt.metadata import (
+    METADATA_NAME,
+    checksum_tables,
+    decode_metadata,
+    metadata_bytes_in,
+    open_checkpoint,
+)
+from torch_ckpt.progress import Progress, ProgressOption, Reporter
+from torch_ckpt.reader import DEFAULT_THREADS, LEAST_INFLIGHT_BYTES, shared
+from torch_ckpt.text import plural, printable, size
+
+_OF_A_RANK = re.compile(rf"^__\d+{re.escape(METADATA_NAME)}$")
+
+# More bytes no file has.
+_MOST_BYTES = 1 << 63
+
+
+@dataclass(frozen=True)
+class Damage:
+    """Something in a file that is not as it should be.
+
+    Attributes:
+        name: of the tensor or object; None: the file as a whole.
+        file: relative to the checkpoint's directory.
+        offset: in the file, in bytes; None: not at one place.
+        bytes: how many are damaged from there on; 0: not known how many.
+        what: a clause for people.
+    """
+
+    name: str | None
+    file: str
+    offset: int | None
+    bytes: int
+    what: str
+
+    def __str__(self) -> str:
+        text = self.file if self.name is None else f"{self.name}: {self.file}"
+        if self.offset is not None:
+            text += f" at byte {self.offset}"
+        if self.bytes:
+            text += f", {plural(self.bytes, 'byte')}"
+        return f"{text}: {self.what}"
+
+
+@dataclass
+class VerifyReport:
+    """What :func:`verify` found.
+
+    Attributes:
+        checkpoint: the directory.
+        records: that were read and compared; of tensors one for each shard.
+        bytes: of these records.
+        seconds: that it took.
+        damaged: damaged records and files, by file and offset.
+        missing: (file, names stored in it) of files that are not there.
+        incomplete: (name, what) of tensors and objects that the metadata does not place wholly.
+        unverifiable: names of records, without a checksum of all of their bytes, such as
+            ``torch.serialization.set_crc32_options(False)`` leaves.
+        unreferenced: files in the directory that nothing names, which is no damage.
+    """
+
+    checkpoint: str
+    records: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    damaged: list[Damage] = field(default_factory=list)
+    missing: list[tuple[str, list[str]]] = field(default_factory=list)
+    incomplete: list[tuple[str, str]] = field(default_factory=list)
+    unverifiable: list[str] = field(default_factory=list)
+    unreferenced: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is damaged, missing or incomplete."""
+        return not (self.damaged or self.missing or self.incomplete)
+
+    def faults(self) -> Iterator[str]:
+        """A line for each thing that is wrong, with escaped names."""
+        for damage in self.damaged:
+            yield printable(f"damaged: {damage}")
+        for file, names in self.missing:
+            yield printable(f"missing: {file}, with {', '.join(names)}")
+        for name, what in self.incomplete:
+            yield printable(f"incomplete: {name}: {what}")
+
+    def lines(self) -> Iterator[str]:
+        """The whole report for people; the last line says what it comes to."""
+        yield from self.faults()
+        if self.unreferenced:
+            yield printable(f"named by nothing: {', '.join(self.unreferenced)}")
+        if self.unverifiable:
+            count = plural(len(self.unverifiable), "record")
+            yield printable(f"not verifiable, {count}: {', '.join(self.unverifiable)}")
+        verdict = "all is sound"
+        if not self.ok:
+            parts = [
+                (len(self.damaged), "place", "damaged"),
+                (len(self.missing), "file", "missing"),
+                (len(self.incomplete), "item", "incomplete"),
+            ]
+            verdict = ", ".join(f"{plural(n, noun)} {what}" for n, noun, what in parts if n)
+        elif self.unverifiable:
+            verdict = "nothing is wrong, as far as there are checksums"
+        rate = self.bytes / self.seconds / 1e9 if self.seconds else 0.0
+        yield (
+            f"{printable(self.checkpoint)}: {plural(self.records, 'record')}, {size(self.bytes)}, "
+            f"{self.seconds:.2f} s, {rate:.2f} GB/s: {verdict}"
+        )
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def document(self) -> dict[str, Any]:
+        """All of it, for JSON."""
+        return {
+            "checkpoint": self.checkpoint,
+            "ok": self.ok,
+            "records": self.records,
+            "bytes": self.bytes,
+            "seconds": self.seconds,
+            "damaged": [asdict(damage) for damage in self.damaged],
+            "missing": [{"file": file, "names": names} for file, names in self.missing],
+            "incomplete": [{"name": name, "what": what} for name, what in self.incomplete],
+            "unverifiable": self.unverifiable,
+            "unreferenced": self.unreferenced,
+        }
+
+
+def verify(
+    checkpoint_id: str | os.PathLike[str],
+    *,
+    thread_count: int | None = None,
+    max_inflight_bytes: int = 256 << 20,
+    direct_io: bool | str = "auto",
+    progress: ProgressOption = None,
+) -> VerifyReport:
+    """Reads all of a checkpoint, stock torch's too, and compares it with all its checksums.
+
+    Args:
+        checkpoint_id: directory of the checkpoint.
+        thread_count: reads under way at once; None chooses for the machine.
+        max_inflight_bytes: most memory in bytes that is held, beyond the metadata.
+        direct_io: True, False, or "auto": for what the page cache does not hold.
+        progress: see :data:`torch_ckpt.progress.ProgressOption`.
+
+    Returns:
+        All that is wrong, not only the first of it.
+
+    Raises:
+        FileNotFoundError: there is no committed checkpoint.
+        Unsafe, Corrupt: its metadata cannot be read.
+        OSError: the directory cannot be read.
+        ValueError: an option is out of range.
+    """
+    if thread_count is not None and thread_count < 1:
+        raise ValueError(f"thread_count must be at least 1, got {thread_count}")
+    if max_inflight_bytes < LEAST_INFLIGHT_BYTES:
+        raise ValueError(
+            f"max_inflight_bytes must be at least {LEAST_INFLIGHT_BYTES}, got {max_inflight_bytes}"
+        )
+    if direct_io not in (True, False, "auto"):
+        raise ValueError(f'direct_io must be True, False or "auto", got {direct_io!r}')
+    begun = time.perf_counter()
+    directory = open_checkpoint(checkpoint_id)
+    try:
+        shared(directory)
+        look = _Look(directory)
+        for name in _metadata_names(directory):
+            look.add(name)
+        look.find_unreferenced()
+        look.read(thread_count or DEFAULT_THREADS, max_inflight_bytes, direct_io, progress)
+    finally:
+        directory.close()
+    look.report.seconds = time.perf_counter() - begun
+    return look.report
+
+
+def _metadata_names(directory: OpenDirectory) -> list[str]:
+    """The common metadata, or those of ranks that saved without collectives."""
+    present = os.listdir(directory.fd)
+    of_ranks = sorted(name for name in present if _OF_A_RANK.match(name))
+    return of_ranks if of_ranks and METADATA_NAME not in present else [METADATA_NAME]
+
+
+class _Look:
+    """Collects what is to be read, and what is wrong."""
+
+    def __init__(self, directory: OpenDirectory) -> None:
+        self.report = VerifyReport(directory.path)
+        self._directory = directory
+        self._metadata_files: set[str] = set()
+        # Lengths of the files that metadata names; None: no record of it can be read.
+        self._lengths: dict[str, int | None] = {}
+        self._missing: dict[str, list[str]] = {}
+        self._numbers: dict[str, int] = {}
+        self._tables: dict[str, bytes] = {}
+        self._names: list[str] = []
+        self._rows: list[tuple[int, int, int, Any, tuple[int, ...] | None]] = []
+
+    def add(self, name: str) -> None:
+        """Looks at what one metadata file says."""
+        self._metadata_files.add(name)
+        source = os.path.join(self._directory.path, name)
+        metadata = decode_metadata(metadata_bytes_in(self._directory, name), source)
+        self._tables.update(checksum_tables(metadata))
+        try:
+            self._look_at_items(metadata)
+            for index, info in (metadata.storage_data or {}).items():
+                self._look_at_place(index, info, metadata)
+        except (AttributeError, TypeError, ValueError) as error:
+            # Unpickling checks which classes come, not what is in their fields.
+            raise Corrupt(f"{source} is damaged: {error}") from error
+
+    def find_unreferenced(self) -> None:
+        """Files that no metadata names; directories are left alone."""
+        named = self._lengths.keys() | self._metadata_files
+        with os.scandir(self._directory.fd) as entries:
+            unnamed = [e.name for e in entries if e.name not in named and not e.is_dir()]
+        self.report.unreferenced.extend(sorted(unnamed))
+
+    def read(
+        self,
+        threads: int,
+        max_inflight_bytes: int,
+        direct_io: bool | str,
+        progress: ProgressOption,
+    ) -> None:
+        """Lets the engine read the records."""
+        report, files = self.report, list(self._numbers)
+        total = sum(row[2] for row in self._rows)
+        title = f"verify {os.path.basename(os.path.normpath(report.checkpoint))}"
+        with Reporter(progress, title, None, total) as shown:
+            findings, unverifiable = _C.verify_records(
+                [(file, self._tables.get(file, b"")) for file in files],
+                self._rows,
+                directory=self._directory.fd,
+                path=self._directory.path,
+                threads=threads,
+                max_inflight_bytes=max_inflight_bytes,
+                direct_io=direct_io,
+                progress=(lambda done: shown.update(Progress(total, 0, done)))
+                if shown.active
+                else None,
+            )
+        report.records, report.bytes = len(self._rows), total
+        for number, row, offset, count, what in findings:
+            name = None if row is None else self._names[row]
+            report.damaged.append(Damage(name, files[number], offset, count, what))
+        report.damaged.sort(key=lambda damage: (damage.file, damage.offset or 0))
+        report.missing.extend(sorted(self._missing.items()))
+        report.unverifiable.extend(sorted({self._names[row] for row in unverifiable}))
+
+    # --- private ---------------------------------------------------------------------------------
+
+    def _look_at_items(self, metadata: Metadata) -> None:
+        stored = metadata.storage_data or {}
+        for name, entry in metadata.state_dict_metadata.items():
+            if not isinstance(entry, TensorStorageMetadata):
+                if MetadataIndex(name) not in stored:
+                    self._incomplete(name, "the metadata says nowhere where it is stored")
+                continue
+            for chunk in entry.chunks:
+                if MetadataIndex(name, chunk.offsets) not in stored:
+                    at = list(chunk.offsets)
+                    self._incomplete(
+                        name, f"the metadata says nowhere where its shard at {at} is stored"
+                    )
+            fault = fault_of_shards(tuple(entry.size), entry.chunks)
+            if fault:
+                self._incomplete(name, fault)
+
+    def _look_at_place(self, index: MetadataIndex, info: Any, metadata: Metadata) -> None:
+        name, file, offset, length = index.fqn, info.relative_path, info.offset, info.length
+        if not lies_beneath(file):
+            what = "the metadata names a file that cannot lie in the checkpoint's directory"
+            self._damaged(name, repr(file), None, what)
+            return
+        if not all(type(n) is int and 0 <= n < _MOST_BYTES for n in (offset, length)):
+            what = f"the metadata gives an impossible place, {length!r} bytes at byte {offset!r}"
+            self._damaged(name, file, None, what)
+            return
+        if file not in self._lengths:
+            self._lengths[file] = self._length_of(file)
+        has = self._lengths[file]
+        if has is None:
+            if file in self._missing:
+                self._missing[file].append(name)
+            return
+        if length > has - min(offset, has):
+            what = f"the record has {length} bytes, but the file ends at byte {has}"
+            self._damaged(name, file, offset, what)
+            return
+        dtype, sizes = None, None
+        entry = metadata.state_dict_metadata.get(name)
+        # What a stream transform has been at work on is no record of a tensor.
+        if isinstance(entry, TensorStorageMetadata) and not info.transform_descriptors:
+            for chunk in entry.chunks:
+                if chunk.offsets == (index.offset or (0,) * len(chunk.offsets)):
+                    dtype, sizes = entry.properties.dtype, tuple(chunk.sizes)
+        number = self._numbers.setdefault(file, len(self._numbers))
+        self._names.append(name)
+        self._rows.append((number, offset, length, dtype, sizes))
+
+    def _length_of(self, file: str) -> int | None:
+        try:
+            return length_of(self._directory, file)
+        except FileNotFoundError:
+            self._missing[file] = []
+        except OSError as error:
+            self._damaged(None, file, None, f"it cannot be opened: {error.strerror}")
+        except (Unsafe, ValueError) as error:
+            self._damaged(None, file, None, str(error))
+        return None
+
+    def _damaged(self, name: str | None, file: str, offset: int | None, what: str) -> None:
+        self.report.damaged.append(Damage(name, file, offset, 0, what))
+
+    def _incomplete(self, name: str, what: str) -> None:
+        self.report.incomplete.append((name, what))
+
+
+def fault_of_shards(whole: tuple[int, ...], chunks: Sequence[ChunkStorageMetadata]) -> str | None:
+    """What is wrong with a tensor's shards; None: they cover it."""
+    boxes = []
+    for chunk in chunks:
+        offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+        inside = len(offsets) == len(sizes) == len(whole) and all(
+            begin >= 0 and 0 <= length <= end - begin
+            for begin, length, end in zip(offsets, sizes, whole, strict=True)
+        )
+        if not inside:
+            return f"its shard of {list(sizes)} at {list(offsets)} lies outside of {list(whole)}"
+        boxes.append(tuple(zip(offsets, sizes, strict=True)))
+    if not boxes and 0 not in whole:
+        return "it has no shards"
+    gap = _gap(whole, boxes)
+    return None if gap is None else f"no shard has its element {gap}"
+
+
+def _gap(whole: tuple[int, ...], boxes: list[tuple[tuple[int, int], ...]]) -> list[int] | None:
+    """The first element of a tensor that no box (offset and length by dimension) has."""
+    if 0 in whole:
+        return None
+    if not boxes:
+        return [0] * len(whole)
+    if not whole:
+        return None
+    # Between two cuts across the first dimension the same boxes lie side by side.
+    cuts = sorted({0, *(edge for box in boxes for edge in (box[0][0], sum(box[0])))} - {whole[0]})
+    seen: dict[frozenset[tuple[tuple[int, int], ...]], list[int] | None] = {}
+    for begin in cuts:
+        across = frozenset(b[1:] for b in boxes if b[0][0] <= begin < sum(b[0]))
+        if not across:
+            return [begin] + [0] * (len(whole) - 1)
+        if across not in seen:
+            seen[across] = _gap(whole[1:], list(across))
+        inner = seen[across]
+        if inner is not None:
+            return [begin, *inner]
+    return None
