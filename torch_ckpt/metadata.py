@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from torch_ckpt.collector import no_gc
 from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
+from torch_ckpt.validation import check_metadata
 
 #: Name of the file whose appearance is the commit of a checkpoint.
 METADATA_NAME = ".metadata"
@@ -93,8 +94,9 @@ def decode_metadata(data: bytes, source: str, *, allow_pickle: bool = False) -> 
         allow_pickle: accept whatever a pickle can name; only for checkpoints from trusted writers.
 
     Raises:
-        Unsafe: the pickle names something that is not metadata.
-        Corrupt: it is not a pickle of ``Metadata``.
+        Unsafe: the pickle names something that is not metadata, or data outside of the
+            checkpoint's directory.
+        Corrupt: it is not a pickle of ``Metadata``, or what that says cannot be.
     """
     unpickler = pickle.Unpickler if allow_pickle else _AllowListUnpickler
     try:
@@ -108,6 +110,9 @@ def decode_metadata(data: bytes, source: str, *, allow_pickle: bool = False) -> 
         ) from error
     if not isinstance(metadata, Metadata):
         raise Corrupt(f"{source} holds a {type(metadata).__name__}, not a checkpoint's metadata")
+    # Where the writer is trusted, too: disks are not.
+    with no_gc():
+        check_metadata(metadata, source)
     return metadata
 
 
