@@ -1,0 +1,58 @@
+"""The metadata places a value at index 2**40 of a list.
+
+torch's planner for loading without a state dict fills lists with None up to such an index. The
+attacker wants the memory to be full of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+
+import torch_ckpt
+from tests.attacks.support import TABLE, Checkpoint, in_child
+from torch_ckpt import Corrupt
+
+ATTACKS: dict[str, Any] = {
+    "planner path: 2**31": ("list", 2**31),
+    "planner path: negative": ("list", -5),
+}
+
+
+def spoil(c: Checkpoint, attack: str) -> None:
+    c.of_stock()
+    c.metadata.planner_data["weight"] = ATTACKS[attack]
+    c.publish()
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_it_is_refused(checkpoint: Checkpoint, attack: str) -> None:
+    spoil(checkpoint, attack)
+    checkpoint.assert_stopped(attack, Corrupt, says="weight: the metadata places it in a list")
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_what_stock_does(checkpoint: Checkpoint, attack: str) -> None:
+    spoil(checkpoint, attack)
+
+    def load() -> None:
+        reader = dcp.FileSystemReader(checkpoint.path)
+        planner = _EmptyStateDictLoadPlanner()
+        dcp.load({}, storage_reader=reader, planner=planner, no_dist=True)
+
+    TABLE.setdefault(attack, {})["stock"] = in_child(load)
+
+
+def test_a_list_that_is_there_is_loaded(checkpoint: Checkpoint) -> None:
+    # Not an attack.
+    checkpoint.metadata.planner_data["weight"] = ("list", 0)
+    checkpoint.metadata.planner_data["bias"] = ("list", 1)
+    checkpoint.publish()
+    state: dict[str, Any] = {}
+    reader = torch_ckpt.FileSystemReader(checkpoint.path)
+    planner = _EmptyStateDictLoadPlanner()
+    dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
+    assert [tuple(tensor.shape) for tensor in state["list"]] == [(3, 4), (4,)]
