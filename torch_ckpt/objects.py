@@ -211,7 +211,8 @@ class _Unpickler(_Interpreter):  # type: ignore[misc]
         self.stack[-1].update(map(as_key, values))
 
     def load_frozenset(self) -> None:
-        self.append(frozenset(map(as_key, self.pop_mark())))
+        values = self.pop_mark()
+        self.append(frozenset(map(as_key, values)))
 
     def _is_declared(self, function: object) -> bool:
         return any(function is value for value in self._declared.values())

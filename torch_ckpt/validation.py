@@ -258,7 +258,8 @@ def _check_places(metadata: Metadata) -> None:
         if ranges is None:
             if not lies_beneath(file):
                 raise outside(name, file)
-            ranges = files[file] = []
+            spelled = _plain(file) if "/" in file else file
+            ranges = files[file] = files.setdefault(spelled, [])
         if type(offset) is not int or type(length) is not int:
             raise Corrupt(
                 f"{name}: the metadata says that it is stored at {_number(offset)}, "
@@ -274,7 +275,13 @@ def _check_places(metadata: Metadata) -> None:
         if length:
             ranges.append((offset, length, name))
     for file, ranges in files.items():
-        _check_overlaps(file, ranges)
+        if len(ranges) > 1:
+            _check_overlaps(file, ranges)
+
+
+def _plain(file: str) -> str:
+    """Of several spellings of a path, one."""
+    return "/".join(part for part in file.split("/") if part not in ("", "."))
 
 
 def _check_transforms(name: str, transforms: Any) -> None:

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 import torch_ckpt
 from tests.support import assert_equal, cause_of, save, stock_save
 from torch_ckpt import _C, cli
+from torch_ckpt.metadata import read_metadata
 
 #: A reader that has not answered by then hangs.
 PATIENCE_SECONDS = 10
@@ -76,13 +77,15 @@ class Checkpoint:
             "bias": torch.arange(4.0) + 100,
             "step": 7,
         }
-        self.metadata: Metadata = save(self.state, self.path, thread_count=1)
+        save(self.state, self.path, thread_count=1)
+        self.metadata: Metadata = read_metadata(self.path)
 
     def of_stock(self) -> None:
         """Starts anew with one that torch has written: without checksums."""
         for file in self.path.iterdir():
             file.unlink()
-        self.metadata = stock_save(self.state, self.path)
+        stock_save(self.state, self.path)
+        self.metadata = read_metadata(self.path)
 
     @property
     def data(self) -> Path:

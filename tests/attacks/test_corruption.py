@@ -35,7 +35,7 @@ def swapped_shards(c: Checkpoint) -> None:
     for file in c.path.iterdir():
         file.unlink()
     state = {"weight": torch.ones(3, 4), "bias": torch.full((3, 4), 2.0)}
-    c.metadata = save(state, c.path, thread_count=2)
+    save(state, c.path, thread_count=2)
     first, second = sorted(c.path.glob("*.distcp"))
     first.rename(c.path / "aside")
     second.rename(first)

@@ -41,27 +41,29 @@ CASES = {
 }
 
 
-def spoil(c: Checkpoint, case: str) -> None:
+def spoil(c: Checkpoint, case: str) -> str:
+    """Spoils what lies last in the file, and so overlaps nothing; returns its name."""
     c.of_stock()
     field, value = CASES[case]
-    setattr(c.place("weight"), field, value)
+    index, place = max(c.metadata.storage_data.items(), key=lambda item: item[1].offset)
+    setattr(place, field, value)
     c.publish()
+    return str(index.fqn)
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.split(" of ")[1] in IMPOSSIBLE])
 def test_a_number_that_is_none_is_refused(checkpoint: Checkpoint, case: str) -> None:
-    spoil(checkpoint, case)
-    checkpoint.assert_stopped(case, Corrupt, says="weight: the metadata says that it is stored")
+    name = spoil(checkpoint, case)
+    checkpoint.assert_stopped(case, Corrupt, says=f"{name}: the metadata says that it is stored")
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.split(" of ")[1] in PAST_THE_END])
 def test_a_place_past_the_end_is_refused(checkpoint: Checkpoint, case: str) -> None:
-    spoil(checkpoint, case)
-    field, value = CASES[case]
-    place = checkpoint.place("weight")
+    name = spoil(checkpoint, case)
+    place = checkpoint.place(name)
     ends = place.offset + place.length < 2**63
     checkpoint.assert_stopped(
-        case, CheckpointError, ls=1 if ends else 2, unchanged=False, says="weight: "
+        case, CheckpointError, ls=1 if ends else 2, unchanged=False, says=f"{name}: "
     )
 
 

@@ -34,10 +34,12 @@ def patched(record: bytes, at: int, format: str, *values: int) -> bytes:
 
 def compressed_payload(c: Checkpoint) -> None:
     stream = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(record_of(TENSOR))) as old:
-        with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as new:
-            for entry in old.infolist():
-                new.writestr(entry.filename, old.read(entry))
+    with (
+        zipfile.ZipFile(io.BytesIO(record_of(TENSOR))) as old,
+        zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as new,
+    ):
+        for entry in old.infolist():
+            new.writestr(entry.filename, old.read(entry))
     c.replace_record("weight", stream.getvalue())
 
 
