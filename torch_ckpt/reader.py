@@ -460,15 +460,17 @@ class FileSystemReader(StockReader):
         assert isinstance(planner, DefaultLoadPlanner)
         assert self._metadata is not None
         known = self._metadata.state_dict_metadata
-        whole = {
-            item.dest_index.fqn
-            for item in items
-            if item.type == LoadItemType.BYTE_IO or _whole_target(planner, item) is not None
-        }
+        targets = planner.state_dict
+        plain = (torch.Tensor, torch.nn.Parameter)
+        whole = set()
+        for item in items:
+            name = item.dest_index.fqn
+            value: Any = targets.get(name)
+            is_whole = type(value) in plain and value.shape == item.lengths
+            if is_whole or item.type == LoadItemType.BYTE_IO:
+                whole.add(name)
         rest = {
-            name: value
-            for name, value in planner.state_dict.items()
-            if name not in whole and name in known
+            name: value for name, value in targets.items() if name not in whole and name in known
         }
         if rest:
             require_cover(self._metadata, rest, (i for i in items if i.dest_index.fqn in rest))
