@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import faulthandler
 import io
 import json
 import os
@@ -35,7 +36,7 @@ from torch_ckpt import _C, cli
 from torch_ckpt.metadata import read_metadata
 
 #: A reader that has not answered by then hangs.
-PATIENCE_SECONDS = 10
+PATIENCE_SECONDS = 5
 
 #: What a stopped attack may cost: less than what any of them asks for.
 MOST_MEMORY = 512 << 20
@@ -211,6 +212,9 @@ def in_child(work: Callable[[], None], worked: Callable[[], bool] = lambda: Fals
             quiet = os.open(os.devnull, os.O_WRONLY)
             os.dup2(quiet, 1)
             os.dup2(quiet, 2)
+            # It may crash, and nobody wants to see where.
+            faulthandler.disable()
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             limit = 16 << 30
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
             outcome = "read"

@@ -60,5 +60,5 @@ def test_what_stock_does(tmp_path: Path, mask: int) -> None:
     with umask(mask):
         by_stock(tmp_path / "checkpoint")
     wider = any(mode & mask for mode in modes(tmp_path / "checkpoint").values())
-    outcome = "wider" if wider else "honours it"
+    outcome = "wider" if wider else "safe"
     TABLE.setdefault(f"permissions: umask {mask:03o}", {})["stock"] = outcome

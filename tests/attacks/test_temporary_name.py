@@ -56,4 +56,4 @@ def test_what_stock_does(tmp_path: Path) -> None:
         )
     finally:
         os.close(descriptor)
-    TABLE.setdefault(ATTACK, {})["stock"] = outcome.replace("executed", "taken over")
+    TABLE.setdefault(ATTACK, {})["stock"] = outcome.replace("executed", "overwritten")
