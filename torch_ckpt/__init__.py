@@ -12,7 +12,7 @@ import torch  # noqa: F401  (its libraries must be there before the extension is
 from torch_ckpt._C import trim_pool
 from torch_ckpt.api import async_save, estimate_read_memory, load, preflight, save
 from torch_ckpt.background import Background
-from torch_ckpt.diff import DiffReport, TensorDifference, diff
+from torch_ckpt.comparing import DiffReport, TensorDifference, diff
 from torch_ckpt.errors import (
     CheckpointError,
     Corrupt,
@@ -27,7 +27,7 @@ from torch_ckpt.loading import LoadReport, ReadMemory
 from torch_ckpt.metrics import SaveMetrics
 from torch_ckpt.reader import FileSystemReader
 from torch_ckpt.snapshot import AsyncSave, check_for_errors, leave_at_exit
-from torch_ckpt.verify import Damage, VerifyReport, verify
+from torch_ckpt.verifying import Damage, VerifyReport, verify
 from torch_ckpt.writer import FileSystemWriter
 
 __version__ = "0.1.0"

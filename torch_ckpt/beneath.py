@@ -9,20 +9,39 @@ import io
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import cast
 
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from torch_ckpt import _C
 from torch_ckpt.directory import OpenDirectory
+from torch_ckpt.errors import Unsafe
+
+#: Linux's own limit for paths.
+MOST_PATH_BYTES = 4096
 
 
-def lies_beneath(file: Any) -> bool:
+def lies_beneath(file: object) -> bool:
     """Whether it names a file in the checkpoint's directory, and none other that we may open."""
     try:
-        return isinstance(file, str) and _C.names_file_beneath(file)
-    except TypeError:  # no UTF-8
+        return (
+            isinstance(file, str)
+            and len(file.encode()) <= MOST_PATH_BYTES
+            and _C.names_file_beneath(file)
+        )
+    except UnicodeEncodeError:
         return False
+
+
+def outside(name: str, file: object) -> Unsafe:
+    """The error for data that does not lie beneath the directory."""
+    shown = repr(file)
+    if len(shown) > 200:
+        shown = f"{shown[:200]}..."
+    return Unsafe(
+        f"{name}: the metadata says that its data lies in {shown}, which is no file in the "
+        "checkpoint's directory"
+    )
 
 
 def length_of(directory: OpenDirectory, file: str) -> int:

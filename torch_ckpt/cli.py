@@ -17,11 +17,11 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from torch_ckpt.diff import diff
+from torch_ckpt.comparing import diff
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.listing import document, examine, file_lines, item_lines, total_line
 from torch_ckpt.text import printable
-from torch_ckpt.verify import verify
+from torch_ckpt.verifying import verify
 
 
 def _print(lines: Iterable[str]) -> None:

@@ -26,7 +26,7 @@ from typing import ClassVar
 from torch_ckpt import _C
 from torch_ckpt.directory import OpenDirectory
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.metadata import METADATA_NAME, read_metadata
+from torch_ckpt.metadata import METADATA_NAME, decode_metadata, metadata_bytes_in
 
 # "__3_0.distcp", "__3_5f0c19ab_0.distcp": rank, generation tag where there is one, bucket. A
 # separation hint may stand before it.
@@ -237,6 +237,7 @@ def _unnamed(opened: OpenDirectory, rank: int | None, used: set[str] | None) -> 
     named: set[str] = set()
     for name in names:
         if _METADATA_FILE.match(name) and (used is None or name != metadata_name(rank)):
-            metadata = read_metadata(f"/proc/self/fd/{opened.fd}", name=name)
+            source = os.path.join(opened.path, name)
+            metadata = decode_metadata(metadata_bytes_in(opened, name), source)
             named.update(info.relative_path for info in metadata.storage_data.values())
     return [name for name in unnamed if name not in named]

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from torch_ckpt.beneath import length_of, lies_beneath
+from torch_ckpt.beneath import length_of
 from torch_ckpt.directory import OpenDirectory
 from torch_ckpt.errors import CheckpointError, Unsafe
 from torch_ckpt.metadata import METADATA_NAME, read_metadata
@@ -80,9 +80,6 @@ def _look_at_file(
     directory: OpenDirectory, name: str, records: int, stored: int, end: int
 ) -> _File:
     """Compares a file with what the metadata says of it; its last record ends at byte `end`."""
-    # Names come from the metadata, which may come from anywhere: none of them reaches outside.
-    if not lies_beneath(name):
-        return _File(name, records, stored, None, "missing")
     try:
         length = length_of(directory, name)
     except FileNotFoundError:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import fnmatch
 import math
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -29,13 +28,14 @@ from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.tensor import DTensor
 
 from torch_ckpt import _C
 from torch_ckpt.collector import no_gc
 from torch_ckpt.coordination import Ranks
-from torch_ckpt.errors import Corrupt, LoadMismatch
+from torch_ckpt.cover import require_all, require_cover
+from torch_ckpt.errors import LoadMismatch
 from torch_ckpt.growth import chunks_here, zero_what_is_not_stored
 from torch_ckpt.precision import loses_precision
 from torch_ckpt.reader import LEAST_INFLIGHT_BYTES, MOST_NAMES, FileSystemReader, Reading
@@ -275,12 +275,11 @@ class Load:
         chosen = {name: planner.state_dict[name] for name in report.loaded}
         with no_gc():
             for name, target in chosen.items():
-                _require_inside(name, self._metadata.state_dict_metadata[name])
                 if not self._add_plain(name, target, reading):
                     rest[name] = target
             if rest:
                 items = planner.plan_part(rest).items
-                self._require_cover(rest, items)
+                require_cover(self._metadata, rest, items)
                 reading.add(self.reader.reading(planner, items))
         keys = {planner.mappings[name][0] for name in chosen}
         return Prepared(report, reading, chosen, keys)
@@ -345,7 +344,7 @@ class Load:
         if type(stored) is not TensorStorageMetadata or hasattr(target, "global_shape"):
             return False
         parts = {chunk.offsets: math.prod(chunk.sizes) for chunk in stored.chunks}
-        _require_all(name, sum(parts.values()), math.prod(stored.size))
+        require_all(name, sum(parts.values()), math.prod(stored.size))
         whole = target.detach()
         dtype = stored.properties.dtype
         found = []
@@ -361,53 +360,6 @@ class Load:
             found.append((name, number, info.offset, info.length, dtype, chunk.sizes, (), (), part))
         reading.rows.extend(found)
         return True
-
-    def _require_cover(self, targets: StateDict, items: list[ReadItem]) -> None:
-        """Raises Corrupt where not all that is stored of a target would be read."""
-        assert self._metadata is not None
-        planned: dict[tuple[str, Any], int] = defaultdict(int)
-        for item in items:
-            index = item.dest_index
-            planned[index.fqn, index.offset] += math.prod(item.lengths)
-        for name, target in targets.items():
-            stored = self._metadata.state_dict_metadata[name]
-            if not isinstance(stored, TensorStorageMetadata):
-                continue
-            wanted: dict[Any, int] = defaultdict(int)
-            for chunk in chunks_here(target):
-                places = zip(chunk.offsets, chunk.sizes, tuple(stored.size), strict=True)
-                wanted[chunk.offsets] += math.prod(
-                    max(min(begin + length, end) - begin, 0) for begin, length, end in places
-                )
-            for offsets, count in wanted.items():
-                _require_all(name, planned[name, offsets], count)
-
-
-def _require_inside(name: str, stored: Any) -> None:
-    """Raises Corrupt where a shard of a stored tensor is none."""
-    if not isinstance(stored, TensorStorageMetadata):
-        return
-    size = tuple(stored.size)
-    for chunk in stored.chunks:
-        if chunk.sizes == size and len(chunk.offsets) == len(size) and not any(chunk.offsets):
-            continue
-        inside = len(chunk.offsets) == len(chunk.sizes) == len(size) and all(
-            begin >= 0 and 0 <= length <= end - begin
-            for begin, length, end in zip(chunk.offsets, chunk.sizes, size, strict=True)
-        )
-        if not inside:
-            raise Corrupt(
-                f"{name}: the metadata has a shard of {list(chunk.sizes)} at "
-                f"{list(chunk.offsets)}, which is outside of the tensor of {list(size)}"
-            )
-
-
-def _require_all(name: str, planned: int, wanted: int) -> None:
-    if planned < wanted:
-        raise Corrupt(
-            f"{name}: the metadata has shards with {planned} of the {wanted} elements that are "
-            "wanted; the save that wrote it was incomplete"
-        )
 
 
 class _Chosen:

@@ -32,6 +32,7 @@ from torch_ckpt import _C
 from torch_ckpt.collector import no_gc
 from torch_ckpt.directory import OpenDirectory
 from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
+from torch_ckpt.validation import check_metadata
 
 #: Name of the file whose appearance is the commit of a checkpoint.
 METADATA_NAME = ".metadata"
@@ -147,8 +148,10 @@ def decode_metadata(data: bytes, source: str, *, allow_pickle: bool = False) -> 
             writers. The seal is compared all the same.
 
     Raises:
-        Unsafe: the pickle names something that is not metadata.
-        Corrupt: it is not a pickle of ``Metadata``, does what metadata's never do, or is damaged.
+        Unsafe: the pickle names something that is not metadata, or data outside of the
+            checkpoint's directory.
+        Corrupt: it is not a pickle of ``Metadata``, does what metadata's never do, is damaged, or
+            what it says cannot be.
     """
     try:
         with no_gc():
@@ -163,6 +166,9 @@ def decode_metadata(data: bytes, source: str, *, allow_pickle: bool = False) -> 
         ) from error
     if not isinstance(metadata, Metadata):
         raise Corrupt(f"{source} holds a {type(metadata).__name__}, not a checkpoint's metadata")
+    # Where the writer is trusted, too: disks are not.
+    with no_gc():
+        check_metadata(metadata, source)
     return metadata
 
 

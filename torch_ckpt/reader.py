@@ -6,7 +6,7 @@ import hashlib
 import io
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 from torch.distributed.checkpoint.filesystem import FileSystemReader as StockReader
@@ -28,19 +29,22 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from torch_ckpt import _C
-from torch_ckpt.beneath import FilesBeneath, lies_beneath
+from torch_ckpt.beneath import FilesBeneath, lies_beneath, outside
 from torch_ckpt.collector import RelaxedGc, no_gc
+from torch_ckpt.cover import require_cover
 from torch_ckpt.directory import OpenDirectory
-from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
+from torch_ckpt.errors import CheckpointError, Corrupt
 from torch_ckpt.growth import let_tensors_grow, writable, zero_what_is_not_stored
 from torch_ckpt.hooks import keeps_methods
 from torch_ckpt.metadata import (
+    MAX_METADATA_BYTES,
     METADATA_NAME,
     checksum_tables,
     decode_metadata,
     metadata_bytes_in,
     open_checkpoint,
 )
+from torch_ckpt.objects import decode
 from torch_ckpt.precision import loses_precision
 from torch_ckpt.progress import Progress, ProgressOption, Reporter
 from torch_ckpt.replicas import read_alone, read_once
@@ -101,7 +105,7 @@ class Reading:
         """
         if file not in self.files:
             if not lies_beneath(file):
-                raise _outside(name, file)
+                raise outside(name, file)
             self.files[file] = len(self.files)
         return self.files[file]
 
@@ -146,11 +150,15 @@ class FileSystemReader(StockReader):
         process_group: that of the load, where ``dcp.load`` gets one; None: the default group.
             ``torch_ckpt.load`` sets it.
         progress: see :data:`torch_ckpt.progress.ProgressOption`.
-        allow_pickle: accept metadata that names more than metadata; only from trusted writers.
+        allow_pickle: accept metadata that names more than metadata, and hand objects to the planner
+            unread, of which torch's unpickles whatever it gets; only from trusted writers.
+            Without, objects are tensors, builtin types and others that are harmless (see
+            SECURITY.md), and what ``torch.serialization.add_safe_globals`` has declared safe.
 
     Raises (from ``dcp.load``, on every rank, inside a ``CheckpointException``):
         Corrupt: a file is damaged or shorter than the metadata says; named with tensor and offset.
-        Unsafe: the metadata would run code, or names files outside the checkpoint's directory.
+        Unsafe: the metadata or an object would run code, or names files outside the checkpoint's
+            directory.
         OSError: a system call failed.
     """
 
@@ -190,6 +198,7 @@ class FileSystemReader(StockReader):
         self.allow_pickle = allow_pickle
         self._metadata: Metadata | None = None
         self._directory: OpenDirectory | None = None
+        self._refused: Exception | None = None
         self._identity: tuple[Metadata | None, bytes] = (None, b"")
         self._planning = RelaxedGc(self)
         self._is_alone = False
@@ -202,15 +211,30 @@ class FileSystemReader(StockReader):
         super().reset(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if not self._is_local():
-            return super().read_metadata(*args, **kwargs)
         rank = kwargs.get("rank")
+        if rank is not None and self._refused is not None:
+            # Whatever has failed, torch tries the rank's own file next and drops the reason. With
+            # this it goes on to set_up_storage_reader, which raises that.
+            return Metadata({}, storage_data={})
+        self._refused = None
         name = METADATA_NAME if rank is None else f"__{rank}{METADATA_NAME}"
         self.release()
+        try:
+            return self._read_metadata(name)
+        except FileNotFoundError:
+            raise
+        except Exception as error:
+            self._refused = error
+            raise
+
+    def _read_metadata(self, name: str) -> Metadata:
+        if not self._is_local():
+            return self._decoded(self._remote_bytes(name), os.path.join(self.path, name))
         # Shared before it is read: what it names then is still there.
         directory = shared(open_checkpoint(self.path, name))
         try:
-            metadata = self._metadata_in(directory, name)
+            data = metadata_bytes_in(directory, name)
+            metadata = self._decoded(data, os.path.join(directory.path, name))
         except BaseException:
             directory.close()
             raise
@@ -220,6 +244,9 @@ class FileSystemReader(StockReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
+        refused, self._refused = self._refused, None
+        if refused is not None:
+            raise refused
         # torch passes the rank only to a method that has a parameter of the name `kwargs`.
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
         self._metadata = metadata
@@ -250,11 +277,12 @@ class FileSystemReader(StockReader):
     def _read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         self._planning.end()
         if not self._is_local() or self._metadata is None:
-            return super().read_data(plan, planner)
+            return super().read_data(plan, self._guarded(planner))
         # There all that may fail on one rank is told to the others.
         together = self.read_once and dist.is_initialized() and not self._is_alone
 
         def prepare() -> Reading:
+            self._require_cover(planner, plan.items)
             self._fill_with_zeros(planner)
             return self.reading(planner, plan.items)
 
@@ -321,12 +349,12 @@ class FileSystemReader(StockReader):
                 info = self._place(item)
                 if info.transform_descriptors:
                     if not lies_beneath(info.relative_path):
-                        raise _outside(item.storage_index.fqn, info.relative_path)
+                        raise outside(item.storage_index.fqn, info.relative_path)
                     reading.transformed.append(item)
                     continue
                 if item.type == LoadItemType.BYTE_IO:
                     if not lies_beneath(info.relative_path):
-                        raise _outside(item.storage_index.fqn, info.relative_path)
+                        raise outside(item.storage_index.fqn, info.relative_path)
                     reading.byte_items.append((item, info))
                     continue
                 target = _whole_target(planner, item) if direct else None
@@ -368,7 +396,7 @@ class FileSystemReader(StockReader):
             with self._opened() as directory:
                 before, self.fs = self.fs, FilesBeneath(directory)
                 try:
-                    super().read_data(LoadPlan(reading.transformed), reading.planner)
+                    super().read_data(LoadPlan(reading.transformed), self._guarded(reading.planner))
                 finally:
                     self.fs = before
         for wave in self._waves(reading.byte_items):
@@ -385,7 +413,7 @@ class FileSystemReader(StockReader):
             stored = self.read_bytes(list(files), rows)[::-1]
             for item, _info in wave:
                 # BytesIO copies, so that what was read goes before it becomes an object.
-                reading.planner.load_bytes(item, io.BytesIO(stored.pop()))
+                self._hand_out(reading.planner, item, io.BytesIO(stored.pop()))
 
     def read_rows(self, files: list[str], rows: list[Row]) -> None:
         """Reads tensors into their targets.
@@ -470,9 +498,7 @@ class FileSystemReader(StockReader):
 
     # --- private ---------------------------------------------------------------------------------
 
-    def _metadata_in(self, directory: OpenDirectory, name: str) -> Metadata:
-        data = metadata_bytes_in(directory, name)
-        source = os.path.join(directory.path, name)
+    def _decoded(self, data: bytes, source: str) -> Metadata:
         metadata = decode_metadata(data, source, allow_pickle=self.allow_pickle)
         if self.read_once:
             self._identity = metadata, hashlib.blake2b(data, digest_size=16).digest()
@@ -483,6 +509,62 @@ class FileSystemReader(StockReader):
         if self.zero_fill:
             let_tensors_grow(metadata)
         return metadata
+
+    def _require_cover(self, planner: LoadPlanner, items: list[ReadItem]) -> None:
+        """Raises Corrupt where torch's own planner has found less than the whole of a tensor."""
+        hooks = ("create_local_plan", "create_global_plan", "finish_plan")
+        if not keeps_methods(planner, DefaultLoadPlanner, hooks):
+            return  # which may want a part
+        assert isinstance(planner, DefaultLoadPlanner)
+        assert self._metadata is not None
+        known = self._metadata.state_dict_metadata
+        targets = planner.state_dict
+        plain = (torch.Tensor, torch.nn.Parameter)
+        whole = set()
+        for item in items:
+            name = item.dest_index.fqn
+            value: Any = targets.get(name)
+            is_whole = type(value) in plain and value.shape == item.lengths
+            if is_whole or item.type == LoadItemType.BYTE_IO:
+                whole.add(name)
+        rest = {
+            name: value for name, value in targets.items() if name not in whole and name in known
+        }
+        if rest:
+            require_cover(self._metadata, rest, (i for i in items if i.dest_index.fqn in rest))
+
+    def _hand_out(self, planner: LoadPlanner, item: ReadItem, stored: io.BytesIO) -> None:
+        """Gives an object to the planner, without running code of the checkpoint's.
+
+        torch's own load_bytes unpickles whatever it gets, so what that would do is done here; one
+        of the user's own gets the bytes once they have turned out to be harmless.
+        """
+        if self.allow_pickle:
+            planner.load_bytes(item, stored)
+            return
+        name = item.storage_index.fqn
+        value = decode(stored.getbuffer(), name, self._place(item).relative_path)
+        if not keeps_methods(planner, DefaultLoadPlanner, ("load_bytes",)):
+            planner.load_bytes(item, stored)
+            return
+        assert isinstance(planner, DefaultLoadPlanner)
+        target = item.dest_index.fqn
+        if planner.flatten_state_dict:
+            set_element(planner.original_state_dict, planner.mappings[target], value)
+        else:
+            planner.state_dict[target] = value
+
+    def _guarded(self, planner: LoadPlanner) -> LoadPlanner:
+        """For torch's own code, which hands objects to the planner itself."""
+        return cast(LoadPlanner, _GuardedPlanner(planner, self._hand_out))
+
+    def _remote_bytes(self, name: str) -> bytes:
+        """The metadata from a file system of torch's or the user's."""
+        with self.fs.create_stream(self.fs.concat_path(self.path, name), "rb") as stream:
+            data: bytes = stream.read(MAX_METADATA_BYTES + 1)
+        if len(data) > MAX_METADATA_BYTES:
+            raise CheckpointError(f"{name} in {self.path} has more than {MAX_METADATA_BYTES} bytes")
+        return data
 
     def _fill_with_zeros(self, planner: LoadPlanner) -> None:
         if not self.zero_fill:
@@ -530,7 +612,7 @@ class FileSystemReader(StockReader):
         """The files, and their checksum tables."""
         for number, file in enumerate(files):
             if not lies_beneath(file):
-                raise _outside(next((row[0] for row in rows if row[1] == number), "a tensor"), file)
+                raise outside(next((row[0] for row in rows if row[1] == number), "a tensor"), file)
         tables = checksum_tables(self._metadata)
         return [(file, tables.get(file, b"")) for file in files]
 
@@ -603,11 +685,21 @@ def shared(directory: OpenDirectory) -> OpenDirectory:
     return directory
 
 
-def _outside(name: str, file: Any) -> Unsafe:
-    return Unsafe(
-        f"{name}: the metadata says that its data lies in {file!r}, which is no file in the "
-        "checkpoint's directory"
-    )
+class _GuardedPlanner:
+    """What torch's reader wants of a planner, with objects handed out in another way."""
+
+    def __init__(
+        self,
+        planner: LoadPlanner,
+        hand_out: Callable[[LoadPlanner, ReadItem, io.BytesIO], None],
+    ) -> None:
+        self._planner = planner
+        self._hand_out = hand_out
+        self.resolve_tensor = planner.resolve_tensor
+        self.commit_tensor = planner.commit_tensor
+
+    def load_bytes(self, item: ReadItem, stored: io.BytesIO) -> None:
+        self._hand_out(self._planner, item, stored)
 
 
 def _current_events(targets: Iterable[torch.Tensor]) -> list[tuple[int, Any]]:

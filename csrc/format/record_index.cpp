@@ -231,6 +231,15 @@ const Entry* find(const std::vector<Entry>& entries, std::string_view name) {
   return found == entries.end() ? nullptr : &*found;
 }
 
+// Of two entries of a name one reader takes the first and another the last, and so another tensor.
+const Entry* find_twin(const std::vector<Entry>& entries) {
+  for (auto entry = entries.begin(); entry != entries.end(); ++entry) {
+    const auto same = [&](const Entry& other) { return other.name == entry->name; };
+    if (std::any_of(entries.begin(), entry, same)) return &*entry;
+  }
+  return nullptr;
+}
+
 // The elements that sizes and strides can reach must lie in the storage.
 bool reaches_only_storage(const TensorHeader& header) {
   std::uint64_t last = header.storage_offset;
@@ -249,6 +258,9 @@ bool reaches_only_storage(const TensorHeader& header) {
 Result<RecordIndex> index_record(RecordBytes& record) {
   auto entries = read_directory(record, Limits{});
   if (!entries) return entries.error();
+  if (const Entry* twin = find_twin(*entries); twin != nullptr) {
+    return format_error(Errc::zip_inconsistent, "there are two entries '" + twin->name + "'");
+  }
 
   const Entry* pickle = find(*entries, "data.pkl");
   const Entry* payload = find(*entries, "data/0");

@@ -269,6 +269,13 @@ TEST(RecordIndex, EntriesInTwoFoldersOrNoneAreInconsistent) {
       fails(index(zip_of(with(minimal_entries(), {"other", "1"}))), Errc::zip_inconsistent));
 }
 
+TEST(RecordIndex, TwoEntriesOfANameAreInconsistent) {
+  for (const char* name : {"x/data/0", "x/data.pkl", "x/other"}) {
+    const auto once = with(minimal_entries(), {"x/other", "1"});
+    EXPECT_TRUE(fails(index(zip_of(with(once, {name, "again"}))), Errc::zip_inconsistent)) << name;
+  }
+}
+
 TEST(RecordIndex, APickleOfMoreBytesThanAreStoredIsInconsistent) {
   auto entries = minimal_entries();
   entries[1].data = "hell";

@@ -196,9 +196,8 @@ def test_ls_looks_at_no_file_outside_the_checkpoint(
     metadata = two_shards(directory)
     metadata.storage_data[MetadataIndex("layers.9.note")] = _StorageInfo(outside, 0, 10)
     commit(directory, metadata)
-    assert cli.main(["ls", "--json", str(directory)]) == 1
-    files = {file["name"]: file for file in json.loads(capsys.readouterr().out)["files"]}
-    assert (files[outside]["disk_bytes"], files[outside]["state"]) == (None, "missing")
+    message = fails_with_one_sentence(capsys, ["ls", str(directory)])
+    assert f"layers.9.note: the metadata says that its data lies in {outside!r}" in message
 
 
 def test_ls_does_not_follow_a_link_in_the_place_of_a_file(
@@ -265,7 +264,7 @@ def test_metadata_with_fields_of_wrong_types_is_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     commit(tmp_path, Metadata(state_dict_metadata={}, storage_data={"weight": 3}))
-    assert "damaged" in fails_with_one_sentence(capsys, ["ls", str(tmp_path)])
+    assert "storage_data has a key" in fails_with_one_sentence(capsys, ["ls", str(tmp_path)])
 
 
 def test_no_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
@@ -297,7 +296,7 @@ def test_module_runs_and_survives_a_closed_pipe(tmp_path: Path) -> None:
     for number in range(3000):  # more than a pipe holds, so that the listing meets its end
         metadata.state_dict_metadata[f"filler.{number}"] = BytesStorageMetadata()
         index = MetadataIndex(f"filler.{number}")
-        metadata.storage_data[index] = _StorageInfo("__0_0.distcp", 0, 10)
+        metadata.storage_data[index] = _StorageInfo("__0_0.distcp", 0, 0)
     commit(tmp_path, metadata)
     process = subprocess.Popen(
         [sys.executable, "-m", "torch_ckpt", "ls", str(tmp_path)],

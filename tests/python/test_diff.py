@@ -33,7 +33,7 @@ from tests.support import (
     stock_save,
 )
 from torch_ckpt import cli
-from torch_ckpt.diff import _boxes
+from torch_ckpt.comparing import _boxes
 from torch_ckpt.metadata import read_metadata
 from torch_ckpt.progress import Progress
 

@@ -731,7 +731,7 @@ def one_rank_mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
         ((2, 4), (0, 0), "has shards with 8 of the 12 elements"),
         ((3, 4), (1, 0), "a shard of [3, 4] at [1, 0], which is outside of the tensor of [3, 4]"),
         ((4, 4), (0, 0), "a shard of [4, 4] at [0, 0], which is outside"),
-        ((3, 4), (-1, 0), "a shard of [3, 4] at [-1, 0], which is outside"),
+        ((3, 4), (-1, 0), "a shard's offset of -1"),
         ((12,), (0,), "a shard of [12] at [0], which is outside"),
     ],
 )
@@ -1202,15 +1202,15 @@ def test_objects_are_let_go_of_before_their_replacements_are_made(tmp_path: Path
     state = counted_state()
     held, Counted.most = Counted.alive, 0
     # Who holds on to its value itself, as a Stateful may, is not made to let go.
-    load(state, tmp_path, free_before_read=True)
+    load(state, tmp_path, free_before_read=True, allow_pickle=True)
     assert Counted.most <= held + 1
     assert Counted.alive == held
     Counted.most = 0
-    load({"top": state["top"]}, tmp_path, free_before_read=False)
+    load({"top": state["top"]}, tmp_path, free_before_read=False, allow_pickle=True)
     assert Counted.most == held + 1
     del state["stateful"]
     held, Counted.most = Counted.alive, 0
-    load(state, tmp_path, free_before_read=True)
+    load(state, tmp_path, free_before_read=True, allow_pickle=True)
     assert Counted.most == held
     assert type(state["top"]) is Counted
 

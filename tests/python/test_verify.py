@@ -383,34 +383,25 @@ def test_files_that_nothing_names_are_told_and_are_no_damage(checkpoint: Path) -
     assert report.unreferenced == ["__7_0.distcp", "readme"]
 
 
-def test_a_record_outside_the_directory_is_told_and_not_read(checkpoint: Path) -> None:
+def test_a_record_outside_the_directory_is_refused(checkpoint: Path) -> None:
     (checkpoint.parent / "outside").write_bytes(b"secret")
 
     def lead_out(metadata: Metadata) -> None:
         place_of(metadata, "small").relative_path = "../outside"
 
     change(checkpoint, lead_out)
-    (damage,) = torch_ckpt.verify(checkpoint).damaged
-    assert (damage.name, damage.file) == ("small", "'../outside'")
+    with pytest.raises(torch_ckpt.Unsafe, match=r"small: .*'\.\./outside'"):
+        torch_ckpt.verify(checkpoint)
 
 
-@pytest.mark.parametrize("offset", [-1, 1 << 63, 1 << 70, "0", 1.5, True], ids=repr)
-def test_an_impossible_place_is_told(checkpoint: Path, offset: Any) -> None:
+@pytest.mark.parametrize("offset", [-1, (1 << 63) - 1, 1 << 70, "0", 1.5, True], ids=repr)
+def test_an_impossible_place_is_refused(checkpoint: Path, offset: Any) -> None:
     def move(metadata: Metadata) -> None:
         place_of(metadata, "small").offset = offset
 
     change(checkpoint, move)
-    (damage,) = torch_ckpt.verify(checkpoint).damaged
-    assert damage.name == "small"
-    assert "an impossible place" in damage.what
-
-
-def test_a_place_at_the_end_of_64_bits_is_told(checkpoint: Path) -> None:
-    def move(metadata: Metadata) -> None:
-        place_of(metadata, "small").offset = (1 << 63) - 1
-
-    change(checkpoint, move)
-    assert damaged_names(torch_ckpt.verify(checkpoint)) == ["small"]
+    with pytest.raises(torch_ckpt.Corrupt, match="small: the metadata says that it is stored at"):
+        torch_ckpt.verify(checkpoint)
 
 
 # --- what the metadata says ----------------------------------------------------------------------
@@ -474,9 +465,6 @@ def test_what_the_metadata_does_not_place_is_told(checkpoint: Path, name: str) -
         ([((0, 0), (20, 3)), ((10, 0), (20, 3))], "no shard has its element [30, 0]"),
         ([((0, 0), (40, 1)), ((0, 1), (39, 2))], "no shard has its element [39, 1]"),
         ([], "it has no shards"),
-        ([((0, 0), (41, 3))], "its shard of [41, 3] at [0, 0] lies outside of [40, 3]"),
-        ([((0,), (40,))], "its shard of [40] at [0] lies outside of [40, 3]"),
-        ([((0, 0), (40, 3)), ((0, -1), (40, 1))], "its shard of [40, 1] at [0, -1] lies outside"),
     ],
 )
 def test_shards_that_do_not_cover_their_tensor_are_told(
@@ -511,7 +499,7 @@ def test_metadata_whose_fields_are_of_other_types_is_refused(checkpoint: Path) -
         metadata.state_dict_metadata = [1]
 
     change(checkpoint, damage)
-    with pytest.raises(torch_ckpt.Corrupt, match="is damaged"):
+    with pytest.raises(torch_ckpt.Corrupt, match="state_dict_metadata is a list"):
         torch_ckpt.verify(checkpoint)
 
 

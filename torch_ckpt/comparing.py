@@ -24,12 +24,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from torch_ckpt.beneath import lies_beneath
-from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
+from torch_ckpt.errors import CheckpointError, Corrupt
 from torch_ckpt.progress import Progress, ProgressOption, Reporter
 from torch_ckpt.reader import LEAST_INFLIGHT_BYTES, FileSystemReader, Row
 from torch_ckpt.text import plural, printable
-from torch_ckpt.verify import fault_of_shards
+from torch_ckpt.verifying import fault_of_shards
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -268,11 +267,6 @@ class _Side:
             raise CheckpointError(
                 f"{self.reader.path}: {name}: it is stored by way of a stream transform, which "
                 "only a load can undo"
-            )
-        if not lies_beneath(info.relative_path):
-            raise Unsafe(
-                f"{self.reader.path}: {name}: the metadata says that its data lies in "
-                f"{info.relative_path!r}, which is no file in the checkpoint's directory"
             )
         return cast(_StorageInfo, info)
 

@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torch_ckpt import _C
-from torch_ckpt.beneath import length_of, lies_beneath
+from torch_ckpt.beneath import length_of
 from torch_ckpt.directory import OpenDirectory
-from torch_ckpt.errors import Corrupt, Unsafe
+from torch_ckpt.errors import Unsafe
 from torch_ckpt.metadata import (
     METADATA_NAME,
     checksum_tables,
@@ -234,13 +234,9 @@ class _Look:
         source = os.path.join(self._directory.path, name)
         metadata = decode_metadata(metadata_bytes_in(self._directory, name), source)
         self._tables.update(checksum_tables(metadata))
-        try:
-            self._look_at_items(metadata)
-            for index, info in (metadata.storage_data or {}).items():
-                self._look_at_place(index, info, metadata)
-        except (AttributeError, TypeError, ValueError) as error:
-            # Unpickling checks which classes come, not what is in their fields.
-            raise Corrupt(f"{source} is damaged: {error}") from error
+        self._look_at_items(metadata)
+        for index, info in metadata.storage_data.items():
+            self._look_at_place(index, info, metadata)
 
     def find_unreferenced(self) -> None:
         """Files that no metadata names; directories are left alone."""
@@ -284,7 +280,7 @@ class _Look:
     # --- private ---------------------------------------------------------------------------------
 
     def _look_at_items(self, metadata: Metadata) -> None:
-        stored = metadata.storage_data or {}
+        stored = metadata.storage_data
         for name, entry in metadata.state_dict_metadata.items():
             if not isinstance(entry, TensorStorageMetadata):
                 if MetadataIndex(name) not in stored:
@@ -302,14 +298,6 @@ class _Look:
 
     def _look_at_place(self, index: MetadataIndex, info: Any, metadata: Metadata) -> None:
         name, file, offset, length = index.fqn, info.relative_path, info.offset, info.length
-        if not lies_beneath(file):
-            what = "the metadata names a file that cannot lie in the checkpoint's directory"
-            self._damaged(name, repr(file), None, what)
-            return
-        if not all(type(n) is int and 0 <= n < _MOST_BYTES for n in (offset, length)):
-            what = f"the metadata gives an impossible place, {length!r} bytes at byte {offset!r}"
-            self._damaged(name, file, None, what)
-            return
         if file not in self._lengths:
             self._lengths[file] = self._length_of(file)
         has = self._lengths[file]
@@ -351,17 +339,8 @@ class _Look:
 
 
 def fault_of_shards(whole: tuple[int, ...], chunks: Sequence[ChunkStorageMetadata]) -> str | None:
-    """What is wrong with a tensor's shards; None: they cover it."""
-    boxes = []
-    for chunk in chunks:
-        offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
-        inside = len(offsets) == len(sizes) == len(whole) and all(
-            begin >= 0 and 0 <= length <= end - begin
-            for begin, length, end in zip(offsets, sizes, whole, strict=True)
-        )
-        if not inside:
-            return f"its shard of {list(sizes)} at {list(offsets)} lies outside of {list(whole)}"
-        boxes.append(tuple(zip(offsets, sizes, strict=True)))
+    """What is wrong with a tensor's shards, which all lie in it; None: they cover it."""
+    boxes = [tuple(zip(chunk.offsets, chunk.sizes, strict=True)) for chunk in chunks]
     if not boxes and 0 not in whole:
         return "it has no shards"
     gap = _gap(whole, boxes)

@@ -1,0 +1,82 @@
+"""A data file or the metadata is a FIFO or a device.
+
+The attacker wants the load to wait for ever, to read without an end, or a device to do what it does
+when it is opened. torch waits.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.attacks.support import Checkpoint
+from torch_ckpt import CheckpointError
+
+
+def make_fifo(file: Path) -> None:
+    os.mkfifo(file)
+
+
+def make_zero(file: Path) -> None:
+    try:
+        os.mknod(file, stat.S_IFCHR | 0o600, os.makedev(1, 5))
+    except PermissionError:
+        pytest.skip("making a device takes root")
+
+
+def make_directory(file: Path) -> None:
+    file.mkdir()
+
+
+def data_is(make: Any) -> Any:
+    def attack(c: Checkpoint) -> None:
+        c.of_stock()
+        file = c.data
+        file.unlink()
+        make(file)
+
+    return attack
+
+
+def metadata_is(make: Any) -> Any:
+    def attack(c: Checkpoint) -> None:
+        (c.path / ".metadata").unlink()
+        make(c.path / ".metadata")
+
+    return attack
+
+
+DATA = {
+    "special file: a FIFO for data": data_is(make_fifo),
+    "special file: /dev/zero for data": data_is(make_zero),
+    "special file: a directory for data": data_is(make_directory),
+}
+METADATA = {
+    "special file: a FIFO for the metadata": metadata_is(make_fifo),
+    "special file: /dev/zero for the metadata": metadata_is(make_zero),
+    "special file: a directory for the metadata": metadata_is(make_directory),
+}
+
+
+@pytest.mark.parametrize("attack", DATA)
+def test_one_in_the_place_of_data_is_refused(checkpoint: Checkpoint, attack: str) -> None:
+    DATA[attack](checkpoint)
+    checkpoint.assert_stopped(
+        attack, CheckpointError, OSError, ValueError, ls=1, says="__0_0.distcp"
+    )
+
+
+@pytest.mark.parametrize("attack", METADATA)
+def test_one_in_the_place_of_the_metadata_is_refused(checkpoint: Checkpoint, attack: str) -> None:
+    METADATA[attack](checkpoint)
+    checkpoint.assert_stopped(attack, CheckpointError, OSError)
+
+
+@pytest.mark.parametrize("attack", DATA | METADATA)
+def test_what_stock_does(checkpoint: Checkpoint, attack: str) -> None:
+    (DATA | METADATA)[attack](checkpoint)
+    checkpoint.note_stock(attack)

@@ -1,0 +1,58 @@
+"""The checkpoint's directory becomes another one while it is loaded.
+
+The attacker waits until the metadata has been read and checked, and puts another directory, or a
+link to one, in its place: other weights under a name that was found good. torch opens by path each
+time.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+import torch_ckpt
+from tests.attacks.support import TABLE, Checkpoint
+from tests.support import stock_save
+
+ATTACK = "directory: another one between check and open"
+
+
+class Swapping(dcp.DefaultLoadPlanner):
+    """Puts another directory in its place as soon as the metadata has been read."""
+
+    def __init__(self, directory: Path, other: Path) -> None:
+        super().__init__()
+        self._directory, self._other = directory, other
+
+    def create_local_plan(self) -> Any:
+        self._directory.rename(self._directory.with_name("aside"))
+        self._other.rename(self._directory)
+        return super().create_local_plan()
+
+
+def swapped(c: Checkpoint) -> Swapping:
+    c.of_stock()
+    evil = {name: value + 1000 for name, value in c.state.items()}
+    stock_save(evil, c.folder / "evil")
+    return Swapping(c.path, c.folder / "evil")
+
+
+def test_what_is_read_is_what_was_checked(checkpoint: Checkpoint) -> None:
+    TABLE.setdefault(ATTACK, {})["ours"] = "not stopped"
+    state = checkpoint.targets()
+    reader = torch_ckpt.FileSystemReader(checkpoint.path)
+    dcp.load(state, storage_reader=reader, planner=swapped(checkpoint), no_dist=True)
+    assert torch.equal(state["weight"], checkpoint.state["weight"])
+    TABLE[ATTACK]["ours"] = "stopped: reads what it has opened"
+
+
+def test_what_stock_does(checkpoint: Checkpoint) -> None:
+    planner = swapped(checkpoint)
+    state = checkpoint.targets()
+    reader = dcp.FileSystemReader(checkpoint.path)
+    dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
+    taken = state["weight"][0, 0] >= 1000
+    TABLE.setdefault(ATTACK, {})["stock"] = "read the other" if taken else "read"

@@ -1,0 +1,50 @@
+"""A data file is a link to another file.
+
+The attacker has unpacked an archive with a link in it where somebody loads, and wants another file
+of the machine to be read. torch follows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.attacks.support import Checkpoint
+from torch_ckpt import Unsafe
+
+
+def link_to_outside(c: Checkpoint) -> None:
+    c.of_stock()
+    outside = c.folder / "outside.distcp"
+    c.data.rename(outside)
+    (c.path / "__0_0.distcp").symlink_to(outside)
+
+
+def linked_folder(c: Checkpoint) -> None:
+    c.of_stock()
+    outside = c.folder / "outside"
+    outside.mkdir()
+    c.data.rename(outside / "data.distcp")
+    (c.path / "inside").symlink_to(outside)
+    for index in c.metadata.storage_data:
+        c.metadata.storage_data[index].relative_path = "inside/data.distcp"
+    c.publish()
+
+
+ATTACKS: dict[str, Callable[[Checkpoint], None]] = {
+    "symlink: a data file": link_to_outside,
+    "symlink: a folder of data files": linked_folder,
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_it_is_refused(checkpoint: Checkpoint, attack: str) -> None:
+    ATTACKS[attack](checkpoint)
+    checkpoint.assert_stopped(attack, Unsafe, ls=1)
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_what_stock_does(checkpoint: Checkpoint, attack: str) -> None:
+    ATTACKS[attack](checkpoint)
+    checkpoint.note_stock(attack)

@@ -1,0 +1,65 @@
+"""A tensor's record has a pickle that calls something.
+
+torch reads it by ``torch.load(weights_only=True)``; here a grammar decodes it, which knows one
+program only, and what does not match goes to ``torch.load(weights_only=True)`` as well.
+"""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+
+from tests.attacks.support import Attack, Calls, Checkpoint, record_of_object, with_entry
+from tests.support import record_of
+from torch_ckpt import Corrupt, Unsafe
+
+
+def os_system(c: Checkpoint) -> None:
+    c.replace_record("weight", record_of_object(c.touches_canary()))
+
+
+def amid_the_tensor(c: Checkpoint) -> None:
+    tensor = torch.ones(3, 4)
+    state = tensor.__reduce_ex__(2)
+    value = Calls(state[0], *state[1][:-1], c.touches_canary())
+    c.replace_record("weight", record_of_object(value))
+
+
+def old_format(c: Checkpoint) -> None:
+    stream = io.BytesIO()
+    torch.save(c.touches_canary(), stream, _use_new_zipfile_serialization=False)
+    c.replace_record("weight", stream.getvalue())
+
+
+def torch_script(c: Checkpoint) -> None:
+    stream = io.BytesIO()
+    torch.jit.save(torch.jit.script(torch.nn.ReLU()), stream)
+    c.replace_record("weight", stream.getvalue())
+
+
+def endless_program(c: Checkpoint) -> None:
+    record = record_of(torch.ones(3, 4))
+    c.replace_record("weight", with_entry(record, "data.pkl", b"\x80\x02" + b"(" * 10**6 + b"."))
+
+
+ATTACKS: dict[str, Attack] = {
+    "tensor: os.system": os_system,
+    "tensor: os.system in the place of the hooks": amid_the_tensor,
+    "tensor: the format before zip": old_format,
+    "tensor: a TorchScript program": torch_script,
+    "tensor: a million marks": endless_program,
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_it_is_refused(checkpoint: Checkpoint, attack: str) -> None:
+    ATTACKS[attack](checkpoint)
+    checkpoint.assert_stopped(attack, Unsafe, Corrupt, ls=0, unchanged=False, says="weight: ")
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_what_stock_does(checkpoint: Checkpoint, attack: str) -> None:
+    ATTACKS[attack](checkpoint)
+    checkpoint.note_stock(attack)

@@ -1,0 +1,370 @@
+"""Objects: which come back as they were, which are refused, and who is asked."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import io
+import pathlib
+import pickle
+import random
+import subprocess
+import sys
+import threading
+import types
+from collections import Counter, OrderedDict, defaultdict, deque
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.planner import ReadItem
+
+import torch_ckpt
+from tests.support import cause_of, load, save, stock_save
+from torch_ckpt import Corrupt, Unsafe
+from torch_ckpt.objects import decode
+
+
+def record_of(value: Any, **options: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream, **options)
+    return stream.getvalue()
+
+
+def again(value: Any) -> Any:
+    """What a load makes of it."""
+    return decode(record_of(value), "name", "file")
+
+
+UTC = datetime.timezone.utc
+VALUES: list[Any] = [
+    None,
+    True,
+    0,
+    -5,
+    2**31,
+    -(2**70),
+    2**3000,
+    1.5,
+    float("inf"),
+    1 + 2j,
+    "",
+    "é\ud800",
+    b"",
+    b"\xff\x00abc",
+    bytearray(),
+    bytearray(b"\xff\x00"),
+    (),
+    (1, (2, (3,))),
+    (1, 2, 3, 4),
+    [],
+    [1, [2]],
+    {"a": {1: (2,)}},
+    set(),
+    {1, (2, "a")},
+    frozenset({1, frozenset({2})}),
+    slice(1, None, 2),
+    range(1, 10, 3),
+    argparse.Namespace(lr=1e-3, layers=[1, 2]),
+    types.SimpleNamespace(a=1),
+    pathlib.Path("/a/b"),
+    pathlib.PurePosixPath("a"),
+    datetime.datetime(2026, 1, 2, 3, 4, 5, 6),
+    datetime.datetime(2026, 1, 2, tzinfo=UTC),
+    datetime.date(2026, 1, 2),
+    datetime.time(3, 4, tzinfo=UTC),
+    datetime.timedelta(1, 2, 3),
+    datetime.timezone(datetime.timedelta(hours=2), "here"),
+    OrderedDict(b=1, a=2),
+    defaultdict(list, {"a": [1]}),
+    defaultdict(None, {1: 2}),
+    Counter("abca"),
+    deque([1, 2, 3]),
+    deque([1, 2], maxlen=2),
+    random.Random(0).getstate(),
+    torch.Size([2, 3]),
+    torch.float32,
+    torch.bfloat16,
+    torch.strided,
+    torch.per_tensor_affine,
+    torch.device("cpu"),
+    torch.device("cuda", 1),
+    numpy.float64(1.5),
+    numpy.int8(-3),
+    numpy.bool_(True),
+    numpy.float32(2),
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda v: f"{type(v).__name__} {str(v)[:40]!r}")
+@pytest.mark.parametrize("protocol", [2, 3, 4])
+def test_harmless_objects_come_back_as_they_were(value: Any, protocol: int) -> None:
+    found = decode(record_of(value, pickle_protocol=protocol), "name", "file")
+    assert type(found) is type(value)
+    assert found == value
+
+
+def test_a_deque_and_a_defaultdict_keep_what_equality_does_not_see() -> None:
+    assert again(deque([1], maxlen=7)).maxlen == 7
+    assert again(defaultdict(set)).default_factory is set
+
+
+ARRAYS = [
+    numpy.arange(6).reshape(2, 3),
+    numpy.asfortranarray(numpy.ones((3, 2), numpy.float16)),
+    numpy.array(["a", "bcd"]),
+    numpy.array([b"ab", b"c"]),
+    numpy.arange(3, dtype=">i4"),
+    numpy.zeros((0, 3)),
+    numpy.array(5),
+    numpy.array([True, False]),
+    numpy.array([1 + 2j]),
+]
+
+
+@pytest.mark.parametrize("array", ARRAYS, ids=lambda a: f"{a.dtype} {a.shape}")
+def test_arrays_come_back_as_they_were(array: Any) -> None:
+    found = again(array)
+    # numpy itself stores the other byte order and reads it into this machine's.
+    assert found.dtype == pickle.loads(pickle.dumps(array, 2)).dtype
+    assert found.flags.f_contiguous == array.flags.f_contiguous
+    assert numpy.array_equal(found, array)
+
+
+def test_numpys_random_state_comes_back() -> None:
+    state = numpy.random.RandomState(3).get_state()
+    restored = numpy.random.RandomState()
+    restored.set_state(again(state))
+    assert restored.randint(10**9) == numpy.random.RandomState(3).randint(10**9)
+
+
+def test_a_buffer_comes_back_at_its_position() -> None:
+    buffer = io.BytesIO(b"hello")
+    buffer.read(2)
+    assert again(buffer).read() == b"llo"
+
+
+TENSORS = [
+    torch.arange(6.0).reshape(2, 3).t(),
+    torch.arange(6.0)[2:4],
+    torch.tensor(3),
+    torch.empty(0, 3),
+    torch.ones(3, dtype=torch.bfloat16),
+    torch.ones(2, dtype=torch.uint16),
+    torch.ones(2, dtype=torch.complex64),
+    torch.nn.Parameter(torch.ones(2)),
+    torch.eye(3).to_sparse(),
+    torch.eye(3).to_sparse_csr(),
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("tensor", TENSORS, ids=lambda t: f"{t.dtype} {t.layout} {tuple(t.shape)}")
+def test_tensors_in_objects_come_back_and_stay_shared(tensor: torch.Tensor) -> None:
+    one, other = again((tensor, tensor))
+    assert one is other
+    assert type(one) is type(tensor)
+    assert one.layout is tensor.layout
+    assert one.stride() == tensor.stride() if tensor.layout is torch.strided else True
+    assert torch.equal(one.detach().to_dense(), tensor.detach().to_dense())
+
+
+def test_views_of_one_storage_stay_views_of_one_storage() -> None:
+    tensor = torch.arange(6.0)
+    one, other = again((tensor[:3], tensor[3:]))
+    assert one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def test_a_tensors_attributes_come_back() -> None:
+    tensor = torch.ones(2)
+    tensor.tag = "mine"  # type: ignore[attr-defined]
+    assert again((tensor,))[0].tag == "mine"
+
+
+def test_quantized_tensors_in_objects_come_back() -> None:
+    tensor = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)
+    assert torch.equal(again((tensor,))[0].dequantize(), tensor.dequantize())
+
+
+class Own:
+    """A class of the user's."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Own) and self.value == other.value
+
+
+class Pair(NamedTuple):
+    one: int
+    other: int
+
+
+class OwnDict(dict[str, int]):
+    """A subclass with attributes."""
+
+
+@pytest.mark.parametrize(
+    "value", [Own(3), Pair(1, 2), OwnDict(a=1)], ids=lambda v: type(v).__name__
+)
+def test_a_class_of_the_users_is_refused_until_he_declares_it_safe(value: Any) -> None:
+    with pytest.raises(Unsafe, match=type(value).__name__) as error:
+        again(value)
+    assert "torch.serialization.add_safe_globals" in str(error.value)
+    with torch.serialization.safe_globals([type(value)]):
+        found = again(value)
+    assert type(found) is type(value)
+    assert found == value
+
+
+def test_what_is_declared_safe_under_another_name_is_found() -> None:
+    with torch.serialization.safe_globals([(Own, f"{Own.__module__}.Own")]):
+        assert again(Own(3)) == Own(3)
+
+
+def test_nothing_of_ours_is_declared_safe_for_other_loads() -> None:
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        before = torch.serialization.get_safe_globals()
+        again(argparse.Namespace(a=deque([1])))
+        assert torch.serialization.get_safe_globals() == before
+
+
+def test_objects_are_decoded_by_several_threads_at_once() -> None:
+    value = {"a": [deque([i]) for i in range(300)]}
+    record = record_of(value)
+    found: list[Any] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(decode(record, "name", "file")))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [value] * 4
+
+
+def test_an_object_array_is_refused_by_name() -> None:
+    with pytest.raises(Unsafe, match=r"name: the object in file makes a dtype"):
+        again(numpy.array([1, {}], dtype=object))
+
+
+def test_every_cut_of_a_record_is_refused() -> None:
+    record = record_of({"a": (torch.ones(3), 5)})
+    for size in range(0, len(record), 13):
+        with pytest.raises(Corrupt):
+            decode(record[:size], "name", "file")
+
+
+def test_any_changed_byte_of_a_program_does_nothing_but_fail_or_give_another_value() -> None:
+    seed = 5
+    generator = random.Random(seed)
+    record = record_of({"a": [1, 2.0, deque([3]), argparse.Namespace(b="c")], "d": torch.ones(2)})
+    begin = record.index(b"\x80\x02")
+    end = record.index(b"PK", begin)
+    for _ in range(500):
+        changed = bytearray(record)
+        changed[generator.randrange(begin, end)] = generator.randrange(256)
+        try:
+            decode(bytes(changed), "name", "file")
+        except (Unsafe, Corrupt):
+            pass
+        except BaseException as error:
+            pytest.fail(f"seed {seed}: {error!r}")
+
+
+# --- in a load -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("saver", [save, stock_save])
+@pytest.mark.parametrize("flatten", [True, False])
+def test_objects_go_where_torchs_planner_puts_them(
+    tmp_path: Path, saver: Any, flatten: bool
+) -> None:
+    state = {"a": {"b": deque([1]), "weight": torch.ones(2)}, "c": "text"}
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=flatten)
+    if not flatten:
+        state = {"b": deque([1]), "c": "text"}
+    writer = torch_ckpt.FileSystemWriter if saver is save else dcp.FileSystemWriter
+    dcp.save(state, storage_writer=writer(tmp_path), planner=planner, no_dist=True)
+    loaded: dict[str, Any] = {"a": {"b": 0, "weight": torch.zeros(2)}, "c": 0}
+    if not flatten:
+        loaded = {"b": 0, "c": 0}
+    # Flattening in either sense makes another dict.
+    load(loaded, tmp_path, planner=dcp.DefaultLoadPlanner(flatten, flatten))
+    assert (loaded["a"]["b"] if flatten else loaded["b"]) == deque([1])
+    assert loaded["c"] == "text"
+
+
+class Noting(dcp.DefaultLoadPlanner):
+    """Notes what it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.got: list[bytes] = []
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.got.append(value.read())
+        value.seek(0)
+        super().load_bytes(read_item, value)
+
+
+def test_a_planner_with_a_load_bytes_of_its_own_gets_the_bytes(tmp_path: Path) -> None:
+    save({"step": 7}, tmp_path)
+    planner = Noting()
+    state = {"step": 0}
+    load(state, tmp_path, planner=planner)
+    assert planner.got == [record_of(7)]
+    assert state == {"step": 7}
+
+
+class Raw(dcp.DefaultLoadPlanner):
+    """Of bytes that are no pickle."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.original_state_dict[read_item.dest_index.fqn] = value.read()
+
+
+class RawSaving(dcp.DefaultSavePlanner):
+    def transform_object(self, write_item: Any, object: Any) -> Any:
+        return io.BytesIO(object)
+
+
+def test_bytes_of_a_planners_own_need_a_trusted_writer(tmp_path: Path) -> None:
+    writer = torch_ckpt.FileSystemWriter(tmp_path)
+    dcp.save({"step": b"raw"}, storage_writer=writer, planner=RawSaving(), no_dist=True)
+    with pytest.raises(dcp.CheckpointException) as error:
+        load({"step": 0}, tmp_path, planner=Raw())
+    assert isinstance(cause_of(error.value), Corrupt)
+    assert "allow_pickle=True" in str(cause_of(error.value))
+    state: dict[str, Any] = {"step": 0}
+    load(state, tmp_path, planner=Raw(), allow_pickle=True)
+    assert state == {"step": b"raw"}
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_a_trusted_writers_objects_are_unpickled_as_torch_does(tmp_path: Path, ours: bool) -> None:
+    save({"own": Own(3)}, tmp_path)
+    state: dict[str, Any] = {"own": None}
+    if ours:
+        torch_ckpt.load(state, tmp_path, allow_pickle=True, no_dist=True)
+    else:
+        load(state, tmp_path, allow_pickle=True)
+    assert state == {"own": Own(3)}
+
+
+def test_importing_and_loading_imports_no_numpy() -> None:
+    # It need not be installed.
+    program = """
+import sys
+sys.modules["numpy"] = None
+import torch_ckpt.objects, torch, io
+stream = io.BytesIO()
+torch.save({"a": 1}, stream)
+assert torch_ckpt.objects.decode(stream.getvalue(), "name", "file") == {"a": 1}
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=60)

@@ -1,0 +1,181 @@
+"""What the metadata may say; what it may not is in tests/attacks."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as OldProperties
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+)
+
+import torch_ckpt
+from tests.support import assert_equal, emptied, load, save, stock_save
+from torch_ckpt import Corrupt
+from torch_ckpt.metadata import read_metadata
+from torch_ckpt.validation import check_metadata, lies_beneath
+
+STATE: dict[str, Any] = {
+    "weight": torch.arange(12.0).reshape(3, 4),
+    "empty": torch.empty(0, 5),
+    "scalar": torch.tensor(3),
+    "nested": {"list": [torch.ones(2), torch.ones(3)], "text": "a"},
+    "step": 3,
+}
+
+
+@pytest.mark.parametrize("saver", [save, stock_save])
+def test_metadata_of_a_save_passes(tmp_path: Path, saver: Any) -> None:
+    saver(STATE, tmp_path)
+    check_metadata(read_metadata(tmp_path), "here")
+    loaded = emptied(STATE)
+    load(loaded, tmp_path)
+    assert_equal(loaded["weight"], STATE["weight"])
+
+
+@pytest.fixture
+def metadata(tmp_path: Path) -> Metadata:
+    save(STATE, tmp_path)
+    return read_metadata(tmp_path)
+
+
+def test_attributes_that_nobody_uses_are_left_alone(metadata: Metadata) -> None:
+    # Megatron keeps plans there, and torch's next version may have more fields.
+    metadata.all_local_plans = [1, 2]  # type: ignore[attr-defined]
+    metadata.version = "9.0"
+    for info in metadata.storage_data.values():
+        info.checksum = "unknown"
+    check_metadata(metadata, "here")
+
+
+def test_places_of_names_that_are_not_described_are_left_alone(metadata: Metadata) -> None:
+    metadata.storage_data[MetadataIndex("other")] = _StorageInfo("other.distcp", 0, 10)
+    check_metadata(metadata, "here")
+
+
+def test_a_description_without_a_place_passes(metadata: Metadata) -> None:
+    # What a save left out is refused where it is wanted, by name; the rest can be loaded.
+    metadata.state_dict_metadata["lost"] = BytesStorageMetadata()
+    check_metadata(metadata, "here")
+
+
+def test_properties_of_older_torch_pass(metadata: Metadata) -> None:
+    stored = metadata.state_dict_metadata["weight"]
+    stored.properties = OldProperties(dtype=torch.float32)
+    check_metadata(metadata, "here")
+
+
+def test_no_storage_data_passes(metadata: Metadata) -> None:
+    metadata.storage_data = None
+    check_metadata(metadata, "here")
+
+
+def test_empty_shards_may_be_many(metadata: Metadata) -> None:
+    # Ranks without rows of a tensor.
+    stored = metadata.state_dict_metadata["weight"]
+    nothing = ChunkStorageMetadata(torch.Size([3, 0]), torch.Size([0, 4]))
+    stored.chunks = [*stored.chunks, nothing, nothing]
+    check_metadata(metadata, "here")
+
+
+def test_a_planner_may_keep_what_it_likes(metadata: Metadata) -> None:
+    metadata.planner_data = {"weight": ["of", "its", "own"]}
+    check_metadata(metadata, "here")
+
+
+def test_errors_name_the_entry_and_the_file(metadata: Metadata) -> None:
+    metadata.state_dict_metadata["weight"] = 3  # type: ignore[assignment]
+    with pytest.raises(Corrupt, match=r"^weight: .* a int \(here\)$"):
+        check_metadata(metadata, "here")
+
+
+WRONG: dict[str, Any] = {
+    "state_dict_metadata": [None, [], "a", {1: BytesStorageMetadata()}],
+    "storage_data": [[], 3, {"weight": 1}, {MetadataIndex("a"): None}],
+    "planner_data": [[], 3, "a"],
+    "storage_meta": [3, "a", {}],
+}
+
+
+@pytest.mark.parametrize(("field", "value"), [(f, v) for f in WRONG for v in WRONG[f]], ids=str)
+def test_a_field_of_another_type_is_refused(metadata: Metadata, field: str, value: Any) -> None:
+    setattr(metadata, field, value)
+    with pytest.raises(Corrupt):
+        check_metadata(metadata, "here")
+
+
+@pytest.mark.parametrize("part", ["properties", "size", "chunks"])
+def test_a_description_that_lacks_a_part_is_refused(metadata: Metadata, part: str) -> None:
+    stored = copy.copy(metadata.state_dict_metadata["weight"])
+    delattr(stored, part)
+    metadata.state_dict_metadata["weight"] = stored
+    with pytest.raises(Corrupt, match=r"^weight: "):
+        check_metadata(metadata, "here")
+
+
+@pytest.mark.parametrize("part", ["offsets", "sizes"])
+def test_a_shard_that_lacks_a_part_is_refused(metadata: Metadata, part: str) -> None:
+    stored = metadata.state_dict_metadata["weight"]
+    chunk = copy.copy(stored.chunks[0])
+    delattr(chunk, part)
+    stored = dataclasses.replace(stored, chunks=[chunk])
+    metadata.state_dict_metadata["weight"] = stored
+    with pytest.raises(Corrupt, match=r"^weight: "):
+        check_metadata(metadata, "here")
+
+
+def test_a_trusted_writers_metadata_is_checked_as_well(tmp_path: Path) -> None:
+    # Disks are not trusted.
+    metadata = save(STATE, tmp_path)
+    next(iter(metadata.storage_data.values())).offset = -1
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(Corrupt):
+        torch_ckpt.FileSystemReader(tmp_path, allow_pickle=True).read_metadata()
+
+
+@pytest.mark.parametrize("file", ["a", "a.b", "a/b", "./a", "a//b", "..a", "a..", ".a", "é" * 2000])
+def test_clean_paths_lie_beneath(file: str) -> None:
+    assert lies_beneath(file)
+
+
+@pytest.mark.parametrize(
+    "file", ["", ".", "..", "/", "/a", "../a", "a/..", "a/../b", "a\0", "a\\b", "a" * 5000, 3, None]
+)
+def test_others_do_not(file: Any) -> None:
+    assert not lies_beneath(file)
+
+
+def test_the_reason_reaches_who_loads_with_dcp(tmp_path: Path) -> None:
+    # torch tries another file after any failure, and up to 2.14 drops the reason.
+    metadata = save({"step": 3}, tmp_path)
+    next(iter(metadata.storage_data.values())).offset = -1
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    reader = torch_ckpt.FileSystemReader(tmp_path)
+    with pytest.raises(torch.distributed.checkpoint.CheckpointException) as error:
+        torch.distributed.checkpoint.load({"step": 0}, storage_reader=reader, no_dist=True)
+    ((cause, _trace),) = error.value.failures.values()
+    assert isinstance(cause, Corrupt)
+
+
+def test_a_reader_that_has_refused_one_checkpoint_reads_another(tmp_path: Path) -> None:
+    save({"step": 3}, tmp_path / "good")
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / ".metadata").write_bytes(b"damaged")
+    reader = torch_ckpt.FileSystemReader(tmp_path / "bad")
+    with pytest.raises(Corrupt):
+        reader.read_metadata()
+    state = {"step": 0}
+    torch.distributed.checkpoint.load(
+        state, storage_reader=reader, checkpoint_id=tmp_path / "good", no_dist=True
+    )
+    assert state == {"step": 3}

@@ -1,0 +1,275 @@
+"""Objects of a checkpoint, without running what they ask for.
+
+An object is stored as ``torch.save`` writes it: an archive with a pickle, which is a program, and
+the data of the tensors in it. DCP's planner runs that program. Here it goes through an interpreter
+that knows a list of names, what each may be called with, and what may be done to the result:
+
+1. The archive holds its entries uncompressed, and nothing that is a program for TorchScript.
+2. A name is looked up in the list, or among those that the user has declared to be safe
+   (``torch.serialization.add_safe_globals``). It is never imported because a pickle asks for it.
+3. A listed callable is called through a function of ours, which checks the arguments: what is made
+   is never larger than what is stored.
+4. State is set only on what this very load has made: never on a class, a function or a singleton.
+
+``torch.load(weights_only=True)`` is not used: its list can be extended only for the whole process
+(other threads' loads too, and leaving ``safe_globals`` removes what the user had added), it has no
+deque, no defaultdict and no limit for what a constructor allocates, and before torch 2.15 it does
+not validate sparse tensors.
+"""
+
+from __future__ import annotations
+
+import _compat_pickle
+import io
+import pickle
+import sys
+import zipfile
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+
+from torch_ckpt.errors import Corrupt, Unsafe
+from torch_ckpt.harmless import EMPTY, as_key, has_state, maker_of, named, set_state, shown
+
+# Neither has types.
+_torch = cast(Any, torch)
+_Interpreter: Any = cast(Any, pickle)._Unpickler
+
+# As in torch: not even the user can declare what is in them safe.
+_NEVER = frozenset({"sys", "os", "posix", "nt"})
+
+
+def decode(data: bytes | memoryview, name: str, file: str) -> Any:
+    """An object from the bytes that ``torch.save`` made of it.
+
+    Tensors in it go to the devices that they were saved from, as with ``torch.load``.
+
+    Args:
+        data: its record.
+        name: the fully qualified name, for messages.
+        file: where the record lies, for messages.
+
+    Raises:
+        Unsafe: it names something that is neither on the list nor declared safe by the user.
+        Corrupt: it is not what ``torch.save`` writes.
+    """
+    try:
+        archive = _Archive(data)
+        return _Unpickler(archive).load()
+    except Unsafe as error:
+        raise Unsafe(
+            f"{name}: the object in {file} {error}; pass allow_pickle=True only if you trust its "
+            "writer, or torch.serialization.add_safe_globals([...]) types of your own"
+        ) from None
+    except Exception as error:
+        raise Corrupt(
+            f"{name}: the object in {file} is not one that torch.save has written: "
+            f"{error or type(error).__name__}; with allow_pickle=True the planner gets it unread"
+        ) from error
+
+
+class _Archive:
+    """The archive of ``torch.save``, and the tensors' data in it."""
+
+    def __init__(self, data: bytes | memoryview) -> None:
+        if data[:4] != b"PK\x03\x04":
+            raise ValueError("it is no zip archive")
+        with zipfile.ZipFile(io.BytesIO(data)) as directory:
+            entries = directory.infolist()
+        # Two readers: what they agree on, torch's planners will read the same way.
+        self._reader = _torch._C.PyTorchFileReader(io.BytesIO(data))
+        self._sizes = {entry.filename.partition("/")[2]: entry.file_size for entry in entries}
+        names = self._reader.get_all_records()
+        if len(entries) != len(self._sizes) or sorted(names) != sorted(self._sizes):
+            raise ValueError("its archive has two directories that differ")
+        if "constants.pkl" in self._sizes:
+            raise Unsafe("is a TorchScript program")
+        if any(e.compress_type != zipfile.ZIP_STORED for e in entries):
+            raise ValueError("its archive has compressed entries")
+        if sum(self._sizes.values()) > len(data):
+            raise ValueError("its archive has entries that overlap")
+        order = bytes(self._record("byteorder")) if "byteorder" in self._sizes else b"little"
+        if order.decode() != sys.byteorder:
+            raise ValueError(f"it was saved on a machine of byte order {order!r}")
+        self._storages: dict[str, torch.UntypedStorage] = {}
+
+    def program(self) -> bytes:
+        """The pickle."""
+        return self._record("data.pkl")
+
+    def storage(self, reference: object) -> Any:
+        """What a persistent id stands for."""
+        if type(reference) is not tuple or len(reference) != 5:
+            raise ValueError("it refers to something outside")
+        kind, storage_type, key, location, count = reference
+        if kind != "storage" or type(key) is not str or type(count) is not int:
+            raise ValueError("it refers to something outside")
+        dtype = torch.uint8 if storage_type is torch.UntypedStorage else storage_type.dtype
+        size = count * _torch._utils._element_size(dtype)
+        if self._sizes.get(f"data/{key}") != size:
+            raise ValueError(f"its storage {key} has other bytes than the {size} that it says")
+        untyped = self._storages.get(key)
+        if untyped is None:
+            read = self._reader.get_storage_from_record(f"data/{key}", size, torch.UntypedStorage)
+            untyped = read._typed_storage()._untyped_storage
+            untyped = _torch.serialization.default_restore_location(untyped, str(location))
+            self._storages[key] = untyped
+        return _torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
+
+    def _record(self, name: str) -> bytes:
+        record: bytes = self._reader.get_record(name)
+        if len(record) != self._sizes[name]:
+            raise ValueError(f"its archive has two entries {name}")
+        return record
+
+
+# The interpreter of pickles that is written in Python: the one in C has no hooks for what is done
+# with a name once it has been found.
+class _Unpickler(_Interpreter):  # type: ignore[misc]
+    def __init__(self, archive: _Archive) -> None:
+        super().__init__(io.BytesIO(archive.program()), encoding="utf-8")
+        self.persistent_load = archive.storage
+        self._declared = _declared_safe()
+        self._classes = {value for value in self._declared.values() if isinstance(value, type)}
+        self._made: dict[int, Any] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if self.proto < 3:
+            module, name = _compat_pickle.NAME_MAPPING.get((module, name), (module, name))
+            module = _compat_pickle.IMPORT_MAPPING.get(module, module)
+        if module not in _NEVER:
+            full = f"{module}.{name}"
+            if full in self._declared:
+                return self._declared[full]
+            known = named(full)
+            if known is not None:
+                return known
+        raise Unsafe(f"names {module}.{name}, which is not on the list of harmless types")
+
+    def load_reduce(self) -> None:
+        arguments = self.stack.pop()
+        function = self.stack[-1]
+        if type(arguments) is not tuple:
+            raise ValueError("it calls something without arguments")
+        if self._is_declared(function):
+            self.stack[-1] = self._keep(function(*arguments))
+            return
+        maker = maker_of(function)
+        if maker is None:
+            raise Unsafe(f"calls {shown(function)}")
+        self.stack[-1] = self._keep(maker(*arguments))
+
+    def load_newobj(self) -> None:
+        arguments = self.stack.pop()
+        kind = self.stack.pop()
+        if type(arguments) is not tuple:
+            raise ValueError("it makes something without arguments")
+        if isinstance(kind, type) and kind in self._classes:
+            self.append(self._keep(kind.__new__(kind, *arguments)))
+        elif isinstance(kind, type) and kind in EMPTY:
+            if arguments:
+                raise ValueError(f"it makes a {kind.__name__} of arguments")
+            self.append(self._keep(kind()))
+        else:
+            raise Unsafe(f"makes {shown(kind)}")
+
+    def load_build(self) -> None:
+        target = self.stack[-2]
+        if id(target) not in self._made:
+            raise Unsafe(f"sets the state of {shown(target)}")
+        if type(target) in self._classes:
+            super().load_build()
+            return
+        state = self.stack.pop()
+        set_state(target, state)
+
+    def load_append(self) -> None:
+        value = self.stack.pop()
+        self._list().append(value)
+
+    def load_appends(self) -> None:
+        values = self.pop_mark()
+        self._list().extend(values)
+
+    def load_setitem(self) -> None:
+        value = self.stack.pop()
+        key = self.stack.pop()
+        self._mapping()[as_key(key)] = value
+
+    def load_setitems(self) -> None:
+        values = self.pop_mark()
+        target = self._mapping()
+        for key, value in zip(values[::2], values[1::2], strict=True):
+            target[as_key(key)] = value
+
+    def load_additems(self) -> None:
+        values = self.pop_mark()
+        if type(self.stack[-1]) is not set:
+            raise ValueError("it adds to what is no set")
+        self.stack[-1].update(map(as_key, values))
+
+    def load_frozenset(self) -> None:
+        values = self.pop_mark()
+        self.append(frozenset(map(as_key, values)))
+
+    def _is_declared(self, function: object) -> bool:
+        return any(function is value for value in self._declared.values())
+
+    def _keep(self, made: Any) -> Any:
+        # Alive, so that its id stays its own.
+        if type(made) in self._classes or has_state(made):
+            self._made[id(made)] = made
+        return made
+
+    def _list(self) -> Any:
+        target = self.stack[-1]
+        if type(target) not in (list, deque) and type(target) not in self._classes:
+            raise ValueError("it appends to what is no list")
+        return target
+
+    def _mapping(self) -> Any:
+        target = self.stack[-1]
+        kinds = (dict, OrderedDict, defaultdict, Counter)
+        if type(target) not in kinds and type(target) not in self._classes:
+            raise ValueError("it sets items of what is no mapping")
+        return target
+
+
+_ALLOWED_OPCODES = """
+PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 LONG4 BINFLOAT
+BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8
+EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST APPEND APPENDS EMPTY_DICT SETITEM SETITEMS
+EMPTY_SET ADDITEMS FROZENSET BINPUT LONG_BINPUT MEMOIZE BINGET LONG_BINGET
+GLOBAL STACK_GLOBAL BINPERSID REDUCE NEWOBJ BUILD
+"""
+
+
+class _Table(dict[int, Callable[[Any], None]]):
+    def __missing__(self, opcode: int) -> Callable[[Any], None]:
+        raise ValueError(f"its pickle has the opcode {opcode:#x}")
+
+
+def _dispatch() -> _Table:
+    table = _Table()
+    for name in _ALLOWED_OPCODES.split():
+        code = getattr(pickle, name)[0]
+        inherited = _Interpreter.dispatch[code]
+        table[code] = vars(_Unpickler).get(inherited.__name__, inherited)
+    return table
+
+
+_Unpickler.dispatch = _dispatch()
+
+
+def _declared_safe() -> dict[str, Any]:
+    """What the user has declared safe, by the names in pickles."""
+    declared: dict[str, Any] = {}
+    for value in _torch.serialization.get_safe_globals():
+        if isinstance(value, tuple):
+            value, name = value
+            declared[name] = value
+        else:
+            declared[f"{value.__module__}.{value.__qualname__}"] = value
+    return declared
