@@ -27,14 +27,15 @@ import torch_ckpt
 from tests.interposed import Server
 from tests.support import StateDict, assert_equal, emptied, random_tensor, stock_load, stock_save
 
-#: Saves over older ones, without what torch and we say of that.
-QUIETLY = [
+TORTURE = bool(os.environ.get("TORCH_CKPT_TORTURE"))
+SEED = int(os.environ.get("TORCH_CKPT_SEED") or 1)
+
+#: Of sweeps: time for all points, and no word of what torch and we say of saves over older ones.
+SWEEPING = [
+    pytest.mark.timeout(3600 if TORTURE else 300),
     pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
     pytest.mark.filterwarnings("ignore:an unused file could not be removed"),
 ]
-
-TORTURE = bool(os.environ.get("TORCH_CKPT_TORTURE"))
-SEED = int(os.environ.get("TORCH_CKPT_SEED") or 1)
 
 # Each of four files is large enough for direct I/O, and one file for all takes two chunks.
 _BYTES_OF_A_TENSOR = (1 << 20) + (64 << 10)

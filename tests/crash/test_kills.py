@@ -16,9 +16,9 @@ from tests.sweeps import (
     NEW,
     NEXT,
     OURS,
-    QUIETLY,
     SAVES,
     STOCK,
+    SWEEPING,
     Bench,
     Counts,
     Scenario,
@@ -28,7 +28,7 @@ from tests.sweeps import (
     unnamed_in,
 )
 
-pytestmark = QUIETLY
+pytestmark = SWEEPING
 
 COUNTS = Counts(
     "kills", "points", "none", "old", "new", "a mix", "unreadable", "lost", "violations"

@@ -21,9 +21,9 @@ from tests.sweeps import (
     NEW,
     NEXT,
     OURS,
-    QUIETLY,
     SAVES,
     STOCK,
+    SWEEPING,
     TORTURE,
     Bench,
     Counts,
@@ -37,7 +37,7 @@ from tests.sweeps import (
 )
 from torch_ckpt.errors import DurabilityUncertain, NotCommitted
 
-pytestmark = QUIETLY
+pytestmark = SWEEPING
 
 #: Errors that calls of a kind may fail with, the likeliest first.
 FITTING = {

@@ -11,9 +11,9 @@ import torch.distributed.checkpoint as dcp
 
 from tests.faults.saves import save_as_rank
 from tests.interposed import Order, Server
-from tests.sweeps import NEW, NEXT, OLD, QUIETLY, found_in, names_in, save_alone, unnamed_in
+from tests.sweeps import NEW, NEXT, OLD, SWEEPING, found_in, names_in, save_alone, unnamed_in
 
-pytestmark = QUIETLY
+pytestmark = SWEEPING
 
 HOW = ["torch_ckpt.save", "dcp.save", "async_save"]
 

@@ -24,7 +24,7 @@ from tests.sweeps import (
     NEW,
     NEXT,
     OLD,
-    QUIETLY,
+    SWEEPING,
     found_in,
     names_in,
     save_alone,
@@ -33,7 +33,7 @@ from tests.sweeps import (
     unnamed_in,
 )
 
-pytestmark = QUIETLY
+pytestmark = SWEEPING
 
 
 def failure_of(path: Path, threads: int) -> OSError:
