@@ -25,7 +25,15 @@ import torch.distributed.checkpoint as dcp
 
 import torch_ckpt
 from tests.interposed import Server
-from tests.support import StateDict, assert_equal, emptied, random_tensor, stock_load, stock_save
+from tests.support import (
+    StateDict,
+    assert_equal,
+    cause_of,
+    emptied,
+    random_tensor,
+    stock_load,
+    stock_save,
+)
 
 TORTURE = bool(os.environ.get("TORCH_CKPT_TORTURE"))
 SEED = int(os.environ.get("TORCH_CKPT_SEED") or 1)
@@ -170,8 +178,10 @@ def found_in(path: Path, *, stock: bool = False) -> str:
             stock_load(loaded, path)
         else:
             torch_ckpt.load(loaded, path, no_dist=True)
-    except (Exception, dcp.CheckpointException) as error:
-        return f"unreadable: {error}"
+    except dcp.CheckpointException as error:
+        return f"unreadable: {cause_of(error)!r}"
+    except Exception as error:
+        return f"unreadable: {error!r}"
     for seed, name in ((OLD, "old"), (NEW, "new"), (NEXT, "next")):
         try:
             assert_equal(loaded, state_of(seed))
