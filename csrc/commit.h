@@ -20,9 +20,13 @@ struct CommitOutcome {
   Error error;  // where state is not committed
 };
 
+struct CommitMode {
+  bool sync = true;     // false: nothing is fsynced, and a power cut may lose the checkpoint
+  bool replace = true;  // false: not committed, with EEXIST, where there is one of the name
+};
+
 /// Makes `contents` appear as `directory`/`name` in one step; see commit.cpp for the protocol.
-/// With `sync` false nothing is fsynced and a power cut may lose the checkpoint.
 CommitOutcome commit_metadata(const std::string& directory, const std::string& name,
-                              std::span<const std::byte> contents, bool sync);
+                              std::span<const std::byte> contents, CommitMode mode);
 
 }  // namespace torch_ckpt

@@ -21,6 +21,7 @@ from torch_ckpt.errors import (
     SourceChanged,
     Unsafe,
 )
+from torch_ckpt.generations import remove_leftovers
 from torch_ckpt.loading import LoadReport, ReadMemory
 from torch_ckpt.metrics import SaveMetrics
 from torch_ckpt.reader import FileSystemReader
@@ -50,6 +51,7 @@ __all__ = [
     "estimate_read_memory",
     "load",
     "preflight",
+    "remove_leftovers",
     "save",
     "trim_pool",
 ]

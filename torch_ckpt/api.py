@@ -8,6 +8,7 @@ ShardedTensor, objects) goes through torch's own planners.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import os
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from torch_ckpt.collector import no_gc
-from torch_ckpt.coordination import Meeting, Ranks
+from torch_ckpt.coordination import TIMEOUT_SECONDS, Meeting, Ranks
 from torch_ckpt.loading import (
     Load,
     LoadReport,
@@ -50,9 +51,13 @@ def save(
     planner: SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
+    timeout: float = TIMEOUT_SECONDS,
     **writer_options: Any,
 ) -> Metadata:
     """Saves a state dict; returns when it is durable and visible on all ranks.
+
+    All ranks must call it, and :func:`async_save`, in the same order. They communicate through the
+    process group's store, where a rank that has died or hangs is noticed and named.
 
     Args:
         state_dict: as for ``dcp.save``: nested dicts and lists of tensors, DTensors, objects that
@@ -62,6 +67,7 @@ def save(
         planner: a planner of the caller's own; the save then is ``dcp.save`` with our writer.
         process_group: the ranks that save together; the default group if None.
         no_dist: save from this process alone.
+        timeout: seconds after which a rank that shows no sign of life fails the save on all others.
         writer_options: passed to :class:`FileSystemWriter`.
 
     Returns:
@@ -72,24 +78,22 @@ def save(
             failed system calls, ``NotCommitted`` or ``DurabilityUncertain`` for a failed commit.
         ValueError: contradicting options.
     """
-    ranks = Ranks(process_group, no_dist)
-    writer = _made(FileSystemWriter, storage_writer, checkpoint_id, writer_options)
-    with alone():
-        # An unseen error of an earlier save is not raised here: other ranks may have seen theirs,
-        # and would wait in the process group for this one.
-        return _save_now(state_dict, writer, checkpoint_id, planner, process_group, ranks)
-
-
-def _save_now(
-    state_dict: StateDict,
-    writer: FileSystemWriter,
-    checkpoint_id: CheckpointId | None,
-    planner: SavePlanner | None,
-    process_group: dist.ProcessGroup | None,
-    ranks: Ranks,
-) -> Metadata:
-    writer.reset(checkpoint_id)
-    if planner is not None or not writer.engine_can_write():
+    # Before anything can fail: the ranks count their saves alike.
+    ranks = Meeting.of(process_group, no_dist).ranks(timeout)
+    with contextlib.ExitStack() as stack:
+        try:
+            writer = _made(FileSystemWriter, storage_writer, checkpoint_id, writer_options)
+            # An unseen error of an earlier save is not raised here: other ranks may have seen
+            # theirs.
+            stack.enter_context(alone(ranks=ranks))
+            writer.reset(checkpoint_id)
+        except BaseException as error:
+            spawn(functools.partial(tell_the_others, ranks, error))
+            raise
+        # A rank that dies after its part is done is waited for no longer than others are.
+        stack.callback(ranks.close, min(timeout, 60.0))
+        if planner is None and writer.engine_can_write():
+            return save_state(lambda: _values_of(state_dict), writer, ranks)
         metadata: Metadata = dcp_save(
             state_dict,
             storage_writer=writer,
@@ -98,7 +102,6 @@ def _save_now(
             no_dist=not ranks.distributed,
         )
         return metadata
-    return save_state(lambda: _values_of(state_dict), writer, ranks)
 
 
 def async_save(
@@ -110,7 +113,7 @@ def async_save(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     if_busy: str = "wait",
-    timeout: float = 300.0,
+    timeout: float = TIMEOUT_SECONDS,
     write_done: Callable[[], None] | None = None,
     on_commit: Callable[[Metadata], None] | None = None,
     warn_unchanged: bool = True,
@@ -172,7 +175,7 @@ def async_save(
     ranks = meeting.ranks(timeout)
     job: Job | None = None
     try:
-        with alone(if_busy):
+        with alone(if_busy, ranks=ranks):
             check_for_errors()
             if storage_writer is not None:
                 # The caller may use it for something else while this save goes on.

@@ -3,8 +3,8 @@ talk to a process group.
 
 Each step runs on every rank; its outcomes, errors included, are exchanged before anybody goes on,
 so that a failure anywhere raises the same ``CheckpointException`` everywhere and no rank waits for
-one that has given up. Values move by the collectives of the process group or, off the training's
-thread, as keys of its store:
+one that has given up. Values of a load move by the collectives of the process group, those of a
+save as keys of its store, which also tell who has died:
 
 1. Every rank posts its value as ``{step}/from/{rank}``; the coordinator waits for all of them.
 2. It sets ``{step}/verdict`` where there is none yet. Only then may it combine, which may commit.
@@ -275,7 +275,10 @@ class _Alone:
 
 
 class _OverGroup(_Alone):
-    """By the collectives of a process group, which has its own timeout."""
+    """By the collectives of a process group, which has its own timeout.
+
+    Raises CheckpointException where they fail: another rank has died or not come in time.
+    """
 
     distributed = True
 
@@ -283,26 +286,40 @@ class _OverGroup(_Alone):
         self._group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
+        self._step = ""
 
     def gather(self, step: str, value: Any) -> list[Any] | None:
+        self._step = step
         gathered: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(value, gathered, dst=self._coordinator(), group=self._group)
+        self._call(dist.gather_object, value, gathered, dst=self._coordinator())
         return gathered
 
     def scatter(self, parts: list[Any] | None) -> Any:
         box: list[Any] = [None]
-        dist.scatter_object_list(box, parts, src=self._coordinator(), group=self._group)
+        self._call(dist.scatter_object_list, box, parts, src=self._coordinator())
         return box[0]
 
     def broadcast(self, value: Any) -> Any:
         box = [value]
-        dist.broadcast_object_list(box, src=self._coordinator(), group=self._group)
+        self._call(dist.broadcast_object_list, box, src=self._coordinator())
         return box[0]
 
     def all_gather(self, step: str, value: Any) -> Any:
+        self._step = step
         gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, value, group=self._group)
+        self._call(dist.all_gather_object, gathered, value)
         return gathered
+
+    def _call(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        try:
+            collective(*args, group=self._group, **kwargs)
+        except RuntimeError as cause:
+            error = ConnectionError(
+                f"rank {self.rank} lost the process group in '{self._step}' "
+                f"({str(cause).splitlines()[0]}): look for a rank that has died or hangs"
+            )
+            failure = error, traceback.StackSummary()
+            raise CheckpointException(self._step, {self.rank: failure}) from cause
 
     def _coordinator(self) -> int:
         return dist.get_global_rank(self._group, 0) if self._group is not None else 0

@@ -65,6 +65,33 @@ class OpenDirectory:
         """Whether nobody else works in the directory; a share of this descriptor's is given up."""
         return self._lock(fcntl.LOCK_EX)
 
+    def sync(self) -> None:
+        """fsync of the directory.
+
+        Raises:
+            OSError: it failed; ``filename`` is the path.
+        """
+        try:
+            os.fsync(self.fd)
+        except OSError as error:
+            # Some network file systems have none; their creations are synchronous.
+            if error.errno != errno.EINVAL:
+                raise OSError(error.errno, error.strerror, self.path) from None
+
+    def remove(self, name: str) -> None:
+        """Removes a file; one that is not there is no error.
+
+        Raises:
+            OSError: it cannot be removed; ``filename`` is its path.
+        """
+        try:
+            os.unlink(name, dir_fd=self.fd)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            path = os.path.join(self.path, name)
+            raise OSError(error.errno, error.strerror, path) from None
+
     def close(self) -> None:
         """Closes the descriptor and lets go of the lock; once, further calls do nothing."""
         self._close()

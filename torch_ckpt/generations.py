@@ -1,31 +1,40 @@
 """Which files of a checkpoint's directory belong to what, and which may go.
 
-A directory may hold a committed checkpoint, left-overs of saves that died, and the files of the
-save that is under way. Two rules keep them apart, and nothing else in the package removes a data
-file:
+A directory may hold a committed checkpoint, left-overs of saves that died, and the files of saves
+that are under way. These rules keep them apart, and nothing else in the package removes a data file
+that it has not made itself:
 
-1. Nothing is removed before the commit. A save whose names might be taken, by whatever is there,
-   gets a tag of its own in its names.
+1. A save claims the directory before it writes and until it has ended. Where its names might be
+   taken, by what is there or by another save, they get a tag that nobody else has.
 2. A file that any metadata in the directory names is never removed. Metadata that cannot be read
    may name any file, so then nothing is.
+3. Nothing is removed while somebody else saves or loads there (directory.py), nor before the
+   directory is durable: the rename of the metadata that counts may not be.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import threading
 import uuid
 import warnings
+import weakref
 from collections.abc import Iterable
+from typing import ClassVar
 
 from torch_ckpt import _C
+from torch_ckpt.directory import OpenDirectory
+from torch_ckpt.errors import CheckpointError
 from torch_ckpt.metadata import METADATA_NAME, read_metadata
 
 # "__3_0.distcp", "__3_5f0c19ab_0.distcp": rank, generation tag where there is one, bucket. A
 # separation hint may stand before it.
 _DATA_FILE = re.compile(r"__(\d+)_(?:[0-9a-f]{8}_)?\d+\.distcp$")
 _METADATA_FILE = re.compile(rf"^(?:__(\d+))?{re.escape(METADATA_NAME)}$")
+_PREFIX = re.compile(r"^__(\d+)_(?:[0-9a-f]{8}_)?$")
 _TEMPORARY = re.compile(rf"^(?:__(\d+))?{re.escape(METADATA_NAME)}\.tmp(?:-[0-9a-f]{{32}})?$")
+_KNOWN_FILE = re.compile("|".join(p.pattern for p in (_DATA_FILE, _METADATA_FILE)))
 
 
 def metadata_name(rank: int | None) -> str:
@@ -33,22 +42,110 @@ def metadata_name(rank: int | None) -> str:
     return METADATA_NAME if rank is None else f"__{rank}{METADATA_NAME}"
 
 
-def choose_prefix(directory: str, prefix: str) -> str:
-    """The prefix of a save's data files: ``prefix``, tagged where files of this kind are there.
+class Claim:
+    """A save's part in a directory: of the coordinator, or of each rank where ranks save alone.
+
+    Dropped without a commit it is that of a save that failed, whose files then go, whichever rank
+    wrote them. So it is when the thread that made it makes another one for the directory: who keeps
+    an exception may keep the first one, too.
 
     Args:
         directory: of the checkpoint; it exists.
-        prefix: ``__{rank}_``.
+        rank: whose metadata it will be; None: that of all ranks.
+
+    Attributes:
+        tag: what goes behind the rank in the names of the save's data files; may be empty.
+
+    Raises:
+        OSError: the directory cannot be opened or listed.
+    """
+
+    _all: ClassVar[weakref.WeakSet[Claim]] = weakref.WeakSet()
+
+    def __init__(self, directory: str, rank: int | None) -> None:
+        opened = OpenDirectory(directory)
+        status = os.fstat(opened.fd)
+        self._place = threading.get_ident(), status.st_dev, status.st_ino
+        for other in list(self._all):
+            if other._place == self._place:
+                other._abandon()
+        # Of two that begin at the same time one is alone.
+        is_alone = opened.take_alone()
+        is_empty = not any(map(_KNOWN_FILE.search, os.listdir(opened.fd)))
+        opened.share()
+        self.tag = "" if is_alone and is_empty else f"{uuid.uuid4().hex[:8]}_"
+        self._opened = opened
+        self._rank = rank
+        self._abandon: weakref.finalize[[OpenDirectory, int | None, int], Claim] = weakref.finalize(
+            self, _abandon, opened, rank, os.getpid()
+        )
+        self._all.add(self)
+
+    def committed(self, used: set[str]) -> None:
+        """Ends it after the commit, and removes what no metadata names any more; never raises.
+
+        Args:
+            used: the data files that the metadata just committed names.
+        """
+        self._abandon.detach()
+        if self._opened.take_alone():
+            _sweep(self._opened, self._rank, used)
+        self._opened.close()
+
+    def leave(self) -> None:
+        """Ends it and removes nothing: where the commit may or may not last."""
+        self._abandon.detach()
+        self._opened.close()
+
+
+def choose_prefix(directory: str, prefix: str) -> str:
+    """The prefix of one rank's data files: ``prefix``, tagged where files of this kind are there.
+
+    Args:
+        directory: of the checkpoint; it exists.
+        prefix: ``__{rank}_``, and the tag of the save where it has one.
 
     Raises:
         OSError: the directory cannot be listed.
     """
-    rank = prefix.strip("_")
+    match = _PREFIX.match(prefix)
+    if match is None:
+        return prefix
     for name in os.listdir(directory):
         data = _DATA_FILE.search(name)
-        if _METADATA_FILE.match(name) or (data and data.group(1) == rank):
-            return f"{prefix}{uuid.uuid4().hex[:8]}_"
+        if _METADATA_FILE.match(name) or (data and data.group(1) == match.group(1)):
+            # A tag of its own also where there is one: a plan may be an earlier save's.
+            return f"__{match.group(1)}_{uuid.uuid4().hex[:8]}_"
     return prefix
+
+
+def remove_leftovers(checkpoint_id: str | os.PathLike[str]) -> list[str]:
+    """Removes the files of saves that died, which every later save does, too, after its commit.
+
+    Args:
+        checkpoint_id: directory of the checkpoint, or of one that never came to be.
+
+    Returns:
+        The names of the removed files: data files that no metadata names, temporary metadata.
+
+    Raises:
+        CheckpointError: a save or a load is under way in the directory.
+        Corrupt, Unsafe: metadata is there and cannot be read, so it may name any file.
+        OSError: the directory cannot be read or fsynced, or a file not be removed.
+    """
+    opened = OpenDirectory(checkpoint_id)
+    try:
+        if not opened.take_alone():
+            raise CheckpointError(
+                f"{opened.path}: a save or a load is under way; try again when it has ended"
+            )
+        opened.sync()
+        names = _unnamed(opened, None, None)
+        for name in names:
+            opened.remove(name)
+        return names
+    finally:
+        opened.close()
 
 
 def refuse_hidden_save(directory: str, rank: int | None) -> None:
@@ -69,36 +166,6 @@ def refuse_hidden_save(directory: str, rank: int | None) -> None:
         )
 
 
-def sweep(directory: str, rank: int | None, used: set[str]) -> None:
-    """Removes, after a commit, what no metadata names any more; never raises.
-
-    Args:
-        directory: of the checkpoint.
-        rank: the rank whose files are looked at, where ranks save on their own. None: those of all
-            ranks, and the metadata of single ranks, which the common one has superseded.
-        used: the data files that the metadata just committed names.
-    """
-    try:
-        names = os.listdir(directory)
-        if rank is None:
-            superseded = [n for n in names if (m := _METADATA_FILE.match(n)) and m.group(1)]
-            if superseded:
-                remove_files(directory, superseded)
-                # A power cut must not bring them back after their data files have gone.
-                _C.sync_directory(directory)
-        unused = []
-        for name in names:
-            match = _DATA_FILE.search(name) or _TEMPORARY.match(name)
-            if match and name not in used and (rank is None or match.group(1) == str(rank)):
-                unused.append(name)
-        if unused:
-            elsewhere = _named_by_others(directory, metadata_name(rank))
-            remove_files(directory, [name for name in unused if name not in elsewhere])
-    except Exception as error:
-        # Nothing that is needed is lost, and the checkpoint is committed.
-        warnings.warn(f"unused files are left in {directory}: {error}", stacklevel=2)
-
-
 def remove_files(directory: str, names: Iterable[str]) -> None:
     """Removes files that are known to be named by no metadata; warns where that fails."""
     for name in names:
@@ -108,11 +175,68 @@ def remove_files(directory: str, names: Iterable[str]) -> None:
             warnings.warn(f"an unused file could not be removed: {error}", stacklevel=2)
 
 
-def _named_by_others(directory: str, committed: str) -> set[str]:
-    """The data files that metadata other than ``committed`` names."""
+def _abandon(opened: OpenDirectory, rank: int | None, pid: int) -> None:
+    # A forked child has a copy of the claim, and its parent may go on with the save.
+    if os.getpid() == pid and opened.take_alone():
+        _sweep(opened, rank, None)
+    opened.close()
+
+
+def _sweep(opened: OpenDirectory, rank: int | None, used: set[str] | None) -> None:
+    """Removes what no metadata names; warns where that fails.
+
+    By the descriptor: where a failed save is collected late, another directory may have the path.
+
+    Args:
+        opened: the directory, which nobody else uses.
+        rank: the rank whose files are looked at, where ranks save on their own. None: those of all
+            ranks, and the metadata of single ranks, which a common one has superseded.
+        used: the data files that the metadata just committed names; None: there was no commit.
+    """
+    try:
+        if used is not None and rank is None:
+            matches = map(_METADATA_FILE.match, os.listdir(opened.fd))
+            superseded = [match.group() for match in matches if match and match.group(1)]
+            _remove(opened, superseded)
+            if superseded:
+                # A power cut must not bring them back after their data files have gone.
+                opened.sync()
+        unnamed = _unnamed(opened, rank, used)
+        if unnamed and used is None:
+            # The metadata may be that of a save whose last fsync failed.
+            opened.sync()
+        _remove(opened, unnamed)
+    except Exception as error:
+        # Nothing that is needed is lost.
+        warnings.warn(f"unused files are left in {opened.path}: {error}", stacklevel=2)
+
+
+def _remove(opened: OpenDirectory, names: Iterable[str]) -> None:
+    for name in names:
+        try:
+            opened.remove(name)
+        except OSError as error:
+            warnings.warn(f"an unused file could not be removed: {error}", stacklevel=2)
+
+
+def _unnamed(opened: OpenDirectory, rank: int | None, used: set[str] | None) -> list[str]:
+    """Data files and temporary ones that no metadata names, sorted.
+
+    Args:
+        rank: whose; None: all ranks'.
+        used: what the metadata of ``rank`` names; None: look into it.
+    """
+    names = sorted(os.listdir(opened.fd))
+    unnamed = []
+    for name in names:
+        match = _DATA_FILE.search(name) or _TEMPORARY.match(name)
+        if match and name not in (used or ()) and (rank is None or match.group(1) == str(rank)):
+            unnamed.append(name)
+    if not unnamed:
+        return []
     named: set[str] = set()
-    for name in os.listdir(directory):
-        if name != committed and _METADATA_FILE.match(name):
-            metadata = read_metadata(directory, name=name)
+    for name in names:
+        if _METADATA_FILE.match(name) and (used is None or name != metadata_name(rank)):
+            metadata = read_metadata(f"/proc/self/fd/{opened.fd}", name=name)
             named.update(info.relative_path for info in metadata.storage_data.values())
-    return named
+    return [name for name in unnamed if name not in named]

@@ -120,7 +120,19 @@ def save_state(
     Raises:
         CheckpointException: on every rank, with the cause of each rank that failed.
     """
-    cache = cache or PlanCache()
+    try:
+        return _save_state(state_dict, writer, ranks, job, cache or PlanCache())
+    finally:
+        writer.abandon()
+
+
+def _save_state(
+    state_dict: Callable[[], StateDict],
+    writer: FileSystemWriter,
+    ranks: Ranks,
+    job: Job | None,
+    cache: PlanCache,
+) -> Metadata:
     whole = DefaultSavePlanner()
     rest_planner = DefaultSavePlanner(flatten_state_dict=False)
     plain: dict[str, torch.Tensor] = {}
@@ -149,8 +161,11 @@ def save_state(
             return cache.task.number
         return local_plan()
 
+    def plan_globally(plans: list[_LocalPlan | int]) -> list[tuple[_Task | str | None, str]]:
+        return [(answer, writer.tag) for answer in answers_to(plans)]
+
     @no_gc()
-    def plan_globally(plans: list[_LocalPlan | int]) -> list[_Task | str | None]:
+    def answers_to(plans: list[_LocalPlan | int]) -> list[_Task | str | None]:
         numbers = {plan for plan in plans if isinstance(plan, int)}
         if not numbers <= {cache.number}:
             return [_IN_FULL] * len(plans)
@@ -172,9 +187,9 @@ def save_state(
         cache.number, cache.local, cache.agreed = cache.number + 1, local, agreed
         return [_Task(i, r, cache.number) for i, r in zip(owned, rest_plans, strict=True)]
 
-    answer: _Task | str | None = ranks.reduce_scatter("plan", plan_locally, plan_globally)
+    answer, tag = ranks.reduce_scatter("plan", plan_locally, plan_globally)
     if answer == _IN_FULL:
-        answer = ranks.reduce_scatter("plan", local_plan, plan_globally)
+        answer, tag = ranks.reduce_scatter("plan", local_plan, plan_globally)
     if isinstance(answer, _Task):
         cache.structure, cache.task = structure or None, answer
     task = cache.task
@@ -204,7 +219,7 @@ def save_state(
 
     def write() -> Written:
         names, values = find_values()
-        prefix = choose_prefix(str(writer.path), f"__{ranks.rank}_")
+        prefix = choose_prefix(str(writer.path), f"__{ranks.rank}_{tag}")
         if job is None:
             return writer.write_values(prefix, names, values)
         job.planned()
@@ -230,7 +245,7 @@ def save_state(
             job.committed_items(_fingerprints(cache.agreed, places), cache.agreed.paths)
         return metadata
 
-    with ranks.alive(job.bytes_moved) if job is not None else nullcontext():
+    with ranks.alive(job.bytes_moved if job is not None else writer.bytes_moved):
         return ranks.all_reduce("write", write, commit, undo)
 
 

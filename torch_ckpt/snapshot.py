@@ -493,13 +493,15 @@ class _Runtime:
         self.unchanged = UnchangedDetector()
         self.last_call: float | None = None
 
-    def make_room(self, if_busy: str) -> None:
+    def make_room(self, if_busy: str, ranks: Ranks) -> None:
         """Waits for the save under way, or refuses."""
         job = self.job
         if job is not None and not job.committed.done():
             if if_busy == "raise":
                 raise CheckpointError(f"the save to {job.metrics.path} has not ended yet")
-            _wait_quietly(job.committed)
+            # Other ranks may have begun the next one already.
+            with ranks.alive(job.bytes_moved):
+                _wait_quietly(job.committed)
 
     def is_calling(self) -> bool:
         """Whether the save under way calls from its own thread, which cannot wait for it."""
@@ -574,10 +576,13 @@ os.register_at_fork(before=_runtime.collect, after_in_child=_runtime.forget_in_c
 
 
 @contextlib.contextmanager
-def alone(if_busy: str = "wait") -> Iterator[None]:
+def alone(if_busy: str = "wait", *, ranks: Ranks) -> Iterator[None]:
     """A block in which this process starts or makes one save; one thread at a time is in it.
 
     Waits for the save under way, or refuses where ``if_busy`` is "raise".
+
+    Args:
+        ranks: of the save that is to come.
 
     Raises:
         CheckpointError: a save is under way, and was not to be waited for, or calls this itself.
@@ -585,7 +590,7 @@ def alone(if_busy: str = "wait") -> Iterator[None]:
     if _runtime.is_calling():
         raise CheckpointError("write_done and on_commit cannot save: their save is under way")
     with _runtime.lock:
-        _runtime.make_room(if_busy)
+        _runtime.make_room(if_busy, ranks)
         yield
 
 

@@ -30,13 +30,13 @@ from torch.futures import Future
 from torch_ckpt import _C
 from torch_ckpt.background import Background, EngineOptions
 from torch_ckpt.collector import RelaxedGc, no_gc
-from torch_ckpt.errors import CheckpointError, NotCommitted
+from torch_ckpt.errors import CheckpointError, DurabilityUncertain, NotCommitted
 from torch_ckpt.generations import (
+    Claim,
     choose_prefix,
     metadata_name,
     refuse_hidden_save,
     remove_files,
-    sweep,
 )
 from torch_ckpt.hooks import keeps_methods
 from torch_ckpt.metadata import encode_metadata, with_checksum_tables
@@ -158,21 +158,50 @@ class FileSystemWriter(StockWriter):
         self.background = background
         self._planning = RelaxedGc(self)
         self._is_staged = False
+        self._is_coordinator = False
+        self._is_alone = False
+        self._claim: Claim | None = None
+        self._save: _C.Save | None = None
 
     # --- DCP's contract, in the order of a save -------------------------------------------------
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         # torch passes the rank only to a method that has a parameter of the name `kwargs`.
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        self._is_coordinator = is_coordinator
         self._planning.begin()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        if self._is_local():
-            _C.make_directories(str(self.path), self.sync_files)
-            refuse_hidden_save(str(self.path), self._own_rank())
-        return super().prepare_local_plan(plan)
+        self.abandon()
+        if not self._is_local():
+            return super().prepare_local_plan(plan)
+        _C.make_directories(str(self.path))
+        refuse_hidden_save(str(self.path), self._own_rank())
+        plan = super().prepare_local_plan(plan)
+        if self._is_coordinator or not self.use_collectives:
+            self._claim = Claim(str(self.path), self._own_rank())
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        plans = super().prepare_global_plan(plans)
+        self._is_alone = len(plans) == 1
+        if self._claim is None or not self.use_collectives:
+            return plans
+        # Whatever prefix they have: a cached plan has that of an earlier save.
+        return [
+            dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{rank}_{self.tag}"))
+            for rank, plan in enumerate(plans)
+        ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return self._write_data_of(plan, planner)
+        except BaseException:
+            if self._is_alone:
+                self.abandon()
+            raise
+
+    def _write_data_of(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         self._planning.end()
         prefix: str = plan.storage_data.prefix
         if self._is_local():
@@ -242,7 +271,25 @@ class FileSystemWriter(StockWriter):
         """What DCP does by set_up_storage_writer and prepare_local_plan."""
         self.rank = rank
         self.use_collectives = True
+        self._is_coordinator = rank == 0
         self.prepare_local_plan(SavePlan([]))
+
+    @property
+    def tag(self) -> str:
+        """On the coordinator: what all ranks put behind ``__{rank}_`` in names of data files."""
+        return self._claim.tag if self._claim is not None and self.use_collectives else ""
+
+    def bytes_moved(self) -> int:
+        """Grows for as long as the engine moves anything."""
+        save = self._save
+        return 0 if save is None else sum(save.progress()[1:3])
+
+    def abandon(self) -> None:
+        """Ends a save that has failed: on the coordinator its files go, all ranks'.
+
+        A writer that is dropped does the same.
+        """
+        self._claim = None
 
     def write_values(
         self,
@@ -281,6 +328,7 @@ class FileSystemWriter(StockWriter):
             background=options,
         )
         planned = save.progress()[0]
+        self._save = save
         try:
             title = f"save {Path(self.path).name}"
             with Reporter(self.progress, title, self.rank, planned) as shown:
@@ -297,6 +345,8 @@ class FileSystemWriter(StockWriter):
             # The error holds this frame and with it `save`, so dropping it would not end it.
             self._give_up(save)
             raise
+        finally:
+            self._save = None
         return Written(save.results(), save.checksum_tables())
 
     def commit(self, data: bytes, files: set[str]) -> None:
@@ -313,13 +363,22 @@ class FileSystemWriter(StockWriter):
         """
         directory = str(self.path)
         own_rank = self._own_rank()
+        # Where somebody calls this by itself.
+        claim = self._claim or Claim(directory, own_rank)
+        self._claim = None
         try:
-            _C.commit_metadata(directory, metadata_name(own_rank), data, self.sync_files)
+            _C.commit_metadata(
+                directory, metadata_name(own_rank), data, self.sync_files, replace=self.overwrite
+            )
         except NotCommitted:
             # Their names are this save's alone: see generations.py.
             remove_files(directory, files)
             raise
-        sweep(directory, own_rank, files)
+        except DurabilityUncertain:
+            # A power cut may bring back the old checkpoint, which then needs its files.
+            claim.leave()
+            raise
+        claim.committed(files)
 
     # --- private ---------------------------------------------------------------------------------
 

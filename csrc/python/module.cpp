@@ -17,14 +17,14 @@ namespace torch_ckpt::python {
 namespace {
 
 void commit(const std::string& directory, const std::string& name, const py::buffer& contents,
-            bool sync) {
+            bool sync, bool replace) {
   const py::buffer_info bytes = contents.request();
   const std::span<const std::byte> span(static_cast<const std::byte*>(bytes.ptr),
                                         static_cast<std::size_t>(bytes.size * bytes.itemsize));
   CommitOutcome outcome;
   {
     py::gil_scoped_release release;
-    outcome = commit_metadata(directory, name, span, sync);
+    outcome = commit_metadata(directory, name, span, {.sync = sync, .replace = replace});
   }
   if (outcome.state != CommitState::committed) raise(outcome);
 }
@@ -50,9 +50,8 @@ PYBIND11_MODULE(_C, module) {
   python::bind_save(module);
   python::bind_load(module);
   module.def("commit_metadata", &python::commit, py::arg("directory"), py::arg("name"),
-             py::arg("contents"), py::arg("sync"));
-  module.def("make_directories", without_gil(&os::make_directories), py::arg("path"),
-             py::arg("durable"));
+             py::arg("contents"), py::arg("sync"), py::arg("replace") = true);
+  module.def("make_directories", without_gil(&os::make_directories), py::arg("path"));
   module.def("sync_directory", without_gil(&os::sync_directory), py::arg("path"));
   module.def("remove_file", without_gil(&os::remove_file), py::arg("path"));
   module.def(

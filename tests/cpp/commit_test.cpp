@@ -24,8 +24,8 @@ using test::write_file;
 
 using Names = std::vector<std::string>;
 
-CommitOutcome commit(const TempDir& directory, std::string_view contents, bool sync = true) {
-  return commit_metadata(directory.path(), ".metadata", bytes_of(contents), sync);
+CommitOutcome commit(const TempDir& directory, std::string_view contents, CommitMode mode = {}) {
+  return commit_metadata(directory.path(), ".metadata", bytes_of(contents), mode);
 }
 
 TEST(Commit, MakesTheMetadataAppear) {
@@ -59,7 +59,7 @@ TEST(Commit, OldContentsAreThereUntilTheNewOnesAreComplete) {
   EXPECT_GE(looks, 6);
 }
 
-TEST(Commit, SyncsFileThenParentThenRenamesThenSyncsTheDirectory) {
+TEST(Commit, SyncsTheFileThenAllAboveThenRenamesThenSyncsTheDirectory) {
   TempDir directory;
   CallCounter counter;
   {
@@ -68,12 +68,13 @@ TEST(Commit, SyncsFileThenParentThenRenamesThenSyncsTheDirectory) {
   }
   Names operations;
   for (const std::string& line : counter.log()) {
-    operations.push_back(line.substr(0, line.find(' ')));
+    const std::string operation = line.substr(0, line.find(' '));
+    if (operations.empty() || operations.back() != operation) operations.push_back(operation);
   }
   ASSERT_EQ(operations, (Names{"open", "pwrite", "fsync", "close", "fsync_directory", "rename",
                                "fsync_directory"}));
   EXPECT_EQ(counter.log()[4], "fsync_directory " + directory.path() + "/..");
-  EXPECT_EQ(counter.log()[6], "fsync_directory " + directory.path());
+  EXPECT_EQ(counter.log().back(), "fsync_directory " + directory.path());
 }
 
 TEST(Commit, WithoutSyncStillReplacesInOneStep) {
@@ -82,7 +83,7 @@ TEST(Commit, WithoutSyncStillReplacesInOneStep) {
   CallCounter counter;
   {
     ScopedFaultHook hook(counter);
-    EXPECT_EQ(commit(directory, "new", false).state, CommitState::committed);
+    EXPECT_EQ(commit(directory, "new", {.sync = false}).state, CommitState::committed);
   }
   EXPECT_EQ(counter.calls("fsync"), 0);
   EXPECT_EQ(counter.calls("fsync_directory"), 0);
@@ -97,8 +98,7 @@ TEST(Commit, OfNothingIsAnEmptyFile) {
 
 TEST(Commit, IntoAMissingDirectoryIsNotCommitted) {
   TempDir directory;
-  const auto outcome =
-      commit_metadata(directory.file("missing"), ".metadata", bytes_of("new"), true);
+  const auto outcome = commit_metadata(directory.file("missing"), ".metadata", bytes_of("new"), {});
   EXPECT_EQ(outcome.state, CommitState::not_committed);
   EXPECT_EQ(outcome.error.sys_errno, ENOENT);
 }
@@ -144,7 +144,9 @@ TEST(Commit, FirstCauseIsReportedWhenTheTemporaryFileCannotBeRemovedEither) {
 TEST(Commit, AFailedSyncAfterTheRenameIsUncertainAndKeepsTheNewMetadata) {
   TempDir directory;
   write_file(directory.file(".metadata"), "old");
-  ScopedFaultHook hook(NthCallFails("fsync_directory", 2, EIO));
+  ScopedFaultHook hook([&](std::string_view operation, std::string_view at) {
+    return operation == "fsync_directory" && at == directory.path() ? EIO : 0;
+  });
   const auto outcome = commit(directory, "new");
   EXPECT_EQ(outcome.state, CommitState::durability_uncertain);
   EXPECT_TRUE(is_system_error(outcome.error, EIO, "fsync_directory", directory.path()));
@@ -158,6 +160,23 @@ TEST(Commit, AParentThatMayNotBeOpenedIsNotOursToSync) {
     ScopedFaultHook hook(NthCallFails("fsync_directory", 1, refusal));
     EXPECT_EQ(commit(directory, "new").state, CommitState::committed);
   }
+}
+
+TEST(Commit, ThatMayNotReplaceKeepsWhatIsThere) {
+  TempDir directory;
+  write_file(directory.file(".metadata"), "old");
+  const auto outcome = commit(directory, "new", {.replace = false});
+  EXPECT_EQ(outcome.state, CommitState::not_committed);
+  EXPECT_TRUE(is_system_error(outcome.error, EEXIST, "rename", directory.file(".metadata")));
+  EXPECT_EQ(directory.names(), Names{".metadata"});
+  EXPECT_EQ(read_file(directory.file(".metadata")), "old");
+}
+
+TEST(Commit, ThatMayNotReplaceMakesTheMetadataAppear) {
+  TempDir directory;
+  EXPECT_EQ(commit(directory, "new", {.replace = false}).state, CommitState::committed);
+  EXPECT_EQ(directory.names(), Names{".metadata"});
+  EXPECT_EQ(read_file(directory.file(".metadata")), "new");
 }
 
 TEST(Commit, ALinkUnderTheMetadatasNameIsReplacedAndNotFollowed) {
@@ -207,7 +226,7 @@ TEST(Commit, ThroughALinkToTheDirectorySyncsTheParentOfItsTarget) {
   TempDir directory;
   fs::create_directory(elsewhere.file("real"));
   fs::create_directory_symlink(elsewhere.file("real"), directory.file("link"));
-  EXPECT_EQ(commit_metadata(directory.file("link"), ".metadata", bytes_of("new"), true).state,
+  EXPECT_EQ(commit_metadata(directory.file("link"), ".metadata", bytes_of("new"), {}).state,
             CommitState::committed);
   EXPECT_EQ(read_file(elsewhere.file("real/.metadata")), "new");
 }

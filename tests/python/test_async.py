@@ -52,6 +52,7 @@ from tests.support import (
     stock_load,
 )
 from torch_ckpt import AsyncSave, Background, CheckpointError, SourceChanged, snapshot
+from torch_ckpt.coordination import Ranks
 from torch_ckpt.progress import Progress
 from torch_ckpt.snapshot import Job
 from torch_ckpt.writer import CHUNK_BYTES
@@ -988,10 +989,10 @@ def opened_by_waiting(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> Gate:
     """It opens when somebody waits for a save; who does not wait finds it shut."""
     make_room = snapshot._Runtime.make_room
 
-    def open_and_make_room(self: snapshot._Runtime, if_busy: str) -> None:
+    def open_and_make_room(self: snapshot._Runtime, if_busy: str, ranks: Ranks) -> None:
         if self.job is not None:
             gate.open()
-        make_room(self, if_busy)
+        make_room(self, if_busy, ranks)
 
     monkeypatch.setattr(snapshot._Runtime, "make_room", open_and_make_room)
     return gate

@@ -1,0 +1,290 @@
+"""Ranks that are killed or stopped in each phase of a save: the others say so, in time, by name;
+nothing is published; and after a restart the ranks save into the same directory.
+
+The ranks are forked from a server that has torch imported, so a group costs tens of milliseconds;
+this process hosts their store, as torchrun's agent does.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import multiprocessing
+import os
+import signal
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+import torch_ckpt
+from tests.support import assert_equal, emptied, stock_load
+from torch_ckpt import _C, coordination
+from torch_ckpt.metadata import read_metadata
+from torch_ckpt.writer import FileSystemWriter
+
+#: Seconds after which a silent rank is given up.
+TIMEOUT = 2.0
+
+#: For what nothing should be waiting.
+PATIENCE_SECONDS = 60.0
+
+#: Groups at the same time; they mostly wait.
+GROUPS_AT_ONCE = 4
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch_ckpt", "torch.distributed.checkpoint"])
+
+
+@dataclass(frozen=True)
+class Death:
+    """One case.
+
+    Attributes:
+        how: "killed" or "stopped".
+        phase: where: see ``arm``.
+        victim: the rank; 0 is the coordinator.
+        by: "save" or "async_save".
+        step: in which the others notice it; "" where the save succeeds without the victim.
+    """
+
+    how: str
+    phase: str
+    victim: int
+    by: str
+    step: str
+
+    def __str__(self) -> str:
+        return f"rank {self.victim} {self.how} in {self.phase} of {self.by}"
+
+
+PHASES = {
+    # phase: the step that others see fail, by victim
+    "planning": ("plan", "plan"),
+    "writing": ("write", "write"),
+    "having written": ("write", "write"),
+    "committing": ("write", None),
+    "waiting for the commit": (None, ""),
+}
+
+CASES = [
+    Death(how, phase, victim, by, step)
+    for by in ("save", "async_save")
+    for how in ("killed", "stopped")
+    for phase, steps in PHASES.items()
+    for victim, step in enumerate(steps)
+    if step is not None and (by == "save" or how == "killed")
+]
+
+
+def state_of(rank: int, seed: int) -> dict[str, Any]:
+    numbers = torch.arange(100_000, dtype=torch.int32)
+    return {f"of rank {rank}": numbers + 10 * seed + rank, "seed": seed}
+
+
+def arm(phase: str, die: Callable[[], None]) -> dict[str, Any]:
+    """Makes this process die in a phase of its next save; returns options of the save."""
+
+    def dies_in(owner: Any, name: str, *, nth: int = 1, after: bool = False) -> None:
+        original = getattr(owner, name)
+        calls = itertools.count(1)
+
+        def dying(*args: Any, **kwargs: Any) -> Any:
+            is_it = next(calls) == nth
+            if is_it and not after:
+                die()
+            result = original(*args, **kwargs)
+            if is_it and after:
+                die()
+            return result
+
+        setattr(owner, name, dying)
+
+    if phase == "planning":
+        dies_in(FileSystemWriter, "set_up_for_save")
+    elif phase == "writing":
+        armed = [die]
+        return {"progress": lambda _: armed.pop()() if armed else None}
+    elif phase == "having written":
+        dies_in(FileSystemWriter, "write_values", after=True)
+    elif phase == "committing":
+        dies_in(_C, "commit_metadata")
+    else:
+        # The first answer that it waits for is the plan.
+        dies_in(coordination._OverStore, "_receive", nth=2)
+    return {}
+
+
+def run_rank(
+    rank: int, size: int, port: int, path: str, seed: int, death: Death | None, results: Connection
+) -> None:
+    """One rank: saves, and sends what came of it: None, or who failed, the text, and how long."""
+    warnings.simplefilter("ignore")
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group(
+        "gloo",
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=datetime.timedelta(seconds=PATIENCE_SECONDS),
+    )
+    # To connect and to import what is imported late takes time that the case has not.
+    torch_ckpt.save({"t": torch.zeros(1)}, f"{path}-warm", timeout=PATIENCE_SECONDS)
+    options: dict[str, Any] = {}
+    if death is not None and rank == death.victim:
+        number = signal.SIGKILL if death.how == "killed" else signal.SIGSTOP
+
+        def die() -> None:
+            results.send("dies")
+            os.kill(os.getpid(), number)
+
+        options = arm(death.phase, die)
+    begun = time.monotonic()
+    try:
+        state = state_of(rank, seed)
+        if death is not None and death.by == "async_save":
+            handle = torch_ckpt.async_save(state, path, timeout=TIMEOUT, **options)
+            handle.result(PATIENCE_SECONDS)
+        else:
+            torch_ckpt.save(state, path, timeout=TIMEOUT, **options)
+        outcome: Any = None
+    except CheckpointException as error:
+        outcome = sorted(error.failures), str(error), time.monotonic() - begun
+    results.send(outcome)
+    results.recv()  # the group may end
+    os._exit(0)
+
+
+@dataclass
+class Found:
+    """What came of a case: by rank what the save raised, and the directory."""
+
+    outcomes: dict[int, Any]
+    published: bool
+
+
+class Group:
+    """Two ranks that save once."""
+
+    def __init__(self, path: Path, seed: int, death: Death | None = None, size: int = 2) -> None:
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.ends: list[Connection] = []
+        self.children = []
+        for rank in range(size):
+            ours, theirs = _context.Pipe()
+            arguments = (rank, size, self.store.port, str(path), seed, death, theirs)
+            child = _context.Process(target=run_rank, args=arguments, daemon=True)
+            child.start()
+            theirs.close()
+            self.ends.append(ours)
+            self.children.append(child)
+
+    def answer(self, rank: int) -> Any:
+        assert self.ends[rank].poll(PATIENCE_SECONDS), f"rank {rank} hangs"
+        return self.ends[rank].recv()
+
+    def close(self) -> None:
+        for end, child in zip(self.ends, self.children, strict=True):
+            end.close()
+            child.kill()
+            child.join()
+
+
+def play(path: Path, death: Death) -> Found:
+    group = Group(path, 1, death)
+    try:
+        assert group.answer(death.victim) == "dies"
+        outcomes = {1 - death.victim: group.answer(1 - death.victim)}
+        published = (path / ".metadata").exists()
+        if death.how == "stopped":
+            pid = group.children[death.victim].pid
+            assert pid is not None
+            os.kill(pid, signal.SIGCONT)
+            outcomes[death.victim] = group.answer(death.victim)
+        return Found(outcomes, published)
+    finally:
+        group.close()
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Death, Future[Found]]]:
+    """All cases, each in a directory of its own, some at a time."""
+    workdir = tmp_path_factory.mktemp("deaths")
+    with ThreadPoolExecutor(GROUPS_AT_ONCE) as pool:
+        yield {
+            death: pool.submit(play, workdir / str(number), death)
+            for number, death in enumerate(CASES)
+        }
+
+
+def path_of(tmp_path_factory: pytest.TempPathFactory, death: Death) -> Path:
+    return tmp_path_factory.getbasetemp() / "deaths0" / str(CASES.index(death))
+
+
+@pytest.mark.parametrize("death", [d for d in CASES if d.step], ids=str)
+def test_a_rank_that_falls_silent_fails_the_save_by_name_and_nothing_is_published(
+    played: dict[Death, Future[Found]], tmp_path_factory: pytest.TempPathFactory, death: Death
+) -> None:
+    found = played[death].result()
+    # The others wait for the coordinator for longer than it waits for them.
+    patience = 1.25 * TIMEOUT if death.victim == 0 else TIMEOUT
+    ranks, text, seconds = found.outcomes[1 - death.victim]
+    assert ranks == [death.victim]
+    assert f"rank {death.victim}" in text
+    assert f"gave no sign of life for {patience:g} s" in text
+    assert f"'{death.step}'" in text
+    assert seconds < PATIENCE_SECONDS
+    assert not found.published
+
+
+@pytest.mark.parametrize("death", [d for d in CASES if d.step and d.how == "stopped"], ids=str)
+def test_a_rank_that_goes_on_after_it_was_given_up_fails_too(
+    played: dict[Death, Future[Found]], tmp_path_factory: pytest.TempPathFactory, death: Death
+) -> None:
+    found = played[death].result()
+    mine = found.outcomes[death.victim]
+    if death.phase == "committing":
+        # It had decided, and finds nothing amiss: what it said it would commit it has committed.
+        assert mine is None
+        return
+    assert mine is not None
+    assert mine[0] == [death.victim]
+    assert not (path_of(tmp_path_factory, death) / ".metadata").exists()
+
+
+@pytest.mark.parametrize("death", [d for d in CASES if not d.step], ids=str)
+def test_a_rank_that_falls_silent_when_its_part_is_done_does_not_fail_the_save(
+    played: dict[Death, Future[Found]], death: Death
+) -> None:
+    found = played[death].result()
+    assert found.published
+    assert set(found.outcomes.values()) == {None}
+
+
+@pytest.mark.parametrize("death", CASES, ids=str)
+def test_after_a_restart_the_ranks_save_into_the_same_directory(
+    played: dict[Death, Future[Found]], tmp_path_factory: pytest.TempPathFactory, death: Death
+) -> None:
+    played[death].result()
+    path = path_of(tmp_path_factory, death)
+    group = Group(path, 2)
+    try:
+        assert [group.answer(rank) for rank in range(2)] == [None, None]
+    finally:
+        group.close()
+    for rank in range(2):
+        expected = state_of(rank, 2)
+        loaded = emptied(expected)
+        stock_load(loaded, path)
+        assert_equal(loaded, expected)
+    named = {info.relative_path for info in read_metadata(path).storage_data.values()}
+    assert set(os.listdir(path)) == named | {".metadata"}

@@ -1,0 +1,450 @@
+"""Several saves and loads in one directory at once, and what dead saves leave there."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import multiprocessing
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+import torch_ckpt
+from tests import under_strace
+from tests.support import assert_equal, cause_of, data_files, load, save, save_with, stock_load
+from torch_ckpt import CheckpointError, Corrupt, NotCommitted
+from torch_ckpt.directory import OpenDirectory
+from torch_ckpt.generations import Claim
+from torch_ckpt.metadata import read_metadata
+
+PATIENCE_SECONDS = 60
+
+TENSORS = 8
+
+
+def state_of(number: int) -> dict[str, Any]:
+    """All of it says which state it is, so that a mix shows."""
+    return {f"t{i}": torch.full((1000 + i,), number) for i in range(TENSORS)} | {"n": number}
+
+
+def assert_holds(path: Path, number: int) -> None:
+    """Fails where the checkpoint is not that state, to us or to stock torch."""
+    for loader in (load, stock_load):
+        loaded = state_of(-1)
+        loader(loaded, path)
+        assert_equal(loaded, state_of(number))
+
+
+def names_in(path: Path) -> set[str]:
+    return set(os.listdir(path))
+
+
+def named_by_metadata(path: Path) -> set[str]:
+    return {info.relative_path for info in read_metadata(path).storage_data.values()}
+
+
+class HeldPlanner(DefaultSavePlanner):
+    """Holds a save between its plan and its first byte."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached = threading.Event()
+        self.may_go = threading.Event()
+
+    def resolve_data(self, write_item: Any) -> Any:
+        self.reached.set()
+        assert self.may_go.wait(PATIENCE_SECONDS)
+        return super().resolve_data(write_item)
+
+
+@contextmanager
+def held_save(path: Path, number: int, **options: Any) -> Iterator[list[BaseException]]:
+    """A save that has claimed the directory and written nothing; it goes on after the block.
+
+    What it raises is in the list after the block.
+    """
+    planner = HeldPlanner()
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            writer = torch_ckpt.FileSystemWriter(path, **options)
+            save_with(writer, state_of(number), planner=planner)
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        assert planner.reached.wait(PATIENCE_SECONDS)
+        yield raised
+    finally:
+        planner.may_go.set()
+        thread.join(PATIENCE_SECONDS)
+        assert not thread.is_alive()
+
+
+# --- saves at the same time ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["first", "overwriting"])
+def test_of_two_saves_at_once_the_last_to_commit_is_there_whole(
+    tmp_path: Path, is_first: bool
+) -> None:
+    if not is_first:
+        save(state_of(0), tmp_path)
+    with held_save(tmp_path, 1) as raised:
+        save(state_of(2), tmp_path)
+        assert_holds(tmp_path, 2)
+    assert raised == []
+    assert_holds(tmp_path, 1)
+    assert names_in(tmp_path) == named_by_metadata(tmp_path) | {".metadata"}
+
+
+def test_a_commit_removes_nothing_while_another_save_is_under_way(tmp_path: Path) -> None:
+    save(state_of(0), tmp_path)
+    old = names_in(tmp_path)
+    with held_save(tmp_path, 1):
+        save(state_of(2), tmp_path)
+        assert old <= names_in(tmp_path)
+
+
+def test_three_saves_at_once_never_meet_in_a_file(tmp_path: Path) -> None:
+    with held_save(tmp_path, 1) as first, held_save(tmp_path, 2) as second:
+        save(state_of(3), tmp_path)
+        assert_holds(tmp_path, 3)
+    assert first == []
+    assert second == []
+    assert_holds(tmp_path, 1)
+    assert names_in(tmp_path) == named_by_metadata(tmp_path) | {".metadata"}
+
+
+def test_a_save_that_may_not_overwrite_does_not_replace_one_that_came_in_between(
+    tmp_path: Path,
+) -> None:
+    with held_save(tmp_path, 1, overwrite=False) as raised:
+        save(state_of(2), tmp_path)
+        before = names_in(tmp_path)
+    (error,) = raised
+    assert isinstance(error, dcp.CheckpointException)
+    cause = cause_of(error)
+    assert isinstance(cause, NotCommitted)
+    assert cause.errno == errno.EEXIST
+    assert_holds(tmp_path, 2)
+    assert names_in(tmp_path) == before
+
+
+def test_a_first_save_into_an_empty_directory_has_the_plain_names(tmp_path: Path) -> None:
+    save(state_of(0), tmp_path, thread_count=2)
+    assert names_in(tmp_path) == {".metadata", "__0_0.distcp", "__0_1.distcp"}
+
+
+# --- saves that fail -----------------------------------------------------------------------------
+
+
+class FailingPlanner(DefaultSavePlanner):
+    def resolve_data(self, write_item: Any) -> Any:
+        raise RuntimeError("no data")
+
+
+def fail_to_save(path: Path) -> None:
+    writer = torch_ckpt.FileSystemWriter(path)
+    with pytest.raises(dcp.CheckpointException, match="no data"):
+        save_with(writer, state_of(9), planner=FailingPlanner())
+
+
+def test_a_failed_save_lets_go_of_the_directory_at_once(tmp_path: Path) -> None:
+    fail_to_save(tmp_path)
+    assert OpenDirectory(tmp_path).take_alone()
+
+
+def test_a_claim_that_is_dropped_takes_the_files_of_all_ranks_with_it(tmp_path: Path) -> None:
+    save(state_of(0), tmp_path)
+    kept = names_in(tmp_path)
+    claim = Claim(str(tmp_path), None)
+    for rank in (0, 1, 7):
+        (tmp_path / f"__{rank}_{claim.tag}0.distcp").write_bytes(b"written before another failed")
+    del claim
+    assert names_in(tmp_path) == kept
+
+
+def test_the_next_save_of_the_thread_ends_a_failed_one_that_somebody_keeps(tmp_path: Path) -> None:
+    failed = Claim(str(tmp_path), None)
+    (tmp_path / f"__1_{failed.tag}0.distcp").write_bytes(b"written before another rank failed")
+    save(state_of(1), tmp_path)
+    assert names_in(tmp_path) == named_by_metadata(tmp_path) | {".metadata"}
+
+
+def test_a_claim_of_another_thread_is_not_taken_for_one_that_failed(tmp_path: Path) -> None:
+    claim = Claim(str(tmp_path), None)
+    mine = tmp_path / f"__1_{claim.tag}0.distcp"
+    mine.write_bytes(b"being written")
+    thread = threading.Thread(target=save, args=(state_of(1), tmp_path))
+    thread.start()
+    thread.join(PATIENCE_SECONDS)
+    assert mine.exists()
+    assert_holds(tmp_path, 1)
+
+
+def test_a_claim_that_is_dropped_late_leaves_the_directorys_successor_alone(
+    tmp_path: Path,
+) -> None:
+    path, old = tmp_path / "ck", tmp_path / "old"
+    path.mkdir()
+    claim = Claim(str(path), None)
+    path.rename(old)
+    path.mkdir()
+    for directory in (path, old):
+        (directory / "__0_0.distcp").write_bytes(b"of somebody else, in the one")
+    del claim
+    assert names_in(path) == {"__0_0.distcp"}
+    assert names_in(old) == set()
+
+
+def test_a_forked_childs_copy_of_a_claim_neither_removes_nor_keeps_anything(
+    tmp_path: Path,
+) -> None:
+    claim = Claim(str(tmp_path), None)
+    mine = tmp_path / f"__0_{claim.tag}0.distcp"
+    mine.write_bytes(b"being written")
+    may_end, end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        del claim
+        gc.collect()
+        found = mine.exists()
+        os.close(end)
+        os.read(may_end, 1)
+        os._exit(0 if found else 1)
+    # The child lives on, as a worker of a DataLoader does.
+    claim.committed({mine.name})
+    assert OpenDirectory(tmp_path).take_alone()
+    os.close(may_end)
+    os.close(end)
+    _pid, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def uncertain(path: str, number: int) -> None:
+    save(state_of(number), path)
+
+
+def test_what_the_old_checkpoint_needs_stays_where_a_power_cut_may_bring_it_back(
+    tmp_path: Path,
+) -> None:
+    save(state_of(0), tmp_path)
+    path = str(tmp_path)
+    sound = under_strace.run(uncertain, path, 1, trace="fsync", main_thread_only=True)
+    last = sound.calls_of("fsync")[-1].nth
+    old = named_by_metadata(tmp_path)
+    outcome = under_strace.run(
+        uncertain,
+        path,
+        2,
+        trace="fsync",
+        inject=f"fsync:error=EIO:when={last}",
+        main_thread_only=True,
+    )
+    assert isinstance(outcome.error, dcp.CheckpointException)
+    assert isinstance(cause_of(outcome.error), torch_ckpt.DurabilityUncertain)
+    gc.collect()
+    assert old <= names_in(tmp_path)
+    assert_holds(tmp_path, 2)
+    assert set(torch_ckpt.remove_leftovers(tmp_path)) == old
+    assert_holds(tmp_path, 2)
+
+
+# --- what dead saves leave -----------------------------------------------------------------------
+
+
+def killed_amid_its_data(path: Path) -> None:
+    """A save by a child that dies with its files written and nothing committed."""
+    child = os.fork()
+    if child == 0:
+        try:
+            writer = torch_ckpt.FileSystemWriter(path)
+            setattr(writer, "commit", lambda *_: os.kill(os.getpid(), signal.SIGKILL))  # noqa: B010
+            save_with(writer, state_of(7))
+        finally:
+            os._exit(1)
+    _pid, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+
+
+def test_leftovers_of_a_dead_save_go_with_the_next_save(tmp_path: Path) -> None:
+    save(state_of(0), tmp_path)
+    before = names_in(tmp_path)
+    killed_amid_its_data(tmp_path)
+    assert names_in(tmp_path) > before
+    assert_holds(tmp_path, 0)
+    save(state_of(1), tmp_path)
+    assert names_in(tmp_path) == named_by_metadata(tmp_path) | {".metadata"}
+    assert_holds(tmp_path, 1)
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["first", "overwriting"])
+def test_leftovers_of_a_dead_save_can_be_removed_and_are_named(
+    tmp_path: Path, is_first: bool
+) -> None:
+    if not is_first:
+        save(state_of(0), tmp_path)
+    before = names_in(tmp_path)
+    killed_amid_its_data(tmp_path)
+    (tmp_path / f".metadata.tmp-{'0' * 32}").write_bytes(b"cut off")
+    (tmp_path / "notes.txt").write_text("somebody's")
+    added = names_in(tmp_path) - before - {"notes.txt"}
+    assert torch_ckpt.remove_leftovers(tmp_path) == sorted(added)
+    assert names_in(tmp_path) == before | {"notes.txt"}
+    assert torch_ckpt.remove_leftovers(tmp_path) == []
+
+
+def test_leftovers_are_not_removed_while_a_save_is_under_way(tmp_path: Path) -> None:
+    save(state_of(0), tmp_path)
+    (tmp_path / "__3_0.distcp").write_bytes(b"whose?")
+    with held_save(tmp_path, 1), pytest.raises(CheckpointError, match="under way"):
+        torch_ckpt.remove_leftovers(tmp_path)
+    assert_holds(tmp_path, 1)
+
+
+def test_nothing_is_removed_where_the_metadata_cannot_be_read(tmp_path: Path) -> None:
+    save(state_of(0), tmp_path)
+    (tmp_path / "__3_0.distcp").write_bytes(b"perhaps named")
+    (tmp_path / ".metadata").write_bytes(b"damaged")
+    before = names_in(tmp_path)
+    with pytest.raises(Corrupt):
+        torch_ckpt.remove_leftovers(tmp_path)
+    claim = Claim(str(tmp_path), None)
+    with pytest.warns(UserWarning, match="unused files are left"):
+        del claim
+    assert names_in(tmp_path) == before
+
+
+def test_no_leftovers_of_a_directory_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        torch_ckpt.remove_leftovers(tmp_path / "nothing")
+
+
+# --- loads beside saves --------------------------------------------------------------------------
+
+
+class HeldLoadPlanner(dcp.DefaultLoadPlanner):
+    """Holds a load between its metadata and its first byte."""
+
+    def __init__(self, between: Callable[[], object]) -> None:
+        super().__init__()
+        self.between = between
+
+    def create_local_plan(self) -> Any:
+        plan = super().create_local_plan()
+        self.between()
+        return plan
+
+
+def test_a_load_amid_which_a_save_commits_gets_the_old_checkpoint_whole(tmp_path: Path) -> None:
+    save(state_of(1), tmp_path)
+    old = named_by_metadata(tmp_path)
+    loaded = state_of(-1)
+    load(loaded, tmp_path, planner=HeldLoadPlanner(lambda: save(state_of(2), tmp_path)))
+    assert_equal(loaded, state_of(1))
+    assert old <= names_in(tmp_path)
+    assert_holds(tmp_path, 2)
+    save(state_of(3), tmp_path)
+    assert names_in(tmp_path) == named_by_metadata(tmp_path) | {".metadata"}
+
+
+@pytest.mark.parametrize("how", ["dcp.load", "load", "preflight", "failed load"])
+def test_a_load_that_has_ended_lets_go_of_the_directory(tmp_path: Path, how: str) -> None:
+    save(state_of(1), tmp_path)
+    reader = torch_ckpt.FileSystemReader(tmp_path)
+    if how == "dcp.load":
+        dcp.load(state_of(-1), storage_reader=reader, no_dist=True)
+    elif how == "load":
+        torch_ckpt.load(state_of(-1), storage_reader=reader, no_dist=True)
+    elif how == "preflight":
+        torch_ckpt.preflight(state_of(-1), tmp_path)
+    else:
+        with pytest.raises(dcp.CheckpointException):
+            torch_ckpt.load({"absent": 1}, storage_reader=reader, no_dist=True)
+    assert OpenDirectory(tmp_path).take_alone()
+
+
+SAVES_EACH = 12
+
+
+def save_again_and_again(path: str, first: int, results: Connection) -> None:
+    warnings.simplefilter("ignore")
+    try:
+        for number in range(first, first + SAVES_EACH):
+            torch_ckpt.save(state_of(number), path, thread_count=2)
+        results.send(None)
+    except BaseException as error:
+        results.send(repr(error))
+
+
+def load_again_and_again(path: str, by_dcp: bool, done: Any, results: Connection) -> None:
+    warnings.simplefilter("ignore")
+    count = 0
+    try:
+        while True:
+            last = done.is_set()
+            loaded = state_of(-1)
+            if by_dcp:
+                load(loaded, path)
+            else:
+                torch_ckpt.load(loaded, path, no_dist=True)
+            assert_equal(loaded, state_of(loaded["n"]))
+            count += 1
+            if last:
+                results.send(count)
+                return
+    except BaseException as error:
+        results.send(repr(error))
+
+
+def test_two_processes_that_save_and_two_that_load_never_see_a_mix(tmp_path: Path) -> None:
+    save(state_of(0), tmp_path)
+    context = multiprocessing.get_context("forkserver")
+    done = context.Event()
+    ends: list[Connection] = []
+    children = []
+
+    def start(target: Callable[..., None], *arguments: Any) -> Connection:
+        ours, theirs = context.Pipe()
+        child = context.Process(target=target, args=(str(tmp_path), *arguments, theirs))
+        child.start()
+        children.append(child)
+        ends.append(ours)
+        return ours
+
+    def answer(end: Connection) -> Any:
+        assert end.poll(PATIENCE_SECONDS), "a child hangs"
+        return end.recv()
+
+    try:
+        savers = [start(save_again_and_again, 100 * (i + 1)) for i in range(2)]
+        loaders = [start(load_again_and_again, by_dcp, done) for by_dcp in (False, True)]
+        assert [answer(saver) for saver in savers] == [None, None]
+        done.set()
+        counts = [answer(loader) for loader in loaders]
+        assert all(isinstance(count, int) and count > 0 for count in counts), counts
+    finally:
+        for child in children:
+            child.kill()
+            child.join()
+    last = {100 + SAVES_EACH - 1, 200 + SAVES_EACH - 1}
+    loaded = state_of(-1)
+    load(loaded, tmp_path)
+    assert loaded["n"] in last
+    save(state_of(1), tmp_path)
+    assert data_files(tmp_path) == sorted(tmp_path / name for name in named_by_metadata(tmp_path))
