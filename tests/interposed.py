@@ -35,7 +35,7 @@ TIMEOUT_SECONDS = 60
 #: Of calls, in the order of the shim's ``enum kind``.
 KINDS = (
     *("open", "read", "write", "fsync", "sync_file_range", "syncfs", "fallocate", "ftruncate"),
-    *("rename", "link", "unlink", "rmdir", "mkdir", "close", "flock", "stat", "opendir"),
+    *("rename", "link", "unlink", "rmdir", "mkdir", "close", "flock", "stat", "opendir", "dup"),
 )
 
 #: In the order of the shim's ``enum action``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import shutil
@@ -39,6 +40,8 @@ def mounted(mount_point: Path, *arguments: object) -> Iterator[Path]:
     try:
         yield mount_point
     finally:
+        # The error of a failed save may hold, in a cycle, what that had open.
+        gc.collect()
         _command("umount", mount_point)
 
 

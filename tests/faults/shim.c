@@ -49,6 +49,7 @@ enum kind {
   FLOCK,
   STAT,
   OPENDIR,
+  DUP,
   KIND_COUNT
 };
 
@@ -422,6 +423,25 @@ DEFINE_POSIX_FALLOCATE(posix_fallocate64)
   }
 DEFINE_FTRUNCATE(ftruncate)
 DEFINE_FTRUNCATE(ftruncate64)
+
+DEFINE_ON_FD(dup, DUP)
+
+// Of the other commands none concerns what is in a tree.
+#define DEFINE_FCNTL(name)                                  \
+  int name(int fd, int command, ...) {                      \
+    NEXT(name);                                             \
+    va_list arguments;                                      \
+    va_start(arguments, command);                           \
+    void* argument = va_arg(arguments, void*);              \
+    va_end(arguments);                                      \
+    if (command != F_DUPFD && command != F_DUPFD_CLOEXEC) { \
+      return next(fd, command, argument);                   \
+    }                                                       \
+    FD(DUP, fd);                                            \
+    RETURN(int, next(fd, command, argument));               \
+  }
+DEFINE_FCNTL(fcntl)
+DEFINE_FCNTL(fcntl64)
 
 int flock(int fd, int operation) {
   NEXT(flock);

@@ -58,6 +58,7 @@ FITTING = {
     "flock": (errno.ENOLCK,),
     "stat": (errno.EIO, errno.EACCES),
     "opendir": (errno.EMFILE, errno.EACCES, errno.EIO),
+    "dup": (errno.EMFILE,),
 }
 assert set(FITTING) == set(KINDS)
 MOST_ERRORS = max(map(len, FITTING.values()))
@@ -131,7 +132,7 @@ def is_above(directory: str, path: Path) -> bool:
 
 
 #: What is done after the commit, to files that no metadata names any more.
-CLEANING = ("opendir", "stat", "open", "read", "close", "unlink")
+CLEANING = ("opendir", "dup", "stat", "open", "read", "close", "unlink")
 
 
 def is_durable(calls: list[Call], path: Path) -> bool:
