@@ -42,7 +42,11 @@ def mounted(mount_point: Path, *arguments: object) -> Iterator[Path]:
     finally:
         # The error of a failed save may hold, in a cycle, what that had open.
         gc.collect()
-        _command("umount", mount_point)
+        try:
+            _command("umount", mount_point)
+        except RuntimeError:
+            _command("umount", "--lazy", mount_point)
+            raise
 
 
 @contextmanager
