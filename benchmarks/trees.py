@@ -1,0 +1,198 @@
+"""What a change costs: this tree against another one of torch_ckpt, alternately.
+
+    git worktree add ../before COMMIT && (cd ../before && make build)
+    python -m benchmarks.trees ../before --size 2GB --rounds 7 --out benchmarks/results/NAME.json
+
+Each tree saves and loads in a process of its own that lives as long as the measurement; both work
+on the same state and disk. A ratio is this tree's seconds by the other's, of one round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+THIS_TREE = Path(__file__).parents[1]
+
+
+def _work(size: int, small: int, directory: Path) -> None:
+    """The process of one tree: reads what to do line by line, answers with seconds and CPU time."""
+    import torch  # noqa: F401  (first, for its libraries)
+
+    import torch_ckpt
+    from benchmarks import measure, pagecache, states
+
+    large = states.training_state(size, 120)
+    many = states.small_tensors_state(small)
+
+    def files(name: str) -> list[Path]:
+        return sorted(path for path in (directory / name).iterdir() if path.is_file())
+
+    def save(name: str, state: states.State) -> Callable[[], object]:
+        shutil.rmtree(directory / name, ignore_errors=True)
+        return lambda: torch_ckpt.save(state, directory / name, no_dist=True)
+
+    def load(name: str, state: states.State, is_warm: bool) -> Callable[[], object]:
+        (pagecache.warm if is_warm else pagecache.evict)(files(name))
+        return lambda: torch_ckpt.load(state, directory / name, no_dist=True)
+
+    jobs: dict[str, Callable[[], Callable[[], object]]] = {
+        "save": lambda: save("large", large),
+        "load, warm page cache": lambda: load("large", large, True),
+        "load, cold page cache": lambda: load("large", large, False),
+        "save small tensors": lambda: save("small", many),
+        "load small tensors, warm page cache": lambda: load("small", many, True),
+    }
+    print(json.dumps(list(jobs)), flush=True)
+    for line in sys.stdin:
+        run = jobs[json.loads(line)]()
+        print(json.dumps(measure.time_once(run)), flush=True)
+
+
+class _Tree:
+    """The process that works with one tree."""
+
+    def __init__(self, path: Path, size: int, small: int, directory: Path) -> None:
+        # Before the installed package; the benchmarks are always this tree's.
+        paths = [str(path), str(THIS_TREE)]
+        arguments = ["--size", str(size), "--small-tensors", str(small), "--dir", str(directory)]
+        code = "from benchmarks.trees import main; main()"
+        if path != THIS_TREE:
+            code = f"import sys; import torch_ckpt; sys.path.remove({paths[0]!r}); {code}"
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code, "--work", *arguments],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONWARNINGS": "ignore"},
+            cwd=directory,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.jobs: list[str] = self._answer()
+
+    def run(self, job: str) -> tuple[float, float]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        wall, cpu = self._answer()
+        return wall, cpu
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError("the process of a tree has ended; see above")
+        return json.loads(line)
+
+
+def _commit_of(tree: Path) -> str:
+    command = ["git", "-C", str(tree), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def _compare(other: Path, size: int, small: int, rounds: int, directory: Path) -> dict[str, Any]:
+    from benchmarks import machine
+
+    names = ("this", "other")
+    with tempfile.TemporaryDirectory(dir=directory) as place:
+        paths = [Path(place) / name for name in names]
+        for path in paths:
+            path.mkdir()
+        trees = [
+            _Tree(tree, size, small, path)
+            for tree, path in zip((THIS_TREE, other), paths, strict=True)
+        ]
+        samples: list[dict[str, Any]] = []
+        try:
+            # The first round warms up: pools, imports, the disk's free blocks.
+            for number in range(rounds + 1):
+                for job in trees[0].jobs:
+                    order = [0, 1] if number % 2 else [1, 0]
+                    for index in order:
+                        wall, cpu = trees[index].run(job)
+                        if number > 0:
+                            who = names[index]
+                            sample = {"job": job, "tree": who, "round": number}
+                            samples.append({**sample, "wall_s": wall, "cpu_s": cpu})
+        finally:
+            for running in trees:
+                running.end()
+    return {
+        "machine": asdict(machine.describe(directory)),
+        "this": _commit_of(THIS_TREE),
+        "other": _commit_of(other),
+        "bytes": size,
+        "small_tensors": small,
+        "rounds": rounds,
+        "samples": samples,
+        "ratios": {job: _ratios(samples, job) for job in trees[0].jobs},
+    }
+
+
+def _ratios(samples: list[dict[str, Any]], job: str) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for what in ("wall_s", "cpu_s"):
+        by = {(s["tree"], s["round"]): s[what] for s in samples if s["job"] == job}
+        rounds = sorted(number for tree, number in by if tree == "this")
+        ratios = [by["this", number] / by["other", number] for number in rounds]
+        found[what] = round(statistics.median(ratios), 4)
+        found[f"least {what}"] = round(min(ratios), 4)
+        found[f"most {what}"] = round(max(ratios), 4)
+        found[f"median {what}"] = round(statistics.median(by["this", n] for n in rounds), 4)
+    return found
+
+
+def main() -> None:
+    from benchmarks.run import parse_size
+
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.trees",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("other", type=Path, nargs="?", help="a built tree")
+    parser.add_argument("--size", type=parse_size, default=2 * 10**9)
+    parser.add_argument("--small-tensors", type=int, default=20_000)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--dir", type=Path, default=Path("build/bench"))
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.work:
+        _work(arguments.size, arguments.small_tensors, arguments.dir)
+        return
+    if arguments.other is None:
+        parser.error("which other tree?")
+    arguments.dir.mkdir(parents=True, exist_ok=True)
+    found = _compare(
+        arguments.other.resolve(),
+        arguments.size,
+        arguments.small_tensors,
+        arguments.rounds,
+        arguments.dir.resolve(),
+    )
+    for job, ratios in found["ratios"].items():
+        print(
+            f"{job:40} {ratios['median wall_s']:7.3f} s  wall {ratios['wall_s']:.3f} "
+            f"({ratios['least wall_s']:.3f} to {ratios['most wall_s']:.3f})  "
+            f"CPU {ratios['cpu_s']:.3f}"
+        )
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
