@@ -4,15 +4,17 @@
 #                  and a copy of the tree of their own
 #   SEED=17        with `make torture`: what an earlier run has printed, to replay it
 #   PYTHON=python3 the interpreter to make the environment from
+#   SECONDS=60     with `make fuzz`: how long each fuzzer runs
 
 TORCH ?=
+SECONDS ?= 60
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 CXX_FILES := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.c')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format build cpp-test cpp-asan cpp-tsan py-test torture bench clean
+.PHONY: help demo test lint format build cpp-test cpp-asan cpp-tsan py-test torture fuzz bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -70,6 +72,9 @@ cpp-tsan: $(VENV)/.ready ## the same under ThreadSanitizer
 	cmake --preset tsan
 	cmake --build build/tsan
 	timeout 1200 build/tsan/torch_ckpt_tests --gtest_brief=1
+
+fuzz: build ## fuzz what reads bytes from outside; SECONDS=60 for each of two fuzzers
+	scripts/fuzz.sh $(BIN)/python $(SECONDS)
 
 py-test: build ## pytest, torchrun tests included
 	$(BIN)/python -m pytest $(ARGS)

@@ -32,6 +32,26 @@ std::string_view name(Errc code) {
       return "checksum_mismatch";
     case Errc::table_inconsistent:
       return "table_inconsistent";
+    case Errc::pickle_truncated:
+      return "pickle_truncated";
+    case Errc::pickle_opcode:
+      return "pickle_opcode";
+    case Errc::pickle_stack:
+      return "pickle_stack";
+    case Errc::pickle_forbidden:
+      return "pickle_forbidden";
+    case Errc::pickle_call:
+      return "pickle_call";
+    case Errc::pickle_state:
+      return "pickle_state";
+    case Errc::pickle_key:
+      return "pickle_key";
+    case Errc::pickle_shared:
+      return "pickle_shared";
+    case Errc::pickle_too_deep:
+      return "pickle_too_deep";
+    case Errc::pickle_too_large:
+      return "pickle_too_large";
     case Errc::internal:
       return "internal";
   }

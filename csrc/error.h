@@ -30,6 +30,27 @@ enum class Errc {
   checksum_mismatch,
   // Intact, but not a checksum table that this version reads.
   table_inconsistent,
+  // The pickle of the metadata is no program that makes metadata. Each has a code of its own:
+  // it ends before STOP, or within an opcode,
+  pickle_truncated,
+  // an opcode that metadata does not need,
+  pickle_opcode,
+  // values other than an opcode takes, or none,
+  pickle_stack,
+  // a name that is not on the list of what metadata may contain,
+  pickle_forbidden,
+  // a call of what is no function, or not with these arguments,
+  pickle_call,
+  // a state for what takes none, or not of this form,
+  pickle_state,
+  // a key that no dict of metadata has,
+  pickle_key,
+  // a change of what others may hold already,
+  pickle_shared,
+  // values within values without end,
+  pickle_too_deep,
+  // more than a limit allows.
+  pickle_too_large,
   // Something that must not happen by construction; a bug here.
   internal,
 };

@@ -55,6 +55,23 @@ if ((${#missing[@]})); then
     "${missing[@]}" > /dev/null
 fi
 
+# For tests that mount file systems of their own, which takes root. Without them these skip.
+optional=()
+want() { # want PACKAGE COMMAND
+  PATH=$PATH:/usr/sbin:/sbin command -v "$2" > /dev/null 2>&1 || optional+=("$1")
+}
+want xfsprogs mkfs.xfs
+want libnbd-bin nbdfuse
+want nbdkit nbdkit
+if ((${#optional[@]})) && [[ $(id -u) -eq 0 ]] && command -v apt-get > /dev/null; then
+  echo "torch_ckpt: installing ${optional[*]}, for tests only"
+  # A machine without network is not to wait for long.
+  { ((${#missing[@]})) || timeout 120 apt-get update -qq; } &&
+    DEBIAN_FRONTEND=noninteractive timeout 300 apt-get install -y -qq --no-install-recommends \
+      "${optional[@]}" > /dev/null ||
+    echo "torch_ckpt: without ${optional[*]} some tests of crashes will skip" >&2
+fi
+
 [[ -x $venv/bin/python ]] || "$python" -m venv "$venv"
 "$venv/bin/pip" install -q --disable-pip-version-check \
   "torch${torch_version:+==$torch_version}" "numpy" "setuptools>=68" wheel \

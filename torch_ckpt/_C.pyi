@@ -96,6 +96,14 @@ def load_bytes(
 def commit_metadata(
     directory: str, name: str, contents: bytes, sync: bool, replace: bool = True
 ) -> None: ...
+def check_metadata_pickle(data: bytes, roles: dict[str, str]) -> int:
+    """Walks the program of a metadata pickle without running it.
+
+    ``roles`` says by "module name" what the program may do with what a name stands for, in words
+    of csrc/format/metadata_pickle.h. Returns the number of bytes up to and including STOP.
+    Raises Unsafe for other names, Corrupt for all else, ValueError for a word that is no role.
+    """
+
 def make_directories(path: str) -> None: ...
 def sync_directory(path: str) -> None: ...
 def remove_file(path: str) -> None: ...

@@ -1,8 +1,9 @@
 """Reading and writing ``.metadata``.
 
 The file is a pickle of :class:`torch.distributed.checkpoint.metadata.Metadata`, as stock torch
-writes it. Reading goes through an allow-list of exact names, so that a checkpoint cannot run code;
-writing keeps to what every supported torch, older ones included, can read.
+writes it, and in ours a seal behind it. Before Python runs a pickle, the engine walks its program
+and refuses all that metadata has no need of, so that a checkpoint cannot run code; writing keeps to
+what every supported torch, older ones included, can read.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import io
 import os
 import pickle
 import stat
+import struct
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from torch_ckpt import _C
 from torch_ckpt.collector import no_gc
 from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
 
@@ -41,67 +45,116 @@ _OURS_VERSION = 1
 _DCP = "torch.distributed.checkpoint"
 _SHARD = "torch.distributed._shard"
 
-_ALLOWED: dict[str, frozenset[str]] = {
-    "pathlib": frozenset({"Path", "PosixPath", "PurePosixPath"}),
-    "pathlib._local": frozenset({"Path", "PosixPath", "PurePosixPath"}),
-    "collections": frozenset({"OrderedDict"}),
-    "torch": frozenset(
-        {"Size"} | {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-    ),
-    "torch.serialization": frozenset({"_get_layout"}),
-    f"{_DCP}.metadata": frozenset(
-        {
+# What metadata may name, and what its program may do with each: the roles of
+# csrc/format/metadata_pickle.h, which walks the program before Python runs it.
+_NAMES: dict[str, dict[str, tuple[str, ...]]] = {
+    "pathlib": {"function": ("Path", "PosixPath", "PurePosixPath")},
+    "pathlib._local": {"function": ("Path", "PosixPath", "PurePosixPath")},
+    "collections": {"mapping": ("OrderedDict",)},
+    "torch": {
+        "function": ("Size",),
+        "value": tuple(n for n, value in vars(torch).items() if isinstance(value, torch.dtype)),
+    },
+    "torch.serialization": {"function": ("_get_layout",)},
+    f"{_DCP}.metadata": {
+        "dict_class": (
             "BytesStorageMetadata",
             "ChunkStorageMetadata",
             "Metadata",
-            "MetadataIndex",
             "StorageMeta",
-            "TensorProperties",
             "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        }
-    ),
-    f"{_DCP}.filesystem": frozenset({"_StorageInfo", "_StoragePrefix"}),
+        ),
+        "key_class": ("MetadataIndex",),
+        "tuple_class": ("TensorProperties",),
+        "function": ("_MEM_FORMAT_ENCODING",),
+    },
+    f"{_DCP}.filesystem": {"dict_class": ("_StorageInfo", "_StoragePrefix")},
     # The plans that Megatron keeps beside the metadata (`all_local_plans`).
-    f"{_DCP}.planner": frozenset(
-        {"BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"}
-    ),
+    f"{_DCP}.planner": {
+        "dict_class": ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem"),
+        "function": ("WriteItemType",),
+    },
     # ShardedTensor checkpoints of older torch.
-    f"{_SHARD}.metadata": frozenset({"ShardMetadata"}),
-    f"{_SHARD}.sharded_tensor.metadata": frozenset(
-        {"MEM_FORMAT_ENCODING", "ShardedTensorMetadata", "TensorProperties"}
-    ),
+    f"{_SHARD}.metadata": {"slots_class": ("ShardMetadata",)},
+    f"{_SHARD}.sharded_tensor.metadata": {
+        "dict_class": ("ShardedTensorMetadata",),
+        "tuple_class": ("TensorProperties",),
+        "function": ("MEM_FORMAT_ENCODING",),
+    },
 }
+#: The same by "module name", as the engine takes it.
+ROLES: dict[str, str] = {
+    f"{module} {name}": role
+    for module, roles in _NAMES.items()
+    for role, names in roles.items()
+    for name in names
+}
+
+# The seal behind the pickle. Stock torch stops at the pickle's end and never reads it.
+#   magic, CRC-32 of all bytes before the seal, number of bytes before the seal
+_SEAL = struct.Struct("<4sIQ")
+_SEAL_MAGIC = b"TCM1"
 
 
 class _AllowListUnpickler(pickle.Unpickler):
+    # The engine has refused other names already; this is the second line.
     def find_class(self, module_name: str, global_name: str) -> Any:
-        if global_name not in _ALLOWED.get(module_name, frozenset()):
+        if f"{module_name} {global_name}" not in ROLES:
             raise Unsafe(
                 f"the metadata names {module_name}.{global_name}, which is not on the list of what "
-                "a checkpoint may contain; pass allow_pickle=True only if you trust its writer"
+                "a checkpoint may contain"
             )
         return super().find_class(module_name, global_name)
+
+
+def _sealed_bytes(data: bytes) -> int | None:
+    """How many bytes the seal at the end covers, all of them compared with it; None: no seal."""
+    covered = len(data) - _SEAL.size
+    if covered < 0:
+        return None
+    magic, crc, length = _SEAL.unpack_from(data, covered)
+    # A seal that is damaged itself is none, and then stray bytes behind the pickle.
+    if magic != _SEAL_MAGIC or length != covered:
+        return None
+    if zlib.crc32(memoryview(data)[:covered]) != crc:
+        raise Corrupt("its bytes are not those that were written: the checksum at its end differs")
+    return covered
+
+
+def _unpickled(data: bytes, allow_pickle: bool) -> Any:
+    covered = _sealed_bytes(data)
+    stream = io.BytesIO(data)
+    if allow_pickle:
+        result = pickle.Unpickler(stream).load()
+        end = stream.tell()
+    else:
+        end = _C.check_metadata_pickle(data, ROLES)
+    expected = len(data) if covered is None else covered
+    if end != expected:
+        raise Corrupt(f"the pickle ends at byte {end}, and what follows is no intact seal")
+    return result if allow_pickle else _AllowListUnpickler(stream).load()
 
 
 def decode_metadata(data: bytes, source: str, *, allow_pickle: bool = False) -> Metadata:
     """Decodes the contents of a ``.metadata`` file.
 
     Args:
-        data: the file's bytes.
+        data: the file's bytes. Ours end in a seal; those of stock torch, where the pickle ends.
         source: where they come from, for messages.
-        allow_pickle: accept whatever a pickle can name; only for checkpoints from trusted writers.
+        allow_pickle: accept whatever a pickle can name and do; only for checkpoints from trusted
+            writers. The seal is compared all the same.
 
     Raises:
         Unsafe: the pickle names something that is not metadata.
-        Corrupt: it is not a pickle of ``Metadata``.
+        Corrupt: it is not a pickle of ``Metadata``, does what metadata's never do, or is damaged.
     """
-    unpickler = pickle.Unpickler if allow_pickle else _AllowListUnpickler
     try:
         with no_gc():
-            metadata = unpickler(io.BytesIO(data)).load()
+            metadata = _unpickled(data, allow_pickle)
     except Unsafe as error:
-        raise Unsafe(f"{source}: {error}") from None
+        raise Unsafe(
+            f"{source}: {error}; pass allow_pickle=True only if you trust its writer"
+        ) from None
     except Exception as error:
         raise Corrupt(
             f"{source} is damaged or not a checkpoint's metadata: {error or type(error).__name__}"
@@ -215,4 +268,6 @@ def encode_metadata(metadata: Metadata) -> bytes:
     pickler.dispatch_table = copyreg.dispatch_table | {TensorProperties: _reduce_properties}
     with no_gc():
         pickler.dump(metadata)
+    length = stream.tell()
+    stream.write(_SEAL.pack(_SEAL_MAGIC, zlib.crc32(stream.getbuffer()), length))
     return stream.getvalue()

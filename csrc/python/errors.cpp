@@ -46,7 +46,18 @@ void raise(const Error& error, const std::string& subject) {
     case Errc::tensor_mismatch:
     case Errc::checksum_mismatch:
     case Errc::table_inconsistent:
+    case Errc::pickle_truncated:
+    case Errc::pickle_opcode:
+    case Errc::pickle_stack:
+    case Errc::pickle_call:
+    case Errc::pickle_state:
+    case Errc::pickle_key:
+    case Errc::pickle_shared:
+    case Errc::pickle_too_deep:
+    case Errc::pickle_too_large:
       throw_python(error_class("Corrupt")(text));
+    case Errc::pickle_forbidden:
+      throw_python(error_class("Unsafe")(text));
     case Errc::system:
     case Errc::cancelled:
       throw_python(error_class("CheckpointError")(text));

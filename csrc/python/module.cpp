@@ -1,10 +1,14 @@
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
+#include <map>
+#include <string>
 #include <type_traits>
 #include <utility>
 
 #include "commit.h"
 #include "engine/executor.h"
+#include "format/metadata_pickle.h"
 #include "os/directory.h"
 #include "python/bindings.h"
 #include "python/errors.h"
@@ -29,6 +33,25 @@ void commit(const std::string& directory, const std::string& name, const py::buf
   if (outcome.state != CommitState::committed) raise(outcome);
 }
 
+/// Where the program ends. `roles` are by "module name".
+std::size_t check_metadata_pickle(const py::buffer& data,
+                                  const std::map<std::string, std::string>& roles) {
+  format::Globals allowed;
+  for (const auto& [name, word] : roles) {
+    const auto role = format::role_named(word);
+    if (!role) throw py::value_error(name + ": '" + word + "' is no role");
+    allowed.emplace(name, *role);
+  }
+  const py::buffer_info bytes = data.request();
+  const std::span<const std::byte> span(static_cast<const std::byte*>(bytes.ptr),
+                                        static_cast<std::size_t>(bytes.size * bytes.itemsize));
+  Result<std::size_t> end = [&] {
+    py::gil_scoped_release release;
+    return format::check_metadata_pickle(span, allowed);
+  }();
+  return unwrap(std::move(end));
+}
+
 /// The disk may take seconds (a large file's blocks are freed by unlink), so other threads go on.
 template <class... Arguments>
 auto without_gil(Result<> (*function)(Arguments...)) {
@@ -51,6 +74,8 @@ PYBIND11_MODULE(_C, module) {
   python::bind_load(module);
   module.def("commit_metadata", &python::commit, py::arg("directory"), py::arg("name"),
              py::arg("contents"), py::arg("sync"), py::arg("replace") = true);
+  module.def("check_metadata_pickle", &python::check_metadata_pickle, py::arg("data"),
+             py::arg("roles"));
   module.def("make_directories", without_gil(&os::make_directories), py::arg("path"));
   module.def("sync_directory", without_gil(&os::sync_directory), py::arg("path"));
   module.def("remove_file", without_gil(&os::remove_file), py::arg("path"));

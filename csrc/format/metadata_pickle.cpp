@@ -1,0 +1,661 @@
+// The machine, as far as the checks need it:
+//
+//   stack     kinds of values, and marks
+//   memo      what has been memoized; indices count up, as every pickler of CPython writes them
+//   objects   what can still change after it was pushed: lists, dicts, instances
+//
+// An object changes only until it is fetched from the memo for the first time. CPython's picklers
+// write nothing else unless a value holds itself, which metadata never does. With that rule no
+// value can become part of itself, and what a value weighs is known when it becomes part of
+// another.
+
+#include "format/metadata_pickle.h"
+
+#include <algorithm>
+#include <array>
+#include <utility>
+#include <vector>
+
+#include "checked_math.h"
+
+namespace torch_ckpt::format {
+namespace {
+
+using Limits = MetadataLimits;
+
+namespace op {
+constexpr unsigned char kMark = '(';
+constexpr unsigned char kStop = '.';
+constexpr unsigned char kBinint = 'J';
+constexpr unsigned char kBinint1 = 'K';
+constexpr unsigned char kBinint2 = 'M';
+constexpr unsigned char kNone = 'N';
+constexpr unsigned char kReduce = 'R';
+constexpr unsigned char kBinunicode = 'X';
+constexpr unsigned char kAppend = 'a';
+constexpr unsigned char kBuild = 'b';
+constexpr unsigned char kGlobal = 'c';
+constexpr unsigned char kEmptyDict = '}';
+constexpr unsigned char kAppends = 'e';
+constexpr unsigned char kBinget = 'h';
+constexpr unsigned char kLongBinget = 'j';
+constexpr unsigned char kEmptyList = ']';
+constexpr unsigned char kBinput = 'q';
+constexpr unsigned char kLongBinput = 'r';
+constexpr unsigned char kSetitem = 's';
+constexpr unsigned char kTuple = 't';
+constexpr unsigned char kEmptyTuple = ')';
+constexpr unsigned char kSetitems = 'u';
+constexpr unsigned char kBinfloat = 'G';
+constexpr unsigned char kBinbytes = 'B';
+constexpr unsigned char kShortBinbytes = 'C';
+constexpr unsigned char kProto = 0x80;
+constexpr unsigned char kNewobj = 0x81;
+constexpr unsigned char kTuple1 = 0x85;
+constexpr unsigned char kTuple2 = 0x86;
+constexpr unsigned char kTuple3 = 0x87;
+constexpr unsigned char kNewtrue = 0x88;
+constexpr unsigned char kNewfalse = 0x89;
+constexpr unsigned char kLong1 = 0x8a;
+constexpr unsigned char kShortBinunicode = 0x8c;
+constexpr unsigned char kBinunicode8 = 0x8d;
+constexpr unsigned char kBinbytes8 = 0x8e;
+constexpr unsigned char kStackGlobal = 0x93;
+constexpr unsigned char kMemoize = 0x94;
+constexpr unsigned char kFrame = 0x95;
+}  // namespace op
+
+constexpr std::uint64_t kOldestProtocol = 2;
+constexpr std::uint64_t kNewestProtocol = 5;
+
+constexpr std::size_t kUsualMostMemo = std::size_t{1} << 20;
+
+enum class Kind : std::uint8_t {
+  mark,
+  none,
+  scalar,         // a bool, a float, an integer of more than 32 bits
+  small_integer,  // 32 bits; its hash is the number, so that dicts of them stay fast
+  text,
+  bytes,
+  tuple,
+  called,  // what a function returned
+  global,
+  object,
+};
+
+enum class ObjectKind : std::uint8_t { list, dict, mapping, instance };
+
+struct Value {
+  Kind kind = Kind::none;
+  // Of tuples: nothing in it but scalars, texts and tuples of those.
+  bool plain = false;
+  // Of texts and tuples, too.
+  bool key = false;
+  // Of tuples: (None, dict of attribute names), the state of a class with slots.
+  bool slots = false;
+  std::uint8_t depth = 0;
+  GlobalRole role = GlobalRole::value;
+  std::uint32_t weight = 1;
+  std::uint32_t index = 0;  // of an object; of a text the number of bytes, as far as it matters
+  std::uint64_t at = 0;     // of a text
+};
+
+struct Object {
+  ObjectKind kind = ObjectKind::list;
+  GlobalRole role = GlobalRole::value;
+  bool fetched = false;         // from the memo, so that others may hold it
+  bool built = false;           // has got its state
+  bool attribute_names = true;  // of dicts: all keys are names that a state may have
+  std::uint8_t depth = 0;
+  std::uint32_t weight = 1;
+};
+
+std::string printable(std::string_view text) {
+  std::string out(text);
+  for (char& c : out) {
+    if (c < ' ' || c > '~') c = '?';
+  }
+  return out;
+}
+
+class Verifier {
+ public:
+  Verifier(std::span<const std::byte> bytes, const Globals& allowed)
+      : bytes_(reinterpret_cast<const char*>(bytes.data()), bytes.size()), allowed_(allowed) {}
+
+  Result<std::size_t> run() {
+    // About what metadata has; memory that is not used stays untouched.
+    memo_.reserve(std::min(bytes_.size() / 12, kUsualMostMemo));
+    objects_.reserve(std::min(bytes_.size() / 24, kUsualMostMemo));
+    while (!error_ && !stopped_) {
+      opcode_at_ = at_;
+      const auto code = static_cast<unsigned char>(number(1));
+      if (error_) break;
+      step(code);
+      if (stack_.size() > Limits::kStack) too_large("holds more values than metadata ever does");
+    }
+    if (error_) return std::move(*error_);
+    return at_;
+  }
+
+ private:
+  // --- errors: the first one ends the walk ---
+
+  void fail(Errc code, std::string detail) {
+    if (error_) return;
+    error_ = Error{code, 0, "pickle", {}, opcode_at_, std::move(detail)};
+  }
+  void bad_stack(std::string detail) { fail(Errc::pickle_stack, std::move(detail)); }
+  void too_large(std::string detail) { fail(Errc::pickle_too_large, std::move(detail)); }
+
+  // --- bytes ---
+
+  std::string_view take(std::uint64_t count) {
+    if (error_ || !inside(at_, count, bytes_.size())) {
+      fail(Errc::pickle_truncated, "the program ends before its end");
+      return {};
+    }
+    const auto taken = bytes_.substr(at_, count);
+    at_ += count;
+    return taken;
+  }
+  std::uint64_t number(std::size_t count) {
+    if (!inside(at_, count, bytes_.size())) {
+      take(count);
+      return 0;
+    }
+    std::uint64_t value = 0;
+    for (std::size_t i = 0; i < count; ++i) {
+      value |= static_cast<std::uint64_t>(static_cast<unsigned char>(bytes_[at_ + i])) << (8 * i);
+    }
+    at_ += count;
+    return value;
+  }
+  std::string_view line() {
+    const auto rest = bytes_.substr(at_, Limits::kNameBytes + 1);
+    const auto end = rest.find('\n');
+    if (end == std::string_view::npos) {
+      if (rest.size() > Limits::kNameBytes) {
+        too_large("a name is longer than any of metadata's");
+      } else {
+        fail(Errc::pickle_truncated, "a name has no end");
+      }
+      return {};
+    }
+    at_ += end + 1;
+    return rest.substr(0, end);
+  }
+
+  // --- values ---
+
+  std::uint32_t weight(const Value& value) const {
+    return value.kind == Kind::object ? objects_[value.index].weight : value.weight;
+  }
+  std::uint8_t depth(const Value& value) const {
+    return value.kind == Kind::object ? objects_[value.index].depth : value.depth;
+  }
+  bool is_plain(const Value& value) const {
+    return value.kind == Kind::none || value.kind == Kind::scalar ||
+           value.kind == Kind::small_integer || value.kind == Kind::text ||
+           (value.kind == Kind::tuple && value.plain);
+  }
+
+  /// Counts `part` in; false where the whole is more than metadata can be.
+  bool count_in(const Value& part, std::uint8_t& whole_depth, std::uint32_t& whole_weight) {
+    const unsigned deep = depth(part) + 1u;
+    if (deep > Limits::kDepth) {
+      fail(Errc::pickle_too_deep, "values lie deeper within each other than metadata's do");
+      return false;
+    }
+    whole_depth = std::max(whole_depth, static_cast<std::uint8_t>(deep));
+    if (weight(part) > Limits::kWeight - whole_weight) {
+      too_large("a value is reached more often than metadata's are");
+      return false;
+    }
+    whole_weight += weight(part);
+    return true;
+  }
+
+  /// Classes and functions are called and nothing else.
+  bool can_be_part(const Value& value) {
+    if (value.kind != Kind::global || value.role == GlobalRole::value) return true;
+    fail(Errc::pickle_stack, "a class or function lies where a value belongs");
+    return false;
+  }
+
+  void push(Kind kind) {
+    Value value;
+    value.kind = kind;
+    stack_.push_back(value);
+  }
+  void push_key(Kind kind) {
+    push(kind);
+    stack_.back().key = true;
+  }
+  void push_object(ObjectKind kind, GlobalRole role = GlobalRole::value) {
+    push(Kind::object);
+    stack_.back().index = static_cast<std::uint32_t>(objects_.size());
+    Object object;
+    object.kind = kind;
+    object.role = role;
+    objects_.push_back(object);
+    // Indices have 32 bits.
+    if (objects_.size() >= Limits::kWeight) too_large("has more objects than metadata ever does");
+  }
+  void push_text(std::uint64_t count) {
+    const std::uint64_t begin = at_;
+    take(count);
+    push_key(Kind::text);
+    stack_.back().at = begin;
+    stack_.back().index =
+        static_cast<std::uint32_t>(std::min<std::uint64_t>(count, Limits::kNameBytes + 1));
+  }
+  void push_bytes(std::uint64_t count) {
+    take(count);
+    push(Kind::bytes);
+  }
+  std::string_view text(const Value& value) const { return bytes_.substr(value.at, value.index); }
+
+  /// How many values lie above the last mark.
+  std::size_t height() const { return stack_.size() - (marks_.empty() ? 0 : marks_.back() + 1); }
+  bool needs(std::size_t count) {
+    if (height() >= count) return true;
+    bad_stack("too few values on the stack");
+    return false;
+  }
+  Value pop() {
+    const Value value = stack_.back();
+    stack_.pop_back();
+    return value;
+  }
+  /// The values above the last mark, which is gone afterwards; they are to be dropped by the
+  /// caller.
+  std::optional<std::size_t> values_since_mark() {
+    if (marks_.empty()) {
+      bad_stack("no mark on the stack");
+      return std::nullopt;
+    }
+    const std::size_t count = height();
+    marks_.pop_back();
+    return count;
+  }
+
+  // --- opcodes ---
+
+  void step(unsigned char code) {
+    switch (code) {
+      case op::kProto:
+        return protocol(number(1));
+      case op::kFrame:
+        return frame(number(8));
+      case op::kStop:
+        return stop();
+      case op::kMark:
+        marks_.push_back(stack_.size());
+        return push(Kind::mark);
+      case op::kNone:
+        return push_key(Kind::none);
+      case op::kNewtrue:
+      case op::kNewfalse:
+        return push_key(Kind::scalar);
+      case op::kBinint:
+        take(4);
+        return push_key(Kind::small_integer);
+      case op::kBinint1:
+        take(1);
+        return push_key(Kind::small_integer);
+      case op::kBinint2:
+        take(2);
+        return push_key(Kind::small_integer);
+      case op::kLong1:
+        return long_integer(number(1));
+      case op::kBinfloat:
+        take(8);
+        return push(Kind::scalar);
+      case op::kShortBinunicode:
+        return push_text(number(1));
+      case op::kBinunicode:
+        return push_text(number(4));
+      case op::kBinunicode8:
+        return push_text(number(8));
+      case op::kShortBinbytes:
+        return push_bytes(number(1));
+      case op::kBinbytes:
+        return push_bytes(number(4));
+      case op::kBinbytes8:
+        return push_bytes(number(8));
+      case op::kEmptyTuple:
+        return tuple(0);
+      case op::kTuple1:
+        return tuple(1);
+      case op::kTuple2:
+        return tuple(2);
+      case op::kTuple3:
+        return tuple(3);
+      case op::kTuple:
+        return marked_tuple();
+      case op::kEmptyList:
+        return push_object(ObjectKind::list);
+      case op::kEmptyDict:
+        return push_object(ObjectKind::dict);
+      case op::kAppend:
+        return append(1);
+      case op::kAppends:
+        return appends();
+      case op::kSetitem:
+        return set_items(2);
+      case op::kSetitems:
+        return marked_set_items();
+      case op::kGlobal:
+        return global_line();
+      case op::kStackGlobal:
+        return stack_global();
+      case op::kReduce:
+        return reduce();
+      case op::kNewobj:
+        return new_object();
+      case op::kBuild:
+        return build();
+      case op::kMemoize:
+        return memoize(memo_.size());
+      case op::kBinput:
+        return memoize(number(1));
+      case op::kLongBinput:
+        return memoize(number(4));
+      case op::kBinget:
+        return fetch(number(1));
+      case op::kLongBinget:
+        return fetch(number(4));
+      default:
+        return fail(Errc::pickle_opcode,
+                    "opcode " + std::to_string(code) + " is none that metadata needs");
+    }
+  }
+
+  void protocol(std::uint64_t version) {
+    if (opcode_at_ != 0) return fail(Errc::pickle_opcode, "the protocol is named in the middle");
+    if (version >= kOldestProtocol && version <= kNewestProtocol) return;
+    fail(Errc::pickle_opcode, "protocol " + std::to_string(version) + " is not known");
+  }
+
+  // The unpickler may read a frame's bytes at once, whatever the opcodes in it say.
+  void frame(std::uint64_t count) {
+    if (!inside(at_, count, bytes_.size())) {
+      return fail(Errc::pickle_truncated, "a frame ends outside");
+    }
+    frames_end_ = std::max(frames_end_, at_ + static_cast<std::size_t>(count));
+  }
+
+  void stop() {
+    if (!marks_.empty() || stack_.size() != 1) {
+      return bad_stack("it ends with more or fewer than one value");
+    }
+    if (frames_end_ > at_) return fail(Errc::pickle_truncated, "a frame ends behind STOP");
+    if (can_be_part(stack_.back())) stopped_ = true;
+  }
+
+  void long_integer(std::uint64_t count) {
+    if (count > Limits::kIntegerBytes) return too_large("an integer has too many bytes");
+    take(count);
+    push(Kind::scalar);
+  }
+
+  void marked_tuple() {
+    const auto count = values_since_mark();
+    if (!count) return;
+    make_tuple(*count);
+    if (error_) return;
+    const Value made = pop();
+    stack_.back() = made;  // in the mark's place
+  }
+  void tuple(std::size_t count) {
+    if (needs(count)) make_tuple(count);
+  }
+  void make_tuple(std::size_t count) {
+    Value made;
+    made.kind = Kind::tuple;
+    made.plain = true;
+    made.key = true;
+    const std::size_t first = stack_.size() - count;
+    for (std::size_t i = first; i < stack_.size(); ++i) {
+      const Value& part = stack_[i];
+      if (!can_be_part(part) || !count_in(part, made.depth, made.weight)) return;
+      made.plain = made.plain && is_plain(part);
+      made.key = made.key && part.key && is_plain(part);
+    }
+    made.slots = count == 2 && stack_[first].kind == Kind::none && is_state_dict(stack_[first + 1]);
+    stack_.resize(first);
+    stack_.push_back(made);
+  }
+
+  /// The object at the place, where it is of one of the kinds and may still change.
+  Object* changeable(std::size_t place, ObjectKind kind, ObjectKind or_kind) {
+    const Value& target = stack_[place];
+    if (target.kind != Kind::object ||
+        (objects_[target.index].kind != kind && objects_[target.index].kind != or_kind)) {
+      bad_stack("items are put into what is no container of them");
+      return nullptr;
+    }
+    Object& object = objects_[target.index];
+    if (object.fetched) {
+      fail(Errc::pickle_shared, "a value changes after others may hold it");
+      return nullptr;
+    }
+    return &object;
+  }
+
+  void appends() {
+    const auto count = values_since_mark();
+    if (!count) return;
+    append_above(*count, 1);
+  }
+  void append(std::size_t count) {
+    if (needs(count + 1)) append_above(count, 0);
+  }
+  /// The list lies below the values and, with one, the mark.
+  void append_above(std::size_t count, std::size_t marks) {
+    if (!needs(count + marks + 1)) return;
+    const std::size_t first = stack_.size() - count;
+    Object* list = changeable(first - marks - 1, ObjectKind::list, ObjectKind::list);
+    if (list == nullptr) return;
+    for (std::size_t i = first; i < stack_.size(); ++i) {
+      if (!can_be_part(stack_[i]) || !count_in(stack_[i], list->depth, list->weight)) return;
+    }
+    stack_.resize(first - marks);
+  }
+
+  void marked_set_items() {
+    const auto count = values_since_mark();
+    if (!count) return;
+    if (*count % 2 != 0) return bad_stack("a key has no value");
+    set_items_above(*count, 1);
+  }
+  void set_items(std::size_t count) {
+    if (needs(count + 1)) set_items_above(count, 0);
+  }
+  void set_items_above(std::size_t count, std::size_t marks) {
+    if (!needs(count + marks + 1)) return;
+    const std::size_t first = stack_.size() - count;
+    Object* dict = changeable(first - marks - 1, ObjectKind::dict, ObjectKind::mapping);
+    if (dict == nullptr) return;
+    for (std::size_t i = first; i < stack_.size(); i += 2) {
+      if (!is_key(stack_[i])) return;
+      dict->attribute_names = dict->attribute_names && is_attribute_name(stack_[i]);
+      for (std::size_t part = i; part < i + 2; ++part) {
+        if (!can_be_part(stack_[part])) return;
+        if (!count_in(stack_[part], dict->depth, dict->weight)) return;
+      }
+    }
+    stack_.resize(first - marks);
+  }
+
+  bool is_key(const Value& value) {
+    const bool instance = value.kind == Kind::object &&
+                          objects_[value.index].kind == ObjectKind::instance &&
+                          objects_[value.index].role == GlobalRole::key_class;
+    if (!instance && !value.key) {
+      fail(Errc::pickle_key, "a dict's key is none of those that metadata has");
+      return false;
+    }
+    if (weight(value) > Limits::kKeyWeight) {
+      fail(Errc::pickle_key, "a dict's key holds more values than metadata's do");
+      return false;
+    }
+    return true;
+  }
+
+  // Names with two underscores are Python's own; an instance's could stand in the way of its
+  // class's.
+  bool is_attribute_name(const Value& value) const {
+    return value.kind == Kind::text && value.index <= Limits::kNameBytes &&
+           !text(value).starts_with("__");
+  }
+  bool is_state_dict(const Value& value) const {
+    return value.kind == Kind::object && objects_[value.index].kind == ObjectKind::dict &&
+           objects_[value.index].attribute_names;
+  }
+
+  void global_line() {
+    const auto module = line();
+    if (error_) return;
+    const auto name = line();
+    if (!error_) global(module, name);
+  }
+  void stack_global() {
+    if (!needs(2)) return;
+    const Value name = pop();
+    const Value module = pop();
+    if (name.kind != Kind::text || module.kind != Kind::text) {
+      return bad_stack("a name is no text");
+    }
+    if (std::max(name.index, module.index) > Limits::kNameBytes) {
+      return too_large("a name is longer than any of metadata's");
+    }
+    global(text(module), text(name));
+  }
+  void global(std::string_view module, std::string_view name) {
+    // No name of the table has a second space, so that one way alone leads to each.
+    full_name_.assign(module).append(" ").append(name);
+    const auto found = allowed_.find(full_name_);
+    if (found == allowed_.end()) {
+      error_ = format_error(Errc::pickle_forbidden,
+                            "the metadata names " + printable(module) + "." + printable(name) +
+                                ", which is not on the list of what a checkpoint may contain");
+      return;
+    }
+    push(Kind::global);
+    stack_.back().role = found->second;
+  }
+
+  void reduce() {
+    if (!needs(2)) return;
+    const Value arguments = pop();
+    const Value callee = pop();
+    if (callee.kind != Kind::global || arguments.kind != Kind::tuple) {
+      return fail(Errc::pickle_call, "what is called is no function, or its arguments no tuple");
+    }
+    if (callee.role == GlobalRole::mapping && arguments.weight == 1) {
+      return push_object(ObjectKind::mapping);
+    }
+    if (callee.role != GlobalRole::function || !arguments.plain) {
+      return fail(Errc::pickle_call, "a call that metadata never makes");
+    }
+    if (arguments.weight > Limits::kArgumentsWeight) {
+      return too_large("a function gets more arguments than metadata has for one");
+    }
+    Value result;
+    result.kind = Kind::called;
+    if (!count_in(arguments, result.depth, result.weight)) return;
+    stack_.push_back(result);
+  }
+
+  void new_object() {
+    if (!needs(2)) return;
+    const Value arguments = pop();
+    const Value callee = pop();
+    const bool made =
+        callee.kind == Kind::global &&
+        (callee.role == GlobalRole::dict_class || callee.role == GlobalRole::key_class ||
+         callee.role == GlobalRole::tuple_class || callee.role == GlobalRole::slots_class);
+    if (!made || arguments.kind != Kind::tuple || arguments.weight != 1) {
+      return fail(Errc::pickle_call, "an object is made as metadata's never are");
+    }
+    push_object(ObjectKind::instance, callee.role);
+  }
+
+  void build() {
+    if (!needs(2)) return;
+    const Value state = pop();
+    const Value& target = stack_.back();
+    if (target.kind != Kind::object || objects_[target.index].kind != ObjectKind::instance) {
+      return fail(Errc::pickle_state, "a state is given to what is no instance of a class");
+    }
+    Object& object = objects_[target.index];
+    if (object.fetched) {
+      return fail(Errc::pickle_shared, "a value changes after others may hold it");
+    }
+    if (object.built) return fail(Errc::pickle_state, "an object gets a second state");
+    if (!is_state(state, object.role)) {
+      return fail(Errc::pickle_state, "a state is not of its class's form");
+    }
+    if (count_in(state, object.depth, object.weight)) object.built = true;
+  }
+  bool is_state(const Value& state, GlobalRole role) const {
+    if (role == GlobalRole::tuple_class) return state.kind == Kind::tuple;
+    if (role == GlobalRole::slots_class) return state.kind == Kind::tuple && state.slots;
+    return is_state_dict(state);
+  }
+
+  void memoize(std::uint64_t index) {
+    if (error_ || !needs(1)) return;
+    if (index != memo_.size()) {
+      return fail(Errc::pickle_stack, "a memo index is not the next one");
+    }
+    memo_.push_back(stack_.back());
+  }
+  void fetch(std::uint64_t index) {
+    if (error_) return;
+    if (index >= memo_.size()) return bad_stack("nothing is memoized at an index");
+    const Value& value = memo_[index];
+    if (value.kind == Kind::object) objects_[value.index].fetched = true;
+    stack_.push_back(value);
+  }
+
+  std::string_view bytes_;
+  const Globals& allowed_;
+  std::size_t at_ = 0;
+  std::size_t opcode_at_ = 0;
+  std::size_t frames_end_ = 0;
+  bool stopped_ = false;
+  std::optional<Error> error_;
+  std::vector<Value> stack_;
+  std::vector<std::size_t> marks_;  // their places on the stack
+  std::vector<Value> memo_;
+  std::vector<Object> objects_;
+  std::string full_name_;
+};
+
+}  // namespace
+
+std::optional<GlobalRole> role_named(std::string_view word) {
+  static constexpr std::array<std::pair<std::string_view, GlobalRole>, 7> kWords = {{
+      {"value", GlobalRole::value},
+      {"function", GlobalRole::function},
+      {"mapping", GlobalRole::mapping},
+      {"dict_class", GlobalRole::dict_class},
+      {"key_class", GlobalRole::key_class},
+      {"tuple_class", GlobalRole::tuple_class},
+      {"slots_class", GlobalRole::slots_class},
+  }};
+  for (const auto& [name, role] : kWords) {
+    if (name == word) return role;
+  }
+  return std::nullopt;
+}
+
+Result<std::size_t> check_metadata_pickle(std::span<const std::byte> bytes,
+                                          const Globals& allowed) {
+  return Verifier(bytes, allowed).run();
+}
+
+}  // namespace torch_ckpt::format

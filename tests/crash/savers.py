@@ -1,0 +1,285 @@
+"""Who saves: child processes, one for each rank, that may lose their disk at any moment.
+
+They come from ``multiprocessing``'s fork server, which has torch imported, so one costs tens of
+milliseconds. The ranks of a group stay from one save to the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing
+import multiprocessing.connection
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import torch_ckpt
+from tests.crash.disks import cut_power
+from tests.support import assert_equal, emptied, random_tensor
+
+StateDict = dict[str, Any]
+
+TIMEOUT_SECONDS = 60
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch_ckpt", "torch.distributed.checkpoint", __name__])
+
+
+# --- states --------------------------------------------------------------------------------------
+
+
+def part_of_state(step: int, rank: int) -> StateDict:
+    """What one rank saves. No tensor of a step is like one of another step.
+
+    One file of it is large enough for direct I/O, and one is not. Steps with equal tens make files
+    of equal layout; a history that has grown moves everything behind it.
+    """
+    large = random_tensor((300 * 1024,), torch.float32, 10 * step)
+    return {
+        "shared": large,
+        "small": {f"{i}": torch.full((i + 1, 7), step + i, dtype=torch.int64) for i in range(12)},
+        f"of rank {rank}": random_tensor((150 * 1024,), torch.int32, 10 * step + rank + 1),
+        "history": [i / 7 for i in range(1 + step // 10 * 10)],
+        "step": step,
+    }
+
+
+@functools.cache
+def whole_state(step: int, ranks: int) -> StateDict:
+    """What all ranks save together; the same object every time, so not to be changed."""
+    state: StateDict = {}
+    for rank in range(ranks):
+        state |= part_of_state(step, rank)
+    return state
+
+
+# --- ways to save --------------------------------------------------------------------------------
+
+
+def _save(state: StateDict, path: Path, **options: Any) -> None:
+    torch_ckpt.save(state, path, **options)
+
+
+def _dcp_save(state: StateDict, path: Path, **options: Any) -> None:
+    dcp.save(state, storage_writer=torch_ckpt.FileSystemWriter(path, **options))
+
+
+def _async_save(state: StateDict, path: Path, **options: Any) -> None:
+    torch_ckpt.async_save(state, path, **options).result(TIMEOUT_SECONDS)
+
+
+def _dcp_async_save(state: StateDict, path: Path, **options: Any) -> None:
+    _wait(dcp.async_save(state, storage_writer=torch_ckpt.FileSystemWriter(path, **options)))
+
+
+def _stock_save(state: StateDict, path: Path, **options: Any) -> None:
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(path, thread_count=2, **options))
+
+
+def _stock_async_save(state: StateDict, path: Path, **options: Any) -> None:
+    writer = dcp.FileSystemWriter(path, thread_count=2, **options)
+    _wait(dcp.async_save(state, storage_writer=writer))
+
+
+def _wait(response: Any) -> None:
+    response.result(TIMEOUT_SECONDS)
+
+
+#: By name. Each returns when the save is reported as successful.
+WAYS: dict[str, Callable[..., None]] = {
+    "torch_ckpt.save": _save,
+    "dcp.save": _dcp_save,
+    "torch_ckpt.async_save": _async_save,
+    "dcp.async_save": _dcp_async_save,
+    "stock dcp.save": _stock_save,
+    "stock dcp.async_save": _stock_async_save,
+}
+
+
+def engine_of(way: str) -> str:
+    return "stock" if way.startswith("stock") else "torch_ckpt"
+
+
+def save(way: str, step: int, path: Path, rank: int, **options: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        WAYS[way](part_of_state(step, rank), path, **options)
+
+
+def what_is_there(path: Path, engine: str, steps: list[int], ranks: int) -> str:
+    """What a load finds.
+
+    Returns:
+        ``step 7`` for all of it and nothing else, ``nothing`` where no checkpoint was committed,
+        ``mixture`` where it loads and is none of ``steps``, otherwise which error the load raised.
+    """
+    if not (path / ".metadata").exists():
+        return "nothing"
+    loaded = emptied(whole_state(steps[0], ranks))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if engine == "stock":
+                dcp.load(loaded, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+            else:
+                torch_ckpt.load(loaded, path, no_dist=True)
+    except (Exception, dcp.CheckpointException) as error:
+        cause: BaseException = error
+        if isinstance(error, dcp.CheckpointException):
+            cause = next(iter(error.failures.values()))[0]
+        return f"cannot be loaded: {type(cause).__name__}"
+    for step in steps:
+        with contextlib.suppress(AssertionError):
+            assert_equal(loaded, whole_state(step, ranks))
+            return f"step {step}"
+    return "mixture"
+
+
+# --- processes -----------------------------------------------------------------------------------
+
+
+class Savers:
+    """The ranks of a group, each a process. One thread uses them."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self._store: dist.TCPStore | None = None
+        address: dict[str, str] = {}
+        if ranks > 1:
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            address = {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(self._store.port),
+                "WORLD_SIZE": str(ranks),
+                # The store is not rank 0's to make.
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+            }
+        self._connections: list[Connection] = []
+        self._processes: list[Any] = []
+        for rank in range(ranks):
+            ours, theirs = _context.Pipe()
+            process = _context.Process(target=_work, args=(theirs, rank, address), daemon=True)
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self._processes.append(process)
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    @property
+    def alive(self) -> bool:
+        return all(process.is_alive() for process in self._processes)
+
+    def do(
+        self,
+        work: Callable[..., None],
+        *arguments: Any,
+        marked: Callable[[str], None] | None = None,
+    ) -> list[str]:
+        """Runs ``work(rank, *arguments)`` on every rank, to its end.
+
+        Args:
+            work: a function that a fresh process can import.
+            marked: called for each :func:`mark` of a rank, which waits for its return.
+
+        Returns:
+            Of each rank the error that it ended with; empty where there was none.
+        """
+        self.begin(work, *arguments)
+        return [self.end(rank, marked) for rank in range(self.ranks)]
+
+    def begin(self, work: Callable[..., None], *arguments: Any) -> None:
+        for connection in self._connections:
+            connection.send((work, arguments))
+
+    def end(self, rank: int, marked: Callable[[str], None] | None = None) -> str:
+        connection = self._connections[rank]
+        while True:
+            assert connection.poll(TIMEOUT_SECONDS), f"rank {rank} hangs"
+            try:
+                kind, text = connection.recv()
+            except EOFError:
+                return "it died"
+            if kind == "end":
+                return text
+            assert marked is not None, f"nobody expected the mark {text}"
+            marked(text)
+            connection.send(None)
+
+    def connection(self, rank: int) -> Connection:
+        """For who waits for it beside other things; see :meth:`end`."""
+        return self._connections[rank]
+
+    def kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process, connection in zip(self._processes, self._connections, strict=True):
+            process.join()
+            connection.close()
+        self._store = None
+
+
+@contextmanager
+def savers(ranks: int = 1) -> Iterator[Savers]:
+    group = Savers(ranks)
+    try:
+        yield group
+    finally:
+        group.kill()
+
+
+_to_parent: Connection | None = None
+
+
+def mark(name: str) -> None:
+    """Tells the test, from a rank, that it has come to some point, and waits for its answer."""
+    assert _to_parent is not None
+    _to_parent.send(("mark", name))
+    _to_parent.recv()
+
+
+def _work(connection: Connection, rank: int, address: dict[str, str]) -> None:
+    global _to_parent
+    _to_parent = connection
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    if address:
+        os.environ.update(address, RANK=str(rank))
+        dist.init_process_group("gloo")
+    while True:
+        try:
+            work, arguments = connection.recv()
+        except EOFError:
+            return
+        try:
+            work(rank, *arguments)
+            outcome = ""
+        except BaseException as error:
+            outcome = f"{type(error).__name__}: {error}"
+        connection.send(("end", outcome))
+
+
+# --- what they do --------------------------------------------------------------------------------
+
+
+def save_only(rank: int, way: str, step: int, path: Path, options: dict[str, Any]) -> None:
+    save(way, step, path, rank, **options)
+
+
+def save_and_cut(
+    rank: int, way: str, step: int, path: Path, options: dict[str, Any], point: Path
+) -> None:
+    """Cuts the power in the very process whose save has returned: nothing can happen between."""
+    save(way, step, path, rank, **options)
+    cut_power(point)

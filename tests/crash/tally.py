@@ -1,0 +1,91 @@
+"""What became of every case, counted: lines at the end of the session, and JSON.
+
+``TORCH_CKPT_TORTURE`` makes the tests of this directory try everything instead of a part.
+``TORCH_CKPT_SEED`` is the seed of all that is chosen by chance; the summary says which it was.
+``TORCH_CKPT_RESULTS`` names a directory for the JSON files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TORTURE = bool(os.environ.get("TORCH_CKPT_TORTURE"))
+
+SEED = int(os.environ.get("TORCH_CKPT_SEED", "1"))
+
+
+class Tally:
+    """The rows of one kind of test. A plugin of pytest's, so that it needs no conftest.
+
+    Args:
+        name: of the JSON file.
+        title: begins the summary's line.
+        counted: what a row is one of, in the plural.
+        missed: what becomes of a row that is not all right.
+        in_full: whether the JSON file has all rows, or those that are not all right.
+    """
+
+    def __init__(
+        self, name: str, title: str, counted: str, missed: str, *, in_full: bool = True
+    ) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self._name = name
+        self._title = title
+        self._counted = counted
+        self._missed = missed
+        self._in_full = in_full
+
+    def joined(self, config: pytest.Config) -> Tally:
+        """Itself, as a part of a session."""
+        config.pluginmanager.register(self, f"torch_ckpt tally {self._name}")
+        return self
+
+    def add(self, engine: str, right: bool | None, **columns: Any) -> None:
+        """Adds a row.
+
+        Args:
+            engine: "torch_ckpt" or "stock".
+            right: whether what was promised was kept; None where nothing is promised.
+        """
+        self.rows.append({"engine": engine, "right": right, **columns})
+
+    def summary(self) -> str:
+        parts = []
+        for engine in ("torch_ckpt", "stock"):
+            judged = [r["right"] for r in self.rows if r["engine"] == engine]
+            judged = [right for right in judged if right is not None]
+            if judged:
+                missed = judged.count(False)
+                parts.append(f"{engine} {len(judged)} {self._counted}, {missed} {self._missed}")
+        left = sum(row["right"] is None for row in self.rows)
+        if left:
+            parts.append(f"{left} only recorded")
+        return f"{self._title}: {'; '.join(parts)} (seed {SEED})"
+
+    def pytest_sessionfinish(self) -> None:
+        place = os.environ.get("TORCH_CKPT_RESULTS")
+        if place and self.rows:
+            Path(place).mkdir(parents=True, exist_ok=True)
+            contents = {
+                "seed": SEED,
+                "everything": TORTURE,
+                "summary": self.summary(),
+                "outcomes": self._outcomes(),
+                "rows": [row for row in self.rows if self._in_full or not row["right"]],
+            }
+            text = json.dumps(contents, indent=1)
+            (Path(place) / f"{self._name}.json").write_text(f"{text}\n")
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        if self.rows:
+            terminalreporter.write_line(self.summary())
+
+    def _outcomes(self) -> dict[str, int]:
+        counts = Counter(f"{row['engine']}, {row['test']}: {row['outcome']}" for row in self.rows)
+        return dict(sorted(counts.items()))

@@ -1,0 +1,367 @@
+"""Every state in which a crash could leave the disk during saves: the writes of real saves, cut off
+anywhere, with some of those that no flush has covered lost or torn.
+
+In each there is the old checkpoint or the new one as a whole; once the save has been reported, the
+new one. Stock torch goes through the same, and is counted.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import torch_ckpt
+from tests.crash.block_log import (
+    CrashState,
+    Log,
+    States,
+    Write,
+    prefixes,
+    recorded,
+    reordered,
+    skip_without_recorder,
+)
+from tests.crash.disks import KINDS, Disk, Workshop, skip_without, workshop
+from tests.crash.savers import (
+    Savers,
+    engine_of,
+    mark,
+    save,
+    save_only,
+    savers,
+    what_is_there,
+    whole_state,
+)
+from tests.crash.tally import SEED, TORTURE, Tally
+from torch_ckpt import _C
+
+NOTHING = 0
+
+#: Saved after a crash, in every SAVED_AGAIN-th state: what a crash has left must not be in the way.
+NEXT = 9
+SAVED_AGAIN = 4
+
+#: States of each scenario. In full: every prefix, and what chance chooses, half of FULL_STATES or
+#: as many as make FULL_STATES together.
+DEFAULT_STATES = 12
+FULL_STATES = 160
+
+#: For all states of a scenario.
+LONGEST_SECONDS = 1200
+
+
+@pytest.fixture(scope="module")
+def tally(request: pytest.FixtureRequest) -> Tally:
+    tally = Tally("crash_states", "crash states", "checked", "violations", in_full=False)
+    return tally.joined(request.config)
+
+
+@pytest.fixture(scope="module")
+def shop() -> Iterator[Workshop]:
+    with workshop() as shop:
+        yield shop
+
+
+# A save of step 12 has files of another layout than one of step 1.
+_NAMES = {
+    (NOTHING, 1): "first save",
+    (1, 2): "overwrite",
+    (1, 12): "overwrite, other layout",
+    (1, 2, 3): "two overwrites",
+}
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Saves whose disk is recorded.
+
+    Attributes:
+        steps: what is there before, NOTHING or a step, and what is saved one after the other.
+        ranks: that save together.
+        synced: the writer's ``sync_files``.
+    """
+
+    kind: str
+    way: str
+    steps: tuple[int, ...]
+    ranks: int = 1
+    synced: bool = True
+
+    @property
+    def place(self) -> str:
+        """Where a disk has the checkpoint: directories that the first save makes."""
+        return "a/b/ck" if self.steps[0] == NOTHING else "ck"
+
+    def __str__(self) -> str:
+        ranks = "2 ranks" if self.ranks == 2 else "1 rank"
+        synced = "" if self.synced else ", sync_files=False"
+        return f"{self.kind}, {self.way}, {_NAMES[self.steps]}, {ranks}{synced}"
+
+
+# --- recording -----------------------------------------------------------------------------------
+
+
+def save_and_tell(rank: int, way: str, step: int, path: Path, options: dict[str, Any]) -> None:
+    """Saves; the test hears when the save begins, has been committed, and has been reported."""
+    commit = _C.commit_metadata
+
+    def commit_and_tell(*arguments: Any, **options: Any) -> Any:
+        returned = commit(*arguments, **options)
+        mark(f"committed {step}")
+        return returned
+
+    if rank == 0:
+        mark(f"began {step}")
+    _C.commit_metadata = commit_and_tell
+    try:
+        save(way, step, path, rank, **options)
+    finally:
+        _C.commit_metadata = commit
+    if rank == 0:
+        mark(f"reported {step}")
+
+
+def record(shop: Workshop, scenario: Scenario) -> Log:
+    disk = shop.disk(scenario.kind)
+    before, *saved = scenario.steps
+    with savers(scenario.ranks) as group:
+        if before != NOTHING:
+            disk.mount()
+            errors = group.do(save_only, scenario.way, before, disk.point / scenario.place, {})
+            assert errors == [""] * scenario.ranks
+            disk.unmount()
+        with recorded(disk) as log:
+            for step in saved:
+                _save_recorded(group, scenario, step, disk, log)
+            # What is still in memory comes to the disk in the end: crashes amid that are of
+            # interest, too.
+            disk.sync()
+    return log
+
+
+def _save_recorded(group: Savers, scenario: Scenario, step: int, disk: Disk, log: Log) -> None:
+    path = disk.point / scenario.place
+    options = {} if scenario.synced else {"sync_files": False}
+    errors = group.do(save_and_tell, scenario.way, step, path, options, marked=log.mark)
+    assert errors == [""] * scenario.ranks
+
+
+# --- judging -------------------------------------------------------------------------------------
+
+
+def may_be_there(scenario: Scenario, log: Log, position: int) -> set[str]:
+    """What a load may find after a crash at a moment.
+
+    From the commit on, what it committed: before the save is reported it may already rely on that,
+    and removes the old files.
+    """
+    settled = scenario.steps[0]
+    begun: set[int] = set()
+    for step in scenario.steps[1:]:
+        done = log.marks.get(f"committed {step}", log.marks[f"reported {step}"])
+        if position >= done:
+            settled = step
+            begun.clear()
+        elif position >= log.marks[f"began {step}"]:
+            begun.add(step)
+    return {"nothing" if step == NOTHING else f"step {step}" for step in {settled, *begun}}
+
+
+def chosen_states(log: Log, chance: random.Random) -> list[CrashState]:
+    every = prefixes(log)
+    if TORTURE:
+        return every + reordered(log, max(FULL_STATES // 2, FULL_STATES - len(every)), chance)
+    some = sorted(chance.sample(every, min(DEFAULT_STATES // 3, len(every))), key=_moment)
+    return some + reordered(log, DEFAULT_STATES - len(some), chance)
+
+
+def _moment(state: CrashState) -> int:
+    return state.position
+
+
+class Sweep:
+    """Chosen crash states of a scenario, and what is wrong with them."""
+
+    def __init__(self, shop: Workshop, tally: Tally, scenario: Scenario) -> None:
+        self.checked = 0
+        self.violations: list[str] = []
+        self._scenario = scenario
+        self._disk = Disk(scenario.kind, shop.place / "state.img", shop.place / "state")
+        log = record(shop, scenario)
+        states = States(log)
+        for state in chosen_states(log, random.Random(SEED + zlib.crc32(str(scenario).encode()))):
+            states.make(state, self._disk.image)
+            allowed = may_be_there(scenario, log, state.position)
+            found = self._found()
+            right = found in allowed if scenario.synced else found != "mixture"
+            if not right:
+                wanted = " or ".join(sorted(allowed))
+                self.violations.append(f"{state}: {found} instead of {wanted}")
+            tally.add(
+                engine_of(scenario.way),
+                right if scenario.synced else None,
+                test=f"{scenario}, {'reordered' if state.lost or state.torn else 'prefix'}",
+                state=str(state),
+                outcome=found,
+                allowed=sorted(allowed),
+            )
+            self.checked += 1
+        states.close()
+        self._disk.image.unlink()
+        log.image.unlink()
+
+    def raise_violations(self) -> None:
+        assert not self.violations, (
+            f"{len(self.violations)} of {self.checked} states, with TORCH_CKPT_SEED={SEED}:\n"
+            + "\n".join(self.violations[:20])
+        )
+
+    def _found(self) -> str:
+        """What a load finds, before and after the next save."""
+        scenario, path = self._scenario, self._disk.point / self._scenario.place
+        engine = engine_of(scenario.way)
+        steps = [step for step in scenario.steps if step != NOTHING]
+        self._disk.mount()
+        try:
+            found = what_is_there(path, engine, steps, scenario.ranks)
+            if engine == "torch_ckpt" and scenario.synced and self.checked % SAVED_AGAIN == 0:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    torch_ckpt.save(whole_state(NEXT, scenario.ranks), path, no_dist=True)
+                after = what_is_there(path, engine, [NEXT], scenario.ranks)
+                if after != f"step {NEXT}":
+                    found += f", and after the next save {after}"
+            return found
+        finally:
+            self._disk.unmount()
+
+
+OURS = [
+    Scenario("ext4", "torch_ckpt.save", (1, 12)),
+    Scenario("ext4", "torch_ckpt.async_save", (0, 1)),
+    Scenario("ext4", "dcp.save", (1, 2, 3)),
+    Scenario("ext4", "torch_ckpt.async_save", (1, 2), ranks=2),
+    Scenario("xfs", "dcp.save", (1, 2)),
+    Scenario("xfs", "torch_ckpt.save", (0, 1)),
+]
+OURS_IN_FULL = [
+    Scenario("ext4", "torch_ckpt.save", (1, 2)),
+    Scenario("ext4", "torch_ckpt.save", (0, 1)),
+    Scenario("ext4", "torch_ckpt.async_save", (1, 2)),
+    Scenario("ext4", "dcp.async_save", (1, 2)),
+    Scenario("ext4", "dcp.save", (1, 2), ranks=2),
+    Scenario("xfs", "torch_ckpt.save", (1, 12)),
+    Scenario("xfs", "torch_ckpt.save", (1, 2, 3)),
+    Scenario("xfs", "torch_ckpt.async_save", (1, 2), ranks=2),
+]
+STOCK = [
+    Scenario("ext4", "stock dcp.save", (1, 12)),
+    Scenario("xfs", "stock dcp.save", (1, 2)),
+]
+STOCK_IN_FULL = [
+    Scenario("ext4", "stock dcp.save", (1, 2)),
+    Scenario("xfs", "stock dcp.save", (1, 12)),
+    Scenario("ext4", "stock dcp.save", (0, 1)),
+    Scenario("ext4", "stock dcp.save", (1, 2, 3)),
+    Scenario("ext4", "stock dcp.async_save", (1, 2)),
+    Scenario("xfs", "stock dcp.save", (0, 1)),
+]
+
+
+UNSYNCED = [
+    Scenario("ext4", "torch_ckpt.save", (1, 12), synced=False),
+]
+UNSYNCED_IN_FULL = [
+    Scenario("ext4", "torch_ckpt.save", (0, 1), synced=False),
+    Scenario("xfs", "torch_ckpt.save", (1, 12), synced=False),
+    Scenario("xfs", "torch_ckpt.save", (0, 1), synced=False),
+]
+
+
+def _all(some: list[Scenario], more: list[Scenario]) -> Any:
+    scenarios = some + more if TORTURE else some
+    return pytest.mark.parametrize("scenario", scenarios, ids=str)
+
+
+@pytest.mark.timeout(LONGEST_SECONDS)
+@_all(OURS, OURS_IN_FULL)
+def test_after_a_crash_at_any_moment_there_is_the_old_checkpoint_or_the_new_one(
+    shop: Workshop, tally: Tally, scenario: Scenario
+) -> None:
+    skip_without(scenario.kind)
+    skip_without_recorder()
+    Sweep(shop, tally, scenario).raise_violations()
+
+
+@pytest.mark.timeout(LONGEST_SECONDS)
+@_all(UNSYNCED, UNSYNCED_IN_FULL)
+def test_without_sync_files_no_crash_makes_a_mixture_that_loads(
+    shop: Workshop, tally: Tally, scenario: Scenario
+) -> None:
+    skip_without(scenario.kind)
+    skip_without_recorder()
+    Sweep(shop, tally, scenario).raise_violations()
+
+
+@pytest.mark.timeout(LONGEST_SECONDS)
+@_all(STOCK, STOCK_IN_FULL)
+def test_the_states_in_which_a_crash_leaves_stock_torch_are_counted(
+    shop: Workshop, tally: Tally, scenario: Scenario
+) -> None:
+    skip_without(scenario.kind)
+    skip_without_recorder()
+    assert Sweep(shop, tally, scenario).checked > 0
+
+
+# --- the disk that remembers ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_recorded_writes_are_all_that_was_written(shop: Workshop, kind: str) -> None:
+    skip_without(kind)
+    skip_without_recorder()
+    disk = shop.disk(kind)
+    contents = random.Random(SEED).randbytes(700_000)
+    with recorded(disk) as log:
+        (disk.point / "file").write_bytes(contents)
+    states = States(log)
+    after = Disk(kind, shop.place / "after.img", shop.place / "after")
+    states.make(CrashState(len(log.events)), after.image)
+    states.close()
+    after.mount()
+    assert (after.point / "file").read_bytes() == contents
+    after.unmount()
+
+
+def test_a_state_has_what_was_flushed_and_of_the_rest_what_arrived(tmp_path: Path) -> None:
+    image = tmp_path / "image"
+    image.write_bytes(b"." * 4096)
+    log = _log_of(image, (0, b"a" * 512), None, (512, b"b" * 1024), (2048, b"c" * 512))
+    states = States(log)
+    state = tmp_path / "state"
+    states.make(CrashState(4, frozenset({3}), (2, frozenset({1}))), state)
+    states.close()
+    assert state.read_bytes() == b"a" * 512 + b"." * 512 + b"b" * 512 + b"." * (4096 - 1536)
+
+
+def test_reordered_states_lose_only_what_no_flush_has_covered(tmp_path: Path) -> None:
+    log = _log_of(tmp_path, (0, b"a" * 512), None, (512, b"b" * 1024), (2048, b"c" * 512), None)
+    states = reordered(log, 50, random.Random(SEED))
+    touched = [(state.position, number) for state in states for number in _touched(state)]
+    assert {number for _, number in touched} == {0, 2, 3}
+    assert all(number > 1 for position, number in touched if position > 1)
+
+
+def _log_of(image: Path, *events: tuple[int, bytes] | None) -> Log:
+    return Log(image, 512, [Write(*event) if event else None for event in events])
+
+
+def _touched(state: CrashState) -> set[int]:
+    return {*state.lost, state.torn[0]} if state.torn else set(state.lost)

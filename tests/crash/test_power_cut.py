@@ -1,0 +1,407 @@
+"""Saves whose power is cut: as soon as they are reported as successful, or amid the work.
+
+What was reported is there afterwards. What was not is there or not, but always one of the two
+checkpoints as a whole. Stock torch goes through the same, and is counted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import wait
+from typing import Any
+
+import pytest
+
+from tests.crash.disks import KINDS, Disk, Workshop, skip_without, workshop
+from tests.crash.savers import (
+    TIMEOUT_SECONDS,
+    Savers,
+    engine_of,
+    save_and_cut,
+    save_only,
+    savers,
+    what_is_there,
+)
+from tests.crash.tally import TORTURE, Tally
+
+#: Steps: before, after, and after with another layout of the files.
+OLD, NEW, GROWN = 1, 2, 12
+
+
+@pytest.fixture(scope="module")
+def tally(request: pytest.FixtureRequest) -> Tally:
+    return Tally("powercut", "power cuts", "cuts", "lost").joined(request.config)
+
+
+class Rig:
+    """Disks, and processes that save on them, kept from case to case."""
+
+    def __init__(self, shop: Workshop) -> None:
+        self.shop = shop
+        self._groups: dict[int, Savers] = {}
+        self._with_old: dict[tuple[str, str, int], Disk] = {}
+
+    def group(self, ranks: int) -> Savers:
+        group = self._groups.get(ranks)
+        if group is None or not group.alive:
+            if group is not None:
+                group.kill()
+            self._groups[ranks] = Savers(ranks)
+        return self._groups[ranks]
+
+    def disk(self, kind: str, engine: str, ranks: int, *, old: bool) -> Disk:
+        """A disk that is not mounted; with a checkpoint of OLD, written properly, where wanted."""
+        if not old:
+            return self.shop.disk(kind)
+        key = (kind, engine, ranks)
+        if key not in self._with_old:
+            disk = self.shop.disk(kind)
+            disk.mount()
+            way = "stock dcp.save" if engine == "stock" else "dcp.save"
+            errors = self.group(ranks).do(save_only, way, OLD, disk.point / "ck", {})
+            assert errors == [""] * ranks
+            disk.unmount()
+            self._with_old[key] = disk
+        return self.shop.disk(kind, like=self._with_old[key])
+
+    def after_the_cut(self, disk: Disk, engine: str, place: str, ranks: int) -> str:
+        """What a load finds once the disk has been mounted again."""
+        disk.unmount()
+        disk.mount()
+        try:
+            return what_is_there(disk.point / place, engine, [OLD, NEW, GROWN], ranks)
+        finally:
+            disk.unmount()
+            disk.image.unlink()
+
+    def close(self) -> None:
+        for group in self._groups.values():
+            group.kill()
+
+
+@pytest.fixture(scope="module")
+def rig() -> Iterator[Rig]:
+    with workshop() as shop:
+        rig = Rig(shop)
+        try:
+            yield rig
+        finally:
+            rig.close()
+
+
+# --- the cut itself ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cut_takes_the_rename_that_was_not_synced_and_leaves_what_was(
+    rig: Rig, kind: str
+) -> None:
+    skip_without(kind)
+    disk = rig.shop.disk(kind)
+    disk.mount()
+    for name in ("synced", "not synced"):
+        directory = disk.point / name
+        directory.mkdir()
+        (directory / "file.tmp").write_bytes(b"contents")
+        disk.sync()
+        (directory / "file.tmp").rename(directory / "file")
+        if name == "synced":
+            fd = os.open(directory, os.O_RDONLY)
+            os.fsync(fd)
+            os.close(fd)
+    disk.cut()
+    disk.unmount()
+    disk.mount()
+    assert (disk.point / "synced" / "file").read_bytes() == b"contents"
+    assert [path.name for path in (disk.point / "not synced").iterdir()] == ["file.tmp"]
+    disk.unmount()
+
+
+# --- reported saves ------------------------------------------------------------------------------
+
+OUR_WAYS = ("torch_ckpt.save", "dcp.save", "torch_ckpt.async_save", "dcp.async_save")
+STOCK_WAYS = ("stock dcp.save", "stock dcp.async_save")
+CASES = {
+    "first": NEW,
+    "first, nested": NEW,
+    "overwrite": NEW,
+    "overwrite, other layout": GROWN,
+}
+
+
+#: How often each is tried.
+ROUNDS = 3 if TORTURE else 1
+
+
+def _combinations(ways: tuple[str, ...]) -> list[Any]:
+    """All of them, or every second one such that any three of the four still meet."""
+    columns = [tuple(KINDS), tuple(CASES), ways, (1, 2)]
+    places = itertools.product(*(range(len(column)) for column in columns), range(ROUNDS))
+    found = []
+    for *place, number in places:
+        if TORTURE or sum(place) % 2 == 0:
+            values = [column[i] for column, i in zip(columns, place, strict=True)]
+            name = "-".join(map(str, [*values, number]))
+            found.append(pytest.param(*values, id=name))
+    return found
+
+
+@pytest.mark.parametrize(("kind", "case", "way", "ranks"), _combinations(OUR_WAYS))
+def test_a_reported_save_survives_a_power_cut(
+    rig: Rig, tally: Tally, kind: str, case: str, way: str, ranks: int
+) -> None:
+    skip_without(kind)
+    outcome = _cut_after_save(rig, kind, case, way, ranks, {})
+    right = outcome == f"step {CASES[case]}"
+    tally.add(
+        "torch_ckpt",
+        right,
+        test="reported save",
+        file_system=kind,
+        case=case,
+        way=way,
+        ranks=ranks,
+        outcome=outcome,
+    )
+    assert right, f"the save was reported, and after the power cut there is {outcome}"
+
+
+@pytest.mark.parametrize(("kind", "case", "way", "ranks"), _combinations(STOCK_WAYS))
+def test_what_becomes_of_a_save_that_stock_torch_reported_is_counted(
+    rig: Rig, tally: Tally, kind: str, case: str, way: str, ranks: int
+) -> None:
+    skip_without(kind)
+    outcome = _cut_after_save(rig, kind, case, way, ranks, {})
+    tally.add(
+        "stock",
+        outcome == f"step {CASES[case]}",
+        test="reported save",
+        file_system=kind,
+        case=case,
+        way=way,
+        ranks=ranks,
+        outcome=outcome,
+    )
+
+
+@pytest.mark.parametrize("way", ["torch_ckpt.save", "torch_ckpt.async_save", "stock dcp.save"])
+@pytest.mark.parametrize("case", ["first", "overwrite, other layout"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_sync_files_a_power_cut_may_take_a_save_but_never_makes_a_mixture_of_two(
+    rig: Rig, tally: Tally, kind: str, case: str, way: str
+) -> None:
+    skip_without(kind)
+    outcome = _cut_after_save(rig, kind, case, way, 1, {"sync_files": False})
+    tally.add(
+        engine_of(way),
+        None,
+        test="reported save with sync_files=False",
+        file_system=kind,
+        case=case,
+        way=way,
+        ranks=1,
+        outcome=outcome,
+    )
+    if engine_of(way) == "torch_ckpt":
+        assert outcome != "mixture"
+
+
+def _cut_after_save(
+    rig: Rig, kind: str, case: str, way: str, ranks: int, options: dict[str, Any]
+) -> str:
+    """Saves; cuts the power as soon as the first rank has its save reported."""
+    engine = engine_of(way)
+    disk = rig.disk(kind, engine, ranks, old=case.startswith("overwrite"))
+    place = "a/b/ck" if case == "first, nested" else "ck"
+    disk.mount()
+    if case == "first":
+        # By somebody else, who has not synced it.
+        (disk.point / place).mkdir()
+    errors = rig.group(ranks).do(
+        save_and_cut, way, CASES[case], disk.point / place, options, disk.point
+    )
+    # The other rank may meet the cut amid its own last steps.
+    assert "" in errors, f"no rank's save was reported: {errors}"
+    return rig.after_the_cut(disk, engine, place, ranks)
+
+
+# --- cuts amid a save ----------------------------------------------------------------------------
+
+_RENAMES = "rename,renameat,renameat2"
+_REMOVALS = "unlink,unlinkat"
+_SIZES = "ftruncate,fallocate"
+
+#: Whose calls count: those of each thread for itself, the engine's threads included, or those of
+#: the thread that saves, where the commit is.
+EVERY_THREAD, MAIN_THREAD = "every thread", "main thread"
+
+#: After which of a save's system calls it is held, and the power cut.
+MOMENTS = {
+    "a data file's first bytes have been written": (EVERY_THREAD, "pwrite64", 1),
+    "a data file has been synced": (EVERY_THREAD, "fsync", 1),
+    "the metadata has been synced": (MAIN_THREAD, "fsync", 1),
+    "its directory's parent has been synced": (MAIN_THREAD, "fsync", 2),
+    "the metadata has its name": (MAIN_THREAD, _RENAMES, 1),
+    "the first old file has been removed": (MAIN_THREAD, _REMOVALS, 1),
+}
+
+#: All calls of a save by which it changes what is on the disk.
+SWEPT = ("pwrite64,write", "fsync,fdatasync", _RENAMES, _REMOVALS, "openat", _SIZES)
+
+#: Where a thread in the background commits, it is one of many. Data files have their sizes from
+#: threads of the engine's.
+SWEPT_SAVES = [
+    (way, threads, calls)
+    for way, threads in (
+        ("torch_ckpt.save", EVERY_THREAD),
+        ("torch_ckpt.save", MAIN_THREAD),
+        ("dcp.save", MAIN_THREAD),
+        ("torch_ckpt.async_save", EVERY_THREAD),
+    )
+    for calls in SWEPT
+    if threads == EVERY_THREAD or calls != _SIZES
+]
+
+#: More calls of one kind than any thread of a save makes.
+MOST_CALLS = 200
+
+#: For all calls of one kind.
+LONGEST_SECONDS = 1200
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cut_amid_an_overwriting_save_leaves_the_old_or_the_new_checkpoint(
+    rig: Rig, tally: Tally, kind: str, moment: str
+) -> None:
+    skip_without(kind)
+    threads, calls, nth = MOMENTS[moment]
+    outcome = _cut_at_call(rig, tally, kind, "torch_ckpt.save", threads, calls, nth)
+    assert outcome is not None, f"the save made no {nth} calls of {calls}"
+    assert outcome in (f"step {OLD}", f"step {NEW}")
+    if calls == _REMOVALS:
+        assert outcome == f"step {NEW}", "old files went before the commit was durable"
+
+
+@pytest.mark.timeout(LONGEST_SECONDS)
+@pytest.mark.skipif(not TORTURE, reason="TORCH_CKPT_TORTURE tries every call")
+@pytest.mark.parametrize(("way", "threads", "calls"), SWEPT_SAVES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cut_after_any_call_of_a_save_leaves_the_old_or_the_new_checkpoint(
+    rig: Rig, tally: Tally, kind: str, way: str, threads: str, calls: str
+) -> None:
+    skip_without(kind)
+    wrong = []
+    for nth in range(1, MOST_CALLS):
+        outcome = _cut_at_call(rig, tally, kind, way, threads, calls, nth)
+        if outcome is None:
+            break
+        if outcome not in (f"step {OLD}", f"step {NEW}"):
+            wrong.append(f"after call {nth} of {calls}: {outcome}")
+    else:
+        raise AssertionError(f"a thread of the save made {MOST_CALLS} calls of {calls}")
+    assert nth > 1, f"the save made no call of {calls}"
+    assert not wrong, "\n".join(wrong)
+
+
+STOCK_MOMENTS = [("openat", 2), ("write", 3), ("fsync", 1), (_RENAMES, 1)]
+
+
+@pytest.mark.parametrize(("calls", "nth"), STOCK_MOMENTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_cut_amid_an_overwriting_save_of_stock_torch_leaves_is_counted(
+    rig: Rig, tally: Tally, kind: str, calls: str, nth: int
+) -> None:
+    skip_without(kind)
+    assert _cut_at_call(rig, tally, kind, "stock dcp.save", EVERY_THREAD, calls, nth) is not None
+
+
+def _cut_at_call(
+    rig: Rig, tally: Tally, kind: str, way: str, threads: str, calls: str, nth: int
+) -> str | None:
+    """Cuts the power when a thread of an overwriting save has made its ``nth`` call of a kind.
+
+    Returns:
+        What a load finds; None where the save ended before, and so has to be there.
+    """
+    if shutil.which("strace") is None:
+        pytest.skip("strace is not installed")
+    engine = engine_of(way)
+    disk = rig.disk(kind, engine, 1, old=True)
+    disk.mount()
+    with savers() as group:
+        # What a process does only once, it shall not do in the save that is looked at.
+        warm_up = rig.shop.place / "warm-up"
+        assert group.do(save_only, way, OLD, warm_up, {}) == [""]
+        shutil.rmtree(warm_up)
+        with _stopping_at(group.pids[0], threads, calls, nth) as tracer:
+            group.begin(save_only, way, NEW, disk.point / "ck", {})
+            reported = not _stopped(tracer, group)
+            if reported:
+                assert group.end(0) == ""
+            disk.cut()
+            group.kill()
+    outcome = rig.after_the_cut(disk, engine, "ck", 1)
+    if reported:
+        assert outcome == f"step {NEW}" or engine == "stock"
+        return None
+    tally.add(
+        engine,
+        outcome in (f"step {OLD}", f"step {NEW}"),
+        test="cut amid a save",
+        file_system=kind,
+        case=f"overwrite, after call {nth} of {calls.split(',')[0]}, {threads}",
+        way=way,
+        ranks=1,
+        outcome=outcome,
+    )
+    return outcome
+
+
+@contextmanager
+def _stopping_at(pid: int, threads: str, calls: str, nth: int) -> Iterator[subprocess.Popen[bytes]]:
+    """Lets strace stop a process when one of its threads has made a call.
+
+    The signal is there when the call begins, and no call that is looked at waits for anything that
+    a signal ends: it is made, and then the process stops.
+    """
+    command = ["strace", "-p", str(pid), "-e", f"trace={calls}"]
+    if threads == EVERY_THREAD:
+        command.append("-f")
+    command += ["-e", f"inject={calls}:signal=STOP:when={nth}"]
+    tracer = subprocess.Popen(command, stderr=subprocess.PIPE)
+    try:
+        assert tracer.stderr is not None
+        said = os.read(tracer.stderr.fileno(), 4096)
+        while b"attached" not in said:
+            more = os.read(tracer.stderr.fileno(), 4096)
+            if not more and b"Operation not permitted" in said:
+                pytest.skip(f"strace may not attach here: {said.decode().strip()}")
+            assert more, f"strace does not attach: {said.decode()}"
+            said += more
+        yield tracer
+    finally:
+        tracer.kill()
+        tracer.communicate()
+
+
+def _stopped(tracer: subprocess.Popen[bytes], group: Savers) -> bool:
+    """Waits until the traced process has been stopped, or has done its work."""
+    assert tracer.stderr is not None
+    said = b""
+    while not re.search(rb"stopped by SIGSTOP", said):
+        ready = wait([tracer.stderr, group.connection(0)], TIMEOUT_SECONDS)
+        assert ready, f"the save neither ends nor stops; strace says:\n{said.decode()}"
+        if tracer.stderr in ready:
+            more = os.read(tracer.stderr.fileno(), 1 << 16)
+            assert more, f"strace has ended:\n{said.decode()}"
+            said += more
+        elif group.connection(0) in ready:
+            return False
+    return True

@@ -1,0 +1,413 @@
+"""What a metadata pickle may do, and the seal behind it."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import pickle
+import random
+import re
+import struct
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from enum import EnumMeta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor.metadata import (
+    ShardedTensorMetadata,
+)
+from torch.distributed._shard.sharded_tensor.metadata import (
+    TensorProperties as OldTensorProperties,
+)
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StoragePrefix
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
+
+import torch_ckpt
+from tests.cpp.stock_metadata import rich, small
+from tests.support import DTYPES, assert_equal, emptied, save, stock_load, stock_save, zeros
+from torch_ckpt import _C
+from torch_ckpt.errors import Corrupt, Unsafe
+from torch_ckpt.metadata import (
+    ROLES,
+    _AllowListUnpickler,
+    decode_metadata,
+    encode_metadata,
+    read_metadata,
+)
+
+SEAL_BYTES = 16
+PROTOCOLS = [2, 3, 4, 5]
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def distributed_tensor() -> Any:
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    return distribute_tensor(torch.arange(6.0), init_device_mesh("cpu", (1,)), [Shard(0)])
+
+
+def old_sharded_tensor() -> Any:
+    from torch.distributed._shard import sharded_tensor
+    from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+
+    spec = ChunkShardingSpec(dim=0, placements=["rank:0/cpu"])
+    return sharded_tensor.zeros(spec, 4, 3)
+
+
+STATES: dict[str, Callable[[], dict[str, Any]]] = {
+    "tensors": lambda: {"a": torch.zeros(3), "b": torch.zeros(2, 1, 4, dtype=torch.int64)},
+    "all dtypes": lambda: {str(dtype): zeros((4,), dtype) for dtype in DTYPES},
+    "objects": lambda: {"step": 3, "note": "x" * 300, "nested": {"list": [1, {"deep": 2.5}]}},
+    "nothing": dict,
+    "1500 tensors": lambda: {f"layer.{i}": torch.zeros(i % 3) for i in range(1500)},
+    "64 dimensions": lambda: {"a": torch.zeros((1,) * 64)},
+    "DTensor": lambda: {"weight": distributed_tensor()},
+    "ShardedTensor": lambda: {"weight": old_sharded_tensor()},
+}
+
+
+def accepts(data: bytes, metadata: Metadata) -> None:
+    assert _C.check_metadata_pickle(data, ROLES) <= len(data)
+    assert decode_metadata(data, "here") == metadata
+
+
+@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.filterwarnings("ignore:.*ShardedTensor")
+def test_stock_metadata_of_every_protocol_is_read(
+    group: None, tmp_path: Path, name: str, protocol: int
+) -> None:
+    metadata = stock_save(STATES[name](), tmp_path)
+    accepts((tmp_path / ".metadata").read_bytes(), metadata)
+    accepts(pickle.dumps(metadata, protocol), metadata)
+
+
+@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("protocol", PROTOCOLS[1:])
+@pytest.mark.filterwarnings("ignore:.*ShardedTensor")
+def test_our_metadata_is_read_whoever_pickles_it_again(
+    group: None, tmp_path: Path, name: str, protocol: int
+) -> None:
+    # Protocol 2 has no bytes, which checksum tables are, and calls a codec to make them.
+    save(STATES[name](), tmp_path)
+    data = (tmp_path / ".metadata").read_bytes()
+    accepts(data, pickle.loads(data))
+    accepts(pickle.dumps(read_metadata(tmp_path), protocol), pickle.loads(data))
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_plans_that_are_kept_beside_the_metadata_are_read(protocol: int) -> None:
+    state = {"weight": torch.zeros(3, 4), "step": 3}
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state, is_coordinator=True)
+    plans, metadata = planner.create_global_plan([planner.create_local_plan()])
+    metadata.all_local_plans = [*plans, *plans]  # type: ignore[attr-defined]
+    metadata.storage_data = [_StoragePrefix("__0_")]
+    again = decode_metadata(pickle.dumps(metadata, protocol), "here")
+    assert again == metadata
+    assert again.all_local_plans == metadata.all_local_plans  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_metadata_of_older_sharded_tensors_is_read(protocol: int) -> None:
+    old = ShardedTensorMetadata(
+        shards_metadata=[ShardMetadata([0, 0], [2, 3]), ShardMetadata([2, 0], [2, 3])],
+        size=torch.Size([4, 3]),
+        tensor_properties=OldTensorProperties(dtype=torch.float16),
+    )
+    metadata = Metadata({"a": old})  # type: ignore[dict-item]
+    assert decode_metadata(pickle.dumps(metadata, protocol), "here") == metadata
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        -(2**31),
+        2**100,
+        0.5,
+        "text " * 100,
+        "\ud800 and \N{SNOWMAN}",
+        (1, ("two", (3.0, None))),
+        [[], [1], list(range(2500))],
+        {"a": 1, 2: {3: [4]}, ("b", 5): ()},
+        {i: str(i) for i in range(2500)},
+        OrderedDict(a=1, b=OrderedDict()),
+        Path("/a/b c/d"),
+        torch.strided,
+        torch.bfloat16,
+    ],
+    ids=lambda value: f"{type(value).__name__} {str(value)[:12]!a}",
+)
+def test_what_a_planner_may_keep_is_read(protocol: int, value: Any) -> None:
+    metadata = Metadata({}, planner_data=value)
+    again = decode_metadata(pickle.dumps(metadata, protocol), "here")
+    assert again.planner_data == value
+    assert type(again.planner_data) is type(value)
+
+
+def test_every_name_has_the_role_that_its_object_asks_for() -> None:
+    for name, role in ROLES.items():
+        module, _, attribute = name.partition(" ")
+        if module == "pathlib._local":  # of Python 3.13
+            continue
+        value = getattr(importlib.import_module(module), attribute)
+        if role == "value":
+            assert isinstance(value, torch.dtype), name
+        elif role in ("function", "mapping"):
+            assert callable(value), name
+        else:
+            assert isinstance(value, type), name
+            assert hasattr(value, "__setstate__") == (role == "tuple_class"), name
+            assert hasattr(value, "__slots__") == (role == "slots_class"), name
+
+
+def test_the_engine_is_tested_and_fuzzed_with_the_same_names_and_roles() -> None:
+    printed = Path(__file__).parent.parent / "cpp" / "stock_metadata.cpp"
+    pairs = re.findall(r'\{"(\S+ \S+)",\s*format::GlobalRole::(\w+)\}', printed.read_text())
+    # Each torch has dtypes of its own.
+    dtypes = {name for name, role in ROLES.items() if role == "value"}
+    again = "run tests/cpp/stock_metadata.py again"
+    assert dict(pairs).items() >= {n: r for n, r in ROLES.items() if n not in dtypes}.items(), again
+    assert {n for n, role in pairs if role != "value"} == ROLES.keys() - dtypes, again
+
+
+def test_a_role_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="torch Size: 'guest' is no role"):
+        _C.check_metadata_pickle(b"N.", {"torch Size": "guest"})
+
+
+# --- programs that mean harm ---------------------------------------------------------------------
+
+
+def name_of(value: Any) -> bytes:
+    return f"c{value.__module__}\n{value.__name__}\n".encode()
+
+
+PROTO = b"\x80\x04"
+METADATA = name_of(Metadata)
+ENUM = name_of(_MEM_FORMAT_ENCODING)
+STATE = b"}X\1\0\0\0xK\1s"  # {"x": 1}
+TWICE = b"".join(b"h%c\x86\x94" % i for i in range(40))  # a value in a tuple twice, and again
+PROGRAMS: dict[str, tuple[bytes, str]] = {
+    "a state for a class": (METADATA + b"N" + STATE + b"\x86b.", "no instance"),
+    "a state for a member of an enum": (ENUM + b"K\0\x85R" + STATE + b"b.", "no instance"),
+    "a state for a size": (b"ctorch\nSize\n)\x85R" + STATE + b"b.", "no instance"),
+    "a second state": (METADATA + b")\x81" + STATE + b"b" + STATE + b"b.", "second state"),
+    "slots for what has none": (METADATA + b")\x81N" + STATE + b"\x86b.", "its class's form"),
+    "a name of Python's": (METADATA + b")\x81}X\7\0\0\0__doc__K\1sb.", "its class's form"),
+    "a class among the values": (b"]" + METADATA + b"a.", "where a value belongs"),
+    "a class that is called": (METADATA + b")R.", "a call that metadata never makes"),
+    "a text of 2^40 bytes": (b"\x8d" + struct.pack("<Q", 1 << 40) + b"a.", "ends before its end"),
+    "bytes of 2^63 bytes": (b"\x8e" + struct.pack("<Q", 1 << 63) + b"a.", "ends before its end"),
+    "a frame of 2^62 bytes": (b"\x95" + struct.pack("<Q", 1 << 62) + b"N.", "frame ends outside"),
+    "a memo index of 2^31": (b"Nr" + struct.pack("<I", 1 << 31) + b".", "not the next one"),
+    "a key that doubles": (b"}N\x94" + TWICE + b"K\1s.", "reached more often"),
+    "a key that doubles less": (b"}N\x94" + TWICE[:80] + b"K\1s.", "holds more values"),
+    "an argument that doubles": (
+        b"ctorch\nSize\nN\x94" + TWICE[:80] + b"\x85R.",
+        "more arguments",
+    ),
+    "lists within lists": (b"]" * 100_000 + b"a" * 99_999 + b".", "deeper within each other"),
+    "tuples within tuples": (b")" + b"\x85" * 100_000 + b".", "deeper within each other"),
+    "a list that holds itself": (b"]\x94h\0a.", "after others may hold it"),
+    "a list as key": (b"}]Ns.", "none of those that metadata has"),
+    "an instruction of a class": (b"(ios\nsystem\n.", "opcode 105"),
+    "a persistent id": (b"X\1\0\0\0aQ.", "opcode 81"),
+    "an extension": (b"\x82\1.", "opcode 130"),
+    "a buffer from outside": (b"\x97.", "opcode 151"),
+    "a file of another kind": (b"PK\3\4" + bytes(100), "opcode 80"),
+}
+
+
+@pytest.mark.parametrize(("program", "why"), PROGRAMS.values(), ids=PROGRAMS)
+def test_a_program_that_means_harm_is_refused_before_it_runs(program: bytes, why: str) -> None:
+    message = f"here is damaged or not a checkpoint's metadata: pickle at byte .*{why}"
+    with pytest.raises(Corrupt, match=message):
+        decode_metadata(PROTO + program, "here")
+
+
+def test_no_program_changes_what_the_process_shares() -> None:
+    before = dict(vars(Metadata)), dict(vars(_MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST))
+    for program, _ in PROGRAMS.values():
+        with pytest.raises(Corrupt):
+            decode_metadata(PROTO + program, "here")
+    assert before == (dict(vars(Metadata)), vars(_MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST))
+
+
+def shared_by_the_process() -> dict[str, dict[str, Any]]:
+    """The attributes of all that metadata may name, and of the members of its enums."""
+    found = {}
+    for name in ROLES:
+        module, _, attribute = name.partition(" ")
+        if module == "pathlib._local":  # of Python 3.13
+            continue
+        value = getattr(importlib.import_module(module), attribute)
+        for part in [value, *(value if isinstance(value, EnumMeta) else [])]:
+            found[f"{name} {part}"] = dict(getattr(part, "__dict__", {}))
+    return found
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_a_damaged_program_that_passes_leaves_the_process_as_it_was(protocol: int) -> None:
+    seed = 7
+    rng = random.Random(seed)
+    pickles = [pickle.dumps(rich(), protocol), pickle.dumps(small(), protocol)]
+    decode_metadata(pickles[0], "here")  # fills what torch fills when it is first asked
+    before = shared_by_the_process()
+    passed = 0
+    for number in range(3000):
+        data = bytearray(rng.choice(pickles))
+        for _ in range(rng.randint(1, 2)):
+            place = rng.randrange(len(data))
+            # The bytes of a program are opcodes and small numbers, mostly.
+            data[place] = rng.choice(pickles[0]) if rng.random() < 0.5 else rng.randrange(256)
+        try:
+            _C.check_metadata_pickle(bytes(data), ROLES)
+        except (Corrupt, Unsafe):
+            continue
+        passed += 1
+        try:
+            _AllowListUnpickler(io.BytesIO(data)).load()
+        except (MemoryError, RecursionError, SystemError) as error:
+            pytest.fail(f"seed {seed}, number {number}: {error!r}")
+        except Exception:  # a text that is none, a size of -1: refused by what is made of it
+            continue
+        assert before == shared_by_the_process(), f"seed {seed}, number {number}"
+    print(f"{passed} of 3000 damaged programs passed")
+    assert passed > 100
+
+
+@pytest.mark.parametrize(
+    ("program", "name"),
+    [
+        (b"cos\nsystem\n.", "os.system"),
+        (b"ctorch\nSize.__new__\n.", "torch.Size.__new__"),
+        (b"\x8c\7\xff\xff\xff\xff\xff\xff\xff\x8c\1\n\x93.", r"\?\?\?\?\?\?\?.\?"),
+    ],
+    ids=["a module's", "a member's", "no text"],
+)
+def test_another_name_is_unsafe_and_said(program: bytes, name: str) -> None:
+    message = (
+        f"^here: the metadata names {name}, which is not on the list of what a checkpoint may "
+        "contain; pass allow_pickle=True only if you trust its writer$"
+    )
+    with pytest.raises(Unsafe, match=message):
+        decode_metadata(PROTO + program, "here")
+
+
+def test_a_trusted_pickle_is_not_walked() -> None:
+    metadata = Metadata({}, planner_data={frozenset({1}), b"bytes"})
+    data = pickle.dumps(metadata)
+    with pytest.raises(Corrupt):
+        decode_metadata(data, "here")
+    assert decode_metadata(data, "here", allow_pickle=True) == metadata
+
+
+# --- the seal ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sealed() -> bytes:
+    # Small, so that all its bits can be flipped one by one.
+    return encode_metadata(dcp_metadata({"w": torch.zeros(2), "s": 1}))
+
+
+def dcp_metadata(state: dict[str, Any]) -> Metadata:
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state, is_coordinator=True)
+    _, metadata = planner.create_global_plan([planner.create_local_plan()])
+    return metadata
+
+
+def test_the_seal_is_what_the_document_says(sealed: bytes) -> None:
+    body, seal = sealed[:-SEAL_BYTES], sealed[-SEAL_BYTES:]
+    assert seal == b"TCM1" + struct.pack("<IQ", zlib.crc32(body), len(body))
+    assert body.endswith(b".")
+    assert pickle.loads(body) == pickle.loads(sealed)
+
+
+def test_stock_torch_does_not_see_the_seal(tmp_path: Path) -> None:
+    state = {"weight": torch.arange(12.0).view(3, 4), "step": 3}
+    save(state, tmp_path)
+    assert (tmp_path / ".metadata").read_bytes()[-SEAL_BYTES:].startswith(b"TCM1")
+    read = dcp.FileSystemReader(tmp_path).read_metadata()
+    assert read.storage_data == read_metadata(tmp_path).storage_data
+    loaded = emptied(state)
+    stock_load(loaded, tmp_path)
+    assert_equal(loaded, state)
+
+
+@pytest.mark.parametrize("allow_pickle", [False, True], ids=["", "allow_pickle"])
+def test_every_flipped_bit_is_found(sealed: bytes, allow_pickle: bool) -> None:
+    decode_metadata(sealed, "here", allow_pickle=allow_pickle)
+    flipped = 0
+    for place in range(len(sealed)):
+        for bit in range(8):
+            damaged = bytearray(sealed)
+            damaged[place] ^= 1 << bit
+            with pytest.raises((Corrupt, Unsafe)):
+                decode_metadata(bytes(damaged), "here", allow_pickle=allow_pickle)
+            flipped += 1
+    print(f"{flipped} bits of {len(sealed)} bytes flipped, one by one")
+    assert flipped == 8 * len(sealed)
+
+
+@pytest.mark.parametrize("allow_pickle", [False, True], ids=["", "allow_pickle"])
+def test_a_file_cut_anywhere_is_refused_except_where_the_pickle_ends(
+    sealed: bytes, allow_pickle: bool
+) -> None:
+    # There it is what stock torch would have written.
+    whole = decode_metadata(sealed, "here", allow_pickle=allow_pickle)
+    for size in range(len(sealed)):
+        if size == len(sealed) - SEAL_BYTES:
+            assert decode_metadata(sealed[:size], "here", allow_pickle=allow_pickle) == whole
+            continue
+        with pytest.raises(Corrupt):
+            decode_metadata(sealed[:size], "here", allow_pickle=allow_pickle)
+
+
+@pytest.mark.parametrize("allow_pickle", [False, True], ids=["", "allow_pickle"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data + b"\0",
+        lambda data: data + data[-SEAL_BYTES:],
+        lambda data: data[:-SEAL_BYTES] + b"\0" + data[-SEAL_BYTES:],
+        lambda data: data[:-SEAL_BYTES] + b"more",
+        lambda data: data + data,
+    ],
+    ids=["a byte more", "two seals", "a byte before the seal", "no seal", "twice"],
+)
+def test_bytes_that_belong_to_neither_pickle_nor_seal_are_refused(
+    sealed: bytes, damage: Callable[[bytes], bytes], allow_pickle: bool
+) -> None:
+    with pytest.raises(Corrupt):
+        decode_metadata(damage(sealed), "here", allow_pickle=allow_pickle)
+
+
+def test_damaged_metadata_fails_the_load_by_name(tmp_path: Path) -> None:
+    save({"weight": torch.zeros(3)}, tmp_path)
+    file = tmp_path / ".metadata"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(Corrupt, match=r"\.metadata is damaged .*: the checksum at its end differs"):
+        torch_ckpt.FileSystemReader(tmp_path).read_metadata()
