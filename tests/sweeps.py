@@ -140,7 +140,7 @@ class Bench:
 
     def __init__(self, workdir: Path) -> None:
         self.workdir = workdir
-        self._older: dict[bool, Path] = {}
+        self._older: dict[str, Path] = {}
         self._made = 0
 
     @contextmanager
@@ -158,11 +158,15 @@ class Bench:
         shutil.rmtree(tree)
 
     def _older_of(self, scenario: Scenario) -> Path:
-        stock = scenario.how == "stock dcp.save"
-        if stock not in self._older:
-            path = self._older[stock] = self.workdir / f"older-{stock}"
-            (save_by_stock if stock else save_alone)(str(path), OLD, 4)
-        return self._older[stock]
+        # Stock writes over files of the same names, so its older one has as many of them.
+        name = f"{scenario.how} {scenario.threads}" if scenario in STOCK else "ours"
+        if name not in self._older:
+            path = self._older[name] = self.workdir / f"older {name}"
+            save, threads = (
+                (save_by_stock, scenario.threads) if scenario in STOCK else (save_alone, 4)
+            )
+            save(str(path), OLD, threads)
+        return self._older[name]
 
 
 def found_in(path: Path, *, stock: bool = False) -> str:
