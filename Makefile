@@ -81,7 +81,7 @@ py-test: build ## pytest, torchrun tests included
 
 # Sampled in `make test`; here all of it.
 SEED := $(or $(SEED),$(shell date +%s))
-torture: build ## every system call of a save fails and kills, every attack; a quarter of an hour
+torture: build ## every system call of a save fails and kills, every attack; half an hour
 	@echo "SEED=$(SEED)"
 	TORCH_CKPT_TORTURE=1 TORCH_CKPT_SEED=$(SEED) \
 	  $(BIN)/python -m pytest $(wildcard tests/faults tests/crash tests/attacks) $(ARGS) \
