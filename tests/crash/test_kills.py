@@ -69,7 +69,7 @@ def test_a_killed_save_leaves_the_old_checkpoint_or_the_new_one(
     server: Server, bench: Bench, scenario: Scenario
 ) -> None:
     violations = []
-    wanted = 1000 if scenario == THOROUGH else 6
+    wanted = 1000 if scenario == THOROUGH else 5
     for call, path in killed(server, bench, scenario, wanted):
         found = found_in(path)
         COUNTS.add(scenario.how, "points", counted(scenario, found))
@@ -96,7 +96,7 @@ def violation_afterwards(path: Path) -> str | None:
 def test_stock_torch_is_killed_at_the_same_points(
     server: Server, bench: Bench, scenario: Scenario
 ) -> None:
-    for call, path in killed(server, bench, scenario, 6):
+    for call, path in killed(server, bench, scenario, 5):
         row = f"{scenario.how}, thread_count={scenario.threads}"
         column = counted(scenario, found_in(path, stock=True))
         COUNTS.add(row, "points", column)

@@ -198,7 +198,7 @@ def test_a_save_one_of_whose_calls_fails_says_so_or_is_complete(
 ) -> None:
     violations = []
     for round_ in range(MOST_ERRORS if TORTURE else 1):
-        wanted = 1000 if scenario == THOROUGH else 6
+        wanted = 1000 if scenario == THOROUGH else 5
         for run, call, path, before in swept(server, bench, scenario, round_, wanted):
             found = found_in(path)
             wrong = violation(scenario, run, call, path, before, found)
@@ -328,7 +328,7 @@ def test_stock_torch_goes_through_the_same(
     server: Server, bench: Bench, scenario: Scenario
 ) -> None:
     for round_ in range(MOST_ERRORS if TORTURE else 1):
-        for run, call, path, _before in swept(server, bench, scenario, round_, 6):
+        for run, call, path, _before in swept(server, bench, scenario, round_, 5):
             found = found_in(path, stock=True)
             row = f"{scenario.how}, thread_count={scenario.threads}"
             outcome = outcome_of(scenario, run, found)

@@ -20,13 +20,15 @@ HOW = ["torch_ckpt.save", "dcp.save", "async_save"]
 #: The rank, the kind of its call (the first one fails), and with what.
 FAULTS = [
     pytest.param(rank, kind, error, id=f"{kind} on rank {rank}")
-    for rank in (0, 1)
-    for kind, error in (
-        ("write", errno.ENOSPC),
-        ("fsync", errno.EIO),
-        ("opendir", errno.EMFILE),
+    for rank, kind, error in (
+        (0, "opendir", errno.EMFILE),
+        (0, "fsync", errno.EIO),
+        (0, "rename", errno.EDQUOT),
+        (1, "opendir", errno.EMFILE),
+        (1, "write", errno.ENOSPC),
+        (1, "fsync", errno.EIO),
     )
-] + [pytest.param(0, "rename", errno.EDQUOT, id="rename on rank 0")]
+]
 
 
 @pytest.fixture(scope="module")
