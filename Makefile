@@ -2,6 +2,7 @@
 # a virtual environment in .venv, torch and the tools from PyPI, the build.
 #   TORCH=2.11.0   with `make test`: the Python tests against this version of torch, in an environment
 #                  and a copy of the tree of their own
+#   SEED=17        with `make torture`: what an earlier run has printed, to replay it
 #   PYTHON=python3 the interpreter to make the environment from
 #   SECONDS=60     with `make fuzz`: how long each fuzzer runs
 
@@ -10,10 +11,10 @@ SECONDS ?= 60
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-CXX_FILES := $(shell find csrc tests/cpp tests/fuzz -name '*.h' -o -name '*.cpp')
+CXX_FILES := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.c')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format build cpp-test cpp-asan cpp-tsan py-test fuzz bench clean
+.PHONY: help demo test lint format build cpp-test cpp-asan cpp-tsan py-test torture fuzz bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -77,6 +78,14 @@ fuzz: build ## fuzz what reads bytes from outside; SECONDS=60 for each of two fu
 
 py-test: build ## pytest, torchrun tests included
 	$(BIN)/python -m pytest $(ARGS)
+
+# Sampled in `make test`; here all of it.
+SEED := $(or $(SEED),$(shell date +%s))
+torture: build ## every system call of a save fails and kills, every attack; half an hour
+	@echo "SEED=$(SEED)"
+	TORCH_CKPT_TORTURE=1 TORCH_CKPT_SEED=$(SEED) \
+	  $(BIN)/python -m pytest $(wildcard tests/faults tests/crash tests/attacks) $(ARGS) \
+	  || { echo "make torture SEED=$(SEED) replays it"; exit 1; }
 
 clean: ## remove what the build made; the environment stays
 	rm -rf build torch_ckpt/*.so *.egg-info

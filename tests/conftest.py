@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytest_plugins = ["tests.interposed", "tests.sweeps"]
+
 # A hang is a failure. The slowest test here takes well under a minute, and machines differ.
 TIMEOUT_SECONDS = 300
 

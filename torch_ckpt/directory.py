@@ -65,6 +65,28 @@ class OpenDirectory:
         """Whether nobody else works in the directory; a share of this descriptor's is given up."""
         return self._lock(fcntl.LOCK_EX)
 
+    def status(self) -> os.stat_result:
+        """What fstat says of the directory.
+
+        Raises:
+            OSError: it failed; ``filename`` is the path.
+        """
+        try:
+            return os.fstat(self.fd)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self.path) from None
+
+    def names(self) -> list[str]:
+        """What is in the directory, in no order.
+
+        Raises:
+            OSError: it cannot be listed; ``filename`` is the path.
+        """
+        try:
+            return os.listdir(self.fd)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self.path) from None
+
     def sync(self) -> None:
         """fsync of the directory.
 
@@ -110,4 +132,6 @@ def _let_go(fd: int, pid: int) -> None:
     if os.getpid() == pid:
         with suppress(OSError):  # a file system without locks
             fcntl.flock(fd, fcntl.LOCK_UN)
-    os.close(fd)
+    # Nothing was written through it; and a save that has been committed has not failed.
+    with suppress(OSError):
+        os.close(fd)

@@ -64,14 +64,14 @@ class Claim:
 
     def __init__(self, directory: str, rank: int | None) -> None:
         opened = OpenDirectory(directory)
-        status = os.fstat(opened.fd)
+        status = opened.status()
         self._place = threading.get_ident(), status.st_dev, status.st_ino
         for other in list(self._all):
             if other._place == self._place:
                 other._abandon()
         # Of two that begin at the same time one is alone.
         is_alone = opened.take_alone()
-        is_empty = not any(map(_KNOWN_FILE.search, os.listdir(opened.fd)))
+        is_empty = not any(map(_KNOWN_FILE.search, opened.names()))
         opened.share()
         self.tag = "" if is_alone and is_empty else f"{uuid.uuid4().hex[:8]}_"
         self._opened = opened
@@ -195,7 +195,7 @@ def _sweep(opened: OpenDirectory, rank: int | None, used: set[str] | None) -> No
     """
     try:
         if used is not None and rank is None:
-            matches = map(_METADATA_FILE.match, os.listdir(opened.fd))
+            matches = map(_METADATA_FILE.match, opened.names())
             superseded = [match.group() for match in matches if match and match.group(1)]
             _remove(opened, superseded)
             if superseded:
@@ -226,7 +226,7 @@ def _unnamed(opened: OpenDirectory, rank: int | None, used: set[str] | None) -> 
         rank: whose; None: all ranks'.
         used: what the metadata of ``rank`` names; None: look into it.
     """
-    names = sorted(os.listdir(opened.fd))
+    names = sorted(opened.names())
     unnamed = []
     for name in names:
         match = _DATA_FILE.search(name) or _TEMPORARY.match(name)

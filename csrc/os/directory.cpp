@@ -8,6 +8,7 @@
 #include <cstdio>
 
 #include "os/fault.h"
+#include "os/uninterrupted.h"
 
 namespace torch_ckpt::os {
 namespace {
@@ -46,7 +47,8 @@ Result<> make_directories(const std::string& given) {
 
 Result<> sync_directory(const std::string& path) {
   TC_FAULT("fsync_directory", path);
-  const int fd = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  const int fd =
+      uninterrupted([&] { return ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC); });
   if (fd < 0) return system_error(errno, "open", path);
   const int failed = ::fsync(fd) != 0 ? errno : 0;
   ::close(fd);

@@ -12,6 +12,7 @@
 
 #include "checked_math.h"
 #include "os/fault.h"
+#include "os/uninterrupted.h"
 
 namespace torch_ckpt::os {
 namespace {
@@ -46,13 +47,13 @@ Result<File> File::create(const std::string& path, IoMode mode) {
   TC_FAULT("open", path);
   const int flags = O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC;
   if (mode == IoMode::direct) {
-    const int fd = ::open(path.c_str(), flags | O_DIRECT, kFileMode);
+    const int fd = uninterrupted([&] { return ::open(path.c_str(), flags | O_DIRECT, kFileMode); });
     if (fd >= 0) return File(fd, path, true);
     if (errno != EINVAL) return system_error(errno, "open", path);
     // Some kernels create the file before they find that O_DIRECT is not to be had.
     ::unlink(path.c_str());
   }
-  const int fd = ::open(path.c_str(), flags, kFileMode);
+  const int fd = uninterrupted([&] { return ::open(path.c_str(), flags, kFileMode); });
   if (fd < 0) return system_error(errno, "open", path);
   return File(fd, path, false);
 }

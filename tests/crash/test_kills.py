@@ -1,0 +1,104 @@
+"""A save is killed before every one of its system calls: what is there then is old or new.
+
+The calls are those that concern the checkpoint's tree, on all threads, in the order in which they
+come; see ../interposed.py. Stock torch goes through the same, counted and not asserted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.interposed import Call, Order, Server
+from tests.sweeps import (
+    NEW,
+    NEXT,
+    OURS,
+    SAVES,
+    STOCK,
+    SWEEPING,
+    Bench,
+    Counts,
+    Scenario,
+    found_in,
+    points,
+    save_alone,
+    unnamed_in,
+)
+
+pytestmark = SWEEPING
+
+COUNTS = Counts(
+    "kills", "points", "none", "old", "new", "a mix", "unreadable", "lost", "violations"
+)
+
+
+def killed(
+    server: Server, bench: Bench, scenario: Scenario, wanted: int
+) -> Iterator[tuple[Call, Path]]:
+    """The call before which a save died, and the directory that it left; for one after another."""
+    work, threads = SAVES[scenario.how], scenario.threads
+    with bench.directory(scenario) as (tree, path):
+        sound = server.run(Order(), tree, work, str(path), NEW, threads)
+        assert sound.error is None
+    for number in points(sound.numbered, wanted, "kills", scenario):
+        with bench.directory(scenario) as (tree, path):
+            run = server.run(Order("kill", number), tree, work, str(path), NEW, threads)
+            if run.hit is None:
+                assert number > 1
+                assert not run.killed
+                return
+            assert run.killed
+            yield run.hit, path
+
+
+def counted(scenario: Scenario, found: str) -> str:
+    """The column for what was found in the directory of a dead save."""
+    if found == "none" and scenario.overwrites:
+        return "lost"
+    return found.partition(":")[0]
+
+
+THOROUGH = Scenario("torch_ckpt.save", 1, True)
+
+
+@pytest.mark.parametrize("scenario", OURS, ids=str)
+def test_a_killed_save_leaves_the_old_checkpoint_or_the_new_one(
+    server: Server, bench: Bench, scenario: Scenario
+) -> None:
+    violations = []
+    wanted = 1000 if scenario == THOROUGH else 5
+    for call, path in killed(server, bench, scenario, wanted):
+        found = found_in(path)
+        COUNTS.add(scenario.how, "points", counted(scenario, found))
+        wrong = None if found in (scenario.before, "new") else f"the directory loads as {found}"
+        wrong = wrong or violation_afterwards(path)
+        if wrong:
+            COUNTS.add(scenario.how, "violations")
+            COUNTS.note(f"{scenario}: killed before {call}: {wrong}")
+            violations.append(f"killed before {call}\n    {wrong}")
+    assert not violations, "\n".join([str(scenario), *violations])
+
+
+def violation_afterwards(path: Path) -> str | None:
+    """What is wrong with the next save into the directory; None where all is well."""
+    save_alone(str(path), NEXT, 4)
+    found = found_in(path)
+    if found != "next":
+        return f"after the next save the directory loads as {found}"
+    left = unnamed_in(path)
+    return f"{sorted(left)} of the dead save stay for ever" if left else None
+
+
+@pytest.mark.parametrize("scenario", STOCK, ids=str)
+def test_stock_torch_is_killed_at_the_same_points(
+    server: Server, bench: Bench, scenario: Scenario
+) -> None:
+    for call, path in killed(server, bench, scenario, 5):
+        row = f"{scenario.how}, thread_count={scenario.threads}"
+        column = counted(scenario, found_in(path, stock=True))
+        COUNTS.add(row, "points", column)
+        if column in ("a mix", "unreadable", "lost"):
+            COUNTS.note(f"{row}: {column}: killed before {call}")

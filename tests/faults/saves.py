@@ -1,0 +1,44 @@
+"""What children do beyond the saves of ../sweeps.py."""
+
+from __future__ import annotations
+
+import os
+import resource
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import torch_ckpt
+from tests.sweeps import save_alone, state_of
+
+
+def save_with_descriptors(path: str, seed: int, threads: int, spare: int) -> None:
+    """Saves in a process that may open only so many descriptors more."""
+    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+    while (last := os.open(os.devnull, os.O_RDONLY)) < highest:
+        pass  # closes the gaps below
+    os.close(last)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (last + spare, hard))
+    save_alone(path, seed, threads)
+
+
+def save_as_rank(path: str, seed: int, threads: int, how: str, rank: int, store: str) -> None:
+    """Saves as one of two ranks that have all tensors in common, so that each writes some.
+
+    Args:
+        how: as in ``tests.sweeps.SAVES``.
+        rank: 0 or 1; -1 is alone, which imports the same.
+        store: a file in which the ranks meet.
+    """
+    size = 1 if rank < 0 else 2
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, size), rank=max(rank, 0), world_size=size
+    )
+    if how == "torch_ckpt.save":
+        torch_ckpt.save(state_of(seed), path, thread_count=threads)
+    elif how == "dcp.save":
+        writer = torch_ckpt.FileSystemWriter(path, thread_count=threads)
+        dcp.save(state_of(seed), storage_writer=writer)
+    else:
+        torch_ckpt.async_save(state_of(seed), path, thread_count=threads).result()
