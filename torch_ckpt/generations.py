@@ -68,7 +68,7 @@ class Claim:
         self._place = threading.get_ident(), status.st_dev, status.st_ino
         for other in list(self._all):
             if other._place == self._place:
-                other._abandon()
+                other.abandon()
         # Of two that begin at the same time one is alone.
         is_alone = opened.take_alone()
         is_empty = not any(map(_KNOWN_FILE.search, opened.names()))
@@ -91,6 +91,10 @@ class Claim:
         if self._opened.take_alone():
             _sweep(self._opened, self._rank, used)
         self._opened.close()
+
+    def abandon(self) -> None:
+        """Ends it without a commit; as if it were dropped."""
+        self._abandon()
 
     def leave(self) -> None:
         """Ends it and removes nothing: where the commit may or may not last."""

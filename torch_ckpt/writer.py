@@ -375,6 +375,7 @@ class FileSystemWriter(StockWriter):
         except NotCommitted:
             # Their names are this save's alone: see generations.py.
             remove_files(directory, files)
+            claim.abandon()
             raise
         except DurabilityUncertain:
             # A power cut may bring back the old checkpoint, which then needs its files.
