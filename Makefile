@@ -24,6 +24,7 @@ demo: build ## train, kill, resume on other ranks, compare with stock torch
 
 ifeq ($(TORCH),)
 test: lint cpp-test cpp-asan cpp-tsan py-test ## everything that CI runs
+	$(MAKE) fuzz SECONDS=10
 else
 # The extension is built for one torch, so another one gets a copy of the tree.
 COPY := build/torch-$(TORCH)
