@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 CXX_FILES := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.c')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format build cpp-test cpp-asan cpp-tsan py-test torture fuzz bench clean
+.PHONY: help demo test lint format build cpp-test cpp-asan cpp-tsan py-test py-tsan torture fuzz bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -79,6 +79,22 @@ fuzz: build ## fuzz what reads bytes from outside; SECONDS=60 for each of two fu
 
 py-test: build ## pytest, torchrun tests included
 	$(BIN)/python -m pytest $(ARGS)
+
+# The extension under ThreadSanitizer, in a Python that is not: what torch's libraries do among
+# themselves is not looked at.
+TSAN := build/py-tsan
+py-tsan: $(VENV)/.ready ## a part of pytest with the extension under ThreadSanitizer
+	cmake -S . -B $(TSAN) -G Ninja -DTORCH_CKPT_BUILD_PYTHON=ON -DTORCH_CKPT_SANITIZE=thread \
+	  -DTORCH_CKPT_CUDA=OFF -DCMAKE_BUILD_TYPE=RelWithDebInfo -DPYTHON_EXECUTABLE=$(abspath $(BIN))/python \
+	  -DCMAKE_INSTALL_PREFIX=$(abspath $(TSAN))/package/torch_ckpt
+	cmake --build $(TSAN)
+	rm -rf $(TSAN)/package && cp -r torch_ckpt $(TSAN)/tree && mkdir $(TSAN)/package && mv $(TSAN)/tree $(TSAN)/package/torch_ckpt
+	cmake --install $(TSAN)
+	LD_PRELOAD=$$(g++ -print-file-name=libtsan.so) \
+	  TSAN_OPTIONS="ignore_noninstrumented_modules=1 halt_on_error=1 report_signal_unsafe=0 die_after_fork=0" \
+	  timeout 1200 $(BIN)/pytest -o pythonpath="$(TSAN)/package ." -p no:cacheprovider \
+	  tests/python/test_api.py tests/python/test_saving.py tests/python/test_load_engine.py \
+	  tests/python/test_one_directory.py $(ARGS)
 
 # Sampled in `make test`; here all of it.
 SEED := $(or $(SEED),$(shell date +%s))

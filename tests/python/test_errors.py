@@ -394,7 +394,7 @@ def test_new_parents_are_fsynced_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "error"), [("openat", "EACCES"), ("openat", "EMFILE"), ("pread64", "EIO")]
+    ("call", "error"), [("openat2", "EACCES"), ("openat2", "EMFILE"), ("pread64", "EIO")]
 )
 @pytest.mark.parametrize("direct_io", [False, "auto"])
 def test_a_failed_call_on_a_data_file_fails_the_load(
@@ -409,7 +409,7 @@ def test_a_failed_call_on_a_data_file_fails_the_load(
         {"direct_io": direct_io},
         trace=call,
         inject=f"{call}:error={error}",
-        paths=[target],
+        paths=[target, target.name],
     )
     cause = failure_of(outcome)
     assert isinstance(cause, OSError)

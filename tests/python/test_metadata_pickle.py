@@ -38,6 +38,7 @@ from torch_ckpt.errors import Corrupt, Unsafe
 from torch_ckpt.metadata import (
     ROLES,
     _AllowListUnpickler,
+    _unpickled,
     decode_metadata,
     encode_metadata,
     read_metadata,
@@ -118,7 +119,7 @@ def test_plans_that_are_kept_beside_the_metadata_are_read(protocol: int) -> None
     plans, metadata = planner.create_global_plan([planner.create_local_plan()])
     metadata.all_local_plans = [*plans, *plans]  # type: ignore[attr-defined]
     metadata.storage_data = [_StoragePrefix("__0_")]
-    again = decode_metadata(pickle.dumps(metadata, protocol), "here")
+    again = _unpickled(pickle.dumps(metadata, protocol), False)
     assert again == metadata
     assert again.all_local_plans == metadata.all_local_plans  # type: ignore[attr-defined]
 
@@ -131,7 +132,7 @@ def test_metadata_of_older_sharded_tensors_is_read(protocol: int) -> None:
         tensor_properties=OldTensorProperties(dtype=torch.float16),
     )
     metadata = Metadata({"a": old})  # type: ignore[dict-item]
-    assert decode_metadata(pickle.dumps(metadata, protocol), "here") == metadata
+    assert _unpickled(pickle.dumps(metadata, protocol), False) == metadata
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -157,7 +158,7 @@ def test_metadata_of_older_sharded_tensors_is_read(protocol: int) -> None:
     ids=lambda value: f"{type(value).__name__} {str(value)[:12]!a}",
 )
 def test_what_a_planner_may_keep_is_read(protocol: int, value: Any) -> None:
-    metadata = Metadata({}, planner_data=value)
+    metadata = Metadata({}, planner_data=value, storage_data={})
     again = decode_metadata(pickle.dumps(metadata, protocol), "here")
     assert again.planner_data == value
     assert type(again.planner_data) is type(value)
@@ -270,7 +271,7 @@ def test_a_damaged_program_that_passes_leaves_the_process_as_it_was(protocol: in
     seed = 7
     rng = random.Random(seed)
     pickles = [pickle.dumps(rich(), protocol), pickle.dumps(small(), protocol)]
-    decode_metadata(pickles[0], "here")  # fills what torch fills when it is first asked
+    _unpickled(pickles[0], False)  # fills what torch fills when it is first asked
     before = shared_by_the_process()
     passed = 0
     for number in range(3000):
@@ -314,7 +315,7 @@ def test_another_name_is_unsafe_and_said(program: bytes, name: str) -> None:
 
 
 def test_a_trusted_pickle_is_not_walked() -> None:
-    metadata = Metadata({}, planner_data={frozenset({1}), b"bytes"})
+    metadata = Metadata({}, planner_data={frozenset({1}), b"bytes"}, storage_data={})
     data = pickle.dumps(metadata)
     with pytest.raises(Corrupt):
         decode_metadata(data, "here")

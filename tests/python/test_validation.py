@@ -88,8 +88,9 @@ def test_empty_shards_may_be_many(metadata: Metadata) -> None:
     check_metadata(metadata, "here")
 
 
-def test_a_planner_may_keep_what_it_likes(metadata: Metadata) -> None:
-    metadata.planner_data = {"weight": ["of", "its", "own"]}
+@pytest.mark.parametrize("kept", [{"weight": ["of", "its", "own"]}, [], 3, "a"], ids=str)
+def test_a_planner_may_keep_what_it_likes(metadata: Metadata, kept: Any) -> None:
+    metadata.planner_data = kept
     check_metadata(metadata, "here")
 
 
@@ -102,7 +103,6 @@ def test_errors_name_the_entry_and_the_file(metadata: Metadata) -> None:
 WRONG: dict[str, Any] = {
     "state_dict_metadata": [None, [], "a", {1: BytesStorageMetadata()}],
     "storage_data": [[], 3, {"weight": 1}, {MetadataIndex("a"): None}],
-    "planner_data": [[], 3, "a"],
     "storage_meta": [3, "a", {}],
 }
 
