@@ -98,11 +98,12 @@ py-tsan: $(VENV)/.ready ## a part of pytest with the extension under ThreadSanit
 
 # Sampled in `make test`; here all of it.
 SEED := $(or $(SEED),$(shell date +%s))
-torture: build ## every system call of a save fails and kills, every attack; half an hour
+torture: build ## every call of a save fails and kills, power cuts, attacks, fuzzing; 40 minutes
 	@echo "SEED=$(SEED)"
 	TORCH_CKPT_TORTURE=1 TORCH_CKPT_SEED=$(SEED) \
 	  $(BIN)/python -m pytest $(wildcard tests/faults tests/crash tests/attacks) $(ARGS) \
 	  || { echo "make torture SEED=$(SEED) replays it"; exit 1; }
+	$(MAKE) fuzz py-tsan
 
 clean: ## remove what the build made; the environment stays
 	rm -rf build torch_ckpt/*.so *.egg-info
