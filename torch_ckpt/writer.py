@@ -165,6 +165,10 @@ class FileSystemWriter(StockWriter):
         self._claim: Claim | None = None
         self._save: _C.Save | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy, in another process perhaps, has no part in the save that is under way.
+        return self.__dict__ | {"_claim": None, "_save": None}
+
     # --- DCP's contract, in the order of a save -------------------------------------------------
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -368,6 +372,7 @@ class FileSystemWriter(StockWriter):
         # Where somebody calls this by itself.
         claim = self._claim or Claim(directory, own_rank)
         self._claim = None
+        claim.begin_commit()
         try:
             _C.commit_metadata(
                 directory, metadata_name(own_rank), data, self.sync_files, replace=self.overwrite
@@ -375,13 +380,13 @@ class FileSystemWriter(StockWriter):
         except NotCommitted:
             # Their names are this save's alone: see generations.py.
             remove_files(directory, files)
-            claim.abandon()
+            claim.not_committed()
             raise
         except DurabilityUncertain:
             # A power cut may bring back the old checkpoint, which then needs its files.
             claim.leave()
             raise
-        claim.committed(files)
+        claim.committed(data, files)
 
     # --- private ---------------------------------------------------------------------------------
 
