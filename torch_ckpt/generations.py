@@ -5,7 +5,9 @@ that are under way. These rules keep them apart, and nothing else in the package
 that it has not made itself:
 
 1. A save claims the directory before it writes and until it has ended. Where its names might be
-   taken, by what is there or by another save, they get a tag that nobody else has.
+   taken, by what is there or by another save, they get a tag that nobody else has. So they do where
+   several ranks save: one that was given up, and goes on when the others have started anew, removes
+   its files by their names.
 2. A file that any metadata in the directory names is never removed. Metadata that cannot be read
    may name any file, so then nothing is.
 3. Nothing is removed while somebody else saves or loads there (directory.py), nor before the
@@ -68,7 +70,9 @@ class Claim:
         rank: whose metadata it will be; None: that of all ranks.
 
     Attributes:
-        tag: what goes behind the rank in the names of the save's data files; may be empty.
+        tag: what goes behind the rank in the names of the save's data files where several ranks
+            save.
+        tag_of_one: the same where one rank does; may be empty.
 
     Raises:
         OSError: the directory cannot be opened or listed.
@@ -102,7 +106,8 @@ class Claim:
             # Who keeps the error keeps this frame.
             opened.close()
             raise
-        self.tag = "" if is_alone and is_empty else f"{uuid.uuid4().hex[:8]}_"
+        self.tag = f"{uuid.uuid4().hex[:8]}_"
+        self.tag_of_one = "" if is_alone and is_empty else self.tag
         self._opened = opened
         self._rank = rank
         self._abandon: weakref.finalize[[OpenDirectory, int | None, int], Claim] = weakref.finalize(
