@@ -91,8 +91,16 @@ def save(
         except BaseException as error:
             spawn(functools.partial(tell_the_others, ranks, error))
             raise
-        # A rank that dies after its part is done is waited for no longer than others are.
-        stack.callback(ranks.close, min(timeout, 60.0))
+
+        def close(_kind: object, error: BaseException | None, _frames: object) -> None:
+            # A rank that dies after its part is done is waited for no longer than others are. Who
+            # interrupts a save that waits does not want to wait for the same ranks again.
+            is_interrupted = isinstance(error, KeyboardInterrupt)
+            ranks.close(1.0 if is_interrupted else min(timeout, 60.0))
+
+        stack.push(close)
+        # Of dcp.save, which does not tell a writer that the save has failed.
+        stack.callback(writer.abandon)
         if planner is None and writer.engine_can_write():
             return save_state(lambda: _values_of(state_dict), writer, ranks)
         metadata: Metadata = dcp_save(

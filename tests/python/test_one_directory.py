@@ -296,6 +296,19 @@ def test_a_failed_save_lets_go_of_the_directory_at_once(tmp_path: Path) -> None:
     assert OpenDirectory(tmp_path).take_alone()
 
 
+def test_a_failed_save_with_a_planner_and_a_writer_that_are_kept_lets_go_of_the_directory(
+    tmp_path: Path,
+) -> None:
+    class CannotPlan(DefaultSavePlanner):
+        def create_global_plan(self, all_plans: Any) -> Any:
+            raise RuntimeError("no plan")
+
+    writer = torch_ckpt.FileSystemWriter(tmp_path)
+    with pytest.raises(dcp.CheckpointException, match="no plan"):
+        torch_ckpt.save(state_of(9), storage_writer=writer, planner=CannotPlan(), no_dist=True)
+    assert OpenDirectory(tmp_path).take_alone()
+
+
 def test_a_claim_that_is_dropped_takes_the_files_of_all_ranks_with_it(tmp_path: Path) -> None:
     save(state_of(0), tmp_path)
     kept = names_in(tmp_path)
