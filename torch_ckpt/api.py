@@ -169,21 +169,22 @@ def async_save(
         ValueError: contradicting options.
     """
     begun = time.perf_counter()
-    if staging not in ("blocking", "overlapped"):
-        raise ValueError(f'staging must be "blocking" or "overlapped", got {staging!r}')
-    if if_busy not in ("wait", "raise"):
-        raise ValueError(f'if_busy must be "wait" or "raise", got {if_busy!r}')
-    writer = _made(FileSystemWriter, storage_writer, checkpoint_id, writer_options)
-    if not writer.engine_can_write():
-        raise ValueError(
-            "async_save writes local files without _extensions; use dcp.async_save with this writer"
-        )
     # Before anything can fail: the ranks count their saves alike.
     meeting = Meeting.of(process_group, no_dist)
     plans = PlanCache.of(meeting)
     ranks = meeting.ranks(timeout)
     job: Job | None = None
     try:
+        if staging not in ("blocking", "overlapped"):
+            raise ValueError(f'staging must be "blocking" or "overlapped", got {staging!r}')
+        if if_busy not in ("wait", "raise"):
+            raise ValueError(f'if_busy must be "wait" or "raise", got {if_busy!r}')
+        writer = _made(FileSystemWriter, storage_writer, checkpoint_id, writer_options)
+        if not writer.engine_can_write():
+            raise ValueError(
+                "async_save writes local files without _extensions; use dcp.async_save with this "
+                "writer"
+            )
         with alone(if_busy, ranks=ranks):
             check_for_errors()
             if storage_writer is not None:

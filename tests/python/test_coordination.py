@@ -448,6 +448,22 @@ def test_the_coordinator_does_not_wait_for_ever_to_close(store: dist.Store) -> N
     assert store.num_keys() > 0
 
 
+@pytest.mark.parametrize("by", [torch_ckpt.save, torch_ckpt.async_save])
+def test_options_that_are_wrong_on_one_rank_fail_the_save_of_the_others_at_once(
+    by: Callable[..., Any], store: dist.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, others = (Meeting(store, rank, 2, "test") for rank in (1, 0))
+    monkeypatch.setattr(Meeting, "of", lambda *_: mine)
+    with pytest.raises(ValueError, match="max_host_bytes"):
+        by({"n": 1}, tmp_path, max_host_bytes=1)
+    coordinator = others.ranks(PATIENCE_SECONDS)
+    with pytest.raises(CheckpointException) as raised:
+        coordinator.reduce_scatter("plan", lambda: "a plan", list)
+    coordinator.close()
+    assert set(causes_of(raised.value)) == {1}
+    assert "max_host_bytes" in causes_of(raised.value)[1]
+
+
 def test_a_coordinator_that_is_interrupted_does_not_wait_for_the_others_again(
     store: dist.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
