@@ -91,8 +91,16 @@ def save(
         except BaseException as error:
             spawn(functools.partial(tell_the_others, ranks, error))
             raise
-        # A rank that dies after its part is done is waited for no longer than others are.
-        stack.callback(ranks.close, min(timeout, 60.0))
+
+        def close(_kind: object, error: BaseException | None, _frames: object) -> None:
+            # A rank that dies after its part is done is waited for no longer than others are. Who
+            # interrupts a save that waits does not want to wait for the same ranks again.
+            is_interrupted = isinstance(error, KeyboardInterrupt)
+            ranks.close(1.0 if is_interrupted else min(timeout, 60.0))
+
+        stack.push(close)
+        # Of dcp.save, which does not tell a writer that the save has failed.
+        stack.callback(writer.abandon)
         if planner is None and writer.engine_can_write():
             return save_state(lambda: _values_of(state_dict), writer, ranks)
         metadata: Metadata = dcp_save(
@@ -161,21 +169,22 @@ def async_save(
         ValueError: contradicting options.
     """
     begun = time.perf_counter()
-    if staging not in ("blocking", "overlapped"):
-        raise ValueError(f'staging must be "blocking" or "overlapped", got {staging!r}')
-    if if_busy not in ("wait", "raise"):
-        raise ValueError(f'if_busy must be "wait" or "raise", got {if_busy!r}')
-    writer = _made(FileSystemWriter, storage_writer, checkpoint_id, writer_options)
-    if not writer.engine_can_write():
-        raise ValueError(
-            "async_save writes local files without _extensions; use dcp.async_save with this writer"
-        )
     # Before anything can fail: the ranks count their saves alike.
     meeting = Meeting.of(process_group, no_dist)
     plans = PlanCache.of(meeting)
     ranks = meeting.ranks(timeout)
     job: Job | None = None
     try:
+        if staging not in ("blocking", "overlapped"):
+            raise ValueError(f'staging must be "blocking" or "overlapped", got {staging!r}')
+        if if_busy not in ("wait", "raise"):
+            raise ValueError(f'if_busy must be "wait" or "raise", got {if_busy!r}')
+        writer = _made(FileSystemWriter, storage_writer, checkpoint_id, writer_options)
+        if not writer.engine_can_write():
+            raise ValueError(
+                "async_save writes local files without _extensions; use dcp.async_save with this "
+                "writer"
+            )
         with alone(if_busy, ranks=ranks):
             check_for_errors()
             if storage_writer is not None:

@@ -8,8 +8,9 @@ somebody's hands:
    coordinator, and one for each load.
 2. Who removes files that no metadata names must have the directory alone; otherwise they stay for
    the next save, or for :func:`torch_ckpt.remove_leftovers`.
-3. A process that dies lets go of its locks. Where the file system has no such locks (some network
-   file systems) everybody has the directory alone, and rule 2 does not protect.
+3. A process that dies lets go of its locks, once the children have ended that it forked meanwhile.
+   Where the file system has no such locks, or keeps them within one machine (some network file
+   systems), rule 2 does not protect.
 """
 
 from __future__ import annotations

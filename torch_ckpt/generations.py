@@ -5,11 +5,16 @@ that are under way. These rules keep them apart, and nothing else in the package
 that it has not made itself:
 
 1. A save claims the directory before it writes and until it has ended. Where its names might be
-   taken, by what is there or by another save, they get a tag that nobody else has.
+   taken, by what is there or by another save, they get a tag that nobody else has. So they do where
+   several ranks save: one that was given up, and goes on when the others have started anew, removes
+   its files by their names.
 2. A file that any metadata in the directory names is never removed. Metadata that cannot be read
    may name any file, so then nothing is.
 3. Nothing is removed while somebody else saves or loads there (directory.py), nor before the
    directory is durable: the rename of the metadata that counts may not be.
+4. What a save has committed may have been replaced by the time it has the directory alone, so what
+   counts is the metadata that is there then.
+5. A save whose claim has ended, and whose files may have gone, commits nothing.
 """
 
 from __future__ import annotations
@@ -21,12 +26,13 @@ import uuid
 import warnings
 import weakref
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from torch_ckpt import _C
 from torch_ckpt.directory import OpenDirectory
-from torch_ckpt.errors import CheckpointError
+from torch_ckpt.errors import CheckpointError, NotCommitted
 from torch_ckpt.metadata import METADATA_NAME, decode_metadata, metadata_bytes_in
+from torch_ckpt.metrics import LOGGER
 
 # "__3_0.distcp", "__3_5f0c19ab_0.distcp": rank, generation tag where there is one, bucket. A
 # separation hint may stand before it.
@@ -35,6 +41,16 @@ _METADATA_FILE = re.compile(rf"^(?:__(\d+))?{re.escape(METADATA_NAME)}$")
 _PREFIX = re.compile(r"^__(\d+)_(?:[0-9a-f]{8}_)?$")
 _TEMPORARY = re.compile(rf"^(?:__(\d+))?{re.escape(METADATA_NAME)}\.tmp(?:-[0-9a-f]{{32}})?$")
 _KNOWN_FILE = re.compile("|".join(p.pattern for p in (_DATA_FILE, _METADATA_FILE)))
+
+#: How long a save waits for a process that removes files, which takes seconds where they are large.
+PATIENCE_SECONDS = 60.0
+
+
+class _Commit(NamedTuple):
+    """What a save has published: its metadata, and the data files that this names."""
+
+    metadata: bytes
+    files: set[str]
 
 
 def metadata_name(rank: int | None) -> str:
@@ -54,51 +70,86 @@ class Claim:
         rank: whose metadata it will be; None: that of all ranks.
 
     Attributes:
-        tag: what goes behind the rank in the names of the save's data files; may be empty.
+        tag: what goes behind the rank in the names of the save's data files where several ranks
+            save.
+        tag_of_one: the same where one rank does; may be empty.
 
     Raises:
         OSError: the directory cannot be opened or listed.
+        CheckpointError: another process does not end to remove files there.
     """
 
-    _all: ClassVar[weakref.WeakSet[Claim]] = weakref.WeakSet()
+    # By thread and directory.
+    _last: ClassVar[weakref.WeakValueDictionary[tuple[int, int, int], Claim]] = (
+        weakref.WeakValueDictionary()
+    )
 
     def __init__(self, directory: str, rank: int | None) -> None:
         opened = OpenDirectory(directory)
-        status = opened.status()
-        self._place = threading.get_ident(), status.st_dev, status.st_ino
-        for other in list(self._all):
-            if other._place == self._place:
+        try:
+            status = opened.status()
+            place = threading.get_ident(), status.st_dev, status.st_ino
+            other = self._last.get(place)
+            if other is not None:
                 other.abandon()
-        # Of two that begin at the same time one is alone.
-        is_alone = opened.take_alone()
-        is_empty = not any(map(_KNOWN_FILE.search, opened.names()))
-        opened.share()
-        self.tag = "" if is_alone and is_empty else f"{uuid.uuid4().hex[:8]}_"
+            # Of two that begin at the same time one is alone.
+            is_alone = opened.take_alone()
+            is_empty = not any(map(_KNOWN_FILE.search, opened.names()))
+            if not opened.share(PATIENCE_SECONDS):
+                # Going on without a share, this save's files could be removed before its commit.
+                raise CheckpointError(
+                    f"{opened.path}: another process has had the directory for itself for "
+                    f"{PATIENCE_SECONDS:g} s, to remove files that no metadata names; look whether "
+                    "it is stopped (/proc/locks has its number), and save again"
+                )
+        except BaseException:
+            # Who keeps the error keeps this frame.
+            opened.close()
+            raise
+        self.tag = f"{uuid.uuid4().hex[:8]}_"
+        self.tag_of_one = "" if is_alone and is_empty else self.tag
         self._opened = opened
         self._rank = rank
         self._abandon: weakref.finalize[[OpenDirectory, int | None, int], Claim] = weakref.finalize(
             self, _abandon, opened, rank, os.getpid()
         )
-        self._all.add(self)
+        self._last[place] = self
 
-    def committed(self, used: set[str]) -> None:
+    def abandon(self) -> None:
+        """Ends it without a commit, as if it were dropped; does nothing from the commit on."""
+        self._abandon()
+
+    def begin_commit(self) -> None:
+        """From here on only the methods below end it: no file may go while the metadata comes.
+
+        Raises:
+            NotCommitted: it has ended, and files of the save may have been removed.
+        """
+        if self._abandon.detach() is None:
+            raise NotCommitted(
+                f"{self._opened.path}: this save was given up before its commit, because the "
+                "interpreter ends or its thread began another save into the directory; save again"
+            )
+
+    def committed(self, metadata: bytes, files: set[str]) -> None:
         """Ends it after the commit, and removes what no metadata names any more; never raises.
 
         Args:
-            used: the data files that the metadata just committed names.
+            metadata: what was committed.
+            files: the data files that it names.
         """
-        self._abandon.detach()
-        if self._opened.take_alone():
-            _sweep(self._opened, self._rank, used)
-        self._opened.close()
+        try:
+            if self._opened.take_alone():
+                _sweep(self._opened, self._rank, _Commit(metadata, files))
+        finally:
+            self._opened.close()
 
-    def abandon(self) -> None:
-        """Ends it without a commit; as if it were dropped."""
-        self._abandon()
+    def not_committed(self) -> None:
+        """Ends it after a commit that failed and has published nothing, as :meth:`abandon`."""
+        _abandon(self._opened, self._rank, os.getpid())
 
     def leave(self) -> None:
         """Ends it and removes nothing: where the commit may or may not last."""
-        self._abandon.detach()
         self._opened.close()
 
 
@@ -176,17 +227,19 @@ def remove_files(directory: str, names: Iterable[str]) -> None:
         try:
             _C.remove_file(os.path.join(directory, name))
         except OSError as error:
-            warnings.warn(f"an unused file could not be removed: {error}", stacklevel=2)
+            _warn(f"an unused file could not be removed: {error}")
 
 
 def _abandon(opened: OpenDirectory, rank: int | None, pid: int) -> None:
-    # A forked child has a copy of the claim, and its parent may go on with the save.
-    if os.getpid() == pid and opened.take_alone():
-        _sweep(opened, rank, None)
-    opened.close()
+    try:
+        # A forked child has a copy of the claim, and its parent may go on with the save.
+        if os.getpid() == pid and opened.take_alone():
+            _sweep(opened, rank, None)
+    finally:
+        opened.close()
 
 
-def _sweep(opened: OpenDirectory, rank: int | None, used: set[str] | None) -> None:
+def _sweep(opened: OpenDirectory, rank: int | None, commit: _Commit | None) -> None:
     """Removes what no metadata names; warns where that fails.
 
     By the descriptor: where a failed save is collected late, another directory may have the path.
@@ -195,24 +248,28 @@ def _sweep(opened: OpenDirectory, rank: int | None, used: set[str] | None) -> No
         opened: the directory, which nobody else uses.
         rank: the rank whose files are looked at, where ranks save on their own. None: those of all
             ranks, and the metadata of single ranks, which a common one has superseded.
-        used: the data files that the metadata just committed names; None: there was no commit.
+        commit: of the save that ends; None: there was none.
     """
     try:
-        if used is not None and rank is None:
+        if commit is not None and rank is None:
             matches = map(_METADATA_FILE.match, opened.names())
             superseded = [match.group() for match in matches if match and match.group(1)]
             _remove(opened, superseded)
             if superseded:
                 # A power cut must not bring them back after their data files have gone.
                 opened.sync()
-        unnamed = _unnamed(opened, rank, used)
-        if unnamed and used is None:
-            # The metadata may be that of a save whose last fsync failed.
+        unnamed = _unnamed(opened, rank, commit.files if commit else None)
+        if unnamed and commit and metadata_bytes_in(opened, metadata_name(rank)) != commit.metadata:
+            # Another save has committed since, and has ended.
+            commit = None
+            unnamed = _unnamed(opened, rank, None)
+        if unnamed and commit is None:
+            # The metadata may be that of a save whose last fsync failed, or never was.
             opened.sync()
         _remove(opened, unnamed)
     except Exception as error:
         # Nothing that is needed is lost.
-        warnings.warn(f"unused files are left in {opened.path}: {error}", stacklevel=2)
+        _warn(f"unused files are left in {opened.path}: {error}")
 
 
 def _remove(opened: OpenDirectory, names: Iterable[str]) -> None:
@@ -220,7 +277,15 @@ def _remove(opened: OpenDirectory, names: Iterable[str]) -> None:
         try:
             opened.remove(name)
         except OSError as error:
-            warnings.warn(f"an unused file could not be removed: {error}", stacklevel=2)
+            _warn(f"an unused file could not be removed: {error}")
+
+
+def _warn(text: str) -> None:
+    try:
+        warnings.warn(text, stacklevel=3)
+    except Warning:
+        # A filter makes errors of warnings; but the save's outcome is another one.
+        LOGGER.warning("%s", text)
 
 
 def _unnamed(opened: OpenDirectory, rank: int | None, used: set[str] | None) -> list[str]:

@@ -18,6 +18,7 @@ import stat
 import struct
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -246,7 +247,9 @@ def metadata_bytes_in(directory: OpenDirectory, name: str = METADATA_NAME) -> by
         with os.fdopen(descriptor, "rb", closefd=False) as stream:
             return stream.read(size)
     finally:
-        os.close(descriptor)
+        # All that was wanted has been read by then.
+        with suppress(OSError):
+            os.close(descriptor)
 
 
 def _no_checkpoint(path: str | os.PathLike[str], name: str) -> FileNotFoundError:

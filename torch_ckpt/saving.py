@@ -162,7 +162,7 @@ def _save_state(
         return local_plan()
 
     def plan_globally(plans: list[_LocalPlan | int]) -> list[tuple[_Task | str | None, str]]:
-        return [(answer, writer.tag) for answer in answers_to(plans)]
+        return [(answer, writer.tag(ranks.size)) for answer in answers_to(plans)]
 
     @no_gc()
     def answers_to(plans: list[_LocalPlan | int]) -> list[_Task | str | None]:

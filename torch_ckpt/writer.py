@@ -165,6 +165,10 @@ class FileSystemWriter(StockWriter):
         self._claim: Claim | None = None
         self._save: _C.Save | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy, in another process perhaps, has no part in the save that is under way.
+        return self.__dict__ | {"_claim": None, "_save": None}
+
     # --- DCP's contract, in the order of a save -------------------------------------------------
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -189,9 +193,10 @@ class FileSystemWriter(StockWriter):
         self._is_alone = len(plans) == 1
         if self._claim is None or not self.use_collectives:
             return plans
+        tag = self.tag(len(plans))
         # Whatever prefix they have: a cached plan has that of an earlier save.
         return [
-            dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{rank}_{self.tag}"))
+            dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{rank}_{tag}"))
             for rank, plan in enumerate(plans)
         ]
 
@@ -276,10 +281,15 @@ class FileSystemWriter(StockWriter):
         self._is_coordinator = rank == 0
         self.prepare_local_plan(SavePlan([]))
 
-    @property
-    def tag(self) -> str:
-        """On the coordinator: what all ranks put behind ``__{rank}_`` in names of data files."""
-        return self._claim.tag if self._claim is not None and self.use_collectives else ""
+    def tag(self, ranks: int) -> str:
+        """On the coordinator: what all ranks put behind ``__{rank}_`` in names of data files.
+
+        Args:
+            ranks: how many there are.
+        """
+        if self._claim is None or not self.use_collectives:
+            return ""
+        return self._claim.tag_of_one if ranks == 1 else self._claim.tag
 
     def bytes_moved(self) -> int:
         """Grows for as long as the engine moves anything."""
@@ -368,6 +378,7 @@ class FileSystemWriter(StockWriter):
         # Where somebody calls this by itself.
         claim = self._claim or Claim(directory, own_rank)
         self._claim = None
+        claim.begin_commit()
         try:
             _C.commit_metadata(
                 directory, metadata_name(own_rank), data, self.sync_files, replace=self.overwrite
@@ -375,13 +386,13 @@ class FileSystemWriter(StockWriter):
         except NotCommitted:
             # Their names are this save's alone: see generations.py.
             remove_files(directory, files)
-            claim.abandon()
+            claim.not_committed()
             raise
         except DurabilityUncertain:
             # A power cut may bring back the old checkpoint, which then needs its files.
             claim.leave()
             raise
-        claim.committed(files)
+        claim.committed(data, files)
 
     # --- private ---------------------------------------------------------------------------------
 

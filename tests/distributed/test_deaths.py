@@ -288,3 +288,31 @@ def test_after_a_restart_the_ranks_save_into_the_same_directory(
         assert_equal(loaded, expected)
     named = {info.relative_path for info in read_metadata(path).storage_data.values()}
     assert set(os.listdir(path)) == named | {".metadata"}
+
+
+def test_a_rank_that_goes_on_after_a_restart_has_saved_leaves_the_new_checkpoint_whole(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "step"
+    death = Death("stopped", "having written", 1, "save", "write")
+    stopped = Group(path, 1, death)
+    restarted = None
+    try:
+        assert stopped.answer(1) == "dies"
+        assert stopped.answer(0)[0] == [1]
+        restarted = Group(path, 2)
+        assert [restarted.answer(rank) for rank in range(2)] == [None, None]
+        pid = stopped.children[1].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGCONT)
+        # It removes the files that it has written, which is all that it knows to be its own.
+        assert stopped.answer(1)[0] == [1]
+    finally:
+        stopped.close()
+        if restarted is not None:
+            restarted.close()
+    for rank in range(2):
+        expected = state_of(rank, 2)
+        loaded = emptied(expected)
+        stock_load(loaded, path)
+        assert_equal(loaded, expected)

@@ -7,13 +7,15 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torch_ckpt.coordination import Meeting, Ranks
+import torch_ckpt
+from torch_ckpt.coordination import Meeting, Ranks, _OverStore
 
 #: Seconds after which a rank of a test is given up, where one is; else tests do not wait for it.
 SHORT = 0.4
@@ -444,6 +446,40 @@ def test_the_coordinator_does_not_wait_for_ever_to_close(store: dist.Store) -> N
     together([coordinator, other], save)
     coordinator.close(timeout=0.05)
     assert store.num_keys() > 0
+
+
+@pytest.mark.parametrize("by", [torch_ckpt.save, torch_ckpt.async_save])
+def test_options_that_are_wrong_on_one_rank_fail_the_save_of_the_others_at_once(
+    by: Callable[..., Any], store: dist.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, others = (Meeting(store, rank, 2, "test") for rank in (1, 0))
+    monkeypatch.setattr(Meeting, "of", lambda *_: mine)
+    with pytest.raises(ValueError, match="max_host_bytes"):
+        by({"n": 1}, tmp_path, max_host_bytes=1)
+    coordinator = others.ranks(PATIENCE_SECONDS)
+    with pytest.raises(CheckpointException) as raised:
+        coordinator.reduce_scatter("plan", lambda: "a plan", list)
+    coordinator.close()
+    assert set(causes_of(raised.value)) == {1}
+    assert "max_host_bytes" in causes_of(raised.value)[1]
+
+
+def test_a_coordinator_that_is_interrupted_does_not_wait_for_the_others_again(
+    store: dist.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+
+    def interrupted(_: Any, keys: dict[int, str], patience: float) -> list[int]:
+        waits.append(patience)
+        if len(waits) == 1:
+            raise KeyboardInterrupt
+        return list(keys)
+
+    monkeypatch.setattr(_OverStore, "_await", interrupted)
+    monkeypatch.setattr(Meeting, "of", lambda *_: Meeting(store, 0, 2, "test"))
+    with pytest.raises(KeyboardInterrupt):
+        torch_ckpt.save({"n": 1}, tmp_path, timeout=PATIENCE_SECONDS)
+    assert waits == [PATIENCE_SECONDS, 1.0]
 
 
 def test_a_store_whose_server_has_gone_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import gc
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 import warnings
@@ -23,7 +25,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 import torch_ckpt
 from tests import under_strace
 from tests.support import assert_equal, cause_of, data_files, load, save, save_with, stock_load
-from torch_ckpt import CheckpointError, Corrupt, NotCommitted
+from torch_ckpt import _C, CheckpointError, Corrupt, NotCommitted, generations
 from torch_ckpt.directory import OpenDirectory
 from torch_ckpt.generations import Claim
 from torch_ckpt.metadata import read_metadata
@@ -145,6 +147,131 @@ def test_a_save_that_may_not_overwrite_does_not_replace_one_that_came_in_between
     assert names_in(tmp_path) == before
 
 
+@contextmanager
+def around_the_next_commit(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    before: Callable[[], object] = lambda: None,
+    after: Callable[[], object] = lambda: None,
+) -> Iterator[None]:
+    """Something happens right before the metadata is renamed, or right after."""
+    commit = _C.commit_metadata
+
+    def commit_and_more(*arguments: Any, **options: Any) -> None:
+        monkeypatch.setattr(_C, "commit_metadata", commit)
+        before()
+        commit(*arguments, **options)
+        after()
+
+    monkeypatch.setattr(_C, "commit_metadata", commit_and_more)
+    yield
+    assert _C.commit_metadata is commit, "nothing was committed"
+
+
+def save_by_another_thread(path: Path, number: int) -> None:
+    thread = threading.Thread(target=save, args=(state_of(number), path))
+    thread.start()
+    thread.join(PATIENCE_SECONDS)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["first", "overwriting"])
+def test_a_save_whose_checkpoint_was_replaced_at_once_leaves_the_new_one_whole(
+    tmp_path: Path, is_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_first:
+        save(state_of(0), tmp_path)
+    with around_the_next_commit(monkeypatch, after=lambda: save_by_another_thread(tmp_path, 2)):
+        save(state_of(1), tmp_path)
+    assert_holds(tmp_path, 2)
+    assert names_in(tmp_path) == named_by_metadata(tmp_path) | {".metadata"}
+
+
+def test_a_save_that_was_given_up_commits_nothing(tmp_path: Path) -> None:
+    save(state_of(0), tmp_path)
+    kept = names_in(tmp_path)
+    with held_save(tmp_path, 1) as raised:
+        # As the end of the interpreter does, beside a daemon thread that saves.
+        for claim in list(Claim._last.values()):
+            claim.abandon()
+    (error,) = raised
+    assert isinstance(error, dcp.CheckpointException)
+    assert isinstance(cause_of(error), NotCommitted)
+    assert_holds(tmp_path, 0)
+    assert kept <= names_in(tmp_path)
+
+
+def test_a_save_that_is_being_committed_can_no_longer_be_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(state_of(0), tmp_path)
+
+    def give_up() -> None:
+        claims = list(Claim._last.values())
+        assert claims
+        for claim in claims:
+            claim.abandon()
+
+    with around_the_next_commit(monkeypatch, before=give_up):
+        save(state_of(1), tmp_path)
+    assert_holds(tmp_path, 1)
+
+
+def test_a_save_does_not_begin_where_it_cannot_keep_its_files_from_being_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(state_of(0), tmp_path)
+    before = names_in(tmp_path)
+    monkeypatch.setattr(generations, "PATIENCE_SECONDS", 0.0)
+    remover = OpenDirectory(tmp_path)
+    assert remover.take_alone()
+    with pytest.raises(dcp.CheckpointException) as raised:
+        save(state_of(1), tmp_path)
+    assert isinstance(cause_of(raised.value), CheckpointError)
+    assert str(tmp_path) in str(cause_of(raised.value))
+    assert names_in(tmp_path) == before
+    remover.close()
+    # The error is kept, and the descriptor is not.
+    assert OpenDirectory(tmp_path).take_alone()
+
+
+def test_a_kept_error_of_a_directory_that_cannot_be_listed_keeps_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: OpenDirectory) -> list[str]:
+        raise OSError(errno.EIO, "cannot be listed", str(tmp_path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OpenDirectory, "names", fail)
+        with pytest.raises(OSError, match="cannot be listed") as kept:
+            Claim(str(tmp_path), None)
+    assert OpenDirectory(tmp_path).take_alone()
+    assert kept.value.errno == errno.EIO
+
+
+def test_a_copy_of_a_writer_has_no_part_in_its_save(tmp_path: Path) -> None:
+    writer = torch_ckpt.FileSystemWriter(tmp_path)
+    writer.set_up_for_save(0)
+    copies = [pickle.loads(pickle.dumps(writer)), copy.deepcopy(writer), copy.copy(writer)]
+    assert not OpenDirectory(tmp_path).take_alone()
+    writer.abandon()
+    assert OpenDirectory(tmp_path).take_alone()
+    for number, each in enumerate(copies):
+        save_with(each, state_of(number))
+        assert_holds(tmp_path, number)
+
+
+def test_a_file_that_cannot_be_removed_fails_no_save_where_warnings_are_errors(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "__9_0.distcp").mkdir()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="(an )?unused file")
+        save_with(torch_ckpt.FileSystemWriter(tmp_path), state_of(1))
+    assert_holds(tmp_path, 1)
+    assert OpenDirectory(tmp_path).take_alone()
+
+
 def test_a_first_save_into_an_empty_directory_has_the_plain_names(tmp_path: Path) -> None:
     save(state_of(0), tmp_path, thread_count=2)
     assert names_in(tmp_path) == {".metadata", "__0_0.distcp", "__0_1.distcp"}
@@ -166,6 +293,19 @@ def fail_to_save(path: Path) -> None:
 
 def test_a_failed_save_lets_go_of_the_directory_at_once(tmp_path: Path) -> None:
     fail_to_save(tmp_path)
+    assert OpenDirectory(tmp_path).take_alone()
+
+
+def test_a_failed_save_with_a_planner_and_a_writer_that_are_kept_lets_go_of_the_directory(
+    tmp_path: Path,
+) -> None:
+    class CannotPlan(DefaultSavePlanner):
+        def create_global_plan(self, all_plans: Any) -> Any:
+            raise RuntimeError("no plan")
+
+    writer = torch_ckpt.FileSystemWriter(tmp_path)
+    with pytest.raises(dcp.CheckpointException, match="no plan"):
+        torch_ckpt.save(state_of(9), storage_writer=writer, planner=CannotPlan(), no_dist=True)
     assert OpenDirectory(tmp_path).take_alone()
 
 
@@ -228,7 +368,8 @@ def test_a_forked_childs_copy_of_a_claim_neither_removes_nor_keeps_anything(
         os.read(may_end, 1)
         os._exit(0 if found else 1)
     # The child lives on, as a worker of a DataLoader does.
-    claim.committed({mine.name})
+    claim.begin_commit()
+    claim.committed(b"", {mine.name})
     assert OpenDirectory(tmp_path).take_alone()
     os.close(may_end)
     os.close(end)
