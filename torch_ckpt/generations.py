@@ -5,9 +5,7 @@ that are under way. These rules keep them apart, and nothing else in the package
 that it has not made itself:
 
 1. A save claims the directory before it writes and until it has ended. Where its names might be
-   taken, by what is there or by another save, they get a tag that nobody else has. So they do where
-   several ranks save: one that was given up, and goes on when the others have started anew, removes
-   its files by their names.
+   taken, by what is there or by another save, they get a tag that nobody else has.
 2. A file that any metadata in the directory names is never removed. Metadata that cannot be read
    may name any file, so then nothing is.
 3. Nothing is removed while somebody else saves or loads there (directory.py), nor before the
@@ -70,9 +68,7 @@ class Claim:
         rank: whose metadata it will be; None: that of all ranks.
 
     Attributes:
-        tag: what goes behind the rank in the names of the save's data files where several ranks
-            save.
-        tag_of_one: the same where one rank does; may be empty.
+        tag: what goes behind the rank in the names of the save's data files; may be empty.
 
     Raises:
         OSError: the directory cannot be opened or listed.
@@ -106,8 +102,7 @@ class Claim:
             # Who keeps the error keeps this frame.
             opened.close()
             raise
-        self.tag = f"{uuid.uuid4().hex[:8]}_"
-        self.tag_of_one = "" if is_alone and is_empty else self.tag
+        self.tag = "" if is_alone and is_empty else f"{uuid.uuid4().hex[:8]}_"
         self._opened = opened
         self._rank = rank
         self._abandon: weakref.finalize[[OpenDirectory, int | None, int], Claim] = weakref.finalize(
@@ -172,6 +167,25 @@ def choose_prefix(directory: str, prefix: str) -> str:
             # A tag of its own also where there is one: a plan may be an earlier save's.
             return f"__{match.group(1)}_{uuid.uuid4().hex[:8]}_"
     return prefix
+
+
+def remove_own(directory: str, names: Iterable[str]) -> None:
+    """Removes files that a rank has written for a save that failed; warns where that fails.
+
+    Only while nobody else works in the directory, and what no metadata names: this rank may have
+    been stopped and given up, and what has its names by now may be another save's. Where the
+    coordinator is there to end the save it removes the files of all ranks; see :class:`Claim`.
+    """
+    mine = set(names)
+    try:
+        opened = OpenDirectory(directory)
+        try:
+            if opened.take_alone():
+                _remove(opened, [name for name in _unnamed(opened, None, None) if name in mine])
+        finally:
+            opened.close()
+    except Exception as error:
+        _warn(f"unused files are left in {directory}: {error}")
 
 
 def remove_leftovers(checkpoint_id: str | os.PathLike[str]) -> list[str]:

@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from torch_ckpt.collector import no_gc
 from torch_ckpt.coordination import Meeting, Ranks
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.generations import choose_prefix, remove_files
+from torch_ckpt.generations import choose_prefix, remove_own
 from torch_ckpt.metadata import encode_metadata, with_checksum_tables
 from torch_ckpt.snapshot import Job
 from torch_ckpt.unchanged import Fingerprint
@@ -162,7 +162,7 @@ def _save_state(
         return local_plan()
 
     def plan_globally(plans: list[_LocalPlan | int]) -> list[tuple[_Task | str | None, str]]:
-        return [(answer, writer.tag(ranks.size)) for answer in answers_to(plans)]
+        return [(answer, writer.tag) for answer in answers_to(plans)]
 
     @no_gc()
     def answers_to(plans: list[_LocalPlan | int]) -> list[_Task | str | None]:
@@ -201,7 +201,7 @@ def _save_state(
         rest_planner.state_dict = {}
 
     def undo(written: Written) -> None:
-        remove_files(str(writer.path), {place[0] for place in written.places})
+        remove_own(str(writer.path), {place[0] for place in written.places})
 
     def find_values() -> tuple[list[str], list[Any]]:
         names: list[str] = []

@@ -193,10 +193,9 @@ class FileSystemWriter(StockWriter):
         self._is_alone = len(plans) == 1
         if self._claim is None or not self.use_collectives:
             return plans
-        tag = self.tag(len(plans))
         # Whatever prefix they have: a cached plan has that of an earlier save.
         return [
-            dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{rank}_{tag}"))
+            dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{rank}_{self.tag}"))
             for rank, plan in enumerate(plans)
         ]
 
@@ -281,15 +280,10 @@ class FileSystemWriter(StockWriter):
         self._is_coordinator = rank == 0
         self.prepare_local_plan(SavePlan([]))
 
-    def tag(self, ranks: int) -> str:
-        """On the coordinator: what all ranks put behind ``__{rank}_`` in names of data files.
-
-        Args:
-            ranks: how many there are.
-        """
-        if self._claim is None or not self.use_collectives:
-            return ""
-        return self._claim.tag_of_one if ranks == 1 else self._claim.tag
+    @property
+    def tag(self) -> str:
+        """On the coordinator: what all ranks put behind ``__{rank}_`` in names of data files."""
+        return self._claim.tag if self._claim is not None and self.use_collectives else ""
 
     def bytes_moved(self) -> int:
         """Grows for as long as the engine moves anything."""

@@ -315,6 +315,9 @@ Result<os::File> SaveSession::open_file(FileState& state) {
         os::File::create(state.job.path, direct ? os::IoMode::direct : os::IoMode::buffered);
     if (!file) return file;
     state.created = true;
+    auto identity = file->identity();
+    if (!identity) return identity.error();
+    state.identity = *identity;
     if (options_.direct_io == DirectIo::on && !file->is_direct()) {
       Error error = format_error(Errc::invalid_argument,
                                  "direct_io=True, but this file system has no direct I/O");
@@ -458,7 +461,13 @@ void SaveSession::end() {
   if (failed) {
     for (const auto& state : files_) {
       // A file that cannot be removed is named by no metadata; the first cause is what matters.
-      if (state->created) static_cast<void>(os::remove_file(state->job.path));
+      // One that has the name by now and is another belongs to a save that has taken over from this
+      // one, while this process was stopped and given up.
+      if (state->identity) {
+        static_cast<void>(os::remove_file(state->job.path, *state->identity));
+      } else if (state->created) {
+        static_cast<void>(os::remove_file(state->job.path));
+      }
     }
   }
   timing_.ended_ns = timing_.now_ns();

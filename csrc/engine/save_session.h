@@ -135,6 +135,7 @@ class SaveSession : public std::enable_shared_from_this<SaveSession> {
     FileJob job;
     const std::size_t number;
     bool created = false;
+    std::optional<os::FileIdentity> identity;
     ImageStream stream;
     Channel<std::shared_ptr<Filled>> filled;
   };

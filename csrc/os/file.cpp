@@ -24,6 +24,21 @@ constexpr std::size_t kPageBytes = 4096;
 
 constexpr mode_t kFileMode = 0666;
 
+Result<FileIdentity> identity_of(int fd, const char* name, int flags, const std::string& path) {
+  struct statx status {};
+  if (::statx(fd, name, flags, STATX_INO | STATX_BTIME, &status) != 0) {
+    return system_error(errno, "statx", path);
+  }
+  FileIdentity identity;
+  identity.device = (std::uint64_t{status.stx_dev_major} << 32) | status.stx_dev_minor;
+  identity.number = status.stx_ino;
+  if ((status.stx_mask & STATX_BTIME) != 0) {
+    identity.born_s = status.stx_btime.tv_sec;
+    identity.born_ns = status.stx_btime.tv_nsec;
+  }
+  return identity;
+}
+
 }  // namespace
 
 File::File(File&& other) noexcept
@@ -91,6 +106,20 @@ Result<std::uint64_t> File::size() const {
   struct stat status {};
   if (::fstat(fd_, &status) != 0) return system_error(errno, "fstat", path_);
   return static_cast<std::uint64_t>(status.st_size);
+}
+
+Result<FileIdentity> File::identity() const {
+  TC_FAULT("statx", path_);
+  return identity_of(fd_, "", AT_EMPTY_PATH, path_);
+}
+
+Result<> remove_file(const std::string& path, const FileIdentity& identity) {
+  auto found = identity_of(AT_FDCWD, path.c_str(), AT_SYMLINK_NOFOLLOW, path);
+  if (!found) return found.error().sys_errno == ENOENT ? Result<>() : found.error();
+  if (*found != identity) return {};
+  TC_FAULT("unlink", path);
+  if (::unlink(path.c_str()) != 0 && errno != ENOENT) return system_error(errno, "unlink", path);
+  return {};
 }
 
 void File::leave_direct_mode() {

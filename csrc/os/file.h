@@ -12,6 +12,17 @@ namespace torch_ckpt::os {
 
 enum class IoMode { buffered, direct };
 
+/// Which file it is, beyond its name: another one that has the name by now differs in it, also
+/// where it was given the number of one that is gone.
+struct FileIdentity {
+  std::uint64_t device = 0;
+  std::uint64_t number = 0;
+  std::int64_t born_s = 0;  // 0 where the file system does not keep it
+  std::uint32_t born_ns = 0;
+
+  bool operator==(const FileIdentity&) const = default;
+};
+
 // One open regular file with its path, for error messages. Owns the descriptor.
 // Positioned calls may run concurrently on one File; close() and moves may not.
 // The destructor closes silently and is for the error path; the success path calls close().
@@ -38,6 +49,7 @@ class File {
 
   /// Bytes in the file, from fstat.
   Result<std::uint64_t> size() const;
+  Result<FileIdentity> identity() const;
 
   /// Writes all of `data` at `offset`; short writes and EINTR are continued. In direct mode the
   /// address, size and offset must be multiples of kDirectAlignment; where the kernel refuses
@@ -79,6 +91,9 @@ class File {
   std::string path_;
   bool direct_ = false;
 };
+
+/// Removes a file if it is that one; no error where it is another or none.
+Result<> remove_file(const std::string& path, const FileIdentity& identity);
 
 /// What address, length and offset of direct I/O are aligned to. Larger than what most devices ask
 /// for (512), so that one constant serves all.

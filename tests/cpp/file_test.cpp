@@ -366,5 +366,42 @@ TEST(FileFaults, AFailedCloseHasReleasedTheDescriptor) {
   EXPECT_EQ(::fcntl(next_fd, F_GETFD), -1);
 }
 
+TEST(FileIdentity, IsTheSameUnderAnotherName) {
+  TempDir directory;
+  auto file = File::create(directory.file("a"), IoMode::buffered);
+  ASSERT_TRUE(ok(file));
+  const auto before = file->identity();
+  ASSERT_TRUE(ok(before));
+  std::filesystem::rename(directory.file("a"), directory.file("b"));
+  EXPECT_TRUE(*file->identity() == *before);
+  EXPECT_TRUE(ok(remove_file(directory.file("b"), *before)));
+  EXPECT_EQ(directory.names(), std::vector<std::string>{});
+}
+
+TEST(FileIdentity, OfTheNextFileOfTheNameIsAnother) {
+  TempDir directory;
+  const std::string path = directory.file("a");
+  const auto made_anew = [&] {
+    std::filesystem::remove(path);
+    return *File::create(path, IoMode::buffered)->identity();
+  };
+  // File systems like to give a number that has become free to the next file; and their clock
+  // ticks every few milliseconds only.
+  const FileIdentity first = made_anew();
+  while (made_anew() == first) {
+  }
+  write_file(path, "of another save");
+  EXPECT_TRUE(ok(remove_file(path, first)));
+  EXPECT_EQ(read_file(path), "of another save");
+}
+
+TEST(FileIdentity, OfAFileThatIsGoneIsNoErrorToRemove) {
+  TempDir directory;
+  auto file = File::create(directory.file("a"), IoMode::buffered);
+  ASSERT_TRUE(ok(file));
+  std::filesystem::remove(directory.file("a"));
+  EXPECT_TRUE(ok(remove_file(directory.file("a"), *file->identity())));
+}
+
 }  // namespace
 }  // namespace torch_ckpt::os
