@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from torch_ckpt import _C
 from torch_ckpt.beneath import length_of
+from torch_ckpt.cover import gap_in
 from torch_ckpt.directory import OpenDirectory
 from torch_ckpt.errors import Unsafe
 from torch_ckpt.metadata import (
@@ -340,31 +341,7 @@ class _Look:
 
 def fault_of_shards(whole: tuple[int, ...], chunks: Sequence[ChunkStorageMetadata]) -> str | None:
     """What is wrong with a tensor's shards, which all lie in it; None: they cover it."""
-    boxes = [tuple(zip(chunk.offsets, chunk.sizes, strict=True)) for chunk in chunks]
-    if not boxes and 0 not in whole:
+    if not chunks and 0 not in whole:
         return "it has no shards"
-    gap = _gap(whole, boxes)
+    gap = gap_in(whole, [(chunk.offsets, chunk.sizes) for chunk in chunks])
     return None if gap is None else f"no shard has its element {gap}"
-
-
-def _gap(whole: tuple[int, ...], boxes: list[tuple[tuple[int, int], ...]]) -> list[int] | None:
-    """The first element of a tensor that no box (offset and length by dimension) has."""
-    if 0 in whole:
-        return None
-    if not boxes:
-        return [0] * len(whole)
-    if not whole:
-        return None
-    # Between two cuts across the first dimension the same boxes lie side by side.
-    cuts = sorted({0, *(edge for box in boxes for edge in (box[0][0], sum(box[0])))} - {whole[0]})
-    seen: dict[frozenset[tuple[tuple[int, int], ...]], list[int] | None] = {}
-    for begin in cuts:
-        across = frozenset(b[1:] for b in boxes if b[0][0] <= begin < sum(b[0]))
-        if not across:
-            return [begin] + [0] * (len(whole) - 1)
-        if across not in seen:
-            seen[across] = _gap(whole[1:], list(across))
-        inner = seen[across]
-        if inner is not None:
-            return [begin, *inner]
-    return None
