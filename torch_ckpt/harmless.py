@@ -317,8 +317,8 @@ def _rebuild_parameter_with_state(data: Any, grad: Any, hooks: Any, state: Any) 
     return made
 
 
-def _rebuild_from_type(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
-    # A plain tensor with attributes of its own; subclasses are for allow_pickle.
+def rebuild_from_type(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
+    """A plain tensor with attributes of its own."""
     _require(function is _rebuild_tensor_v2 and type(arguments) is tuple, "a tensor")
     if kind is not torch.Tensor:
         raise Unsafe(f"makes {shown(kind)}")
@@ -326,6 +326,12 @@ def _rebuild_from_type(function: Any, kind: Any, arguments: Any, state: Any) -> 
     if state:
         vars(made).update(_attributes(state))
     return made
+
+
+def rebuild_declared(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
+    """The same of a subclass that the user has declared safe, and whose state is its own affair."""
+    _require(function is _rebuild_tensor_v2 and type(arguments) is tuple, "a tensor")
+    return _torch._tensor._rebuild_from_type_v2(function, kind, arguments, state)
 
 
 def _rebuild_sparse(layout: Any, data: Any) -> Any:
@@ -357,7 +363,7 @@ _OF_TENSORS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_parameter": _rebuild_parameter,
     "torch._utils._rebuild_parameter_with_state": _rebuild_parameter_with_state,
     "torch._utils._rebuild_sparse_tensor": _rebuild_sparse,
-    "torch._tensor._rebuild_from_type_v2": _rebuild_from_type,
+    "torch._tensor._rebuild_from_type_v2": rebuild_from_type,
     "torch.serialization._get_layout": _get_layout,
 }
 

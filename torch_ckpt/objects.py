@@ -31,6 +31,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
 from torch_ckpt.harmless import (
@@ -40,6 +42,8 @@ from torch_ckpt.harmless import (
     has_state,
     maker_of,
     named,
+    rebuild_declared,
+    rebuild_from_type,
     set_state,
     shown,
 )
@@ -50,6 +54,10 @@ _Interpreter: Any = cast(Any, pickle)._Unpickler
 
 # As in torch: not even the user can declare what is in them safe.
 _NEVER = frozenset({"sys", "os", "posix", "nt"})
+
+# torch itself declares them safe. Calling a mesh meets other processes, and may start a process
+# group for it; torch.save does neither.
+_NEVER_CALLED = (DeviceMesh, DTensor)
 
 # What may be copied in all, in times of what is stored. Pickles that Python writes stay below 2,
 # but for paths, whose parts they share.
@@ -199,6 +207,11 @@ class _Unpickler(_Interpreter):  # type: ignore[misc]
         if self._is_declared(function):
             self.stack[-1] = self._keep(function(*arguments))
             return
+        if function is rebuild_from_type and len(arguments) == 4:
+            kind = arguments[1]
+            if self._is_declared(kind) and issubclass(kind, torch.Tensor):
+                self.stack[-1] = self._keep(rebuild_declared(*arguments))
+                return
         maker = maker_of(function)
         if maker is None:
             raise Unsafe(f"calls {shown(function)}")
@@ -267,6 +280,8 @@ class _Unpickler(_Interpreter):  # type: ignore[misc]
         self.append(frozenset(map(as_key, values)))
 
     def _is_declared(self, function: object) -> bool:
+        if any(function is kind for kind in _NEVER_CALLED):
+            return False
         return any(function is value for value in self._declared.values())
 
     def _keep(self, made: Any) -> Any:

@@ -16,12 +16,15 @@ import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 import torch_ckpt
 from tests.support import cause_of, load, save, stock_save
@@ -223,6 +226,41 @@ def test_a_class_of_the_users_is_refused_until_he_declares_it_safe(value: Any) -
         found = again(value)
     assert type(found) is type(value)
     assert found == value
+
+
+class OwnTensor(torch.Tensor):
+    """A subclass of the user's."""
+
+
+def test_a_subclass_of_tensors_is_refused_until_the_user_declares_it_safe() -> None:
+    tensor = torch.arange(3.0).as_subclass(OwnTensor)
+    tensor.tag = "mine"  # type: ignore[attr-defined]
+    with pytest.raises(Unsafe, match="OwnTensor"):
+        again((tensor,))
+    with torch.serialization.safe_globals([OwnTensor]):
+        (found,) = again((tensor,))
+    assert type(found) is OwnTensor
+    assert found.tolist() == [0, 1, 2]
+    assert found.tag == "mine"
+
+
+class StartsGroup:
+    def __reduce__(self) -> Any:
+        return DeviceMesh, ("cpu", [0])
+
+
+def test_what_torch_declares_safe_starts_no_process_group() -> None:
+    assert DeviceMesh in torch.serialization.get_safe_globals()
+    # Where it can be started.
+    with mock.patch.object(torch.distributed, "init_process_group") as started:
+        with pytest.raises(Unsafe, match=r"calls torch\.distributed\.device_mesh\.DeviceMesh"):
+            again(StartsGroup())
+        assert not started.called
+
+
+def test_placements_come_back() -> None:
+    value = [Shard(1), Replicate(), Partial("sum")]
+    assert again(value) == value
 
 
 class Color(enum.Enum):
