@@ -227,6 +227,7 @@ class _Look:
         self._numbers: dict[str, int] = {}
         self._tables: dict[str, bytes] = {}
         self._names: list[str] = []
+        self._sizes: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {}
         self._rows: list[tuple[int, int, int, Any, tuple[int, ...] | None]] = []
 
     def add(self, name: str) -> None:
@@ -234,6 +235,7 @@ class _Look:
         self._metadata_files.add(name)
         source = os.path.join(self._directory.path, name)
         metadata = decode_metadata(metadata_bytes_in(self._directory, name), source)
+        self._sizes = {}
         self._tables.update(checksum_tables(metadata))
         self._look_at_items(metadata)
         for index, info in metadata.storage_data.items():
@@ -314,12 +316,23 @@ class _Look:
         entry = metadata.state_dict_metadata.get(name)
         # What a stream transform has been at work on is no record of a tensor.
         if isinstance(entry, TensorStorageMetadata) and not info.transform_descriptors:
-            for chunk in entry.chunks:
-                if chunk.offsets == (index.offset or (0,) * len(chunk.offsets)):
-                    dtype, sizes = entry.properties.dtype, tuple(chunk.sizes)
+            dtype = entry.properties.dtype
+            sizes = self._sizes_of(name, entry).get(index.offset or (0,) * len(entry.size))
+            if sizes is None:
+                dtype = None
         number = self._numbers.setdefault(file, len(self._numbers))
         self._names.append(name)
         self._rows.append((number, offset, length, dtype, sizes))
+
+    def _sizes_of(
+        self, name: str, entry: TensorStorageMetadata
+    ) -> dict[tuple[int, ...], tuple[int, ...]]:
+        """The sizes of a tensor's shards by their offsets, of which it may have thousands."""
+        sizes = self._sizes.get(name)
+        if sizes is None:
+            sizes = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in entry.chunks}
+            self._sizes[name] = sizes
+        return sizes
 
     def _length_of(self, file: str) -> int | None:
         try:
