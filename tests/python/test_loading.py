@@ -706,6 +706,19 @@ def test_values_and_zeros_are_there_after_freeing_too(tmp_path: Path) -> None:
     assert state["t"].tolist() == [1, 1, 1, 0, 0]
 
 
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("saver", SAVERS)
+def test_names_that_are_no_utf8_are_loaded(
+    tmp_path: Path, saver: Callable[..., object], loader: Callable[..., object]
+) -> None:
+    saver({"a\udc80": torch.ones(3), "b\udc80": [1, "text"], "\u00e9": torch.ones(2)}, tmp_path)
+    state: StateDict = {"a\udc80": torch.zeros(3), "b\udc80": [0, ""], "\u00e9": torch.zeros(2)}
+    loader(state, tmp_path)
+    assert state["a\udc80"].tolist() == [1, 1, 1]
+    assert state["b\udc80"] == [1, "text"]
+    assert state["\u00e9"].tolist() == [1, 1]
+
+
 # --- metadata that does not cover a tensor -------------------------------------------------------
 
 
