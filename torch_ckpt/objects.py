@@ -47,6 +47,7 @@ from torch_ckpt.harmless import (
     set_state,
     shown,
 )
+from torch_ckpt.text import printable
 
 # Neither has types.
 _torch = cast(Any, torch)
@@ -69,6 +70,10 @@ _LEAST_COPIES = 1 << 16
 # Destroying these within each other recurses in C without a limit; other containers have one.
 _NESTING = (deque, defaultdict)
 _DEEPEST_NESTING = 100
+
+
+# Characters of an error that come from the pickle.
+_LONGEST_REASON = 400
 
 
 class _NoSuchDevice(Exception):
@@ -95,8 +100,8 @@ def decode(data: bytes | memoryview, name: str, file: str) -> Any:
         return _Unpickler(archive).load()
     except Unsafe as error:
         raise Unsafe(
-            f"{name}: the object in {file} {error}; pass allow_pickle=True only if you trust its "
-            "writer, or torch.serialization.add_safe_globals([...]) types of your own"
+            f"{name}: the object in {file} {_told(error)}; pass allow_pickle=True only if you "
+            "trust its writer, or torch.serialization.add_safe_globals([...]) types of your own"
         ) from None
     except _NoSuchDevice as error:
         raise CheckpointError(
@@ -107,8 +112,14 @@ def decode(data: bytes | memoryview, name: str, file: str) -> Any:
     except Exception as error:
         raise Corrupt(
             f"{name}: the object in {file} is not one that torch.save has written: "
-            f"{error or type(error).__name__}; with allow_pickle=True the planner gets it unread"
+            f"{_told(error)}; with allow_pickle=True the planner gets it unread"
         ) from error
+
+
+def _told(error: Exception) -> str:
+    """What an error says. It may quote the pickle, and so be as long, for every rank to get."""
+    text = str(error) or type(error).__name__
+    return printable(text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}...")
 
 
 class _Archive:

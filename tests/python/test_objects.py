@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import torch_ckpt
+from tests.attacks.support import with_entry
 from tests.support import cause_of, load, save, stock_save
 from torch_ckpt import CheckpointError, Corrupt, Unsafe
 from torch_ckpt.objects import decode
@@ -343,6 +344,18 @@ def test_objects_are_decoded_by_several_threads_at_once() -> None:
     for thread in threads:
         thread.join()
     assert found == [value] * 4
+
+
+def test_a_reason_quotes_little_and_nothing_that_a_terminal_acts_on() -> None:
+    def named(name: str) -> bytes:
+        program = b"\x80\x02c" + name.encode() + b"\nb\n."
+        return with_entry(record_of(7), "data.pkl", program)
+
+    with pytest.raises(Unsafe, match=r"names \\x1b\[2J\.b, which is not") as error:
+        decode(named("\x1b[2J"), "name", "file")
+    with pytest.raises(Unsafe) as error:
+        decode(named("a" * 10**6), "name", "file")
+    assert len(str(error.value)) < 1000
 
 
 def test_an_object_array_is_refused_by_name() -> None:
