@@ -1,8 +1,9 @@
 """The types that an object of a checkpoint may be made of, and how each is made.
 
 What a pickle calls is one of the functions here, never the type itself: ``bytes(2**40)`` is
-harmless in what it does, and not in what it takes. None makes more than what it is given, none
-recurses without a limit, and none takes a callable to call.
+harmless in what it does, and not in what it takes. None makes more than what it is given (and
+:func:`copied_by` says how much that is), none recurses without a limit, and none takes a callable
+to call.
 
 ``numpy`` is imported when a pickle names it, not before.
 """
@@ -30,6 +31,9 @@ from torch_ckpt.errors import Unsafe
 # Hashing and comparing recurse in C, without a limit of their own.
 _DEEPEST_KEY = 8
 
+# They also go through a shared part as often as it is reached.
+_LARGEST_KEY = 1024
+
 # Much of what torch's pickles name has no types.
 _torch = cast(Any, torch)
 
@@ -41,14 +45,25 @@ def _require(holds: bool, what: str) -> None:
         raise Unsafe(f"makes {what} in a way that is not on the list of harmless ones")
 
 
-def as_key(value: Any, depth: int = 0) -> Any:
+def as_key(value: Any) -> Any:
     """A key of a mapping or an element of a set."""
     if type(value) in (tuple, frozenset):
-        if depth == _DEEPEST_KEY:
-            raise ValueError(f"it has keys that are nested deeper than {_DEEPEST_KEY}")
-        for part in value:
-            as_key(part, depth + 1)
+        _parts_of_key(value, 0)
     return value
+
+
+def _parts_of_key(value: Any, depth: int) -> int:
+    """How many values a key holds, each as often as it is reached."""
+    if type(value) not in (tuple, frozenset):
+        return 1
+    if depth == _DEEPEST_KEY:
+        raise ValueError(f"it has keys that are nested deeper than {_DEEPEST_KEY}")
+    count = len(value)
+    for part in value:
+        if count > _LARGEST_KEY:
+            raise ValueError(f"it has keys of more than {_LARGEST_KEY} values")
+        count += _parts_of_key(part, depth + 1)
+    return count
 
 
 def _make_set(items: Any = ()) -> Any:
@@ -226,43 +241,84 @@ def _require_room(storage: Any, offset: Any, size: Any, stride: Any) -> None:
     _require(math.prod(size) * item < 2**63, "a tensor")
 
 
-def _rebuild_tensor_v2(storage: Any, offset: Any, size: Any, stride: Any, *more: Any) -> Any:
+def _require_plain(requires_grad: Any, hooks: Any, metadata: Any = None) -> None:
+    # Python code that backward would call; torch.save stores it empty. Anything but a dict there
+    # is a crash in backward.
+    _require(type(requires_grad) is bool and (hooks is None or _is_empty_dict(hooks)), "a tensor")
+    _require(
+        metadata is None
+        or (
+            (type(metadata) is dict and {"conj", "neg"} >= metadata.keys())
+            and all(type(flag) is bool for flag in metadata.values())
+        ),
+        "a tensor",
+    )
+
+
+def _is_empty_dict(value: Any) -> bool:
+    return type(value) in (dict, OrderedDict) and not value
+
+
+def _rebuild_tensor_v2(
+    storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, metadata: Any = None
+) -> Any:
     _require_room(storage, offset, size, stride)
-    return _torch._utils._rebuild_tensor_v2(storage, offset, size, stride, *more)
+    _require_plain(grad, hooks, metadata)
+    # Hooks of our own: the pickle could still fill its.
+    return _torch._utils._rebuild_tensor_v2(
+        storage, offset, size, stride, grad, OrderedDict(), metadata
+    )
 
 
 def _rebuild_tensor_v3(
-    storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *more: Any
+    storage: Any,
+    offset: Any,
+    size: Any,
+    stride: Any,
+    grad: Any,
+    hooks: Any,
+    dtype: Any,
+    metadata: Any = None,
 ) -> Any:
     _require(type(dtype) is torch.dtype, "a tensor")
+    _require_plain(grad, hooks, metadata)
     typed = _torch.storage.TypedStorage(
         wrap_storage=storage._untyped_storage, dtype=dtype, _internal=True
     )
     _require_room(typed, offset, size, stride)
     return _torch._utils._rebuild_tensor_v3(
-        storage, offset, size, stride, grad, hooks, dtype, *more
+        storage, offset, size, stride, grad, OrderedDict(), dtype, metadata
     )
 
 
-def _rebuild_qtensor(storage: Any, offset: Any, size: Any, stride: Any, *more: Any) -> Any:
+def _rebuild_qtensor(
+    storage: Any, offset: Any, size: Any, stride: Any, quantizer: Any, grad: Any, hooks: Any
+) -> Any:
     _require_room(storage, offset, size, stride)
-    return _torch._utils._rebuild_qtensor(storage, offset, size, stride, *more)
+    _require_plain(grad, hooks)
+    # torch allocates all of it before it looks at the storage.
+    item = _torch._utils._element_size(storage.dtype)
+    _require(math.prod(size) * item <= storage._untyped_storage.nbytes(), "a quantized tensor")
+    return _torch._utils._rebuild_qtensor(
+        storage, offset, size, stride, quantizer, grad, OrderedDict()
+    )
 
 
-def _rebuild_parameter(data: Any, *more: Any) -> Any:
+def _rebuild_parameter(data: Any, grad: Any, hooks: Any) -> Any:
     _require(isinstance(data, torch.Tensor), "a parameter")
-    return _torch._utils._rebuild_parameter(data, *more)
+    _require_plain(grad, hooks)
+    return _torch._utils._rebuild_parameter(data, grad, OrderedDict())
 
 
 def _rebuild_parameter_with_state(data: Any, grad: Any, hooks: Any, state: Any) -> Any:
-    _require(isinstance(data, torch.Tensor) and type(state) is dict, "a parameter")
-    made = _torch._utils._rebuild_parameter(data, grad, hooks)
+    _require(type(state) is dict, "a parameter")
+    made = _rebuild_parameter(data, grad, hooks)
     vars(made).update(_attributes(state))
     return made
 
 
-def _rebuild_from_type(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
-    # A plain tensor with attributes of its own; subclasses are for allow_pickle.
+def rebuild_from_type(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
+    """A plain tensor with attributes of its own."""
     _require(function is _rebuild_tensor_v2 and type(arguments) is tuple, "a tensor")
     if kind is not torch.Tensor:
         raise Unsafe(f"makes {shown(kind)}")
@@ -270,6 +326,12 @@ def _rebuild_from_type(function: Any, kind: Any, arguments: Any, state: Any) -> 
     if state:
         vars(made).update(_attributes(state))
     return made
+
+
+def rebuild_declared(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
+    """The same of a subclass that the user has declared safe, and whose state is its own affair."""
+    _require(function is _rebuild_tensor_v2 and type(arguments) is tuple, "a tensor")
+    return _torch._tensor._rebuild_from_type_v2(function, kind, arguments, state)
 
 
 def _rebuild_sparse(layout: Any, data: Any) -> Any:
@@ -301,7 +363,7 @@ _OF_TENSORS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_parameter": _rebuild_parameter,
     "torch._utils._rebuild_parameter_with_state": _rebuild_parameter_with_state,
     "torch._utils._rebuild_sparse_tensor": _rebuild_sparse,
-    "torch._tensor._rebuild_from_type_v2": _rebuild_from_type,
+    "torch._tensor._rebuild_from_type_v2": rebuild_from_type,
     "torch.serialization._get_layout": _get_layout,
 }
 
@@ -348,7 +410,8 @@ def _numpy_names() -> dict[str, Any]:
     def make_scalar(dtype: Any, content: Any) -> Any:
         _require(isinstance(dtype, numpy.dtype) and type(content) is bytes, "a number")
         _require(len(content) == dtype.itemsize and not dtype.hasobject, "a number")
-        return numpy.frombuffer(content, dtype)[0]
+        # An empty text has a dtype without bytes, of which a buffer holds none.
+        return numpy.frombuffer(content, dtype)[0] if content else numpy.zeros((), dtype)[()]
 
     names: dict[str, Any] = {"numpy.dtype": make_dtype, "numpy.ndarray": numpy.ndarray}
     for module in ("numpy._core.multiarray", "numpy.core.multiarray"):
@@ -381,6 +444,28 @@ def _set_numpys_state(target: Any, state: Any) -> None:
 
 
 # --- what the interpreter asks ------------------------------------------------------------------
+
+
+def copied_by(arguments: tuple[Any, ...]) -> int:
+    """The most characters, bytes and values that a maker or a state copies of its arguments.
+
+    They look into what they get, and into a tuple in it, and no further.
+    """
+    count = 0
+    for argument in arguments:
+        count += _extent(argument)
+        if type(argument) is tuple:
+            count += sum(map(_extent, argument))
+    return count
+
+
+def _extent(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    return len(value) if type(value) in _WITH_LENGTH else 1
+
+
+_WITH_LENGTH = frozenset({str, bytes, bytearray, tuple, list, dict, set, frozenset, OrderedDict})
 
 
 def maker_of(function: Any) -> Callable[..., Any] | None:

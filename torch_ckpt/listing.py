@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -92,11 +93,14 @@ def _look_at_file(
 def _unreferenced(directory: Path, referenced: Iterable[str]) -> list[_File]:
     """Finds data files that the metadata does not name, such as those of a save cut off."""
     known = set(referenced)
-    return [
-        _File(path.name, 0, 0, path.stat().st_size, "unreferenced")
-        for path in directory.glob("*.distcp")
-        if path.name not in known
-    ]
+    found = []
+    for path in directory.glob("*.distcp"):
+        if path.name in known:
+            continue
+        # A save beside us may have removed it, and a link is not followed.
+        with suppress(FileNotFoundError):
+            found.append(_File(path.name, 0, 0, path.lstat().st_size, "unreferenced"))
+    return found
 
 
 def _dtype_name(tensor: TensorStorageMetadata) -> str:
@@ -137,8 +141,10 @@ def _put_together(directory: Path, metadata: Metadata) -> Listing:
         )
 
     opened = OpenDirectory(directory)
-    named = [_look_at_file(opened, f, records[f], stored[f], ends[f]) for f in records]
-    opened.close()
+    try:
+        named = [_look_at_file(opened, f, records[f], stored[f], ends[f]) for f in records]
+    finally:
+        opened.close()
     status = (directory / METADATA_NAME).stat()
     files = [*named, *_unreferenced(directory, records)]
     return Listing(

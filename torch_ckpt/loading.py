@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import fnmatch
-import math
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -343,8 +342,8 @@ class Load:
         # One with a shape of its own for the whole is a shard.
         if type(stored) is not TensorStorageMetadata or hasattr(target, "global_shape"):
             return False
-        parts = {chunk.offsets: math.prod(chunk.sizes) for chunk in stored.chunks}
-        require_all(name, sum(parts.values()), math.prod(stored.size))
+        parts = [(chunk.offsets, chunk.sizes) for chunk in stored.chunks]
+        require_all(name, stored.size, parts, (0,) * len(stored.size))
         whole = target.detach()
         dtype = stored.properties.dtype
         found = []

@@ -170,6 +170,9 @@ def decode_metadata(data: bytes, source: str, *, allow_pickle: bool = False) -> 
     # Where the writer is trusted, too: disks are not.
     with no_gc():
         check_metadata(metadata, source)
+    if metadata.storage_data is None:
+        # torch's default, and the same: everything is missing.
+        metadata.storage_data = {}
     return metadata
 
 

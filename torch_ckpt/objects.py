@@ -10,6 +10,7 @@ that knows a list of names, what each may be called with, and what may be done t
 3. A listed callable is called through a function of ours, which checks the arguments: what is made
    is never larger than what is stored.
 4. State is set only on what this very load has made: never on a class, a function or a singleton.
+5. What is copied is counted: a pickle may name one text a million times, and ask for a copy each.
 
 ``torch.load(weights_only=True)`` is not used: its list can be extended only for the whole process
 (other threads' loads too, and leaving ``safe_globals`` removes what the user had added), it has no
@@ -20,18 +21,33 @@ not validate sparse tensors.
 from __future__ import annotations
 
 import _compat_pickle
+import enum
 import io
 import pickle
 import sys
 import zipfile
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from torch_ckpt.errors import Corrupt, Unsafe
-from torch_ckpt.harmless import EMPTY, as_key, has_state, maker_of, named, set_state, shown
+from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
+from torch_ckpt.harmless import (
+    EMPTY,
+    as_key,
+    copied_by,
+    has_state,
+    maker_of,
+    named,
+    rebuild_declared,
+    rebuild_from_type,
+    set_state,
+    shown,
+)
+from torch_ckpt.text import printable
 
 # Neither has types.
 _torch = cast(Any, torch)
@@ -39,6 +55,29 @@ _Interpreter: Any = cast(Any, pickle)._Unpickler
 
 # As in torch: not even the user can declare what is in them safe.
 _NEVER = frozenset({"sys", "os", "posix", "nt"})
+
+# torch itself declares them safe. Calling a mesh meets other processes, and may start a process
+# group for it; torch.save does neither.
+_NEVER_CALLED = (DeviceMesh, DTensor)
+
+# What may be copied in all, in times of what is stored. Pickles that Python writes stay below 2,
+# but for paths, whose parts they share.
+_MOST_COPIES = 64
+
+# The same where hardly anything is stored.
+_LEAST_COPIES = 1 << 16
+
+# Destroying these within each other recurses in C without a limit; other containers have one.
+_NESTING = (deque, defaultdict)
+_DEEPEST_NESTING = 100
+
+
+# Characters of an error that come from the pickle.
+_LONGEST_REASON = 400
+
+
+class _NoSuchDevice(Exception):
+    """A tensor's device is not here."""
 
 
 def decode(data: bytes | memoryview, name: str, file: str) -> Any:
@@ -54,26 +93,40 @@ def decode(data: bytes | memoryview, name: str, file: str) -> Any:
     Raises:
         Unsafe: it names something that is neither on the list nor declared safe by the user.
         Corrupt: it is not what ``torch.save`` writes.
+        CheckpointError: a tensor in it was saved from a device that this process does not have.
     """
     try:
         archive = _Archive(data)
         return _Unpickler(archive).load()
     except Unsafe as error:
         raise Unsafe(
-            f"{name}: the object in {file} {error}; pass allow_pickle=True only if you trust its "
-            "writer, or torch.serialization.add_safe_globals([...]) types of your own"
+            f"{name}: the object in {file} {_told(error)}; pass allow_pickle=True only if you "
+            "trust its writer, or torch.serialization.add_safe_globals([...]) types of your own"
+        ) from None
+    except _NoSuchDevice as error:
+        raise CheckpointError(
+            f"{name}: the object in {file} has a tensor for {error}; load it where that device is, "
+            "or, if you trust its writer, with allow_pickle=True and a planner whose load_bytes "
+            "calls torch.load(map_location=...)"
         ) from None
     except Exception as error:
         raise Corrupt(
             f"{name}: the object in {file} is not one that torch.save has written: "
-            f"{error or type(error).__name__}; with allow_pickle=True the planner gets it unread"
+            f"{_told(error)}; with allow_pickle=True the planner gets it unread"
         ) from error
+
+
+def _told(error: Exception) -> str:
+    """What an error says. It may quote the pickle, and so be as long, for every rank to get."""
+    text = str(error) or type(error).__name__
+    return printable(text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}...")
 
 
 class _Archive:
     """The archive of ``torch.save``, and the tensors' data in it."""
 
     def __init__(self, data: bytes | memoryview) -> None:
+        self.size = len(data)
         if data[:4] != b"PK\x03\x04":
             raise ValueError("it is no zip archive")
         with zipfile.ZipFile(io.BytesIO(data)) as directory:
@@ -104,7 +157,10 @@ class _Archive:
         if type(reference) is not tuple or len(reference) != 5:
             raise ValueError("it refers to something outside")
         kind, storage_type, key, location, count = reference
-        if kind != "storage" or type(key) is not str or type(count) is not int:
+        # What str() makes of anything else may be larger than any memory.
+        if type(key) is not str or type(location) is not str or type(count) is not int:
+            raise ValueError("it refers to something outside")
+        if kind != "storage":
             raise ValueError("it refers to something outside")
         dtype = torch.uint8 if storage_type is torch.UntypedStorage else storage_type.dtype
         size = count * _torch._utils._element_size(dtype)
@@ -114,7 +170,10 @@ class _Archive:
         if untyped is None:
             read = self._reader.get_storage_from_record(f"data/{key}", size, torch.UntypedStorage)
             untyped = read._typed_storage()._untyped_storage
-            untyped = _torch.serialization.default_restore_location(untyped, str(location))
+            try:
+                untyped = _torch.serialization.default_restore_location(untyped, location)
+            except RuntimeError as error:
+                raise _NoSuchDevice(f"{location[:100]}: {error}") from None
             self._storages[key] = untyped
         return _torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
 
@@ -134,6 +193,9 @@ class _Unpickler(_Interpreter):  # type: ignore[misc]
         self._declared = _declared_safe()
         self._classes = {value for value in self._declared.values() if isinstance(value, type)}
         self._made: dict[int, Any] = {}
+        self._copies_left = _MOST_COPIES * archive.size + _LEAST_COPIES
+        self._nested: dict[int, tuple[Any, int]] = {}
+        self._inside: set[int] = set()
 
     def find_class(self, module: str, name: str) -> Any:
         if self.proto < 3:
@@ -156,9 +218,15 @@ class _Unpickler(_Interpreter):  # type: ignore[misc]
         if self._is_declared(function):
             self.stack[-1] = self._keep(function(*arguments))
             return
+        if function is rebuild_from_type and len(arguments) == 4:
+            kind = arguments[1]
+            if self._is_declared(kind) and issubclass(kind, torch.Tensor):
+                self.stack[-1] = self._keep(rebuild_declared(*arguments))
+                return
         maker = maker_of(function)
         if maker is None:
             raise Unsafe(f"calls {shown(function)}")
+        self._count_copies(arguments)
         self.stack[-1] = self._keep(maker(*arguments))
 
     def load_newobj(self) -> None:
@@ -183,24 +251,32 @@ class _Unpickler(_Interpreter):  # type: ignore[misc]
             super().load_build()
             return
         state = self.stack.pop()
+        self._count_copies((state,))
         set_state(target, state)
 
     def load_append(self) -> None:
         value = self.stack.pop()
-        self._list().append(value)
+        target = self._list()
+        self._nest(target, (value,))
+        target.append(value)
 
     def load_appends(self) -> None:
         values = self.pop_mark()
-        self._list().extend(values)
+        target = self._list()
+        self._nest(target, values)
+        target.extend(values)
 
     def load_setitem(self) -> None:
         value = self.stack.pop()
         key = self.stack.pop()
-        self._mapping()[as_key(key)] = value
+        target = self._mapping()
+        self._nest(target, (value,))
+        target[as_key(key)] = value
 
     def load_setitems(self) -> None:
         values = self.pop_mark()
         target = self._mapping()
+        self._nest(target, values[1::2])
         for key, value in zip(values[::2], values[1::2], strict=True):
             target[as_key(key)] = value
 
@@ -215,13 +291,48 @@ class _Unpickler(_Interpreter):  # type: ignore[misc]
         self.append(frozenset(map(as_key, values)))
 
     def _is_declared(self, function: object) -> bool:
+        if any(function is kind for kind in _NEVER_CALLED):
+            return False
         return any(function is value for value in self._declared.values())
 
     def _keep(self, made: Any) -> Any:
+        # The members of an enum are not made but found, and everybody's.
+        if isinstance(made, enum.Enum):
+            return made
         # Alive, so that its id stays its own.
         if type(made) in self._classes or has_state(made):
             self._made[id(made)] = made
+        if type(made) is deque:
+            self._nest(made, made)
         return made
+
+    def _count_copies(self, arguments: tuple[Any, ...]) -> None:
+        self._copies_left -= copied_by(arguments)
+        if self._copies_left < 0:
+            raise ValueError("it makes more than is stored of it, of the same parts over and over")
+
+    def _nest(self, target: Any, values: Iterable[Any]) -> None:
+        """Bounds how deep containers lie directly within each other that need such a bound.
+
+        A pickler fills what it puts somewhere before it puts it there. So depths are known from
+        within, provided that nothing is put into what lies within something itself.
+        """
+        if type(target) not in _NESTING:
+            return
+        depth = self._nested.get(id(target), (target, 0))[1]
+        for value in values:
+            if type(value) not in _NESTING:
+                continue
+            if id(target) in self._inside:
+                raise ValueError(f"it changes a {type(target).__name__} within another container")
+            self._inside.add(id(value))
+            _, inner = self._nested.setdefault(id(value), (value, 0))
+            depth = max(depth, inner + 1)
+        if depth > _DEEPEST_NESTING:
+            raise ValueError(
+                f"it has {type(target).__name__}s within each other, deeper than {_DEEPEST_NESTING}"
+            )
+        self._nested[id(target)] = target, depth
 
     def _list(self) -> Any:
         target = self.stack[-1]

@@ -435,7 +435,7 @@ class FileSystemReader(StockReader):
         ):
             unknown = _C.load_tensors(
                 places,
-                rows,
+                _with_names_as_utf8(rows),
                 directory=directory.fd,
                 path=directory.path,
                 threads=self.thread_count,
@@ -457,7 +457,7 @@ class FileSystemReader(StockReader):
         with self._opened() as directory:
             return _C.load_bytes(
                 places,
-                rows,
+                _with_names_as_utf8(rows),
                 directory=directory.fd,
                 path=directory.path,
                 threads=self.thread_count,
@@ -683,6 +683,13 @@ def shared(directory: OpenDirectory) -> OpenDirectory:
             stacklevel=3,
         )
     return directory
+
+
+def _with_names_as_utf8(rows: list[Any]) -> list[Any]:
+    """The engine has names for messages only, as UTF-8, and keys may have what that cannot say."""
+    if all(row[0].isascii() for row in rows):
+        return rows
+    return [(row[0].encode(errors="backslashreplace").decode(), *row[1:]) for row in rows]
 
 
 class _GuardedPlanner:

@@ -36,6 +36,9 @@ MOST_BYTES = 2**63 - 1
 #: torch's own limit.
 MOST_DIMENSIONS = 64
 
+#: More than anybody's; each place may name the same long list.
+MOST_TRANSFORMS = 64
+
 # Elements of which those of any dtype fit into 63 bits of bytes.
 _MANY = MOST_BYTES // 64
 
@@ -84,6 +87,7 @@ def _check_items(stored: dict[Any, Any]) -> None:
     # which holds while the metadata does.
     checked: set[tuple[int, int, int]] = set()
     properties_checked: set[int] = set()
+    lists_checked: set[int] = set()
     # torch.Size has nothing but numbers, so that equal ones are alike.
     products: dict[torch.Size, int] = {}
     for name, item in stored.items():
@@ -116,6 +120,11 @@ def _check_items(stored: dict[Any, Any]) -> None:
             _check_bytes(name, properties, count)
         if len(chunks) == 1 and _is_whole(chunks[0], size):
             continue
+        if len(chunks) > 1:
+            # Each name would ask for the work of all of them, and torch shares none.
+            if id(chunks) in lists_checked:
+                raise Corrupt(f"{name}: the metadata gives it the shards of another tensor")
+            lists_checked.add(id(chunks))
         _check_chunks(name, size, count, chunks)
 
 
@@ -260,6 +269,10 @@ def _plain(file: str) -> str:
 
 
 def _check_transforms(name: str, transforms: Any) -> None:
+    if type(transforms) in (list, tuple) and len(transforms) > MOST_TRANSFORMS:
+        raise Corrupt(
+            f"{name}: the metadata has {len(transforms)} transforms, more than {MOST_TRANSFORMS}"
+        )
     if type(transforms) not in (list, tuple) or not all(type(t) is str for t in transforms):
         raise Corrupt(
             f"{name}: the metadata has {_kind(transforms)} in the place of its transforms"
@@ -288,10 +301,12 @@ def _check_paths_of_planner(metadata: Metadata, count: int) -> None:
     kinds = set(map(type, paths.values()))
     if not kinds <= {tuple}:
         return
-    if int not in set(map(type, chain.from_iterable(paths.values()))):
+    # One long path may stand for many names.
+    distinct = {id(path): (name, path) for name, path in paths.items()}.values()
+    if int not in set(map(type, chain.from_iterable(path for _, path in distinct))):
         return
     most = max(count, len(paths))
-    for name, path in paths.items():
+    for name, path in distinct:
         for part in path:
             if type(part) is int and not 0 <= part < most:
                 raise Corrupt(

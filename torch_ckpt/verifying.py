@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from torch_ckpt import _C
 from torch_ckpt.beneath import length_of
+from torch_ckpt.cover import gap_in
 from torch_ckpt.directory import OpenDirectory
 from torch_ckpt.errors import Unsafe
 from torch_ckpt.metadata import (
@@ -226,6 +227,7 @@ class _Look:
         self._numbers: dict[str, int] = {}
         self._tables: dict[str, bytes] = {}
         self._names: list[str] = []
+        self._sizes: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {}
         self._rows: list[tuple[int, int, int, Any, tuple[int, ...] | None]] = []
 
     def add(self, name: str) -> None:
@@ -233,6 +235,7 @@ class _Look:
         self._metadata_files.add(name)
         source = os.path.join(self._directory.path, name)
         metadata = decode_metadata(metadata_bytes_in(self._directory, name), source)
+        self._sizes = {}
         self._tables.update(checksum_tables(metadata))
         self._look_at_items(metadata)
         for index, info in metadata.storage_data.items():
@@ -313,12 +316,23 @@ class _Look:
         entry = metadata.state_dict_metadata.get(name)
         # What a stream transform has been at work on is no record of a tensor.
         if isinstance(entry, TensorStorageMetadata) and not info.transform_descriptors:
-            for chunk in entry.chunks:
-                if chunk.offsets == (index.offset or (0,) * len(chunk.offsets)):
-                    dtype, sizes = entry.properties.dtype, tuple(chunk.sizes)
+            dtype = entry.properties.dtype
+            sizes = self._sizes_of(name, entry).get(index.offset or (0,) * len(entry.size))
+            if sizes is None:
+                dtype = None
         number = self._numbers.setdefault(file, len(self._numbers))
         self._names.append(name)
         self._rows.append((number, offset, length, dtype, sizes))
+
+    def _sizes_of(
+        self, name: str, entry: TensorStorageMetadata
+    ) -> dict[tuple[int, ...], tuple[int, ...]]:
+        """The sizes of a tensor's shards by their offsets, of which it may have thousands."""
+        sizes = self._sizes.get(name)
+        if sizes is None:
+            sizes = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in entry.chunks}
+            self._sizes[name] = sizes
+        return sizes
 
     def _length_of(self, file: str) -> int | None:
         try:
@@ -340,31 +354,7 @@ class _Look:
 
 def fault_of_shards(whole: tuple[int, ...], chunks: Sequence[ChunkStorageMetadata]) -> str | None:
     """What is wrong with a tensor's shards, which all lie in it; None: they cover it."""
-    boxes = [tuple(zip(chunk.offsets, chunk.sizes, strict=True)) for chunk in chunks]
-    if not boxes and 0 not in whole:
+    if not chunks and 0 not in whole:
         return "it has no shards"
-    gap = _gap(whole, boxes)
+    gap = gap_in(whole, [(chunk.offsets, chunk.sizes) for chunk in chunks])
     return None if gap is None else f"no shard has its element {gap}"
-
-
-def _gap(whole: tuple[int, ...], boxes: list[tuple[tuple[int, int], ...]]) -> list[int] | None:
-    """The first element of a tensor that no box (offset and length by dimension) has."""
-    if 0 in whole:
-        return None
-    if not boxes:
-        return [0] * len(whole)
-    if not whole:
-        return None
-    # Between two cuts across the first dimension the same boxes lie side by side.
-    cuts = sorted({0, *(edge for box in boxes for edge in (box[0][0], sum(box[0])))} - {whole[0]})
-    seen: dict[frozenset[tuple[tuple[int, int], ...]], list[int] | None] = {}
-    for begin in cuts:
-        across = frozenset(b[1:] for b in boxes if b[0][0] <= begin < sum(b[0]))
-        if not across:
-            return [begin] + [0] * (len(whole) - 1)
-        if across not in seen:
-            seen[across] = _gap(whole[1:], list(across))
-        inner = seen[across]
-        if inner is not None:
-            return [begin, *inner]
-    return None

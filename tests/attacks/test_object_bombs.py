@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import zipfile
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from typing import Any
 
 import numpy
@@ -53,6 +53,33 @@ def storage_past_its_entry(c: Checkpoint) -> None:
     c.replace_record("step", with_entry(record, "data.pkl", old.replace(b"K\x04", b"K\xff")))
 
 
+def location_that_doubles(c: Checkpoint) -> None:
+    # str() of it has 2**60 characters.
+    record = record_of_object((torch.ones(4),))
+    with zipfile.ZipFile(io.BytesIO(record)) as archive:
+        (name,) = [n for n in archive.namelist() if n.endswith("data.pkl")]
+        old = archive.read(name)
+    text = b"X\x03\x00\x00\x00cpu"
+    assert text in old
+    c.replace_record("step", with_entry(record, "data.pkl", old.replace(text, DOUBLING)))
+
+
+def hooks_that_are_no_dict(c: Checkpoint) -> None:
+    # backward would take them for one, in C.
+    storage = torch.ones(4).storage()
+    make = Calls(torch._utils._rebuild_tensor_v2, storage, 0, (4,), (1,), True, 5)
+    c.replace_record("step", record_of_object((make,)))
+
+
+def quantized_and_expanded(c: Checkpoint) -> None:
+    storage = torch.quantize_per_tensor(torch.ones(1), 1.0, 0, torch.qint8).storage()
+    quantizer = torch.per_tensor_affine, 1.0, 0
+    size, stride = (2**31, 2**31), (0, 0)
+    hooks: OrderedDict[int, int] = OrderedDict()
+    make = Calls(torch._utils._rebuild_qtensor, storage, 0, size, stride, quantizer, False, hooks)
+    c.replace_record("step", record_of_object((make,)))
+
+
 def structured_with_objects(c: Checkpoint) -> None:
     # Bytes that become pointers.
     array = numpy.zeros(2, dtype=[("a", "O")])
@@ -73,6 +100,21 @@ def sparse_out_of_bounds(c: Checkpoint) -> None:
 def numpys_own_dtype(c: Checkpoint) -> None:
     # np.dtype("f8") without a copy is the one that all arrays share.
     c.replace_record("step", record_of_object(_Swapped()))
+
+
+def over_and_over(function: bytes, argument: bytes) -> bytes:
+    """A program that calls a function a hundred thousand times with the very same arguments."""
+    call = b"h\x00h\x01R"
+    return b"\x80\x02](" + function + b"q\x00" + argument + b"q\x01" + call * 10**5 + b"e."
+
+
+def text(content: bytes) -> bytes:
+    return b"X" + len(content).to_bytes(4, "little") + content
+
+
+DOUBLING = b")" + b"q\x00h\x00\x86" * 60
+
+LONG_TEXT = text(b"a" * 2**20)
 
 
 class _Swapped:
@@ -103,6 +145,35 @@ ATTACKS: dict[str, Attack] = {
     "object: deep slices": program(
         b"\x80\x02N" + b"q\x00cbuiltins\nslice\nh\x00NN\x87R" * 10**5 + b"."
     ),
+    "object: wide tuples as a key": program(
+        b"\x80\x02}" + b"(" * 8 + b"N" + (b"q\x00" + b"h\x00" * 99 + b"t") * 8 + b"K\x01s."
+    ),
+    # Destroying them recurses in C.
+    "object: deep deques": program(
+        b"\x80\x02]ccollections\ndeque\nq\x00]" + b"h\x00]" * 10**5 + b"\x85Ra" * (10**5 + 1) + b"."
+    ),
+    "object: deep defaultdicts": program(
+        b"\x80\x02ccollections\ndefaultdict\nq\x00)R" + b"Nh\x00)R" * 10**5 + b"s" * 10**5 + b"."
+    ),
+    # From the outermost to the innermost, each with the next in it already.
+    "object: deep deques, filled within each other": program(
+        b"\x80\x02(ccollections\ndeque\nq\x00)R" + b"h\x00)Rq\x01ah\x01" * 10**5 + b"t."
+    ),
+    "object: one text as bytes, over and over": program(
+        over_and_over(b"c_codecs\nencode\n", LONG_TEXT + b"X\x06\x00\x00\x00latin1\x86")
+    ),
+    "object: one text as a bytearray, over and over": program(
+        over_and_over(b"cbuiltins\nbytearray\n", LONG_TEXT + b"X\x06\x00\x00\x00latin1\x86")
+    ),
+    "object: one list as a deque, over and over": program(
+        over_and_over(b"ccollections\ndeque\n", b"](" + b"N" * 10**5 + b"e\x85")
+    ),
+    "object: one path, over and over": program(
+        over_and_over(b"cpathlib\nPosixPath\n", text(b"a/" * 10**5) + b"\x85")
+    ),
+    "object: a tensor whose location doubles": location_that_doubles,
+    "object: a tensor whose hooks are no dict": hooks_that_are_no_dict,
+    "object: a quantized tensor that is expanded": quantized_and_expanded,
     "object: BUILD on a class": program(
         b"\x80\x02cargparse\nNamespace\nN}X\x04\x00\x00\x00evilK\x01s\x86b."
     ),

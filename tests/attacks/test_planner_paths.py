@@ -50,6 +50,15 @@ def test_what_stock_does(checkpoint: Checkpoint, attack: str) -> None:
     TABLE.setdefault(attack, {})["stock"] = in_child(load)
 
 
+def test_one_long_path_of_many_names_takes_the_time_of_one(checkpoint: Checkpoint) -> None:
+    # A megabyte of metadata, and minutes where each name's path is looked at.
+    path = (0,) * 80_000
+    checkpoint.metadata.planner_data = {str(number): path for number in range(40_000)}
+    checkpoint.publish()
+    state = checkpoint.targets()
+    torch_ckpt.load(state, checkpoint.path, no_dist=True)
+
+
 def test_a_list_that_is_there_is_loaded(tmp_path: Path) -> None:
     # Not an attack.
     save({"list": [torch.ones(2), torch.ones(3)]}, tmp_path)

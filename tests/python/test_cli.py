@@ -212,6 +212,15 @@ def test_ls_does_not_follow_a_link_in_the_place_of_a_file(
     assert "__1_0.distcp (unreadable)" in output.err
 
 
+def test_ls_shows_a_link_to_nowhere_as_what_nobody_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commit(tmp_path, two_shards(tmp_path))
+    (tmp_path / "__9_0.distcp").symlink_to("nowhere")
+    states = {file["name"]: file["state"] for file in ls_json(capsys, tmp_path)["files"]}
+    assert states["__9_0.distcp"] == "unreferenced"
+
+
 def test_ls_escapes_control_characters_in_names(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import pickle
 import random
@@ -40,6 +41,7 @@ from tests.support import (
     zeros,
 )
 from torch_ckpt import _C
+from torch_ckpt.cover import Box, gap_in
 from torch_ckpt.errors import CheckpointError, Corrupt, LoadMismatch
 from torch_ckpt.growth import GrowingSize
 from torch_ckpt.metadata import encode_metadata, read_metadata
@@ -704,6 +706,19 @@ def test_values_and_zeros_are_there_after_freeing_too(tmp_path: Path) -> None:
     assert state["t"].tolist() == [1, 1, 1, 0, 0]
 
 
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("saver", SAVERS)
+def test_names_that_are_no_utf8_are_loaded(
+    tmp_path: Path, saver: Callable[..., object], loader: Callable[..., object]
+) -> None:
+    saver({"a\udc80": torch.ones(3), "b\udc80": [1, "text"], "\u00e9": torch.ones(2)}, tmp_path)
+    state: StateDict = {"a\udc80": torch.zeros(3), "b\udc80": [0, ""], "\u00e9": torch.zeros(2)}
+    loader(state, tmp_path)
+    assert state["a\udc80"].tolist() == [1, 1, 1]
+    assert state["b\udc80"] == [1, "text"]
+    assert state["\u00e9"].tolist() == [1, 1]
+
+
 # --- metadata that does not cover a tensor -------------------------------------------------------
 
 
@@ -761,6 +776,72 @@ def test_metadata_that_does_not_cover_a_tensor_is_damage(
     assert str(cause).startswith("t: the metadata has ")
     assert says in str(cause)
     assert (target == 7).all()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("loader", [load, dcp_load])
+def test_a_shard_that_is_there_twice_does_not_stand_for_one_that_is_missing(
+    tmp_path: Path, one_rank_mesh: DeviceMesh, sharded: bool, loader: Callable[..., object]
+) -> None:
+    path = tmp_path / "checkpoint"
+    mine = distribute_tensor(torch.ones(4, 3), one_rank_mesh, [Shard(0)])
+    save({"t": mine}, path)
+    metadata = read_metadata(path)
+    # As many elements as there are, and none of the last row.
+    places = [((0, 0), (3, 2)), ((0, 1), (3, 2))]
+    metadata.state_dict_metadata["t"].chunks = [
+        dcp.metadata.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        for offsets, sizes in places
+    ]
+    (path / ".metadata").write_bytes(encode_metadata(metadata))
+    target = torch.full((4, 3), 7.0)
+    state = {"t": distribute_tensor(target, one_rank_mesh, [Shard(0)]) if sharded else target}
+    cause = refusal(lambda: loader(state, path))
+    assert type(cause) is Corrupt
+    assert str(cause).startswith(
+        "t: the metadata has shards that overlap, and none with element [3, 0]"
+    )
+    assert (target == 7).all()
+
+
+class TestGapIn:
+    @staticmethod
+    def boxes_of(whole: tuple[int, ...], generator: random.Random) -> list[Box]:
+        """Cuts a box in two, over and over."""
+        boxes = [((0,) * len(whole), whole)]
+        for _ in range(generator.randrange(8)):
+            offsets, sizes = boxes.pop(generator.randrange(len(boxes)))
+            dim = generator.randrange(len(whole))
+            at = generator.randint(0, sizes[dim])
+            for begin, length in ((0, at), (at, sizes[dim] - at)):
+                moved = (*offsets[:dim], offsets[dim] + begin, *offsets[dim + 1 :])
+                boxes.append((moved, (*sizes[:dim], length, *sizes[dim + 1 :])))
+        generator.shuffle(boxes)
+        return boxes
+
+    @pytest.mark.parametrize("seed", range(40))
+    def test_it_is_what_marking_each_element_finds(self, seed: int) -> None:
+        generator = random.Random(seed)
+        whole = tuple(generator.randint(1, 5) for _ in range(generator.randint(1, 3)))
+        boxes = self.boxes_of(whole, generator)
+        assert gap_in(whole, boxes) is None
+        # One in the place of another, so that there are overlaps and often a gap.
+        boxes[generator.randrange(len(boxes))] = boxes[generator.randrange(len(boxes))]
+        seen = torch.zeros(whole, dtype=torch.bool)
+        for offsets, sizes in boxes:
+            seen[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] = True
+        missing = (~seen).nonzero().tolist()
+        assert gap_in(whole, boxes) == (missing[0] if missing else None)
+
+    def test_boxes_that_are_the_whole_twice_have_no_gap(self) -> None:
+        assert gap_in((2, 3), [((0, 0), (2, 3))] * 2) is None
+        assert gap_in((), [((), ())] * 2) is None
+
+    def test_more_cut_dimensions_than_corners_are_counted_for_are_looked_at(self) -> None:
+        whole = (2,) * 8
+        boxes = [(place, (1,) * 8) for place in itertools.product((0, 1), repeat=8)]
+        assert gap_in(whole, boxes) is None
+        assert gap_in(whole, boxes[:-1]) == [1] * 8
 
 
 class TestGrowingSize:

@@ -155,6 +155,29 @@ def test_others_do_not(file: Any) -> None:
     assert not lies_beneath(file)
 
 
+def test_two_tensors_may_not_share_their_list_of_shards(metadata: Metadata) -> None:
+    # Many names with one long list are little metadata and much work.
+    size, half = torch.Size([4]), torch.Size([2])
+    shards = [ChunkStorageMetadata(torch.Size([begin]), half) for begin in (0, 2)]
+    for name in ("nested.list.0", "nested.list.1"):
+        metadata.state_dict_metadata[name].size = size
+        metadata.state_dict_metadata[name].chunks = list(shards)
+    check_metadata(metadata, "here")
+    for name in ("nested.list.0", "nested.list.1"):
+        metadata.state_dict_metadata[name].chunks = shards
+    with pytest.raises(Corrupt, match=r"nested.list.1: .* the shards of another tensor \(here\)"):
+        check_metadata(metadata, "here")
+
+
+def test_the_transforms_of_a_record_are_few(metadata: Metadata) -> None:
+    info = next(iter(metadata.storage_data.values()))
+    info.transform_descriptors = ["zlib"] * 64
+    check_metadata(metadata, "here")
+    info.transform_descriptors = ["zlib"] * 65
+    with pytest.raises(Corrupt, match="65 transforms, more than 64"):
+        check_metadata(metadata, "here")
+
+
 def test_the_reason_reaches_who_loads_with_dcp(tmp_path: Path) -> None:
     # torch tries another file after any failure, and up to 2.14 drops the reason.
     metadata = save({"step": 3}, tmp_path)

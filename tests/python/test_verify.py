@@ -503,6 +503,16 @@ def test_metadata_whose_fields_are_of_other_types_is_refused(checkpoint: Path) -
         torch_ckpt.verify(checkpoint)
 
 
+def test_metadata_that_stores_nothing_is_told(checkpoint: Path) -> None:
+    def lose(metadata: Any) -> None:
+        metadata.storage_data = None
+
+    change(checkpoint, lose)
+    report = torch_ckpt.verify(checkpoint)
+    assert {name for name, _ in report.incomplete} == set(STATE)
+    assert not report.ok
+
+
 def test_checkpoints_of_single_ranks_are_verified_too(tmp_path: Path) -> None:
     writer = torch_ckpt.FileSystemWriter(tmp_path)
     dcp.save(STATE, storage_writer=writer, no_dist=True, use_collectives=False)
