@@ -30,20 +30,10 @@ def gathered(directory: Path) -> dict[str, Any]:
 
     parts = {name: json.loads((directory / f"{name}.json").read_text()) for name in PARTS}
     for name in ("powercut", "crash_states"):
-        # What became of each is counted in them.
-        parts[name] = {k: v for k, v in parts[name].items() if k != "rows"} | _judged(parts[name])
+        del parts[name]["rows"]  # what became of each is counted beside them
+    for name in ("kills", "faults", "early"):
+        del parts[name]["notes"]  # which points, for who looks for the cause
     return {"machine": vars(describe(Path.cwd())), "parts": parts}
-
-
-def _judged(part: dict[str, Any]) -> dict[str, Any]:
-    """How many of the rows kept what was promised, by engine and test."""
-    counts: dict[str, dict[str, int]] = {}
-    for row in part["rows"]:
-        if row["right"] is not None:
-            of = counts.setdefault(f"{row['engine']}, {row['test']}", {"cases": 0, "broken": 0})
-            of["cases"] += 1
-            of["broken"] += not row["right"]
-    return {"judged": counts}
 
 
 def _of(part: dict[str, Any], engine: str, kinds: str = "") -> tuple[int, int]:

@@ -76,6 +76,7 @@ class Tally:
                 "seed": SEED,
                 "everything": TORTURE,
                 "summary": self.summary(),
+                "judged": self._judged(),
                 "outcomes": self._outcomes(),
                 "rows": [row for row in self.rows if self._in_full or not row["right"]],
             }
@@ -85,6 +86,17 @@ class Tally:
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         if self.rows:
             terminalreporter.write_line(self.summary())
+
+    def _judged(self) -> dict[str, dict[str, int]]:
+        """By engine and test, of how many cases how many broke what is promised."""
+        counts: dict[str, dict[str, int]] = {}
+        for row in self.rows:
+            if row["right"] is not None:
+                key = f"{row['engine']}, {row['test']}"
+                of = counts.setdefault(key, {"cases": 0, "broken": 0})
+                of["cases"] += 1
+                of["broken"] += not row["right"]
+        return counts
 
     def _outcomes(self) -> dict[str, int]:
         counts = Counter(f"{row['engine']}, {row['test']}: {row['outcome']}" for row in self.rows)
