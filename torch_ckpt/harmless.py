@@ -447,7 +447,7 @@ def _set_numpys_state(target: Any, state: Any) -> None:
 
 
 def copied_by(arguments: tuple[Any, ...]) -> int:
-    """The most characters, bytes and values that a maker or a state copies of its arguments.
+    """About the most bytes that a maker or a state copies of its arguments.
 
     They look into what they get, and into a tuple in it, and no further.
     """
@@ -462,10 +462,13 @@ def copied_by(arguments: tuple[Any, ...]) -> int:
 def _extent(value: Any) -> int:
     if isinstance(value, torch.Tensor):
         return value.numel() * value.element_size()
-    return len(value) if type(value) in _WITH_LENGTH else 1
+    if type(value) in _OF_VALUES:
+        return _REFERENCE_BYTES * len(value)
+    return len(value) if type(value) in (str, bytes, bytearray) else 1
 
 
-_WITH_LENGTH = frozenset({str, bytes, bytearray, tuple, list, dict, set, frozenset, OrderedDict})
+_OF_VALUES = frozenset({tuple, list, dict, set, frozenset, OrderedDict})
+_REFERENCE_BYTES = 8
 
 
 def maker_of(function: Any) -> Callable[..., Any] | None:
