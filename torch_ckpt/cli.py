@@ -2,8 +2,8 @@
 
 A command is one function that takes the parsed arguments, prints to stdout and returns the exit
 code; ``_parser`` names it in a subparser. The work is done by a module for each: ``listing``,
-``verify``, ``diff``. A command raises CheckpointError or OSError for what it cannot read: ``main``
-makes of it one sentence on stderr and exit code 2.
+``verifying``, ``comparing``. A command raises CheckpointError or OSError for what it cannot read:
+``main`` makes of it one sentence on stderr and exit code 2.
 
 Exit codes: 0 all is well, 1 the command ran and found something wrong with the checkpoint, or a
 difference, 2 there is no checkpoint to look at (or the command line is wrong).

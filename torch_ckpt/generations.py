@@ -24,12 +24,13 @@ import uuid
 import warnings
 import weakref
 from collections.abc import Iterable
+from contextlib import closing
 from typing import ClassVar, NamedTuple
 
 from torch_ckpt import _C
 from torch_ckpt.directory import OpenDirectory
 from torch_ckpt.errors import CheckpointError, NotCommitted
-from torch_ckpt.metadata import METADATA_NAME, decode_metadata, metadata_bytes_in
+from torch_ckpt.metadata import METADATA_NAME, metadata_bytes_in, read_metadata_in
 from torch_ckpt.metrics import LOGGER
 
 # "__3_0.distcp", "__3_5f0c19ab_0.distcp": rank, generation tag where there is one, bucket. A
@@ -178,12 +179,9 @@ def remove_own(directory: str, names: Iterable[str]) -> None:
     """
     mine = set(names)
     try:
-        opened = OpenDirectory(directory)
-        try:
+        with closing(OpenDirectory(directory)) as opened:
             if opened.take_alone():
                 _remove(opened, [name for name in _unnamed(opened, None, None) if name in mine])
-        finally:
-            opened.close()
     except Exception as error:
         _warn(f"unused files are left in {directory}: {error}")
 
@@ -202,8 +200,7 @@ def remove_leftovers(checkpoint_id: str | os.PathLike[str]) -> list[str]:
         Corrupt, Unsafe: metadata is there and cannot be read, so it may name any file.
         OSError: the directory cannot be read or fsynced, or a file not be removed.
     """
-    opened = OpenDirectory(checkpoint_id)
-    try:
+    with closing(OpenDirectory(checkpoint_id)) as opened:
         if not opened.take_alone():
             raise CheckpointError(
                 f"{opened.path}: a save or a load is under way; try again when it has ended"
@@ -213,8 +210,6 @@ def remove_leftovers(checkpoint_id: str | os.PathLike[str]) -> list[str]:
         for name in names:
             opened.remove(name)
         return names
-    finally:
-        opened.close()
 
 
 def refuse_hidden_save(directory: str, rank: int | None) -> None:
@@ -320,7 +315,6 @@ def _unnamed(opened: OpenDirectory, rank: int | None, used: set[str] | None) -> 
     named: set[str] = set()
     for name in names:
         if _METADATA_FILE.match(name) and (used is None or name != metadata_name(rank)):
-            source = os.path.join(opened.path, name)
-            metadata = decode_metadata(metadata_bytes_in(opened, name), source)
+            metadata = read_metadata_in(opened, name)
             named.update(info.relative_path for info in metadata.storage_data.values())
     return [name for name in unnamed if name not in named]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch_ckpt.beneath import length_of
 from torch_ckpt.directory import OpenDirectory
 from torch_ckpt.errors import CheckpointError, Unsafe
-from torch_ckpt.metadata import METADATA_NAME, read_metadata
+from torch_ckpt.metadata import METADATA_NAME, open_checkpoint, read_metadata_in
 from torch_ckpt.text import plural, printable, size, table
 
 
@@ -107,7 +107,7 @@ def _dtype_name(tensor: TensorStorageMetadata) -> str:
     return str(tensor.properties.dtype).removeprefix("torch.")
 
 
-def _put_together(directory: Path, metadata: Metadata) -> Listing:
+def _put_together(directory: Path, opened: OpenDirectory, metadata: Metadata) -> Listing:
     """Puts together what the metadata says and what lies in the directory; reads no data file."""
     item_records: dict[str, int] = {}
     item_bytes: dict[str, int] = {}
@@ -115,7 +115,7 @@ def _put_together(directory: Path, metadata: Metadata) -> Listing:
     records: dict[str, int] = {}
     stored: dict[str, int] = {}
     ends: dict[str, int] = {}
-    for index, info in (metadata.storage_data or {}).items():
+    for index, info in metadata.storage_data.items():
         file = info.relative_path
         item_records[index.fqn] = item_records.get(index.fqn, 0) + 1
         item_bytes[index.fqn] = item_bytes.get(index.fqn, 0) + info.length
@@ -140,11 +140,7 @@ def _put_together(directory: Path, metadata: Metadata) -> Listing:
             )
         )
 
-    opened = OpenDirectory(directory)
-    try:
-        named = [_look_at_file(opened, f, records[f], stored[f], ends[f]) for f in records]
-    finally:
-        opened.close()
+    named = [_look_at_file(opened, f, records[f], stored[f], ends[f]) for f in records]
     status = (directory / METADATA_NAME).stat()
     files = [*named, *_unreferenced(directory, records)]
     return Listing(
@@ -164,12 +160,8 @@ def examine(directory: Path) -> Listing:
     if not directory.is_dir():
         what = "is not a directory" if directory.exists() else "does not exist"
         raise CheckpointError(f"{directory} {what}")
-    metadata = read_metadata(directory)
-    try:
-        return _put_together(directory, metadata)
-    except (AttributeError, TypeError, ValueError) as error:
-        # Unpickling checks which classes come, not what is in their fields.
-        raise CheckpointError(f"{directory / METADATA_NAME} is damaged: {error}") from error
+    with closing(open_checkpoint(directory)) as opened:
+        return _put_together(directory, opened, read_metadata_in(opened))
 
 
 def item_lines(listing: Listing) -> Iterable[str]:

@@ -18,7 +18,7 @@ import stat
 import struct
 import zlib
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any
 
 import torch
@@ -186,21 +186,16 @@ def read_metadata(
         Unsafe, Corrupt: see :func:`decode_metadata`.
         CheckpointError: the file is larger than ``MAX_METADATA_BYTES``.
     """
-    data = metadata_bytes(path, name)
-    return decode_metadata(data, os.path.join(path, name), allow_pickle=allow_pickle)
+    with closing(open_checkpoint(path, name)) as directory:
+        return read_metadata_in(directory, name, allow_pickle=allow_pickle)
 
 
-def metadata_bytes(path: str | os.PathLike[str], name: str = METADATA_NAME) -> bytes:
-    """What :func:`read_metadata` decodes.
-
-    Raises:
-        FileNotFoundError, Corrupt, CheckpointError: see :func:`read_metadata`.
-    """
-    directory = open_checkpoint(path, name)
-    try:
-        return metadata_bytes_in(directory, name)
-    finally:
-        directory.close()
+def read_metadata_in(
+    directory: OpenDirectory, name: str = METADATA_NAME, *, allow_pickle: bool = False
+) -> Metadata:
+    """The same, of a directory that is open: what is read beneath it belongs together."""
+    data = metadata_bytes_in(directory, name)
+    return decode_metadata(data, os.path.join(directory.path, name), allow_pickle=allow_pickle)
 
 
 def open_checkpoint(path: str | os.PathLike[str], name: str = METADATA_NAME) -> OpenDirectory:
@@ -217,7 +212,7 @@ def open_checkpoint(path: str | os.PathLike[str], name: str = METADATA_NAME) -> 
 
 
 def metadata_bytes_in(directory: OpenDirectory, name: str = METADATA_NAME) -> bytes:
-    """The same, of a directory that is open: what is read beneath it belongs together.
+    """What :func:`read_metadata_in` decodes.
 
     Raises:
         FileNotFoundError, Corrupt, CheckpointError: see :func:`read_metadata`.

@@ -33,9 +33,8 @@ from torch_ckpt.errors import Unsafe
 from torch_ckpt.metadata import (
     METADATA_NAME,
     checksum_tables,
-    decode_metadata,
-    metadata_bytes_in,
     open_checkpoint,
+    read_metadata_in,
 )
 from torch_ckpt.progress import Progress, ProgressOption, Reporter
 from torch_ckpt.reader import DEFAULT_THREADS, LEAST_INFLIGHT_BYTES, shared
@@ -233,9 +232,7 @@ class _Look:
     def add(self, name: str) -> None:
         """Looks at what one metadata file says."""
         self._metadata_files.add(name)
-        source = os.path.join(self._directory.path, name)
-        metadata = decode_metadata(metadata_bytes_in(self._directory, name), source)
-        self._sizes = {}
+        metadata = read_metadata_in(self._directory, name)
         self._tables.update(checksum_tables(metadata))
         self._look_at_items(metadata)
         for index, info in metadata.storage_data.items():
