@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from torch_ckpt.background import EngineOptions
+from torch_ckpt.background import Background, EngineOptions
 
 #: Whether this build can stage from CUDA devices.
 has_cuda: bool
@@ -35,6 +35,12 @@ class Save:
         """Activity, file number, begin and end in seconds since the start."""
     def progress(self) -> tuple[int, int, int, int, int]:
         """Bytes planned, staged and written; files planned and done."""
+    def unfinished(self) -> list[tuple[str, str, int, int]]:
+        """Name, phase, bytes written and bytes of each file that has not sent its result.
+
+        Phases: "waiting" for other files, "staging" (for sources, or memory to copy them to),
+        "writing" and "fsync" (for the disk). From any thread, at any time; none in a forked child.
+        """
     def cancel(self) -> None: ...
     def results(self) -> list[tuple[str, int, int, int]]:
         """File name, offset and length in bytes there, and payload CRC-32 of each value."""
@@ -146,4 +152,23 @@ def pool_bytes() -> int:
     """Host memory in bytes that the chunk pool keeps between saves."""
 
 def trim_pool(bytes: int = 0) -> None:
-    """Frees the memory that background saves keep for the next one, down to this many bytes."""
+    """Frees the memory that saves keep for the next one, and a reserve, down to so many bytes."""
+
+def set_reserve(bytes: int, chunk_bytes: int) -> None:
+    """What the pool is to keep in any case, in chunks of that size; never shrinks by this."""
+
+def grow_reserve(most_bytes: int, device: int, background: Background | None) -> int:
+    """Makes memory until the reserve, or so much of it, is there; the bytes that are.
+
+    By several threads, those of saves with this background or the ordinary ones; for copies from a
+    CUDA device, -1 for none. Raises OSError where there is no memory.
+    """
+
+def end_reserve() -> None:
+    """Lets the reserve be what is there of it."""
+
+def reserve_bytes() -> int:
+    """What the pool is to keep in any case."""
+
+def reserved_bytes() -> int:
+    """What is there of that, with what saves have taken of it."""

@@ -243,7 +243,7 @@ void LoadSession::run_task() {
     status = std::move(error);
   }
   if (!status) fail(status.error(), LoadFailure::kNoRequest);
-  staging::ChunkPool::instance().trim(scratch_layout_.bytes() * options_.threads);
+  staging::ChunkPool::instance().trim_to_budget(scratch_layout_.bytes() * options_.threads);
   results_->send(status);
 }
 

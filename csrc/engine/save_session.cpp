@@ -72,7 +72,7 @@ Result<std::shared_ptr<SaveSession>> SaveSession::start(std::string directory,
     options.max_host_bytes = options.chunk_bytes * most_chunks;
   } else {
     // What an earlier save with a larger budget left must not come on top of this one's.
-    staging::ChunkPool::instance().trim(options.max_host_bytes);
+    staging::ChunkPool::instance().trim_to_budget(options.max_host_bytes);
   }
   // A budget below one chunk gets one smaller chunk.
   options.chunk_bytes =
@@ -167,14 +167,23 @@ void SaveSession::fill_slots(bool quiet) {
         if (to_stage_ == 0) return;
         fail(taken.error());
       }
-      const std::lock_guard lock(mutex_);
-      // The budget is the next save's.
-      if (ended_) return;
-      if (taken) chunks_[empty_slots_[n]] = std::move(*taken);
+      auto chunk = taken ? std::move(*taken) : nullptr;
+      if (!place(empty_slots_[n], chunk)) {
+        // The budget is the next save's.
+        if (chunk != nullptr) staging::ChunkPool::instance().discard(std::move(chunk));
+        return;
+      }
     }
     release(empty_slots_[n]);
     if (!quiet && to_stage_ == 0) return spawn_slot_filler(true);
   }
+}
+
+/// Whether the save has not ended yet, and then has the chunk.
+bool SaveSession::place(std::size_t slot, std::unique_ptr<staging::Chunk>& chunk) {
+  const std::lock_guard lock(mutex_);
+  if (!ended_) chunks_[slot].swap(chunk);
+  return !ended_;
 }
 
 void SaveSession::spawn_slot_filler(bool quiet) {
@@ -186,6 +195,7 @@ void SaveSession::spawn_slot_filler(bool quiet) {
 
 asio::awaitable<void> SaveSession::stage_files() {
   for (std::size_t n = next_to_stage_++; n < files_.size(); n = next_to_stage_++) {
+    files_[n]->has_stager = true;
     co_await stage_file(*files_[n]);
     if (--to_stage_ == 0) timing_.staged_ns = timing_.now_ns();
     staged_.send({});
@@ -262,6 +272,7 @@ void SaveSession::pass_on(FileState& state, std::shared_ptr<Filled> filled) {
   // Also of a cancelled save: until they have arrived the chunk belongs to the device.
   if (auto arrived = state.stream.arrive(filled->piece); !arrived) fail(arrived.error());
   bytes_staged_ += filled->fresh.size();
+  state.bytes_staged += filled->fresh.size();
   state.filled.try_send(boost::system::error_code(), std::move(filled));
 }
 
@@ -269,13 +280,15 @@ void SaveSession::pass_on(FileState& state, std::shared_ptr<Filled> filled) {
 
 asio::awaitable<void> SaveSession::write_files() {
   for (std::size_t n = next_to_write_++; n < files_.size(); n = next_to_write_++) {
+    FileState& state = *files_[n];
+    state.has_writer = true;
     Result<> status;
     try {
-      status = co_await write_file(*files_[n]);
+      status = co_await write_file(state);
     } catch (...) {
       status = from_exception(std::current_exception());
     }
-    finish_file(std::move(status));
+    finish_file(state, std::move(status));
   }
 }
 
@@ -391,8 +404,8 @@ void SaveSession::start_write(FileState& state, os::File& file, const Filled& ch
     data = chunks_[*chunk.slot]->bytes().first(align_up(fresh, os::kDirectAlignment));
     std::memset(data.data() + fresh, 0, data.size() - fresh);
   }
-  asio::post(busy_executor(), [this, self = shared_from_this(), number = state.number, &file,
-                               &written, slot = *chunk.slot, offset = chunk.offset, fresh, data] {
+  asio::post(busy_executor(), [this, self = shared_from_this(), &state, &file, &written,
+                               slot = *chunk.slot, offset = chunk.offset, fresh, data] {
     std::shared_ptr<const Error> failure;
     const std::int64_t begin = timing_.now_ns();
     if (auto done = file.write_at(data, offset); !done) {
@@ -400,9 +413,10 @@ void SaveSession::start_write(FileState& state, os::File& file, const Filled& ch
       fail(done.error());
     } else {
       bytes_written_ += fresh;
+      state.bytes_written += fresh;
       if (!file.is_direct()) file.start_writeback(offset, fresh);
     }
-    timing_.add(Activity::write, number, begin, timing_.now_ns());
+    timing_.add(Activity::write, state.number, begin, timing_.now_ns());
     release(slot);
     written.try_send(boost::system::error_code(), std::move(failure));
   });
@@ -429,7 +443,7 @@ void SaveSession::fail(const Error& error) {
   cancelled_ = true;
 }
 
-void SaveSession::finish_file(Result<> status) {
+void SaveSession::finish_file(FileState& state, Result<> status) {
   if (!status) fail(status.error());
   ++files_done_;
   if (--running_ == 0) {
@@ -441,6 +455,7 @@ void SaveSession::finish_file(Result<> status) {
     }
     writers_needed_.reset();
   }
+  state.done = true;
   results_.send(status);
 }
 
@@ -475,7 +490,7 @@ void SaveSession::end() {
     if (chunk != nullptr) staging::ChunkPool::instance().give_back(std::move(chunk));
   }
   if (options_.keep_host_bytes != 0) {
-    staging::ChunkPool::instance().trim(options_.keep_host_bytes);
+    staging::ChunkPool::instance().trim_to_budget(options_.keep_host_bytes);
   }
 }
 
@@ -527,6 +542,28 @@ std::string SaveSession::checksum_table(std::size_t file) const {
 
 SaveProgress SaveSession::progress() const {
   return {bytes_planned_, bytes_staged_, bytes_written_, files_.size(), files_done_};
+}
+
+FilePhase SaveSession::FileState::phase() const {
+  // In this order, since what is written was staged before.
+  const std::uint64_t written = bytes_written;
+  const std::uint64_t staged = bytes_staged;
+  if (has_writer && staged > written) return FilePhase::writing;
+  if (has_writer && staged == job.image.bytes()) return FilePhase::fsync;
+  if (has_stager && staged < job.image.bytes()) return FilePhase::staging;
+  return FilePhase::waiting;
+}
+
+std::vector<FileProgress> SaveSession::unfinished() const {
+  std::vector<FileProgress> files;
+  // Whose threads a forked child does not have.
+  if (results_.inherited()) return files;
+  for (const auto& state : files_) {
+    if (state->done) continue;
+    const FilePhase phase = state->phase();
+    files.push_back({state->number, phase, state->bytes_written, state->job.image.bytes()});
+  }
+  return files;
 }
 
 void SaveSession::cancel() {

@@ -60,6 +60,22 @@ struct SaveProgress {
   std::uint64_t files_done = 0;
 };
 
+/// What a file is waiting for.
+enum class FilePhase {
+  waiting,  // for other files to be staged, or written
+  staging,  // for its sources, or for memory to copy them to
+  writing,  // for the disk to take what has been staged
+  fsync,    // for the disk to have it; of the save's last file also for the directory
+};
+
+/// How far a file has come that has not sent its result.
+struct FileProgress {
+  std::size_t file = 0;
+  FilePhase phase = FilePhase::waiting;
+  std::uint64_t bytes_written = 0;
+  std::uint64_t bytes = 0;
+};
+
 // Writes a set of files, all or nothing.
 //
 //   1. As many files as may be written at once are staged, on a strand each: take a free chunk,
@@ -79,8 +95,8 @@ struct SaveProgress {
 //      file that the session made is removed before the last result is sent.
 //   8. Without an error the last file to end fsyncs the directory.
 //
-// start() and each of the waits are for one thread; progress() and cancel() for any. The sources
-// must stay alive and unchanged until wait_staged() or wait_for() has returned true.
+// start() and each of the waits are for one thread; progress(), unfinished() and cancel() for any.
+// The sources must stay alive and unchanged until wait_staged() or wait_for() has returned true.
 class SaveSession : public std::enable_shared_from_this<SaveSession> {
  public:
   /// Fails with invalid_argument where the options contradict themselves. All files lie in
@@ -115,6 +131,9 @@ class SaveSession : public std::enable_shared_from_this<SaveSession> {
   std::size_t file_count() const { return files_.size(); }
 
   SaveProgress progress() const;
+  /// The files that have not sent their results, in their order; none in a forked child. Each is
+  /// told as it was at some moment of the call.
+  std::vector<FileProgress> unfinished() const;
   const Timing& timing() const { return timing_; }
   /// Makes the save fail, unless it has already succeeded.
   void cancel();
@@ -138,6 +157,14 @@ class SaveSession : public std::enable_shared_from_this<SaveSession> {
     std::optional<os::FileIdentity> identity;
     ImageStream stream;
     Channel<std::shared_ptr<Filled>> filled;
+
+    FilePhase phase() const;
+    // For phase() alone, from any thread. Each only grows, or becomes true once.
+    std::atomic<std::uint64_t> bytes_staged{0};
+    std::atomic<std::uint64_t> bytes_written{0};
+    std::atomic<bool> has_stager{false};
+    std::atomic<bool> has_writer{false};
+    std::atomic<bool> done{false};
   };
 
   SaveSession(std::string directory, std::vector<FileJob> files, const SaveOptions& options,
@@ -160,11 +187,12 @@ class SaveSession : public std::enable_shared_from_this<SaveSession> {
   void start_write(FileState& state, os::File& file, const Filled& chunk,
                    Channel<std::shared_ptr<const Error>>& written);
   Result<> finish_contents(FileState& state, os::File file);
-  void finish_file(Result<> status);
+  void finish_file(FileState& state, Result<> status);
   void end();
 
   void spawn_slot_filler(bool quiet);
   void fill_slots(bool quiet);
+  bool place(std::size_t slot, std::unique_ptr<staging::Chunk>& chunk);
   void release(std::size_t slot);
   void fail(const Error& error);
 

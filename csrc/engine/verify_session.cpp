@@ -154,7 +154,7 @@ void VerifySession::run_task() {
     if (!failure_) failure_ = status.error();
     cancelled_ = true;
   }
-  staging::ChunkPool::instance().trim(scratch_layout_.bytes() * options_.threads);
+  staging::ChunkPool::instance().trim_to_budget(scratch_layout_.bytes() * options_.threads);
   results_->send(status);
 }
 

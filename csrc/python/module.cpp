@@ -12,7 +12,6 @@
 #include "os/directory.h"
 #include "python/bindings.h"
 #include "python/errors.h"
-#include "staging/chunk_pool.h"
 #include "staging/device_copy.h"
 
 namespace py = pybind11;
@@ -87,13 +86,5 @@ PYBIND11_MODULE(_C, module) {
         engine::join_executor();
       },
       "Ends the engine's threads after the work they have; for interpreter exit.");
-  module.def("pool_bytes", [] { return staging::ChunkPool::instance().kept_bytes(); });
-  module.def(
-      "trim_pool",
-      [](std::size_t bytes) {
-        py::gil_scoped_release release;
-        staging::ChunkPool::instance().trim(bytes);
-      },
-      py::arg("bytes") = 0);
   module.attr("has_cuda") = staging::device_support() != nullptr;
 }

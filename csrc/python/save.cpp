@@ -9,12 +9,14 @@
 #include <vector>
 
 #include "engine/bulk_copy.h"
+#include "engine/reserve.h"
 #include "engine/save_plan.h"
 #include "engine/save_session.h"
 #include "python/bindings.h"
 #include "python/errors.h"
 #include "python/options.h"
 #include "python/tensors.h"
+#include "staging/chunk_pool.h"
 
 namespace py = pybind11;
 
@@ -99,6 +101,17 @@ class Save {
                           now.files_done);
   }
 
+  /// (file name, phase, bytes written, bytes) of each file that has not sent its result.
+  py::list unfinished() const {
+    py::list rows;
+    for (const engine::FileProgress& file : session_->unfinished()) {
+      rows.append(py::make_tuple(file_names_[file.file],
+                                 kPhaseNames[static_cast<std::size_t>(file.phase)],
+                                 file.bytes_written, file.bytes));
+    }
+    return rows;
+  }
+
   void cancel() { session_->cancel(); }
 
   /// (file name, offset, length, payload CRC-32) of each item, in the order given.
@@ -129,6 +142,7 @@ class Save {
  private:
   static constexpr const char* kActivityNames[engine::kActivities] = {"stage", "checksum", "write",
                                                                       "fsync"};
+  static constexpr const char* kPhaseNames[] = {"waiting", "staging", "writing", "fsync"};
 
   bool wait_by(bool (engine::SaveSession::*event)(std::chrono::milliseconds), double seconds) {
     bool done = false;
@@ -226,6 +240,15 @@ std::unique_ptr<Save> start_save(const std::string& directory, const std::string
   return save;
 }
 
+std::size_t grow_reserve(std::size_t most_bytes, int device, const py::object& background) {
+  const engine::Threads threads = background.is_none() ? engine::Threads{} : threads_of(background);
+  Result<std::size_t> reserved = [&] {
+    py::gil_scoped_release release;
+    return engine::grow_reserve(most_bytes, threads, device);
+  }();
+  return unwrap(std::move(reserved));
+}
+
 /// Dense CPU tensors; the copies have the same strides.
 py::list copy_to_pool(const py::list& values) {
   std::vector<at::Tensor> tensors;
@@ -266,6 +289,29 @@ bool is_dense_object(const py::handle& value) {
 void bind_save(py::module_& module) {
   module.def("is_plain", &is_plain_object, py::arg("value"));
   module.def("is_dense", &is_dense_object, py::arg("tensor"));
+  module.def("pool_bytes", [] { return staging::ChunkPool::instance().kept_bytes(); });
+  module.def(
+      "trim_pool",
+      [](std::size_t bytes) {
+        py::gil_scoped_release release;
+        staging::ChunkPool::instance().trim(bytes);
+      },
+      py::arg("bytes") = 0);
+  module.def(
+      "set_reserve",
+      [](std::size_t bytes, std::size_t chunk_bytes) {
+        if (chunk_bytes == 0 || chunk_bytes % os::kDirectAlignment != 0) {
+          throw py::value_error("chunk_bytes must be a positive multiple of " +
+                                std::to_string(os::kDirectAlignment));
+        }
+        staging::ChunkPool::instance().set_reserve(bytes, chunk_bytes);
+      },
+      py::arg("bytes"), py::arg("chunk_bytes"));
+  module.def("grow_reserve", &grow_reserve, py::arg("most_bytes"), py::arg("device"),
+             py::arg("background"));
+  module.def("end_reserve", [] { staging::ChunkPool::instance().end_reserve(); });
+  module.def("reserve_bytes", [] { return staging::ChunkPool::instance().reserve_bytes(); });
+  module.def("reserved_bytes", [] { return staging::ChunkPool::instance().reserved_bytes(); });
   module.def("copy_to_pool", &copy_to_pool, py::arg("tensors"));
   module.def("start_save", &start_save, py::arg("directory"), py::arg("prefix"), py::arg("names"),
              py::arg("values"), py::kw_only(), py::arg("buckets"), py::arg("file_per_item"),
@@ -281,6 +327,7 @@ void bind_save(py::module_& module) {
       .def("timing", &Save::timing)
       .def("trace", &Save::trace)
       .def("progress", &Save::progress)
+      .def("unfinished", &Save::unfinished)
       .def("cancel", &Save::cancel)
       .def("results", &Save::results)
       .def("checksum_tables", &Save::checksum_tables)

@@ -27,51 +27,164 @@ Result<> Chunk::pin(int device) {
 ChunkPool& ChunkPool::instance() { return os::ForkLocal<ChunkPool>::get(); }
 
 std::unique_ptr<Chunk> ChunkPool::take_kept(std::size_t bytes) {
-  std::lock_guard lock(mutex_);
-  const auto found = std::find_if(kept_.begin(), kept_.end(), [&](const auto& chunk) {
-    return chunk->bytes().size() == bytes;
-  });
-  if (found == kept_.end()) return nullptr;
-  std::unique_ptr<Chunk> chunk = std::move(*found);
-  // Chunks of one size are alike, so that their order does not matter.
-  *found = std::move(kept_.back());
-  kept_.pop_back();
+  const std::lock_guard lock(mutex_);
+  const auto found = kept_.find(bytes);
+  if (found == kept_.end() || found->second.empty()) return nullptr;
+  std::unique_ptr<Chunk> chunk = std::move(found->second.back());
+  found->second.pop_back();
+  ++lent_[bytes];
   return chunk;
 }
 
 Result<std::unique_ptr<Chunk>> ChunkPool::take(std::size_t bytes) {
   if (auto chunk = take_kept(bytes)) return chunk;
   {
-    std::lock_guard lock(mutex_);
+    Chunks freed;
+    const std::lock_guard lock(mutex_);
     // Chunks of other sizes make room, or changing the size would exceed the budget of both.
-    for (std::size_t freed = 0; freed < bytes && !kept_.empty();) {
-      freed += kept_.back()->bytes().size();
-      kept_.pop_back();
+    for (std::size_t room = 0; room < bytes;) {
+      auto chunk = remove_one();
+      if (chunk == nullptr) break;
+      room += chunk->bytes().size();
+      freed.push_back(std::move(chunk));
     }
   }
-  return Chunk::allocate(bytes);
+  auto made = Chunk::allocate(bytes);
+  if (!made) return made;
+  const std::lock_guard lock(mutex_);
+  ++lent_[bytes];
+  return made;
 }
 
 void ChunkPool::give_back(std::unique_ptr<Chunk> chunk) {
-  std::lock_guard lock(mutex_);
-  kept_.push_back(std::move(chunk));
+  const std::lock_guard lock(mutex_);
+  count_back(*chunk);
+  kept_[chunk->bytes().size()].push_back(std::move(chunk));
 }
 
-void ChunkPool::trim(std::size_t bytes) {
-  std::lock_guard lock(mutex_);
-  std::size_t kept = 0;
-  for (const auto& chunk : kept_) kept += chunk->bytes().size();
-  while (kept > bytes) {
-    kept -= kept_.back()->bytes().size();
-    kept_.pop_back();
+void ChunkPool::discard(std::unique_ptr<Chunk> chunk) {
+  const std::lock_guard lock(mutex_);
+  count_back(*chunk);
+  const std::size_t bytes = chunk->bytes().size();
+  if (bytes == reserve_chunk_bytes_ && reserved_now() < reserve_chunks_) {
+    kept_[bytes].push_back(std::move(chunk));
   }
 }
 
+void ChunkPool::trim(std::size_t bytes) {
+  Chunks freed;
+  const std::lock_guard lock(mutex_);
+  if (reserve_chunks_ > 0) {
+    reserve_chunks_ = std::min(reserve_chunks_, bytes / reserve_chunk_bytes_);
+  }
+  freed = remove_down_to(bytes);
+}
+
+void ChunkPool::trim_to_budget(std::size_t bytes) {
+  Chunks freed;
+  const std::lock_guard lock(mutex_);
+  freed = remove_down_to(bytes);
+}
+
 std::size_t ChunkPool::kept_bytes() const {
-  std::lock_guard lock(mutex_);
+  const std::lock_guard lock(mutex_);
+  return kept_now();
+}
+
+void ChunkPool::set_reserve(std::size_t bytes, std::size_t chunk_bytes) {
+  const std::lock_guard lock(mutex_);
+  const std::size_t chunks = bytes / chunk_bytes + (bytes % chunk_bytes != 0 ? 1 : 0);
+  reserve_chunks_ =
+      chunk_bytes == reserve_chunk_bytes_ ? std::max(reserve_chunks_, chunks) : chunks;
+  reserve_chunk_bytes_ = chunk_bytes;
+}
+
+Result<bool> ChunkPool::grow_reserve(std::size_t most_bytes, int device) {
+  std::size_t bytes = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    bytes = reserve_chunk_bytes_;
+    // The first comparison is for the second's sake: without a reserve a chunk has no bytes.
+    const std::size_t there = reserved_now() + growing_;
+    if (there >= reserve_chunks_ || there >= most_bytes / bytes) return false;
+    ++growing_;
+  }
+  auto made = Chunk::allocate(bytes);
+  Result<> pinned;
+  if (made && device != Source::kHost) pinned = (*made)->pin(device);
+  const std::lock_guard lock(mutex_);
+  --growing_;
+  grown_.notify_all();
+  if (!made || !pinned) {
+    reserve_chunks_ = std::min(reserve_chunks_, reserved_now() + growing_);
+    return made ? pinned.error() : made.error();
+  }
+  // Unless the reserve was trimmed meanwhile.
+  if (bytes == reserve_chunk_bytes_ && reserved_now() < reserve_chunks_) {
+    kept_[bytes].push_back(std::move(*made));
+  }
+  return true;
+}
+
+void ChunkPool::wait_until_grown() {
+  std::unique_lock lock(mutex_);
+  grown_.wait(lock, [&] { return growing_ == 0; });
+}
+
+void ChunkPool::end_reserve() {
+  const std::lock_guard lock(mutex_);
+  reserve_chunks_ = std::min(reserve_chunks_, reserved_now() + growing_);
+}
+
+std::size_t ChunkPool::reserve_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return reserve_chunks_ * reserve_chunk_bytes_;
+}
+
+std::size_t ChunkPool::reserved_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return reserved_now() * reserve_chunk_bytes_;
+}
+
+std::size_t ChunkPool::kept_now() const {
   std::size_t kept = 0;
-  for (const auto& chunk : kept_) kept += chunk->bytes().size();
+  for (const auto& [bytes, chunks] : kept_) kept += bytes * chunks.size();
   return kept;
+}
+
+/// Chunks of the reserve's size, kept and lent.
+std::size_t ChunkPool::reserved_now() const {
+  const auto kept = kept_.find(reserve_chunk_bytes_);
+  const auto lent = lent_.find(reserve_chunk_bytes_);
+  return (kept == kept_.end() ? 0 : kept->second.size()) + (lent == lent_.end() ? 0 : lent->second);
+}
+
+/// A kept chunk that is not of the reserve, or nullptr.
+std::unique_ptr<Chunk> ChunkPool::remove_one() {
+  for (auto& [bytes, chunks] : kept_) {
+    if (chunks.empty()) continue;
+    if (bytes == reserve_chunk_bytes_ && reserved_now() <= reserve_chunks_) continue;
+    std::unique_ptr<Chunk> chunk = std::move(chunks.back());
+    chunks.pop_back();
+    return chunk;
+  }
+  return nullptr;
+}
+
+ChunkPool::Chunks ChunkPool::remove_down_to(std::size_t bytes) {
+  Chunks freed;
+  for (std::size_t kept = kept_now(); kept > bytes;) {
+    auto chunk = remove_one();
+    if (chunk == nullptr) break;
+    kept -= chunk->bytes().size();
+    freed.push_back(std::move(chunk));
+  }
+  return freed;
+}
+
+void ChunkPool::count_back(const Chunk& chunk) {
+  const auto lent = lent_.find(chunk.bytes().size());
+  if (lent != lent_.end() && lent->second > 0) --lent->second;
 }
 
 }  // namespace torch_ckpt::staging

@@ -1,6 +1,8 @@
 #pragma once
 
+#include <condition_variable>
 #include <cstddef>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -35,25 +37,63 @@ class Chunk {
 };
 
 // Keeps chunks from one save to the next, since a cold page costs three times a warm one.
+// A reserve is made ahead of need, and no save or load shrinks it.
 // Safe for concurrent use by multiple threads.
 class ChunkPool {
  public:
-  /// The process's pool; made anew in a forked child.
+  /// The process's pool; made anew, and without a reserve, in a forked child.
   static ChunkPool& instance();
 
-  /// A kept chunk of just this size, or a new one, for which kept chunks of other sizes are freed.
+  /// A kept chunk of just this size, or a new one, for which kept chunks of other sizes are freed,
+  /// as far as they are not of the reserve.
   Result<std::unique_ptr<Chunk>> take(std::size_t bytes);
   /// A kept chunk of just this size, or nullptr.
   std::unique_ptr<Chunk> take_kept(std::size_t bytes);
+  /// Every chunk that was taken comes back by one of these two. The second frees it, unless it is
+  /// of the reserve.
   void give_back(std::unique_ptr<Chunk> chunk);
+  void discard(std::unique_ptr<Chunk> chunk);
 
-  /// Frees kept chunks until at most `bytes` are kept.
+  /// Frees kept chunks until at most `bytes` are kept. A reserve shrinks to that, also one that is
+  /// being made.
   void trim(std::size_t bytes);
+  /// The same as far as what is kept is not of the reserve: for who has a budget of his own.
+  void trim_to_budget(std::size_t bytes);
   std::size_t kept_bytes() const;
 
+  /// Lets the reserve be `bytes` of chunks of `chunk_bytes`, rounded up to whole ones; it never
+  /// shrinks by this. grow_reserve() makes what is missing.
+  void set_reserve(std::size_t bytes, std::size_t chunk_bytes);
+  /// Makes one chunk of the reserve and page-locks it for `device`, if one is given; false where
+  /// the reserve, or `most_bytes` of it, are there. What saves have taken counts, for it comes
+  /// back. Where the memory is not to be had the reserve ends with what it has got.
+  Result<bool> grow_reserve(std::size_t most_bytes, int device);
+  /// Waits until no thread is amid grow_reserve().
+  void wait_until_grown();
+  /// Lets the reserve be what is there of it.
+  void end_reserve();
+  /// Bytes that the reserve is meant to have.
+  std::size_t reserve_bytes() const;
+  /// Bytes of chunks of the reserve's size that are there, those that saves have taken included.
+  std::size_t reserved_bytes() const;
+
  private:
+  using Chunks = std::vector<std::unique_ptr<Chunk>>;
+
+  // With mutex_ held. What is to be freed comes by value, so that it goes without the lock.
+  std::size_t kept_now() const;
+  std::size_t reserved_now() const;
+  std::unique_ptr<Chunk> remove_one();
+  Chunks remove_down_to(std::size_t bytes);
+  void count_back(const Chunk& chunk);
+
   mutable std::mutex mutex_;
-  std::vector<std::unique_ptr<Chunk>> kept_;  // guarded by mutex_
+  std::condition_variable grown_;
+  std::map<std::size_t, Chunks> kept_;       // by size; guarded by mutex_
+  std::map<std::size_t, std::size_t> lent_;  // how many are out, by size; guarded by mutex_
+  std::size_t reserve_chunks_ = 0;           // guarded by mutex_
+  std::size_t reserve_chunk_bytes_ = 0;      // guarded by mutex_
+  std::size_t growing_ = 0;                  // chunks being made; guarded by mutex_
 };
 
 }  // namespace torch_ckpt::staging

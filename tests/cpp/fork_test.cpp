@@ -10,10 +10,12 @@
 #include <cerrno>
 #include <functional>
 #include <latch>
+#include <thread>
 
 #include "engine/bulk_copy.h"
 #include "engine/executor.h"
 #include "engine/load_session.h"
+#include "engine/reserve.h"
 #include "engine/save_session.h"
 #include "os/fault.h"
 #include "os/fork_guard.h"
@@ -362,6 +364,55 @@ TEST(Fork, AChildHasAChunkPoolOfItsOwn) {
   ASSERT_TRUE(ok(chunk));
   pool.give_back(std::move(*chunk));
   EXPECT_TRUE(in_child([] { return staging::ChunkPool::instance().kept_bytes() == 0; }));
+}
+
+TEST(Fork, AChildHasNoReserveAndMakesItsOwn) {
+  TC_SKIP_FORK_UNDER_TSAN();
+  let_every_thread_start();
+  auto& pool = staging::ChunkPool::instance();
+  pool.trim(0);
+  pool.set_reserve(3 * 4096, 4096);
+  ASSERT_TRUE(ok(engine::grow_reserve(3 * 4096, {})));
+  EXPECT_TRUE(in_child([] {
+    auto& own = staging::ChunkPool::instance();
+    if (own.reserve_bytes() != 0 || own.reserved_bytes() != 0) return false;
+    own.set_reserve(2 * 4096, 4096);
+    const auto grown = engine::grow_reserve(2 * 4096, {});
+    return grown && *grown == 2 * 4096;
+  }));
+  EXPECT_EQ(pool.reserved_bytes(), 3 * 4096);
+  pool.trim(0);
+}
+
+TEST(Fork, AChildMakesAReserveWhileItsParentDoes) {
+  TC_SKIP_FORK_UNDER_TSAN();
+  TC_SKIP_FORK_OF_BUSY_THREADS_UNDER_ASAN();
+  let_every_thread_start();
+  auto& pool = staging::ChunkPool::instance();
+  pool.trim(0);
+  pool.set_reserve(3 * 4096, 4096);
+  std::latch making(1);
+  std::latch forked(1);
+  std::atomic<bool> first{true};
+  const pid_t parent = ::getpid();
+  os::ScopedFaultHook hook([&](std::string_view operation, std::string_view) {
+    if (operation == "mmap" && ::getpid() == parent && first.exchange(false)) {
+      making.count_down();
+      forked.wait();
+    }
+    return 0;
+  });
+  std::jthread maker([] { EXPECT_TRUE(ok(engine::grow_reserve(3 * 4096, {}))); });
+  making.wait();
+  EXPECT_TRUE(in_child([] {
+    staging::ChunkPool::instance().set_reserve(2 * 4096, 4096);
+    const auto grown = engine::grow_reserve(2 * 4096, {});
+    return grown && *grown == 2 * 4096;
+  }));
+  forked.count_down();
+  maker.join();
+  EXPECT_EQ(pool.reserved_bytes(), 3 * 4096);
+  pool.trim(0);
 }
 
 }  // namespace

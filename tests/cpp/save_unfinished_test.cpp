@@ -1,0 +1,258 @@
+// What the files of a save are doing, as somebody sees it who is not the save.
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cerrno>
+#include <latch>
+#include <thread>
+#include <vector>
+
+#include "engine/save_session.h"
+#include "fake_device.h"
+#include "gate.h"
+#include "os/fault.h"
+#include "save_files.h"
+#include "support.h"
+
+namespace torch_ckpt::engine {
+namespace {
+
+using os::ScopedFaultHook;
+using test::FakeDevice;
+using test::Files;
+using test::Gate;
+using test::HeldOperation;
+using test::kPage;
+using test::ok;
+using test::Random;
+using test::TempDir;
+using test::wait_for_end;
+
+SaveOptions in_pages(std::size_t parallel_files = 0) {
+  SaveOptions options;
+  options.chunk_bytes = kPage;
+  options.parallel_files = parallel_files;
+  return options;
+}
+
+std::shared_ptr<SaveSession> start(const TempDir& directory, const Files& files,
+                                   const SaveOptions& options) {
+  return SaveSession::start(directory.path(), files.jobs(), options).value();
+}
+
+void expect_file(const FileProgress& found, std::size_t file, FilePhase phase,
+                 std::uint64_t bytes_written, std::uint64_t bytes) {
+  EXPECT_EQ(found.file, file);
+  EXPECT_EQ(found.phase, phase);
+  EXPECT_EQ(found.bytes_written, bytes_written);
+  EXPECT_EQ(found.bytes, bytes);
+}
+
+class Unfinished : public ::testing::Test {
+ protected:
+  TempDir directory_;
+  Files files_{directory_};
+};
+
+TEST_F(Unfinished, IsNothingOfASaveThatHasEnded) {
+  files_.add_file(std::string(3 * kPage, 'x'));
+  const auto session = start(directory_, files_, in_pages());
+  wait_for_end(*session);
+  EXPECT_TRUE(session->unfinished().empty());
+}
+
+TEST_F(Unfinished, IsNothingOfASaveThatHasFailed) {
+  files_.add_file(std::string(3 * kPage, 'x'));
+  files_.add_file(std::string(3 * kPage, 'y'));
+  ScopedFaultHook hook(test::NthCallFails("pwrite", 2, EIO));
+  const auto session = start(directory_, files_, in_pages());
+  wait_for_end(*session);
+  EXPECT_FALSE(session->outcome().has_value());
+  EXPECT_TRUE(session->unfinished().empty());
+}
+
+TEST_F(Unfinished, AFileWhoseSourceIsHeldIsStaging) {
+  FakeDevice device;
+  Gate source;
+  device.on_copy([hold = source.passage()](const staging::Source&, std::uint64_t) {
+    hold();
+    return Result<>();
+  });
+  files_.begin_file();
+  const std::string payload(3 * kPage, 'x');
+  files_.add_tensor_at(device.upload(payload), payload);
+  const auto session = start(directory_, files_, in_pages());
+  source.wait_for_arrivals();
+  const auto found = session->unfinished();
+  ASSERT_EQ(found.size(), 1);
+  expect_file(found[0], 0, FilePhase::staging, 0, files_.bytes());
+  source.open();
+  wait_for_end(*session);
+  EXPECT_TRUE(ok(session->outcome()));
+}
+
+TEST_F(Unfinished, AFileWhoseWritesAreHeldIsWriting) {
+  files_.add_file(std::string(3 * kPage + 1, 'x'));
+  HeldOperation writes("pwrite");
+  const auto session = start(directory_, files_, in_pages());
+  writes.wait_until_held();
+  const auto found = session->unfinished();
+  ASSERT_EQ(found.size(), 1);
+  expect_file(found[0], 0, FilePhase::writing, 0, 3 * kPage + 1);
+  writes.open();
+  wait_for_end(*session);
+}
+
+TEST_F(Unfinished, AFileThatIsHeldAtItsLastWriteHasWrittenAllBefore) {
+  files_.add_file(std::string(4 * kPage, 'x'));
+  HeldOperation last("pwrite", 4);
+  // Of one chunk, so that there is one write at a time.
+  SaveOptions options = in_pages();
+  options.max_host_bytes = kPage;
+  const auto session = start(directory_, files_, options);
+  last.wait_until_held();
+  const auto found = session->unfinished();
+  ASSERT_EQ(found.size(), 1);
+  expect_file(found[0], 0, FilePhase::writing, 3 * kPage, 4 * kPage);
+  last.open();
+  wait_for_end(*session);
+}
+
+TEST_F(Unfinished, AFileThatCannotBeOpenedYetIsWritingOnceItIsStaged) {
+  files_.add_file(std::string(2 * kPage, 'x'));
+  HeldOperation opens("open");
+  SaveOptions options = in_pages();
+  options.snapshot = true;
+  const auto session = start(directory_, files_, options);
+  EXPECT_TRUE(session->wait_staged(std::chrono::minutes(2)));
+  opens.wait_until_held();
+  const auto found = session->unfinished();
+  ASSERT_EQ(found.size(), 1);
+  expect_file(found[0], 0, FilePhase::writing, 0, 2 * kPage);
+  opens.open();
+  wait_for_end(*session);
+}
+
+TEST_F(Unfinished, AFileWhoseFsyncIsHeldHasWrittenAll) {
+  files_.add_file(std::string(3 * kPage, 'x'));
+  HeldOperation syncs("fsync");
+  const auto session = start(directory_, files_, in_pages());
+  syncs.wait_until_held();
+  const auto found = session->unfinished();
+  ASSERT_EQ(found.size(), 1);
+  expect_file(found[0], 0, FilePhase::fsync, 3 * kPage, 3 * kPage);
+  syncs.open();
+  wait_for_end(*session);
+}
+
+TEST_F(Unfinished, AnEmptyFileCanBeAmidItsFsyncToo) {
+  files_.begin_file();
+  HeldOperation syncs("fsync");
+  const auto session = start(directory_, files_, in_pages());
+  syncs.wait_until_held();
+  const auto found = session->unfinished();
+  ASSERT_EQ(found.size(), 1);
+  expect_file(found[0], 0, FilePhase::fsync, 0, 0);
+  syncs.open();
+  wait_for_end(*session);
+}
+
+TEST_F(Unfinished, TheLastFileIsAmidTheFsyncOfTheDirectory) {
+  files_.add_file(std::string(kPage, 'x'));
+  files_.add_file(std::string(kPage, 'y'));
+  HeldOperation directory("fsync_directory");
+  const auto session = start(directory_, files_, in_pages(1));
+  directory.wait_until_held();
+  const auto found = session->unfinished();
+  ASSERT_EQ(found.size(), 1);
+  expect_file(found[0], 1, FilePhase::fsync, kPage, kPage);
+  directory.open();
+  wait_for_end(*session);
+}
+
+TEST_F(Unfinished, AFileBehindAnotherIsWaiting) {
+  files_.add_file(std::string(3 * kPage, 'x'));
+  files_.add_file(std::string(2 * kPage, 'y'));
+  HeldOperation writes("pwrite");
+  SaveOptions options = in_pages(1);
+  options.max_host_bytes = kPage;
+  const auto session = start(directory_, files_, options);
+  writes.wait_until_held();
+  const auto found = session->unfinished();
+  ASSERT_EQ(found.size(), 2);
+  expect_file(found[0], 0, FilePhase::writing, 0, 3 * kPage);
+  expect_file(found[1], 1, FilePhase::waiting, 0, 2 * kPage);
+  writes.open();
+  wait_for_end(*session);
+}
+
+TEST_F(Unfinished, AFileThatIsStagedBehindAnotherIsWaiting) {
+  files_.add_file(std::string(3 * kPage, 'x'));
+  files_.add_file(std::string(2 * kPage, 'y'));
+  HeldOperation writes("pwrite");
+  SaveOptions options = in_pages(1);
+  options.snapshot = true;
+  const auto session = start(directory_, files_, options);
+  EXPECT_TRUE(session->wait_staged(std::chrono::minutes(2)));
+  writes.wait_until_held();
+  const auto found = session->unfinished();
+  ASSERT_EQ(found.size(), 2);
+  expect_file(found[1], 1, FilePhase::waiting, 0, 2 * kPage);
+  writes.open();
+  wait_for_end(*session);
+}
+
+TEST_F(Unfinished, OnlyThoseThatHaveNotEndedAreTold) {
+  for (int i = 0; i < 4; ++i) files_.add_file(std::string(kPage, 'x'));
+  const std::string last = files_.jobs()[3].path;
+  Gate gate;
+  ScopedFaultHook hook(
+      [&, pass = gate.passage()](std::string_view operation, std::string_view path) {
+        if (operation == "open" && path == last) pass();
+        return 0;
+      });
+  const auto session = start(directory_, files_, in_pages(1));
+  gate.wait_for_arrivals();
+  const auto found = session->unfinished();
+  ASSERT_EQ(found.size(), 1);
+  EXPECT_EQ(found[0].file, 3);
+  EXPECT_EQ(session->progress().files_done, 3);
+  gate.open();
+  wait_for_end(*session);
+}
+
+TEST_F(Unfinished, MayBeAskedByAnyThreadAtAnyTime) {
+  Random random(21);
+  SCOPED_TRACE(random.seed_text());
+  test::add_assorted_files(files_, random, 8);
+  const auto session = start(directory_, files_, in_pages());
+  std::atomic<bool> ended{false};
+  std::latch asked(4);
+  {
+    std::vector<std::jthread> threads;
+    for (int number = 0; number < 4; ++number) {
+      threads.emplace_back([&] {
+        std::vector<std::uint64_t> before(8, 0);
+        bool last = false;
+        for (bool first = true; !last; first = false) {
+          last = ended;
+          for (const FileProgress& file : session->unfinished()) {
+            EXPECT_LE(file.bytes_written, file.bytes);
+            EXPECT_GE(file.bytes_written, before[file.file]) << "it never moves backwards";
+            before[file.file] = file.bytes_written;
+          }
+          if (first) asked.count_down();
+        }
+      });
+    }
+    asked.wait();
+    wait_for_end(*session);
+    ended = true;
+  }
+  EXPECT_TRUE(session->unfinished().empty());
+  files_.expect_on_disk();
+}
+
+}  // namespace
+}  // namespace torch_ckpt::engine

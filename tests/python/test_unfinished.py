@@ -1,0 +1,93 @@
+"""_C.Save.unfinished: what each file of a save is doing."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import random_tensor
+from torch_ckpt import _C
+from torch_ckpt.background import Background, EngineOptions
+from torch_ckpt.errors import CheckpointError
+from torch_ckpt.writer import CHUNK_BYTES
+
+#: No wait here is meant to be long, in seconds.
+LIMIT = 60.0
+
+
+def start(path: Path, values: list[Any], background: Background, buckets: int = 1) -> _C.Save:
+    return _C.start_save(
+        str(path),
+        "__0_",
+        [f"value {number}" for number in range(len(values))],
+        values,
+        buckets=buckets,
+        file_per_item=False,
+        separation_hint="",
+        chunk_bytes=CHUNK_BYTES,
+        max_host_bytes=0,
+        direct_io="auto",
+        sync=True,
+        background=EngineOptions(background),
+    )
+
+
+@pytest.fixture
+def stuck(tmp_path: Path) -> Iterator[_C.Save]:
+    """A save whose second chunk has its turn in some weeks."""
+    state = random_tensor((3, CHUNK_BYTES), torch.uint8, 1)
+    save = start(tmp_path, [state], Background(max_bytes_per_second=1))
+    assert save.wait_staged(LIMIT)
+    yield save
+    save.cancel()
+    with pytest.raises(CheckpointError):
+        save.wait(LIMIT)
+    assert save.unfinished() == [], "a failed save has no files under way"
+
+
+def test_a_file_that_does_not_move_is_told_with_its_phase_and_bytes(stuck: _C.Save) -> None:
+    planned = stuck.progress()[0]
+    deadline = time.monotonic() + LIMIT
+    # The disk takes the first chunk in its own time.
+    while stuck.unfinished() != [("__0_0.distcp", "writing", CHUNK_BYTES, planned)]:
+        assert time.monotonic() < deadline, stuck.unfinished()
+        os.sched_yield()
+
+
+def test_another_thread_may_ask_while_one_waits(stuck: _C.Save) -> None:
+    seen: list[Any] = []
+    waiting = threading.Thread(target=lambda: seen.append(stuck.wait(0.5)))
+    waiting.start()
+    names = {name for name, _phase, _written, _bytes in stuck.unfinished()}
+    waiting.join(LIMIT)
+    assert names == {"__0_0.distcp"}
+    assert seen == [False]
+
+
+def test_a_forked_child_has_no_files_under_way(stuck: _C.Save) -> None:
+    assert stuck.unfinished() != []
+    with warnings.catch_warnings():
+        # Since Python 3.12: that there are threads, which is what this is about.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            code = 0 if stuck.unfinished() == [] else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_save_that_has_ended_has_none(tmp_path: Path) -> None:
+    save = start(tmp_path, [b"some bytes", torch.ones(3)], Background(), buckets=2)
+    assert save.wait(LIMIT)
+    assert save.unfinished() == []
