@@ -10,8 +10,13 @@ from . import timeline
 from .results import Group, Results, spread
 
 TIMELINE = "timeline"
-_COLOURS = {"ours": "#d9480f", "stock": "#4c6a85", "limit": "#c3ccd4"}
-_MEANINGS = {"ours": "torch_ckpt", "stock": "stock torch", "limit": "the machine's limit"}
+_COLOURS = {"ours": "#d9480f", "stock": "#4c6a85", "peer": "#4c6a85", "limit": "#c3ccd4"}
+_MEANINGS = {
+    "ours": "torch_ckpt",
+    "stock": "stock torch",
+    "peer": "others",
+    "limit": "the machine's limit",
+}
 
 
 def _pyplot() -> Any:
@@ -28,7 +33,7 @@ def _pyplot() -> Any:
 
 def _draw(pyplot: Any, group: Group, caption: str, path: Path) -> None:
     # Beside training the time that counts is the one for which training stands still.
-    quantity = "stall_s" if group.background else "wall_s"
+    quantity = "stall_s" if group.background or group.queued else "wall_s"
     spreads = {info.name: spread(group.values(info.name, quantity)) for info in group.contenders}
     # Fastest on top, which is the end of the axis.
     order = sorted(group.contenders, key=lambda info: spreads[info.name].median, reverse=True)
@@ -55,7 +60,11 @@ def _draw(pyplot: Any, group: Group, caption: str, path: Path) -> None:
             fontsize=9,
         )
     axes.set_xlim(0, farthest * 1.12)
-    what = "seconds in the call" if group.background else "seconds"
+    what = "seconds"
+    if group.background:
+        what = "seconds in the call"
+    elif group.queued:
+        what = "seconds for which training stands still"
     axes.set_xlabel(
         f"{what}: median, whiskers from minimum to maximum (less is better)", fontsize=9
     )

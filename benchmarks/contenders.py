@@ -25,7 +25,7 @@ import torch_ckpt
 
 from .states import State
 
-Kind = Literal["ours", "stock", "limit"]
+Kind = Literal["ours", "stock", "peer", "limit"]
 
 # What torch's unreleased threaded reader has by default.
 STOCK_READ_THREADS = 8

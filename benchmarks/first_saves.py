@@ -1,7 +1,8 @@
 """What the first save of a process costs beside training, compared with later ones.
 
 Only stock code has saved anything in the process before, and only synchronously. So buffers,
-threads and processes that a saver keeps from save to save are made by its first one.
+threads and processes that a saver keeps from save to save are made by its first one. A saver of
+ours with "_reserved" behind its name finds memory that torch_ckpt.reserve_pool has made before.
 
 `python -m benchmarks.first_saves SAVER ...` is that fresh process; it prints one JSON object.
 """
@@ -16,14 +17,27 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+import torch_ckpt
+
 from . import fresh_process
 from .background import BackgroundSample, Effort, Trace, sample_of, saves_beside_training
-from .contenders import SAVERS, background_savers, single_rank_group
+from .contenders import SAVERS, BackgroundSaver, background_savers, single_rank_group
 from .measure import Contender
 from .states import payload_bytes, small_tensors_state, training_state
 from .training import Training, one_thread
 
-MEASURED_SAVERS = ("stock_thread", "stock_process", "ours_blocking", "ours_overlapped")
+_RESERVED = "_reserved"
+MEASURED_SAVERS = (
+    "stock_thread",
+    "stock_process",
+    "ours_blocking",
+    "ours_blocking_reserved",
+    "ours_overlapped",
+    "ours_overlapped_reserved",
+)
+# More than any saver of ours makes: each is a chunk that is not full.
+_MOST_FILES = 16
+_CHUNK_BYTES = 4 << 20
 LATER_SAVES = 3
 _WARM_UP_STEPS = 3
 
@@ -36,6 +50,16 @@ def first(name: str) -> str:
 def later(name: str) -> str:
     """The contender that a saver's later saves are."""
     return f"later_{name}"
+
+
+def saver_of(name: str) -> str:
+    """Which of contenders.background_savers() a measured one is."""
+    return name.removesuffix(_RESERVED)
+
+
+def label_of(name: str, saver: BackgroundSaver) -> str:
+    """What a measured saver is called."""
+    return saver.label + (", reserve_pool before" if name.endswith(_RESERVED) else "")
 
 
 def sample_in_fresh_process(
@@ -67,7 +91,9 @@ def main() -> None:
     traces: list[Trace] = []
     with ExitStack() as stack:
         stack.callback(partial(shutil.rmtree, path, ignore_errors=True))
-        saver = stack.enter_context(background_savers())[arguments.saver]
+        saver = stack.enter_context(background_savers())[saver_of(arguments.saver)]
+        if arguments.saver.endswith(_RESERVED):
+            torch_ckpt.reserve_pool(payload_bytes(state) + _MOST_FILES * _CHUNK_BYTES)
         if arguments.saver == "stock_process":
             stack.enter_context(single_rank_group())
         stack.enter_context(one_thread())
@@ -77,7 +103,7 @@ def main() -> None:
             training.step()
         contender = Contender(
             name=arguments.saver,
-            label=saver.label,
+            label=label_of(arguments.saver, saver),
             kind=saver.kind,
             run=lambda: saver.start(state, target),
             prepare=partial(shutil.rmtree, target, ignore_errors=True),

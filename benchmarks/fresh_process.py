@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
+
+_REPOSITORY = Path(__file__).resolve().parents[1]
+_ADDRESS = "127.0.0.1"
 
 
 class FreshProcessError(RuntimeError):
@@ -16,9 +25,64 @@ class FreshProcessError(RuntimeError):
 
 def run(module: str, arguments: Sequence[str]) -> Any:
     """The JSON value that `python -m benchmarks.MODULE ARGUMENTS` printed as its last line."""
-    command = [sys.executable, "-m", f"benchmarks.{module}", *arguments]
-    repository = Path(__file__).resolve().parents[1]
-    process = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
+    return _outcome(_start(module, arguments, os.environ))
+
+
+def run_ranks(module: str, arguments: Sequence[str], world: int) -> list[Any]:
+    """The same of `world` processes at once, in which `env://` makes a process group, by rank.
+
+    Where one fails, all are killed, with the processes that they have started.
+    """
+    # As torchrun's agent does it: the store outlives every rank.
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        _ADDRESS, 0, is_master=True, wait_for_workers=False
+    )
+    common = {
+        "MASTER_ADDR": _ADDRESS,
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "OMP_NUM_THREADS": "1",
+    }
+    ranks = [
+        _start(
+            module, arguments, {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        )
+        for rank in range(world)
+    ]
+    with ThreadPoolExecutor(world) as pool:
+        outcomes = [pool.submit(_outcome, rank) for rank in ranks]
+        try:
+            for outcome in as_completed(outcomes):
+                outcome.result()
+        except BaseException:
+            # The others would wait for it for minutes, and its workers for ever.
+            for rank in ranks:
+                with suppress(ProcessLookupError):
+                    os.killpg(rank.pid, signal.SIGKILL)
+            raise
+    return [outcome.result() for outcome in outcomes]
+
+
+def _start(
+    module: str, arguments: Sequence[str], environment: Mapping[str, str]
+) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", f"benchmarks.{module}", *arguments],
+        cwd=_REPOSITORY,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def _outcome(process: subprocess.Popen[str]) -> Any:
+    output, errors = process.communicate()
     if process.returncode != 0:
-        raise FreshProcessError(f"{' '.join(command[1:])} failed:\n{process.stderr}")
-    return json.loads(process.stdout.splitlines()[-1])
+        assert isinstance(process.args, list)
+        command = " ".join(process.args[1:])
+        raise FreshProcessError(f"{command} failed:\n{errors}")
+    return json.loads(output.splitlines()[-1])

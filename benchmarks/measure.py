@@ -13,8 +13,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from .contenders import Kind
+
+T = TypeVar("T")
 
 
 def _nothing() -> None:
@@ -61,6 +64,17 @@ class ReadSample(Sample):
     """
 
     read_bytes: int
+
+
+@dataclass(frozen=True)
+class CallSample(Sample):
+    """Calls of one contender in one round: seconds are those of one call.
+
+    `wall_s` is the mean of `calls` calls in steps that are not saved, a few of which ask the store,
+    and the median of all others. Of several ranks the slowest one's counts.
+    """
+
+    calls: int
 
 
 def bytes_read() -> int:
@@ -111,7 +125,7 @@ def time_once(
     return wall, _cpu_seconds() - cpu_before
 
 
-def alternate(contenders: Sequence[Contender], rounds: int) -> Iterator[tuple[int, int, Contender]]:
+def alternate(contenders: Sequence[T], rounds: int) -> Iterator[tuple[int, int, T]]:
     """(round, position in the round, contender) in the order in which they are to be timed."""
     for round_index in range(rounds):
         order = order_of_round(len(contenders), round_index, rounds)

@@ -75,7 +75,7 @@ def mesh_without_peers(world: int, rank: int) -> Iterator[DeviceMesh]:
 
 def save(world: int, content: Content, paths: dict[str, Path]) -> None:
     """Saves the state by `world` ranks, to a path for each of RANK_SAVERS that is named."""
-    _run(world, partial(_save, content, paths))
+    run(world, partial(_save, content, paths))
 
 
 def load(
@@ -96,7 +96,7 @@ def load(
     for entry in loads:
         # Sooner than it takes to start the ranks.
         set_cache(_files(entry.path))
-    _run(world, partial(_load, content, loads, rounds, set_cache, directory))
+    run(world, partial(_load, content, loads, rounds, set_cache, directory))
     return [ReadSample(**entry) for entry in json.loads((directory / _SAMPLES).read_text())]
 
 
@@ -104,7 +104,13 @@ def _files(path: Path) -> list[Path]:
     return sorted(file for file in path.rglob("*") if file.is_file())
 
 
-def _run(world: int, work: Callable[[], None]) -> None:
+def run(world: int, work: Callable[[], None]) -> None:
+    """Does some work on each of `world` ranks, every one a fresh process.
+
+    Raises:
+        CacheStateError: it was raised on a rank.
+        ProcessRaisedException: something else was.
+    """
     # The first DTensor imports torch._dynamo, which takes a rank as long as all else together.
     multiprocessing.set_forkserver_preload(["benchmarks.ranks", "torch._dynamo"])
     # As torchrun's agent does it: the store outlives every rank.

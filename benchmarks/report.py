@@ -18,9 +18,14 @@ BEGIN = "<!-- benchmark:begin -->"
 END = "<!-- benchmark:end -->"
 ASYNC_BEGIN = "<!-- benchmark-async:begin -->"
 ASYNC_END = "<!-- benchmark-async:end -->"
+QUEUE_BEGIN = "<!-- benchmark-megatron:begin -->"
+QUEUE_END = "<!-- benchmark-megatron:end -->"
+MANAGER_BEGIN = "<!-- benchmark-manager:begin -->"
+MANAGER_END = "<!-- benchmark-manager:end -->"
 # The groups whose charts the README shows; the others lie beside them.
 HEADLINE_CHARTS = ("save", "load_warm", "small_save")
 ASYNC_CHARTS = (charts.TIMELINE, "async")
+QUEUE_CHARTS = ("megatron",)
 LOADING_CHARTS = ("load_warm", "load_cold", "partial_cold", "reshard_cold", "replicas_cold")
 # By the first part of their names.
 LOADING_GROUPS = ("load", "partial", "reshard", "replicas")
@@ -35,7 +40,7 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]], numeric_from: i
 def _number(value: float, quantity: str) -> str:
     if quantity == "memory":
         return f"{value:.0f} MiB"
-    if quantity == "time in the call":
+    if quantity in ("time in the call", "added time", "time per GB"):
         return f"{value:.2f} ms"
     return f"{value:.2f} x"
 
@@ -101,9 +106,63 @@ def _background_table(group: Group) -> str:
     return _table(header, rows, numeric_from=1)
 
 
+def _queue_table(group: Group) -> str:
+    rows = []
+    for info in group.contenders:
+
+        def median(quantity: str, form: str, scale: float = 1, name: str = info.name) -> str:
+            values = group.values(name, quantity)
+            return format(statistics.median(values) * scale, form) if values else ""
+
+        samples = group.queue_samples(info.name)
+        kept = sum(sample.kept for sample in samples)
+        rows.append(
+            [
+                f"**{info.label}**" if info.kind == "ours" else info.label,
+                median("first_call_s", ",.0f", 1e3),
+                *(
+                    median(quantity, ",.1f", 1e3)
+                    for quantity in ("call_s", "plan_s", "schedule_s", "finalize_s", "stall_s")
+                ),
+                median("poll_s", ",.0f", 1e6),
+                median("durable_s", ".2f"),
+                median("step_median_ratio", ".2f"),
+                median("step_mean_ratio", ".2f"),
+                median("cpu_s", ".2f"),
+                median("first_cpu_s", ".2f"),
+                median("memory_bytes", ",.0f", 2**-20),
+                median("processes", ".0f"),
+                f"{kept} of {len(samples)}",
+            ]
+        )
+    header = [group.title, "first call, ms", "call, ms", "plan, ms", "schedule, ms", "finalize, ms"]
+    header += ["stands still, ms", "poll, us", "durable, s", "median step, x", "mean step, x"]
+    header += ["CPU s", "first CPU s", "memory, MiB", "processes", "kept"]
+    return _table(header, rows, numeric_from=1)
+
+
+def _calls_table(group: Group) -> str:
+    rows = []
+    for info in group.contenders:
+        wall = group.wall(info.name)
+        rows.append(
+            [
+                info.label,
+                f"{wall.median * 1e3:.3f}",
+                f"{wall.minimum * 1e3:.3f} to {wall.maximum * 1e3:.3f}",
+                f"{group.cpu(info.name).median * 1e3:.3f}",
+            ]
+        )
+    return _table([group.title, "call, ms", "min to max", "CPU ms"], rows, numeric_from=1)
+
+
 def _group_table(group: Group) -> str:
     if group.background:
         return _background_table(group)
+    if group.queued:
+        return _queue_table(group)
+    if group.of_calls:
+        return _calls_table(group)
     rows = []
     for info in sorted(group.contenders, key=lambda info: group.wall(info.name).median):
         wall = group.wall(info.name)
@@ -133,6 +192,36 @@ _BACKGROUND_EXPLANATION = (
 )
 
 
+_QUEUE_EXPLANATION = (
+    "Saves in Megatron's flow: plan, schedule, a poll after every step, finalize. The call "
+    "is from the start of the plan until the request has been taken: of the first save of a fresh "
+    "process, and of later ones. Plan, schedule and finalize are parts of later saves; training "
+    "stands still for all of these and the polls. A poll is one that finds the save unfinished. "
+    "The median and mean training step from the call to the end of the save are given per step "
+    "without a save just before. CPU seconds are those of all processes, without the training "
+    "steps'; memory is that of all processes during a later save, beyond what there was before the "
+    "first, with shared memory counted once and without mapped files; processes are those beside "
+    "the rank's own. Kept tells of how many saves hold the state as it was at the call, when it is "
+    "changed right after."
+)
+
+_CALLS_EXPLANATION = (
+    "Calls of a manager: the mean of those in steps that are not saved, a few of which ask the "
+    "store; the median of the others. Before each call all ranks do a step of training and wait "
+    "for each other; the slowest rank's calls count. Added time is what a save through the manager "
+    "blocks beyond async_save. CPU milliseconds are those of the process, for a call, the step "
+    "before it and the save until its end."
+)
+
+_QUEUE_PEERS_EXPLANATION = (
+    "nvidia-resiliency-ext and megatron-core save through a worker process. State is on the CPU, "
+    "which they do not copy: after the first save it lies in memory shared with the worker, "
+    "so that later calls hand over handles and the worker reads what training goes on changing. "
+    '"Of copies" clones the tensors in the call, as their user would have to. Without a GPU {}; '
+    "all else is their own code, as installed from PyPI."
+)
+
+
 _READS_EXPLANATION = (
     "Bytes read are those that read system calls returned, of files in the page cache and past it, "
     "metadata included, per byte of the tensors loaded. Of several ranks bytes and CPU seconds add "
@@ -154,6 +243,15 @@ def _introduction(results: Results, groups: Sequence[Group], *, quotable: bool) 
         paragraphs.append(_BACKGROUND_EXPLANATION)
     if any(group.counts_reads for group in groups):
         paragraphs.append(_READS_EXPLANATION)
+    if any(group.of_calls for group in groups):
+        paragraphs.append(_CALLS_EXPLANATION)
+    if any(group.queued for group in groups):
+        paragraphs.append(_QUEUE_EXPLANATION)
+        replaced = ", ".join(results.parameters["megatron"]["replaced_for_peers"])
+        what = (
+            f"these do nothing, in rank and worker: {replaced}" if replaced else "nothing differs"
+        )
+        paragraphs.append(_QUEUE_PEERS_EXPLANATION.format(what))
     return paragraphs
 
 
@@ -197,6 +295,14 @@ def _async_groups(results: Results) -> list[Group]:
     return [group for group in results.groups if group.background]
 
 
+def _queue_groups(results: Results) -> list[Group]:
+    return [group for group in results.groups if group.queued]
+
+
+def _manager_groups(results: Results) -> list[Group]:
+    return [group for group in results.groups if group.of_calls]
+
+
 def _loading_groups(results: Results) -> list[Group]:
     return [group for group in results.groups if group.name.split("_")[0] in LOADING_GROUPS]
 
@@ -219,6 +325,35 @@ def async_block(results: Results, image_links: Sequence[str] = ()) -> str:
     paragraphs.append(_table_with_targets(comparisons))
     paragraphs += [_group_table(group) for group in groups]
     return "\n\n".join(paragraphs + _skipped_list(results)) + "\n"
+
+
+def queue_block(results: Results, image_links: Sequence[str] = ()) -> str:
+    """All about saves in Megatron's flow, in markdown: tables, comparisons, images."""
+    groups = _queue_groups(results)
+    names = {group.name for group in groups}
+    rows = [
+        _comparison_row(entry)
+        for entry in results.comparisons
+        if entry.key.split(".")[0] in names and entry.quantity != "step time"
+    ]
+    paragraphs = _introduction(results, groups, quotable=results.thorough)
+    paragraphs += [f"![{Path(link).stem}]({link})" for link in image_links]
+    paragraphs += [_group_table(group) for group in groups]
+    if rows:
+        paragraphs.append(_table(_COMPARISON_HEADER, rows, numeric_from=4))
+    return "\n\n".join(paragraphs + _skipped_list(results)) + "\n"
+
+
+def manager_block(results: Results, image_links: Sequence[str] = ()) -> str:
+    """What a manager costs, in markdown: targets and a table."""
+    groups = _manager_groups(results)
+    names = {group.name for group in groups}
+    comparisons = [entry for entry in results.comparisons if entry.key.split(".")[0] in names]
+    paragraphs = _introduction(results, groups, quotable=results.thorough)
+    paragraphs += [f"![{Path(link).stem}]({link})" for link in image_links]
+    paragraphs.append(_table_with_targets(comparisons))
+    paragraphs += [_group_table(group) for group in groups]
+    return "\n\n".join(paragraphs) + "\n"
 
 
 def loading_block(results: Results, image_links: Sequence[str] = ()) -> str:
@@ -254,6 +389,10 @@ _SUBJECTS = (
     _Subject(
         "saves beside training", ASYNC_BEGIN, ASYNC_END, _async_groups, async_block, ASYNC_CHARTS
     ),
+    _Subject(
+        "saves in Megatron's flow", QUEUE_BEGIN, QUEUE_END, _queue_groups, queue_block, QUEUE_CHARTS
+    ),
+    _Subject("a manager", MANAGER_BEGIN, MANAGER_END, _manager_groups, manager_block, ()),
     _Subject("loads", BEGIN, END, _loading_groups, loading_block, LOADING_CHARTS),
 )
 
@@ -264,7 +403,7 @@ def _subject_of(document: Path) -> _Subject:
         if subject.begin in text:
             return subject
     markers = " or ".join(subject.begin for subject in _SUBJECTS)
-    raise SystemExit(f"{document} has neither of the markers {markers}")
+    raise SystemExit(f"{document} has none of the markers {markers}")
 
 
 def replace_block(text: str, block: str, begin: str = BEGIN, end: str = END) -> str:
@@ -293,7 +432,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--doc",
         type=Path,
-        help="file whose block about saves beside training or about loads is replaced",
+        help="file whose block about saves beside training, Megatron's flow, the manager or loads "
+        "is replaced",
     )
     parser.add_argument(
         "--images", type=Path, default=Path("docs/images"), help="for charts (default %(default)s)"

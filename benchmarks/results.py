@@ -12,8 +12,9 @@ from typing import Any
 
 from .background import BackgroundSample, Trace
 from .machine import Machine
-from .measure import ReadSample, Sample
+from .measure import CallSample, ReadSample, Sample
 from .memory import MemorySample
+from .queue_saves import QueueSample, QueueSave
 
 FORMAT_VERSION = 1
 
@@ -51,7 +52,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 @dataclass(frozen=True)
 class ContenderInfo:
-    """How a contender is shown. `kind` is 'ours', 'stock' or 'limit'."""
+    """How a contender is shown. `kind` is 'ours', 'stock', 'peer' or 'limit'."""
 
     name: str
     label: str
@@ -74,6 +75,16 @@ class Group:
         return isinstance(self.samples[0], BackgroundSample)
 
     @property
+    def queued(self) -> bool:
+        """Whether the samples are of saves through a queue."""
+        return isinstance(self.samples[0], QueueSample)
+
+    @property
+    def of_calls(self) -> bool:
+        """Whether the samples are of many calls each."""
+        return isinstance(self.samples[0], CallSample)
+
+    @property
     def counts_reads(self) -> bool:
         """Whether the samples are of loads that counted the bytes they read."""
         return isinstance(self.samples[0], ReadSample)
@@ -88,6 +99,15 @@ class Group:
             sample
             for sample in self.samples
             if isinstance(sample, BackgroundSample) and sample.contender == contender
+        ]
+        return sorted(own, key=lambda sample: sample.round)
+
+    def queue_samples(self, contender: str) -> list[QueueSample]:
+        """A contender's samples in the order of the rounds; of saves through a queue only."""
+        own = [
+            sample
+            for sample in self.samples
+            if isinstance(sample, QueueSample) and sample.contender == contender
         ]
         return sorted(own, key=lambda sample: sample.round)
 
@@ -131,7 +151,8 @@ class Comparison:
 
     `quantity` says what the numbers are. More is better only of a 'speed' or 'staging speed', the
     baseline's seconds per second of ours. 'bytes read' are per byte wanted. 'memory' is MiB and
-    'time in the call' milliseconds, both without a baseline. 'step time' is that beside a save per
+    'time in the call' and 'time per GB' milliseconds, all without a baseline; 'added time' is what
+    ours takes beyond the baseline, in milliseconds. 'step time' is that beside a save per
     step without one. All others (such as 'CPU time', 'stall' and 'time until durable') are our
     seconds per second of the baseline.
     `ours` and `baseline` are labels, with the median seconds of each beside them. A headline is fit
@@ -229,6 +250,7 @@ class Results:
                     "bytes_per_s": group.bytes / group.wall(info.name).median,
                 }
                 | _background_summary(group, info.name)
+                | _queue_summary(group, info.name)
                 | _read_summary(group, info.name)
                 for info in group.contenders
             }
@@ -262,6 +284,13 @@ def _background_summary(group: Group, contender: str) -> dict[str, Any]:
     return {quantity: asdict(spread(own)) for quantity, own in values.items() if own}
 
 
+def _queue_summary(group: Group, contender: str) -> dict[str, Any]:
+    if not group.queued:
+        return {}
+    quantities = ("first_call_s", "call_s", "stall_s", "durable_s", "memory_bytes")
+    return {quantity: asdict(spread(group.values(contender, quantity))) for quantity in quantities}
+
+
 def _read_summary(group: Group, contender: str) -> dict[str, Any]:
     if not group.counts_reads:
         return {}
@@ -276,8 +305,12 @@ def _from_fields(kind: type[Any], entry: dict[str, Any]) -> Any:
 def _sample(entry: dict[str, Any]) -> Sample:
     if "read_bytes" in entry:
         return ReadSample(**entry)
+    if "calls" in entry:
+        return CallSample(**entry)
     if "saves" not in entry:
         return Sample(**entry)
+    if "first_call_s" in entry:
+        return QueueSample(**entry | {"saves": [QueueSave(**save) for save in entry["saves"]]})
     return BackgroundSample(**entry | {"saves": [Trace(**save) for save in entry["saves"]]})
 
 

@@ -19,9 +19,22 @@ from pathlib import Path
 
 from . import machine, report, states, suites, targets
 from .background import Effort
+from .manager import CallEffort
+from .queue_saves import SAVERS_BY_QUEUE
 from .results import Results
 
-GROUPS = ("save", "load", "partial", "replicas", "small", "memory", "async", "first")
+GROUPS = (
+    "save",
+    "load",
+    "partial",
+    "replicas",
+    "small",
+    "memory",
+    "async",
+    "first",
+    "manager",
+    *suites.QUEUE_GROUPS,
+)
 _UNITS = {
     "": 1,
     "KB": 10**3,
@@ -35,12 +48,20 @@ _UNITS = {
 _DISK_FACTOR = 2.2
 # For what needs a fresh process each time.
 _REPEATS = 3
+# Two more of each process are not timed.
+_LATER_QUEUE_SAVES = 3
+_QUEUES = tuple(SAVERS_BY_QUEUE)
+_FEW_QUEUES = ("ours", "nvrx", "mcore")
+_QUICK_QUEUES = ("ours", "nvrx_copies", "mcore")
+_QUICK_FEW_QUEUES = ("ours", "mcore")
 _RESHARD_RANKS = (2, 3, 8)
 _QUICK_RESHARD_RANKS = (3,)
 _REPLICA_RANKS = (1, 2, 4, 8)
 _QUICK_REPLICA_RANKS = (1, 2)
 _EFFORT = Effort(idle_steps=40, least_steps=15)
 _QUICK_EFFORT = Effort(idle_steps=5, least_steps=3)
+_CALL_EFFORT = CallEffort(steps=100, others=10)
+_QUICK_CALL_EFFORT = CallEffort(steps=5, others=2)
 
 
 def parse_size(text: str) -> int:
@@ -138,6 +159,10 @@ def measure(setup: suites.Setup, results: Results, only: Sequence[str]) -> None:
         suites.memory_beyond_state(setup, results)
     if "first" in chosen:
         suites.first_saves_beside_training(setup, results)
+    if "manager" in chosen:
+        suites.manager_costs(setup, results)
+    if set(suites.QUEUE_GROUPS) & set(chosen):
+        suites.saves_through_queues(setup, results, chosen)
     results.comparisons = targets.compare_groups(results.groups)
     results.comparisons += targets.compare_memory(results.memory)
     results.crossovers = targets.crossovers(results.groups)
@@ -188,7 +213,11 @@ def main(arguments: Sequence[str] | None = None) -> Path:
             replica_worlds=replica_ranks,
             rounds=rounds,
             repeats=1 if quick else _REPEATS,
+            later_queue_saves=1 if quick else _LATER_QUEUE_SAVES,
+            queues=_QUICK_QUEUES if quick else _QUEUES,
+            few_queues=_QUICK_FEW_QUEUES if quick else _FEW_QUEUES,
             effort=_QUICK_EFFORT if quick else _EFFORT,
+            call_effort=_QUICK_CALL_EFFORT if quick else _CALL_EFFORT,
             say=_say,
         )
         measure(setup, results, options.only)

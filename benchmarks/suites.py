@@ -10,10 +10,27 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from . import contenders, first_saves, limits, memory, pagecache, ranks, states
+import torch
+
+from . import (
+    contenders,
+    first_saves,
+    limits,
+    manager,
+    memory,
+    no_cuda,
+    pagecache,
+    peers,
+    queue_saves,
+    ranks,
+    states,
+)
 from .background import BackgroundSample, Effort, measure_beside_training
 from .contenders import SAVERS, STOCK_SAVERS, BackgroundSaver, Kind
-from .measure import Contender, ReadSample, Sample, measure_alternately
+from .manager import CallEffort
+from .measure import Contender, ReadSample, Sample, measure_alternately, order_of_round
+from .peers import PeerUnavailableError
+from .queue_saves import SAVERS_BY_QUEUE, QueueSample, Work
 from .results import ContenderInfo, Group, Results, Skipped, readable_size
 from .states import State
 from .training import Training, one_thread
@@ -27,11 +44,17 @@ MOST_REPLICA_BYTES = 4 * 10**9
 SetCache = Callable[[Sequence[Path]], None]
 
 
+# Of a larger state the copy takes so long that what a manager adds to it could not be told.
+MANAGER_BYTES = 64_000_000
+
+
 @dataclass(frozen=True)
 class Setup:
     """Sizes and places of one run. `directory` is private to the run; `state_bytes` are bytes.
 
-    `repeats` counts the processes for what needs a fresh one each time. `rank_bytes` is for what
+    `repeats` counts the processes for what needs a fresh one each time, `later_queue_saves` each
+    process's saves through a queue after its first one. `queues` are those that are measured,
+    `few_queues` those of many small tensors and of several ranks. `rank_bytes` is for what
     several ranks load: in all where they share it, on each where all load the same; the worlds are
     numbers of ranks.
     """
@@ -45,7 +68,11 @@ class Setup:
     replica_worlds: Sequence[int]
     rounds: int
     repeats: int
+    later_queue_saves: int
+    queues: Sequence[str]
+    few_queues: Sequence[str]
     effort: Effort
+    call_effort: CallEffort
     say: Callable[[str], None]
 
 
@@ -601,7 +628,8 @@ def first_saves_beside_training(setup: Setup, results: Results) -> None:
     ):
         for repeat in range(setup.repeats):
             for name in first_saves.MEASURED_SAVERS:
-                if name not in savers:
+                saver = savers.get(first_saves.saver_of(name))
+                if saver is None:
                     continue
                 pair = first_saves.sample_in_fresh_process(
                     name,
@@ -611,11 +639,150 @@ def first_saves_beside_training(setup: Setup, results: Results) -> None:
                     round_index=repeat,
                 )
                 for sample, which in zip(pair, ("first save", "later saves"), strict=True):
-                    label = f"{savers[name].label}: {which}"
+                    label = f"{first_saves.label_of(name, saver)}: {which}"
                     if repeat == 0:
-                        infos.append(ContenderInfo(sample.contender, label, savers[name].kind))
+                        infos.append(ContenderInfo(sample.contender, label, saver.kind))
                     samples.append(sample)
                     _say_background_sample(setup, label, sample)
     total = samples[0].bytes
     results.groups.append(Group("async_first", title, total, infos, samples))
     _memory(setup, results, memory.MEASURED_BACKGROUND_SAVERS)
+
+
+# One rank's share of a model, about; what saves beside training measure is larger.
+_MOST_QUEUE_BYTES = 500_000_000
+# Of tensors as small as these a rank of a large model has some thousands.
+_TENSORS_OF_QUEUE = 1 / 4
+
+
+#: One rank, one rank with many small tensors, two ranks.
+QUEUE_GROUPS = ("megatron", "megatron_small", "megatron_ranks")
+
+
+def saves_through_queues(
+    setup: Setup, results: Results, chosen: Sequence[str] = QUEUE_GROUPS
+) -> None:
+    """Saves as Megatron makes them, by this package and by those that are used there.
+
+    Args:
+        chosen: which of ``QUEUE_GROUPS``.
+    """
+    size = min(setup.state_bytes, _MOST_QUEUE_BYTES)
+    usable = _usable_queues(setup, results, size)
+    cuda = [] if torch.cuda.is_available() else [f"torch.cuda.{n}" for n in no_cuda.REPLACEMENTS]
+    results.parameters["megatron"] = {
+        "thread_count": queue_saves.THREAD_COUNT,
+        "later_saves": setup.later_queue_saves,
+        "replaced_for_peers": cuda,
+        "sharing_strategy_of_small_tensors": queue_saves.SHARING_OF_SMALL,
+    }
+    small = max(1, int(setup.small_tensor_count * _TENSORS_OF_QUEUE))
+    few = [name for name in usable if name in setup.few_queues]
+    shown = readable_size(size)
+    work = Work(
+        size=size,
+        tensors=setup.tensor_count,
+        small=0,
+        later_saves=setup.later_queue_saves,
+        idle_steps=setup.effort.idle_steps,
+        least_steps=setup.effort.least_steps,
+    )
+    with _scratch(setup, "megatron") as scratch:
+        for name, title, names, of_group, world in (
+            ("megatron", f"Save {shown} through Megatron's queue", usable, work, 1),
+            (
+                "megatron_small",
+                f"Save {small:,} tensors of 1 KiB through Megatron's queue",
+                few,
+                replace(work, small=small),
+                1,
+            ),
+            (
+                "megatron_ranks",
+                f"Save {shown} by 2 ranks through Megatron's queue",
+                few,
+                work,
+                2,
+            ),
+        ):
+            if name in chosen:
+                group = _measure_queues(setup, name, title, names, of_group, scratch, world)
+                results.groups.append(group)
+
+
+def manager_costs(setup: Setup, results: Results) -> None:
+    """What a CheckpointManager costs in each step and each save, on one rank and on two."""
+    total = min(setup.state_bytes, MANAGER_BYTES)
+    title = f"CheckpointManager, {readable_size(total)} in 200 tensors"
+    setup.say(f"\n{title}")
+    infos: list[ContenderInfo] = []
+    samples: list[Sample] = []
+    for world in (1, 2):
+        infos += manager.contenders(world)
+        labels = {info.name: info.label for info in infos}
+        with _scratch(setup, f"manager-{world}") as scratch:
+            for sample in manager.measure(
+                world, total, setup.call_effort, rounds=setup.rounds, directory=scratch
+            ):
+                samples.append(sample)
+                label = labels[sample.contender]
+                setup.say(
+                    f"  round {sample.round + 1}/{setup.rounds}  {label:<52}"
+                    f"{sample.wall_s * 1e3:9.3f} ms in each of {sample.calls} calls"
+                )
+    results.groups.append(Group("manager", title, total, infos, samples))
+
+
+def _usable_queues(setup: Setup, results: Results, size: int) -> list[str]:
+    """The savers that can save `size` bytes here; says why the others cannot."""
+    missing: set[peers.Peer] = set()
+    # torch hands CPU tensors to workers there, and running out of it kills the process.
+    free = shutil.disk_usage("/dev/shm").free
+    for peer in (peers.NVRX, peers.MEGATRON_CORE):
+        try:
+            if free < 1.1 * size:
+                raise PeerUnavailableError(f"/dev/shm has only {readable_size(free)} free")
+            peer.install()
+        except PeerUnavailableError as error:
+            missing.add(peer)
+            _skip(setup, results, peer.title, str(error))
+    return [name for name in setup.queues if SAVERS_BY_QUEUE[name].peer not in missing]
+
+
+def _measure_queues(
+    setup: Setup,
+    name: str,
+    title: str,
+    names: Sequence[str],
+    work: Work,
+    scratch: Path,
+    world: int,
+) -> Group:
+    setup.say(f"\n{title}")
+    samples: list[Sample] = []
+    for round_index in range(setup.rounds):
+        for position, index in enumerate(order_of_round(len(names), round_index, setup.rounds)):
+            sample = queue_saves.sample_in_fresh_processes(
+                names[index],
+                work,
+                scratch,
+                world=world,
+                round_index=round_index,
+                position=position,
+            )
+            samples.append(sample)
+            _say_queue_sample(setup, SAVERS_BY_QUEUE[names[index]].label, sample)
+    infos = [
+        ContenderInfo(saver, SAVERS_BY_QUEUE[saver].label, SAVERS_BY_QUEUE[saver].kind)
+        for saver in names
+    ]
+    return Group(name, title, samples[0].bytes, infos, samples)
+
+
+def _say_queue_sample(setup: Setup, label: str, sample: QueueSample) -> None:
+    setup.say(
+        f"  round {sample.round + 1}/{setup.rounds}  {label:<38}"
+        f"{sample.first_call_s * 1e3:9.1f} ms in the first call {sample.call_s * 1e3:8.1f} later"
+        f"{sample.durable_s:8.3f} s until durable {sample.cpu_s:7.3f} CPU s"
+        f"{sample.memory_bytes / 2**20:7.0f} MiB  steps x {sample.step_median_ratio:.3f}"
+    )

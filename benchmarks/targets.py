@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from .first_saves import first, later
 from .memory import MemorySample
@@ -13,6 +14,9 @@ from .results import Comparison, Crossover, Group, readable_size
 MEMORY_ALLOWANCE_BYTES = 64 << 20
 # Headers and what direct reads must take beyond the rows: the blocks at both ends.
 MOST_READ_PER_WANTED = 1.05
+# What a manager may cost, in milliseconds: in a step that it does not save, and beyond async_save.
+MOST_IN_STEP_MS = 1.0
+MOST_ADDED_TO_SAVE_MS = 5.0
 # Of the fields of a BackgroundSample, for the reader of a table.
 _MEANINGS = {"stall_s": "stall", "staged_s": "staging", "durable_s": "until durable"}
 
@@ -85,8 +89,8 @@ def _save(group: Group) -> Iterable[Comparison]:
     yield from _speed(group, "best_stock", "ours_dcp", best_stock, target=1.5)
     yield from _speed(group, "raw_direct", "ours_dcp", raw_direct, target=0.90)
     yield from _cpu_time(group, "cpu", "ours_dcp", "stock_1", target=0.4)
-    yield from _speed(group, "buffered", "ours_buffered", best_stock, target=1.0)
-    yield from _speed(group, "call", "ours_call", "stock_1")
+    yield from _speed(group, "buffered", "ours_buffered", best_stock, target=1.0, headline=False)
+    yield from _speed(group, "call", "ours_call", "stock_1", headline=False)
     yield from _speed(group, "raw_buffered", "ours_buffered", raw_buffered, headline=False)
     yield from _speed(group, "memcpy", "ours_dcp", "memcpy", headline=False)
 
@@ -94,7 +98,9 @@ def _save(group: Group) -> Iterable[Comparison]:
 def _load(group: Group, *, stock: float, limit: str, of_limit: float) -> Iterable[Comparison]:
     """Targets: times the speed of stock, and part of the speed of the limit of that name."""
     yield from _speed(group, "stock", "ours_dcp", "stock", target=stock)
-    yield from _speed(group, "stock_threads", "ours_dcp", "stock_threads", target=1.0)
+    yield from _speed(
+        group, "stock_threads", "ours_dcp", "stock_threads", target=1.0, headline=False
+    )
     yield from _speed(group, "limit", "ours_dcp", group.fastest(limit), target=of_limit)
     yield from _speed(group, "budget", "ours_budget", "ours_dcp", target=0.8, headline=False)
     yield from _speed(group, "call", "ours_call", "stock", headline=False)
@@ -342,6 +348,71 @@ def _async_first(group: Group) -> Iterable[Comparison]:
                 (later(name), field),
                 target=2.0,
             )
+            reserved = f"{name}_reserved"
+            yield from _seconds(
+                group,
+                f"{reserved.removeprefix('ours_')}.{field.removesuffix('_s')}",
+                f"first save, {_MEANINGS[field]}",
+                (first(reserved), field),
+                (later(reserved), field),
+            )
+
+
+def _queues(group: Group) -> Iterable[Comparison]:
+    for peer in ("nvrx", "nvrx_copies", "mcore"):
+        for key, quantity, field in (
+            ("first_call", "first call", "first_call_s"),
+            ("call", "call", "call_s"),
+            ("stall", "training stands still", "stall_s"),
+            ("poll", "poll", "poll_s"),
+            ("durable", "time until durable", "durable_s"),
+            ("cpu", "CPU time", "cpu_s"),
+        ):
+            ours, theirs = ("ours", field), (peer, field)
+            # A save of next to nothing may have ended before its first poll.
+            if field == "poll_s" and len(group.values(*ours)) != len(group.values(*theirs)):
+                continue
+            yield from _seconds(group, f"{key}.{peer}", quantity, ours, theirs)
+    for info in group.contenders:
+        yield from _step_time(group, f"{info.name}.step", info.name)
+        yield from _step_time(group, f"{info.name}.step.mean", info.name, field="step_mean_ratio")
+
+
+def _manager(group: Group) -> Iterable[Comparison]:
+    """Steps that are not saved, and saves beyond async_save; see manager.py."""
+
+    def comparison(name: str, quantity: str, **more: Any) -> Comparison:
+        return Comparison(
+            key=f"{group.name}.{name}",
+            work=group.title,
+            quantity=quantity,
+            ours=group.label(name),
+            ours_median=group.wall(name).median,
+            headline=False,
+            **more,
+        )
+
+    for info in group.contenders:
+        what, _, world = info.name.rpartition("_")
+        own = group.values(info.name, "wall_s")
+        if what in ("tensors", "modules"):
+            alone = f"async_{world}"
+            pairs = zip(own, group.values(alone, "wall_s"), strict=True)
+            yield comparison(
+                info.name,
+                "added time",
+                per_round=[(ours - theirs) * 1e3 for ours, theirs in pairs],
+                baseline=group.label(alone),
+                baseline_median=group.wall(alone).median,
+                target=MOST_ADDED_TO_SAVE_MS,
+            )
+        elif what == "replicas":
+            per_round = [seconds * 1e3 / (group.bytes / 1e9) for seconds in own]
+            yield comparison(info.name, "time per GB", per_round=per_round)
+        elif what != "async":
+            target = MOST_IN_STEP_MS if what.startswith("step_") else None
+            per_round = [seconds * 1e3 for seconds in own]
+            yield comparison(info.name, "time in the call", per_round=per_round, target=target)
 
 
 _RULES: dict[str, Callable[[Group], Iterable[Comparison]]] = {
@@ -359,6 +430,10 @@ _RULES: dict[str, Callable[[Group], Iterable[Comparison]]] = {
     "async": _async,
     "async_small": _async_small,
     "async_first": _async_first,
+    "manager": _manager,
+    "megatron": _queues,
+    "megatron_small": _queues,
+    "megatron_ranks": _queues,
 }
 
 

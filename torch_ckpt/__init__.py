@@ -2,7 +2,7 @@
 
 ``FileSystemWriter`` and ``FileSystemReader`` replace torch's classes of the same names in
 ``torch.distributed.checkpoint``; ``save`` and ``load`` do the same with less Python per tensor, and
-``async_save`` saves while training goes on.
+``async_save`` saves while training goes on. ``CheckpointManager`` is what a training loop needs.
 """
 
 import atexit
@@ -11,6 +11,8 @@ import torch  # noqa: F401  (its libraries must be there before the extension is
 
 from torch_ckpt._C import trim_pool
 from torch_ckpt.api import async_save, estimate_read_memory, load, preflight, save
+from torch_ckpt.app_state import AppState, PerRank, RNGState
+from torch_ckpt.async_checkpoint import AsyncCheckpoint
 from torch_ckpt.background import Background
 from torch_ckpt.comparing import DiffReport, TensorDifference, diff
 from torch_ckpt.errors import (
@@ -23,7 +25,9 @@ from torch_ckpt.errors import (
     Unsafe,
 )
 from torch_ckpt.generations import remove_leftovers
+from torch_ckpt.host_memory import reserve_pool
 from torch_ckpt.loading import LoadReport, ReadMemory
+from torch_ckpt.manager import CheckpointManager
 from torch_ckpt.metrics import SaveMetrics
 from torch_ckpt.reader import FileSystemReader
 from torch_ckpt.snapshot import AsyncSave, check_for_errors, leave_at_exit
@@ -33,9 +37,12 @@ from torch_ckpt.writer import FileSystemWriter
 __version__ = "0.1.0"
 
 __all__ = [
+    "AppState",
+    "AsyncCheckpoint",
     "AsyncSave",
     "Background",
     "CheckpointError",
+    "CheckpointManager",
     "Corrupt",
     "Damage",
     "DiffReport",
@@ -45,6 +52,8 @@ __all__ = [
     "LoadMismatch",
     "LoadReport",
     "NotCommitted",
+    "PerRank",
+    "RNGState",
     "ReadMemory",
     "SaveMetrics",
     "SourceChanged",
@@ -59,6 +68,7 @@ __all__ = [
     "load",
     "preflight",
     "remove_leftovers",
+    "reserve_pool",
     "save",
     "trim_pool",
     "verify",

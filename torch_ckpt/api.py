@@ -45,7 +45,7 @@ CheckpointId = str | os.PathLike[str]
 
 
 def save(
-    state_dict: StateDict,
+    state_dict: StateDict | Callable[[], StateDict],
     checkpoint_id: CheckpointId | None = None,
     *,
     storage_writer: FileSystemWriter | None = None,
@@ -62,7 +62,8 @@ def save(
 
     Args:
         state_dict: as for ``dcp.save``: nested dicts and lists of tensors, DTensors, objects that
-            pickle, and ``Stateful`` values at the top.
+            pickle, and ``Stateful`` values at the top. Or a function that returns one: what it
+            raises fails the save on all ranks at once.
         checkpoint_id: directory of the checkpoint.
         storage_writer: a writer to use, in the place of one made for ``checkpoint_id``.
         planner: a planner of the caller's own; the save then is ``dcp.save`` with our writer.
@@ -104,7 +105,7 @@ def save(
         if planner is None and writer.engine_can_write():
             return save_state(lambda: _values_of(state_dict), writer, ranks)
         metadata: Metadata = dcp_save(
-            state_dict,
+            state_dict() if callable(state_dict) else state_dict,
             storage_writer=writer,
             planner=planner,
             process_group=process_group,
@@ -114,7 +115,7 @@ def save(
 
 
 def async_save(
-    state_dict: StateDict,
+    state_dict: StateDict | Callable[[], StateDict],
     checkpoint_id: CheckpointId | None = None,
     *,
     staging: str = "blocking",
@@ -196,7 +197,7 @@ def async_save(
             job = Job(
                 sources,
                 ranks,
-                str(writer.path),
+                writer.destination,
                 background=writer.background,
                 blocking=staging == "blocking",
                 begun=begun,
@@ -366,5 +367,6 @@ def _made(kind: Any, given: Any, checkpoint_id: CheckpointId | None, options: St
     return given
 
 
-def _values_of(state_dict: StateDict) -> StateDict:
+def _values_of(state_dict: StateDict | Callable[[], StateDict]) -> StateDict:
+    state_dict = state_dict() if callable(state_dict) else state_dict
     return {key: value_of(value) for key, value in state_dict.items()}

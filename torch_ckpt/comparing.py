@@ -18,31 +18,17 @@ from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
 
-from torch_ckpt.errors import CheckpointError, Corrupt
+from torch_ckpt.errors import CheckpointError
 from torch_ckpt.progress import Progress, ProgressOption, Reporter
-from torch_ckpt.reader import LEAST_INFLIGHT_BYTES, FileSystemReader, Row
+from torch_ckpt.reader import LEAST_INFLIGHT_BYTES, Row
+from torch_ckpt.stored import QUANTIZED, Box, StoredTensors, empty
 from torch_ckpt.text import plural, printable
-from torch_ckpt.verifying import fault_of_shards
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 # Elements that are compared at once: what that takes beside the two tensors stays below 64 MiB.
 _AT_ONCE = 1 << 20
 
 _LEAST_INT64 = -(1 << 63)
-
-# Their values are more than their bytes: scales, which only torch.load knows to read.
-_QUANTIZED = {
-    getattr(torch, name)
-    for name in ("quint8", "qint8", "qint32", "quint4x2", "quint2x4")
-    if hasattr(torch, name)
-}
 
 
 @dataclass(frozen=True)
@@ -220,10 +206,10 @@ def diff(
     # A quarter is for what is read of each side, one for the reading, one for comparing.
     at_once = max_inflight_bytes // 4
     report = DiffReport(os.fspath(a), os.fspath(b), atol is not None or rtol is not None)
-    sides: list[_Side] = []
+    sides: list[StoredTensors] = []
     try:
         for path in (a, b):
-            sides.append(_Side(path, at_once))
+            sides.append(StoredTensors(path, at_once))
         _Comparison(sides[0], sides[1], report, atol or 0.0, rtol or 0.0, at_once).run(progress)
     except ValueError as error:
         raise CheckpointError(f"{a} and {b} cannot be compared: {error}") from error
@@ -231,91 +217,6 @@ def diff(
         for side in sides:
             side.reader.release()
     return report
-
-
-class _Side:
-    """One of the two checkpoints."""
-
-    def __init__(self, path: str | os.PathLike[str], max_inflight_bytes: int) -> None:
-        self.reader = FileSystemReader(path, max_inflight_bytes=max_inflight_bytes)
-        self.metadata: Metadata = self.reader.read_metadata()
-        self.reader.set_up_for_load(self.metadata, 0)
-        self.entries: dict[str, Any] = self.metadata.state_dict_metadata
-
-    def tensor(self, name: str) -> TensorStorageMetadata | None:
-        """What is stored under the name, where it is a tensor.
-
-        Raises:
-            Corrupt: its shards do not cover it, which would compare what is not there.
-        """
-        entry = self.entries[name]
-        if not isinstance(entry, TensorStorageMetadata):
-            return None
-        fault = fault_of_shards(tuple(entry.size), entry.chunks)
-        if fault:
-            raise Corrupt(f"{self.reader.path}: {name}: {fault}; run torch-ckpt verify on it")
-        return entry
-
-    def place(self, name: str, offsets: torch.Size | None = None) -> _StorageInfo:
-        info = (self.metadata.storage_data or {}).get(MetadataIndex(name, offsets))
-        if info is None:
-            raise Corrupt(
-                f"{self.reader.path}: {name}: the metadata says nowhere where it is stored; "
-                "run torch-ckpt verify on it"
-            )
-        if info.transform_descriptors:
-            raise CheckpointError(
-                f"{self.reader.path}: {name}: it is stored by way of a stream transform, which "
-                "only a load can undo"
-            )
-        return cast(_StorageInfo, info)
-
-    def rows(self, name: str, box: Box, target: torch.Tensor, files: dict[str, int]) -> list[Row]:
-        """What fills the target with a box of a tensor."""
-        entry = self.entries[name]
-        rows: list[Row] = []
-        for chunk in entry.chunks:
-            begins = [max(x, y) for x, y in zip(box[0], chunk.offsets, strict=True)]
-            ends = [
-                min(x + n, y + m)
-                for x, n, y, m in zip(*box, chunk.offsets, chunk.sizes, strict=True)
-            ]
-            if any(begin >= end for begin, end in zip(begins, ends, strict=True)):
-                continue
-            part = target
-            for dim, (begin, end) in enumerate(zip(begins, ends, strict=True)):
-                part = part.narrow(dim, begin - box[0][dim], end - begin)
-            info = self.place(name, chunk.offsets)
-            rows.append(
-                (
-                    name,
-                    files.setdefault(info.relative_path, len(files)),
-                    info.offset,
-                    info.length,
-                    entry.properties.dtype,
-                    tuple(chunk.sizes),
-                    tuple(x - y for x, y in zip(begins, chunk.offsets, strict=True)),
-                    tuple(x - y for x, y in zip(ends, begins, strict=True)),
-                    part,
-                )
-            )
-        return rows
-
-    def record_pieces(self, name: str, info: _StorageInfo, at_once: int) -> Iterator[bytes]:
-        """The stored bytes of a record, as they are."""
-        if info.length <= at_once // 2:
-            row = (name, 0, info.offset, info.length)
-            yield self.reader.read_bytes([info.relative_path], [row])[0]
-            return
-        # Of a part of an object nothing is known to compare it with.
-        before, self.reader.verify = self.reader.verify, False
-        try:
-            step = at_once // 2
-            for begin in range(0, info.length, step):
-                row = (name, 0, info.offset + begin, min(step, info.length - begin))
-                yield self.reader.read_bytes([info.relative_path], [row])[0]
-        finally:
-            self.reader.verify = before
 
 
 @dataclass
@@ -336,8 +237,8 @@ class _Tally:
 class _Comparison:
     def __init__(
         self,
-        a: _Side,
-        b: _Side,
+        a: StoredTensors,
+        b: StoredTensors,
         report: DiffReport,
         atol: float,
         rtol: float,
@@ -375,7 +276,7 @@ class _Comparison:
                 if dtypes[0] != dtypes[1]:
                     in_a, in_b = (str(dtype).removeprefix("torch.") for dtype in dtypes)
                     report.dtypes.append((name, in_a, in_b))
-                if not any(dtype in _QUANTIZED for dtype in dtypes):
+                if not any(dtype in QUANTIZED for dtype in dtypes):
                     tensors.append(_Tally(name, tuple(of_a.size)))
                     total += math.prod(of_a.size) * sum(d.itemsize for d in dtypes)
                 else:
@@ -409,7 +310,7 @@ class _Comparison:
                     held = count * sum(dtype.itemsize for dtype in dtypes)
                     if self._wave and self._wave_bytes + held > 2 * self._at_once:
                         advance()
-                    a, b = (_empty(box[1], dtype) for dtype in dtypes)
+                    a, b = (empty(box[1], dtype) for dtype in dtypes)
                     self._wave.append((tally, box, a, b))
                     self._wave_bytes += held
             advance()
@@ -644,9 +545,3 @@ def _boxes(shape: tuple[int, ...], most: int) -> Iterator[Box]:
             count = min(step, shape[cut] - begin)
             offsets = (*lead, begin, *(0 for _ in shape[cut + 1 :]))
             yield offsets, (*(1 for _ in lead), count, *shape[cut + 1 :])
-
-
-def _empty(sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """As torch.empty, which not every dtype has."""
-    count = math.prod(sizes) * dtype.itemsize
-    return torch.empty(count, dtype=torch.uint8).view(dtype).view(sizes)

@@ -1,5 +1,7 @@
-"""Where the ranks of one save or load meet. Only this module and replicas.py, which sends tensors,
-talk to a process group.
+"""Where the ranks of one save or load meet, and those of one call of torch_ckpt.multihost.
+
+Only this module and those that send tensors, replicas.py and multihost/moving.py, talk to a process
+group; multihost/preemption.py keeps a notice in its store.
 
 Each step runs on every rank; its outcomes, errors included, are exchanged before anybody goes on,
 so that a failure anywhere raises the same ``CheckpointException`` everywhere and no rank waits for
@@ -19,7 +21,6 @@ save as keys of its store, which also tell who has died:
 
 from __future__ import annotations
 
-import itertools
 import pickle
 import queue
 import threading
@@ -27,14 +28,14 @@ import time
 import traceback
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeGuard, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.api import WRAPPED_EXCEPTION, CheckpointException
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -56,6 +57,9 @@ _PIECE_BYTES = 4 << 20
 
 _DECIDED = b"the coordinator goes on"
 
+# What an aborted queue leaves behind: see Meeting.start_over().
+_KINDS_OF_CALLS = ("plan", "call", "lockstep", "call_idx")
+
 
 class Ranks:
     """The ranks that take part; a single one where nothing is distributed.
@@ -74,7 +78,7 @@ class Ranks:
         over: _Alone | None = None,
     ) -> None:
         if over is None:
-            over = _OverGroup(process_group) if _is_distributed(no_dist) else _Alone()
+            over = _OverGroup(process_group) if is_distributed(no_dist) else _Alone()
         self._over = over
         self.distributed = over.distributed
         self.rank = over.rank
@@ -85,7 +89,7 @@ class Ranks:
         self, step: str, local: Callable[[], T], combine: Callable[[list[T]], list[R]]
     ) -> R:
         """Runs ``local`` everywhere, ``combine`` on the coordinator; each rank gets its part."""
-        outcome = _attempt(local)
+        outcome = attempt(local)
         combined = self._combined(self._over.gather(step, outcome), combine)
         parts = [combined] * self.size if isinstance(combined, _Failures) else combined
         received = self._over.scatter(parts)
@@ -105,18 +109,18 @@ class Ranks:
         Where ``local`` failed on a rank, ``undo`` is run on those where it did not; never after
         ``combine`` has begun, nor where this rank cannot know whether it has.
         """
-        outcome = _attempt(local)
+        outcome = attempt(local)
         received = self._over.broadcast(self._combined(self._over.gather(step, outcome), combine))
         if isinstance(received, _Failures):
-            if not received.combining and not _failed(outcome):
+            if not received.combining and not failed(outcome):
                 undo(outcome)
             raise CheckpointException(step, received.by_rank)
         return cast(R, received)
 
     def all_succeed(self, step: str, local: Callable[[], T]) -> T:
         """Runs ``local`` everywhere; raises everywhere where it failed anywhere."""
-        outcome = _attempt(local)
-        received = self._over.all_gather(step, outcome if _failed(outcome) else None)
+        outcome = attempt(local)
+        received = self._over.all_gather(step, outcome if failed(outcome) else None)
         failures = received.by_rank if isinstance(received, _Failures) else _failures_of(received)
         if failures:
             raise CheckpointException(step, failures)
@@ -129,6 +133,13 @@ class Ranks:
         called every few seconds, by another thread: the number of bytes written, for example.
         """
         return self._over.alive(counter)
+
+    def cancel(self, failure: WRAPPED_EXCEPTION) -> None:
+        """Ends the waiting of this rank, which fails; from any thread.
+
+        On the coordinator it is also the answer to those that have come.
+        """
+        self._over.cancel(failure)
 
     def close(self, timeout: float = 60.0) -> None:
         """Ends the use of the store, after the last step, whether that succeeded or not.
@@ -151,8 +162,8 @@ class Ranks:
         failures = _failures_of(gathered)
         if failures:
             return _Failures(failures, combining=False)
-        combined = _attempt(lambda: combine(gathered))
-        if _failed(combined):
+        combined = attempt(lambda: combine(gathered))
+        if failed(combined):
             return _Failures({0: combined}, combining=True)
         return combined
 
@@ -170,6 +181,7 @@ class Meeting:
     _made: ClassVar[WeakKeyDictionary[dist.ProcessGroup, Meeting]] = WeakKeyDictionary()
     _names: ClassVar[Counter[str]] = Counter()
     _alone: ClassVar[Meeting | None] = None
+    _making: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, store: Store | None, rank: int, size: int, name: str) -> None:
         self.distributed = store is not None
@@ -178,9 +190,11 @@ class Meeting:
         self._name = name
         # A server lives as long as the store that started it, destroy_process_group() or not.
         self._store = store
-        self._connection: Store | None = None
+        self._connections: list[Store] = []  # one, once it is needed
         self._lock = threading.Lock()
-        self._saves = itertools.count()
+        self._counts: Counter[str] = Counter()
+        self._starts = 0
+        self._apart: dict[str, Meeting] = {}
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup | None, no_dist: bool) -> Meeting:
@@ -191,7 +205,7 @@ class Meeting:
         Raises:
             ValueError: this process is not in the group.
         """
-        if not _is_distributed(no_dist):
+        if not is_distributed(no_dist):
             if cls._alone is None:
                 cls._alone = cls(None, 0, 1, "")
             return cls._alone
@@ -199,22 +213,50 @@ class Meeting:
         group = c10d._get_default_group() if process_group is None else process_group
         if dist.get_rank(group) < 0:
             raise ValueError("this process is not in the process group that is to save")
-        # No longer than the group: the next group that uses the port must find a new server.
-        meeting = cls._made.get(group)
-        if meeting is None:
-            members = dist.get_process_group_ranks(group)
-            name = f"{group.group_name}-{zlib.crc32(repr(members).encode()):08x}"
-            # A group that takes the place of a destroyed one may have its name and its store.
-            cls._names[name] += 1
-            name = f"{name}-{cls._names[name]}"
-            meeting = cls(c10d._get_default_store(), dist.get_rank(group), len(members), name)
-            cls._made[group] = meeting
-        return meeting
+        with cls._making:
+            # No longer than the group: the next group that uses the port must find a new server.
+            meeting = cls._made.get(group)
+            if meeting is None:
+                members = dist.get_process_group_ranks(group)
+                name = f"{group.group_name}-{zlib.crc32(repr(members).encode()):08x}"
+                # A group that takes the place of a destroyed one may have its name and its store.
+                cls._names[name] += 1
+                name = f"{name}-{cls._names[name]}"
+                meeting = cls(c10d._get_default_store(), dist.get_rank(group), len(members), name)
+                cls._made[group] = meeting
+            return meeting
 
-    def ranks(self, timeout: float = TIMEOUT_SECONDS) -> Ranks:
+    def apart(self, use: str, members: Sequence[int] | None = None) -> Meeting:
+        """For another use, whose meetings are counted apart, so that they need not come in one
+        order with saves; over the same connection. Made when first asked for.
+
+        Args:
+            use: the same on all ranks that meet.
+            members: of the ranks here those that take part, in their new order; None for all.
+        """
+        name = use if members is None else f"{use}-{zlib.crc32(repr(list(members)).encode()):08x}"
+        with self._lock:
+            if name not in self._apart:
+                rank = self.rank if members is None else members.index(self.rank)
+                size = self.size if members is None else len(members)
+                other = Meeting(self._store, rank, size, f"{self._name}/{name}")
+                # Not this meeting itself: a cycle would keep the server for longer than the group.
+                other._connections, other._lock = self._connections, self._lock
+                self._apart[name] = other
+            return self._apart[name]
+
+    def keys(self, below: str) -> Store:
+        """Keys of this meeting's own, for what is no step of its ranks."""
+        return PrefixStore(f"torch_ckpt/{self._name}/{below}", self.connection())
+
+    def ranks(
+        self, timeout: float = TIMEOUT_SECONDS, kind: str = "save", prefix: str | None = None
+    ) -> Ranks:
         """The ranks of one save, for one thread. Every rank makes them, in the order of the saves.
 
         Args:
+            kind: those of one kind are made in the same order on every rank.
+            prefix: of their keys, which the ranks know; then the order does not matter.
             timeout: in seconds; a rank that the others wait for and that gives no sign of life for
                 so long is given up: the step raises ``CheckpointException`` with a
                 ``TimeoutError`` for it, on all ranks. Where the store does not answer it raises
@@ -222,8 +264,28 @@ class Meeting:
         """
         if not self.distributed:
             return Ranks(None, no_dist=True)
-        prefix = f"torch_ckpt/{self._name}/{next(self._saves)}"
+        if prefix is None:
+            prefix = self.next_prefix(kind)
         return Ranks(None, no_dist=False, over=_OverStore(self, prefix, timeout))
+
+    def next_prefix(self, kind: str) -> str:
+        """A prefix of keys that nobody else has; the same on every rank, by the order of calls."""
+        with self._lock:
+            number = self._counts[kind]
+            self._counts[kind] += 1
+            below = f"{kind}-{self._starts}" if kind in _KINDS_OF_CALLS else kind
+        return f"torch_ckpt/{self._name}/{below}/{number}"
+
+    def start_over(self) -> None:
+        """Counts the prefixes of asynchronous calls from 0, below a name that was not used yet.
+
+        After an abort: that finds ranks at different points, and so with different numbers. All
+        ranks call it as often.
+        """
+        with self._lock:
+            self._starts += 1
+            for kind in _KINDS_OF_CALLS:
+                self._counts[kind] = 0
 
     def connection(self) -> Store:
         """The store, over a connection that nobody else uses; made when first asked for.
@@ -233,12 +295,12 @@ class Meeting:
         """
         with self._lock:
             assert self._store is not None
-            if self._connection is None:
+            if not self._connections:
                 try:
-                    self._connection = self._store.clone()
+                    self._connections.append(self._store.clone())
                 except (AttributeError, RuntimeError):
-                    self._connection = self._store
-            return self._connection
+                    self._connections.append(self._store)
+            return self._connections[0]
 
 
 # --- what moves values ---------------------------------------------------------------------------
@@ -269,6 +331,9 @@ class _Alone:
 
     def alive(self, counter: Callable[[], int]) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def cancel(self, failure: WRAPPED_EXCEPTION) -> None:
+        pass
 
     def close(self, timeout: float) -> None:
         pass
@@ -316,7 +381,7 @@ class _OverGroup(_Alone):
         except RuntimeError as cause:
             error = ConnectionError(
                 f"rank {self.rank} lost the process group in '{self._step}' "
-                f"({str(cause).splitlines()[0]}): look for a rank that has died or hangs"
+                f"({first_line(cause)}): look for a rank that has died or hangs"
             )
             failure = error, traceback.StackSummary()
             raise CheckpointException(self._step, {self.rank: failure}) from cause
@@ -345,6 +410,7 @@ class _OverStore(_Alone):
         self._steps = 0
         self._step = ""
         self._given_up = False  # this rank, the coordinator, by another one that has answered
+        self._cancelled: WRAPPED_EXCEPTION | None = None
         self._absent: list[int] = []  # ranks that come late, if at all
         self._verdicts: list[str] = []
         self._answers: list[str] = []
@@ -354,8 +420,8 @@ class _OverStore(_Alone):
         self._steps += 1
         self._ask(self._connect)
         if self.rank != 0:
-            data = _attempt(pickle.dumps, value)
-            data = pickle.dumps(data) if _failed(data) else data
+            data = attempt(pickle.dumps, value)
+            data = pickle.dumps(data) if failed(data) else data
             self._ask(self._set, self._key("from", self.rank), data)
             return None
         keys = {rank: self._key("from", rank) for rank in range(1, self.size)}
@@ -366,10 +432,12 @@ class _OverStore(_Alone):
         if self._given_up:
             failures = pickle.loads(verdict).by_rank
         else:
-            failures = _silence(step, silent, self._timeout)
+            failures = no_sign_of_life(step, silent, self._timeout)
+        if self._cancelled is not None:
+            value = self._cancelled
         gathered = [value] + [None] * (self.size - 1)
         for rank, data in self._ask(self._take_all, keys).items():
-            gathered[rank] = _attempt(pickle.loads, data)
+            gathered[rank] = attempt(pickle.loads, data)
         for rank, failure in failures.items():
             gathered[rank] = failure
         return gathered
@@ -408,6 +476,9 @@ class _OverStore(_Alone):
             if thread.ident is not None:
                 thread.join(self._pulse)  # and no longer: a store that is stopped does not answer
 
+    def cancel(self, failure: WRAPPED_EXCEPTION) -> None:
+        self._cancelled = failure
+
     def close(self, timeout: float) -> None:
         self._limit = min(self._limit, timeout)
         others = [rank for rank in range(1, self.size) if rank not in self._absent]
@@ -428,7 +499,7 @@ class _OverStore(_Alone):
         return f"{self._steps}.{self._step}/{kind}/{rank}"
 
     def _await(self, keys: dict[int, str], patience: float) -> list[int]:
-        """Waits for a key of each rank; returns the ranks that were silent for too long.
+        """Waits for a key of each rank, unless that is cancelled; the ranks silent for too long.
 
         By asking now and then: the store's own wait prints two warnings when its time is up, and
         keeps other threads off the connection.
@@ -438,6 +509,8 @@ class _OverStore(_Alone):
         signs = dict.fromkeys(keys, b"")
         pulse = min(self._pulse, patience / 10)
         while not self._ask(self._store.check, [keys[rank] for rank in signs]):
+            if self._cancelled is not None:
+                return []
             now = time.monotonic()
             if now >= looked + pulse:
                 looked, before = now, signs
@@ -465,8 +538,8 @@ class _OverStore(_Alone):
         """Posts the coordinator's answers; returns what it answered instead, if it had to."""
         if self._given_up:
             return None
-        data = _attempt(lambda: [pickle.dumps(value) for value in values])
-        if _failed(data):
+        data = attempt(lambda: [pickle.dumps(value) for value in values])
+        if failed(data):
             failures = _Failures({0: data}, combining=True)
             self._answer(keys, [failures] * len(keys))
             return failures
@@ -478,6 +551,8 @@ class _OverStore(_Alone):
         """The coordinator's answer under a key, or that of the rank that gave it up."""
         if self._await({0: key}, self._limit):
             return self._ask(self._give_up, key)
+        if self._cancelled is not None:
+            raise CheckpointException(self._step, {self.rank: self._cancelled})
         received = pickle.loads(self._ask(self._get, key))
         self._ask(self._clear, key, isinstance(received, _Failures))
         return received
@@ -493,7 +568,7 @@ class _OverStore(_Alone):
         """Decides in the place of a silent coordinator, unless somebody has decided."""
         others = range(1, self.size)
         silent = [r for r in others if not self._store.check([self._key("from", r)])]
-        failures = _silence(self._step, [0, *silent], self._limit)
+        failures = no_sign_of_life(self._step, [0, *silent], self._limit)
         mine = pickle.dumps(_Failures(failures, combining=False))
         verdict = self._store.compare_set(self._key("verdict"), "", mine)
         if verdict == _DECIDED:
@@ -537,6 +612,9 @@ class _OverStore(_Alone):
         return taken
 
     def _tidy(self, ranks: list[int]) -> None:
+        if self._cancelled is not None:
+            # Who has not come yet will look for the answer.
+            return
         for rank in ranks:
             self._store.delete_key(f"alive/{rank}")
             self._store.delete_key(f"bye/{rank}")
@@ -548,38 +626,59 @@ class _OverStore(_Alone):
                 self._delete(key)
 
     def _ask(self, work: Callable[..., T], *args: Any) -> T:
-        """What ``work`` gets from the store.
-
-        In a thread of its own, because TCPStore waits for ever for a server that is stopped.
-
-        Raises:
-            CheckpointException: with a ConnectionError; the store is lost, or does not answer.
-        """
-        answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        thread = threading.Thread(target=lambda: answer.put(_attempt(work, *args)), daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:
-            # Python 3.12 starts none while the interpreter ends.
-            answer.put(_attempt(work, *args))
-        try:
-            outcome = answer.get(timeout=self._limit)
-        except queue.Empty:
-            outcome = TimeoutError(f"no answer for {self._limit:g} s"), traceback.StackSummary()
-        if not _failed(outcome):
-            return cast(T, outcome)
-        cause, stack = outcome
-        error = ConnectionError(
-            f"rank {self.rank} lost the process group's store in '{self._step}' "
-            f"({str(cause).splitlines()[0]}): look whether the process that hosts it, rank 0 or "
-            "torchrun's agent, still runs and, as rank 0 may have committed, whether the "
-            "checkpoint is there"
-        )
-        raise CheckpointException(self._step, {self.rank: (error, stack)})
+        return ask_store(self._step, self.rank, self._limit, work, *args)
 
 
-def _is_distributed(no_dist: bool) -> bool:
+def ask_store(step: str, rank: int, limit: float, work: Callable[..., T], *args: Any) -> T:
+    """What ``work`` gets from a store.
+
+    In a thread of its own, because TCPStore waits for ever for a server that is stopped.
+
+    Args:
+        step: what it is for, for the error.
+        rank: of this process.
+        limit: in seconds.
+
+    Raises:
+        CheckpointException: with a ConnectionError; the store is lost, or does not answer.
+    """
+    answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    thread = threading.Thread(target=lambda: answer.put(attempt(work, *args)), daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        # Python 3.12 starts none while the interpreter ends.
+        answer.put(attempt(work, *args))
+    try:
+        outcome = answer.get(timeout=limit)
+    except queue.Empty:
+        outcome = TimeoutError(f"no answer for {limit:g} s"), traceback.StackSummary()
+    if not failed(outcome):
+        return cast(T, outcome)
+    cause, stack = outcome
+    error = ConnectionError(
+        f"rank {rank} lost the process group's store in '{step}' "
+        f"({first_line(cause)}): look whether the process that hosts it, rank 0 or "
+        "torchrun's agent, still runs and, as rank 0 may have committed, whether the "
+        "checkpoint is there"
+    )
+    raise CheckpointException(step, {rank: (error, stack)})
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, or its type where it says nothing."""
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def is_distributed(no_dist: bool = False) -> bool:
+    """Whether there are other ranks, and they count."""
     return not no_dist and dist.is_available() and dist.is_initialized()
+
+
+def own_rank() -> int:
+    """This process's rank among all; 0 where nothing is distributed."""
+    return dist.get_rank() if is_distributed() else 0
 
 
 # --- outcomes ------------------------------------------------------------------------------------
@@ -591,7 +690,8 @@ class _Failures:
         self.combining = combining
 
 
-def _silence(step: str, ranks: list[int], seconds: float) -> dict[int, _Failure]:
+def no_sign_of_life(step: str, ranks: list[int], seconds: float) -> dict[int, _Failure]:
+    """The failure of ranks that have been silent for too long, by rank."""
     who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
     error = TimeoutError(
         f"{who} gave no sign of life for {seconds:g} s in '{step}': look whether the process still "
@@ -600,7 +700,8 @@ def _silence(step: str, ranks: list[int], seconds: float) -> dict[int, _Failure]
     return {rank: (error, traceback.StackSummary()) for rank in ranks}
 
 
-def _attempt(function: Callable[..., Any], *args: Any) -> Any:
+def attempt(function: Callable[..., Any], *args: Any) -> Any:
+    """What ``function`` returns; where it raises, the error and its stack, as torch wraps them."""
     try:
         return function(*args)
     except BaseException as error:
@@ -613,7 +714,26 @@ def _frames(error: BaseException) -> traceback.StackSummary:
     return traceback.extract_tb(error.__traceback__)
 
 
-def _failed(outcome: Any) -> bool:
+def drop_frames(error: BaseException) -> None:
+    """Lets go of an error's frames and of its causes', and so of what they refer to.
+
+    Their text is in the stacks that go with errors here.
+    """
+    inner = [cause for cause, _ in error.failures.values()] if _is_of_ranks(error) else []
+    each: BaseException | None = error
+    while each is not None:
+        each.__traceback__ = None
+        each = each.__cause__ or each.__context__
+    for cause in inner:
+        drop_frames(cause)
+
+
+def _is_of_ranks(error: BaseException) -> TypeGuard[CheckpointException]:
+    return isinstance(error, CheckpointException)
+
+
+def failed(outcome: Any) -> bool:
+    """Whether :func:`attempt` has returned an error."""
     return (
         isinstance(outcome, tuple)
         and len(outcome) == 2
@@ -623,7 +743,7 @@ def _failed(outcome: Any) -> bool:
 
 
 def _failures_of(outcomes: list[Any]) -> dict[int, _Failure]:
-    return {rank: outcome for rank, outcome in enumerate(outcomes) if _failed(outcome)}
+    return {rank: outcome for rank, outcome in enumerate(outcomes) if failed(outcome)}
 
 
 def _portable(error: BaseException) -> BaseException:

@@ -21,9 +21,8 @@ import os
 import re
 import threading
 import uuid
-import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import closing
 from typing import ClassVar, NamedTuple
 
@@ -31,7 +30,7 @@ from torch_ckpt import _C
 from torch_ckpt.directory import OpenDirectory
 from torch_ckpt.errors import CheckpointError, NotCommitted
 from torch_ckpt.metadata import METADATA_NAME, metadata_bytes_in, read_metadata_in
-from torch_ckpt.metrics import LOGGER
+from torch_ckpt.metrics import warn
 
 # "__3_0.distcp", "__3_5f0c19ab_0.distcp": rank, generation tag where there is one, bucket. A
 # separation hint may stand before it.
@@ -60,6 +59,8 @@ def metadata_name(rank: int | None) -> str:
 class Claim:
     """A save's part in a directory: of the coordinator, or of each rank where ranks save alone.
 
+    Other ranks have one, too, as long as the coordinator's may be another save's.
+
     Dropped without a commit it is that of a save that failed, whose files then go, whichever rank
     wrote them. So it is when the thread that made it makes another one for the directory: who keeps
     an exception may keep the first one, too.
@@ -67,6 +68,8 @@ class Claim:
     Args:
         directory: of the checkpoint; it exists.
         rank: whose metadata it will be; None: that of all ranks.
+        ends_earlier: False where the thread's saves into the directory may be under way together,
+            and it neither ends others nor is ended.
 
     Attributes:
         tag: what goes behind the rank in the names of the save's data files; may be empty.
@@ -81,13 +84,13 @@ class Claim:
         weakref.WeakValueDictionary()
     )
 
-    def __init__(self, directory: str, rank: int | None) -> None:
+    def __init__(self, directory: str, rank: int | None, ends_earlier: bool = True) -> None:
         opened = OpenDirectory(directory)
         try:
             status = opened.status()
             place = threading.get_ident(), status.st_dev, status.st_ino
             other = self._last.get(place)
-            if other is not None:
+            if other is not None and ends_earlier:
                 other.abandon()
             # Of two that begin at the same time one is alone.
             is_alone = opened.take_alone()
@@ -109,11 +112,17 @@ class Claim:
         self._abandon: weakref.finalize[[OpenDirectory, int | None, int], Claim] = weakref.finalize(
             self, _abandon, opened, rank, os.getpid()
         )
-        self._last[place] = self
+        if ends_earlier:
+            self._last[place] = self
 
     def abandon(self) -> None:
         """Ends it without a commit, as if it were dropped; does nothing from the commit on."""
         self._abandon()
+
+    def hand_over(self) -> None:
+        """Ends it and removes nothing: another rank, whose claim protects all, commits."""
+        if self._abandon.detach() is not None:
+            self._opened.close()
 
     def begin_commit(self) -> None:
         """From here on only the methods below end it: no file may go while the metadata comes.
@@ -149,12 +158,13 @@ class Claim:
         self._opened.close()
 
 
-def choose_prefix(directory: str, prefix: str) -> str:
+def choose_prefix(directory: str, prefix: str, taken: Collection[str] = ()) -> str:
     """The prefix of one rank's data files: ``prefix``, tagged where files of this kind are there.
 
     Args:
         directory: of the checkpoint; it exists.
         prefix: ``__{rank}_``, and the tag of the save where it has one.
+        taken: by other saves of this process that may not have made their files yet.
 
     Raises:
         OSError: the directory cannot be listed.
@@ -162,12 +172,14 @@ def choose_prefix(directory: str, prefix: str) -> str:
     match = _PREFIX.match(prefix)
     if match is None:
         return prefix
+    is_taken = prefix in taken
     for name in os.listdir(directory):
         data = _DATA_FILE.search(name)
         if _METADATA_FILE.match(name) or (data and data.group(1) == match.group(1)):
-            # A tag of its own also where there is one: a plan may be an earlier save's.
-            return f"__{match.group(1)}_{uuid.uuid4().hex[:8]}_"
-    return prefix
+            is_taken = True
+            break
+    # A tag of its own also where there is one: a plan may be an earlier save's.
+    return f"__{match.group(1)}_{uuid.uuid4().hex[:8]}_" if is_taken else prefix
 
 
 def remove_own(directory: str, names: Iterable[str]) -> None:
@@ -183,7 +195,7 @@ def remove_own(directory: str, names: Iterable[str]) -> None:
             if opened.take_alone():
                 _remove(opened, [name for name in _unnamed(opened, None, None) if name in mine])
     except Exception as error:
-        _warn(f"unused files are left in {directory}: {error}")
+        warn(f"unused files are left in {directory}: {error}")
 
 
 def remove_leftovers(checkpoint_id: str | os.PathLike[str]) -> list[str]:
@@ -236,7 +248,7 @@ def remove_files(directory: str, names: Iterable[str]) -> None:
         try:
             _C.remove_file(os.path.join(directory, name))
         except OSError as error:
-            _warn(f"an unused file could not be removed: {error}")
+            warn(f"an unused file could not be removed: {error}")
 
 
 def _abandon(opened: OpenDirectory, rank: int | None, pid: int) -> None:
@@ -278,7 +290,7 @@ def _sweep(opened: OpenDirectory, rank: int | None, commit: _Commit | None) -> N
         _remove(opened, unnamed)
     except Exception as error:
         # Nothing that is needed is lost.
-        _warn(f"unused files are left in {opened.path}: {error}")
+        warn(f"unused files are left in {opened.path}: {error}")
 
 
 def _remove(opened: OpenDirectory, names: Iterable[str]) -> None:
@@ -286,15 +298,7 @@ def _remove(opened: OpenDirectory, names: Iterable[str]) -> None:
         try:
             opened.remove(name)
         except OSError as error:
-            _warn(f"an unused file could not be removed: {error}")
-
-
-def _warn(text: str) -> None:
-    try:
-        warnings.warn(text, stacklevel=3)
-    except Warning:
-        # A filter makes errors of warnings; but the save's outcome is another one.
-        LOGGER.warning("%s", text)
+            warn(f"an unused file could not be removed: {error}")
 
 
 def _unnamed(opened: OpenDirectory, rank: int | None, used: set[str] | None) -> list[str]:

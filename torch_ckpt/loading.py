@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import fnmatch
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,7 +34,7 @@ from torch_ckpt import _C
 from torch_ckpt.collector import no_gc
 from torch_ckpt.coordination import Ranks
 from torch_ckpt.cover import require_all, require_cover
-from torch_ckpt.errors import LoadMismatch
+from torch_ckpt.errors import CheckpointError, LoadMismatch
 from torch_ckpt.growth import chunks_here, zero_what_is_not_stored
 from torch_ckpt.precision import loses_precision
 from torch_ckpt.reader import LEAST_INFLIGHT_BYTES, MOST_NAMES, FileSystemReader, Reading
@@ -49,6 +49,34 @@ Names = Iterable[str] | Callable[[str], bool] | None
 
 # A load that frees tensors first does so for about as many bytes at once.
 _FREED_AT_ONCE = 256 << 20
+
+
+class IfStored:
+    """Stands in a state dict to load for an object that the checkpoint need not have.
+
+    It is replaced where the checkpoint has one, and stays where it has not.
+
+    Attributes:
+        missing: a load has looked for it, and the checkpoint has none.
+    """
+
+    def __init__(self) -> None:
+        self.missing = False
+
+
+class OtherName:
+    """Stands in a state dict to load for an object that the checkpoint may have by another name.
+
+    It is replaced by what is found: by its own name, else by the other one.
+
+    Args:
+        name: the other fully qualified name.
+        value: what it stands for.
+    """
+
+    def __init__(self, name: str, value: Any = None) -> None:
+        self.name = name
+        self.value = value
 
 
 @dataclass
@@ -147,6 +175,13 @@ class _Planner(DefaultLoadPlanner):
         for name in names:
             self.state_dict[name] = _real(self.state_dict[name])
             set_element(self.original_state_dict, self.mappings[name], self.state_dict[name])
+
+    def take_other_names(self, known: Container[str]) -> None:
+        """Calls objects by those of their names that the checkpoint has."""
+        for name, value in list(self.state_dict.items()):
+            if isinstance(value, OtherName) and name not in known and value.name in known:
+                self.state_dict[value.name] = self.state_dict.pop(name)
+                self.mappings[value.name] = self.mappings.pop(name)
 
     def plan_part(self, part: StateDict) -> LoadPlan:
         before = self.state_dict, self.flatten_state_dict
@@ -289,7 +324,10 @@ class Load:
             self.reader.set_up_for_load(self._metadata, self._ranks.rank)
         planner = _Planner(allow_partial_load=True)
         planner.look_at(values, self._metadata)
-        if any(name not in self._metadata.state_dict_metadata for name in planner.state_dict):
+        known = self._metadata.state_dict_metadata
+        if any(name not in known for name in planner.state_dict):
+            planner.take_other_names(known)
+        if any(name not in known for name in planner.state_dict):
             # It exchanges the names for those of torch 2.3, where the checkpoint has these.
             with suppress(ValueError):
                 planner.create_local_plan()
@@ -304,7 +342,10 @@ class Load:
                 continue
             stored = known.get(name)
             if stored is None:
-                report.missing.append(name)
+                if isinstance(value, IfStored):
+                    value.missing = True
+                else:
+                    report.missing.append(name)
             elif isinstance(stored, TensorStorageMetadata):
                 self._compare_tensor(name, value, stored, report)
             elif _size_of(value):
@@ -320,7 +361,8 @@ class Load:
     ) -> None:
         size = _size_of(value)
         if size is None:
-            report.kinds.append((name, "a tensor", f"a {type(value).__name__}"))
+            wanted = "an object" if isinstance(value, OtherName) else f"a {type(value).__name__}"
+            report.kinds.append((name, "a tensor", wanted))
             return
         dtype = getattr(value, "dtype", stored.properties.dtype)
         if dtype != stored.properties.dtype:
@@ -497,16 +539,23 @@ def _take(state_dict: StateDict, key: str, value: Any) -> None:
 
 
 def _agree(ranks: Ranks, load: Load, local: Callable[[], T]) -> T:
-    """Runs it on all ranks; raises on all where a pattern has matched on none of them."""
+    """Runs it on all ranks; raises on all where a pattern has matched on none of them, or where
+    they have read the metadata of different saves."""
     outcome: list[T] = []
 
-    def on_this_rank() -> list[str]:
+    def on_this_rank() -> tuple[list[str], str | None]:
         outcome.append(local())
-        return load.unmatched
+        return load.unmatched, load.reader.version
 
-    def check(unmatched: list[list[str]]) -> list[None]:
+    def check(found: list[tuple[list[str], str | None]]) -> list[None]:
+        if len({version for _unmatched, version in found}) > 1:
+            raise CheckpointError(
+                f"{load.reader.checkpoint_id}: ranks have read the metadata of different saves: "
+                "the checkpoint was replaced meanwhile; load again"
+            )
+        unmatched = [of_rank for of_rank, _version in found]
         require_matches(p for p in unmatched[0] if all(p in others for others in unmatched))
-        return [None] * len(unmatched)
+        return [None] * len(found)
 
     ranks.reduce_scatter("plan", on_this_rank, check)
     return outcome[0]

@@ -287,10 +287,16 @@ def checksum_tables(metadata: Metadata | None) -> dict[str, bytes]:
     return dict(tables)
 
 
-def _reduce_properties(properties: TensorProperties) -> tuple[Any, ...]:
+def stored_properties(properties: TensorProperties) -> tuple[Any, ...]:
+    """What our metadata keeps of a tensor's properties."""
     # torch 2.15 added strides as a sixth field, which older versions refuse to unpack and nothing
     # reads; the first five are what every version knows.
-    state = properties.__getstate__()[:5]  # type: ignore[no-untyped-call]
+    state: tuple[Any, ...] = properties.__getstate__()[:5]  # type: ignore[no-untyped-call]
+    return state
+
+
+def _reduce_properties(properties: TensorProperties) -> tuple[Any, ...]:
+    state = stored_properties(properties)
     return copyreg.__newobj__, (TensorProperties,), state  # type: ignore[attr-defined]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import warnings
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +15,19 @@ LOGGER = logging.getLogger("torch_ckpt")
 
 #: (lane, name, begin, end): a stretch of work, in seconds since the call.
 Span = tuple[str, str, float, float]
+
+
+def warn(text: str, stacklevel: int = 2) -> None:
+    """Warns, and never raises: amid what ranks do together, or after what cannot fail any more.
+
+    Args:
+        stacklevel: as of ``warnings.warn``, counted from the caller.
+    """
+    try:
+        warnings.warn(text, stacklevel=stacklevel + 1)
+    except Warning:
+        # A filter makes errors of warnings.
+        LOGGER.warning("%s", text)
 
 
 @dataclass

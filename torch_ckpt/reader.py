@@ -210,6 +210,11 @@ class FileSystemReader(StockReader):
         self.release()
         super().reset(checkpoint_id)
 
+    @property
+    def version(self) -> str | None:
+        """What all ranks of a load must have read alike; None: their directories may differ."""
+        return None
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         rank = kwargs.get("rank")
         if rank is not None and self._refused is not None:
@@ -500,14 +505,18 @@ class FileSystemReader(StockReader):
 
     def _decoded(self, data: bytes, source: str) -> Metadata:
         metadata = decode_metadata(data, source, allow_pickle=self.allow_pickle)
-        if self.read_once:
-            self._identity = metadata, hashlib.blake2b(data, digest_size=16).digest()
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
-        assert metadata.storage_meta is not None
-        metadata.storage_meta.load_id = self.load_id
         if self.zero_fill:
             let_tensors_grow(metadata)
+        return self._with_identity(metadata, data)
+
+    def _with_identity(self, metadata: Metadata, data: bytes) -> Metadata:
+        """For this load, of the checkpoint whose metadata has these bytes."""
+        if self.read_once:
+            self._identity = metadata, hashlib.blake2b(data, digest_size=16).digest()
+        assert metadata.storage_meta is not None
+        metadata.storage_meta.load_id = self.load_id
         return metadata
 
     def _require_cover(self, planner: LoadPlanner, items: list[ReadItem]) -> None:

@@ -30,14 +30,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
-from torch.distributed.tensor import DTensor
 
 from torch_ckpt.collector import no_gc
 from torch_ckpt.coordination import Meeting, Ranks
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.generations import choose_prefix, remove_own
+from torch_ckpt.generations import choose_prefix
 from torch_ckpt.metadata import encode_metadata, with_checksum_tables
 from torch_ckpt.snapshot import Job
+from torch_ckpt.structure import structure_of
 from torch_ckpt.unchanged import Fingerprint
 from torch_ckpt.writer import DCP_VERSION, FileSystemWriter, Written, as_value, resolve
 
@@ -142,6 +142,9 @@ def _save_state(
     def local_plan() -> _LocalPlan:
         return _LocalPlan(rows, rest_planner.create_local_plan(), whole.mappings)
 
+    def plan_of_rank() -> tuple[_LocalPlan | int, str | None]:
+        return plan_locally(), writer.identity
+
     @no_gc()
     def plan_locally() -> _LocalPlan | int:
         whole.set_up_planner(state_dict(), writer.storage_meta(), ranks.is_coordinator)
@@ -154,15 +157,18 @@ def _save_state(
         rest_planner.set_up_planner(rest, writer.storage_meta(), ranks.is_coordinator)
         writer.set_up_for_save(ranks.rank)
         rows.extend((name, t.dtype, t.size(), t.requires_grad) for name, t in plain.items())
-        known = _structure_of(rest)
+        known = structure_of(rest)
         if known is not None:
             structure.extend((rows, known, whole.mappings))
         if cache.task is not None and structure and structure == cache.structure:
             return cache.task.number
         return local_plan()
 
-    def plan_globally(plans: list[_LocalPlan | int]) -> list[tuple[_Task | str | None, str]]:
-        return [(answer, writer.tag) for answer in answers_to(plans)]
+    def plan_globally(
+        plans: list[tuple[_LocalPlan | int, str | None]],
+    ) -> list[tuple[_Task | str | None, str]]:
+        _check_same_checkpoint([identity for _plan, identity in plans])
+        return [(answer, writer.tag) for answer in answers_to([plan for plan, _ in plans])]
 
     @no_gc()
     def answers_to(plans: list[_LocalPlan | int]) -> list[_Task | str | None]:
@@ -187,9 +193,9 @@ def _save_state(
         cache.number, cache.local, cache.agreed = cache.number + 1, local, agreed
         return [_Task(i, r, cache.number) for i, r in zip(owned, rest_plans, strict=True)]
 
-    answer, tag = ranks.reduce_scatter("plan", plan_locally, plan_globally)
+    answer, tag = ranks.reduce_scatter("plan", plan_of_rank, plan_globally)
     if answer == _IN_FULL:
-        answer, tag = ranks.reduce_scatter("plan", local_plan, plan_globally)
+        answer, tag = ranks.reduce_scatter("plan", lambda: (local_plan(), None), plan_globally)
     if isinstance(answer, _Task):
         cache.structure, cache.task = structure or None, answer
     task = cache.task
@@ -199,9 +205,6 @@ def _save_state(
         plain.clear()
         whole.state_dict = {}
         rest_planner.state_dict = {}
-
-    def undo(written: Written) -> None:
-        remove_own(str(writer.path), {place[0] for place in written.places})
 
     def find_values() -> tuple[list[str], list[Any]]:
         names: list[str] = []
@@ -228,7 +231,7 @@ def _save_state(
         try:
             job.written()
         except BaseException:
-            undo(written)
+            writer.undo(written)
             raise
         return written
 
@@ -245,28 +248,11 @@ def _save_state(
             job.committed_items(_fingerprints(cache.agreed, places), cache.agreed.paths)
         return metadata
 
-    with ranks.alive(job.bytes_moved if job is not None else writer.bytes_moved):
-        return ranks.all_reduce("write", write, commit, undo)
+    def moved() -> int:
+        return writer.bytes_moved() + (job.bytes_moved() if job is not None else 0)
 
-
-#: What torch's planner looks for in objects that are saved as tensors.
-_PLANS_ITSELF = ("__create_write_items__", "global_shape")
-
-
-def _structure_of(rest: StateDict) -> list[Any] | None:
-    """All of what is not a plain tensor that a plan depends on; None where that is not known."""
-    known: list[Any] = []
-    for name, value in rest.items():
-        if isinstance(value, DTensor):
-            if any(hasattr(value._local_tensor, n) for n in _PLANS_ITSELF):
-                return None
-            layout = (value.device_mesh, value.placements, value.size(), value.stride())
-            known.append((name, value.dtype, value.requires_grad, *layout))
-        elif isinstance(value, torch.Tensor) or any(hasattr(value, n) for n in _PLANS_ITSELF):
-            return None
-        else:
-            known.append((name, None))
-    return known
+    with ranks.alive(moved):
+        return ranks.all_reduce("write", write, commit, writer.undo)
 
 
 def tell_the_others(ranks: Ranks, error: BaseException) -> None:
@@ -278,6 +264,15 @@ def tell_the_others(ranks: Ranks, error: BaseException) -> None:
     with suppress(CheckpointException):
         ranks.reduce_scatter("plan", fail, lambda plans: plans)
     ranks.close()
+
+
+def _check_same_checkpoint(identities: list[str | None]) -> None:
+    if len(set(identities)) > 1:
+        of_ranks = ", ".join(f"rank {rank}: {identity}" for rank, identity in enumerate(identities))
+        raise CheckpointError(
+            f"ranks save different checkpoints ({of_ranks}): every rank must make the same saves, "
+            "in the same order"
+        )
 
 
 def _choose_owners(plain: list[list[_PlainRow]]) -> list[list[int]]:

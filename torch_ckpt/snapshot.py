@@ -28,12 +28,11 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
-from torch_ckpt import _C
+from torch_ckpt import _C, host_memory
 from torch_ckpt.background import Background, EngineOptions
-from torch_ckpt.coordination import Ranks
+from torch_ckpt.coordination import Ranks, drop_frames
 from torch_ckpt.errors import CheckpointError, SourceChanged
 from torch_ckpt.metrics import LOGGER, SaveMetrics, Span, write_trace
 from torch_ckpt.progress import Progress
@@ -44,18 +43,6 @@ T = TypeVar("T")
 
 #: How long leaving the interpreter waits for the save that is under way, in seconds.
 EXIT_LIMIT_SECONDS = 3600.0
-
-#: For memory that other things need beside a snapshot.
-_SHARE_OF_FREE_MEMORY = 0.5
-_LEAST_SNAPSHOT_BYTES = 64 << 20
-#: Limit and use of the control group, as a container sees its own: version 2 and version 1.
-_MEMORY_LIMITS = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    (
-        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-    ),
-)
 
 
 class AsyncSave:
@@ -116,6 +103,15 @@ class AsyncSave:
     def progress(self) -> Progress:
         """Bytes of this rank so far."""
         return self._job.progress()
+
+    def wait_staged_quietly(self) -> None:
+        """Waits until the sources may change, be it that the save has failed."""
+        with self._job.blocking():
+            self._job.wait_until_staged()
+
+    def reported_elsewhere(self) -> None:
+        """The caller tells an error; neither the next save nor check_for_errors() raises it."""
+        self._job.reported = True
 
     def metrics(self) -> SaveMetrics:
         """What the save took on this rank; complete once it is done."""
@@ -199,7 +195,7 @@ class Job:
         self._forget: Callable[[], None] = sources.release
         self._last_progress = Progress(0, 0, 0)
         # Before the thread runs: what the caller's streams have been given by now.
-        self._ready = [_event_of_now(device) for device in sources.devices]
+        self._ready = [event_of_now(device) for device in sources.devices]
 
     def take(self) -> bool:
         """Whether the caller is the first to take it: its thread, or who finds that it has none."""
@@ -222,7 +218,7 @@ class Job:
             self._after_commit(metadata)
         except BaseException as error:
             failure = error
-            _drop_frames_of(error)
+            drop_frames(error)
         try:
             self._end(failure)
         finally:
@@ -281,7 +277,7 @@ class Job:
             self._background,
             snapshot=True,
             quiet_stagers=self._quiet_stagers,
-            max_host_bytes=_default_snapshot_bytes(self.ranks.size),
+            max_host_bytes=host_memory.default_snapshot_bytes(self.ranks.size),
             ready=[(device.index, event.cuda_event) for event, device in self._ready],
             trace=self._trace is not None,
         )
@@ -535,12 +531,20 @@ class _Runtime:
             self.threads = [t for t in self.threads if t.is_alive()] + [thread]
         return thread
 
-    def leave(self) -> bool:
-        """At the interpreter's end; whether everything has ended."""
+    def let_go(self, thread: threading.Thread) -> None:
+        with self._fields:
+            self.threads = [t for t in self.threads if t is not thread]
+
+    def join(self) -> bool:
+        """Waits for all threads, with a limit; whether they have ended."""
         deadline = time.monotonic() + EXIT_LIMIT_SECONDS
         for thread in self.threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        if any(thread.is_alive() for thread in self.threads):
+        return not any(thread.is_alive() for thread in self.threads)
+
+    def leave(self) -> bool:
+        """At the interpreter's end; whether everything has ended."""
+        if not self.join():
             path = self.job.metrics.path if self.job is not None else "a directory"
             LOGGER.error(
                 "the save to %s has not ended within %.0f s and is given up",
@@ -600,9 +604,14 @@ def start(job: Job, save: Callable[[Job], Metadata]) -> AsyncSave:
     return AsyncSave(job)
 
 
-def spawn(function: Callable[[], None]) -> None:
+def spawn(function: Callable[[], None]) -> threading.Thread:
     """Runs ``function`` in a thread that the interpreter's end waits for."""
-    _runtime.spawn(function)
+    return _runtime.spawn(function)
+
+
+def let_go(thread: threading.Thread) -> None:
+    """The interpreter's end does not wait for a thread any more; it was made by :func:`spawn`."""
+    _runtime.let_go(thread)
 
 
 def check_for_errors() -> None:
@@ -616,36 +625,21 @@ def check_for_errors() -> None:
     _runtime.check()
 
 
+def join_saves() -> None:
+    """Waits for the saves under way; at the interpreter's end before other threads are shut down,
+    where a save needs them."""
+    _runtime.join()
+
+
 def leave_at_exit() -> None:
     """Waits for the save under way, then for the engine's threads; for the interpreter's end."""
+    host_memory.leave()
     if _runtime.leave():
         _C.join_executor()
 
 
-def _default_snapshot_bytes(ranks: int) -> int:
-    """The host memory that a snapshot may take on this rank: half of what is free.
-
-    Args:
-        ranks: that save together; they are taken to share a machine where nothing
-            (``LOCAL_WORLD_SIZE``, which torchrun sets) says otherwise.
-    """
-    here = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
-    free = (_free_memory() + _C.pool_bytes()) * _SHARE_OF_FREE_MEMORY
-    return max(_LEAST_SNAPSHOT_BYTES, int(free) // here)
-
-
-def _free_memory() -> int:
-    """Bytes that this process may still take, of the machine and of its control group."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    free = int(fields["MemAvailable"].split()[0]) * 1024
-    for limit, used in _MEMORY_LIMITS:
-        # Absent without this version of control groups; "max" is no number.
-        with contextlib.suppress(OSError, ValueError):
-            free = min(free, int(Path(limit).read_text()) - int(Path(used).read_text()))
-    return max(free, 0)
-
-
-def _event_of_now(device: torch.device) -> tuple[torch.cuda.Event, torch.device]:
+def event_of_now(device: torch.device) -> tuple[torch.cuda.Event, torch.device]:
+    """After it the work is done that the device's current stream has been given by now."""
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event, device
@@ -662,20 +656,6 @@ def _wait(future: Future[T], timeout: float | None, what: str, job: Job) -> T:
         raise TimeoutError(
             f"the save to {job.metrics.path} was not {what} within {timeout} s; it goes on"
         ) from None
-
-
-def _drop_frames_of(error: BaseException) -> None:
-    """Whoever keeps the error would keep alive what its frames refer to: the sources.
-
-    Its text has the stacks.
-    """
-    if isinstance(error, CheckpointException):
-        error.__traceback__ = None
-        for cause, _stack in error.failures.values():
-            each: BaseException | None = cause
-            while each is not None:
-                each.__traceback__ = None
-                each = each.__cause__ or each.__context__
 
 
 def _wait_quietly(future: Future[Any]) -> None:

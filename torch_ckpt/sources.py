@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
+import pickle
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -50,7 +52,7 @@ class Sources:
         changed = (
             name
             for name, tensor, version, find in self._watched
-            if _version(tensor) != version or (find is not None and _moved(find(), tensor))
+            if version_of(tensor) != version or (find is not None and _moved(find(), tensor))
         )
         # Several shards may have one name.
         return list(dict.fromkeys(changed))
@@ -105,7 +107,7 @@ class Sources:
     ) -> None:
         if tensor.is_cuda:
             self.devices.add(tensor.device)
-        self._watched.append((name, tensor, _version(tensor), find))
+        self._watched.append((name, tensor, version_of(tensor), find))
 
 
 def copy_of_state(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -134,6 +136,50 @@ def copy_of_state(state_dict: dict[str, Any]) -> dict[str, Any]:
     copied = _map_tensors(state_dict, replace, copy.deepcopy)
     assert isinstance(copied, dict)
     return copied
+
+
+def copy_by_pickle(value: Any) -> Any:
+    """What ``torch.load`` would make of what ``torch.save`` would write, on the CPU, in memory.
+
+    Objects are pickled and made again, so that all they share stays shared; storages are copied
+    once each.
+
+    Raises:
+        pickle.PicklingError, TypeError, AttributeError: it holds what cannot be pickled.
+    """
+    copies: list[torch.UntypedStorage] = []
+    numbers: dict[int, int] = {}
+    held: list[torch.UntypedStorage] = []
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, obj: Any) -> Any:
+            if isinstance(obj, torch.storage.TypedStorage):
+                storage, dtype = obj._untyped_storage, obj.dtype
+            elif isinstance(obj, torch.UntypedStorage):
+                storage, dtype = obj, None
+            else:
+                return None
+            if storage._cdata not in numbers:
+                numbers[storage._cdata] = len(copies)
+                held.append(storage)  # or another one could have its address
+                copied = torch.empty(storage.nbytes(), dtype=torch.uint8).untyped_storage()
+                copied.copy_(storage)
+                copies.append(copied)
+            return numbers[storage._cdata], dtype
+
+    class Unpickler(pickle.Unpickler):
+        def persistent_load(self, pid: Any) -> Any:
+            number, dtype = pid
+            if dtype is None:
+                return copies[number]
+            return torch.storage.TypedStorage(  # type: ignore[no-untyped-call]
+                wrap_storage=copies[number], dtype=dtype, _internal=True
+            )
+
+    stream = io.BytesIO()
+    Pickler(stream, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    stream.seek(0)
+    return Unpickler(stream).load()
 
 
 def _is_pooled(tensor: torch.Tensor) -> bool:
@@ -197,7 +243,8 @@ def _moved(now: torch.Tensor, then: torch.Tensor) -> bool:
     )
 
 
-def _version(tensor: torch.Tensor) -> int:
+def version_of(tensor: torch.Tensor) -> int:
+    """Changes whenever torch writes to the tensor; see :meth:`Sources.changed`."""
     try:
         return tensor._version
     except RuntimeError:

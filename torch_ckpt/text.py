@@ -16,6 +16,14 @@ def size(count: float) -> str:
     return f"{value:.1f} {units[0]}"
 
 
+def duration(seconds: float) -> str:
+    """Writes a time in its largest unit: "40 s", "3 min", "5 h", "12 d"."""
+    for length, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= length:
+            return f"{seconds // length:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
+
+
 def printable(text: str) -> str:
     """Escapes what a terminal would act on: a checkpoint, and so its names, may be anybody's."""
     if text.isprintable():

@@ -14,6 +14,9 @@ from typing import Any
 #: its parts).
 Fingerprint = tuple[bool, Any]
 
+#: A number that moves at each save, trained or not.
+SAVE_COUNTER = "save_counter"
+
 
 class UnchangedDetector:
     """Compares each save with the one before it.
@@ -40,7 +43,11 @@ class UnchangedDetector:
         last, self._last = self._last, items
         if last.keys() != items.keys():
             return None
-        moved = [name for name, item in items.items() if item[0] and item != last[name]]
+        moved = [
+            name
+            for name, item in items.items()
+            if item[0] and item != last[name] and name != SAVE_COUNTER
+        ]
         if not moved:
             return None
         groups: dict[str, list[str]] = {}

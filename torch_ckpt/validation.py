@@ -11,6 +11,7 @@ Checked by subtraction, in Python's integers, which do not overflow.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from itertools import chain, pairwise
 from typing import Any
 
@@ -298,21 +299,25 @@ def _check_paths_of_planner(metadata: Metadata, count: int) -> None:
     paths = getattr(metadata, "planner_data", None)
     if not isinstance(paths, dict):
         return  # some planner's own, which torch makes nothing of
-    kinds = set(map(type, paths.values()))
-    if not kinds <= {tuple}:
-        return
     # One long path may stand for many names.
-    distinct = {id(path): (name, path) for name, path in paths.items()}.values()
-    if int not in set(map(type, chain.from_iterable(path for _, path in distinct))):
+    distinct = {id(path): (name, _parts(path)) for name, path in paths.items()}.values()
+    if int not in set(map(type, chain.from_iterable(parts for _, parts in distinct))):
         return
     most = max(count, len(paths))
-    for name, path in distinct:
-        for part in path:
+    for name, parts in distinct:
+        for part in parts:
             if type(part) is int and not 0 <= part < most:
                 raise Corrupt(
                     f"{name}: the metadata places it in a list at {_number(part)}, and there are "
                     f"{most} names"
                 )
+
+
+def _parts(path: object) -> Collection[object]:
+    """What torch finds in a path by an index, of whatever type it is."""
+    if isinstance(path, dict):
+        return path.values()
+    return path if isinstance(path, (tuple, list)) else ()
 
 
 def _check_tables(metadata: Metadata) -> None:

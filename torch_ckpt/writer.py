@@ -37,6 +37,7 @@ from torch_ckpt.generations import (
     metadata_name,
     refuse_hidden_save,
     remove_files,
+    remove_own,
 )
 from torch_ckpt.hooks import keeps_methods
 from torch_ckpt.metadata import encode_metadata, with_checksum_tables
@@ -103,6 +104,9 @@ class FileSystemWriter(StockWriter):
             published and the files that the engine wrote on this rank are gone.
         NotCommitted, DurabilityUncertain: the commit itself failed.
     """
+
+    #: See :class:`torch_ckpt.generations.Claim`.
+    ends_earlier_claims = True
 
     def __init__(
         self,
@@ -185,7 +189,7 @@ class FileSystemWriter(StockWriter):
         refuse_hidden_save(str(self.path), self._own_rank())
         plan = super().prepare_local_plan(plan)
         if self._is_coordinator or not self.use_collectives:
-            self._claim = Claim(str(self.path), self._own_rank())
+            self._claim = Claim(str(self.path), self._own_rank(), self.ends_earlier_claims)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -220,19 +224,7 @@ class FileSystemWriter(StockWriter):
             direct = keeps_default_lookup(planner)
             values = [resolve(planner, item, direct) for item in items]
         written = self.write_values(prefix, names, values)
-        with no_gc():
-            results = [
-                WriteResult(
-                    index=item.index,
-                    size_in_bytes=length,
-                    storage_data=_StorageInfo(file_name, offset, length),
-                )
-                for item, (file_name, offset, length, _crc) in zip(
-                    items, written.places, strict=True
-                )
-            ]
-            _send_tables(results, written.tables)
-        return _completed(results)
+        return _completed(results_of(items, written))
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         if not self._is_local():
@@ -264,6 +256,16 @@ class FileSystemWriter(StockWriter):
 
     # --- shared with torch_ckpt.save -------------------------------------------------------------
 
+    @property
+    def identity(self) -> str | None:
+        """What all ranks of a save must have alike; None: their directories may differ."""
+        return None
+
+    @property
+    def destination(self) -> str:
+        """Where the checkpoint is once it is committed."""
+        return str(self.path)
+
     def engine_can_write(self) -> bool:
         """False where a transform, a format or a remote file system needs torch's own writing."""
         stock_format = getattr(self, "serialization_format", None)
@@ -286,7 +288,7 @@ class FileSystemWriter(StockWriter):
         return self._claim.tag if self._claim is not None and self.use_collectives else ""
 
     def bytes_moved(self) -> int:
-        """Grows for as long as the engine moves anything."""
+        """Grows for as long as this rank moves anything."""
         save = self._save
         return 0 if save is None else sum(save.progress()[1:3])
 
@@ -354,6 +356,10 @@ class FileSystemWriter(StockWriter):
         finally:
             self._save = None
         return Written(save.results(), save.checksum_tables())
+
+    def undo(self, written: Written) -> None:
+        """Removes what this rank has written, of a save that has failed on another one."""
+        remove_own(str(self.path), {place[0] for place in written.places})
 
     def commit(self, data: bytes, files: set[str]) -> None:
         """Publishes ``data`` as the metadata; then removes what no metadata names any more.
@@ -439,11 +445,17 @@ class BackgroundWrite(Protocol):
         """No source is needed any more; raises where one was changed before."""
 
 
-def resolve(planner: SavePlanner, item: WriteItem, direct: bool = False) -> Any:
+def resolve(
+    planner: SavePlanner,
+    item: WriteItem,
+    direct: bool = False,
+    whole: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+) -> Any:
     """The plain tensor or bytes that stand for an item of a plan.
 
     Args:
         direct: the planner's lookup is torch's own (see keeps_default_lookup).
+        whole: makes of a tensor the one to write.
     """
     value = _found_directly(planner, item) if direct else planner.resolve_data(item)
     if item.type == WriteItemType.BYTE_IO:
@@ -452,7 +464,7 @@ def resolve(planner: SavePlanner, item: WriteItem, direct: bool = False) -> Any:
         raise CheckpointError(
             f"{item.index.fqn}: the planner resolved a tensor item to a {type(value).__name__}"
         )
-    return as_value(value)
+    return as_value(whole(value))
 
 
 def as_value(tensor: torch.Tensor) -> Any:
@@ -486,12 +498,17 @@ def _found_directly(planner: SavePlanner, item: WriteItem) -> Any:
     return planner.resolve_data(item)
 
 
-def _send_tables(results: list[WriteResult], tables: dict[str, bytes]) -> None:
-    left = dict(tables)
-    for result in results:
-        info = result.storage_data
-        if info.relative_path in left:
-            setattr(info, _TABLE, left.pop(info.relative_path))
+@no_gc()
+def results_of(items: list[WriteItem], written: Written) -> list[WriteResult]:
+    """What DCP is told of each item; with it the checksum tables travel to the coordinator."""
+    left = dict(written.tables)
+    results = []
+    for item, (file_name, offset, length, _crc) in zip(items, written.places, strict=True):
+        info = _StorageInfo(file_name, offset, length)
+        if file_name in left:
+            setattr(info, _TABLE, left.pop(file_name))
+        results.append(WriteResult(item.index, length, info))
+    return results
 
 
 def _take_tables(results: list[list[WriteResult]]) -> dict[str, bytes]:

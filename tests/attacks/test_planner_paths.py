@@ -26,6 +26,15 @@ ATTACKS: dict[str, Any] = {
 }
 
 
+# Beside paths that are none, in other types than torch writes.
+DISGUISED: dict[str, Any] = {
+    "list": ["list", 2**31],
+    "size": torch.Size([0, 2**31]),
+    "dict": {0: "list", 1: 2**31},
+    "tuple": ("list", 2**31),
+}
+
+
 def spoil(c: Checkpoint, attack: str) -> None:
     c.of_stock()
     c.metadata.planner_data["weight"] = ATTACKS[attack]
@@ -36,6 +45,16 @@ def spoil(c: Checkpoint, attack: str) -> None:
 def test_it_is_refused(checkpoint: Checkpoint, attack: str) -> None:
     spoil(checkpoint, attack)
     checkpoint.assert_stopped(attack, Corrupt, says="weight: the metadata places it in a list")
+
+
+@pytest.mark.parametrize("kind", DISGUISED)
+def test_it_is_refused_in_other_types_too(checkpoint: Checkpoint, kind: str) -> None:
+    checkpoint.of_stock()
+    checkpoint.metadata.planner_data["weight"] = DISGUISED[kind]
+    checkpoint.metadata.planner_data["other"] = ["no path"]
+    checkpoint.publish()
+    with pytest.raises(Corrupt, match="weight: the metadata places it in a list"):
+        torch_ckpt.FileSystemReader(checkpoint.path).read_metadata()
 
 
 @pytest.mark.parametrize("attack", ATTACKS)

@@ -20,6 +20,16 @@ REPOSITORY = Path(__file__).parents[2]
 # All cases of a launch together; a hang fails them.
 TIMEOUT_SECONDS = 240
 
+# torchrun asks its ranks to end, and kills them after 30 seconds.
+ENDING_SECONDS = 60
+
+# Tests have more ranks than a machine may have GPUs.
+ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(REPOSITORY),
+}
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -50,7 +60,7 @@ class Torchrun:
         self.launches = launches
         self.workdir = workdir
         self.outputs: dict[str, str] = {}
-        self.codes: dict[str, int] = {}
+        self.codes: dict[str, int | None] = {}  # None where it hung
 
     def failures(self, launch: str, case: str) -> list[str]:
         """What each rank that failed a case says of it."""
@@ -71,31 +81,55 @@ class Torchrun:
         of = self.launches[launch]
         if of.before is not None:
             self.run(of.before)
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(of.ranks), "-m", self.module]
-        command += [str(self.workdir / launch), str(self.workdir), *of.cases]
-        process = subprocess.Popen(
-            command,
-            cwd=REPOSITORY,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
         try:
-            output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            output, _ = process.communicate()
-            output += f"\nkilled after {TIMEOUT_SECONDS} s"
-        self.outputs[launch] = f"{output[-3000:]}\nexit code {process.returncode}"
-        self.codes[launch] = process.returncode
+            done = torchrun(
+                of.ranks, "-m", self.module, self.workdir / launch, self.workdir, *of.cases
+            )
+        except TimeoutError as hang:
+            self.outputs[launch] = str(hang)[-3000:]
+            self.codes[launch] = None
+        else:
+            self.outputs[launch] = f"{done.stdout[-3000:]}\nexit code {done.returncode}"
+            self.codes[launch] = done.returncode
 
     def _outcomes(self, launch: str, rank: int) -> dict[str, dict[str, str]]:
         log = Path(f"{self.workdir / launch}-{rank}.jsonl")
         lines = log.read_text().splitlines() if log.exists() else []
         return {outcome["case"]: outcome for outcome in map(json.loads, lines)}
+
+
+def torchrun(ranks: int, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Runs a script, or "-m" and a module, with arguments of its own; its output is in stdout.
+
+    Raises:
+        TimeoutError: it has hung, and all its ranks have been ended; with the output.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(ranks), *map(str, arguments)]
+    process = subprocess.Popen(
+        command,
+        cwd=REPOSITORY,
+        env={**os.environ, **ENVIRONMENT},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise TimeoutError(f"{_ended(process)}\nkilled after {TIMEOUT_SECONDS} s") from None
+    return subprocess.CompletedProcess(command, process.returncode, output)
+
+
+def _ended(agent: subprocess.Popen[str]) -> str:
+    """Ends torchrun; its output. Ranks have sessions of their own: only torchrun can end them."""
+    agent.terminate()
+    try:
+        return agent.communicate(timeout=ENDING_SECONDS)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(agent.pid, signal.SIGKILL)
+        return agent.communicate()[0]
 
 
 class Processes:
@@ -154,11 +188,11 @@ class Processes:
 
     def _start(self, rank: int) -> subprocess.Popen[str]:
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._port)}
-        place = {"RANK": str(rank), "WORLD_SIZE": str(self.size)}
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.size)}
         return subprocess.Popen(
             self._command,
             cwd=REPOSITORY,
-            env={**os.environ, **address, **place, **self._agent, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, **ENVIRONMENT, **address, **place, **self._agent},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -63,6 +63,26 @@ def test_a_nested_state_comes_back_whole(tmp_path: Path) -> None:
     assert_equal(loaded, state)
 
 
+@pytest.mark.parametrize("planner", [None, dcp.DefaultSavePlanner()])
+def test_save_takes_a_function_that_gives_the_state(
+    tmp_path: Path, planner: dcp.SavePlanner | None
+) -> None:
+    torch_ckpt.save(nested_state, tmp_path / "c", planner=planner)
+    loaded = blank(nested_state())
+    torch_ckpt.load(loaded, tmp_path / "c")
+    assert_equal(loaded, nested_state())
+
+
+def test_a_function_that_gives_no_state_fails_the_save(tmp_path: Path) -> None:
+    def fail() -> StateDict:
+        raise RuntimeError("no state")
+
+    with pytest.raises(dcp.CheckpointException) as caught:
+        torch_ckpt.save(fail, tmp_path / "c")
+    assert str(cause_of(caught.value)) == "no state"
+    assert not (tmp_path / "c" / ".metadata").exists()
+
+
 def test_stock_torch_reads_what_save_wrote(tmp_path: Path) -> None:
     state = nested_state()
     torch_ckpt.save(state, tmp_path / "c")

@@ -1340,8 +1340,13 @@ def test_leaving_the_interpreter_logs_an_unseen_error(tmp_path: Path) -> None:
 LEAVES_A_SAVE_THAT_HANGS = """
 import sys, threading, torch, torch_ckpt
 torch_ckpt.snapshot.EXIT_LIMIT_SECONDS = 0.05
-wait = threading.Event().wait
-handle = torch_ckpt.async_save({"t": torch.ones(3)}, sys.argv[1], write_done=wait)
+reached = threading.Event()
+def hang():
+    reached.set()
+    threading.Event().wait()
+handle = torch_ckpt.async_save({"t": torch.ones(3)}, sys.argv[1], write_done=hang)
+# A thread that comes back from the engine while the interpreter ends would end the process.
+reached.wait()
 """
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import random
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -23,11 +26,15 @@ from benchmarks import (
     measure,
     memory,
     pagecache,
+    peers,
+    processes,
+    queue_saves,
     ranks,
     report,
     results,
     run,
     states,
+    suites,
     targets,
 )
 from benchmarks.contenders import Running
@@ -35,17 +42,40 @@ from benchmarks.training import Training, one_thread
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
+# A run starts dozens of processes that import torch, which takes minutes where all cores are busy.
+pytestmark = pytest.mark.timeout(900)
 
-@pytest.fixture(scope="module")
-def result_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a whole run with tiny sizes wrote."""
-    directory = tmp_path_factory.mktemp("bench")
+
+def _run(directory: Path, groups: Sequence[str]) -> Path:
+    """The results of a run with tiny sizes."""
     out = directory / "results" / "tiny.json"
     command = [sys.executable, "-m", "benchmarks.run", "--quick", "--size", "2MB"]
     command += ["--tensors", "30", "--small-tensors", "20", "--dir", str(directory / "work")]
+    command += [f"--only={group}" for group in groups]
     subprocess.run([*command, "--out", str(out)], cwd=REPOSITORY, check=True)
     assert not any((directory / "work").iterdir()), "the run left checkpoints behind"
     return out
+
+
+@pytest.fixture(scope="module")
+def result_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a run of all but the queues wrote, which take as long as all else together."""
+    groups = [group for group in run.GROUPS if group not in suites.QUEUE_GROUPS]
+    return _run(tmp_path_factory.mktemp("bench"), groups)
+
+
+@pytest.fixture(scope="module")
+def queue_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a run of the queues wrote."""
+    return _run(tmp_path_factory.mktemp("bench-queues"), list(suites.QUEUE_GROUPS))
+
+
+@pytest.fixture(scope="module")
+def queue_document(queue_file: Path) -> dict[str, Any]:
+    """The same as the JSON that other programs see."""
+    loaded = json.loads(queue_file.read_text())
+    assert isinstance(loaded, dict)
+    return loaded
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +90,7 @@ def test_a_run_measures_every_group_or_says_why_not(document: dict[str, Any]) ->
     names = {group["name"] for group in document["groups"]}
     assert names >= {"save", "load_warm", "small_save", "small_load"}
     assert names >= {"async", "async_small", "async_first"}
-    assert names >= {"partial_warm", "reshard_warm", "replicas_warm"}
+    assert names >= {"partial_warm", "reshard_warm", "replicas_warm", "manager"}
     # The page cache of some file systems cannot be emptied (tmpfs is nothing but page cache).
     cold = {"load_cold", "partial_cold", "reshard_cold", "replicas_cold"}
     skipped = [entry["what"] for entry in document["skipped"] if "cold" in entry["what"]]
@@ -96,6 +126,50 @@ def test_samples_beside_training_tell_what_training_loses(document: dict[str, An
     assert beside["stock_1"]["steps"] == 0, "a synchronous save leaves no time to train"
 
 
+def test_saves_through_queues_tell_what_training_loses(queue_document: dict[str, Any]) -> None:
+    groups = queue_document["groups"]
+    assert [g["name"] for g in groups] == ["megatron", "megatron_small", "megatron_ranks"]
+    for sample in (sample for group in groups for sample in group["samples"]):
+        for save in sample["saves"]:
+            # Rounded to ten microseconds.
+            assert 0 < save["plan_s"] + save["schedule_s"] <= save["call_s"] + 1e-4
+            steps = sum(end - start for start, end in save["steps"])
+            beside = steps + save["finalize_s"] + sum(save["polls"])
+            assert 0 < save["call_s"] + beside <= save["durable_s"] + 1e-3
+        assert 0 < sample["stall_s"] < sample["durable_s"]
+        assert sample["memory_bytes"] > 0
+        later = []
+        for rank in {save["rank"] for save in sample["saves"]}:
+            later += [save for save in sample["saves"] if save["rank"] == rank][1:]
+        assert sample["steps"] == sum(len(save["steps"]) for save in later) > 0
+
+
+def test_a_queue_without_workers_has_no_processes_and_keeps_the_state_of_the_call(
+    queue_document: dict[str, Any],
+) -> None:
+    for group in queue_document["groups"]:
+        (ours,) = [sample for sample in group["samples"] if sample["contender"] == "ours"]
+        assert ours["processes"] == 0
+        assert ours["kept"]
+
+
+def test_peers_are_measured_with_their_workers_or_skipped_with_a_reason(
+    queue_document: dict[str, Any],
+) -> None:
+    skipped = {entry["what"]: entry["reason"] for entry in queue_document["skipped"]}
+    of = {sample["contender"]: sample for sample in queue_document["groups"][0]["samples"]}
+    for name, peer in (("nvrx_copies", peers.NVRX), ("mcore", peers.MEGATRON_CORE)):
+        if peer.title in skipped:
+            assert "pip" in skipped[peer.title] or "/dev/shm" in skipped[peer.title]
+            continue
+        # A worker and a manager at the least.
+        assert of[name]["processes"] >= 2
+        # Whether the other's worker reads before or after the change is up to the scheduler.
+        assert of[name]["kept"] or name != "nvrx_copies"
+    replaced = queue_document["parameters"]["megatron"]["replaced_for_peers"]
+    assert ("torch.cuda.synchronize" in replaced) != torch.cuda.is_available()
+
+
 def test_loads_of_parts_and_by_ranks_tell_what_they_read(document: dict[str, Any]) -> None:
     groups = {group["name"]: group for group in document["groups"]}
     for name in ("partial_warm", "reshard_warm", "replicas_warm"):
@@ -107,6 +181,35 @@ def test_loads_of_parts_and_by_ranks_tell_what_they_read(document: dict[str, Any
         sample["contender"]: sample["read_bytes"] for sample in groups["partial_warm"]["samples"]
     }
     assert read["ours_dcp"] < read["stock"]
+
+
+def test_a_manager_is_held_to_its_time_in_a_step_and_to_what_it_adds_to_a_save(
+    document: dict[str, Any],
+) -> None:
+    held = {
+        entry["key"]: (entry["quantity"], entry["target"])
+        for entry in document["comparisons"]
+        if entry["key"].startswith("manager.") and entry["target"] is not None
+    }
+    for world in (1, 2):
+        for interval in ("number", "time", "auto"):
+            assert held.pop(f"manager.step_{interval}_{world}") == ("time in the call", 1.0)
+        for state in ("tensors", "modules"):
+            assert held.pop(f"manager.{state}_{world}") == ("added time", 5.0)
+    assert not held
+
+
+def test_time_added_to_a_save_is_in_milliseconds_beyond_the_same_round_without_a_manager() -> None:
+    def sample(contender: str, round_index: int, seconds: float) -> measure.CallSample:
+        return measure.CallSample(contender, round_index, 0, seconds, 0.0, 10**9, 1)
+
+    samples = [sample("async_1", 0, 0.010), sample("tensors_1", 0, 0.013)]
+    samples += [sample("async_1", 1, 0.020), sample("tensors_1", 1, 0.021)]
+    infos = [results.ContenderInfo(name, name, "ours") for name in ("async_1", "tensors_1")]
+    group = results.Group("manager", "title", 10**9, infos, [*samples])
+    (added,) = targets.compare_groups([group])
+    assert added.per_round == pytest.approx([3.0, 1.0])
+    assert added.met
 
 
 def test_the_crossover_of_reading_once_is_recorded(document: dict[str, Any]) -> None:
@@ -145,6 +248,12 @@ def test_every_target_is_reported_as_met_or_missed(document: dict[str, Any]) -> 
     }
     assert all(isinstance(entry["met"], bool) for entry in held)
     assert not document["representative"], "a quick run must not pass for a real one"
+
+
+def test_results_of_queues_survive_writing_and_reading(queue_file: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy.json"
+    results.read(queue_file).write(copy)
+    assert json.loads(copy.read_text()) == json.loads(queue_file.read_text())
 
 
 def test_results_survive_writing_and_reading(result_file: Path, tmp_path: Path) -> None:
@@ -225,8 +334,48 @@ def test_a_document_gets_the_numbers_of_loads_from_a_run_of_these_alone(
         assert (group.title in text) == about_loads
 
 
+def test_a_document_gets_the_numbers_of_queues_from_a_run_of_these_alone(
+    queue_document: dict[str, Any], tmp_path: Path
+) -> None:
+    full = tmp_path / "full.json"
+    parameters = queue_document["parameters"] | {"quick": False, "rounds": 5}
+    full.write_text(json.dumps(queue_document | {"parameters": parameters}))
+    page = tmp_path / "megatron.md"
+    page.write_text(f"before\n{report.QUEUE_BEGIN}\nold numbers\n{report.QUEUE_END}\nafter\n")
+    report.main([str(full), "--no-charts", "--doc", str(page)])
+    text = page.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith(f"{report.QUEUE_END}\nafter\n")
+    assert "old numbers" not in text
+    for group in results.read(full).groups:
+        assert group.title in text
+        assert all(info.label in text for info in group.contenders)
+
+
+def test_a_document_gets_the_numbers_of_a_manager_from_a_run_of_it_alone(
+    document: dict[str, Any], tmp_path: Path
+) -> None:
+    full = tmp_path / "full.json"
+    parameters = document["parameters"] | {"quick": False, "rounds": 5, "only": ["manager"]}
+    full.write_text(json.dumps(document | {"parameters": parameters}))
+    page = tmp_path / "manager.md"
+    page.write_text(f"before\n{report.MANAGER_BEGIN}\nold numbers\n{report.MANAGER_END}\nafter\n")
+    report.main([str(full), "--no-charts", "--doc", str(page)])
+    text = page.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith(f"{report.MANAGER_END}\nafter\n")
+    assert "old numbers" not in text
+    for group in results.read(full).groups:
+        assert (group.title in text) == group.of_calls
+
+
 @pytest.mark.parametrize(
-    ("begin", "end"), [(report.ASYNC_BEGIN, report.ASYNC_END), (report.BEGIN, report.END)]
+    ("begin", "end"),
+    [
+        (report.MANAGER_BEGIN, report.MANAGER_END),
+        (report.ASYNC_BEGIN, report.ASYNC_END),
+        (report.BEGIN, report.END),
+    ],
 )
 def test_a_trial_run_does_not_reach_a_document(
     result_file: Path, tmp_path: Path, begin: str, end: str
@@ -237,9 +386,24 @@ def test_a_trial_run_does_not_reach_a_document(
         report.main([str(result_file), "--no-charts", "--doc", str(page)])
 
 
+def test_a_trial_run_of_queues_does_not_reach_a_document(queue_file: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"{report.QUEUE_BEGIN}\n{report.QUEUE_END}\n")
+    with pytest.raises(SystemExit, match="trial run"):
+        report.main([str(queue_file), "--no-charts", "--doc", str(page)])
+
+
 def test_a_readme_without_the_block_is_refused() -> None:
     with pytest.raises(ValueError, match="benchmark:begin"):
         report.replace_block("no markers here", "numbers")
+
+
+def test_charts_are_drawn_for_every_queue(queue_file: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    report.main([str(queue_file), "--images", str(tmp_path / "images")])
+    images = list((tmp_path / "images").glob("benchmark-megatron*.png"))
+    assert len(images) == len(results.read(queue_file).groups)
+    assert all(image.read_bytes().startswith(b"\x89PNG") for image in images)
 
 
 def test_charts_are_drawn_for_every_group(result_file: Path, tmp_path: Path) -> None:
@@ -395,6 +559,134 @@ def test_memory_growth_sees_memory_that_is_freed_again() -> None:
     except memory.PeakResetError:
         pytest.skip("this kernel does not reset the peak")
     assert peak - before >= 30 << 20
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[str]]:
+    """A child that does what the lines on its stdin say, and answers each."""
+    program = "import sys\nfor line in sys.stdin:\n    exec(line)\n    print('done', flush=True)\n"
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def _tell(child: subprocess.Popen[str], line: str) -> None:
+    assert child.stdin is not None
+    assert child.stdout is not None
+    print(line, file=child.stdin, flush=True)
+    assert child.stdout.readline() == "done\n"
+
+
+def test_memory_of_a_process_includes_that_of_its_children(child: subprocess.Popen[str]) -> None:
+    before = processes.memory_bytes(os.getpid())
+    _tell(child, "data = bytearray(b'x' * (32 << 20))")
+    assert processes.memory_bytes(os.getpid()) - before >= 32 << 20
+
+
+def test_memory_that_two_processes_share_counts_once(child: subprocess.Popen[str]) -> None:
+    size = 32 << 20
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+        file.truncate(size)
+        with mmap.mmap(file.fileno(), size) as shared:
+            shared[:] = bytes(size)
+            before = processes.memory_bytes(os.getpid())
+            _tell(
+                child,
+                f"import mmap; f = open('/proc/{os.getpid()}/fd/{file.fileno()}', 'r+b');"
+                f" shared = mmap.mmap(f.fileno(), {size}); sum(shared[::4096])",
+            )
+            assert processes.memory_bytes(os.getpid()) - before < size // 2
+
+
+def test_processor_time_of_a_process_includes_that_of_its_children(
+    child: subprocess.Popen[str],
+) -> None:
+    before = processes.cpu_seconds(os.getpid())
+    _tell(child, "import time; [None for _ in iter(lambda: time.process_time() < 0.3, False)]")
+    assert processes.cpu_seconds(os.getpid()) - before >= 0.2
+
+
+def test_the_watcher_sees_memory_and_processes_that_have_gone_by_its_end() -> None:
+    with processes.watcher() as watcher:
+        watcher.start()
+        idle = watcher.stop()
+        watcher.start()
+        with subprocess.Popen(
+            [sys.executable, "-c", "data = bytearray(b'x' * (32 << 20)); print(); input()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        ) as child:
+            assert child.stdout is not None
+            child.stdout.readline()
+            seen = watcher.stop()
+            watcher.start()
+            child.communicate(b"\n")
+        gone = watcher.stop()
+    assert seen.processes == gone.processes == idle.processes + 1
+    assert seen.bytes - idle.bytes >= 32 << 20
+
+
+def test_a_peer_that_cannot_be_installed_says_how_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(peers, "_REPOSITORY", tmp_path)
+    monkeypatch.setattr(peers, "_DIRECTORY", tmp_path / "peers")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(peers.PeerUnavailableError, match="pip install --no-deps --target peers/"):
+        peers.NVRX.install()
+    assert not any((tmp_path / "peers").iterdir())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_code_that_asks_for_the_current_one_runs_on_the_cpu() -> None:
+    program = (
+        "import torch; from benchmarks import no_cuda; no_cuda.pretend();"
+        "torch.cuda.synchronize(); torch.cuda.set_device(0 % torch.cuda.device_count());"
+        "print(torch.zeros(1, device=torch.cuda.current_device()).device)"
+    )
+    output = subprocess.check_output([sys.executable, "-c", program], cwd=REPOSITORY, text=True)
+    assert output == "cpu\n"
+
+
+def _queue_save(rank: int, call_s: float, step_s: float) -> dict[str, Any]:
+    return {
+        "rank": rank,
+        "call_s": call_s,
+        "plan_s": call_s / 2,
+        "schedule_s": call_s / 2,
+        "finalize_s": 0.5,
+        "durable_s": call_s + 2 * step_s + 1,
+        "cpu_s": 0.25,
+        "polls": [0.1],
+        "idle_steps": [[-2.0, -1.0]],
+        "steps": [[call_s, call_s + step_s], [call_s + step_s, call_s + 2 * step_s]],
+    }
+
+
+def test_a_save_through_queues_is_as_slow_as_its_slowest_rank() -> None:
+    common = {"bytes": 3, "memory_bytes": 5, "processes": 2, "kept": True}
+    measured = [
+        common | {"saves": [_queue_save(0, call, 2.0) for call in (9.0, 1.0, 4.0, 3.0)]},
+        common | {"saves": [_queue_save(1, call, 2.0) for call in (8.0, 2.0, 2.0, 2.0)]},
+    ]
+    sample = queue_saves.sample_of("fake", measured, round_index=0, position=0)
+    assert (sample.first_call_s, sample.call_s) == (9.0, 3.0)
+    assert (sample.bytes, sample.memory_bytes, sample.processes) == (6, 10, 4)
+    # Of both ranks, and of one save; all that is no step.
+    assert (sample.first_cpu_s, sample.cpu_s, sample.stall_s) == (0.5, 0.5, 4.0)
+    assert (sample.steps, sample.step_median_ratio) == (12, 2.0)
+
+
+def test_one_rank_whose_save_was_torn_makes_the_sample_torn() -> None:
+    common = {"bytes": 1, "memory_bytes": 1, "processes": 0}
+    saves = [[_queue_save(rank, 1.0, 1.0)] * 2 for rank in (0, 1)]
+    measured = [
+        common | {"kept": rank == 0, "saves": of_rank} for rank, of_rank in enumerate(saves)
+    ]
+    assert not queue_saves.sample_of("fake", measured, round_index=0, position=0).kept
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

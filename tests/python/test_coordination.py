@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_ckpt
-from torch_ckpt.coordination import Meeting, Ranks, _OverStore
+from torch_ckpt.coordination import Meeting, Ranks, _OverStore, ask_store
 
 #: Seconds after which a rank of a test is given up, where one is; else tests do not wait for it.
 SHORT = 0.4
@@ -411,7 +411,7 @@ def saved_and_closed(ranks: Ranks) -> None:
 
 
 def names_of_keys(store: dist.Store) -> set[str]:
-    return {key.removeprefix("torch_ckpt/test/0/") for key in store.list_keys()}
+    return {key.removeprefix("torch_ckpt/test/save/0/") for key in store.list_keys()}
 
 
 def test_only_the_verdict_is_left_for_a_rank_that_was_given_up(store: dist.Store) -> None:
@@ -430,7 +430,7 @@ def test_a_rank_that_comes_late_leaves_none_of_its_values(store: dist.Store) -> 
 def test_the_coordinator_closes_after_all_have_read_the_answer(store: dist.Store) -> None:
     coordinator, other = ranks_of(store, 2, SHORT)
     together([coordinator, other], save)
-    sign_of_waiting = "torch_ckpt/test/0/alive/0"
+    sign_of_waiting = "torch_ckpt/test/save/0/alive/0"
     store.delete_key(sign_of_waiting)
     with ThreadPoolExecutor(1) as pool:
         closing = pool.submit(coordinator.close, PATIENCE_SECONDS)
@@ -495,6 +495,14 @@ def test_a_store_whose_server_has_gone_is_an_error(capfd: pytest.CaptureFixture[
         assert f"rank {rank} lost the process group's store in 'write'" in cause
         assert cause.startswith("ConnectionError")
     capfd.readouterr()  # of the store's own complaints
+
+
+def test_an_error_of_the_store_without_a_text_is_told_by_its_type() -> None:
+    def lose() -> None:
+        raise ConnectionResetError
+
+    with pytest.raises(CheckpointException, match=r"store in 'write' \(ConnectionResetError\)"):
+        ask_store("write", 0, PATIENCE_SECONDS, lose)
 
 
 class StoppedStore(dist.Store):  # type: ignore[misc]

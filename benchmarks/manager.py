@@ -1,0 +1,251 @@
+"""What a CheckpointManager costs a training loop: in steps that it does not save, and beyond
+async_save in those that it does.
+
+A sample is of many calls. Before each of them the save before has ended, and all ranks do a step of
+training and wait for each other, as gradients make them do.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import torch_ckpt
+from torch_ckpt.app_state import AppState
+from torch_ckpt.replica_check import differing_replicas
+
+from . import ranks, states
+from .measure import CallSample, alternate, settle
+from .results import ContenderInfo
+from .states import State
+from .training import Training
+
+_SAMPLES = "manager.json"
+_PARAMETERS = 50
+_TIMEOUT_SECONDS = 300.0
+# Between failures: no second save of "auto" falls into the measurement.
+_MTBF_HOURS = 1e9
+
+
+@dataclass(frozen=True)
+class CallEffort:
+    """How many calls a sample has: in steps that are not saved, and of all else."""
+
+    steps: int
+    others: int
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """What is timed; `wait` for the end of what the call has begun."""
+
+    info: ContenderInfo
+    call: Callable[[], object]
+    wait: Callable[[], object]
+
+    @property
+    def in_steps(self) -> bool:
+        return self.info.name.startswith("step_")
+
+
+def contenders(world: int) -> list[ContenderInfo]:
+    """What is measured on so many ranks."""
+    of = f"{world} rank{'s' if world > 1 else ''}: "
+    infos = [
+        ContenderInfo(f"step_{name}_{world}", f"{of}save() in a step not saved, {label}", "ours")
+        for name, label in (
+            ("number", "interval=N"),
+            ("time", "interval=timedelta"),
+            ("auto", 'interval="auto"'),
+        )
+    ]
+    infos += [
+        ContenderInfo(f"async_{world}", f"{of}async_save of a dict of tensors", "ours"),
+        ContenderInfo(f"tensors_{world}", f"{of}save() of the dict of tensors", "ours"),
+        ContenderInfo(f"modules_{world}", f"{of}save() of model and optimizer", "ours"),
+        ContenderInfo(f"state_{world}", f"{of}AppState.state_dict() of these", "ours"),
+    ]
+    if world > 1:
+        infos.append(ContenderInfo(f"replicas_{world}", f"{of}check_replicas", "ours"))
+    return infos
+
+
+def measure(
+    world: int, state_bytes: int, effort: CallEffort, *, rounds: int, directory: Path
+) -> list[CallSample]:
+    """Times all contenders alternately by `world` ranks. `directory` is an empty one."""
+    ranks.run(world, partial(_measure, world, state_bytes, effort, rounds, directory))
+    return [CallSample(**entry) for entry in json.loads((directory / _SAMPLES).read_text())]
+
+
+def _measure(
+    world: int, state_bytes: int, effort: CallEffort, rounds: int, directory: Path
+) -> None:
+    training = Training()
+    with _entries(world, state_bytes, directory) as entries:
+        for entry in entries:
+            # Imports, thread pools, memory.
+            _seconds_of_calls(entry, 2, training)
+        own = []
+        for round_index, position, entry in alternate(entries, rounds):
+            settle()
+            calls = effort.steps if entry.in_steps else effort.others
+            cpu = time.process_time()
+            seconds = _seconds_of_calls(entry, calls, training)
+            middle = statistics.fmean if entry.in_steps else statistics.median
+            own.append(
+                CallSample(
+                    contender=entry.info.name,
+                    round=round_index,
+                    position=position,
+                    wall_s=middle(seconds),
+                    cpu_s=(time.process_time() - cpu) / calls,
+                    bytes=state_bytes,
+                    calls=calls,
+                )
+            )
+    by_rank: list[Any] = [None] * world
+    dist.all_gather_object(by_rank, own)
+    if dist.get_rank() == 0:
+        slowest = [
+            max(of_ranks, key=lambda sample: sample.wall_s)
+            for of_ranks in zip(*by_rank, strict=True)
+        ]
+        (directory / _SAMPLES).write_text(json.dumps([asdict(sample) for sample in slowest]))
+
+
+def _seconds_of_calls(entry: _Entry, calls: int, training: Training) -> list[float]:
+    seconds = []
+    for _ in range(calls):
+        training.step()
+        dist.barrier()
+        begun = time.perf_counter()
+        entry.call()
+        seconds.append(time.perf_counter() - begun)
+        entry.wait()
+    return seconds
+
+
+# --- what is timed -------------------------------------------------------------------------------
+
+
+def _trained(state_bytes: int) -> dict[str, Any]:
+    """A model and its optimizer, four tensors for each parameter."""
+    generator = torch.Generator().manual_seed(0)
+    rows = max(1, state_bytes // (3 * _PARAMETERS * 256 * 4))
+    model = nn.ParameterDict(
+        {f"{i}": torch.rand((rows, 256), generator=generator) for i in range(_PARAMETERS)}
+    )
+    optimizer = torch.optim.Adam(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+@contextmanager
+def _entries(world: int, state_bytes: int, directory: Path) -> Iterator[list[_Entry]]:
+    modules = _trained(state_bytes)
+    tensors: State = {
+        f"{number}": tensor
+        for number, tensor in enumerate(states.tensors(AppState(modules).state_dict()))
+    }
+    infos = {info.name.rpartition("_")[0]: info for info in contenders(world)}
+    calls: dict[str, Callable[[], object]] = {
+        "state": AppState(modules).state_dict,
+        "replicas": lambda: differing_replicas(lambda: tensors, None, _TIMEOUT_SECONDS),
+    }
+    waits: dict[str, Callable[[], object]] = {}
+    with ExitStack() as stack:
+
+        def manager(name: str, **options: Any) -> torch_ckpt.CheckpointManager:
+            return stack.enter_context(
+                torch_ckpt.CheckpointManager(directory / name, keep_last=2, **options)
+            )
+
+        for name, interval in (
+            ("step_number", 10**9),
+            ("step_time", timedelta(days=1)),
+            ("step_auto", "auto"),
+        ):
+            steps = _Steps(manager(name, interval=interval, mtbf_hours=_MTBF_HOURS), modules)
+            if interval == "auto":
+                steps.save_first()
+            calls[name] = steps.pass_one
+        for name, state in (("tensors", tensors), ("modules", modules)):
+            saves = _Saves(manager(name), state)
+            calls[name], waits[name] = saves.call, saves.wait
+        alone = _AsyncSaves(directory / "async", tensors)
+        calls["async"], waits["async"] = alone.call, alone.wait
+        yield [
+            _Entry(info, calls[name], waits.get(name, lambda: None)) for name, info in infos.items()
+        ]
+
+
+class _Steps:
+    """Steps that a manager does not save."""
+
+    def __init__(self, manager: torch_ckpt.CheckpointManager, state: dict[str, Any]) -> None:
+        self._manager = manager
+        self._state = state
+        self._step = 0
+
+    def save_first(self) -> None:
+        """The save by which "auto" measures."""
+        self._step += 1
+        self._manager.save(self._step, self._state)
+        self._manager.wait_until_finished()
+
+    def pass_one(self) -> None:
+        self._step += 1
+        if self._manager.save(self._step, self._state):
+            raise RuntimeError(f"step {self._step} was to be passed, and has been saved")
+
+
+class _Saves:
+    """Saves through a manager, each in a directory of its own."""
+
+    def __init__(self, manager: torch_ckpt.CheckpointManager, state: dict[str, Any]) -> None:
+        self._manager = manager
+        self._state = state
+        self._step = 0
+
+    def call(self) -> None:
+        self._step += 1
+        self._manager.save(self._step, self._state)
+
+    def wait(self) -> None:
+        self._manager.wait_until_finished()
+
+
+class _AsyncSaves:
+    """The same without one."""
+
+    def __init__(self, path: Path, state: State) -> None:
+        self._path = path
+        self._state = state
+        self._handle: torch_ckpt.AsyncSave | None = None
+
+    def call(self) -> None:
+        self._handle = torch_ckpt.async_save(self._state, self._path)
+
+    def wait(self) -> None:
+        assert self._handle is not None
+        self._handle.result()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(self._path)
+        dist.barrier()

@@ -1,0 +1,229 @@
+"""Ranks that are killed, stopped or stuck in a save of Megatron's shape: test_megatron_ranks.py.
+
+As test_deaths.py, whose way to start ranks this is: forked from a server that has torch imported.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import multiprocessing
+import os
+import signal
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from torch_ckpt import Background
+from torch_ckpt.async_writer import FileSystemWriterAsync
+from torch_ckpt.megatron import (
+    AsyncCallsQueue,
+    AsyncRequest,
+    save_state_dict_async_finalize,
+    save_state_dict_async_plan,
+)
+
+#: Seconds after which a silent or stuck rank is given up.
+TIMEOUT = 2.0
+
+#: For what nothing should be waiting.
+PATIENCE_SECONDS = 60.0
+
+#: Ranks that save together.
+SIZE = 3
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch_ckpt.megatron", "torch.distributed.checkpoint"])
+
+
+@dataclass(frozen=True)
+class Death:
+    """One case.
+
+    Attributes:
+        how: "killed", "stopped", or "stuck": its process lives and its disk does not.
+        phase: before which it falls silent; before "polling" with bytes left to write.
+        victim: the rank; 0 is the coordinator.
+    """
+
+    how: str
+    phase: str
+    victim: int
+
+    def __str__(self) -> str:
+        return f"rank {self.victim} {self.how} before {self.phase}"
+
+    @property
+    def step(self) -> str:
+        """In which the others notice it."""
+        return "plan" if self.phase == "planning" else "write"
+
+
+#: The step of a save in which a rank falls silent.
+PHASES = ("planning", "polling", "finalizing")
+
+DEATHS = [
+    *(Death(how, p, victim) for how in ("killed", "stopped") for p in PHASES for victim in (0, 1)),
+    *(Death("stuck", "polling", victim) for victim in (0, 1)),
+]
+
+
+def state_of(rank: int, seed: int) -> dict[str, Any]:
+    """Three chunks on each rank."""
+    numbers = torch.arange(3 << 20, dtype=torch.int32)
+    return {f"of rank {rank}": numbers + 10 * seed + rank, "seed": seed}
+
+
+class Training:
+    """One rank, which saves and polls until it is told."""
+
+    def __init__(self, path: str, timeout: float) -> None:
+        self.path = path
+        self.timeout = timeout
+        self.queue = AsyncCallsQueue(persistent=True, timeout=timeout)
+        self.rank = dist.get_rank()
+
+    def save(self, seed: int, death: Death | None, die: Callable[[], None]) -> None:
+        """From the plan to the commit."""
+        mine = death if death is not None and death.victim == self.rank else None
+        phase = mine.phase if mine is not None else ""
+        if phase == "planning":
+            die()
+        options: dict[str, Any] = {}
+        if phase == "polling":
+            # With the first chunk on the disk and the others to come.
+            options["background"] = Background(max_bytes_per_second=1)
+        writer = FileSystemWriterAsync(self.path, timeout=self.timeout, thread_count=1, **options)
+        finalizing = save_state_dict_async_plan(
+            state_of(self.rank, seed), writer, planner=dcp.DefaultSavePlanner()
+        )[0]
+        function, preload, arguments = writer.get_save_function_and_args()
+        finalize = partial(save_state_dict_async_finalize, *finalizing)
+        request = AsyncRequest(function, arguments, [finalize], preload_fn=preload)
+        if phase == "finalizing":
+            request.finalize_fns.insert(0, die)
+        self.queue.schedule_async_request(request)
+        for poll in itertools.count(1):
+            if phase == "polling" and poll == 2:
+                die()
+            if self.queue.maybe_finalize_async_calls():
+                return
+            # A step of the training, in which the quiet threads are not kept from the processors.
+            time.sleep(0.005)
+
+
+def run_rank(
+    rank: int, port: int, path: str, seed: int, death: Death | None, results: Connection
+) -> None:
+    """One rank: saves, and sends what came of it: None, or who failed, and the text; then again."""
+    warnings.simplefilter("ignore")
+    dist.init_process_group(
+        "gloo",
+        store=dist.TCPStore("127.0.0.1", port, is_master=False),
+        rank=rank,
+        world_size=SIZE,
+        timeout=datetime.timedelta(seconds=PATIENCE_SECONDS),
+    )
+
+    def die() -> None:
+        results.send("dies")
+        if death is not None and death.how != "stuck":
+            os.kill(os.getpid(), signal.SIGKILL if death.how == "killed" else signal.SIGSTOP)
+
+    # To connect and to import what is imported late takes time that the case has not.
+    Training(f"{path}-warm", PATIENCE_SECONDS).save(0, None, die)
+    outcome: Any = None
+    training = Training(path, TIMEOUT)
+    try:
+        training.save(seed, death, die)
+    except CheckpointException as error:
+        outcome = sorted(error.failures), str(error)
+    results.send(outcome)
+    if results.recv() == "again":
+        # By the same queue.
+        training.timeout = PATIENCE_SECONDS
+        training.queue._timeout = PATIENCE_SECONDS
+        training.save(seed + 1, None, die)
+        results.send(None)
+        results.recv()
+    os._exit(0)
+
+
+class Group:
+    """Ranks that save together; this process hosts their store, as torchrun's agent does."""
+
+    def __init__(self, path: Path, seed: int, death: Death | None = None) -> None:
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.ends: list[Connection] = []
+        self.children: list[Any] = []
+        for rank in range(SIZE):
+            ours, theirs = _context.Pipe()
+            arguments = (rank, self.store.port, str(path), seed, death, theirs)
+            child = _context.Process(target=run_rank, args=arguments, daemon=True)
+            child.start()
+            theirs.close()
+            self.ends.append(ours)
+            self.children.append(child)
+
+    def answer(self, rank: int) -> Any:
+        assert self.ends[rank].poll(PATIENCE_SECONDS), f"rank {rank} hangs"
+        return self.ends[rank].recv()
+
+    def wake(self, rank: int) -> None:
+        os.kill(self.children[rank].pid, signal.SIGCONT)
+
+    def save_again(self) -> list[Any]:
+        for end in self.ends:
+            end.send("again")
+        return [self.answer(rank) for rank in range(SIZE)]
+
+    def close(self) -> None:
+        for end, child in zip(self.ends, self.children, strict=True):
+            end.close()
+            child.kill()
+            child.join()
+
+
+@dataclass
+class Found:
+    """What came of a case.
+
+    Attributes:
+        outcomes: by rank, what the save raised: who failed, and the text.
+        published: when the others were told.
+        left: names in the directory when all that live were told.
+    """
+
+    outcomes: dict[int, Any]
+    published: bool
+    left: list[str]
+
+
+def play(path: Path, death: Death) -> Found:
+    """One case; where the victim lives on, all ranks then save again, into the same directory."""
+    group = Group(path, 1, death)
+    try:
+        assert group.answer(death.victim) == "dies"
+        others = [rank for rank in range(SIZE) if rank != death.victim]
+        outcomes = {rank: group.answer(rank) for rank in others}
+        published = (path / ".metadata").exists()
+        if death.how == "stopped":
+            group.wake(death.victim)
+        if death.how != "killed":
+            outcomes[death.victim] = group.answer(death.victim)
+        left = sorted(os.listdir(path)) if path.exists() else []
+        if death.how != "killed":
+            assert group.save_again() == [None] * SIZE
+        return Found(outcomes, published, left)
+    finally:
+        group.close()

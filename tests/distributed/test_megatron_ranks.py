@@ -1,0 +1,132 @@
+"""Several ranks that save in Megatron's shape: the cases of megatron_cases.py on one, two and four
+ranks by torchrun, and ranks that fall silent or get stuck, of megatron_deaths.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launcher import TIMEOUT_SECONDS, Launch, Torchrun
+from tests.distributed.megatron_cases import CASES, LOADS_OTHERS
+from tests.distributed.megatron_deaths import (
+    DEATHS,
+    SIZE,
+    TIMEOUT,
+    Death,
+    Found,
+    Group,
+    play,
+    state_of,
+)
+from tests.support import assert_equal, emptied, stock_load
+from torch_ckpt.metadata import read_metadata
+
+#: Groups of ranks at the same time.
+GROUPS_AT_ONCE = 3
+
+_OWN = [name for name in CASES if name != LOADS_OTHERS]
+
+LAUNCHES = {
+    "1 rank": Launch(1, _OWN),
+    "2 ranks": Launch(2, _OWN, before="1 rank"),
+    "4 ranks": Launch(4, list(CASES), before="2 ranks"),
+    "2 ranks again": Launch(2, [LOADS_OTHERS], before="4 ranks"),
+}
+
+
+@pytest.fixture(scope="module")
+def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Torchrun:
+    module = "tests.distributed.megatron_cases"
+    return Torchrun(module, LAUNCHES, tmp_path_factory.mktemp("megatron"))
+
+
+@pytest.mark.timeout(4 * TIMEOUT_SECONDS)
+@pytest.mark.parametrize(
+    ("launch", "case"),
+    [
+        pytest.param(name, case, id=f"{case}-{name}")
+        for name, launch in LAUNCHES.items()
+        for case in launch.cases
+    ],
+)
+def test_on_ranks(torchrun: Torchrun, launch: str, case: str) -> None:
+    failures = torchrun.failures(launch, case)
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_all_ranks_of_a_launch_end_well(torchrun: Torchrun, launch: str) -> None:
+    torchrun.run(launch)
+    assert torchrun.codes[launch] == 0, torchrun.outputs[launch]
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("deaths")
+
+
+@pytest.fixture(scope="module")
+def played(workdir: Path) -> Iterator[dict[Death, Future[Found]]]:
+    """All cases, some at a time, for they mostly wait."""
+    with ThreadPoolExecutor(GROUPS_AT_ONCE) as pool:
+        yield {death: pool.submit(play, workdir / str(death), death) for death in DEATHS}
+
+
+@pytest.mark.parametrize("death", [d for d in DEATHS if d.how != "stuck"], ids=str)
+def test_a_rank_that_falls_silent_is_named_on_all_others_and_nothing_is_published(
+    played: dict[Death, Future[Found]], death: Death
+) -> None:
+    found = played[death].result()
+    # The others wait for the coordinator for longer than it waits for them.
+    patience = 1.25 * TIMEOUT if death.victim == 0 else TIMEOUT
+    reason = f"rank {death.victim} gave no sign of life for {patience:g} s in '{death.step}'"
+    for rank in set(range(SIZE)) - {death.victim}:
+        ranks, text = found.outcomes[rank]
+        assert ranks == [death.victim]
+        assert reason in text
+    assert not found.published
+
+
+@pytest.mark.parametrize("death", [d for d in DEATHS if d.how == "stopped"], ids=str)
+def test_a_rank_that_goes_on_fails_too(played: dict[Death, Future[Found]], death: Death) -> None:
+    ranks, text = played[death].result().outcomes[death.victim]
+    assert ranks == [death.victim], text
+
+
+@pytest.mark.parametrize("death", [d for d in DEATHS if d.how == "stuck"], ids=str)
+def test_a_stuck_write_is_named_on_all_ranks_with_rank_file_and_phase(
+    played: dict[Death, Future[Found]], workdir: Path, death: Death
+) -> None:
+    found = played[death].result()
+    for rank in range(SIZE):
+        ranks, text = found.outcomes[rank]
+        assert ranks == [death.victim]
+        assert f"rank {death.victim}: call 0 has not moved for {TIMEOUT:g} s" in text
+        assert f"__{death.victim}_0.distcp in {workdir / str(death)}: writing" in text
+    assert not found.published
+
+
+@pytest.mark.parametrize("death", DEATHS, ids=str)
+def test_after_that_the_ranks_save_into_the_same_directory(
+    played: dict[Death, Future[Found]], workdir: Path, death: Death
+) -> None:
+    played[death].result()
+    path = workdir / str(death)
+    if death.how == "killed":
+        group = Group(path, 2)
+        try:
+            assert [group.answer(rank) for rank in range(SIZE)] == [None] * SIZE
+        finally:
+            group.close()
+    for rank in range(SIZE):
+        expected = state_of(rank, 2)
+        loaded = emptied(expected)
+        stock_load(loaded, path)
+        assert_equal(loaded, expected)
+    named = {info.relative_path for info in read_metadata(path).storage_data.values()}
+    assert set(os.listdir(path)) == named | {".metadata"}

@@ -1,0 +1,395 @@
+"""Plans that are kept from save to save: the same checkpoint, and what has changed is told."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StoragePrefix
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+
+import torch_ckpt
+from tests.async_saves import DecentralizedPlanner, eventually, here, small_state, state_of
+from tests.support import StateDict, assert_equal, data_files, emptied, load, stock_load
+from torch_ckpt import CheckpointError, async_plan
+from torch_ckpt.megatron import (
+    CachedMetadataFileSystemReader,
+    FileSystemWriterAsync,
+    save_state_dict_async_finalize,
+    save_state_dict_async_plan,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
+
+PLANNERS = [dcp.DefaultSavePlanner, DecentralizedPlanner]
+
+
+class Site:
+    """What Megatron keeps from save to save.
+
+    Attributes:
+        cached: for the next plan.
+        metadata: the last that a plan has made.
+        loaded: the plans of all ranks in a checkpoint that was loaded.
+    """
+
+    def __init__(self, planner: Callable[[], dcp.SavePlanner]) -> None:
+        self.planner = planner
+        self.cached: tuple[SavePlan | None, SavePlan | None, bool] = (None, None, False)
+        self.metadata: Metadata | None = None
+        self.loaded: list[SavePlan] | None = None
+
+    def plan(self, state: StateDict, path: Path) -> tuple[Any, bool]:
+        """What the finalizing function takes, and whether the plans are the loaded ones."""
+        finalizing, central, local, is_as_cached, is_as_loaded = save_state_dict_async_plan(
+            state,
+            FileSystemWriterAsync(path, thread_count=2),
+            None,
+            0,
+            planner=self.planner(),
+            cached_ckpt_structure=self.cached,
+            loaded_all_plans=self.loaded,
+        )
+        self.cached = central, local, is_as_cached
+        writer, metadata, wrapper = finalizing
+        self.metadata = metadata or self.metadata
+        return (writer, self.metadata, wrapper), is_as_loaded
+
+    def save(self, state: StateDict, path: Path) -> None:
+        finalizing, _ = self.plan(state, path)
+        here(finalizing[0])
+        save_state_dict_async_finalize(*finalizing)
+
+
+def assert_checkpoint(path: Path, state: StateDict) -> None:
+    """Fails where the checkpoint is not the state's, to us or to stock torch."""
+    for loader in (load, stock_load):
+        loaded = emptied(state)
+        loader(loaded, path)
+        assert_equal(loaded, state)
+
+
+def tensors(seed: int) -> StateDict:
+    return small_state(seed)
+
+
+@pytest.fixture
+def nobody_meets(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From the call on whoever plans with others fails."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the ranks meet")
+
+    return lambda: monkeypatch.setattr(async_plan._Meetings, "reduce_scatter", refuse)
+
+
+# --- plans of the save before --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize("into", ["one directory", "many"])
+def test_all_saves_with_a_kept_plan_hold_their_own_values(
+    tmp_path: Path, planner: Any, into: str
+) -> None:
+    site = Site(planner)
+    for seed in range(5):
+        path = tmp_path / ("c" if into == "one directory" else f"c{seed}")
+        site.save(state_of(seed), path)
+        assert_checkpoint(path, state_of(seed))
+        assert len(data_files(path)) == 2
+    assert site.cached[2]
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_plans_are_known_to_stay_the_same_after_two(tmp_path: Path, planner: Any) -> None:
+    site = Site(planner)
+    known = []
+    for seed in range(3):
+        site.save(tensors(seed), tmp_path / f"c{seed}")
+        known.append(site.cached[2])
+    assert known == [False, True, True]
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_a_known_plan_is_not_exchanged(
+    tmp_path: Path, planner: Any, nobody_meets: Callable[[], None]
+) -> None:
+    site = Site(planner)
+    for seed in range(2):
+        site.save(tensors(seed), tmp_path / f"c{seed}")
+    nobody_meets()
+    finalizing, _ = site.plan(tensors(2), tmp_path / "c2")
+    here(finalizing[0])
+    save_state_dict_async_finalize(*finalizing)
+    assert_checkpoint(tmp_path / "c2", tensors(2))
+
+
+def test_a_known_plan_makes_no_metadata(tmp_path: Path) -> None:
+    site = Site(DecentralizedPlanner)
+    for seed in range(2):
+        site.save(tensors(seed), tmp_path / f"c{seed}")
+    finalizing, *_ = save_state_dict_async_plan(
+        tensors(2),
+        FileSystemWriterAsync(tmp_path / "c"),
+        planner=DecentralizedPlanner(),
+        cached_ckpt_structure=site.cached,
+    )
+    assert finalizing[1] is None
+
+
+def test_a_coordinator_without_metadata_is_told_what_to_do(tmp_path: Path) -> None:
+    site = Site(DecentralizedPlanner)
+    for seed in range(2):
+        site.save(tensors(seed), tmp_path / f"c{seed}")
+    (writer, _, wrapper), _ = site.plan(tensors(2), tmp_path / "c")
+    here(writer)
+    with pytest.raises(CheckpointException, match="that of the save whose plan is used again"):
+        save_state_dict_async_finalize(writer, None, wrapper)
+    assert os.listdir(tmp_path / "c") == []
+
+
+CHANGES: dict[str, tuple[Callable[[StateDict], Any], str]] = {
+    "another name": (lambda state: state.update(more=torch.ones(2)), "more"),
+    "a name less": (lambda state: state.pop("t1"), "t1"),
+    "another shape": (
+        lambda state: state.update(t2=torch.ones(3, 8)),
+        "shapes, dtypes, offsets or nesting",
+    ),
+    "another dtype": (lambda state: state.update(t2=state["t2"].double()), "shapes, dtypes"),
+    "an object": (lambda state: state.update(t2="text"), "t2"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_a_state_that_is_not_the_known_plans_fails_the_save_by_name(
+    tmp_path: Path, planner: Any, change: str
+) -> None:
+    site = Site(planner)
+    for seed in range(2):
+        site.save(tensors(seed), tmp_path / "c")
+    work, told = CHANGES[change]
+    state = tensors(2)
+    work(state)
+    # It raises nothing here: the other ranks plan nothing with this one.
+    finalizing, _ = site.plan(state, tmp_path / "c")
+    here(finalizing[0])
+    with pytest.raises(CheckpointException, match=told) as error:
+        save_state_dict_async_finalize(*finalizing)
+    assert "the state dict is not the one of the cached plan" in str(error.value)
+    assert_checkpoint(tmp_path / "c", tensors(1))
+
+
+def test_a_changed_nesting_of_the_same_names_fails_a_save_by_a_known_plan(tmp_path: Path) -> None:
+    # Their flat names are the same, and loading needs to know which it was.
+    site = Site(dcp.DefaultSavePlanner)
+    for seed in range(2):
+        site.save({"a": [tensors(seed)["t1"]]}, tmp_path / "c")
+    finalizing, _ = site.plan({"a": {"0": tensors(2)["t1"]}}, tmp_path / "c")
+    here(finalizing[0])
+    with pytest.raises(CheckpointException, match="nesting of the same names"):
+        save_state_dict_async_finalize(*finalizing)
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_strides_may_change_though_the_plan_is_known(tmp_path: Path, planner: Any) -> None:
+    site = Site(planner)
+    for seed in range(2):
+        site.save(tensors(seed), tmp_path / f"c{seed}")
+    state = tensors(2)
+    state["t1"] = state["t1"].t().contiguous().t()
+    site.save(state, tmp_path / "c")
+    assert_checkpoint(tmp_path / "c", tensors(2))
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_a_state_that_changes_before_the_plan_is_known_is_planned_anew(
+    tmp_path: Path, planner: Any
+) -> None:
+    site = Site(planner)
+    site.save(tensors(0), tmp_path / "c0")
+    more = tensors(1) | {"more": torch.ones(2)}
+    site.save(more, tmp_path / "c1")
+    assert not site.cached[2]
+    assert_checkpoint(tmp_path / "c1", more)
+    site.save(more, tmp_path / "c2")
+    assert site.cached[2]
+    assert_checkpoint(tmp_path / "c2", more)
+
+
+def test_two_known_plans_into_one_directory_by_two_names_do_not_meet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    site = Site(DecentralizedPlanner)
+    for seed in range(2):
+        site.save(tensors(seed), tmp_path / f"c{seed}")
+    # Neither has made a file when the other one chooses its names.
+    one, _ = site.plan(tensors(2), tmp_path / "c")
+    other, _ = site.plan(tensors(3), Path("c"))
+    assert one[0].prefix != other[0].prefix
+    for finalizing, seed in ((one, 2), (other, 3)):
+        here(finalizing[0])
+        save_state_dict_async_finalize(*finalizing)
+        assert_checkpoint(tmp_path / "c", tensors(seed))
+
+
+def test_a_planner_of_torch_that_caches_its_plans_serves(tmp_path: Path) -> None:
+    for seed in range(4):
+        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+        finalizing, *_ = save_state_dict_async_plan(
+            tensors(seed), FileSystemWriterAsync(tmp_path / f"c{seed}"), planner=planner
+        )
+        here(finalizing[0])
+        save_state_dict_async_finalize(*finalizing)
+        assert_checkpoint(tmp_path / f"c{seed}", tensors(seed))
+
+
+# --- plans of a loaded checkpoint ----------------------------------------------------------------
+
+
+def restarted(path: Path) -> Site:
+    """A site that has loaded a checkpoint."""
+    site = Site(DecentralizedPlanner)
+    site.metadata = CachedMetadataFileSystemReader(path).read_metadata()
+    site.loaded = site.metadata.all_local_plans  # type: ignore[attr-defined]
+    return site
+
+
+def test_the_plans_of_all_ranks_are_in_the_metadata(tmp_path: Path) -> None:
+    Site(DecentralizedPlanner).save(state_of(), tmp_path / "c")
+    [plan] = torch_ckpt.FileSystemReader(tmp_path / "c").read_metadata().all_local_plans  # type: ignore[attr-defined]
+    assert {item.index.fqn for item in plan.items} >= {"model.weight", "optimizer.step"}
+
+
+def test_plans_of_a_loaded_checkpoint_are_used_again(tmp_path: Path) -> None:
+    Site(DecentralizedPlanner).save(state_of(), tmp_path / "c0")
+    site = restarted(tmp_path / "c0")
+    finalizing, is_as_loaded = site.plan(state_of(1), tmp_path / "c1")
+    assert is_as_loaded
+    here(finalizing[0])
+    save_state_dict_async_finalize(*finalizing)
+    assert_checkpoint(tmp_path / "c1", state_of(1))
+    assert_checkpoint(tmp_path / "c0", state_of())
+    # And once more, by what that has left.
+    _, is_as_loaded = restarted(tmp_path / "c1").plan(state_of(2), tmp_path / "c2")
+    assert is_as_loaded
+
+
+def test_the_loaded_metadata_serves_many_saves(tmp_path: Path) -> None:
+    Site(DecentralizedPlanner).save(state_of(), tmp_path / "c0")
+    site = restarted(tmp_path / "c0")
+    for seed in range(1, 5):
+        site.save(state_of(seed), tmp_path / f"c{seed}")
+        assert_checkpoint(tmp_path / f"c{seed}", state_of(seed))
+
+
+def test_plans_that_are_not_the_loaded_ones_make_new_metadata(tmp_path: Path) -> None:
+    Site(DecentralizedPlanner).save(tensors(0), tmp_path / "c0")
+    site = restarted(tmp_path / "c0")
+    loaded = site.metadata
+    state = tensors(1) | {"more": torch.ones(2)}
+    finalizing, is_as_loaded = site.plan(state, tmp_path / "c1")
+    assert not is_as_loaded
+    assert finalizing[1] is not loaded
+    here(finalizing[0])
+    save_state_dict_async_finalize(*finalizing)
+    assert_checkpoint(tmp_path / "c1", state)
+
+
+def test_loaded_plans_of_another_number_of_ranks_do_not_count(tmp_path: Path) -> None:
+    Site(DecentralizedPlanner).save(tensors(0), tmp_path / "c0")
+    site = restarted(tmp_path / "c0")
+    assert site.loaded is not None
+    site.loaded = site.loaded * 2
+    finalizing, is_as_loaded = site.plan(tensors(1), tmp_path / "c1")
+    assert not is_as_loaded
+    here(finalizing[0])
+    save_state_dict_async_finalize(*finalizing)
+    assert_checkpoint(tmp_path / "c1", tensors(1))
+
+
+def test_a_planner_that_is_not_decentralized_has_no_use_for_loaded_plans(tmp_path: Path) -> None:
+    Site(DecentralizedPlanner).save(tensors(0), tmp_path / "c0")
+    site = restarted(tmp_path / "c0")
+    site.planner = dcp.DefaultSavePlanner
+    finalizing, is_as_loaded = site.plan(tensors(1), tmp_path / "c1")
+    assert not is_as_loaded
+    here(finalizing[0])
+    save_state_dict_async_finalize(*finalizing)
+    assert_checkpoint(tmp_path / "c1", tensors(1))
+
+
+# --- failures ------------------------------------------------------------------------------------
+
+
+def failing(method: str) -> dcp.SavePlanner:
+    """A planner whose method raises."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise ValueError(f"{method} fails")
+
+    planner = DecentralizedPlanner()
+    setattr(planner, method, fail)
+    return planner
+
+
+@pytest.mark.parametrize("method", ["set_up_planner", "create_local_plan", "create_global_plan"])
+def test_a_planner_that_fails_while_ranks_meet_fails_the_plan(tmp_path: Path, method: str) -> None:
+    (tmp_path / "c").mkdir()
+    writer = FileSystemWriterAsync(tmp_path / "c")
+    with pytest.raises(CheckpointException, match=f"{method} fails"):
+        save_state_dict_async_plan(tensors(0), writer, planner=failing(method))
+    # And nobody else is kept from the directory, which would be told.
+    assert torch_ckpt.remove_leftovers(tmp_path / "c") == []
+
+
+@pytest.mark.parametrize("method", ["finish_plan", "resolve_data"])
+def test_a_planner_that_fails_later_fails_the_save_at_its_end(tmp_path: Path, method: str) -> None:
+    writer = FileSystemWriterAsync(tmp_path / "c")
+    finalizing, *_ = save_state_dict_async_plan(tensors(0), writer, planner=failing(method))
+    assert writer.get_save_function_and_args() == (None, None, [])
+    with pytest.raises(CheckpointException, match=f"Worker failure: {method} fails"):
+        save_state_dict_async_finalize(*finalizing)
+    assert os.listdir(tmp_path / "c") == []
+
+
+def test_a_commit_that_fails_is_told_and_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = Site(DecentralizedPlanner)
+    finalizing, _ = site.plan(tensors(0), tmp_path / "c")
+    here(finalizing[0])
+
+    def fail(*_: Any) -> None:
+        raise CheckpointError("finish fails")
+
+    monkeypatch.setattr(finalizing[0], "finish", fail)
+    with pytest.raises(CheckpointException, match="finish fails"):
+        save_state_dict_async_finalize(*finalizing)
+    assert os.listdir(tmp_path / "c") == []
+
+
+def test_a_plan_that_is_dropped_leaves_the_directory_free(tmp_path: Path) -> None:
+    Site(DecentralizedPlanner).plan(tensors(0), tmp_path / "c")
+    eventually(lambda: gc.collect() >= 0 and torch_ckpt.remove_leftovers(tmp_path / "c") == [])
+
+
+def test_the_writers_of_others_may_be_planned_for(tmp_path: Path) -> None:
+    class Writer(dcp.FileSystemWriter):
+        def prepare_write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> None:
+            self.planned = plan, planner
+
+    writer = Writer(tmp_path / "c")
+    finalizing, central, *_ = save_state_dict_async_plan(tensors(0), writer)  # type: ignore[arg-type]
+    assert finalizing[0] is writer
+    assert writer.planned[0] is central
+    assert central.storage_data == _StoragePrefix("__0_")

@@ -1,0 +1,198 @@
+"""A reader that keeps decoded metadata: as long as the file is the same, and nothing else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from tests import async_saves
+from tests.support import NO_CHECKPOINT, assert_equal, emptied, flip_bit, load, save
+from torch_ckpt import Corrupt, reader
+from torch_ckpt.megatron import CachedMetadataFileSystemReader
+
+pytestmark = pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
+
+
+@pytest.fixture(autouse=True)
+def decoded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The files that have been decoded; nothing is kept before and after."""
+    files: list[str] = []
+    decode = reader.decode_metadata
+
+    def counted(data: bytes, source: str, **options: Any) -> Any:
+        files.append(source)
+        return decode(data, source, **options)
+
+    monkeypatch.setattr(reader, "decode_metadata", counted)
+    CachedMetadataFileSystemReader.clear_metadata_cache()
+    yield files
+    CachedMetadataFileSystemReader.clear_metadata_cache()
+
+
+def state(seed: int = 0) -> Any:
+    return async_saves.small_state(seed) | {"name": f"seed {seed}"}
+
+
+def checkpoint(path: Path, seed: int = 0) -> Path:
+    save(state(seed), path)
+    return path
+
+
+def load_cached(path: str | Path, **options: Any) -> Any:
+    loaded = emptied(state())
+    dcp.load(loaded, storage_reader=CachedMetadataFileSystemReader(path, **options), no_dist=True)
+    return loaded
+
+
+def test_metadata_is_decoded_once_for_all_readers(tmp_path: Path, decoded: list[str]) -> None:
+    path = checkpoint(tmp_path / "c")
+    decoded.clear()
+    for _ in range(3):
+        assert_equal(load_cached(path), state())
+    assert decoded == [str(path / ".metadata")]
+
+
+def test_a_checkpoint_that_was_replaced_is_read_anew(tmp_path: Path, decoded: list[str]) -> None:
+    path = checkpoint(tmp_path / "c")
+    load_cached(path)
+    checkpoint(path, seed=1)
+    decoded.clear()
+    assert_equal(load_cached(path), state(1))
+    assert_equal(load_cached(path), state(1))
+    assert len(decoded) == 1
+
+
+def test_a_checkpoint_that_has_gone_is_gone(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "c")
+    load_cached(path)
+    (path / ".metadata").unlink()
+    with pytest.raises(CheckpointException, match=NO_CHECKPOINT):
+        load_cached(path)
+
+
+def test_damage_that_comes_later_is_found(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "c")
+    load_cached(path)
+    flip_bit(path / ".metadata", byte=40, bit=3)
+    with pytest.raises(Corrupt):
+        CachedMetadataFileSystemReader(path).read_metadata()
+
+
+def test_all_names_of_a_directory_are_one(
+    tmp_path: Path, decoded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint(tmp_path / "c")
+    monkeypatch.chdir(tmp_path)
+    decoded.clear()
+    for name in ("c", f"{tmp_path}/c", tmp_path / "c", "./c/"):
+        assert_equal(load_cached(name), state())
+    assert len(decoded) == 1
+
+
+def test_the_last_two_checkpoints_are_kept(tmp_path: Path, decoded: list[str]) -> None:
+    paths = [checkpoint(tmp_path / name, seed) for seed, name in enumerate("abc")]
+    for path in paths:
+        load_cached(path)
+    decoded.clear()
+    for path in (paths[2], paths[1], paths[2]):
+        load_cached(path)
+    assert decoded == []
+    assert_equal(load_cached(paths[0]), state(0))
+    assert decoded == [str(paths[0] / ".metadata")]
+
+
+def test_one_checkpoints_metadata_may_be_forgotten(tmp_path: Path, decoded: list[str]) -> None:
+    one, other = checkpoint(tmp_path / "one"), checkpoint(tmp_path / "other", 1)
+    load_cached(one)
+    load_cached(other)
+    decoded.clear()
+    CachedMetadataFileSystemReader.clear_metadata_cache(one)
+    load_cached(other)
+    assert decoded == []
+    load_cached(one)
+    assert decoded == [str(one / ".metadata")]
+
+
+def test_all_may_be_forgotten(tmp_path: Path, decoded: list[str]) -> None:
+    path = checkpoint(tmp_path / "c")
+    load_cached(path)
+    decoded.clear()
+    CachedMetadataFileSystemReader.clear_metadata_cache()
+    load_cached(path)
+    assert len(decoded) == 1
+
+
+@pytest.mark.parametrize(
+    "options", [{"cache_metadata": False}, {"allow_pickle": True}, {"zero_fill": True}], ids=str
+)
+def test_nothing_is_kept_and_nothing_kept_is_used_with(
+    tmp_path: Path, decoded: list[str], options: Any
+) -> None:
+    path = checkpoint(tmp_path / "c")
+    load_cached(path)
+    decoded.clear()
+    for _ in range(2):
+        assert_equal(load_cached(path, **options), state())
+    assert len(decoded) == 2
+    CachedMetadataFileSystemReader.clear_metadata_cache()
+    load_cached(path, **options)
+    decoded.clear()
+    load_cached(path)
+    assert len(decoded) == 1
+
+
+def test_what_a_reader_gets_may_be_given_other_files(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "c")
+    metadata = CachedMetadataFileSystemReader(path).read_metadata()
+    metadata.storage_data = {}
+    assert metadata.storage_meta is not None
+    metadata.storage_meta.checkpoint_id = "elsewhere"
+    again = CachedMetadataFileSystemReader(path).read_metadata()
+    assert again.storage_data
+    assert again.storage_meta is not None
+    assert again.storage_meta.checkpoint_id == str(path)
+
+
+def test_each_load_has_an_identity_of_its_own(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "c")
+    readers = [CachedMetadataFileSystemReader(path) for _ in range(2)]
+    read = [one.read_metadata() for one in readers]
+    for one, metadata in zip(readers, read, strict=True):
+        assert metadata.storage_meta is not None
+        assert metadata.storage_meta.load_id == one.load_id
+
+
+def test_a_save_by_kept_metadata_leaves_what_is_kept_alone(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "c")
+    metadata = CachedMetadataFileSystemReader(path).read_metadata()
+    writer = async_saves.FileSystemWriterAsync(tmp_path / "d")
+    finalizing = async_saves.planned(state(1), writer)
+    async_saves.here(writer)
+    async_saves.save_state_dict_async_finalize(writer, metadata, finalizing[2])
+    assert_equal(load_cached(path), state())
+    loaded = emptied(state())
+    load(loaded, tmp_path / "d")
+    assert_equal(loaded, state(1))
+
+
+def test_readers_of_tensors_that_are_partly_wanted_get_their_part(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "c")
+    for _ in range(2):
+        loaded = {"t1": torch.zeros(100, 8)}
+        dcp.load(loaded, storage_reader=CachedMetadataFileSystemReader(path), no_dist=True)
+        assert_equal(loaded, {"t1": state()["t1"]})
+
+
+def test_no_descriptor_is_left(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "c")
+    load_cached(path)
+    before = os.listdir("/proc/self/fd")
+    load_cached(path)
+    assert len(os.listdir("/proc/self/fd")) == len(before)

@@ -1,0 +1,400 @@
+"""nvidia-resiliency-ext's shapes: its cache's rules, its asynchronous torch.save, its queues."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StoragePrefix
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+
+from tests.async_saves import (
+    LIMIT,
+    DecentralizedPlanner,
+    Gate,
+    here,
+    small_state,
+    state_of,
+)
+from tests.support import StateDict, assert_equal, cause_of, emptied, load
+from torch_ckpt import Background, megatron, nvrx
+from torch_ckpt.nvrx import (
+    AsyncCallsQueue,
+    AsyncRequest,
+    CachedMetadataFileSystemReader,
+    CheckpointMetadataCache,
+    FileSystemWriterAsync,
+    TorchAsyncCheckpoint,
+    abort_nvrx_checkpoint,
+    save_state_dict_async_finalize,
+    save_state_dict_async_plan,
+)
+from torch_ckpt.write_tasks import EngineWrite
+
+pytestmark = pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
+
+
+@pytest.fixture(autouse=True)
+def as_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvrx, "_checkpoint_metadata_cache", None)
+    for kind in (AsyncCallsQueue, megatron.AsyncCallsQueue):
+        monkeypatch.setattr(kind, "_default_background", None)
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    made = Gate()
+    yield made
+    made.open()
+
+
+def plan(name: str) -> SavePlan:
+    return SavePlan([], storage_data=_StoragePrefix(name))
+
+
+# --- the cache's rules ---------------------------------------------------------------------------
+
+
+def test_a_new_cache_has_nothing() -> None:
+    cache = CheckpointMetadataCache()
+    assert cache.get_cache_metadata() == (None, None, False, None)
+    assert cache.get_metadata_caching_status() == (False, False)
+
+
+def test_two_equal_plans_make_the_cache_valid_and_another_one_ends_that() -> None:
+    cache = CheckpointMetadataCache()
+    status = []
+    for name in ("a", "a", "a", "b", "b"):
+        cache.set_cache_metadata(plan(name), plan(name), False)
+        status.append(cache.get_metadata_caching_status())
+    assert status == [(False, False), (True, False), (True, False), (False, False), (True, False)]
+    assert cache.get_cache_metadata() == (plan("b"), plan("b"), True, None)
+
+
+@pytest.mark.parametrize("all_ranks", [True, False])
+def test_what_all_ranks_have_found_counts_more_than_this_ranks_plan(all_ranks: bool) -> None:
+    cache = CheckpointMetadataCache()
+    cache.set_cache_metadata(plan("a"), plan("a"), False)
+    cache.set_cache_metadata(plan("a"), plan("a"), False, all_ranks)
+    assert cache.get_metadata_caching_status() == (all_ranks, False)
+
+
+def test_loaded_metadata_brings_the_plans_of_all_ranks() -> None:
+    cache = CheckpointMetadataCache()
+    metadata = Metadata({})
+    metadata.all_local_plans = [plan("a")]  # type: ignore[attr-defined]
+    cache.set_cached_global_metadata(metadata)
+    assert cache.get_cache_metadata()[3] == [plan("a")]
+    cache.set_cached_global_metadata(Metadata({}))
+    assert cache.get_cache_metadata()[3] is None
+
+
+def test_loaded_plans_are_forgotten_once_they_were_not_all_ranks(tmp_path: Path) -> None:
+    cache = CheckpointMetadataCache()
+    metadata = Metadata({})
+    metadata.all_local_plans = [plan("a")]  # type: ignore[attr-defined]
+    cache.set_cached_global_metadata(metadata)
+    cache.set_cache_metadata(plan("a"), plan("a"), True)
+    assert cache.get_metadata_caching_status() == (False, True)
+    assert cache.get_cache_metadata()[3] == [plan("a")]
+    cache.set_cache_metadata(plan("b"), plan("b"), False)
+    assert cache.get_metadata_caching_status() == (False, False)
+    assert cache.get_cache_metadata()[3] is None
+
+
+KEPT, MADE = Metadata({}), Metadata({})
+
+
+@pytest.mark.parametrize(
+    ("rank", "as_cached", "as_loaded", "made", "expected"),
+    [
+        (0, True, False, None, KEPT),
+        (0, False, True, None, KEPT),
+        (0, False, False, None, None),
+        (1, True, False, None, None),
+        (0, True, False, MADE, MADE),
+        (1, False, False, MADE, MADE),
+    ],
+)
+def test_the_coordinator_gets_the_kept_metadata_where_it_is_valid(
+    rank: int, as_cached: bool, as_loaded: bool, made: Any, expected: Any
+) -> None:
+    cache = CheckpointMetadataCache()
+    cache.set_cached_global_metadata(KEPT)
+    cache.set_cache_metadata(plan("a"), plan("a"), as_loaded, as_cached)
+    finalizing: Any = ("writer", made, "wrapper")
+    writer, metadata, wrapper = cache.prepare_save_state_dict_ret(rank, 0, finalizing)
+    assert (writer, wrapper) == ("writer", "wrapper")
+    assert metadata is expected
+    assert cache.cached_global_metadata is (made or KEPT)
+
+
+def test_the_process_has_one_cache() -> None:
+    assert nvrx.get_metadata_caching_status() is None
+    nvrx.init_checkpoint_metadata_cache()
+    made = nvrx._checkpoint_metadata_cache
+    assert made is not None
+    assert nvrx.get_metadata_caching_status() == (False, False)
+    nvrx.init_checkpoint_metadata_cache(KEPT)
+    assert nvrx._checkpoint_metadata_cache is made
+    assert made.cached_global_metadata is KEPT
+
+
+# --- saves with the cache ------------------------------------------------------------------------
+
+
+class Counting(DecentralizedPlanner):
+    """Counts the global plans of a class."""
+
+    made = 0
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
+        type(self).made += 1
+        return super().create_global_plan(all_plans)
+
+
+def save(state: StateDict, path: Path, planner: Any = None, **options: Any) -> None:
+    finalizing = save_state_dict_async_plan(
+        state, FileSystemWriterAsync(path), planner=planner, **options
+    )
+    here(finalizing[0])
+    save_state_dict_async_finalize(*finalizing)
+    loaded = emptied(state)
+    load(loaded, path)
+    assert_equal(loaded, state)
+
+
+@pytest.mark.parametrize("planner", [dcp.DefaultSavePlanner, DecentralizedPlanner])
+def test_saves_with_the_cache_hold_their_own_values(tmp_path: Path, planner: Any) -> None:
+    cache = CheckpointMetadataCache()
+    status = []
+    for seed in range(4):
+        save(state_of(seed), tmp_path / "c", planner(), enable_cache=True, metadata_cache=cache)
+        status.append(cache.get_metadata_caching_status()[0])
+    assert status == [False, True, True, True]
+
+
+def test_the_processs_cache_is_used_where_none_is_given(tmp_path: Path) -> None:
+    Counting.made = 0
+    nvrx.init_checkpoint_metadata_cache()
+    for seed in range(4):
+        save(small_state(seed), tmp_path / "c", Counting(), enable_cache=True)
+    assert nvrx.get_metadata_caching_status() == (True, False)
+    assert Counting.made == 2
+
+
+@pytest.mark.parametrize("options", [{}, {"enable_cache": True}], ids=["not enabled", "no cache"])
+def test_without_a_cache_every_save_is_planned(tmp_path: Path, options: StateDict) -> None:
+    Counting.made = 0
+    if not options:
+        nvrx.init_checkpoint_metadata_cache()
+    for seed in range(3):
+        save(small_state(seed), tmp_path / "c", Counting(), **options)
+    assert Counting.made == 3
+
+
+def test_a_restart_saves_by_the_plans_of_what_it_loaded(tmp_path: Path) -> None:
+    save(small_state(), tmp_path / "before", Counting())
+    Counting.made = 0
+    nvrx.init_checkpoint_metadata_cache(
+        CachedMetadataFileSystemReader(tmp_path / "before").read_metadata()
+    )
+    for seed in range(1, 4):
+        save(small_state(seed), tmp_path / f"c{seed}", Counting(), enable_cache=True)
+    assert Counting.made == 0
+    # By now the plans of two saves were the same.
+    assert nvrx.get_metadata_caching_status() == (True, False)
+
+
+def test_a_state_that_changes_after_a_restart_is_planned_anew(tmp_path: Path) -> None:
+    save(small_state(), tmp_path / "before", Counting())
+    Counting.made = 0
+    cache = CheckpointMetadataCache()
+    cache.set_cached_global_metadata(
+        CachedMetadataFileSystemReader(tmp_path / "before").read_metadata()
+    )
+    for seed in range(1, 5):
+        state = small_state(seed, count=5)
+        save(state, tmp_path / f"c{seed}", Counting(), enable_cache=True, metadata_cache=cache)
+    assert Counting.made == 2
+
+
+# --- writer --------------------------------------------------------------------------------------
+
+
+def test_the_writer_takes_its_options(tmp_path: Path) -> None:
+    opened: list[str] = []
+
+    def opening(path: str, mode: str) -> Any:
+        opened.append(path)
+        return open(path, mode)
+
+    writer = FileSystemWriterAsync(
+        tmp_path / "c",
+        separation_hint="optim",
+        thread_count=2,
+        open_file=opening,
+        is_multiproc_io=True,
+        use_cached_data_structure=True,
+        use_cpu_shm_for_gpu_tensors=True,
+    )
+    finalizing = save_state_dict_async_plan(small_state(), writer)
+    here(writer)
+    save_state_dict_async_finalize(*finalizing)
+    assert opened == [str(tmp_path / "c" / "__0_0.distcp")]
+    FileSystemWriterAsync.cleanup_tensor_caches()
+
+
+# --- queues --------------------------------------------------------------------------------------
+
+
+def priorities_told(
+    calls_queue: Any, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> list[Background]:
+    """What the engine is told of a save by a queue."""
+    told: list[Background] = []
+    options = EngineWrite.engine_options
+
+    def telling(self: EngineWrite) -> Any:
+        made = options(self)
+        told.append(made.writers)
+        return made
+
+    monkeypatch.setattr(EngineWrite, "engine_options", telling)
+    finalizing = save_state_dict_async_plan(small_state(), FileSystemWriterAsync(path))
+    function, preload, arguments = finalizing[0].get_save_function_and_args()
+    finalize = [lambda: save_state_dict_async_finalize(*finalizing)]
+    calls_queue.schedule_async_request(
+        AsyncRequest(function, arguments, finalize, preload_fn=preload)
+    )
+    calls_queue.close()
+    return told
+
+
+def test_priorities_of_the_warm_up_are_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls_queue = AsyncCallsQueue(persistent=True, cpu_shm_mode=True)
+    AsyncCallsQueue.warmup_persistent_caller(
+        0, cpu_priority=3, io_priority=2, cpu_shm_mode=True, otel_bootstrap=None
+    )
+    told = priorities_told(calls_queue, tmp_path / "c", monkeypatch)
+    assert told == [Background(nice=3, idle_io=False)]
+
+
+def test_priorities_of_a_queue_are_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    AsyncCallsQueue.warmup_persistent_caller(0, cpu_priority=3)
+    calls_queue = AsyncCallsQueue(cpu_priority=5, io_priority=1, sigterm_timeout=3, is_daemon=False)
+    told = priorities_told(calls_queue, tmp_path / "c", monkeypatch)
+    assert told == [Background(nice=5, idle_io=False)]
+
+
+def test_the_warm_up_is_not_megatrons() -> None:
+    AsyncCallsQueue.warmup_persistent_caller(0, cpu_priority=3)
+    assert megatron.AsyncCallsQueue._default_background is None
+
+
+def test_instances_are_the_queues_of_this_kind_that_somebody_has() -> None:
+    before = AsyncCallsQueue.get_instances()
+    mine = AsyncCallsQueue()
+    of_megatron = megatron.AsyncCallsQueue()
+    now = AsyncCallsQueue.get_instances()
+    assert mine in now
+    assert of_megatron not in now
+    assert len(now) == len(before) + 1
+
+
+def test_all_queues_are_aborted_together(gate: Gate) -> None:
+    queues = [AsyncCallsQueue() for _ in range(2)]
+    for one in queues:
+        one.schedule_async_request(AsyncRequest(gate, (), [lambda: pytest.fail("finalized")]))
+    abort_nvrx_checkpoint()
+    assert [one.get_num_unfinalized_calls() for one in queues] == [0, 0]
+    gate.open()
+    for one in queues:
+        assert one.maybe_finalize_async_calls(blocking=True) == []
+
+
+# --- torch.save ----------------------------------------------------------------------------------
+
+
+def test_an_asynchronous_torch_save_holds_what_was_there_at_the_call(tmp_path: Path) -> None:
+    checkpoint = TorchAsyncCheckpoint()
+    state = state_of()
+    checkpoint.async_save(state, tmp_path / "file.pt")
+    with torch.no_grad():
+        state["model"]["weight"].zero_()
+    state["optimizer"]["step"] = -1
+    state["model"].clear()
+    checkpoint.finalize_async_save(blocking=True)
+    checkpoint.close()
+    assert_equal(torch.load(tmp_path / "file.pt"), state_of())
+
+
+@pytest.mark.parametrize(
+    "state", [torch.arange(5), [torch.ones(2), "text"], 7], ids=["t", "l", "i"]
+)
+def test_anything_may_be_saved(tmp_path: Path, state: Any) -> None:
+    checkpoint = TorchAsyncCheckpoint(persistent_queue=False)
+    checkpoint.async_save(state, tmp_path / "file.pt")
+    checkpoint.close()
+    assert_equal(torch.load(tmp_path / "file.pt"), state)
+
+
+def test_arguments_are_those_of_torch_save() -> None:
+    checkpoint = TorchAsyncCheckpoint()
+    old, new = io.BytesIO(), io.BytesIO()
+    tensor = torch.ones(3)
+    checkpoint.async_save({"t": tensor}, old, _use_new_zipfile_serialization=False)
+    checkpoint.async_save({"t": tensor}, f=new)
+    checkpoint.close()
+    assert new.getvalue().startswith(b"PK")
+    assert not old.getvalue().startswith(b"PK")
+
+
+def test_several_are_saved_in_order(tmp_path: Path) -> None:
+    checkpoint = TorchAsyncCheckpoint()
+    for number in range(3):
+        checkpoint.async_save({"n": number}, tmp_path / "file.pt")
+    checkpoint.finalize_async_save(blocking=True, terminate=True)
+    assert torch.load(tmp_path / "file.pt") == {"n": 2}
+
+
+def test_the_error_of_a_torch_save_is_raised_when_it_is_finalized(tmp_path: Path) -> None:
+    checkpoint = TorchAsyncCheckpoint()
+    checkpoint.async_save({"n": 1}, tmp_path / "not there" / "file.pt")
+    with pytest.raises(CheckpointException) as error:
+        checkpoint.finalize_async_save(blocking=True)
+    assert "not there" in str(cause_of(error.value))
+
+
+def test_a_close_with_abort_does_not_wait(gate: Gate) -> None:
+    class Slow(io.BytesIO):
+        def write(self, data: Any) -> int:
+            gate()
+            return super().write(data)
+
+    checkpoint = TorchAsyncCheckpoint()
+    checkpoint.async_save({"n": 1}, Slow())
+    gate.wait()
+    done = threading.Event()
+
+    def close() -> None:
+        checkpoint.close(abort=True)
+        done.set()
+
+    threading.Thread(target=close, daemon=True).start()
+    assert done.wait(LIMIT)
+    gate.open()
+
+
+def test_the_synchronous_save_is_torchs() -> None:
+    assert TorchAsyncCheckpoint().save is torch.save

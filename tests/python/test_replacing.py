@@ -1,0 +1,474 @@
+"""install() and uninstall(), on small packages of both shapes; test_peers.py has the real ones."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+import pickle
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from torch_ckpt import megatron, nvrx
+from torch_ckpt.megatron import install, uninstall
+
+STRATEGIES = "megatron.core.dist_checkpointing.strategies"
+ASYNC_CKPT = "nvidia_resiliency_ext.checkpointing.async_ckpt"
+TOPS = ("megatron", "nvidia_resiliency_ext")
+
+QUEUE = """
+from collections import namedtuple
+
+class AsyncCallsQueue:
+    def __init__(self, persistent=False):
+        self.persistent = persistent
+        self.persistent_caller = None
+        self.calls = 0
+
+    def get_num_unfinalized_calls(self):
+        return self.calls
+
+AsyncRequest = namedtuple(
+    "AsyncRequest",
+    "async_fn async_fn_args finalize_fns async_fn_kwargs preload_fn is_frozen call_idx",
+)
+"""
+
+WRITER = """
+class FileSystemWriterAsync:
+    def __init__(self, path, *args, separation_hint=None, use_msc=False, **kwargs): ...
+"""
+
+#: Relative to the strategies; the name of the results queue is what has changed.
+MEGATRON_CORE = {
+    "filesystem_async": f"{WRITER}\ndef RESULTS_QUEUE(): ...",
+    "async_utils": QUEUE,
+    "state_dict_saver": """
+def save_state_dict_async_plan(): ...
+def save_state_dict_async_finalize(): ...
+""",
+    "cached_metadata_filesystem_reader": "class CachedMetadataFileSystemReader: ...",
+    "base": """
+from .async_utils import AsyncCallsQueue, AsyncRequest
+async_calls = AsyncCallsQueue()
+""",
+    "torch": """
+from .async_utils import AsyncRequest
+from .cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
+from .filesystem_async import FileSystemWriterAsync
+from .state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
+""",
+}
+
+NVRX = {
+    "filesystem_async": f"{WRITER}\ndef RESULTS_QUEUE(): ...",
+    "core": f"{QUEUE}\ndef abort_nvrx_checkpoint(): ...",
+    "state_dict_saver": """
+class CheckpointMetadataCache: ...
+def init_checkpoint_metadata_cache(): ...
+def get_metadata_caching_status(): ...
+def save_state_dict_async_plan(): ...
+def save_state_dict_async_finalize(): ...
+""",
+    "torch_ckpt": """
+from .core import AsyncCallsQueue, AsyncRequest
+class TorchAsyncCheckpoint: ...
+""",
+    "cached_metadata_filesystem_reader": "class CachedMetadataFileSystemReader: ...",
+}
+
+RESULTS_QUEUES = ["get_write_results_queue", "_get_write_results_queue"]
+
+
+class Packages:
+    """Packages that are found in one directory only, whatever else is installed."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name not in TOPS:
+            return None
+        spec = PathFinder.find_spec(name, [str(self.directory)])
+        if spec is None:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return spec
+
+    def write(self, package: str, modules: dict[str, str]) -> None:
+        """Modules of a package."""
+        directory = self.directory / package.replace(".", "/")
+        directory.mkdir(parents=True, exist_ok=True)
+        while directory != self.directory:
+            (directory / "__init__.py").touch()
+            directory = directory.parent
+        for name, source in modules.items():
+            (self.directory / package.replace(".", "/") / f"{name}.py").write_text(source)
+
+    def write_both(self, results_queue: str = RESULTS_QUEUES[0]) -> None:
+        for package, modules in ((STRATEGIES, MEGATRON_CORE), (ASYNC_CKPT, NVRX)):
+            self.write(
+                package,
+                {
+                    n: source.replace("RESULTS_QUEUE", results_queue)
+                    for n, source in modules.items()
+                },
+            )
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Packages]:
+    def forget() -> dict[str, ModuleType]:
+        names = [name for name in sys.modules if name.partition(".")[0] in TOPS]
+        return {name: sys.modules.pop(name) for name in names}
+
+    real = forget()
+    packages = Packages(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", [packages, *sys.meta_path])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    yield packages
+    uninstall()
+    forget()
+    sys.modules.update(real)
+
+
+def imported(module: str) -> Any:
+    return importlib.import_module(module)
+
+
+def strategy(module: str) -> Any:
+    return imported(f"{STRATEGIES}.{module}")
+
+
+def all_names() -> dict[tuple[str, str], object]:
+    """Whatever the packages' imported modules have."""
+    return {
+        (title, name): value
+        for title, module in sys.modules.items()
+        if title.partition(".")[0] in TOPS
+        for name, value in vars(module).items()
+    }
+
+
+def test_names_are_replaced_in_the_modules_that_define_them(packages: Packages) -> None:
+    packages.write_both()
+    install()
+    assert strategy("filesystem_async").FileSystemWriterAsync is megatron.FileSystemWriterAsync
+    assert strategy("async_utils").AsyncCallsQueue is megatron.AsyncCallsQueue
+    of_nvrx = imported(f"{ASYNC_CKPT}.filesystem_async")
+    assert of_nvrx.FileSystemWriterAsync is nvrx.FileSystemWriterAsync
+    cache = imported(f"{ASYNC_CKPT}.state_dict_saver").CheckpointMetadataCache
+    assert cache is nvrx.CheckpointMetadataCache
+
+
+@pytest.mark.parametrize("name", RESULTS_QUEUES)
+def test_the_results_queue_is_replaced_under_its_old_and_new_name(
+    packages: Packages, name: str
+) -> None:
+    packages.write_both(name)
+    install()
+    replaced = getattr(strategy("filesystem_async"), name)
+    assert replaced is megatron.get_write_results_queue
+    replaced = getattr(imported(f"{ASYNC_CKPT}.filesystem_async"), name)
+    assert replaced is nvrx.get_write_results_queue
+
+
+def test_every_replaced_name_has_a_line(packages: Packages) -> None:
+    packages.write_both()
+    assert install() == [
+        f"{STRATEGIES}.async_utils.AsyncCallsQueue -> torch_ckpt.megatron.AsyncCallsQueue",
+        f"{STRATEGIES}.async_utils.AsyncRequest -> torch_ckpt.megatron.AsyncRequest",
+        f"{STRATEGIES}.cached_metadata_filesystem_reader.CachedMetadataFileSystemReader"
+        " -> torch_ckpt.megatron.CachedMetadataFileSystemReader",
+        f"{STRATEGIES}.filesystem_async.FileSystemWriterAsync"
+        " -> torch_ckpt.megatron.FileSystemWriterAsync",
+        f"{STRATEGIES}.filesystem_async.get_write_results_queue"
+        " -> torch_ckpt.megatron.get_write_results_queue",
+        f"{STRATEGIES}.state_dict_saver.save_state_dict_async_finalize"
+        " -> torch_ckpt.megatron.save_state_dict_async_finalize",
+        f"{STRATEGIES}.state_dict_saver.save_state_dict_async_plan"
+        " -> torch_ckpt.megatron.save_state_dict_async_plan",
+        f"{ASYNC_CKPT}.cached_metadata_filesystem_reader.CachedMetadataFileSystemReader"
+        " -> torch_ckpt.nvrx.CachedMetadataFileSystemReader",
+        f"{ASYNC_CKPT}.core.AsyncCallsQueue -> torch_ckpt.nvrx.AsyncCallsQueue",
+        f"{ASYNC_CKPT}.core.AsyncRequest -> torch_ckpt.nvrx.AsyncRequest",
+        f"{ASYNC_CKPT}.core.abort_nvrx_checkpoint -> torch_ckpt.nvrx.abort_nvrx_checkpoint",
+        f"{ASYNC_CKPT}.filesystem_async.FileSystemWriterAsync"
+        " -> torch_ckpt.nvrx.FileSystemWriterAsync",
+        f"{ASYNC_CKPT}.filesystem_async.get_write_results_queue"
+        " -> torch_ckpt.nvrx.get_write_results_queue",
+        f"{ASYNC_CKPT}.state_dict_saver.CheckpointMetadataCache"
+        " -> torch_ckpt.nvrx.CheckpointMetadataCache",
+        f"{ASYNC_CKPT}.state_dict_saver.get_metadata_caching_status"
+        " -> torch_ckpt.nvrx.get_metadata_caching_status",
+        f"{ASYNC_CKPT}.state_dict_saver.init_checkpoint_metadata_cache"
+        " -> torch_ckpt.nvrx.init_checkpoint_metadata_cache",
+        f"{ASYNC_CKPT}.state_dict_saver.save_state_dict_async_finalize"
+        " -> torch_ckpt.nvrx.save_state_dict_async_finalize",
+        f"{ASYNC_CKPT}.state_dict_saver.save_state_dict_async_plan"
+        " -> torch_ckpt.nvrx.save_state_dict_async_plan",
+        f"{ASYNC_CKPT}.torch_ckpt.AsyncCallsQueue -> torch_ckpt.nvrx.AsyncCallsQueue",
+        f"{ASYNC_CKPT}.torch_ckpt.AsyncRequest -> torch_ckpt.nvrx.AsyncRequest",
+        f"{ASYNC_CKPT}.torch_ckpt.TorchAsyncCheckpoint -> torch_ckpt.nvrx.TorchAsyncCheckpoint",
+    ]
+
+
+def test_every_line_is_logged(packages: Packages, caplog: pytest.LogCaptureFixture) -> None:
+    packages.write_both()
+    with caplog.at_level(logging.INFO, logger="torch_ckpt"):
+        lines = install()
+    assert [record.getMessage() for record in caplog.records] == [f"replaced {x}" for x in lines]
+
+
+def test_what_was_imported_by_name_before_is_replaced_too(packages: Packages) -> None:
+    packages.write_both()
+    packages.write(
+        "megatron.training",
+        {"saving": f"from {ASYNC_CKPT}.core import AsyncRequest as Request"},
+    )
+    saving = imported("megatron.training.saving")
+    of_strategies = strategy("torch")
+    lines = install()
+    assert of_strategies.FileSystemWriterAsync is megatron.FileSystemWriterAsync
+    assert saving.Request is nvrx.AsyncRequest
+    assert "megatron.training.saving.Request -> torch_ckpt.nvrx.AsyncRequest" in lines
+
+
+def test_what_another_package_has_imported_by_name_is_left_and_named(
+    packages: Packages, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    packages.write_both()
+    theirs = strategy("filesystem_async").FileSystemWriterAsync
+    trainer = ModuleType("trainer")
+    trainer.Writer = theirs
+    monkeypatch.setitem(sys.modules, "trainer", trainer)
+    install()
+    assert trainer.Writer is theirs
+    assert "trainer.Writer was there before install(), and stays theirs" in caplog.text
+
+
+def test_what_is_looked_up_at_each_save_is_ours(packages: Packages) -> None:
+    """As newer Megatron-core does, which then chooses between the two packages."""
+    packages.write_both()
+    source = f"""
+def get_async_strategy(name):
+    if name == "nvrx":
+        from {ASYNC_CKPT}.filesystem_async import FileSystemWriterAsync
+    else:
+        from .filesystem_async import FileSystemWriterAsync
+    return {{"FileSystemWriterAsync": FileSystemWriterAsync}}
+"""
+    packages.write(STRATEGIES, {"torch": source})
+    packages.write(
+        "megatron.training", {"saving": f"from {STRATEGIES}.torch import get_async_strategy"}
+    )
+    get_async_strategy = imported("megatron.training.saving").get_async_strategy
+    install()
+    assert get_async_strategy("nvrx")["FileSystemWriterAsync"] is nvrx.FileSystemWriterAsync
+    assert get_async_strategy("mcore")["FileSystemWriterAsync"] is megatron.FileSystemWriterAsync
+
+
+def test_an_idle_queue_that_was_made_before_is_replaced(packages: Packages) -> None:
+    packages.write_both()
+    base = strategy("base")
+    install()
+    assert type(base.async_calls) is megatron.AsyncCallsQueue
+
+
+def test_a_queue_with_saves_under_way_stays_and_is_named(
+    packages: Packages, caplog: pytest.LogCaptureFixture
+) -> None:
+    packages.write_both()
+    theirs = strategy("base").async_calls
+    theirs.calls = 1
+    install()
+    assert strategy("base").async_calls is theirs
+    assert f"{STRATEGIES}.base.async_calls was there before install()" in caplog.text
+
+
+def test_a_second_install_is_like_the_first(packages: Packages) -> None:
+    packages.write_both()
+    strategy("torch")
+    lines = install()
+    names = all_names()
+    assert install() == lines
+    assert all_names() == names
+
+
+def test_uninstall_puts_back_all_that_was_there(packages: Packages) -> None:
+    packages.write_both()
+    strategy("torch")
+    strategy("base")
+    for module in ("core", "torch_ckpt", "filesystem_async", "state_dict_saver"):
+        imported(f"{ASYNC_CKPT}.{module}")
+    for module in MEGATRON_CORE:
+        strategy(module)
+    imported(f"{ASYNC_CKPT}.cached_metadata_filesystem_reader")
+    before = all_names()
+    lines = install()
+    assert uninstall() == lines
+    assert all_names() == before
+
+
+def test_a_second_uninstall_does_nothing(packages: Packages) -> None:
+    packages.write_both()
+    install()
+    uninstall()
+    assert uninstall() == []
+
+
+def test_uninstall_also_puts_back_what_was_imported_by_name_since(packages: Packages) -> None:
+    packages.write_both()
+    theirs = imported(f"{STRATEGIES}.filesystem_async").FileSystemWriterAsync
+    install()
+    of_strategies = strategy("torch")
+    assert of_strategies.FileSystemWriterAsync is megatron.FileSystemWriterAsync
+    lines = uninstall()
+    assert of_strategies.FileSystemWriterAsync is theirs
+    assert (
+        f"{STRATEGIES}.torch.FileSystemWriterAsync -> torch_ckpt.megatron.FileSystemWriterAsync"
+        in lines
+    )
+
+
+def test_uninstall_leaves_what_somebody_else_has_replaced(
+    packages: Packages, caplog: pytest.LogCaptureFixture
+) -> None:
+    packages.write_both()
+    install()
+    other = type("Other", (), {})
+    strategy("filesystem_async").FileSystemWriterAsync = other
+    uninstall()
+    assert strategy("filesystem_async").FileSystemWriterAsync is other
+    assert "it was replaced again" in caplog.text
+
+
+def test_a_queue_of_ours_with_saves_under_way_is_put_back_once_they_are_finalized(
+    packages: Packages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages.write_both()
+    base = strategy("base")
+    theirs = base.async_calls
+    install()
+    ours = base.async_calls
+    monkeypatch.setattr(ours, "get_num_unfinalized_calls", lambda: 1)
+    uninstall()
+    assert base.async_calls is ours
+    monkeypatch.setattr(ours, "get_num_unfinalized_calls", lambda: 0)
+    uninstall()
+    assert base.async_calls is theirs
+
+
+def test_a_request_of_ours_is_one_of_theirs_in_a_worker_of_theirs(packages: Packages) -> None:
+    """There nothing is installed, and other requests are dropped without a word."""
+    packages.write_both()
+    of_megatron = strategy("async_utils").AsyncRequest
+    of_nvrx = imported(f"{ASYNC_CKPT}.core").AsyncRequest
+    sent = pickle.dumps(megatron.AsyncRequest(print, ("a",), [], call_idx=3))
+    received = pickle.loads(sent)
+    assert isinstance(received, of_megatron)
+    assert isinstance(received, of_nvrx)
+    assert received == megatron.AsyncRequest(print, ("a",), [], call_idx=3)
+
+
+def test_a_request_of_ours_is_ours_where_theirs_are_not_imported(packages: Packages) -> None:
+    received = pickle.loads(pickle.dumps(megatron.AsyncRequest(None, (), [])))
+    assert type(received) is megatron.AsyncRequest
+
+
+def test_without_any_of_the_packages_nothing_is_replaced_and_that_is_a_warning(
+    packages: Packages, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert install() == []
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "Megatron-core is not installed" in record.getMessage()
+    assert "nvidia-resiliency-ext is not installed" in record.getMessage()
+
+
+def test_a_package_that_fails_to_import_is_named_with_the_reason(
+    packages: Packages, caplog: pytest.LogCaptureFixture
+) -> None:
+    packages.write_both()
+    packages.write(STRATEGIES, {"__init__": "assert False, 'Minimum required nvrx is 0.6.0'"})
+    with caplog.at_level(logging.INFO, logger="torch_ckpt"):
+        lines = install()
+    assert lines
+    assert all(line.startswith(ASYNC_CKPT) for line in lines)
+    assert (
+        "left alone: Megatron-core cannot be imported: "
+        "AssertionError: Minimum required nvrx is 0.6.0" in caplog.text
+    )
+
+
+def test_a_package_that_lacks_what_it_needs_is_not_said_to_be_not_installed(
+    packages: Packages, caplog: pytest.LogCaptureFixture
+) -> None:
+    packages.write_both()
+    packages.write(ASYNC_CKPT, {"filesystem_async": "import there_is_no_such_module"})
+    with caplog.at_level(logging.INFO, logger="torch_ckpt"):
+        install()
+    assert (
+        "nvidia-resiliency-ext cannot be imported: "
+        "ModuleNotFoundError: No module named 'there_is_no_such_module'" in caplog.text
+    )
+
+
+def test_a_version_that_lacks_a_module_gets_the_others(packages: Packages) -> None:
+    packages.write_both()
+    (packages.directory / ASYNC_CKPT.replace(".", "/") / "torch_ckpt.py").unlink()
+    lines = install()
+    assert f"{ASYNC_CKPT}.core.AsyncRequest -> torch_ckpt.nvrx.AsyncRequest" in lines
+    assert "TorchAsyncCheckpoint" not in "".join(lines)
+
+
+def test_options_of_the_writer_win_over_what_megatron_passes(
+    packages: Packages, tmp_path: Path
+) -> None:
+    packages.write_both()
+    install(writer={"thread_count": 3})
+    for module in (f"{STRATEGIES}.filesystem_async", f"{ASYNC_CKPT}.filesystem_async"):
+        writer = imported(module).FileSystemWriterAsync(tmp_path, thread_count=1)
+        assert writer.thread_count == 3
+
+
+def test_options_of_the_reader_reach_it(packages: Packages, tmp_path: Path) -> None:
+    packages.write_both()
+    install(reader={"allow_pickle": True})
+    module = f"{STRATEGIES}.cached_metadata_filesystem_reader"
+    assert imported(module).CachedMetadataFileSystemReader(tmp_path).allow_pickle
+
+
+def test_a_class_with_options_has_the_signature_of_the_one_without(packages: Packages) -> None:
+    """Megatron looks for options there."""
+    packages.write_both()
+    install(writer={"thread_count": 3})
+    replaced = imported(f"{ASYNC_CKPT}.filesystem_async").FileSystemWriterAsync
+    assert inspect.signature(replaced) == inspect.signature(nvrx.FileSystemWriterAsync)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: install(writer={"threads": 3}), TypeError, "no option 'threads'"),
+        (lambda: install(reader={"pickle": True}), TypeError, "no option 'pickle'"),
+        (lambda: install(writer={"path": "/"}), TypeError, "no option 'path'"),
+        (lambda: install(writer={"thread_count": 0}), ValueError, "thread_count"),
+    ],
+    ids=["of the writer", "of the reader", "not an option", "a value"],
+)
+def test_an_option_that_is_refused_replaces_nothing(
+    packages: Packages, call: Callable[[], object], error: type[Exception], message: str
+) -> None:
+    packages.write_both()
+    theirs = imported(f"{STRATEGIES}.filesystem_async").FileSystemWriterAsync
+    with pytest.raises(error, match=message):
+        call()
+    assert strategy("filesystem_async").FileSystemWriterAsync is theirs

@@ -1,0 +1,114 @@
+"""File systems for tests of remote checkpoints: a server that speaks S3, and one that fails."""
+
+from __future__ import annotations
+
+import io
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+BUCKET = "checkpoints"
+
+
+@contextmanager
+def s3_server() -> Iterator[dict[str, str]]:
+    """A server of this process on a free port of loopback; the settings to reach it by.
+
+    Skips the test where s3fs or moto is not there.
+    """
+    reason = "needs s3fs and moto[server], an S3 server in Python"
+    pytest.importorskip("s3fs", reason=reason)
+    server_module = pytest.importorskip("moto.server", reason=reason)
+    server = server_module.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        settings = {"endpoint_url": f"http://{host}:{port}", "key": "k", "secret": "s"}
+        fsspec.filesystem("s3", **settings).mkdir(BUCKET)
+        yield settings
+    finally:
+        server.stop()
+
+
+class Hooked(MemoryFileSystem):  # type: ignore[misc]
+    """In memory, and calls ``hook`` before each request, with its kind and path.
+
+    Streams of one file have positions of their own, as files of all other file systems.
+    """
+
+    protocol = "hooked"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+    hook: ClassVar[Callable[[str, str], None]] = staticmethod(lambda kind, path: None)
+    #: Ranges that were read: path, number of bytes.
+    reads: ClassVar[list[tuple[str, int]]] = []
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        return super()._strip_protocol(path.removeprefix("hooked://"))
+
+    def put_file(self, lpath: str, rpath: str, **kwargs: Any) -> None:
+        Hooked.hook("upload", rpath)
+        super().put_file(lpath, rpath, **kwargs)
+
+    def pipe_file(self, path: str, value: bytes, **kwargs: Any) -> None:
+        Hooked.hook("write", path)
+        super().pipe_file(path, value, **kwargs)
+
+    def cat_file(self, path: str, start: Any = None, end: Any = None, **kwargs: Any) -> bytes:
+        Hooked.hook("read", path)
+        data: bytes = super().cat_file(path, start, end, **kwargs)
+        self.reads.append((path, len(data)))
+        return data
+
+    def find(self, path: str, *args: Any, **kwargs: Any) -> Any:
+        Hooked.hook("list", path)
+        return super().find(path, *args, **kwargs)
+
+    def rm(self, path: Any, *args: Any, **kwargs: Any) -> None:
+        Hooked.hook("remove", str(path))
+        super().rm(path, *args, **kwargs)
+
+    def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
+        stream = super()._open(path, mode, **kwargs)
+        return io.BytesIO(stream.getvalue()) if mode == "rb" else stream
+
+
+class Walked(Hooked):
+    """The same, found by fsspec's walk from directory to directory, as sftp and HDFS are."""
+
+    protocol = "walked"
+    find = fsspec.AbstractFileSystem.find
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        return super()._strip_protocol(path.removeprefix("walked://"))
+
+    def ls(self, path: str, *args: Any, **kwargs: Any) -> Any:
+        Hooked.hook("list", path)
+        return super().ls(path, *args, **kwargs)
+
+
+fsspec.register_implementation("hooked", Hooked, clobber=True)
+fsspec.register_implementation("walked", Walked, clobber=True)
+
+
+@contextmanager
+def hooked(hook: Callable[[str, str], None]) -> Iterator[None]:
+    """A block in which requests to ``hooked://`` call this first."""
+    before, Hooked.hook = Hooked.hook, staticmethod(hook)
+    try:
+        yield
+    finally:
+        Hooked.hook = before
+
+
+def hooked_url() -> str:
+    """One that nobody else has."""
+    Hooked.reads.clear()
+    return f"hooked://{uuid.uuid4().hex}/run"

@@ -1,0 +1,418 @@
+"""The writer in Megatron's shape: its save is a function that somebody else runs, anywhere.
+
+1. ``prepare_write_data`` finds this rank's values and puts them into a :class:`WriteTask`, which
+   can be pickled.
+2. The preload function stages the task: the engine starts to copy and to write, on its own threads,
+   in the process that calls it, and the function returns when no source is needed any more.
+3. The save function waits for the engine's end and puts what was written, or why it was not, into
+   the queue that it is given; exactly one item. It raises nothing: that would end the workers of
+   others.
+4. ``retrieve_write_results`` takes it from there, in the process of the writer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import queue
+import re
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import WRAPPED_EXCEPTION
+from torch.distributed.checkpoint.filesystem import _StoragePrefix, _StorageWriterTransforms
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from torch_ckpt.collector import no_gc
+from torch_ckpt.coordination import TIMEOUT_SECONDS, attempt, is_distributed, own_rank
+from torch_ckpt.errors import CheckpointError
+from torch_ckpt.generations import Claim, choose_prefix
+from torch_ckpt.metadata import METADATA_NAME
+from torch_ckpt.metrics import LOGGER
+from torch_ckpt.results import ResultsQueue
+from torch_ckpt.write_tasks import Staged, WriteTask, portable
+from torch_ckpt.writer import DCP_VERSION, FileSystemWriter, keeps_default_lookup, resolve
+
+
+class FileSystemWriterAsync(FileSystemWriter):
+    """Writes distributed checkpoints in two parts: a plan here, a function that runs anywhere.
+
+    Takes what Megatron-core's class of this name takes, and all of :class:`FileSystemWriter`. One
+    object for each save; with ``dcp.save`` it is a ``FileSystemWriter``.
+
+    Args:
+        path: directory of the checkpoint.
+        separation_hint: items whose fully qualified name begins with it go into files of their own,
+            whose names begin with it. Needs ``thread_count >= 2``; each side has half of them.
+        use_msc: write through the package ``multistorageclient``; ``path`` is what that takes.
+        open_file: called with a path and ``"wb"`` in the place of ``open``. With another function
+            than that, with ``use_msc`` and with ``_extensions`` the files are written by torch's
+            own code, in Python threads.
+        on_failure: ``"return"`` makes ``retrieve_write_results`` return a wrapped exception, which
+            reaches every rank with the results; ``"raise"`` makes it raise.
+        timeout: in seconds: a rank that the others wait for when a save is planned or finalized,
+            and that gives no sign of life for so long, is given up on all ranks.
+
+    Attributes:
+        checkpoint_dir: ``path`` as it was given.
+        results_queue: where the save function is to put what it has written; None where there is
+            nothing to write.
+        has_data_to_write: whether this rank has anything to write.
+    """
+
+    can_run_decentralized_global_plan = True
+
+    # Of this process, as long as somebody has them.
+    _made: ClassVar[weakref.WeakSet[FileSystemWriterAsync]] = weakref.WeakSet()
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *args: Any,
+        separation_hint: str | None = None,
+        use_msc: bool = False,
+        open_file: Callable[..., Any] = open,
+        on_failure: str = "return",
+        timeout: float = TIMEOUT_SECONDS,
+        **kwargs: Any,
+    ) -> None:
+        if on_failure not in ("return", "raise"):
+            raise ValueError(f'on_failure must be "return" or "raise", got {on_failure!r}')
+        super().__init__(path, *args, separation_hint=separation_hint, **kwargs)
+        if self.serialization_format.name != "TORCH_SAVE":
+            raise ValueError(
+                f"asynchronous saves are of torch's format, not of {self.serialization_format}"
+            )
+        self.checkpoint_dir = path
+        self.use_msc = use_msc
+        self.open_file = _msc().open if use_msc else open_file
+        self.on_failure = on_failure
+        self.timeout = timeout
+        self.results_queue: ResultsQueue | None = None
+        self.prefix = ""
+        self._given_tag = ""
+        self._task: WriteTask | None = None
+        self._part: Claim | None = None
+        self._failure: Exception | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_part": None}
+
+    # --- in the order of a save ------------------------------------------------------------------
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        # Megatron's plan gives only the bool. The save before may be under way then, and commits
+        # first; with dcp.save it has failed.
+        self.ends_earlier_claims = self.rank is not None
+        if self.rank is None:
+            self.rank = own_rank()
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        super().reset(checkpoint_id)
+        if checkpoint_id:
+            self.checkpoint_dir = checkpoint_id
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        self._task = self.results_queue = self._failure = None
+        if self.use_msc:
+            _msc().os.makedirs(str(self.checkpoint_dir), exist_ok=True)
+            return plan
+        return super().prepare_local_plan(plan)
+
+    def prepare_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
+        """The plan with this rank's file names, which no other rank has; no collective."""
+        return dataclasses.replace(local_plan, storage_data=_StoragePrefix(f"__{own_rank()}_"))
+
+    def use_tag(self, tag: str) -> None:
+        """What the coordinator's claim puts into the names of all ranks' files, if anything."""
+        self._given_tag = tag
+
+    def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
+        """Finds the values of a plan; nothing is copied yet.
+
+        Args:
+            plan: with the prefix of this rank's file names.
+            planner: has the state dict.
+
+        Raises:
+            CheckpointError: the planner resolved an item to what cannot be written.
+        """
+        self._planning.end()
+        items = list(plan.items)
+        self._take_part()
+        with self._lock:
+            self.prefix = self._own_prefix(plan.storage_data.prefix)
+            self._made.add(self)
+        with no_gc():
+            direct = keeps_default_lookup(planner)
+            if self.engine_can_write():
+                values = [resolve(planner, item, direct, whole=_whole) for item in items]
+            else:
+                values = [_whole(planner.resolve_data(item)) for item in items]
+        self._task = WriteTask(
+            directory=str(self.checkpoint_dir if self.use_msc else self.path),
+            prefix=self.prefix,
+            items=items,
+            values=values,
+            rank=own_rank(),
+            ranks=dist.get_world_size() if is_distributed() else 1,
+            by_engine=self.engine_can_write(),
+            options={
+                "single_file_per_rank": self.single_file_per_rank,
+                "sync_files": self.sync_files,
+                "thread_count": self.thread_count,
+                "separation_hint": self.separation_hint,
+                "max_host_bytes": self.max_host_bytes,
+                "direct_io": self.direct_io,
+                "progress": self.progress,
+                "background": self.background,
+            },
+            open_file=self.open_file,
+        )
+        self.results_queue = ResultsQueue() if items else None
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        if self.engine_can_write():
+            return super().write_data(plan, planner)
+        self.prepare_write_data(plan, planner)
+        assert self._task is not None
+        outcome = self._task.stage().outcome(self.transforms)
+        if isinstance(outcome, Exception):
+            raise outcome
+        future: Future[list[WriteResult]] = Future()
+        future.set_result([result for of_file in outcome.values() for result in of_file])
+        return future
+
+    def abandon(self) -> None:
+        super().abandon()
+        # Whichever rank is the last to end removes the files of all.
+        self._part = None
+
+    def fail(self, error: BaseException) -> None:
+        """Makes the save one that has failed on this rank, which the others learn at its end."""
+        self._planning.end()
+        # Not by a queue: perhaps that one could not be made is what has failed.
+        self._task = self.results_queue = None
+        self._failure = portable(error)
+
+    def get_save_function_and_args(
+        self,
+    ) -> tuple[Callable[..., None] | None, Callable[[], Staged] | None, list[Any]]:
+        """What is to run elsewhere.
+
+        Returns:
+            The save function, the preload function and the save function's last arguments, of which
+            the second is to be replaced by what the preload function returns. All can be pickled.
+            ``(None, None, [])`` where this rank has nothing to write.
+        """
+        task = self._task
+        if task is None or not task.items:
+            return None, None, []
+        return (
+            self._save_function(),
+            partial(type(self).preload_tensors, task, True),
+            [task.rank, task, self.results_queue],
+        )
+
+    @staticmethod
+    def preload_tensors(task: WriteTask, non_blocking: bool = True) -> Staged:
+        """Stages a task: returns when its sources may change. Its files are being written by then.
+
+        Args:
+            task: of ``get_save_function_and_args``.
+            non_blocking: accepted as Megatron's; copies from devices always run on a side stream.
+        """
+        return task.stage()
+
+    @staticmethod
+    def write_preloaded_data_multithread(
+        transform_list: list[_StorageWriterTransforms],
+        use_msc: bool,
+        rank: int,
+        staged: Staged | WriteTask,
+        results_queue: Any,
+    ) -> None:
+        """Waits for the end of a staged task and puts its outcome, one item; raises nothing.
+
+        Args:
+            transform_list: torch's stream transforms.
+            use_msc: unused; the task knows.
+            rank: of the writer.
+            staged: what the preload function returned; a task that is not staged is staged here.
+            results_queue: gets the results by file number, or an exception.
+        """
+        try:
+            if isinstance(staged, WriteTask):
+                staged = staged.stage()
+            outcome = staged.outcome(transform_list[0] if transform_list else None)
+        except Exception as error:
+            outcome = portable(error)
+        try:
+            results_queue.put(outcome)
+        except Exception as error:
+            # Who asks for the results finds none, and says so.
+            LOGGER.error("rank %d: the results of a save could not be sent: %s", rank, error)
+
+    #: The name that older versions have.
+    write_preloaded_data_multiproc = write_preloaded_data_multithread
+
+    def retrieve_write_results(self) -> list[WriteResult] | WRAPPED_EXCEPTION:
+        """What the save function has put: results, by file.
+
+        Raises (or returns, wrapped; see ``on_failure``):
+            RuntimeError: the save function failed, with its cause; or it has put nothing, or not
+                the results of all items.
+        """
+        if self.on_failure == "raise":
+            return self._results_of_worker()
+        # A failure is then just what torch calls a wrapped exception.
+        results: list[WriteResult] | WRAPPED_EXCEPTION = attempt(self._results_of_worker)
+        return results
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        if not self.use_msc:
+            self._require_files(results)
+            super().finish(metadata, results)
+            return
+        metadata.version = DCP_VERSION
+        metadata.storage_data = {r.index: r.storage_data for of_rank in results for r in of_rank}
+        metadata.storage_meta = self.storage_meta()
+        with self.open_file(os.path.join(str(self.checkpoint_dir), METADATA_NAME), "wb") as stream:
+            pickle.dump(metadata, stream)
+
+    # --- more of torch's contract ----------------------------------------------------------------
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The directory."""
+        return str(self.checkpoint_dir if self.use_msc else self.path)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return str(checkpoint_id).startswith("msc://") or bool(
+            super().validate_checkpoint_id(checkpoint_id)
+        )
+
+    def engine_can_write(self) -> bool:
+        return self.open_file is open and super().engine_can_write()
+
+    @property
+    def has_data_to_write(self) -> bool:
+        return self._task is not None and bool(self._task.items)
+
+    @property
+    def write_buckets(self) -> list[WriteTask] | None:
+        """What the preload function takes, in a list; None before ``prepare_write_data``."""
+        if self._task is None:
+            return None
+        return [self._task] if self._task.items else []
+
+    # --- private ---------------------------------------------------------------------------------
+
+    def _save_function(self) -> Callable[..., None]:
+        return partial(type(self).write_preloaded_data_multithread, [self.transforms], self.use_msc)
+
+    def _is_local(self) -> bool:
+        return not self.use_msc and super()._is_local()
+
+    def _take_part(self) -> None:
+        """Keeps others from removing this rank's files before the coordinator commits.
+
+        A cached plan is written without the coordinator, which then has perhaps no claim yet, or
+        gives up the one of the save before.
+
+        Raises:
+            CheckpointError: another process does not end to remove files there.
+        """
+        if self._is_local() and self._claim is None and self._part is None:
+            self._part = Claim(str(self.path), None, ends_earlier=False)
+
+    def _require_files(self, results: list[list[WriteResult]]) -> None:
+        """Raises where a file is not there that the metadata would name: somebody removed it."""
+        ends: dict[str, int] = {}
+        for of_rank in results:
+            for result in of_rank:
+                info = result.storage_data
+                end = info.offset + info.length
+                ends[info.relative_path] = max(end, ends.get(info.relative_path, 0))
+        for name, end in ends.items():
+            path = os.path.join(self.path, name)
+            try:
+                size = os.stat(path).st_size
+            except FileNotFoundError:
+                size = 0
+            if size < end:
+                raise CheckpointError(
+                    f"{path} should have {end} bytes, and has {size}: somebody has removed or "
+                    "changed it since it was written, so nothing is committed"
+                )
+
+    def _own_prefix(self, prefix: str) -> str:
+        if self.use_msc:
+            return prefix
+        if re.fullmatch(r"__\d+_", prefix):
+            prefix += self._given_tag
+        # Those of saves that have not made a file yet.
+        here = os.path.realpath(self.path)
+        others = {
+            writer.prefix
+            for writer in self._made
+            if writer is not self and os.path.realpath(writer.path) == here
+        }
+        return choose_prefix(str(self.path), prefix, others)
+
+    def _results_of_worker(self) -> list[WriteResult]:
+        where = f"rank {own_rank()}, files {self.prefix}* in {self.checkpoint_id}"
+        if self._failure is not None:
+            raise RuntimeError(f"Worker failure: {self._failure} ({where})") from self._failure
+        if self.results_queue is None:
+            return []
+        try:
+            outcome = self.results_queue.get_nowait()
+        except queue.Empty:
+            raise RuntimeError(
+                f"results_queue should not be empty: {where}: the worker has ended without a word, "
+                "or has not begun; look whether it was killed"
+            ) from None
+        if isinstance(outcome, BaseException):
+            raise RuntimeError(f"Worker failure: {outcome} ({where})") from outcome
+        results = [result for of_file in outcome.values() for result in of_file]
+        if self._part is not None:
+            self._part.hand_over()
+            self._part = None
+        expected = len(self._task.items) if self._task is not None else 0
+        if len(results) != expected:
+            raise RuntimeError(
+                f"Incomplete worker results (expected {expected}, got {len(results)}): {where}; "
+                "this probably means that the worker has failed"
+            )
+        return results
+
+
+def _whole(value: Any) -> Any:
+    """What torch's format can hold of a quantized tensor of somebody's own class."""
+    kind = type(value)
+    if isinstance(value, torch.Tensor) and kind.dequantize is not torch.Tensor.dequantize:
+        return value.dequantize()
+    return value
+
+
+def _msc() -> Any:
+    try:
+        import multistorageclient  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise CheckpointError(
+            "use_msc=True needs the package multi-storage-client, which is not installed"
+        ) from error
+    return multistorageclient

@@ -1,0 +1,38 @@
+"""What a plan depends on in a flat state dict: a tenth of the work of planning, to compare."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
+
+#: Of each value: its name and, of tensors, all that a plan says of them.
+Structure = list[tuple[Any, ...]]
+
+#: What torch's planner looks for in objects that are saved as tensors.
+_PLANS_ITSELF = ("__create_write_items__", "global_shape")
+
+
+def structure_of(state_dict: Mapping[str, Any]) -> Structure | None:
+    """The structure of a flat state dict; None where that is not known."""
+    known: Structure = []
+    for name, value in state_dict.items():
+        kind = type(value)
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
+            known.append((name, value.dtype, value.size(), value.requires_grad))
+        elif isinstance(value, DTensor):
+            if any(hasattr(value._local_tensor, n) for n in _PLANS_ITSELF):
+                return None
+            layout = (value.device_mesh, value.placements, value.size(), value.stride())
+            known.append((name, value.dtype, value.requires_grad, *layout))
+        elif isinstance(value, ShardedTensor):
+            shards = [shard.metadata for shard in value.local_shards()]
+            known.append((name, value.metadata(), shards))
+        elif isinstance(value, torch.Tensor) or any(hasattr(value, n) for n in _PLANS_ITSELF):
+            return None
+        else:
+            known.append((name, None))
+    return known
