@@ -2,26 +2,35 @@
 
 A command is one function that takes the parsed arguments, prints to stdout and returns the exit
 code; ``_parser`` names it in a subparser. The work is done by a module for each: ``listing``,
-``verifying``, ``comparing``. A command raises CheckpointError or OSError for what it cannot read:
-``main`` makes of it one sentence on stderr and exit code 2.
-
-Exit codes: 0 all is well, 1 the command ran and found something wrong with the checkpoint, or a
-difference, 2 there is no checkpoint to look at (or the command line is wrong).
+``verifying``, ``comparing``, ``converting``, ``doctor``, ``collecting``. A command raises
+CheckpointError or OSError for what it cannot do: ``main`` makes of it one sentence on stderr and
+exit code 2. docs/cli.md has the exit codes.
 """
 
 import argparse
 import importlib.util
 import json
+import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from torch_ckpt.collecting import collect, step_lines, steps_document
 from torch_ckpt.comparing import diff
+from torch_ckpt.converting import convert
+from torch_ckpt.doctor import DEFAULT_BYTES, LEAST_BYTES, diagnose
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.listing import document, examine, file_lines, item_lines, total_line
+from torch_ckpt.retention import Retention
+from torch_ckpt.steps import StepStore, open_steps
 from torch_ckpt.text import printable
 from torch_ckpt.verifying import verify
+
+# Where the end of the output, and with it the outcome, is not known: as of a process that SIGPIPE
+# has ended.
+_CLOSED_PIPE = 141
 
 
 def _print(lines: Iterable[str]) -> None:
@@ -78,6 +87,84 @@ def _diff(arguments: argparse.Namespace) -> int:
     return 0 if report.equal else 1
 
 
+def _convert(arguments: argparse.Namespace) -> int:
+    """Converts a model from one format to another."""
+    try:
+        report = convert(
+            arguments.source,
+            arguments.target,
+            max_shard_size=arguments.max_shard_size,
+            tensors_only=arguments.tensors_only,
+            overwrite=arguments.overwrite,
+            allow_pickle=arguments.allow_pickle,
+            progress=_wants_bar(arguments),
+        )
+    except ValueError as error:
+        # Options that contradict each other.
+        raise CheckpointError(str(error)) from error
+    if arguments.json:
+        print(json.dumps(report.document(), indent=2))
+    else:
+        _print(report.lines())
+    return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    """Probes a directory; returns 1 when an assumption of the promises does not hold there."""
+    report = diagnose(arguments.directory, measured_bytes=arguments.size)
+    if arguments.json:
+        print(json.dumps(report.document(), indent=2))
+    else:
+        _print(report.lines())
+    return 0 if report.ok else 1
+
+
+def _steps(arguments: argparse.Namespace) -> int:
+    """Lists the steps of a run; returns 2 where there are none."""
+    store = _opened_steps(arguments.root)
+    entries = store.entries()
+    if not entries:
+        raise CheckpointError(f"{store.root}: there are no steps")
+    if arguments.json:
+        print(json.dumps(steps_document(store.root, entries), indent=2))
+    else:
+        _print(step_lines(entries))
+    return 0
+
+
+def _gc(arguments: argparse.Namespace) -> int:
+    """Deletes steps that no rule keeps; returns 1 when one that was to go is in use."""
+    if arguments.keep_best is not None and arguments.metric is None:
+        raise CheckpointError("--keep-best needs --metric NAME, the metric to compare by")
+    retention = Retention(
+        keep_last=arguments.keep_last,
+        keep_every=arguments.keep_every,
+        keep_every_hours=arguments.keep_every_hours,
+        keep_best=arguments.keep_best,
+        best_metric=arguments.metric,
+        best_mode=arguments.mode,
+    )
+    if retention.keeps_all and not arguments.sweep:
+        raise CheckpointError(
+            "gc needs a rule: --keep-last, --keep-every, --keep-every-hours or --keep-best; "
+            "or --sweep, for leftovers alone"
+        )
+    store = _opened_steps(arguments.root)
+    report = collect(store, retention, sweep=arguments.sweep, dry_run=arguments.dry_run)
+    if arguments.json:
+        print(json.dumps(report.document(), indent=2))
+    else:
+        _print(report.lines())
+    return 1 if report.busy else 0
+
+
+def _opened_steps(root: str) -> StepStore:
+    try:
+        return open_steps(root)
+    except (ImportError, ValueError) as error:
+        raise CheckpointError(str(error)) from error
+
+
 def _wants_bar(arguments: argparse.Namespace) -> bool:
     quiet = arguments.json or getattr(arguments, "quiet", False)
     if quiet or not sys.stderr.isatty():
@@ -92,6 +179,32 @@ def _at_least_one(text: str) -> int:
     return number
 
 
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([kKMGT]?)(i?)B?", text)
+    if match is None:
+        raise ValueError(text)
+    number, prefix, is_binary = match.groups()
+    step = 1024 if is_binary else 1000
+    count = int(float(number) * step ** " KMGT".index(prefix.upper() or " "))
+    if count < 1:
+        raise ValueError(text)
+    return count
+
+
+def _probed_bytes(text: str) -> int:
+    count = _bytes(text)
+    if count < LEAST_BYTES:
+        raise ValueError(text)
+    return count
+
+
+def _positive(text: str) -> float:
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise ValueError(text)
+    return number
+
+
 def _tolerance(text: str) -> float:
     number = float(text)
     if not number >= 0:
@@ -102,7 +215,8 @@ def _tolerance(text: str) -> float:
 def _parser() -> argparse.ArgumentParser:
     """Builds the command line; a command is a subparser with its function as the default `run`."""
     parser = argparse.ArgumentParser(
-        prog="torch-ckpt", description="Look at checkpoints of torch_ckpt and of stock PyTorch."
+        prog="torch-ckpt",
+        description="Look at, convert and keep checkpoints of torch_ckpt and of stock PyTorch.",
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
@@ -151,6 +265,93 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--rtol", type=_tolerance, metavar="Y", help="see --atol")
     compare.add_argument("--json", action="store_true", help="everything as one JSON document")
     compare.set_defaults(run=_diff)
+
+    change = commands.add_parser(
+        "convert",
+        help="convert between checkpoint directories, torch.save files and safetensors",
+        description="Convert a model, a few tensors at a time. SOURCE: a checkpoint directory, a "
+        "file of torch.save, a safetensors file, or a directory of these with an index. TARGET: "
+        "*.safetensors; *.pt, *.pth or *.bin for torch.save; else a checkpoint directory, or, with "
+        "--max-shard-size, a directory of safetensors files. Exits with 2 when it cannot be "
+        "converted; then nothing is left of the target.",
+    )
+    change.add_argument("source", metavar="SOURCE", help="what to convert")
+    change.add_argument("target", metavar="TARGET", help="what to make of it")
+    change.add_argument(
+        "--max-shard-size",
+        type=_bytes,
+        metavar="SIZE",
+        help="most bytes of tensors in each file (5GB, 512MiB)",
+    )
+    change.add_argument("--tensors-only", action="store_true", help="leave out what is no tensor")
+    change.add_argument("--overwrite", action="store_true", help="replace what is at TARGET")
+    change.add_argument(
+        "--allow-pickle",
+        action="store_true",
+        help="unpickle whatever SOURCE holds, which may run code: only from trusted writers",
+    )
+    change.add_argument("--json", action="store_true", help="the report as one JSON document")
+    change.set_defaults(run=_convert)
+
+    probe = commands.add_parser(
+        "doctor",
+        help="probe a directory: its file system, speed, and what is promised there",
+        description="Probe a directory: file system, space, direct I/O, the cost of fsync, locks, "
+        "and the bandwidth of saves and loads with 1 to 8 threads; then say which options suit it, "
+        "and which of the assumptions hold that durability rests on. Its files are removed. Exits "
+        "with 1 when an assumption does not hold, with 2 when the directory cannot be written to.",
+    )
+    probe.add_argument("directory", metavar="PATH", help="a directory that is there")
+    probe.add_argument(
+        "--size",
+        type=_probed_bytes,
+        default=DEFAULT_BYTES,
+        metavar="SIZE",
+        help="bytes of each measurement (default: 256MiB)",
+    )
+    probe.add_argument("--json", action="store_true", help="everything as one JSON document")
+    probe.set_defaults(run=_doctor)
+
+    steps = commands.add_parser(
+        "steps",
+        help="list the steps of a run",
+        description="List the steps beneath a root, as CheckpointManager saves them: size, age, "
+        "metrics, whether pinned; and leftovers of saves and deletions that did not end. Exits "
+        "with 2 when there are none.",
+    )
+    steps.add_argument("root", metavar="ROOT", help="a directory, or a URL that fsspec knows")
+    steps.add_argument("--json", action="store_true", help="everything as one JSON document")
+    steps.set_defaults(run=_steps)
+
+    gc = commands.add_parser(
+        "gc",
+        help="delete steps of a run that no rule keeps",
+        description="Delete the complete steps beneath a root that no rule keeps. Rules add up. "
+        "The newest step and pinned ones always stay, and so does what is being loaded from a "
+        "directory: then the exit code is 1. Of a URL nobody knows who loads a step: it goes, and "
+        "the load fails.",
+    )
+    gc.add_argument("root", metavar="ROOT", help="a directory, or a URL that fsspec knows")
+    gc.add_argument("--keep-last", type=_at_least_one, metavar="N", help="keep the newest N")
+    gc.add_argument(
+        "--keep-every", type=_at_least_one, metavar="K", help="keep multiples of K steps"
+    )
+    gc.add_argument("--keep-every-hours", type=_positive, metavar="T", help="keep one each T hours")
+    gc.add_argument(
+        "--keep-best", type=_at_least_one, metavar="M", help="keep the best M by --metric"
+    )
+    gc.add_argument("--metric", metavar="NAME", help="the metric of --keep-best")
+    gc.add_argument(
+        "--mode", choices=("min", "max"), default="min", help="what is best (default: min)"
+    )
+    gc.add_argument(
+        "--sweep",
+        action="store_true",
+        help="also remove leftovers that nobody works in; of a URL, those older than an hour",
+    )
+    gc.add_argument("--dry-run", action="store_true", help="only say what would happen")
+    gc.add_argument("--json", action="store_true", help="the report as one JSON document")
+    gc.set_defaults(run=_gc)
     return parser
 
 
@@ -161,6 +362,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = _parser().parse_args(argv)
     run: Callable[[argparse.Namespace], int] = arguments.run
+    code = _CLOSED_PIPE
     try:
         code = run(arguments)
         sys.stdout.flush()
@@ -169,7 +371,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of a pipe (`| head`) has seen enough. What is still buffered goes nowhere, or
         # Python complains about it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return code
     except OSError as error:
         # Without Python's "[Errno 2]" and quotes, which say nothing more to people.
         text = f"{error.filename}: {error.strerror}" if error.filename else str(error)

@@ -1,6 +1,7 @@
 """The command line: what ``ls`` prints, and how it says what is wrong."""
 
 import json
+import os
 import pickle
 import re
 import subprocess
@@ -317,4 +318,17 @@ def test_module_runs_and_survives_a_closed_pipe(tmp_path: Path) -> None:
     assert process.stdout.readline().startswith(b"NAME")
     process.stdout.close()
     assert process.stderr.read() == b""
-    assert process.wait(60) == 0
+    assert process.wait(60) == 141
+
+
+def test_a_pipe_that_is_closed_behind_the_outcome_keeps_the_exit_code(tmp_path: Path) -> None:
+    commit(tmp_path, two_shards(tmp_path))
+    next(tmp_path.glob("*.distcp")).unlink()
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "torch_ckpt", "ls", str(tmp_path)]
+    # So that the end of the pipe is met behind the last line.
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    process = subprocess.run(command, stdout=writer, env=buffered, check=False)
+    os.close(writer)
+    assert process.returncode == 1

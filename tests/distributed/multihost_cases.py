@@ -1,0 +1,710 @@
+"""What ranks do together with torch_ckpt.multihost; run under torchrun by test_multihost_ranks.py.
+
+Cases are run, and write their outcomes, as those of cases.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+
+from tests.distributed import cases
+from tests.distributed.cases import Launch, mesh_1d, tensor_of
+from tests.support import DTYPES, assert_equal, random_tensor
+from torch_ckpt import multihost
+from torch_ckpt.multihost import RanksDisagree, moving
+
+# For what nothing should be waiting.
+PATIENCE = 60.0
+
+# After which a rank that does not come is given up.
+SHORT = 2.0
+
+
+#: Cases in which ranks do not do the same.
+SEVERAL: list[str] = []
+
+
+def takes_several(case: Callable[[Launch], None]) -> Callable[[Launch], None]:
+    SEVERAL.append(case.__name__.removeprefix("case_"))
+    return case
+
+
+@dataclass(frozen=True)
+class Unregistered:
+    """A leaf: pytree does not know this class."""
+
+    text: str
+
+
+def several(seed: int, rows: int = 3) -> dict[str, Any]:
+    """Tensors and arrays of every kind, with random bytes."""
+    plain = {
+        str(dtype): random_tensor((rows, 4), dtype, seed + n) for n, dtype in enumerate(DTYPES)
+    }
+    return {
+        **plain,
+        "odd": {
+            "empty": torch.empty(0, 3),
+            "number": random_tensor((), torch.float32, seed),
+            "columns": random_tensor((4, rows), torch.bfloat16, seed).t(),
+            "bool columns": random_tensor((4, rows), torch.bool, seed).t(),
+            "expanded": random_tensor((1, 4), torch.float32, seed).expand(rows, 4),
+            "conjugated": random_tensor((rows, 2), torch.complex64, seed).conj(),
+            "parameter": torch.nn.Parameter(torch.full((rows,), float(seed))),
+        },
+        "arrays": [
+            numpy.arange(rows * 4, dtype=numpy.float64).reshape(rows, 4)[:, ::2] + seed,
+            numpy.full((rows, 1), seed, "datetime64[s]"),
+            numpy.full((), seed, numpy.int16),
+        ],
+    }
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    return pytree.tree_leaves(tree)
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    """Bit for bit, with the same containers."""
+    assert pytree.tree_structure(actual) == pytree.tree_structure(expected)
+    named = pytree.tree_flatten_with_path(expected)[0]
+    for found, (path, wanted) in zip(leaves_of(actual), named, strict=True):
+        name = pytree.keystr(path)
+        assert type(found) is type(wanted) or isinstance(wanted, torch.Tensor), name
+        if isinstance(wanted, torch.Tensor):
+            assert_equal(found.detach(), wanted.detach().resolve_conj().contiguous(), name)
+        elif isinstance(wanted, numpy.ndarray):
+            assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape), name
+            assert found.tobytes() == wanted.tobytes(), name
+        else:
+            assert found == wanted, name
+
+
+def disagreement(launch: Launch, work: Callable[[], Any]) -> str:
+    """What ``work`` must raise, the same on every rank."""
+    with pytest.raises(RanksDisagree) as caught:
+        work()
+    everywhere: list[Any] = [None] * launch.size
+    dist.all_gather_object(everywhere, str(caught.value))
+    assert everywhere == [everywhere[0]] * launch.size
+    return str(caught.value)
+
+
+def others(launch: Launch) -> str:
+    """All ranks but the last one, as errors write them."""
+    return {1: "rank 0", 3: "ranks 0-2"}[launch.size - 1]
+
+
+# --- broadcast -----------------------------------------------------------------------------------
+
+
+def case_the_first_ranks_tree_is_on_all_ranks(launch: Launch) -> None:
+    objects = [{"step": launch.rank, "name": f"run {launch.rank}", "all": {1, 2}}, None, 1.5]
+    tree = {"tensors": several(launch.rank), "objects": (objects, numpy.float32(launch.rank))}
+    found = multihost.broadcast_one_to_all(tree, timeout=PATIENCE)
+    objects[0].update(step=0, name="run 0")
+    assert_same(found, {"tensors": several(0), "objects": (objects, numpy.float32(0))})
+    assert found["tensors"]["odd"]["parameter"].requires_grad
+
+
+def case_any_rank_may_be_the_source(launch: Launch) -> None:
+    for source in range(launch.size):
+        found = multihost.broadcast_one_to_all(several(launch.rank), launch.rank == source)
+        assert_same(found, several(source))
+
+
+def case_a_rank_without_a_tree_gets_the_sources(launch: Launch) -> None:
+    is_source = launch.rank == launch.size - 1
+    tree = {"w": several(7), "step": 3} if is_source else None
+    assert_same(multihost.broadcast_one_to_all(tree, is_source), {"w": several(7), "step": 3})
+
+
+def case_what_is_broadcast_shares_no_memory_with_the_tree(launch: Launch) -> None:
+    tree = {"t": torch.ones(3), "a": numpy.ones(3), "l": Unregistered("x")}
+    found = multihost.broadcast_one_to_all(tree)
+    tree["t"].zero_()
+    tree["a"][:] = 0
+    assert found["t"].tolist() == found["a"].tolist() == [1, 1, 1]
+    assert found["l"] == tree["l"]
+    assert found["l"] is not tree["l"]
+
+
+def case_tensors_larger_than_a_batch_are_sent_in_pieces(launch: Launch) -> None:
+    before, moving.BATCH_BYTES = moving.BATCH_BYTES, 1000
+    try:
+        tree = [random_tensor((n,), torch.float32, launch.rank) for n in (1, 251, 999, 0, 4000)]
+        expected = [random_tensor((n,), torch.float32, 0) for n in (1, 251, 999, 0, 4000)]
+        assert_same(multihost.broadcast_one_to_all(tree), expected)
+    finally:
+        moving.BATCH_BYTES = before
+
+
+@takes_several
+def case_none_or_several_sources_are_refused_on_every_rank(launch: Launch) -> None:
+    text = disagreement(launch, lambda: multihost.broadcast_one_to_all(1, is_source=False))
+    assert "is_source must be true on exactly one rank, and it is on none" in text
+    text = disagreement(launch, lambda: multihost.broadcast_one_to_all(1, is_source=True))
+    assert f"it is on ranks 0-{launch.size - 1}" in text
+
+
+@takes_several
+def case_a_leaf_of_another_shape_is_named_with_its_ranks(launch: Launch) -> None:
+    last = launch.rank == launch.size - 1
+    tree = {"a": {"b": [torch.zeros(3, 5 if last else 4)]}, "same": torch.zeros(1)}
+    text = disagreement(launch, lambda: multihost.broadcast_one_to_all(tree))
+    assert (
+        f"a.b.0 is a tensor of float32, shape (3, 4) on {others(launch)}; "
+        f"a tensor of float32, shape (3, 5) on rank {launch.size - 1}" in text
+    )
+    assert "same" not in text.split("\n", 1)[1]
+
+
+@takes_several
+def case_a_leaf_that_is_missing_is_named_with_its_ranks(launch: Launch) -> None:
+    tree = {"a": 1, "b": 2} if launch.rank else {"a": 1}
+    for function in (multihost.broadcast_one_to_all, multihost.process_allgather):
+        text = disagreement(launch, lambda function=function: function(tree))
+        assert "b is missing on rank 0; an object on rank" in text
+
+
+def case_replicated_dtensors_are_broadcast_and_sharded_ones_refused(launch: Launch) -> None:
+    mesh = mesh_1d(launch)
+    local = torch.full((3,), float(launch.rank))
+    tree = {"r": DTensor.from_local(local, mesh, [Replicate()], run_check=False)}
+    found = multihost.broadcast_one_to_all(tree)["r"]
+    assert isinstance(found, DTensor)
+    assert found.to_local().tolist() == [0, 0, 0]
+    tree["s"] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+    with pytest.raises(ValueError, match="s is a DTensor of which no rank has the whole"):
+        multihost.broadcast_one_to_all(tree)
+
+
+@takes_several
+def case_a_failure_on_one_rank_is_named_on_the_others(launch: Launch) -> None:
+    tree = {"x": (lambda: 0) if launch.rank == launch.size - 1 else 1}
+    error = RuntimeError if launch.rank < launch.size - 1 else Exception
+    with pytest.raises(error) as caught:
+        multihost.process_allgather(tree)
+    if launch.rank < launch.size - 1:
+        assert f"process_allgather(tiled=False) failed on rank {launch.size - 1}" in str(
+            caught.value
+        )
+    assert "pickle" in str(caught.value)
+
+
+# --- gather --------------------------------------------------------------------------------------
+
+
+def case_gathered_tensors_are_stacked_by_rank(launch: Launch) -> None:
+    found = multihost.process_allgather(several(launch.rank))
+    every = [leaves_of(several(rank)) for rank in range(launch.size)]
+    for got, parts in zip(leaves_of(found), zip(*every, strict=True), strict=True):
+        for rank, part in enumerate(parts):
+            assert_same(got[rank] if part.ndim else got[rank : rank + 1].reshape(()), part)
+        assert not isinstance(got, torch.Tensor) or not got.requires_grad
+
+
+def case_tiled_tensors_of_different_lengths_are_concatenated(launch: Launch) -> None:
+    found = multihost.process_allgather(several(launch.rank, launch.rank), tiled=True)
+    for got, *parts in zip(
+        leaves_of(found), *(leaves_of(several(r, r)) for r in range(launch.size)), strict=True
+    ):
+        start = 0
+        for part in parts:
+            rows = part.shape[0] if part.ndim else 1
+            assert_same(got[start : start + rows].reshape(part.shape), part)
+            start += rows
+        assert start == got.shape[0]
+
+
+def case_gathers_larger_than_a_batch_come_in_pieces(launch: Launch) -> None:
+    before, moving.BATCH_BYTES = moving.BATCH_BYTES, 1
+    try:
+        # A batch is 64 KiB at least.
+        tree = [random_tensor((n + launch.rank,), torch.uint8, launch.rank) for n in (5, 150_000)]
+        first, second = multihost.process_allgather([*tree], tiled=True)
+    finally:
+        moving.BATCH_BYTES = before
+    for n, got in ((5, first), (150_000, second)):
+        parts = [random_tensor((n + rank,), torch.uint8, rank) for rank in range(launch.size)]
+        assert_equal(got, torch.cat(parts), str(n))
+
+
+def case_other_leaves_are_gathered_as_lists_by_rank(launch: Launch) -> None:
+    tree = {"step": launch.rank, "of": Unregistered(str(launch.rank)), "n": None}
+    ranks = range(launch.size)
+    assert multihost.process_allgather(tree) == {
+        "step": list(ranks),
+        "of": [Unregistered(str(rank)) for rank in ranks],
+        "n": [None for _rank in ranks],
+    }
+    numbers = multihost.process_allgather(numpy.int16(launch.rank))
+    assert (numbers.dtype, numbers.tolist()) == (numpy.int16, list(ranks))
+
+
+def case_sharded_tensors_come_back_whole(launch: Launch) -> None:
+    mesh = mesh_1d(launch)
+    placements: dict[str, Placement] = {
+        "rows": Shard(0),
+        "columns": Shard(1),
+        "replicated": Replicate(),
+    }
+    for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex128):
+        whole = random_tensor((5, 7), dtype, seed=1)
+        tree = {}
+        for name, by in placements.items():
+            parts = [whole]
+            if isinstance(by, Shard):
+                parts = list(whole.view(torch.uint8).view(5, 7, -1).chunk(launch.size, by.dim))
+                parts += [parts[0].narrow(by.dim, 0, 0)] * (launch.size - len(parts))
+                parts = [part.contiguous().view(dtype).squeeze(-1) for part in parts]
+            local = parts[launch.rank % len(parts)]
+            tree[name] = DTensor.from_local(
+                local, mesh, [by], run_check=False, shape=whole.shape, stride=whole.stride()
+            )
+        for tiled in (False, True):
+            for name, found in multihost.process_allgather(tree, tiled).items():
+                assert type(found) is torch.Tensor
+                assert_equal(found, whole, f"{name} of {dtype}")
+    part = DTensor.from_local(torch.ones(2), mesh, [Partial()], run_check=False)
+    assert multihost.process_allgather(part).tolist() == [launch.size] * 2
+
+
+@takes_several
+def case_tensors_sharded_over_two_dimensions_come_back_whole(launch: Launch) -> None:
+    mesh = cases.mesh_2d(launch)
+    tree = cases.dtensors_2d(mesh)
+    for name, found in multihost.process_allgather(tree).items():
+        assert_equal(found, tensor_of(name, 9, 7), name)
+
+
+@takes_several
+def case_tensors_of_half_of_the_ranks_are_gathered_among_these(launch: Launch) -> None:
+    mesh = cases.mesh_2d(launch)["b"]
+    half = dist.get_rank() // (launch.size // 2)
+    tensor = distribute_tensor(tensor_of(f"half {half}", 5, 3), mesh, [Shard(0)])
+    assert_equal(multihost.process_allgather(tensor), tensor_of(f"half {half}", 5, 3))
+
+
+def case_a_gathered_replica_shares_no_memory_with_it(launch: Launch) -> None:
+    replica = distribute_tensor(torch.ones(3), mesh_1d(launch), [Replicate()])
+    found = multihost.process_allgather(replica)
+    replica.to_local().zero_()
+    assert found.tolist() == [1, 1, 1]
+
+
+@takes_several
+def case_another_dtype_on_one_rank_is_named(launch: Launch) -> None:
+    tree = {"x": torch.zeros(2, dtype=torch.int32 if launch.rank == 0 else torch.int64)}
+    text = disagreement(launch, lambda: multihost.process_allgather(tree, tiled=True))
+    assert "x is a tensor of int32, shape (any) on rank 0; a tensor of int64" in text
+
+
+# --- names ---------------------------------------------------------------------------------------
+
+
+def case_ranks_with_the_same_name_pass(launch: Launch) -> None:
+    for name in ("begin", "end", "begin"):
+        multihost.sync_global_devices(name, timeout=PATIENCE)
+
+
+def case_no_rank_passes_before_all_have_come(launch: Launch) -> None:
+    store = dist.PrefixStore("order", dist.distributed_c10d._get_default_store())
+    for turn in range(10):
+        store.add(f"came {turn}", 1)
+        multihost.sync_global_devices(f"turn {turn}")
+        assert store.add(f"came {turn}", 0) == launch.size
+
+
+@takes_several
+def case_different_names_are_told_on_every_rank_in_place_of_a_hang(launch: Launch) -> None:
+    last = launch.rank == launch.size - 1
+    name = "evaluate" if last else "train"
+    text = disagreement(launch, lambda: multihost.sync_global_devices(name, timeout=PATIENCE))
+    assert f"{others(launch)}: sync_global_devices('train')" in text
+    assert f"rank {launch.size - 1}: sync_global_devices('evaluate')" in text
+    # Nothing is out of step after that.
+    multihost.sync_global_devices("after")
+
+
+@takes_several
+def case_different_functions_are_told_on_every_rank(launch: Launch) -> None:
+    def work() -> Any:
+        if launch.rank == 0:
+            return multihost.sync_global_devices("a")
+        return multihost.broadcast_one_to_all({"x": torch.zeros(3)})
+
+    text = disagreement(launch, work)
+    assert "rank 0: sync_global_devices('a')" in text
+    assert "broadcast_one_to_all()" in text
+
+
+@takes_several
+def case_a_rank_that_does_not_come_is_named_on_the_others(launch: Launch) -> None:
+    store = dist.PrefixStore("absent", dist.distributed_c10d._get_default_store())
+    absent = launch.size - 1
+    if launch.rank == absent:
+        store.wait([f"gave up {rank}" for rank in range(absent)])
+    with pytest.raises(TimeoutError, match=rf"'late'\): rank {absent} did not come within 2 s"):
+        multihost.sync_global_devices("late", timeout=SHORT)
+    store.set(f"gave up {launch.rank}", "")
+    multihost.sync_global_devices("after", timeout=PATIENCE)
+
+
+@takes_several
+def case_a_group_meets_without_the_other_ranks(launch: Launch) -> None:
+    half = launch.size // 2
+    groups = [dist.new_group(range(start, start + half)) for start in (0, half)]
+    mine, number = groups[launch.rank // half], launch.rank // half
+    multihost.sync_global_devices(f"half {number}", process_group=mine)
+    last = launch.rank % half == half - 1
+    tree = {"t": torch.tensor(launch.rank), "o": launch.rank}
+    found = multihost.broadcast_one_to_all(tree, last, process_group=mine)
+    source = number * half + half - 1
+    assert (found["t"].item(), found["o"]) == (source, source)
+    members = list(range(number * half, number * half + half))
+    found = multihost.process_allgather(tree, process_group=mine)
+    assert (found["t"].tolist(), found["o"]) == (members, members)
+    multihost.assert_equal(number, process_group=mine)
+    with pytest.raises(ValueError, match=f"rank {launch.rank} is not in the process group"):
+        multihost.sync_global_devices("x", process_group=groups[1 - number])
+
+
+# --- equality ------------------------------------------------------------------------------------
+
+
+def case_the_same_trees_are_equal(launch: Launch) -> None:
+    tree = several(1)
+    tree["numbers"] = (1, -0.0, float("nan"), 1j, "text", b"", None, True, numpy.float32("nan"))
+    tree["nan"] = torch.tensor([float("nan")])
+    backwards = dict(reversed(list(tree.items())))
+    multihost.assert_equal(backwards if launch.rank else tree, timeout=PATIENCE)
+
+
+def case_strides_and_gradients_may_differ(launch: Launch) -> None:
+    tensor = tensor_of("w", 4, 3)
+    if launch.rank:
+        tensor = tensor.t().contiguous().t().requires_grad_()
+    multihost.assert_equal({"w": tensor})
+
+
+def case_equal_objects_with_different_pickles_are_equal(launch: Launch) -> None:
+    one = "".join(["a", "b"])
+    twice = Unregistered((one, one if launch.rank else "".join(["a", "b"])))  # type: ignore[arg-type]
+    multihost.assert_equal({"o": twice, "s": {"x", "y", "z"}})
+
+
+@takes_several
+def case_a_leaf_that_differs_is_named_with_its_ranks(launch: Launch) -> None:
+    last = launch.rank == launch.size - 1
+    for dtype in DTYPES:
+        tree = {"a": {"b": [torch.zeros(1), random_tensor((3, 4), dtype)]}}
+        if last:
+            data = tree["a"]["b"][1].view(torch.uint8)
+            data.view(-1)[-1] = data.view(-1)[-1] ^ 1
+        text = disagreement(launch, lambda tree=tree: multihost.assert_equal(tree, "after loading"))
+        assert text.startswith("assert_equal(): after loading: ranks differ in 1 leaf:"), text
+        assert f"a.b.1 (a tensor of {str(dtype)[6:]}, shape (3, 4)) has one value" in text
+        assert f"on {others(launch)}; another on rank {launch.size - 1}" in text
+
+
+@takes_several
+def case_numbers_that_differ_are_shown(launch: Launch) -> None:
+    first = launch.rank == 0
+    tree = {
+        "step": 10 if first else 11,
+        "t": torch.tensor(1.5 if first else 2.5),
+        "z": 0.0 if first else -0.0,
+        "type": 1 if first else True,
+        "o": Unregistered("a" if first else "b"),
+        "long": "x" * 100 + ("a" if first else "b"),
+    }
+    text = disagreement(launch, lambda: multihost.assert_equal(tree))
+    assert text.startswith("assert_equal(): ranks differ in 6 leaves:")
+    assert "step is int 10 on rank 0; int 11 on rank" in text
+    assert "t is a tensor of float32, shape (), 1.5 on rank 0; a tensor" in text
+    assert "z is float 0.0 on rank 0; float -0.0 on rank" in text
+    assert "type is int 1 on rank 0; bool True on rank" in text
+    assert re.search(r"o \(.*Unregistered\) has one value on rank 0; another on rank", text)
+    assert re.search(r"long \(str 'x+\.\.\.\) has one value on rank 0; another on rank", text)
+
+
+@takes_several
+def case_structures_that_differ_are_named(launch: Launch) -> None:
+    trees = [{"a": [1, 2], "e": {}}, {"a": (1, 2), "e": []}]
+    text = disagreement(launch, lambda: multihost.assert_equal(trees[min(launch.rank, 1)]))
+    assert "a (container) is list on rank 0; tuple on rank" in text
+    assert "e (container) is dict on rank 0; list on rank" in text
+
+
+@takes_several
+def case_many_differences_are_counted(launch: Launch) -> None:
+    text = disagreement(launch, lambda: multihost.assert_equal([launch.rank] * 25))
+    assert "ranks differ in 25 leaves" in text
+    assert "9 is int 0 on rank 0" in text
+    assert "10 is" not in text
+    assert text.endswith("and 15 more")
+
+
+@takes_several
+def case_shards_are_equal_to_their_replicas_only(launch: Launch) -> None:
+    mesh = init_device_mesh("cpu", (2, launch.size // 2))
+    place = mesh.get_coordinate()
+    assert place is not None
+
+    def sharded(value: float) -> DTensor:
+        local = torch.full((2, 2), value)
+        return DTensor.from_local(local, mesh, [Replicate(), Shard(0)], run_check=False)
+
+    multihost.assert_equal({"w": sharded(place[1])})
+    tree = {"w": sharded(place[1] + 10 * place[0] * (place[1] == launch.size // 2 - 1))}
+    text = disagreement(launch, lambda: multihost.assert_equal(tree))
+    ranks = [launch.size // 2 - 1, launch.size - 1]
+    assert f"its shard [{launch.size // 2 - 1}]) has one value on rank {ranks[0]}; " in text
+    assert f"another on rank {ranks[1]}" in text
+    multihost.assert_equal(
+        DTensor.from_local(torch.tensor(launch.rank), mesh_1d(launch), [Partial()])
+    )
+
+
+# --- local and global ----------------------------------------------------------------------------
+
+
+@takes_several
+def case_local_tensors_become_global_and_local_again(launch: Launch) -> None:
+    mesh = init_device_mesh("cpu", (2, launch.size // 2))
+    place = mesh.get_coordinate()
+    assert place is not None
+    placements = {
+        "even": [Shard(0), Shard(1)],
+        "uneven": [Shard(-1), Replicate()],
+        "twice": [Shard(0), Shard(0)],
+        "whole": None,
+        "more": [Replicate(), Shard(0)],
+    }
+    whole = {
+        "even": tensor_of("even", 4, 8),
+        "uneven": tensor_of("uneven", 3, 5),
+        "twice": tensor_of("twice", 7, 2),
+        "more": {"a": [tensor_of("a", 5)], "b": tensor_of("b", 1, 3)},
+    }
+    expected = {
+        name: pytree.tree_map(lambda t, by=placements[name]: distribute_tensor(t, mesh, by), tree)
+        for name, tree in whole.items()
+    }
+    local = pytree.tree_map(lambda t: t.to_local().clone(), expected)
+    local["whole"] = torch.ones(2)
+    local["more"]["step"] = 5
+    found = multihost.local_to_global(local, mesh, placements)
+    for got, name in zip(leaves_of(found), pytree.tree_flatten_with_path(found)[0], strict=True):
+        path = pytree.keystr(name[0])
+        if path not in ("['whole']", "['more']['step']"):
+            assert isinstance(got, DTensor), path
+    for name, tree in expected.items():
+        got = (
+            {k: v for k, v in found[name].items() if k != "step"} if name == "more" else found[name]
+        )
+        for one, other in zip(leaves_of(got), leaves_of(tree), strict=True):
+            assert one.placements == other.placements
+            assert_equal(one.full_tensor(), other.full_tensor(), name)
+    back = multihost.global_to_local(found, mesh, placements)
+    assert back["whole"] is local["whole"]
+    assert back["more"]["step"] == 5
+    for one, other in zip(leaves_of(back), leaves_of(local), strict=True):
+        if isinstance(other, torch.Tensor):
+            assert one.data_ptr() == other.data_ptr()
+            assert_equal(one, other)
+
+
+def case_one_list_of_placements_is_for_all_leaves(launch: Launch) -> None:
+    mesh = mesh_1d(launch)
+    tree = [torch.full((2, 3), float(launch.rank)), numpy.full((1,), launch.rank)]
+    found = multihost.local_to_global(tree, mesh, [Shard(0)])
+    assert found[0].full_tensor()[:, 0].tolist() == [r for r in range(launch.size) for _ in "ab"]
+    assert found[1].full_tensor().tolist() == list(range(launch.size))
+
+
+def case_transposed_tensors_become_global_with_their_strides(launch: Launch) -> None:
+    local = torch.arange(6.0).view(2, 3).t()
+    found = multihost.local_to_global(local, mesh_1d(launch), [Shard(0)])
+    assert found.stride() == (1, 3 * launch.size)
+    assert found.to_local().data_ptr() == local.data_ptr()
+
+
+def case_gradients_flow_back_to_the_local_tensor(launch: Launch) -> None:
+    local = torch.ones(2, requires_grad=True)
+    (multihost.local_to_global(local, mesh_1d(launch), [Shard(0)]) * 3).to_local().sum().backward()
+    assert local.grad is not None
+    assert local.grad.tolist() == [3, 3]
+
+
+def case_other_placements_lay_a_tensor_out_anew(launch: Launch) -> None:
+    whole = tensor_of("w", 4 * launch.size, 2)
+    mesh = mesh_1d(launch)
+    tree = {"w": distribute_tensor(whole, mesh, [Shard(0)])}
+    assert_equal(multihost.global_to_local(tree, mesh, [Replicate()])["w"], whole)
+
+
+@takes_several
+def case_shapes_that_are_no_shards_are_named(launch: Launch) -> None:
+    local = {"w": torch.zeros(1 if launch.rank == 0 else 5, 2)}
+    text = disagreement(
+        launch, lambda: multihost.local_to_global(local, mesh_1d(launch), [Shard(0)])
+    )
+    size = 1 + 5 * (launch.size - 1)
+    assert f"w: place 0 of the mesh holds (1, 2); of a tensor of ({size}, 2) by" in text
+
+
+@takes_several
+def case_a_replica_of_another_shape_is_named(launch: Launch) -> None:
+    local = [torch.zeros(3 + launch.rank)]
+    text = disagreement(
+        launch, lambda: multihost.local_to_global(local, mesh_1d(launch), [Replicate()])
+    )
+    assert "0: place 1 of the mesh holds (4,); of a tensor of (3,) by" in text
+
+
+# --- preemption ----------------------------------------------------------------------------------
+
+
+def steps_until_told(launch: Launch, told: Callable[[int], None], first: int = 0) -> list[int]:
+    """The step at which each rank, in lockstep by a collective in each step, is to stop."""
+    for step in range(first, first + 1_000_000):
+        if multihost.reached_preemption_sync_point(step):
+            break
+        told(step)
+        dist.all_reduce(torch.ones(1))
+    else:
+        raise AssertionError("no rank was told")
+    stopped: list[Any] = [None] * launch.size
+    dist.all_gather_object(stopped, step)
+    return stopped
+
+
+def first_true(steps: int) -> int | None:
+    points = map(multihost.reached_preemption_sync_point, range(steps))
+    return next((step for step, reached in enumerate(points) if reached), None)
+
+
+def case_a_signal_to_one_rank_stops_all_at_one_step(launch: Launch) -> None:
+    handler = signal.getsignal(signal.SIGTERM)
+    victim = launch.size - 1
+
+    def told(step: int) -> None:
+        if step == 3 and launch.rank == victim:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with multihost.watch_for_preemption(poll_seconds=0.05, timeout=PATIENCE) as watch:
+        stopped = steps_until_told(launch, told)
+        assert stopped == stopped[:1] * launch.size
+        assert stopped[0] > 3
+        assert watch.reason == f"SIGTERM on rank {victim}"
+        assert multihost.reached_preemption_sync_point(stopped[0])
+        assert not multihost.reached_preemption_sync_point(stopped[0] + 1)
+        # Training that goes on may be told again, by another rank.
+        again = steps_until_told(
+            launch,
+            lambda step: (
+                os.kill(os.getpid(), signal.SIGTERM)
+                if launch.rank == 0 and step == stopped[0] + 5
+                else None
+            ),
+            first=stopped[0] + 2,
+        )
+        assert again == again[:1] * launch.size
+        assert again[0] > stopped[0] + 5
+        assert watch.reason == "SIGTERM on rank 0"
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def case_signals_to_all_ranks_stop_them_at_one_step(launch: Launch) -> None:
+    def told(step: int) -> None:
+        if step == 2 + launch.rank:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    with multihost.watch_for_preemption([signal.SIGUSR1], poll_seconds=0.05, timeout=PATIENCE):
+        stopped = steps_until_told(launch, told)
+        assert stopped == stopped[:1] * launch.size
+        assert stopped[0] > 2
+
+
+def case_a_file_stops_all_ranks_at_one_step(launch: Launch) -> None:
+    path = launch.path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+    def told(step: int) -> None:
+        if step == 4 and launch.rank == 0:
+            path.write_text("")
+
+    file = path if launch.rank == launch.size - 1 else None
+    with multihost.watch_for_preemption((), file, poll_seconds=0.05, timeout=PATIENCE) as watch:
+        stopped = steps_until_told(launch, told)
+        assert stopped == stopped[:1] * launch.size
+        assert stopped[0] > 4
+        assert watch.reason == f"{path} on rank {launch.size - 1}"
+
+
+@takes_several
+def case_a_rank_that_is_a_step_ahead_is_not_waited_for(launch: Launch) -> None:
+    """The last rank waits in step 6 for the others when they, before that step, learn of it."""
+    with multihost.watch_for_preemption((signal.SIGUSR1,), poll_seconds=0.05) as watch:
+        assert not watch.reached(5)
+        multihost.sync_global_devices("all are at 5", timeout=PATIENCE)
+        if launch.rank == launch.size - 1:
+            assert not watch.reached(6)
+            os.kill(os.getpid(), signal.SIGUSR1)
+        else:
+            with watch._changed:
+                assert watch._changed.wait_for(lambda: watch._posted == 5, PATIENCE)
+            assert not watch.reached(6)
+        dist.barrier()
+        assert watch.reached(7)
+
+
+@takes_several
+def case_a_rank_that_does_not_watch_is_named_after_a_notice(launch: Launch) -> None:
+    absent = launch.size - 1
+    store = dist.PrefixStore("unwatched", dist.distributed_c10d._get_default_store())
+    if launch.rank == absent:
+        store.wait([f"gave up {rank}" for rank in range(absent)])
+        return
+    with multihost.watch_for_preemption((signal.SIGUSR1,), poll_seconds=0.05, timeout=SHORT):
+        if launch.rank == 0:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        with pytest.raises(TimeoutError, match=f"rank {absent} did not come within 2 s"):
+            first_true(10_000_000)
+    store.set(f"gave up {launch.rank}", "")
+
+
+# --- running them --------------------------------------------------------------------------------
+
+CASES: dict[str, Callable[[Launch], None]] = {
+    name.removeprefix("case_"): function
+    for name, function in list(globals().items())
+    if name.startswith("case_")
+}
+
+if __name__ == "__main__":
+    cases.main(Path(sys.argv[2]), Path(sys.argv[1]), sys.argv[3:], CASES)

@@ -1,0 +1,312 @@
+"""``torch-ckpt steps`` and ``torch-ckpt gc``: what they list, keep and delete."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import torch_ckpt
+from torch_ckpt import cli
+from torch_ckpt.collecting import collect, step_lines
+from torch_ckpt.directory import OpenDirectory
+from torch_ckpt.retention import Retention
+from torch_ckpt.steps import LocalSteps, StepInfo, open_steps
+from torch_ckpt.text import duration
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+def save_step(root: Path, step: int, hours_ago: float = 0.0, **metrics: float) -> None:
+    marker = {"saved_at": time.time() - 3600 * hours_ago, "metrics": metrics}
+    writer = LocalSteps(root).writer(step, attempt="0123abcd", marker=lambda: marker)
+    torch_ckpt.save({"t": torch.ones(100)}, storage_writer=writer, no_dist=True)
+
+
+def leave_unfinished(root: Path, step: int) -> str:
+    name = f"{step:010d}.tmp-0123abcd"
+    (root / name).mkdir(parents=True)
+    (root / name / "__0_0.distcp").write_bytes(bytes(1000))
+    return name
+
+
+def steps_of(root: Path) -> list[int]:
+    return [entry.step for entry in LocalSteps(root).entries() if entry.complete]
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
+    """The output of a command that ends with the code."""
+    assert cli.main(list(arguments)) == code
+    captured = capsys.readouterr()
+    return captured.err if code == 2 else captured.out
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> Any:
+    return json.loads(run(capsys, *arguments, "--json", code=code))
+
+
+# --- steps ---------------------------------------------------------------------------------------
+
+
+def test_steps_lists_size_age_metrics_and_pins(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_step(root, 100, hours_ago=49, loss=0.25)
+    save_step(root, 200, hours_ago=2.5)
+    LocalSteps(root).set_pinned(200, True)
+    header, first, second, blank, total = run(capsys, "steps", str(root)).splitlines()
+    assert header.split() == ["STEP", "SIZE", "AGE", "PINNED", "METRICS"]
+    assert first.split()[0] == "100"
+    assert first.split()[-4:] == ["2", "d", "-", "loss=0.25"]
+    assert second.split()[-4:] == ["2", "h", "yes", "-"]
+    assert blank == ""
+    assert total.startswith("total: 2 complete steps, ")
+
+
+def test_steps_of_a_url_whose_package_is_missing_says_which(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "paramiko", None)
+    monkeypatch.delitem(sys.modules, "fsspec.implementations.sftp", raising=False)
+    error = run(capsys, "steps", "sftp://host/run", code=2)
+    assert error.startswith("torch-ckpt: sftp://host/run: ")
+    assert "paramiko" in error
+
+
+def test_steps_names_leftovers(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_step(root, 100)
+    name = leave_unfinished(root, 200)
+    lines = run(capsys, "steps", str(root)).splitlines()
+    assert f"unfinished: {name} (1.0 kB)" in lines
+    assert lines[-1].startswith("total: 1 complete step, 1 leftover, ")
+
+
+def test_steps_gives_everything_as_json(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_step(root, 100, loss=0.25, bad=float("nan"))
+    leave_unfinished(root, 200)
+    complete, unfinished = run_json(capsys, "steps", str(root))["steps"]
+    assert (complete["step"], complete["state"]) == (100, "complete")
+    assert complete["metrics"] == {"loss": 0.25, "bad": "nan"}
+    assert complete["bytes"] > 400
+    assert (unfinished["step"], unfinished["state"], unfinished["bytes"]) == (
+        200,
+        "unfinished",
+        1000,
+    )
+
+
+def test_a_root_without_steps_ends_with_2(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "there are no steps" in run(capsys, "steps", str(root), code=2)
+
+
+def test_names_of_metrics_are_escaped() -> None:
+    entry = StepInfo(1, "/run/0000000001", "complete", metrics={"\x1b[2J": 1.0})
+    assert all(line.isprintable() for line in step_lines([entry]))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(-5, "0 s"), (59, "59 s"), (60, "1 min"), (7199, "1 h"), (86400 * 12.9, "12 d")],
+)
+def test_ages_are_in_their_largest_unit(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+# --- gc ------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_does_not_say_that_a_leftover_would_go(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_step(root, 1)
+    name = leave_unfinished(root, 2)
+    lines = run(capsys, "gc", str(root), "--sweep", "--dry-run").splitlines()
+    assert f"leftover that would be looked at: {name}" in lines
+
+
+def test_gc_leaves_a_step_that_is_pinned_while_it_deletes_others(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2, 3):
+        save_step(root, step)
+    delete = LocalSteps.delete
+
+    def pin_another(self: LocalSteps, step: int) -> bool:
+        self.set_pinned(2, True)
+        return delete(self, step)
+
+    monkeypatch.setattr(LocalSteps, "delete", pin_another)
+    report = collect(LocalSteps(root), Retention(keep_last=1))
+    assert [entry.step for entry in report.deleted] == [1]
+    assert report.kept == {2: ["pinned"], 3: ["the newest", "last 1"]}
+    assert steps_of(root) == [2, 3]
+
+
+def test_gc_keeps_what_a_rule_keeps_and_says_why(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (100, 150, 200, 250, 300):
+        save_step(root, step)
+    LocalSteps(root).set_pinned(150, True)
+    rules = ["--keep-last", "1", "--keep-every", "200"]
+    report = run_json(capsys, "gc", str(root), *rules)
+    assert report["kept"] == [
+        {"step": 150, "reasons": ["pinned"]},
+        {"step": 200, "reasons": ["every 200 steps"]},
+        {"step": 300, "reasons": ["the newest", "last 1"]},
+    ]
+    assert report["deleted"] == [100, 250]
+    assert steps_of(root) == [150, 200, 300]
+
+
+def test_gc_keeps_the_best_by_a_metric(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step, accuracy in ((1, 0.5), (2, 0.9), (3, 0.7), (4, 0.1)):
+        save_step(root, step, accuracy=accuracy)
+    rules = ["--keep-best", "2", "--metric", "accuracy", "--mode", "max"]
+    run(capsys, "gc", str(root), *rules)
+    assert steps_of(root) == [2, 3, 4]
+
+
+def test_gc_keeps_one_each_so_many_hours(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step, hours in ((1, 10), (2, 9), (3, 7.9), (4, 7), (5, 0)):
+        save_step(root, step, hours_ago=hours)
+    run(capsys, "gc", str(root), "--keep-every-hours", "2")
+    assert steps_of(root) == [1, 3, 5]
+
+
+def test_a_dry_run_deletes_nothing_and_says_the_same(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (1, 2, 3):
+        save_step(root, step)
+    name = leave_unfinished(root, 4)
+    arguments = ["gc", str(root), "--keep-last", "1", "--sweep"]
+    before = run_json(capsys, *arguments, "--dry-run")
+    assert steps_of(root) == [1, 2, 3]
+    assert (root / name).is_dir()
+    after = run_json(capsys, *arguments)
+    assert before.pop("dry_run")
+    assert not after.pop("dry_run")
+    assert before == after
+    assert steps_of(root) == [3]
+    assert not (root / name).exists()
+
+
+def test_gc_says_how_many_bytes_it_has_freed(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (1, 2):
+        save_step(root, step)
+    size = sum(file.stat().st_size for file in (root / "0000000001").iterdir())
+    report = run_json(capsys, "gc", str(root), "--keep-last", "1")
+    # The marker does not count itself.
+    marker = size - report["freed_bytes"]
+    assert 0 < marker < 1000
+    assert steps_of(root) == [2]
+
+
+def test_gc_without_a_rule_is_refused(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_step(root, 1)
+    save_step(root, 2)
+    assert "gc needs a rule" in run(capsys, "gc", str(root), code=2)
+    assert steps_of(root) == [1, 2]
+
+
+def test_the_best_without_a_metric_is_refused(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_step(root, 1)
+    assert "--metric" in run(capsys, "gc", str(root), "--keep-best", "1", code=2)
+
+
+@pytest.mark.parametrize("hours", ["0", "-1", "nan", "inf", "x"])
+def test_hours_that_are_none_are_refused(root: Path, hours: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["gc", str(root), f"--keep-every-hours={hours}"])
+    assert ended.value.code == 2
+
+
+def test_a_step_that_is_in_use_stays_and_the_exit_code_says_so(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (1, 2, 3):
+        save_step(root, step)
+    loading = OpenDirectory(root / "0000000002")
+    assert loading.share()
+    report = run_json(capsys, "gc", str(root), "--keep-last", "1", code=1)
+    loading.close()
+    assert (report["deleted"], report["busy"]) == ([1], [2])
+    assert steps_of(root) == [2, 3]
+
+
+def test_leftovers_stay_without_sweep(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_step(root, 1)
+    name = leave_unfinished(root, 2)
+    run(capsys, "gc", str(root), "--keep-last", "1")
+    assert (root / name).is_dir()
+
+
+def test_sweep_alone_deletes_no_step(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_step(root, 1)
+    save_step(root, 2)
+    name = leave_unfinished(root, 3)
+    report = run_json(capsys, "gc", str(root), "--sweep")
+    assert (report["swept"], report["deleted"]) == ([name], [])
+    assert steps_of(root) == [1, 2]
+
+
+def test_steps_and_gc_work_on_remote_roots(capsys: pytest.CaptureFixture[str]) -> None:
+    root = "memory://test_cli_steps"
+    store = open_steps(root)
+    for step in (1, 2):
+        writer = store.writer(step, attempt="0123abcd", marker=lambda: {"metrics": {"loss": 1.0}})
+        torch_ckpt.save({"t": torch.ones(100)}, storage_writer=writer, no_dist=True)
+    assert [step["step"] for step in run_json(capsys, "steps", root)["steps"]] == [1, 2]
+    assert run_json(capsys, "gc", root, "--keep-last", "1")["deleted"] == [1]
+    assert [step["step"] for step in run_json(capsys, "steps", root)["steps"]] == [2]
+
+
+def test_an_unknown_kind_of_root_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "nosuch" in run(capsys, "steps", "nosuch://run", code=2)
+
+
+class Memory(LocalSteps):
+    """Steps that are nowhere; all that is deleted is deletable."""
+
+    def __init__(self, steps: list[int]) -> None:
+        super().__init__("/nowhere")
+        self.steps = steps
+
+    def entries(self) -> list[StepInfo]:
+        return [StepInfo(step, self.path_of(step), "complete", bytes=step) for step in self.steps]
+
+    def delete(self, step: int) -> bool:
+        self.steps.remove(step)
+        return True
+
+
+@given(
+    steps=st.lists(st.integers(0, 1000), unique=True).map(sorted),
+    last=st.integers(1, 5),
+    every=st.integers(1, 50),
+)
+def test_what_is_kept_and_deleted_is_what_was_there(
+    steps: list[int], last: int, every: int
+) -> None:
+    store = Memory(list(steps))
+    report = collect(store, Retention(keep_last=last, keep_every=every))
+    gone = [entry.step for entry in report.deleted]
+    assert sorted([*report.kept, *gone]) == steps
+    assert store.steps == list(report.kept)
+    assert steps[-last:] == [step for step in report.kept if step in steps[-last:]]
+    assert report.freed_bytes == sum(gone)

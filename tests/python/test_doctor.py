@@ -1,0 +1,248 @@
+"""``torch-ckpt doctor``: what it measures, what it makes of that, and that it leaves nothing."""
+
+import fcntl
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torch_ckpt import cli, doctor
+from torch_ckpt.doctor import (
+    THREADS,
+    Bandwidth,
+    DoctorReport,
+    Mount,
+    assumptions_of,
+    diagnose,
+    direct_alignment,
+    mount_of,
+    options_for,
+    parsed_mount,
+)
+
+SMALL = 1 << 20
+
+
+def report_of(file_system: str, options: str = "rw", **found: Any) -> DoctorReport:
+    """Of a directory where all that was tried works, but for what is given."""
+    works = {"exclusive_rename": True, "locks": True, **found}
+    return DoctorReport("/d", file_system, "/", options, 10**9, 10**6, **works)
+
+
+def states(report: DoctorReport) -> dict[int, str]:
+    return {assumption.number: assumption.state for assumption in assumptions_of(report)}
+
+
+# --- a directory that is there -------------------------------------------------------------------
+
+
+def test_a_directory_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("stays")
+    report = diagnose(tmp_path, measured_bytes=SMALL)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    directs = (False,) if report.alignment is None else (False, True)
+    assert [(one.kind, one.direct, one.threads) for one in report.bandwidths] == [
+        (kind, direct, threads)
+        for direct in directs
+        for threads in THREADS
+        for kind in ("write", "read")
+    ]
+    assert all(one.bytes_per_second > 0 for one in report.bandwidths)
+    assert report.fsync_ms > 0
+    assert report.commit_ms > 0
+    assert report.free_bytes > 0
+
+
+def test_locks_and_exclusive_renames_are_found_where_tests_run(tmp_path: Path) -> None:
+    report = diagnose(tmp_path, measured_bytes=SMALL)
+    assert report.locks
+    assert report.exclusive_rename
+
+
+def test_an_interruption_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_arguments: Any, **_options: Any) -> None:
+        assert len(list(tmp_path.iterdir())) == 1
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "load", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        diagnose(tmp_path, measured_bytes=SMALL)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_direct_io_only_the_other_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.open
+
+    def without_direct(path: Any, flags: int, *rest: Any, **options: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument", path)
+        return real(path, flags, *rest, **options)
+
+    monkeypatch.setattr(os, "open", without_direct)
+    report = diagnose(tmp_path, measured_bytes=SMALL)
+    assert report.alignment is None
+    assert not any(one.direct for one in report.bandwidths)
+    assert "direct I/O: no" in list(report.lines())
+
+
+def test_the_alignment_is_the_smallest_that_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reading(_fd: int, targets: list[memoryview], offset: int) -> int:
+        if offset % 4096:
+            raise OSError(22, "Invalid argument")
+        return len(targets[0])
+
+    monkeypatch.setattr(os, "O_DIRECT", 0)
+    monkeypatch.setattr(os, "preadv", reading)
+    assert direct_alignment(str(tmp_path)) == 4096
+
+
+def test_locks_that_keep_nobody_out_are_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+    report = diagnose(tmp_path, measured_bytes=SMALL)
+    assert not report.locks
+    assert states(report)[6] == "fails"
+    assert not report.ok
+
+
+def test_a_rename_that_replaces_what_it_must_not_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def replacing(
+        directory: str, name: str, data: bytes, _sync: bool, replace: bool = True
+    ) -> None:
+        Path(directory, name).write_bytes(data)
+
+    monkeypatch.setattr(doctor, "_C", SimpleNamespace(commit_metadata=replacing))
+    report = diagnose(tmp_path, measured_bytes=SMALL)
+    assert not report.exclusive_rename
+    assert states(report)[2] == "fails"
+
+
+def test_too_few_bytes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="at least 32768"):
+        diagnose(tmp_path, measured_bytes=1000)
+
+
+# --- mounts --------------------------------------------------------------------------------------
+
+
+def test_a_line_of_mountinfo_is_parsed() -> None:
+    line = r"36 35 98:0 /mnt1 /mnt\040two rw,noatime master:1 - ext3 /dev/root rw,barrier=0" + "\n"
+    assert parsed_mount(line) == Mount("/mnt two", "ext3", "rw,noatime,barrier=0")
+
+
+@pytest.mark.parametrize(
+    ("path", "file_system"),
+    [
+        ("/", "ext4"),
+        ("/data", "xfs"),
+        ("/data/run/1", "xfs"),
+        ("/database", "ext4"),
+        ("/data/scratch/x", "tmpfs"),
+    ],
+)
+def test_a_path_lies_in_the_deepest_mount_and_of_these_the_last(
+    path: str, file_system: str
+) -> None:
+    mounts = [
+        Mount("/", "ext4", ""),
+        Mount("/data", "nfs", ""),
+        Mount("/data/scratch", "tmpfs", ""),
+        Mount("/data", "xfs", ""),
+    ]
+    assert mount_of(path, mounts).file_system == file_system
+
+
+# --- what follows --------------------------------------------------------------------------------
+
+RATES = st.lists(st.floats(1.0, 1e10), min_size=len(THREADS), max_size=len(THREADS))
+
+
+@given(buffered=RATES, direct=RATES)
+def test_the_options_are_about_as_fast_as_any_with_no_more_threads_than_that_takes(
+    buffered: list[float], direct: list[float]
+) -> None:
+    rates = {(False, n): rate for n, rate in zip(THREADS, buffered, strict=True)}
+    rates |= {(True, n): rate for n, rate in zip(THREADS, direct, strict=True)}
+    found = [Bandwidth("read", is_direct, n, rate) for (is_direct, n), rate in rates.items()]
+    others = [Bandwidth("write", True, n, 1e11) for n in THREADS]
+    options = options_for("read", found + others)
+    is_direct, threads = options["direct_io"] == "auto", options["thread_count"]
+    of_mode = [rates[is_direct, n] for n in THREADS]
+    assert rates[is_direct, threads] >= 0.9 * max(of_mode)
+    assert max(of_mode) >= 0.9 * max(rates.values())
+    assert all(rates[is_direct, n] < 0.9 * max(of_mode) for n in THREADS if n < threads)
+
+
+def test_without_direct_io_the_option_is_left_to_the_engine() -> None:
+    found = [Bandwidth("write", False, n, 1e9) for n in THREADS]
+    assert options_for("write", found) == {"thread_count": 1, "direct_io": "auto"}
+
+
+@pytest.mark.parametrize("file_system", ["ext4", "xfs"])
+def test_all_assumptions_hold_on_what_was_tried(file_system: str) -> None:
+    assert states(report_of(file_system)) == dict.fromkeys((1, 2, 3, 5, 6), "holds")
+
+
+def test_nothing_survives_in_memory() -> None:
+    report = report_of("tmpfs")
+    assert (states(report)[1], states(report)[3]) == ("fails", "fails")
+
+
+@pytest.mark.parametrize("option", ["nobarrier", "barrier=0"])
+def test_a_mount_without_barriers_keeps_no_promise(option: str) -> None:
+    assert states(report_of("ext4", f"rw,{option},noatime"))[1] == "fails"
+
+
+@pytest.mark.parametrize("file_system", ["nfs4", "lustre", "fuse.sshfs", "9p"])
+def test_of_file_systems_that_machines_share_nothing_is_said_for_sure(file_system: str) -> None:
+    assert states(report_of(file_system)) == dict.fromkeys((1, 2, 3, 5, 6), "unknown")
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def test_the_command_says_what_suits_the_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = cli.main(["doctor", str(tmp_path), "--size", "1MiB"])
+    text = capsys.readouterr().out
+    assert code == (1 if ": fails" in text else 0)
+    assert text.startswith(f"{tmp_path}: ")
+    assert "FileSystemWriter(..., thread_count=" in text
+    assert "FileSystemReader(..., thread_count=" in text
+    assert text.count("\nassumption ") == 5
+
+
+def test_the_command_gives_everything_as_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cli.main(["doctor", str(tmp_path), "--size", "1MiB", "--json"])
+    document = json.loads(capsys.readouterr().out)
+    assert document["path"] == str(tmp_path)
+    assert {one["kind"] for one in document["bandwidths"]} == {"write", "read"}
+    assert document["ok"] == all(one["state"] != "fails" for one in document["assumptions"])
+
+
+def test_a_directory_that_is_not_there_ends_with_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["doctor", str(tmp_path / "none")]) == 2
+    assert "No such file or directory" in capsys.readouterr().err
+
+
+def test_more_than_is_free_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", str(tmp_path), "--size", "1000000TB"]) == 2
+    assert "choose a smaller size" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,217 @@
+"""Pictures of graphs; drawn where Graphviz is installed."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import uuid
+import weakref
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from torch.fx import Graph, GraphModule
+
+from torch_ckpt.training import GraphRecorder, save_graph
+from torch_ckpt.training.graphs import dot_source
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+graphviz = pytest.mark.skipif(not shutil.which("dot"), reason="Graphviz is not installed")
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    """No test sees what another has compiled."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def step(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.relu(x @ w).sum()
+
+
+def compiled_graph() -> Graph:
+    recorder = GraphRecorder("eager")
+    torch.compile(step, backend=recorder)(torch.ones(2, 3), torch.ones(3, 4))
+    [graph] = recorder.graphs
+    return graph
+
+
+def graph_with_target(target: str) -> Graph:
+    graph = Graph()
+    graph.output(graph.call_method(target, (graph.placeholder("x"),)))
+    return graph
+
+
+def test_a_graph_is_kept_for_each_compilation() -> None:
+    recorder = GraphRecorder("eager")
+    compiled = torch.compile(step, backend=recorder, dynamic=False)
+    for rows in (2, 2, 5):
+        compiled(torch.ones(rows, 3), torch.ones(3, 4))
+    assert len(recorder.graphs) == 2
+
+
+def test_a_step_with_a_graph_break_has_two_graphs() -> None:
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        y = x.cumsum(0)
+        torch._dynamo.graph_break()
+        return y.cumprod(0)
+
+    recorder = GraphRecorder("eager")
+    torch.compile(broken, backend=recorder)(torch.ones(2))
+    sources = [dot_source(graph) for graph in recorder.graphs]
+    assert ["cumsum" in source for source in sources] == [True, False]
+    assert ["cumprod" in source for source in sources] == [False, True]
+
+
+def test_the_other_backend_compiles() -> None:
+    calls: list[str] = []
+
+    def backend(module: GraphModule, example_inputs: Sequence[Any]) -> Any:
+        calls.append("compile")
+        return module.forward
+
+    compiled = torch.compile(step, backend=GraphRecorder(backend))
+    assert compiled(torch.ones(2, 3), torch.ones(3, 4)).item() == 24
+    assert calls == ["compile"]
+
+
+def test_inductor_compiles_with_the_mode_and_options_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[dict[str, Any]] = []
+
+    def compile_fx(module: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        given.append(options)
+        return module.forward
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
+    options: dict[str, Any] = {"max-fusion-size": 8}
+    torch.compile(step, backend=GraphRecorder(), mode="reduce-overhead")(
+        torch.ones(2, 3), torch.ones(3, 4)
+    )
+    torch._dynamo.reset()
+    torch.compile(step, backend=GraphRecorder(), options=options)(
+        torch.ones(2, 3), torch.ones(3, 4)
+    )
+    assert given[0]["config_patches"] == torch._inductor.list_mode_options("reduce-overhead")
+    assert given[1]["config_patches"] == {"max_fusion_size": 8}
+
+
+def test_recorded_graphs_keep_no_tensors_alive() -> None:
+    recorder = GraphRecorder("eager")
+    x, w = torch.ones(2, 3), torch.ones(3, 4)
+    torch.compile(step, backend=recorder)(x, w)
+    alive = weakref.ref(w)
+    del x, w
+    torch._dynamo.reset()
+    gc.collect()
+    assert recorder.graphs
+    assert alive() is None
+
+
+def test_the_source_has_a_box_for_each_node_and_an_edge_for_each_input() -> None:
+    source = dot_source(compiled_graph())
+    assert source.count("[label=") == 6  # x, w, matmul, relu, sum, output
+    assert source.count(" -> ") == 5
+
+
+def test_a_box_says_what_is_called_and_what_comes_out() -> None:
+    source = dot_source(compiled_graph())
+    assert 'label="l_x_\\nfloat32[2, 3]"' in source
+    assert 'label="relu\\ntorch.relu\\nfloat32[2, 4]"' in source
+
+
+def test_a_call_that_torch_has_no_name_for_is_shown_all_the_same() -> None:
+    graph = Graph()
+    without_source = eval("lambda x: x")
+    graph.output(graph.call_function(without_source, (graph.placeholder("x"),)))
+    assert "\\n<lambda>" in dot_source(graph)
+
+
+def test_quotes_and_backslashes_in_a_graph_stay_within_their_label() -> None:
+    source = dot_source(graph_with_target('a"];\\'))
+    assert '\\na\\"];\\\\"' in source
+
+
+def test_a_traced_module_is_drawn_as_its_graph() -> None:
+    module = torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.Linear(3, 4)))
+    assert dot_source(module) == dot_source(module.graph)
+
+
+def test_shapes_of_an_exported_program_are_shown() -> None:
+    program = torch.export.export(torch.nn.ReLU(), (torch.ones(2, 3),))
+    assert "aten.relu.default\\nfloat32[2, 3]" in dot_source(program.graph_module)
+
+
+def test_the_source_is_saved_without_graphviz(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    graph = compiled_graph()
+    save_graph(graph, tmp_path / "made" / "step.dot")
+    assert (tmp_path / "made" / "step.dot").read_text() == dot_source(graph)
+
+
+def test_the_source_is_saved_to_another_file_system() -> None:
+    path = f"memory://{uuid.uuid4().hex}/run/step.dot"
+    graph = compiled_graph()
+    save_graph(graph, path)
+    assert fsspec.filesystem("memory").cat_file(path).decode() == dot_source(graph)
+
+
+def test_without_graphviz_the_error_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(RuntimeError, match=r"step\.svg takes .*apt-get install graphviz"):
+        save_graph(Graph(), tmp_path / "step.svg")
+
+
+def test_another_suffix_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"step\.png must end in \.svg or \.dot"):
+        save_graph(Graph(), tmp_path / "step.png")
+
+
+@graphviz
+def test_an_svg_has_a_group_for_each_node_and_edge(tmp_path: Path) -> None:
+    save_graph(compiled_graph(), tmp_path / "step.svg")
+    drawn = ElementTree.parse(tmp_path / "step.svg").getroot()
+    groups = [group.get("class") for group in drawn.iter(f"{SVG}g")]
+    assert groups.count("node") == 6
+    assert groups.count("edge") == 5
+
+
+@graphviz
+def test_an_svg_shows_any_name_as_it_is(tmp_path: Path) -> None:
+    save_graph(graph_with_target('a"];\\<é&'), tmp_path / "graph.svg")
+    texts = [text.text for text in ElementTree.parse(tmp_path / "graph.svg").iter(f"{SVG}text")]
+    assert 'a"];\\<é&' in texts
+
+
+def test_a_dot_that_fails_is_told_with_what_it_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "dot"
+    program.write_text("#!/bin/sh\necho no layout >&2\nexit 3\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RuntimeError, match=r"step\.svg: exit code 3: no layout"):
+        save_graph(Graph(), tmp_path / "step.svg")
+
+
+def test_a_dot_that_takes_too_long_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "dot"
+    program.write_text("#!/bin/sh\nread forever < /dev/zero\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(TimeoutError, match=r"step\.svg within 0\.1 s"):
+        save_graph(Graph(), tmp_path / "step.svg", timeout_seconds=0.1)

@@ -1,0 +1,331 @@
+"""Scalars and histograms of a step; with a real TensorBoard where it is installed."""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from torch_ckpt.training import log
+from torch_ckpt.training.logs import _rooms
+
+
+@dataclass
+class Recorded:
+    """Keeps what a SummaryWriter would get."""
+
+    scalars: list[tuple[str, float, int]] = field(default_factory=list)
+    histograms: list[tuple[str, torch.Tensor, int]] = field(default_factory=list)
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+        self.scalars.append((tag, scalar_value, global_step))
+
+    def add_histogram(self, tag: str, values: torch.Tensor, global_step: int) -> None:
+        self.histograms.append((tag, values, global_step))
+
+
+class Norms(NamedTuple):
+    first: float
+    second: float
+
+
+@dataclass
+class Result:
+    loss: float
+    norms: Norms
+
+
+def recorded(output: Any) -> Recorded:
+    logger = Recorded()
+    log(3, logger, output)
+    return logger
+
+
+def scalar(output: Any) -> float:
+    [(_, value, _)] = recorded(output).scalars
+    return value
+
+
+def histogram(output: Any) -> torch.Tensor:
+    [(_, values, _)] = recorded(output).histograms
+    return values
+
+
+def refusal(output: Any) -> str:
+    logger = Recorded()
+    with pytest.raises(ValueError, match="cannot be logged") as failure:
+        log(3, logger, output)
+    assert logger == Recorded()
+    return str(failure.value)
+
+
+# --- names ---------------------------------------------------------------------------------------
+
+
+def test_names_are_the_keys_on_the_way() -> None:
+    output = {
+        "loss": 1.0,
+        "layers": [{"norm": 2.0}, {"norm": 3.0}],
+        "pair": (4.0, 5.0),
+        "result": Result(6.0, Norms(7.0, 8.0)),
+        "ordered": OrderedDict({7: 9.0}),
+        "deque": deque([10.0]),
+    }
+    assert recorded(output).scalars == [
+        ("loss", 1.0, 3),
+        ("layers/0/norm", 2.0, 3),
+        ("layers/1/norm", 3.0, 3),
+        ("pair/0", 4.0, 3),
+        ("pair/1", 5.0, 3),
+        ("result/loss", 6.0, 3),
+        ("result/norms/first", 7.0, 3),
+        ("result/norms/second", 8.0, 3),
+        ("ordered/7", 9.0, 3),
+        ("deque/0", 10.0, 3),
+    ]
+
+
+def test_a_value_without_a_tree_is_the_output() -> None:
+    assert recorded(torch.tensor(0.5)).scalars == [("output", 0.5, 3)]
+
+
+def test_two_values_of_one_name_are_refused() -> None:
+    assert "'a/b': two values have this name" in refusal({"a": {"b": 1.0}, "a/b": 2.0})
+
+
+# --- scalars and histograms ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        2,
+        2.0,
+        np.float32(2),
+        np.int64(2),
+        np.array(2.0),
+        torch.tensor(2),
+        torch.tensor(2.0, dtype=torch.bfloat16),
+        torch.tensor(2.0, dtype=torch.float8_e4m3fn),
+        torch.tensor(2, dtype=torch.uint16),
+        torch.tensor(2.0, requires_grad=True),
+        torch.nn.Parameter(torch.tensor(2.0)),
+    ],
+    ids=lambda value: f"{type(value).__name__}-{getattr(value, 'dtype', '')}",
+)
+def test_numbers_and_tensors_without_dimensions_are_scalars(value: Any) -> None:
+    assert scalar({"x": value}) == 2.0
+
+
+@pytest.mark.parametrize("value", [True, torch.tensor(True)], ids=["bool", "tensor"])
+def test_a_bool_is_a_scalar_of_0_or_1(value: Any) -> None:
+    assert scalar({"x": value}) == 1.0
+
+
+def test_a_scalar_that_is_not_finite_is_logged_as_it_is() -> None:
+    assert math.isnan(scalar({"x": torch.tensor(math.nan)}))
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.int64, torch.uint8],
+    ids=str,
+)
+def test_a_tensor_is_a_histogram_of_its_elements(dtype: torch.dtype) -> None:
+    values = histogram({"x": torch.tensor([[1, 2], [3, 4]], dtype=dtype)})
+    assert values.tolist() == [1, 2, 3, 4]
+
+
+def test_a_tensor_of_one_element_and_dimension_is_a_histogram() -> None:
+    assert histogram({"x": torch.tensor([2.0])}).tolist() == [2.0]
+
+
+def test_a_numpy_array_with_negative_strides_is_a_histogram() -> None:
+    assert histogram({"x": np.arange(3.0)[::-1]}).tolist() == [2, 1, 0]
+
+
+def test_a_histogram_counts_what_is_finite() -> None:
+    assert histogram({"x": torch.tensor([1, math.nan, -math.inf, 2])}).tolist() == [1, 2]
+
+
+def test_what_is_not_finite_in_a_histogram_is_counted_by_a_scalar() -> None:
+    logger = recorded({"x": torch.tensor([1, math.nan, -math.inf, 2])})
+    assert logger.scalars == [("x/nonfinite", 2.0, 3)]
+
+
+def test_a_tensor_of_nothing_finite_is_no_histogram() -> None:
+    assert recorded({"x": torch.full((4,), math.nan)}).histograms == []
+
+
+# --- refusals ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (lambda: None, "None"),
+        (lambda: "text", "a str"),
+        (lambda: 1j, "a complex"),
+        (lambda: 10**400, "an int that is too large for a float"),
+        (lambda: Recorded, "a type"),
+        (lambda: np.array(["a"]), "a numpy array of <U1"),
+        (lambda: np.datetime64("2026-01-01"), "a date"),
+        (lambda: torch.zeros(2, dtype=torch.complex64), "a tensor of torch.complex64"),
+        (
+            lambda: torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8),
+            "a tensor of torch.qint8",
+        ),
+        (
+            lambda: torch.zeros(2, dtype=torch.float4_e2m1fn_x2),
+            "a tensor of torch.float4_e2m1fn_x2",
+        ),
+        (lambda: torch.eye(2).to_sparse(), "a tensor of torch.sparse_coo"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2)]), "a nested tensor"),
+        (lambda: torch.zeros(2, device="meta"), "a tensor on the meta device"),
+        (lambda: torch.zeros(0, 4), r"a tensor of shape (0, 4), which has no elements"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:The PyTorch API of nested")
+def test_what_cannot_be_logged_is_refused_and_named(value: Callable[[], Any], reason: str) -> None:
+    assert f"'layers/0/x': {reason}" in refusal({"loss": 1.0, "layers": [{"x": value()}]})
+
+
+def test_a_fake_tensor_is_refused() -> None:
+    with torch._subclasses.FakeTensorMode():
+        fake = torch.zeros(2)
+    assert "'x': a FakeTensor" in refusal({"x": fake})
+
+
+def test_all_that_is_refused_is_named_at_once() -> None:
+    text = refusal({"a": None, "b": 1.0, "c": "text"})
+    assert "'a': None; 'c': a str." in text
+
+
+def test_a_refusal_of_many_names_ten_and_counts_the_others() -> None:
+    text = refusal([None] * 13)
+    assert "'9': None; and 3 more." in text
+
+
+def test_a_step_that_is_no_integer_is_refused() -> None:
+    with pytest.raises(TypeError, match="float"):
+        log(1.5, None, {})  # type: ignore[arg-type]
+
+
+def test_a_step_may_be_a_tensor_without_a_fraction() -> None:
+    logger = Recorded()
+    log(torch.tensor(8), logger, {"x": 1.0})
+    assert logger.scalars == [("x", 1.0, 8)]
+
+
+# --- loggers -------------------------------------------------------------------------------------
+
+OUTPUT = {"loss": 0.25, "tokens": 1024, "w": torch.tensor([1.0, 2.0, 3.0, math.inf])}
+LINE = "step 3: loss=0.25, tokens=1024, w={mean=2, std=0.816497, min=1, max=3, n=3, nonfinite=1}"
+
+
+def test_without_a_logger_a_step_is_a_line_on_standard_output(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    log(3, None, OUTPUT)
+    assert capsys.readouterr().out == LINE + "\n"
+
+
+def test_names_with_line_ends_stay_on_the_line(capsys: pytest.CaptureFixture[str]) -> None:
+    log(3, None, {"a\nb": 1.0})
+    assert capsys.readouterr().out == "step 3: a\\nb=1\n"
+
+
+def test_an_output_of_nothing_is_a_line_too(capsys: pytest.CaptureFixture[str]) -> None:
+    log(3, None, {})
+    assert capsys.readouterr().out == "step 3\n"
+
+
+@pytest.mark.parametrize("adapt", [lambda it: it, lambda it: logging.LoggerAdapter(it, {})])
+def test_pythons_loggers_get_one_record(
+    adapt: Callable[[logging.Logger], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "training")
+    log(3, adapt(logging.getLogger("training")), OUTPUT)
+    assert caplog.messages == [LINE]
+
+
+def test_a_record_is_the_callers(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "training")
+    log(3, logging.getLogger("training"), OUTPUT)
+    assert caplog.records[0].pathname == __file__
+
+
+def test_a_logger_of_another_kind_is_refused_by_its_type() -> None:
+    with pytest.raises(TypeError, match=r"logger is a dict, which has no add_scalar: pass a torch"):
+        log(3, {}, OUTPUT)  # type: ignore[arg-type]
+
+
+def test_a_value_that_the_logger_does_not_take_is_named() -> None:
+    class Picky(Recorded):
+        def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+            raise ValueError("no")
+
+    with pytest.raises(ValueError, match="step 3: the logger does not take 'loss': no"):
+        log(3, Picky(), OUTPUT)
+
+
+def test_tensorboard_shows_scalars_and_histograms(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(tmp_path) as writer:
+        log(3, writer, {"loss": torch.tensor(0.25), "w": torch.ones(4, 2, dtype=torch.bfloat16)})
+    events = EventAccumulator(str(tmp_path)).Reload()
+    [loss] = events.Scalars("loss")
+    [weights] = events.Histograms("w")
+    assert (loss.step, loss.value) == (3, 0.25)
+    assert (weights.step, weights.histogram_value.num, weights.histogram_value.sum) == (3, 8, 8.0)
+
+
+# --- devices -------------------------------------------------------------------------------------
+
+
+def test_buffers_for_what_is_fetched_lie_in_one_allocation_and_do_not_overlap() -> None:
+    tensors = [
+        torch.arange(3, dtype=torch.uint8),
+        torch.tensor(2.5, dtype=torch.float64),
+        torch.arange(12, dtype=torch.bfloat16).view(3, 4).t(),
+        torch.arange(5),
+    ]
+    rooms = _rooms(tensors, pinned=False)
+    for room, tensor in zip(rooms, tensors, strict=True):
+        room.copy_(tensor)
+    assert len({room.untyped_storage().data_ptr() for room in rooms}) == 1
+    assert all(torch.equal(room, tensor) for room, tensor in zip(rooms, tensors, strict=True))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_tensors_on_a_device_are_fetched_waiting_at_most_once() -> None:
+    output = {
+        "loss": torch.tensor(0.25, device="cuda"),
+        "w": torch.arange(6.0, device="cuda").view(2, 3).t(),
+        "n": torch.tensor(7, device="cuda"),
+    }
+    recorded(output)  # the first time of anything may wait for more
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            logger = recorded(output)
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    assert sum("synchronizing CUDA operation" in str(warning.message) for warning in caught) <= 1
+    assert logger.scalars == [("loss", 0.25, 3), ("n", 7.0, 3)]
+    assert logger.histograms[0][1].tolist() == [0, 3, 1, 4, 2, 5]

@@ -1,0 +1,156 @@
+"""Peak rates, by the names that torch gives to devices."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from torch_ckpt.training import flops_per_device
+from torch_ckpt.training.peaks import _CHIPS, _KINDS
+
+
+@dataclass
+class Properties:
+    name: str
+    multi_processor_count: int = 100
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Properties:
+    """What the only device is said to be."""
+    properties = Properties("")
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
+    return properties
+
+
+@pytest.mark.parametrize(
+    ("name", "units", "tflops"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 108, 312),
+        ("NVIDIA A100-SXM4-80GB", 108, 312),
+        ("NVIDIA A100-PCIE-40GB", 108, 312),
+        ("NVIDIA A100 80GB PCIe", 108, 312),
+        ("A100-SXM4-40GB", 108, 312),
+        ("NVIDIA H100 80GB HBM3", 132, 989.5),
+        ("NVIDIA H100 PCIe", 114, 756.5),
+        ("NVIDIA H100 NVL", 132, 835.5),
+        ("NVIDIA H200", 132, 989.5),
+        ("NVIDIA H200 NVL", 132, 835.5),
+        ("NVIDIA GH200 480GB", 132, 989.5),
+        ("NVIDIA B200", 148, 2250),
+        ("NVIDIA GB200", 152, 2500),
+        ("NVIDIA L40S", 142, 362.05),
+        ("NVIDIA L40", 142, 181.05),
+        ("NVIDIA L4", 58, 121),
+        ("NVIDIA A10", 72, 125),
+        ("NVIDIA GeForce RTX 4090", 128, 165.2),
+        ("NVIDIA GeForce RTX 3090", 82, 71),
+        ("NVIDIA GeForce RTX 5090", 170, 209.5),
+        ("AMD Instinct MI210", 104, 181),
+        ("AMD Instinct MI250X", 110, 191.5),
+        ("AMD Instinct MI250X / MI250", 110, 191.5),
+        ("AMD Instinct MI250X/MI250", 104, 181.05),
+        ("AMD Instinct MI250", 104, 181.05),
+        ("AMD Instinct MI300A", 228, 980.6),
+        ("AMD Instinct MI300X", 304, 1307.4),
+        ("AMD Instinct MI300X VF", 304, 1307.4),
+        ("AMD Instinct MI325X", 304, 1307.4),
+        ("AMD Instinct MI350X", 256, 2306.9),
+        ("AMD Instinct MI355X", 256, 2516.6),
+    ],
+)
+def test_the_peak_of_a_device_is_that_of_its_name(
+    machine: Properties, name: str, units: int, tflops: float
+) -> None:
+    machine.name, machine.multi_processor_count = name, units
+    assert flops_per_device("cuda:0") == tflops * 1e12
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tflops"),
+    [
+        (torch.float64, 67),
+        (torch.float32, 67),
+        ("tf32", 494.5),
+        (torch.bfloat16, 989.5),
+        (torch.float16, 989.5),
+        (torch.float8_e4m3fn, 1979),
+        (torch.float8_e5m2, 1979),
+        (torch.int8, 1979),
+    ],
+    ids=str,
+)
+def test_the_peak_is_that_of_the_dtype(
+    machine: Properties, dtype: torch.dtype, tflops: float
+) -> None:
+    machine.name = "NVIDIA H200"
+    assert flops_per_device(0, dtype) == tflops * 1e12
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA A10G",
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA H100",
+        "NVIDIA H20",
+        "AMD Radeon RX 7900 XTX",
+    ],
+)
+def test_a_device_that_is_not_known_has_no_peak_and_is_warned_of(
+    machine: Properties, name: str
+) -> None:
+    machine.name = name
+    with pytest.warns(UserWarning, match=f"the peak rate of {re.escape(name)} is not known; use"):
+        assert flops_per_device("cuda:0") is None
+
+
+def test_a_part_of_a_device_has_no_peak_and_is_warned_of(machine: Properties) -> None:
+    machine.name, machine.multi_processor_count = "AMD Instinct MI300X", 38
+    with pytest.warns(UserWarning, match="part of an AMD Instinct MI300X: 38 of 304"):
+        assert flops_per_device("cuda:0") is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.complex64], ids=str)
+def test_a_dtype_that_a_device_lacks_has_no_peak_and_is_warned_of(
+    machine: Properties, dtype: torch.dtype
+) -> None:
+    machine.name = "Tesla V100-SXM2-16GB"
+    with pytest.warns(UserWarning, match=f"the peak rate of Tesla V100-SXM2-16GB for {dtype}"):
+        assert flops_per_device("cuda:0", dtype) is None
+
+
+def test_the_processor_has_no_peak_and_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match="the peak rate of cpu is not known"):
+        assert flops_per_device("cpu") is None
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+def test_without_an_accelerator_there_is_no_peak_and_a_warning() -> None:
+    with pytest.warns(UserWarning, match="there is no accelerator"):
+        assert flops_per_device() is None
+
+
+def test_the_warning_points_at_the_caller() -> None:
+    with pytest.warns(UserWarning, match="cpu") as warnings:
+        flops_per_device("cpu")
+    assert warnings[0].filename == __file__
+
+
+@pytest.mark.parametrize("chip", _CHIPS, ids=lambda chip: chip.name)
+def test_narrower_numbers_are_not_slower(chip: object) -> None:
+    order = ["float64", "float32", "tf32", "bfloat16", "float16", "float8"]
+    rates = [getattr(chip, _KINDS[name]) for name in order]
+    known = [rate for rate in rates if rate is not None]
+    assert known == sorted(known)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_the_current_device_is_the_default() -> None:
+    assert flops_per_device() == flops_per_device(torch.cuda.current_device())

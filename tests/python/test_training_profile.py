@@ -1,0 +1,148 @@
+"""Profiles: traces that a viewer can read, where they were asked for."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import threading
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+
+from torch_ckpt.training import profiles, start_profile, stop_profile
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where traces are written before they are copied."""
+    place = tmp_path / "temporary"
+    place.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(place))
+    return place
+
+
+@pytest.fixture(autouse=True)
+def stopped(tmp_path: Path) -> Iterator[None]:
+    """No test leaves a profile behind for the next."""
+    yield
+    if profiles._taken is not None:
+        stop_profile(tmp_path / "left")
+
+
+def operations(trace: bytes) -> set[str]:
+    return {event.get("name") for event in json.loads(gzip.decompress(trace))["traceEvents"]}
+
+
+def taken(directory: str | Path, **options: Any) -> str:
+    start_profile(**options)
+    torch.ones(3).cumsum(0)
+    path = stop_profile(directory)
+    assert path is not None
+    return path
+
+
+@pytest.mark.parametrize("prefix", ["", "file://"])
+def test_the_trace_has_what_was_done_meanwhile(tmp_path: Path, prefix: str) -> None:
+    path = taken(f"{prefix}{tmp_path}/made/now")
+    assert "aten::cumsum" in operations(Path(path.removeprefix(prefix)).read_bytes())
+
+
+def test_the_trace_is_copied_to_another_file_system() -> None:
+    path = taken(f"memory://{uuid.uuid4().hex}/profiles")
+    assert "aten::cumsum" in operations(fsspec.filesystem("memory").cat_file(path))
+
+
+def test_what_comes_before_and_after_is_not_in_the_trace(tmp_path: Path) -> None:
+    torch.ones(3).cumprod(0)
+    path = taken(tmp_path)
+    torch.ones(3).logcumsumexp(0)
+    assert not {"aten::cumprod", "aten::logcumsumexp"} & operations(Path(path).read_bytes())
+
+
+def test_the_traces_name_is_one_that_tensorboard_looks_for(tmp_path: Path) -> None:
+    name = Path(taken(tmp_path)).name
+    assert re.fullmatch(r"rank-0\.\d+\.pt\.trace\.json\.gz", name)
+
+
+def test_options_reach_the_profiler(tmp_path: Path) -> None:
+    trace = Path(taken(tmp_path, record_shapes=True)).read_bytes()
+    events = json.loads(gzip.decompress(trace))["traceEvents"]
+    [event] = [event for event in events if event.get("name") == "aten::cumsum"]
+    assert event["args"]["Input Dims"][0] == [3]
+
+
+def test_a_second_profile_has_a_trace_of_its_own(tmp_path: Path) -> None:
+    assert taken(tmp_path) != taken(tmp_path)
+
+
+def test_nothing_temporary_is_left(tmp_path: Path, temporary: Path) -> None:
+    taken(tmp_path / "traces")
+    assert list(temporary.iterdir()) == []
+
+
+def test_starting_twice_is_refused() -> None:
+    start_profile()
+    with pytest.raises(RuntimeError, match="a profile is being taken; call stop_profile first"):
+        start_profile()
+
+
+def test_stopping_without_a_start_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="no profile is being taken; call start_profile first"):
+        stop_profile(tmp_path)
+
+
+def test_starting_beside_a_profiler_of_torchs_is_refused() -> None:
+    with (
+        torch.profiler.profile(),
+        pytest.raises(RuntimeError, match="a profiler of torch's is running"),
+    ):
+        start_profile()
+
+
+def test_stopping_on_another_thread_is_refused_and_the_profile_goes_on(tmp_path: Path) -> None:
+    start_profile()
+    failures: list[BaseException] = []
+
+    def stop() -> None:
+        try:
+            stop_profile(tmp_path)
+        except RuntimeError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    thread.join()
+    assert "the thread that has called start_profile" in str(failures[0])
+    assert stop_profile(tmp_path) is not None
+
+
+def test_a_directory_that_cannot_be_one_is_refused_and_the_profile_goes_on(tmp_path: Path) -> None:
+    start_profile()
+    with pytest.raises(ValueError, match="nowhere://run"):
+        stop_profile("nowhere://run")
+    assert stop_profile(tmp_path) is not None
+
+
+def test_a_trace_that_cannot_be_copied_stays_where_the_error_says(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    start_profile()
+    torch.ones(3).cumsum(0)
+    with pytest.raises(OSError, match="the trace was not copied") as failure:
+        stop_profile(tmp_path / "file")
+    stays = re.search(r"stays at (\S+\.gz)", str(failure.value))
+    assert stays is not None
+    assert "aten::cumsum" in operations(Path(stays[1]).read_bytes())
+
+
+def test_after_a_failed_copy_another_profile_can_be_taken(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    start_profile()
+    with pytest.raises(OSError, match="the trace was not copied"):
+        stop_profile(tmp_path / "file")
+    assert Path(taken(tmp_path / "traces")).exists()

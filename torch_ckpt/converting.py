@@ -1,0 +1,186 @@
+"""``convert``: a model from one format to another, never all of it in memory.
+
+1. The source is opened by its metadata: names, dtypes, shapes, and where each tensor lies.
+2. What the target's format does not hold is refused by name, before anything is written.
+3. Tensors are read and written some at a time, in the same bytes.
+4. The target takes its name once it is complete and durable.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
+
+from torch_ckpt.convert_sources import Source, open_source, some_of
+from torch_ckpt.convert_targets import (
+    Write,
+    require_safetensors,
+    write_dcp,
+    write_safetensors,
+    write_safetensors_shards,
+    write_torch,
+)
+from torch_ckpt.errors import CheckpointError
+from torch_ckpt.progress import Progress, ProgressOption, Reporter
+from torch_ckpt.text import plural, printable, size
+
+#: What files of torch.save are called.
+TORCH_SUFFIXES = (".pt", ".pth", ".bin")
+
+_NAMES = {"dcp": "a checkpoint directory", "torch": "torch.save", "safetensors": "safetensors"}
+
+
+@dataclass
+class ConvertReport:
+    """What :func:`convert` did.
+
+    Attributes:
+        source, target: the paths.
+        source_format, target_format: "dcp", "torch" or "safetensors".
+        files: paths that were written; of a checkpoint its directory.
+        tensors, objects: how many were written.
+        bytes: of the tensors.
+        seconds: that it took.
+        notes: what the source has and the target has not: clauses for people.
+    """
+
+    source: str
+    target: str
+    source_format: str
+    target_format: str
+    files: list[str] = field(default_factory=list)
+    tensors: int = 0
+    objects: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    notes: list[str] = field(default_factory=list)
+
+    def lines(self) -> Iterator[str]:
+        """The whole report for people, with escaped names."""
+        for note in self.notes:
+            yield printable(f"note: {note}")
+        parts = [plural(self.tensors, "tensor"), size(self.bytes), f"{self.seconds:.2f} s"]
+        if self.objects:
+            parts.insert(1, plural(self.objects, "object"))
+        if self.files != [self.target]:
+            parts.append(plural(len(self.files), "file"))
+        yield printable(
+            f"{self.source} ({_NAMES[self.source_format]}) is now {self.target} "
+            f"({_NAMES[self.target_format]}): {', '.join(parts)}"
+        )
+
+    def document(self) -> dict[str, Any]:
+        """All of it, for JSON."""
+        return asdict(self)
+
+
+def convert(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    max_shard_size: int | None = None,
+    tensors_only: bool = False,
+    overwrite: bool = False,
+    allow_pickle: bool = False,
+    max_host_bytes: int = 1 << 30,
+    progress: ProgressOption = None,
+) -> ConvertReport:
+    """Converts between checkpoint directories, files of ``torch.save``, and safetensors.
+
+    Tensors arrive bit for bit. Names of nested dicts and lists become "a.b.0" in safetensors, and
+    are nested again in files of ``torch.save`` where the source is a checkpoint.
+
+    Args:
+        source: a checkpoint directory of torch or of ours, a file of ``torch.save``, a safetensors
+            file, or a directory of such files with their index.
+        target: ``*.safetensors``; ``*.pt``, ``*.pth`` or ``*.bin`` for ``torch.save``; else a
+            checkpoint directory.
+        max_shard_size: makes the target a directory of safetensors files with an index, none with
+            more bytes of tensors, unless one tensor has more.
+        tensors_only: leave out what is no tensor.
+        overwrite: replace what is there. It stays until the new one is complete.
+        allow_pickle: unpickle whatever the source holds, which may run code; only from trusted
+            writers.
+        max_host_bytes: of tensors that are in memory at once; the largest one always is.
+        progress: see :data:`torch_ckpt.progress.ProgressOption`.
+
+    Raises:
+        FileNotFoundError: there is no source.
+        FileExistsError: there is something at the target.
+        CheckpointError: the formats are the same, or the target's does not hold what the source
+            has, which is named.
+        Corrupt, Unsafe: the source is damaged, or would run code.
+        OSError: a system call failed. Nothing is left of the target.
+        DurabilityUncertain: the target is there and complete, but the last fsync failed.
+        ValueError: an option is out of range.
+    """
+    for title, value in (("max_shard_size", max_shard_size), ("max_host_bytes", max_host_bytes)):
+        if value is not None and value < 1:
+            raise ValueError(f"{title} must be at least 1, got {value}")
+    begun = time.perf_counter()
+    path, place = os.fspath(source), os.fspath(target)
+    target_format, write = _target(place, max_shard_size)
+    if os.path.exists(place) and os.path.exists(path) and os.path.samefile(path, place):
+        raise CheckpointError(f"{path} cannot be converted to itself")
+    with closing(open_source(path, allow_pickle)) as opened:
+        report = ConvertReport(path, place, opened.format, target_format)
+        if target_format == opened.format != "safetensors":
+            raise CheckpointError(
+                f"{path} and {place} are both {_NAMES[target_format]}: there is nothing to convert"
+            )
+        report.notes = _left_out(opened, target_format, tensors_only) + opened.notes
+        if target_format == "safetensors":
+            require_safetensors(opened)
+        report.tensors, report.objects = len(opened.tensors), len(opened.objects)
+        total = sum(entry.nbytes for entry in opened.tensors.values())
+        with Reporter(progress, f"convert {os.path.basename(path)}", 0, total) as shown:
+
+            def wrote(count: int) -> None:
+                report.bytes += count
+                shown.update(Progress(total, 0, report.bytes))
+
+            report.files = write(
+                opened, place, overwrite=overwrite, wave_bytes=max_host_bytes, wrote=wrote
+            )
+    report.seconds = time.perf_counter() - begun
+    return report
+
+
+def _target(path: str, max_shard_size: int | None) -> tuple[str, Write]:
+    suffix = os.path.splitext(path)[1].lower()
+    if max_shard_size is not None:
+        if suffix == ".safetensors" or suffix in TORCH_SUFFIXES:
+            raise ValueError(f"max_shard_size makes a directory, and {path} names a file")
+        return "safetensors", partial(write_safetensors_shards, max_shard_size=max_shard_size)
+    if suffix == ".safetensors":
+        return "safetensors", write_safetensors
+    if suffix in TORCH_SUFFIXES:
+        return "torch", write_torch
+    return "dcp", write_dcp
+
+
+def _left_out(source: Source, target_format: str, tensors_only: bool) -> list[str]:
+    """Leaves out what is not wanted; notes of what that is.
+
+    Raises:
+        CheckpointError: the target does not hold objects.
+    """
+    notes = []
+    names = some_of(source.objects)
+    if source.objects and tensors_only:
+        notes.append(f"left out, since they are no tensors: {names}")
+        source.objects.clear()
+    elif source.objects and target_format == "safetensors":
+        raise CheckpointError(
+            f"safetensors files hold tensors only, and these are none: {names}; "
+            "tensors_only=True (--tensors-only) leaves them out"
+        )
+    if source.metadata and target_format != "safetensors":
+        keys = ", ".join(sorted(source.metadata))
+        notes.append(f"metadata of the safetensors file, which has no place here: {keys}")
+    return notes
