@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 CXX_FILES := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.c')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format build cpp-test cpp-asan cpp-tsan py-test py-tsan torture fuzz bench clean
+.PHONY: help demo test lint format build docs cpp-test cpp-asan cpp-tsan py-test py-tsan torture fuzz bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -33,6 +33,9 @@ test:
 	git ls-files -co --exclude-standard -z | tar c --null --ignore-failed-read -T - 2> /dev/null | tar x -C $(COPY)/tree
 	$(MAKE) -C $(COPY)/tree py-test TORCH= VENV=../venv TORCH_VERSION=$(TORCH)
 endif
+
+docs: $(VENV)/.ready ## the documentation as a site, in build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: build ## measure against stock torch and the machine's limits
 	$(BIN)/python -m benchmarks.run $(ARGS)

@@ -90,6 +90,28 @@ def _stock_async_save(state: StateDict, path: Path, **options: Any) -> None:
     _wait(dcp.async_save(state, storage_writer=writer))
 
 
+def _manager(root: Path, **options: Any) -> torch_ckpt.CheckpointManager:
+    return torch_ckpt.CheckpointManager(root, keep_last=1, preemption_signals=(), **options)
+
+
+def _managed_save(state: StateDict, root: Path, **options: Any) -> None:
+    with _manager(root, **options) as manager:
+        manager.save(state["step"], state)
+
+
+def _managed_save_again(state: StateDict, root: Path, **options: Any) -> None:
+    """Saves step 2, and replaces one that is there: training has gone back to step 1."""
+    with _manager(root, **options) as manager:
+        nothing = emptied(state)
+        if 1 in manager.all_steps():
+            manager.restore(nothing, 1)
+        else:
+            manager.save(1, nothing)
+            manager.wait_until_finished()
+            manager.pin(1)
+        manager.save(2, state)
+
+
 def _wait(response: Any) -> None:
     response.result(TIMEOUT_SECONDS)
 
@@ -100,9 +122,16 @@ WAYS: dict[str, Callable[..., None]] = {
     "dcp.save": _dcp_save,
     "torch_ckpt.async_save": _async_save,
     "dcp.async_save": _dcp_async_save,
+    "CheckpointManager": _managed_save,
+    "CheckpointManager, one step": _managed_save_again,
     "stock dcp.save": _stock_save,
     "stock dcp.async_save": _stock_async_save,
 }
+
+
+def is_managed(way: str) -> bool:
+    """Whether the path is a root of steps, of which the newest counts."""
+    return way.startswith("CheckpointManager")
 
 
 def engine_of(way: str) -> str:
@@ -133,10 +162,32 @@ def what_is_there(path: Path, engine: str, steps: list[int], ranks: int) -> str:
             else:
                 torch_ckpt.load(loaded, path, no_dist=True)
     except (Exception, dcp.CheckpointException) as error:
-        cause: BaseException = error
-        if isinstance(error, dcp.CheckpointException):
-            cause = next(iter(error.failures.values()))[0]
-        return f"cannot be loaded: {type(cause).__name__}"
+        return _cannot_be_loaded(error)
+    return _which(loaded, steps, ranks)
+
+
+def what_a_manager_finds(root: Path, steps: list[int], ranks: int) -> str:
+    """What a restore finds; see :func:`what_is_there`. Leftovers beside it are named, too."""
+    state = emptied(whole_state(steps[0], ranks))
+    try:
+        with warnings.catch_warnings():
+            # Whoever passes over a damaged step only warns.
+            warnings.simplefilter("error", UserWarning)
+            with _manager(root) as manager:
+                found = _which(state, steps, ranks) if manager.restore(state) else "nothing"
+    except (Exception, dcp.CheckpointException) as error:
+        return _cannot_be_loaded(error)
+    left = [name for name in os.listdir(root) if not name.isdecimal()] if root.exists() else []
+    return f"{found}, and {sorted(left)}" if left else found
+
+
+def _cannot_be_loaded(error: BaseException) -> str:
+    if isinstance(error, dcp.CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    return f"cannot be loaded: {type(error).__name__}"
+
+
+def _which(loaded: StateDict, steps: list[int], ranks: int) -> str:
     for step in steps:
         with contextlib.suppress(AssertionError):
             assert_equal(loaded, whole_state(step, ranks))

@@ -32,15 +32,18 @@ from tests.crash.disks import KINDS, Disk, Workshop, skip_without, workshop
 from tests.crash.savers import (
     Savers,
     engine_of,
+    is_managed,
     mark,
     save,
     save_only,
     savers,
+    what_a_manager_finds,
     what_is_there,
     whole_state,
 )
 from tests.crash.tally import SEED, TORTURE, Tally
-from torch_ckpt import _C
+from torch_ckpt import _C, CheckpointManager
+from torch_ckpt.steps import _StepWriter
 
 NOTHING = 0
 
@@ -110,7 +113,8 @@ class Scenario:
 
 def save_and_tell(rank: int, way: str, step: int, path: Path, options: dict[str, Any]) -> None:
     """Saves; the test hears when the save begins, has been committed, and has been reported."""
-    commit = _C.commit_metadata
+    owner, name = (_StepWriter, "commit") if is_managed(way) else (_C, "commit_metadata")
+    commit = getattr(owner, name)
 
     def commit_and_tell(*arguments: Any, **options: Any) -> Any:
         returned = commit(*arguments, **options)
@@ -119,11 +123,11 @@ def save_and_tell(rank: int, way: str, step: int, path: Path, options: dict[str,
 
     if rank == 0:
         mark(f"began {step}")
-    _C.commit_metadata = commit_and_tell
+    setattr(owner, name, commit_and_tell)
     try:
         save(way, step, path, rank, **options)
     finally:
-        _C.commit_metadata = commit
+        setattr(owner, name, commit)
     if rank == 0:
         mark(f"reported {step}")
 
@@ -230,6 +234,8 @@ class Sweep:
         steps = [step for step in scenario.steps if step != NOTHING]
         self._disk.mount()
         try:
+            if is_managed(scenario.way):
+                return self._found_by_a_manager(path, steps)
             found = what_is_there(path, engine, steps, scenario.ranks)
             if engine == "torch_ckpt" and scenario.synced and self.checked % SAVED_AGAIN == 0:
                 with warnings.catch_warnings():
@@ -242,6 +248,18 @@ class Sweep:
         finally:
             self._disk.unmount()
 
+    def _found_by_a_manager(self, root: Path, steps: list[int]) -> str:
+        ranks = self._scenario.ranks
+        found = what_a_manager_finds(root, steps, ranks)
+        if self.checked % SAVED_AGAIN == 0:
+            last = max(steps) * 10
+            with CheckpointManager(root, keep_last=1, preemption_signals=()) as manager:
+                manager.save(last, dict(whole_state(last, ranks)))
+            after = what_a_manager_finds(root, [last], ranks)
+            if after != f"step {last}":
+                found += f", and after the next save {after}"
+        return found
+
 
 OURS = [
     Scenario("ext4", "torch_ckpt.save", (1, 12)),
@@ -250,6 +268,8 @@ OURS = [
     Scenario("ext4", "torch_ckpt.async_save", (1, 2), ranks=2),
     Scenario("xfs", "dcp.save", (1, 2)),
     Scenario("xfs", "torch_ckpt.save", (0, 1)),
+    Scenario("ext4", "CheckpointManager", (1, 12)),
+    Scenario("xfs", "CheckpointManager, one step", (1, 2), ranks=2),
 ]
 OURS_IN_FULL = [
     Scenario("ext4", "torch_ckpt.save", (1, 2)),
@@ -260,6 +280,9 @@ OURS_IN_FULL = [
     Scenario("xfs", "torch_ckpt.save", (1, 12)),
     Scenario("xfs", "torch_ckpt.save", (1, 2, 3)),
     Scenario("xfs", "torch_ckpt.async_save", (1, 2), ranks=2),
+    Scenario("ext4", "CheckpointManager", (0, 1), ranks=2),
+    Scenario("xfs", "CheckpointManager", (1, 2, 3)),
+    Scenario("ext4", "CheckpointManager, one step", (1, 2, 3)),
 ]
 STOCK = [
     Scenario("ext4", "stock dcp.save", (1, 12)),

@@ -1,0 +1,285 @@
+"""What ranks do with steps on an S3 server; run under torchrun by test_remote_ranks.py.
+
+Cases are run, and write their outcomes, as those of cases.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import torch_ckpt
+from tests.distributed import cases
+from tests.distributed.cases import (
+    PATIENCE_SECONDS,
+    Launch,
+    assert_whole,
+    dtensors,
+    failure_of,
+    mesh_1d,
+    tensor_of,
+    zeroed,
+)
+from tests.remote_stores import BUCKET
+from tests.support import assert_equal
+from torch_ckpt.multihost import RanksDisagree
+from torch_ckpt.remote import RemoteSteps
+from torch_ckpt.remote_files import RemoteFiles
+from torch_ckpt.remote_reader import RemoteReader
+from torch_ckpt.training import load_checkpoint_if_it_exists, save_checkpoint
+
+ATTEMPT = "0123abcd"
+
+
+def url_of(launch: Launch) -> str:
+    """Of this case's own root, with nothing there."""
+    return f"s3://{BUCKET}/{launch.size}-ranks/{launch.case}"
+
+
+def steps_of(launch: Launch) -> RemoteSteps:
+    staging = launch.path(f"staging-{launch.rank}")
+    staging.mkdir(parents=True)
+    return RemoteSteps(url_of(launch), staging)
+
+
+def save(steps: RemoteSteps, step: int, state: dict[str, Any], **options: Any) -> None:
+    writer = steps.writer(step, attempt=ATTEMPT, **options)
+    torch_ckpt.save(state, storage_writer=writer, timeout=PATIENCE_SECONDS)
+
+
+def objects_of(launch: Launch) -> list[str]:
+    """All that the server has of this case."""
+    file_system = fsspec.filesystem("s3")
+    file_system.invalidate_cache()
+    return [name.partition(launch.case)[2] for name in file_system.find(url_of(launch))]
+
+
+def staged_by(launch: Launch) -> list[Path]:
+    return list(launch.path(f"staging-{launch.rank}").iterdir())
+
+
+@contextmanager
+def failing(method: str, launch: Launch, rank: int) -> Iterator[None]:
+    """A block in which requests for data files fail on one rank."""
+    before = getattr(RemoteFiles, method)
+
+    def fail(self: RemoteFiles, *args: Any) -> Any:
+        if launch.rank == rank and any(str(arg).endswith(".distcp") for arg in args):
+            raise PermissionError(13, "denied", self.url)
+        return before(self, *args)
+
+    setattr(RemoteFiles, method, fail)
+    try:
+        yield
+    finally:
+        setattr(RemoteFiles, method, before)
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """The bytes of data files that this rank fetches in a block, by request."""
+    fetched: list[int] = []
+    before = RemoteFiles.read
+
+    def read(self: RemoteFiles, name: str, *place: Any) -> bytes:
+        data = before(self, name, *place)
+        if name.endswith(".distcp"):
+            fetched.append(len(data))
+        return data
+
+    RemoteFiles.read = read  # type: ignore[method-assign]
+    try:
+        yield fetched
+    finally:
+        RemoteFiles.read = before  # type: ignore[method-assign]
+
+
+# --- steps ---------------------------------------------------------------------------------------
+
+
+def case_sharded_tensors_make_the_round_trip(launch: Launch) -> None:
+    steps, mesh = steps_of(launch), mesh_1d(launch)
+    save(steps, 1, dtensors(mesh))
+    loaded = zeroed(dtensors(mesh))
+    steps.load(1, loaded)
+    assert_whole(loaded)
+    assert staged_by(launch) == []
+
+
+def case_a_save_in_the_background_makes_the_round_trip(launch: Launch) -> None:
+    steps, mesh = steps_of(launch), mesh_1d(launch)
+    writer = steps.writer(1, attempt=ATTEMPT)
+    handle = torch_ckpt.async_save(dtensors(mesh), storage_writer=writer, timeout=PATIENCE_SECONDS)
+    handle.result(PATIENCE_SECONDS)
+    loaded = zeroed(dtensors(mesh))
+    steps.load(1, loaded)
+    assert_whole(loaded)
+
+
+def case_rows_are_loaded_as_columns_and_as_whole_tensors(launch: Launch) -> None:
+    steps, mesh = steps_of(launch), mesh_1d(launch)
+    whole = tensor_of("t", 1000, 901)
+    save(steps, 1, {"t": distribute_tensor(whole, mesh, [Shard(0)])})
+    columns = torch.zeros_like(distribute_tensor(whole, mesh, [Shard(1)]))
+    steps.load(1, {"t": columns})
+    assert_equal(columns.full_tensor(), whole)
+    target = torch.zeros(1000, 901)
+    steps.load(1, {"t": target})
+    assert_equal(target, whole)
+
+
+def case_each_rank_fetches_about_its_part(launch: Launch) -> None:
+    steps, mesh = steps_of(launch), mesh_1d(launch)
+    whole = tensor_of("t", 4096, 1024)
+    # One record, of which each rank wants some rows.
+    save(steps, 1, {"t": distribute_tensor(whole, mesh, [Replicate()])})
+    target = torch.zeros_like(distribute_tensor(whole, mesh, [Shard(0)]))
+    with counted() as fetched:
+        steps.load(1, {"t": target})
+    assert_equal(target.full_tensor(), whole)
+    part = whole.nbytes // launch.size
+    assert part <= sum(fetched) < 1.1 * part
+
+
+def case_with_read_once_the_ranks_fetch_each_byte_once(launch: Launch) -> None:
+    steps = steps_of(launch)
+    state = {f"t{n}": tensor_of(f"t{n}", 512, 1024) for n in range(8)}
+    save(steps, 1, state)
+    target = {name: torch.zeros(512, 1024) for name in state}
+    with counted() as fetched:
+        steps.load(1, target, read_once=True)
+    assert_equal(target, state)
+    total = torch.tensor(sum(fetched))
+    dist.all_reduce(total)
+    wanted = sum(tensor.nbytes for tensor in state.values())
+    assert wanted <= int(total) < 1.1 * wanted
+
+
+def case_an_upload_that_fails_on_one_rank_fails_the_save_on_all(launch: Launch) -> None:
+    steps, mesh = steps_of(launch), mesh_1d(launch)
+    with failing("upload", launch, rank=1):
+        causes = failure_of(launch, lambda: save(steps, 1, dtensors(mesh)))
+    assert list(causes) == [1]
+    assert isinstance(causes[1], PermissionError)
+    assert causes[1].filename == f"{url_of(launch)}/0000000001"
+    dist.barrier()
+    assert objects_of(launch) == []
+    assert staged_by(launch) == []
+
+
+def case_a_request_that_fails_on_one_rank_fails_the_load_on_all(launch: Launch) -> None:
+    steps, mesh = steps_of(launch), mesh_1d(launch)
+    save(steps, 1, dtensors(mesh))
+    with failing("read", launch, rank=1):
+        causes = failure_of(launch, lambda: steps.load(1, zeroed(dtensors(mesh))))
+    assert list(causes) == [1]
+    assert staged_by(launch) == []
+
+
+def case_a_step_that_is_replaced_between_two_ranks_looks_is_loaded_by_none(launch: Launch) -> None:
+    steps = steps_of(launch)
+    save(steps, 1, {"t": torch.ones(3)})
+    store = dist.distributed_c10d._get_default_store()
+    target = {"t": torch.zeros(3)}
+    before = RemoteReader._read_metadata
+
+    def read_metadata(self: RemoteReader, name: str) -> Any:
+        if launch.rank == 0:
+            metadata = before(self, name)
+            store.set("rank 0 has looked", "")
+            return metadata
+        store.wait(["rank 0 has looked"])
+        writer = RemoteSteps(url_of(launch)).writer(1, attempt=ATTEMPT, overwrite=True)
+        torch_ckpt.save({"t": torch.full((3,), 2.0)}, storage_writer=writer, no_dist=True)
+        return before(self, name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RemoteReader, "_read_metadata", read_metadata)
+        causes = failure_of(launch, lambda: steps.load(1, target))
+    assert "the checkpoint was replaced meanwhile; load again" in str(causes[0])
+    assert url_of(launch) in str(causes[0])
+    assert target["t"].tolist() == [0, 0, 0]
+
+
+def case_a_complete_step_is_refused_on_all_ranks(launch: Launch) -> None:
+    steps = steps_of(launch)
+    save(steps, 1, {"t": torch.ones(3)})
+    before = objects_of(launch)
+    causes = failure_of(launch, lambda: save(steps, 1, {"t": torch.zeros(3)}))
+    assert isinstance(causes[0], FileExistsError)
+    assert objects_of(launch) == before
+
+
+def case_ranks_that_save_beneath_different_roots_are_told(launch: Launch) -> None:
+    steps = RemoteSteps(f"{url_of(launch)}/{launch.rank}")
+    causes = failure_of(launch, lambda: save(steps, 1, {"t": torch.ones(3)}))
+    assert "ranks save different checkpoints" in str(causes[0])
+    assert objects_of(launch) == []
+
+
+def case_a_step_is_replaced_by_all_ranks(launch: Launch) -> None:
+    steps, mesh = steps_of(launch), mesh_1d(launch)
+    save(steps, 1, zeroed(dtensors(mesh)))
+    save(steps, 1, dtensors(mesh), overwrite=True)
+    loaded = zeroed(dtensors(mesh))
+    steps.load(1, loaded)
+    assert_whole(loaded)
+    named = {info.relative_path for info in steps.metadata(1).storage_data.values()}
+    data = {name.rpartition("/")[2] for name in objects_of(launch) if name.endswith(".distcp")}
+    assert data == named
+
+
+# --- torch_ckpt.training -------------------------------------------------------------------------
+
+
+def case_the_newest_complete_checkpoint_is_loaded(launch: Launch) -> None:
+    mesh = mesh_1d(launch)
+    save_checkpoint(url_of(launch), 9, {"t": distribute_tensor(torch.ones(5), mesh, [Shard(0)])})
+    newest = distribute_tensor(tensor_of("t", 5), mesh, [Shard(0)])
+    save_checkpoint(url_of(launch), 10, {"t": newest})
+    if launch.rank == 0:
+        RemoteFiles(url_of(launch)).write("0000000011/.metadata", b"")
+    dist.barrier()
+    state = {"t": torch.zeros_like(newest)}
+    assert load_checkpoint_if_it_exists(url_of(launch), state) == 10
+    assert_equal(state["t"].full_tensor(), tensor_of("t", 5))
+
+
+def case_where_there_is_no_checkpoint_the_state_stays(launch: Launch) -> None:
+    state = {"t": torch.ones(3), "note": "mine"}
+    assert load_checkpoint_if_it_exists(url_of(launch), state) == 0
+    assert_equal(state, {"t": torch.ones(3), "note": "mine"})
+
+
+def case_a_root_that_one_rank_cannot_open_fails_the_call_on_all(launch: Launch) -> None:
+    root = url_of(launch) if launch.rank == 0 else "nowhere://run"
+    expected = RuntimeError if launch.rank == 0 else ValueError
+    with pytest.raises(expected, match="Protocol not known"):
+        save_checkpoint(root, 1, {"t": torch.ones(3)}, timeout=PATIENCE_SECONDS)
+    with pytest.raises(expected, match="Protocol not known"):
+        load_checkpoint_if_it_exists(root, {"t": torch.ones(3)}, timeout=PATIENCE_SECONDS)
+
+
+def case_ranks_that_save_different_steps_are_told(launch: Launch) -> None:
+    with pytest.raises(RanksDisagree, match="save_checkpoint of step 1"):
+        save_checkpoint(url_of(launch), launch.rank, {"t": torch.ones(3)})
+    assert objects_of(launch) == []
+
+
+CASES: dict[str, Callable[[Launch], None]] = {
+    name.removeprefix("case_"): function
+    for name, function in list(globals().items())
+    if name.startswith("case_")
+}
+
+if __name__ == "__main__":
+    cases.main(Path(sys.argv[2]), Path(sys.argv[1]), sys.argv[3:], CASES)

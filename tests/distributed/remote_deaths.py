@@ -1,0 +1,106 @@
+"""What becomes of a step beneath a URL when a rank falls silent in its upload.
+
+    python -m tests.distributed.remote_deaths RESULTS WORKDIR
+
+Run by test_remote_ranks.py on two ranks. Each runs all cases, in their order, and writes to
+RESULTS-{rank}.json what each returned. Rank 1 is stopped in one and killed in the last.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+import torch_ckpt
+from torch_ckpt.remote import RemoteSteps
+from torch_ckpt.remote_files import RemoteFiles
+
+#: Seconds after which a silent rank is given up.
+TIMEOUT = 3.0
+
+PATIENCE_SECONDS = 60.0
+
+_STORE = "deaths"
+
+
+def save(steps: RemoteSteps, step: int, timeout: float) -> None:
+    # Two files on each rank.
+    state = {f"{n} of rank {dist.get_rank()}": torch.arange(1000) for n in range(2)}
+    writer = steps.writer(step, attempt="0123abcd", thread_count=2)
+    torch_ckpt.save(state, storage_writer=writer, timeout=timeout)
+
+
+def failure_of(steps: RemoteSteps, step: int, after_one_file: Callable[[], None]) -> dict[str, Any]:
+    """How the save ends where rank 1 does this once its first file has been uploaded."""
+    upload = RemoteFiles.upload
+
+    def interrupted(self: RemoteFiles, *args: Any) -> None:
+        upload(self, *args)
+        RemoteFiles.upload = upload  # type: ignore[method-assign]
+        after_one_file()
+
+    if dist.get_rank() == 1:
+        RemoteFiles.upload = interrupted  # type: ignore[method-assign]
+    try:
+        save(steps, step, TIMEOUT)
+    except CheckpointException as error:
+        return {
+            "ranks": sorted(error.failures),
+            "text": str(error),
+            "files": [name for name in steps._files.list() if name.startswith(f"{step:010d}/")],
+        }
+    raise AssertionError("no CheckpointException was raised")
+
+
+def case_first(steps: RemoteSteps) -> None:
+    """To connect to the store may take seconds, of which the other cases have not many."""
+    save(steps, 1, PATIENCE_SECONDS)
+
+
+def case_stopped(steps: RemoteSteps) -> dict[str, Any]:
+    store = dist.PrefixStore(_STORE, dist.distributed_c10d._get_default_store())
+
+    def stop() -> None:
+        store.set("stopped", str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    found = failure_of(steps, 2, stop)
+    if dist.get_rank() == 0:
+        os.kill(int(store.get("stopped")), signal.SIGCONT)
+    return found
+
+
+def case_killed(steps: RemoteSteps) -> dict[str, Any]:
+    return failure_of(steps, 3, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+CASES: dict[str, Callable[[RemoteSteps], Any]] = {
+    name.removeprefix("case_"): function
+    for name, function in list(globals().items())
+    if name.startswith("case_")
+}
+
+
+def main(results: Path, workdir: Path) -> None:
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=PATIENCE_SECONDS))
+    steps = RemoteSteps(f"file://{workdir}/run", workdir)
+    found = {}
+    for name, function in CASES.items():
+        found[name] = function(steps)
+        Path(f"{results}-{dist.get_rank()}.json").write_text(json.dumps(found))
+    # A group that has lost a rank is not fit to be destroyed.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,205 @@
+"""The recipes in examples/: each is killed, resumes, and ends as a run that was never killed."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import torch_ckpt
+from tests.distributed.launcher import (
+    ENVIRONMENT,
+    REPOSITORY,
+    TIMEOUT_SECONDS,
+    Processes,
+    torchrun,
+)
+
+STEPS = 10
+SAVE_EVERY = 3
+# A save of step 6 may be under way; that of 3 has been waited for.
+KILL_AT = 8
+RESUMES_AT = (3, 6)
+
+# Of runs that add numbers in another order, after so few steps.
+CLOSE = {"atol": 1e-6, "rtol": 1e-3}
+
+
+class Recipe:
+    """An example, to be run by torchrun."""
+
+    def __init__(self, script: str, folder: Path, *options: str) -> None:
+        self.script = str(REPOSITORY / "examples" / script)
+        self.folder = folder
+        is_titan = script == "titan_loop.py"
+        self.options = ["--steps", str(STEPS)]
+        if is_titan:
+            self.options += ["--checkpoint.folder", str(folder)]
+            self.options += ["--checkpoint.interval", str(SAVE_EVERY)]
+        else:
+            self.options += ["--checkpoints", str(folder), "--save-every", str(SAVE_EVERY)]
+        self.options += options
+
+    def run(self, ranks: int, *options: str, kill: bool = False) -> int:
+        """Runs until it ends, or a rank is killed; the step at which it has begun."""
+        interrupted = "-m", "tests.distributed.interrupted", "SIGKILL", str(ranks - 1), str(KILL_AT)
+        command = [*(interrupted if kill else ()), self.script, *self.options, *options]
+        done = torchrun(ranks, *command)
+        assert (done.returncode != 0) is kill, done.stdout
+        return started_at(done.stdout)
+
+    @property
+    def last(self) -> Path:
+        """The checkpoint at the end."""
+        return self.folder / f"{STEPS - STEPS % SAVE_EVERY:010d}"
+
+
+def assert_equal(a: Path, b: Path, **tolerance: float) -> None:
+    report = torch_ckpt.diff(a, b, **tolerance)
+    # Python's own numbers are in it, which no run has seeded, nor uses.
+    objects = [name for name in report.objects if not name.startswith("rng.")]
+    report = dataclasses.replace(report, objects=objects)
+    assert report.equal, "\n".join(report.lines())
+
+
+def started_at(output: str) -> int:
+    found = re.search(r"starts at step (\d+)", output)
+    assert found is not None, output
+    return int(found[1])
+
+
+@pytest.mark.timeout(4 * TIMEOUT_SECONDS)
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        pytest.param("ddp.py", [], id="ddp"),
+        pytest.param(
+            "titan_loop.py", ["--checkpoint.async_mode", "overlapped"], id="titan_loop, overlapped"
+        ),
+    ],
+)
+def test_a_killed_run_resumes_and_ends_as_one_that_was_not(
+    tmp_path: Path, script: str, options: list[str]
+) -> None:
+    whole = Recipe(script, tmp_path / "whole", *options)
+    killed = Recipe(script, tmp_path / "killed", *options)
+    assert whole.run(2) == 0
+    assert killed.run(2, kill=True) == 0
+    assert killed.run(2) in RESUMES_AT
+    assert_equal(whole.last, killed.last)
+
+
+@pytest.mark.timeout(4 * TIMEOUT_SECONDS)
+def test_a_killed_run_of_four_ranks_resumes_on_two(tmp_path: Path) -> None:
+    whole = Recipe("fsdp2.py", tmp_path / "whole")
+    killed = Recipe("fsdp2.py", tmp_path / "killed")
+    assert whole.run(2) == 0
+    assert killed.run(4, kill=True) == 0
+    assert killed.run(2) in RESUMES_AT
+    assert_equal(whole.last, killed.last, **CLOSE)
+
+
+@pytest.mark.timeout(4 * TIMEOUT_SECONDS)
+def test_a_run_resumes_in_another_layout(tmp_path: Path) -> None:
+    whole = Recipe("tensor_parallel.py", tmp_path / "whole")
+    killed = Recipe("tensor_parallel.py", tmp_path / "killed")
+    assert whole.run(2, "--tensor", "1") == 0
+    assert killed.run(2, "--tensor", "2", kill=True) == 0
+    assert killed.run(2, "--tensor", "1") in RESUMES_AT
+    assert_equal(whole.last, killed.last, **CLOSE)
+
+
+@pytest.mark.timeout(4 * TIMEOUT_SECONDS)
+def test_a_notice_to_one_rank_makes_all_save_one_step_and_ask_for_another_try(
+    tmp_path: Path,
+) -> None:
+    whole = Recipe("preemption.py", tmp_path / "whole", "--save-every", "30", "--steps", "30")
+    assert whole.run(2) == 0
+    told = Recipe("preemption.py", tmp_path / "told", "--save-every", "30", "--steps", "30")
+    # Not by torchrun, which has one exit code for all of them. They leave no results.
+    ranks = Processes(
+        "tests.distributed.interrupted", 2, Path("SIGTERM"), "1", "7", told.script, *told.options
+    )
+    assert ranks.codes() == [75, 75], "\n".join(ranks.outputs)
+    stopped = re.search(r"stopped after step (\d+)", ranks.outputs[0])
+    assert stopped is not None, ranks.outputs[0]
+    assert sorted(path.name for path in told.folder.iterdir()) == [f"{int(stopped[1]):010d}"]
+    assert told.run(2) == int(stopped[1])
+    assert_equal(whole.folder / f"{30:010d}", told.folder / f"{30:010d}")
+
+
+SRUN = """#!/bin/bash
+for rank in $(seq 0 $((SLURM_NTASKS - 1))); do
+    SLURM_PROCID=$rank SLURM_LOCALID=$rank "$@" &
+    tasks+=($!)
+done
+highest=0
+for task in "${tasks[@]}"; do
+    wait "$task" || { code=$?; ((code > highest)) && highest=$code; }
+done
+exit $highest
+"""
+
+SCONTROL = """#!/bin/bash
+if [ "$1" = requeue ]; then echo "$2" > "$REQUEUED"; else printf '127.0.0.1\\nanother\\n'; fi
+"""
+
+
+def batch_script(file: Path) -> str:
+    """What follows the line for sbatch, up to an empty line or the end of the block."""
+    found = re.search(r"#SBATCH [^\n]*\n(.*?)\n *(?:```|\n)", file.read_text(), re.S)
+    assert found is not None
+    return textwrap.dedent(found[1])
+
+
+@pytest.mark.timeout(TIMEOUT_SECONDS)
+def test_the_batch_script_starts_all_ranks_and_asks_slurm_for_another_try(tmp_path: Path) -> None:
+    script = batch_script(REPOSITORY / "docs" / "recipes.md")
+    assert batch_script(REPOSITORY / "examples" / "preemption.py") == script
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    told = Recipe("preemption.py", tmp_path / "told", "--save-every", "30", "--steps", "30")
+    command = "-m tests.distributed.interrupted SIGTERM 1 7"
+    command = " ".join([sys.executable, command, told.script, *told.options])
+    for shown, run in (("29500", str(port)), ("python examples/preemption.py", command)):
+        assert script.count(shown) == 1
+        script = script.replace(shown, run)
+    slurm = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "4711", "REQUEUED": str(tmp_path / "requeued")}
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=REPOSITORY,
+        env={**os.environ, **ENVIRONMENT, **slurm, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert "stopped after step" in done.stdout, done.stdout
+    assert (tmp_path / "requeued").read_text() == "4711\n"
+
+
+def test_an_unknown_way_to_save_is_refused() -> None:
+    command = [sys.executable, str(REPOSITORY / "examples" / "titan_loop.py")]
+    command += ["--checkpoint.async_mode", "async_with_pinned_mem"]
+    done = subprocess.run(
+        command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True
+    )
+    assert done.returncode == 2, done.stderr
+    assert "choose from" in done.stderr
+
+
+@pytest.mark.timeout(TIMEOUT_SECONDS)
+def test_ranks_that_make_no_whole_groups_are_refused(tmp_path: Path) -> None:
+    recipe = Recipe("tensor_parallel.py", tmp_path)
+    done = torchrun(2, recipe.script, *recipe.options, "--tensor", "3")
+    assert done.returncode != 0
+    assert "2 ranks cannot be split into groups of 3" in done.stdout

@@ -1,0 +1,48 @@
+"""Trainers of transformers and Lightning on two ranks, with DDP: ended in the middle, resumed."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+import torch_ckpt
+from tests.distributed.launcher import TIMEOUT_SECONDS, torchrun
+
+RANKS = 2
+STEP = 6
+
+
+def run(which: str, folder: Path, weights: Path, end_before: int = 0) -> None:
+    arguments = ("tests.distributed.trainer_cases", which, folder, weights, str(end_before))
+    done = torchrun(RANKS, "-m", *arguments)
+    assert (done.returncode != 0) is (end_before > 0), done.stdout
+
+
+@pytest.mark.timeout(4 * TIMEOUT_SECONDS)
+@pytest.mark.parametrize("which", ["transformers", "lightning"])
+def test_a_run_that_ended_in_the_middle_resumes_and_ends_as_one_that_did_not(
+    tmp_path: Path, which: str
+) -> None:
+    if importlib.util.find_spec(which) is None:
+        pytest.skip(f"no {which}")
+    run(which, tmp_path / "whole", tmp_path / "weights")
+    run(which, tmp_path / "parts", tmp_path / "none", end_before=STEP)
+    assert not list(tmp_path.glob("none-*"))
+    run(which, tmp_path / "parts", tmp_path / "resumed")
+    for rank in range(RANKS):
+        whole = torch.load(tmp_path / f"weights-{rank}.pt")
+        resumed = torch.load(tmp_path / f"resumed-{rank}.pt")
+        for name, value in whole.items():
+            assert torch.equal(resumed[name], value), f"rank {rank}: {name}"
+
+
+@pytest.mark.timeout(2 * TIMEOUT_SECONDS)
+def test_a_last_step_that_one_rank_could_not_save_is_tried_again_by_all(tmp_path: Path) -> None:
+    if importlib.util.find_spec("transformers") is None:
+        pytest.skip("no transformers")
+    run("failing", tmp_path, tmp_path / "weights")
+    with torch_ckpt.CheckpointManager(tmp_path / "checkpoints", read_only=True) as manager:
+        assert manager.all_steps() == [2]

@@ -1,0 +1,105 @@
+"""One run of a Trainer, transformers' or Lightning's, on the ranks that torchrun has started.
+
+    python -m tests.distributed.trainer_cases (transformers|lightning|failing) FOLDER WEIGHTS STEP
+
+Ends in the middle before STEP, unless that is 0, and otherwise writes each rank's final weights to
+WEIGHTS-{rank}.pt. ``failing`` is transformers', whose save of the last step fails on one rank.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import torch_ckpt
+
+
+class Ended(BaseException):
+    """In the middle of training."""
+
+
+def train_transformers(folder: Path, end_before: int) -> torch.nn.Module:
+    import transformers
+
+    from tests.python.test_transformers import trainer_for
+    from torch_ckpt.integrations.transformers import CheckpointCallback
+
+    class End(transformers.TrainerCallback):
+        def on_step_begin(self, args, state, control, **_):
+            if state.global_step + 1 == end_before:
+                raise Ended
+
+    trainer = trainer_for(folder, ddp_backend="gloo", eval_strategy="epoch")
+    with torch_ckpt.CheckpointManager(folder / "checkpoints", interval=2) as manager:
+        callback = CheckpointCallback(trainer, manager)
+        trainer.add_callback(End())
+        trainer.train(resume_from_checkpoint=callback.resume())
+    return trainer.model
+
+
+def train_failing(folder: Path, end_before: int) -> torch.nn.Module:
+    """The first save is of the last step, and of it one rank's state cannot be read."""
+    from tests.python.test_transformers import trainer_for
+    from torch_ckpt.integrations.transformers import CheckpointCallback
+
+    trainer = trainer_for(folder, ddp_backend="gloo", max_steps=2, logging_strategy="no")
+    schedule = torch.optim.lr_scheduler.LambdaLR
+    state_dict = schedule.state_dict
+
+    def fail(of):
+        schedule.state_dict = state_dict
+        raise RuntimeError("no state today")
+
+    if trainer.args.process_index == trainer.args.world_size - 1:
+        schedule.state_dict = fail
+    with torch_ckpt.CheckpointManager(
+        folder / "checkpoints", interval=2, on_save_error="warn_and_continue"
+    ) as manager:
+        CheckpointCallback(trainer, manager)
+        trainer.train()
+        assert manager.save_errors == 1
+        assert manager.last_step == 2
+    return trainer.model
+
+
+def train_lightning(folder: Path, end_before: int) -> torch.nn.Module:
+    import lightning.pytorch as pl
+
+    from tests.python.test_lightning import fit, plugin
+
+    class End(pl.Callback):
+        def on_train_batch_start(self, trainer, *_):
+            if trainer.global_step + 1 == end_before:
+                raise Ended
+
+    resume = "last" if (folder / "last.ckpt").exists() else None
+    trainer = fit(
+        pl, folder, 3, plugin(), resume, ranks=int(os.environ["WORLD_SIZE"]), more=[End()]
+    )
+    return trainer.lightning_module
+
+
+def main() -> None:
+    which, folder, weights, end_before = sys.argv[1:]
+    train = {
+        "transformers": train_transformers,
+        "failing": train_failing,
+        "lightning": train_lightning,
+    }[which]
+    try:
+        model = train(Path(folder), int(end_before))
+    except Ended:
+        # As a rank that dies: nothing is tidied up.
+        os._exit(3)
+    torch.save(model.state_dict(), f"{weights}-{os.environ['RANK']}.pt")
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

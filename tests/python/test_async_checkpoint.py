@@ -1,0 +1,322 @@
+"""torch_ckpt.async_checkpoint: numbered writes in the background, and reading them back."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+import torch_ckpt
+from tests.support import assert_equal
+from torch_ckpt.async_checkpoint import AsyncCheckpoint
+from torch_ckpt.errors import CheckpointError
+
+# A thread that does not come is a failure, long before the test's own limit.
+PATIENCE_SECONDS = 60
+
+
+@pytest.fixture(autouse=True)
+def no_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def weights(value: float) -> nn.Linear:
+    layer = nn.Linear(3, 2)
+    nn.init.constant_(layer.weight, value)
+    nn.init.constant_(layer.bias, value)
+    return layer
+
+
+class Gate:
+    """Keeps a write under way until it is opened."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self._open = threading.Event()
+
+    def __call__(self) -> None:
+        self.reached.set()
+        assert self._open.wait(PATIENCE_SECONDS)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+# --- numbers -------------------------------------------------------------------------------------
+
+
+def test_saves_are_numbered_from_1(tmp_path: Path) -> None:
+    checkpoint = AsyncCheckpoint(model=weights(1))
+    paths = [checkpoint.save(tmp_path / "ckpt") for _ in range(2)]
+    checkpoint.sync()
+    assert paths == [f"{tmp_path}/ckpt-1", f"{tmp_path}/ckpt-2"]
+    assert all(Path(path, ".metadata").exists() for path in paths)
+
+
+def test_a_write_goes_where_the_caller_says_and_counts_nothing(tmp_path: Path) -> None:
+    checkpoint = AsyncCheckpoint(model=weights(1))
+    path = checkpoint.write(tmp_path / "here")
+    checkpoint.sync()
+    assert path == str(tmp_path / "here")
+    assert Path(path, ".metadata").exists()
+    assert checkpoint.save_counter == 0
+
+
+def test_numbers_go_on_after_a_restore(tmp_path: Path) -> None:
+    checkpoint = AsyncCheckpoint(model=weights(1))
+    for _ in range(3):
+        path = checkpoint.save(tmp_path / "ckpt")
+    checkpoint.sync()
+    fresh = AsyncCheckpoint(model=weights(0))
+    fresh.restore(path)
+    assert fresh.save(tmp_path / "ckpt") == f"{tmp_path}/ckpt-4"
+    fresh.sync()
+
+
+def test_a_read_leaves_the_counter(tmp_path: Path) -> None:
+    checkpoint = AsyncCheckpoint(model=weights(1))
+    path = checkpoint.save(tmp_path / "ckpt")
+    checkpoint.sync()
+    fresh = AsyncCheckpoint(model=weights(0))
+    fresh.read(path)
+    assert fresh.save_counter == 0
+    assert_equal(fresh.state["model"].state_dict(), weights(1).state_dict())
+
+
+def test_a_checkpoint_without_a_counter_can_be_read(tmp_path: Path) -> None:
+    torch_ckpt.save({"model": weights(5).state_dict(), "step": 8}, tmp_path)
+    fresh = AsyncCheckpoint(model=weights(1), step=0)
+    fresh.read(tmp_path)
+    assert (fresh.state["step"], fresh.save_counter) == (8, 0)
+
+
+def test_a_value_must_not_have_the_counters_name() -> None:
+    with pytest.raises(ValueError, match="save_counter"):
+        AsyncCheckpoint(save_counter=1)
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+def test_a_restore_works_before_the_first_save(tmp_path: Path) -> None:
+    torch_ckpt.save({"model": weights(5).state_dict(), "save_counter": 8}, tmp_path)
+    fresh = AsyncCheckpoint(model=weights(0))
+    fresh.restore(tmp_path)
+    assert_equal(fresh.state["model"].state_dict(), weights(5).state_dict())
+    assert fresh.save_counter == 8
+
+
+@pytest.mark.parametrize("name", ["read", "restore"])
+def test_reading_waits_for_a_write_under_way(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate()
+    wait = concurrent.futures.wait
+
+    def open_and_wait(futures: Any) -> None:
+        gate.open()
+        wait(futures)
+
+    # Who does not wait finds no checkpoint.
+    monkeypatch.setattr(concurrent.futures, "wait", open_and_wait)
+    model = weights(3)
+    checkpoint = AsyncCheckpoint({"write_done": gate}, model=model)
+    path = checkpoint.save(tmp_path / "ckpt")
+    assert gate.reached.wait(PATIENCE_SECONDS)
+    nn.init.constant_(model.weight, 9)
+    getattr(checkpoint, name)(path)
+    assert_equal(model.state_dict(), weights(3).state_dict())
+
+
+def test_plain_values_are_replaced_in_the_state(tmp_path: Path) -> None:
+    checkpoint = AsyncCheckpoint(epoch=7)
+    path = checkpoint.save(tmp_path / "ckpt")
+    checkpoint.sync()
+    fresh = AsyncCheckpoint(epoch=0)
+    fresh.restore(path)
+    assert fresh.state["epoch"] == 7
+
+
+def test_a_failed_write_does_not_keep_from_restoring(tmp_path: Path) -> None:
+    checkpoint = AsyncCheckpoint(model=weights(3))
+    path = checkpoint.save(tmp_path / "ckpt")
+    checkpoint.sync()
+    (tmp_path / "file").touch()
+    checkpoint.write(tmp_path / "file")
+    nn.init.zeros_(checkpoint.state["model"].weight)
+    checkpoint.restore(path)
+    assert_equal(checkpoint.state["model"].state_dict(), weights(3).state_dict())
+    with pytest.raises(CheckpointException):
+        checkpoint.sync()
+
+
+# --- waiting and errors --------------------------------------------------------------------------
+
+
+def test_what_is_written_is_the_state_at_the_call(tmp_path: Path) -> None:
+    gate = Gate()
+    model = weights(3)
+    checkpoint = AsyncCheckpoint({"write_done": gate}, model=model)
+    path = checkpoint.save(tmp_path / "ckpt")
+    nn.init.constant_(model.weight, 9)
+    gate.open()
+    checkpoint.sync()
+    fresh = AsyncCheckpoint(model=weights(0))
+    fresh.restore(path)
+    assert_equal(fresh.state["model"].state_dict(), weights(3).state_dict())
+
+
+def test_sync_waits_no_longer_than_told(tmp_path: Path) -> None:
+    gate = Gate()
+    checkpoint = AsyncCheckpoint({"write_done": gate}, model=weights(1))
+    checkpoint.save(tmp_path / "ckpt")
+    with pytest.raises(TimeoutError, match="ckpt-1 was not committed"):
+        checkpoint.sync(timeout=0.01)
+    gate.open()
+    checkpoint.sync()
+    assert (tmp_path / "ckpt-1" / ".metadata").exists()
+
+
+def test_sync_before_the_first_write_returns() -> None:
+    AsyncCheckpoint(model=weights(1)).sync()
+
+
+def test_sync_tells_a_failed_write_once(tmp_path: Path) -> None:
+    checkpoint = AsyncCheckpoint(model=weights(1))
+    (tmp_path / "file").touch()
+    checkpoint.write(tmp_path / "file")
+    with pytest.raises(CheckpointException):
+        checkpoint.sync()
+    checkpoint.sync()
+    checkpoint.write(tmp_path / "good")
+    checkpoint.sync()
+
+
+def test_the_next_write_tells_a_failed_one_that_nobody_has_seen(tmp_path: Path) -> None:
+    checkpoint = AsyncCheckpoint(model=weights(1))
+    (tmp_path / "file").touch()
+    checkpoint.write(tmp_path / "file")
+    with pytest.raises(CheckpointException):
+        checkpoint.write(tmp_path / "good")
+    # Told once.
+    checkpoint.sync()
+
+
+def test_a_state_that_cannot_be_read_is_told_by_the_write(tmp_path: Path) -> None:
+    checkpoint = AsyncCheckpoint(model=weights(1))
+
+    def fail() -> None:
+        raise RuntimeError("the cache is gone")
+
+    handle = checkpoint.before_save(fail)
+    with pytest.raises(RuntimeError, match="the cache is gone"):
+        checkpoint.save(tmp_path / "ckpt")
+    handle.remove()
+    assert checkpoint.save(tmp_path / "ckpt") == f"{tmp_path}/ckpt-2"
+    checkpoint.sync()
+
+
+def test_leaving_the_interpreter_waits_for_the_write(tmp_path: Path) -> None:
+    program = f"""
+import torch, torch_ckpt
+from torch_ckpt.async_checkpoint import AsyncCheckpoint
+checkpoint = AsyncCheckpoint(w=torch.ones(1 << 22))
+checkpoint.save({str(tmp_path / "ckpt")!r})
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=PATIENCE_SECONDS)
+    fresh = AsyncCheckpoint(w=torch.zeros(1 << 22))
+    fresh.restore(tmp_path / "ckpt-1")
+    assert_equal(fresh.state["w"], torch.ones(1 << 22))
+
+
+# --- callbacks, hooks, guards --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["write", "save"])
+def test_the_callback_gets_the_path_of_a_checkpoint_that_is_there(
+    tmp_path: Path, name: str
+) -> None:
+    found: list[tuple[str, bool]] = []
+    checkpoint = AsyncCheckpoint(model=weights(1))
+    path = getattr(checkpoint, name)(
+        tmp_path / "ckpt", on_commit=lambda p: found.append((p, Path(p, ".metadata").exists()))
+    )
+    checkpoint.sync()
+    assert found == [(path, True)]
+
+
+def test_a_callback_that_fails_is_told_and_the_checkpoint_stays(tmp_path: Path) -> None:
+    checkpoint = AsyncCheckpoint(epoch=3)
+
+    def fail(_path: str) -> None:
+        raise RuntimeError("no network")
+
+    path = checkpoint.save(tmp_path / "ckpt", on_commit=fail)
+    with pytest.raises(CheckpointError, match="no network"):
+        checkpoint.sync()
+    checkpoint.state["epoch"] = 0
+    checkpoint.restore(path)
+    assert checkpoint.state["epoch"] == 3
+
+
+def test_hooks_run_at_each_write_until_removed(tmp_path: Path) -> None:
+    called: list[int] = []
+    checkpoint = AsyncCheckpoint(model=weights(1))
+    handle = checkpoint.before_save(lambda: called.append(checkpoint.save_counter))
+    checkpoint.save(tmp_path / "ckpt")
+    checkpoint.save(tmp_path / "ckpt")
+    handle.remove()
+    checkpoint.save(tmp_path / "ckpt")
+    checkpoint.sync()
+    assert called == [1, 2]
+
+
+def test_an_overlapped_write_guards_the_optimizers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guarded: list[Any] = []
+    monkeypatch.setattr(
+        torch_ckpt.AsyncSave, "guard", lambda _self, optimizer: guarded.append(optimizer)
+    )
+    model = weights(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    checkpoint = AsyncCheckpoint({"staging": "overlapped"}, model=model, optimizer=optimizer)
+    checkpoint.save(tmp_path / "ckpt")
+    checkpoint.sync()
+    assert guarded == [optimizer]
+
+
+# --- metrics -------------------------------------------------------------------------------------
+
+
+def test_there_are_no_metrics_before_the_first_write() -> None:
+    assert AsyncCheckpoint().metrics() is None
+
+
+def test_metrics_tell_the_times_of_the_last_write(tmp_path: Path) -> None:
+    checkpoint = AsyncCheckpoint(model=weights(1))
+    checkpoint.save(tmp_path / "ckpt")
+    first = checkpoint.metrics()
+    checkpoint.sync()
+    path = checkpoint.save(tmp_path / "ckpt")
+    checkpoint.sync()
+    second = checkpoint.metrics()
+    assert first is not None
+    assert second is not None
+    assert first.training_s == 0
+    assert second.training_s > 0
+    assert second.save.path == path
+    assert second.blocked_s >= second.save.blocked_s > 0
+    assert second.write_s == second.save.total_s > 0

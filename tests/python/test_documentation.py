@@ -1,0 +1,81 @@
+"""The documentation site builds without a warning, and its reference has every public name."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+
+PAGES = {
+    "torch_ckpt": "torch_ckpt",
+    "torch_ckpt.multihost": "multihost",
+    "torch_ckpt.training": "training",
+    "torch_ckpt.megatron": "megatron",
+    "torch_ckpt.nvrx": "nvrx",
+    "torch_ckpt.integrations.transformers": "integrations",
+    "torch_ckpt.integrations.lightning": "integrations",
+}
+
+LINK = re.compile(r"\]\((?!https?:|#)([^)\s#]+)")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built once; a warning fails it."""
+    for package in ("mkdocs", "material", "mkdocstrings_handlers"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"no {package}: pip install 'torch_ckpt[docs]'")
+    site = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", site],
+        cwd=REPOSITORY,
+        # A proxy that nobody listens at: building asks nobody.
+        env={**os.environ, "https_proxy": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return site
+
+
+@pytest.mark.parametrize("module", PAGES)
+def test_the_reference_has_every_public_name(site: Path, module: str) -> None:
+    try:
+        names = importlib.import_module(module).__all__
+    except ModuleNotFoundError as error:
+        pytest.skip(str(error))
+    page = (site / "reference" / f"{PAGES[module]}.html").read_text()
+    missing = [
+        name for name in names if name != "__version__" and f'id="{module}.{name}"' not in page
+    ]
+    assert not missing, f"{module}: these have no docstring, or no page: {missing}"
+
+
+def test_docstrings_show_no_sphinx_roles(site: Path) -> None:
+    pages = [page.read_text() for page in (site / "reference").glob("*.html")]
+    assert not re.search(r":(func|class|meth|mod|data|attr):", "".join(pages))
+
+
+def test_the_site_asks_no_other_server(site: Path) -> None:
+    asked = re.compile(r'<(?:script|img|link|iframe)[^>]+(?:src|href)="https?://[^"]*"')
+    found = {asking for page in site.rglob("*.html") for asking in asked.findall(page.read_text())}
+    assert not found
+
+
+@pytest.mark.parametrize(
+    "page", [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md")], ids=lambda page: page.name
+)
+def test_links_of_a_page_lead_somewhere_in_the_repository(page: Path) -> None:
+    broken = [
+        target for target in LINK.findall(page.read_text()) if not (page.parent / target).exists()
+    ]
+    assert not broken

@@ -1,0 +1,491 @@
+"""When to save: numbers of Young and Daly, and rank 0's decisions for threads as ranks."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from torch_ckpt import intervals
+from torch_ckpt.coordination import Meeting
+from torch_ckpt.errors import CheckpointError
+from torch_ckpt.intervals import AutoInterval, Interval, Schedule
+
+#: For what nothing should be waiting, in seconds.
+PATIENCE = 60.0
+
+#: After which a rank that does not come is given up.
+SHORT = 0.4
+
+DAY = 86400.0
+
+
+class Clock:
+    """In the place of the time that passes."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """What schedules that are made alone see of the time; they never wait."""
+    made = Clock()
+    monkeypatch.setattr(intervals.time, "monotonic", made)
+    return made
+
+
+def schedule(
+    interval: Interval,
+    steps: Collection[int] = (),
+    *,
+    skip_if_busy: bool = False,
+    meeting: Meeting | None = None,
+    timeout: float = PATIENCE,
+    max_overhead: float = 0.01,
+) -> Schedule:
+    return Schedule(
+        interval,
+        steps,
+        max_overhead=max_overhead,
+        mtbf_seconds=DAY,
+        skip_if_busy=skip_if_busy,
+        meeting=meeting or Meeting(None, 0, 1, ""),
+        timeout=timeout,
+    )
+
+
+def idle() -> bool:
+    return False
+
+
+def busy() -> bool:
+    return True
+
+
+def saves_of(
+    made: Schedule, steps: Collection[int], is_busy: Callable[[], bool] = idle
+) -> list[int]:
+    return [step for step in steps if made.wants(step, is_busy)]
+
+
+# --- by the step ---------------------------------------------------------------------------------
+
+
+def test_a_number_saves_after_every_so_many_steps() -> None:
+    assert saves_of(schedule(5), range(1, 18)) == [5, 10, 15]
+
+
+def test_a_function_of_the_step_decides() -> None:
+    made = schedule(lambda step: step in (2, 3, 5, 7))
+    assert saves_of(made, range(1, 10)) == [2, 3, 5, 7]
+
+
+def test_chosen_steps_are_saved_in_any_case() -> None:
+    assert saves_of(schedule(5, [3, 5, 8]), range(1, 11)) == [3, 5, 8, 10]
+    assert saves_of(schedule(lambda _step: False, (4,)), range(1, 11)) == [4]
+    assert saves_of(schedule(timedelta(hours=9), (4,)), range(1, 11)) == [4]
+
+
+def test_a_busy_save_is_no_hindrance_unless_asked_to_be() -> None:
+    assert saves_of(schedule(2), range(1, 7), busy) == [2, 4, 6]
+    assert saves_of(schedule(2, skip_if_busy=True), range(1, 7), busy) == []
+    assert saves_of(schedule(2, skip_if_busy=True), range(1, 7), idle) == [2, 4, 6]
+
+
+def test_chosen_steps_are_not_skipped() -> None:
+    assert saves_of(schedule(2, (3, 4), skip_if_busy=True), range(1, 7), busy) == [3, 4]
+
+
+@pytest.mark.parametrize("interval", [0, -1, 2.5, True, "weekly", None])
+def test_other_intervals_are_refused(interval: Any) -> None:
+    with pytest.raises(ValueError, match="interval must be"):
+        schedule(interval)
+
+
+@pytest.mark.parametrize("seconds", [0, -5])
+def test_a_time_apart_must_be_positive(seconds: float) -> None:
+    with pytest.raises(ValueError, match="interval must be positive"):
+        schedule(timedelta(seconds=seconds))
+
+
+# --- by the time ---------------------------------------------------------------------------------
+
+
+def run(
+    made: Schedule, clock: Clock, steps: Collection[int], seconds: float = 1.0
+) -> list[tuple[int, float]]:
+    """Steps that take so long, and a save where it is time; (step, time since) of each."""
+    found = []
+    last = clock.now
+    for step in steps:
+        clock.now += seconds
+        if made.wants(step, idle):
+            found.append((step, clock.now - last))
+            last = clock.now
+            made.begun()
+    return found
+
+
+def test_saves_are_so_much_time_apart(clock: Clock) -> None:
+    made = schedule(timedelta(seconds=10))
+    assert run(made, clock, range(1, 36)) == [(10, 10.0), (20, 10.0), (30, 10.0)]
+
+
+def test_a_save_in_between_puts_the_next_one_off(clock: Clock) -> None:
+    made = schedule(timedelta(seconds=10))
+    assert run(made, clock, range(1, 8)) == []
+    made.begun()
+    assert run(made, clock, range(8, 20)) == [(17, 10.0)]
+
+
+def test_fast_steps_are_decided_on_a_block_at_a_time(clock: Clock) -> None:
+    made = schedule(timedelta(seconds=10))
+    saves = run(made, clock, range(1, 10_001), seconds=0.01)
+    # A block is half a second of steps, so that saves come that much late at most.
+    assert len(saves) in (9, 10)
+    assert all(10.0 - 1e-6 <= apart <= 10.5 + 1e-6 for _step, apart in saves)
+    assert made.decided < 10_000 / 40
+
+
+def test_slow_steps_are_decided_on_one_by_one(clock: Clock) -> None:
+    made = schedule(timedelta(seconds=10))
+    run(made, clock, range(1, 101), seconds=1.0)
+    assert made.decided == 100
+
+
+def test_steps_that_become_slow_are_decided_on_soon(clock: Clock) -> None:
+    made = schedule(timedelta(seconds=10))
+    run(made, clock, range(1, 4), seconds=1e-9)
+    # Of steps that seemed to take no time only a few are in a block.
+    assert run(made, clock, range(4, 40), seconds=10.0)[0][0] <= 10
+
+
+def test_training_that_has_gone_back_is_saved_again(clock: Clock) -> None:
+    made = schedule(timedelta(seconds=10))
+    run(made, clock, range(1, 100_001), seconds=1e-3)
+    saves = run(made, clock, range(1, 20_001), seconds=1e-3)
+    assert saves
+    assert saves[0][0] <= 10_500
+
+
+def test_a_time_apart_is_not_kept_while_a_save_is_under_way(clock: Clock) -> None:
+    made = schedule(timedelta(seconds=10), skip_if_busy=True)
+    clock.now += 11
+    assert not made.wants(1, busy)
+    clock.now += 1
+    assert made.wants(2, idle)
+
+
+# --- Young and Daly ------------------------------------------------------------------------------
+
+
+def auto(max_overhead: float = 0.5, mtbf_seconds: float = DAY) -> AutoInterval:
+    return AutoInterval(max_overhead, mtbf_seconds)
+
+
+def test_before_the_first_save_has_ended_there_is_no_interval() -> None:
+    made = auto()
+    assert made.seconds == 0.0
+    made.stepped(1.0, False)
+    assert made.seconds == 0.0
+
+
+@pytest.mark.parametrize(
+    ("cost", "mtbf", "expected"),
+    [(2.0, 100.0, 20.0), (0.5, DAY, 293.9387691339814), (60.0, 3600.0, 657.2670690061994)],
+)
+def test_the_interval_is_that_of_young_and_daly(cost: float, mtbf: float, expected: float) -> None:
+    made = auto(mtbf_seconds=mtbf)
+    made.saved(cost, 0.0)
+    assert made.seconds == pytest.approx(expected, rel=1e-12)
+
+
+def test_what_steps_take_longer_during_a_save_is_a_cost() -> None:
+    made = auto()
+    for _ in range(20):
+        made.stepped(1.0, False)
+    for seconds in (1.5, 1.25, 1.0):
+        made.stepped(seconds, True)
+    made.saved(0.25, 0.0)
+    assert made.seconds == pytest.approx(math.sqrt(2 * 1.0 * DAY))
+
+
+def test_steps_that_are_faster_during_a_save_are_no_gain() -> None:
+    made = auto()
+    for _ in range(20):
+        made.stepped(1.0, False)
+    made.stepped(0.1, True)
+    made.saved(0.25, 0.0)
+    assert made.seconds == pytest.approx(math.sqrt(2 * 0.25 * DAY))
+
+
+def test_slow_steps_count_for_the_save_that_was_under_way() -> None:
+    made = auto()
+    made.stepped(1.0, False)
+    made.stepped(5.0, True)
+    made.saved(1.0, 0.0)
+    made.saved(1.0, 0.0)
+    made.saved(1.0, 0.0)
+    assert made.seconds == pytest.approx(math.sqrt(2 * 1.0 * DAY))
+
+
+def test_the_first_save_counts_until_there_is_a_second() -> None:
+    made = auto()
+    made.saved(50.0, 0.0)
+    assert made.seconds == pytest.approx(math.sqrt(2 * 50.0 * DAY))
+    made.saved(2.0, 0.0)
+    assert made.seconds == pytest.approx(math.sqrt(2 * 2.0 * DAY))
+
+
+def test_one_slow_save_does_not_change_the_cost() -> None:
+    made = auto()
+    for cost in (9.0, 1.0, 1.0, 100.0, 1.0, 1.0):
+        made.saved(cost, 0.0)
+    assert made.seconds == pytest.approx(math.sqrt(2 * 1.0 * DAY))
+
+
+def test_costs_that_have_changed_are_followed() -> None:
+    made = auto()
+    for cost in [1.0] * 20 + [4.0] * 6:
+        made.saved(cost, 0.0)
+    assert made.seconds == pytest.approx(math.sqrt(2 * 4.0 * DAY))
+
+
+@pytest.mark.parametrize("cost", [0.001, 1.0, 500.0, 50_000.0])
+@pytest.mark.parametrize("max_overhead", [0.001, 0.01, 0.3])
+def test_saves_cost_no_more_than_their_bound(cost: float, max_overhead: float) -> None:
+    made = auto(max_overhead, mtbf_seconds=600.0)
+    made.saved(cost, 0.0)
+    assert cost / made.seconds <= max_overhead * (1 + 1e-9)
+
+
+def test_saves_do_not_begin_before_the_one_before_has_been_written() -> None:
+    made = auto()
+    made.saved(0.001, 4000.0)
+    assert made.seconds == 4000.0
+
+
+@pytest.mark.parametrize("max_overhead", [0.0, 1.0, -0.1, math.nan])
+def test_an_overhead_that_is_no_fraction_is_refused(max_overhead: float) -> None:
+    with pytest.raises(ValueError, match="max_overhead must be between 0 and 1"):
+        AutoInterval(max_overhead, DAY)
+
+
+@pytest.mark.parametrize("mtbf", [0.0, -3600.0, math.nan])
+def test_a_time_between_failures_that_is_not_positive_is_refused(mtbf: float) -> None:
+    with pytest.raises(ValueError, match="mtbf_hours must be positive"):
+        AutoInterval(0.01, mtbf)
+
+
+def test_the_first_save_is_made_at_once_and_the_next_by_what_it_cost(clock: Clock) -> None:
+    made = schedule("auto")
+    assert made.auto is not None
+    assert made.wants(1, idle)
+    made.begun()
+    # While it is under way nothing is known of what another one would cost.
+    clock.now += 100
+    assert not made.wants(2, busy)
+    made.auto.saved(3.0, 0.5)
+    clock.now += math.sqrt(2 * 3.0 * DAY) - 100 - 1
+    assert not made.wants(3, idle)
+    clock.now += 1.5
+    assert made.wants(4, idle)
+
+
+# --- ranks ---------------------------------------------------------------------------------------
+
+
+def tcp_store() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture(params=["TCPStore", "HashStore"])
+def any_store(request: pytest.FixtureRequest) -> dist.Store:
+    return tcp_store() if request.param == "TCPStore" else dist.HashStore()
+
+
+@pytest.fixture
+def store() -> dist.Store:
+    return dist.HashStore()
+
+
+def schedules(
+    store: dist.Store,
+    size: int,
+    interval: Interval,
+    *,
+    timeout: float = PATIENCE,
+    **options: Any,
+) -> list[Schedule]:
+    return [
+        schedule(interval, meeting=Meeting(store, rank, size, "test"), timeout=timeout, **options)
+        for rank in range(size)
+    ]
+
+
+def together(made: list[Schedule], work: Callable[[int, Schedule], Any]) -> list[Any]:
+    """By rank what each one's work returned or raised."""
+    with ThreadPoolExecutor(len(made)) as pool:
+        futures = [pool.submit(work, rank, one) for rank, one in enumerate(made)]
+        return [future.exception(PATIENCE) or future.result() for future in futures]
+
+
+def test_all_ranks_save_where_rank_0_decides(any_store: dist.Store) -> None:
+    made = schedules(any_store, 3, timedelta(hours=1))
+    # As if their clocks were of another time: only rank 0's counts.
+    made[0]._begun -= 7200
+    made[1]._begun -= 3600
+
+    def work(_rank: int, one: Schedule) -> list[int]:
+        found = []
+        for step in range(1, 40):
+            if one.wants(step, idle):
+                found.append(step)
+                one.begun()
+        return found
+
+    assert together(made, work) == [[1]] * 3
+    assert made[0].decided == made[1].decided == made[2].decided
+
+
+def test_ranks_that_are_busy_for_longer_save_with_rank_0(store: dist.Store) -> None:
+    made = schedules(store, 2, 2, skip_if_busy=True)
+    steps = range(1, 9)
+    of_rank = [[busy, idle, busy, idle, idle, busy, idle, busy], [idle, busy] * 4]
+
+    def work(rank: int, one: Schedule) -> list[int]:
+        return [s for s, state in zip(steps, of_rank[rank], strict=True) if one.wants(s, state)]
+
+    assert together(made, work) == [[2, 4], [2, 4]]
+
+
+def test_a_rank_that_is_ahead_waits_for_rank_0(store: dist.Store) -> None:
+    rank_0, rank_1 = schedules(store, 2, timedelta(hours=1))
+    rank_0._begun -= 7200
+    asked = threading.Event()
+    check = store.check
+
+    class Noticing:
+        """The store as rank 1 sees it."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(store, name)
+
+        def check(self, keys: list[str]) -> bool:
+            asked.set()
+            return check(keys)
+
+    rank_1._decisions._meeting.keys = lambda below: Noticing()  # type: ignore[assignment,method-assign,return-value]
+    rank_0._decisions._meeting.keys = lambda below: store  # type: ignore[method-assign]
+    with ThreadPoolExecutor(1) as pool:
+        ahead = pool.submit(rank_1.wants, 1, idle)
+        assert asked.wait(PATIENCE)
+        assert not ahead.done()
+        assert rank_0.wants(1, idle)
+        assert ahead.result(PATIENCE)
+
+
+def test_within_a_block_nobody_asks(store: dist.Store) -> None:
+    made = schedules(store, 2, timedelta(hours=1))
+    together(made, lambda _rank, one: [one.wants(step, idle) for step in range(1, 2000)])
+    assert made[0].decided < 100
+    before = made[1].decided
+    # Rank 0 is not there to answer.
+    block = made[1]._decisions._block
+    inside = range(1999, block.stop)
+    assert [made[1].wants(step, idle) for step in inside] == [False] * len(inside)
+    assert made[1].decided == before
+
+
+def test_a_rank_at_another_step_raises(store: dist.Store) -> None:
+    made = schedules(store, 2, timedelta(hours=1))
+    outcomes = together(made, lambda rank, one: one.wants(5 + rank, idle))
+    assert outcomes[0] is False
+    assert isinstance(outcomes[1], CheckpointError)
+    assert "rank 1 came to step 6 where rank 0 came to 5" in str(outcomes[1])
+
+
+def test_a_rank_0_that_does_not_come_is_named(store: dist.Store) -> None:
+    _rank_0, rank_1 = schedules(store, 2, timedelta(hours=1), timeout=SHORT)
+    with pytest.raises(CheckpointException) as caught:
+        rank_1.wants(1, idle)
+    [(rank, (cause, _stack))] = caught.value.failures.items()
+    assert rank == 0
+    assert isinstance(cause, TimeoutError)
+    assert "rank 0 gave no sign of life for 0.4 s in 'the decision whether to save'" in str(cause)
+
+
+def test_a_store_that_is_lost_is_an_error_of_the_rank_itself() -> None:
+    class Lost:
+        def check(self, keys: list[str]) -> bool:
+            raise RuntimeError("connection reset by peer")
+
+    rank_1 = schedule(timedelta(hours=1), meeting=Meeting(dist.HashStore(), 1, 2, "test"))
+    rank_1._decisions._meeting.keys = lambda below: Lost()  # type: ignore[assignment,method-assign,return-value]
+    with pytest.raises(CheckpointException) as caught:
+        rank_1.wants(1, idle)
+    [(rank, (cause, _stack))] = caught.value.failures.items()
+    assert rank == 1
+    assert isinstance(cause, ConnectionError)
+
+
+def test_decisions_that_all_have_taken_are_removed(store: dist.Store) -> None:
+    made = schedules(store, 2, 1, skip_if_busy=True)
+    before = store.num_keys()
+    together(made, lambda _rank, one: [one.wants(step, idle) for step in range(1, 11)])
+    assert store.num_keys() == before + 10
+    made[0].forget(7)
+    assert store.num_keys() == before + 3
+    made[0].forget(7)
+    made[0].forget(made[0].decided)
+    assert store.num_keys() == before
+    # The numbers go on.
+    assert together(made, lambda _rank, one: one.wants(11, idle)) == [True, True]
+
+
+def test_schedules_of_two_managers_are_kept_apart(store: dist.Store) -> None:
+    meetings = [Meeting(store, rank, 2, "test") for rank in range(2)]
+    one = [schedule(1, meeting=m.apart("one"), skip_if_busy=True) for m in meetings]
+    other = [schedule(1, meeting=m.apart("other"), skip_if_busy=True) for m in meetings]
+    both = list(zip(one, other, strict=True))
+
+    def work(rank: int, _schedule: Schedule) -> list[bool]:
+        first, second = both[rank]
+        return [first.wants(1, busy), second.wants(1, idle), first.wants(2, idle)]
+
+    assert together(one, work) == [[False, True, True]] * 2
+
+
+# --- failures ------------------------------------------------------------------------------------
+
+
+def test_after_a_failure_the_next_save_is_not_at_once() -> None:
+    auto = intervals.AutoInterval(0.01, 3600.0)
+    assert auto.seconds == 0
+    auto.failed()
+    first = auto.seconds
+    auto.failed()
+    assert 0 < first < auto.seconds
+
+
+def test_what_a_failed_save_took_is_no_cost() -> None:
+    auto, other = intervals.AutoInterval(0.01, 3600.0), intervals.AutoInterval(0.01, 3600.0)
+    for one in (auto, other):
+        for _ in range(3):
+            one.stepped(1.0, is_saving=False)
+    auto.stepped(100.0, is_saving=True)
+    auto.failed()
+    for one in (auto, other):
+        one.saved(0.5, 1.0)
+    assert auto.seconds == other.seconds

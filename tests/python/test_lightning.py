@@ -1,0 +1,362 @@
+"""torch_ckpt.integrations.lightning in the real Trainer, under both of Lightning's names."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+import torch_ckpt
+from tests.support import stock_load
+
+NAMES = [
+    pytest.param(
+        name,
+        marks=pytest.mark.skipif(
+            importlib.util.find_spec(name.partition(".")[0]) is None, reason=f"no {name}"
+        ),
+    )
+    for name in ("lightning.pytorch", "pytorch_lightning")
+]
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(params=NAMES)
+def pl(request: pytest.FixtureRequest) -> Any:
+    return importlib.import_module(request.param)
+
+
+def plugin(**options: Any) -> Any:
+    from torch_ckpt.integrations.lightning import TorchCkptIO
+
+    return TorchCkptIO(**options)
+
+
+def module(pl: Any) -> Any:
+    class Module(pl.LightningModule):
+        def __init__(self, width: int = 8) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.net = nn.Sequential(
+                nn.Linear(width, width), nn.BatchNorm1d(width), nn.Linear(width, 1)
+            )
+
+        def training_step(self, batch: Tensor, index: int) -> Tensor:
+            return self.net(batch).square().mean()
+
+        def validation_step(self, batch: Tensor, index: int) -> None:
+            self.log("loss", self.net(batch).square().mean(), sync_dist=True)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
+            scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+            }
+
+    torch.manual_seed(3)
+    return Module()
+
+
+def batches() -> Any:
+    data = torch.randn(24, 8, generator=torch.Generator().manual_seed(5))
+    return torch.utils.data.DataLoader(data, batch_size=4)
+
+
+def fit(
+    pl: Any,
+    root: Path,
+    epochs: int,
+    io: Any,
+    resume: Any = None,
+    *,
+    save_last: Any = True,
+    ranks: int = 1,
+    more: Sequence[Any] = (),
+) -> Any:
+    """Trains 6 steps an epoch, fewer on several ranks; the trainer."""
+    checkpoint = pl.callbacks.ModelCheckpoint(
+        dirpath=root, filename="{epoch}", monitor="loss", save_top_k=2, save_last=save_last
+    )
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=ranks,
+        strategy="auto" if ranks == 1 else "ddp",
+        max_epochs=epochs,
+        plugins=[io],
+        callbacks=[checkpoint, *more],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=root,
+    )
+    trainer.fit(module(pl), batches(), batches(), ckpt_path=resume)
+    return trainer
+
+
+def weights(trainer: Any) -> dict[str, Tensor]:
+    return trainer.lightning_module.state_dict()
+
+
+def test_a_resumed_run_ends_with_the_weights_of_one_that_was_not_interrupted(
+    pl: Any, tmp_path: Path
+) -> None:
+    whole = fit(pl, tmp_path / "whole", 4, plugin())
+    fit(pl, tmp_path / "parts", 2, plugin())
+    resumed = fit(pl, tmp_path / "parts", 4, plugin(), resume="last")
+    assert resumed.global_step == whole.global_step == 24
+    for name, value in weights(whole).items():
+        assert torch.equal(weights(resumed)[name], value), name
+
+
+def test_model_checkpoint_keeps_the_best_and_the_last(pl: Any, tmp_path: Path) -> None:
+    trainer = fit(pl, tmp_path, 4, plugin())
+    kept = sorted(path.name for path in tmp_path.iterdir())
+    best = trainer.checkpoint_callback.best_k_models
+    assert len(best) == 2
+    assert kept == sorted([*(Path(path).name for path in best), "last.ckpt"])
+    for name in kept:
+        assert torch_ckpt.verify(tmp_path / name).ok
+
+
+def test_last_may_be_a_link(pl: Any, tmp_path: Path) -> None:
+    trainer = fit(pl, tmp_path, 3, plugin(async_saves=False), save_last="link")
+    assert (tmp_path / "last.ckpt").is_symlink()
+    loaded = plugin().load_checkpoint(tmp_path / "last.ckpt")
+    for name, value in weights(trainer).items():
+        assert torch.equal(loaded["state_dict"][name], value), name
+
+
+def test_a_link_to_the_last_is_refused_where_it_would_move_before_the_commit(
+    pl: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=r"last\.ckpt is a link: .*async_saves=False"):
+        fit(pl, tmp_path, 3, plugin(), save_last="link")
+    # Nothing of the second save is there.
+    assert len([path for path in tmp_path.iterdir() if not path.is_symlink()]) == 1
+    assert torch_ckpt.verify(tmp_path / "last.ckpt").ok
+
+
+def test_tensors_of_a_checkpoint_have_their_names_for_stock_dcp(tmp_path: Path) -> None:
+    pl = pytest.importorskip("lightning.pytorch")
+    trainer = fit(pl, tmp_path, 1, plugin())
+    target = {"state_dict.net.0.weight": torch.zeros(8, 8)}
+    stock_load(target, tmp_path / "last.ckpt")
+    assert torch.equal(target["state_dict.net.0.weight"], weights(trainer)["net.0.weight"])
+
+
+# --- the plugin by itself ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def io() -> Any:
+    pytest.importorskip("lightning")
+    return plugin()
+
+
+def checkpoint_of(value: float) -> dict[str, Any]:
+    module = nn.BatchNorm1d(3)
+    return {
+        "state_dict": module.state_dict(),
+        "optimizer_states": [{"state": {}, "param_groups": [{"lr": value, "betas": (0.9, 0.5)}]}],
+        "by_number": {0: torch.full((2,), value), "none": None, "pair": (torch.tensor(value), 1)},
+    }
+
+
+def assert_same(found: Any, wanted: Any) -> None:
+    assert type(found) is type(wanted)
+    if isinstance(wanted, Tensor):
+        assert torch.equal(found, wanted)
+    elif isinstance(wanted, dict):
+        assert list(found) == list(wanted)
+        for key in wanted:
+            assert_same(found[key], wanted[key])
+    elif isinstance(wanted, list | tuple):
+        assert len(found) == len(wanted)
+        for one, other in zip(found, wanted, strict=True):
+            assert_same(one, other)
+    else:
+        assert found == wanted
+
+
+@pytest.mark.parametrize("async_saves", [True, False])
+def test_what_is_loaded_is_what_was_saved(io: Any, tmp_path: Path, async_saves: bool) -> None:
+    checkpoint = checkpoint_of(0.5)
+    plugin(async_saves=async_saves).save_checkpoint(checkpoint, tmp_path / "c")
+    torch_ckpt.check_for_errors()
+    io.save_checkpoint(checkpoint_of(0.25), tmp_path / "other")
+    loaded = io.load_checkpoint(tmp_path / "c")
+    assert_same(loaded, checkpoint)
+    assert loaded["state_dict"]._metadata == checkpoint["state_dict"]._metadata
+
+
+def test_a_save_that_has_returned_does_not_see_later_changes(io: Any, tmp_path: Path) -> None:
+    tensor = torch.zeros(1 << 20)
+    io.save_checkpoint({"tensor": tensor}, tmp_path / "c")
+    tensor.fill_(1.0)
+    assert not io.load_checkpoint(tmp_path / "c")["tensor"].any()
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From its call on nothing can be committed."""
+
+    def no_space(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    return lambda: monkeypatch.setattr(torch_ckpt.FileSystemWriter, "commit", no_space)
+
+
+def test_teardown_raises_the_error_of_a_save_once(
+    io: Any, tmp_path: Path, full_disk: Callable[[], None]
+) -> None:
+    full_disk()
+    io.save_checkpoint(checkpoint_of(0.5), tmp_path / "c")
+    with pytest.raises(CheckpointException, match="No space left"):
+        io.teardown()
+    io.teardown()
+
+
+def test_the_next_save_raises_the_error_of_the_last_one(
+    io: Any, tmp_path: Path, full_disk: Callable[[], None]
+) -> None:
+    full_disk()
+    io.save_checkpoint(checkpoint_of(0.5), tmp_path / "c")
+    with pytest.raises(CheckpointException, match="No space left"):
+        io.save_checkpoint(checkpoint_of(0.5), tmp_path / "d")
+
+
+def test_an_old_checkpoint_stays_where_the_new_one_fails(
+    io: Any, tmp_path: Path, full_disk: Callable[[], None]
+) -> None:
+    io.save_checkpoint(checkpoint_of(0.5), tmp_path / "old")
+    io.wait_until_finished()
+    full_disk()
+    io.save_checkpoint(checkpoint_of(0.25), tmp_path / "new")
+    io.remove_checkpoint(tmp_path / "old")
+    with pytest.raises(CheckpointException, match="No space left"):
+        io.teardown()
+    assert_same(io.load_checkpoint(tmp_path / "old"), checkpoint_of(0.5))
+
+
+def test_a_link_to_a_save_that_has_not_ended_is_named(
+    io: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_commit = threading.Event()
+    commit = torch_ckpt.FileSystemWriter.commit
+
+    def commit_later(self: Any, *arguments: Any, **options: Any) -> Any:
+        assert may_commit.wait(60)
+        return commit(self, *arguments, **options)
+
+    monkeypatch.setattr(torch_ckpt.FileSystemWriter, "commit", commit_later)
+    io.save_checkpoint(checkpoint_of(0.5), tmp_path / "new")
+    (tmp_path / "last.ckpt").symlink_to("new")
+    with pytest.raises(FileNotFoundError, match="it links to new, of which the save has not ended"):
+        plugin().load_checkpoint(tmp_path / "last.ckpt")
+    may_commit.set()
+    io.teardown()
+    assert_same(plugin().load_checkpoint(tmp_path / "last.ckpt"), checkpoint_of(0.5))
+
+
+def test_an_old_checkpoint_goes_after_the_new_one_is_durable(
+    io: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    io.save_checkpoint(checkpoint_of(0.5), tmp_path / "old")
+    io.wait_until_finished()
+    there: list[bool] = []
+    removal_waits = threading.Event()
+    commit, result = torch_ckpt.FileSystemWriter.commit, torch_ckpt.AsyncSave.result
+
+    def look(self: Any, *arguments: Any, **options: Any) -> Any:
+        # Or its thread might only come to the directory when this has looked.
+        assert removal_waits.wait(60)
+        there.append((tmp_path / "old").exists())
+        committed = commit(self, *arguments, **options)
+        there.append((tmp_path / "old").exists())
+        return committed
+
+    def wait(self: Any, *arguments: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            removal_waits.set()
+        return result(self, *arguments)
+
+    monkeypatch.setattr(torch_ckpt.FileSystemWriter, "commit", look)
+    monkeypatch.setattr(torch_ckpt.AsyncSave, "result", wait)
+    io.save_checkpoint(checkpoint_of(0.25), tmp_path / "new")
+    io.remove_checkpoint(tmp_path / "old")
+    io.teardown()
+    assert there == [True, True]
+    assert not (tmp_path / "old").exists()
+
+
+class Own:
+    """No harmless type."""
+
+
+def test_objects_of_other_classes_are_loaded_only_where_asked_for(io: Any, tmp_path: Path) -> None:
+    io.save_checkpoint({"hyper_parameters": {"own": Own()}}, tmp_path / "c")
+    with pytest.raises(CheckpointException, match="Own"):
+        io.load_checkpoint(tmp_path / "c")
+    loaded = io.load_checkpoint(tmp_path / "c", weights_only=False)
+    assert type(loaded["hyper_parameters"]["own"]) is Own
+
+
+@pytest.mark.parametrize("second", [torch.ones(1), None])
+def test_two_values_of_one_name_are_refused(io: Any, tmp_path: Path, second: Tensor | None) -> None:
+    with pytest.raises(ValueError, match=r"have the name a\.0"):
+        io.save_checkpoint({"a": {0: torch.zeros(1), "0": second}}, tmp_path / "c")
+
+
+def test_a_tensor_with_the_name_of_all_the_rest_is_refused(io: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="have the name lightning"):
+        io.save_checkpoint({"lightning": torch.zeros(1)}, tmp_path / "c")
+
+
+def test_a_url_is_refused(io: Any) -> None:
+    with pytest.raises(ValueError, match="not to s3://bucket/c"):
+        io.save_checkpoint({}, "s3://bucket/c")
+
+
+def test_a_directory_without_checkpoint_is_named(io: Any, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="absent"):
+        io.load_checkpoint(tmp_path / "absent")
+
+
+def test_importing_torch_ckpt_imports_neither_lightning_nor_transformers() -> None:
+    code = (
+        "import sys, torch_ckpt\n"
+        "print({'lightning', 'pytorch_lightning', 'transformers'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_without_lightning_one_sentence_says_what_to_install() -> None:
+    code = (
+        "import sys, importlib.util as of\n"
+        "find = of.find_spec\n"
+        "hidden = {'lightning', 'lightning_fabric'}\n"
+        "of.find_spec = lambda name, *rest: None if name in hidden else find(name, *rest)\n"
+        "import torch_ckpt.integrations.lightning\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ}
+    )
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-1] == (
+        "ModuleNotFoundError: torch_ckpt.integrations.lightning needs Lightning: "
+        "pip install 'torch_ckpt[lightning]' (or pytorch-lightning)"
+    )

@@ -1,0 +1,310 @@
+"""Which steps stay: each rule, and all of them against a plain model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torch_ckpt.retention import Retention
+from torch_ckpt.steps import StepInfo
+
+HOUR = 3600.0
+
+
+def info(step: int, **fields: Any) -> StepInfo:
+    return StepInfo(step, f"/run/{step:010d}", **{"state": "complete", **fields})
+
+
+def steps_of(*numbers: int) -> list[StepInfo]:
+    return [info(number) for number in numbers]
+
+
+def rated(*values: float | None) -> list[StepInfo]:
+    """Steps 1, 2, ... with these losses; None: without."""
+    return [
+        info(number, metrics={} if value is None else {"loss": value})
+        for number, value in enumerate(values, 1)
+    ]
+
+
+def kept(rules: Retention, steps: list[StepInfo], protected: set[int] | None = None) -> list[int]:
+    """The complete steps that stay."""
+    gone = rules.to_delete(steps, protected or set())
+    return [step.step for step in steps if step.complete and step.step not in gone]
+
+
+# --- single rules --------------------------------------------------------------------------------
+
+
+def test_without_a_rule_all_stay() -> None:
+    assert Retention().to_delete(steps_of(*range(100))) == []
+
+
+def test_a_metric_alone_is_no_rule() -> None:
+    assert Retention(best_metric="loss").to_delete(rated(1, 2, 3)) == []
+
+
+def test_the_last_ones_stay() -> None:
+    assert kept(Retention(keep_last=3), steps_of(1, 5, 9, 12, 30)) == [9, 12, 30]
+
+
+def test_more_may_be_kept_than_there_are() -> None:
+    assert Retention(keep_last=9).to_delete(steps_of(1, 2)) == []
+
+
+def test_multiples_and_the_newest_stay() -> None:
+    assert kept(Retention(keep_every=10), steps_of(0, 5, 10, 15, 20, 25)) == [0, 10, 20, 25]
+
+
+def test_steps_that_are_hours_apart_stay() -> None:
+    times = [0.0, 0.9, 1.0, 1.5, 2.1, 2.2]
+    steps = [info(n, saved_at=100 + t * HOUR) for n, t in enumerate(times)]
+    assert kept(Retention(keep_every_hours=1), steps) == [0, 2, 4, 5]
+
+
+def test_a_step_that_does_not_say_when_it_was_saved_stays_and_moves_no_other() -> None:
+    steps = [info(1, saved_at=0.0), info(2), info(3, saved_at=0.5 * HOUR), info(4, saved_at=HOUR)]
+    assert kept(Retention(keep_every_hours=1), [*steps, info(5)]) == [1, 2, 4, 5]
+
+
+def test_the_best_stay_and_the_newest() -> None:
+    assert kept(Retention(keep_best=2, best_metric="loss"), rated(3, 1, 4, 2, 9)) == [2, 4, 5]
+
+
+def test_the_best_may_be_the_largest() -> None:
+    rules = Retention(keep_best=2, best_metric="loss", best_mode="max")
+    assert kept(rules, rated(3, 1, 4, 2, 0)) == [1, 3, 5]
+
+
+def test_of_equal_ones_the_newer_is_better() -> None:
+    for mode in ("min", "max"):
+        rules = Retention(keep_best=1, best_metric="loss", best_mode=mode)
+        assert [step.step for step in rules.best_first(rated(1, 1, 1))] == [3, 2, 1]
+
+
+def test_steps_without_the_metric_or_with_nan_are_not_among_the_best() -> None:
+    rules = Retention(keep_best=5, best_metric="loss")
+    assert kept(rules, rated(math.nan, None, 7, math.inf, math.nan)) == [3, 4, 5]
+
+
+def test_a_function_may_rate_steps() -> None:
+    steps = [
+        info(1, metrics={"a": 1.0, "b": 5.0}),
+        info(2, metrics={"a": 2.0, "b": 0.0}),
+        info(3, metrics={"a": 9.0, "b": 9.0}),
+    ]
+    rules = Retention(keep_best=1, best_metric=lambda metrics: metrics["a"] + metrics["b"])
+    assert kept(rules, steps) == [2, 3]
+
+
+def test_a_function_is_not_asked_about_steps_without_metrics() -> None:
+    rules = Retention(keep_best=2, best_metric=lambda metrics: 1 / len(metrics))
+    assert [step.step for step in rules.best_first(rated(1, None))] == [1]
+
+
+def test_a_metric_that_a_function_misses_makes_a_step_no_best_one() -> None:
+    steps = [info(1, metrics={"a": 1.0}), info(2, metrics={"b": 1.0}), info(3)]
+    rules = Retention(keep_best=3, best_metric=lambda metrics: metrics["a"])
+    assert kept(rules, steps) == [1, 3]
+
+
+def test_a_function_may_keep_steps() -> None:
+    rules = Retention(should_keep=lambda step: bool(step.notes.get("keep")))
+    steps = [info(1, notes={"keep": True}), info(2), info(3)]
+    assert kept(rules, steps) == [1, 3]
+
+
+def test_pinned_and_protected_steps_stay() -> None:
+    steps = [info(1), info(2, pinned=True), info(3), info(4)]
+    assert kept(Retention(keep_last=1), steps, {3}) == [2, 3, 4]
+
+
+def test_pinned_steps_are_among_the_last_ones() -> None:
+    steps = [info(1), info(2), info(3, pinned=True), info(4)]
+    assert kept(Retention(keep_last=2), steps) == [3, 4]
+
+
+def test_rules_add_up() -> None:
+    steps = [
+        info(n, metrics={"loss": abs(n - 7)}, saved_at=n * HOUR, notes={"n": n})
+        for n in range(1, 13)
+    ]
+    rules = Retention(
+        keep_last=2,
+        keep_every=5,
+        keep_every_hours=6,
+        keep_best=1,
+        best_metric="loss",
+        should_keep=lambda step: step.notes["n"] == 3,
+    )
+    assert rules.reasons(steps) == {
+        1: ["every 6 h"],
+        2: [],
+        3: ["should_keep"],
+        4: [],
+        5: ["every 5 steps"],
+        6: [],
+        7: ["every 6 h", "best 1 by loss"],
+        8: [],
+        9: [],
+        10: ["every 5 steps"],
+        11: ["last 2"],
+        12: ["the newest", "last 2"],
+    }
+    assert rules.to_delete(steps, {9}) == [2, 4, 6, 8]
+
+
+def test_leftovers_are_neither_kept_nor_deleted_nor_counted() -> None:
+    steps = [info(1), info(2), info(3, state="unfinished"), info(4, state="deleted")]
+    assert Retention(keep_last=1).to_delete(steps) == [1]
+
+
+def test_a_complete_step_is_not_taken_for_a_leftover_of_its_number() -> None:
+    steps = [info(1), info(2), info(2, state="deleted"), info(3), info(3, state="unfinished")]
+    assert Retention(keep_last=2).to_delete(steps) == [1]
+
+
+def test_the_order_of_the_steps_does_not_matter() -> None:
+    assert kept(Retention(keep_last=2), steps_of(9, 1, 5)) == [9, 5]
+
+
+# --- wrong rules ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["keep_last", "keep_every", "keep_every_hours", "keep_best"])
+@pytest.mark.parametrize("value", [0, -1, math.nan])
+def test_numbers_must_be_positive(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be positive, got {value}"):
+        Retention(best_metric="loss", **{name: value})
+
+
+@pytest.mark.parametrize("name", ["keep_last", "keep_every", "keep_best"])
+def test_numbers_of_steps_must_be_whole(name: str) -> None:
+    with pytest.raises(TypeError, match="'float' object cannot be interpreted as an integer"):
+        Retention(best_metric="loss", **{name: 2.5})
+
+
+def test_the_best_need_a_metric() -> None:
+    with pytest.raises(ValueError, match="keep_best needs best_metric"):
+        Retention(keep_best=1)
+
+
+def test_what_is_best_must_be_known() -> None:
+    with pytest.raises(ValueError, match="best_mode must be"):
+        Retention(best_mode="largest")
+
+
+# --- against a model -----------------------------------------------------------------------------
+
+_METRICS = st.one_of(
+    st.none(), st.sampled_from([0.0, -0.0, 1.0, math.nan, math.inf, -math.inf]), st.floats()
+)
+
+_STEPS = st.dictionaries(
+    st.integers(0, 60),
+    st.tuples(
+        st.sampled_from(["complete", "complete", "complete", "unfinished", "deleted"]),
+        st.one_of(st.none(), st.integers(0, 40)),  # half hours
+        _METRICS,
+        st.booleans(),
+    ),
+    max_size=20,
+)
+
+_RULES = st.fixed_dictionaries(
+    {},
+    optional={
+        "keep_last": st.integers(1, 6),
+        "keep_every": st.integers(1, 12),
+        "keep_every_hours": st.sampled_from([0.5, 1.0, 2.5, 6.0]),
+        "keep_best": st.integers(1, 5),
+        "should_keep": st.sampled_from(["odd", "none"]),
+    },
+)
+
+_KEEPERS: dict[str, Callable[[StepInfo], bool]] = {
+    "odd": lambda step: step.step % 2 == 1,
+    "none": lambda step: False,
+}
+
+
+def model(steps: list[StepInfo], rules: dict[str, Any], mode: str, protected: set[int]) -> set[int]:
+    """The numbers of the steps that go, by asking of each whether anything speaks for it."""
+    complete = {step.step: step for step in steps if step.state == "complete"}
+
+    def newer(one: int) -> int:
+        return sum(other > one for other in complete)
+
+    def hours_keep(one: int) -> bool:
+        if complete[one].saved_at is None:
+            return True
+        last = None
+        for number in sorted(complete):
+            time = complete[number].saved_at
+            if time is None:
+                continue
+            # Also where the clock went back.
+            if last is None or not last <= time < last + rules["keep_every_hours"] * HOUR:
+                last = time
+                if number == one:
+                    return True
+        return False
+
+    def better(one: int) -> float:
+        mine = complete[one].metrics.get("loss", math.nan)
+        if math.isnan(mine):
+            return math.inf
+        count = 0
+        for number, other in complete.items():
+            theirs = other.metrics.get("loss", math.nan)
+            wins = theirs < mine if mode == "min" else theirs > mine
+            count += wins or (theirs == mine and number > one)
+        return count
+
+    def stays(one: int) -> bool:
+        return (
+            not rules
+            or newer(one) == 0
+            or complete[one].pinned
+            or one in protected
+            or newer(one) < rules.get("keep_last", 0)
+            or ("keep_every" in rules and one % rules["keep_every"] == 0)
+            or ("keep_every_hours" in rules and hours_keep(one))
+            or better(one) < rules.get("keep_best", 0)
+            or (rules.get("should_keep") == "odd" and one % 2 == 1)
+        )
+
+    return {one for one in complete if not stays(one)}
+
+
+@given(
+    of=_STEPS,
+    rules=_RULES,
+    mode=st.sampled_from(["min", "max"]),
+    protected=st.sets(st.integers(0, 60), max_size=3),
+    shuffle=st.randoms(use_true_random=False),
+)
+def test_what_goes_is_what_a_plain_model_lets_go(
+    of: dict[int, Any], rules: dict[str, Any], mode: str, protected: set[int], shuffle: Any
+) -> None:
+    steps = [
+        info(
+            number,
+            state=state,
+            saved_at=None if time is None else time * HOUR / 2,
+            metrics={} if loss is None else {"loss": loss},
+            pinned=pinned,
+        )
+        for number, (state, time, loss, pinned) in of.items()
+    ]
+    shuffle.shuffle(steps)
+    given_rules = {
+        name: _KEEPERS[value] if name == "should_keep" else value for name, value in rules.items()
+    }
+    found = Retention(**given_rules, best_metric="loss", best_mode=mode).to_delete(steps, protected)
+    assert found == sorted(model(steps, rules, mode, protected))

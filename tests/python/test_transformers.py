@@ -1,0 +1,287 @@
+"""torch_ckpt.integrations.transformers in the real Trainer, with a small random model."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from errno import ENOSPC
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+
+import torch_ckpt
+import torch_ckpt.steps
+
+transformers = pytest.importorskip("transformers", reason="no transformers")
+pytest.importorskip("accelerate", reason="Trainer needs accelerate")
+
+from torch_ckpt.integrations.transformers import CheckpointCallback  # noqa: E402
+
+# 5 steps of 4 samples in an epoch.
+SAMPLES = 20
+
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = torch.randint(64, (8,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def trainer_for(root: Path, **options: Any) -> Any:
+    transformers.set_seed(0)
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=64, n_positions=8, n_embd=16, n_layer=2, n_head=2)
+    )
+    arguments = transformers.TrainingArguments(
+        output_dir=str(root / "output"),
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        logging_steps=1,
+        per_device_train_batch_size=4,
+        **{"save_strategy": "no", "num_train_epochs": 3, **options},
+    )
+    return transformers.Trainer(model, arguments, train_dataset=Samples(), eval_dataset=Samples())
+
+
+class Killed(BaseException):
+    """As far as the manager and Trainer go."""
+
+
+class KillAt(transformers.TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            raise Killed
+
+
+def train(
+    root: Path, *, kill_at: int | None = None, manager: dict[str, Any] | None = None, **options: Any
+) -> Any:
+    """Trains from what there is beneath the root; the trainer."""
+    trainer = trainer_for(root, **options)
+    options = {"interval": 100, "preemption_signals": (), **(manager or {})}
+    with torch_ckpt.CheckpointManager(root / "checkpoints", **options) as of:
+        callback = CheckpointCallback(trainer, of)
+        if kill_at is not None:
+            trainer.add_callback(KillAt(kill_at))
+        trainer.train(resume_from_checkpoint=callback.resume())
+    return trainer
+
+
+def assert_same_weights(trainer: Any, other: Any) -> None:
+    assert trainer.state.global_step == other.state.global_step
+    weights = other.model.state_dict()
+    for name, value in trainer.model.state_dict().items():
+        assert torch.equal(value, weights[name]), name
+
+
+def losses(trainer: Any) -> list[float]:
+    return [logs["loss"] for logs in trainer.state.log_history if "loss" in logs]
+
+
+@pytest.mark.parametrize(
+    ("kill_at", "options"),
+    [
+        pytest.param(7, {}, id="within an epoch"),
+        pytest.param(10, {}, id="between epochs"),
+        pytest.param(5, {"eval_strategy": "epoch"}, id="between epochs, after an evaluation"),
+        pytest.param(
+            6, {"eval_strategy": "steps", "eval_steps": 2}, id="after an evaluation within an epoch"
+        ),
+        pytest.param(4, {"gradient_accumulation_steps": 2}, id="with accumulated gradients"),
+        pytest.param(
+            7, {"lr_scheduler_type": "cosine", "optim": "sgd"}, id="with another optimizer"
+        ),
+    ],
+)
+def test_a_killed_run_resumes_and_ends_as_one_that_was_not(
+    tmp_path: Path, kill_at: int, options: dict[str, Any]
+) -> None:
+    manager = {"interval": kill_at}
+    whole = train(tmp_path / "whole", **options)
+    with pytest.raises(Killed):
+        train(tmp_path / "killed", kill_at=kill_at, manager=manager, **options)
+    resumed = train(tmp_path / "killed", **options)
+    assert_same_weights(resumed, whole)
+    assert losses(resumed) == losses(whole)
+
+
+def test_the_interval_of_the_manager_says_when_to_save(tmp_path: Path) -> None:
+    train(tmp_path, manager={"interval": 4})
+    with torch_ckpt.CheckpointManager(tmp_path / "checkpoints", read_only=True) as manager:
+        # The last one in any case.
+        assert manager.all_steps() == [4, 8, 12, 15]
+
+
+def test_metrics_of_an_evaluation_choose_the_best_step(tmp_path: Path) -> None:
+    options = {"interval": 5, "keep_best": 1, "best_metric": "eval_loss", "keep_last": 1}
+    trainer = train(tmp_path, manager=options, eval_strategy="epoch", learning_rate=1e-2)
+    rated = [logs["eval_loss"] for logs in trainer.state.log_history if "eval_loss" in logs]
+    with torch_ckpt.CheckpointManager(
+        tmp_path / "checkpoints", read_only=True, **options
+    ) as manager:
+        assert len(manager.all_steps()) <= 2
+        best = manager.best_step()
+        assert best == 5 * (1 + rated.index(min(rated)))
+        assert manager.metrics(best)["eval_loss"] == min(rated)
+
+
+def test_trainer_writes_no_checkpoints_of_its_own(tmp_path: Path) -> None:
+    train(tmp_path)
+    assert not list((tmp_path / "output").glob("checkpoint-*"))
+
+
+def test_a_notice_saves_and_stops_training(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole")
+    trainer = trainer_for(tmp_path / "told")
+
+    class Tell(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 3:
+                signal.raise_signal(signal.SIGTERM)
+
+    with torch_ckpt.CheckpointManager(tmp_path / "told" / "checkpoints", interval=100) as manager:
+        callback = CheckpointCallback(trainer, manager)
+        trainer.add_callback(Tell())
+        trainer.train(resume_from_checkpoint=callback.resume())
+        assert manager.should_stop
+        assert manager.all_steps() == [trainer.state.global_step]
+        assert trainer.state.global_step < 15
+    assert_same_weights(train(tmp_path / "told"), whole)
+
+
+def test_callback_states_are_restored(tmp_path: Path) -> None:
+    class Counting(transformers.TrainerCallback, transformers.trainer_callback.ExportableState):
+        def __init__(self) -> None:
+            self.steps = 0
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.steps += 1
+
+        def state(self) -> dict[str, Any]:
+            return {"args": {}, "attributes": {"steps": self.steps}}
+
+    options = {"restore_callback_states_from_checkpoint": True}
+    for steps in (4, 9):
+        trainer = trainer_for(tmp_path, max_steps=steps, **options)
+        with torch_ckpt.CheckpointManager(tmp_path / "checkpoints", interval=100) as manager:
+            callback = CheckpointCallback(trainer, manager)
+            trainer.add_callback(Counting())
+            trainer.train(resume_from_checkpoint=callback.resume())
+    counting = [of for of in trainer.callback_handler.callbacks if isinstance(of, Counting)]
+    assert [of.steps for of in counting] == [9]
+
+
+@pytest.fixture
+def full_disk_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next save fails, in the background."""
+    write_marker = torch_ckpt.steps.write_marker
+
+    def fail(directory: str, *_: object) -> None:
+        monkeypatch.setattr(torch_ckpt.steps, "write_marker", write_marker)
+        raise OSError(ENOSPC, "No space left on device", directory)
+
+    monkeypatch.setattr(torch_ckpt.steps, "write_marker", fail)
+
+
+def complete_steps(root: Path) -> list[int]:
+    with torch_ckpt.CheckpointManager(root / "checkpoints", read_only=True) as manager:
+        return manager.all_steps()
+
+
+def test_a_last_step_that_could_not_be_saved_is_tried_again(
+    tmp_path: Path, full_disk_once: None
+) -> None:
+    train(tmp_path, manager={"interval": 15, "on_save_error": "warn_and_continue"})
+    assert complete_steps(tmp_path) == [15]
+
+
+def test_the_error_of_an_earlier_save_does_not_lose_the_last_step(
+    tmp_path: Path, full_disk_once: None
+) -> None:
+    with pytest.raises(CheckpointException, match="No space left"):
+        train(tmp_path, manager={"save_on_steps": [8]})
+    assert complete_steps(tmp_path) == [15]
+
+
+def test_flos_are_gathered_before_a_save_reads_the_state_and_at_no_other_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, int]] = []
+
+    def gathering(of: Any) -> None:
+        seen.append(("gathered", of.state.global_step))
+
+    def reading(of: Any) -> dict[str, Any]:
+        seen.append(("read", of.last_epoch))
+        return state_dict(of)
+
+    schedule = torch.optim.lr_scheduler.LambdaLR
+    state_dict = schedule.state_dict
+    train(tmp_path, max_steps=2)
+    monkeypatch.setattr(schedule, "state_dict", reading)
+    monkeypatch.setattr(transformers.Trainer, "store_flos", gathering)
+    trainer = trainer_for(tmp_path, max_steps=6, logging_strategy="no")
+    with torch_ckpt.CheckpointManager(tmp_path / "checkpoints", interval=4) as manager:
+        resume = CheckpointCallback(trainer, manager).resume()
+        trainer.train(resume_from_checkpoint=resume)
+    saves = [(what, step) for step in (4, 6) for what in ("gathered", "read")]
+    # Trainer's own is at the end, after step 6. To load a state its shape is read.
+    assert seen == [("read", 0), *saves[:2], ("gathered", 6), *saves[2:]]
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def manager(tmp_path: Path) -> Any:
+    with torch_ckpt.CheckpointManager(tmp_path / "checkpoints", preemption_signals=()) as manager:
+        yield manager
+
+
+def test_two_schedules_are_refused(tmp_path: Path, manager: Any) -> None:
+    with pytest.raises(ValueError, match='save_strategy is "steps": set it to "no"'):
+        CheckpointCallback(trainer_for(tmp_path, save_strategy="steps"), manager)
+
+
+def test_a_second_callback_is_refused(tmp_path: Path, manager: Any) -> None:
+    trainer = trainer_for(tmp_path)
+    CheckpointCallback(trainer, manager)
+    with pytest.raises(ValueError, match="has a CheckpointCallback already"):
+        CheckpointCallback(trainer, manager)
+
+
+def test_a_checkpoint_of_trainers_own_is_refused(tmp_path: Path, manager: Any) -> None:
+    trainer_for(tmp_path, save_strategy="epoch", num_train_epochs=1).train()
+    trainer = trainer_for(tmp_path)
+    CheckpointCallback(trainer, manager)
+    with pytest.raises(ValueError, match=r"give its resume\(\)"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "output" / "checkpoint-5"))
+
+
+def test_without_anything_saved_there_is_nothing_to_resume(tmp_path: Path, manager: Any) -> None:
+    assert CheckpointCallback(trainer_for(tmp_path), manager).resume() is None
+
+
+def test_without_transformers_one_sentence_says_what_to_install() -> None:
+    code = (
+        "import sys\n"
+        "sys.modules['transformers'] = None\n"
+        "import torch_ckpt.integrations.transformers\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-1] == (
+        "ModuleNotFoundError: torch_ckpt.integrations.transformers needs transformers: "
+        "pip install 'torch_ckpt[transformers]'"
+    )

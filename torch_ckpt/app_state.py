@@ -1,0 +1,728 @@
+"""The state of a training program as a state dict, and back.
+
+1. ``state_dict()`` runs the hooks, then reads every value of the mapping. Tensors keep places of
+   their own, named as in torch's ``get_state_dict``; what else a value's state holds becomes one
+   object, of types that load without ``allow_pickle``.
+2. ``target()`` is the same without hooks, to load into: its tensors are the live ones. States that
+   an optimizer does not have yet are made beside it.
+3. ``apply()`` puts back what is not in place yet.
+
+torch's own ``get_state_dict`` is not used. It gives an optimizer without state one by a step, after
+which Adam counts one step too many and SGD's momentum holds the weight decay; and it looks up every
+name three times at every save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import random
+import sys
+import warnings
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Set
+from types import SimpleNamespace
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import _get_fqns
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from torch_ckpt.coordination import own_rank
+from torch_ckpt.errors import CheckpointError
+from torch_ckpt.loading import IfStored, OtherName, is_stateful
+from torch_ckpt.multihost.calls import Call
+from torch_ckpt.objects import decode
+from torch_ckpt.text import plural
+
+StateDict = dict[str, Any]
+
+#: Where a value's tensors are, what else its state holds has this name.
+_OBJECTS = "_objects"
+
+# Stored as they are; all else is wrapped, and so never taken for a part of the state dict.
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+_WITH_TENSORS = (torch.Tensor, dict, list)
+
+_CONTAINERS = (list, tuple, set, frozenset, deque)
+
+# That an error lists.
+_MOST_NAMES = 10
+
+# (key, types) of what has been found to load without allow_pickle, or has been warned of.
+_checked: set[tuple[str, frozenset[type]]] = set()
+
+_MISSING: Any = object()
+
+
+class BeforeSave(OrderedDict[int, Callable[[], None]]):
+    """Hooks that are called before state is read for a save, in the order they were added."""
+
+    def add(self, hook: Callable[[], None]) -> RemovableHandle:
+        """Adds one; ``remove()`` of what is returned takes it away."""
+        handle = RemovableHandle(self)
+        self[handle.id] = hook
+        return handle
+
+
+class PerRank:
+    """A value that each rank has for itself, such as its data loader.
+
+    Each rank saves its own and gets that back. A rank that the checkpoint has none of, since fewer
+    ranks saved it, keeps what it has, and warns; but there must be one of rank 0. All of it is
+    stored as one object, its tensors as CPU tensors.
+
+    Args:
+        value: anything with ``state_dict()`` and ``load_state_dict()``, a tensor, or a plain value,
+            which is replaced.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state(self) -> Any:
+        """What is saved."""
+        return self.value.state_dict() if is_stateful(self.value) else self.value
+
+    def restore(self, state: Any) -> None:
+        """Takes what was saved."""
+        if is_stateful(self.value):
+            self.value.load_state_dict(state)
+        elif isinstance(self.value, torch.Tensor):
+            if self.value.shape != state.shape:
+                raise ValueError(f"it is {list(self.value.shape)}, saved was {list(state.shape)}")
+            with torch.no_grad():
+                self.value.copy_(state)
+        else:
+            self.value = state
+
+
+class RNGState:
+    """The random number generators of this process, each rank's own: torch's for the CPU and, once
+    CUDA is in use, for each CUDA device; Python's; and NumPy's, where NumPy has been imported."""
+
+    def state_dict(self) -> StateDict:
+        """The generators' states."""
+        state: StateDict = {"torch": torch.get_rng_state(), "python": random.getstate()}
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            state["cuda"] = torch.cuda.get_rng_state_all()
+        if "numpy" in sys.modules:
+            state["numpy"] = sys.modules["numpy"].random.get_state(legacy=False)
+        return state
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """Sets the generators that both this process and ``state`` have."""
+        torch.set_rng_state(state["torch"])
+        random.setstate(state["python"])
+        if torch.cuda.is_available():
+            for device, of_device in enumerate(state.get("cuda", ())[: torch.cuda.device_count()]):
+                torch.cuda.set_rng_state(of_device, device)
+        if "numpy" in state and "numpy" in sys.modules:
+            sys.modules["numpy"].random.set_state(state["numpy"])
+
+
+class AppState:
+    """What a training program is made of, as a state dict to save and to load.
+
+    ================================== ============================================================
+    value                              how it is saved and restored
+    ================================== ============================================================
+    ``nn.Module``                      by fully qualified names: no ``module.`` of DDP, no
+                                       ``_orig_mod.`` of ``torch.compile``; FSDP2 and tensor
+                                       parallel modules as DTensors, which reshard; not FSDP1
+    ``Optimizer``                      by the names of its parameters in the mapping's modules;
+                                       several modules' names begin with their keys. Parameters of
+                                       no module there: by number, as in its ``state_dict()``
+    ``PerRank``, ``RNGState``,         each rank's own
+    torchdata's ``StatefulDataLoader``
+    with ``state_dict()`` and          tensors in it are filled in place, then
+    ``load_state_dict()``              ``load_state_dict()`` is called
+    tensor                             filled in place
+    other                              replaced in the mapping; tensors in dicts and lists are
+                                       filled in place
+    ================================== ============================================================
+
+    Hooks run before anything is read: those of ``before_save``, then ``before_checkpoint()`` of
+    every value, and module within a module, that has such a method.
+
+    Args:
+        state: names and values; names must be str. Values may be added and replaced at any time.
+        before_save: hooks.
+    """
+
+    def __init__(
+        self, state: MutableMapping[str, Any], *, before_save: BeforeSave | None = None
+    ) -> None:
+        self.state = state
+        self.before_save = BeforeSave() if before_save is None else before_save
+
+    def state_dict(self) -> StateDict:
+        """The state dict to save; its tensors are the live ones. Changes nothing that is trained.
+
+        Raises:
+            CheckpointError: a value's state cannot be read; names the key.
+            TypeError: a key is not a str.
+        """
+        for hook in list(self.before_save.values()):
+            hook()
+        self._tell_values()
+        return self._read(for_load=False)
+
+    def target(self) -> StateDict:
+        """A state dict to load into, by :func:`torch_ckpt.load`; then call :meth:`apply`.
+
+        Raises:
+            CheckpointError: a value's state cannot be read, a module is on the meta device, or an
+                optimizer without state cannot get one before its first step; names the key.
+        """
+        return self._read(for_load=True)
+
+    def apply(self, loaded: StateDict) -> None:
+        """Puts back what :meth:`target` returned, once it has been loaded.
+
+        Raises:
+            CheckpointError: a value does not take its state; names the key.
+        """
+        names = _Names(self.state)
+        kept: list[str] = []
+        for key, value in list(self.state.items()):
+            with _naming(key, "could not be restored"):
+                part = loaded[key]
+                per_rank = _per_rank(value)
+                if per_rank is not None:
+                    [own] = part.values()
+                    if isinstance(own, SimpleNamespace):
+                        per_rank.restore(own.value)
+                    elif isinstance(own, IfStored) and own.missing:
+                        kept.append(key)
+                elif isinstance(value, nn.Module):
+                    value.load_state_dict(
+                        {name: _value(part[names.of(value, name)]) for name in value.state_dict()}
+                    )
+                elif isinstance(value, Optimizer):
+                    _set_optimizer_state(value, names.of_parameters(value), part)
+                elif is_stateful(value):
+                    value.load_state_dict(_joined_checked(part))
+                elif not isinstance(part, OtherName):
+                    self.state[key] = _other_value(part)
+        if kept:
+            warnings.warn(
+                f"{', '.join(kept)}: no state of rank {own_rank()} was in the checkpoint (one of "
+                "fewer ranks has none); this rank keeps what it has",
+                stacklevel=2,
+            )
+
+    def restore(
+        self,
+        load: Callable[[StateDict], object],
+        *,
+        call: str,
+        process_group: dist.ProcessGroup | None,
+        timeout: float,
+    ) -> None:
+        """:meth:`target`, ``load`` of it, and :meth:`apply`. What fails on one rank is raised on
+        all, where the others would wait for it in the load or in their training.
+
+        Args:
+            load: called with the target, on every rank.
+            call: the function that the ranks are in, for errors.
+            timeout: seconds after which a rank that shows no sign of life is given up.
+
+        Raises:
+            CheckpointError: as :meth:`target` and :meth:`apply`; on the other ranks RuntimeError.
+            TimeoutError: ranks did not come; they are named.
+        """
+        targets: list[StateDict] = []
+        with Call(call, process_group, timeout) as meeting:
+            meeting.all_succeed(lambda: targets.append(self.target()))
+        [target] = targets
+        load(target)
+        with Call(call, process_group, timeout) as meeting:
+            meeting.all_succeed(lambda: self.apply(target))
+
+    # --- private ---------------------------------------------------------------------------------
+
+    def _tell_values(self) -> None:
+        for key, value in list(self.state.items()):
+            parts: Iterable[Any] = value.modules() if isinstance(value, nn.Module) else (value,)
+            for part in parts:
+                # Of its type: asking a module itself for what it does not have is slow.
+                if hasattr(type(part), "before_checkpoint"):
+                    with _naming(key, "before_checkpoint() failed"):
+                        part.before_checkpoint()
+
+    def _read(self, *, for_load: bool) -> StateDict:
+        names = _Names(self.state)
+        found: StateDict = {}
+        for key, value in list(self.state.items()):
+            if not isinstance(key, str):
+                raise TypeError(f"the names of a state must be str, got {key!r}")
+            with _naming(key, "its state could not be read"):
+                found[key] = _state_of(key, value, names, for_load)
+        return found
+
+
+def _state_of(key: str, value: Any, names: _Names, for_load: bool) -> Any:
+    per_rank = _per_rank(value)
+    if per_rank is not None:
+        if not for_load:
+            own: Any = _wrapped(key, per_rank.state())
+        else:
+            # Any number of ranks has a rank 0: without its state the key is not there at all.
+            own = IfStored() if own_rank() else None
+        return {f"rank{own_rank()}": own}
+    if isinstance(value, nn.Module):
+        return _module_state(key, value, names, for_load)
+    value = _python_number(value)
+    if isinstance(value, torch.Tensor):
+        return value
+    if type(value) in _PLAIN:
+        return OtherName(f"{key}.{_OBJECTS}") if for_load else value
+    if isinstance(value, Optimizer):
+        state = _optimizer_state(value, names.of_parameters(value), for_load)
+        part = _split(key, state, for_load)
+        if not for_load:
+            part[_OBJECTS].counts = _counts(part)
+        return part
+    if is_stateful(value):
+        return _split(key, value.state_dict(), for_load)
+    part = _split(key, value, for_load)
+    if for_load and len(part) == 1:
+        part[_OBJECTS] = OtherName(key, part[_OBJECTS])
+    return part
+
+
+def _module_state(key: str, module: nn.Module, names: _Names, for_load: bool) -> StateDict:
+    found: StateDict = {}
+    for name, part in module.state_dict().items():
+        # What a module packs into a tensor of its own may change its length.
+        is_tensor = isinstance(part, torch.Tensor) and not name.endswith("_extra_state")
+        if is_tensor and for_load and part.device.type == "meta":
+            raise ValueError(
+                f"{name} is on the meta device, where it has no memory to load into; call "
+                "to_empty(device=...) of the module before the restore"
+            )
+        found[names.of(module, name)] = part if is_tensor else _wrapped(key, part, 0, for_load)
+    return found
+
+
+def _python_number(value: Any) -> Any:
+    """A NumPy scalar as the Python number that it holds; else the value itself."""
+    if "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].generic):
+        number = value.item()
+        return number if type(number) in _PLAIN else value
+    return value
+
+
+def _other_value(part: Any) -> Any:
+    """What a value is replaced by: it is stored as it is, or split."""
+    if isinstance(part, SimpleNamespace):
+        part = {_OBJECTS: part}
+    if not isinstance(part, dict):
+        return part
+    objects = part[_OBJECTS]
+    if isinstance(objects, OtherName):
+        objects = objects.value
+    if not isinstance(objects, SimpleNamespace):
+        return objects
+    return _joined_checked({**part, _OBJECTS: objects})
+
+
+def _on_cpu(state: Any) -> Any:
+    """With its tensors on the CPU: those in dicts, lists and tuples, and subclasses of dict and
+    named tuples. Plain containers are copied, others where a part has changed."""
+    if isinstance(state, torch.Tensor):
+        return state.detach().cpu()
+    if type(state) in (dict, OrderedDict):
+        return type(state)((key, _on_cpu(part)) for key, part in state.items())
+    if type(state) in (list, tuple):
+        return type(state)(map(_on_cpu, state))
+    if isinstance(state, dict):
+        moved = {key: _on_cpu(part) for key, part in state.items()}
+        if all(part is state[key] for key, part in moved.items()):
+            return state
+        copied = copy.copy(state)
+        for key, part in moved.items():
+            copied[key] = part
+        return copied
+    if isinstance(state, tuple) and hasattr(state, "_make"):
+        return state._make(map(_on_cpu, state))
+    return state
+
+
+def _per_rank(value: Any) -> PerRank | None:
+    if isinstance(value, PerRank):
+        return value
+    # Not imported: a program that does not use torchdata need not have it.
+    is_loader = any(kind.__name__ == "StatefulDataLoader" for kind in type(value).__mro__)
+    return PerRank(value) if is_loader or isinstance(value, RNGState) else None
+
+
+@contextlib.contextmanager
+def _naming(key: str, what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise CheckpointError(f"{key}: {what} on rank {own_rank()}: {error}") from error
+
+
+# --- names ---------------------------------------------------------------------------------------
+
+# Of each module: its names and what torch calls them on any number of ranks. Each costs some
+# microseconds to find out, and none of them changes.
+_known: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
+
+
+class _Names:
+    """The fully qualified names of a program's modules and parameters."""
+
+    def __init__(self, state: MutableMapping[str, Any]) -> None:
+        self._modules = {k: value for k, value in state.items() if isinstance(value, nn.Module)}
+        self._parameters: dict[str, dict[torch.Tensor, str]] = {}
+
+    def of(self, module: nn.Module, name: str) -> str:
+        """The fully qualified name of what a module names so."""
+        known = _known.get(module)
+        if known is None:
+            if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
+                raise ValueError(
+                    "FullyShardedDataParallel (FSDP1) is not supported; fully_shard is"
+                )
+            known = _known[module] = {}
+        found = known.get(name)
+        if found is None:
+            [found] = _get_fqns(module, name)
+            known[name] = found
+        return found
+
+    def of_parameters(self, optimizer: Optimizer) -> list[str]:
+        """The names of an optimizer's parameters, in their order."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        holders: dict[str, dict[torch.Tensor, str]] = {}
+        for key in self._modules:
+            names = self._of_module(key)
+            if all(parameter in names for parameter in parameters):
+                return [names[parameter] for parameter in parameters]
+            holders[key] = names
+        found = [
+            next((f"{key}.{names[p]}" for key, names in holders.items() if p in names), None)
+            for p in parameters
+        ]
+        # "a" + "b.c" is "a.b" + "c".
+        if None in found or len(set(found)) < len(set(parameters)):
+            return [str(number) for number in range(len(parameters))]
+        return cast(list[str], found)
+
+    def _of_module(self, key: str) -> dict[torch.Tensor, str]:
+        if key not in self._parameters:
+            module = self._modules[key]
+            self._parameters[key] = {
+                parameter: self.of(module, name) for name, parameter in module.named_parameters()
+            }
+        return self._parameters[key]
+
+
+# --- optimizers ----------------------------------------------------------------------------------
+
+
+def _optimizer_state(optimizer: Optimizer, names: list[str], for_load: bool) -> StateDict:
+    """An optimizer's state by names. Parameters that have none yet are listed, and have the state
+    of zeros that a first step would start from: so a checkpoint's names depend on no step."""
+    saved = optimizer.state_dict()
+    state = {names[number]: slots for number, slots in saved["state"].items() if slots}
+    without: list[str] = []
+    numbers = iter(range(len(names)))
+    for group in optimizer.param_groups:
+        has_state = True
+        for parameter, number in zip(group["params"], numbers, strict=False):
+            if not (has_state and parameter.requires_grad) or optimizer.state.get(parameter):
+                continue
+            try:
+                slots = _initial_state(optimizer, group, parameter)
+            except Exception as error:
+                if not for_load or optimizer.state:
+                    break
+                raise CheckpointError(
+                    f"{type(optimizer).__name__} has no state before its first step, and makes "
+                    f"none for a zero gradient ({error}); do a step before the restore, or save it "
+                    "as PerRank(optimizer)"
+                ) from error
+            has_state = bool(slots)
+            if has_state:
+                state[names[number]] = slots
+                without.append(names[number])
+    groups = [
+        {**group, "params": [names[number] for number in group["params"]]}
+        for group in saved["param_groups"]
+    ]
+    return {**saved, "state": state, "param_groups": groups, "without_state": without}
+
+
+def _initial_state(
+    optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor
+) -> dict[str, Any]:
+    """The state that a parameter would get, all zeros; of a copy that shares nothing with it."""
+    stand_in = nn.Parameter(torch.zeros_like(parameter))
+    stand_in.grad = torch.zeros_like(parameter)
+    beside = object.__new__(type(optimizer))
+    beside.__dict__.update(optimizer.__dict__)
+    beside.state = defaultdict(dict)
+    beside.param_groups = [{**group, "params": [stand_in]}]
+    # Without the hooks around it, which are the program's; an LR scheduler, which counts steps,
+    # has put its own on the optimizer itself.
+    step: Any = type(optimizer).step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__
+    devices = [parameter.device] if parameter.is_cuda else []
+    with torch.random.fork_rng(devices):
+        step(beside)
+    slots: dict[str, Any] = beside.state[stand_in]
+    for slot in slots.values():
+        if isinstance(slot, torch.Tensor):
+            slot.zero_()
+    return slots
+
+
+def _set_optimizer_state(optimizer: Optimizer, names: list[str], part: StateDict) -> None:
+    stored_counts = getattr(part[_OBJECTS], "counts", None)
+    # An older checkpoint has none, nor has an object that was not loaded.
+    counts = _counts(part)
+    loaded = _joined(part)
+    numbers = {name: number for number, name in enumerate(names)}
+    without = set(loaded.pop("without_state"))
+    if loaded["state"] is None:
+        raise CheckpointError(
+            f"the checkpoint has states of parameters, and {type(optimizer).__name__} keeps none: "
+            "was another optimizer saved, or is all of it frozen now?"
+        )
+    if stored_counts is not None:
+        _require_same_state(stored_counts["state"], counts["state"], numbers.keys() - without)
+    # The list is that of one rank, at the save or here: another one may have had a state.
+    state = {
+        numbers[name]: slots
+        for name, slots in loaded["state"].items()
+        if name in numbers and not (name in without and _is_zero(slots))
+    }
+    stored = loaded["param_groups"]
+    of_name = {name: index for index, group in enumerate(stored) for name in group["params"]}
+    groups = []
+    own = iter(range(len(names)))
+    for index, group in enumerate(optimizer.param_groups):
+        members = [next(own) for _ in group["params"]]
+        found = {of_name.get(names[number]) for number in members} or {index}
+        place = found.pop()
+        if found or place is None or place >= len(stored):
+            raise CheckpointError(
+                f"the parameters of group {index} ({names[members[0]] if members else 'empty'}, "
+                "...) are not of one group in the checkpoint, so its learning rate and other "
+                "options are not known. Group them as they were; ranks that optimize different "
+                "parameters, as pipeline stages do, need different keys in the state"
+            )
+        if stored_counts is not None:
+            lost = set(stored_counts["options"].get(place, ())) - set(
+                counts["options"].get(place, ())
+            )
+            if lost:
+                raise CheckpointError(
+                    f"{', '.join(sorted(lost))} of group {index} was saved as a tensor and is none "
+                    "now; make the optimizer with a tensor there"
+                )
+        options = {k: value for k, value in stored[place].items() if k != "param_names"}
+        groups.append({**options, "params": members})
+    options_before = [dict(group) for group in optimizer.param_groups]
+    optimizer.load_state_dict({**loaded, "state": state, "param_groups": groups})
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, slots in state.items():
+        of_parameter = optimizer.state[parameters[number]]
+        for slot, value in slots.items():
+            # It may have been cast to the parameter's dtype.
+            if isinstance(value, torch.Tensor) and slot in of_parameter:
+                of_parameter[slot] = value
+    for group, before in zip(optimizer.param_groups, options_before, strict=True):
+        for option, tensor in before.items():
+            # Captured graphs know it by its address. It may have been filled with what is another
+            # group's now.
+            if isinstance(tensor, torch.Tensor) and isinstance(group.get(option), torch.Tensor):
+                with torch.no_grad():
+                    tensor.copy_(group[option])
+                group[option] = tensor
+
+
+def _counts(part: StateDict) -> dict[str, Any]:
+    """How many tensors an optimizer has of each parameter, and which options of its groups, by
+    their numbers, are tensors."""
+    groups = part.get("param_groups", {})
+    return {
+        "state": {name: _count(slots) for name, slots in part.get("state", {}).items()},
+        "options": {int(number): list(options) for number, options in groups.items()},
+    }
+
+
+def _require_same_state(stored: dict[str, int], here: dict[str, int], names: Set[str]) -> None:
+    differ = [name for name in sorted(names) if stored.get(name) not in (None, here.get(name, 0))]
+    if differ:
+        shown = ", ".join(
+            f"{name} (stored {plural(stored[name], 'tensor')}, here {here.get(name, 0)})"
+            for name in differ[:_MOST_NAMES]
+        )
+        more = f" and {len(differ) - _MOST_NAMES} more" if len(differ) > _MOST_NAMES else ""
+        raise CheckpointError(
+            f"the state of these parameters has another form than when it was saved: {shown}{more}."
+            " Restore into an optimizer of the same options with the same parameters trainable, "
+            "and freeze them or change options after that; PerRank(optimizer) saves a state that "
+            "changes its form, as that of LBFGS"
+        )
+
+
+def _is_zero(state: Any) -> bool:
+    if isinstance(state, torch.Tensor):
+        # Of a DTensor this rank's part: the whole would take the other ranks.
+        own = state.to_local() if isinstance(state, DTensor) else state
+        return not own.bool().any()
+    if isinstance(state, dict):
+        return all(map(_is_zero, state.values()))
+    return all(map(_is_zero, state)) if isinstance(state, list) else True
+
+
+# --- tensors and other values --------------------------------------------------------------------
+
+
+def _split(key: str, state: Any, for_load: bool) -> StateDict:
+    """A state as a tree of tensors, and one object of what else there is."""
+    rest, tensors = _parts(state)
+    if isinstance(tensors, torch.Tensor):
+        raise TypeError(
+            f"the state_dict() of {key} is a tensor, which has no name; return a dict that holds it"
+        )
+    tree = tensors if isinstance(tensors, dict) else {}
+    if _OBJECTS in tree:
+        raise ValueError(f"a tensor must not be named {_OBJECTS}")
+    whole = {} if rest is _MISSING else rest
+    return {**tree, _OBJECTS: _wrapped(key, whole, _count(tree), for_load)}
+
+
+def _parts(state: Any) -> tuple[Any, Any]:
+    """(what is left of it without tensors, its tensors by their place), each possibly missing."""
+    if isinstance(state, torch.Tensor):
+        return _MISSING, state
+    if type(state) is dict and state and all(map(_is_named_tensor, state.items())):
+        # Nearly all of an optimizer's state.
+        return _MISSING, state.copy()
+    if type(state) in (dict, OrderedDict):
+        items = [(key, _parts(part)) for key, part in state.items()]
+        if (
+            type(state) is dict
+            and state
+            and all(left is _MISSING and isinstance(key, str) for key, (left, _) in items)
+        ):
+            rest: Any = _MISSING
+        else:
+            # In their order.
+            rest = type(state)(
+                (key, None if left is _MISSING else left) for key, (left, _) in items
+            )
+    elif type(state) is list and any(isinstance(part, _WITH_TENSORS) for part in state):
+        items = [(index, _parts(part)) for index, part in enumerate(state)]
+        rest = [None if left is _MISSING else left for _, (left, _) in items]
+    else:
+        return state.copy() if type(state) is list else state, _MISSING
+    tensors = {str(key): part for key, (_, part) in items if part is not _MISSING}
+    if tensors and len({str(key) for key, _ in items}) < len(items):
+        raise ValueError(
+            f"keys of the dict with {', '.join(tensors)} are the same as text, such as 1 and '1', "
+            "and name the same tensor; rename them"
+        )
+    return rest, tensors or _MISSING
+
+
+def _is_named_tensor(item: tuple[Any, Any]) -> bool:
+    return isinstance(item[1], torch.Tensor) and isinstance(item[0], str)
+
+
+def _joined(part: StateDict) -> Any:
+    """The state that was split into this."""
+    return _join(part[_OBJECTS].value, {k: v for k, v in part.items() if k != _OBJECTS})
+
+
+def _joined_checked(part: StateDict) -> Any:
+    stored, here = part[_OBJECTS].tensors, _count(part)
+    if stored != here:
+        raise CheckpointError(
+            f"the checkpoint has {stored} tensors of it, where now there are {here}. Give it the "
+            "state that it had before restoring; PerRank(...) saves states that change their form"
+        )
+    return _join(part[_OBJECTS].value, {k: v for k, v in part.items() if k != _OBJECTS})
+
+
+def _join(rest: Any, tensors: Any) -> Any:
+    if not isinstance(tensors, dict):
+        return tensors
+    if not tensors:
+        return rest
+    if rest is _MISSING or rest is None:
+        rest = {}
+    places = {str(key): key for key in (range(len(rest)) if isinstance(rest, list) else rest)}
+    for name, part in tensors.items():
+        place = places.get(name, name)
+        left = rest[place] if name in places else _MISSING
+        rest[place] = _join(left, part)
+    return rest
+
+
+def _count(tree: Any) -> int:
+    if isinstance(tree, torch.Tensor):
+        return 1
+    return sum(map(_count, tree.values())) if isinstance(tree, dict) else 0
+
+
+def _wrapped(key: str, state: Any, tensors: int = 0, for_load: bool = False) -> SimpleNamespace:
+    """State as an object of the checkpoint; warns once where it will not load as it is."""
+    if for_load:
+        return SimpleNamespace(value=state, tensors=tensors)
+    wrapped = SimpleNamespace(value=_on_cpu(state), tensors=tensors)
+    types: set[type] = set()
+    _add_types(wrapped, types, set())
+    looked_at = key, frozenset(types)
+    if looked_at not in _checked:
+        stored = io.BytesIO()
+        torch.save(wrapped, stored)
+        try:
+            decode(stored.getvalue(), key, "its checkpoint")
+        except CheckpointError as error:
+            warnings.warn(f"what is saved will not load: {error}", stacklevel=2)
+        _checked.add(looked_at)
+    return wrapped
+
+
+def _add_types(value: Any, types: set[type], seen: set[int]) -> None:
+    """Adds the types of what a value consists of, as far as Python tells."""
+    types.add(type(value))
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    parts: list[Any] = []
+    if isinstance(value, dict):
+        parts += [*value.keys(), *value.values()]
+    elif isinstance(value, _CONTAINERS):
+        parts += value
+    own = getattr(value, "__dict__", None)
+    if isinstance(own, dict):
+        parts += own.values()
+    kinds = set(map(type, parts))
+    types |= kinds
+    if not kinds.issubset(_PLAIN):
+        for part in parts:
+            if type(part) not in _PLAIN:
+                _add_types(part, types, seen)
+
+
+def _value(part: Any) -> Any:
+    return part.value if isinstance(part, SimpleNamespace) else part

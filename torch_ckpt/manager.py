@@ -1,0 +1,1083 @@
+"""The checkpoints of a training run: when they are saved, which are kept, which one is restored.
+
+1. ``save(step, state)`` is called in every step, on every rank. Whether it saves, all ranks know
+   alike: by the step, by rank 0's decision (intervals.py), or because a rank was told to stop
+   (multihost/preemption.py).
+2. The save before has ended by then, on all ranks, and its error is raised or counted on all.
+3. The state is copied, and a save in the background writes the step's directory (steps.py,
+   snapshot.py). The step is complete when it has its name.
+4. A thread of rank 0 then deletes the steps that no rule keeps (retention.py).
+5. ``restore(state)`` loads the newest complete step that rank 0 sees. Where it is damaged, all
+   ranks go on to the one before.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+import threading
+import time
+import uuid
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Iterable, MutableMapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
+from importlib.util import find_spec
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
+
+from torch_ckpt.api import async_save
+from torch_ckpt.app_state import AppState, BeforeSave
+from torch_ckpt.coordination import TIMEOUT_SECONDS, Meeting
+from torch_ckpt.errors import CheckpointError, Corrupt
+from torch_ckpt.events import Event, Reporters, saved_message
+from torch_ckpt.intervals import Interval, Schedule
+from torch_ckpt.loading import Names
+from torch_ckpt.metrics import LOGGER, warn
+from torch_ckpt.multihost.calls import Call, Disagreement, meeting_of
+from torch_ckpt.replica_check import differing_replicas
+from torch_ckpt.retention import Retention
+from torch_ckpt.saving import tell_the_others
+from torch_ckpt.snapshot import AsyncSave, spawn
+from torch_ckpt.steps import StepInfo, encoded_marker, open_steps, parsed_marker, step_name
+from torch_ckpt.stopping import StopNotice
+from torch_ckpt.text import plural, size
+from torch_ckpt.verifying import VerifyReport
+
+State = MutableMapping[str, Any]
+
+T = TypeVar("T")
+
+#: Between attempts to load a step that rank 0 sees and other ranks do not, in seconds: network file
+#: systems remember for a minute what was not there.
+_PATIENCE_SECONDS = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 30.0)
+
+#: The name of threads that delete begins so.
+_DELETING = "torch_ckpt steps"
+
+
+class CheckpointManager:
+    """Saves, keeps and restores the checkpoints of a training run.
+
+    Every rank makes one, and makes the same calls in the same order. A context manager: leaving the
+    block waits for what is under way.
+
+    ::
+
+        with torch_ckpt.CheckpointManager("checkpoints", interval=100, keep_last=3) as manager:
+            state = {"model": model, "optimizer": optimizer}
+            for step in range(manager.restore(state), steps):
+                train(step)
+                manager.save(step + 1, state)  # so many steps are done
+                if manager.should_stop:
+                    break
+
+    Args:
+        root: directory of the steps, one that all ranks see, or a URL that fsspec knows.
+        interval: when to save. A number N: after every N steps. A ``timedelta``: so much time
+            apart. "auto": as often as loses least, by what saves cost here; see
+            :class:`torch_ckpt.intervals.AutoInterval`. A function of the step: where it is true,
+            on all ranks alike.
+        save_on_steps: steps at which to save in any case.
+        max_overhead: for "auto", the most of the training time that saves may cost, as a fraction.
+        mtbf_hours: for "auto", the mean time between failures that end the run.
+        keep_last, keep_every, keep_every_hours, keep_best, best_metric, best_mode, should_keep:
+            which steps stay: see :class:`torch_ckpt.retention.Retention`. All of them by default.
+        if_busy: "wait": a save waits for the one under way. "skip": it does not take place.
+        preemption_signals: that tell a rank to stop; None: SIGTERM, where this is the main thread.
+            See :func:`torch_ckpt.multihost.watch_for_preemption`; a watch that is there already,
+            as another manager's, is used.
+        preemption_file: a file that tells so when it appears.
+        preemption_deadline: seconds from the notice until the process is ended. The last save then
+            is waited for, and its expected time logged.
+        check_replicas: "warn" or "error" where tensors that would be saved once differ between
+            ranks; "off" does not look.
+        check_replicas_every: so many saves; the first is one of them.
+        on_save_error: "raise": the next save, :meth:`wait_until_finished`, :meth:`check_for_errors`
+            or :meth:`close` raises the error of a save in the background. "warn_and_continue": it
+            is logged, and counted in ``save_errors``.
+        async_saves: False has every save wait until it is complete.
+        staging: see :func:`torch_ckpt.async_save`.
+        read_only: for who only looks and restores; nothing is swept, saved or deleted.
+        on_event: called with each :class:`torch_ckpt.events.Event`, on the thread where it happens;
+            there nothing waits for the save that it is about.
+        tensorboard: a ``SummaryWriter`` for rank 0, or the directory for one.
+        process_group: the ranks; the default group if None.
+        timeout: seconds after which a rank that shows no sign of life is given up by the others,
+            who name it.
+        staging_dir: see :func:`torch_ckpt.steps.open_steps`.
+        load_options: passed to :func:`torch_ckpt.load`, as ``allow_pickle``.
+        writer_options: passed to :class:`torch_ckpt.FileSystemWriter`. ``progress`` is a bar on
+            rank 0 by default where standard error is a terminal and tqdm is installed.
+
+    Attributes:
+        save_errors: saves that have failed, where ``on_save_error`` lets training go on.
+
+    Raises:
+        ValueError: an option is wrong, or signals are to be watched outside the main thread.
+        TimeoutError: ranks did not make one within the timeout; they are named.
+        RanksDisagree: ranks made them with different roots.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        interval: Interval = 1,
+        save_on_steps: Collection[int] = (),
+        max_overhead: float = 0.01,
+        mtbf_hours: float = 24.0,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        keep_every_hours: float | None = None,
+        keep_best: int | None = None,
+        best_metric: str | Callable[[dict[str, float]], float] | None = None,
+        best_mode: str = "min",
+        should_keep: Callable[[StepInfo], bool] | None = None,
+        if_busy: str = "wait",
+        preemption_signals: Iterable[int] | None = None,
+        preemption_file: str | os.PathLike[str] | None = None,
+        preemption_deadline: float | None = None,
+        check_replicas: str = "off",
+        check_replicas_every: int = 10,
+        on_save_error: str = "raise",
+        async_saves: bool = True,
+        staging: str = "blocking",
+        read_only: bool = False,
+        on_event: Callable[[Event], None] | None = None,
+        tensorboard: Any = None,
+        process_group: dist.ProcessGroup | None = None,
+        timeout: float = TIMEOUT_SECONDS,
+        staging_dir: str | os.PathLike[str] | None = None,
+        load_options: dict[str, Any] | None = None,
+        **writer_options: Any,
+    ) -> None:
+        _check_choice("if_busy", if_busy, ("wait", "skip"))
+        _check_choice("check_replicas", check_replicas, ("off", "warn", "error"))
+        _check_choice("on_save_error", on_save_error, ("raise", "warn_and_continue"))
+        _check_choice("staging", staging, ("blocking", "overlapped"))
+        if check_replicas_every < 1:
+            raise ValueError(f"check_replicas_every must be at least 1, got {check_replicas_every}")
+        self._retention = Retention(
+            keep_last, keep_every, keep_every_hours, keep_best, best_metric, best_mode, should_keep
+        )
+        self._store = open_steps(root, staging_dir=staging_dir)
+        self._group = process_group
+        self._timeout = timeout
+        self._deadline = preemption_deadline
+        self._check_replicas = check_replicas
+        self._check_replicas_every = check_replicas_every
+        self._raises = on_save_error == "raise"
+        self._async_saves = async_saves
+        self._staging = staging
+        self._read_only = read_only
+        self._load_options = load_options or {}
+        self._writer_options = {"progress": _bar_on_terminals(), **writer_options}
+        # Where one of them is wrong this raises, and not the first save.
+        self._store.writer(
+            0, attempt="", overwrite=False, marker=dict, expected_bytes=0, **self._writer_options
+        )
+        self._before_save = BeforeSave()
+        meeting = meeting_of(process_group, "manager")
+        self._rank, self._ranks = meeting.rank, meeting.size
+
+        self.save_errors = 0
+        self._stops = False
+        self._closed = False
+        self._saves = 0
+        self._last_step: int | None = None  # that a save has begun of, or that was restored
+        self._committed: int | None = None  # that this manager has saved last
+        self._last_complete: int | None = None  # that or what was restored since
+        self._pid = os.getpid()
+        self._guarded: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._restored: int | None = None
+        self._stale: set[int] = set()  # rank 0's: of before training went back
+        self._verified: int | None = None
+        self._pending: _Pending | None = None
+        self._last_seconds = 0.0
+        self._returned_at: float | None = None
+        self._was_saving = False
+        # For the two below, which the save's thread and the deleting one use, too.
+        self._lock = threading.Lock()
+        self._failure: BaseException | None = None
+        self._reading: set[int] = set()
+        self._deleting = ThreadPoolExecutor(1, f"{_DELETING} {id(self)}")
+
+        def report() -> None:
+            self._report = Reporters(self._rank, on_event, tensorboard)
+
+        self._attempt = self._agree_on_attempt(report)
+        self._schedule = Schedule(
+            interval,
+            save_on_steps,
+            max_overhead=max_overhead,
+            mtbf_seconds=mtbf_hours * 3600,
+            skip_if_busy=if_busy == "skip",
+            meeting=meeting.apart(self._attempt),
+            timeout=timeout,
+        )
+        self._notice = StopNotice(
+            () if read_only else preemption_signals,
+            None if read_only else preemption_file,
+            process_group,
+            timeout,
+        )
+        if not read_only and self._rank == 0:
+            # It may take long, and nobody needs its end before a step is chosen or deleted.
+            self._deleting.submit(self._sweep)
+
+    # --- saving ----------------------------------------------------------------------------------
+
+    def save(
+        self,
+        step: int,
+        state: State,
+        *,
+        metrics: dict[str, float] | None = None,
+        notes: dict[str, Any] | None = None,
+        force: bool = False,
+    ) -> bool:
+        """Saves if it is time to. Call it after each step, on every rank.
+
+        The state may change when it returns; with ``staging="overlapped"`` only after
+        :meth:`wait_until_staged`, or in a step of an optimizer that :meth:`guard` knows. A step
+        that this manager has just saved or restored is not saved again. Steps that are there from
+        before the restored one was trained on are replaced.
+
+        Args:
+            step: the number of steps that are done; larger than at the call before.
+            state: what makes up the training: a dict of modules, optimizers, LR schedulers,
+                anything with ``state_dict()`` and ``load_state_dict()``, tensors and plain values;
+                see :class:`torch_ckpt.app_state.AppState`.
+            metrics: numbers to choose the best steps by, and to look up later; rank 0's count.
+            notes: anything else to look up later, as JSON knows it; rank 0's count.
+            force: save in any case.
+
+        Returns:
+            Whether a save of this step was begun.
+
+        Raises:
+            CheckpointException: the save before failed, or this one could not begin.
+            CheckpointError: replicas differ, with ``check_replicas="error"``.
+            ValueError, TypeError: the step, the metrics or the notes are none.
+        """
+        begun = time.perf_counter()
+        self._refuse("save")
+        step_name(step)
+        if self._schedule.auto is not None and self._returned_at is not None:
+            is_slow = self._was_saving or self.is_saving
+            self._schedule.auto.stepped(begun - self._returned_at, is_slow)
+        try:
+            stops = self._notice.reached(step)
+            wanted = self._schedule.wants(step, lambda: self.is_saving)
+            if step == self._last_step:
+                # Whether it has failed all ranks know only at its end.
+                self._wait_quietly()
+            is_new = step != self._last_step
+            saves = force or (is_new and (wanted or stops))
+            try:
+                return saves and self._save(step, state, metrics or {}, notes or {}, stops)
+            finally:
+                # Be it that the save has failed: nobody is told twice.
+                if stops:
+                    self._stop(step)
+        finally:
+            self._returned_at, self._was_saving = time.perf_counter(), self.is_saving
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether all ranks have come to the step at which they were told to stop, and saved it."""
+        return self._stops
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is under way."""
+        return self._pending is not None and not self._pending.handle.done()
+
+    @property
+    def last_step(self) -> int | None:
+        """The last step that this manager has saved or restored; None before.
+
+        A step counts when its save has ended well, which ranks see at different moments: after
+        :meth:`wait_until_finished` they see the same.
+        """
+        return self._last_complete
+
+    def before_save(self, hook: Callable[[], None]) -> RemovableHandle:
+        """Has ``hook()`` called before the state is read for a save, as for embeddings that are
+        kept elsewhere.
+
+        Returns:
+            A handle, whose ``remove()`` ends that.
+        """
+        return self._before_save.add(hook)
+
+    def guard(self, optimizer: torch.optim.Optimizer) -> None:
+        """With ``staging="overlapped"``, from now on: has the optimizer's step after a save wait
+        until it may change the state; see :meth:`torch_ckpt.AsyncSave.guard`."""
+        self._guarded.add(optimizer)
+        if self._pending is not None:
+            self._pending.handle.guard(optimizer)
+
+    def wait_until_staged(self) -> None:
+        """With ``staging="overlapped"``, waits until the state may change.
+
+        Raises:
+            CheckpointException: the save has failed before, and ``on_save_error`` is "raise".
+        """
+        if self._pending is not None and self._pending.is_here:
+            self._pending.handle.wait_staged_quietly()
+            if self._pending.handle.done():
+                self._wait_quietly()
+                self.check_for_errors()
+
+    def wait_until_finished(self, timeout: float | None = None) -> None:
+        """Waits for the save under way, and raises its error.
+
+        Raises:
+            TimeoutError: ``timeout`` seconds have passed; the save goes on.
+            CheckpointException: the save has failed, and ``on_save_error`` is "raise".
+        """
+        pending = self._pending
+        if pending is not None and not pending.wait(timeout):
+            raise TimeoutError(f"the save of step {pending.step} has not ended in {timeout} s")
+        self.check_for_errors()
+
+    def check_for_errors(self) -> None:
+        """Raises the error of a save that has ended, once. Does not wait.
+
+        Ranks may see the end of a save at different steps: where the error is to be handled and
+        training to go on, do so around :meth:`save` and :meth:`wait_until_finished`.
+
+        Raises:
+            CheckpointException: with the cause of each rank that failed.
+        """
+        failure = self._take_failure()
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """Waits for the save and the deletions under way; then nothing can be saved any more.
+
+        Raises:
+            CheckpointException: a save has failed, and ``on_save_error`` is "raise".
+        """
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._wait_quietly()
+        self._closed = True
+        self._notice.close()
+        # Not from an event of a deletion, which would wait for itself.
+        is_deleting = threading.current_thread().name.startswith(_DELETING)
+        self._deleting.shutdown(wait=not is_deleting)
+        self._report.close()
+        self.check_for_errors()
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except BaseException as failure:
+            if error is None:
+                raise
+            # What ended the block is raised.
+            LOGGER.error("%s", failure)
+
+    def __del__(self) -> None:
+        # There is no notice where the constructor has raised.
+        notice = getattr(self, "_notice", None)
+        if notice is None or self._closed or self._read_only or os.getpid() != self._pid:
+            return
+        notice.close()
+        warnings.warn(
+            f"the checkpoint manager of {self._store.root} was dropped without close(): a save "
+            "under way goes on, and its error goes to the log; use it in a with statement",
+            ResourceWarning,
+            stacklevel=2,
+        )
+
+    # --- restoring -------------------------------------------------------------------------------
+
+    def restore(
+        self,
+        state: State,
+        step: int | None = None,
+        *,
+        names: Names = None,
+        strict: bool = True,
+    ) -> int:
+        """Sets the state to that of a step, in place. All ranks call it.
+
+        It waits for a save under way. A step that is damaged, or whose files are missing, is passed
+        over with a warning, unless it was asked for by number.
+
+        Args:
+            state: as for :meth:`save`; plain values in it are replaced.
+            step: which one; the newest complete one if None.
+            names, strict: see :func:`torch_ckpt.load`.
+
+        Returns:
+            The step; 0 where nothing has been saved, and the state is as it was.
+
+        Raises:
+            FileNotFoundError: ``step`` is given and not there; those that are, are named.
+            CheckpointException: it cannot be loaded, as ``LoadMismatch`` and ``Unsafe`` tell.
+            CheckpointError: steps are there, and all of them damaged.
+        """
+        begun = time.perf_counter()
+        self._wait_quietly()
+        candidates = self._agree_on_candidates(step)
+        if not candidates:
+            # Whatever comes is of this run.
+            self._restored = 0
+            return 0
+        damages: list[str] = []
+        for candidate in candidates:
+            with self._lock:
+                self._reading.add(candidate)
+            try:
+                self._load_patiently(candidate, state, names, strict)
+            except CheckpointException as error:
+                if step is not None or not _is_damage(error) or _is_elsewhere(error):
+                    raise
+                damages.append(f"step {candidate}: {_causes(error)}")
+                self._report(
+                    Event("damaged", candidate, self._rank, message=f"{damages[-1]}; passed over")
+                )
+                if self._rank == 0:
+                    warn(f"{damages[-1]}; the one before is restored")
+                continue
+            finally:
+                with self._lock:
+                    self._reading.discard(candidate)
+            self._last_step = self._last_complete = candidate
+            self._restored = self._verified = candidate
+            self._returned_at = None
+            if self._rank == 0:
+                self._stale = {later for later in self.all_steps() if later > candidate}
+            self._warn_of_later_steps(candidate, step)
+            seconds = time.perf_counter() - begun
+            message = f"step {candidate} is restored, in {seconds:.2f} s"
+            self._report(Event("restored", candidate, self._rank, seconds, message=message))
+            return candidate
+        raise CheckpointError(
+            f"none of the steps in {self._store.root} can be loaded, so training does not begin "
+            f"anew by itself: {'; '.join(damages)}"
+        )
+
+    # --- what is there ---------------------------------------------------------------------------
+
+    def steps(self) -> list[StepInfo]:
+        """What is beneath the root now, leftovers too, by step. Asks no other rank."""
+        return self._store.entries()
+
+    def all_steps(self) -> list[int]:
+        """The complete steps, ascending. Asks no other rank."""
+        return [info.step for info in self._store.entries(leftovers=False)]
+
+    def latest_step(self) -> int | None:
+        """The newest complete step; None where there is none. Asks no other rank."""
+        return max(self.all_steps(), default=None)
+
+    def best_step(self) -> int | None:
+        """The best complete step by ``best_metric``; None where none has it.
+
+        Raises:
+            ValueError: the manager has no ``best_metric``.
+        """
+        if self._retention.best_metric is None:
+            raise ValueError("best_step() needs best_metric, the name of the metric to compare")
+        best = self._retention.best_first(self._store.entries(leftovers=False))
+        return best[0].step if best else None
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """Those that a complete step was saved with.
+
+        Raises:
+            FileNotFoundError: there is no such step.
+        """
+        return self._info(step).metrics
+
+    def metadata(self, step: int) -> Metadata:
+        """Names, shapes and dtypes of what a step holds, without reading it.
+
+        Raises:
+            FileNotFoundError, Corrupt, Unsafe: there is none, or it cannot be read.
+        """
+        return self._store.metadata(step)
+
+    def wait_for_new_step(
+        self, after: int | None = None, *, timeout: float | None = None, poll_seconds: float = 1.0
+    ) -> int | None:
+        """Waits for a complete step, for evaluation beside training.
+
+        Args:
+            after: it is to be larger than this one.
+            timeout: seconds to wait; None: for ever.
+            poll_seconds: how often the root is listed.
+
+        Returns:
+            The newest complete step; None where the time has passed.
+        """
+        until = None if timeout is None else time.monotonic() + timeout
+        while True:
+            newest = self.latest_step()
+            if newest is not None and (after is None or newest > after):
+                return newest
+            left = poll_seconds if until is None else min(poll_seconds, until - time.monotonic())
+            if left <= 0:
+                return None
+            time.sleep(left)
+
+    def verify(self, step: int) -> VerifyReport:
+        """Reads and checks all of a step; where it is well, retention keeps it. Asks no other rank.
+
+        Raises:
+            FileNotFoundError: there is no such step.
+        """
+        self._info(step)
+        with self._lock:
+            self._reading.add(step)
+        try:
+            report = self._store.verify(step)
+        finally:
+            with self._lock:
+                self._reading.discard(step)
+        if report.ok:
+            self._verified = step
+        return report
+
+    # --- by hand; rank 0 acts, and others may call it, too ----------------------------------------
+
+    def pin(self, step: int) -> None:
+        """Has retention keep a step.
+
+        Raises:
+            FileNotFoundError: there is no such complete step.
+        """
+        self._set_pinned(step, True)
+
+    def unpin(self, step: int) -> None:
+        """Leaves a step to retention again."""
+        self._set_pinned(step, False)
+
+    def delete(self, step: int) -> None:
+        """Deletes a step now, whatever the rules say.
+
+        Raises:
+            CheckpointError: somebody saves or loads there.
+            OSError: it cannot be deleted.
+        """
+        self._refuse("delete")
+        if self._rank == 0 and not self._in_turn(lambda: self._store.delete(step)):
+            raise CheckpointError(f"step {step} is being saved or loaded: try again later")
+
+    # --- private: saving -------------------------------------------------------------------------
+
+    def _save(
+        self,
+        step: int,
+        state: State,
+        metrics: dict[str, float],
+        notes: dict[str, Any],
+        stops: bool,
+    ) -> bool:
+        """Whether it was begun. Raises the error of the save before, but begins this one first."""
+        self._wait_quietly()
+        self._pending = None
+        earlier = self._take_failure()
+        # Of what it costs, waiting for the save before is no part.
+        ready = time.perf_counter()
+        try:
+            has_begun = self._begin(step, state, metrics, notes, ready, stops)
+        except (Exception, CheckpointException) as error:
+            if earlier is None:
+                raise
+            LOGGER.error("step %d was not begun, either: %s", step, _causes(error))
+            raise earlier from error
+        if earlier is not None:
+            raise earlier
+        return has_begun
+
+    def _begin(
+        self,
+        step: int,
+        state: State,
+        metrics: dict[str, float],
+        notes: dict[str, Any],
+        begun: float,
+        stops: bool,
+    ) -> bool:
+        self._schedule.begun()
+        read = functools.cache(AppState(state, before_save=self._before_save).state_dict)
+        looks = self._check_replicas != "off" and self._saves % self._check_replicas_every == 0
+        self._saves += 1
+        if looks:
+            try:
+                differ = self._look_at_replicas(step, read)
+            except Exception as error:
+                # All ranks know of it, and none of them begins.
+                return self._not_begun(step, error, begun)
+            if differ and self._check_replicas == "error":
+                raise CheckpointError(differ)
+        try:
+            marker = self._marker(metrics, notes)
+            values = read()
+            bytes_of_state = _whole_bytes(values)
+            writer = self._store.writer(
+                step,
+                attempt=self._attempt,
+                overwrite=self._may_replace(step),
+                marker=lambda: marker,
+                expected_bytes=bytes_of_state,
+                # The other ranks wait for this one's plan.
+                make_room=functools.partial(self._end_deletions, self._timeout / 2),
+                **self._writer_options,
+            )
+        except BaseException as error:
+            self._tell_the_others(error)
+            is_of_caller = isinstance(error, ValueError | TypeError)
+            if is_of_caller or not isinstance(error, Exception | CheckpointException):
+                raise
+            return self._not_begun(step, error, begun)
+        if stops:
+            self._log_expected_time(step, bytes_of_state)
+        try:
+            handle = async_save(
+                values,
+                storage_writer=writer,
+                staging=self._staging,
+                process_group=self._group,
+                timeout=self._timeout,
+            )
+        except (Exception, CheckpointException) as error:
+            return self._not_begun(step, error, begun)
+        handle.reported_elsewhere()
+        self._last_step = step
+        pending = self._pending = _Pending(step, handle, self._schedule.decided)
+        for optimizer in self._guarded:
+            handle.guard(optimizer)
+        blocked = time.perf_counter() - begun
+        message = f"step {step}: {size(bytes_of_state)}, training waited {blocked * 1000:.0f} ms"
+        try:
+            # What is called may not wait for the save: its end is not looked for yet.
+            pending.thread = threading.get_ident()
+            self._report(Event("saving", step, self._rank, blocked, bytes_of_state, message))
+        finally:
+            pending.thread = None
+            handle.committed.add_done_callback(_Once(self, pending, blocked))
+        if not self._async_saves:
+            self.wait_until_finished()
+        return True
+
+    def _take_failure(self) -> BaseException | None:
+        with self._lock:
+            failure, self._failure = self._failure, None
+        return failure
+
+    def _marker(self, metrics: dict[str, float], notes: dict[str, Any]) -> dict[str, Any]:
+        """A copy, since the caller may go on with theirs."""
+        return parsed_marker(
+            encoded_marker(
+                {
+                    "metrics": {name: float(value) for name, value in metrics.items()},
+                    "notes": notes,
+                    "ranks": self._ranks,
+                    "torch_ckpt": _version(),
+                }
+            )
+        )
+
+    def _tell_the_others(self, error: BaseException) -> None:
+        """Fails the save that they begin, which would wait for this rank."""
+        ranks = Meeting.of(self._group, no_dist=False).ranks(self._timeout)
+        spawn(functools.partial(tell_the_others, ranks, error))
+
+    def _not_begun(self, step: int, error: BaseException, begun: float) -> bool:
+        self._failed(step, error, time.perf_counter() - begun)
+        self.check_for_errors()
+        return False
+
+    def _ended(self, pending: _Pending, blocked: float, future: Future[Metadata]) -> None:
+        """By the save's thread."""
+        pending.thread = threading.get_ident()
+        error = future.exception()
+        metrics = pending.handle.metrics()
+        try:
+            auto = self._schedule.auto
+            if auto is not None and error is not None:
+                auto.failed()
+            if error is None:
+                if auto is not None:
+                    auto.saved(blocked, metrics.total_s)
+                self._committed = self._last_complete = pending.step
+                self._stale.discard(pending.step)
+                self._last_seconds = metrics.total_s
+                self._report(
+                    Event(
+                        "saved",
+                        pending.step,
+                        self._rank,
+                        metrics.total_s,
+                        metrics.bytes,
+                        saved_message(pending.step, metrics),
+                        metrics,
+                    )
+                )
+                if self._rank == 0:
+                    # Not where the interpreter ends: the next run deletes what is too much.
+                    with suppress(RuntimeError):
+                        self._deleting.submit(self._after_commit, pending)
+                return
+            self._failed(pending.step, error, metrics.total_s)
+        finally:
+            pending.ended.set()
+
+    def _failed(self, step: int, error: BaseException, seconds: float) -> None:
+        with self._lock:
+            self.save_errors += 1
+            self._failure = error if self._raises else None
+        if self._last_step == step:
+            # It may be tried again.
+            self._last_step = None
+        message = f"step {step} could not be saved: {_causes(error)}"
+        self._report(Event("save_failed", step, self._rank, seconds, message=message))
+
+    def _after_commit(self, saved: _Pending) -> None:
+        """On rank 0, by a thread of its own."""
+        try:
+            self._schedule.forget(saved.decided)
+        except CheckpointException as error:
+            LOGGER.warning("keys of the store could not be removed: %s", _causes(error))
+        try:
+            self._delete_what_no_rule_keeps(saved.step)
+        except Exception as error:
+            LOGGER.warning("steps could not be deleted (they will be, later): %s", error)
+
+    def _delete_what_no_rule_keeps(self, newest: int) -> None:
+        # What was being read when it was to go.
+        self._store.sweep(deleted_only=True)
+        if self._retention.keeps_all:
+            return
+        # Those of before training went back wait to be replaced; counted among the newest they
+        # would have the one go that was just saved. Where training has passed them they go
+        # themselves, or a restart would find them should a newer one be damaged.
+        steps = [info for info in self._store.entries(leftovers=False) if info.step <= newest]
+        passed = [info.step for info in steps if info.step in self._stale and not info.pinned]
+        own = [info for info in steps if info.step not in self._stale]
+        for step in [*passed, *self._retention.to_delete(own)]:
+            begun = time.perf_counter()
+            with self._lock:
+                is_protected = step in self._reading or step == self._verified
+            try:
+                has_gone = not is_protected and self._store.delete(step)
+            except OSError as error:
+                LOGGER.warning("step %d could not be deleted (it will be, later): %s", step, error)
+                continue
+            if has_gone:
+                is_passed = step in self._stale
+                self._stale.discard(step)
+                why = "it is of before training went back" if is_passed else "no rule keeps it"
+                message = f"step {step} is deleted: {why}"
+                seconds = time.perf_counter() - begun
+                self._report(Event("deleted", step, self._rank, seconds, message=message))
+
+    def _in_turn(self, work: Callable[[], T], timeout: float | None = None) -> T:
+        """What work returns, done after all that the deleting thread has to do by now.
+
+        Raises:
+            concurrent.futures.TimeoutError: it has not come to it within so many seconds.
+            RuntimeError: the interpreter ends, or the manager is closed.
+        """
+        if threading.current_thread().name.startswith(_DELETING):
+            return work()
+        return self._deleting.submit(work).result(timeout)
+
+    def _end_deletions(self, timeout: float | None = None) -> None:
+        """Waits for what the deleting thread has to do by now."""
+        with suppress(RuntimeError, FutureTimeout):
+            self._in_turn(lambda: None, timeout)
+
+    def _stop(self, step: int) -> None:
+        self._stops = True
+        message = f"all ranks stop at step {step}, by {self._notice.reason}"
+        self._report(Event("preempted", step, self._rank, message=message))
+        if self._deadline is not None:
+            self.wait_until_finished()
+
+    def _log_expected_time(self, step: int, bytes_of_state: int) -> None:
+        if self._deadline is None or self._rank != 0:
+            return
+        expected = (
+            f"the last one took {self._last_seconds:.1f} s"
+            if self._last_seconds
+            else f"it is the first one, of {size(bytes_of_state)}"
+        )
+        level = logging.WARNING if self._last_seconds > self._deadline else logging.INFO
+        LOGGER.log(
+            level,
+            "step %d is saved before the end, %.0f s from the notice: %s",
+            step,
+            self._deadline,
+            expected,
+        )
+
+    def _look_at_replicas(self, step: int, read: Callable[[], dict[str, Any]]) -> str:
+        """What differs, told; the same text on all ranks, empty where nothing does."""
+        begun = time.perf_counter()
+        lines = differing_replicas(read, self._group, self._timeout)
+        seconds = time.perf_counter() - begun
+        if not lines:
+            return ""
+        shown = "; ".join(lines[:10]) + ("; and more" if len(lines) > 10 else "")
+        message = (
+            f"step {step}: {plural(len(lines), 'tensor')} of which one rank's would be saved "
+            f"for all: {shown}"
+        )
+        self._report(Event("differing_replicas", step, self._rank, seconds, message=message))
+        if self._check_replicas == "warn" and self._rank == 0:
+            warn(message, stacklevel=5)
+        return message
+
+    def _may_replace(self, step: int) -> bool:
+        """Whether a complete step of the number is this manager's, or training came back to it."""
+        return step == self._committed or (self._restored is not None and step >= self._restored)
+
+    def _wait_quietly(self) -> None:
+        if self._pending is not None:
+            self._pending.wait()
+
+    def _refuse(self, what: str) -> None:
+        if self._closed:
+            raise ValueError(f"the manager is closed: it cannot {what}")
+        if self._read_only:
+            raise ValueError(f"the manager is read_only: it cannot {what}")
+
+    # --- private: restoring ----------------------------------------------------------------------
+
+    def _load_patiently(self, step: int, state: State, names: Names, strict: bool) -> None:
+        for seconds in (*_PATIENCE_SECONDS, None):
+            try:
+                self._load(step, state, names, strict)
+                return
+            except CheckpointException as error:
+                # All ranks have the same failures, and so wait alike.
+                if seconds is None or not _is_elsewhere(error):
+                    raise
+                time.sleep(seconds)
+
+    def _load(self, step: int, state: State, names: Names, strict: bool) -> None:
+        load = functools.partial(
+            self._store.load,
+            step,
+            process_group=self._group,
+            names=names,
+            strict=strict,
+            **self._load_options,
+        )
+        AppState(state).restore(
+            load,
+            call="CheckpointManager.restore",
+            process_group=self._group,
+            timeout=self._timeout,
+        )
+
+    def _agree_on_candidates(self, step: int | None) -> list[int]:
+        """The steps to try, in this order, as rank 0 sees them."""
+
+        def mine() -> tuple[int | None, list[int]]:
+            if self._rank != 0:
+                return step, []
+            # Or a step could go that is being chosen.
+            with call.alive(time.monotonic_ns):
+                self._end_deletions()
+            return step, self.all_steps()
+
+        def of_rank_0(brought: list[tuple[int | None, list[int]]]) -> list[int] | Disagreement:
+            if len({wanted for wanted, _steps in brought}) > 1:
+                return Disagreement(
+                    "ranks ask for different steps:",
+                    [f"rank {rank}: {wanted}" for rank, (wanted, _) in enumerate(brought)],
+                )
+            return brought[0][1]
+
+        with Call("CheckpointManager.restore", self._group, self._timeout) as call:
+            there = call.exchange(mine, of_rank_0)
+        if step is None:
+            return there[::-1]
+        if step not in there:
+            raise FileNotFoundError(
+                2, f"step {step} is not there; complete are {there or 'none'}", self._store.root
+            )
+        return [step]
+
+    def _warn_of_later_steps(self, restored: int, asked: int | None) -> None:
+        if asked is None or self._rank != 0:
+            return
+        later = [step for step in self.all_steps() if step > restored]
+        if later:
+            warn(
+                f"step {restored} is restored, and there are later ones ({later}): they are "
+                "replaced when training comes to them; until then a restart finds them, unless "
+                "you delete() them",
+                stacklevel=3,
+            )
+
+    # --- private: the rest -----------------------------------------------------------------------
+
+    def _agree_on_attempt(self, before: Callable[[], None]) -> str:
+        """The attempt of all ranks; ``before`` is run on each, and where it raises all do."""
+        own = uuid.uuid4().hex[:8]
+        if self._read_only:
+            # Nothing is written, so nobody need be waited for.
+            before()
+            return own
+        root = self._store.root
+
+        def mine() -> tuple[str, str]:
+            before()
+            return root, own
+
+        def chosen(brought: list[tuple[str, str]]) -> str | Disagreement:
+            if len({root for root, _attempt in brought}) > 1:
+                return Disagreement(
+                    "ranks have different roots:",
+                    [f"rank {rank}: {root}" for rank, (root, _) in enumerate(brought)],
+                )
+            return brought[0][1]
+
+        with Call("CheckpointManager", self._group, self._timeout) as call:
+            return call.exchange(mine, chosen)
+
+    def _sweep(self) -> None:
+        begun = time.perf_counter()
+        try:
+            names = self._store.sweep(attempt=self._attempt)
+        except Exception as error:
+            # The other ranks go on, and no save needs it.
+            LOGGER.warning("what is left of saves that did not end could not be removed: %s", error)
+            return
+        if names:
+            self._report(
+                Event(
+                    "leftovers",
+                    -1,
+                    self._rank,
+                    time.perf_counter() - begun,
+                    message=f"{self._store.root}: removed what was left of saves and deletions "
+                    f"that did not end: {', '.join(names)}",
+                )
+            )
+
+    def _info(self, step: int) -> StepInfo:
+        for info in self._store.entries(leftovers=False):
+            if info.step == step:
+                return info
+        raise FileNotFoundError(2, f"there is no complete step {step}", self._store.root)
+
+    def _set_pinned(self, step: int, pinned: bool) -> None:
+        self._refuse("pin" if pinned else "unpin")
+        if self._rank == 0:
+            # Between deletions: one that has begun with the step unpinned would take it.
+            self._in_turn(lambda: self._store.set_pinned(step, pinned))
+
+
+class _Once:
+    """Calls what a manager does at the end of a save. Futures keep their callbacks, and so, for as
+    long as it had this, the manager."""
+
+    def __init__(self, manager: CheckpointManager, pending: _Pending, blocked: float) -> None:
+        self._given: tuple[CheckpointManager, _Pending, float] | None = manager, pending, blocked
+
+    def __call__(self, future: Future[Metadata]) -> None:
+        given, self._given = self._given, None
+        if given is not None:
+            manager, pending, blocked = given
+            manager._ended(pending, blocked, future)
+
+
+class _Pending:
+    """The last save that was begun."""
+
+    def __init__(self, step: int, handle: AsyncSave, decided: int) -> None:
+        self.step = step
+        self.handle = handle
+        self.decided = decided
+        #: Later than the handle's future: what there is to do at the end has been done.
+        self.ended = threading.Event()
+        self.thread: int | None = None
+        self._pid = os.getpid()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is this process's save, and this is not the thread that tells of it."""
+        return os.getpid() == self._pid and threading.get_ident() != self.thread
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Whether it has ended; waits for that where it can."""
+        return not self.is_here or self.ended.wait(timeout)
+
+
+def _is_damage(error: CheckpointException) -> bool:
+    """Whether the step's files are at fault, and those of another step may be well.
+
+    Other errors of the system, as of a disk or a network that does not answer, are nobody's to pass
+    over: an older step would be restored, and the newer one replaced.
+    """
+    causes = [cause for cause, _frames in error.failures.values()]
+    return all(isinstance(cause, Corrupt | EOFError | FileNotFoundError) for cause in causes)
+
+
+def _is_elsewhere(error: CheckpointException) -> bool:
+    """Whether only other ranks than rank 0, which has listed it, do not find the step."""
+    causes = [cause for cause, _frames in error.failures.values()]
+    return 0 not in error.failures and all(isinstance(c, FileNotFoundError) for c in causes)
+
+
+def _causes(error: BaseException) -> str:
+    """What went wrong, and on which ranks."""
+    if not isinstance(error, CheckpointException):
+        return f"{type(error).__name__}: {error}"
+    return "; ".join(
+        f"rank {rank}: {type(cause).__name__}: {cause}"
+        for rank, (cause, _frames) in sorted(error.failures.items())
+    )
+
+
+def _whole_bytes(values: dict[str, Any]) -> int:
+    """Of the tensors, each once for all ranks."""
+    tensors = pytree.tree_leaves(values)
+    return sum(t.numel() * t.itemsize for t in tensors if isinstance(t, torch.Tensor))
+
+
+def _bar_on_terminals() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty() and find_spec("tqdm") is not None
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def _version() -> str:
+    from torch_ckpt import __version__
+
+    return __version__
