@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 from collections.abc import Iterator
@@ -22,7 +21,16 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.progress import Progress, ProgressOption, Reporter
 from torch_ckpt.reader import LEAST_INFLIGHT_BYTES, Row
-from torch_ckpt.stored import QUANTIZED, Box, StoredTensors, empty
+from torch_ckpt.stored import (
+    QUANTIZED,
+    Box,
+    StoredTensors,
+    as_float64,
+    as_int64,
+    boxes,
+    empty,
+    widened,
+)
 from torch_ckpt.text import plural, printable
 
 # Elements that are compared at once: what that takes beside the two tensors stays below 64 MiB.
@@ -305,7 +313,7 @@ class _Comparison:
                 of_a, of_b = self._a.entries[tally.name], self._b.entries[tally.name]
                 dtypes = of_a.properties.dtype, of_b.properties.dtype
                 widest = max(dtype.itemsize for dtype in dtypes)
-                for box in _boxes(tally.shape, max(1, self._at_once // widest)):
+                for box in boxes(tally.shape, max(1, self._at_once // widest)):
                     count = math.prod(box[1])
                     held = count * sum(dtype.itemsize for dtype in dtypes)
                     if self._wave and self._wave_bytes + held > 2 * self._at_once:
@@ -455,10 +463,10 @@ def _differences(a: torch.Tensor, b: torch.Tensor) -> _Found | None:
         if places.numel() == 0:
             return None
         a, b = _gather(a, places), _gather(b, places)
-        in_a, in_b = _as_float64(a), _as_float64(b)
+        in_a, in_b = as_float64(a), as_float64(b)
         return _Found(places, a, b, _apart(a, b, in_a, in_b), in_a.abs(), in_b.abs())
     wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
-    wide_a, wide_b = _widened(a, wide), _widened(b, wide)
+    wide_a, wide_b = widened(a, wide), widened(b, wide)
     places = (~_same(wide_a, wide_b)).nonzero().reshape(-1)
     if places.numel() == 0:
         return None
@@ -483,41 +491,23 @@ def _gather(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 
 def _differing_integers(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if (a.dtype == torch.uint64) == (b.dtype == torch.uint64):
-        return _bits(a) != _bits(b)
+        return as_int64(a) != as_int64(b)
     # What is negative in one of the two readings the other one does not have.
-    return (_bits(a) != _bits(b)) | (_bits(a) < 0) | (_bits(b) < 0)
-
-
-def _bits(values: torch.Tensor) -> torch.Tensor:
-    """As int64; of uint64 those above its range are negative."""
-    return values.view(torch.int64) if values.dtype == torch.uint64 else values.to(torch.int64)
-
-
-def _as_float64(values: torch.Tensor) -> torch.Tensor:
-    if values.dtype != torch.uint64:
-        return values.to(torch.float64)
-    bits = values.view(torch.int64)
-    return torch.where(bits < 0, bits.to(torch.float64) + 2.0**64, bits.to(torch.float64))
+    return (as_int64(a) != as_int64(b)) | (as_int64(a) < 0) | (as_int64(b) < 0)
 
 
 def _apart(
     a: torch.Tensor, b: torch.Tensor, in_a: torch.Tensor, in_b: torch.Tensor
 ) -> torch.Tensor:
     """How far integers are apart, rounded once: large neighbours are the same in float64."""
-    bits_a, bits_b = _bits(a), _bits(b)
+    bits_a, bits_b = as_int64(a), as_int64(b)
     if (a.dtype == torch.uint64) != (b.dtype == torch.uint64):
         return (in_a - in_b).abs()
     least = _LEAST_INT64 if a.dtype == torch.uint64 else 0
     larger = (bits_a ^ least) > (bits_b ^ least)
     # Modulo 2^64, of which it is less.
     apart = torch.where(larger, bits_a - bits_b, bits_b - bits_a)
-    return _as_float64(apart.view(torch.uint64))
-
-
-def _widened(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if values.dtype == torch.uint64:
-        return _as_float64(values).to(dtype)
-    return values.to(dtype)
+    return as_float64(apart.view(torch.uint64))
 
 
 def _index_of(place: int, box: Box) -> tuple[int, ...]:
@@ -527,21 +517,3 @@ def _index_of(place: int, box: Box) -> tuple[int, ...]:
         place, at = divmod(place, length)
         index.append(offset + at)
     return tuple(reversed(index))
-
-
-def _boxes(shape: tuple[int, ...], most: int) -> Iterator[Box]:
-    """Boxes of at most so many elements, in order, that make up a tensor."""
-    if 0 in shape:
-        return
-    if not shape:
-        yield (), ()
-        return
-    cut = 0  # the dimension in which boxes are cut; of those before it they have one index each
-    while math.prod(shape[cut + 1 :]) > most:
-        cut += 1
-    step = max(1, most // math.prod(shape[cut + 1 :]))
-    for lead in itertools.product(*(range(length) for length in shape[:cut])):
-        for begin in range(0, shape[cut], step):
-            count = min(step, shape[cut] - begin)
-            offsets = (*lead, begin, *(0 for _ in shape[cut + 1 :]))
-            yield offsets, (*(1 for _ in lead), count, *shape[cut + 1 :])

@@ -14,7 +14,6 @@ import os
 import pickle
 import struct
 import zipfile
-import zlib
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping
@@ -30,7 +29,6 @@ from torch_ckpt.beneath import lies_beneath, outside
 from torch_ckpt.directory import OpenDirectory
 from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
 from torch_ckpt.metadata import METADATA_NAME
-from torch_ckpt.objects import decode
 from torch_ckpt.reader import MOST_NAMES
 from torch_ckpt.safetensors_format import Place, read_header
 from torch_ckpt.stored import QUANTIZED, StoredTensors, empty
@@ -189,18 +187,7 @@ class DcpSource(Source):
         return targets
 
     def object(self, name: str) -> Any:
-        info = self._stored.place(name)
-        row = (name, 0, info.offset, info.length)
-        reader = self._stored.reader
-        # An object is read whole, whatever it takes.
-        reader.max_inflight_bytes = _INFLIGHT_BYTES + 2 * info.length
-        try:
-            (data,) = reader.read_bytes([info.relative_path], [row])
-        finally:
-            reader.max_inflight_bytes = _INFLIGHT_BYTES
-        if reader.allow_pickle:
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
-        return decode(data, name, info.relative_path)
+        return self._stored.object(name)
 
     def close(self) -> None:
         self._stored.reader.release()
@@ -387,7 +374,7 @@ class TorchSource(Source):
         data = read_exactly(self._stream, span * width, self._path, name)
         checksum = self._records[view.begin].CRC
         # Zero: it was saved without.
-        if is_whole and checksum and zlib.crc32(data) != checksum:
+        if is_whole and checksum and _C.crc32(data) != checksum:
             raise Corrupt(f"{name}: {self._path} has other bytes for it than its checksum says")
         as_bytes = torch.frombuffer(data, dtype=torch.uint8)
         # Not every dtype can be copied.
@@ -406,7 +393,7 @@ class TorchSource(Source):
         checksum, left = 0, info.file_size
         while left:
             piece = read_exactly(self._stream, min(left, _PIECE_BYTES), self._path, name)
-            checksum = zlib.crc32(piece, checksum)
+            checksum = _C.crc32(piece, checksum)
             left -= len(piece)
         if checksum != info.CRC:
             raise Corrupt(f"{name}: {self._path} has other bytes for it than its checksum says")

@@ -70,7 +70,7 @@ class Listing:
         return files + items
 
 
-def _natural(name: str) -> list[str | int]:
+def natural(name: str) -> list[str | int]:
     """Sorts layers.2 before layers.10; text and numbers alternate, so like meets like."""
     parts: list[str | int] = list(re.split(r"([0-9]+)", name))
     parts[1::2] = map(int, parts[1::2])
@@ -136,7 +136,7 @@ def _put_together(directory: Path, opened: OpenDirectory, metadata: Metadata) ->
                 shards=1 if tensor is None else len(tensor.chunks),
                 stored_shards=item_records.get(name, 0),
                 stored_bytes=item_bytes.get(name, 0),
-                files=sorted(item_files.get(name, ()), key=_natural),
+                files=sorted(item_files.get(name, ()), key=natural),
             )
         )
 
@@ -144,8 +144,8 @@ def _put_together(directory: Path, opened: OpenDirectory, metadata: Metadata) ->
     status = (directory / METADATA_NAME).stat()
     files = [*named, *_unreferenced(directory, records)]
     return Listing(
-        items=sorted(items, key=lambda item: _natural(item.name)),
-        files=sorted(files, key=lambda file: _natural(file.name)),
+        items=sorted(items, key=lambda item: natural(item.name)),
+        files=sorted(files, key=lambda file: natural(file.name)),
         disk_bytes=status.st_size + sum(file.disk_bytes or 0 for file in named),
         committed=datetime.fromtimestamp(status.st_mtime).astimezone(),
     )

@@ -7,7 +7,6 @@ are lost. Checksums tell.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from torch_ckpt import _C
 from torch_ckpt.multihost.calls import Call
 from torch_ckpt.multihost.trees import as_bytes, host_pieces, is_strided, ranks_text
 
@@ -69,7 +69,7 @@ def _checksum(tensor: torch.Tensor) -> int:
     # that, and one change in four billion is seen at the next look.
     crc = 0
     for piece in host_pieces(as_bytes(tensor)):
-        crc = zlib.crc32(piece, crc)
+        crc = _C.crc32(piece, crc)
     return crc
 
 

@@ -1,7 +1,9 @@
-"""Whole tensors of a checkpoint, read in boxes, for what compares or converts checkpoints."""
+"""Whole tensors of a checkpoint, read in boxes, and objects: for what looks at checkpoints."""
 
 from __future__ import annotations
 
+import io
+import itertools
 import math
 import os
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torch_ckpt.errors import CheckpointError, Corrupt
+from torch_ckpt.objects import decode
 from torch_ckpt.reader import FileSystemReader, Row
 from torch_ckpt.verifying import fault_of_shards
 
@@ -121,6 +124,25 @@ class StoredTensors:
             )
         return rows
 
+    def object(self, name: str) -> Any:
+        """What is stored under the name, of harmless types unless ``allow_pickle`` was given.
+
+        Raises:
+            Corrupt, Unsafe, CheckpointError, OSError: it cannot be read, or is of other types.
+        """
+        info = self.place(name)
+        before = self.reader.max_inflight_bytes
+        # An object is read whole, whatever it takes.
+        self.reader.max_inflight_bytes = before + 2 * info.length
+        try:
+            row = (name, 0, info.offset, info.length)
+            (data,) = self.reader.read_bytes([info.relative_path], [row])
+        finally:
+            self.reader.max_inflight_bytes = before
+        if self.reader.allow_pickle:
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+        return decode(data, name, info.relative_path)
+
     def record_pieces(self, name: str, info: _StorageInfo, at_once: int) -> Iterator[bytes]:
         """The stored bytes of a record, as they are."""
         if info.length <= at_once // 2:
@@ -142,3 +164,39 @@ def empty(sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """As torch.empty, which not every dtype has."""
     count = math.prod(sizes) * dtype.itemsize
     return torch.empty(count, dtype=torch.uint8).view(dtype).view(sizes)
+
+
+def boxes(shape: tuple[int, ...], most: int) -> Iterator[Box]:
+    """Boxes of at most so many elements, in order, that make up a tensor."""
+    if 0 in shape:
+        return
+    if not shape:
+        yield (), ()
+        return
+    cut = 0  # the dimension in which boxes are cut; of those before it they have one index each
+    while math.prod(shape[cut + 1 :]) > most:
+        cut += 1
+    step = max(1, most // math.prod(shape[cut + 1 :]))
+    for lead in itertools.product(*(range(length) for length in shape[:cut])):
+        for begin in range(0, shape[cut], step):
+            count = min(step, shape[cut] - begin)
+            offsets = (*lead, begin, *(0 for _ in shape[cut + 1 :]))
+            yield offsets, (*(1 for _ in lead), count, *shape[cut + 1 :])
+
+
+def as_int64(values: torch.Tensor) -> torch.Tensor:
+    """As int64; of uint64 those above its range are negative."""
+    return values.view(torch.int64) if values.dtype == torch.uint64 else values.to(torch.int64)
+
+
+def as_float64(values: torch.Tensor) -> torch.Tensor:
+    if values.dtype != torch.uint64:
+        return values.to(torch.float64)
+    bits = values.view(torch.int64)
+    return torch.where(bits < 0, bits.to(torch.float64) + 2.0**64, bits.to(torch.float64))
+
+
+def widened(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if values.dtype == torch.uint64:
+        return as_float64(values).to(dtype)
+    return values.to(dtype)

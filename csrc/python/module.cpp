@@ -8,6 +8,7 @@
 
 #include "commit.h"
 #include "engine/executor.h"
+#include "format/crc32.h"
 #include "format/metadata_pickle.h"
 #include "os/directory.h"
 #include "python/bindings.h"
@@ -19,17 +20,40 @@ namespace py = pybind11;
 namespace torch_ckpt::python {
 namespace {
 
+/// The memory of an object, which stays where it is as long as this lives.
+class Memory {
+ public:
+  explicit Memory(const py::buffer& object) {
+    // Strided memory is refused.
+    if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_SIMPLE) != 0) throw py::error_already_set();
+  }
+  ~Memory() { PyBuffer_Release(&view_); }
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+
+  std::span<const std::byte> bytes() const {
+    return {static_cast<const std::byte*>(view_.buf), static_cast<std::size_t>(view_.len)};
+  }
+
+ private:
+  Py_buffer view_{};
+};
+
 void commit(const std::string& directory, const std::string& name, const py::buffer& contents,
             bool sync, bool replace) {
-  const py::buffer_info bytes = contents.request();
-  const std::span<const std::byte> span(static_cast<const std::byte*>(bytes.ptr),
-                                        static_cast<std::size_t>(bytes.size * bytes.itemsize));
+  const Memory memory(contents);
   CommitOutcome outcome;
   {
     py::gil_scoped_release release;
-    outcome = commit_metadata(directory, name, span, {.sync = sync, .replace = replace});
+    outcome = commit_metadata(directory, name, memory.bytes(), {.sync = sync, .replace = replace});
   }
   if (outcome.state != CommitState::committed) raise(outcome);
+}
+
+std::uint32_t crc32(const py::buffer& data, std::uint32_t crc) {
+  const Memory memory(data);
+  py::gil_scoped_release release;
+  return format::crc32(crc, memory.bytes());
 }
 
 /// Where the program ends. `roles` are by "module name".
@@ -41,12 +65,10 @@ std::size_t check_metadata_pickle(const py::buffer& data,
     if (!role) throw py::value_error(name + ": '" + word + "' is no role");
     allowed.emplace(name, *role);
   }
-  const py::buffer_info bytes = data.request();
-  const std::span<const std::byte> span(static_cast<const std::byte*>(bytes.ptr),
-                                        static_cast<std::size_t>(bytes.size * bytes.itemsize));
+  const Memory memory(data);
   Result<std::size_t> end = [&] {
     py::gil_scoped_release release;
-    return format::check_metadata_pickle(span, allowed);
+    return format::check_metadata_pickle(memory.bytes(), allowed);
   }();
   return unwrap(std::move(end));
 }
@@ -76,6 +98,7 @@ PYBIND11_MODULE(_C, module) {
              py::arg("contents"), py::arg("sync"), py::arg("replace") = true);
   module.def("check_metadata_pickle", &python::check_metadata_pickle, py::arg("data"),
              py::arg("roles"));
+  module.def("crc32", &python::crc32, py::arg("data"), py::arg("crc") = 0);
   module.def("make_directories", without_gil(&os::make_directories), py::arg("path"));
   module.def("sync_directory", without_gil(&os::sync_directory), py::arg("path"));
   module.def("remove_file", without_gil(&os::remove_file), py::arg("path"));

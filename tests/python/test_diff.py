@@ -33,9 +33,9 @@ from tests.support import (
     stock_save,
 )
 from torch_ckpt import cli
-from torch_ckpt.comparing import _boxes
 from torch_ckpt.metadata import read_metadata
 from torch_ckpt.progress import Progress
+from torch_ckpt.stored import boxes
 
 MIB = 1 << 20
 
@@ -305,7 +305,7 @@ def test_many_small_tensors_are_compared_together(tmp_path: Path) -> None:
 )
 def test_boxes_make_up_the_tensor(shape: tuple[int, ...], most: int) -> None:
     seen = torch.zeros(shape, dtype=torch.int64)
-    for offsets, lengths in _boxes(shape, most):
+    for offsets, lengths in boxes(shape, most):
         assert math.prod(lengths) <= most
         part = seen
         for dim, (begin, length) in enumerate(zip(offsets, lengths, strict=True)):
