@@ -39,7 +39,8 @@ from torch_ckpt.generations import Claim, choose_prefix
 from torch_ckpt.metadata import METADATA_NAME
 from torch_ckpt.metrics import LOGGER
 from torch_ckpt.results import ResultsQueue
-from torch_ckpt.write_tasks import Staged, WriteTask, portable
+from torch_ckpt.staged import Staged, portable
+from torch_ckpt.write_tasks import WriteTask
 from torch_ckpt.writer import DCP_VERSION, FileSystemWriter, keeps_default_lookup, resolve
 
 

@@ -45,7 +45,7 @@ from torch_ckpt.lockstep import Lockstep
 from torch_ckpt.metrics import LOGGER
 from torch_ckpt.replacing import received_request
 from torch_ckpt.snapshot import let_go, spawn
-from torch_ckpt.write_tasks import Stage
+from torch_ckpt.staged import Stage
 
 _STEP = "write"
 

@@ -32,6 +32,8 @@ from torch_ckpt.verifying import verify
 # has ended.
 _CLOSED_PIPE = 141
 
+_Run = Callable[[argparse.Namespace], int]
+
 
 def _print(lines: Iterable[str]) -> None:
     for line in lines:
@@ -212,6 +214,18 @@ def _tolerance(text: str) -> float:
     return number
 
 
+def _add_directory(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", type=Path, metavar="DIR", help="the checkpoint directory")
+
+
+def _add_root(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("root", metavar="ROOT", help="a directory, or a URL that fsspec knows")
+
+
+def _add_json(parser: argparse._ActionsContainer, what: str = "everything") -> None:
+    parser.add_argument("--json", action="store_true", help=f"{what} as one JSON document")
+
+
 def _parser() -> argparse.ArgumentParser:
     """Builds the command line; a command is a subparser with its function as the default `run`."""
     parser = argparse.ArgumentParser(
@@ -220,37 +234,43 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    ls = commands.add_parser(
+    def command(name: str, run: _Run, help: str, description: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=help, description=description)
+        made.set_defaults(run=run)
+        return made
+
+    ls = command(
         "ls",
+        _ls,
         help="list what a checkpoint holds",
         description="List the tensors and objects of a checkpoint directory. Reads its metadata "
         "and the lengths of its files, not the data. Exits with 1 when a data file or a shard is "
         "missing or a file is too short, with 2 when there is no checkpoint that can be read.",
     )
-    ls.add_argument("directory", type=Path, metavar="DIR", help="the checkpoint directory")
+    _add_directory(ls)
     form = ls.add_mutually_exclusive_group()
     form.add_argument("--files", action="store_true", help="one line per file instead of per item")
-    form.add_argument("--json", action="store_true", help="everything as one JSON document")
-    ls.set_defaults(run=_ls)
+    _add_json(form)
 
-    check = commands.add_parser(
+    check = command(
         "verify",
+        _verify,
         help="read all of a checkpoint and compare it with its checksums",
         description="Read every record of a checkpoint directory, compare it with every checksum "
         "that there is, and name all that is damaged or missing. Exits with 0 when all is sound, "
         "with 1 when it is not, with 2 when there is no checkpoint that can be read.",
     )
-    check.add_argument("directory", type=Path, metavar="DIR", help="the checkpoint directory")
+    _add_directory(check)
     check.add_argument(
         "--threads", type=_at_least_one, metavar="N", help="reads under way at once (default: 8)"
     )
     shape = check.add_mutually_exclusive_group()
-    shape.add_argument("--json", action="store_true", help="everything as one JSON document")
+    _add_json(shape)
     shape.add_argument("--quiet", action="store_true", help="say only what is wrong")
-    check.set_defaults(run=_verify)
 
-    compare = commands.add_parser(
+    compare = command(
         "diff",
+        _diff,
         help="compare two checkpoints by name, shape, dtype and value",
         description="Compare two checkpoint directories, however each is sharded. Objects are "
         "compared by their stored bytes and never unpickled. Exits with 0 when they are equal, or "
@@ -263,11 +283,11 @@ def _parser() -> argparse.ArgumentParser:
         "--atol", type=_tolerance, metavar="X", help="allow |a - b| <= X + Y * |b|"
     )
     compare.add_argument("--rtol", type=_tolerance, metavar="Y", help="see --atol")
-    compare.add_argument("--json", action="store_true", help="everything as one JSON document")
-    compare.set_defaults(run=_diff)
+    _add_json(compare)
 
-    change = commands.add_parser(
+    change = command(
         "convert",
+        _convert,
         help="convert between checkpoint directories, torch.save files and safetensors",
         description="Convert a model, a few tensors at a time. SOURCE: a checkpoint directory, a "
         "file of torch.save, a safetensors file, or a directory of these with an index. TARGET: "
@@ -290,11 +310,11 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="unpickle whatever SOURCE holds, which may run code: only from trusted writers",
     )
-    change.add_argument("--json", action="store_true", help="the report as one JSON document")
-    change.set_defaults(run=_convert)
+    _add_json(change, "the report")
 
-    probe = commands.add_parser(
+    probe = command(
         "doctor",
+        _doctor,
         help="probe a directory: its file system, speed, and what is promised there",
         description="Probe a directory: file system, space, direct I/O, the cost of fsync, locks, "
         "and the bandwidth of saves and loads with 1 to 8 threads; then say which options suit it, "
@@ -309,29 +329,29 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help="bytes of each measurement (default: 256MiB)",
     )
-    probe.add_argument("--json", action="store_true", help="everything as one JSON document")
-    probe.set_defaults(run=_doctor)
+    _add_json(probe)
 
-    steps = commands.add_parser(
+    steps = command(
         "steps",
+        _steps,
         help="list the steps of a run",
         description="List the steps beneath a root, as CheckpointManager saves them: size, age, "
         "metrics, whether pinned; and leftovers of saves and deletions that did not end. Exits "
         "with 2 when there are none.",
     )
-    steps.add_argument("root", metavar="ROOT", help="a directory, or a URL that fsspec knows")
-    steps.add_argument("--json", action="store_true", help="everything as one JSON document")
-    steps.set_defaults(run=_steps)
+    _add_root(steps)
+    _add_json(steps)
 
-    gc = commands.add_parser(
+    gc = command(
         "gc",
+        _gc,
         help="delete steps of a run that no rule keeps",
         description="Delete the complete steps beneath a root that no rule keeps. Rules add up. "
         "The newest step and pinned ones always stay, and so does what is being loaded from a "
         "directory: then the exit code is 1. Of a URL nobody knows who loads a step: it goes, and "
         "the load fails.",
     )
-    gc.add_argument("root", metavar="ROOT", help="a directory, or a URL that fsspec knows")
+    _add_root(gc)
     gc.add_argument("--keep-last", type=_at_least_one, metavar="N", help="keep the newest N")
     gc.add_argument(
         "--keep-every", type=_at_least_one, metavar="K", help="keep multiples of K steps"
@@ -350,8 +370,7 @@ def _parser() -> argparse.ArgumentParser:
         help="also remove leftovers that nobody works in; of a URL, those older than an hour",
     )
     gc.add_argument("--dry-run", action="store_true", help="only say what would happen")
-    gc.add_argument("--json", action="store_true", help="the report as one JSON document")
-    gc.set_defaults(run=_gc)
+    _add_json(gc, "the report")
     return parser
 
 
@@ -361,7 +380,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises SystemExit with code 2 for a wrong command line (and 0 for ``--help``), as argparse does.
     """
     arguments = _parser().parse_args(argv)
-    run: Callable[[argparse.Namespace], int] = arguments.run
+    run: _Run = arguments.run
     code = _CLOSED_PIPE
     try:
         code = run(arguments)

@@ -29,7 +29,7 @@ from torch_ckpt.beneath import lies_beneath
 from torch_ckpt.loading import LoadReport
 from torch_ckpt.metadata import METADATA_NAME
 from torch_ckpt.metrics import LOGGER
-from torch_ckpt.remote_files import RemoteFile, RemoteFiles, age, require_room
+from torch_ckpt.remote_files import RemoteFile, RemoteFiles, age, require_staging_room
 from torch_ckpt.remote_reader import RemoteReader
 from torch_ckpt.remote_writer import DELETED_NAME, RemoteWriter, busy
 from torch_ckpt.snapshot import join_saves
@@ -182,7 +182,7 @@ class RemoteSteps(StepStore):
                     prefix="torch_ckpt-", dir=self._staging_dir
                 ) as staging:
                     wanted = sum(listing[name].bytes for name in (METADATA_NAME, *batch))
-                    require_room(staging, wanted, files.url)
+                    require_staging_room(staging, wanted, files.url)
                     _download(files, [METADATA_NAME, *batch], staging)
                     part = verify(staging)
                 total.records += part.records

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import importlib
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from torch_ckpt.free_space import require_room
 from torch_ckpt.text import size
 
 #: Requests under way at once.
@@ -259,18 +259,11 @@ def _callback(uploaded: Callable[[int], None]) -> Any:
     return Counting()
 
 
-def require_room(directory: str, wanted: int, url: str) -> None:
-    """Refuses to stage more bytes of a URL in a local directory than a process may write there.
+def require_staging_room(directory: str, wanted: int, url: str) -> None:
+    """Refuses to stage more bytes of a URL in a local directory than there is room for.
 
     Raises:
         OSError: ``ENOSPC``, with both numbers.
     """
-    status = os.statvfs(directory)
-    free = status.f_bavail * status.f_frsize
-    if wanted > free:
-        raise OSError(
-            errno.ENOSPC,
-            f"{size(wanted)} of {url} are to be staged here at once, and {size(free)} are free; "
-            "pass another staging_dir",
-            directory,
-        )
+    need = f"{size(wanted)} of {url} are to be staged here at once"
+    require_room(directory, wanted, need, "pass another staging_dir")

@@ -42,7 +42,7 @@ from torch_ckpt.ranges import (
     record_ranges,
 )
 from torch_ckpt.reader import ByteRow, FileSystemReader, Reading, Row
-from torch_ckpt.remote_files import RemoteFiles, require_room
+from torch_ckpt.remote_files import RemoteFiles, require_staging_room
 from torch_ckpt.steps import MARKER_NAME
 
 #: Fetched at most before the engine reads it, but for a single record that is larger.
@@ -246,7 +246,7 @@ class RemoteReader(FileSystemReader):
                 starts = range(begin, end, _REQUEST_BYTES)
                 requests += [(file, at, min(at + _REQUEST_BYTES, end)) for at in starts]
         total = sum(end - begin for _file, begin, end in requests)
-        require_room(str(self._staged_path), total, self._files.url)
+        require_staging_room(str(self._staged_path), total, self._files.url)
         self._files.for_each(self._fetch_one, requests)
 
     def _fetch_one(self, file: str, begin: int, end: int) -> None:

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch_ckpt.errors import CheckpointError, NotCommitted
 from torch_ckpt.metadata import METADATA_NAME
 from torch_ckpt.metrics import LOGGER
-from torch_ckpt.remote_files import RemoteFiles, require_room
+from torch_ckpt.remote_files import RemoteFiles, require_staging_room
 from torch_ckpt.steps import MARKER_NAME, PINNED_NAME, encoded_marker
 from torch_ckpt.writer import BackgroundWrite, FileSystemWriter, Written
 
@@ -168,7 +168,7 @@ class RemoteWriter(FileSystemWriter):
         """
         assert self._upload is not None
         wanted = sum(value.nbytes for value in values)
-        require_room(str(self.path), wanted, self._files.url)
+        require_staging_room(str(self.path), wanted, self._files.url)
         written = super().write_values(prefix, names, values, background)
         files = {place[0] for place in written.places}
         try:

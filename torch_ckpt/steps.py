@@ -34,7 +34,6 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
-from errno import ENOSPC
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -42,6 +41,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch_ckpt import _C
 from torch_ckpt.directory import OpenDirectory
 from torch_ckpt.errors import DurabilityUncertain, NotCommitted
+from torch_ckpt.free_space import require_room
 from torch_ckpt.loading import LoadReport
 from torch_ckpt.metrics import LOGGER
 from torch_ckpt.reader import FileSystemReader
@@ -455,7 +455,13 @@ class _StepWriter(FileSystemWriter):
                 # Of a save of this run that was complete and could not be named.
                 with suppress(FileNotFoundError):
                     os.unlink(os.path.join(self.path, MARKER_NAME))
-                self._check_space()
+                require_room(
+                    self._steps.root,
+                    self._expected_bytes,
+                    f"the step takes at least {size(self._expected_bytes)}",
+                    "keep fewer steps, or make room",
+                    self._make_room,
+                )
             super().set_up_for_save(rank)
         finally:
             # Not before, when another rank may be making the directory.
@@ -553,22 +559,6 @@ class _StepWriter(FileSystemWriter):
                 "restore() first, or delete it, or use another root",
                 self._final,
             )
-
-    def _check_space(self) -> None:
-        for attempt in range(2):
-            status = os.statvfs(self._steps.root)
-            free = status.f_bavail * status.f_frsize
-            # Some file systems in user space do not say.
-            if not status.f_blocks or free >= self._expected_bytes:
-                return
-            if attempt == 0:
-                self._make_room()
-        raise OSError(
-            ENOSPC,
-            f"the step takes at least {size(self._expected_bytes)}, and {size(free)} are free: "
-            "keep fewer steps, or make room",
-            self._steps.root,
-        )
 
 
 # --- markers -------------------------------------------------------------------------------------

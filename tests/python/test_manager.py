@@ -25,7 +25,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 import torch_ckpt
 from tests.async_saves import LIMIT, Gate
 from tests.support import assert_equal, cause_of, data_files, flip_bit
-from torch_ckpt import CheckpointManager, intervals, manager, multihost, snapshot, steps, writer
+from torch_ckpt import (
+    CheckpointManager,
+    free_space,
+    intervals,
+    manager,
+    multihost,
+    snapshot,
+    steps,
+    writer,
+)
 from torch_ckpt.directory import OpenDirectory
 from torch_ckpt.errors import CheckpointError, LoadMismatch, NotCommitted, SourceChanged
 from torch_ckpt.events import Event
@@ -1195,7 +1204,7 @@ def test_a_full_disk_fails_the_save_after_its_deletions_have_been_waited_for(
     class Full:
         f_blocks, f_frsize, f_bavail = 100, 1, 10
 
-    monkeypatch.setattr(steps.os, "statvfs", lambda path: Full)
+    monkeypatch.setattr(free_space.os, "statvfs", lambda path: Full)
     train(made, [1])
     with pytest.raises(CheckpointException, match="keep fewer steps, or make room"):
         made.wait_until_finished()

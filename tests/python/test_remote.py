@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 import torch_ckpt
 from tests.remote_stores import BUCKET, Hooked, hooked, hooked_url, s3_server
 from tests.support import assert_equal, cause_of, random_tensor
-from torch_ckpt import remote
+from torch_ckpt import free_space, remote
 from torch_ckpt.errors import Corrupt, NotCommitted, Unsafe
 from torch_ckpt.ranges import box_ranges, coalesced
 from torch_ckpt.remote import RemoteSteps
@@ -1056,6 +1056,18 @@ def test_a_load_without_room_in_the_staging_directory_says_so(
     assert isinstance(cause, OSError)
     assert cause.errno == errno.ENOSPC
     assert str(cause.filename).startswith(str(small_disk))
+
+
+def test_a_staging_directory_that_does_not_say_what_is_free_is_tried(
+    flaky: RemoteSteps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Silent:
+        f_blocks = f_frsize = f_bavail = 0
+
+    monkeypatch.setattr(free_space.os, "statvfs", lambda path: Silent)
+    save(flaky, 1, state_of())
+    assert flaky.verify(1).ok
+    assert_equal(loaded(flaky, 1), state_of())
 
 
 def test_an_answer_that_is_cut_short_fails_the_load(

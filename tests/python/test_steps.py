@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_ckpt
 from tests.support import assert_equal, cause_of, data_files, load, stock_load
-from torch_ckpt import _C, steps
+from torch_ckpt import _C, free_space, steps
 from torch_ckpt.directory import OpenDirectory
 from torch_ckpt.errors import DurabilityUncertain, NotCommitted
 from torch_ckpt.steps import (
@@ -360,7 +360,7 @@ def test_room_is_made_before_a_save_is_refused(
     def make_room() -> None:
         Space.f_bavail = 100
 
-    monkeypatch.setattr(steps.os, "statvfs", lambda path: Space)
+    monkeypatch.setattr(free_space.os, "statvfs", lambda path: Space)
     saved(store, 3, expected_bytes=100, make_room=make_room)
     assert listed(store) == [(3, "complete")]
 
@@ -371,7 +371,7 @@ def test_a_file_system_that_does_not_say_what_is_free_is_tried(
     class Silent:
         f_blocks = f_frsize = f_bavail = 0
 
-    monkeypatch.setattr(steps.os, "statvfs", lambda path: Silent)
+    monkeypatch.setattr(free_space.os, "statvfs", lambda path: Silent)
     saved(store, 3, expected_bytes=100)
     assert listed(store) == [(3, "complete")]
 

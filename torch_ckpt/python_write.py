@@ -1,0 +1,216 @@
+"""A write task by torch's own code, for what the engine does not write.
+
+Streams and transforms of others, which only Python can call: see ``engine_can_write`` in writer.py.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import (
+    SerializationFormat,
+    _split_by_size_and_type,
+    _StorageWriterTransforms,
+    _write_item,
+)
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from torch_ckpt import _C
+from torch_ckpt.errors import CheckpointError
+from torch_ckpt.generations import remove_files
+from torch_ckpt.sources import version_of
+from torch_ckpt.staged import Results, Staged, current_stage, portable, source_changed
+
+if TYPE_CHECKING:
+    from torch_ckpt.write_tasks import WriteTask
+
+
+class PythonWrite(Staged):
+    """One task by torch's own code in Python threads, from copies."""
+
+    def __init__(self, task: WriteTask) -> None:
+        self._task = task
+        tensors = [value for value in task.values if isinstance(value, torch.Tensor)]
+        versions = [version_of(tensor) for tensor in tensors]
+        self._values = [
+            value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+            for value in task.values
+        ]
+        self._has_changed = [version_of(tensor) for tensor in tensors] != versions
+        task.values = []
+        self._moved = 0
+        self._items_written = 0
+        self._lock = threading.Lock()
+        self._is_cancelled = False
+        self._first_error: BaseException | None = None
+        current_stage().writes.append(self)
+
+    def outcome(self, transforms: _StorageWriterTransforms | None) -> Results | Exception:
+        try:
+            if self._has_changed:
+                raise source_changed(self._task.directory)
+            return self._write_all(transforms or _StorageWriterTransforms())
+        except Exception as error:
+            return portable(error)
+
+    def cancel(self) -> None:
+        self._is_cancelled = True
+
+    def moved(self) -> int:
+        return self._moved
+
+    def state(self) -> str:
+        task = self._task
+        return (
+            f"files {task.prefix}* in {task.directory}: writing in Python, "
+            f"{self._items_written} of {len(task.items)} items written"
+        )
+
+    def _write_all(self, transforms: _StorageWriterTransforms) -> Results:
+        task = self._task
+        files = self._files()
+        with ThreadPoolExecutor(max_workers=task.options["thread_count"]) as threads:
+            futures = [
+                threads.submit(self._write_file, transforms, name, indices)
+                for name, indices in files
+            ]
+        try:
+            if self._first_error is not None:
+                raise self._first_error
+            self._refuse_if_cancelled()
+        except BaseException:
+            if _is_local(task):
+                remove_files(task.directory, [name for name, _ in files])
+            raise
+        results = {number: future.result() for number, future in enumerate(futures)}
+        if _is_local(task) and task.options["sync_files"]:
+            _C.sync_directory(task.directory)
+        return results
+
+    def wrote(self, count: int) -> None:
+        """Somebody has written bytes, on any thread.
+
+        Raises:
+            CheckpointError: it was cancelled.
+        """
+        with self._lock:
+            self._moved += count
+        self._refuse_if_cancelled()
+
+    def _refuse_if_cancelled(self) -> None:
+        if self._is_cancelled:
+            task = self._task
+            raise CheckpointError(f"files {task.prefix}* in {task.directory}: cancelled")
+
+    def _files(self) -> list[tuple[str, list[int]]]:
+        """Names, and what goes there: numbers of items."""
+        task = self._task
+        hint: str = task.options["separation_hint"] or ""
+        numbers = {id(item): number for number, item in enumerate(task.items)}
+        sides: list[tuple[str, list[WriteItem]]] = [("", task.items)]
+        bins: int = task.options["thread_count"]
+        if hint:
+            mine = [item for item in task.items if item.index.fqn.startswith(hint)]
+            rest = [item for item in task.items if not item.index.fqn.startswith(hint)]
+            sides, bins = [("", rest), (hint, mine)], bins // 2
+        files: list[tuple[str, list[int]]] = []
+        for start, items in sides:
+            if task.options["single_file_per_rank"]:
+                buckets = _split_by_size_and_type(bins, items)
+            else:
+                buckets = [[item] for item in items]
+            for bucket in buckets:
+                # Objects first; a bucket alone keeps the plan's order.
+                bucket = sorted(bucket, key=lambda item: item.type != WriteItemType.BYTE_IO)
+                if bucket:
+                    name = f"{start}{task.prefix}{len(files)}.distcp"
+                    files.append((name, [numbers[id(item)] for item in bucket]))
+        return files
+
+    def _write_file(
+        self, transforms: _StorageWriterTransforms, name: str, indices: Sequence[int]
+    ) -> list[WriteResult]:
+        try:
+            return self._write_items(transforms, name, indices)
+        except BaseException as error:
+            with self._lock:
+                # The other files' errors are then that they were cancelled.
+                self._first_error = self._first_error or error
+            self._is_cancelled = True
+            return []
+
+    def _write_items(
+        self, transforms: _StorageWriterTransforms, name: str, indices: Sequence[int]
+    ) -> list[WriteResult]:
+        self._refuse_if_cancelled()
+        task = self._task
+        results = []
+        with task.open_file(os.path.join(task.directory, name), "wb") as stream:
+            counted = _Counted(stream, self)
+            for index in indices:
+                result = _write_item(
+                    transforms,
+                    counted,
+                    self._values[index],
+                    task.items[index],
+                    name,
+                    SerializationFormat.TORCH_SAVE,
+                )
+                results.append(result)
+                self._values[index] = None
+                with self._lock:
+                    self._items_written += 1
+            if task.options["sync_files"]:
+                _sync(stream)
+        return results
+
+
+class _Counted(io.RawIOBase):
+    """A stream whose bytes are told."""
+
+    def __init__(self, stream: Any, write: PythonWrite) -> None:
+        self._stream = stream
+        self._write = write
+
+    def write(self, data: Any) -> int:
+        count = memoryview(data).nbytes
+        self._write.wrote(count)
+        self._stream.write(data)
+        return count
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        position: int = self._stream.tell()
+        return position
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def fileno(self) -> int:
+        descriptor: int = self._stream.fileno()
+        return descriptor
+
+    def close(self) -> None:
+        """Nothing: who has opened the stream closes it."""
+
+
+def _sync(stream: io.IOBase) -> None:
+    stream.flush()
+    of_store = getattr(stream, "fsync", None)
+    if of_store is not None:
+        of_store()
+    else:
+        os.fsync(stream.fileno())
+
+
+def _is_local(task: WriteTask) -> bool:
+    return os.path.isdir(task.directory)

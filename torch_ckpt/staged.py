@@ -1,0 +1,92 @@
+"""What becomes of a write task that is staged, whoever writes it."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from contextvars import ContextVar
+
+from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
+from torch.distributed.checkpoint.storage import WriteResult
+
+from torch_ckpt.background import Background
+from torch_ckpt.errors import SourceChanged
+
+#: By file: its number, and what was written to it.
+Results = dict[int, list[WriteResult]]
+
+
+@dataclasses.dataclass
+class Stage:
+    """What is staged in a ``with`` block of it.
+
+    Attributes:
+        background: how the engine's threads behave; None: as the writer says.
+        writes: that have been begun, the last one perhaps not staged yet.
+    """
+
+    background: Background | None = None
+    writes: list[Staged] = dataclasses.field(default_factory=list)
+
+    def __enter__(self) -> Stage:
+        self._token = _stage.set(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _stage.reset(self._token)
+
+
+_stage: ContextVar[Stage] = ContextVar("torch_ckpt_stage")
+
+
+def current_stage() -> Stage:
+    """That of the ``with`` block, or one that nobody looks at."""
+    return _stage.get(Stage())
+
+
+class Staged:
+    """A write whose sources are not needed any more."""
+
+    def outcome(self, transforms: _StorageWriterTransforms | None) -> Results | Exception:
+        """Waits for the end; the results by file number, or why there are none. Never raises."""
+        raise NotImplementedError
+
+    def cancel(self) -> None:
+        """Makes it fail, unless it has ended, and leave no file."""
+
+    def moved(self) -> int:
+        """Grows for as long as anything moves."""
+        return 0
+
+    def state(self) -> str:
+        """What it is doing, for a message: files, phase, bytes."""
+        return "writing"
+
+
+class NotBegun(Staged):
+    """A write that has failed before its first byte."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def outcome(self, transforms: _StorageWriterTransforms | None) -> Results | Exception:
+        return self._error
+
+
+def portable(error: BaseException) -> Exception:
+    """The same error without frames, or its text where it is none that can be sent."""
+    try:
+        copied = pickle.loads(pickle.dumps(error))
+    except Exception:
+        copied = None
+    if isinstance(copied, Exception):
+        return copied
+    return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def source_changed(directory: str) -> SourceChanged:
+    """Says that what was to be staged was written to meanwhile."""
+    return SourceChanged(
+        f"tensors were written to while they were staged for {directory}, so nothing is "
+        "saved; no other thread may change them before the save is scheduled"
+    )
