@@ -30,6 +30,7 @@ from torch_ckpt.loading import LoadReport, ReadMemory
 from torch_ckpt.manager import CheckpointManager
 from torch_ckpt.metrics import SaveMetrics
 from torch_ckpt.reader import FileSystemReader
+from torch_ckpt.showing import ShownObject, ShownTensor, ShowReport, show
 from torch_ckpt.snapshot import AsyncSave, check_for_errors, leave_at_exit
 from torch_ckpt.verifying import Damage, VerifyReport, verify
 from torch_ckpt.writer import FileSystemWriter
@@ -56,6 +57,9 @@ __all__ = [
     "RNGState",
     "ReadMemory",
     "SaveMetrics",
+    "ShowReport",
+    "ShownObject",
+    "ShownTensor",
     "SourceChanged",
     "TensorDifference",
     "Unsafe",
@@ -70,6 +74,7 @@ __all__ = [
     "remove_leftovers",
     "reserve_pool",
     "save",
+    "show",
     "trim_pool",
     "verify",
 ]

@@ -2,9 +2,9 @@
 
 A command is one function that takes the parsed arguments, prints to stdout and returns the exit
 code; ``_parser`` names it in a subparser. The work is done by a module for each: ``listing``,
-``verifying``, ``comparing``, ``converting``, ``doctor``, ``collecting``. A command raises
-CheckpointError or OSError for what it cannot do: ``main`` makes of it one sentence on stderr and
-exit code 2. docs/cli.md has the exit codes.
+``showing``, ``verifying``, ``comparing``, ``converting``, ``doctor``, ``collecting``. A command
+raises CheckpointError or OSError for what it cannot do: ``main`` makes of it one sentence on stderr
+and exit code 2. docs/cli.md has the exit codes.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from torch_ckpt.doctor import DEFAULT_BYTES, LEAST_BYTES, diagnose
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.listing import document, examine, file_lines, item_lines, total_line
 from torch_ckpt.retention import Retention
+from torch_ckpt.showing import show
 from torch_ckpt.steps import StepStore, open_steps
 from torch_ckpt.text import printable
 from torch_ckpt.verifying import verify
@@ -54,6 +55,22 @@ def _ls(arguments: argparse.Namespace) -> int:
         faults = printable(", ".join(listing.faults))
         print(f"torch-ckpt: {directory} cannot be loaded whole: {faults}", file=sys.stderr)
         return 1
+    return 0
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    """Shows what tensors and objects of a checkpoint hold."""
+    report = show(
+        arguments.directory,
+        arguments.names or None,
+        first=arguments.first,
+        allow_pickle=arguments.allow_pickle,
+        progress=_wants_bar(arguments),
+    )
+    if arguments.json:
+        print(json.dumps(report.document(), indent=2))
+    else:
+        _print(report.lines())
     return 0
 
 
@@ -174,6 +191,13 @@ def _wants_bar(arguments: argparse.Namespace) -> bool:
     return importlib.util.find_spec("tqdm") is not None
 
 
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise ValueError(text)
+    return number
+
+
 def _at_least_one(text: str) -> int:
     number = int(text)
     if number < 1:
@@ -251,6 +275,29 @@ def _parser() -> argparse.ArgumentParser:
     form = ls.add_mutually_exclusive_group()
     form.add_argument("--files", action="store_true", help="one line per file instead of per item")
     _add_json(form)
+
+    look = command(
+        "show",
+        _show,
+        help="show what tensors and objects hold: values, statistics, places",
+        description="Read tensors and objects of a checkpoint directory, and show their shape and "
+        "dtype, the first values, minimum, maximum, mean and standard deviation, zeros, NaN and "
+        "infinite values, and where they are stored. Exits with 2 when there is no such name, or "
+        "it cannot be read.",
+    )
+    _add_directory(look)
+    look.add_argument(
+        "names", nargs="*", metavar="NAME", help="a name, or a pattern as 'model.*'; default: all"
+    )
+    look.add_argument(
+        "--first", type=_count, default=6, metavar="N", help="first values to show (default: 6)"
+    )
+    look.add_argument(
+        "--allow-pickle",
+        action="store_true",
+        help="unpickle whatever DIR holds, which may run code: only from trusted writers",
+    )
+    _add_json(look)
 
     check = command(
         "verify",

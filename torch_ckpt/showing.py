@@ -2,8 +2,8 @@
 
 1. The names are chosen by the metadata.
 2. A tensor is read in boxes, as ``diff`` reads it; what is told of its values is put together from
-   these: mean and standard deviation as of Chan, Golub and LeVeque, "Updating Formulae and a Pairwise
-   Algorithm for Computing Sample Variances" (1979).
+   these: mean and standard deviation as of Chan, Golub and LeVeque, "Updating Formulae and a
+   Pairwise Algorithm for Computing Sample Variances" (1979).
 3. An object is told as Python writes it. It is of harmless types, or not unpickled.
 """
 
@@ -99,9 +99,7 @@ class Statistics:
         else:
             parts = [
                 f"min {self.min:.6g}" if isinstance(self.min, float) else f"min {self.min}",
-                f"max {self.max:.6g}"
-                if isinstance(self.max, float)
-                else f"max {self.max}",
+                f"max {self.max:.6g}" if isinstance(self.max, float) else f"max {self.max}",
                 f"mean {self.mean:.6g}",
                 f"std {self.std:.6g}",
             ]
@@ -217,7 +215,7 @@ def show(
 
     Args:
         path: of the checkpoint's directory.
-        names: patterns of fully qualified names, as of :mod:`fnmatch`; all if None.
+        names: fully qualified ones, or patterns as of :mod:`fnmatch`; all if None.
         first: how many values of each tensor are told.
         allow_pickle: unpickle objects of whatever type, which may run code.
         progress: see :data:`torch_ckpt.progress.ProgressOption`.
@@ -260,17 +258,16 @@ def _chosen(stored: StoredTensors, patterns: list[str] | None) -> list[str]:
     names = sorted(stored.entries, key=natural)
     if patterns is None:
         return names
+    chosen: set[str] = set()
     for pattern in patterns:
         # Brackets are part of many names.
-        if pattern not in stored.entries and not fnmatch.filter(names, pattern):
+        like = [pattern] if pattern in stored.entries else fnmatch.filter(names, pattern)
+        if not like:
             raise CheckpointError(
                 f"{stored.reader.path}: nothing has a name like {pattern}; torch-ckpt ls lists them"
             )
-    return [
-        name
-        for name in names
-        if any(name == pattern or fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-    ]
+        chosen.update(like)
+    return [name for name in names if name in chosen]
 
 
 def _bytes_of(entry: Any) -> int:

@@ -1,0 +1,228 @@
+"""``show``: what tensors and objects of a checkpoint hold is told, and none of its code is run."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torch_ckpt
+from tests.python.test_diff import shards
+from tests.support import DTYPES, StateDict, flip_bit, place_of, random_tensor, save, stock_save
+from torch_ckpt import ShownObject, ShownTensor, cli, showing
+from torch_ckpt.metadata import read_metadata
+
+STATE: StateDict = {
+    "layers.10.weight": torch.arange(600, dtype=torch.float32).view(20, 30),
+    "layers.9.weight": torch.ones(3),
+    "step": 7,
+    "config": {"betas": (0.9, 0.95)},
+}
+
+
+class Custom:
+    """No harmless type."""
+
+
+def shown(path: Path, name: str, **options: Any) -> Any:
+    (item,) = torch_ckpt.show(path, [name], **options).items
+    return item
+
+
+def shown_tensor(tmp_path: Path, tensor: torch.Tensor, **options: Any) -> ShownTensor:
+    save({"t": tensor}, tmp_path / "c")
+    item = shown(tmp_path / "c", "t", **options)
+    assert isinstance(item, ShownTensor)
+    return item
+
+
+@pytest.mark.parametrize("write", [save, stock_save])
+def test_a_tensor_is_shown_with_its_statistics_first_values_and_places(
+    write: Any, tmp_path: Path
+) -> None:
+    write(STATE, tmp_path)
+    item = shown(tmp_path, "layers.10.weight", first=3)
+    info = place_of(read_metadata(tmp_path), "layers.10.weight")
+    assert (item.dtype, item.shape, item.bytes) == ("float32", (20, 30), 2400)
+    assert item.first == [0.0, 1.0, 2.0]
+    assert item.places == [
+        showing.Place(info.relative_path, info.offset, info.length, (0, 0), (20, 30))
+    ]
+    assert (item.statistics.min, item.statistics.max, item.statistics.zeros) == (0, 599, 1)
+    assert item.statistics.mean == pytest.approx(299.5)
+    expected = STATE["layers.10.weight"].double().std(correction=0)
+    assert item.statistics.std == pytest.approx(float(expected))
+
+
+def test_a_tensor_of_many_boxes_and_shards_has_the_statistics_of_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor = torch.randn(40, 30, generator=torch.Generator().manual_seed(5)) * 1e-3 + 1e3
+    halves = [((0, 0), (17, 30)), ((17, 0), (23, 30))]
+    shards(tmp_path / "c", "t", tensor, halves)
+    monkeypatch.setattr(showing, "_AT_ONCE", 4 * 7)
+    item = shown(tmp_path / "c", "t", first=50)
+    assert [(place.offsets, place.sizes) for place in item.places] == halves
+    assert item.first == tensor.reshape(-1)[:50].tolist()
+    wide = tensor.double()
+    assert (item.statistics.min, item.statistics.max) == (float(wide.min()), float(wide.max()))
+    assert item.statistics.mean == pytest.approx(float(wide.mean()), rel=1e-14)
+    assert item.statistics.std == pytest.approx(float(wide.std(correction=0)), rel=1e-9)
+
+
+def test_values_that_are_not_finite_are_counted_and_left_out(tmp_path: Path) -> None:
+    values = [math.nan, math.inf, -math.inf, -1.0, 3.0, 0.0, -0.0]
+    statistics = shown_tensor(tmp_path, torch.tensor(values)).statistics
+    assert statistics == showing.Statistics(-1.0, 3.0, 0.5, 1.5, 2, 1, 2)
+
+
+def test_a_tensor_without_a_finite_value_has_no_mean(tmp_path: Path) -> None:
+    item = shown_tensor(tmp_path, torch.tensor([math.nan, math.inf]))
+    assert item.statistics == showing.Statistics(None, None, None, None, 0, 1, 1)
+    assert "  no finite value, 1 NaN, 1 infinite value" in list(item.lines())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "numbers"),
+    [
+        (torch.uint64, [2**64 - 1, 5, 2**63]),
+        (torch.int64, [-(2**63), 2**63 - 1, 1]),
+        (torch.int8, [-128, 127, 0]),
+        (torch.bool, [True, False]),
+    ],
+)
+def test_the_ends_of_integers_are_exact(
+    dtype: torch.dtype, numbers: list[int], tmp_path: Path
+) -> None:
+    item = shown_tensor(tmp_path, torch.tensor(numbers, dtype=dtype))
+    assert item.statistics is not None
+    assert (item.statistics.min, item.statistics.max) == (min(numbers), max(numbers))
+    assert item.first == numbers
+
+
+def test_of_complex_numbers_the_magnitudes_are_described(tmp_path: Path) -> None:
+    item = shown_tensor(tmp_path, torch.tensor([3 + 4j, 0, -1j], dtype=torch.complex64))
+    assert item.statistics is not None
+    assert (item.statistics.min, item.statistics.max, item.statistics.zeros) == (0.0, 5.0, 1)
+    assert item.first == [3 + 4j, 0j, -1j]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_tensor_of_any_dtype_is_shown(dtype: torch.dtype, tmp_path: Path) -> None:
+    item = shown_tensor(tmp_path, random_tensor((5, 7), dtype))
+    assert item.dtype == str(dtype).removeprefix("torch.")
+    assert len(item.first) == (6 if item.statistics is not None else 0)
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0)])
+def test_a_tensor_without_elements_has_no_statistics(
+    shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    item = shown_tensor(tmp_path, torch.empty(shape))
+    assert (item.statistics, item.first) == (None, [])
+
+
+def test_all_names_are_shown_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    save(STATE, tmp_path)
+    names = [item.name for item in torch_ckpt.show(tmp_path).items]
+    assert names == ["config.betas", "layers.9.weight", "layers.10.weight", "step"]
+
+
+def test_a_name_with_brackets_is_no_pattern_where_there_is_one(tmp_path: Path) -> None:
+    save({"lr[1]": torch.ones(1), "lr1": torch.zeros(1)}, tmp_path)
+    assert shown(tmp_path, "lr[1]").first == [1.0]
+
+
+def test_a_pattern_that_fits_nothing_is_an_error(tmp_path: Path) -> None:
+    save(STATE, tmp_path)
+    with pytest.raises(torch_ckpt.CheckpointError, match=r"nothing has a name like heads\.\*;"):
+        torch_ckpt.show(tmp_path, ["layers.*", "heads.*"])
+
+
+def test_an_object_is_shown_as_python_writes_it(tmp_path: Path) -> None:
+    save(STATE, tmp_path)
+    item = shown(tmp_path, "config.betas")
+    assert isinstance(item, ShownObject)
+    assert item.value == (0.9, 0.95)
+    assert list(item.lines())[1] == "  (0.9, 0.95)"
+
+
+def test_an_object_of_another_type_is_not_unpickled_unless_that_is_allowed(tmp_path: Path) -> None:
+    save({"custom": Custom()}, tmp_path)
+    item = shown(tmp_path, "custom")
+    assert item.value is None
+    assert "not unpickled: " in str(list(item.lines()))
+    assert "Custom" in item.refused
+    assert isinstance(shown(tmp_path, "custom", allow_pickle=True).value, Custom)
+
+
+def test_a_long_object_is_cut(tmp_path: Path) -> None:
+    save({"table": {1: [f"entry {i}" * 20 for i in range(100)]}}, tmp_path)
+    lines = list(shown(tmp_path, "table.1").lines())
+    assert lines[-2] == "  and 160 more lines"
+    assert len(lines) == 43
+
+
+def test_what_a_terminal_would_act_on_is_escaped(tmp_path: Path) -> None:
+    save({"\x1b[2J": "\x1b]0;title\x07"}, tmp_path)
+    assert all(line.isprintable() for line in torch_ckpt.show(tmp_path).lines())
+
+
+def test_damage_of_what_is_shown_is_an_error(tmp_path: Path) -> None:
+    save({"t": torch.ones(1000)}, tmp_path)
+    info = place_of(read_metadata(tmp_path), "t")
+    flip_bit(tmp_path / info.relative_path, info.offset + info.length // 2, 3)
+    with pytest.raises(torch_ckpt.Corrupt, match="t"):
+        torch_ckpt.show(tmp_path)
+
+
+def test_options_out_of_range_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="first must not be negative"):
+        torch_ckpt.show(tmp_path, first=-1)
+    with pytest.raises(ValueError, match="names must be a list of patterns"):
+        torch_ckpt.show(tmp_path, "layers.*")
+
+
+def test_the_command_line_prints_what_is_chosen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(STATE, tmp_path)
+    assert cli.main(["show", str(tmp_path), "layers.1*", "step", "--first", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == [
+        "layers.10.weight: float32 [20, 30], 2.4 kB",
+        "  min 0, max 599, mean 299.5, std 173.205, 1 zero",
+        "  values 0, 1, ...",
+    ]
+    assert lines[4:6] == ["step: an object, 1.3 kB", "  7"]
+
+
+def test_the_command_line_writes_json_of_everything(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(STATE | {"bad": torch.tensor([math.nan, 1j])}, tmp_path)
+    assert cli.main(["show", str(tmp_path), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    items = {item["name"]: item for item in document["items"]}
+    assert items["step"]["value"] == 7
+    # JSON has no tuples.
+    assert items["config.betas"]["text"] == "(0.9, 0.95)"
+    assert items["layers.10.weight"]["statistics"]["max"] == 599
+    assert items["bad"]["first"][1] == "1j"
+
+
+@pytest.mark.parametrize("arguments", [["heads"], ["--first", "-1"]])
+def test_the_command_line_says_what_it_cannot_do(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(STATE, tmp_path)
+    try:
+        code: Any = cli.main(["show", str(tmp_path), *arguments])
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2
+    assert arguments[-1] in capsys.readouterr().err
