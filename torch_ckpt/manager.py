@@ -40,8 +40,9 @@ from torch.utils.hooks import RemovableHandle
 from torch_ckpt.api import async_save
 from torch_ckpt.app_state import AppState, BeforeSave
 from torch_ckpt.coordination import TIMEOUT_SECONDS, Meeting
-from torch_ckpt.errors import CheckpointError, Corrupt
+from torch_ckpt.errors import CheckpointError
 from torch_ckpt.events import Event, Reporters, saved_message
+from torch_ckpt.failures import causes, is_damage, is_elsewhere
 from torch_ckpt.intervals import Interval, Schedule
 from torch_ckpt.loading import Names
 from torch_ckpt.metrics import LOGGER, warn
@@ -456,9 +457,9 @@ class CheckpointManager:
             try:
                 self._load_patiently(candidate, state, names, strict)
             except CheckpointException as error:
-                if step is not None or not _is_damage(error) or _is_elsewhere(error):
+                if step is not None or not is_damage(error) or is_elsewhere(error):
                     raise
-                damages.append(f"step {candidate}: {_causes(error)}")
+                damages.append(f"step {candidate}: {causes(error)}")
                 self._report(
                     Event("damaged", candidate, self._rank, message=f"{damages[-1]}; passed over")
                 )
@@ -611,7 +612,7 @@ class CheckpointManager:
         except (Exception, CheckpointException) as error:
             if earlier is None:
                 raise
-            LOGGER.error("step %d was not begun, either: %s", step, _causes(error))
+            LOGGER.error("step %d was not begun, either: %s", step, causes(error))
             raise earlier from error
         if earlier is not None:
             raise earlier
@@ -758,7 +759,7 @@ class CheckpointManager:
         if self._last_step == step:
             # It may be tried again.
             self._last_step = None
-        message = f"step {step} could not be saved: {_causes(error)}"
+        message = f"step {step} could not be saved: {causes(error)}"
         self._report(Event("save_failed", step, self._rank, seconds, message=message))
 
     def _after_commit(self, saved: _Pending) -> None:
@@ -766,7 +767,7 @@ class CheckpointManager:
         try:
             self._schedule.forget(saved.decided)
         except CheckpointException as error:
-            LOGGER.warning("keys of the store could not be removed: %s", _causes(error))
+            LOGGER.warning("keys of the store could not be removed: %s", causes(error))
         try:
             self._delete_what_no_rule_keeps(saved.step)
         except Exception as error:
@@ -880,7 +881,7 @@ class CheckpointManager:
                 return
             except CheckpointException as error:
                 # All ranks have the same failures, and so wait alike.
-                if seconds is None or not _is_elsewhere(error):
+                if seconds is None or not is_elsewhere(error):
                     raise
                 time.sleep(seconds)
 
@@ -1034,32 +1035,6 @@ class _Pending:
     def wait(self, timeout: float | None = None) -> bool:
         """Whether it has ended; waits for that where it can."""
         return not self.is_here or self.ended.wait(timeout)
-
-
-def _is_damage(error: CheckpointException) -> bool:
-    """Whether the step's files are at fault, and those of another step may be well.
-
-    Other errors of the system, as of a disk or a network that does not answer, are nobody's to pass
-    over: an older step would be restored, and the newer one replaced.
-    """
-    causes = [cause for cause, _frames in error.failures.values()]
-    return all(isinstance(cause, Corrupt | EOFError | FileNotFoundError) for cause in causes)
-
-
-def _is_elsewhere(error: CheckpointException) -> bool:
-    """Whether only other ranks than rank 0, which has listed it, do not find the step."""
-    causes = [cause for cause, _frames in error.failures.values()]
-    return 0 not in error.failures and all(isinstance(c, FileNotFoundError) for c in causes)
-
-
-def _causes(error: BaseException) -> str:
-    """What went wrong, and on which ranks."""
-    if not isinstance(error, CheckpointException):
-        return f"{type(error).__name__}: {error}"
-    return "; ".join(
-        f"rank {rank}: {type(cause).__name__}: {cause}"
-        for rank, (cause, _frames) in sorted(error.failures.items())
-    )
 
 
 def _whole_bytes(values: dict[str, Any]) -> int:
