@@ -47,10 +47,11 @@ from torch_ckpt.intervals import Interval, Schedule
 from torch_ckpt.loading import Names
 from torch_ckpt.metrics import LOGGER, warn
 from torch_ckpt.multihost.calls import Call, Disagreement, meeting_of
+from torch_ckpt.pending import Once, Pending
 from torch_ckpt.replica_check import differing_replicas
 from torch_ckpt.retention import Retention
 from torch_ckpt.saving import tell_the_others
-from torch_ckpt.snapshot import AsyncSave, spawn
+from torch_ckpt.snapshot import spawn
 from torch_ckpt.steps import StepInfo, encoded_marker, open_steps, parsed_marker, step_name
 from torch_ckpt.stopping import StopNotice
 from torch_ckpt.text import plural, size
@@ -205,7 +206,7 @@ class CheckpointManager:
         self._restored: int | None = None
         self._stale: set[int] = set()  # rank 0's: of before training went back
         self._verified: int | None = None
-        self._pending: _Pending | None = None
+        self._pending: Pending | None = None
         self._last_seconds = 0.0
         self._returned_at: float | None = None
         self._was_saving = False
@@ -673,7 +674,7 @@ class CheckpointManager:
             return self._not_begun(step, error, begun)
         handle.reported_elsewhere()
         self._last_step = step
-        pending = self._pending = _Pending(step, handle, self._schedule.decided)
+        pending = self._pending = Pending(step, handle, self._schedule.decided)
         for optimizer in self._guarded:
             handle.guard(optimizer)
         blocked = time.perf_counter() - begun
@@ -684,7 +685,9 @@ class CheckpointManager:
             self._report(Event("saving", step, self._rank, blocked, bytes_of_state, message))
         finally:
             pending.thread = None
-            handle.committed.add_done_callback(_Once(self, pending, blocked))
+            handle.committed.add_done_callback(
+                Once(functools.partial(self._ended, pending, blocked))
+            )
         if not self._async_saves:
             self.wait_until_finished()
         return True
@@ -717,7 +720,7 @@ class CheckpointManager:
         self.check_for_errors()
         return False
 
-    def _ended(self, pending: _Pending, blocked: float, future: Future[Metadata]) -> None:
+    def _ended(self, pending: Pending, blocked: float, future: Future[Metadata]) -> None:
         """By the save's thread."""
         pending.thread = threading.get_ident()
         error = future.exception()
@@ -762,7 +765,7 @@ class CheckpointManager:
         message = f"step {step} could not be saved: {causes(error)}"
         self._report(Event("save_failed", step, self._rank, seconds, message=message))
 
-    def _after_commit(self, saved: _Pending) -> None:
+    def _after_commit(self, saved: Pending) -> None:
         """On rank 0, by a thread of its own."""
         try:
             self._schedule.forget(saved.decided)
@@ -999,42 +1002,6 @@ class CheckpointManager:
         if self._rank == 0:
             # Between deletions: one that has begun with the step unpinned would take it.
             self._in_turn(lambda: self._store.set_pinned(step, pinned))
-
-
-class _Once:
-    """Calls what a manager does at the end of a save. Futures keep their callbacks, and so, for as
-    long as it had this, the manager."""
-
-    def __init__(self, manager: CheckpointManager, pending: _Pending, blocked: float) -> None:
-        self._given: tuple[CheckpointManager, _Pending, float] | None = manager, pending, blocked
-
-    def __call__(self, future: Future[Metadata]) -> None:
-        given, self._given = self._given, None
-        if given is not None:
-            manager, pending, blocked = given
-            manager._ended(pending, blocked, future)
-
-
-class _Pending:
-    """The last save that was begun."""
-
-    def __init__(self, step: int, handle: AsyncSave, decided: int) -> None:
-        self.step = step
-        self.handle = handle
-        self.decided = decided
-        #: Later than the handle's future: what there is to do at the end has been done.
-        self.ended = threading.Event()
-        self.thread: int | None = None
-        self._pid = os.getpid()
-
-    @property
-    def is_here(self) -> bool:
-        """Whether it is this process's save, and this is not the thread that tells of it."""
-        return os.getpid() == self._pid and threading.get_ident() != self.thread
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Whether it has ended; waits for that where it can."""
-        return not self.is_here or self.ended.wait(timeout)
 
 
 def _whole_bytes(values: dict[str, Any]) -> int:
