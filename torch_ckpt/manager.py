@@ -6,7 +6,7 @@
 2. The save before has ended by then, on all ranks, and its error is raised or counted on all.
 3. The state is copied, and a save in the background writes the step's directory (steps.py,
    snapshot.py). The step is complete when it has its name.
-4. A thread of rank 0 then deletes the steps that no rule keeps (retention.py).
+4. A thread of rank 0 then deletes the steps that no rule keeps (deletions.py, retention.py).
 5. ``restore(state)`` loads the newest complete step that rank 0 sees. Where it is damaged, all
    ranks go on to the one before.
 """
@@ -23,12 +23,10 @@ import uuid
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, MutableMapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import suppress
+from concurrent.futures import Future
 from importlib.util import find_spec
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,6 +38,7 @@ from torch.utils.hooks import RemovableHandle
 from torch_ckpt.api import async_save
 from torch_ckpt.app_state import AppState, BeforeSave
 from torch_ckpt.coordination import TIMEOUT_SECONDS, Meeting
+from torch_ckpt.deletions import Deletions
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.events import Event, Reporters, saved_message
 from torch_ckpt.failures import causes, is_damage, is_elsewhere
@@ -59,14 +58,9 @@ from torch_ckpt.verifying import VerifyReport
 
 State = MutableMapping[str, Any]
 
-T = TypeVar("T")
-
 #: Between attempts to load a step that rank 0 sees and other ranks do not, in seconds: network file
 #: systems remember for a minute what was not there.
 _PATIENCE_SECONDS = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 30.0)
-
-#: The name of threads that delete begins so.
-_DELETING = "torch_ckpt steps"
 
 
 class CheckpointManager:
@@ -194,7 +188,6 @@ class CheckpointManager:
         meeting = meeting_of(process_group, "manager")
         self._rank, self._ranks = meeting.rank, meeting.size
 
-        self.save_errors = 0
         self._stops = False
         self._closed = False
         self._saves = 0
@@ -204,22 +197,19 @@ class CheckpointManager:
         self._pid = os.getpid()
         self._guarded: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._restored: int | None = None
-        self._stale: set[int] = set()  # rank 0's: of before training went back
-        self._verified: int | None = None
         self._pending: Pending | None = None
         self._last_seconds = 0.0
         self._returned_at: float | None = None
         self._was_saving = False
-        # For the two below, which the save's thread and the deleting one use, too.
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # for these two, which the save's thread sets, too
         self._failure: BaseException | None = None
-        self._reading: set[int] = set()
-        self._deleting = ThreadPoolExecutor(1, f"{_DELETING} {id(self)}")
+        self.save_errors = 0
 
         def report() -> None:
             self._report = Reporters(self._rank, on_event, tensorboard)
 
         self._attempt = self._agree_on_attempt(report)
+        self._deletions = Deletions(self._store, self._retention, self._report)
         self._schedule = Schedule(
             interval,
             save_on_steps,
@@ -237,7 +227,7 @@ class CheckpointManager:
         )
         if not read_only and self._rank == 0:
             # It may take long, and nobody needs its end before a step is chosen or deleted.
-            self._deleting.submit(self._sweep)
+            self._deletions.submit_sweep(self._attempt)
 
     # --- saving ----------------------------------------------------------------------------------
 
@@ -380,9 +370,7 @@ class CheckpointManager:
         self._wait_quietly()
         self._closed = True
         self._notice.close()
-        # Not from an event of a deletion, which would wait for itself.
-        is_deleting = threading.current_thread().name.startswith(_DELETING)
-        self._deleting.shutdown(wait=not is_deleting)
+        self._deletions.close()
         self._report.close()
         self.check_for_errors()
 
@@ -453,28 +441,23 @@ class CheckpointManager:
             return 0
         damages: list[str] = []
         for candidate in candidates:
-            with self._lock:
-                self._reading.add(candidate)
-            try:
-                self._load_patiently(candidate, state, names, strict)
-            except CheckpointException as error:
-                if step is not None or not is_damage(error) or is_elsewhere(error):
-                    raise
-                damages.append(f"step {candidate}: {causes(error)}")
-                self._report(
-                    Event("damaged", candidate, self._rank, message=f"{damages[-1]}; passed over")
-                )
-                if self._rank == 0:
-                    warn(f"{damages[-1]}; the one before is restored")
-                continue
-            finally:
-                with self._lock:
-                    self._reading.discard(candidate)
+            with self._deletions.reading(candidate):
+                try:
+                    self._load_patiently(candidate, state, names, strict)
+                except CheckpointException as error:
+                    if step is not None or not is_damage(error) or is_elsewhere(error):
+                        raise
+                    damages.append(f"step {candidate}: {causes(error)}")
+                    message = f"{damages[-1]}; passed over"
+                    self._report(Event("damaged", candidate, self._rank, message=message))
+                    if self._rank == 0:
+                        warn(f"{damages[-1]}; the one before is restored")
+                    continue
             self._last_step = self._last_complete = candidate
-            self._restored = self._verified = candidate
+            self._restored = candidate
             self._returned_at = None
             if self._rank == 0:
-                self._stale = {later for later in self.all_steps() if later > candidate}
+                self._deletions.restored(candidate)
             self._warn_of_later_steps(candidate, step)
             seconds = time.perf_counter() - begun
             message = f"step {candidate} is restored, in {seconds:.2f} s"
@@ -556,15 +539,10 @@ class CheckpointManager:
             FileNotFoundError: there is no such step.
         """
         self._info(step)
-        with self._lock:
-            self._reading.add(step)
-        try:
+        with self._deletions.reading(step):
             report = self._store.verify(step)
-        finally:
-            with self._lock:
-                self._reading.discard(step)
         if report.ok:
-            self._verified = step
+            self._deletions.verified(step)
         return report
 
     # --- by hand; rank 0 acts, and others may call it, too ----------------------------------------
@@ -589,7 +567,7 @@ class CheckpointManager:
             OSError: it cannot be deleted.
         """
         self._refuse("delete")
-        if self._rank == 0 and not self._in_turn(lambda: self._store.delete(step)):
+        if self._rank == 0 and not self._deletions.in_turn(lambda: self._store.delete(step)):
             raise CheckpointError(f"step {step} is being saved or loaded: try again later")
 
     # --- private: saving -------------------------------------------------------------------------
@@ -651,7 +629,7 @@ class CheckpointManager:
                 marker=lambda: marker,
                 expected_bytes=bytes_of_state,
                 # The other ranks wait for this one's plan.
-                make_room=functools.partial(self._end_deletions, self._timeout / 2),
+                make_room=functools.partial(self._deletions.settle, self._timeout / 2),
                 **self._writer_options,
             )
         except BaseException as error:
@@ -733,7 +711,7 @@ class CheckpointManager:
                 if auto is not None:
                     auto.saved(blocked, metrics.total_s)
                 self._committed = self._last_complete = pending.step
-                self._stale.discard(pending.step)
+                self._deletions.saved(pending.step)
                 self._last_seconds = metrics.total_s
                 self._report(
                     Event(
@@ -747,9 +725,8 @@ class CheckpointManager:
                     )
                 )
                 if self._rank == 0:
-                    # Not where the interpreter ends: the next run deletes what is too much.
-                    with suppress(RuntimeError):
-                        self._deleting.submit(self._after_commit, pending)
+                    forget = functools.partial(self._schedule.forget, pending.decided)
+                    self._deletions.after_commit(pending.step, forget)
                 return
             self._failed(pending.step, error, metrics.total_s)
         finally:
@@ -764,61 +741,6 @@ class CheckpointManager:
             self._last_step = None
         message = f"step {step} could not be saved: {causes(error)}"
         self._report(Event("save_failed", step, self._rank, seconds, message=message))
-
-    def _after_commit(self, saved: Pending) -> None:
-        """On rank 0, by a thread of its own."""
-        try:
-            self._schedule.forget(saved.decided)
-        except CheckpointException as error:
-            LOGGER.warning("keys of the store could not be removed: %s", causes(error))
-        try:
-            self._delete_what_no_rule_keeps(saved.step)
-        except Exception as error:
-            LOGGER.warning("steps could not be deleted (they will be, later): %s", error)
-
-    def _delete_what_no_rule_keeps(self, newest: int) -> None:
-        # What was being read when it was to go.
-        self._store.sweep(deleted_only=True)
-        if self._retention.keeps_all:
-            return
-        # Those of before training went back wait to be replaced; counted among the newest they
-        # would have the one go that was just saved. Where training has passed them they go
-        # themselves, or a restart would find them should a newer one be damaged.
-        steps = [info for info in self._store.entries(leftovers=False) if info.step <= newest]
-        passed = [info.step for info in steps if info.step in self._stale and not info.pinned]
-        own = [info for info in steps if info.step not in self._stale]
-        for step in [*passed, *self._retention.to_delete(own)]:
-            begun = time.perf_counter()
-            with self._lock:
-                is_protected = step in self._reading or step == self._verified
-            try:
-                has_gone = not is_protected and self._store.delete(step)
-            except OSError as error:
-                LOGGER.warning("step %d could not be deleted (it will be, later): %s", step, error)
-                continue
-            if has_gone:
-                is_passed = step in self._stale
-                self._stale.discard(step)
-                why = "it is of before training went back" if is_passed else "no rule keeps it"
-                message = f"step {step} is deleted: {why}"
-                seconds = time.perf_counter() - begun
-                self._report(Event("deleted", step, self._rank, seconds, message=message))
-
-    def _in_turn(self, work: Callable[[], T], timeout: float | None = None) -> T:
-        """What work returns, done after all that the deleting thread has to do by now.
-
-        Raises:
-            concurrent.futures.TimeoutError: it has not come to it within so many seconds.
-            RuntimeError: the interpreter ends, or the manager is closed.
-        """
-        if threading.current_thread().name.startswith(_DELETING):
-            return work()
-        return self._deleting.submit(work).result(timeout)
-
-    def _end_deletions(self, timeout: float | None = None) -> None:
-        """Waits for what the deleting thread has to do by now."""
-        with suppress(RuntimeError, FutureTimeout):
-            self._in_turn(lambda: None, timeout)
 
     def _stop(self, step: int) -> None:
         self._stops = True
@@ -912,7 +834,7 @@ class CheckpointManager:
                 return step, []
             # Or a step could go that is being chosen.
             with call.alive(time.monotonic_ns):
-                self._end_deletions()
+                self._deletions.settle()
             return step, self.all_steps()
 
         def of_rank_0(brought: list[tuple[int | None, list[int]]]) -> list[int] | Disagreement:
@@ -971,26 +893,6 @@ class CheckpointManager:
         with Call("CheckpointManager", self._group, self._timeout) as call:
             return call.exchange(mine, chosen)
 
-    def _sweep(self) -> None:
-        begun = time.perf_counter()
-        try:
-            names = self._store.sweep(attempt=self._attempt)
-        except Exception as error:
-            # The other ranks go on, and no save needs it.
-            LOGGER.warning("what is left of saves that did not end could not be removed: %s", error)
-            return
-        if names:
-            self._report(
-                Event(
-                    "leftovers",
-                    -1,
-                    self._rank,
-                    time.perf_counter() - begun,
-                    message=f"{self._store.root}: removed what was left of saves and deletions "
-                    f"that did not end: {', '.join(names)}",
-                )
-            )
-
     def _info(self, step: int) -> StepInfo:
         for info in self._store.entries(leftovers=False):
             if info.step == step:
@@ -1001,7 +903,7 @@ class CheckpointManager:
         self._refuse("pin" if pinned else "unpin")
         if self._rank == 0:
             # Between deletions: one that has begun with the step unpinned would take it.
-            self._in_turn(lambda: self._store.set_pinned(step, pinned))
+            self._deletions.in_turn(lambda: self._store.set_pinned(step, pinned))
 
 
 def _whole_bytes(values: dict[str, Any]) -> int:

@@ -459,7 +459,7 @@ def case_decisions_leave_nothing_in_the_store(launch: Launch) -> None:
             assert made.save(step, state_of(launch, step))
             # Rank 0 must find itself done at the next step.
             dist.barrier()
-        made._end_deletions()
+        made._deletions.settle()
         dist.barrier()
         decisions = made._schedule._decisions
         assert decisions.number == 5
