@@ -8,7 +8,7 @@
    snapshot.py). The step is complete when it has its name.
 4. A thread of rank 0 then deletes the steps that no rule keeps (deletions.py, retention.py).
 5. ``restore(state)`` loads the newest complete step that rank 0 sees. Where it is damaged, all
-   ranks go on to the one before.
+   ranks go on to the one before (restoring.py).
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ from torch_ckpt.coordination import TIMEOUT_SECONDS, Meeting
 from torch_ckpt.deletions import Deletions
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.events import Event, Reporters, saved_message
-from torch_ckpt.failures import causes, is_damage, is_elsewhere
+from torch_ckpt.failures import causes
 from torch_ckpt.intervals import Interval, Schedule
 from torch_ckpt.loading import Names
 from torch_ckpt.metrics import LOGGER, warn
 from torch_ckpt.multihost.calls import Call, Disagreement, meeting_of
 from torch_ckpt.pending import Once, Pending
 from torch_ckpt.replica_check import differing_replicas
+from torch_ckpt.restoring import Restorer
 from torch_ckpt.retention import Retention
 from torch_ckpt.saving import tell_the_others
 from torch_ckpt.snapshot import spawn
@@ -57,10 +58,6 @@ from torch_ckpt.text import plural, size
 from torch_ckpt.verifying import VerifyReport
 
 State = MutableMapping[str, Any]
-
-#: Between attempts to load a step that rank 0 sees and other ranks do not, in seconds: network file
-#: systems remember for a minute what was not there.
-_PATIENCE_SECONDS = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 30.0)
 
 
 class CheckpointManager:
@@ -178,7 +175,6 @@ class CheckpointManager:
         self._async_saves = async_saves
         self._staging = staging
         self._read_only = read_only
-        self._load_options = load_options or {}
         self._writer_options = {"progress": _bar_on_terminals(), **writer_options}
         # Where one of them is wrong this raises, and not the first save.
         self._store.writer(
@@ -210,6 +206,15 @@ class CheckpointManager:
 
         self._attempt = self._agree_on_attempt(report)
         self._deletions = Deletions(self._store, self._retention, self._report)
+        self._restorer = Restorer(
+            self._store,
+            self._deletions,
+            self._rank,
+            self._report,
+            process_group=process_group,
+            timeout=timeout,
+            load_options=load_options or {},
+        )
         self._schedule = Schedule(
             interval,
             save_on_steps,
@@ -434,39 +439,20 @@ class CheckpointManager:
         """
         begun = time.perf_counter()
         self._wait_quietly()
-        candidates = self._agree_on_candidates(step)
-        if not candidates:
+        restored = self._restorer.restore(state, step, names, strict)
+        if restored is None:
             # Whatever comes is of this run.
             self._restored = 0
             return 0
-        damages: list[str] = []
-        for candidate in candidates:
-            with self._deletions.reading(candidate):
-                try:
-                    self._load_patiently(candidate, state, names, strict)
-                except CheckpointException as error:
-                    if step is not None or not is_damage(error) or is_elsewhere(error):
-                        raise
-                    damages.append(f"step {candidate}: {causes(error)}")
-                    message = f"{damages[-1]}; passed over"
-                    self._report(Event("damaged", candidate, self._rank, message=message))
-                    if self._rank == 0:
-                        warn(f"{damages[-1]}; the one before is restored")
-                    continue
-            self._last_step = self._last_complete = candidate
-            self._restored = candidate
-            self._returned_at = None
-            if self._rank == 0:
-                self._deletions.restored(candidate)
-            self._warn_of_later_steps(candidate, step)
-            seconds = time.perf_counter() - begun
-            message = f"step {candidate} is restored, in {seconds:.2f} s"
-            self._report(Event("restored", candidate, self._rank, seconds, message=message))
-            return candidate
-        raise CheckpointError(
-            f"none of the steps in {self._store.root} can be loaded, so training does not begin "
-            f"anew by itself: {'; '.join(damages)}"
-        )
+        self._last_step = self._last_complete = self._restored = restored
+        self._returned_at = None
+        if self._rank == 0:
+            self._deletions.restored(restored)
+        self._warn_of_later_steps(restored, step)
+        seconds = time.perf_counter() - begun
+        message = f"step {restored} is restored, in {seconds:.2f} s"
+        self._report(Event("restored", restored, self._rank, seconds, message=message))
+        return restored
 
     # --- what is there ---------------------------------------------------------------------------
 
@@ -798,62 +784,6 @@ class CheckpointManager:
             raise ValueError(f"the manager is read_only: it cannot {what}")
 
     # --- private: restoring ----------------------------------------------------------------------
-
-    def _load_patiently(self, step: int, state: State, names: Names, strict: bool) -> None:
-        for seconds in (*_PATIENCE_SECONDS, None):
-            try:
-                self._load(step, state, names, strict)
-                return
-            except CheckpointException as error:
-                # All ranks have the same failures, and so wait alike.
-                if seconds is None or not is_elsewhere(error):
-                    raise
-                time.sleep(seconds)
-
-    def _load(self, step: int, state: State, names: Names, strict: bool) -> None:
-        load = functools.partial(
-            self._store.load,
-            step,
-            process_group=self._group,
-            names=names,
-            strict=strict,
-            **self._load_options,
-        )
-        AppState(state).restore(
-            load,
-            call="CheckpointManager.restore",
-            process_group=self._group,
-            timeout=self._timeout,
-        )
-
-    def _agree_on_candidates(self, step: int | None) -> list[int]:
-        """The steps to try, in this order, as rank 0 sees them."""
-
-        def mine() -> tuple[int | None, list[int]]:
-            if self._rank != 0:
-                return step, []
-            # Or a step could go that is being chosen.
-            with call.alive(time.monotonic_ns):
-                self._deletions.settle()
-            return step, self.all_steps()
-
-        def of_rank_0(brought: list[tuple[int | None, list[int]]]) -> list[int] | Disagreement:
-            if len({wanted for wanted, _steps in brought}) > 1:
-                return Disagreement(
-                    "ranks ask for different steps:",
-                    [f"rank {rank}: {wanted}" for rank, (wanted, _) in enumerate(brought)],
-                )
-            return brought[0][1]
-
-        with Call("CheckpointManager.restore", self._group, self._timeout) as call:
-            there = call.exchange(mine, of_rank_0)
-        if step is None:
-            return there[::-1]
-        if step not in there:
-            raise FileNotFoundError(
-                2, f"step {step} is not there; complete are {there or 'none'}", self._store.root
-            )
-        return [step]
 
     def _warn_of_later_steps(self, restored: int, asked: int | None) -> None:
         if asked is None or self._rank != 0:
