@@ -4,8 +4,8 @@
    alike: by the step, by rank 0's decision (intervals.py), or because a rank was told to stop
    (multihost/preemption.py).
 2. The save before has ended by then, on all ranks, and its error is raised or counted on all.
-3. The state is copied, and a save in the background writes the step's directory (steps.py,
-   snapshot.py). The step is complete when it has its name.
+3. The state is copied, and a save in the background writes the step's directory (attempts.py,
+   steps.py, snapshot.py). The step is complete when it has its name.
 4. A thread of rank 0 then deletes the steps that no rule keeps (deletions.py, retention.py).
 5. ``restore(state)`` loads the newest complete step that rank 0 sees. Where it is damaged, all
    ranks go on to the one before (restoring.py).
@@ -19,7 +19,6 @@ import os
 import sys
 import threading
 import time
-import uuid
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, MutableMapping
@@ -32,12 +31,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from torch_ckpt.api import async_save
 from torch_ckpt.app_state import AppState, BeforeSave
-from torch_ckpt.coordination import TIMEOUT_SECONDS, Meeting
+from torch_ckpt.attempts import Attempt, agree_on_name, new_name
+from torch_ckpt.coordination import TIMEOUT_SECONDS
 from torch_ckpt.deletions import Deletions
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.events import Event, Reporters, saved_message
@@ -45,14 +44,12 @@ from torch_ckpt.failures import causes
 from torch_ckpt.intervals import Interval, Schedule
 from torch_ckpt.loading import Names
 from torch_ckpt.metrics import LOGGER, warn
-from torch_ckpt.multihost.calls import Call, Disagreement, meeting_of
+from torch_ckpt.multihost.calls import meeting_of
 from torch_ckpt.pending import Once, Pending
 from torch_ckpt.replica_check import differing_replicas
 from torch_ckpt.restoring import Restorer
 from torch_ckpt.retention import Retention
-from torch_ckpt.saving import tell_the_others
-from torch_ckpt.snapshot import spawn
-from torch_ckpt.steps import StepInfo, encoded_marker, open_steps, parsed_marker, step_name
+from torch_ckpt.steps import StepInfo, open_steps, step_name
 from torch_ckpt.stopping import StopNotice
 from torch_ckpt.text import plural, size
 from torch_ckpt.verifying import VerifyReport
@@ -175,14 +172,14 @@ class CheckpointManager:
         self._async_saves = async_saves
         self._staging = staging
         self._read_only = read_only
-        self._writer_options = {"progress": _bar_on_terminals(), **writer_options}
+        writer_options = {"progress": _bar_on_terminals(), **writer_options}
         # Where one of them is wrong this raises, and not the first save.
         self._store.writer(
-            0, attempt="", overwrite=False, marker=dict, expected_bytes=0, **self._writer_options
+            0, attempt="", overwrite=False, marker=dict, expected_bytes=0, **writer_options
         )
         self._before_save = BeforeSave()
         meeting = meeting_of(process_group, "manager")
-        self._rank, self._ranks = meeting.rank, meeting.size
+        self._rank = meeting.rank
 
         self._stops = False
         self._closed = False
@@ -204,8 +201,24 @@ class CheckpointManager:
         def report() -> None:
             self._report = Reporters(self._rank, on_event, tensorboard)
 
-        self._attempt = self._agree_on_attempt(report)
+        if read_only:
+            # Nothing is written, so nobody need be waited for.
+            report()
+            name = new_name()
+        else:
+            name = agree_on_name(
+                self._store.root, report, process_group=process_group, timeout=timeout
+            )
         self._deletions = Deletions(self._store, self._retention, self._report)
+        self._attempt = Attempt(
+            name,
+            self._store,
+            self._deletions,
+            ranks=meeting.size,
+            process_group=process_group,
+            timeout=timeout,
+            writer_options=writer_options,
+        )
         self._restorer = Restorer(
             self._store,
             self._deletions,
@@ -221,7 +234,7 @@ class CheckpointManager:
             max_overhead=max_overhead,
             mtbf_seconds=mtbf_hours * 3600,
             skip_if_busy=if_busy == "skip",
-            meeting=meeting.apart(self._attempt),
+            meeting=meeting.apart(name),
             timeout=timeout,
         )
         self._notice = StopNotice(
@@ -232,7 +245,7 @@ class CheckpointManager:
         )
         if not read_only and self._rank == 0:
             # It may take long, and nobody needs its end before a step is chosen or deleted.
-            self._deletions.submit_sweep(self._attempt)
+            self._deletions.submit_sweep(name)
 
     # --- saving ----------------------------------------------------------------------------------
 
@@ -605,31 +618,19 @@ class CheckpointManager:
             if differ and self._check_replicas == "error":
                 raise CheckpointError(differ)
         try:
-            marker = self._marker(metrics, notes)
-            values = read()
-            bytes_of_state = _whole_bytes(values)
-            writer = self._store.writer(
-                step,
-                attempt=self._attempt,
-                overwrite=self._may_replace(step),
-                marker=lambda: marker,
-                expected_bytes=bytes_of_state,
-                # The other ranks wait for this one's plan.
-                make_room=functools.partial(self._deletions.settle, self._timeout / 2),
-                **self._writer_options,
-            )
+            overwrite = self._may_replace(step)
+            ready = self._attempt.prepare(step, read, metrics, notes, overwrite=overwrite)
         except BaseException as error:
-            self._tell_the_others(error)
             is_of_caller = isinstance(error, ValueError | TypeError)
             if is_of_caller or not isinstance(error, Exception | CheckpointException):
                 raise
             return self._not_begun(step, error, begun)
         if stops:
-            self._log_expected_time(step, bytes_of_state)
+            self._log_expected_time(step, ready.bytes)
         try:
             handle = async_save(
-                values,
-                storage_writer=writer,
+                ready.values,
+                storage_writer=ready.writer,
                 staging=self._staging,
                 process_group=self._group,
                 timeout=self._timeout,
@@ -642,11 +643,11 @@ class CheckpointManager:
         for optimizer in self._guarded:
             handle.guard(optimizer)
         blocked = time.perf_counter() - begun
-        message = f"step {step}: {size(bytes_of_state)}, training waited {blocked * 1000:.0f} ms"
+        message = f"step {step}: {size(ready.bytes)}, training waited {blocked * 1000:.0f} ms"
         try:
             # What is called may not wait for the save: its end is not looked for yet.
             pending.thread = threading.get_ident()
-            self._report(Event("saving", step, self._rank, blocked, bytes_of_state, message))
+            self._report(Event("saving", step, self._rank, blocked, ready.bytes, message))
         finally:
             pending.thread = None
             handle.committed.add_done_callback(
@@ -660,24 +661,6 @@ class CheckpointManager:
         with self._lock:
             failure, self._failure = self._failure, None
         return failure
-
-    def _marker(self, metrics: dict[str, float], notes: dict[str, Any]) -> dict[str, Any]:
-        """A copy, since the caller may go on with theirs."""
-        return parsed_marker(
-            encoded_marker(
-                {
-                    "metrics": {name: float(value) for name, value in metrics.items()},
-                    "notes": notes,
-                    "ranks": self._ranks,
-                    "torch_ckpt": _version(),
-                }
-            )
-        )
-
-    def _tell_the_others(self, error: BaseException) -> None:
-        """Fails the save that they begin, which would wait for this rank."""
-        ranks = Meeting.of(self._group, no_dist=False).ranks(self._timeout)
-        spawn(functools.partial(tell_the_others, ranks, error))
 
     def _not_begun(self, step: int, error: BaseException, begun: float) -> bool:
         self._failed(step, error, time.perf_counter() - begun)
@@ -799,30 +782,6 @@ class CheckpointManager:
 
     # --- private: the rest -----------------------------------------------------------------------
 
-    def _agree_on_attempt(self, before: Callable[[], None]) -> str:
-        """The attempt of all ranks; ``before`` is run on each, and where it raises all do."""
-        own = uuid.uuid4().hex[:8]
-        if self._read_only:
-            # Nothing is written, so nobody need be waited for.
-            before()
-            return own
-        root = self._store.root
-
-        def mine() -> tuple[str, str]:
-            before()
-            return root, own
-
-        def chosen(brought: list[tuple[str, str]]) -> str | Disagreement:
-            if len({root for root, _attempt in brought}) > 1:
-                return Disagreement(
-                    "ranks have different roots:",
-                    [f"rank {rank}: {root}" for rank, (root, _) in enumerate(brought)],
-                )
-            return brought[0][1]
-
-        with Call("CheckpointManager", self._group, self._timeout) as call:
-            return call.exchange(mine, chosen)
-
     def _info(self, step: int) -> StepInfo:
         for info in self._store.entries(leftovers=False):
             if info.step == step:
@@ -836,12 +795,6 @@ class CheckpointManager:
             self._deletions.in_turn(lambda: self._store.set_pinned(step, pinned))
 
 
-def _whole_bytes(values: dict[str, Any]) -> int:
-    """Of the tensors, each once for all ranks."""
-    tensors = pytree.tree_leaves(values)
-    return sum(t.numel() * t.itemsize for t in tensors if isinstance(t, torch.Tensor))
-
-
 def _bar_on_terminals() -> bool:
     return sys.stderr is not None and sys.stderr.isatty() and find_spec("tqdm") is not None
 
@@ -849,9 +802,3 @@ def _bar_on_terminals() -> bool:
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
-
-
-def _version() -> str:
-    from torch_ckpt import __version__
-
-    return __version__
