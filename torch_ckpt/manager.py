@@ -46,12 +46,12 @@ from torch_ckpt.loading import Names
 from torch_ckpt.metrics import LOGGER, warn
 from torch_ckpt.multihost.calls import meeting_of
 from torch_ckpt.pending import Once, Pending
-from torch_ckpt.replica_check import differing_replicas
+from torch_ckpt.replica_check import ReplicaCheck
 from torch_ckpt.restoring import Restorer
 from torch_ckpt.retention import Retention
 from torch_ckpt.steps import StepInfo, open_steps, step_name
 from torch_ckpt.stopping import StopNotice
-from torch_ckpt.text import plural, size
+from torch_ckpt.text import size
 from torch_ckpt.verifying import VerifyReport
 
 State = MutableMapping[str, Any]
@@ -154,11 +154,11 @@ class CheckpointManager:
         **writer_options: Any,
     ) -> None:
         _check_choice("if_busy", if_busy, ("wait", "skip"))
-        _check_choice("check_replicas", check_replicas, ("off", "warn", "error"))
         _check_choice("on_save_error", on_save_error, ("raise", "warn_and_continue"))
         _check_choice("staging", staging, ("blocking", "overlapped"))
-        if check_replicas_every < 1:
-            raise ValueError(f"check_replicas_every must be at least 1, got {check_replicas_every}")
+        self._replicas = ReplicaCheck(
+            check_replicas, check_replicas_every, process_group=process_group, timeout=timeout
+        )
         self._retention = Retention(
             keep_last, keep_every, keep_every_hours, keep_best, best_metric, best_mode, should_keep
         )
@@ -166,8 +166,6 @@ class CheckpointManager:
         self._group = process_group
         self._timeout = timeout
         self._deadline = preemption_deadline
-        self._check_replicas = check_replicas
-        self._check_replicas_every = check_replicas_every
         self._raises = on_save_error == "raise"
         self._async_saves = async_saves
         self._staging = staging
@@ -183,7 +181,6 @@ class CheckpointManager:
 
         self._stops = False
         self._closed = False
-        self._saves = 0
         self._last_step: int | None = None  # that a save has begun of, or that was restored
         self._committed: int | None = None  # that this manager has saved last
         self._last_complete: int | None = None  # that or what was restored since
@@ -607,15 +604,13 @@ class CheckpointManager:
     ) -> bool:
         self._schedule.begun()
         read = functools.cache(AppState(state, before_save=self._before_save).state_dict)
-        looks = self._check_replicas != "off" and self._saves % self._check_replicas_every == 0
-        self._saves += 1
-        if looks:
+        if self._replicas.is_due():
             try:
-                differ = self._look_at_replicas(step, read)
+                differ = self._replicas.look(step, read, self._rank, self._report)
             except Exception as error:
                 # All ranks know of it, and none of them begins.
                 return self._not_begun(step, error, begun)
-            if differ and self._check_replicas == "error":
+            if differ and self._replicas.raises:
                 raise CheckpointError(differ)
         try:
             overwrite = self._may_replace(step)
@@ -734,23 +729,6 @@ class CheckpointManager:
             self._deadline,
             expected,
         )
-
-    def _look_at_replicas(self, step: int, read: Callable[[], dict[str, Any]]) -> str:
-        """What differs, told; the same text on all ranks, empty where nothing does."""
-        begun = time.perf_counter()
-        lines = differing_replicas(read, self._group, self._timeout)
-        seconds = time.perf_counter() - begun
-        if not lines:
-            return ""
-        shown = "; ".join(lines[:10]) + ("; and more" if len(lines) > 10 else "")
-        message = (
-            f"step {step}: {plural(len(lines), 'tensor')} of which one rank's would be saved "
-            f"for all: {shown}"
-        )
-        self._report(Event("differing_replicas", step, self._rank, seconds, message=message))
-        if self._check_replicas == "warn" and self._rank == 0:
-            warn(message, stacklevel=5)
-        return message
 
     def _may_replace(self, step: int) -> bool:
         """Whether a complete step of the number is this manager's, or training came back to it."""
