@@ -4,11 +4,11 @@
    alike: by the step, by rank 0's decision (intervals.py), or because a rank was told to stop
    (multihost/preemption.py).
 2. The save before has ended by then, on all ranks, and its error is raised or counted on all.
-3. The state is copied, and a save in the background writes the step's directory (steps.py,
-   snapshot.py). The step is complete when it has its name.
-4. A thread of rank 0 then deletes the steps that no rule keeps (retention.py).
+3. The state is copied, and a save in the background writes the step's directory (attempts.py,
+   steps.py, snapshot.py). The step is complete when it has its name.
+4. A thread of rank 0 then deletes the steps that no rule keeps (deletions.py, retention.py).
 5. ``restore(state)`` loads the newest complete step that rank 0 sees. Where it is damaged, all
-   ranks go on to the one before.
+   ranks go on to the one before (restoring.py).
 """
 
 from __future__ import annotations
@@ -19,52 +19,42 @@ import os
 import sys
 import threading
 import time
-import uuid
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, MutableMapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import suppress
+from concurrent.futures import Future
 from importlib.util import find_spec
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from torch_ckpt.api import async_save
 from torch_ckpt.app_state import AppState, BeforeSave
-from torch_ckpt.coordination import TIMEOUT_SECONDS, Meeting
-from torch_ckpt.errors import CheckpointError, Corrupt
+from torch_ckpt.attempts import Attempt, agree_on_name, new_name
+from torch_ckpt.coordination import TIMEOUT_SECONDS
+from torch_ckpt.deletions import Deletions
+from torch_ckpt.errors import CheckpointError
 from torch_ckpt.events import Event, Reporters, saved_message
+from torch_ckpt.failures import causes
 from torch_ckpt.intervals import Interval, Schedule
 from torch_ckpt.loading import Names
 from torch_ckpt.metrics import LOGGER, warn
-from torch_ckpt.multihost.calls import Call, Disagreement, meeting_of
-from torch_ckpt.replica_check import differing_replicas
+from torch_ckpt.multihost.calls import meeting_of
+from torch_ckpt.pending import Once, Pending
+from torch_ckpt.replica_check import ReplicaCheck
+from torch_ckpt.restoring import Restorer
 from torch_ckpt.retention import Retention
-from torch_ckpt.saving import tell_the_others
-from torch_ckpt.snapshot import AsyncSave, spawn
-from torch_ckpt.steps import StepInfo, encoded_marker, open_steps, parsed_marker, step_name
+from torch_ckpt.steps import StepInfo, open_steps, step_name
 from torch_ckpt.stopping import StopNotice
-from torch_ckpt.text import plural, size
+from torch_ckpt.text import size
 from torch_ckpt.verifying import VerifyReport
 
 State = MutableMapping[str, Any]
-
-T = TypeVar("T")
-
-#: Between attempts to load a step that rank 0 sees and other ranks do not, in seconds: network file
-#: systems remember for a minute what was not there.
-_PATIENCE_SECONDS = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 30.0)
-
-#: The name of threads that delete begins so.
-_DELETING = "torch_ckpt steps"
 
 
 class CheckpointManager:
@@ -164,11 +154,11 @@ class CheckpointManager:
         **writer_options: Any,
     ) -> None:
         _check_choice("if_busy", if_busy, ("wait", "skip"))
-        _check_choice("check_replicas", check_replicas, ("off", "warn", "error"))
         _check_choice("on_save_error", on_save_error, ("raise", "warn_and_continue"))
         _check_choice("staging", staging, ("blocking", "overlapped"))
-        if check_replicas_every < 1:
-            raise ValueError(f"check_replicas_every must be at least 1, got {check_replicas_every}")
+        self._replicas = ReplicaCheck(
+            check_replicas, check_replicas_every, process_group=process_group, timeout=timeout
+        )
         self._retention = Retention(
             keep_last, keep_every, keep_every_hours, keep_best, best_metric, best_mode, should_keep
         )
@@ -176,55 +166,72 @@ class CheckpointManager:
         self._group = process_group
         self._timeout = timeout
         self._deadline = preemption_deadline
-        self._check_replicas = check_replicas
-        self._check_replicas_every = check_replicas_every
         self._raises = on_save_error == "raise"
         self._async_saves = async_saves
         self._staging = staging
         self._read_only = read_only
-        self._load_options = load_options or {}
-        self._writer_options = {"progress": _bar_on_terminals(), **writer_options}
+        writer_options = {"progress": _bar_on_terminals(), **writer_options}
         # Where one of them is wrong this raises, and not the first save.
         self._store.writer(
-            0, attempt="", overwrite=False, marker=dict, expected_bytes=0, **self._writer_options
+            0, attempt="", overwrite=False, marker=dict, expected_bytes=0, **writer_options
         )
         self._before_save = BeforeSave()
         meeting = meeting_of(process_group, "manager")
-        self._rank, self._ranks = meeting.rank, meeting.size
+        self._rank = meeting.rank
 
-        self.save_errors = 0
         self._stops = False
         self._closed = False
-        self._saves = 0
         self._last_step: int | None = None  # that a save has begun of, or that was restored
         self._committed: int | None = None  # that this manager has saved last
         self._last_complete: int | None = None  # that or what was restored since
         self._pid = os.getpid()
         self._guarded: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._restored: int | None = None
-        self._stale: set[int] = set()  # rank 0's: of before training went back
-        self._verified: int | None = None
-        self._pending: _Pending | None = None
+        self._pending: Pending | None = None
         self._last_seconds = 0.0
         self._returned_at: float | None = None
         self._was_saving = False
-        # For the two below, which the save's thread and the deleting one use, too.
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # for these two, which the save's thread sets, too
         self._failure: BaseException | None = None
-        self._reading: set[int] = set()
-        self._deleting = ThreadPoolExecutor(1, f"{_DELETING} {id(self)}")
+        self.save_errors = 0
 
         def report() -> None:
             self._report = Reporters(self._rank, on_event, tensorboard)
 
-        self._attempt = self._agree_on_attempt(report)
+        if read_only:
+            # Nothing is written, so nobody need be waited for.
+            report()
+            name = new_name()
+        else:
+            name = agree_on_name(
+                self._store.root, report, process_group=process_group, timeout=timeout
+            )
+        self._deletions = Deletions(self._store, self._retention, self._report)
+        self._attempt = Attempt(
+            name,
+            self._store,
+            self._deletions,
+            ranks=meeting.size,
+            process_group=process_group,
+            timeout=timeout,
+            writer_options=writer_options,
+        )
+        self._restorer = Restorer(
+            self._store,
+            self._deletions,
+            self._rank,
+            self._report,
+            process_group=process_group,
+            timeout=timeout,
+            load_options=load_options or {},
+        )
         self._schedule = Schedule(
             interval,
             save_on_steps,
             max_overhead=max_overhead,
             mtbf_seconds=mtbf_hours * 3600,
             skip_if_busy=if_busy == "skip",
-            meeting=meeting.apart(self._attempt),
+            meeting=meeting.apart(name),
             timeout=timeout,
         )
         self._notice = StopNotice(
@@ -235,7 +242,7 @@ class CheckpointManager:
         )
         if not read_only and self._rank == 0:
             # It may take long, and nobody needs its end before a step is chosen or deleted.
-            self._deleting.submit(self._sweep)
+            self._deletions.submit_sweep(name)
 
     # --- saving ----------------------------------------------------------------------------------
 
@@ -378,9 +385,7 @@ class CheckpointManager:
         self._wait_quietly()
         self._closed = True
         self._notice.close()
-        # Not from an event of a deletion, which would wait for itself.
-        is_deleting = threading.current_thread().name.startswith(_DELETING)
-        self._deleting.shutdown(wait=not is_deleting)
+        self._deletions.close()
         self._report.close()
         self.check_for_errors()
 
@@ -444,44 +449,20 @@ class CheckpointManager:
         """
         begun = time.perf_counter()
         self._wait_quietly()
-        candidates = self._agree_on_candidates(step)
-        if not candidates:
+        restored = self._restorer.restore(state, step, names, strict)
+        if restored is None:
             # Whatever comes is of this run.
             self._restored = 0
             return 0
-        damages: list[str] = []
-        for candidate in candidates:
-            with self._lock:
-                self._reading.add(candidate)
-            try:
-                self._load_patiently(candidate, state, names, strict)
-            except CheckpointException as error:
-                if step is not None or not _is_damage(error) or _is_elsewhere(error):
-                    raise
-                damages.append(f"step {candidate}: {_causes(error)}")
-                self._report(
-                    Event("damaged", candidate, self._rank, message=f"{damages[-1]}; passed over")
-                )
-                if self._rank == 0:
-                    warn(f"{damages[-1]}; the one before is restored")
-                continue
-            finally:
-                with self._lock:
-                    self._reading.discard(candidate)
-            self._last_step = self._last_complete = candidate
-            self._restored = self._verified = candidate
-            self._returned_at = None
-            if self._rank == 0:
-                self._stale = {later for later in self.all_steps() if later > candidate}
-            self._warn_of_later_steps(candidate, step)
-            seconds = time.perf_counter() - begun
-            message = f"step {candidate} is restored, in {seconds:.2f} s"
-            self._report(Event("restored", candidate, self._rank, seconds, message=message))
-            return candidate
-        raise CheckpointError(
-            f"none of the steps in {self._store.root} can be loaded, so training does not begin "
-            f"anew by itself: {'; '.join(damages)}"
-        )
+        self._last_step = self._last_complete = self._restored = restored
+        self._returned_at = None
+        if self._rank == 0:
+            self._deletions.restored(restored)
+        self._warn_of_later_steps(restored, step)
+        seconds = time.perf_counter() - begun
+        message = f"step {restored} is restored, in {seconds:.2f} s"
+        self._report(Event("restored", restored, self._rank, seconds, message=message))
+        return restored
 
     # --- what is there ---------------------------------------------------------------------------
 
@@ -554,15 +535,10 @@ class CheckpointManager:
             FileNotFoundError: there is no such step.
         """
         self._info(step)
-        with self._lock:
-            self._reading.add(step)
-        try:
+        with self._deletions.reading(step):
             report = self._store.verify(step)
-        finally:
-            with self._lock:
-                self._reading.discard(step)
         if report.ok:
-            self._verified = step
+            self._deletions.verified(step)
         return report
 
     # --- by hand; rank 0 acts, and others may call it, too ----------------------------------------
@@ -587,7 +563,7 @@ class CheckpointManager:
             OSError: it cannot be deleted.
         """
         self._refuse("delete")
-        if self._rank == 0 and not self._in_turn(lambda: self._store.delete(step)):
+        if self._rank == 0 and not self._deletions.in_turn(lambda: self._store.delete(step)):
             raise CheckpointError(f"step {step} is being saved or loaded: try again later")
 
     # --- private: saving -------------------------------------------------------------------------
@@ -611,7 +587,7 @@ class CheckpointManager:
         except (Exception, CheckpointException) as error:
             if earlier is None:
                 raise
-            LOGGER.error("step %d was not begun, either: %s", step, _causes(error))
+            LOGGER.error("step %d was not begun, either: %s", step, causes(error))
             raise earlier from error
         if earlier is not None:
             raise earlier
@@ -628,42 +604,28 @@ class CheckpointManager:
     ) -> bool:
         self._schedule.begun()
         read = functools.cache(AppState(state, before_save=self._before_save).state_dict)
-        looks = self._check_replicas != "off" and self._saves % self._check_replicas_every == 0
-        self._saves += 1
-        if looks:
+        if self._replicas.is_due():
             try:
-                differ = self._look_at_replicas(step, read)
+                differ = self._replicas.look(step, read, self._rank, self._report)
             except Exception as error:
                 # All ranks know of it, and none of them begins.
                 return self._not_begun(step, error, begun)
-            if differ and self._check_replicas == "error":
+            if differ and self._replicas.raises:
                 raise CheckpointError(differ)
         try:
-            marker = self._marker(metrics, notes)
-            values = read()
-            bytes_of_state = _whole_bytes(values)
-            writer = self._store.writer(
-                step,
-                attempt=self._attempt,
-                overwrite=self._may_replace(step),
-                marker=lambda: marker,
-                expected_bytes=bytes_of_state,
-                # The other ranks wait for this one's plan.
-                make_room=functools.partial(self._end_deletions, self._timeout / 2),
-                **self._writer_options,
-            )
+            overwrite = self._may_replace(step)
+            ready = self._attempt.prepare(step, read, metrics, notes, overwrite=overwrite)
         except BaseException as error:
-            self._tell_the_others(error)
             is_of_caller = isinstance(error, ValueError | TypeError)
             if is_of_caller or not isinstance(error, Exception | CheckpointException):
                 raise
             return self._not_begun(step, error, begun)
         if stops:
-            self._log_expected_time(step, bytes_of_state)
+            self._log_expected_time(step, ready.bytes)
         try:
             handle = async_save(
-                values,
-                storage_writer=writer,
+                ready.values,
+                storage_writer=ready.writer,
                 staging=self._staging,
                 process_group=self._group,
                 timeout=self._timeout,
@@ -672,18 +634,20 @@ class CheckpointManager:
             return self._not_begun(step, error, begun)
         handle.reported_elsewhere()
         self._last_step = step
-        pending = self._pending = _Pending(step, handle, self._schedule.decided)
+        pending = self._pending = Pending(step, handle, self._schedule.decided)
         for optimizer in self._guarded:
             handle.guard(optimizer)
         blocked = time.perf_counter() - begun
-        message = f"step {step}: {size(bytes_of_state)}, training waited {blocked * 1000:.0f} ms"
+        message = f"step {step}: {size(ready.bytes)}, training waited {blocked * 1000:.0f} ms"
         try:
             # What is called may not wait for the save: its end is not looked for yet.
             pending.thread = threading.get_ident()
-            self._report(Event("saving", step, self._rank, blocked, bytes_of_state, message))
+            self._report(Event("saving", step, self._rank, blocked, ready.bytes, message))
         finally:
             pending.thread = None
-            handle.committed.add_done_callback(_Once(self, pending, blocked))
+            handle.committed.add_done_callback(
+                Once(functools.partial(self._ended, pending, blocked))
+            )
         if not self._async_saves:
             self.wait_until_finished()
         return True
@@ -693,30 +657,12 @@ class CheckpointManager:
             failure, self._failure = self._failure, None
         return failure
 
-    def _marker(self, metrics: dict[str, float], notes: dict[str, Any]) -> dict[str, Any]:
-        """A copy, since the caller may go on with theirs."""
-        return parsed_marker(
-            encoded_marker(
-                {
-                    "metrics": {name: float(value) for name, value in metrics.items()},
-                    "notes": notes,
-                    "ranks": self._ranks,
-                    "torch_ckpt": _version(),
-                }
-            )
-        )
-
-    def _tell_the_others(self, error: BaseException) -> None:
-        """Fails the save that they begin, which would wait for this rank."""
-        ranks = Meeting.of(self._group, no_dist=False).ranks(self._timeout)
-        spawn(functools.partial(tell_the_others, ranks, error))
-
     def _not_begun(self, step: int, error: BaseException, begun: float) -> bool:
         self._failed(step, error, time.perf_counter() - begun)
         self.check_for_errors()
         return False
 
-    def _ended(self, pending: _Pending, blocked: float, future: Future[Metadata]) -> None:
+    def _ended(self, pending: Pending, blocked: float, future: Future[Metadata]) -> None:
         """By the save's thread."""
         pending.thread = threading.get_ident()
         error = future.exception()
@@ -729,7 +675,7 @@ class CheckpointManager:
                 if auto is not None:
                     auto.saved(blocked, metrics.total_s)
                 self._committed = self._last_complete = pending.step
-                self._stale.discard(pending.step)
+                self._deletions.saved(pending.step)
                 self._last_seconds = metrics.total_s
                 self._report(
                     Event(
@@ -743,9 +689,8 @@ class CheckpointManager:
                     )
                 )
                 if self._rank == 0:
-                    # Not where the interpreter ends: the next run deletes what is too much.
-                    with suppress(RuntimeError):
-                        self._deleting.submit(self._after_commit, pending)
+                    forget = functools.partial(self._schedule.forget, pending.decided)
+                    self._deletions.after_commit(pending.step, forget)
                 return
             self._failed(pending.step, error, metrics.total_s)
         finally:
@@ -758,63 +703,8 @@ class CheckpointManager:
         if self._last_step == step:
             # It may be tried again.
             self._last_step = None
-        message = f"step {step} could not be saved: {_causes(error)}"
+        message = f"step {step} could not be saved: {causes(error)}"
         self._report(Event("save_failed", step, self._rank, seconds, message=message))
-
-    def _after_commit(self, saved: _Pending) -> None:
-        """On rank 0, by a thread of its own."""
-        try:
-            self._schedule.forget(saved.decided)
-        except CheckpointException as error:
-            LOGGER.warning("keys of the store could not be removed: %s", _causes(error))
-        try:
-            self._delete_what_no_rule_keeps(saved.step)
-        except Exception as error:
-            LOGGER.warning("steps could not be deleted (they will be, later): %s", error)
-
-    def _delete_what_no_rule_keeps(self, newest: int) -> None:
-        # What was being read when it was to go.
-        self._store.sweep(deleted_only=True)
-        if self._retention.keeps_all:
-            return
-        # Those of before training went back wait to be replaced; counted among the newest they
-        # would have the one go that was just saved. Where training has passed them they go
-        # themselves, or a restart would find them should a newer one be damaged.
-        steps = [info for info in self._store.entries(leftovers=False) if info.step <= newest]
-        passed = [info.step for info in steps if info.step in self._stale and not info.pinned]
-        own = [info for info in steps if info.step not in self._stale]
-        for step in [*passed, *self._retention.to_delete(own)]:
-            begun = time.perf_counter()
-            with self._lock:
-                is_protected = step in self._reading or step == self._verified
-            try:
-                has_gone = not is_protected and self._store.delete(step)
-            except OSError as error:
-                LOGGER.warning("step %d could not be deleted (it will be, later): %s", step, error)
-                continue
-            if has_gone:
-                is_passed = step in self._stale
-                self._stale.discard(step)
-                why = "it is of before training went back" if is_passed else "no rule keeps it"
-                message = f"step {step} is deleted: {why}"
-                seconds = time.perf_counter() - begun
-                self._report(Event("deleted", step, self._rank, seconds, message=message))
-
-    def _in_turn(self, work: Callable[[], T], timeout: float | None = None) -> T:
-        """What work returns, done after all that the deleting thread has to do by now.
-
-        Raises:
-            concurrent.futures.TimeoutError: it has not come to it within so many seconds.
-            RuntimeError: the interpreter ends, or the manager is closed.
-        """
-        if threading.current_thread().name.startswith(_DELETING):
-            return work()
-        return self._deleting.submit(work).result(timeout)
-
-    def _end_deletions(self, timeout: float | None = None) -> None:
-        """Waits for what the deleting thread has to do by now."""
-        with suppress(RuntimeError, FutureTimeout):
-            self._in_turn(lambda: None, timeout)
 
     def _stop(self, step: int) -> None:
         self._stops = True
@@ -840,23 +730,6 @@ class CheckpointManager:
             expected,
         )
 
-    def _look_at_replicas(self, step: int, read: Callable[[], dict[str, Any]]) -> str:
-        """What differs, told; the same text on all ranks, empty where nothing does."""
-        begun = time.perf_counter()
-        lines = differing_replicas(read, self._group, self._timeout)
-        seconds = time.perf_counter() - begun
-        if not lines:
-            return ""
-        shown = "; ".join(lines[:10]) + ("; and more" if len(lines) > 10 else "")
-        message = (
-            f"step {step}: {plural(len(lines), 'tensor')} of which one rank's would be saved "
-            f"for all: {shown}"
-        )
-        self._report(Event("differing_replicas", step, self._rank, seconds, message=message))
-        if self._check_replicas == "warn" and self._rank == 0:
-            warn(message, stacklevel=5)
-        return message
-
     def _may_replace(self, step: int) -> bool:
         """Whether a complete step of the number is this manager's, or training came back to it."""
         return step == self._committed or (self._restored is not None and step >= self._restored)
@@ -873,62 +746,6 @@ class CheckpointManager:
 
     # --- private: restoring ----------------------------------------------------------------------
 
-    def _load_patiently(self, step: int, state: State, names: Names, strict: bool) -> None:
-        for seconds in (*_PATIENCE_SECONDS, None):
-            try:
-                self._load(step, state, names, strict)
-                return
-            except CheckpointException as error:
-                # All ranks have the same failures, and so wait alike.
-                if seconds is None or not _is_elsewhere(error):
-                    raise
-                time.sleep(seconds)
-
-    def _load(self, step: int, state: State, names: Names, strict: bool) -> None:
-        load = functools.partial(
-            self._store.load,
-            step,
-            process_group=self._group,
-            names=names,
-            strict=strict,
-            **self._load_options,
-        )
-        AppState(state).restore(
-            load,
-            call="CheckpointManager.restore",
-            process_group=self._group,
-            timeout=self._timeout,
-        )
-
-    def _agree_on_candidates(self, step: int | None) -> list[int]:
-        """The steps to try, in this order, as rank 0 sees them."""
-
-        def mine() -> tuple[int | None, list[int]]:
-            if self._rank != 0:
-                return step, []
-            # Or a step could go that is being chosen.
-            with call.alive(time.monotonic_ns):
-                self._end_deletions()
-            return step, self.all_steps()
-
-        def of_rank_0(brought: list[tuple[int | None, list[int]]]) -> list[int] | Disagreement:
-            if len({wanted for wanted, _steps in brought}) > 1:
-                return Disagreement(
-                    "ranks ask for different steps:",
-                    [f"rank {rank}: {wanted}" for rank, (wanted, _) in enumerate(brought)],
-                )
-            return brought[0][1]
-
-        with Call("CheckpointManager.restore", self._group, self._timeout) as call:
-            there = call.exchange(mine, of_rank_0)
-        if step is None:
-            return there[::-1]
-        if step not in there:
-            raise FileNotFoundError(
-                2, f"step {step} is not there; complete are {there or 'none'}", self._store.root
-            )
-        return [step]
-
     def _warn_of_later_steps(self, restored: int, asked: int | None) -> None:
         if asked is None or self._rank != 0:
             return
@@ -943,50 +760,6 @@ class CheckpointManager:
 
     # --- private: the rest -----------------------------------------------------------------------
 
-    def _agree_on_attempt(self, before: Callable[[], None]) -> str:
-        """The attempt of all ranks; ``before`` is run on each, and where it raises all do."""
-        own = uuid.uuid4().hex[:8]
-        if self._read_only:
-            # Nothing is written, so nobody need be waited for.
-            before()
-            return own
-        root = self._store.root
-
-        def mine() -> tuple[str, str]:
-            before()
-            return root, own
-
-        def chosen(brought: list[tuple[str, str]]) -> str | Disagreement:
-            if len({root for root, _attempt in brought}) > 1:
-                return Disagreement(
-                    "ranks have different roots:",
-                    [f"rank {rank}: {root}" for rank, (root, _) in enumerate(brought)],
-                )
-            return brought[0][1]
-
-        with Call("CheckpointManager", self._group, self._timeout) as call:
-            return call.exchange(mine, chosen)
-
-    def _sweep(self) -> None:
-        begun = time.perf_counter()
-        try:
-            names = self._store.sweep(attempt=self._attempt)
-        except Exception as error:
-            # The other ranks go on, and no save needs it.
-            LOGGER.warning("what is left of saves that did not end could not be removed: %s", error)
-            return
-        if names:
-            self._report(
-                Event(
-                    "leftovers",
-                    -1,
-                    self._rank,
-                    time.perf_counter() - begun,
-                    message=f"{self._store.root}: removed what was left of saves and deletions "
-                    f"that did not end: {', '.join(names)}",
-                )
-            )
-
     def _info(self, step: int) -> StepInfo:
         for info in self._store.entries(leftovers=False):
             if info.step == step:
@@ -997,75 +770,7 @@ class CheckpointManager:
         self._refuse("pin" if pinned else "unpin")
         if self._rank == 0:
             # Between deletions: one that has begun with the step unpinned would take it.
-            self._in_turn(lambda: self._store.set_pinned(step, pinned))
-
-
-class _Once:
-    """Calls what a manager does at the end of a save. Futures keep their callbacks, and so, for as
-    long as it had this, the manager."""
-
-    def __init__(self, manager: CheckpointManager, pending: _Pending, blocked: float) -> None:
-        self._given: tuple[CheckpointManager, _Pending, float] | None = manager, pending, blocked
-
-    def __call__(self, future: Future[Metadata]) -> None:
-        given, self._given = self._given, None
-        if given is not None:
-            manager, pending, blocked = given
-            manager._ended(pending, blocked, future)
-
-
-class _Pending:
-    """The last save that was begun."""
-
-    def __init__(self, step: int, handle: AsyncSave, decided: int) -> None:
-        self.step = step
-        self.handle = handle
-        self.decided = decided
-        #: Later than the handle's future: what there is to do at the end has been done.
-        self.ended = threading.Event()
-        self.thread: int | None = None
-        self._pid = os.getpid()
-
-    @property
-    def is_here(self) -> bool:
-        """Whether it is this process's save, and this is not the thread that tells of it."""
-        return os.getpid() == self._pid and threading.get_ident() != self.thread
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Whether it has ended; waits for that where it can."""
-        return not self.is_here or self.ended.wait(timeout)
-
-
-def _is_damage(error: CheckpointException) -> bool:
-    """Whether the step's files are at fault, and those of another step may be well.
-
-    Other errors of the system, as of a disk or a network that does not answer, are nobody's to pass
-    over: an older step would be restored, and the newer one replaced.
-    """
-    causes = [cause for cause, _frames in error.failures.values()]
-    return all(isinstance(cause, Corrupt | EOFError | FileNotFoundError) for cause in causes)
-
-
-def _is_elsewhere(error: CheckpointException) -> bool:
-    """Whether only other ranks than rank 0, which has listed it, do not find the step."""
-    causes = [cause for cause, _frames in error.failures.values()]
-    return 0 not in error.failures and all(isinstance(c, FileNotFoundError) for c in causes)
-
-
-def _causes(error: BaseException) -> str:
-    """What went wrong, and on which ranks."""
-    if not isinstance(error, CheckpointException):
-        return f"{type(error).__name__}: {error}"
-    return "; ".join(
-        f"rank {rank}: {type(cause).__name__}: {cause}"
-        for rank, (cause, _frames) in sorted(error.failures.items())
-    )
-
-
-def _whole_bytes(values: dict[str, Any]) -> int:
-    """Of the tensors, each once for all ranks."""
-    tensors = pytree.tree_leaves(values)
-    return sum(t.numel() * t.itemsize for t in tensors if isinstance(t, torch.Tensor))
+            self._deletions.in_turn(lambda: self._store.set_pinned(step, pinned))
 
 
 def _bar_on_terminals() -> bool:
@@ -1075,9 +780,3 @@ def _bar_on_terminals() -> bool:
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
-
-
-def _version() -> str:
-    from torch_ckpt import __version__
-
-    return __version__

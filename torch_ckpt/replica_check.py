@@ -7,6 +7,7 @@ are lost. Checksums tell.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,8 +17,76 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from torch_ckpt import _C
+from torch_ckpt.events import Event
+from torch_ckpt.metrics import warn
 from torch_ckpt.multihost.calls import Call
 from torch_ckpt.multihost.trees import as_bytes, host_pieces, is_strided, ranks_text
+from torch_ckpt.text import plural
+
+
+class ReplicaCheck:
+    """Looks at the replicas of some of a run's saves.
+
+    All ranks make the same calls, in the same order, each on the thread that saves.
+
+    Args:
+        mode: "off", "warn" or "error".
+        every: so many saves; the first is one of them.
+        process_group: None for the default group.
+        timeout: seconds after which a rank that does not come is given up.
+
+    Attributes:
+        raises: whether what differs is not to be saved.
+
+    Raises:
+        ValueError: there is no such mode, or ``every`` is not positive.
+    """
+
+    def __init__(
+        self, mode: str, every: int, *, process_group: dist.ProcessGroup | None, timeout: float
+    ) -> None:
+        if mode not in ("off", "warn", "error"):
+            raise ValueError(f"check_replicas must be one of 'off', 'warn', 'error', got {mode!r}")
+        if every < 1:
+            raise ValueError(f"check_replicas_every must be at least 1, got {every}")
+        self.raises = mode == "error"
+        self._mode = mode
+        self._every = every
+        self._group = process_group
+        self._timeout = timeout
+        self._saves = 0
+
+    def is_due(self) -> bool:
+        """Whether to look at this save. Called once for each."""
+        saves, self._saves = self._saves, self._saves + 1
+        return self._mode != "off" and saves % self._every == 0
+
+    def look(
+        self,
+        step: int,
+        state_dict: Callable[[], dict[str, Any]],
+        rank: int,
+        report: Callable[[Event], None],
+    ) -> str:
+        """What differs, told; the same text on all ranks, empty where nothing does.
+
+        Args and raises: see :func:`differing_replicas`.
+        """
+        begun = time.perf_counter()
+        lines = differing_replicas(state_dict, self._group, self._timeout)
+        seconds = time.perf_counter() - begun
+        if not lines:
+            return ""
+        shown = "; ".join(lines[:10]) + ("; and more" if len(lines) > 10 else "")
+        message = (
+            f"step {step}: {plural(len(lines), 'tensor')} of which one rank's would be saved "
+            f"for all: {shown}"
+        )
+        report(Event("differing_replicas", step, rank, seconds, message=message))
+        if self._mode == "warn" and rank == 0:
+            # It names the line that calls the manager.
+            warn(message, stacklevel=5)
+        return message
 
 
 def differing_replicas(

@@ -26,7 +26,7 @@ from tests.async_saves import LIMIT, Gate
 from tests.distributed import cases
 from tests.distributed.cases import Launch, mesh_1d, tensor_of
 from tests.support import assert_equal, data_files, flip_bit
-from torch_ckpt import CheckpointManager, intervals, manager, steps
+from torch_ckpt import CheckpointManager, intervals, restoring, steps
 from torch_ckpt.app_state import PerRank
 from torch_ckpt.errors import CheckpointError, LoadMismatch, NotCommitted
 from torch_ckpt.events import Event
@@ -191,7 +191,7 @@ def case_a_shard_that_is_damaged_has_all_ranks_pass_over_its_step(launch: Launch
 @contextmanager
 def not_found(launch: Launch, made: CheckpointManager, times: int) -> Iterator[None]:
     """Step 2 is not found on the last rank, so many times."""
-    path_of, patience = made._store.path_of, manager._PATIENCE_SECONDS  # type: ignore[attr-defined]
+    path_of, patience = made._store.path_of, restoring._PATIENCE_SECONDS  # type: ignore[attr-defined]
     left = [times if is_last(launch) else 0]
 
     def path_once(step: int) -> str:
@@ -201,11 +201,11 @@ def not_found(launch: Launch, made: CheckpointManager, times: int) -> Iterator[N
         return str(path_of(step))
 
     made._store.path_of = path_once  # type: ignore[attr-defined]
-    manager._PATIENCE_SECONDS = (0.01,) * 3
+    restoring._PATIENCE_SECONDS = (0.01,) * 3
     try:
         yield
     finally:
-        made._store.path_of, manager._PATIENCE_SECONDS = path_of, patience  # type: ignore[attr-defined]
+        made._store.path_of, restoring._PATIENCE_SECONDS = path_of, patience  # type: ignore[attr-defined]
 
 
 @takes_several
@@ -459,7 +459,7 @@ def case_decisions_leave_nothing_in_the_store(launch: Launch) -> None:
             assert made.save(step, state_of(launch, step))
             # Rank 0 must find itself done at the next step.
             dist.barrier()
-        made._end_deletions()
+        made._deletions.settle()
         dist.barrier()
         decisions = made._schedule._decisions
         assert decisions.number == 5

@@ -187,7 +187,7 @@ def run_of(make: Make, numbers: Any) -> None:
 def finish(made: CheckpointManager) -> None:
     """Waits for the save and the deletions under way."""
     made.wait_until_finished()
-    made._end_deletions()
+    made._deletions.settle()
 
 
 def kinds(events: list[Event]) -> list[str]:
@@ -298,7 +298,7 @@ def test_on_event_may_call_the_manager(kind: str, how: str, make: Make) -> None:
         assert how == "close"
         assert "the manager is closed" in str(error)  # noqa: PT017
     made.wait_until_finished(LIMIT)
-    made._end_deletions(LIMIT)
+    made._deletions.settle(LIMIT)
     assert called.wait(LIMIT)
 
 
@@ -1193,13 +1193,13 @@ def test_a_full_disk_fails_the_save_after_its_deletions_have_been_waited_for(
 ) -> None:
     made = make(keep_last=1)
     waited: list[None] = []
-    end = made._end_deletions
+    end = made._deletions.settle
 
-    def end_deletions(timeout: float | None = None) -> None:
+    def settle(timeout: float | None = None) -> None:
         waited.append(None)
         end()
 
-    monkeypatch.setattr(made, "_end_deletions", end_deletions)
+    monkeypatch.setattr(made._deletions, "settle", settle)
 
     class Full:
         f_blocks, f_frsize, f_bavail = 100, 1, 10

@@ -1,0 +1,170 @@
+"""How the ranks of a run come to write a step together.
+
+1. When they start they agree on an attempt, 8 hex digits that what they write has in its name
+   (steps.py), and so on the root.
+2. For each save every rank reads its state and makes a writer of the step.
+3. One that cannot tells the others, which have begun and would wait for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
+
+from torch_ckpt.coordination import Meeting
+from torch_ckpt.deletions import Deletions
+from torch_ckpt.multihost.calls import Call, Disagreement
+from torch_ckpt.saving import tell_the_others
+from torch_ckpt.snapshot import spawn
+from torch_ckpt.steps import StepStore, encoded_marker, parsed_marker
+from torch_ckpt.writer import FileSystemWriter
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a save of a step needs.
+
+    Attributes:
+        values: of the state.
+        bytes: of its tensors, each once for all ranks.
+        writer: of the step.
+    """
+
+    values: dict[str, Any]
+    bytes: int
+    writer: FileSystemWriter
+
+
+class Attempt:
+    """What a run's ranks write beneath a root. All ranks make the same calls, in the same order.
+
+    Args:
+        name: that they have agreed on.
+        store: where the steps are.
+        deletions: that are waited for where there is no room.
+        ranks: how many there are.
+        process_group: None for the default group.
+        timeout: seconds after which a rank that shows no sign of life is given up.
+        writer_options: passed to :class:`torch_ckpt.FileSystemWriter`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        store: StepStore,
+        deletions: Deletions,
+        *,
+        ranks: int,
+        process_group: dist.ProcessGroup | None,
+        timeout: float,
+        writer_options: dict[str, Any],
+    ) -> None:
+        self.name = name
+        self._store = store
+        self._deletions = deletions
+        self._ranks = ranks
+        self._group = process_group
+        self._timeout = timeout
+        self._writer_options = writer_options
+
+    def prepare(
+        self,
+        step: int,
+        read: Callable[[], dict[str, Any]],
+        metrics: dict[str, float],
+        notes: dict[str, Any],
+        *,
+        overwrite: bool,
+    ) -> Prepared:
+        """Reads the state and makes the writer; the others learn of whatever this raises.
+
+        Args:
+            read: gives the state.
+            metrics, notes: for the step's marker; the caller's own.
+            overwrite: whether a complete step may be replaced.
+        """
+        try:
+            marker = self._marker(metrics, notes)
+            values = read()
+            size = _whole_bytes(values)
+            writer = self._store.writer(
+                step,
+                attempt=self.name,
+                overwrite=overwrite,
+                marker=lambda: marker,
+                expected_bytes=size,
+                # The other ranks wait for this one's plan.
+                make_room=functools.partial(self._deletions.settle, self._timeout / 2),
+                **self._writer_options,
+            )
+        except BaseException as error:
+            ranks = Meeting.of(self._group, no_dist=False).ranks(self._timeout)
+            spawn(functools.partial(tell_the_others, ranks, error))
+            raise
+        return Prepared(values, size, writer)
+
+    def _marker(self, metrics: dict[str, float], notes: dict[str, Any]) -> dict[str, Any]:
+        """A copy, since the caller may go on with theirs."""
+        return parsed_marker(
+            encoded_marker(
+                {
+                    "metrics": {name: float(value) for name, value in metrics.items()},
+                    "notes": notes,
+                    "ranks": self._ranks,
+                    "torch_ckpt": _version(),
+                }
+            )
+        )
+
+
+def agree_on_name(
+    root: str,
+    before: Callable[[], None],
+    *,
+    process_group: dist.ProcessGroup | None,
+    timeout: float,
+) -> str:
+    """The attempt of all ranks; ``before`` is run on each, and where it raises all do.
+
+    Raises:
+        RanksDisagree: they have different roots.
+        TimeoutError, ConnectionError, RuntimeError: see :class:`torch_ckpt.multihost.calls.Call`.
+    """
+
+    def mine() -> tuple[str, str]:
+        before()
+        return root, new_name()
+
+    def chosen(brought: list[tuple[str, str]]) -> str | Disagreement:
+        if len({root for root, _name in brought}) > 1:
+            return Disagreement(
+                "ranks have different roots:",
+                [f"rank {rank}: {root}" for rank, (root, _) in enumerate(brought)],
+            )
+        return brought[0][1]
+
+    with Call("CheckpointManager", process_group, timeout) as call:
+        return call.exchange(mine, chosen)
+
+
+def new_name() -> str:
+    """One that no other run has."""
+    return uuid.uuid4().hex[:8]
+
+
+def _whole_bytes(values: dict[str, Any]) -> int:
+    tensors = pytree.tree_leaves(values)
+    return sum(t.numel() * t.itemsize for t in tensors if isinstance(t, torch.Tensor))
+
+
+def _version() -> str:
+    from torch_ckpt import __version__
+
+    return __version__
