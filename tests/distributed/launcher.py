@@ -9,10 +9,11 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 REPOSITORY = Path(__file__).parents[2]
@@ -39,11 +40,13 @@ class Launch:
         ranks: how many.
         cases: by name, in their order.
         before: the launch that must come before.
+        skipped: by case that is not run: why.
     """
 
     ranks: int
     cases: Sequence[str]
     before: str | None = None
+    skipped: Mapping[str, str] = field(default_factory=dict)
 
 
 class Torchrun:
@@ -81,9 +84,10 @@ class Torchrun:
         of = self.launches[launch]
         if of.before is not None:
             self.run(of.before)
+        cases = [case for case in of.cases if case not in of.skipped]
         try:
             done = torchrun(
-                of.ranks, "-m", self.module, self.workdir / launch, self.workdir, *of.cases
+                of.ranks, "-m", self.module, self.workdir / launch, self.workdir, *cases
             )
         except TimeoutError as hang:
             self.outputs[launch] = str(hang)[-3000:]
@@ -96,6 +100,63 @@ class Torchrun:
         log = Path(f"{self.workdir / launch}-{rank}.jsonl")
         lines = log.read_text().splitlines() if log.exists() else []
         return {outcome["case"]: outcome for outcome in map(json.loads, lines)}
+
+
+def launch_tests(
+    module: str, launches: Mapping[str, Launch], case_first: bool = False
+) -> tuple[Any, Any, Any]:
+    """What a file of launches names ``torchrun``, ``test_on_ranks`` and
+    ``test_all_ranks_of_a_launch_end_well``: a fixture, and the tests that use it.
+
+    Args:
+        module: of the cases.
+        launches: by name.
+        case_first: in the ids of ``test_on_ranks``.
+    """
+
+    @pytest.fixture(scope="module", name="torchrun")
+    def runner(tmp_path_factory: pytest.TempPathFactory) -> Torchrun:
+        return Torchrun(module, launches, tmp_path_factory.mktemp(module.rpartition(".")[2]))
+
+    # A test may be the first to ask for a launch and for all before it; one that hangs takes
+    # longer than its time.
+    longest = max(_length(launches, launch) for launch in launches)
+    timeout = pytest.mark.timeout((longest + 1) * TIMEOUT_SECONDS)
+
+    cases = [
+        pytest.param(
+            launch,
+            case,
+            id=f"{case}-{launch}" if case_first else f"{launch}-{case}",
+            marks=pytest.mark.skipif(case in of.skipped, reason=of.skipped.get(case, "")),
+        )
+        for launch, of in launches.items()
+        for case in of.cases
+    ]
+
+    @timeout
+    @pytest.mark.parametrize(("launch", "case"), cases)
+    def on_ranks(torchrun: Torchrun, launch: str, case: str) -> None:
+        failures = torchrun.failures(launch, case)
+        assert not failures, "\n".join(failures)
+
+    @timeout
+    @pytest.mark.parametrize("launch", launches)
+    def end_well(torchrun: Torchrun, launch: str) -> None:
+        """The interpreter's exit too, with the engine's threads in it."""
+        of = launches[launch]
+        if set(of.cases) <= set(of.skipped):
+            pytest.skip("; ".join(sorted(set(of.skipped.values()))))
+        torchrun.run(launch)
+        assert torchrun.codes[launch] == 0, torchrun.outputs[launch]
+
+    return runner, on_ranks, end_well
+
+
+def _length(launches: Mapping[str, Launch], launch: str) -> int:
+    """Of the chain of launches that ends with one."""
+    before = launches[launch].before
+    return 1 if before is None else 1 + _length(launches, before)
 
 
 def torchrun(ranks: int, *arguments: str | Path) -> subprocess.CompletedProcess[str]:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.distributed.async_cases import CASES, left_at_the_end
 from tests.distributed.async_deaths import TIMEOUT, state_of
-from tests.distributed.launcher import TIMEOUT_SECONDS, Launch, Processes, Torchrun
+from tests.distributed.launcher import Launch, Processes, Torchrun, launch_tests
 from tests.support import assert_equal, emptied, stock_load
 
 LAUNCHES = {"2 ranks": Launch(2, list(CASES)), "4 ranks": Launch(4, list(CASES))}
@@ -19,19 +19,9 @@ LAUNCHES = {"2 ranks": Launch(2, list(CASES)), "4 ranks": Launch(4, list(CASES))
 #: By number of ranks the one that dies: the coordinator, and another one.
 VICTIMS = {2: 0, 4: 3}
 
-
-@pytest.fixture(scope="module")
-def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Torchrun:
-    module = "tests.distributed.async_cases"
-    return Torchrun(module, LAUNCHES, tmp_path_factory.mktemp("async"))
-
-
-@pytest.mark.timeout(2 * TIMEOUT_SECONDS)
-@pytest.mark.parametrize("launch", LAUNCHES)
-@pytest.mark.parametrize("case", CASES)
-def test_on_ranks(torchrun: Torchrun, launch: str, case: str) -> None:
-    failures = torchrun.failures(launch, case)
-    assert not failures, "\n".join(failures)
+torchrun, test_on_ranks, _ = launch_tests(
+    "tests.distributed.async_cases", LAUNCHES, case_first=True
+)
 
 
 def assert_left_whole(workdir: Path, size: int) -> None:

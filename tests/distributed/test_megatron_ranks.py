@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launcher import TIMEOUT_SECONDS, Launch, Torchrun
+from tests.distributed.launcher import Launch, launch_tests
 from tests.distributed.megatron_cases import CASES, LOADS_OTHERS
 from tests.distributed.megatron_deaths import (
     DEATHS,
@@ -38,31 +38,9 @@ LAUNCHES = {
     "2 ranks again": Launch(2, [LOADS_OTHERS], before="4 ranks"),
 }
 
-
-@pytest.fixture(scope="module")
-def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Torchrun:
-    module = "tests.distributed.megatron_cases"
-    return Torchrun(module, LAUNCHES, tmp_path_factory.mktemp("megatron"))
-
-
-@pytest.mark.timeout(4 * TIMEOUT_SECONDS)
-@pytest.mark.parametrize(
-    ("launch", "case"),
-    [
-        pytest.param(name, case, id=f"{case}-{name}")
-        for name, launch in LAUNCHES.items()
-        for case in launch.cases
-    ],
+torchrun, test_on_ranks, test_all_ranks_of_a_launch_end_well = launch_tests(
+    "tests.distributed.megatron_cases", LAUNCHES, case_first=True
 )
-def test_on_ranks(torchrun: Torchrun, launch: str, case: str) -> None:
-    failures = torchrun.failures(launch, case)
-    assert not failures, "\n".join(failures)
-
-
-@pytest.mark.parametrize("launch", LAUNCHES)
-def test_all_ranks_of_a_launch_end_well(torchrun: Torchrun, launch: str) -> None:
-    torchrun.run(launch)
-    assert torchrun.codes[launch] == 0, torchrun.outputs[launch]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import no_cuda
-from tests.distributed.launcher import TIMEOUT_SECONDS, Launch, Torchrun
+from tests.distributed.launcher import Launch, launch_tests
 from tests.distributed.peer_cases import CASES, OF_NVRX, SLOW
 
 
@@ -32,46 +32,19 @@ WITHOUT_MEGATRON = lacking("megatron.core")
 WITHOUT_NVRX = lacking("nvidia_resiliency_ext", "psutil")
 
 REASONS = {name: WITHOUT_NVRX if name in OF_NVRX else WITHOUT_MEGATRON for name in CASES}
+SKIPPED = {name: reason for name, reason in REASONS.items() if reason}
 
-
-def cases_for(ranks: int) -> list[str]:
-    return [name for name in CASES if ranks == 2 or name not in SLOW]
-
+FAST = [name for name in CASES if name not in SLOW]
 
 LAUNCHES = {
-    title: Launch(ranks, [name for name in cases_for(ranks) if not REASONS[name]])
-    for title, ranks in (("1 rank", 1), ("2 ranks", 2), ("4 ranks", 4))
+    "1 rank": Launch(1, FAST, skipped=SKIPPED),
+    "2 ranks": Launch(2, list(CASES), skipped=SKIPPED),
+    "4 ranks": Launch(4, FAST, skipped=SKIPPED),
 }
 
-
-@pytest.fixture(scope="module")
-def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Torchrun:
-    return Torchrun("tests.distributed.peer_cases", LAUNCHES, tmp_path_factory.mktemp("peers"))
-
-
-@pytest.mark.timeout(3 * TIMEOUT_SECONDS)
-@pytest.mark.parametrize(
-    ("launch", "case"),
-    [
-        pytest.param(title, case, id=f"{case}-{title}")
-        for title, launch in LAUNCHES.items()
-        for case in cases_for(launch.ranks)
-    ],
+torchrun, test_on_ranks, test_all_ranks_of_a_launch_end_well = launch_tests(
+    "tests.distributed.peer_cases", LAUNCHES, case_first=True
 )
-def test_on_ranks(torchrun: Torchrun, launch: str, case: str) -> None:
-    if REASONS[case]:
-        pytest.skip(REASONS[case])
-    failures = torchrun.failures(launch, case)
-    assert not failures, "\n".join(failures)
-
-
-@pytest.mark.parametrize("launch", LAUNCHES)
-def test_all_ranks_of_a_launch_end_well(torchrun: Torchrun, launch: str) -> None:
-    """The interpreter's exit too."""
-    if not LAUNCHES[launch].cases:
-        pytest.skip(f"{WITHOUT_MEGATRON}; {WITHOUT_NVRX}")
-    torchrun.run(launch)
-    assert torchrun.codes[launch] == 0, torchrun.outputs[launch]
 
 
 @pytest.mark.parametrize("name", no_cuda.REPLACEMENTS)

@@ -9,37 +9,25 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launcher import TIMEOUT_SECONDS, Launch, Processes, Torchrun
+from tests.distributed.launcher import Launch, Processes, launch_tests
 from tests.distributed.remote_cases import CASES
 from tests.distributed.remote_deaths import TIMEOUT
 from tests.remote_stores import s3_server
 
 LAUNCHES = {"2 ranks": Launch(2, list(CASES))}
 
+torchrun, test_on_ranks, test_all_ranks_of_a_launch_end_well = launch_tests(
+    "tests.distributed.remote_cases", LAUNCHES
+)
 
-@pytest.fixture(scope="module")
-def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Torchrun]:
+
+@pytest.fixture(scope="module", autouse=True)
+def object_store() -> Iterator[None]:
     with s3_server() as settings, pytest.MonkeyPatch.context() as patch:
         for name, value in settings.items():
             # As fsspec reads them, when a rank imports it.
             patch.setitem(os.environ, f"FSSPEC_S3_{name.upper()}", value)
-        yield Torchrun(
-            "tests.distributed.remote_cases", LAUNCHES, tmp_path_factory.mktemp("remote")
-        )
-
-
-@pytest.mark.timeout(2 * TIMEOUT_SECONDS)
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("launch", LAUNCHES)
-def test_on_ranks(torchrun: Torchrun, launch: str, case: str) -> None:
-    failures = torchrun.failures(launch, case)
-    assert not failures, "\n".join(failures)
-
-
-@pytest.mark.parametrize("launch", LAUNCHES)
-def test_all_ranks_of_a_launch_end_well(torchrun: Torchrun, launch: str) -> None:
-    torchrun.run(launch)
-    assert torchrun.codes[launch] == 0, torchrun.outputs[launch]
+        yield
 
 
 @pytest.fixture(scope="module")
