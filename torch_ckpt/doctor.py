@@ -25,6 +25,7 @@ from torch_ckpt import _C
 from torch_ckpt.api import load, save
 from torch_ckpt.directory import OpenDirectory
 from torch_ckpt.errors import NotCommitted
+from torch_ckpt.free_space import free_bytes, require_room
 from torch_ckpt.text import printable, size, table
 
 #: Threads with which bandwidth is measured.
@@ -89,8 +90,7 @@ class DoctorReport:
     Attributes:
         path: the directory.
         file_system, mount_point, mount_options: as the kernel says.
-        free_bytes, free_inodes: for this user; None for inodes where the file system does not
-            count them.
+        free_bytes, free_inodes: for this user; None where the file system does not say.
         alignment: what offsets and lengths of direct I/O are aligned to at least, in bytes; None:
             there is no direct I/O.
         fsync_ms: median time of writing 4 KiB and fsync, in milliseconds.
@@ -107,7 +107,7 @@ class DoctorReport:
     file_system: str
     mount_point: str
     mount_options: str
-    free_bytes: int
+    free_bytes: int | None
     free_inodes: int | None
     alignment: int | None = None
     fsync_ms: float = 0.0
@@ -129,7 +129,8 @@ class DoctorReport:
         inodes = "" if self.free_inodes is None else f", {self.free_inodes} inodes"
         yield printable(f"{self.path}: {self.file_system} at {self.mount_point}")
         yield printable(f"mount options: {self.mount_options}")
-        yield f"free: {size(self.free_bytes)}{inodes}"
+        free = "it does not say" if self.free_bytes is None else size(self.free_bytes)
+        yield f"free: {free}{inodes}"
         aligned = "no" if self.alignment is None else f"yes, aligned to {self.alignment} bytes"
         yield f"direct I/O: {aligned}"
         yield f"fsync: {self.fsync_ms:.2f} ms; a commit: {self.commit_ms:.2f} ms"
@@ -196,16 +197,15 @@ def diagnose(path: str | os.PathLike[str], *, measured_bytes: int = DEFAULT_BYTE
         file_system=mount.file_system,
         mount_point=mount.point,
         mount_options=mount.options,
-        free_bytes=space.f_bavail * space.f_frsize,
+        free_bytes=free_bytes(place),
         free_inodes=space.f_favail if space.f_files else None,
     )
-    if report.free_bytes < 2 * measured_bytes:
-        raise OSError(
-            errno.ENOSPC,
-            f"measuring takes {size(measured_bytes)} and wants twice as much free, of which there "
-            f"are {size(report.free_bytes)}: choose a smaller size (--size), or make room",
-            report.path,
-        )
+    require_room(
+        report.path,
+        2 * measured_bytes,
+        f"measuring takes {size(measured_bytes)} and wants twice as much free",
+        "choose a smaller size (--size), or make room",
+    )
     with _directory_in(place) as directory:
         report.alignment = direct_alignment(directory)
         report.fsync_ms = _median_ms(_fsync_of(directory))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from errno import ENOSPC
@@ -28,15 +27,21 @@ def require_room(
     Raises:
         OSError: ``ENOSPC``, with what is free; or the file system cannot be asked.
     """
-    free = _free_bytes(directory)
-    if free < wanted and make_room is not None:
+    free = free_bytes(directory)
+    if free is not None and free < wanted and make_room is not None:
         make_room()
-        free = _free_bytes(directory)
-    if free < wanted:
+        free = free_bytes(directory)
+    if free is not None and free < wanted:
         raise OSError(ENOSPC, f"{need}, and {size(free)} are free: {remedy}", directory)
 
 
-def _free_bytes(directory: str) -> float:
+def free_bytes(directory: str) -> int | None:
+    """What this user may write there; None where the file system does not say.
+
+    Some in user space do not: then the writing tells.
+
+    Raises:
+        OSError: the file system cannot be asked.
+    """
     status = os.statvfs(directory)
-    # Some file systems in user space do not say; then the writing tells.
-    return status.f_bavail * status.f_frsize if status.f_blocks else math.inf
+    return status.f_bavail * status.f_frsize if status.f_blocks else None

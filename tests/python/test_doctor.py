@@ -246,3 +246,15 @@ def test_more_than_is_free_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     assert cli.main(["doctor", str(tmp_path), "--size", "1000000TB"]) == 2
     assert "choose a smaller size" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_system_that_does_not_say_what_is_free_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def silent(_path: str) -> SimpleNamespace:
+        return SimpleNamespace(f_blocks=0, f_frsize=0, f_bavail=0, f_files=0, f_favail=0)
+
+    monkeypatch.setattr(os, "statvfs", silent)
+    report = diagnose(tmp_path, measured_bytes=SMALL)
+    assert report.free_bytes is None
+    assert "free: it does not say" in list(report.lines())
