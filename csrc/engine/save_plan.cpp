@@ -1,5 +1,7 @@
 #include "engine/save_plan.h"
 
+#include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "planning/buckets.h"
@@ -10,8 +12,14 @@ namespace {
 Result<std::vector<planning::NamedBucket>> choose_buckets(const std::vector<SaveItem>& items,
                                                           const NamingOptions& naming) {
   if (naming.file_per_item) {
+    const std::string& hint = naming.separation_hint;
     std::vector<planning::NamedBucket> buckets;
-    for (std::size_t i = 0; i < items.size(); ++i) buckets.push_back({"", {i}});
+    std::vector<planning::NamedBucket> hinted;
+    for (std::size_t i = 0; i < items.size(); ++i) {
+      const bool is_hinted = !hint.empty() && items[i].name.starts_with(hint);
+      (is_hinted ? hinted : buckets).push_back({is_hinted ? hint : "", {i}});
+    }
+    std::move(hinted.begin(), hinted.end(), std::back_inserter(buckets));
     return buckets;
   }
   std::vector<planning::ItemSize> sizes;

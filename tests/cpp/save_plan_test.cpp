@@ -97,6 +97,19 @@ TEST(SavePlan, PutsTheSeparationHintBeforeTheNamesOfItsFiles) {
   EXPECT_EQ(plan->places[1].file, 0);
 }
 
+TEST(SavePlan, PutsTheSeparationHintBeforeTheNamesOfFilesOfOneItemToo) {
+  NamingOptions options = naming(2);
+  options.file_per_item = true;
+  options.separation_hint = "optim";
+  const auto plan =
+      plan_save({tensor("optim.a", 5), tensor("model.a", 5), raw("optim.b", 5)}, options);
+  ASSERT_TRUE(ok(plan));
+  EXPECT_EQ(plan->file_names, (Names{"__3_0.distcp", "optim__3_1.distcp", "optim__3_2.distcp"}));
+  EXPECT_EQ(plan->places[0].file, 1);
+  EXPECT_EQ(plan->places[1].file, 0);
+  EXPECT_EQ(plan->places[2].file, 2);
+}
+
 TEST(SavePlan, WithAHintAndOneFileIsRefused) {
   NamingOptions options = naming(1);
   options.separation_hint = "optim";

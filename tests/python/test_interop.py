@@ -641,6 +641,18 @@ def test_a_separation_hint_gives_its_items_files_of_their_own(tmp_path: Path) ->
         assert_equal(loaded, state)
 
 
+def test_a_separation_hint_begins_the_names_of_files_of_one_item_too(tmp_path: Path) -> None:
+    state: StateDict = {"optimizer.a": torch.ones(2), "model.a": torch.ones(3), "optimizer.b": 1}
+    options = {"single_file_per_rank": False, "separation_hint": "optimizer", "thread_count": 2}
+    metadata = save(state, tmp_path, **options)
+    files = {name: place_of(metadata, name).relative_path for name in state}
+    assert files["model.a"] == "__0_0.distcp"
+    assert {files["optimizer.a"], files["optimizer.b"]} == {
+        "optimizer__0_1.distcp",
+        "optimizer__0_2.distcp",
+    }
+
+
 def test_a_separation_hint_that_nothing_matches_changes_no_content(tmp_path: Path) -> None:
     save(state_of(), tmp_path, thread_count=2, separation_hint="nobody")
     loaded = emptied(state_of())
