@@ -19,7 +19,7 @@ from typing import Any
 
 BEGIN, END = "<!-- promises:begin -->", "<!-- promises:end -->"
 
-PARTS = ("powercut", "crash_states", "kills", "faults", "early", "attacks")
+PARTS = ("powercut", "crash_states", "kills", "manager_kills", "faults", "early", "attacks")
 
 Row = tuple[str, str, str]
 
@@ -29,7 +29,7 @@ def gathered(directory: Path) -> dict[str, Any]:
     from benchmarks.machine import describe
 
     parts = {name: json.loads((directory / f"{name}.json").read_text()) for name in PARTS}
-    for name in ("powercut", "crash_states"):
+    for name in ("powercut", "crash_states", "manager_kills"):
         del parts[name]["rows"]  # what became of each is counted beside them
     for name in ("kills", "faults", "early"):
         del parts[name]["notes"]  # which points, for who looks for the cause
@@ -81,6 +81,11 @@ def rows_of(parts: dict[str, Any]) -> list[Row]:
             "the process killed before each of its system calls: likewise",
             _share(killed[0]),
             _share(killed[1]),
+        ),
+        (
+            "runs under a manager killed, by chance and before each call: a reported step is lost",
+            _share(_of(parts["manager_kills"], "torch_ckpt")),
+            "-",
         ),
         (
             "each system call failing once: the save is reported as done, and is not",

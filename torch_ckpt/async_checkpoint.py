@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+import inspect
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -19,6 +20,7 @@ from torch_ckpt.coordination import TIMEOUT_SECONDS
 from torch_ckpt.metrics import SaveMetrics
 from torch_ckpt.snapshot import AsyncSave
 from torch_ckpt.unchanged import SAVE_COUNTER
+from torch_ckpt.writer import FileSystemWriter
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,9 @@ class AsyncCheckpoint:
         load_options: for :func:`torch_ckpt.load`.
         state: names and values, as for :class:`torch_ckpt.AppState`.
 
+    Values are attributes as well: ``checkpoint.step += 1`` changes what is saved, and a new name
+    adds a value.
+
     Attributes:
         state: the values by name. Plain ones, such as a step, are saved from here: change them
             here, where a restore replaces them. ``save_counter`` is among them: how many times
@@ -57,7 +62,10 @@ class AsyncCheckpoint:
 
     Raises:
         ValueError: a value is named ``save_counter``.
+        TypeError: ``save_options`` has what is no option; values are given by keyword.
     """
+
+    state: dict[str, Any]
 
     def __init__(
         self,
@@ -70,8 +78,8 @@ class AsyncCheckpoint:
             raise ValueError(
                 f"{SAVE_COUNTER} is what saves are counted with; name the value otherwise"
             )
-        self.state: dict[str, Any] = {**state, SAVE_COUNTER: 0}
-        self._save_options = dict(save_options or {})
+        self.state = {**state, SAVE_COUNTER: 0}
+        self._save_options = _checked(save_options or {})
         self._load_options = dict(load_options or {})
         self._before_save = BeforeSave()
         self._app_state = AppState(self.state, before_save=self._before_save)
@@ -80,6 +88,20 @@ class AsyncCheckpoint:
         self._blocked_s = 0.0
         self._training_s = 0.0
         self._returned: float | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        values = self.__dict__.get("state", {})
+        if name in values:
+            return values[name]
+        raise AttributeError(f"AsyncCheckpoint has no value {name!r}, but {', '.join(values)}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "state" or name.startswith("_"):
+            super().__setattr__(name, value)
+        elif hasattr(type(self), name):
+            raise AttributeError(f"{name} is AsyncCheckpoint's own; name the value otherwise")
+        else:
+            self.state[name] = value
 
     @property
     def save_counter(self) -> int:
@@ -211,6 +233,26 @@ class AsyncCheckpoint:
         if save is None:
             return None
         return WriteMetrics(self._blocked_s, save.total_s, self._training_s, save)
+
+
+def _checked(save_options: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(save_options, Mapping):
+        raise TypeError(
+            f"save_options must be a mapping, got {type(save_options).__name__}; values are given "
+            "by keyword: AsyncCheckpoint(model=model)"
+        )
+    taken = [*_parameters(async_save), *_parameters(FileSystemWriter.__init__)]
+    unknown = [name for name in save_options if name not in taken]
+    if unknown:
+        raise TypeError(
+            f"save_options has {', '.join(map(repr, unknown))}, which torch_ckpt.async_save does "
+            "not take; values are given by keyword: AsyncCheckpoint(model=model)"
+        )
+    return dict(save_options)
+
+
+def _parameters(function: Callable[..., Any]) -> list[str]:
+    return list(inspect.signature(function).parameters)
 
 
 def _call_with(on_commit: Callable[[str], None], path: str, _metadata: Any) -> None:

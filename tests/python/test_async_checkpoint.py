@@ -110,6 +110,36 @@ def test_a_value_must_not_have_the_counters_name() -> None:
 # --- reading -------------------------------------------------------------------------------------
 
 
+def test_values_are_attributes(tmp_path: Path) -> None:
+    checkpoint = AsyncCheckpoint(model=weights(1), step=1)
+    checkpoint.step += 4
+    checkpoint.epoch = 2
+    checkpoint.write(tmp_path / "c")
+    checkpoint.sync()
+    again = AsyncCheckpoint(model=weights(0), step=0, epoch=0)
+    again.restore(tmp_path / "c")
+    assert (again.step, again.epoch) == (5, 2)
+    assert again.model is again.state["model"]
+
+
+def test_a_value_that_is_not_there_is_no_attribute() -> None:
+    with pytest.raises(AttributeError, match="no value 'modle', but model, save_counter"):
+        _ = AsyncCheckpoint(model=weights(1)).modle
+
+
+@pytest.mark.parametrize("name", ["save", "save_counter"])
+def test_its_own_attributes_are_not_set(name: str) -> None:
+    checkpoint = AsyncCheckpoint(model=weights(1))
+    with pytest.raises(AttributeError, match=f"{name} is AsyncCheckpoint's own"):
+        setattr(checkpoint, name, 3)
+
+
+@pytest.mark.parametrize("given", [{"model": weights(1)}, weights(1)], ids=["dict", "module"])
+def test_values_that_are_not_given_by_keyword_are_refused(given: Any) -> None:
+    with pytest.raises(TypeError, match=r"by keyword: AsyncCheckpoint\(model=model\)"):
+        AsyncCheckpoint(given)
+
+
 def test_a_restore_works_before_the_first_save(tmp_path: Path) -> None:
     torch_ckpt.save({"model": weights(5).state_dict(), "save_counter": 8}, tmp_path)
     fresh = AsyncCheckpoint(model=weights(0))
