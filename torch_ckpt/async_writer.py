@@ -19,7 +19,7 @@ import queue
 import re
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -39,7 +39,7 @@ from torch_ckpt.generations import Claim, choose_prefix
 from torch_ckpt.metadata import METADATA_NAME
 from torch_ckpt.metrics import LOGGER
 from torch_ckpt.results import ResultsQueue
-from torch_ckpt.staged import Staged, portable
+from torch_ckpt.staged import Nothing, Staged, portable
 from torch_ckpt.write_tasks import WriteTask
 from torch_ckpt.writer import DCP_VERSION, FileSystemWriter, keeps_default_lookup, resolve
 
@@ -227,21 +227,38 @@ class FileSystemWriterAsync(FileSystemWriter):
         )
 
     @staticmethod
-    def preload_tensors(task: WriteTask, non_blocking: bool = True) -> Staged:
+    def preload_tensors(
+        write_buckets: WriteTask | Sequence[WriteTask], non_blocking: bool = True
+    ) -> Staged:
         """Stages a task: returns when its sources may change. Its files are being written by then.
 
         Args:
-            task: of ``get_save_function_and_args``.
+            write_buckets: the task that ``get_save_function_and_args`` gives, or ``write_buckets``.
             non_blocking: accepted as Megatron's; copies from devices always run on a side stream.
+
+        Returns:
+            What the save function takes.
+
+        Raises:
+            ValueError: several tasks.
         """
-        return task.stage()
+        if isinstance(write_buckets, WriteTask):
+            return write_buckets.stage()
+        if not write_buckets:
+            return Nothing()
+        if len(write_buckets) > 1:
+            raise ValueError(
+                "write_buckets of one writer are one task, which is staged as a whole; got "
+                f"{len(write_buckets)}"
+            )
+        return write_buckets[0].stage()
 
     @staticmethod
     def write_preloaded_data_multithread(
         transform_list: list[_StorageWriterTransforms],
         use_msc: bool,
         rank: int,
-        staged: Staged | WriteTask,
+        staged: Staged | WriteTask | Sequence[WriteTask],
         results_queue: Any,
     ) -> None:
         """Waits for the end of a staged task and puts its outcome, one item; raises nothing.
@@ -254,8 +271,8 @@ class FileSystemWriterAsync(FileSystemWriter):
             results_queue: gets the results by file number, or an exception.
         """
         try:
-            if isinstance(staged, WriteTask):
-                staged = staged.stage()
+            if not isinstance(staged, Staged):
+                staged = FileSystemWriterAsync.preload_tensors(staged)
             outcome = staged.outcome(transform_list[0] if transform_list else None)
         except Exception as error:
             outcome = portable(error)

@@ -63,6 +63,13 @@ class Staged:
         return "writing"
 
 
+class Nothing(Staged):
+    """What is staged where there is nothing to write."""
+
+    def outcome(self, transforms: _StorageWriterTransforms | None) -> Results | Exception:
+        return {}
+
+
 class NotBegun(Staged):
     """A write that has failed before its first byte."""
 

@@ -202,6 +202,38 @@ def test_the_save_function_stages_what_was_not_preloaded(tmp_path: Path) -> None
     assert_checkpoint(tmp_path / "c", state_of())
 
 
+@pytest.mark.parametrize("preloaded", [True, False])
+def test_the_tasks_may_be_given_in_a_list(tmp_path: Path, preloaded: bool) -> None:
+    writer = FileSystemWriterAsync(tmp_path / "c")
+    finalizing = planned(small_state(), writer)
+    function, _, arguments = writer.get_save_function_and_args()
+    assert function is not None
+    assert writer.write_buckets is not None
+    arguments[1] = writer.write_buckets
+    if preloaded:
+        arguments[1] = FileSystemWriterAsync.preload_tensors(writer.write_buckets, True)
+    function(*arguments)
+    save_state_dict_async_finalize(*finalizing)
+    assert_checkpoint(tmp_path / "c", small_state())
+
+
+def test_an_empty_list_of_tasks_gives_no_results(tmp_path: Path) -> None:
+    got: queue.Queue[Any] = queue.Queue()
+    staged = FileSystemWriterAsync.preload_tensors([], True)
+    FileSystemWriterAsync.write_preloaded_data_multithread([], False, 0, staged, got)
+    assert got.get_nowait() == {}
+
+
+def test_tasks_of_several_writers_are_refused(tmp_path: Path) -> None:
+    tasks = []
+    for name in "ab":
+        writer = FileSystemWriterAsync(tmp_path / name)
+        planned(small_state(), writer)
+        tasks += writer.write_buckets or []
+    with pytest.raises(ValueError, match="write_buckets of one writer are one task"):
+        FileSystemWriterAsync.preload_tensors(tasks)
+
+
 def test_a_task_that_cannot_be_staged_is_told_and_not_raised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
