@@ -237,7 +237,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             non_blocking: accepted as Megatron's; copies from devices always run on a side stream.
 
         Returns:
-            What the save function takes.
+            What the save function takes. Of a task that was staged before it is the same.
 
         Raises:
             ValueError: several tasks.

@@ -50,15 +50,16 @@ class PythonWrite(Staged):
         self._lock = threading.Lock()
         self._is_cancelled = False
         self._first_error: BaseException | None = None
+        self._outcome: Results | Exception | None = None
+        # Only the first who asks for the outcome has values to write.
+        self._once = threading.Lock()
         current_stage().writes.append(self)
 
     def outcome(self, transforms: _StorageWriterTransforms | None) -> Results | Exception:
-        try:
-            if self._has_changed:
-                raise source_changed(self._task.directory)
-            return self._write_all(transforms or _StorageWriterTransforms())
-        except Exception as error:
-            return portable(error)
+        with self._once:
+            if self._outcome is None:
+                self._outcome = self._outcome_of_first(transforms or _StorageWriterTransforms())
+            return self._outcome
 
     def cancel(self) -> None:
         self._is_cancelled = True
@@ -72,6 +73,15 @@ class PythonWrite(Staged):
             f"files {task.prefix}* in {task.directory}: writing in Python, "
             f"{self._items_written} of {len(task.items)} items written"
         )
+
+    def _outcome_of_first(self, transforms: _StorageWriterTransforms) -> Results | Exception:
+        task = self._task
+        try:
+            if self._has_changed:
+                raise source_changed(task.directory)
+            return self._write_all(transforms)
+        except Exception as error:
+            return portable(error)
 
     def _write_all(self, transforms: _StorageWriterTransforms) -> Results:
         task = self._task

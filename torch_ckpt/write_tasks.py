@@ -67,19 +67,40 @@ class WriteTask:
     by_engine: bool
     options: dict[str, Any]
     open_file: Callable[..., Any] = open
+    _staged: Staged | None = dataclasses.field(default=None, init=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
         values = [_sendable(value) for value in self.values]
         # Bars and callbacks belong to the process of the caller.
         options = self.options | {"progress": None}
-        return self.__dict__ | {"values": values, "options": options}
+        return self.__dict__ | {"values": values, "options": options, "_staged": None}
 
     def stage(self) -> Staged:
-        """Returns when the values are not needed any more; what fails is the outcome's to tell."""
+        """Returns when the values are not needed any more; what fails is the outcome's to tell.
+
+        Who stages it again gets the same.
+        """
+        if self._staged is None:
+            self._staged = self._begin()
+        elif self._staged not in (writes := current_stage().writes):
+            writes.append(self._staged)
+        return self._staged
+
+    def _begin(self) -> Staged:
         try:
-            return EngineWrite(self) if self.by_engine else PythonWrite(self)
+            if len(self.values) != len(self.items):
+                raise CheckpointError(
+                    f"files {self.prefix}* in {self.directory}: the values were let go of when "
+                    "they were staged, by another process or by a call that was interrupted; plan "
+                    "the save again"
+                )
+            # A copy: what this one keeps must not keep it.
+            task = dataclasses.replace(self)
+            return EngineWrite(task) if self.by_engine else PythonWrite(task)
         except Exception as error:
             return NotBegun(portable(error))
+        finally:
+            self.values = []
 
 
 class EngineWrite(Staged):

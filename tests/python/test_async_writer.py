@@ -70,6 +70,7 @@ from torch_ckpt.megatron import (
     get_write_results_queue,
     save_state_dict_async_finalize,
 )
+from torch_ckpt.staged import Stage
 from torch_ckpt.write_tasks import EngineWrite, WriteTask
 
 pytestmark = [
@@ -125,6 +126,10 @@ def assert_checkpoint(path: Path, state: StateDict) -> None:
         loaded = emptied(state)
         loader(loaded, path)
         assert_equal(loaded, state)
+
+
+def open_in_python(path: str, mode: str) -> Any:
+    return open(path, mode)
 
 
 def read_metadata(path: Path) -> Metadata:
@@ -232,6 +237,53 @@ def test_tasks_of_several_writers_are_refused(tmp_path: Path) -> None:
         tasks += writer.write_buckets or []
     with pytest.raises(ValueError, match="write_buckets of one writer are one task"):
         FileSystemWriterAsync.preload_tensors(tasks)
+
+
+@pytest.mark.parametrize("options", [{}, {"open_file": open_in_python}])
+def test_what_is_staged_twice_is_staged_once(tmp_path: Path, options: StateDict) -> None:
+    writer = FileSystemWriterAsync(tmp_path / "c", **options)
+    finalizing = planned(small_state(), writer)
+    function, preload, arguments = writer.get_save_function_and_args()
+    assert function is not None
+    assert preload is not None
+    first = preload()
+    arguments[1] = preload()
+    assert arguments[1] is first
+    function(*arguments)
+    save_state_dict_async_finalize(*finalizing)
+    assert_checkpoint(tmp_path / "c", small_state())
+
+
+def test_a_save_function_that_runs_twice_writes_once(tmp_path: Path) -> None:
+    writer = FileSystemWriterAsync(tmp_path / "c", open_file=open_in_python)
+    finalizing = planned(small_state(), writer)
+    here(writer)
+    here(writer)
+    save_state_dict_async_finalize(*finalizing)
+    assert_checkpoint(tmp_path / "c", small_state())
+
+
+def test_what_was_staged_before_is_cancelled_by_who_stages_it_again(tmp_path: Path) -> None:
+    writer = FileSystemWriterAsync(tmp_path / "c")
+    planned(small_state(), writer)
+    _, preload, _ = writer.get_save_function_and_args()
+    assert preload is not None
+    first = preload()
+    with Stage() as stage:
+        preload()
+    assert stage.writes == [first]
+
+
+def test_a_staged_task_that_is_sent_elsewhere_is_told_to_have_no_values(tmp_path: Path) -> None:
+    writer = FileSystemWriterAsync(tmp_path / "c")
+    planned(small_state(), writer)
+    function, preload, arguments = writer.get_save_function_and_args()
+    assert function is not None
+    assert preload is not None
+    preload()
+    arguments[1] = pickle.loads(pickle.dumps(preload))()
+    function(*arguments)
+    assert "were let go of when they were staged" in str(failure_of(writer))
 
 
 def test_a_task_that_cannot_be_staged_is_told_and_not_raised(
@@ -886,10 +938,6 @@ def test_the_garbage_collectors_threshold_is_as_before_after_each_end_of_a_plan(
 
 
 # --- through Python ------------------------------------------------------------------------------
-
-
-def open_in_python(path: str, mode: str) -> Any:
-    return open(path, mode)
 
 
 class Flip(StreamTransformExtension):
