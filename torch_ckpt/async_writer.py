@@ -34,6 +34,7 @@ from torch.futures import Future
 
 from torch_ckpt.collector import no_gc
 from torch_ckpt.coordination import TIMEOUT_SECONDS, attempt, is_distributed, own_rank
+from torch_ckpt.ending import Ending
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.generations import Claim, choose_prefix
 from torch_ckpt.metadata import METADATA_NAME
@@ -104,6 +105,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         self._given_tag = ""
         self._task: WriteTask | None = None
         self._part: Claim | None = None
+        self._ending = Ending()
         self._failure: Exception | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -126,6 +128,7 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         self._task = self.results_queue = self._failure = None
+        self._ending = Ending()
         if self.use_msc:
             _msc().os.makedirs(str(self.checkpoint_dir), exist_ok=True)
             return plan
@@ -161,6 +164,8 @@ class FileSystemWriterAsync(FileSystemWriter):
                 values = [resolve(planner, item, direct, whole=_whole) for item in items]
             else:
                 values = [_whole(planner.resolve_data(item)) for item in items]
+        claims = [claim for claim in (self._claim, self._part) if claim is not None]
+        self._ending = Ending(str(self.path), claims)
         self._task = WriteTask(
             directory=str(self.checkpoint_dir if self.use_msc else self.path),
             prefix=self.prefix,
@@ -180,6 +185,7 @@ class FileSystemWriterAsync(FileSystemWriter):
                 "background": self.background,
             },
             open_file=self.open_file,
+            ending=self._ending,
         )
         self.results_queue = ResultsQueue() if items else None
 
@@ -399,10 +405,13 @@ class FileSystemWriterAsync(FileSystemWriter):
         try:
             outcome = self.results_queue.get_nowait()
         except queue.Empty:
-            raise RuntimeError(
-                f"results_queue should not be empty: {where}: the worker has ended without a word, "
-                "or has not begun; look whether it was killed"
-            ) from None
+            if not self._ending.is_aborted:
+                raise RuntimeError(
+                    f"results_queue should not be empty: {where}: the worker has ended without a "
+                    "word, or has not begun; look whether it was killed"
+                ) from None
+            outcome = None
+        outcome = self._ending.take(outcome)
         if isinstance(outcome, BaseException):
             raise RuntimeError(f"Worker failure: {outcome} ({where})") from outcome
         results = [result for of_file in outcome.values() for result in of_file]

@@ -26,7 +26,7 @@ from torch_ckpt import _C
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.generations import remove_files
 from torch_ckpt.sources import version_of
-from torch_ckpt.staged import Results, Staged, current_stage, portable, source_changed
+from torch_ckpt.staged import Results, Staged, current_stage, files_of, portable, source_changed
 
 if TYPE_CHECKING:
     from torch_ckpt.write_tasks import WriteTask
@@ -63,6 +63,7 @@ class PythonWrite(Staged):
 
     def cancel(self) -> None:
         self._is_cancelled = True
+        self._task.ending.abort()
 
     def moved(self) -> int:
         return self._moved
@@ -76,12 +77,18 @@ class PythonWrite(Staged):
 
     def _outcome_of_first(self, transforms: _StorageWriterTransforms) -> Results | Exception:
         task = self._task
+        files: set[str] = set()
         try:
+            task.ending.begin()
             if self._has_changed:
                 raise source_changed(task.directory)
-            return self._write_all(transforms)
+            results = self._write_all(transforms)
+            files = files_of(results) if _is_local(task) else files
+            return results
         except Exception as error:
             return portable(error)
+        finally:
+            task.ending.end(files)
 
     def _write_all(self, transforms: _StorageWriterTransforms) -> Results:
         task = self._task

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from torch_ckpt import _C
 from torch_ckpt.background import EngineOptions
+from torch_ckpt.ending import Ending
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.host_memory import default_snapshot_bytes
 from torch_ckpt.metrics import LOGGER
@@ -31,7 +32,15 @@ from torch_ckpt.python_write import PythonWrite
 from torch_ckpt.results import is_alive, place_for_files
 from torch_ckpt.snapshot import event_of_now, spawn
 from torch_ckpt.sources import version_of
-from torch_ckpt.staged import NotBegun, Results, Staged, current_stage, portable, source_changed
+from torch_ckpt.staged import (
+    NotBegun,
+    Results,
+    Staged,
+    current_stage,
+    files_of,
+    portable,
+    source_changed,
+)
 from torch_ckpt.writer import FileSystemWriter, Written, results_of
 
 # How often a forked child looks for its parent's outcome.
@@ -56,6 +65,7 @@ class WriteTask:
         ranks: how many save together.
         options: of the ``FileSystemWriter`` that writes.
         open_file: opens files in Python.
+        ending: who takes its results, or aborts it.
     """
 
     directory: str
@@ -67,6 +77,7 @@ class WriteTask:
     by_engine: bool
     options: dict[str, Any]
     open_file: Callable[..., Any] = open
+    ending: Ending = dataclasses.field(default_factory=Ending)
     _staged: Staged | None = dataclasses.field(default=None, init=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -146,6 +157,7 @@ class EngineWrite(Staged):
         save = self._save
         if save is not None:
             save.cancel()
+        self._task.ending.abort()
 
     def moved(self) -> int:
         save = self._save
@@ -197,6 +209,7 @@ class EngineWrite(Staged):
     def _run(self) -> None:
         task = self._task
         try:
+            task.ending.begin()
             writer = FileSystemWriter(task.directory, **task.options)
             writer.rank = task.rank
             names = [item.index.fqn for item in task.items]
@@ -215,8 +228,11 @@ class EngineWrite(Staged):
                 if self._relay:
                     self._tell_child(self._relay)
             finally:
-                self._staged.set()
-                self._ended.set()
+                try:
+                    task.ending.end(files_of(self._outcome))
+                finally:
+                    self._staged.set()
+                    self._ended.set()
 
     def _tell_child(self, relay: str) -> None:
         part = f"{relay}.part"

@@ -286,6 +286,22 @@ def test_a_staged_task_that_is_sent_elsewhere_is_told_to_have_no_values(tmp_path
     assert "were let go of when they were staged" in str(failure_of(writer))
 
 
+def test_what_another_process_has_written_is_not_removed_when_it_is_cancelled_there(
+    tmp_path: Path,
+) -> None:
+    # Whether somebody has committed it is known here only.
+    writer = FileSystemWriterAsync(tmp_path / "c")
+    finalizing = planned(small_state(), writer)
+    function, preload, arguments = writer.get_save_function_and_args()
+    assert function is not None
+    assert preload is not None
+    arguments[1] = pickle.loads(pickle.dumps(preload))()
+    function(*arguments)
+    arguments[1].cancel()
+    save_state_dict_async_finalize(*finalizing)
+    assert_checkpoint(tmp_path / "c", small_state())
+
+
 def test_a_task_that_cannot_be_staged_is_told_and_not_raised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1060,7 +1076,7 @@ def test_python_writing_can_be_cancelled(tmp_path: Path, gate: Gate) -> None:
         gate.wait()
         staged.cancel()
         gate.open()
-    assert "cancelled" in str(failure_of(writer))
+    assert "aborted" in str(failure_of(writer))
     assert names_in(tmp_path / "c") == []
 
 
