@@ -19,7 +19,7 @@ import queue
 import re
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -34,12 +34,13 @@ from torch.futures import Future
 
 from torch_ckpt.collector import no_gc
 from torch_ckpt.coordination import TIMEOUT_SECONDS, attempt, is_distributed, own_rank
+from torch_ckpt.ending import Ending
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.generations import Claim, choose_prefix
 from torch_ckpt.metadata import METADATA_NAME
 from torch_ckpt.metrics import LOGGER
 from torch_ckpt.results import ResultsQueue
-from torch_ckpt.staged import Staged, portable
+from torch_ckpt.staged import Nothing, Staged, portable
 from torch_ckpt.write_tasks import WriteTask
 from torch_ckpt.writer import DCP_VERSION, FileSystemWriter, keeps_default_lookup, resolve
 
@@ -104,6 +105,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         self._given_tag = ""
         self._task: WriteTask | None = None
         self._part: Claim | None = None
+        self._ending = Ending()
         self._failure: Exception | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -126,6 +128,7 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         self._task = self.results_queue = self._failure = None
+        self._ending = Ending()
         if self.use_msc:
             _msc().os.makedirs(str(self.checkpoint_dir), exist_ok=True)
             return plan
@@ -161,6 +164,8 @@ class FileSystemWriterAsync(FileSystemWriter):
                 values = [resolve(planner, item, direct, whole=_whole) for item in items]
             else:
                 values = [_whole(planner.resolve_data(item)) for item in items]
+        claims = [claim for claim in (self._claim, self._part) if claim is not None]
+        self._ending = Ending(str(self.path), claims)
         self._task = WriteTask(
             directory=str(self.checkpoint_dir if self.use_msc else self.path),
             prefix=self.prefix,
@@ -180,6 +185,7 @@ class FileSystemWriterAsync(FileSystemWriter):
                 "background": self.background,
             },
             open_file=self.open_file,
+            ending=self._ending,
         )
         self.results_queue = ResultsQueue() if items else None
 
@@ -227,21 +233,38 @@ class FileSystemWriterAsync(FileSystemWriter):
         )
 
     @staticmethod
-    def preload_tensors(task: WriteTask, non_blocking: bool = True) -> Staged:
+    def preload_tensors(
+        write_buckets: WriteTask | Sequence[WriteTask], non_blocking: bool = True
+    ) -> Staged:
         """Stages a task: returns when its sources may change. Its files are being written by then.
 
         Args:
-            task: of ``get_save_function_and_args``.
+            write_buckets: the task that ``get_save_function_and_args`` gives, or ``write_buckets``.
             non_blocking: accepted as Megatron's; copies from devices always run on a side stream.
+
+        Returns:
+            What the save function takes. Of a task that was staged before it is the same.
+
+        Raises:
+            ValueError: several tasks.
         """
-        return task.stage()
+        if isinstance(write_buckets, WriteTask):
+            return write_buckets.stage()
+        if not write_buckets:
+            return Nothing()
+        if len(write_buckets) > 1:
+            raise ValueError(
+                "write_buckets of one writer are one task, which is staged as a whole; got "
+                f"{len(write_buckets)}"
+            )
+        return write_buckets[0].stage()
 
     @staticmethod
     def write_preloaded_data_multithread(
         transform_list: list[_StorageWriterTransforms],
         use_msc: bool,
         rank: int,
-        staged: Staged | WriteTask,
+        staged: Staged | WriteTask | Sequence[WriteTask],
         results_queue: Any,
     ) -> None:
         """Waits for the end of a staged task and puts its outcome, one item; raises nothing.
@@ -254,8 +277,8 @@ class FileSystemWriterAsync(FileSystemWriter):
             results_queue: gets the results by file number, or an exception.
         """
         try:
-            if isinstance(staged, WriteTask):
-                staged = staged.stage()
+            if not isinstance(staged, Staged):
+                staged = FileSystemWriterAsync.preload_tensors(staged)
             outcome = staged.outcome(transform_list[0] if transform_list else None)
         except Exception as error:
             outcome = portable(error)
@@ -382,10 +405,13 @@ class FileSystemWriterAsync(FileSystemWriter):
         try:
             outcome = self.results_queue.get_nowait()
         except queue.Empty:
-            raise RuntimeError(
-                f"results_queue should not be empty: {where}: the worker has ended without a word, "
-                "or has not begun; look whether it was killed"
-            ) from None
+            if not self._ending.is_aborted:
+                raise RuntimeError(
+                    f"results_queue should not be empty: {where}: the worker has ended without a "
+                    "word, or has not begun; look whether it was killed"
+                ) from None
+            outcome = None
+        outcome = self._ending.take(outcome)
         if isinstance(outcome, BaseException):
             raise RuntimeError(f"Worker failure: {outcome} ({where})") from outcome
         results = [result for of_file in outcome.values() for result in of_file]

@@ -23,7 +23,8 @@ class CachedMetadataFileSystemReader(FileSystemReader):
 
     Args:
         path: directory of the checkpoint.
-        cache_metadata: False keeps nothing.
+        cache_metadata: False keeps nothing. May be the second argument, as in
+            nvidia-resiliency-ext.
         kwargs: as for :class:`torch_ckpt.FileSystemReader`.
     """
 
@@ -37,6 +38,9 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         cache_metadata: bool = True,
         **kwargs: Any,
     ) -> None:
+        # Theirs has it there; torch has its stream extensions, of which there is no bool.
+        if args and isinstance(args[0], bool):
+            cache_metadata, args = args[0], args[1:]
         super().__init__(path, *args, **kwargs)
         self.cache_metadata = cache_metadata
 

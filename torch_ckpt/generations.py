@@ -115,6 +115,11 @@ class Claim:
         if ends_earlier:
             self._last[place] = self
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it has not ended."""
+        return self._abandon.alive
+
     def abandon(self) -> None:
         """Ends it without a commit, as if it were dropped; does nothing from the commit on."""
         self._abandon()

@@ -106,6 +106,19 @@ class FileSystemWriterAsync(megatron.FileSystemWriterAsync):
             transform_list, use_msc, rank, staged, results_queue
         )
 
+    @staticmethod
+    def write_preloaded_data_multiproc(
+        transform_list: list[Any], use_msc: bool, *arguments: Any
+    ) -> None:
+        """As :meth:`write_preloaded_data_multithread`: files are written by threads.
+
+        Args:
+            arguments: those of that function, or, as older versions have it, without ``open_file``.
+        """
+        if len(arguments) == 3:
+            arguments = (open, *arguments)
+        FileSystemWriterAsync.write_preloaded_data_multithread(transform_list, use_msc, *arguments)
+
     def _save_function(self) -> Callable[..., None]:
         return partial(
             type(self).write_preloaded_data_multithread,

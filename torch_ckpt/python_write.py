@@ -26,7 +26,7 @@ from torch_ckpt import _C
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.generations import remove_files
 from torch_ckpt.sources import version_of
-from torch_ckpt.staged import Results, Staged, current_stage, portable, source_changed
+from torch_ckpt.staged import Results, Staged, current_stage, files_of, portable, source_changed
 
 if TYPE_CHECKING:
     from torch_ckpt.write_tasks import WriteTask
@@ -50,18 +50,20 @@ class PythonWrite(Staged):
         self._lock = threading.Lock()
         self._is_cancelled = False
         self._first_error: BaseException | None = None
+        self._outcome: Results | Exception | None = None
+        # Only the first who asks for the outcome has values to write.
+        self._once = threading.Lock()
         current_stage().writes.append(self)
 
     def outcome(self, transforms: _StorageWriterTransforms | None) -> Results | Exception:
-        try:
-            if self._has_changed:
-                raise source_changed(self._task.directory)
-            return self._write_all(transforms or _StorageWriterTransforms())
-        except Exception as error:
-            return portable(error)
+        with self._once:
+            if self._outcome is None:
+                self._outcome = self._outcome_of_first(transforms or _StorageWriterTransforms())
+            return self._outcome
 
     def cancel(self) -> None:
         self._is_cancelled = True
+        self._task.ending.abort()
 
     def moved(self) -> int:
         return self._moved
@@ -72,6 +74,21 @@ class PythonWrite(Staged):
             f"files {task.prefix}* in {task.directory}: writing in Python, "
             f"{self._items_written} of {len(task.items)} items written"
         )
+
+    def _outcome_of_first(self, transforms: _StorageWriterTransforms) -> Results | Exception:
+        task = self._task
+        files: set[str] = set()
+        try:
+            task.ending.begin()
+            if self._has_changed:
+                raise source_changed(task.directory)
+            results = self._write_all(transforms)
+            files = files_of(results) if _is_local(task) else files
+            return results
+        except Exception as error:
+            return portable(error)
+        finally:
+            task.ending.end(files)
 
     def _write_all(self, transforms: _StorageWriterTransforms) -> Results:
         task = self._task

@@ -52,7 +52,7 @@ class Staged:
         raise NotImplementedError
 
     def cancel(self) -> None:
-        """Makes it fail, unless it has ended, and leave no file."""
+        """Makes it leave no file, and its writer fail, unless that one has the results."""
 
     def moved(self) -> int:
         """Grows for as long as anything moves."""
@@ -63,6 +63,13 @@ class Staged:
         return "writing"
 
 
+class Nothing(Staged):
+    """What is staged where there is nothing to write."""
+
+    def outcome(self, transforms: _StorageWriterTransforms | None) -> Results | Exception:
+        return {}
+
+
 class NotBegun(Staged):
     """A write that has failed before its first byte."""
 
@@ -71,6 +78,13 @@ class NotBegun(Staged):
 
     def outcome(self, transforms: _StorageWriterTransforms | None) -> Results | Exception:
         return self._error
+
+
+def files_of(outcome: Results | Exception | None) -> set[str]:
+    """The names of the files that a write has left."""
+    if not isinstance(outcome, dict):
+        return set()
+    return {result.storage_data.relative_path for of in outcome.values() for result in of}
 
 
 def portable(error: BaseException) -> Exception:

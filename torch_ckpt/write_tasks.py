@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from torch_ckpt import _C
 from torch_ckpt.background import EngineOptions
+from torch_ckpt.ending import Ending
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.host_memory import default_snapshot_bytes
 from torch_ckpt.metrics import LOGGER
@@ -31,7 +32,15 @@ from torch_ckpt.python_write import PythonWrite
 from torch_ckpt.results import is_alive, place_for_files
 from torch_ckpt.snapshot import event_of_now, spawn
 from torch_ckpt.sources import version_of
-from torch_ckpt.staged import NotBegun, Results, Staged, current_stage, portable, source_changed
+from torch_ckpt.staged import (
+    NotBegun,
+    Results,
+    Staged,
+    current_stage,
+    files_of,
+    portable,
+    source_changed,
+)
 from torch_ckpt.writer import FileSystemWriter, Written, results_of
 
 # How often a forked child looks for its parent's outcome.
@@ -56,6 +65,7 @@ class WriteTask:
         ranks: how many save together.
         options: of the ``FileSystemWriter`` that writes.
         open_file: opens files in Python.
+        ending: who takes its results, or aborts it.
     """
 
     directory: str
@@ -67,19 +77,41 @@ class WriteTask:
     by_engine: bool
     options: dict[str, Any]
     open_file: Callable[..., Any] = open
+    ending: Ending = dataclasses.field(default_factory=Ending)
+    _staged: Staged | None = dataclasses.field(default=None, init=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
         values = [_sendable(value) for value in self.values]
         # Bars and callbacks belong to the process of the caller.
         options = self.options | {"progress": None}
-        return self.__dict__ | {"values": values, "options": options}
+        return self.__dict__ | {"values": values, "options": options, "_staged": None}
 
     def stage(self) -> Staged:
-        """Returns when the values are not needed any more; what fails is the outcome's to tell."""
+        """Returns when the values are not needed any more; what fails is the outcome's to tell.
+
+        Who stages it again gets the same.
+        """
+        if self._staged is None:
+            self._staged = self._begin()
+        elif self._staged not in (writes := current_stage().writes):
+            writes.append(self._staged)
+        return self._staged
+
+    def _begin(self) -> Staged:
         try:
-            return EngineWrite(self) if self.by_engine else PythonWrite(self)
+            if len(self.values) != len(self.items):
+                raise CheckpointError(
+                    f"files {self.prefix}* in {self.directory}: the values were let go of when "
+                    "they were staged, by another process or by a call that was interrupted; plan "
+                    "the save again"
+                )
+            # A copy: what this one keeps must not keep it.
+            task = dataclasses.replace(self)
+            return EngineWrite(task) if self.by_engine else PythonWrite(task)
         except Exception as error:
             return NotBegun(portable(error))
+        finally:
+            self.values = []
 
 
 class EngineWrite(Staged):
@@ -125,6 +157,7 @@ class EngineWrite(Staged):
         save = self._save
         if save is not None:
             save.cancel()
+        self._task.ending.abort()
 
     def moved(self) -> int:
         save = self._save
@@ -176,6 +209,7 @@ class EngineWrite(Staged):
     def _run(self) -> None:
         task = self._task
         try:
+            task.ending.begin()
             writer = FileSystemWriter(task.directory, **task.options)
             writer.rank = task.rank
             names = [item.index.fqn for item in task.items]
@@ -194,8 +228,11 @@ class EngineWrite(Staged):
                 if self._relay:
                     self._tell_child(self._relay)
             finally:
-                self._staged.set()
-                self._ended.set()
+                try:
+                    task.ending.end(files_of(self._outcome))
+                finally:
+                    self._staged.set()
+                    self._ended.set()
 
     def _tell_child(self, relay: str) -> None:
         part = f"{relay}.part"

@@ -1167,6 +1167,21 @@ def case_an_abort_when_all_is_written(launch: Launch) -> None:
     assert_aborted(launch, queue, path)
 
 
+def case_an_abort_when_all_is_written_of_a_save_that_somebody_holds(launch: Launch) -> None:
+    path, queue = launch.path(), queue_of()
+    held = Site().request(state_at(launch, 5), path)
+    queue.schedule_async_request(held)
+    assert queue._calls[0].ended.wait(PATIENCE_SECONDS)
+    queue.close(abort=True)
+    # The others' may still be there: they abort in their own time.
+    assert not [name for name in names_in(path) if name.startswith(f"__{launch.rank}_")]
+    causes = failure_of(launch, held.finalize_fns[0])
+    assert set(causes) == set(range(launch.size))
+    for cause in causes.values():
+        assert "Worker failure: aborted" in str(cause)
+    assert not (path / ".metadata").exists()
+
+
 def case_an_abort_of_which_some_ranks_have_finalized_their_call(launch: Launch) -> None:
     if launch.size == 1:
         return

@@ -29,9 +29,14 @@ from tests.async_saves import (
     small_state,
 )
 from tests.support import assert_equal, cause_of, data_files, emptied, load
-from torch_ckpt import Background, calls
+from torch_ckpt import Background, calls, write_tasks
 from torch_ckpt.coordination import Meeting
-from torch_ckpt.megatron import AsyncCallsQueue, AsyncRequest, FileSystemWriterAsync
+from torch_ckpt.megatron import (
+    AsyncCallsQueue,
+    AsyncRequest,
+    FileSystemWriterAsync,
+    save_state_dict_async_finalize,
+)
 from torch_ckpt.write_tasks import EngineWrite
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
@@ -532,6 +537,83 @@ def test_an_abort_of_writing_in_python_leaves_no_file(
     calls_queue.close(abort=True)
     gate.open()
     eventually(lambda: is_empty(tmp_path / "c"))
+
+
+def open_in_python(path: str, mode: str) -> Any:
+    return open(path, mode)
+
+
+@pytest.mark.parametrize("options", [{}, {"open_file": open_in_python}], ids=["engine", "Python"])
+def test_an_abort_of_what_is_written_leaves_no_file_where_somebody_holds_the_plan(
+    calls_queue: AsyncCallsQueue, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    held = planned(small_state(), FileSystemWriterAsync(tmp_path / "c", **options))
+    calls_queue.schedule_async_request(request_of(held))
+    assert calls_queue._calls[0].ended.wait(LIMIT)
+    assert data_files(tmp_path / "c")
+    calls_queue.close(abort=True)
+    assert is_empty(tmp_path / "c")
+
+
+@pytest.fixture
+def held_at_the_end(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> Gate:
+    """The engine has written everything, too late to be cancelled."""
+    results_of = write_tasks.results_of
+    monkeypatch.setattr(write_tasks, "results_of", lambda *of: [gate(), results_of(*of)][1])
+    return gate
+
+
+def test_an_abort_that_comes_too_late_to_cancel_leaves_no_file_where_somebody_holds_the_plan(
+    calls_queue: AsyncCallsQueue, tmp_path: Path, held_at_the_end: Gate
+) -> None:
+    held = planned(small_state(), FileSystemWriterAsync(tmp_path / "c"))
+    calls_queue.schedule_async_request(request_of(held))
+    held_at_the_end.wait()
+    calls_queue.close(abort=True)
+    held_at_the_end.open()
+    eventually(lambda: is_empty(tmp_path / "c"))
+
+
+@pytest.mark.parametrize("has_ended", [True, False])
+def test_a_save_that_was_aborted_cannot_be_finalized(
+    calls_queue: AsyncCallsQueue, tmp_path: Path, held_at_the_end: Gate, has_ended: bool
+) -> None:
+    finalizing = planned(small_state(), FileSystemWriterAsync(tmp_path / "c"))
+    calls_queue.schedule_async_request(request_of(finalizing))
+    if has_ended:
+        held_at_the_end.open()
+        assert calls_queue._calls[0].ended.wait(LIMIT)
+    calls_queue.close(abort=True)
+    with pytest.raises(CheckpointException, match="Worker failure: aborted"):
+        save_state_dict_async_finalize(*finalizing)
+    assert not is_committed(tmp_path / "c")
+
+
+def test_a_writer_may_be_used_again_while_its_aborted_save_comes_to_an_end(
+    calls_queue: AsyncCallsQueue, tmp_path: Path, held_at_the_end: Gate
+) -> None:
+    writer = FileSystemWriterAsync(tmp_path / "c")
+    calls_queue.schedule_async_request(request_of(planned(small_state(), writer)))
+    held_at_the_end.wait()
+    aborted = calls_queue._calls[0].stage.writes[0]
+    calls_queue.close(abort=True)
+    again = planned(small_state(5), writer)
+    held_at_the_end.open()
+    aborted.outcome(None)
+    calls_queue.schedule_async_request(request_of(again))
+    calls_queue.close()
+    assert_saved(tmp_path / "c", seed=5)
+
+
+def test_an_abort_keeps_what_somebody_has_finalized_by_hand(
+    calls_queue: AsyncCallsQueue, tmp_path: Path
+) -> None:
+    finalizing = planned(small_state(), FileSystemWriterAsync(tmp_path / "c"))
+    calls_queue.schedule_async_request(request_of(finalizing))
+    assert calls_queue._calls[0].ended.wait(LIMIT)
+    save_state_dict_async_finalize(*finalizing)
+    calls_queue.close(abort=True)
+    assert_saved(tmp_path / "c")
 
 
 def test_an_abort_keeps_the_checkpoint_that_was_there(

@@ -70,6 +70,7 @@ from torch_ckpt.megatron import (
     get_write_results_queue,
     save_state_dict_async_finalize,
 )
+from torch_ckpt.staged import Stage
 from torch_ckpt.write_tasks import EngineWrite, WriteTask
 
 pytestmark = [
@@ -125,6 +126,10 @@ def assert_checkpoint(path: Path, state: StateDict) -> None:
         loaded = emptied(state)
         loader(loaded, path)
         assert_equal(loaded, state)
+
+
+def open_in_python(path: str, mode: str) -> Any:
+    return open(path, mode)
 
 
 def read_metadata(path: Path) -> Metadata:
@@ -200,6 +205,101 @@ def test_the_save_function_stages_what_was_not_preloaded(tmp_path: Path) -> None
     function(*arguments)
     save_state_dict_async_finalize(*finalizing)
     assert_checkpoint(tmp_path / "c", state_of())
+
+
+@pytest.mark.parametrize("preloaded", [True, False])
+def test_the_tasks_may_be_given_in_a_list(tmp_path: Path, preloaded: bool) -> None:
+    writer = FileSystemWriterAsync(tmp_path / "c")
+    finalizing = planned(small_state(), writer)
+    function, _, arguments = writer.get_save_function_and_args()
+    assert function is not None
+    assert writer.write_buckets is not None
+    arguments[1] = writer.write_buckets
+    if preloaded:
+        arguments[1] = FileSystemWriterAsync.preload_tensors(writer.write_buckets, True)
+    function(*arguments)
+    save_state_dict_async_finalize(*finalizing)
+    assert_checkpoint(tmp_path / "c", small_state())
+
+
+def test_an_empty_list_of_tasks_gives_no_results(tmp_path: Path) -> None:
+    got: queue.Queue[Any] = queue.Queue()
+    staged = FileSystemWriterAsync.preload_tensors([], True)
+    FileSystemWriterAsync.write_preloaded_data_multithread([], False, 0, staged, got)
+    assert got.get_nowait() == {}
+
+
+def test_tasks_of_several_writers_are_refused(tmp_path: Path) -> None:
+    tasks = []
+    for name in "ab":
+        writer = FileSystemWriterAsync(tmp_path / name)
+        planned(small_state(), writer)
+        tasks += writer.write_buckets or []
+    with pytest.raises(ValueError, match="write_buckets of one writer are one task"):
+        FileSystemWriterAsync.preload_tensors(tasks)
+
+
+@pytest.mark.parametrize("options", [{}, {"open_file": open_in_python}])
+def test_what_is_staged_twice_is_staged_once(tmp_path: Path, options: StateDict) -> None:
+    writer = FileSystemWriterAsync(tmp_path / "c", **options)
+    finalizing = planned(small_state(), writer)
+    function, preload, arguments = writer.get_save_function_and_args()
+    assert function is not None
+    assert preload is not None
+    first = preload()
+    arguments[1] = preload()
+    assert arguments[1] is first
+    function(*arguments)
+    save_state_dict_async_finalize(*finalizing)
+    assert_checkpoint(tmp_path / "c", small_state())
+
+
+def test_a_save_function_that_runs_twice_writes_once(tmp_path: Path) -> None:
+    writer = FileSystemWriterAsync(tmp_path / "c", open_file=open_in_python)
+    finalizing = planned(small_state(), writer)
+    here(writer)
+    here(writer)
+    save_state_dict_async_finalize(*finalizing)
+    assert_checkpoint(tmp_path / "c", small_state())
+
+
+def test_what_was_staged_before_is_cancelled_by_who_stages_it_again(tmp_path: Path) -> None:
+    writer = FileSystemWriterAsync(tmp_path / "c")
+    planned(small_state(), writer)
+    _, preload, _ = writer.get_save_function_and_args()
+    assert preload is not None
+    first = preload()
+    with Stage() as stage:
+        preload()
+    assert stage.writes == [first]
+
+
+def test_a_staged_task_that_is_sent_elsewhere_is_told_to_have_no_values(tmp_path: Path) -> None:
+    writer = FileSystemWriterAsync(tmp_path / "c")
+    planned(small_state(), writer)
+    function, preload, arguments = writer.get_save_function_and_args()
+    assert function is not None
+    assert preload is not None
+    preload()
+    arguments[1] = pickle.loads(pickle.dumps(preload))()
+    function(*arguments)
+    assert "were let go of when they were staged" in str(failure_of(writer))
+
+
+def test_what_another_process_has_written_is_not_removed_when_it_is_cancelled_there(
+    tmp_path: Path,
+) -> None:
+    # Whether somebody has committed it is known here only.
+    writer = FileSystemWriterAsync(tmp_path / "c")
+    finalizing = planned(small_state(), writer)
+    function, preload, arguments = writer.get_save_function_and_args()
+    assert function is not None
+    assert preload is not None
+    arguments[1] = pickle.loads(pickle.dumps(preload))()
+    function(*arguments)
+    arguments[1].cancel()
+    save_state_dict_async_finalize(*finalizing)
+    assert_checkpoint(tmp_path / "c", small_state())
 
 
 def test_a_task_that_cannot_be_staged_is_told_and_not_raised(
@@ -856,10 +956,6 @@ def test_the_garbage_collectors_threshold_is_as_before_after_each_end_of_a_plan(
 # --- through Python ------------------------------------------------------------------------------
 
 
-def open_in_python(path: str, mode: str) -> Any:
-    return open(path, mode)
-
-
 class Flip(StreamTransformExtension):
     """Flips every bit of what is written."""
 
@@ -980,7 +1076,7 @@ def test_python_writing_can_be_cancelled(tmp_path: Path, gate: Gate) -> None:
         gate.wait()
         staged.cancel()
         gate.open()
-    assert "cancelled" in str(failure_of(writer))
+    assert "aborted" in str(failure_of(writer))
     assert names_in(tmp_path / "c") == []
 
 

@@ -148,6 +148,17 @@ def test_nothing_is_kept_and_nothing_kept_is_used_with(
     assert len(decoded) == 1
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_whether_it_is_kept_may_be_said_by_the_second_argument(
+    tmp_path: Path, decoded: list[str], kept: bool
+) -> None:
+    path = checkpoint(tmp_path / "c")
+    decoded.clear()
+    for _ in range(2):
+        CachedMetadataFileSystemReader(path, kept).read_metadata()
+    assert len(decoded) == (1 if kept else 2)
+
+
 def test_what_a_reader_gets_may_be_given_other_files(tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "c")
     metadata = CachedMetadataFileSystemReader(path).read_metadata()

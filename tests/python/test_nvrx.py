@@ -253,6 +253,23 @@ def test_the_writer_takes_its_options(tmp_path: Path) -> None:
     FileSystemWriterAsync.cleanup_tensor_caches()
 
 
+@pytest.mark.parametrize("opening", [[], [open]], ids=["0.4", "0.7"])
+def test_the_function_of_processes_takes_what_theirs_takes(
+    tmp_path: Path, opening: list[Any]
+) -> None:
+    writer = FileSystemWriterAsync(tmp_path / "c")
+    finalizing = save_state_dict_async_plan(small_state(), writer)
+    _, preload, (rank, _, results) = writer.get_save_function_and_args()
+    assert preload is not None
+    FileSystemWriterAsync.write_preloaded_data_multiproc(
+        [writer.transforms], False, *opening, rank, preload(), results
+    )
+    save_state_dict_async_finalize(*finalizing)
+    loaded = emptied(small_state())
+    load(loaded, tmp_path / "c")
+    assert_equal(loaded, small_state())
+
+
 # --- queues --------------------------------------------------------------------------------------
 
 
