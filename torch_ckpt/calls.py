@@ -2,10 +2,10 @@
 
 1. ``schedule_async_request`` runs the preload function, so that the sources may change, and starts
    a thread of this process for the function itself. Functions of one queue run one after the other.
-2. The ranks agree, over the store, that all of them have run it; or who has failed, or is dead or
-   stuck. This happens in a thread, once somebody has asked.
-3. ``maybe_finalize_async_calls`` on all ranks, each step: where they have agreed, all ranks run the
-   finalize functions at the same poll (lockstep.py), or raise.
+2. From its first poll on, which says that the others count, a rank has a thread that agrees with
+   them, over the store, that all of them have run it; or who has failed, or is dead or stuck.
+3. ``maybe_finalize_async_calls`` on all ranks, each step: where all have run it, all ranks run the
+   finalize functions at the same poll (lockstep.py), or raise. A rank alone asks itself.
 
 Nothing is forked, spawned or pickled.
 """
@@ -510,9 +510,8 @@ class _Call:
 class _Agreed:
     """What all ranks know of a call that has ended."""
 
-    after: int
     failures: dict[int, WRAPPED_EXCEPTION]
-    is_alone: bool = False  # this rank does not hear of the coordinator any more
+    is_alone: bool = False  # this rank is lost to the others
 
 
 class _Agreement:
@@ -526,8 +525,7 @@ class _Agreement:
         self._timeout = timeout
         self._before = before
         self._ranks = call.meeting.ranks(timeout, kind="call")
-        # Longer than the ranks wait for each other: who has died they know better.
-        self.lockstep = Lockstep(call.meeting, 2 * timeout)
+        self.lockstep = Lockstep(call.meeting, timeout)
         self._lost: dict[int, WRAPPED_EXCEPTION] = {}
         self._result: Future[_Agreed] = Future()
         self._under_way.add(self)
@@ -540,6 +538,8 @@ class _Agreement:
 
     def poll(self) -> bool:
         """Whether to finalize now, as all ranks do."""
+        if self._ranks.size == 1:
+            return self._call.ended.is_set()
         try:
             return self.lockstep.poll(self._is_alone)
         except CheckpointException as error:
@@ -548,6 +548,7 @@ class _Agreement:
 
     def wait(self) -> None:
         """Until the call has ended on all ranks, or somebody was given up, or it was aborted."""
+        self._ranks.hurry()
         while not self._call.is_aborted:
             # Waking up lets Ctrl-C in.
             try:
@@ -585,11 +586,10 @@ class _Agreement:
             with self._ranks.alive(time.monotonic_ns):
                 agreed = self._ranks.all_reduce(_STEP, self._mine, _combined, lambda _: None)
         except CheckpointException as error:
-            lost = bool({0, self._ranks.rank} & set(error.failures))
-            agreed = _Agreed(0, error.failures, lost)
+            agreed = _Agreed(error.failures, self._ranks.rank in error.failures)
         except BaseException as error:
-            agreed = _Agreed(0, {self._ranks.rank: attempt(_raise, error)}, True)
-        self.lockstep.happened(agreed.after)
+            agreed = _Agreed({self._ranks.rank: attempt(_raise, error)}, True)
+        self.lockstep.over()
         self._result.set_result(agreed)
         self._ranks.close()
         if self._before is not None and not agreed.failures:
@@ -599,28 +599,30 @@ class _Agreement:
         self._before = None
         self._under_way.discard(self)
 
-    def _mine(self) -> tuple[int, int, list[WRAPPED_EXCEPTION]]:
+    def _mine(self) -> tuple[int, list[WRAPPED_EXCEPTION]]:
         self._call.wait(self._timeout)
         failure = self._call.failure
         if failure is not None and self._call.is_aborted:
             # Perhaps before there was this agreement.
             self._ranks.cancel(failure)
+        if self._ranks.size > 1:
+            self.lockstep.part()
         # In a list, so that it is not taken for a failure of this step.
-        return self._call.request.call_idx, self.lockstep.look(), [failure] if failure else []
+        return self._call.request.call_idx, [failure] if failure else []
 
     def _is_alone(self) -> bool:
-        """Whether the coordinator does not lead any more; of other failures all ranks know."""
+        """Whether the others do not count any more."""
         has_lost = self._result.done() and self._result.result().is_alone
         return has_lost or self._call.is_aborted
 
 
-def _combined(mine: list[tuple[int, int, list[WRAPPED_EXCEPTION]]]) -> _Agreed:
-    failures = {rank: found[0] for rank, (_idx, _polls, found) in enumerate(mine) if found}
+def _combined(mine: list[tuple[int, list[WRAPPED_EXCEPTION]]]) -> _Agreed:
+    failures = {rank: found[0] for rank, (_idx, found) in enumerate(mine) if found}
     if not failures:
         # Not raised: the ranks are to hear of it at the same poll.
-        same = attempt(_check_same, [idx for idx, _polls, _failure in mine])
+        same = attempt(_check_same, [idx for idx, _failure in mine])
         failures = {0: same} if failed(same) else {}
-    return _Agreed(max(polls for _idx, polls, _failure in mine), failures)
+    return _Agreed(failures)
 
 
 def _check_same(indices: list[int]) -> None:

@@ -31,6 +31,7 @@ from tests.async_saves import (
 from tests.support import assert_equal, cause_of, data_files, emptied, load
 from torch_ckpt import Background, calls
 from torch_ckpt.coordination import Meeting
+from torch_ckpt.lockstep import Lockstep
 from torch_ckpt.megatron import AsyncCallsQueue, AsyncRequest, FileSystemWriterAsync
 from torch_ckpt.write_tasks import EngineWrite
 
@@ -157,6 +158,15 @@ def test_a_poll_does_not_wait_and_finalizes_what_has_ended(
         lambda: bool(finalized.extend(calls_queue.maybe_finalize_async_calls()) or finalized)
     )
     assert finalized == [0]
+
+
+def test_the_first_poll_after_its_end_finalizes_a_call_of_a_rank_alone(
+    calls_queue: AsyncCallsQueue,
+) -> None:
+    for number in range(20):
+        calls_queue.schedule_async_request(request(print))
+        assert calls_queue._calls[0].ended.wait(LIMIT)
+        assert calls_queue.maybe_finalize_async_calls() == [number]
 
 
 def test_an_empty_queue_has_nothing_to_finalize(calls_queue: AsyncCallsQueue) -> None:
@@ -854,6 +864,53 @@ def test_an_error_on_this_rank_is_raised_without_the_others(two_ranks: TwoRanks)
     good, bad = two_ranks.run(work)
     assert good == [0]
     assert list(bad.failures) == [1]
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
+    """One for each rank that has told the others of its function's end."""
+    told = threading.Semaphore(0)
+    part = Lockstep.part
+
+    def counted(lockstep: Lockstep) -> None:
+        part(lockstep)
+        told.release()
+
+    monkeypatch.setattr(Lockstep, "part", counted)
+    return told
+
+
+def test_the_first_poll_after_the_last_rank_s_end_finalizes_on_both(
+    two_ranks: TwoRanks, gate: Gate, parts: threading.Semaphore
+) -> None:
+    begun, ended = threading.Barrier(2), threading.Barrier(2)
+
+    def work(rank: int, calls_queue: AsyncCallsQueue) -> Any:
+        calls_queue.schedule_async_request(request(gate))
+        assert calls_queue.maybe_finalize_async_calls() == []
+        begun.wait(LIMIT)
+        gate.open()
+        assert parts.acquire(timeout=LIMIT)
+        ended.wait(LIMIT)
+        return calls_queue.maybe_finalize_async_calls()
+
+    assert two_ranks.run(work) == [[0], [0]]
+
+
+def test_the_second_poll_finalizes_what_had_ended_before_the_first(
+    two_ranks: TwoRanks, parts: threading.Semaphore
+) -> None:
+    ended = threading.Barrier(2)
+
+    def work(rank: int, calls_queue: AsyncCallsQueue) -> Any:
+        calls_queue.schedule_async_request(request())
+        finalized = calls_queue.maybe_finalize_async_calls()
+        assert parts.acquire(timeout=LIMIT)
+        ended.wait(LIMIT)
+        # By the first, where the ranks have been quick.
+        return finalized + calls_queue.maybe_finalize_async_calls()
+
+    assert two_ranks.run(work) == [[0], [0]]
 
 
 def test_both_ranks_finalize_at_the_same_poll(two_ranks: TwoRanks) -> None:
