@@ -270,7 +270,7 @@ class AsyncCallsQueue:
         A poll that does not wait talks to the store at most, never to a device or a process group.
 
         Args:
-            blocking: wait for all calls.
+            blocking: wait for all calls, and finalize all that have not failed.
             no_dist: finalize what has ended on this rank.
 
         Returns:
@@ -280,10 +280,13 @@ class AsyncCallsQueue:
             CheckpointException: on every rank: a function failed somewhere, with the cause of each
                 rank; or ranks finalize different calls. The call is not finalized, and is gone.
             BaseException: what a finalize function raises. The call is gone.
+
+        Of several errors the first is raised, at the end; the others are logged.
         """
         finalized: list[int] = []
         raised: Exception | CheckpointException | None = None
         failure: CheckpointException | None = None
+        error: Exception | CheckpointException | None = None
         while (call := self._first()) is not None:
             if not self._has_ended(call, blocking, no_dist):
                 break
@@ -292,24 +295,26 @@ class AsyncCallsQueue:
             if self._last is call:
                 self._last = None
             failure = call.failure_of_all(no_dist)
-            if failure is not None:
-                raised = raised or failure
-                call.discard()
-                break
-            try:
-                call.request.execute_finalize_fns(validate_matching_call_idx=False)
+            error = failure or call.finalize()
+            if error is None:
                 finalized.append(call.request.call_idx)
-            except (Exception, CheckpointException) as error:
+                continue
+            if raised is not None:
+                LOGGER.error("call %d was not finalized: %s", call.request.call_idx, error)
+            raised = raised or error
+            if failure is None:
                 # Perhaps on this rank alone: the others go on with the next call in this poll.
-                if raised is not None:
-                    LOGGER.error("call %d was not finalized: %s", call.request.call_idx, error)
-                raised = raised or error
+                continue
+            call.discard()
+            if call.is_aborted or not blocking:
+                # An abort takes the calls after it, too.
+                break
         if raised is not None:
             try:
                 raise raised
             finally:
                 # Or the error would hold the frame that holds it, and with it the callers'.
-                del raised, failure
+                del raised, failure, error
         return finalized
 
     def get_num_unfinalized_calls(self) -> int:
@@ -473,6 +478,14 @@ class _Call:
                     "or allow more time: AsyncCallsQueue(timeout=...)"
                 )
                 self._give_up(attempt(_raise, error))
+
+    def finalize(self) -> Exception | CheckpointException | None:
+        """Runs the finalize functions; returns what one of them raises."""
+        try:
+            self.request.execute_finalize_fns(validate_matching_call_idx=False)
+        except (Exception, CheckpointException) as error:
+            return error
+        return None
 
     def failure_of_all(self, no_dist: bool) -> CheckpointException | None:
         """Why it failed, on all ranks or on this one."""

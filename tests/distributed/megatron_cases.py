@@ -878,6 +878,18 @@ def case_ranks_that_poll_all_the_time_and_one_that_polls_seldom_finalize_soon(
     assert of_all(launch, polls) == [polls] * launch.size
 
 
+def case_a_close_finalizes_the_calls_after_one_that_failed(launch: Launch) -> None:
+    queue, path, ended = queue_of(), launch.path(), threading.Event()
+    ended.set()
+    error = OSError(errno.EIO, "on purpose") if launch.rank == last_of(launch) else None
+    queue.schedule_async_request(waits_for(ended, error))
+    queue.schedule_async_request(Site().request(state_at(launch, 1), path))
+    causes = failure_of(launch, queue.close)
+    assert set(causes) == {last_of(launch)}
+    assert queue.get_num_unfinalized_calls() == 0
+    assert_saved(launch, path, 1)
+
+
 def case_two_saves_in_flight_are_finalized_in_their_order(launch: Launch) -> None:
     queue, site, done = queue_of(), Site(), []
     paths = [launch.path("1"), launch.path("2"), launch.path("1")]

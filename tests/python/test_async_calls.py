@@ -289,9 +289,47 @@ def test_calls_after_one_that_failed_are_finalized_by_the_next_poll(
 ) -> None:
     calls_queue.schedule_async_request(request(fail))
     calls_queue.schedule_async_request(request(print))
+    assert calls_queue._calls[1].ended.wait(LIMIT)
     with pytest.raises(CheckpointException):
-        calls_queue.maybe_finalize_async_calls(blocking=True)
-    assert calls_queue.maybe_finalize_async_calls(blocking=True) == [1]
+        calls_queue.maybe_finalize_async_calls()
+    assert calls_queue.maybe_finalize_async_calls() == [1]
+
+
+@pytest.mark.parametrize("no_dist", [False, True])
+def test_a_blocking_poll_finalizes_the_calls_after_one_that_failed(
+    calls_queue: AsyncCallsQueue, no_dist: bool
+) -> None:
+    finalized: list[int] = []
+    calls_queue.schedule_async_request(request(fail))
+    calls_queue.schedule_async_request(request(print, finalize=[lambda: finalized.append(1)]))
+    with pytest.raises(CheckpointException, match="refused"):
+        calls_queue.maybe_finalize_async_calls(blocking=True, no_dist=no_dist)
+    assert finalized == [1]
+    assert calls_queue.get_num_unfinalized_calls() == 0
+
+
+def test_a_close_commits_the_save_after_a_call_that_failed(
+    calls_queue: AsyncCallsQueue, tmp_path: Path
+) -> None:
+    calls_queue.schedule_async_request(request(fail))
+    schedule(calls_queue, tmp_path / "c")
+    with pytest.raises(CheckpointException, match="refused"):
+        calls_queue.close()
+    assert_saved(tmp_path / "c")
+
+
+def test_a_close_raises_the_first_of_several_errors_and_logs_the_others(
+    calls_queue: AsyncCallsQueue, caplog: pytest.LogCaptureFixture
+) -> None:
+    for text in ("the first", "the second"):
+        calls_queue.schedule_async_request(request(fail, text))
+    calls_queue.schedule_async_request(request(finalize=[lambda: fail("the third")]))
+    with pytest.raises(CheckpointException, match="the first"):
+        calls_queue.close()
+    first, second = caplog.messages
+    assert "call 1 was not finalized" in first
+    assert "the second" in first
+    assert second == "call 2 was not finalized: the third"
 
 
 def test_an_error_that_cannot_be_pickled_is_told_by_its_text(calls_queue: AsyncCallsQueue) -> None:
