@@ -2,10 +2,10 @@
 
 1. ``schedule_async_request`` runs the preload function, so that the sources may change, and starts
    a thread of this process for the function itself. Functions of one queue run one after the other.
-2. The ranks agree, over the store, that all of them have run it; or who has failed, or is dead or
-   stuck. This happens in a thread, once somebody has asked.
-3. ``maybe_finalize_async_calls`` on all ranks, each step: where they have agreed, all ranks run the
-   finalize functions at the same poll (lockstep.py), or raise.
+2. From its first poll on, which says that the others count, a rank has a thread that agrees with
+   them, over the store, that all of them have run it; or who has failed, or is dead or stuck.
+3. ``maybe_finalize_async_calls`` on all ranks, each step: where all have run it, all ranks run the
+   finalize functions at the same poll (lockstep.py), or raise. A rank alone asks itself.
 
 Nothing is forked, spawned or pickled.
 """
@@ -270,7 +270,7 @@ class AsyncCallsQueue:
         A poll that does not wait talks to the store at most, never to a device or a process group.
 
         Args:
-            blocking: wait for all calls.
+            blocking: wait for all calls, and finalize all that have not failed.
             no_dist: finalize what has ended on this rank.
 
         Returns:
@@ -280,10 +280,13 @@ class AsyncCallsQueue:
             CheckpointException: on every rank: a function failed somewhere, with the cause of each
                 rank; or ranks finalize different calls. The call is not finalized, and is gone.
             BaseException: what a finalize function raises. The call is gone.
+
+        Of several errors the first is raised, at the end; the others are logged.
         """
         finalized: list[int] = []
         raised: Exception | CheckpointException | None = None
         failure: CheckpointException | None = None
+        error: Exception | CheckpointException | None = None
         while (call := self._first()) is not None:
             if not self._has_ended(call, blocking, no_dist):
                 break
@@ -292,24 +295,26 @@ class AsyncCallsQueue:
             if self._last is call:
                 self._last = None
             failure = call.failure_of_all(no_dist)
-            if failure is not None:
-                raised = raised or failure
-                call.discard()
-                break
-            try:
-                call.request.execute_finalize_fns(validate_matching_call_idx=False)
+            error = failure or call.finalize()
+            if error is None:
                 finalized.append(call.request.call_idx)
-            except (Exception, CheckpointException) as error:
+                continue
+            if raised is not None:
+                LOGGER.error("call %d was not finalized: %s", call.request.call_idx, error)
+            raised = raised or error
+            if failure is None:
                 # Perhaps on this rank alone: the others go on with the next call in this poll.
-                if raised is not None:
-                    LOGGER.error("call %d was not finalized: %s", call.request.call_idx, error)
-                raised = raised or error
+                continue
+            call.discard()
+            if call.is_aborted or not blocking:
+                # An abort takes the calls after it, too.
+                break
         if raised is not None:
             try:
                 raise raised
             finally:
                 # Or the error would hold the frame that holds it, and with it the callers'.
-                del raised, failure
+                del raised, failure, error
         return finalized
 
     def get_num_unfinalized_calls(self) -> int:
@@ -474,6 +479,14 @@ class _Call:
                 )
                 self._give_up(attempt(_raise, error))
 
+    def finalize(self) -> Exception | CheckpointException | None:
+        """Runs the finalize functions; returns what one of them raises."""
+        try:
+            self.request.execute_finalize_fns(validate_matching_call_idx=False)
+        except (Exception, CheckpointException) as error:
+            return error
+        return None
+
     def failure_of_all(self, no_dist: bool) -> CheckpointException | None:
         """Why it failed, on all ranks or on this one."""
         failures: dict[int, WRAPPED_EXCEPTION] = {}
@@ -510,9 +523,8 @@ class _Call:
 class _Agreed:
     """What all ranks know of a call that has ended."""
 
-    after: int
     failures: dict[int, WRAPPED_EXCEPTION]
-    is_alone: bool = False  # this rank does not hear of the coordinator any more
+    is_alone: bool = False  # this rank is lost to the others
 
 
 class _Agreement:
@@ -526,8 +538,7 @@ class _Agreement:
         self._timeout = timeout
         self._before = before
         self._ranks = call.meeting.ranks(timeout, kind="call")
-        # Longer than the ranks wait for each other: who has died they know better.
-        self.lockstep = Lockstep(call.meeting, 2 * timeout)
+        self.lockstep = Lockstep(call.meeting, timeout)
         self._lost: dict[int, WRAPPED_EXCEPTION] = {}
         self._result: Future[_Agreed] = Future()
         self._under_way.add(self)
@@ -540,6 +551,8 @@ class _Agreement:
 
     def poll(self) -> bool:
         """Whether to finalize now, as all ranks do."""
+        if self._ranks.size == 1:
+            return self._call.ended.is_set()
         try:
             return self.lockstep.poll(self._is_alone)
         except CheckpointException as error:
@@ -548,6 +561,7 @@ class _Agreement:
 
     def wait(self) -> None:
         """Until the call has ended on all ranks, or somebody was given up, or it was aborted."""
+        self._ranks.hurry()
         while not self._call.is_aborted:
             # Waking up lets Ctrl-C in.
             try:
@@ -585,11 +599,10 @@ class _Agreement:
             with self._ranks.alive(time.monotonic_ns):
                 agreed = self._ranks.all_reduce(_STEP, self._mine, _combined, lambda _: None)
         except CheckpointException as error:
-            lost = bool({0, self._ranks.rank} & set(error.failures))
-            agreed = _Agreed(0, error.failures, lost)
+            agreed = _Agreed(error.failures, self._ranks.rank in error.failures)
         except BaseException as error:
-            agreed = _Agreed(0, {self._ranks.rank: attempt(_raise, error)}, True)
-        self.lockstep.happened(agreed.after)
+            agreed = _Agreed({self._ranks.rank: attempt(_raise, error)}, True)
+        self.lockstep.over()
         self._result.set_result(agreed)
         self._ranks.close()
         if self._before is not None and not agreed.failures:
@@ -599,28 +612,30 @@ class _Agreement:
         self._before = None
         self._under_way.discard(self)
 
-    def _mine(self) -> tuple[int, int, list[WRAPPED_EXCEPTION]]:
+    def _mine(self) -> tuple[int, list[WRAPPED_EXCEPTION]]:
         self._call.wait(self._timeout)
         failure = self._call.failure
         if failure is not None and self._call.is_aborted:
             # Perhaps before there was this agreement.
             self._ranks.cancel(failure)
+        if self._ranks.size > 1:
+            self.lockstep.part()
         # In a list, so that it is not taken for a failure of this step.
-        return self._call.request.call_idx, self.lockstep.look(), [failure] if failure else []
+        return self._call.request.call_idx, [failure] if failure else []
 
     def _is_alone(self) -> bool:
-        """Whether the coordinator does not lead any more; of other failures all ranks know."""
+        """Whether the others do not count any more."""
         has_lost = self._result.done() and self._result.result().is_alone
         return has_lost or self._call.is_aborted
 
 
-def _combined(mine: list[tuple[int, int, list[WRAPPED_EXCEPTION]]]) -> _Agreed:
-    failures = {rank: found[0] for rank, (_idx, _polls, found) in enumerate(mine) if found}
+def _combined(mine: list[tuple[int, list[WRAPPED_EXCEPTION]]]) -> _Agreed:
+    failures = {rank: found[0] for rank, (_idx, found) in enumerate(mine) if found}
     if not failures:
         # Not raised: the ranks are to hear of it at the same poll.
-        same = attempt(_check_same, [idx for idx, _polls, _failure in mine])
+        same = attempt(_check_same, [idx for idx, _failure in mine])
         failures = {0: same} if failed(same) else {}
-    return _Agreed(max(polls for _idx, polls, _failure in mine), failures)
+    return _Agreed(failures)
 
 
 def _check_same(indices: list[int]) -> None:

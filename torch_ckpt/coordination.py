@@ -141,6 +141,12 @@ class Ranks:
         """
         self._over.cancel(failure)
 
+    def hurry(self) -> None:
+        """Somebody waits for this step now: looks again at once, however long it has been waiting
+        already; from any thread.
+        """
+        self._over.hurry()
+
     def close(self, timeout: float = 60.0) -> None:
         """Ends the use of the store, after the last step, whether that succeeded or not.
 
@@ -335,6 +341,9 @@ class _Alone:
     def cancel(self, failure: WRAPPED_EXCEPTION) -> None:
         pass
 
+    def hurry(self) -> None:
+        pass
+
     def close(self, timeout: float) -> None:
         pass
 
@@ -411,6 +420,7 @@ class _OverStore(_Alone):
         self._step = ""
         self._given_up = False  # this rank, the coordinator, by another one that has answered
         self._cancelled: WRAPPED_EXCEPTION | None = None
+        self._hurried = threading.Event()
         self._absent: list[int] = []  # ranks that come late, if at all
         self._verdicts: list[str] = []
         self._answers: list[str] = []
@@ -479,6 +489,9 @@ class _OverStore(_Alone):
     def cancel(self, failure: WRAPPED_EXCEPTION) -> None:
         self._cancelled = failure
 
+    def hurry(self) -> None:
+        self._hurried.set()
+
     def close(self, timeout: float) -> None:
         self._limit = min(self._limit, timeout)
         others = [rank for rank in range(1, self.size) if rank not in self._absent]
@@ -504,8 +517,8 @@ class _OverStore(_Alone):
         By asking now and then: the store's own wait prints two warnings when its time is up, and
         keeps other threads off the connection.
         """
-        begun = looked = time.monotonic()
-        heard = dict.fromkeys(keys, begun)
+        calm_since = looked = time.monotonic()
+        heard = dict.fromkeys(keys, looked)
         signs = dict.fromkeys(keys, b"")
         pulse = min(self._pulse, patience / 10)
         while not self._ask(self._store.check, [keys[rank] for rank in signs]):
@@ -519,7 +532,9 @@ class _OverStore(_Alone):
                 if any(now - then >= patience for then in heard.values()):
                     # With those that fell silent a little later.
                     return [rank for rank, then in heard.items() if now - then >= patience / 2]
-            time.sleep(min(1.0, pulse, max(0.001, (now - begun) / 10)))
+            if self._hurried.wait(min(1.0, pulse, max(0.001, (now - calm_since) / 10))):
+                self._hurried.clear()
+                calm_since = time.monotonic()
         return []
 
     def _signs(self, keys: dict[int, str]) -> dict[int, bytes]:

@@ -5,14 +5,21 @@ act on. A collective would tell, and cost every step a wait for the slowest rank
 device. Instead:
 
 1. Every rank counts its polls. All ranks poll as often, be it some time apart.
-2. A rank that has its part of the event tells, by other means, how many polls it had made until
-   then. Those it has answered with no, without looking; from then on it looks.
-3. The coordinator, when it knows of the event at its poll n, decides on a poll that is after n and
-   after all those. At each poll it publishes its number and what it has decided.
-4. Another rank that looks at its poll n needs to know what the coordinator published at poll n-1,
-   which it did a step ago. Only a rank that is more than a step ahead waits for it.
+2. Until its part of the event a rank answers its polls with no, by itself. With its part it posts,
+   by another thread, the number of these polls, if nobody has posted a greater one, and after
+   that it adds one to the parts.
+3. From then on each poll is settled for all ranks by the first that comes to it: with yes where all
+   parts are there, with no otherwise. ``answer`` is the greatest poll that was answered with no,
+   or the one with yes, after which it does not change.
+4. The yes is later than any poll that was answered with no, because all parts are there only after
+   all those numbers are. So every rank settles it, none by itself, and all act at that poll. Who
+   knows that a rank is lost, and its part with it, says yes, too: those that look act as one.
+5. No rank gets far ahead, which the others would have to make up for: at every eighth poll it says
+   that it has come there, and waits until all have come to the eighth before. Ranks in step have,
+   long ago. What is known to have happened, or to fail, ends the wait.
 
-So the event is acted on one poll late, and a poll is one exchange with the store at most.
+So the event is acted on at the first poll that no rank has come to when the last part is there. A
+poll before this rank's part is no exchange with the store, but for each eighth; then it is one.
 """
 
 from __future__ import annotations
@@ -24,22 +31,30 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed.checkpoint.api import CheckpointException
 
-from torch_ckpt.coordination import Meeting, ask_store, no_sign_of_life
+from torch_ckpt.coordination import Meeting, ask_store
 
 T = TypeVar("T")
 
 _STEP = "finalize"
-_KEY = "decided"
+_PARTS = "parts"
+_ANSWER = "answer"
+_YES = "yes"
+_NO = "no"
+
+# Ranks look for each other at each so many polls; nobody gets twice as many ahead.
+_NEAR = 8
+
+# In turn: who comes to the one after next has seen that all have come to the next.
+_REACHED = ("reached/even", "reached/odd")
 
 
 class Lockstep:
     """One event. Each rank makes one, in the same order, and polls it from one thread.
 
     Args:
-        meeting: of the ranks.
-        timeout: in seconds, for a coordinator that does not poll any more.
+        meeting: of the ranks, of which there are several.
+        timeout: in seconds, for a store that does not answer.
     """
 
     def __init__(self, meeting: Meeting, timeout: float) -> None:
@@ -53,82 +68,88 @@ class Lockstep:
         self._lock = threading.Lock()
         self._polls = 0
         self._looks = False
-        self._after: int | None = None  # the coordinator's; None: it does not know of the event
-        self._decided = 0  # the poll at which all ranks act; 0: not yet
+        self._is_over = False
+        self._answer = ""  # as last seen
 
-    def look(self) -> int:
-        """From now on polls look; returns how many there were before. From any thread."""
+    def part(self) -> None:
+        """This rank's part has happened: from now on polls look. From any thread, once.
+
+        Raises:
+            CheckpointException: with a ConnectionError, the store is lost.
+        """
         with self._lock:
             self._looks = True
-            return self._polls
+            polls = self._polls
+        self._ask(self._post, polls, self._connected())
 
-    def happened(self, after: int) -> None:
-        """The event has happened; on the coordinator, from any thread.
-
-        Args:
-            after: the greatest number that any rank's :meth:`look` has returned.
-        """
-        self._after = after
+    def over(self) -> None:
+        """All that will happen has, or somebody is lost: no poll waits. From any thread."""
+        self._is_over = True
 
     def poll(self, is_alone: Callable[[], bool]) -> bool:
         """Whether to act now; the same on all ranks.
 
         Args:
-            is_alone: ends a wait for the coordinator, which has died or is out of reach.
+            is_alone: act now, whatever the others do.
 
         Raises:
-            CheckpointException: with a TimeoutError, the coordinator has not polled for too long;
-                with a ConnectionError, the store is lost.
+            CheckpointException: with a ConnectionError, the store is lost.
         """
-        if self._size == 1:
-            return self._after is not None
+        number = self._polls + 1
+        if number % _NEAR == 0:
+            self._keep_near(number // _NEAR, is_alone)
         with self._lock:
-            self._polls += 1
+            self._polls = number
             looks = self._looks
-        if self._rank == 0:
-            return self._poll_of_coordinator()
-        if not looks:
-            return False
-        begun = time.monotonic()
-        while not self._is_known():
-            if is_alone():
-                return True
-            waited = time.monotonic() - begun
-            if waited >= self._timeout:
-                raise CheckpointException(_STEP, no_sign_of_life(_STEP, [0], self._timeout))
-            time.sleep(min(0.01, max(0.0002, waited / 10)))
-        return 0 < self._decided <= self._polls
+        if is_alone():
+            return True
+        return looks and self._ask(self._settle, number, self._connected())
 
     def rest(self) -> None:
         """After this rank has acted: lets go of the store."""
         self._store = None
 
     def end(self) -> None:
-        """After all ranks have acted: the key goes. Does nothing without the process group."""
+        """After all ranks have acted: the keys go. Does nothing without the process group."""
         if self._rank == 0 and self._meeting() is not None:
-            self._ask(self._connected().delete_key, _KEY)
+            for key in (_PARTS, _ANSWER, *_REACHED):
+                self._ask(self._connected().delete_key, key)
             self._store = None
 
     # --- private ---------------------------------------------------------------------------------
 
-    def _poll_of_coordinator(self) -> bool:
-        if 0 < self._decided <= self._polls:
-            return True
-        if self._after is not None and self._decided == 0:
-            self._decided = max(self._polls, self._after) + 1
-        self._ask(self._connected().set, _KEY, f"{self._polls}:{self._decided}")
-        return False
+    def _post(self, polls: int, store: Store) -> None:
+        answer = ""
+        while polls > _number(answer):
+            answer = _replaced(store, answer, f"{_NO}:{polls}")
+        store.add(_PARTS, 1)
 
-    def _is_known(self) -> bool:
-        """Whether the coordinator has decided on this poll."""
-        if self._decided > 0 or self._polls == 1:
-            return True
-        published = self._ask(self._read, self._connected())
-        polls, self._decided = map(int, published.split(b":")) if published else (0, 0)
-        return self._decided > 0 or polls >= self._polls - 1
+    def _settle(self, poll: int, store: Store) -> bool:
+        has_happened = self._is_over or store.add(_PARTS, 0) == self._size
+        mine = f"{_YES if has_happened else _NO}:{poll}"
+        while not self._answer.startswith(_YES) and _number(self._answer) < poll:
+            self._answer = _replaced(store, self._answer, mine)
+        return self._answer.startswith(_YES) and _number(self._answer) <= poll
 
-    def _read(self, store: Store) -> bytes:
-        return store.get(_KEY) if store.check([_KEY]) else b""
+    def _keep_near(self, count: int, is_alone: Callable[[], bool]) -> None:
+        """Waits for ranks that are behind.
+
+        Args:
+            count: of the polls at which ranks look for each other.
+        """
+        begun = time.monotonic()
+        while not self._ask(self._reach, count, self._connected()):
+            if self._is_over or is_alone():
+                return
+            time.sleep(min(0.01, max(0.0002, (time.monotonic() - begun) / 10)))
+
+    def _reach(self, count: int, store: Store) -> bool:
+        """Comes there, unless somebody has not come to the one before."""
+        # Each key counts every second of them.
+        if count > 1 and store.add(_REACHED[(count - 1) % 2], 0) < self._size * (count // 2):
+            return False
+        store.add(_REACHED[count % 2], 1)
+        return True
 
     def _connected(self) -> Store:
         if self._store is None:
@@ -140,3 +161,12 @@ class Lockstep:
 
     def _ask(self, work: Callable[..., T], *args: Any) -> T:
         return ask_store(_STEP, self._rank, self._timeout, work, *args)
+
+
+def _number(answer: str) -> int:
+    return int(answer.partition(":")[2] or 0)
+
+
+def _replaced(store: Store, seen: str, new: str) -> str:
+    """The answer, which is the new one where it was as seen."""
+    return store.compare_set(_ANSWER, seen, new).decode()

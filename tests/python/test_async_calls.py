@@ -31,6 +31,7 @@ from tests.async_saves import (
 from tests.support import assert_equal, cause_of, data_files, emptied, load
 from torch_ckpt import Background, calls, write_tasks
 from torch_ckpt.coordination import Meeting
+from torch_ckpt.lockstep import Lockstep
 from torch_ckpt.megatron import (
     AsyncCallsQueue,
     AsyncRequest,
@@ -164,6 +165,15 @@ def test_a_poll_does_not_wait_and_finalizes_what_has_ended(
     assert finalized == [0]
 
 
+def test_the_first_poll_after_its_end_finalizes_a_call_of_a_rank_alone(
+    calls_queue: AsyncCallsQueue,
+) -> None:
+    for number in range(20):
+        calls_queue.schedule_async_request(request(print))
+        assert calls_queue._calls[0].ended.wait(LIMIT)
+        assert calls_queue.maybe_finalize_async_calls() == [number]
+
+
 def test_an_empty_queue_has_nothing_to_finalize(calls_queue: AsyncCallsQueue) -> None:
     assert calls_queue.maybe_finalize_async_calls(blocking=True) == []
 
@@ -284,9 +294,47 @@ def test_calls_after_one_that_failed_are_finalized_by_the_next_poll(
 ) -> None:
     calls_queue.schedule_async_request(request(fail))
     calls_queue.schedule_async_request(request(print))
+    assert calls_queue._calls[1].ended.wait(LIMIT)
     with pytest.raises(CheckpointException):
-        calls_queue.maybe_finalize_async_calls(blocking=True)
-    assert calls_queue.maybe_finalize_async_calls(blocking=True) == [1]
+        calls_queue.maybe_finalize_async_calls()
+    assert calls_queue.maybe_finalize_async_calls() == [1]
+
+
+@pytest.mark.parametrize("no_dist", [False, True])
+def test_a_blocking_poll_finalizes_the_calls_after_one_that_failed(
+    calls_queue: AsyncCallsQueue, no_dist: bool
+) -> None:
+    finalized: list[int] = []
+    calls_queue.schedule_async_request(request(fail))
+    calls_queue.schedule_async_request(request(print, finalize=[lambda: finalized.append(1)]))
+    with pytest.raises(CheckpointException, match="refused"):
+        calls_queue.maybe_finalize_async_calls(blocking=True, no_dist=no_dist)
+    assert finalized == [1]
+    assert calls_queue.get_num_unfinalized_calls() == 0
+
+
+def test_a_close_commits_the_save_after_a_call_that_failed(
+    calls_queue: AsyncCallsQueue, tmp_path: Path
+) -> None:
+    calls_queue.schedule_async_request(request(fail))
+    schedule(calls_queue, tmp_path / "c")
+    with pytest.raises(CheckpointException, match="refused"):
+        calls_queue.close()
+    assert_saved(tmp_path / "c")
+
+
+def test_a_close_raises_the_first_of_several_errors_and_logs_the_others(
+    calls_queue: AsyncCallsQueue, caplog: pytest.LogCaptureFixture
+) -> None:
+    for text in ("the first", "the second"):
+        calls_queue.schedule_async_request(request(fail, text))
+    calls_queue.schedule_async_request(request(finalize=[lambda: fail("the third")]))
+    with pytest.raises(CheckpointException, match="the first"):
+        calls_queue.close()
+    first, second = caplog.messages
+    assert "call 1 was not finalized" in first
+    assert "the second" in first
+    assert second == "call 2 was not finalized: the third"
 
 
 def test_an_error_that_cannot_be_pickled_is_told_by_its_text(calls_queue: AsyncCallsQueue) -> None:
@@ -715,8 +763,10 @@ def test_control_c_while_it_is_staged_is_raised_and_fails_the_call(
     calls_queue: AsyncCallsQueue, tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = EngineWrite.started
+    writes: list[EngineWrite] = []
 
     def held(self: EngineWrite, save: Any) -> None:
+        writes.append(self)
         gate()
         started(self, save)
 
@@ -732,6 +782,8 @@ def test_control_c_while_it_is_staged_is_raised_and_fails_the_call(
     gate.open()
     with pytest.raises(CheckpointException, match="KeyboardInterrupt"):
         calls_queue.maybe_finalize_async_calls(blocking=True)
+    # Its files go when it ends, which nobody waits for.
+    assert writes[0]._ended.wait(LIMIT)
     assert_usable(calls_queue, tmp_path / "c")
     assert len(data_files(tmp_path / "c")) == 2
 
@@ -936,6 +988,53 @@ def test_an_error_on_this_rank_is_raised_without_the_others(two_ranks: TwoRanks)
     good, bad = two_ranks.run(work)
     assert good == [0]
     assert list(bad.failures) == [1]
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
+    """One for each rank that has told the others of its function's end."""
+    told = threading.Semaphore(0)
+    part = Lockstep.part
+
+    def counted(lockstep: Lockstep) -> None:
+        part(lockstep)
+        told.release()
+
+    monkeypatch.setattr(Lockstep, "part", counted)
+    return told
+
+
+def test_the_first_poll_after_the_last_rank_s_end_finalizes_on_both(
+    two_ranks: TwoRanks, gate: Gate, parts: threading.Semaphore
+) -> None:
+    begun, ended = threading.Barrier(2), threading.Barrier(2)
+
+    def work(rank: int, calls_queue: AsyncCallsQueue) -> Any:
+        calls_queue.schedule_async_request(request(gate))
+        assert calls_queue.maybe_finalize_async_calls() == []
+        begun.wait(LIMIT)
+        gate.open()
+        assert parts.acquire(timeout=LIMIT)
+        ended.wait(LIMIT)
+        return calls_queue.maybe_finalize_async_calls()
+
+    assert two_ranks.run(work) == [[0], [0]]
+
+
+def test_the_second_poll_finalizes_what_had_ended_before_the_first(
+    two_ranks: TwoRanks, parts: threading.Semaphore
+) -> None:
+    ended = threading.Barrier(2)
+
+    def work(rank: int, calls_queue: AsyncCallsQueue) -> Any:
+        calls_queue.schedule_async_request(request())
+        finalized = calls_queue.maybe_finalize_async_calls()
+        assert parts.acquire(timeout=LIMIT)
+        ended.wait(LIMIT)
+        # By the first, where the ranks have been quick.
+        return finalized + calls_queue.maybe_finalize_async_calls()
+
+    assert two_ranks.run(work) == [[0], [0]]
 
 
 def test_both_ranks_finalize_at_the_same_poll(two_ranks: TwoRanks) -> None:

@@ -7,7 +7,11 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import count
 from pathlib import Path
+from traceback import StackSummary
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_ckpt
+from torch_ckpt import coordination
 from torch_ckpt.coordination import Meeting, Ranks, _OverStore, ask_store
 
 #: Seconds after which a rank of a test is given up, where one is; else tests do not wait for it.
@@ -350,6 +355,33 @@ def test_a_coordinator_that_counts_on_while_combining_is_waited_for(store: dist.
         return save(ranks, combine=combine)
 
     assert together(ranks_of(store, 2, SHORT), work) == {0: True, 1: True}
+
+
+def test_who_is_hurried_looks_as_often_as_at_first(
+    store: dist.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = ranks_of(store, 2)[1]
+    pauses: list[float] = []
+
+    class Hurried:
+        """Once, after ten looks; after twelve the wait is over."""
+
+        def wait(self, seconds: float) -> bool:
+            pauses.append(seconds)
+            if len(pauses) == 12:
+                waiting.cancel((OSError("enough"), StackSummary()))
+            return len(pauses) == 10
+
+        def clear(self) -> None:
+            pass
+
+    clock = SimpleNamespace(monotonic=partial(next, count(0.0, 0.1)))
+    monkeypatch.setattr(waiting._over, "_hurried", Hurried())
+    monkeypatch.setattr(coordination, "time", clock)
+    with pytest.raises(CheckpointException, match="enough"):
+        save(waiting)
+    assert pauses[9] > 3 * pauses[0]
+    assert pauses[10] == pytest.approx(pauses[0])
 
 
 def test_a_rank_whose_count_stands_still_is_given_up(store: dist.Store) -> None:

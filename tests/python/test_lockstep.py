@@ -19,10 +19,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_ckpt import lockstep
 from torch_ckpt.coordination import Meeting
+from torch_ckpt.lockstep import _NEAR as NEAR
 from torch_ckpt.lockstep import Lockstep
-
-#: Seconds after which a coordinator of a test is given up, where one is.
-SHORT = 0.2
 
 #: For what nothing should be waiting, in seconds.
 LIMIT = 60.0
@@ -56,8 +54,8 @@ class Rank:
 
     def __init__(self, lockstep: Lockstep) -> None:
         self.lockstep = lockstep
-        self.polls = 0
-        self.looked: int | None = None
+        self.answered = 0
+        self.has_part = False
         self.acted: int | None = None
         self.stopped = False
         self._turn = threading.Semaphore(0)
@@ -71,9 +69,10 @@ class Rank:
             self._turn.release()
             assert self._over.acquire(timeout=LIMIT), "the poll does not come back"
 
-    def look(self) -> None:
-        if self.looked is None:
-            self.looked = self.lockstep.look()
+    def part(self) -> None:
+        if not self.has_part:
+            self.has_part = True
+            self.lockstep.part()
 
     def stop(self) -> None:
         self.stopped = True
@@ -97,9 +96,10 @@ class Rank:
         try:
             while self.acted is None:
                 self._wait()
-                self.polls += 1
-                if self.lockstep.poll(never):
-                    self.acted = self.polls
+                acts = self.lockstep.poll(never)
+                self.answered += 1
+                if acts:
+                    self.acted = self.answered
                 self._over.release()
         except Stopped:
             pass
@@ -120,26 +120,24 @@ def ranks_of(size: int) -> Iterator[list[Rank]]:
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_ranks_act_at_the_same_poll_and_not_before_all_have_looked(data: st.DataObject) -> None:
+def test_ranks_act_at_the_first_poll_that_any_of_them_makes_after_the_last_part(
+    data: st.DataObject,
+) -> None:
     size = data.draw(st.integers(2, 4), "ranks")
-    actions = [(kind, rank) for rank in range(size) for kind in ("poll", "poll", "poll", "look")]
-    order = data.draw(st.lists(st.sampled_from([*actions, ("happen", 0)]), max_size=50), "order")
+    actions = [(kind, rank) for rank in range(size) for kind in ("poll", "poll", "poll", "part")]
+    order = data.draw(st.lists(st.sampled_from(actions), max_size=80), "order")
     with ranks_of(size) as ranks:
-        polls_of_coordinator = None
-        for kind, number in order:
+        expected = None
+        for kind, number in [*order, *(("part", rank) for rank in range(size))]:
             if kind == "poll":
                 ranks[number].step()
-            elif kind == "look":
-                ranks[number].look()
-            elif polls_of_coordinator is None and all(rank.looked is not None for rank in ranks):
-                polls_of_coordinator = happen(ranks)
-        for rank in ranks:
-            rank.look()
-        if polls_of_coordinator is None:
-            assert all(rank.acted is None for rank in ranks)
-            polls_of_coordinator = happen(ranks)
-        after = max(rank.looked or 0 for rank in ranks)
-        expected = max(polls_of_coordinator + 1, after) + 1
+                continue
+            ranks[number].part()
+            if expected is None and all(rank.has_part for rank in ranks):
+                expected = max(rank.answered for rank in ranks) + 1
+            elif expected is None:
+                assert all(rank.acted is None for rank in ranks)
+        assert expected is not None
         # Any further order serves.
         for _ in range(3 * (expected + len(order) + 3)):
             for rank in ranks:
@@ -147,10 +145,28 @@ def test_ranks_act_at_the_same_poll_and_not_before_all_have_looked(data: st.Data
         assert [rank.acted for rank in ranks] == [expected] * size
 
 
-def happen(ranks: list[Rank]) -> int:
-    """Everybody's part has happened; the coordinator's number of polls by then."""
-    ranks[0].lockstep.happened(max(rank.looked or 0 for rank in ranks))
-    return ranks[0].polls
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_no_rank_gets_far_ahead_of_another(ahead: int) -> None:
+    with ranks_of(3) as ranks:
+        for behind in range(40):
+            for _ in range(50):
+                ranks[ahead].step()
+            assert behind <= ranks[ahead].answered < behind + 2 * NEAR
+            for rank in ranks:
+                if rank is not ranks[ahead]:
+                    rank.step()
+
+
+def test_a_rank_that_is_ahead_waits_no_more_when_the_event_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one, _other = locksteps(dist.HashStore(), 2)
+
+    def known(_: float) -> None:
+        one.over()
+
+    monkeypatch.setattr(lockstep, "time", SimpleNamespace(monotonic=time.monotonic, sleep=known))
+    assert not any(one.poll(never) for _ in range(2 * NEAR))
 
 
 @pytest.mark.parametrize("kind", ["TCPStore", "HashStore"])
@@ -164,20 +180,15 @@ def test_threads_that_run_freely_act_at_the_same_poll(kind: str, seed: int) -> N
     size = 3
     ranks = locksteps(store, size)
     draws = random.Random(seed)
-    looks_at = [draws.randrange(1, 30) for _ in range(size)]
+    has_part_at = [draws.randrange(1, 30) for _ in range(size)]
     spins = [[draws.randrange(2000) for _ in range(200)] for _ in range(size)]
-    looked: list[int] = []
-    lock = threading.Lock()
 
     def run(rank: int) -> int:
         for number in range(1, 200):
             for _ in range(spins[rank][number]):
                 pass
-            if number == looks_at[rank]:
-                with lock:
-                    looked.append(ranks[rank].look())
-                    if len(looked) == size:
-                        ranks[0].happened(max(looked))
+            if number == has_part_at[rank]:
+                ranks[rank].part()
             if ranks[rank].poll(never):
                 return number
         raise AssertionError("it has not been acted on")
@@ -185,7 +196,7 @@ def test_threads_that_run_freely_act_at_the_same_poll(kind: str, seed: int) -> N
     with ThreadPoolExecutor(size) as pool:
         acted = list(pool.map(run, range(size), timeout=LIMIT))
     assert len(set(acted)) == 1, (seed, acted)
-    assert acted[0] > max(looked), (seed, looked)
+    assert acted[0] >= max(has_part_at), (seed, has_part_at)
 
 
 # --- what a poll costs ---------------------------------------------------------------------------
@@ -206,56 +217,57 @@ class Counting:
         self.meeting.connection = counted  # type: ignore[method-assign]
 
 
-def test_a_rank_that_has_not_looked_does_not_ask_the_store() -> None:
+def test_a_rank_before_its_part_asks_the_store_at_each_eighth_poll_only() -> None:
     counting = Counting(rank=1)
     one = Lockstep(counting.meeting, LIMIT)
-    assert not any(one.poll(never) for _ in range(5))
+    assert not any(one.poll(never) for _ in range(NEAR - 1))
     assert counting.asked == 0
+    assert not one.poll(never)
+    assert counting.asked == 1
 
 
-def test_a_process_alone_asks_nobody() -> None:
-    alone = Lockstep(Meeting(None, 0, 1, ""), LIMIT)
-    assert alone.look() == 0
-    assert not alone.poll(never)
-    alone.happened(0)
-    assert alone.poll(never)
-    alone.end()
-
-
-def test_a_rank_in_step_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_in_step_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: float) -> None:
         raise AssertionError("it waits")
 
     monkeypatch.setattr(lockstep, "time", SimpleNamespace(monotonic=time.monotonic, sleep=refuse))
-    coordinator, other = locksteps(dist.HashStore(), 2)
-    other.look()
-    for _ in range(5):
-        # A step ahead, as ranks are now and then.
-        assert not other.poll(never)
-        assert not coordinator.poll(never)
+    first, second = locksteps(dist.HashStore(), 2)
+    first.part()
+    # A few steps ahead, as ranks are now and then.
+    assert not any(first.poll(never) for _ in range(NEAR - 1))
+    for _ in range(10 * NEAR):
+        assert not first.poll(never)
+        assert not second.poll(never)
 
 
 # --- failures ------------------------------------------------------------------------------------
 
 
-def test_a_coordinator_that_polls_no_more_is_given_up() -> None:
-    _, other = locksteps(dist.HashStore(), 2, SHORT)
-    other.look()
-    assert not other.poll(never)
-    with pytest.raises(CheckpointException) as error:
-        other.poll(never)
-    [(rank, (cause, _stack))] = error.value.failures.items()
-    assert rank == 0
-    assert isinstance(cause, TimeoutError)
-    assert "rank 0 gave no sign of life for 0.2 s in 'finalize'" in str(cause)
+def test_a_rank_that_polls_no_more_does_not_keep_the_others_from_acting() -> None:
+    ranks = locksteps(dist.HashStore(), 2)
+    for one in ranks:
+        one.part()
+    for one in ranks:
+        assert one.poll(never)
 
 
-def test_a_failure_that_is_known_ends_the_wait_for_the_coordinator() -> None:
-    _, other = locksteps(dist.HashStore(), 2)
-    other.look()
-    assert not other.poll(never)
-    answers = iter([False, False, True])
-    assert other.poll(lambda: next(answers))
+def test_an_event_that_will_not_happen_is_acted_on_by_all_ranks_at_one_poll() -> None:
+    first, second, _lost = locksteps(dist.HashStore(), 3)
+    for one in (first, second):
+        one.part()
+        assert not one.poll(never)
+    second.over()
+    assert not first.poll(never)
+    assert not second.poll(never)
+    assert second.poll(never)
+    assert first.poll(never)
+
+
+def test_a_rank_that_is_alone_acts_without_the_store() -> None:
+    counting = Counting(rank=0)
+    one = Lockstep(counting.meeting, LIMIT)
+    assert one.poll(lambda: True)
+    assert counting.asked == 0
 
 
 def test_a_store_that_is_lost_is_told() -> None:
@@ -265,25 +277,24 @@ def test_a_store_that_is_lost_is_told() -> None:
         raise RuntimeError("Connection reset by peer")
 
     counting.meeting.connection = lost  # type: ignore[method-assign]
-    other = Lockstep(counting.meeting, LIMIT)
-    other.look()
-    assert not other.poll(never)
+    one = Lockstep(counting.meeting, LIMIT)
     with pytest.raises(CheckpointException, match="lost the process group's store"):
-        other.poll(never)
+        one.part()
+    with pytest.raises(CheckpointException, match="lost the process group's store"):
+        one.poll(never)
 
 
 def test_nothing_is_left_in_the_store() -> None:
     store = dist.HashStore()
     before = store.num_keys()
-    coordinator, other = locksteps(store, 2)
-    after = max(coordinator.look(), other.look())
-    coordinator.happened(after)
-    while not coordinator.poll(never):
-        pass
-    while not other.poll(never):
-        pass
+    ranks = locksteps(store, 2)
+    for _ in range(3 * NEAR):
+        assert not any([one.poll(never) for one in ranks])
+    for one in ranks:
+        one.part()
+    assert all([one.poll(never) for one in ranks])
     assert store.num_keys() > before
-    for one in (coordinator, other):
+    for one in ranks:
         one.end()
     assert store.num_keys() == before
 
@@ -293,9 +304,6 @@ def test_events_of_one_meeting_do_not_meet() -> None:
     meetings = [Meeting(store, rank, 2, "test") for rank in range(2)]
     first = [Lockstep(meeting, LIMIT) for meeting in meetings]
     second = [Lockstep(meeting, LIMIT) for meeting in meetings]
-    for one in (*first, *second):
-        one.look()
-    first[0].happened(0)
-    for _ in range(3):
-        acted = [one.poll(never) for one in (*first, *second)]
-    assert acted == [True, True, False, False]
+    for one in (*first, second[0]):
+        one.part()
+    assert [one.poll(never) for one in (*first, *second)] == [True, True, False, False]
