@@ -64,7 +64,8 @@ def save(
         state_dict: as for ``dcp.save``: nested dicts and lists of tensors, DTensors, objects that
             pickle, and ``Stateful`` values at the top. Or a function that returns one: what it
             raises fails the save on all ranks at once.
-        checkpoint_id: directory of the checkpoint.
+        checkpoint_id: directory of the checkpoint; URLs are for :class:`CheckpointManager` and
+            ``torch_ckpt.training``.
         storage_writer: a writer to use, in the place of one made for ``checkpoint_id``.
         planner: a planner of the caller's own; the save then is ``dcp.save`` with our writer.
         process_group: the ranks that save together; the default group if None.
