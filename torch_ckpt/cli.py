@@ -153,7 +153,8 @@ def _steps(arguments: argparse.Namespace) -> int:
 
 
 def _gc(arguments: argparse.Namespace) -> int:
-    """Deletes steps that no rule keeps; returns 1 when one that was to go is in use."""
+    """Deletes steps that no rule keeps; returns 1 when one that was to go is in use, and 2 where
+    there are none."""
     if arguments.keep_best is not None and arguments.metric is None:
         raise CheckpointError("--keep-best needs --metric NAME, the metric to compare by")
     retention = Retention(
@@ -171,6 +172,8 @@ def _gc(arguments: argparse.Namespace) -> int:
         )
     store = _opened_steps(arguments.root)
     report = collect(store, retention, sweep=arguments.sweep, dry_run=arguments.dry_run)
+    if report.found_nothing:
+        raise CheckpointError(f"{store.root}: there are no steps")
     if arguments.json:
         print(json.dumps(report.document(), indent=2))
     else:
@@ -428,7 +431,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Delete the complete steps beneath a root that no rule keeps. Rules add up. "
         "The newest step and pinned ones always stay, and so does what is being loaded from a "
         "directory: then the exit code is 1. Of a URL nobody knows who loads a step: it goes, and "
-        "the load fails.",
+        "the load fails. Exits with 2 when there are no steps.",
     )
     _add_root(gc)
     gc.add_argument("--keep-last", type=_at_least_one, metavar="N", help="keep the newest N")

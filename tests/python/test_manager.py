@@ -46,6 +46,7 @@ Make = Callable[..., CheckpointManager]
 #: Of warnings.
 LATER = "and there are later ones"
 PASSED = "the one before is restored"
+UNMARKED = "not restored, since there is no write_completed in them"
 
 
 class Training:
@@ -900,8 +901,57 @@ def test_unfinished_steps_are_not_restored(make: Make, root: Path) -> None:
     train(made, [1, 2])
     made.wait_until_finished()
     (root / "0000000002" / MARKER_NAME).unlink()
-    assert restored(made) == 1
+    with pytest.warns(UserWarning, match=UNMARKED):
+        assert restored(made) == 1
     assert [info.state for info in made.steps()] == ["complete", "unfinished"]
+
+
+def test_a_checkpoint_without_a_marker_is_named_and_stays(make: Make, root: Path) -> None:
+    torch_ckpt.save({"n": torch.ones(3)}, root / "0000000100", no_dist=True)
+    state = {"n": torch.zeros(3)}
+    with pytest.warns(UserWarning, match=UNMARKED) as caught:
+        assert make().restore(state) == 0
+    [warning] = caught
+    assert f"{root}/0000000100: they were saved or copied without it" in str(warning.message)
+    assert warning.filename == __file__
+    (root / "0000000100" / MARKER_NAME).touch()
+    assert make().restore(state) == 100
+    assert_equal(state["n"], torch.ones(3))
+
+
+def test_a_checkpoint_without_a_marker_beneath_a_url_is_named(make: Make, tmp_path: Path) -> None:
+    root = f"memory://{tmp_path.name}/run"
+    made = make(root)
+    train(made, [1, 2])
+    made.wait_until_finished()
+    made._store._files.remove([f"0000000002/{MARKER_NAME}"])  # type: ignore[attr-defined]
+    with pytest.warns(UserWarning, match=UNMARKED) as caught:
+        assert restored(made) == 1
+    [warning] = caught
+    assert f"{root}/0000000002: they are being saved" in str(warning.message)
+
+
+def test_many_checkpoints_without_markers_are_counted(make: Make, root: Path) -> None:
+    for step in range(10):
+        (root / f"{step:010d}").mkdir(parents=True)
+    with pytest.warns(UserWarning, match="0000000007 and 2 more: they were saved"):
+        make().restore({})
+
+
+def test_what_a_crash_has_left_is_not_named_when_a_step_is_restored(make: Make, root: Path) -> None:
+    made = make()
+    train(made, [1])
+    made.wait_until_finished()
+    (root / "0000000002.tmp-0123abcd").mkdir()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert restored(made) == 1
+
+
+def test_a_step_that_is_asked_for_and_has_no_marker_says_so(make: Make, root: Path) -> None:
+    (root / "0000000002").mkdir(parents=True)
+    with pytest.raises(FileNotFoundError, match=f"step 2 has no {MARKER_NAME}; complete are none"):
+        make().restore({}, 2)
 
 
 # --- errors of saves -----------------------------------------------------------------------------
