@@ -28,6 +28,7 @@ from __future__ import annotations
 import abc
 import json
 import math
+import operator
 import os
 import re
 import shutil
@@ -253,11 +254,16 @@ def step_name(step: int) -> str:
     """The name of a step's directory.
 
     Raises:
+        TypeError: it is no integer.
         ValueError: it has no ten digits.
     """
-    if not 0 <= step <= LARGEST_STEP:
-        raise ValueError(f"a step must be from 0 to {LARGEST_STEP}, got {step}")
-    return f"{step:010d}"
+    try:
+        number = operator.index(step)
+    except TypeError:
+        raise TypeError(f"a step must be an int, got {step!r}") from None
+    if not 0 <= number <= LARGEST_STEP:
+        raise ValueError(f"a step must be from 0 to {LARGEST_STEP}, got {number}")
+    return f"{number:010d}"
 
 
 class LocalSteps(StepStore):

@@ -271,6 +271,16 @@ def test_contradicting_options_are_one_sentence(arguments: StateDict, message: s
         torch_ckpt.save({}, **arguments)
 
 
+@pytest.mark.parametrize("call", [torch_ckpt.save, torch_ckpt.async_save, torch_ckpt.load])
+def test_an_unknown_option_is_one_of_the_function_that_was_called(
+    call: Callable[..., Any], tmp_path: Path
+) -> None:
+    text = rf"^{call.__name__}\(\) got an unexpected keyword argument 'tread_count'; did you mean"
+    with pytest.raises(TypeError, match=text):
+        call({}, tmp_path / "c", tread_count=2)
+    assert not (tmp_path / "c").exists()
+
+
 URLS = ["s3://bucket/run", "file:///tmp/x", "memory://a"]
 OURS: dict[str, Callable[[str], Any]] = {
     "save": lambda url: torch_ckpt.save({}, url, no_dist=True),

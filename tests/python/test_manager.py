@@ -18,6 +18,7 @@ from errno import EIO
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -460,18 +461,18 @@ def test_metrics_may_be_tensors(make: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    ("of", "error"),
+    ("of", "error", "text"),
     [
-        ({"metrics": {"loss": "low"}}, ValueError),
-        ({"metrics": {"loss": [1]}}, TypeError),
-        ({"notes": {"set": {1}}}, TypeError),
+        ({"metrics": {"loss": "low"}}, ValueError, r"metrics\['loss'\] must be a number: .*'low'"),
+        ({"metrics": {"loss": [1]}}, TypeError, r"metrics\['loss'\] must be a number"),
+        ({"notes": {"a": 1, "set": {1}}}, TypeError, r"notes\['set'\] must be what JSON knows"),
     ],
 )
 def test_wrong_metrics_and_notes_are_refused_and_nothing_is_saved(
-    make: Make, of: dict[str, Any], error: type[Exception]
+    make: Make, of: dict[str, Any], error: type[Exception], text: str
 ) -> None:
     made = make()
-    with pytest.raises(error):
+    with pytest.raises(error, match=text):
         made.save(1, training_of(1).state, **of)
     assert made.steps() == []
     assert train(made, [2]) == [2]
@@ -482,6 +483,31 @@ def test_wrong_metrics_and_notes_are_refused_and_nothing_is_saved(
 def test_wrong_steps_are_refused_even_where_it_is_not_time(make: Make, step: int) -> None:
     with pytest.raises(ValueError, match="a step must be from 0 to 9999999999"):
         make(interval=7).save(step, training_of(1).state)
+
+
+@pytest.mark.parametrize("step", [1.0, "1", None])
+def test_a_step_that_is_no_integer_is_refused(make: Make, step: Any) -> None:
+    with pytest.raises(TypeError, match=f"a step must be an int, got {step!r}"):
+        make().save(step, training_of(1).state)
+
+
+@pytest.mark.parametrize("step", [numpy.int64(1), torch.tensor(1)], ids=["numpy", "tensor"])
+def test_a_step_may_be_any_integer(make: Make, step: Any) -> None:
+    made = make()
+    assert made.save(step, training_of(1).state)
+    made.wait_until_finished()
+    assert made.all_steps() == [1]
+    assert type(made.last_step) is int
+
+
+def test_a_module_in_the_place_of_a_state_is_refused(make: Make) -> None:
+    made = make()
+    train(made, [1])
+    calls: list[Callable[[Any], Any]] = [lambda state: made.save(2, state), made.restore]
+    for call in calls:
+        with pytest.raises(TypeError, match=r'a dict, as \{"model": model\}, got a Linear'):
+            call(torch.nn.Linear(2, 2))
+    assert made.all_steps() == [1]
 
 
 def test_metadata_tells_names_and_shapes_without_reading(make: Make) -> None:
@@ -1630,7 +1656,19 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"keep_last": 0}, ValueError, "keep_last must be positive"),
     ({"keep_last": 1.5}, TypeError, "cannot be interpreted as an integer"),
     ({"keep_best": 1}, ValueError, "keep_best needs best_metric"),
-    ({"keep_lats": 3}, TypeError, "unexpected keyword argument 'keep_lats'"),
+    (
+        {"keep_lst": 3},
+        TypeError,
+        r"^CheckpointManager\(\) got an unexpected keyword argument 'keep_lst'; "
+        "did you mean 'keep_last'",
+    ),
+    ({"tread_count": 3}, TypeError, "did you mean 'thread_count'"),
+    (
+        {"keep_every_hours": timedelta(hours=2)},
+        TypeError,
+        "must be a number of hours, got",
+    ),
+    ({"keep_last": "3"}, TypeError, "keep_last must be a number, got '3'"),
     ({"thread_count": 0}, ValueError, "thread_count must be at least 1"),
     ({"overwrite": True}, TypeError, "overwrite"),
     ({"staging_dir": "/nowhere"}, ValueError, "staging_dir is for remote roots"),
