@@ -35,6 +35,7 @@ from torch_ckpt.loading import (
     load_values_freeing,
     value_of,
 )
+from torch_ckpt.options import refuse_unknown
 from torch_ckpt.reader import FileSystemReader
 from torch_ckpt.saving import PlanCache, StateDict, save_state, tell_the_others
 from torch_ckpt.snapshot import AsyncSave, Job, alone, check_for_errors, spawn, start
@@ -64,7 +65,8 @@ def save(
         state_dict: as for ``dcp.save``: nested dicts and lists of tensors, DTensors, objects that
             pickle, and ``Stateful`` values at the top. Or a function that returns one: what it
             raises fails the save on all ranks at once.
-        checkpoint_id: directory of the checkpoint.
+        checkpoint_id: directory of the checkpoint; URLs are for :class:`CheckpointManager` and
+            ``torch_ckpt.training``.
         storage_writer: a writer to use, in the place of one made for ``checkpoint_id``.
         planner: a planner of the caller's own; the save then is ``dcp.save`` with our writer.
         process_group: the ranks that save together; the default group if None.
@@ -84,7 +86,7 @@ def save(
     ranks = Meeting.of(process_group, no_dist).ranks(timeout)
     with contextlib.ExitStack() as stack:
         try:
-            writer = _made(FileSystemWriter, storage_writer, checkpoint_id, writer_options)
+            writer = _made(save, FileSystemWriter, storage_writer, checkpoint_id, writer_options)
             # An unseen error of an earlier save is not raised here: other ranks may have seen
             # theirs.
             stack.enter_context(alone(ranks=ranks))
@@ -180,7 +182,7 @@ def async_save(
             raise ValueError(f'staging must be "blocking" or "overlapped", got {staging!r}')
         if if_busy not in ("wait", "raise"):
             raise ValueError(f'if_busy must be "wait" or "raise", got {if_busy!r}')
-        writer = _made(FileSystemWriter, storage_writer, checkpoint_id, writer_options)
+        writer = _made(async_save, FileSystemWriter, storage_writer, checkpoint_id, writer_options)
         if not writer.engine_can_write():
             raise ValueError(
                 "async_save writes local files without _extensions; use dcp.async_save with this "
@@ -268,7 +270,7 @@ def load(
         ValueError: contradicting options.
     """
     ranks = Ranks(process_group, no_dist)
-    reader = _made(FileSystemReader, storage_reader, checkpoint_id, reader_options)
+    reader = _made(load, FileSystemReader, storage_reader, checkpoint_id, reader_options)
     reader.reset(checkpoint_id)
     try:
         if planner is not None or not reader.engine_can_read():
@@ -354,8 +356,15 @@ def _alone(checkpoint_id: CheckpointId, names: Names, reader_options: StateDict)
 # --- both ----------------------------------------------------------------------------------------
 
 
-def _made(kind: Any, given: Any, checkpoint_id: CheckpointId | None, options: StateDict) -> Any:
+def _made(
+    caller: Callable[..., Any],
+    kind: Any,
+    given: Any,
+    checkpoint_id: CheckpointId | None,
+    options: StateDict,
+) -> Any:
     """The writer or reader to use."""
+    refuse_unknown(caller, kind, options)
     if given is None:
         if checkpoint_id is None:
             raise ValueError(f"pass a checkpoint_id or a {kind.__name__}")

@@ -21,7 +21,7 @@ import random
 import sys
 import warnings
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Set
 from types import SimpleNamespace
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -169,8 +169,9 @@ class AppState:
 
         Raises:
             CheckpointError: a value's state cannot be read; names the key.
-            TypeError: a key is not a str.
+            TypeError: the state is no dict, or a key is not a str.
         """
+        self._require_dict()
         for hook in list(self.before_save.values()):
             hook()
         self._tell_values()
@@ -182,7 +183,9 @@ class AppState:
         Raises:
             CheckpointError: a value's state cannot be read, a module is on the meta device, or an
                 optimizer without state cannot get one before its first step; names the key.
+            TypeError: the state is no dict, or a key is not a str.
         """
+        self._require_dict()
         return self._read(for_load=True)
 
     def apply(self, loaded: StateDict) -> None:
@@ -249,6 +252,12 @@ class AppState:
             meeting.all_succeed(lambda: self.apply(target))
 
     # --- private ---------------------------------------------------------------------------------
+
+    def _require_dict(self) -> None:
+        # Not when it is made, but where what a rank raises is told to the others.
+        if not isinstance(self.state, Mapping):
+            kind = type(self.state).__name__
+            raise TypeError(f'the state must be a dict, as {{"model": model}}, got a {kind}')
 
     def _tell_values(self) -> None:
         for key, value in list(self.state.items()):

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -115,13 +116,34 @@ class Attempt:
         return parsed_marker(
             encoded_marker(
                 {
-                    "metrics": {name: float(value) for name, value in metrics.items()},
-                    "notes": notes,
+                    "metrics": {name: _number(name, value) for name, value in metrics.items()},
+                    "notes": _known_to_json(notes),
                     "ranks": self._ranks,
                     "torch_ckpt": _version(),
                 }
             )
         )
+
+
+def _number(name: str, metric: object) -> float:
+    try:
+        return float(metric)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise _naming(f"metrics[{name!r}] must be a number", error) from None
+
+
+def _known_to_json(notes: dict[str, Any]) -> dict[str, Any]:
+    for name, note in notes.items() if isinstance(notes, dict) else ():
+        try:
+            json.dumps({name: note}, sort_keys=True)
+        except (TypeError, ValueError) as error:
+            raise _naming(f"notes[{name!r}] must be what JSON knows", error) from None
+    return notes
+
+
+def _naming(text: str, error: TypeError | ValueError) -> TypeError | ValueError:
+    kind = ValueError if isinstance(error, ValueError) else TypeError
+    return kind(f"{text}: {error}")
 
 
 def agree_on_name(

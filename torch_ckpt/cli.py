@@ -23,6 +23,7 @@ from torch_ckpt.converting import convert
 from torch_ckpt.doctor import DEFAULT_BYTES, LEAST_BYTES, diagnose
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.listing import document, examine, file_lines, item_lines, total_line
+from torch_ckpt.local_paths import is_url
 from torch_ckpt.retention import Retention
 from torch_ckpt.showing import show
 from torch_ckpt.steps import StepStore, open_steps
@@ -152,7 +153,8 @@ def _steps(arguments: argparse.Namespace) -> int:
 
 
 def _gc(arguments: argparse.Namespace) -> int:
-    """Deletes steps that no rule keeps; returns 1 when one that was to go is in use."""
+    """Deletes steps that no rule keeps; returns 1 when one that was to go is in use, and 2 where
+    there are none."""
     if arguments.keep_best is not None and arguments.metric is None:
         raise CheckpointError("--keep-best needs --metric NAME, the metric to compare by")
     retention = Retention(
@@ -170,6 +172,8 @@ def _gc(arguments: argparse.Namespace) -> int:
         )
     store = _opened_steps(arguments.root)
     report = collect(store, retention, sweep=arguments.sweep, dry_run=arguments.dry_run)
+    if report.found_nothing:
+        raise CheckpointError(f"{store.root}: there are no steps")
     if arguments.json:
         print(json.dumps(report.document(), indent=2))
     else:
@@ -191,55 +195,86 @@ def _wants_bar(arguments: argparse.Namespace) -> bool:
     return importlib.util.find_spec("tqdm") is not None
 
 
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise ValueError(text)
+# --- types of arguments: argparse prints what ArgumentTypeError says, and nothing of others ------
+
+
+def _local(text: str) -> str:
+    if is_url(text):
+        raise argparse.ArgumentTypeError(
+            f"URLs are taken by steps and gc alone, and a local path has no protocol: {text}"
+        )
+    return text
+
+
+def _directory(text: str) -> Path:
+    return Path(_local(text))
+
+
+def _integer(text: str, least: int) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be an integer, got {text!r}") from None
+    if number < least:
+        raise argparse.ArgumentTypeError(f"must be at least {least}, got {number}")
     return number
+
+
+def _count(text: str) -> int:
+    return _integer(text, 0)
 
 
 def _at_least_one(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError(text)
-    return number
+    return _integer(text, 1)
 
 
 def _bytes(text: str) -> int:
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([kKMGT]?)(i?)B?", text)
     if match is None:
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError(f"must be a size as 5GB or 512MiB, got {text!r}")
     number, prefix, is_binary = match.groups()
     step = 1024 if is_binary else 1000
     count = int(float(number) * step ** " KMGT".index(prefix.upper() or " "))
     if count < 1:
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError(f"must be at least 1 byte, got {text!r}")
     return count
 
 
 def _probed_bytes(text: str) -> int:
     count = _bytes(text)
     if count < LEAST_BYTES:
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError(f"must be at least {LEAST_BYTES} bytes, got {text!r}")
     return count
 
 
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
+
+
 def _positive(text: str) -> float:
-    number = float(text)
+    number = _number(text)
     if not 0 < number < math.inf:
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError(f"must be positive and finite, got {text!r}")
     return number
 
 
 def _tolerance(text: str) -> float:
-    number = float(text)
+    number = _number(text)
     if not number >= 0:
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError(f"must be at least 0, got {text!r}")
     return number
 
 
+# --- the command line ----------------------------------------------------------------------------
+
+
 def _add_directory(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", type=Path, metavar="DIR", help="the checkpoint directory")
+    parser.add_argument(
+        "directory", type=_directory, metavar="DIR", help="the checkpoint directory"
+    )
 
 
 def _add_root(parser: argparse.ArgumentParser) -> None:
@@ -324,8 +359,8 @@ def _parser() -> argparse.ArgumentParser:
         "within the tolerances if some are given, with 1 when they differ, with 2 when one cannot "
         "be read.",
     )
-    compare.add_argument("a", type=Path, metavar="A", help="a checkpoint directory")
-    compare.add_argument("b", type=Path, metavar="B", help="another")
+    compare.add_argument("a", type=_directory, metavar="A", help="a checkpoint directory")
+    compare.add_argument("b", type=_directory, metavar="B", help="another")
     compare.add_argument(
         "--atol", type=_tolerance, metavar="X", help="allow |a - b| <= X + Y * |b|"
     )
@@ -342,8 +377,8 @@ def _parser() -> argparse.ArgumentParser:
         "--max-shard-size, a directory of safetensors files. Exits with 2 when it cannot be "
         "converted; then nothing is left of the target.",
     )
-    change.add_argument("source", metavar="SOURCE", help="what to convert")
-    change.add_argument("target", metavar="TARGET", help="what to make of it")
+    change.add_argument("source", type=_local, metavar="SOURCE", help="what to convert")
+    change.add_argument("target", type=_local, metavar="TARGET", help="what to make of it")
     change.add_argument(
         "--max-shard-size",
         type=_bytes,
@@ -368,7 +403,7 @@ def _parser() -> argparse.ArgumentParser:
         "and which of the assumptions hold that durability rests on. Its files are removed. Exits "
         "with 1 when an assumption does not hold, with 2 when the directory cannot be written to.",
     )
-    probe.add_argument("directory", metavar="PATH", help="a directory that is there")
+    probe.add_argument("directory", type=_local, metavar="PATH", help="a directory that is there")
     probe.add_argument(
         "--size",
         type=_probed_bytes,
@@ -396,7 +431,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Delete the complete steps beneath a root that no rule keeps. Rules add up. "
         "The newest step and pinned ones always stay, and so does what is being loaded from a "
         "directory: then the exit code is 1. Of a URL nobody knows who loads a step: it goes, and "
-        "the load fails.",
+        "the load fails. Exits with 2 when there are no steps.",
     )
     _add_root(gc)
     gc.add_argument("--keep-last", type=_at_least_one, metavar="N", help="keep the newest N")

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch_ckpt.retention import Retention
-from torch_ckpt.steps import StepInfo, StepStore
+from torch_ckpt.steps import MARKER_NAME, StepInfo, StepStore
 from torch_ckpt.text import duration, plural, printable, size, table
 
 
@@ -24,6 +24,7 @@ class GcReport:
         deleted: steps that went, or would go.
         busy: steps that were to go and are being loaded or saved.
         swept: names of leftovers that went, or would be looked at.
+        left: leftovers that a sweep leaves alone.
     """
 
     root: str
@@ -32,6 +33,12 @@ class GcReport:
     deleted: list[StepInfo] = field(default_factory=list)
     busy: list[StepInfo] = field(default_factory=list)
     swept: list[str] = field(default_factory=list)
+    left: list[StepInfo] = field(default_factory=list)
+
+    @property
+    def found_nothing(self) -> bool:
+        """Whether there was nothing that the rules, or the sweep, are about."""
+        return not (self.kept or self.deleted or self.busy or self.swept or self.left)
 
     @property
     def freed_bytes(self) -> int:
@@ -50,6 +57,9 @@ class GcReport:
         for name in self.swept:
             done = "that would be looked at" if self.dry_run else "removed"
             yield printable(f"leftover {done}: {name}")
+        for entry in self.left:
+            why = f"there is no {MARKER_NAME}" if entry.lacks_marker else "in use, or not removable"
+            yield printable(f"left alone: {entry.name} ({why})")
         yield printable(
             f"{self.root}: {plural(len(self.kept), 'step')} kept, {len(self.deleted)} {would}"
             f"deleted, {size(self.freed_bytes)} {would}freed"
@@ -64,6 +74,7 @@ class GcReport:
             "deleted": [step.step for step in self.deleted],
             "busy": [step.step for step in self.busy],
             "swept": self.swept,
+            "left": [entry.name for entry in self.left],
             "freed_bytes": self.freed_bytes,
         }
 
@@ -87,8 +98,13 @@ def collect(
         # It may complete a step, which then counts.
         report.swept = store.sweep()
     entries = store.entries()
+    if sweep:
+        report.left = [entry for entry in entries if not entry.complete]
     if sweep and dry_run:
-        report.swept = [_name(entry) for entry in entries if not entry.complete]
+        stays = not store.sweeps_what_lacks_markers
+        looked_at = [entry for entry in report.left if not (stays and entry.lacks_marker)]
+        report.swept = [entry.name for entry in looked_at]
+        report.left = [entry for entry in report.left if entry not in looked_at]
     reasons = retention.reasons(entries)
     report.kept = {step: why for step, why in reasons.items() if why}
     for entry in entries:
@@ -129,7 +145,7 @@ def step_lines(entries: Iterable[StepInfo], now: float | None = None) -> Iterato
         yield ""
     for entry in entries:
         if not entry.complete:
-            yield printable(f"{entry.state}: {_name(entry)} ({size(entry.bytes)})")
+            yield printable(f"{entry.state}: {entry.name} ({size(entry.bytes)})")
     total = sum(entry.bytes for entry in entries)
     left = len(entries) - len(complete)
     leftovers = f", {plural(left, 'leftover')}" if left else ""
@@ -140,10 +156,6 @@ def steps_document(root: str, entries: Iterable[StepInfo]) -> dict[str, Any]:
     """All of it, for JSON, which has no infinity: that is a string there."""
     steps = [_finite(asdict(entry)) for entry in entries]
     return {"root": root, "steps": steps}
-
-
-def _name(entry: StepInfo) -> str:
-    return entry.path.rstrip("/").rpartition("/")[2]
 
 
 def _finite(value: Any) -> Any:

@@ -45,6 +45,7 @@ from torch_ckpt.intervals import Interval, Schedule
 from torch_ckpt.loading import Names
 from torch_ckpt.metrics import LOGGER, warn
 from torch_ckpt.multihost.calls import meeting_of
+from torch_ckpt.options import refuse_unknown
 from torch_ckpt.pending import Once, Pending
 from torch_ckpt.replica_check import ReplicaCheck
 from torch_ckpt.restoring import Restorer
@@ -53,6 +54,7 @@ from torch_ckpt.steps import StepInfo, open_steps, step_name
 from torch_ckpt.stopping import StopNotice
 from torch_ckpt.text import size
 from torch_ckpt.verifying import VerifyReport
+from torch_ckpt.writer import FileSystemWriter
 
 State = MutableMapping[str, Any]
 
@@ -115,6 +117,7 @@ class CheckpointManager:
         save_errors: saves that have failed, where ``on_save_error`` lets training go on.
 
     Raises:
+        TypeError: nobody has an option of that name; the nearest one is named.
         ValueError: an option is wrong, or signals are to be watched outside the main thread.
         TimeoutError: ranks did not make one within the timeout; they are named.
         RanksDisagree: ranks made them with different roots.
@@ -153,6 +156,7 @@ class CheckpointManager:
         load_options: dict[str, Any] | None = None,
         **writer_options: Any,
     ) -> None:
+        refuse_unknown(CheckpointManager, FileSystemWriter, writer_options)
         _check_choice("if_busy", if_busy, ("wait", "skip"))
         _check_choice("on_save_error", on_save_error, ("raise", "warn_and_continue"))
         _check_choice("staging", staging, ("blocking", "overlapped"))
@@ -277,11 +281,12 @@ class CheckpointManager:
         Raises:
             CheckpointException: the save before failed, or this one could not begin.
             CheckpointError: replicas differ, with ``check_replicas="error"``.
-            ValueError, TypeError: the step, the metrics or the notes are none.
+            ValueError, TypeError: the step, the state, the metrics or the notes are none.
         """
         begun = time.perf_counter()
         self._refuse("save")
-        step_name(step)
+        # From now on an int, be it numpy's.
+        step = int(step_name(step))
         if self._schedule.auto is not None and self._returned_at is not None:
             is_slow = self._was_saving or self.is_saving
             self._schedule.auto.stepped(begun - self._returned_at, is_slow)

@@ -36,6 +36,7 @@ from torch_ckpt.directory import OpenDirectory
 from torch_ckpt.errors import CheckpointError, Corrupt
 from torch_ckpt.growth import let_tensors_grow, writable, zero_what_is_not_stored
 from torch_ckpt.hooks import keeps_methods
+from torch_ckpt.local_paths import refuse_url
 from torch_ckpt.metadata import (
     MAX_METADATA_BYTES,
     METADATA_NAME,
@@ -155,6 +156,9 @@ class FileSystemReader(StockReader):
             Without, objects are tensors, builtin types and others that are harmless (see
             SECURITY.md), and what ``torch.serialization.add_safe_globals`` has declared safe.
 
+    Raises:
+        ValueError: contradicting options; or ``path`` is a URL (docs/remote.md).
+
     Raises (from ``dcp.load``, on every rank, inside a ``CheckpointException``):
         Corrupt: a file is damaged or shorter than the metadata says; named with tensor and offset.
         Unsafe: the metadata or an object would run code, or names files outside the checkpoint's
@@ -177,7 +181,11 @@ class FileSystemReader(StockReader):
         allow_pickle: bool = False,
         **kwargs: Any,
     ) -> None:
+        if type(self) is FileSystemReader:
+            # Others may put another file system in the place of the local one, as FsspecReader.
+            refuse_url(path)
         super().__init__(path, *args, **kwargs)
+        self._given_path: str | os.PathLike[str] = path
         if thread_count is not None and thread_count < 1:
             raise ValueError(f"thread_count must be at least 1, got {thread_count}")
         if max_inflight_bytes < LEAST_INFLIGHT_BYTES:
@@ -208,6 +216,8 @@ class FileSystemReader(StockReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self.release()
+        self._given_path = checkpoint_id or self._given_path
+        self._refuse_url()
         super().reset(checkpoint_id)
 
     @property
@@ -225,6 +235,7 @@ class FileSystemReader(StockReader):
         name = METADATA_NAME if rank is None else f"__{rank}{METADATA_NAME}"
         self.release()
         try:
+            self._refuse_url()
             return self._read_metadata(name)
         except FileNotFoundError:
             raise
@@ -611,6 +622,10 @@ class FileSystemReader(StockReader):
                 "the save that wrote it was incomplete"
             )
         return cast(_StorageInfo, info)
+
+    def _refuse_url(self) -> None:
+        if self._is_local():
+            refuse_url(self._given_path)
 
     def _is_local(self) -> bool:
         return type(self.fs) is FileSystem

@@ -75,6 +75,8 @@ class RemoteSteps(StepStore):
         ValueError: fsspec does not know the URL's protocol.
     """
 
+    sweeps_what_lacks_markers = True
+
     def __init__(self, root: str, staging_dir: str | os.PathLike[str] | None = None) -> None:
         super().__init__(root.rstrip("/"))
         self._files = RemoteFiles(self.root)

@@ -88,6 +88,9 @@ class RemoteReader(FileSystemReader):
         # Nothing holds the checkpoint: it may be replaced between two ranks' looks at it.
         return self._version
 
+    def _refuse_url(self) -> None:
+        """What is local here is the staging directory."""
+
     def release(self) -> None:
         super().release()
         self._end_staging()

@@ -134,6 +134,9 @@ class RemoteWriter(FileSystemWriter):
     def tag(self) -> str:
         return self._upload.tag if self._upload is not None else ""
 
+    def _refuse_url(self) -> None:
+        """What is local here is the staging directory."""
+
     def storage_meta(self) -> StorageMeta | None:
         return StorageMeta(checkpoint_id=self._files.url, save_id=self.save_id)
 

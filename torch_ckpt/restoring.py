@@ -4,6 +4,7 @@
    one that was asked for.
 2. Where only other ranks do not find a step, all try it again for a while.
 3. Where a step is damaged, all ranks pass over it. Any other error ends the restore on all.
+4. Rank 0 names what has a step's name and, for want of the marker, is none.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from torch_ckpt.failures import causes, is_damage, is_elsewhere
 from torch_ckpt.loading import Names
 from torch_ckpt.metrics import warn
 from torch_ckpt.multihost.calls import Call, Disagreement
-from torch_ckpt.steps import StepStore
+from torch_ckpt.reader import MOST_NAMES
+from torch_ckpt.steps import MARKER_NAME, StepStore, step_name
 
 #: Between attempts to load a step that rank 0 sees and other ranks do not, in seconds: network file
 #: systems remember for a minute what was not there.
@@ -72,7 +74,10 @@ class Restorer:
 
         Args and raises: see :meth:`torch_ckpt.CheckpointManager.restore`.
         """
-        candidates = self._agree_on_candidates(step)
+        candidates, unmarked = self._agree_on_candidates(step)
+        if unmarked and self._rank == 0:
+            # It names the line that calls the manager.
+            warn(self._of_unmarked(unmarked), stacklevel=3)
         if not candidates:
             return None
         damages: list[str] = []
@@ -98,18 +103,37 @@ class Restorer:
             # It names the line that calls the manager.
             warn(f"{damage}; the one before is restored", stacklevel=4)
 
-    def _agree_on_candidates(self, step: int | None) -> list[int]:
-        """The steps to try, in this order, as rank 0 sees them."""
+    def _of_unmarked(self, paths: list[str]) -> str:
+        shown = ", ".join(paths[:MOST_NAMES])
+        if len(paths) > MOST_NAMES:
+            shown += f" and {len(paths) - MOST_NAMES} more"
+        why = (
+            "they are being saved, or were when their ranks died, or were put there without it; a "
+            "sweep removes those that nobody has written to for an hour"
+            if self._store.sweeps_what_lacks_markers
+            else "they were saved or copied without it, and stay until training comes to their step"
+        )
+        return (
+            f"not restored, since there is no {MARKER_NAME} in them: {shown}: {why}. An empty file "
+            "of that name makes a step of one that is whole"
+        )
 
-        def mine() -> tuple[int | None, list[int]]:
+    def _agree_on_candidates(self, step: int | None) -> tuple[list[int], list[str]]:
+        """The steps to try, in this order, as rank 0 sees them; and what only lacks the marker."""
+
+        def mine() -> tuple[int | None, tuple[list[int], list[str]]]:
             if self._rank != 0:
-                return step, []
+                return step, ([], [])
             # Or a step could go that is being chosen.
             with call.alive(time.monotonic_ns):
                 self._deletions.settle()
-            return step, [info.step for info in self._store.entries(leftovers=False)]
+            entries = self._store.entries()
+            complete = [info.step for info in entries if info.complete]
+            return step, (complete, [info.path for info in entries if info.lacks_marker])
 
-        def of_rank_0(brought: list[tuple[int | None, list[int]]]) -> list[int] | Disagreement:
+        def of_rank_0(
+            brought: list[tuple[int | None, tuple[list[int], list[str]]]],
+        ) -> tuple[list[int], list[str]] | Disagreement:
             if len({wanted for wanted, _steps in brought}) > 1:
                 return Disagreement(
                     "ranks ask for different steps:",
@@ -118,14 +142,16 @@ class Restorer:
             return brought[0][1]
 
         with Call(_CALL, self._group, self._timeout) as call:
-            there = call.exchange(mine, of_rank_0)
+            there, unmarked = call.exchange(mine, of_rank_0)
         if step is None:
-            return there[::-1]
-        if step not in there:
-            raise FileNotFoundError(
-                2, f"step {step} is not there; complete are {there or 'none'}", self._store.root
-            )
-        return [step]
+            return there[::-1], unmarked
+        if step in there:
+            return [step], unmarked
+        found = [path for path in unmarked if path.endswith(f"/{step_name(step)}")]
+        what = f"has no {MARKER_NAME}" if found else "is not there"
+        raise FileNotFoundError(
+            2, f"step {step} {what}; complete are {there or 'none'}", self._store.root
+        )
 
     def _load_patiently(
         self, step: int, state: MutableMapping[str, Any], names: Names, strict: bool

@@ -34,7 +34,7 @@ class Retention:
 
     Raises:
         ValueError: a number is not positive, or ``keep_best`` is given without ``best_metric``.
-        TypeError: a number of steps is no integer.
+        TypeError: a number is none, as a ``timedelta``, or a number of steps is no integer.
     """
 
     keep_last: int | None = None
@@ -48,7 +48,12 @@ class Retention:
     def __post_init__(self) -> None:
         for name in ("keep_last", "keep_every", "keep_every_hours", "keep_best"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
+            try:
+                is_wrong = value is not None and not value > 0
+            except TypeError:
+                kind = "a number of hours" if name == "keep_every_hours" else "a number"
+                raise TypeError(f"{name} must be {kind}, got {value!r}") from None
+            if is_wrong:
                 raise ValueError(f"{name} must be positive, got {value}")
             if value is not None and name != "keep_every_hours":
                 operator.index(value)

@@ -16,9 +16,11 @@ its name.
 5. A deletion needs the directory for itself (directory.py), so no step goes that is being loaded.
    It is renamed to ``0000000100.deleted-{8 hex digits}``, the root fsynced, then its files go: a
    power cut brings back all of it or nothing.
-6. At start the sweep ends what a crash has interrupted: a directory with the marker whose rename in
-   3 was not reached, and whose step is not there, gets its name; the others go. None does while
-   somebody works in it.
+6. A directory of ten digits without the marker is of no save of a manager: somebody has put it
+   there, and it stays until that step is saved.
+7. At start the sweep ends what a crash has interrupted: a directory with the marker whose rename in
+   3 was not reached, and whose step is not there, gets its name; other leftovers go. None does
+   while somebody works in it.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from __future__ import annotations
 import abc
 import json
 import math
+import operator
 import os
 import re
 import shutil
@@ -91,6 +94,16 @@ class StepInfo:
         """Whether it can be loaded."""
         return self.state == "complete"
 
+    @property
+    def lacks_marker(self) -> bool:
+        """Whether only the marker tells it from a step: it has a step's name, and is none."""
+        return self.state == "unfinished" and STEP_NAME.match(self.name) is not None
+
+    @property
+    def name(self) -> str:
+        """Of its directory, beneath the root."""
+        return self.path.rstrip("/").rpartition("/")[2]
+
 
 class StepStore(abc.ABC):
     """Where the steps of a run are. Any rank may list and load; one at a time deletes and sweeps.
@@ -98,6 +111,10 @@ class StepStore(abc.ABC):
     Args:
         root: a directory or URL. It need not exist before the first save.
     """
+
+    #: Whether a sweep may remove what lacks a marker: beneath URLs a save has its step's name from
+    #: the start, elsewhere nothing of ours is so.
+    sweeps_what_lacks_markers = False
 
     def __init__(self, root: str) -> None:
         self.root = root
@@ -237,11 +254,16 @@ def step_name(step: int) -> str:
     """The name of a step's directory.
 
     Raises:
+        TypeError: it is no integer.
         ValueError: it has no ten digits.
     """
-    if not 0 <= step <= LARGEST_STEP:
-        raise ValueError(f"a step must be from 0 to {LARGEST_STEP}, got {step}")
-    return f"{step:010d}"
+    try:
+        number = operator.index(step)
+    except TypeError:
+        raise TypeError(f"a step must be an int, got {step!r}") from None
+    if not 0 <= number <= LARGEST_STEP:
+        raise ValueError(f"a step must be from 0 to {LARGEST_STEP}, got {number}")
+    return f"{number:010d}"
 
 
 class LocalSteps(StepStore):

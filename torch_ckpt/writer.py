@@ -40,6 +40,7 @@ from torch_ckpt.generations import (
     remove_own,
 )
 from torch_ckpt.hooks import keeps_methods
+from torch_ckpt.local_paths import refuse_url
 from torch_ckpt.metadata import encode_metadata, with_checksum_tables
 from torch_ckpt.progress import Progress, ProgressOption, Reporter
 from torch_ckpt.sources import copy_of_state
@@ -99,6 +100,9 @@ class FileSystemWriter(StockWriter):
         background: how saves in the background behave: those of ``torch_ckpt.async_save``, and of
             ``dcp.async_save`` with this writer, which is then its ``AsyncStager``, too.
 
+    Raises:
+        ValueError: contradicting options; or ``path`` is a URL (docs/remote.md).
+
     Raises (from ``dcp.save``, on every rank, inside a ``CheckpointException``):
         OSError: a system call failed; ``errno`` and ``filename`` say which and where. Nothing was
             published and the files that the engine wrote on this rank are gone.
@@ -145,6 +149,9 @@ class FileSystemWriter(StockWriter):
             raise ValueError(f'direct_io must be True, False or "auto", got {direct_io!r}')
         if max_host_bytes is not None and max_host_bytes < 4096:
             raise ValueError(f"max_host_bytes must be at least 4096, got {max_host_bytes}")
+        if type(self) is FileSystemWriter:
+            # Others may put another file system in the place of the local one, as FsspecWriter.
+            refuse_url(path)
         super().__init__(
             path,
             single_file_per_rank,
@@ -157,6 +164,7 @@ class FileSystemWriter(StockWriter):
             *args,
             **kwargs,
         )
+        self._given_path: str | os.PathLike[str] = path
         self.separation_hint = separation_hint
         self.max_host_bytes = max_host_bytes
         self.direct_io = direct_io
@@ -175,6 +183,11 @@ class FileSystemWriter(StockWriter):
 
     # --- DCP's contract, in the order of a save -------------------------------------------------
 
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self._given_path = checkpoint_id or self._given_path
+        self._refuse_url()
+        super().reset(checkpoint_id)
+
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         # torch passes the rank only to a method that has a parameter of the name `kwargs`.
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
@@ -183,6 +196,7 @@ class FileSystemWriter(StockWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         self.abandon()
+        self._refuse_url()
         if not self._is_local():
             return super().prepare_local_plan(plan)
         _C.make_directories(str(self.path))
@@ -408,6 +422,10 @@ class FileSystemWriter(StockWriter):
         except Exception:
             return  # and what ends so has removed its files
         remove_files(str(self.path), save.file_names)
+
+    def _refuse_url(self) -> None:
+        if self._is_local():
+            refuse_url(self._given_path)
 
     def _is_local(self) -> bool:
         return type(self.fs) is FileSystem

@@ -313,6 +313,19 @@ def case_warnings_that_are_errors_do_not_part_the_ranks(launch: Launch) -> None:
 
 
 @takes_several
+def case_what_only_lacks_its_marker_is_named_by_rank_0(launch: Launch) -> None:
+    run_of(launch, [1, 2])
+    if launch.rank == 0:
+        os.unlink(Path(launch.path("run"), "0000000002", MARKER_NAME))
+    dist.barrier()
+    with manager_of(launch) as made, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert restored(launch, made) == 1
+    named = [warning for warning in caught if "0000000002" in str(warning.message)]
+    assert len(named) == (1 if launch.rank == 0 else 0)
+
+
+@takes_several
 def case_what_rank_0_cannot_make_is_told_to_the_others(launch: Launch) -> None:
     file = launch.path("file")
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -268,6 +269,78 @@ def test_a_planner_of_the_callers_own_is_used(tmp_path: Path) -> None:
 def test_contradicting_options_are_one_sentence(arguments: StateDict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         torch_ckpt.save({}, **arguments)
+
+
+@pytest.mark.parametrize("call", [torch_ckpt.save, torch_ckpt.async_save, torch_ckpt.load])
+def test_an_unknown_option_is_one_of_the_function_that_was_called(
+    call: Callable[..., Any], tmp_path: Path
+) -> None:
+    text = rf"^{call.__name__}\(\) got an unexpected keyword argument 'tread_count'; did you mean"
+    with pytest.raises(TypeError, match=text):
+        call({}, tmp_path / "c", tread_count=2)
+    assert not (tmp_path / "c").exists()
+
+
+URLS = ["s3://bucket/run", "file:///tmp/x", "memory://a"]
+OURS: dict[str, Callable[[str], Any]] = {
+    "save": lambda url: torch_ckpt.save({}, url, no_dist=True),
+    "save with a writer": lambda url: torch_ckpt.save(
+        {}, url, storage_writer=torch_ckpt.FileSystemWriter("c"), no_dist=True
+    ),
+    "async_save": lambda url: torch_ckpt.async_save({}, url, no_dist=True).result(),
+    "load": lambda url: torch_ckpt.load({}, url, no_dist=True),
+    "preflight": lambda url: torch_ckpt.preflight({}, url),
+    "AsyncCheckpoint.write": lambda url: torch_ckpt.AsyncCheckpoint().write(url),
+    "AsyncCheckpoint.read": lambda url: torch_ckpt.AsyncCheckpoint({}, {"no_dist": True}).read(url),
+    "FileSystemWriter": torch_ckpt.FileSystemWriter,
+    "FileSystemReader": torch_ckpt.FileSystemReader,
+    "dcp.save": lambda url: dcp.save(
+        {}, checkpoint_id=url, storage_writer=torch_ckpt.FileSystemWriter("c"), no_dist=True
+    ),
+    "dcp.load": lambda url: dcp.load(
+        {}, checkpoint_id=url, storage_reader=torch_ckpt.FileSystemReader("c"), no_dist=True
+    ),
+}
+
+
+@pytest.mark.parametrize("url", URLS)
+@pytest.mark.parametrize("call", OURS)
+def test_a_url_is_no_directory(
+    call: str, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=f"{url} is a URL.*CheckpointManager.*docs/remote.md"):
+        OURS[call](url)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_writer_or_reader_of_another_class_refuses_a_url_when_it_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Writer(torch_ckpt.FileSystemWriter):
+        """Keeps the local file system."""
+
+    class Reader(torch_ckpt.FileSystemReader):
+        """Keeps it, too."""
+
+    monkeypatch.chdir(tmp_path)
+    calls: list[Callable[[], Any]] = [
+        lambda: dcp.save({}, storage_writer=Writer("s3://bucket/run"), no_dist=True),
+        lambda: dcp.load({}, storage_reader=Reader("s3://bucket/run"), no_dist=True),
+    ]
+    for call in calls:
+        with pytest.raises(dcp.CheckpointException) as caught:
+            call()
+        assert "s3://bucket/run is a URL" in str(cause_of(caught.value))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_local_path_may_have_colons_in_it(tmp_path: Path) -> None:
+    for name in ("a:b", "./a://b", Path("s3://bucket/run")):
+        torch_ckpt.save({"t": torch.ones(3)}, tmp_path / name)
+        assert data_files(tmp_path / name)
+    torch_ckpt.save({"t": torch.ones(3)}, f"{tmp_path}/c://d")
+    assert data_files(tmp_path / "c:" / "d")
 
 
 def test_a_writer_of_the_callers_own_is_used_for_many_saves(tmp_path: Path) -> None:

@@ -332,3 +332,48 @@ def test_a_pipe_that_is_closed_behind_the_outcome_keeps_the_exit_code(tmp_path: 
     process = subprocess.run(command, stdout=writer, env=buffered, check=False)
     os.close(writer)
     assert process.returncode == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["ls", "URL"],
+        ["show", "URL"],
+        ["verify", "URL"],
+        ["diff", "a", "URL"],
+        ["convert", "URL", "b"],
+        ["convert", "a", "URL"],
+        ["doctor", "URL"],
+    ],
+    ids=" ".join,
+)
+def test_commands_on_directories_say_that_they_take_no_urls(
+    capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([argument.replace("URL", "s3://bucket/run") for argument in arguments])
+    assert ended.value.code == 2
+    assert "URLs are taken by steps and gc alone" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["gc", "run", "--keep-last", "0"], "--keep-last: must be at least 1, got 0"),
+        (["gc", "run", "--keep-every", "x"], "--keep-every: must be an integer, got 'x'"),
+        (["gc", "run", "--keep-every-hours=-1"], "must be positive and finite, got '-1'"),
+        (["show", "c", "--first=-1"], "--first: must be at least 0, got -1"),
+        (["diff", "a", "b", "--atol", "x"], "--atol: must be a number, got 'x'"),
+        (["diff", "a", "b", "--rtol=-1"], "--rtol: must be at least 0, got '-1'"),
+        (["convert", "a", "b", "--max-shard-size", "5X"], "must be a size as 5GB or 512MiB"),
+        (["convert", "a", "b", "--max-shard-size", "0"], "must be at least 1 byte, got '0'"),
+        (["doctor", "c", "--size", "1kB"], "--size: must be at least 32768 bytes, got '1kB'"),
+    ],
+)
+def test_a_wrong_option_is_told_in_a_sentence(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    assert sentence in capsys.readouterr().err

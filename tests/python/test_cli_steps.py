@@ -15,6 +15,7 @@ import torch_ckpt
 from torch_ckpt import cli
 from torch_ckpt.collecting import collect, step_lines
 from torch_ckpt.directory import OpenDirectory
+from torch_ckpt.remote import RemoteSteps
 from torch_ckpt.retention import Retention
 from torch_ckpt.steps import LocalSteps, StepInfo, open_steps
 from torch_ckpt.text import duration
@@ -263,6 +264,59 @@ def test_sweep_alone_deletes_no_step(root: Path, capsys: pytest.CaptureFixture[s
     report = run_json(capsys, "gc", str(root), "--sweep")
     assert (report["swept"], report["deleted"]) == ([name], [])
     assert steps_of(root) == [1, 2]
+
+
+@pytest.mark.parametrize("arguments", [["--keep-last", "1"], ["--sweep"]], ids=" ".join)
+def test_gc_of_a_root_that_is_not_there_ends_with_2(
+    root: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    assert f"{root}: there are no steps" in run(capsys, "gc", str(root), *arguments, code=2)
+    assert not root.exists()
+
+
+def test_gc_of_leftovers_alone_ends_with_2_unless_it_sweeps(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = leave_unfinished(root, 1)
+    assert "there are no steps" in run(capsys, "gc", str(root), "--keep-last", "1", code=2)
+    assert f"leftover removed: {name}" in run(capsys, "gc", str(root), "--sweep")
+
+
+def leave_unmarked(root: Path) -> str:
+    name = "0000000007"
+    torch_ckpt.save({"t": torch.ones(100)}, root / name, no_dist=True)
+    return name
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["", "dry run"])
+def test_a_sweep_leaves_a_checkpoint_without_a_marker_and_names_it(
+    root: Path, capsys: pytest.CaptureFixture[str], dry: list[str]
+) -> None:
+    name = leave_unmarked(root)
+    lines = run(capsys, "gc", str(root), "--sweep", *dry).splitlines()
+    assert f"left alone: {name} (there is no write_completed)" in lines
+    assert (root / name / ".metadata").exists()
+
+
+def test_a_sweep_names_a_leftover_in_use(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = leave_unfinished(root, 2)
+    saving = OpenDirectory(root / name)
+    assert saving.share()
+    report = run_json(capsys, "gc", str(root), "--sweep")
+    saving.close()
+    assert (report["swept"], report["left"]) == ([], [name])
+
+
+def test_a_dry_run_may_sweep_what_has_no_marker_beneath_a_url(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    store = RemoteSteps("memory://test_dry_run")
+    store._files.write("0000000007/.metadata", b"x")
+    report = run_json(capsys, "gc", store.root, "--sweep", "--dry-run")
+    assert (report["swept"], report["left"]) == (["0000000007"], [])
+    # It is younger than an hour.
+    report = run_json(capsys, "gc", store.root, "--sweep")
+    assert (report["swept"], report["left"]) == ([], ["0000000007"])
 
 
 def test_steps_and_gc_work_on_remote_roots(capsys: pytest.CaptureFixture[str]) -> None:

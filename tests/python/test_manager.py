@@ -18,6 +18,7 @@ from errno import EIO
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -46,6 +47,7 @@ Make = Callable[..., CheckpointManager]
 #: Of warnings.
 LATER = "and there are later ones"
 PASSED = "the one before is restored"
+UNMARKED = "not restored, since there is no write_completed in them"
 
 
 class Training:
@@ -459,18 +461,18 @@ def test_metrics_may_be_tensors(make: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    ("of", "error"),
+    ("of", "error", "text"),
     [
-        ({"metrics": {"loss": "low"}}, ValueError),
-        ({"metrics": {"loss": [1]}}, TypeError),
-        ({"notes": {"set": {1}}}, TypeError),
+        ({"metrics": {"loss": "low"}}, ValueError, r"metrics\['loss'\] must be a number: .*'low'"),
+        ({"metrics": {"loss": [1]}}, TypeError, r"metrics\['loss'\] must be a number"),
+        ({"notes": {"a": 1, "set": {1}}}, TypeError, r"notes\['set'\] must be what JSON knows"),
     ],
 )
 def test_wrong_metrics_and_notes_are_refused_and_nothing_is_saved(
-    make: Make, of: dict[str, Any], error: type[Exception]
+    make: Make, of: dict[str, Any], error: type[Exception], text: str
 ) -> None:
     made = make()
-    with pytest.raises(error):
+    with pytest.raises(error, match=text):
         made.save(1, training_of(1).state, **of)
     assert made.steps() == []
     assert train(made, [2]) == [2]
@@ -481,6 +483,31 @@ def test_wrong_metrics_and_notes_are_refused_and_nothing_is_saved(
 def test_wrong_steps_are_refused_even_where_it_is_not_time(make: Make, step: int) -> None:
     with pytest.raises(ValueError, match="a step must be from 0 to 9999999999"):
         make(interval=7).save(step, training_of(1).state)
+
+
+@pytest.mark.parametrize("step", [1.0, "1", None])
+def test_a_step_that_is_no_integer_is_refused(make: Make, step: Any) -> None:
+    with pytest.raises(TypeError, match=f"a step must be an int, got {step!r}"):
+        make().save(step, training_of(1).state)
+
+
+@pytest.mark.parametrize("step", [numpy.int64(1), torch.tensor(1)], ids=["numpy", "tensor"])
+def test_a_step_may_be_any_integer(make: Make, step: Any) -> None:
+    made = make()
+    assert made.save(step, training_of(1).state)
+    made.wait_until_finished()
+    assert made.all_steps() == [1]
+    assert type(made.last_step) is int
+
+
+def test_a_module_in_the_place_of_a_state_is_refused(make: Make) -> None:
+    made = make()
+    train(made, [1])
+    calls: list[Callable[[Any], Any]] = [lambda state: made.save(2, state), made.restore]
+    for call in calls:
+        with pytest.raises(TypeError, match=r'a dict, as \{"model": model\}, got a Linear'):
+            call(torch.nn.Linear(2, 2))
+    assert made.all_steps() == [1]
 
 
 def test_metadata_tells_names_and_shapes_without_reading(make: Make) -> None:
@@ -900,8 +927,57 @@ def test_unfinished_steps_are_not_restored(make: Make, root: Path) -> None:
     train(made, [1, 2])
     made.wait_until_finished()
     (root / "0000000002" / MARKER_NAME).unlink()
-    assert restored(made) == 1
+    with pytest.warns(UserWarning, match=UNMARKED):
+        assert restored(made) == 1
     assert [info.state for info in made.steps()] == ["complete", "unfinished"]
+
+
+def test_a_checkpoint_without_a_marker_is_named_and_stays(make: Make, root: Path) -> None:
+    torch_ckpt.save({"n": torch.ones(3)}, root / "0000000100", no_dist=True)
+    state = {"n": torch.zeros(3)}
+    with pytest.warns(UserWarning, match=UNMARKED) as caught:
+        assert make().restore(state) == 0
+    [warning] = caught
+    assert f"{root}/0000000100: they were saved or copied without it" in str(warning.message)
+    assert warning.filename == __file__
+    (root / "0000000100" / MARKER_NAME).touch()
+    assert make().restore(state) == 100
+    assert_equal(state["n"], torch.ones(3))
+
+
+def test_a_checkpoint_without_a_marker_beneath_a_url_is_named(make: Make, tmp_path: Path) -> None:
+    root = f"memory://{tmp_path.name}/run"
+    made = make(root)
+    train(made, [1, 2])
+    made.wait_until_finished()
+    made._store._files.remove([f"0000000002/{MARKER_NAME}"])  # type: ignore[attr-defined]
+    with pytest.warns(UserWarning, match=UNMARKED) as caught:
+        assert restored(made) == 1
+    [warning] = caught
+    assert f"{root}/0000000002: they are being saved" in str(warning.message)
+
+
+def test_many_checkpoints_without_markers_are_counted(make: Make, root: Path) -> None:
+    for step in range(10):
+        (root / f"{step:010d}").mkdir(parents=True)
+    with pytest.warns(UserWarning, match="0000000007 and 2 more: they were saved"):
+        make().restore({})
+
+
+def test_what_a_crash_has_left_is_not_named_when_a_step_is_restored(make: Make, root: Path) -> None:
+    made = make()
+    train(made, [1])
+    made.wait_until_finished()
+    (root / "0000000002.tmp-0123abcd").mkdir()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert restored(made) == 1
+
+
+def test_a_step_that_is_asked_for_and_has_no_marker_says_so(make: Make, root: Path) -> None:
+    (root / "0000000002").mkdir(parents=True)
+    with pytest.raises(FileNotFoundError, match=f"step 2 has no {MARKER_NAME}; complete are none"):
+        make().restore({}, 2)
 
 
 # --- errors of saves -----------------------------------------------------------------------------
@@ -1580,7 +1656,19 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"keep_last": 0}, ValueError, "keep_last must be positive"),
     ({"keep_last": 1.5}, TypeError, "cannot be interpreted as an integer"),
     ({"keep_best": 1}, ValueError, "keep_best needs best_metric"),
-    ({"keep_lats": 3}, TypeError, "unexpected keyword argument 'keep_lats'"),
+    (
+        {"keep_lst": 3},
+        TypeError,
+        r"^CheckpointManager\(\) got an unexpected keyword argument 'keep_lst'; "
+        "did you mean 'keep_last'",
+    ),
+    ({"tread_count": 3}, TypeError, "did you mean 'thread_count'"),
+    (
+        {"keep_every_hours": timedelta(hours=2)},
+        TypeError,
+        "must be a number of hours, got",
+    ),
+    ({"keep_last": "3"}, TypeError, "keep_last must be a number, got '3'"),
     ({"thread_count": 0}, ValueError, "thread_count must be at least 1"),
     ({"overwrite": True}, TypeError, "overwrite"),
     ({"staging_dir": "/nowhere"}, ValueError, "staging_dir is for remote roots"),

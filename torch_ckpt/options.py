@@ -1,0 +1,34 @@
+"""Options that nobody has, named for who was called and not for who was to get them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from typing import Any
+
+
+def refuse_unknown(caller: Callable[..., Any], kind: type, options: Iterable[str]) -> None:
+    """Refuses options that neither the caller nor what it passes them to has.
+
+    Args:
+        caller: a function or class that takes options of its own by name.
+        kind: of ours, derived from torch's class of the same name; it gets the others.
+
+    Raises:
+        TypeError: one is unknown; names the nearest.
+    """
+    passed_on = (_names(kind) | _names(kind.__mro__[1])) - {"path"}
+    for option in options:
+        if option not in passed_on:
+            near = get_close_matches(option, passed_on | _names(caller), n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise TypeError(
+                f"{caller.__name__}() got an unexpected keyword argument {option!r}{hint}"
+            )
+
+
+def _names(function: Callable[..., Any]) -> set[str]:
+    parameters = inspect.signature(function).parameters.values()
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return {one.name for one in parameters if one.kind not in variable}
