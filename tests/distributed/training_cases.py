@@ -20,7 +20,14 @@ from torch.fx import Graph
 
 from tests.distributed import cases
 from tests.distributed.cases import Launch, dtensors, mesh_1d, tensor_of
-from torch_ckpt.training import log, mkdir, save_graph, start_profile, stop_profile
+from torch_ckpt.training import (
+    log,
+    mkdir,
+    save_checkpoint,
+    save_graph,
+    start_profile,
+    stop_profile,
+)
 
 
 class Recorded:
@@ -169,6 +176,15 @@ def case_a_wrong_suffix_is_refused_on_all_ranks(launch: Launch) -> None:
 def case_all_ranks_make_one_directory_at_once(launch: Launch) -> None:
     mkdir(launch.path("a", "b"))
     assert launch.path("a", "b").is_dir()
+
+
+# --- steps ---------------------------------------------------------------------------------------
+
+
+def case_a_complete_step_is_refused_on_all_ranks(launch: Launch) -> None:
+    save_checkpoint(launch.path("run"), 1, {"t": torch.ones(3)})
+    with pytest.raises(FileExistsError, match="complete"):
+        save_checkpoint(launch.path("run"), 1, {"t": torch.zeros(3)})
 
 
 CASES: dict[str, Callable[[Launch], None]] = {

@@ -5,12 +5,13 @@ A :class:`torch_ckpt.CheckpointManager` over the same directory sees the same st
 
 from __future__ import annotations
 
+import errno
 import time
 import uuid
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from torch_ckpt.training.files import StrPath
+from torch_ckpt.training.files import StrPath, join
 
 # The engine is imported by the functions, so that this package imports nothing.
 if TYPE_CHECKING:
@@ -47,29 +48,40 @@ def save_checkpoint(
         writer_options: passed to :class:`torch_ckpt.FileSystemWriter`.
 
     Raises:
-        CheckpointException: on every rank, with the cause of each rank that failed:
-            ``FileExistsError`` where the step is complete and may not be replaced, else what
-            :func:`torch_ckpt.save` raises.
+        FileExistsError: on every rank: the step is complete and may not be replaced.
+        CheckpointException: on every rank, with the cause of each rank that failed: what
+            :func:`torch_ckpt.save` raises, and ``FileExistsError`` where the step has become
+            complete meanwhile.
         OSError: the directory cannot be listed; ``RuntimeError`` on the other ranks.
         RanksDisagree: ranks came with different steps.
         ImportError, ValueError: of the URL, or of options that contradict each other.
     """
     from torch_ckpt.api import save
     from torch_ckpt.multihost.calls import Call
-    from torch_ckpt.steps import open_steps
+    from torch_ckpt.steps import open_steps, step_name
 
     opened: list[StepStore] = []
 
-    def begin() -> str:
+    def begin() -> tuple[str, bool]:
+        # Of a number that cannot be one all ranks tell, and not only the one that looks for it.
+        step_name(step)
         opened.append(open_steps(directory, staging_dir=staging_dir))
+        is_refused = False
         if call.rank == 0:
             # Of many leftovers the removal may take longer than the others wait.
             with call.alive(time.monotonic_ns):
                 opened[0].sweep()
-        return uuid.uuid4().hex[:8]
+            is_refused = not overwrite and opened[0].is_complete(step)
+        return uuid.uuid4().hex[:8], is_refused
 
     with Call(f"save_checkpoint of step {step}", process_group, timeout) as call:
-        attempt = call.exchange(begin, lambda attempts: attempts[0])
+        attempt, is_refused = call.exchange(begin, lambda brought: brought[0])
+    if is_refused:
+        raise FileExistsError(
+            errno.EEXIST,
+            "the step is there and complete; overwrite=True replaces it",
+            join(directory, step_name(step)),
+        )
     [steps] = opened
     writer = steps.writer(step, attempt=attempt, overwrite=overwrite, **writer_options)
     save(state, storage_writer=writer, process_group=process_group, timeout=timeout)
