@@ -12,8 +12,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.remote_stores import hooked_url
-from tests.support import assert_equal, cause_of, random_tensor
+from tests.support import assert_equal, cause_of, data_files, random_tensor
 from torch_ckpt.errors import LoadMismatch
+from torch_ckpt.reader import FileSystemReader
 from torch_ckpt.steps import open_steps
 from torch_ckpt.training import load_checkpoint_if_it_exists, save_checkpoint
 
@@ -105,3 +106,29 @@ def test_options_reach_the_writer_and_the_reader(directory: str) -> None:
     state = blank()
     load_checkpoint_if_it_exists(directory, state, names=["w"], thread_count=1)
     assert_equal(state, {"w": state_of(1)["w"], "seed": -1})
+
+
+def test_max_io_threads_bounds_the_files_that_are_written(tmp_path: Path) -> None:
+    state = {str(i): torch.ones(4) for i in range(4)}
+    save_checkpoint(tmp_path, 1, state, max_io_threads=1)
+    save_checkpoint(tmp_path, 2, state, max_io_threads=2)
+    assert [len(data_files(tmp_path / f"000000000{step}")) for step in (1, 2)] == [1, 2]
+
+
+def test_max_io_threads_reaches_the_reader(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_checkpoint(directory, 1, state_of(1))
+    counts: list[int] = []
+    read = FileSystemReader.read_metadata
+
+    def recorded(self: FileSystemReader, *args: Any, **kwargs: Any) -> Any:
+        counts.append(self.thread_count)
+        return read(self, *args, **kwargs)
+
+    monkeypatch.setattr(FileSystemReader, "read_metadata", recorded)
+    load_checkpoint_if_it_exists(directory, blank(), max_io_threads=3)
+    assert counts == [3]
+
+
+def test_max_io_threads_beside_thread_count_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="pass one of them"):
+        save_checkpoint(tmp_path, 1, state_of(1), max_io_threads=1, thread_count=2)

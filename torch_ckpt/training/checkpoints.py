@@ -31,6 +31,7 @@ def save_checkpoint(
     process_group: dist.ProcessGroup | None = None,
     timeout: float = _TIMEOUT_SECONDS,
     staging_dir: StrPath | None = None,
+    max_io_threads: int | None = None,
     **writer_options: Any,
 ) -> None:
     """Saves a state as a step; returns when the step is complete. All ranks call it.
@@ -45,6 +46,7 @@ def save_checkpoint(
         process_group: the ranks that save together; the default group if None.
         timeout: seconds after which a rank that gives no sign of life is given up.
         staging_dir: as for :class:`torch_ckpt.remote.RemoteSteps`.
+        max_io_threads: the writer's ``thread_count``; None chooses for the machine.
         writer_options: passed to :class:`torch_ckpt.FileSystemWriter`.
 
     Raises:
@@ -60,6 +62,7 @@ def save_checkpoint(
     from torch_ckpt.multihost.calls import Call
     from torch_ckpt.steps import open_steps, step_name
 
+    options = _with_threads(writer_options, max_io_threads)
     opened: list[StepStore] = []
 
     def begin() -> tuple[str, bool]:
@@ -83,7 +86,7 @@ def save_checkpoint(
             join(directory, step_name(step)),
         )
     [steps] = opened
-    writer = steps.writer(step, attempt=attempt, overwrite=overwrite, **writer_options)
+    writer = steps.writer(step, attempt=attempt, overwrite=overwrite, **options)
     save(state, storage_writer=writer, process_group=process_group, timeout=timeout)
 
 
@@ -94,6 +97,7 @@ def load_checkpoint_if_it_exists(
     process_group: dist.ProcessGroup | None = None,
     timeout: float = _TIMEOUT_SECONDS,
     staging_dir: StrPath | None = None,
+    max_io_threads: int | None = None,
     **load_options: Any,
 ) -> int:
     """Loads the newest complete step, that of rank 0's choice, in place. All ranks call it.
@@ -106,6 +110,7 @@ def load_checkpoint_if_it_exists(
         process_group: the ranks that load together; the default group if None.
         timeout: seconds after which a rank that has not come is given up.
         staging_dir: as for :class:`torch_ckpt.remote.RemoteSteps`.
+        max_io_threads: the reader's ``thread_count``; None chooses for the machine.
         load_options: passed to :func:`torch_ckpt.load`.
 
     Returns:
@@ -119,6 +124,7 @@ def load_checkpoint_if_it_exists(
     from torch_ckpt.multihost.calls import Call
     from torch_ckpt.steps import open_steps
 
+    options = _with_threads(load_options, max_io_threads)
     opened: list[StepStore] = []
 
     def look() -> tuple[int | None, list[str]]:
@@ -134,7 +140,7 @@ def load_checkpoint_if_it_exists(
         is_first = call.rank == 0
     if newest is not None:
         [steps] = opened
-        steps.load(newest, state, process_group=process_group, **load_options)
+        steps.load(newest, state, process_group=process_group, **options)
     # Last, since it may be made an error, by which only rank 0 would leave the load.
     if incomplete and is_first:
         warnings.warn(
@@ -142,3 +148,12 @@ def load_checkpoint_if_it_exists(
             stacklevel=2,
         )
     return newest or 0
+
+
+def _with_threads(options: dict[str, Any], max_io_threads: int | None) -> dict[str, Any]:
+    """The options with ``thread_count``, as the engine names it."""
+    if max_io_threads is None:
+        return options
+    if "thread_count" in options:
+        raise ValueError("max_io_threads and thread_count are the same: pass one of them")
+    return {**options, "thread_count": max_io_threads}
