@@ -8,6 +8,7 @@ import gzip
 import io
 import json
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,7 +21,9 @@ from torch.fx import Graph
 
 from tests.distributed import cases
 from tests.distributed.cases import Launch, dtensors, mesh_1d, tensor_of
+from torch_ckpt.app_state import PerRank
 from torch_ckpt.training import (
+    load_checkpoint_if_it_exists,
     log,
     mkdir,
     save_checkpoint,
@@ -185,6 +188,23 @@ def case_a_complete_step_is_refused_on_all_ranks(launch: Launch) -> None:
     save_checkpoint(launch.path("run"), 1, {"t": torch.ones(3)})
     with pytest.raises(FileExistsError, match="complete"):
         save_checkpoint(launch.path("run"), 1, {"t": torch.zeros(3)})
+
+
+def case_what_other_stages_have_is_no_cause_for_a_warning(launch: Launch) -> None:
+    def stage() -> dict[str, torch.Tensor | PerRank]:
+        return {f"stage{launch.rank}": torch.ones(3), "own": PerRank(launch.rank)}
+
+    save_checkpoint(launch.path("run"), 1, stage())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_checkpoint_if_it_exists(launch.path("run"), stage())
+
+
+def case_what_no_rank_has_a_place_for_is_named_by_rank_0(launch: Launch) -> None:
+    save_checkpoint(launch.path("run"), 1, {"t": torch.ones(3), "u": torch.ones(3)})
+    with refused_on(range(1), UserWarning, "no place for.*: u$"), warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*no place for")
+        load_checkpoint_if_it_exists(launch.path("run"), {"t": torch.zeros(3)})
 
 
 CASES: dict[str, Callable[[Launch], None]] = {

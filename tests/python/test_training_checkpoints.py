@@ -13,7 +13,8 @@ import torch.distributed.checkpoint as dcp
 
 from tests.remote_stores import hooked_url
 from tests.support import assert_equal, cause_of, data_files, random_tensor
-from torch_ckpt.errors import LoadMismatch
+from torch_ckpt import CheckpointManager
+from torch_ckpt.errors import CheckpointError, LoadMismatch
 from torch_ckpt.reader import FileSystemReader
 from torch_ckpt.steps import open_steps
 from torch_ckpt.training import load_checkpoint_if_it_exists, save_checkpoint
@@ -22,8 +23,8 @@ from torch_ckpt.training import load_checkpoint_if_it_exists, save_checkpoint
 @pytest.fixture(params=["local", "remote"])
 def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     with warnings.catch_warnings():
-        # That a step is skipped is to be seen where it is expected only.
-        warnings.filterwarnings("error", message="skipped")
+        # That something is left out is to be seen where it is expected only.
+        warnings.filterwarnings("error", message="skipped|.*no place for")
         yield str(tmp_path / "run") if request.param == "local" else hooked_url()
 
 
@@ -33,6 +34,25 @@ def state_of(seed: int) -> dict[str, Any]:
 
 def blank() -> dict[str, Any]:
     return {"w": torch.zeros(5, 3), "seed": -1}
+
+
+def program(seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(4, 4)
+    return {"model": model, "optimizer": torch.optim.Adam(model.parameters()), "steps": 0}
+
+
+def trained(seed: int) -> dict[str, Any]:
+    state = program(seed)
+    state["model"](torch.ones(4)).sum().backward()
+    state["optimizer"].step()
+    return {**state, "steps": 1}
+
+
+def plain(state: dict[str, Any]) -> dict[str, Any]:
+    """With what the model and the optimizer have in it."""
+    parts = {key: state[key].state_dict() for key in ("model", "optimizer")}
+    return {**state, **parts}
 
 
 def test_the_newest_step_is_loaded(directory: str) -> None:
@@ -97,6 +117,72 @@ def test_what_a_save_that_died_has_left_is_removed_by_the_next(tmp_path: Path) -
     (leftover / "__0_0.distcp").write_bytes(b"x")
     save_checkpoint(tmp_path, 1, state_of(1))
     assert [entry.name for entry in tmp_path.iterdir()] == ["0000000001"]
+
+
+def test_a_fresh_optimizer_gets_its_state(directory: str) -> None:
+    saved = trained(1)
+    save_checkpoint(directory, 1, saved)
+    fresh = program(2)
+    load_checkpoint_if_it_exists(directory, fresh)
+    assert_equal(plain(fresh), plain(saved))
+
+
+def test_the_manager_restores_what_save_checkpoint_saves(directory: str) -> None:
+    saved = trained(1)
+    save_checkpoint(directory, 1, saved)
+    fresh = program(2)
+    with CheckpointManager(directory, read_only=True) as manager:
+        assert manager.restore(fresh) == 1
+    assert_equal(plain(fresh), plain(saved))
+
+
+def test_what_the_manager_saves_is_loaded(directory: str) -> None:
+    saved = trained(1)
+    with CheckpointManager(directory) as manager:
+        manager.save(1, saved, force=True)
+    fresh = program(2)
+    assert load_checkpoint_if_it_exists(directory, fresh) == 1
+    assert_equal(plain(fresh), plain(saved))
+
+
+def test_a_nested_dict_makes_the_round_trip(directory: str) -> None:
+    def nested(seed: int) -> dict[str, Any]:
+        layers = [{"w": random_tensor((2, 3), torch.float32, seed + i), "i": i} for i in range(2)]
+        return {"net": {"layers": layers, "name": f"net {seed}", 3: None}, "lr": seed / 7}
+
+    save_checkpoint(directory, 1, nested(1))
+    state = nested(10)
+    load_checkpoint_if_it_exists(directory, state)
+    assert_equal(state, nested(1))
+
+
+def test_the_state_dict_of_an_optimizer_makes_the_round_trip(directory: str) -> None:
+    saved = {"optimizer": trained(1)["optimizer"].state_dict()}
+    save_checkpoint(directory, 1, saved)
+    state = {"optimizer": trained(2)["optimizer"].state_dict()}
+    load_checkpoint_if_it_exists(directory, state)
+    assert_equal(state, saved)
+
+
+def test_the_state_dict_of_an_optimizer_without_state_is_refused(directory: str) -> None:
+    save_checkpoint(directory, 1, {"optimizer": trained(1)["optimizer"].state_dict()})
+    state = {"optimizer": program(2)["optimizer"].state_dict()}
+    with pytest.raises(CheckpointError, match=r"optimizer: .* 6 tensors of it.* are 0"):
+        load_checkpoint_if_it_exists(directory, state)
+
+
+def test_what_the_state_has_no_place_for_is_named(directory: str) -> None:
+    save_checkpoint(directory, 1, trained(1))
+    state = {"model": program(2)["model"]}
+    with pytest.warns(UserWarning, match=r"no place for.*: optimizer\._objects, .*, steps$"):
+        load_checkpoint_if_it_exists(directory, state)
+
+
+def test_of_what_names_leave_out_there_is_no_warning(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, 1, state_of(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_checkpoint_if_it_exists(tmp_path, {"w": torch.zeros(5, 3)}, names=["w"])
 
 
 def test_options_reach_the_writer_and_the_reader(directory: str) -> None:

@@ -1,11 +1,13 @@
 """Steps saved and found again by two functions, for loops that need no more.
 
-A :class:`torch_ckpt.CheckpointManager` over the same directory sees the same steps.
+A :class:`torch_ckpt.CheckpointManager` over the same directory sees the same steps, and loads them
+into the same state: all three take it through :class:`torch_ckpt.app_state.AppState`.
 """
 
 from __future__ import annotations
 
 import errno
+import re
 import time
 import uuid
 import warnings
@@ -17,9 +19,18 @@ from torch_ckpt.training.files import StrPath, join
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+    from torch_ckpt.loading import LoadReport
     from torch_ckpt.steps import StepStore
 
 _TIMEOUT_SECONDS = 300.0
+
+_LOAD = "load_checkpoint_if_it_exists"
+
+# That a warning lists.
+_MOST_NAMES = 10
+
+# What a rank has for itself is under the value's key.
+_OF_A_RANK = re.compile(r"(.*)\.rank\d+")
 
 
 def save_checkpoint(
@@ -41,7 +52,8 @@ def save_checkpoint(
     Args:
         directory: a local path or URL; the step is in ``{step:010d}`` there.
         step: 0 to 9,999,999,999; the same on all ranks.
-        state: as for :func:`torch_ckpt.save`.
+        state: names and values, as for :meth:`torch_ckpt.CheckpointManager.save`: modules and
+            optimizers themselves, tensors, numbers, dicts of these.
         overwrite: whether a complete step may be replaced; it stays until the new one is complete.
         process_group: the ranks that save together; the default group if None.
         timeout: seconds after which a rank that gives no sign of life is given up.
@@ -59,6 +71,7 @@ def save_checkpoint(
         ImportError, ValueError: of the URL, or of options that contradict each other.
     """
     from torch_ckpt.api import save
+    from torch_ckpt.app_state import AppState
     from torch_ckpt.multihost.calls import Call
     from torch_ckpt.steps import open_steps, step_name
 
@@ -87,7 +100,8 @@ def save_checkpoint(
         )
     [steps] = opened
     writer = steps.writer(step, attempt=attempt, overwrite=overwrite, **options)
-    save(state, storage_writer=writer, process_group=process_group, timeout=timeout)
+    read = AppState(state).state_dict
+    save(read, storage_writer=writer, process_group=process_group, timeout=timeout)
 
 
 def load_checkpoint_if_it_exists(
@@ -102,11 +116,12 @@ def load_checkpoint_if_it_exists(
 ) -> int:
     """Loads the newest complete step, that of rank 0's choice, in place. All ranks call it.
 
-    Warns, on rank 0, of steps that are not complete, which are skipped.
+    Warns, on rank 0, of steps that are not complete, which are skipped, and of names in the step
+    that the state of no rank has.
 
     Args:
         directory: a local path or URL, which need not exist.
-        state: as for :func:`torch_ckpt.load`.
+        state: as for :func:`save_checkpoint`; plain values in it are replaced.
         process_group: the ranks that load together; the default group if None.
         timeout: seconds after which a rank that has not come is given up.
         staging_dir: as for :class:`torch_ckpt.remote.RemoteSteps`.
@@ -118,9 +133,12 @@ def load_checkpoint_if_it_exists(
 
     Raises:
         CheckpointException: on every rank, as of :func:`torch_ckpt.load`.
+        CheckpointError: a value cannot take its state, as an optimizer that has other states than
+            the checkpoint; names the key. ``RuntimeError`` on the other ranks.
         OSError: the directory cannot be listed; ``RuntimeError`` on the other ranks.
         ImportError, ValueError: of the URL, or of options that contradict each other.
     """
+    from torch_ckpt.app_state import AppState
     from torch_ckpt.multihost.calls import Call
     from torch_ckpt.steps import open_steps
 
@@ -135,19 +153,55 @@ def load_checkpoint_if_it_exists(
         newest = max((entry.step for entry in entries if entry.complete), default=None)
         return newest, [entry.path for entry in entries if not entry.complete]
 
-    with Call("load_checkpoint_if_it_exists", process_group, timeout) as call:
+    warned: list[str] = []
+    with Call(_LOAD, process_group, timeout) as call:
         newest, incomplete = call.exchange(look, lambda found: found[0])
         is_first = call.rank == 0
+    if incomplete:
+        warned.append(
+            f"skipped, since their saves or deletions have not ended: {', '.join(incomplete)}"
+        )
     if newest is not None:
         [steps] = opened
-        steps.load(newest, state, process_group=process_group, **options)
-    # Last, since it may be made an error, by which only rank 0 would leave the load.
-    if incomplete and is_first:
-        warnings.warn(
-            f"skipped, since their saves or deletions have not ended: {', '.join(incomplete)}",
-            stacklevel=2,
-        )
+        reports: list[LoadReport | None] = []
+
+        def load(target: dict[str, Any]) -> None:
+            reports.append(steps.load(newest, target, process_group=process_group, **options))
+
+        AppState(state).restore(load, call=_LOAD, process_group=process_group, timeout=timeout)
+        if load_options.get("names") is None:
+            # Stages of a pipeline have names that others lack.
+            with Call(_LOAD, process_group, timeout) as call:
+                unused = call.exchange(lambda: _unused(reports[0], state), _common)
+            if unused:
+                warned.append(
+                    f"step {newest} has what the state has no place for, and it was not loaded: "
+                    f"{_some(unused)}"
+                )
+    if is_first:
+        # Last, since they may be made errors, by which only rank 0 would leave the load.
+        for text in warned:
+            warnings.warn(text, stacklevel=2)
     return newest or 0
+
+
+def _unused(report: LoadReport | None, state: dict[str, Any]) -> set[str]:
+    """The names that only the checkpoint has, but for those of other ranks' own values."""
+    names = report.unexpected if report is not None else ()
+    return {
+        name
+        for name in names
+        if not ((own := _OF_A_RANK.fullmatch(name)) and own.group(1) in state)
+    }
+
+
+def _common(names: list[set[str]]) -> list[str]:
+    return sorted(set.intersection(*names))
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return f"{', '.join(names[:_MOST_NAMES])}{more}"
 
 
 def _with_threads(options: dict[str, Any], max_io_threads: int | None) -> dict[str, Any]:
