@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.fx import Graph
@@ -188,6 +189,14 @@ def case_a_complete_step_is_refused_on_all_ranks(launch: Launch) -> None:
     save_checkpoint(launch.path("run"), 1, {"t": torch.ones(3)})
     with pytest.raises(FileExistsError, match="complete"):
         save_checkpoint(launch.path("run"), 1, {"t": torch.zeros(3)})
+
+
+def case_a_dtype_of_one_rank_that_loses_precision_is_refused_on_all(launch: Launch) -> None:
+    save_checkpoint(launch.path("run"), 1, {"t": torch.ones(3)})
+    state = {"t": torch.zeros(3, dtype=torch.float32 if launch.rank else torch.int64)}
+    with pytest.raises(CheckpointException, match=r"stored torch\.float32, wanted"):
+        load_checkpoint_if_it_exists(launch.path("run"), state)
+    assert not state["t"].any()
 
 
 def case_what_other_stages_have_is_no_cause_for_a_warning(launch: Launch) -> None:

@@ -93,6 +93,56 @@ def test_a_state_that_does_not_fit_is_refused(directory: str) -> None:
     assert isinstance(cause_of(caught.value), LoadMismatch)
 
 
+@pytest.mark.parametrize(
+    ("stored", "wanted"),
+    [
+        (torch.float32, torch.int64),
+        (torch.float32, torch.bfloat16),
+        (torch.float16, torch.bfloat16),
+        (torch.int64, torch.int32),
+        (torch.uint8, torch.float32),
+        (torch.bool, torch.uint8),
+        (torch.float32, torch.complex64),
+    ],
+    ids=str,
+)
+def test_a_dtype_that_loses_precision_or_kind_is_refused_by_name(
+    directory: str, stored: torch.dtype, wanted: torch.dtype
+) -> None:
+    save_checkpoint(directory, 1, {"t": torch.ones(3), "w": torch.ones(3, dtype=stored)})
+    state = {"t": torch.zeros(3), "w": torch.zeros(3, dtype=wanted)}
+    with pytest.raises(dcp.CheckpointException) as caught:
+        load_checkpoint_if_it_exists(directory, state)
+    mismatch = cause_of(caught.value)
+    assert isinstance(mismatch, LoadMismatch)
+    assert f"w (stored {stored}, wanted {wanted})" in str(mismatch)
+    assert_equal(state, {"t": torch.zeros(3), "w": torch.zeros(3, dtype=wanted)})
+
+
+def test_a_dtype_is_refused_before_any_memory_is_given_back(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, 1, {"w": torch.ones(3)})
+    state = {"w": torch.zeros(3, dtype=torch.int64)}
+    with pytest.raises(dcp.CheckpointException, match=r"stored torch\.float32, wanted"):
+        load_checkpoint_if_it_exists(tmp_path, state, free_before_read=True)
+    assert_equal(state, {"w": torch.zeros(3, dtype=torch.int64)})
+
+
+def test_a_wider_dtype_is_loaded_and_named(directory: str) -> None:
+    save_checkpoint(directory, 1, {"w": torch.full((3,), 0.1)})
+    state = {"w": torch.zeros(3, dtype=torch.float64)}
+    with pytest.warns(UserWarning, match=r"wider.*w \(stored torch.float32, here torch.float64\)"):
+        load_checkpoint_if_it_exists(directory, state)
+    assert_equal(state, {"w": torch.full((3,), 0.1).double()})
+
+
+def test_a_narrower_dtype_is_loaded_without_strict(directory: str) -> None:
+    save_checkpoint(directory, 1, {"w": torch.full((3,), 1.5)})
+    state = {"w": torch.zeros(3, dtype=torch.int64)}
+    with pytest.warns(UserWarning, match="hold less"):
+        load_checkpoint_if_it_exists(directory, state, strict=False)
+    assert_equal(state, {"w": torch.ones(3, dtype=torch.int64)})
+
+
 def test_an_incomplete_step_is_skipped_and_named(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, 1, state_of(1))
     (tmp_path / "0000000002").mkdir()

@@ -112,12 +112,13 @@ def load_checkpoint_if_it_exists(
     timeout: float = _TIMEOUT_SECONDS,
     staging_dir: StrPath | None = None,
     max_io_threads: int | None = None,
+    strict: bool = True,
     **load_options: Any,
 ) -> int:
     """Loads the newest complete step, that of rank 0's choice, in place. All ranks call it.
 
-    Warns, on rank 0, of steps that are not complete, which are skipped, and of names in the step
-    that the state of no rank has.
+    Warns, on rank 0, of steps that are not complete, which are skipped, of names in the step that
+    the state of no rank has, and of tensors whose dtype here is wider than the stored one.
 
     Args:
         directory: a local path or URL, which need not exist.
@@ -126,6 +127,9 @@ def load_checkpoint_if_it_exists(
         timeout: seconds after which a rank that has not come is given up.
         staging_dir: as for :class:`torch_ckpt.remote.RemoteSteps`.
         max_io_threads: the reader's ``thread_count``; None chooses for the machine.
+        strict: raise ``LoadMismatch`` where something in the state is missing in the step, or has
+            another shape there, or a dtype whose conversion would lose precision or change the kind
+            of the numbers. False: load what fits, and convert.
         load_options: passed to :func:`torch_ckpt.load`.
 
     Returns:
@@ -140,6 +144,7 @@ def load_checkpoint_if_it_exists(
     """
     from torch_ckpt.app_state import AppState
     from torch_ckpt.multihost.calls import Call
+    from torch_ckpt.precision import widens
     from torch_ckpt.steps import open_steps
 
     options = _with_threads(load_options, max_io_threads)
@@ -166,6 +171,7 @@ def load_checkpoint_if_it_exists(
         reports: list[LoadReport | None] = []
 
         def load(target: dict[str, Any]) -> None:
+            options["strict"] = "dtypes" if strict else False
             reports.append(steps.load(newest, target, process_group=process_group, **options))
 
         AppState(state).restore(load, call=_LOAD, process_group=process_group, timeout=timeout)
@@ -178,6 +184,13 @@ def load_checkpoint_if_it_exists(
                     f"step {newest} has what the state has no place for, and it was not loaded: "
                     f"{_some(unused)}"
                 )
+        widened = [
+            f"{name} (stored {stored}, here {here})"
+            for name, stored, here in (reports[0].dtypes if reports[0] is not None else ())
+            if widens(stored, here)
+        ]
+        if widened:
+            warned.append(f"loaded into wider dtypes than the stored ones: {_some(widened)}")
     if is_first:
         # Last, since they may be made errors, by which only rank 0 would leave the load.
         for text in warned:
