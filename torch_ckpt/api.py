@@ -30,6 +30,7 @@ from torch_ckpt.loading import (
     LoadReport,
     Names,
     ReadMemory,
+    Strict,
     estimate,
     load_values,
     load_values_freeing,
@@ -235,7 +236,7 @@ def load(
     planner: LoadPlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
-    strict: bool = True,
+    strict: Strict = True,
     names: Names = None,
     free_before_read: bool = False,
     **reader_options: Any,
@@ -254,7 +255,8 @@ def load(
         process_group: the ranks that load together; the default group if None.
         no_dist: load in this process alone.
         strict: raise LoadMismatch where something in the state dict is missing in the checkpoint,
-            or has another shape there. False: load what fits.
+            or has another shape there. False: load what fits. "dtypes": also where a conversion
+            would lose precision, or change the kind of a number, as from float to int.
         names: which of the state dict's fully qualified names to load: patterns as of
             :mod:`fnmatch` (``["model.*"]``), or a function of the name. None: all.
         free_before_read: for a state that fits into memory only once: values are loaded key by key,

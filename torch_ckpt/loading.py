@@ -17,7 +17,7 @@ from collections.abc import Callable, Container, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,9 +36,10 @@ from torch_ckpt.coordination import Ranks
 from torch_ckpt.cover import require_all, require_cover
 from torch_ckpt.errors import CheckpointError, LoadMismatch
 from torch_ckpt.growth import chunks_here, zero_what_is_not_stored
-from torch_ckpt.precision import loses_precision
+from torch_ckpt.precision import loses_precision, widens
 from torch_ckpt.reader import LEAST_INFLIGHT_BYTES, MOST_NAMES, FileSystemReader, Reading
 from torch_ckpt.replicas import read_once
+from torch_ckpt.text import plural
 
 StateDict = dict[str, Any]
 
@@ -46,6 +47,9 @@ T = TypeVar("T")
 
 #: Patterns as of :mod:`fnmatch`, or a function of the fully qualified name.
 Names = Iterable[str] | Callable[[str], bool] | None
+
+#: Whether all of a state dict must fit; "dtypes": and no value may change by its conversion.
+Strict = bool | Literal["dtypes"]
 
 # A load that frees tensors first does so for about as many bytes at once.
 _FREED_AT_ONCE = 256 << 20
@@ -254,10 +258,25 @@ class Load:
         planner.make_real(meta)
         return self._prepared(planner, prepared.report)
 
-    def require_fit(self, report: LoadReport, strict: bool) -> None:
+    def require_fit(self, report: LoadReport, strict: Strict) -> None:
         """Raises LoadMismatch where not all fits."""
         if strict and not report.fits:
             raise LoadMismatch(f"the checkpoint does not fit the state dict: {report}", report)
+        if strict != "dtypes":
+            return
+        changed = [
+            f"{name} (stored {stored}, wanted {wanted})"
+            for name, stored, wanted in report.dtypes
+            if not widens(stored, wanted)
+        ]
+        if changed:
+            raise LoadMismatch(
+                "the checkpoint does not fit the state dict: "
+                f"{plural(len(changed), 'tensor')} would be converted to a dtype of less "
+                "precision or another kind: "
+                f"{', '.join(changed[:MOST_NAMES])}",
+                report,
+            )
 
     def begun(self, prepared: Prepared) -> Reading:
         """The reading, with memory for all of it, and zeros where nothing is stored."""
@@ -444,7 +463,7 @@ def load_values(
     load: Load,
     ranks: Ranks,
     *,
-    strict: bool,
+    strict: Strict,
     process_group: dist.ProcessGroup | None,
 ) -> LoadReport:
     """Loads all values of a state dict.
@@ -483,7 +502,7 @@ def load_values(
 
 
 def load_values_freeing(
-    state_dict: StateDict, load: Load, ranks: Ranks, *, strict: bool
+    state_dict: StateDict, load: Load, ranks: Ranks, *, strict: Strict
 ) -> LoadReport:
     """The same for a state that fits into memory only once: key by key, since what ``state_dict()``
     returns may be a copy, and each destination is let go of before its replacement is read."""

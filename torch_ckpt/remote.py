@@ -211,6 +211,9 @@ class RemoteSteps(StepStore):
                 self._remove(name, files)
         return is_free
 
+    def is_complete(self, step: int) -> bool:
+        return _is_complete(self._files.below(step_name(step)).list())
+
     def is_pinned(self, step: int) -> bool:
         return PINNED_NAME in self._files.below(step_name(step)).list()
 

@@ -207,6 +207,15 @@ class StepStore(abc.ABC):
         """
 
     @abc.abstractmethod
+    def is_complete(self, step: int) -> bool:
+        """Whether a step is there and complete now, by its own files alone.
+
+        Raises:
+            ValueError: there can be no such step.
+            OSError: its files cannot be listed.
+        """
+
+    @abc.abstractmethod
     def is_pinned(self, step: int) -> bool:
         """Whether a step is there and pinned now.
 
@@ -342,12 +351,15 @@ class LocalSteps(StepStore):
             return self.remove(step_name(step))
         return True
 
+    def is_complete(self, step: int) -> bool:
+        return os.path.lexists(os.path.join(self.path_of(step), MARKER_NAME))
+
     def is_pinned(self, step: int) -> bool:
         return os.path.lexists(os.path.join(self.path_of(step), PINNED_NAME))
 
     def set_pinned(self, step: int, pinned: bool) -> None:
         path = self.path_of(step)
-        if not os.path.lexists(os.path.join(path, MARKER_NAME)):
+        if not self.is_complete(step):
             raise FileNotFoundError(2, "there is no complete step to pin", path)
         if pinned:
             pin(path)

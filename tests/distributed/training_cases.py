@@ -8,19 +8,30 @@ import gzip
 import io
 import json
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.fx import Graph
 
 from tests.distributed import cases
 from tests.distributed.cases import Launch, dtensors, mesh_1d, tensor_of
-from torch_ckpt.training import log, mkdir, save_graph, start_profile, stop_profile
+from torch_ckpt.app_state import PerRank
+from torch_ckpt.training import (
+    load_checkpoint_if_it_exists,
+    log,
+    mkdir,
+    save_checkpoint,
+    save_graph,
+    start_profile,
+    stop_profile,
+)
 
 
 class Recorded:
@@ -169,6 +180,40 @@ def case_a_wrong_suffix_is_refused_on_all_ranks(launch: Launch) -> None:
 def case_all_ranks_make_one_directory_at_once(launch: Launch) -> None:
     mkdir(launch.path("a", "b"))
     assert launch.path("a", "b").is_dir()
+
+
+# --- steps ---------------------------------------------------------------------------------------
+
+
+def case_a_complete_step_is_refused_on_all_ranks(launch: Launch) -> None:
+    save_checkpoint(launch.path("run"), 1, {"t": torch.ones(3)})
+    with pytest.raises(FileExistsError, match="complete"):
+        save_checkpoint(launch.path("run"), 1, {"t": torch.zeros(3)})
+
+
+def case_a_dtype_of_one_rank_that_loses_precision_is_refused_on_all(launch: Launch) -> None:
+    save_checkpoint(launch.path("run"), 1, {"t": torch.ones(3)})
+    state = {"t": torch.zeros(3, dtype=torch.float32 if launch.rank else torch.int64)}
+    with pytest.raises(CheckpointException, match=r"stored torch\.float32, wanted"):
+        load_checkpoint_if_it_exists(launch.path("run"), state)
+    assert not state["t"].any()
+
+
+def case_what_other_stages_have_is_no_cause_for_a_warning(launch: Launch) -> None:
+    def stage() -> dict[str, torch.Tensor | PerRank]:
+        return {f"stage{launch.rank}": torch.ones(3), "own": PerRank(launch.rank)}
+
+    save_checkpoint(launch.path("run"), 1, stage())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_checkpoint_if_it_exists(launch.path("run"), stage())
+
+
+def case_what_no_rank_has_a_place_for_is_named_by_rank_0(launch: Launch) -> None:
+    save_checkpoint(launch.path("run"), 1, {"t": torch.ones(3), "u": torch.ones(3)})
+    with refused_on(range(1), UserWarning, "no place for.*: u$"), warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*no place for")
+        load_checkpoint_if_it_exists(launch.path("run"), {"t": torch.zeros(3)})
 
 
 CASES: dict[str, Callable[[Launch], None]] = {

@@ -12,8 +12,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.remote_stores import hooked_url
-from tests.support import assert_equal, cause_of, random_tensor
-from torch_ckpt.errors import LoadMismatch
+from tests.support import assert_equal, cause_of, data_files, random_tensor
+from torch_ckpt import CheckpointManager
+from torch_ckpt.errors import CheckpointError, LoadMismatch
+from torch_ckpt.reader import FileSystemReader
 from torch_ckpt.steps import open_steps
 from torch_ckpt.training import load_checkpoint_if_it_exists, save_checkpoint
 
@@ -21,8 +23,8 @@ from torch_ckpt.training import load_checkpoint_if_it_exists, save_checkpoint
 @pytest.fixture(params=["local", "remote"])
 def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     with warnings.catch_warnings():
-        # That a step is skipped is to be seen where it is expected only.
-        warnings.filterwarnings("error", message="skipped")
+        # That something is left out is to be seen where it is expected only.
+        warnings.filterwarnings("error", message="skipped|.*no place for")
         yield str(tmp_path / "run") if request.param == "local" else hooked_url()
 
 
@@ -32,6 +34,25 @@ def state_of(seed: int) -> dict[str, Any]:
 
 def blank() -> dict[str, Any]:
     return {"w": torch.zeros(5, 3), "seed": -1}
+
+
+def program(seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(4, 4)
+    return {"model": model, "optimizer": torch.optim.Adam(model.parameters()), "steps": 0}
+
+
+def trained(seed: int) -> dict[str, Any]:
+    state = program(seed)
+    state["model"](torch.ones(4)).sum().backward()
+    state["optimizer"].step()
+    return {**state, "steps": 1}
+
+
+def plain(state: dict[str, Any]) -> dict[str, Any]:
+    """With what the model and the optimizer have in it."""
+    parts = {key: state[key].state_dict() for key in ("model", "optimizer")}
+    return {**state, **parts}
 
 
 def test_the_newest_step_is_loaded(directory: str) -> None:
@@ -50,9 +71,8 @@ def test_where_nothing_is_the_state_stays_and_the_step_is_0(directory: str) -> N
 
 def test_a_complete_step_is_refused(directory: str) -> None:
     save_checkpoint(directory, 1, state_of(1))
-    with pytest.raises(dcp.CheckpointException) as caught:
+    with pytest.raises(FileExistsError, match="there and complete"):
         save_checkpoint(directory, 1, state_of(2))
-    assert isinstance(cause_of(caught.value), FileExistsError)
     state = blank()
     load_checkpoint_if_it_exists(directory, state)
     assert_equal(state, state_of(1))
@@ -71,6 +91,56 @@ def test_a_state_that_does_not_fit_is_refused(directory: str) -> None:
     with pytest.raises(dcp.CheckpointException) as caught:
         load_checkpoint_if_it_exists(directory, {"w": torch.zeros(3, 5)})
     assert isinstance(cause_of(caught.value), LoadMismatch)
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted"),
+    [
+        (torch.float32, torch.int64),
+        (torch.float32, torch.bfloat16),
+        (torch.float16, torch.bfloat16),
+        (torch.int64, torch.int32),
+        (torch.uint8, torch.float32),
+        (torch.bool, torch.uint8),
+        (torch.float32, torch.complex64),
+    ],
+    ids=str,
+)
+def test_a_dtype_that_loses_precision_or_kind_is_refused_by_name(
+    directory: str, stored: torch.dtype, wanted: torch.dtype
+) -> None:
+    save_checkpoint(directory, 1, {"t": torch.ones(3), "w": torch.ones(3, dtype=stored)})
+    state = {"t": torch.zeros(3), "w": torch.zeros(3, dtype=wanted)}
+    with pytest.raises(dcp.CheckpointException) as caught:
+        load_checkpoint_if_it_exists(directory, state)
+    mismatch = cause_of(caught.value)
+    assert isinstance(mismatch, LoadMismatch)
+    assert f"w (stored {stored}, wanted {wanted})" in str(mismatch)
+    assert_equal(state, {"t": torch.zeros(3), "w": torch.zeros(3, dtype=wanted)})
+
+
+def test_a_dtype_is_refused_before_any_memory_is_given_back(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, 1, {"w": torch.ones(3)})
+    state = {"w": torch.zeros(3, dtype=torch.int64)}
+    with pytest.raises(dcp.CheckpointException, match=r"stored torch\.float32, wanted"):
+        load_checkpoint_if_it_exists(tmp_path, state, free_before_read=True)
+    assert_equal(state, {"w": torch.zeros(3, dtype=torch.int64)})
+
+
+def test_a_wider_dtype_is_loaded_and_named(directory: str) -> None:
+    save_checkpoint(directory, 1, {"w": torch.full((3,), 0.1)})
+    state = {"w": torch.zeros(3, dtype=torch.float64)}
+    with pytest.warns(UserWarning, match=r"wider.*w \(stored torch.float32, here torch.float64\)"):
+        load_checkpoint_if_it_exists(directory, state)
+    assert_equal(state, {"w": torch.full((3,), 0.1).double()})
+
+
+def test_a_narrower_dtype_is_loaded_without_strict(directory: str) -> None:
+    save_checkpoint(directory, 1, {"w": torch.full((3,), 1.5)})
+    state = {"w": torch.zeros(3, dtype=torch.int64)}
+    with pytest.warns(UserWarning, match="hold less"):
+        load_checkpoint_if_it_exists(directory, state, strict=False)
+    assert_equal(state, {"w": torch.ones(3, dtype=torch.int64)})
 
 
 def test_an_incomplete_step_is_skipped_and_named(tmp_path: Path) -> None:
@@ -99,6 +169,72 @@ def test_what_a_save_that_died_has_left_is_removed_by_the_next(tmp_path: Path) -
     assert [entry.name for entry in tmp_path.iterdir()] == ["0000000001"]
 
 
+def test_a_fresh_optimizer_gets_its_state(directory: str) -> None:
+    saved = trained(1)
+    save_checkpoint(directory, 1, saved)
+    fresh = program(2)
+    load_checkpoint_if_it_exists(directory, fresh)
+    assert_equal(plain(fresh), plain(saved))
+
+
+def test_the_manager_restores_what_save_checkpoint_saves(directory: str) -> None:
+    saved = trained(1)
+    save_checkpoint(directory, 1, saved)
+    fresh = program(2)
+    with CheckpointManager(directory, read_only=True) as manager:
+        assert manager.restore(fresh) == 1
+    assert_equal(plain(fresh), plain(saved))
+
+
+def test_what_the_manager_saves_is_loaded(directory: str) -> None:
+    saved = trained(1)
+    with CheckpointManager(directory) as manager:
+        manager.save(1, saved, force=True)
+    fresh = program(2)
+    assert load_checkpoint_if_it_exists(directory, fresh) == 1
+    assert_equal(plain(fresh), plain(saved))
+
+
+def test_a_nested_dict_makes_the_round_trip(directory: str) -> None:
+    def nested(seed: int) -> dict[str, Any]:
+        layers = [{"w": random_tensor((2, 3), torch.float32, seed + i), "i": i} for i in range(2)]
+        return {"net": {"layers": layers, "name": f"net {seed}", 3: None}, "lr": seed / 7}
+
+    save_checkpoint(directory, 1, nested(1))
+    state = nested(10)
+    load_checkpoint_if_it_exists(directory, state)
+    assert_equal(state, nested(1))
+
+
+def test_the_state_dict_of_an_optimizer_makes_the_round_trip(directory: str) -> None:
+    saved = {"optimizer": trained(1)["optimizer"].state_dict()}
+    save_checkpoint(directory, 1, saved)
+    state = {"optimizer": trained(2)["optimizer"].state_dict()}
+    load_checkpoint_if_it_exists(directory, state)
+    assert_equal(state, saved)
+
+
+def test_the_state_dict_of_an_optimizer_without_state_is_refused(directory: str) -> None:
+    save_checkpoint(directory, 1, {"optimizer": trained(1)["optimizer"].state_dict()})
+    state = {"optimizer": program(2)["optimizer"].state_dict()}
+    with pytest.raises(CheckpointError, match=r"optimizer: .* 6 tensors of it.* are 0"):
+        load_checkpoint_if_it_exists(directory, state)
+
+
+def test_what_the_state_has_no_place_for_is_named(directory: str) -> None:
+    save_checkpoint(directory, 1, trained(1))
+    state = {"model": program(2)["model"]}
+    with pytest.warns(UserWarning, match=r"no place for.*: optimizer\._objects, .*, steps$"):
+        load_checkpoint_if_it_exists(directory, state)
+
+
+def test_of_what_names_leave_out_there_is_no_warning(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, 1, state_of(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_checkpoint_if_it_exists(tmp_path, {"w": torch.zeros(5, 3)}, names=["w"])
+
+
 def test_options_reach_the_writer_and_the_reader(directory: str) -> None:
     save_checkpoint(directory, 1, state_of(1), single_file_per_rank=False)
     files = {info.relative_path for info in open_steps(directory).metadata(1).storage_data.values()}
@@ -106,3 +242,29 @@ def test_options_reach_the_writer_and_the_reader(directory: str) -> None:
     state = blank()
     load_checkpoint_if_it_exists(directory, state, names=["w"], thread_count=1)
     assert_equal(state, {"w": state_of(1)["w"], "seed": -1})
+
+
+def test_max_io_threads_bounds_the_files_that_are_written(tmp_path: Path) -> None:
+    state = {str(i): torch.ones(4) for i in range(4)}
+    save_checkpoint(tmp_path, 1, state, max_io_threads=1)
+    save_checkpoint(tmp_path, 2, state, max_io_threads=2)
+    assert [len(data_files(tmp_path / f"000000000{step}")) for step in (1, 2)] == [1, 2]
+
+
+def test_max_io_threads_reaches_the_reader(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_checkpoint(directory, 1, state_of(1))
+    counts: list[int] = []
+    read = FileSystemReader.read_metadata
+
+    def recorded(self: FileSystemReader, *args: Any, **kwargs: Any) -> Any:
+        counts.append(self.thread_count)
+        return read(self, *args, **kwargs)
+
+    monkeypatch.setattr(FileSystemReader, "read_metadata", recorded)
+    load_checkpoint_if_it_exists(directory, blank(), max_io_threads=3)
+    assert counts == [3]
+
+
+def test_max_io_threads_beside_thread_count_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="pass one of them"):
+        save_checkpoint(tmp_path, 1, state_of(1), max_io_threads=1, thread_count=2)
