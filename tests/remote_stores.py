@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
+from urllib.request import urlopen
 
 import fsspec
 import pytest
@@ -28,7 +29,10 @@ def s3_server() -> Iterator[dict[str, str]]:
     server.start()
     try:
         host, port = server.get_host_and_port()
-        settings = {"endpoint_url": f"http://{host}:{port}", "key": "k", "secret": "s"}
+        url = f"http://{host}:{port}"
+        # All servers of a process have the same buckets.
+        urlopen(f"{url}/moto-api/reset", data=b"").close()
+        settings = {"endpoint_url": url, "key": "k", "secret": "s"}
         fsspec.filesystem("s3", **settings).mkdir(BUCKET)
         yield settings
     finally:
