@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
-import inspect
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -18,6 +17,7 @@ from torch_ckpt.api import async_save, load
 from torch_ckpt.app_state import AppState, BeforeSave
 from torch_ckpt.coordination import TIMEOUT_SECONDS
 from torch_ckpt.metrics import SaveMetrics
+from torch_ckpt.options import names_of, options_of
 from torch_ckpt.snapshot import AsyncSave
 from torch_ckpt.unchanged import SAVE_COUNTER
 from torch_ckpt.writer import FileSystemWriter
@@ -241,7 +241,7 @@ def _checked(save_options: Mapping[str, Any]) -> dict[str, Any]:
             f"save_options must be a mapping, got {type(save_options).__name__}; values are given "
             "by keyword: AsyncCheckpoint(model=model)"
         )
-    taken = [*_parameters(async_save), *_parameters(FileSystemWriter.__init__)]
+    taken = names_of(async_save) | options_of(FileSystemWriter)
     unknown = [name for name in save_options if name not in taken]
     if unknown:
         raise TypeError(
@@ -249,10 +249,6 @@ def _checked(save_options: Mapping[str, Any]) -> dict[str, Any]:
             "not take; values are given by keyword: AsyncCheckpoint(model=model)"
         )
     return dict(save_options)
-
-
-def _parameters(function: Callable[..., Any]) -> list[str]:
-    return list(inspect.signature(function).parameters)
 
 
 def _call_with(on_commit: Callable[[str], None], path: str, _metadata: Any) -> None:

@@ -16,6 +16,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 from torch_ckpt.collecting import collect, step_lines, steps_document
 from torch_ckpt.comparing import diff
@@ -40,6 +41,18 @@ _Run = Callable[[argparse.Namespace], int]
 def _print(lines: Iterable[str]) -> None:
     for line in lines:
         print(line)
+
+
+class _Report(Protocol):
+    def lines(self) -> Iterable[str]: ...
+    def document(self) -> dict[str, Any]: ...
+
+
+def _tell(report: _Report, arguments: argparse.Namespace) -> None:
+    if arguments.json:
+        print(json.dumps(report.document(), indent=2))
+    else:
+        _print(report.lines())
 
 
 def _ls(arguments: argparse.Namespace) -> int:
@@ -68,10 +81,7 @@ def _show(arguments: argparse.Namespace) -> int:
         allow_pickle=arguments.allow_pickle,
         progress=_wants_bar(arguments),
     )
-    if arguments.json:
-        print(json.dumps(report.document(), indent=2))
-    else:
-        _print(report.lines())
+    _tell(report, arguments)
     return 0
 
 
@@ -100,10 +110,7 @@ def _diff(arguments: argparse.Namespace) -> int:
         rtol=arguments.rtol,
         progress=_wants_bar(arguments),
     )
-    if arguments.json:
-        print(json.dumps(report.document(), indent=2))
-    else:
-        _print(report.lines())
+    _tell(report, arguments)
     return 0 if report.equal else 1
 
 
@@ -122,20 +129,14 @@ def _convert(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         # Options that contradict each other.
         raise CheckpointError(str(error)) from error
-    if arguments.json:
-        print(json.dumps(report.document(), indent=2))
-    else:
-        _print(report.lines())
+    _tell(report, arguments)
     return 0
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
     """Probes a directory; returns 1 when an assumption of the promises does not hold there."""
     report = diagnose(arguments.directory, measured_bytes=arguments.size)
-    if arguments.json:
-        print(json.dumps(report.document(), indent=2))
-    else:
-        _print(report.lines())
+    _tell(report, arguments)
     return 0 if report.ok else 1
 
 
@@ -174,10 +175,7 @@ def _gc(arguments: argparse.Namespace) -> int:
     report = collect(store, retention, sweep=arguments.sweep, dry_run=arguments.dry_run)
     if report.found_nothing:
         raise CheckpointError(f"{store.root}: there are no steps")
-    if arguments.json:
-        print(json.dumps(report.document(), indent=2))
-    else:
-        _print(report.lines())
+    _tell(report, arguments)
     return 1 if report.busy else 0
 
 

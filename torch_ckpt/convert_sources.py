@@ -29,9 +29,9 @@ from torch_ckpt.beneath import lies_beneath, outside
 from torch_ckpt.directory import OpenDirectory
 from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
 from torch_ckpt.metadata import METADATA_NAME
-from torch_ckpt.reader import MOST_NAMES
 from torch_ckpt.safetensors_format import Place, read_header
 from torch_ckpt.stored import QUANTIZED, StoredTensors, empty
+from torch_ckpt.text import some_of
 
 #: Where a value lies in nested dicts and lists.
 Path = tuple[str | int, ...]
@@ -582,13 +582,6 @@ def read_exactly(stream: BinaryIO, count: int, path: str, name: str) -> bytearra
     except OSError as error:
         raise OSError(error.errno, error.strerror, path) from None
     return data
-
-
-def some_of(names: list[str]) -> str:
-    """The first of some names, for messages."""
-    shown = ", ".join(names[:MOST_NAMES])
-    more = len(names) - MOST_NAMES
-    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def _first_line(error: BaseException) -> str:

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
-from torch_ckpt.convert_sources import Entry, Path, Source, some_of
+from torch_ckpt.convert_sources import Entry, Path, Source
 from torch_ckpt.directory import OpenDirectory
 from torch_ckpt.errors import CheckpointError, Corrupt, DurabilityUncertain
 from torch_ckpt.generations import choose_prefix
@@ -42,6 +42,7 @@ from torch_ckpt.safetensors_format import (
     encode_header,
     is_unicode,
 )
+from torch_ckpt.text import some_of
 from torch_ckpt.writer import FileSystemWriter, resolve, results_of
 
 #: Called with the number of bytes of tensors that have been written.

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-from torch_ckpt.convert_sources import Source, open_source, some_of
+from torch_ckpt.convert_sources import Source, open_source
 from torch_ckpt.convert_targets import (
     Write,
     require_safetensors,
@@ -27,7 +27,7 @@ from torch_ckpt.convert_targets import (
 )
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.progress import Progress, ProgressOption, Reporter
-from torch_ckpt.text import plural, printable, size
+from torch_ckpt.text import plural, printable, size, some_of
 
 #: What files of torch.save are called.
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")

@@ -37,9 +37,9 @@ from torch_ckpt.cover import require_all, require_cover
 from torch_ckpt.errors import CheckpointError, LoadMismatch
 from torch_ckpt.growth import chunks_here, zero_what_is_not_stored
 from torch_ckpt.precision import loses_precision, widens
-from torch_ckpt.reader import LEAST_INFLIGHT_BYTES, MOST_NAMES, FileSystemReader, Reading
+from torch_ckpt.reader import LEAST_INFLIGHT_BYTES, FileSystemReader, Reading
 from torch_ckpt.replicas import read_once
-from torch_ckpt.text import plural
+from torch_ckpt.text import MOST_NAMES, plural
 
 StateDict = dict[str, Any]
 

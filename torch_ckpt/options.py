@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
@@ -18,17 +19,25 @@ def refuse_unknown(caller: Callable[..., Any], kind: type, options: Iterable[str
     Raises:
         TypeError: one is unknown; names the nearest.
     """
-    passed_on = (_names(kind) | _names(kind.__mro__[1])) - {"path"}
+    passed_on = options_of(kind)
     for option in options:
         if option not in passed_on:
-            near = get_close_matches(option, passed_on | _names(caller), n=1)
+            near = get_close_matches(option, passed_on | names_of(caller), n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise TypeError(
                 f"{caller.__name__}() got an unexpected keyword argument {option!r}{hint}"
             )
 
 
-def _names(function: Callable[..., Any]) -> set[str]:
+@functools.cache
+def options_of(kind: type) -> frozenset[str]:
+    """What a class of ours takes, and torch's of the same name, but for the path."""
+    return (names_of(kind) | names_of(kind.__mro__[1])) - {"path"}
+
+
+@functools.cache
+def names_of(function: Callable[..., Any]) -> frozenset[str]:
+    """Of the parameters."""
     parameters = inspect.signature(function).parameters.values()
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return {one.name for one in parameters if one.kind not in variable}
+    return frozenset(one.name for one in parameters if one.kind not in variable)

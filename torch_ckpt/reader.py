@@ -49,9 +49,7 @@ from torch_ckpt.objects import decode
 from torch_ckpt.precision import loses_precision
 from torch_ckpt.progress import Progress, ProgressOption, Reporter
 from torch_ckpt.replicas import read_alone, read_once
-
-#: As many names an error or a warning gives.
-MOST_NAMES = 8
+from torch_ckpt.text import MOST_NAMES
 
 #: With less a load would be all overhead.
 LEAST_INFLIGHT_BYTES = 1 << 20

@@ -25,8 +25,8 @@ from torch_ckpt.failures import causes, is_damage, is_elsewhere
 from torch_ckpt.loading import Names
 from torch_ckpt.metrics import warn
 from torch_ckpt.multihost.calls import Call, Disagreement
-from torch_ckpt.reader import MOST_NAMES
 from torch_ckpt.steps import MARKER_NAME, StepStore, step_name
+from torch_ckpt.text import some_of
 
 #: Between attempts to load a step that rank 0 sees and other ranks do not, in seconds: network file
 #: systems remember for a minute what was not there.
@@ -104,9 +104,7 @@ class Restorer:
             warn(f"{damage}; the one before is restored", stacklevel=4)
 
     def _of_unmarked(self, paths: list[str]) -> str:
-        shown = ", ".join(paths[:MOST_NAMES])
-        if len(paths) > MOST_NAMES:
-            shown += f" and {len(paths) - MOST_NAMES} more"
+        shown = some_of(paths)
         why = (
             "they are being saved, or were when their ranks died, or were put there without it; a "
             "sweep removes those that nobody has written to for an hour"

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+#: As many names an error or a warning gives.
+MOST_NAMES = 8
+
 
 def size(count: float) -> str:
     """Writes a number of bytes: "704 B", "20.9 MB" (powers of ten, as on disks)."""
@@ -34,6 +37,12 @@ def printable(text: str) -> str:
 def plural(count: int, noun: str) -> str:
     """A number and its noun: "1 file", "2 files"."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def some_of(names: Sequence[str], most: int = MOST_NAMES) -> str:
+    """The first of some names: "a, b and 3 more"."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"
 
 
 def table(

@@ -146,6 +146,7 @@ def load_checkpoint_if_it_exists(
     from torch_ckpt.multihost.calls import Call
     from torch_ckpt.precision import widens
     from torch_ckpt.steps import open_steps
+    from torch_ckpt.text import some_of
 
     options = _with_threads(load_options, max_io_threads)
     opened: list[StepStore] = []
@@ -182,7 +183,7 @@ def load_checkpoint_if_it_exists(
             if unused:
                 warned.append(
                     f"step {newest} has what the state has no place for, and it was not loaded: "
-                    f"{_some(unused)}"
+                    f"{some_of(unused, _MOST_NAMES)}"
                 )
         widened = [
             f"{name} (stored {stored}, here {here})"
@@ -190,7 +191,9 @@ def load_checkpoint_if_it_exists(
             if widens(stored, here)
         ]
         if widened:
-            warned.append(f"loaded into wider dtypes than the stored ones: {_some(widened)}")
+            warned.append(
+                f"loaded into wider dtypes than the stored ones: {some_of(widened, _MOST_NAMES)}"
+            )
     if is_first:
         # Last, since they may be made errors, by which only rank 0 would leave the load.
         for text in warned:
@@ -210,11 +213,6 @@ def _unused(report: LoadReport | None, state: dict[str, Any]) -> set[str]:
 
 def _common(names: list[set[str]]) -> list[str]:
     return sorted(set.intersection(*names))
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return f"{', '.join(names[:_MOST_NAMES])}{more}"
 
 
 def _with_threads(options: dict[str, Any], max_io_threads: int | None) -> dict[str, Any]:
