@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from torch_ckpt.collector import no_gc
 from torch_ckpt.coordination import TIMEOUT_SECONDS, Meeting, Ranks
+from torch_ckpt.failures import CheckpointFailed, raised_as_ours
 from torch_ckpt.loading import (
     Load,
     LoadReport,
@@ -85,36 +86,43 @@ def save(
     """
     # Before anything can fail: the ranks count their saves alike.
     ranks = Meeting.of(process_group, no_dist).ranks(timeout)
-    with contextlib.ExitStack() as stack:
-        try:
-            writer = _made(save, FileSystemWriter, storage_writer, checkpoint_id, writer_options)
-            # An unseen error of an earlier save is not raised here: other ranks may have seen
-            # theirs.
-            stack.enter_context(alone(ranks=ranks))
-            writer.reset(checkpoint_id)
-        except BaseException as error:
-            spawn(functools.partial(tell_the_others, ranks, error))
-            raise
+    try:
+        with contextlib.ExitStack() as stack:
+            try:
+                writer = _made(
+                    save, FileSystemWriter, storage_writer, checkpoint_id, writer_options
+                )
+                # An unseen error of an earlier save is not raised here: other ranks may have seen
+                # theirs.
+                stack.enter_context(alone(ranks=ranks))
+                writer.reset(checkpoint_id)
+            except BaseException as error:
+                spawn(functools.partial(tell_the_others, ranks, error))
+                raise
 
-        def close(_kind: object, error: BaseException | None, _frames: object) -> None:
-            # A rank that dies after its part is done is waited for no longer than others are. Who
-            # interrupts a save that waits does not want to wait for the same ranks again.
-            is_interrupted = isinstance(error, KeyboardInterrupt)
-            ranks.close(1.0 if is_interrupted else min(timeout, 60.0))
+            def close(_kind: object, error: BaseException | None, _frames: object) -> None:
+                # A rank that dies after its part is done is waited for no longer than others are.
+                # Who interrupts a save that waits does not want to wait for the same ranks again.
+                is_interrupted = isinstance(error, KeyboardInterrupt)
+                ranks.close(1.0 if is_interrupted else min(timeout, 60.0))
 
-        stack.push(close)
-        # Of dcp.save, which does not tell a writer that the save has failed.
-        stack.callback(writer.abandon)
-        if planner is None and writer.engine_can_write():
-            return save_state(lambda: _values_of(state_dict), writer, ranks)
-        metadata: Metadata = dcp_save(
-            state_dict() if callable(state_dict) else state_dict,
-            storage_writer=writer,
-            planner=planner,
-            process_group=process_group,
-            no_dist=not ranks.distributed,
-        )
-        return metadata
+            stack.push(close)
+            # Of dcp.save, which does not tell a writer that the save has failed.
+            stack.callback(writer.abandon)
+            if planner is None and writer.engine_can_write():
+                return save_state(lambda: _values_of(state_dict), writer, ranks)
+            with raised_as_ours(ranks.rank):
+                metadata: Metadata = dcp_save(
+                    state_dict() if callable(state_dict) else state_dict,
+                    storage_writer=writer,
+                    planner=planner,
+                    process_group=process_group,
+                    no_dist=not ranks.distributed,
+                )
+            return metadata
+    except CheckpointFailed as error:
+        # Its causes have frames of their own; how they came here tells nobody anything.
+        raise error.with_traceback(None) from error.__cause__
 
 
 def async_save(
@@ -282,13 +290,14 @@ def load(
                     "system that is not local"
                 )
             reader.process_group = process_group
-            dcp_load(
-                state_dict,
-                storage_reader=reader,
-                planner=planner,
-                process_group=process_group,
-                no_dist=not ranks.distributed,
-            )
+            with raised_as_ours(ranks.rank):
+                dcp_load(
+                    state_dict,
+                    storage_reader=reader,
+                    planner=planner,
+                    process_group=process_group,
+                    no_dist=not ranks.distributed,
+                )
             return None
         one_load = Load(reader, ranks, names)
 
@@ -302,6 +311,9 @@ def load(
             )
         reader.warn_of_lost_precision()
         return report
+    except CheckpointFailed as error:
+        # As in save.
+        raise error.with_traceback(None) from error.__cause__
     finally:
         reader.release()
 

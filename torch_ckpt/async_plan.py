@@ -40,6 +40,7 @@ from torch_ckpt.coordination import (
     is_distributed,
 )
 from torch_ckpt.errors import CheckpointError
+from torch_ckpt.failures import raised_as_ours
 from torch_ckpt.generations import remove_own
 from torch_ckpt.hooks import keeps_methods
 from torch_ckpt.metadata import stored_properties
@@ -420,7 +421,8 @@ class _Meetings:
         self, step: str, local: Callable[[], T], combine: Callable[[list[T]], list[R]]
     ) -> R:
         if self._ranks is None:
-            return self._wrapper.reduce_scatter(step, local, combine)
+            with raised_as_ours(self._wrapper.get_rank()):
+                return self._wrapper.reduce_scatter(step, local, combine)
         # However long it takes: a process that lives is waited for.
         with self._ranks.alive(time.monotonic_ns):
             return self._ranks.reduce_scatter(step, local, combine)
@@ -433,7 +435,8 @@ class _Meetings:
         undo: Callable[[T], None],
     ) -> R:
         if self._ranks is None:
-            return self._wrapper.all_reduce(step, local, combine)
+            with raised_as_ours(self._wrapper.get_rank()):
+                return self._wrapper.all_reduce(step, local, combine)
         with self._ranks.alive(time.monotonic_ns):
             return self._ranks.all_reduce(step, local, combine, undo)
 

@@ -17,10 +17,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.utils import _pytree as pytree
 
 from torch_ckpt.coordination import Meeting
 from torch_ckpt.deletions import Deletions
+from torch_ckpt.failures import of_torch
 from torch_ckpt.multihost.calls import Call, Disagreement
 from torch_ckpt.saving import tell_the_others
 from torch_ckpt.snapshot import spawn
@@ -108,6 +110,9 @@ class Attempt:
         except BaseException as error:
             ranks = Meeting.of(self._group, no_dist=False).ranks(self._timeout)
             spawn(functools.partial(tell_the_others, ranks, error))
+            if isinstance(error, CheckpointException):
+                # What was read may have used dcp.
+                raise of_torch(error) from None
             raise
         return Prepared(values, size, writer)
 

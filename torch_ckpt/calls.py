@@ -40,6 +40,7 @@ from torch_ckpt.coordination import (
     own_rank,
 )
 from torch_ckpt.errors import CheckpointError
+from torch_ckpt.failures import failed_on, of_torch
 from torch_ckpt.host_memory import reserve_pool
 from torch_ckpt.lockstep import Lockstep
 from torch_ckpt.metrics import LOGGER
@@ -284,9 +285,9 @@ class AsyncCallsQueue:
         Of several errors the first is raised, at the end; the others are logged.
         """
         finalized: list[int] = []
-        raised: Exception | CheckpointException | None = None
-        failure: CheckpointException | None = None
-        error: Exception | CheckpointException | None = None
+        raised: Exception | None = None
+        failure: Exception | None = None
+        error: Exception | None = None
         while (call := self._first()) is not None:
             if not self._has_ended(call, blocking, no_dist):
                 break
@@ -479,15 +480,17 @@ class _Call:
                 )
                 self._give_up(attempt(_raise, error))
 
-    def finalize(self) -> Exception | CheckpointException | None:
+    def finalize(self) -> Exception | None:
         """Runs the finalize functions; returns what one of them raises."""
         try:
             self.request.execute_finalize_fns(validate_matching_call_idx=False)
-        except (Exception, CheckpointException) as error:
+        except Exception as error:
             return error
+        except CheckpointException as error:  # from dcp or from Megatron, which is no Exception
+            return of_torch(error)
         return None
 
-    def failure_of_all(self, no_dist: bool) -> CheckpointException | None:
+    def failure_of_all(self, no_dist: bool) -> Exception | None:
         """Why it failed, on all ranks or on this one."""
         failures: dict[int, WRAPPED_EXCEPTION] = {}
         if self.is_aborted:
@@ -497,7 +500,7 @@ class _Call:
             failures = self.agreement.failures()
         elif self.failure is not None:
             failures = {own_rank(): self.failure}
-        return CheckpointException(_STEP, failures) if failures else None
+        return failed_on(_STEP, failures) if failures else None
 
     # --- private ---------------------------------------------------------------------------------
 

@@ -4,9 +4,9 @@ Only this module and those that send tensors, replicas.py and multihost/moving.p
 group; multihost/preemption.py keeps a notice in its store.
 
 Each step runs on every rank; its outcomes, errors included, are exchanged before anybody goes on,
-so that a failure anywhere raises the same ``CheckpointException`` everywhere and no rank waits for
-one that has given up. Values of a load move by the collectives of the process group, those of a
-save as keys of its store, which also tell who has died:
+so that a failure anywhere raises the same ``CheckpointFailed`` everywhere and no rank waits for one
+that has given up. Who was interrupted raises that instead. Values of a load move by the collectives
+of the process group, those of a save as keys of its store, which also tell who has died:
 
 1. Every rank posts its value as ``{step}/from/{rank}``; the coordinator waits for all of them.
 2. It sets ``{step}/verdict`` where there is none yet. Only then may it combine, which may commit.
@@ -36,6 +36,8 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.checkpoint.api import WRAPPED_EXCEPTION, CheckpointException
+
+from torch_ckpt.failures import failed_on, raise_on
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -94,7 +96,7 @@ class Ranks:
         parts = [combined] * self.size if isinstance(combined, _Failures) else combined
         received = self._over.scatter(parts)
         if isinstance(received, _Failures):
-            raise CheckpointException(step, received.by_rank)
+            raise_on(self.rank, step, received.by_rank)
         return cast(R, received)
 
     def all_reduce(
@@ -114,7 +116,7 @@ class Ranks:
         if isinstance(received, _Failures):
             if not received.combining and not failed(outcome):
                 undo(outcome)
-            raise CheckpointException(step, received.by_rank)
+            raise_on(self.rank, step, received.by_rank)
         return cast(R, received)
 
     def all_succeed(self, step: str, local: Callable[[], T]) -> T:
@@ -123,7 +125,7 @@ class Ranks:
         received = self._over.all_gather(step, outcome if failed(outcome) else None)
         failures = received.by_rank if isinstance(received, _Failures) else _failures_of(received)
         if failures:
-            raise CheckpointException(step, failures)
+            raise_on(self.rank, step, failures)
         return cast(T, outcome)
 
     def alive(self, counter: Callable[[], int]) -> AbstractContextManager[None]:
@@ -393,7 +395,7 @@ class _OverGroup(_Alone):
                 f"({first_line(cause)}): look for a rank that has died or hangs"
             )
             failure = error, traceback.StackSummary()
-            raise CheckpointException(self._step, {self.rank: failure}) from cause
+            raise failed_on(self._step, {self.rank: failure}) from cause
 
     def _coordinator(self) -> int:
         return dist.get_global_rank(self._group, 0) if self._group is not None else 0
@@ -567,7 +569,7 @@ class _OverStore(_Alone):
         if self._await({0: key}, self._limit):
             return self._ask(self._give_up, key)
         if self._cancelled is not None:
-            raise CheckpointException(self._step, {self.rank: self._cancelled})
+            raise failed_on(self._step, {self.rank: self._cancelled})
         received = pickle.loads(self._ask(self._get, key))
         self._ask(self._clear, key, isinstance(received, _Failures))
         return received
@@ -677,7 +679,7 @@ def ask_store(step: str, rank: int, limit: float, work: Callable[..., T], *args:
         "torchrun's agent, still runs and, as rank 0 may have committed, whether the "
         "checkpoint is there"
     )
-    raise CheckpointException(step, {rank: (error, stack)})
+    raise failed_on(step, {rank: (error, stack)})
 
 
 def first_line(error: BaseException) -> str:

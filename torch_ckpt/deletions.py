@@ -17,8 +17,6 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
-from torch.distributed.checkpoint.api import CheckpointException
-
 from torch_ckpt.events import Event
 from torch_ckpt.failures import causes
 from torch_ckpt.metrics import LOGGER
@@ -153,7 +151,7 @@ class Deletions:
     def _after_commit(self, step: int, forget: Callable[[], None]) -> None:
         try:
             forget()
-        except (Exception, CheckpointException) as error:
+        except Exception as error:
             LOGGER.warning("keys of the store could not be removed: %s", causes(error))
         try:
             self._delete_what_no_rule_keeps(step)

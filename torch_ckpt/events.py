@@ -9,8 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch.distributed.checkpoint.api import CheckpointException
-
 from torch_ckpt.metrics import LOGGER, SaveMetrics
 from torch_ckpt.text import size
 
@@ -93,7 +91,9 @@ class Reporters:
             # Without the lock: it may call the manager, and wait for another thread's event.
             if self._on_event is not None:
                 self._on_event(event)
-        except (Exception, CheckpointException, SystemExit):
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
             # The save or load that it is about has not failed.
             LOGGER.exception("an event (%s) could not be passed on", event.kind)
 

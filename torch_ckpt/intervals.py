@@ -24,10 +24,9 @@ from collections.abc import Callable, Collection
 from datetime import timedelta
 from typing import Literal, SupportsIndex, TypeVar
 
-from torch.distributed.checkpoint.api import CheckpointException
-
 from torch_ckpt.coordination import Meeting, ask_store, no_sign_of_life
 from torch_ckpt.errors import CheckpointError
+from torch_ckpt.failures import failed_on
 
 #: Every so many steps; at least so much time apart; chosen; or a function of the step, which must
 #: say the same on all ranks.
@@ -257,7 +256,7 @@ class _Decisions:
         while not self._ask(lambda: store.check([key])):
             waited = time.monotonic() - begun
             if waited >= self._timeout:
-                raise CheckpointException(_STEP, no_sign_of_life(_STEP, [0], self._timeout))
+                raise failed_on(_STEP, no_sign_of_life(_STEP, [0], self._timeout))
             time.sleep(min(0.01, max(0.0002, waited / 10)))
         data: bytes = self._ask(lambda: store.get(key))
         return data

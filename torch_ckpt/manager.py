@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.utils.hooks import RemovableHandle
 
@@ -589,7 +588,7 @@ class CheckpointManager:
         ready = time.perf_counter()
         try:
             has_begun = self._begin(step, state, metrics, notes, ready, stops)
-        except (Exception, CheckpointException) as error:
+        except Exception as error:
             if earlier is None:
                 raise
             LOGGER.error("step %d was not begun, either: %s", step, causes(error))
@@ -620,10 +619,9 @@ class CheckpointManager:
         try:
             overwrite = self._may_replace(step)
             ready = self._attempt.prepare(step, read, metrics, notes, overwrite=overwrite)
-        except BaseException as error:
-            is_of_caller = isinstance(error, ValueError | TypeError)
-            if is_of_caller or not isinstance(error, Exception | CheckpointException):
-                raise
+        except (ValueError, TypeError):
+            raise
+        except Exception as error:
             return self._not_begun(step, error, begun)
         if stops:
             self._log_expected_time(step, ready.bytes)
@@ -635,7 +633,7 @@ class CheckpointManager:
                 process_group=self._group,
                 timeout=self._timeout,
             )
-        except (Exception, CheckpointException) as error:
+        except Exception as error:
             return self._not_begun(step, error, begun)
         handle.reported_elsewhere()
         self._last_step = step

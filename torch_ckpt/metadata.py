@@ -186,7 +186,7 @@ def read_metadata(
         Unsafe, Corrupt: see :func:`decode_metadata`.
         CheckpointError: the file is larger than ``MAX_METADATA_BYTES``.
     """
-    with closing(open_checkpoint(path, name)) as directory:
+    with closing(open_checkpoint(path)) as directory:
         return read_metadata_in(directory, name, allow_pickle=allow_pickle)
 
 
@@ -198,8 +198,8 @@ def read_metadata_in(
     return decode_metadata(data, os.path.join(directory.path, name), allow_pickle=allow_pickle)
 
 
-def open_checkpoint(path: str | os.PathLike[str], name: str = METADATA_NAME) -> OpenDirectory:
-    """The directory of a checkpoint whose metadata has the given name.
+def open_checkpoint(path: str | os.PathLike[str]) -> OpenDirectory:
+    """The directory of a checkpoint.
 
     Raises:
         FileNotFoundError: there is no such directory, and so no committed checkpoint.
@@ -208,7 +208,7 @@ def open_checkpoint(path: str | os.PathLike[str], name: str = METADATA_NAME) -> 
     try:
         return OpenDirectory(path)
     except FileNotFoundError:
-        raise _no_checkpoint(path, name) from None
+        raise _no_checkpoint(path, "such directory") from None
 
 
 def metadata_bytes_in(directory: OpenDirectory, name: str = METADATA_NAME) -> bytes:
@@ -225,7 +225,7 @@ def metadata_bytes_in(directory: OpenDirectory, name: str = METADATA_NAME) -> by
     try:
         descriptor = os.open(name, flags, dir_fd=directory.fd)
     except FileNotFoundError:
-        raise _no_checkpoint(directory.path, name) from None
+        raise _no_checkpoint(directory.path, f"{name} in the directory") from None
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise Unsafe(
@@ -250,11 +250,9 @@ def metadata_bytes_in(directory: OpenDirectory, name: str = METADATA_NAME) -> by
             os.close(descriptor)
 
 
-def _no_checkpoint(path: str | os.PathLike[str], name: str) -> FileNotFoundError:
+def _no_checkpoint(path: str | os.PathLike[str], lacking: str) -> FileNotFoundError:
     return FileNotFoundError(
-        errno.ENOENT,
-        f"no committed checkpoint: there is no {name} in the directory",
-        os.fspath(path),
+        errno.ENOENT, f"no committed checkpoint: there is no {lacking}", os.fspath(path)
     )
 
 

@@ -245,7 +245,7 @@ class FileSystemReader(StockReader):
         if not self._is_local():
             return self._decoded(self._remote_bytes(name), os.path.join(self.path, name))
         # Shared before it is read: what it names then is still there.
-        directory = shared(open_checkpoint(self.path, name))
+        directory = shared(open_checkpoint(self.path))
         try:
             data = metadata_bytes_in(directory, name)
             metadata = self._decoded(data, os.path.join(directory.path, name))

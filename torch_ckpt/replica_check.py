@@ -20,8 +20,8 @@ from torch_ckpt import _C
 from torch_ckpt.events import Event
 from torch_ckpt.metrics import warn
 from torch_ckpt.multihost.calls import Call
-from torch_ckpt.multihost.trees import as_bytes, host_pieces, is_strided, ranks_text
-from torch_ckpt.text import plural
+from torch_ckpt.multihost.trees import as_bytes, host_pieces, is_strided
+from torch_ckpt.text import plural, ranks_text
 
 
 class ReplicaCheck:

@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -261,7 +260,8 @@ def tell_the_others(ranks: Ranks, error: BaseException) -> None:
     def fail() -> None:
         raise error
 
-    with suppress(CheckpointException):
+    # The caller has raised it.
+    with suppress(BaseException):
         ranks.reduce_scatter("plan", fail, lambda plans: plans)
     ranks.close()
 

@@ -34,6 +34,7 @@ from torch_ckpt import _C, host_memory
 from torch_ckpt.background import Background, EngineOptions
 from torch_ckpt.coordination import Ranks, drop_frames
 from torch_ckpt.errors import CheckpointError, SourceChanged
+from torch_ckpt.failures import CheckpointFailed
 from torch_ckpt.metrics import LOGGER, SaveMetrics, Span, write_trace
 from torch_ckpt.progress import Progress
 from torch_ckpt.sources import Sources
@@ -511,7 +512,7 @@ class _Runtime:
         while self.failed:
             job = self.failed.pop(0)
             if not job.reported:
-                job.committed.result()
+                _wait(job.committed, None, "committed", job)
 
     def start(self, job: Job, save: Callable[[Job], Metadata]) -> None:
         self.collect()
@@ -650,6 +651,8 @@ def _wait(future: Future[T], timeout: float | None, what: str, job: Job) -> T:
         raise CheckpointError("the save is that of the process that forked this one")
     try:
         return future.result(timeout)
+    except CheckpointFailed as error:
+        raise error.with_traceback(None) from error.__cause__
     except FutureTimeout:
         if future.done():
             raise

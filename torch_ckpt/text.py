@@ -1,4 +1,4 @@
-"""How the command line writes things for people."""
+"""How things are written for people, on the command line and in messages."""
 
 from __future__ import annotations
 
@@ -43,6 +43,19 @@ def some_of(names: Sequence[str], most: int = MOST_NAMES) -> str:
     """The first of some names: "a, b and 3 more"."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"{', '.join(names[:most])}{more}"
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Writes ranks: "rank 3", "ranks 0-2, 7"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    one = len(runs) == 1 and len(runs[0]) == 1
+    return f"rank{'' if one else 's'} {', '.join(parts)}"
 
 
 def table(

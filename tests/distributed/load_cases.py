@@ -7,6 +7,7 @@ import pickle
 import random
 import shutil
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -337,6 +338,20 @@ def case_where_one_rank_does_not_fit_nothing_is_changed_on_any(launch: Launch) -
         assert state["note"] == ""
         assert all((t == 0).all() for t in state["plain"])
         assert all((t.to_local() == 0).all() for t in state["sharded"].values())
+
+
+def case_a_wrong_path_on_one_rank_is_told_briefly_on_all(launch: Launch) -> None:
+    path, wrong = launch.path(), launch.path("wrong")
+    state = {"a": torch.zeros(2)}
+    save(state, path)
+    with pytest.raises(FileNotFoundError) as caught:
+        torch_ckpt.load(state, wrong if launch.rank == 1 else path)
+    assert caught.value.filename == str(wrong)
+    assert isinstance(caught.value, dcp.CheckpointException)
+    printed = traceback.format_exception(caught.value)
+    lines = "".join(printed).splitlines()
+    assert len(lines) <= 12
+    assert lines[-1].endswith(f"no committed checkpoint: there is no such directory: '{wrong}'")
 
 
 def case_meta_tensors_get_memory_only_where_all_ranks_load(launch: Launch) -> None:

@@ -27,6 +27,7 @@ from tests.support import DTYPES, random_tensor
 from torch_ckpt import multihost
 from torch_ckpt.coordination import Meeting
 from torch_ckpt.multihost import PreemptionWatch, RanksDisagree, calls, layout, trees
+from torch_ckpt.text import ranks_text
 
 #: For what nothing should be waiting.
 PATIENCE = 60.0
@@ -157,7 +158,7 @@ def test_names_that_could_be_two_leaves_are_written_as_python_does() -> None:
 
 
 def test_ranks_are_written_in_runs() -> None:
-    texts = [trees.ranks_text(ranks) for ranks in ([3], [0, 1], [7, 0, 1, 2], [1, 3, 5])]
+    texts = [ranks_text(ranks) for ranks in ([3], [0, 1], [7, 0, 1, 2], [1, 3, 5])]
     assert texts == ["rank 3", "ranks 0-1", "ranks 0-2, 7", "ranks 1, 3, 5"]
 
 

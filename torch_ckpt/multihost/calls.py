@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_ckpt.coordination import Meeting
-from torch_ckpt.multihost.trees import listed, ranks_text
+from torch_ckpt.multihost.trees import listed
+from torch_ckpt.text import ranks_text
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -31,8 +31,8 @@ from torch_ckpt.multihost.trees import (
     is_array,
     is_strided,
     kind,
-    ranks_text,
 )
+from torch_ckpt.text import ranks_text
 
 # Values that are written in an error.
 _SHORT = 60

@@ -29,9 +29,9 @@ from torch_ckpt.multihost.trees import (
     is_array,
     is_strided,
     kind,
-    ranks_text,
 )
 from torch_ckpt.replicas import _batches, _current_index, _device_of
+from torch_ckpt.text import ranks_text
 
 #: Bytes that are sent at once.
 BATCH_BYTES = 64 << 20

@@ -16,6 +16,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch.distributed.tensor import DTensor
 
+from torch_ckpt.text import ranks_text
+
 #: Differences that an error names; the others are counted.
 SHOWN = 10
 
@@ -165,19 +167,6 @@ def listed(lines: Sequence[str]) -> str:
     """The first few lines, each on one of its own, and how many more there are."""
     more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
     return "\n".join(f"  {line}" for line in [*lines[:SHOWN], *more])
-
-
-def ranks_text(ranks: Iterable[int]) -> str:
-    """Writes ranks: "rank 3", "ranks 0-2, 7"."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    one = len(runs) == 1 and len(runs[0]) == 1
-    return f"rank{'' if one else 's'} {', '.join(parts)}"
 
 
 def _plain(key: Any) -> str:
