@@ -263,8 +263,7 @@ def load(
         process_group: the ranks that load together; the default group if None.
         no_dist: load in this process alone.
         strict: raise LoadMismatch where something in the state dict is missing in the checkpoint,
-            or has another shape there. False: load what fits. "dtypes": also where a conversion
-            would lose precision, or change the kind of a number, as from float to int.
+            or has another shape there. "dtypes": or another dtype. False: load what fits.
         names: which of the state dict's fully qualified names to load: patterns as of
             :mod:`fnmatch` (``["model.*"]``), or a function of the name. None: all.
         free_before_read: for a state that fits into memory only once: values are loaded key by key,

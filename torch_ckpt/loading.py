@@ -36,10 +36,10 @@ from torch_ckpt.coordination import Ranks
 from torch_ckpt.cover import require_all, require_cover
 from torch_ckpt.errors import CheckpointError, LoadMismatch
 from torch_ckpt.growth import chunks_here, zero_what_is_not_stored
-from torch_ckpt.precision import loses_precision, widens
+from torch_ckpt.precision import loses_precision
 from torch_ckpt.reader import LEAST_INFLIGHT_BYTES, FileSystemReader, Reading
 from torch_ckpt.replicas import read_once
-from torch_ckpt.text import MOST_NAMES, plural
+from torch_ckpt.text import MOST_NAMES
 
 StateDict = dict[str, Any]
 
@@ -48,7 +48,7 @@ T = TypeVar("T")
 #: Patterns as of :mod:`fnmatch`, or a function of the fully qualified name.
 Names = Iterable[str] | Callable[[str], bool] | None
 
-#: Whether all of a state dict must fit; "dtypes": and no value may change by its conversion.
+#: Whether all of a state dict must fit; "dtypes": its dtypes too.
 Strict = bool | Literal["dtypes"]
 
 # A load that frees tensors first does so for about as many bytes at once.
@@ -260,23 +260,8 @@ class Load:
 
     def require_fit(self, report: LoadReport, strict: Strict) -> None:
         """Raises LoadMismatch where not all fits."""
-        if strict and not report.fits:
+        if (strict and not report.fits) or (strict == "dtypes" and report.dtypes):
             raise LoadMismatch(f"the checkpoint does not fit the state dict: {report}", report)
-        if strict != "dtypes":
-            return
-        changed = [
-            f"{name} (stored {stored}, wanted {wanted})"
-            for name, stored, wanted in report.dtypes
-            if not widens(stored, wanted)
-        ]
-        if changed:
-            raise LoadMismatch(
-                "the checkpoint does not fit the state dict: "
-                f"{plural(len(changed), 'tensor')} would be converted to a dtype of less "
-                "precision or another kind: "
-                f"{', '.join(changed[:MOST_NAMES])}",
-                report,
-            )
 
     def begun(self, prepared: Prepared) -> Reading:
         """The reading, with memory for all of it, and zeros where nothing is stored."""

@@ -31,16 +31,6 @@ def loses_precision(stored: torch.dtype, target: torch.dtype) -> bool:
     )
 
 
-def widens(stored: torch.dtype, target: torch.dtype) -> bool:
-    """Whether the target holds every number of the stored dtype, and is of its kind: bool, whole,
-    floating or complex."""
-    return _kind(stored) == _kind(target) and not loses_precision(stored, target)
-
-
-def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
-    return dtype == torch.bool, dtype.is_floating_point, dtype.is_complex
-
-
 class _Reach(NamedTuple):
     """Significant binary digits, the smallest step above 0, the lowest and the highest number."""
 

@@ -191,7 +191,7 @@ def case_a_complete_step_is_refused_on_all_ranks(launch: Launch) -> None:
         save_checkpoint(launch.path("run"), 1, {"t": torch.zeros(3)})
 
 
-def case_a_dtype_of_one_rank_that_loses_precision_is_refused_on_all(launch: Launch) -> None:
+def case_another_dtype_on_one_rank_is_refused_on_all(launch: Launch) -> None:
     save_checkpoint(launch.path("run"), 1, {"t": torch.ones(3)})
     state = {"t": torch.zeros(3, dtype=torch.float32 if launch.rank else torch.int64)}
     with pytest.raises(CheckpointException, match=r"stored torch\.float32, wanted"):

@@ -118,7 +118,7 @@ def load_checkpoint_if_it_exists(
     """Loads the newest complete step, that of rank 0's choice, in place. All ranks call it.
 
     Warns, on rank 0, of steps that are not complete, which are skipped, of names in the step that
-    the state of no rank has, and of tensors whose dtype here is wider than the stored one.
+    the state of no rank has, and of tensors that were converted to another dtype.
 
     Args:
         directory: a local path or URL, which need not exist.
@@ -128,8 +128,7 @@ def load_checkpoint_if_it_exists(
         staging_dir: as for :class:`torch_ckpt.remote.RemoteSteps`.
         max_io_threads: the reader's ``thread_count``; None chooses for the machine.
         strict: raise ``LoadMismatch`` where something in the state is missing in the step, or has
-            another shape there, or a dtype whose conversion would lose precision or change the kind
-            of the numbers. False: load what fits, and convert.
+            another shape or dtype there. False: load what fits, and convert dtypes.
         load_options: passed to :func:`torch_ckpt.load`.
 
     Returns:
@@ -144,7 +143,6 @@ def load_checkpoint_if_it_exists(
     """
     from torch_ckpt.app_state import AppState
     from torch_ckpt.multihost.calls import Call
-    from torch_ckpt.precision import widens
     from torch_ckpt.steps import open_steps
     from torch_ckpt.text import some_of
 
@@ -185,14 +183,10 @@ def load_checkpoint_if_it_exists(
                     f"step {newest} has what the state has no place for, and it was not loaded: "
                     f"{some_of(unused, _MOST_NAMES)}"
                 )
-        widened = [
-            f"{name} (stored {stored}, here {here})"
-            for name, stored, here in (reports[0].dtypes if reports[0] is not None else ())
-            if widens(stored, here)
-        ]
-        if widened:
+        converted = _converted_unnamed(reports[0])
+        if converted:
             warned.append(
-                f"loaded into wider dtypes than the stored ones: {some_of(widened, _MOST_NAMES)}"
+                f"loaded into dtypes other than the stored ones: {some_of(converted, _MOST_NAMES)}"
             )
     if is_first:
         # Last, since they may be made errors, by which only rank 0 would leave the load.
@@ -209,6 +203,18 @@ def _unused(report: LoadReport | None, state: dict[str, Any]) -> set[str]:
         for name in names
         if not ((own := _OF_A_RANK.fullmatch(name)) and own.group(1) in state)
     }
+
+
+def _converted_unnamed(report: LoadReport | None) -> list[str]:
+    """The tensors that were converted, without those that the reader's own warning names."""
+    if report is None:
+        return []
+    narrowed = set(report.narrowed)
+    return [
+        f"{name} (stored {stored}, here {here})"
+        for name, stored, here in report.dtypes
+        if name not in narrowed
+    ]
 
 
 def _common(names: list[set[str]]) -> list[str]:
