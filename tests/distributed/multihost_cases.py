@@ -568,6 +568,17 @@ def case_other_placements_lay_a_tensor_out_anew(launch: Launch) -> None:
 
 
 @takes_several
+def case_a_leaf_that_only_one_rank_has_global_is_named(launch: Launch) -> None:
+    mesh = mesh_1d(launch)
+    tree = {"w": torch.ones(2), "v": torch.ones(2)}
+    if launch.rank == 0:
+        tree["w"] = DTensor.from_local(tree["w"], mesh, [Shard(0)], run_check=False)
+    text = disagreement(launch, lambda: multihost.local_to_global(tree, mesh, [Shard(0)]))
+    assert "w is missing on rank 0; a tensor of float32" in text
+    assert "v is" not in text
+
+
+@takes_several
 def case_shapes_that_are_no_shards_are_named(launch: Launch) -> None:
     local = {"w": torch.zeros(1 if launch.rank == 0 else 5, 2)}
     text = disagreement(

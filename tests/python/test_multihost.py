@@ -241,17 +241,37 @@ def test_wrong_placements_are_told_by_leaf() -> None:
 
 
 @pytest.mark.usefixtures("default_group")
-def test_what_is_global_already_is_not_made_so_again_nor_local_twice() -> None:
+def test_what_is_global_already_stays_as_it_is() -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    made = multihost.local_to_global({"a": torch.ones(2)}, mesh, [Shard(0)])
+    again = multihost.local_to_global({**made, "b": torch.ones(2)}, mesh, [Replicate()])
+    assert again["a"] is made["a"]
+    assert again["b"].placements == (Replicate(),)
+
+
+@pytest.mark.usefixtures("default_group")
+def test_what_is_local_already_stays_as_it_is() -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    made = multihost.local_to_global({"a": torch.ones(2)}, mesh, [Shard(0)])
+    local = {"b": torch.ones(2), "c": numpy.ones(2), "d": 1}
+    back = multihost.global_to_local({**made, **local}, mesh, [Replicate()])
+    assert type(back["a"]) is torch.Tensor
+    assert all(back[name] is leaf for name, leaf in local.items())
+
+
+@pytest.mark.usefixtures("default_group")
+def test_a_tensor_of_another_mesh_is_not_made_local() -> None:
     mesh = init_device_mesh("cpu", (1,))
     made = multihost.local_to_global({"a": torch.ones(2)}, mesh, [Shard(0)])
     assert isinstance(made["a"], DTensor)
-    with pytest.raises(ValueError, match="a is a DTensor already"):
-        multihost.local_to_global(made, mesh, [Shard(0)])
-    with pytest.raises(ValueError, match="the tree is no DTensor"):
-        multihost.global_to_local(torch.ones(2), mesh, [Shard(0)])
     other = init_device_mesh("cpu", (1, 1))
     with pytest.raises(ValueError, match=r"a is on .*, not on"):
         multihost.global_to_local(made, other, [Shard(0), Shard(0)])
+
+
+@pytest.mark.usefixtures("default_group")
+def test_a_local_tensor_may_be_a_part_of_a_sum() -> None:
+    mesh = init_device_mesh("cpu", (1,))
     made = multihost.local_to_global(torch.ones(2), mesh, [Partial()])
     assert made.placements == (Partial(),)
 

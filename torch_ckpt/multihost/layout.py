@@ -26,9 +26,10 @@ def local_to_global(
     """The tree with a DTensor for each tensor, of which this rank's part is that tensor.
 
     Every rank of the mesh calls it. A DTensor shares its memory with the local tensor, and
-    gradients flow back to that. numpy's arrays become DTensors too; other leaves stay as they are.
-    Shapes are exchanged where they are not the same on all ranks. Replicas are not compared: that
-    is what ``assert_equal`` is for.
+    gradients flow back to that. numpy's arrays become DTensors too. Other leaves stay as they are;
+    so do DTensors, whatever their mesh and placements: they are global already. Shapes are
+    exchanged where they are not the same on all ranks. Replicas are not compared: that is what
+    ``assert_equal`` is for.
 
     Args:
         mesh: a tensor must be on its kind of device.
@@ -40,8 +41,7 @@ def local_to_global(
     Raises:
         RanksDisagree: the ranks' trees differ, or a rank's shape is not that which
             ``distribute_tensor`` would give it.
-        ValueError: placements do not fit the tree or the mesh; a leaf is a DTensor already; this
-            process is not in the mesh.
+        ValueError: placements do not fit the tree or the mesh; this process is not in the mesh.
         TimeoutError: ranks did not come; they are named.
         ConnectionError: the store is lost.
     """
@@ -52,12 +52,8 @@ def local_to_global(
 
         def describe() -> dict[str, _Local]:
             for name, leaf, by in _placed(own, tree, mesh, placements):
-                if by is None:
+                if by is None or isinstance(leaf, DTensor):
                     continue
-                if isinstance(leaf, DTensor):
-                    raise ValueError(
-                        f"{name or 'the tree'} is a DTensor already: its placements must be None"
-                    )
                 if isinstance(leaf, torch.Tensor) or is_array(leaf):
                     tensor = torch.as_tensor(leaf)
                     _check_device(name, tensor, mesh)
@@ -98,29 +94,26 @@ def global_to_local(tree: Any, mesh: DeviceMesh, placements: Any) -> Any:
 
     The inverse of :func:`local_to_global`, for the same arguments. A part shares its memory with
     the DTensor, and gradients flow back, where the DTensor has these placements; else it is laid
-    out anew, for which every rank of the mesh must call this. Leaves that are no tensors stay.
+    out anew, for which every rank of the mesh must call this. Leaves that are not
+    DTensors stay as they are: they are local already.
 
     Args:
         mesh: that of the DTensors.
         placements: as for :func:`local_to_global`.
 
     Raises:
-        ValueError: placements do not fit the tree or the mesh; a tensor is no DTensor, or one of
-            another mesh.
+        ValueError: placements do not fit the tree or the mesh; a DTensor is on another mesh.
     """
     own = Tree(tree)
     local = []
     for name, leaf, by in _placed(own, tree, mesh, placements):
-        shown = name or "the tree"
-        if by is None or not isinstance(leaf, torch.Tensor):
+        if by is None or not isinstance(leaf, DTensor):
             local.append(leaf)
             continue
-        if not isinstance(leaf, DTensor):
-            raise ValueError(
-                f"{shown} is no DTensor but local already: its placements must be None"
-            )
         if leaf.device_mesh != mesh:
-            raise ValueError(f"{shown} is on {leaf.device_mesh}, not on {mesh}: give its own mesh")
+            raise ValueError(
+                f"{name or 'the tree'} is on {leaf.device_mesh}, not on {mesh}: give its own mesh"
+            )
         wanted = _normal(name, leaf, by)
         if tuple(leaf.placements) != wanted:
             leaf = leaf.redistribute(placements=wanted)
