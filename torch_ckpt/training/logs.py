@@ -17,7 +17,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, SupportsIndex, TypeAlias
+from typing import Any, Protocol, SupportsIndex, TypeAlias, cast
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -32,6 +32,9 @@ _MOST_REFUSALS = 10
 # What every buffer's start is a multiple of: no dtype's elements are larger.
 _ALIGNMENT = 16
 
+# Of a histogram that is computed here.
+_BARS = 64
+
 
 class SummaryLogger(Protocol):
     """The part of ``torch.utils.tensorboard.SummaryWriter`` that :func:`log` uses."""
@@ -41,8 +44,26 @@ class SummaryLogger(Protocol):
     def add_histogram(self, tag: str, values: torch.Tensor, global_step: int, /) -> object: ...
 
 
+class ReportLogger(Protocol):
+    """The part of ``clearml.Logger`` that :func:`log` uses; it draws histograms and counts none."""
+
+    def report_scalar(self, title: str, series: str, value: float, iteration: int) -> object: ...
+
+    def report_histogram(
+        self,
+        title: str,
+        series: str,
+        values: Sequence[int | float],
+        iteration: int | None = None,
+        *,
+        xlabels: list[str] | None = None,
+    ) -> object: ...
+
+
 # Quoted, for Python 3.10 cannot subscript LoggerAdapter.
-Logger: TypeAlias = "SummaryLogger | logging.Logger | logging.LoggerAdapter[Any] | None"
+Logger: TypeAlias = (
+    "SummaryLogger | ReportLogger | logging.Logger | logging.LoggerAdapter[Any] | None"
+)
 
 
 def log(step: SupportsIndex, logger: Logger, output: Any) -> None:
@@ -54,7 +75,8 @@ def log(step: SupportsIndex, logger: Logger, output: Any) -> None:
     Args:
         step: its number.
         logger: on rank 0; others ignore theirs. One with ``add_scalar`` and ``add_histogram``, as
-            ``torch.utils.tensorboard.SummaryWriter``; or a ``logging.Logger``, which gets one
+            ``torch.utils.tensorboard.SummaryWriter``; or with ``report_scalar`` and
+            ``report_histogram``, as ``clearml.Logger``; or a ``logging.Logger``, which gets one
             record of level INFO; or None for one line on standard output.
         output: a tree of mappings, lists, tuples and dataclasses. Numbers and tensors without
             dimensions are scalars; other tensors and numpy arrays are histograms of their
@@ -253,23 +275,55 @@ def _number(value: Value) -> Value:
 # --- where they go -------------------------------------------------------------------------------
 
 
+class _Reports:
+    """A logger with report_scalar and report_histogram as one with add_scalar and add_histogram."""
+
+    def __init__(self, logger: ReportLogger) -> None:
+        self._logger = logger
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int, /) -> None:
+        self._logger.report_scalar(title=tag, series=tag, value=scalar_value, iteration=global_step)
+
+    def add_histogram(self, tag: str, values: torch.Tensor, global_step: int, /) -> None:
+        # The distance of two float32 may be larger than any float32.
+        counts, edges = torch.histogram(values.double(), _BARS)
+        middles = (edges[:-1] + edges[1:]) / 2
+        self._logger.report_histogram(
+            title=tag,
+            series=tag,
+            values=counts.long().tolist(),
+            iteration=global_step,
+            xlabels=[f"{middle:.8g}" for middle in middles.tolist()],
+        )
+
+
+def _summary(logger: Any) -> SummaryLogger:
+    def has(*methods: str) -> bool:
+        return all(callable(getattr(logger, method, None)) for method in methods)
+
+    if has("add_scalar", "add_histogram"):
+        return cast(SummaryLogger, logger)
+    if has("report_scalar", "report_histogram"):
+        return _Reports(logger)
+    raise TypeError(
+        f"logger is a {type(logger).__qualname__}, which has neither add_scalar and add_histogram "
+        "nor report_scalar and report_histogram: pass a torch.utils.tensorboard.SummaryWriter, a "
+        "clearml.Logger, a logging.Logger or None"
+    )
+
+
 def _summarize(step: int, logger: Any, values: Sequence[tuple[str, Value]]) -> None:
-    for method in ("add_scalar", "add_histogram"):
-        if not callable(getattr(logger, method, None)):
-            raise TypeError(
-                f"logger is a {type(logger).__qualname__}, which has no {method}: pass a "
-                "torch.utils.tensorboard.SummaryWriter, a logging.Logger or None"
-            )
+    summary = _summary(logger)
     for name, value in values:
         try:
             if not isinstance(value, torch.Tensor):
-                logger.add_scalar(name, float(value), step)
+                summary.add_scalar(name, float(value), step)
                 continue
             finite, others = _finite(value)
             if finite.numel():
-                logger.add_histogram(name, finite, step)
+                summary.add_histogram(name, finite, step)
             if others:
-                logger.add_scalar(f"{name}/nonfinite", float(others), step)
+                summary.add_scalar(f"{name}/nonfinite", float(others), step)
         except ValueError as error:
             raise ValueError(f"step {step}: the logger does not take {name!r}: {error}") from error
 
