@@ -2,8 +2,10 @@
 
 1. When they start they agree on an attempt, 8 hex digits that what they write has in its name
    (steps.py), and so on the root.
-2. For each save every rank reads its state and makes a writer of the step.
-3. One that cannot tells the others, which have begun and would wait for it.
+2. Before the first save rank 0 looks at the root for all: at the steps that are there, and at the
+   metric that retention compares.
+3. For each save every rank reads its state and makes a writer of the step.
+4. One that cannot tells the others, which have begun and would wait for it.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from torch_ckpt.coordination import Meeting
 from torch_ckpt.deletions import Deletions
 from torch_ckpt.failures import of_torch
 from torch_ckpt.multihost.calls import Call, Disagreement
+from torch_ckpt.retention import Retention
 from torch_ckpt.saving import tell_the_others
 from torch_ckpt.snapshot import spawn
 from torch_ckpt.steps import StepStore, encoded_marker, parsed_marker
@@ -77,6 +80,48 @@ class Attempt:
         self._timeout = timeout
         self._writer_options = writer_options
 
+    def newest_step(self) -> int | None:
+        """The newest complete step that rank 0 sees, the same on all ranks; None: there is none.
+
+        Raises:
+            TimeoutError, ConnectionError, RuntimeError: see
+                :class:`torch_ckpt.multihost.calls.Call`.
+        """
+
+        def mine() -> int | None:
+            if call.rank != 0:
+                return None
+            complete = (info.step for info in self._store.entries(leftovers=False))
+            return max(complete, default=None)
+
+        def of_rank_0(seen: list[int | None]) -> int | Disagreement | None:
+            return seen[0]
+
+        with Call("CheckpointManager.save", self._group, self._timeout) as call:
+            return call.exchange(mine, of_rank_0)
+
+    def lacks_metric(self, retention: Retention, metrics: dict[str, Any]) -> str | None:
+        """As of :meth:`Retention.lacks_metric`, for a step that is to be saved.
+
+        All ranks get the same answer, by rank 0's metrics.
+
+        Raises:
+            TypeError, ValueError: a metric is not a number.
+            TimeoutError, ConnectionError, RuntimeError: as of :meth:`newest_step`.
+        """
+
+        def mine() -> str | None:
+            if call.rank != 0:
+                return None
+            others = (info.metrics for info in self._store.entries(leftovers=False))
+            return retention.lacks_metric(numbers(metrics), others)
+
+        def of_rank_0(problems: list[str | None]) -> str | Disagreement | None:
+            return problems[0]
+
+        with Call("CheckpointManager.save metrics", self._group, self._timeout) as call:
+            return call.exchange(mine, of_rank_0)
+
     def prepare(
         self,
         step: int,
@@ -121,7 +166,7 @@ class Attempt:
         return parsed_marker(
             encoded_marker(
                 {
-                    "metrics": {name: _number(name, value) for name, value in metrics.items()},
+                    "metrics": numbers(metrics),
                     "notes": _known_to_json(notes),
                     "ranks": self._ranks,
                     "torch_ckpt": _version(),
@@ -130,9 +175,22 @@ class Attempt:
         )
 
 
-def _number(name: str, metric: object) -> float:
+def numbers(metrics: dict[str, Any]) -> dict[str, float]:
+    """The metrics as floats; tensors of one element are numbers, too.
+
+    Raises:
+        TypeError, ValueError: a metric is not a number, or a float cannot hold it; names it.
+    """
+    return {name: _number(name, value) for name, value in metrics.items()}
+
+
+def _number(name: str, metric: Any) -> float:
     try:
-        return float(metric)  # type: ignore[arg-type]
+        return float(metric)
+    except OverflowError:
+        raise ValueError(
+            f"metrics[{name!r}] is an integer that no float can hold: save math.inf in its place"
+        ) from None
     except (TypeError, ValueError) as error:
         raise _naming(f"metrics[{name!r}] must be a number", error) from None
 

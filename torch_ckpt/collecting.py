@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from torch_ckpt.errors import CheckpointError
 from torch_ckpt.retention import Retention
 from torch_ckpt.steps import MARKER_NAME, StepInfo, StepStore
 from torch_ckpt.text import duration, plural, printable, size, table
@@ -92,7 +93,10 @@ def collect(
 
     Raises:
         OSError: the root cannot be listed, or something in it not be deleted.
+        CheckpointError: none of the steps has the metric by which the best are kept. Nothing has
+            been done then.
     """
+    _require_metric(store, retention)
     report = GcReport(store.root, dry_run)
     if sweep and not dry_run:
         # It may complete a step, which then counts.
@@ -118,6 +122,16 @@ def collect(
         (report.deleted if has_gone else report.busy).append(entry)
     report.kept = dict(sorted(report.kept.items()))
     return report
+
+
+def _require_metric(store: StepStore, retention: Retention) -> None:
+    if retention.keep_best is None:
+        return
+    metrics = [entry.metrics for entry in store.entries(leftovers=False)]
+    everything = {name: value for each in metrics for name, value in each.items()}
+    problem = retention.lacks_metric(everything, metrics) if metrics else ""
+    if problem:
+        raise CheckpointError(f"{store.root}: {problem}")
 
 
 def step_lines(entries: Iterable[StepInfo], now: float | None = None) -> Iterator[str]:

@@ -21,7 +21,7 @@ from torch_ckpt.events import Event
 from torch_ckpt.failures import causes
 from torch_ckpt.metrics import LOGGER
 from torch_ckpt.retention import Retention
-from torch_ckpt.steps import StepStore
+from torch_ckpt.steps import StepInfo, StepStore
 
 T = TypeVar("T")
 
@@ -54,6 +54,7 @@ class Deletions:
         self._reading: set[int] = set()
         self._verified: int | None = None
         self._stale: set[int] = set()  # of before training went back
+        self._has_said_what_is_missing = False
 
     # --- what stays ------------------------------------------------------------------------------
 
@@ -74,12 +75,20 @@ class Deletions:
             self._verified = step
 
     def restored(self, step: int) -> None:
-        """Training goes on from a step, which is well; those after it wait to be replaced.
+        """Training goes on from a step, which is well.
 
         Raises:
             OSError: the root cannot be listed.
         """
         self.verified(step)
+        self.went_back(step)
+
+    def went_back(self, step: int) -> None:
+        """Training goes on from a step; those after it wait to be replaced.
+
+        Raises:
+            OSError: the root cannot be listed.
+        """
         later = {info.step for info in self._store.entries(leftovers=False) if info.step > step}
         with self._lock:
             self._stale = later
@@ -170,11 +179,19 @@ class Deletions:
         # themselves, or a restart would find them should a newer one be damaged.
         steps = [info for info in self._store.entries(leftovers=False) if info.step <= newest]
         passed = [info.step for info in steps if info.step in stale and not info.pinned]
-        unwanted = self._retention.to_delete(info for info in steps if info.step not in stale)
+        counted = [info for info in steps if info.step not in stale]
+        self._say_what_is_missing(counted)
+        unwanted = self._retention.to_delete(counted)
         for step in passed:
             self._delete(step, "it is of before training went back")
         for step in unwanted:
             self._delete(step, "no rule keeps it")
+
+    def _say_what_is_missing(self, steps: list[StepInfo]) -> None:
+        why = self._retention.waits_for(steps)
+        if why and not self._has_said_what_is_missing:
+            self._has_said_what_is_missing = True
+            LOGGER.warning("%s: %s", self._store.root, why)
 
     def _delete(self, step: int, why: str) -> None:
         begun = time.perf_counter()

@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 import os
@@ -184,6 +185,8 @@ class CheckpointManager:
 
         self._stops = False
         self._closed = False
+        self._called_with: int | None = None  # save() last, or the step that was restored since
+        self._knows_metric = self._retention.keep_best is None
         self._last_step: int | None = None  # that a save has begun of, or that was restored
         self._committed: int | None = None  # that this manager has saved last
         self._last_complete: int | None = None  # that or what was restored since
@@ -257,6 +260,7 @@ class CheckpointManager:
         metrics: dict[str, float] | None = None,
         notes: dict[str, Any] | None = None,
         force: bool = False,
+        overwrite: bool = False,
     ) -> bool:
         """Saves if it is time to. Call it after each step, on every rank.
 
@@ -266,13 +270,16 @@ class CheckpointManager:
         before the restored one was trained on are replaced.
 
         Args:
-            step: the number of steps that are done; larger than at the call before.
+            step: the number of steps that are done; not smaller than at the call before.
             state: what makes up the training: a dict of modules, optimizers, LR schedulers,
                 anything with ``state_dict()`` and ``load_state_dict()``, tensors and plain values;
                 see :class:`torch_ckpt.app_state.AppState`.
             metrics: numbers to choose the best steps by, and to look up later; rank 0's count.
             notes: anything else to look up later, as JSON knows it; rank 0's count.
             force: save in any case.
+            overwrite: training has gone back to this step without :meth:`restore`. Newer steps then
+                count as after ``restore(step=...)``: they stay, and a warning names them, until
+                training replaces or passes them.
 
         Returns:
             Whether a save of this step was begun.
@@ -280,12 +287,23 @@ class CheckpointManager:
         Raises:
             CheckpointException: the save before failed, or this one could not begin.
             CheckpointError: replicas differ, with ``check_replicas="error"``.
-            ValueError, TypeError: the step, the state, the metrics or the notes are none.
+            FileExistsError: this is the first call, without :meth:`restore`, and the root has this
+                step or newer ones.
+            ValueError, TypeError: the step is smaller than the one before; or the step, the state,
+                the metrics or the notes cannot be saved; or no step has ``best_metric`` yet, and
+                the metrics lack it.
+            TimeoutError: ranks did not come to the first save; they are named.
         """
         begun = time.perf_counter()
         self._refuse("save")
         # From now on an int, be it numpy's.
         step = int(step_name(step))
+        try:
+            self._come_to(step, overwrite)
+        except (FileExistsError, ValueError):
+            raise
+        except Exception as error:
+            return self._not_begun(step, error, begun)
         if self._schedule.auto is not None and self._returned_at is not None:
             is_slow = self._was_saving or self.is_saving
             self._schedule.auto.stepped(begun - self._returned_at, is_slow)
@@ -456,13 +474,15 @@ class CheckpointManager:
         restored = self._restorer.restore(state, step, names, strict)
         if restored is None:
             # Whatever comes is of this run.
-            self._restored = 0
+            self._restored, self._called_with = 0, None
             return 0
         self._last_step = self._last_complete = self._restored = restored
+        self._called_with = restored
         self._returned_at = None
         if self._rank == 0:
             self._deletions.restored(restored)
-        self._warn_of_later_steps(restored, step)
+        if step is not None and self._rank == 0:
+            self._warn_of_later_steps(f"step {restored} is restored", restored, stacklevel=3)
         seconds = time.perf_counter() - begun
         message = f"step {restored} is restored, in {seconds:.2f} s"
         self._report(Event("restored", restored, self._rank, seconds, message=message))
@@ -481,6 +501,11 @@ class CheckpointManager:
     def latest_step(self) -> int | None:
         """The newest complete step; None where there is none. Asks no other rank."""
         return max(self.all_steps(), default=None)
+
+    @property
+    def best_metric(self) -> str | Callable[[dict[str, float]], float] | None:
+        """What the best steps are chosen by."""
+        return self._retention.best_metric
 
     def best_step(self) -> int | None:
         """The best complete step by ``best_metric``; None where none has it.
@@ -617,6 +642,7 @@ class CheckpointManager:
             if differ and self._replicas.raises:
                 raise CheckpointError(differ)
         try:
+            self._require_metric(metrics, stops)
             overwrite = self._may_replace(step)
             ready = self._attempt.prepare(step, read, metrics, notes, overwrite=overwrite)
         except (ValueError, TypeError):
@@ -733,6 +759,60 @@ class CheckpointManager:
             expected,
         )
 
+    def _come_to(self, step: int, overwrite: bool) -> None:
+        """Refuses a step that would mix two courses of training, and goes back where that is meant.
+
+        All ranks make the same calls, so only the first one has to ask rank 0.
+        """
+        before = self._called_with
+        if before is None and self._restored is None:
+            newest = self._attempt.newest_step()
+            goes_back = newest is not None and step <= newest
+            if goes_back and not overwrite:
+                raise FileExistsError(
+                    errno.EEXIST,
+                    f"step {step} would be saved, and the root has steps up to {newest}: call "
+                    "restore() before the first save(), or use another root; save(overwrite=True) "
+                    "where training has gone back on purpose",
+                    self._store.root,
+                )
+        else:
+            goes_back = before is not None and step < before
+            if goes_back and not overwrite:
+                raise ValueError(
+                    f"step {step} comes after step {before}: steps must not decrease. Where "
+                    f"training has gone back, restore(state, step=...) or save({step}, state, "
+                    "overwrite=True)"
+                )
+        if goes_back:
+            self._go_back(step)
+        self._called_with = step
+
+    def _go_back(self, step: int) -> None:
+        # The step that is being saved is one of before, too.
+        self._wait_quietly()
+        self._restored = step
+        self._last_step = None
+        if self._rank != 0:
+            return
+        self._deletions.settle()
+        self._deletions.went_back(step - 1)
+        self._warn_of_later_steps(f"training goes on from step {step}", step, stacklevel=4)
+
+    def _require_metric(self, metrics: dict[str, float], stops: bool) -> None:
+        """Refuses a save while no step has what retention compares: the first one loses nothing."""
+        if self._knows_metric:
+            return
+        problem = self._attempt.lacks_metric(self._retention, metrics)
+        self._knows_metric = problem is None
+        if problem and stops:
+            # The last save before the end is worth more than the rule.
+            LOGGER.error("%s", problem)
+        elif problem:
+            raise ValueError(
+                f"{problem}. Give it in save(metrics=...), and math.nan where a step has none yet"
+            )
+
     def _may_replace(self, step: int) -> bool:
         """Whether a complete step of the number is this manager's, or training came back to it."""
         return step == self._committed or (self._restored is not None and step >= self._restored)
@@ -749,16 +829,13 @@ class CheckpointManager:
 
     # --- private: restoring ----------------------------------------------------------------------
 
-    def _warn_of_later_steps(self, restored: int, asked: int | None) -> None:
-        if asked is None or self._rank != 0:
-            return
-        later = [step for step in self.all_steps() if step > restored]
+    def _warn_of_later_steps(self, why: str, step: int, stacklevel: int) -> None:
+        later = [one for one in self.all_steps() if one > step]
         if later:
             warn(
-                f"step {restored} is restored, and there are later ones ({later}): they are "
-                "replaced when training comes to them; until then a restart finds them, unless "
-                "you delete() them",
-                stacklevel=3,
+                f"{why}, and there are later ones ({later}): they are replaced when training comes "
+                "to them; until then a restart finds them, unless you delete() them",
+                stacklevel=stacklevel + 1,
             )
 
     # --- private: the rest -----------------------------------------------------------------------

@@ -3,17 +3,20 @@
 1. Only complete steps are looked at.
 2. The newest one is kept, and pinned ones are.
 3. Each other is kept if any rule wants it. Without a rule all are kept.
+4. The best steps are compared by numbers. Until ``keep_best`` steps have one, that rule keeps all
+   steps, so that a metric of another name, or one that comes late, deletes nothing.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Collection, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 from torch_ckpt.steps import StepInfo
+from torch_ckpt.text import some_of
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,8 @@ class Retention:
         keep_every_hours: from the oldest on, each that was saved so many hours or more after the
             last one that this rule has kept. Steps that do not say when they were saved are kept.
         keep_best: so many of the best by ``best_metric``; of equal ones the newer. Steps without
-            that metric, or with NaN, are worse than all others and not kept by this rule.
+            that metric, or with NaN, are worse than all others: this rule keeps them until
+            ``keep_best`` steps have a number, and not any more then.
         best_metric: the metric's name, or a function of a step's metrics that rates it; its
             ``KeyError`` is a metric that the step does not have.
         best_mode: "min" or "max": what is best.
@@ -71,17 +75,74 @@ class Retention:
     def best_first(self, steps: Iterable[StepInfo]) -> list[StepInfo]:
         """The complete steps that have the metric, from the best to the worst."""
         sign = 1.0 if self.best_mode == "min" else -1.0
-        rated = [(sign * self._rate(step), step) for step in steps if step.complete]
+        rated = [(sign * self._rate(step.metrics), step) for step in steps if step.complete]
         rated = [(value, step) for value, step in rated if not math.isnan(value)]
         return [step for _, step in sorted(rated, key=lambda pair: (pair[0], -pair[1].step))]
 
-    def _rate(self, step: StepInfo) -> float:
-        if callable(self.best_metric):
+    def waits_for(self, steps: Iterable[StepInfo]) -> str:
+        """Why ``keep_best`` cannot be applied yet; "" where it can, or nothing depends on it."""
+        complete = [step for step in steps if step.complete]
+        if self.keep_best is None:
+            return ""
+        rated = len(self.best_first(complete))
+        if rated >= self.keep_best or rated == len(complete):
+            return ""
+        return (
+            f"{len(complete) - rated} of {len(complete)} steps have no number for "
+            f"{self._metric}: keep_best={self.keep_best} keeps all steps until "
+            f"{self.keep_best} have one"
+        )
+
+    def lacks_metric(
+        self, metrics: Mapping[str, float], others: Iterable[Mapping[str, float]]
+    ) -> str | None:
+        """Why the metrics of a step cannot be those that ``keep_best`` compares.
+
+        Args:
+            metrics: of a step, or of several steps together.
+            others: of the steps that are there.
+
+        Returns:
+            None where the metric is known: one of all these has a number for it, and other steps
+            may go without. "" where nothing is wrong yet, as with NaN.
+        """
+        if self.keep_best is None:
+            return None
+        rating, missing = self._rated(metrics)
+        if any(not math.isnan(each) for each in (rating, *map(self._rate, others))):
+            return None
+        if missing is None or (callable(self.best_metric) and not metrics):
+            return ""
+        given = f"given are {some_of(sorted(map(repr, metrics)))}" if metrics else "none are given"
+        near = get_close_matches(missing, metrics, n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        return f"there is no metric {missing!r}, by which the best steps are kept ({given}){hint}"
+
+    @property
+    def _metric(self) -> str:
+        return str(getattr(self.best_metric, "__name__", self.best_metric))
+
+    def _rate(self, metrics: Mapping[str, float]) -> float:
+        return self._rated(metrics)[0]
+
+    def _rated(self, metrics: Mapping[str, float]) -> tuple[float, str | None]:
+        """The number to compare by, NaN where there is none; and the metric that is missing, if
+        one is."""
+        if not callable(self.best_metric):
+            name = self.best_metric or ""
+            return metrics.get(name, math.nan), None if name in metrics else name
+        if not metrics:
+            return math.nan, self._metric
+        try:
+            rating = self.best_metric(dict(metrics))
+        except KeyError as error:
             # It may be made of several, of which a step may have none.
-            with suppress(KeyError):
-                return float(self.best_metric(step.metrics)) if step.metrics else math.nan
-            return math.nan
-        return step.metrics.get(self.best_metric or "", math.nan)
+            return math.nan, str(error.args[0]) if error.args else self._metric
+        try:
+            return float(rating), None
+        except OverflowError:
+            # Python's integers have no bound.
+            return math.inf if rating > 0 else -math.inf, None
 
     def reasons(self, steps: Iterable[StepInfo]) -> dict[int, list[str]]:
         """Why each of the complete steps is kept, in ascending order; no reason: it is not."""
@@ -104,9 +165,11 @@ class Retention:
         if self.keep_every_hours is not None:
             keep(_apart(complete, self.keep_every_hours), f"every {self.keep_every_hours:g} h")
         if self.keep_best is not None:
-            best = self.best_first(complete)[: self.keep_best]
-            by = getattr(self.best_metric, "__name__", self.best_metric)
-            keep(best, f"best {self.keep_best} by {by}")
+            best = self.best_first(complete)
+            reason = f"best {self.keep_best} by {self._metric}"
+            keep(best[: self.keep_best], reason)
+            if len(best) < self.keep_best:
+                keep((step for step in complete if step not in best), f"{reason}: too few have it")
         if self.should_keep is not None:
             keep(filter(self.should_keep, complete), "should_keep")
         return found

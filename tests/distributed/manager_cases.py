@@ -154,6 +154,26 @@ def case_the_marker_has_rank_0s_metrics_and_the_number_of_ranks(launch: Launch) 
     assert marker["ranks"] == launch.size
 
 
+def case_what_the_first_saves_may_not_do_is_refused_on_all_ranks(launch: Launch) -> None:
+    run_of(launch, [1, 2, 3])
+    best = {"keep_best": 1, "best_metric": "los"}
+    with manager_of(launch, **best) as made:
+        with pytest.raises(FileExistsError, match="has steps up to 3"):
+            made.save(3, state_of(launch, 3))
+        assert restored(launch, made) == 3
+        # Only rank 0's metrics count.
+        metrics = {"loss": 1.0} if launch.rank == 0 else {"los": 1.0}
+        with pytest.raises(ValueError, match="did you mean 'loss'"):
+            made.save(4, state_of(launch, 4), metrics=metrics)
+        with pytest.raises(ValueError, match="steps must not decrease"):
+            made.save(2, state_of(launch, 2))
+        saved(launch, made, [5], metrics={"los": 1.0})
+    with manager_of(launch) as made, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        saved(launch, made, [4], overwrite=True)
+        saved(launch, made, [5])
+
+
 def case_rank_0_deletes_for_all(launch: Launch) -> None:
     events: list[Event] = []
     with manager_of(launch, keep_last=2, on_event=events.append) as made:
@@ -701,6 +721,7 @@ def case_a_rank_that_does_not_make_a_manager_is_named(launch: Launch) -> None:
 def case_a_rank_that_does_not_come_to_a_save_is_named(launch: Launch) -> None:
     store, absent = store_of("no save"), launch.size - 1
     with manager_of(launch, timeout=SHORT) as made:
+        made.restore(state_of(launch, 0))
         if launch.rank == absent:
             store.wait([f"gave up {rank}" for rank in range(absent)])
         made.save(1, state_of(launch, 1))
@@ -713,6 +734,19 @@ def case_a_rank_that_does_not_come_to_a_save_is_named(launch: Launch) -> None:
         saved(launch, made, [2])
         made.wait_until_finished()
         assert made.all_steps() == [2]
+
+
+@takes_several
+def case_a_rank_that_does_not_come_to_the_first_save_is_named(launch: Launch) -> None:
+    store, absent = store_of("no first save"), launch.size - 1
+    with manager_of(launch, timeout=SHORT) as made:
+        if launch.rank == absent:
+            store.wait([f"gave up {rank}" for rank in range(absent)])
+        with pytest.raises(TimeoutError, match=rf"save: rank {absent} did not come within"):
+            made.save(1, state_of(launch, 1))
+        store.set(f"gave up {launch.rank}", "")
+        dist.barrier()
+        saved(launch, made, [2])
 
 
 @takes_several

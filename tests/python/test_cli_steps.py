@@ -230,6 +230,21 @@ def test_the_best_without_a_metric_is_refused(
     assert "--metric" in run(capsys, "gc", str(root), "--keep-best", "1", code=2)
 
 
+@pytest.mark.parametrize("dry_run", [["--dry-run"], []], ids=["dry", "real"])
+def test_a_metric_that_no_step_has_is_refused_with_the_nearest(
+    root: Path, dry_run: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in range(1, 7):
+        save_step(root, step, eval_loss=float(step))
+    left = leave_unfinished(root, 7)
+    rules = ["--keep-best", "2", "--metric", "evalloss", "--keep-last", "1", "--sweep"]
+    text = run(capsys, "gc", str(root), *rules, *dry_run, code=2)
+    assert "no metric 'evalloss'" in text
+    assert "did you mean 'eval_loss'?" in text
+    assert steps_of(root) == [1, 2, 3, 4, 5, 6]
+    assert (root / left).exists()
+
+
 @pytest.mark.parametrize("hours", ["0", "-1", "nan", "inf", "x"])
 def test_hours_that_are_none_are_refused(root: Path, hours: str) -> None:
     with pytest.raises(SystemExit) as ended:

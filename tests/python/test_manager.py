@@ -209,19 +209,6 @@ def of_kind(kind: str, work: Callable[[], object]) -> Callable[[Event], None]:
 # --- what reviews have found ---------------------------------------------------------------------
 
 
-def test_a_run_that_has_not_restored_replaces_nothing(make: Make) -> None:
-    run_of(make, [1, 2, 3])
-    made = make()
-    train(made, [2], training_of(1))
-    with pytest.raises(CheckpointException, match=r"restore\(\) first") as caught:
-        made.wait_until_finished()
-    assert isinstance(cause_of(caught.value), FileExistsError)
-    made.save(2, training_of(2).state, force=True)
-    with pytest.raises(CheckpointException, match=r"restore\(\) first"):
-        made.wait_until_finished()
-    assert made.all_steps() == [1, 2, 3]
-
-
 def test_the_restored_step_may_be_saved_by_force(make: Make) -> None:
     run_of(make, [1, 2])
     made = make()
@@ -782,16 +769,6 @@ def test_after_going_back_later_steps_are_replaced(make: Make) -> None:
         (3, {"again": True}),
         (4, {"again": True}),
     ]
-
-
-def test_after_a_restore_earlier_steps_are_not_replaced(make: Make) -> None:
-    run_of(make, range(1, 5))
-    made = make()
-    restored(made)
-    made.save(3, training_of(3).state)
-    with pytest.raises(CheckpointException, match="the step is there and complete") as caught:
-        made.wait_until_finished()
-    assert isinstance(cause_of(caught.value), FileExistsError)
 
 
 def test_after_going_back_the_steps_of_before_do_not_drive_new_ones_out(make: Make) -> None:

@@ -14,6 +14,7 @@ from torch_ckpt.retention import Retention
 from torch_ckpt.steps import StepInfo
 
 HOUR = 3600.0
+NAN = math.nan
 
 
 def info(step: int, **fields: Any) -> StepInfo:
@@ -88,8 +89,58 @@ def test_of_equal_ones_the_newer_is_better() -> None:
 
 
 def test_steps_without_the_metric_or_with_nan_are_not_among_the_best() -> None:
-    rules = Retention(keep_best=5, best_metric="loss")
+    rules = Retention(keep_best=2, best_metric="loss")
     assert kept(rules, rated(math.nan, None, 7, math.inf, math.nan)) == [3, 4, 5]
+
+
+def test_until_enough_steps_have_the_metric_all_stay() -> None:
+    rules = Retention(keep_best=3, best_metric="loss")
+    assert kept(rules, rated(math.nan, None, 7, math.inf, math.nan)) == [1, 2, 3, 4, 5]
+    assert "3 of 5 steps have no number for loss" in rules.waits_for(rated(None, None, 7, 8, None))
+
+
+@pytest.mark.parametrize("losses", [(), (1.0,), (1.0, None, 2.0)])
+def test_nothing_waits_where_enough_steps_or_all_have_the_metric(losses: Any) -> None:
+    assert Retention(keep_best=2, best_metric="loss").waits_for(rated(*losses)) == ""
+
+
+def test_a_misspelled_metric_is_named_with_the_nearest() -> None:
+    rules = Retention(keep_best=2, best_metric="eval_los")
+    problem = rules.lacks_metric({"eval_loss": 1.0, "epoch": 2.0}, [{"eval_loss": 3.0}])
+    assert problem == (
+        "there is no metric 'eval_los', by which the best steps are kept (given are 'epoch', "
+        "'eval_loss'); did you mean 'eval_loss'?"
+    )
+
+
+@pytest.mark.parametrize(
+    ("metrics", "others", "expected"),
+    [
+        ({"loss": 1.0}, [], None),
+        ({}, [{"loss": 1.0}], None),
+        ({"loss": math.nan}, [{}], ""),
+    ],
+    ids=["given", "there", "NaN"],
+)
+def test_a_metric_is_known_where_any_step_has_a_number(
+    metrics: Any, others: Any, expected: str | None
+) -> None:
+    rules = Retention(keep_best=2, best_metric="loss")
+    assert rules.lacks_metric(metrics, others) == expected
+
+
+def test_a_metric_that_a_function_misses_is_named() -> None:
+    rules = Retention(keep_best=2, best_metric=lambda metrics: -metrics["acuracy"])
+    assert rules.lacks_metric({}, []) == ""
+    assert "did you mean 'accuracy'" in (rules.lacks_metric({"accuracy": 1.0}, []) or "")
+    assert rules.lacks_metric({"acuracy": 1.0}, []) is None
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_function_may_return_an_integer_that_no_float_can_hold(sign: int) -> None:
+    rules = Retention(keep_best=1, best_metric=lambda m: sign * 10**400 if m["a"] else 0)
+    steps = [info(1, metrics={"a": 1.0}), info(2, metrics={"a": 0.0}), info(3, metrics={"a": 0.0})]
+    assert kept(rules, steps) == ([3] if sign > 0 else [1, 3])
 
 
 def test_a_function_may_rate_steps() -> None:
@@ -109,7 +160,7 @@ def test_a_function_is_not_asked_about_steps_without_metrics() -> None:
 
 def test_a_metric_that_a_function_misses_makes_a_step_no_best_one() -> None:
     steps = [info(1, metrics={"a": 1.0}), info(2, metrics={"b": 1.0}), info(3)]
-    rules = Retention(keep_best=3, best_metric=lambda metrics: metrics["a"])
+    rules = Retention(keep_best=1, best_metric=lambda metrics: metrics["a"])
     assert kept(rules, steps) == [1, 3]
 
 
@@ -255,10 +306,13 @@ def model(steps: list[StepInfo], rules: dict[str, Any], mode: str, protected: se
                     return True
         return False
 
+    losses = [step.metrics.get("loss", math.nan) for step in complete.values()]
+    with_a_number = sum(not math.isnan(loss) for loss in losses)
+
     def better(one: int) -> float:
         mine = complete[one].metrics.get("loss", math.nan)
         if math.isnan(mine):
-            return math.inf
+            return math.inf if with_a_number >= rules.get("keep_best", 0) else 0
         count = 0
         for number, other in complete.items():
             theirs = other.metrics.get("loss", math.nan)
@@ -308,3 +362,33 @@ def test_what_goes_is_what_a_plain_model_lets_go(
     }
     found = Retention(**given_rules, best_metric="loss", best_mode=mode).to_delete(steps, protected)
     assert found == sorted(model(steps, rules, mode, protected))
+
+
+_NAMES = ["loss", "los", "Loss", "eval_loss"]
+
+
+@given(
+    metric=st.sampled_from(_NAMES),
+    of_steps=st.lists(
+        st.dictionaries(st.sampled_from(_NAMES), st.sampled_from([0.0, 1.0, 1.0, 2.0, math.nan])),
+        max_size=8,
+    ),
+    best=st.integers(1, 3),
+    mode=st.sampled_from(["min", "max"]),
+    by_function=st.booleans(),
+)
+def test_no_step_goes_for_a_metric_before_enough_steps_have_it(
+    metric: str, of_steps: list[dict[str, float]], best: int, mode: str, by_function: bool
+) -> None:
+    by: Any = (lambda metrics: metrics[metric]) if by_function else metric
+    rules = Retention(keep_best=best, best_metric=by, best_mode=mode)
+    steps = [info(number, metrics=metrics) for number, metrics in enumerate(of_steps)]
+    numbers = {n: m[metric] for n, m in enumerate(of_steps) if not math.isnan(m.get(metric, NAN))}
+    gone = rules.to_delete(steps)
+    if len(numbers) < best:
+        assert gone == []
+        return
+    # Nothing that goes is better than what stays as one of the best, or equal and newer.
+    sign = 1 if mode == "min" else -1
+    ranked = sorted(numbers, key=lambda n: (sign * numbers[n], -n))
+    assert set(gone) == set(range(len(steps))) - set(ranked[:best]) - {len(steps) - 1}

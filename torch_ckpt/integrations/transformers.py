@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -170,7 +171,11 @@ class CheckpointCallback(transformers.TrainerCallback):
 
     def _save(self, force: bool = False) -> None:
         step = self._trainer.state.global_step
-        metrics = self._metrics if self._evaluated_at == step else None
+        metrics = self._metrics if self._evaluated_at == step else {}
+        best = self.manager.best_metric
+        if not metrics and isinstance(best, str):
+            # It has not been evaluated: that is no error.
+            metrics = {best: math.nan}
         # On several ranks it is a collective: while the state is read, the others would wait in it
         # for a rank that has failed before.
         with self.manager.before_save(self._trainer.store_flos):

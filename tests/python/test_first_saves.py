@@ -1,0 +1,218 @@
+"""What a manager refuses before it has saved anything wrong: other courses of training, metrics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torch_ckpt import CheckpointManager
+
+LATER = "and there are later ones"
+
+
+def state_of(step: int) -> dict[str, Any]:
+    return {"x": torch.full((3,), float(step))}
+
+
+@contextmanager
+def manager_of(root: Path, **options: Any) -> Iterator[CheckpointManager]:
+    with CheckpointManager(root, preemption_signals=(), **options) as made:
+        yield made
+
+
+def run_of(root: Path, steps: Any, **options: Any) -> None:
+    """A run that has ended."""
+    with manager_of(root, **options) as made:
+        for step in steps:
+            made.save(step, state_of(step))
+
+
+def finish(made: CheckpointManager) -> None:
+    """Waits for the save and the deletions under way."""
+    made.wait_until_finished()
+    made._deletions.settle()
+
+
+def restored(root: Path) -> float:
+    """The value in the newest step."""
+    state = state_of(0)
+    with manager_of(root, read_only=True) as made:
+        made.restore(state)
+    return float(state["x"][0])
+
+
+# --- a forgotten restore() -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [2, 3])
+def test_a_forgotten_restore_is_named_at_the_first_save(tmp_path: Path, step: int) -> None:
+    run_of(tmp_path, [1, 2, 3])
+    with manager_of(tmp_path) as made:
+        for force in (False, True):
+            with pytest.raises(FileExistsError, match=r"steps up to 3: call restore\(\) before"):
+                made.save(step, state_of(0), force=force)
+        assert made.all_steps() == [1, 2, 3]
+        assert made.restore(state_of(0)) == 3
+        assert made.save(4, state_of(4))
+    assert restored(tmp_path) == 4
+
+
+def test_a_forgotten_restore_is_named_where_it_is_not_time_to_save(tmp_path: Path) -> None:
+    run_of(tmp_path, [1, 2, 3])
+    with manager_of(tmp_path, interval=100) as made, pytest.raises(FileExistsError):
+        made.save(1, state_of(1))
+
+
+def test_a_run_may_go_on_after_the_steps_that_are_there(tmp_path: Path) -> None:
+    run_of(tmp_path, [1, 2, 3])
+    run_of(tmp_path, [4, 5])
+    with manager_of(tmp_path, read_only=True) as made:
+        assert made.all_steps() == [1, 2, 3, 4, 5]
+
+
+def test_the_first_save_may_overwrite_where_that_is_meant(tmp_path: Path) -> None:
+    run_of(tmp_path, [1, 2, 3])
+    with manager_of(tmp_path) as made:
+        with pytest.warns(UserWarning, match=LATER):
+            made.save(2, state_of(20), overwrite=True)
+        made.save(3, state_of(30))
+    assert restored(tmp_path) == 30
+
+
+# --- steps that decrease -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("interval", [1, 100], ids=["saved", "not saved"])
+def test_a_step_that_decreases_is_refused(tmp_path: Path, interval: int) -> None:
+    with manager_of(tmp_path, interval=interval) as made:
+        made.save(5, state_of(5))
+        with pytest.raises(ValueError, match="step 4 comes after step 5: steps must not decrease"):
+            made.save(4, state_of(4))
+        made.save(6, state_of(6))
+        with pytest.raises(ValueError, match="step 5 comes after step 6"):
+            made.save(5, state_of(5))
+
+
+def test_a_step_before_the_restored_one_is_refused(tmp_path: Path) -> None:
+    run_of(tmp_path, [1, 2, 3])
+    with manager_of(tmp_path) as made:
+        made.restore(state_of(0))
+        with pytest.raises(ValueError, match="step 2 comes after step 3"):
+            made.save(2, state_of(2))
+
+
+def test_a_step_may_come_twice(tmp_path: Path) -> None:
+    with manager_of(tmp_path) as made:
+        assert made.save(5, state_of(5))
+        assert not made.save(5, state_of(5))
+
+
+def test_after_an_earlier_step_is_restored_its_successors_may_come_again(tmp_path: Path) -> None:
+    with manager_of(tmp_path) as made:
+        for step in (1, 2, 3):
+            made.save(step, state_of(step))
+        with pytest.warns(UserWarning, match=LATER):
+            made.restore(state_of(0), 1)
+        assert made.save(2, state_of(20))
+        assert made.save(3, state_of(30))
+    assert restored(tmp_path) == 30
+
+
+def test_newer_steps_stay_until_training_that_went_back_replaces_or_passes_them(
+    tmp_path: Path,
+) -> None:
+    with manager_of(tmp_path, keep_last=4) as made:
+        for step in (40, 50, 60, 70):
+            made.save(step, state_of(step))
+        with pytest.warns(UserWarning, match=r"from step 45, .*later ones \(\[50, 60, 70\]\)"):
+            made.save(45, state_of(450), overwrite=True)
+        finish(made)
+        assert made.all_steps() == [40, 45, 50, 60, 70]
+        made.save(50, state_of(500))
+        finish(made)
+        assert made.all_steps() == [40, 45, 50, 60, 70]
+        made.save(65, state_of(650))
+        finish(made)
+        assert made.all_steps() == [40, 45, 50, 65, 70]
+        state = state_of(0)
+        made.restore(state, 50)
+        assert float(state["x"][0]) == 500
+
+
+def test_overwriting_where_nothing_is_newer_is_a_save(tmp_path: Path) -> None:
+    with manager_of(tmp_path) as made:
+        for step in (1, 2):
+            made.save(step, state_of(step), overwrite=True)
+    assert restored(tmp_path) == 2
+
+
+# --- the metric of the best steps ----------------------------------------------------------------
+
+BEST = {"keep_best": 2, "best_metric": "eval_los"}
+
+
+@pytest.mark.parametrize("metrics", [{"eval_loss": 1.0}, None], ids=["misspelled", "not given"])
+def test_the_first_save_without_the_metric_is_refused(tmp_path: Path, metrics: Any) -> None:
+    with manager_of(tmp_path, **BEST) as made:
+        with pytest.raises(ValueError, match="there is no metric 'eval_los'") as caught:
+            made.save(1, state_of(1), metrics=metrics)
+        assert ("did you mean 'eval_loss'" in str(caught.value)) == (metrics is not None)
+        assert made.steps() == []
+        assert made.save(1, state_of(1), metrics={"eval_los": 1.0})
+
+
+def test_nan_says_that_a_step_has_no_value_yet(tmp_path: Path) -> None:
+    with manager_of(tmp_path, **BEST) as made:
+        made.save(1, state_of(1), metrics={"eval_los": math.nan})
+        # It has no number yet, and so may still be misspelled.
+        with pytest.raises(ValueError, match="did you mean 'eval_loss'"):
+            made.save(2, state_of(2), metrics={"eval_loss": 2.0})
+
+
+def test_a_step_may_go_without_a_metric_that_another_has(tmp_path: Path) -> None:
+    with manager_of(tmp_path, **BEST) as made:
+        made.save(1, state_of(1), metrics={"eval_los": 1.0})
+        assert made.save(2, state_of(2))
+    with manager_of(tmp_path, **BEST) as made:
+        made.restore(state_of(0))
+        assert made.save(3, state_of(3))
+
+
+def test_steps_without_a_number_stay_until_enough_have_one_and_that_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with manager_of(tmp_path, **BEST) as made:
+        for step, loss in enumerate([math.nan, math.nan, 3.0, None], 1):
+            made.save(step, state_of(step), metrics={} if loss is None else {"eval_los": loss})
+            finish(made)
+        assert made.all_steps() == [1, 2, 3, 4]
+        made.save(5, state_of(5), metrics={"eval_los": 4.0})
+        finish(made)
+        assert made.all_steps() == [3, 5]
+    assert caplog.text.count("have no number for eval_los") == 1
+
+
+def test_the_last_save_before_the_end_is_made_without_the_metric(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    notice = tmp_path / "notice"
+    with manager_of(tmp_path / "run", interval=100, preemption_file=notice, **BEST) as made:
+        made._notice.reached = lambda step: step == 3  # type: ignore[method-assign]
+        for step in (1, 2, 3):
+            made.save(step, state_of(step))
+        assert made.should_stop
+    assert "there is no metric 'eval_los'" in caplog.text
+    assert restored(tmp_path / "run") == 3
+
+
+def test_an_integer_that_no_float_can_hold_is_refused_by_its_name(tmp_path: Path) -> None:
+    with manager_of(tmp_path) as made:
+        with pytest.raises(ValueError, match=r"metrics\['loss'\] is an integer that no float"):
+            made.save(1, state_of(1), metrics={"loss": 10**400})
+        assert made.steps() == []
