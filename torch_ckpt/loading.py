@@ -668,7 +668,9 @@ def _size_of(value: Any) -> torch.Size | None:
     if hasattr(value, "global_shape"):
         return torch.Size(value.global_shape)
     size = getattr(value, "size", None)
-    return torch.Size(size()) if callable(size) and hasattr(value, "dtype") else None
+    found = size() if callable(size) and hasattr(value, "dtype") else None
+    # A storage has both, too, and its size is a number.
+    return torch.Size(found) if isinstance(found, tuple) else None
 
 
 class _Freeing:
