@@ -20,7 +20,6 @@ import re
 import shutil
 import sys
 import uuid
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
@@ -343,10 +342,7 @@ def write_dcp(
     (plan,), metadata = planner.create_global_plan([planner.create_local_plan()])
     items = {item.index.fqn: item for item in plan.items}
     results: list[WriteResult] = []
-    with warnings.catch_warnings():
-        # That a checkpoint is replaced, which is what was asked for.
-        warnings.filterwarnings("ignore", message="Detected an existing checkpoint")
-        writer.set_up_for_save(0)
+    writer.set_up_for_save(0)
 
     def write(names: list[str], values: list[Any]) -> None:
         prefix = choose_prefix(target, f"__0_{writer.tag}")

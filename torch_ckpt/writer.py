@@ -201,7 +201,13 @@ class FileSystemWriter(StockWriter):
             return super().prepare_local_plan(plan)
         _C.make_directories(str(self.path))
         refuse_hidden_save(str(self.path), self._own_rank())
-        plan = super().prepare_local_plan(plan)
+        # Not torch's own, which warns that a checkpoint is replaced: here that stays loadable until
+        # the new one is committed.
+        name = metadata_name(self._own_rank())
+        if not self.overwrite and os.path.exists(os.path.join(self.path, name)):
+            raise RuntimeError(f"Checkpoint already exists in {self.path}, and overwrite=False")
+        if self.rank is not None and not self.use_collectives:
+            plan = dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{self.rank}_"))
         if self._is_coordinator or not self.use_collectives:
             self._claim = Claim(str(self.path), self._own_rank(), self.ends_earlier_claims)
         return plan

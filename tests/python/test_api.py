@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -220,7 +221,8 @@ def test_a_failed_save_keeps_the_old_checkpoint_and_leaves_no_file(tmp_path: Pat
 def test_a_save_over_a_checkpoint_leaves_only_the_new_one(tmp_path: Path) -> None:
     torch_ckpt.save({"t": torch.zeros(5)}, tmp_path / "c")
     (old,) = data_files(tmp_path / "c")
-    with pytest.warns(UserWarning, match="Detected an existing checkpoint"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         torch_ckpt.save({"t": torch.ones(5)}, tmp_path / "c")
     (new,) = data_files(tmp_path / "c")
     assert new != old
