@@ -13,10 +13,11 @@ import copy
 import functools
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
@@ -33,6 +34,7 @@ from torch_ckpt.loading import (
     ReadMemory,
     Strict,
     estimate,
+    is_stateful,
     load_values,
     load_values_freeing,
     value_of,
@@ -113,7 +115,7 @@ def save(
                 return save_state(lambda: _values_of(state_dict), writer, ranks)
             with raised_as_ours(ranks.rank):
                 metadata: Metadata = dcp_save(
-                    state_dict() if callable(state_dict) else state_dict,
+                    _given(state_dict),
                     storage_writer=writer,
                     planner=planner,
                     process_group=process_group,
@@ -278,6 +280,7 @@ def load(
             ``LoadMismatch``, ``Corrupt``, ``Unsafe``, ``OSError``.
         ValueError: contradicting options.
     """
+    _require_dict(state_dict)
     ranks = Ranks(process_group, no_dist)
     reader = _made(load, FileSystemReader, storage_reader, checkpoint_id, reader_options)
     reader.reset(checkpoint_id)
@@ -378,6 +381,8 @@ def _made(
 ) -> Any:
     """The writer or reader to use."""
     refuse_unknown(caller, kind, options)
+    if checkpoint_id is not None and not os.fspath(checkpoint_id):
+        raise ValueError("the checkpoint_id is empty; the current directory is '.'")
     if given is None:
         if checkpoint_id is None:
             raise ValueError(f"pass a checkpoint_id or a {kind.__name__}")
@@ -389,6 +394,26 @@ def _made(
     return given
 
 
+def _given(state_dict: StateDict | Callable[[], StateDict]) -> StateDict:
+    """The state dict that the caller means.
+
+    Raises:
+        TypeError: it is another thing.
+    """
+    # A module can be called, too.
+    if callable(state_dict) and not is_stateful(state_dict):
+        state_dict = state_dict()
+    _require_dict(state_dict)
+    return cast(StateDict, state_dict)
+
+
+def _require_dict(state_dict: object) -> None:
+    if isinstance(state_dict, Mapping):
+        return
+    name = "model" if isinstance(state_dict, torch.nn.Module) else "state"
+    wrapped = f"{{{name!r}: ...}}" if is_stateful(state_dict) else "a dict of names and values"
+    raise TypeError(f"the state dict is a {type(state_dict).__name__}; pass {wrapped}")
+
+
 def _values_of(state_dict: StateDict | Callable[[], StateDict]) -> StateDict:
-    state_dict = state_dict() if callable(state_dict) else state_dict
-    return {key: value_of(value) for key, value in state_dict.items()}
+    return {key: value_of(value) for key, value in _given(state_dict).items()}

@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
 import random
 import sys
 import warnings
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Set
 from types import SimpleNamespace
 from typing import Any, cast
@@ -39,7 +38,7 @@ from torch_ckpt.coordination import own_rank
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.loading import IfStored, OtherName, is_stateful
 from torch_ckpt.multihost.calls import Call
-from torch_ckpt.objects import decode
+from torch_ckpt.objects import warn_of_what_will_not_load
 from torch_ckpt.text import plural
 
 StateDict = dict[str, Any]
@@ -52,13 +51,8 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 _WITH_TENSORS = (torch.Tensor, dict, list)
 
-_CONTAINERS = (list, tuple, set, frozenset, deque)
-
 # That an error lists.
 _MOST_NAMES = 10
-
-# (key, types) of what has been found to load without allow_pickle, or has been warned of.
-_checked: set[tuple[str, frozenset[type]]] = set()
 
 _MISSING: Any = object()
 
@@ -697,40 +691,8 @@ def _wrapped(key: str, state: Any, tensors: int = 0, for_load: bool = False) -> 
     if for_load:
         return SimpleNamespace(value=state, tensors=tensors)
     wrapped = SimpleNamespace(value=_on_cpu(state), tensors=tensors)
-    types: set[type] = set()
-    _add_types(wrapped, types, set())
-    looked_at = key, frozenset(types)
-    if looked_at not in _checked:
-        stored = io.BytesIO()
-        torch.save(wrapped, stored)
-        try:
-            decode(stored.getvalue(), key, "its checkpoint")
-        except CheckpointError as error:
-            warnings.warn(f"what is saved will not load: {error}", stacklevel=2)
-        _checked.add(looked_at)
+    warn_of_what_will_not_load(key, wrapped)
     return wrapped
-
-
-def _add_types(value: Any, types: set[type], seen: set[int]) -> None:
-    """Adds the types of what a value consists of, as far as Python tells."""
-    types.add(type(value))
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-    parts: list[Any] = []
-    if isinstance(value, dict):
-        parts += [*value.keys(), *value.values()]
-    elif isinstance(value, _CONTAINERS):
-        parts += value
-    own = getattr(value, "__dict__", None)
-    if isinstance(own, dict):
-        parts += own.values()
-    kinds = set(map(type, parts))
-    types |= kinds
-    if not kinds.issubset(_PLAIN):
-        for part in parts:
-            if type(part) not in _PLAIN:
-                _add_types(part, types, seen)
 
 
 def _value(part: Any) -> Any:

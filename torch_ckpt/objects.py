@@ -27,7 +27,8 @@ import pickle
 import sys
 import zipfile
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -47,6 +48,7 @@ from torch_ckpt.harmless import (
     set_state,
     shown,
 )
+from torch_ckpt.metrics import warn
 from torch_ckpt.text import printable
 
 # Neither has types.
@@ -71,6 +73,16 @@ _LEAST_COPIES = 1 << 16
 _NESTING = (deque, defaultdict)
 _DEEPEST_NESTING = 100
 
+
+# What loads whatever it holds, and needs no look.
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+_CONTAINERS = (list, tuple, set, frozenset, deque)
+
+# (name, types) of what has been looked at.
+_checked: set[tuple[str, frozenset[type]]] = set()
+# Types of what has been found to load without allow_pickle.
+_known_to_load: set[frozenset[type]] = set()
 
 # Characters of an error that come from the pickle.
 _LONGEST_REASON = 400
@@ -114,6 +126,131 @@ def decode(data: bytes | memoryview, name: str, file: str) -> Any:
             f"{name}: the object in {file} is not one that torch.save has written: "
             f"{_told(error)}; with allow_pickle=True the planner gets it unread"
         ) from error
+
+
+def unpicklable(name: str, value: Any, error: Exception) -> CheckpointError:
+    """What to raise for an object that cannot be saved.
+
+    Args:
+        name: its fully qualified name.
+        error: why it can neither be pickled nor copied.
+    """
+    name, value = _culprit(name, value, _record)
+    return CheckpointError(
+        f"{name}: an object of type {type(value).__qualname__} cannot be saved "
+        f"({type(error).__name__}: {error}); leave it out of the state, or save the tensors, "
+        "numbers and strings that it is made of"
+    )
+
+
+def warn_of_what_will_not_load(
+    name: str, value: Any, data: bytes | memoryview | None = None
+) -> None:
+    """Warns where an object of a state dict will be refused by a load. Looks once for each name and
+    what the object consists of.
+
+    Args:
+        name: its fully qualified name.
+        data: its record, where that is known.
+
+    Raises:
+        CheckpointError: it cannot be pickled.
+    """
+    if type(value) in _PLAIN:
+        return
+    types: set[type] = set()
+    _add_types(value, types, set())
+    looked_at = name, frozenset(types)
+    if looked_at in _checked or looked_at[1] in _known_to_load:
+        return
+    try:
+        data = _record(value) if data is None else data
+    except Exception as error:
+        raise unpicklable(name, value, error) from None
+    _checked.add(looked_at)
+    try:
+        _require_loadable(name, value, data)
+    except CheckpointError:
+        name, value = _culprit(name, value, lambda part: _require_loadable("", part, _record(part)))
+        try:
+            _require_loadable(name, value, _record(value))
+        except CheckpointError as error:
+            warn(f"what is saved will not load: {error}", stacklevel=3)
+    else:
+        _known_to_load.add(looked_at[1])
+
+
+def _record(value: Any) -> memoryview:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getbuffer()
+
+
+def _require_loadable(name: str, value: Any, data: bytes | memoryview) -> None:
+    if isinstance(value, torch.Tensor):
+        _require_loadable_tensor(name, data)
+    else:
+        decode(data, name, "its checkpoint")
+
+
+def _culprit(name: str, value: Any, work: Callable[[Any], object]) -> tuple[str, Any]:
+    """The innermost part for which ``work`` fails, as it does for the whole, and its name."""
+    seen: set[int] = set()
+    while id(value) not in seen:
+        seen.add(id(value))
+        for inner, part in _parts(name, value):
+            try:
+                work(part)
+            except Exception:
+                name, value = inner, part
+                break
+    return name, value
+
+
+def _parts(name: str, value: Any) -> Iterable[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        return [(f"{name}.{key}", part) for key, part in value.items()]
+    if isinstance(value, _CONTAINERS):
+        return [(f"{name}.{index}", part) for index, part in enumerate(value)]
+    own = getattr(value, "__dict__", None)
+    if not isinstance(own, dict) or isinstance(value, type | ModuleType | FunctionType):
+        return []
+    # A value of an AppState is wrapped in a namespace, which has no name.
+    is_wrapper = type(value) is SimpleNamespace
+    return [(name if is_wrapper else f"{name}.{key}", part) for key, part in own.items()]
+
+
+def _require_loadable_tensor(name: str, data: bytes | memoryview) -> None:
+    stream = io.BytesIO(data)
+    unsafe = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(stream))
+    if unsafe:
+        raise Unsafe(
+            f"{name}: a tensor of a class of its own, which names {unsafe}; save a plain tensor, "
+            "or declare the class safe where it is loaded "
+            "(torch.serialization.add_safe_globals([...]))"
+        )
+
+
+def _add_types(value: Any, types: set[type], seen: set[int]) -> None:
+    """Adds the types of what a value consists of, as far as Python tells."""
+    types.add(type(value))
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    parts: list[Any] = []
+    if isinstance(value, dict):
+        parts += [*value.keys(), *value.values()]
+    elif isinstance(value, _CONTAINERS):
+        parts += value
+    own = getattr(value, "__dict__", None)
+    if isinstance(own, dict):
+        parts += own.values()
+    kinds = set(map(type, parts))
+    types |= kinds
+    if not kinds.issubset(_PLAIN):
+        for part in parts:
+            if type(part) not in _PLAIN:
+                _add_types(part, types, seen)
 
 
 def _told(error: Exception) -> str:

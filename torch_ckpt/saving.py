@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -28,13 +29,15 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
 
 from torch_ckpt.collector import no_gc
 from torch_ckpt.coordination import Meeting, Ranks
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.generations import choose_prefix
 from torch_ckpt.metadata import encode_metadata, with_checksum_tables
+from torch_ckpt.objects import unpicklable, warn_of_what_will_not_load
 from torch_ckpt.snapshot import Job
 from torch_ckpt.structure import structure_of
 from torch_ckpt.unchanged import Fingerprint
@@ -149,6 +152,7 @@ def _save_state(
         whole.set_up_planner(state_dict(), writer.storage_meta(), ranks.is_coordinator)
         rest = {}
         for name, value in whole.state_dict.items():
+            _require_values(name, value)
             if type(value) in (torch.Tensor, torch.nn.Parameter):
                 plain[name] = value
             else:
@@ -214,7 +218,7 @@ def _save_state(
                 values.extend(as_value(plain[name]) for name in names)
             for item in rest_planner.finish_plan(task.rest).items:
                 names.append(item.index.fqn)
-                values.append(resolve(rest_planner, item))
+                values.append(_found(rest_planner, item))
                 if job is not None:
                     job.resolved += 1
         return names, values
@@ -264,6 +268,37 @@ def tell_the_others(ranks: Ranks, error: BaseException) -> None:
     with suppress(BaseException):
         ranks.reduce_scatter("plan", fail, lambda plans: plans)
     ranks.close()
+
+
+def _require_values(name: str, value: Any) -> None:
+    if isinstance(value, torch.Tensor) and getattr(value, "_local_tensor", value).is_meta:
+        raise CheckpointError(
+            f"{name}: a tensor on the meta device has no values to save; give it memory and values "
+            "first (module.to_empty(device=...), then initialize or load it), or leave it out"
+        )
+
+
+def _found(planner: DefaultSavePlanner, item: WriteItem) -> Any:
+    """What is written for an item that is not a plain tensor.
+
+    Raises:
+        CheckpointError: it cannot be pickled.
+    """
+    name = item.index.fqn
+    value = planner.state_dict.get(name)
+    if item.type != WriteItemType.BYTE_IO:
+        found = resolve(planner, item)
+        if type(value) is not DTensor and not isinstance(found, torch.Tensor):
+            warn_of_what_will_not_load(name, value, found)
+        return found
+    try:
+        found = resolve(planner, item)
+    except Exception as error:
+        raise unpicklable(name, value, error) from None
+    # AppState looks at what it wraps, by the caller's names.
+    if type(value) is not SimpleNamespace:
+        warn_of_what_will_not_load(name, value, found)
+    return found
 
 
 def _check_same_checkpoint(identities: list[str | None]) -> None:

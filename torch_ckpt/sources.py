@@ -21,6 +21,7 @@ from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.tensor import DTensor
 
 from torch_ckpt import _C
+from torch_ckpt.objects import unpicklable
 
 _IMMUTABLE = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
 
@@ -89,7 +90,10 @@ class Sources:
             if copied.is_cuda:
                 self.devices.add(copied.device)
             return copied
-        return copy.deepcopy(value)
+        try:
+            return copy.deepcopy(value)
+        except Exception as error:
+            raise unpicklable(name, value, error) from None
 
     def _take_plain(self, value: torch.Tensor, name: str) -> torch.Tensor:
         alias = value.detach()

@@ -1,0 +1,135 @@
+"""What cannot be saved, or would not load, is named by its full key when it is to be saved."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+import torch_ckpt
+
+
+class Own:
+    def __init__(self, part: Any) -> None:
+        self.part = part
+
+
+class OwnTensor(torch.Tensor):
+    pass
+
+
+def by_save(state: dict[str, Any], path: Path) -> None:
+    torch_ckpt.save(state, path)
+
+
+def by_async_save(state: dict[str, Any], path: Path) -> None:
+    torch_ckpt.async_save(state, path).result()
+
+
+def by_manager(state: dict[str, Any], path: Path) -> None:
+    with torch_ckpt.CheckpointManager(path) as manager:
+        manager.save(1, state, force=True)
+
+
+each_way = pytest.mark.parametrize("save", [by_save, by_async_save, by_manager])
+Save = Callable[[dict[str, Any], Path], None]
+
+
+@each_way
+@pytest.mark.parametrize(
+    ("value", "key"),
+    [
+        ([1, {"lock": threading.Lock()}], "trainer.part.1.lock"),
+        (Own(threading.Lock()), "trainer.part.part"),
+        (lambda: None, "trainer.part"),
+    ],
+    ids=["in containers", "in an object", "a function"],
+)
+def test_what_cannot_be_pickled_is_named_by_its_full_key(
+    tmp_path: Path, save: Save, value: Any, key: str
+) -> None:
+    with pytest.raises(torch_ckpt.CheckpointError, match=f"{key}: an object of type .* cannot be"):
+        save({"trainer": {"part": value}, "t": torch.ones(2)}, tmp_path / "c")
+
+
+@each_way
+def test_a_meta_tensor_is_named_with_what_to_do(tmp_path: Path, save: Save) -> None:
+    model = torch.nn.Linear(2, 2, device="meta")
+    with pytest.raises(torch_ckpt.CheckpointError, match=r"model\.weight: .*to_empty"):
+        save({"model": model}, tmp_path / "c")
+
+
+@each_way
+def test_an_object_of_a_class_of_ones_own_is_warned_of_by_its_full_key(
+    tmp_path: Path, save: Save
+) -> None:
+    kind = type("Kind", (Own,), {"__module__": __name__, "__qualname__": f"Own{save.__name__}"})
+    globals()[kind.__qualname__] = kind
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        save({"trainer": {"part": [2, kind(3)]}}, tmp_path / "c")
+    (warning,) = [str(w.message) for w in caught if "will not load" in str(w.message)]
+    assert "trainer.part.1: " in warning
+    assert f"{__name__}.{kind.__qualname__}" in warning
+    assert "add_safe_globals" in warning
+
+
+def test_a_tensor_of_a_class_of_ones_own_is_warned_of(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"not load: model\.w: a tensor of a class of its own"):
+        torch_ckpt.save({"model": {"w": torch.ones(2).as_subclass(OwnTensor)}}, tmp_path)
+
+
+def test_what_loads_is_not_warned_of(tmp_path: Path) -> None:
+    state = {"a": {"list": [1, 2.0, "x"], "set": {1}, "path": Path("x"), "size": torch.Size([2])}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch_ckpt.save(state, tmp_path)
+
+
+@pytest.mark.parametrize("planner", [None, DefaultSavePlanner()], ids=["ours", "torch's"])
+def test_a_module_is_not_called_for_its_state(
+    tmp_path: Path, planner: DefaultSavePlanner | None
+) -> None:
+    class Model(torch.nn.Linear):
+        def forward(self, *_: Any) -> torch.Tensor:
+            raise AssertionError("it was called")
+
+    with pytest.raises(TypeError, match=r"is a Model; pass \{'model': \.\.\.\}"):
+        torch_ckpt.save(Model(2, 2), tmp_path, planner=planner)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"is a Model; pass \{'model': \.\.\.\}"):
+        torch_ckpt.async_save(Model(2, 2), tmp_path)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"is a Model; pass \{'model': \.\.\.\}"):
+        torch_ckpt.load(Model(2, 2), tmp_path)  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_no_state_dict_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="the state dict is a list; pass a dict"):
+        torch_ckpt.save([torch.ones(2)], tmp_path)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="the state dict is a list; pass a dict"):
+        torch_ckpt.save(lambda: [torch.ones(2)], tmp_path)  # type: ignore[arg-type, return-value]
+
+
+def test_an_empty_path_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for call in (torch_ckpt.save, torch_ckpt.async_save, torch_ckpt.load):
+        with pytest.raises(ValueError, match="the checkpoint_id is empty"):
+            call({"t": torch.ones(2)}, "")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_storage_is_an_object(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        # That the class goes away one day.
+        warnings.simplefilter("ignore")
+        stored = torch.arange(4.0).storage()
+        torch_ckpt.save({"s": stored}, tmp_path)
+        state: dict[str, Any] = {"s": torch.zeros(4).storage()}
+        assert torch_ckpt.load(state, tmp_path).fits  # type: ignore[union-attr]
+        assert state["s"].tolist() == stored.tolist()
