@@ -2,14 +2,16 @@
 
 1. ``state_dict()`` runs the hooks, then reads every value of the mapping. Tensors keep places of
    their own, named as in torch's ``get_state_dict``; what else a value's state holds becomes one
-   object, of types that load without ``allow_pickle``.
+   object, of types that load without ``allow_pickle``. All of an optimizer has torch's names.
 2. ``target()`` is the same without hooks, to load into: its tensors are the live ones. States that
    an optimizer does not have yet are made beside it.
 3. ``apply()`` puts back what is not in place yet.
 
-torch's own ``get_state_dict`` is not used. It gives an optimizer without state one by a step, after
-which Adam counts one step too many and SGD's momentum holds the weight decay; and it looks up every
-name three times at every save.
+Checkpoints of stock torch are read, too, where what is one object here is one for each leaf.
+
+torch's own ``get_state_dict`` is not called. It gives an optimizer without state one by a step,
+after which Adam counts one step too many and SGD's momentum holds the weight decay; and it looks up
+every name three times at every save.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
+import re
 import sys
 import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Set
 from types import SimpleNamespace
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -28,6 +31,9 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import _get_fqns
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -36,7 +42,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torch_ckpt.coordination import own_rank
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.loading import IfStored, OtherName, is_stateful
+from torch_ckpt.loading import Discovered, IfStored, is_stateful
 from torch_ckpt.multihost.calls import Call
 from torch_ckpt.objects import warn_of_what_will_not_load
 from torch_ckpt.text import plural
@@ -46,10 +52,16 @@ StateDict = dict[str, Any]
 #: Where a value's tensors are, what else its state holds has this name.
 _OBJECTS = "_objects"
 
+#: Those of an optimizer's parameters whose stored states are zeros that no step has made.
+_WITHOUT_STATE = "without_state"
+
 # Stored as they are; all else is wrapped, and so never taken for a part of the state dict.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 _WITH_TENSORS = (torch.Tensor, dict, list)
+
+# Of a group of an optimizer's parameters.
+_NO_OPTIONS = ("params", "param_names")
 
 # That an error lists.
 _MOST_NAMES = 10
@@ -109,7 +121,7 @@ class RNGState:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             state["cuda"] = torch.cuda.get_rng_state_all()
         if "numpy" in sys.modules:
-            state["numpy"] = sys.modules["numpy"].random.get_state(legacy=False)
+            state["numpy"] = _without_arrays(sys.modules["numpy"].random.get_state(legacy=False))
         return state
 
     def load_state_dict(self, state: StateDict) -> None:
@@ -121,6 +133,13 @@ class RNGState:
                 torch.cuda.set_rng_state(of_device, device)
         if "numpy" in state and "numpy" in sys.modules:
             sys.modules["numpy"].random.set_state(state["numpy"])
+
+
+def _without_arrays(state: Any) -> Any:
+    """With lists in the place of arrays, which ``torch.load(weights_only=True)`` refuses."""
+    if isinstance(state, dict):
+        return {key: _without_arrays(part) for key, part in state.items()}
+    return state.tolist() if hasattr(state, "tolist") else state
 
 
 class AppState:
@@ -205,11 +224,13 @@ class AppState:
                         {name: _value(part[names.of(value, name)]) for name in value.state_dict()}
                     )
                 elif isinstance(value, Optimizer):
-                    _set_optimizer_state(value, names.of_parameters(value), part)
+                    _set_optimizer_state(value, part)
                 elif is_stateful(value):
-                    value.load_state_dict(_joined_checked(part))
-                elif not isinstance(part, OtherName):
-                    self.state[key] = _other_value(part)
+                    value.load_state_dict(part[_OBJECTS].state(part))
+                elif isinstance(part, torch.Tensor):
+                    self.state[key] = part
+                elif part[_OBJECTS].values:
+                    self.state[key] = part[_OBJECTS].state(part)
         if kept:
             warnings.warn(
                 f"{', '.join(kept)}: no state of rank {own_rank()} was in the checkpoint (one of "
@@ -287,20 +308,13 @@ def _state_of(key: str, value: Any, names: _Names, for_load: bool) -> Any:
     value = _python_number(value)
     if isinstance(value, torch.Tensor):
         return value
-    if type(value) in _PLAIN:
-        return OtherName(f"{key}.{_OBJECTS}") if for_load else value
     if isinstance(value, Optimizer):
-        state = _optimizer_state(value, names.of_parameters(value), for_load)
-        part = _split(key, state, for_load)
-        if not for_load:
-            part[_OBJECTS].counts = _counts(part)
-        return part
-    if is_stateful(value):
-        return _split(key, value.state_dict(), for_load)
-    part = _split(key, value, for_load)
-    if for_load and len(part) == 1:
-        part[_OBJECTS] = OtherName(key, part[_OBJECTS])
-    return part
+        parameters = names.of_parameters(value)
+        state = _optimizer_state(value, parameters, for_load)
+        return _OptimizerState(key, parameters, state) if for_load else _as_stock(key, state)
+    if type(value) in _PLAIN and not for_load:
+        return value
+    return _split(key, value.state_dict() if is_stateful(value) else value, for_load)
 
 
 def _module_state(key: str, module: nn.Module, names: _Names, for_load: bool) -> StateDict:
@@ -323,20 +337,6 @@ def _python_number(value: Any) -> Any:
         number = value.item()
         return number if type(number) in _PLAIN else value
     return value
-
-
-def _other_value(part: Any) -> Any:
-    """What a value is replaced by: it is stored as it is, or split."""
-    if isinstance(part, SimpleNamespace):
-        part = {_OBJECTS: part}
-    if not isinstance(part, dict):
-        return part
-    objects = part[_OBJECTS]
-    if isinstance(objects, OtherName):
-        objects = objects.value
-    if not isinstance(objects, SimpleNamespace):
-        return objects
-    return _joined_checked({**part, _OBJECTS: objects})
 
 
 def _on_cpu(state: Any) -> Any:
@@ -466,7 +466,7 @@ def _optimizer_state(optimizer: Optimizer, names: list[str], for_load: bool) -> 
         {**group, "params": [names[number] for number in group["params"]]}
         for group in saved["param_groups"]
     ]
-    return {**saved, "state": state, "param_groups": groups, "without_state": without}
+    return {**saved, "state": state, "param_groups": groups, _WITHOUT_STATE: without}
 
 
 def _initial_state(
@@ -494,52 +494,276 @@ def _initial_state(
     return slots
 
 
-def _set_optimizer_state(optimizer: Optimizer, names: list[str], part: StateDict) -> None:
-    stored_counts = getattr(part[_OBJECTS], "counts", None)
-    # An older checkpoint has none, nor has an object that was not loaded.
-    counts = _counts(part)
-    loaded = _joined(part)
-    numbers = {name: number for number, name in enumerate(names)}
-    without = set(loaded.pop("without_state"))
-    if loaded["state"] is None:
-        raise CheckpointError(
-            f"the checkpoint has states of parameters, and {type(optimizer).__name__} keeps none: "
-            "was another optimizer saved, or is all of it frozen now?"
-        )
-    if stored_counts is not None:
-        _require_same_state(stored_counts["state"], counts["state"], numbers.keys() - without)
+def _as_stock(key: str, state: StateDict) -> StateDict:
+    """An optimizer's state to save, with the names and values of torch's ``get_state_dict``. What
+    torch would take apart, and so lose types or keys of, is wrapped."""
+    objects: list[Any] = []
+
+    def stored(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value
+        if type(value) in (dict, OrderedDict) and _holds_tensors(value):
+            _require_distinct(value)
+            return {name: stored(part) for name, part in value.items()}
+        if type(value) is list and _holds_tensors(value):
+            return [stored(part) for part in value]
+        return stored_object(value)
+
+    def stored_object(value: Any) -> Any:
+        value = _python_number(value)
+        objects.append(value)
+        if type(value) in (list, tuple) and all(type(part) in _PLAIN for part in value):
+            return copy.copy(value)
+        return value if type(value) in _PLAIN else SimpleNamespace(value=_on_cpu(value), tensors=0)
+
+    groups = [
+        {
+            option: value if isinstance(value, torch.Tensor) else stored_object(value)
+            for option, value in group.items()
+        }
+        for group in state["param_groups"]
+    ]
+    slots = {
+        name: {slot: stored(value) for slot, value in slots.items()}
+        for name, slots in state["state"].items()
+    }
+    rest = {k: stored(v) for k, v in state.items() if k not in ("state", "param_groups")}
+    _wrapped(key, objects)  # which warns of what will not load
+    return {**rest, "state": slots, "param_groups": groups}
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_holds_tensors, value.values()))
+    return any(map(_holds_tensors, value)) if type(value) is list else torch.is_tensor(value)
+
+
+class _OptimizerState(Discovered):
+    """An optimizer's state, to load, from any of three layouts.
+
+    1. That of :func:`_as_stock`: an object for each option of each group.
+    2. That of ``StateDictOptions(flatten_optimizer_state_dict=True)``: one for each parameter's.
+    3. That of the first versions: all that is no tensor, or an option's, is one object.
+
+    Args:
+        key: of the optimizer.
+        names: of its parameters, in their order.
+        state: as of :func:`_optimizer_state`; its tensors receive the values.
+    """
+
+    def __init__(self, key: str, names: list[str], state: StateDict) -> None:
+        super().__init__()
+        self.numbers = {name: number for number, name in enumerate(names)}
+        self._prefix = f"{key}."
+        self._state = {
+            **{k: v for k, v in state.items() if k != "state"},
+            "state": {name: dict(slots) for name, slots in state["state"].items()},
+        }
+        #: Tensors and objects here, by the name that they have in any checkpoint of layout 1 or 2.
+        self._leaves: dict[str, tuple[Any, ...]] = {}
+        for name, slots in self._state["state"].items():
+            self._add_leaves(slots, "state", name)
+        for name, value in self._state.items():
+            if name not in ("state", "param_groups", _WITHOUT_STATE):
+                self._add_leaves(value, name)
+        #: How many tensors the checkpoint has of each parameter.
+        self.stored_counts: dict[str, int] = {}
+        self._has_groups = False
+
+    def _add_leaves(self, value: Any, *path: Any) -> None:
+        is_slots = len(path) == 2 and path[0] == "state"
+        if is_slots or (type(value) in (dict, OrderedDict, list) and _holds_tensors(value)):
+            parts = enumerate(value) if isinstance(value, list) else value.items()
+            for place, part in parts:
+                self._add_leaves(part, *path, place)
+        else:
+            self._leaves[self._prefix + ".".join(map(str, path))] = path
+
+    def choose(self, metadata: Metadata) -> StateDict:
+        known = metadata.state_dict_metadata
+        is_tensor = {
+            name: isinstance(stored, TensorStorageMetadata)
+            for name, stored in known.items()
+            if name.startswith(self._prefix)
+        }
+        of_groups = f"{self._prefix}param_groups."
+        of_state = f"{self._prefix}state."
+        is_one_object = self._prefix + _OBJECTS in known
+        self._has_groups = f"{of_groups}0.params" in known
+        if not is_one_object and not any(name.startswith(of_groups) for name in is_tensor):
+            return {of_groups[:-1]: self}
+        of_parameters: dict[str, list[str]] = {}
+        for name in is_tensor:
+            if name.startswith(of_state):
+                found = _of_parameter(name.removeprefix(of_state), self.numbers)
+                of_parameters.setdefault(found[0] if found else "", []).append(name)
+        self.stored_counts = {
+            parameter: sum(is_tensor[name] for name in names)
+            for parameter, names in of_parameters.items()
+        }
+        # Stock torch saves no state of what never had a gradient, where ours has zeros.
+        may_lack = not is_one_object and self._prefix + _WITHOUT_STATE not in known
+        may_lack = may_lack and any(name in self.numbers for name in of_parameters)
+        chosen: StateDict = {}
+        for name, path in self._leaves.items():
+            if path[0] == "state" and may_lack and path[1] not in of_parameters:
+                self._state["state"].pop(path[1], None)
+            else:
+                value = _at(self._state, path)
+                if isinstance(value, torch.Tensor):
+                    chosen[name] = value
+                elif not is_one_object and not is_tensor.get(name):
+                    chosen[name] = self  # where a tensor has taken its place, their numbers differ
+        for name, is_one in is_tensor.items():
+            if not is_one:
+                chosen[name] = self
+            elif name.startswith(of_groups):
+                stored: Any = known[name]
+                dtype = stored.properties.dtype
+                chosen[name] = torch.empty(tuple(stored.size), dtype=dtype, device="meta")
+        return chosen
+
+    def state(self) -> tuple[StateDict, bool]:
+        """The state with what has been loaded, by names; and whether its groups have been."""
+        values = {name.removeprefix(self._prefix): v for name, v in self.values.items()}
+        if _OBJECTS in values:
+            tensors = _parts({k: v for k, v in self._state.items() if k != "param_groups"})[1]
+            tree = tensors if isinstance(tensors, dict) else {}
+            for name, value in values.items():
+                if name != _OBJECTS:
+                    set_element(tree, tuple(name.split(".")), value)
+            return _join(values[_OBJECTS].value, tree), True
+        if not values:
+            return self._state, False
+        state = {**self._state, _WITHOUT_STATE: values.pop(_WITHOUT_STATE, [])}
+        groups: StateDict = {}
+        for name, stored in values.items():
+            value = _value(stored)
+            path = self._leaves.get(self._prefix + name)
+            top, _, rest = name.partition(".")
+            if top == "param_groups":
+                groups[rest] = value
+            elif path is not None:
+                _at(state, path[:-1])[path[-1]] = value
+            elif top == "state":
+                found = _of_parameter(rest, self.numbers)
+                if found is not None:
+                    state["state"].setdefault(found[0], {})[found[1]] = value
+            else:
+                set_element(state, tuple(name.split(".")), value)
+        if groups:
+            state["param_groups"] = (
+                _groups_by_number(groups)
+                if self._has_groups
+                else _groups_by_parameter(groups, self._state["param_groups"], self.numbers)
+            )
+        return state, bool(groups)
+
+
+def _at(value: Any, path: tuple[Any, ...]) -> Any:
+    for place in path:
+        value = value[place]
+    return value
+
+
+def _of_parameter(name: str, parameters: Container[str]) -> tuple[str, str] | None:
+    """A name as that of a parameter, and what follows it."""
+    end = name.rfind(".")
+    while end > 0:
+        if name[:end] in parameters:
+            return name[:end], name[end + 1 :]
+        end = name.rfind(".", 0, end)
+    return None
+
+
+def _groups_by_number(options: StateDict) -> list[StateDict]:
+    """The groups of a state whose options are named by the numbers of groups."""
+    groups: dict[int, StateDict] = defaultdict(lambda: {"params": []})
+    for name, value in options.items():
+        number, _, option = name.partition(".")
+        groups[int(number)][option] = value
+    return [groups[number] for number in range(max(groups) + 1)]
+
+
+def _groups_by_parameter(
+    options: StateDict, here: list[StateDict], parameters: Container[str]
+) -> list[StateDict]:
+    """The same where options are named by parameters: in the groups that there are here, of which
+    those are left out whose options are others."""
+    of_parameter: dict[str, StateDict] = {}
+    for name, value in options.items():
+        found = _of_parameter(name, parameters)
+        if found is not None:
+            of_parameter.setdefault(found[0], {})[found[1]] = value
+    groups = []
+    for group in here:
+        members = [name for name in group["params"] if name in of_parameter]
+        first = of_parameter[members[0]] if members else {}
+        alike = [name for name in members if _same_options(of_parameter[name], first)]
+        groups.append({**first, "params": alike})
+    return groups
+
+
+def _same_options(some: StateDict, others: StateDict) -> bool:
+    def same(a: Any, b: Any) -> bool:
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+            return torch.equal(a, b)
+        return type(a) is type(b) and bool(a == b)
+
+    return some.keys() == others.keys() and all(same(v, others[k]) for k, v in some.items())
+
+
+def _set_optimizer_state(optimizer: Optimizer, found: _OptimizerState) -> None:
+    loaded, has_groups = found.state()
+    numbers = found.numbers
+    names = list(numbers)
+    without = set(loaded.pop(_WITHOUT_STATE))
+    slots_here = loaded["state"] or {}
+    if has_groups:
+        # Of an older version, or another rank, the list may be that of another one's state.
+        stored = {k: n for k, n in found.stored_counts.items() if k in numbers and n}
+        if not slots_here and stored:
+            raise CheckpointError(
+                f"the checkpoint has states of parameters, and {type(optimizer).__name__} keeps "
+                "none: was another optimizer saved, or is all of it frozen now?"
+            )
+        here = {name: _count(slots) for name, slots in slots_here.items()}
+        _require_same_state(stored, here, numbers.keys() - without)
     # The list is that of one rank, at the save or here: another one may have had a state.
     state = {
         numbers[name]: slots
-        for name, slots in loaded["state"].items()
+        for name, slots in slots_here.items()
         if name in numbers and not (name in without and _is_zero(slots))
     }
-    stored = loaded["param_groups"]
-    of_name = {name: index for index, group in enumerate(stored) for name in group["params"]}
+    stored_groups = loaded["param_groups"]
+    of_name = {name: index for index, g in enumerate(stored_groups) for name in g["params"]}
     groups = []
     own = iter(range(len(names)))
     for index, group in enumerate(optimizer.param_groups):
         members = [next(own) for _ in group["params"]]
-        found = {of_name.get(names[number]) for number in members} or {index}
-        place = found.pop()
-        if found or place is None or place >= len(stored):
+        places = {of_name.get(names[number]) for number in members} or {index}
+        place = places.pop()
+        if places or place is None or place >= len(stored_groups):
             raise CheckpointError(
                 f"the parameters of group {index} ({names[members[0]] if members else 'empty'}, "
                 "...) are not of one group in the checkpoint, so its learning rate and other "
                 "options are not known. Group them as they were; ranks that optimize different "
                 "parameters, as pipeline stages do, need different keys in the state"
             )
-        if stored_counts is not None:
-            lost = set(stored_counts["options"].get(place, ())) - set(
-                counts["options"].get(place, ())
+        options = {k: v for k, v in stored_groups[place].items() if k not in _NO_OPTIONS}
+        lost = [
+            option
+            for option, value in options.items()
+            if isinstance(value, torch.Tensor) and not isinstance(group.get(option), torch.Tensor)
+        ]
+        if lost:
+            raise CheckpointError(
+                f"{', '.join(sorted(lost))} of group {index} was saved as a tensor and is none "
+                "now; make the optimizer with a tensor there"
             )
-            if lost:
-                raise CheckpointError(
-                    f"{', '.join(sorted(lost))} of group {index} was saved as a tensor and is none "
-                    "now; make the optimizer with a tensor there"
-                )
-        options = {k: value for k, value in stored[place].items() if k != "param_names"}
-        groups.append({**options, "params": members})
+        # An option that the checkpoint does not know keeps the value that it has here.
+        kept = {k: v for k, v in group.items() if k not in _NO_OPTIONS}
+        groups.append({**kept, **options, "params": members})
     options_before = [dict(group) for group in optimizer.param_groups]
     optimizer.load_state_dict({**loaded, "state": state, "param_groups": groups})
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -551,22 +775,11 @@ def _set_optimizer_state(optimizer: Optimizer, names: list[str], part: StateDict
                 of_parameter[slot] = value
     for group, before in zip(optimizer.param_groups, options_before, strict=True):
         for option, tensor in before.items():
-            # Captured graphs know it by its address. It may have been filled with what is another
-            # group's now.
-            if isinstance(tensor, torch.Tensor) and isinstance(group.get(option), torch.Tensor):
+            # Captured graphs know it by its address.
+            if isinstance(tensor, torch.Tensor) and option in group:
                 with torch.no_grad():
-                    tensor.copy_(group[option])
+                    tensor.copy_(torch.as_tensor(group[option]))
                 group[option] = tensor
-
-
-def _counts(part: StateDict) -> dict[str, Any]:
-    """How many tensors an optimizer has of each parameter, and which options of its groups, by
-    their numbers, are tensors."""
-    groups = part.get("param_groups", {})
-    return {
-        "state": {name: _count(slots) for name, slots in part.get("state", {}).items()},
-        "options": {int(number): list(options) for number, options in groups.items()},
-    }
 
 
 def _require_same_state(stored: dict[str, int], here: dict[str, int], names: Set[str]) -> None:
@@ -609,7 +822,96 @@ def _split(key: str, state: Any, for_load: bool) -> StateDict:
     if _OBJECTS in tree:
         raise ValueError(f"a tensor must not be named {_OBJECTS}")
     whole = {} if rest is _MISSING else rest
-    return {**tree, _OBJECTS: _wrapped(key, whole, _count(tree), for_load)}
+    if for_load:
+        return {**tree, _OBJECTS: _Objects(key, state, whole, tree)}
+    return {**tree, _OBJECTS: _wrapped(key, whole, _count(tree))}
+
+
+class _Objects(Discovered):
+    """What a value's state holds beside tensors, to load: one object, or, from stock torch, one for
+    each leaf of nested dicts and lists.
+
+    Args:
+        key: of the value.
+        state: all of its state.
+        rest, tensors: its two parts.
+    """
+
+    def __init__(self, key: str, state: Any, rest: Any, tensors: StateDict) -> None:
+        super().__init__()
+        self._key = key
+        self._whole = f"{key}.{_OBJECTS}"
+        self._state = state
+        self._rest = rest
+        self._tensors = flatten_state_dict({key: tensors})[0]
+        self._paths: dict[str, Any] = {}
+
+    def choose(self, metadata: Metadata) -> StateDict:
+        known = metadata.state_dict_metadata
+        for name in (self._whole, self._key):
+            if name in known:
+                return {name: self}
+        beneath = [name for name in known if name.startswith(f"{self._key}.")]
+        of_a_rank = re.compile(rf"{re.escape(self._key)}\.rank\d+")
+        if not beneath or any(map(of_a_rank.fullmatch, beneath)):
+            return {self._key if type(self._state) in _PLAIN else self._whole: self}
+        chosen: StateDict = {}
+        here = flatten_state_dict({self._key: self._state})[0]
+        for name in [*(here.keys() - {self._key}), *beneath]:
+            stored = known.get(name)
+            if name in self._tensors:
+                continue
+            chosen[name] = self
+            # In containers that are one object, and have no place for its tensors.
+            if isinstance(here.get(name), torch.Tensor) and isinstance(
+                stored, TensorStorageMetadata
+            ):
+                dtype = stored.properties.dtype
+                chosen[name] = torch.empty(tuple(stored.size), dtype=dtype, device="meta")
+        self._paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+        return chosen
+
+    def state(self, part: StateDict) -> Any:
+        """The state with what has been loaded, which is nothing where that was not wanted.
+
+        Args:
+            part: the tensors that were loaded, and this.
+        """
+        values = dict(self.values)
+        tensors = {name: value for name, value in part.items() if name != _OBJECTS}
+        if self._key in values:
+            return values[self._key]
+        if self._whole in values:
+            stored, here = values[self._whole].tensors, _count(tensors)
+            if stored != here:
+                raise CheckpointError(
+                    f"the checkpoint has {stored} tensors of it, where now there are {here}. Give "
+                    "it the state that it had before restoring; PerRank(...) saves states that "
+                    "change their form"
+                )
+            return _join(values[self._whole].value, tensors)
+        state = _with_leaves(_join(self._rest, tensors), self._key, values)
+        root = {self._key: state}
+        for name, value in values.items():
+            path = self._paths.get(name) or tuple(name.split("."))
+            if not isinstance(root[self._key], (dict, list)):
+                root[self._key] = {} if isinstance(path[1], str) else []
+            set_element(root, path, value)
+        return root[self._key]
+
+
+def _with_leaves(value: Any, name: str, leaves: StateDict) -> Any:
+    """A copy of nested dicts and lists with other leaves, by name, which are taken away."""
+    if name in leaves:
+        return leaves.pop(name)
+    if isinstance(value, dict):
+        copied = copy.copy(value)
+        for key, part in value.items():
+            copied[key] = _with_leaves(part, f"{name}.{key}", leaves)
+        return copied
+    if type(value) is list:
+        return [_with_leaves(part, f"{name}.{i}", leaves) for i, part in enumerate(value)]
+    return value
 
 
 def _parts(state: Any) -> tuple[Any, Any]:
@@ -638,31 +940,21 @@ def _parts(state: Any) -> tuple[Any, Any]:
     else:
         return state.copy() if type(state) is list else state, _MISSING
     tensors = {str(key): part for key, (_, part) in items if part is not _MISSING}
-    if tensors and len({str(key) for key, _ in items}) < len(items):
-        raise ValueError(
-            f"keys of the dict with {', '.join(tensors)} are the same as text, such as 1 and '1', "
-            "and name the same tensor; rename them"
-        )
+    if tensors and type(state) is not list:
+        _require_distinct(state)
     return rest, tensors or _MISSING
+
+
+def _require_distinct(state: Mapping[Any, Any]) -> None:
+    if len(set(map(str, state))) < len(state):
+        raise ValueError(
+            f"keys of the dict with {', '.join(map(str, state))} are the same as text, such as 1 "
+            "and '1', and name the same tensor; rename them"
+        )
 
 
 def _is_named_tensor(item: tuple[Any, Any]) -> bool:
     return isinstance(item[1], torch.Tensor) and isinstance(item[0], str)
-
-
-def _joined(part: StateDict) -> Any:
-    """The state that was split into this."""
-    return _join(part[_OBJECTS].value, {k: v for k, v in part.items() if k != _OBJECTS})
-
-
-def _joined_checked(part: StateDict) -> Any:
-    stored, here = part[_OBJECTS].tensors, _count(part)
-    if stored != here:
-        raise CheckpointError(
-            f"the checkpoint has {stored} tensors of it, where now there are {here}. Give it the "
-            "state that it had before restoring; PerRank(...) saves states that change their form"
-        )
-    return _join(part[_OBJECTS].value, {k: v for k, v in part.items() if k != _OBJECTS})
 
 
 def _join(rest: Any, tensors: Any) -> Any:
@@ -683,7 +975,8 @@ def _join(rest: Any, tensors: Any) -> Any:
 def _count(tree: Any) -> int:
     if isinstance(tree, torch.Tensor):
         return 1
-    return sum(map(_count, tree.values())) if isinstance(tree, dict) else 0
+    parts = tree.values() if isinstance(tree, dict) else tree if type(tree) is list else ()
+    return sum(map(_count, parts))
 
 
 def _wrapped(key: str, state: Any, tensors: int = 0, for_load: bool = False) -> SimpleNamespace:

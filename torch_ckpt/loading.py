@@ -11,9 +11,10 @@
 
 from __future__ import annotations
 
+import abc
 import fnmatch
 import warnings
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -68,19 +69,24 @@ class IfStored:
         self.missing = False
 
 
-class OtherName:
-    """Stands in a state dict to load for an object that the checkpoint may have by another name.
+class Discovered(abc.ABC):
+    """Stands in a state dict to load for what is known by name only once the metadata is read.
 
-    It is replaced by what is found: by its own name, else by the other one.
-
-    Args:
-        name: the other fully qualified name.
-        value: what it stands for.
+    Attributes:
+        values: what has been loaded in its place, by fully qualified name.
     """
 
-    def __init__(self, name: str, value: Any = None) -> None:
-        self.name = name
-        self.value = value
+    def __init__(self) -> None:
+        self.values: StateDict = {}
+
+    @abc.abstractmethod
+    def choose(self, metadata: Metadata) -> StateDict:
+        """What to load in its place, by fully qualified name: meta tensors, and anything else for
+        objects. Names that the checkpoint does not have are reported as missing."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        # As torch's set_element does it.
+        self.values[name] = value
 
 
 @dataclass
@@ -180,12 +186,16 @@ class _Planner(DefaultLoadPlanner):
             self.state_dict[name] = _real(self.state_dict[name])
             set_element(self.original_state_dict, self.mappings[name], self.state_dict[name])
 
-    def take_other_names(self, known: Container[str]) -> None:
-        """Calls objects by those of their names that the checkpoint has."""
+    def discover(self) -> None:
+        """Exchanges what stands for names that only the metadata tells."""
+        assert self.metadata is not None
         for name, value in list(self.state_dict.items()):
-            if isinstance(value, OtherName) and name not in known and value.name in known:
-                self.state_dict[value.name] = self.state_dict.pop(name)
-                self.mappings[value.name] = self.mappings.pop(name)
+            if isinstance(value, Discovered):
+                del self.state_dict[name]
+                path = self.mappings.pop(name)
+                for found, target in value.choose(self.metadata).items():
+                    self.state_dict[found] = target
+                    self.mappings[found] = (*path, found)
 
     def plan_part(self, part: StateDict) -> LoadPlan:
         before = self.state_dict, self.flatten_state_dict
@@ -328,9 +338,8 @@ class Load:
             self.reader.set_up_for_load(self._metadata, self._ranks.rank)
         planner = _Planner(allow_partial_load=True)
         planner.look_at(values, self._metadata)
+        planner.discover()
         known = self._metadata.state_dict_metadata
-        if any(name not in known for name in planner.state_dict):
-            planner.take_other_names(known)
         if any(name not in known for name in planner.state_dict):
             # It exchanges the names for those of torch 2.3, where the checkpoint has these.
             with suppress(ValueError):
@@ -365,7 +374,7 @@ class Load:
     ) -> None:
         size = _size_of(value)
         if size is None:
-            wanted = "an object" if isinstance(value, OtherName) else f"a {type(value).__name__}"
+            wanted = "an object" if isinstance(value, Discovered) else f"a {type(value).__name__}"
             report.kinds.append((name, "a tensor", wanted))
             return
         dtype = getattr(value, "dtype", stored.properties.dtype)

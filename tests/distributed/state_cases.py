@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
@@ -193,6 +194,47 @@ def restores_what_others_left(ranks: int) -> Callable[[Launch], None]:
 
 case_what_2_ranks_left_is_restored = restores_what_others_left(2)
 case_what_4_ranks_left_is_restored = restores_what_others_left(4)
+
+# --- stock torch ---------------------------------------------------------------------------------
+
+
+def case_what_stock_torch_saved_of_shards_is_restored(launch: Launch) -> None:
+    for flatten in (False, True):
+        path = launch.path(str(flatten))
+        saved = program("fsdp", launch)
+        train(saved, 2)
+        options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+        module, optimizer = get_state_dict(saved["model"], saved["optimizer"], options=options)
+        stock = {**saved, "model": module, "optimizer": optimizer}
+        del stock["rng"]
+        dcp.save(stock, checkpoint_id=path)
+        for wrap in ("fsdp", "ddp"):
+            state = program(wrap, launch, seed=1)
+            state["optimizer"].param_groups[0]["lr"] = 7.0
+            del state["rng"]
+            restore(state, path)
+            assert_equal(whole(state), whole(saved), f"{wrap} {flatten}")
+
+
+def case_stock_torch_takes_the_shards_that_are_saved_here(launch: Launch) -> None:
+    saved = program("fsdp", launch)
+    train(saved, 2)
+    save(saved, launch.path("ckpt"))
+    for wrap in ("fsdp", "ddp"):
+        state = program(wrap, launch, seed=1)
+        module, optimizer = get_state_dict(state["model"], state["optimizer"])
+        dcp.load({"model": module, "optimizer": optimizer}, checkpoint_id=launch.path("ckpt"))
+        set_state_dict(
+            state["model"],
+            state["optimizer"],
+            model_state_dict=module,
+            optim_state_dict=optimizer,
+        )
+        found, expected = whole(state), whole(saved)
+        assert_equal(
+            [found["model"], found["optimizer"]], [expected["model"], expected["optimizer"]]
+        )
+
 
 # --- AsyncCheckpoint -----------------------------------------------------------------------------
 

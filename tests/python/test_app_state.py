@@ -465,7 +465,7 @@ def test_a_state_that_the_rank_of_the_options_did_not_have_is_taken(tmp_path: Pa
     of_rank_0 = app_state.state_dict()
     app_state.state.update(_stepped(lambda layer: torch.optim.AdamW(layer.parameters())))
     stored = app_state.state_dict()
-    stored["optimizer"]["_objects"] = of_rank_0["optimizer"]["_objects"]
+    stored["optimizer"]["without_state"] = of_rank_0["optimizer"]["without_state"]
     torch_ckpt.save(stored, tmp_path)
     optimizer = torch.optim.AdamW(layer.parameters())
     restore({"model": layer, "optimizer": optimizer}, tmp_path)

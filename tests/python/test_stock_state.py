@@ -1,0 +1,292 @@
+"""Programs' states between the manager and stock torch, both ways, and from the manager's first
+layout of optimizers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.optim import lr_scheduler
+
+import torch_ckpt
+from tests.support import assert_equal, cause_of, stock_load, stock_save
+from torch_ckpt.app_state import AppState
+from torch_ckpt.errors import CheckpointError, LoadMismatch
+
+State = dict[str, Any]
+
+SAMPLES = Path(__file__).parent / "samples"
+
+BOTH_SHAPES = pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flattened"])
+
+
+@pytest.fixture(autouse=True)
+def no_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def program(steps: int, rate: float = 0.1, **options: Any) -> State:
+    """Two groups of AdamW with options of their own, a scheduler, and what has been counted."""
+    torch.manual_seed(steps)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    weights, biases = [model[0].weight, model[1].weight], [model[0].bias, model[1].bias]
+    groups = [{"params": weights, "weight_decay": 0.5}, {"params": biases, "lr": rate / 2}]
+    optimizer = torch.optim.AdamW(groups, lr=rate, **options)
+    scheduler = lr_scheduler.StepLR(optimizer, 2)
+    for _ in range(steps):
+        model(torch.randn(5, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    train_state = {"step": steps, "losses": [0.5] * steps, "tokens": torch.tensor(steps)}
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "train_state": train_state,
+    }
+
+
+def values(state: State) -> State:
+    parts = {key: state[key].state_dict() for key in ("model", "optimizer", "scheduler")}
+    return {**parts, "train_state": state["train_state"]}
+
+
+def save_by_stock(state: State, path: Path, *, flatten: bool) -> None:
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    model, optimizer = get_state_dict(state["model"], state["optimizer"], options=options)
+    stock_save({**state, "model": model, "optimizer": optimizer}, path)
+
+
+def restore(state: State, path: Path, **load_options: Any) -> torch_ckpt.LoadReport:
+    app_state = AppState(state)
+    target = app_state.target()
+    report = torch_ckpt.load(target, path, **load_options)
+    app_state.apply(target)
+    assert report is not None
+    return report
+
+
+def mismatch(state: State, path: Path) -> torch_ckpt.LoadReport:
+    with pytest.raises(dcp.CheckpointException) as caught:
+        restore(state, path)
+    error = cause_of(caught.value)
+    assert isinstance(error, LoadMismatch)
+    return error.report
+
+
+# --- what stock torch has saved ------------------------------------------------------------------
+
+
+@BOTH_SHAPES
+def test_all_of_a_program_that_stock_torch_saved_is_restored(tmp_path: Path, flatten: bool) -> None:
+    saved, fresh = program(3, rate=0.7), program(0)
+    save_by_stock(saved, tmp_path, flatten=flatten)
+    report = restore(fresh, tmp_path)
+    assert_equal(values(fresh), values(saved))
+    assert report.unexpected == []
+
+
+def test_a_manager_restores_a_step_that_stock_torch_saved(tmp_path: Path) -> None:
+    saved, fresh = program(3, rate=0.7), program(0)
+    save_by_stock(saved, tmp_path / "0000000003", flatten=True)
+    (tmp_path / "0000000003/write_completed").touch()
+    with torch_ckpt.CheckpointManager(tmp_path) as manager:
+        assert manager.restore(fresh) == 3
+    assert_equal(values(fresh), values(saved))
+
+
+@BOTH_SHAPES
+def test_what_never_had_a_gradient_has_no_state_in_a_stock_checkpoint_nor_after_it(
+    tmp_path: Path, flatten: bool
+) -> None:
+    def parts() -> State:
+        model = nn.ModuleDict({"used": nn.Linear(2, 2), "unused": nn.Linear(2, 2)})
+        return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+
+    saved, fresh = parts(), parts()
+    saved["model"]["used"](torch.ones(1, 2)).sum().backward()
+    saved["optimizer"].step()
+    save_by_stock(saved, tmp_path, flatten=flatten)
+    restore(fresh, tmp_path)
+    assert_equal(fresh["optimizer"].state_dict(), saved["optimizer"].state_dict())
+
+
+@BOTH_SHAPES
+def test_a_learning_rate_that_is_a_tensor_takes_stocks(tmp_path: Path, flatten: bool) -> None:
+    saved, fresh = program(1, rate=0.75), program(0)
+    tensors = [torch.tensor(0.0), torch.tensor(0.0)]
+    for group, tensor in zip(fresh["optimizer"].param_groups, tensors, strict=True):
+        group["lr"] = tensor
+    save_by_stock(saved, tmp_path, flatten=flatten)
+    restore(fresh, tmp_path)
+    assert [tensor.item() for tensor in tensors] == [0.75, 0.375]
+    groups = fresh["optimizer"].param_groups
+    assert [group["lr"] is tensor for group, tensor in zip(groups, tensors, strict=True)] == [
+        True,
+        True,
+    ]
+
+
+def test_parameters_of_one_group_that_had_other_options_in_stocks_are_refused(
+    tmp_path: Path,
+) -> None:
+    save_by_stock(program(1), tmp_path, flatten=True)
+    fresh = program(0)
+    one_group = torch.optim.AdamW(fresh["model"].parameters())
+    with pytest.raises(CheckpointError, match=r"^optimizer: .*not of one group in the checkpoint"):
+        restore({"model": fresh["model"], "optimizer": one_group}, tmp_path)
+
+
+@BOTH_SHAPES
+def test_a_stock_checkpoint_of_an_optimizer_with_less_state_is_missing_the_rest(
+    tmp_path: Path, flatten: bool
+) -> None:
+    saved, fresh = program(1), program(0, amsgrad=True)
+    save_by_stock(saved, tmp_path, flatten=flatten)
+    assert mismatch(fresh, tmp_path).missing == [
+        f"optimizer.state.{number}.{kind}.max_exp_avg_sq"
+        for kind in ("weight", "bias")
+        for number in (0, 1)
+    ]
+
+
+def test_an_optimizer_that_the_checkpoint_lacks_is_missing_by_its_groups(tmp_path: Path) -> None:
+    saved = program(1)
+    stock_save({"model": saved["model"].state_dict()}, tmp_path)
+    fresh = program(0)
+    report = mismatch({"model": fresh["model"], "optimizer": fresh["optimizer"]}, tmp_path)
+    assert report.missing == ["optimizer.param_groups"]
+
+
+def test_a_leaf_that_a_stock_checkpoint_lacks_is_missing(tmp_path: Path) -> None:
+    stock_save({"train_state": {"step": 3}}, tmp_path)
+    state: State = {"train_state": {"step": 0, "nested": {"best": 1.0}}}
+    assert mismatch(state, tmp_path).missing == ["train_state.nested.best"]
+
+
+def test_a_tensor_that_the_state_has_no_place_for_is_refused(tmp_path: Path) -> None:
+    stock_save({"train_state": {"step": torch.tensor(3)}}, tmp_path)
+    report = mismatch({"train_state": {"step": 0}}, tmp_path)
+    assert [name for name, _stored, _wanted in report.kinds] == ["train_state.step"]
+
+
+def test_dicts_within_lists_and_keys_that_are_numbers_are_restored_from_stock(
+    tmp_path: Path,
+) -> None:
+    saved = {"history": {"runs": [{"loss": 0.5}, {"loss": 0.25}], 7: "seven"}}
+    stock_save(saved, tmp_path)
+    state: State = {"history": {"runs": [{"loss": 0.0}], 7: ""}}
+    restore(state, tmp_path)
+    assert state == saved
+
+
+# --- the way back --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_stock_torch_takes_what_is_saved_here(tmp_path: Path, steps: int) -> None:
+    saved, fresh = program(steps, rate=0.7), program(0)
+    torch_ckpt.save(AppState(saved).state_dict, tmp_path)
+    model, optimizer = get_state_dict(fresh["model"], fresh["optimizer"])
+    stock_load({"model": model, "optimizer": optimizer}, tmp_path)
+    set_state_dict(
+        fresh["model"],
+        fresh["optimizer"],
+        model_state_dict=model,
+        optim_state_dict=optimizer,
+    )
+    assert_equal(fresh["model"].state_dict(), saved["model"].state_dict())
+    groups = [g for g in fresh["optimizer"].state_dict()["param_groups"]]
+    assert_equal(groups, saved["optimizer"].state_dict()["param_groups"])
+    if steps:
+        expected = saved["optimizer"].state_dict()["state"]
+        assert_equal(fresh["optimizer"].state_dict()["state"], expected)
+
+
+def test_the_names_of_an_optimizer_are_those_of_stock_and_one_more(tmp_path: Path) -> None:
+    saved = program(1)
+    state = {key: saved[key] for key in ("model", "optimizer")}
+    ours = torch_ckpt.save(AppState(state).state_dict, tmp_path / "a")
+    stock = stock_save(
+        {"optimizer": get_optimizer_state_dict(saved["model"], saved["optimizer"])}, tmp_path / "b"
+    )
+    names = {n for n in ours.state_dict_metadata if n.startswith("optimizer.")}
+    assert names == {*stock.state_dict_metadata, "optimizer.without_state"}
+
+
+class _Odd(torch.optim.Optimizer):
+    """Has options and states of many types."""
+
+    def __init__(self, parameters: Any, odd: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1, "odd": odd})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["count"] = state.get("count", 0) + 1
+                state["window"] = {1: torch.ones(2) * state["count"], "rest": [None, {}]}
+
+
+@pytest.mark.parametrize("odd", [{}, {1: 0.5}, [{"a": 1}], (torch.ones(2), 1), None, "text"])
+def test_options_and_states_of_any_type_are_restored_as_they_were(tmp_path: Path, odd: Any) -> None:
+    def parts(steps: int, odd: Any) -> State:
+        layer = nn.Linear(2, 2)
+        optimizer = _Odd(layer.parameters(), odd)
+        for _ in range(steps):
+            optimizer.step()
+        return {"model": layer, "optimizer": optimizer}
+
+    saved, fresh = parts(2, odd), parts(0, "another")
+    torch_ckpt.save(AppState(saved).state_dict, tmp_path)
+    restore(fresh, tmp_path)
+    assert_equal(fresh["optimizer"].state_dict(), saved["optimizer"].state_dict())
+
+
+def test_an_option_that_the_checkpoint_does_not_know_stays(tmp_path: Path) -> None:
+    saved, fresh = program(1), program(0)
+    torch_ckpt.save(AppState(saved).state_dict, tmp_path)
+    for group in fresh["optimizer"].param_groups:
+        group["of_a_newer_version"] = 5
+    restore(fresh, tmp_path)
+    groups = fresh["optimizer"].param_groups
+    assert [group["of_a_newer_version"] for group in groups] == [5, 5]
+
+
+# --- the layout of the first versions ------------------------------------------------------------
+
+
+def test_a_step_whose_optimizer_is_one_object_is_restored() -> None:
+    # Written by a version before this layout: two groups, one with a tensor as learning rate, and
+    # a module that never had a gradient.
+    model = nn.ModuleDict({"used": nn.Linear(2, 3), "unused": nn.Linear(2, 1)})
+    weights = [model["used"].weight, model["unused"].weight]
+    biases = [model["used"].bias, model["unused"].bias]
+    groups = [
+        {"params": weights, "lr": torch.tensor(0.0)},
+        {"params": biases, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups)
+    scheduler = lr_scheduler.MultiStepLR(optimizer, [7])
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 0}
+    restore(state, SAMPLES / "one_object/checkpoint")
+    expected = torch.load(SAMPLES / "one_object/expected.pt", weights_only=True)
+    assert_equal({key: state[key].state_dict() for key in expected}, expected)
+    assert state["step"] == 3
