@@ -76,7 +76,7 @@ fi
 [[ -x $venv/bin/python ]] || "$python" -m venv "$venv"
 "$venv/bin/pip" install -q --disable-pip-version-check \
   "torch${torch_version:+==$torch_version}" "numpy" "setuptools>=68" wheel \
-  pytest pytest-timeout hypothesis safetensors ruff==0.17.5 mypy==2.4.1 tqdm matplotlib tensorboard \
+  pytest pytest-timeout hypothesis safetensors ruff==0.17.5 mypy==2.4.1 matplotlib tensorboard \
   clang-format==14.0.6 # pinned: each version formats differently
 
 # What torch_ckpt.integrations and remote checkpoints work with, and what builds the documentation.

@@ -17,14 +17,12 @@ import errno
 import functools
 import logging
 import os
-import sys
 import threading
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, MutableMapping
 from concurrent.futures import Future
-from importlib.util import find_spec
 from types import TracebackType
 from typing import Any
 
@@ -47,6 +45,7 @@ from torch_ckpt.metrics import LOGGER, warn
 from torch_ckpt.multihost.calls import meeting_of
 from torch_ckpt.options import refuse_unknown
 from torch_ckpt.pending import Once, Pending
+from torch_ckpt.progress import wants_bar
 from torch_ckpt.replica_check import ReplicaCheck
 from torch_ckpt.restoring import Restorer
 from torch_ckpt.retention import Retention
@@ -111,7 +110,7 @@ class CheckpointManager:
         staging_dir: see :func:`torch_ckpt.steps.open_steps`.
         load_options: passed to :func:`torch_ckpt.load`, as ``allow_pickle``.
         writer_options: passed to :class:`torch_ckpt.FileSystemWriter`. ``progress`` is a bar on
-            rank 0 by default where standard error is a terminal and tqdm is installed.
+            rank 0 by default where standard error is a terminal.
 
     Attributes:
         save_errors: saves that have failed, where ``on_save_error`` lets training go on.
@@ -174,7 +173,7 @@ class CheckpointManager:
         self._async_saves = async_saves
         self._staging = staging
         self._read_only = read_only
-        writer_options = {"progress": _bar_on_terminals(), **writer_options}
+        writer_options = {"progress": wants_bar(), **writer_options}
         # Where one of them is wrong this raises, and not the first save.
         self._store.writer(
             0, attempt="", overwrite=False, marker=dict, expected_bytes=0, **writer_options
@@ -851,10 +850,6 @@ class CheckpointManager:
         if self._rank == 0:
             # Between deletions: one that has begun with the step unpinned would take it.
             self._deletions.in_turn(lambda: self._store.set_pinned(step, pinned))
-
-
-def _bar_on_terminals() -> bool:
-    return sys.stderr is not None and sys.stderr.isatty() and find_spec("tqdm") is not None
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
+import math
 import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+
+from torch_ckpt.text import printable, size
 
 
 @dataclass(frozen=True)
@@ -34,12 +37,11 @@ class Reporter:
 
     def __init__(self, option: ProgressOption, title: str, rank: int | None, total: int) -> None:
         self._callback: Callable[[Progress], None] | None = None
-        self._bar: Any = None
-        self._shown = 0
+        self._bar: _Bar | None = None
         if callable(option):
             self._callback = option
         elif option and not rank:
-            self._bar = _make_bar(title, total)
+            self._bar = _Bar(title, total)
 
     @property
     def active(self) -> bool:
@@ -51,8 +53,7 @@ class Reporter:
         if self._callback is not None:
             self._callback(progress)
         elif self._bar is not None:
-            self._bar.update(progress.bytes_done - self._shown)
-            self._shown = progress.bytes_done
+            self._bar.update(progress.bytes_done)
 
     def __enter__(self) -> Reporter:
         return self
@@ -62,12 +63,40 @@ class Reporter:
             self._bar.close()
 
 
-def _make_bar(title: str, total: int) -> Any:
-    try:
-        tqdm = importlib.import_module("tqdm").tqdm
-    except ImportError:
-        raise ValueError(
-            "progress=True needs tqdm (pip install 'torch_ckpt[progress]'); "
-            "or pass a function of your own"
-        ) from None
-    return tqdm(total=total, desc=title, unit="B", unit_scale=True, file=sys.stderr, leave=True)
+def wants_bar() -> bool:
+    """Whether somebody looks at standard error: a bar is for terminals, not for logs."""
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
+class _Bar:
+    """One line on standard error: redrawn on a terminal, written once, at the end, elsewhere."""
+
+    _SECONDS_BETWEEN = 0.1
+
+    def __init__(self, title: str, total: int) -> None:
+        self._title = printable(title)
+        self._total = total
+        self._done = 0
+        self._begun = time.monotonic()
+        self._drawn = -math.inf
+        self._redraws = wants_bar()
+
+    def update(self, done: int) -> None:
+        self._done = done
+        now = time.monotonic()
+        if self._redraws and now - self._drawn >= self._SECONDS_BETWEEN:
+            self._drawn = now
+            self._write("")
+
+    def close(self) -> None:
+        self._write("\n")
+
+    def _write(self, end: str) -> None:
+        seconds = time.monotonic() - self._begun
+        share = self._done / self._total if self._total else 1.0
+        rate = f", {size(self._done / seconds)}/s" if seconds else ""
+        begin, rest = ("\r", "\x1b[K") if self._redraws else ("", "")
+        text = f"{self._title}: {share:.0%} of {size(self._total)}{rate}"
+        # Whoever reads standard error may have closed it; the save has not failed.
+        with suppress(OSError, ValueError):
+            print(f"{begin}{text}{rest}", end=end, file=sys.stderr, flush=True)

@@ -687,7 +687,6 @@ def test_progress_of_a_save_grows_to_the_total(tmp_path: Path) -> None:
 
 
 def test_progress_true_draws_a_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("tqdm")
     save(state_of(), tmp_path / "step-7", progress=True)
     load(emptied(state_of()), tmp_path / "step-7", progress=True)
     drawn = capsys.readouterr().err
