@@ -114,12 +114,12 @@ def verify_records(
     max_inflight_bytes: int,
     direct_io: bool | str,
     progress: Callable[[int], None] | None,
-) -> tuple[list[tuple[int, int | None, int | None, int, str]], list[int]]:
+) -> tuple[list[tuple[int, int | None, int | None, int, str, int]], list[int]]:
     """What is wrong with records, and the rows of those that have bytes without a checksum.
 
     A row: file number, offset, length in bytes; dtype and shape of a tensor, None of an object. A
     finding: file number, row (None: the whole file), offset in the file, damaged bytes (0: not
-    known), what.
+    known), what, the errno of a system call that failed (0: none did).
     """
 
 def names_file_beneath(name: str) -> bool:

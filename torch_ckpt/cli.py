@@ -8,27 +8,36 @@ and exit code 2. docs/cli.md has the exit codes.
 """
 
 import argparse
-import importlib.util
 import json
 import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-from torch_ckpt.collecting import collect, step_lines, steps_document
+from torch_ckpt import __version__
+from torch_ckpt.collecting import collect, delete, set_pinned, step_lines, steps_document
 from torch_ckpt.comparing import diff
 from torch_ckpt.converting import convert
 from torch_ckpt.doctor import DEFAULT_BYTES, LEAST_BYTES, diagnose
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.listing import document, examine, file_lines, item_lines, total_line
+from torch_ckpt.listing import (
+    Listing,
+    document,
+    examine,
+    file_lines,
+    item_lines,
+    part_lines,
+    total_line,
+)
 from torch_ckpt.local_paths import is_url
+from torch_ckpt.locating import checkpoint_at
+from torch_ckpt.progress import wants_bar
 from torch_ckpt.retention import Retention
 from torch_ckpt.showing import show
-from torch_ckpt.steps import StepStore, open_steps
-from torch_ckpt.text import printable
+from torch_ckpt.steps import LARGEST_STEP, StepStore, open_steps
+from torch_ckpt.text import printable, sentence
 from torch_ckpt.verifying import verify
 
 # Where the end of the output, and with it the outcome, is not known: as of a process that SIGPIPE
@@ -57,38 +66,46 @@ def _tell(report: _Report, arguments: argparse.Namespace) -> None:
 
 def _ls(arguments: argparse.Namespace) -> int:
     """Lists one checkpoint; returns 1 when files or shards of it are missing or files too short."""
-    directory: Path = arguments.directory
-    listing = examine(directory)
+    directory = checkpoint_at(arguments.directory)
+    listing = examine(directory, arguments.names or None)
     if arguments.json:
         print(json.dumps(document(listing, directory), indent=2))
     else:
-        _print((file_lines if arguments.files else item_lines)(listing))
-        print()
+        for lines in [file_lines(listing)] if arguments.files else _item_tables(listing):
+            _print(lines)
+            print()
         print(total_line(listing))
     if listing.faults:
-        faults = printable(", ".join(listing.faults))
-        print(f"torch-ckpt: {directory} cannot be loaded whole: {faults}", file=sys.stderr)
+        faults = ", ".join(listing.faults)
+        _complain(f"{directory} cannot be loaded whole: {faults}")
         return 1
     return 0
 
 
+def _item_tables(listing: Listing) -> Iterator[Iterable[str]]:
+    yield item_lines(listing)
+    if parts := list(part_lines(listing)):
+        yield parts
+
+
 def _show(arguments: argparse.Namespace) -> int:
-    """Shows what tensors and objects of a checkpoint hold."""
+    """Shows what tensors and objects of a checkpoint hold; returns 1 when some are damaged."""
     report = show(
-        arguments.directory,
+        checkpoint_at(arguments.directory),
         arguments.names or None,
         first=arguments.first,
         allow_pickle=arguments.allow_pickle,
         progress=_wants_bar(arguments),
     )
     _tell(report, arguments)
-    return 0
+    return 0 if report.ok else 1
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    """Verifies one checkpoint; returns 1 when something of it is damaged or missing."""
+    """Verifies one checkpoint; returns 1 when something of it is damaged or missing, and 2 when
+    nothing is, but some of it could not be read."""
     report = verify(
-        arguments.directory,
+        checkpoint_at(arguments.directory),
         thread_count=arguments.threads,
         progress=_wants_bar(arguments),
     )
@@ -98,14 +115,16 @@ def _verify(arguments: argparse.Namespace) -> int:
         _print(report.lines())
     elif not report.ok:
         _print(report.faults())
-    return 0 if report.ok else 1
+    if report.unread:
+        _complain(f"{report.checkpoint} was not read whole: {report.unread[0].what}")
+    return 1 if report.has_damage else 2 if report.unread else 0
 
 
 def _diff(arguments: argparse.Namespace) -> int:
     """Compares two checkpoints; returns 1 when they differ."""
     report = diff(
-        arguments.a,
-        arguments.b,
+        checkpoint_at(arguments.a),
+        checkpoint_at(arguments.b),
         atol=arguments.atol,
         rtol=arguments.rtol,
         progress=_wants_bar(arguments),
@@ -118,7 +137,7 @@ def _convert(arguments: argparse.Namespace) -> int:
     """Converts a model from one format to another."""
     try:
         report = convert(
-            arguments.source,
+            checkpoint_at(arguments.source, other_formats=True),
             arguments.target,
             max_shard_size=arguments.max_shard_size,
             tensors_only=arguments.tensors_only,
@@ -179,6 +198,26 @@ def _gc(arguments: argparse.Namespace) -> int:
     return 1 if report.busy else 0
 
 
+def _delete(arguments: argparse.Namespace) -> int:
+    """Deletes steps; returns 1 when one is in use."""
+    store = _opened_steps(arguments.root)
+    report = delete(store, arguments.steps, force=arguments.force)
+    _tell(report, arguments)
+    return 1 if report.busy else 0
+
+
+def _pin(arguments: argparse.Namespace) -> int:
+    """Pins steps, or releases them."""
+    store = _opened_steps(arguments.root)
+    set_pinned(store, arguments.steps, arguments.pins)
+    done = "pinned" if arguments.pins else "unpinned"
+    if arguments.json:
+        print(json.dumps({"root": store.root, done: arguments.steps}, indent=2))
+    else:
+        _print(f"{done}: {step}" for step in arguments.steps)
+    return 0
+
+
 def _opened_steps(root: str) -> StepStore:
     try:
         return open_steps(root)
@@ -188,9 +227,11 @@ def _opened_steps(root: str) -> StepStore:
 
 def _wants_bar(arguments: argparse.Namespace) -> bool:
     quiet = arguments.json or getattr(arguments, "quiet", False)
-    if quiet or not sys.stderr.isatty():
-        return False
-    return importlib.util.find_spec("tqdm") is not None
+    return not quiet and wants_bar()
+
+
+def _complain(text: str) -> None:
+    print(f"torch-ckpt: {printable(text)}", file=sys.stderr)
 
 
 # --- types of arguments: argparse prints what ArgumentTypeError says, and nothing of others ------
@@ -202,10 +243,6 @@ def _local(text: str) -> str:
             f"URLs are taken by steps and gc alone, and a local path has no protocol: {text}"
         )
     return text
-
-
-def _directory(text: str) -> Path:
-    return Path(_local(text))
 
 
 def _integer(text: str, least: int) -> int:
@@ -220,6 +257,13 @@ def _integer(text: str, least: int) -> int:
 
 def _count(text: str) -> int:
     return _integer(text, 0)
+
+
+def _step(text: str) -> int:
+    number = _integer(text, 0)
+    if number > LARGEST_STEP:
+        raise argparse.ArgumentTypeError(f"must be at most {LARGEST_STEP}, got {number}")
+    return number
 
 
 def _at_least_one(text: str) -> int:
@@ -271,12 +315,26 @@ def _tolerance(text: str) -> float:
 
 def _add_directory(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "directory", type=_directory, metavar="DIR", help="the checkpoint directory"
+        "directory",
+        type=_local,
+        metavar="DIR",
+        help="the checkpoint directory, or ROOT/40 for step 40 of a run",
     )
 
 
 def _add_root(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("root", metavar="ROOT", help="a directory, or a URL that fsspec knows")
+
+
+def _add_names(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="a name, or a pattern as 'model.*'; default: all"
+    )
+
+
+def _add_steps(parser: argparse.ArgumentParser) -> None:
+    _add_root(parser)
+    parser.add_argument("steps", nargs="+", type=_step, metavar="STEP", help="a step's number")
 
 
 def _add_json(parser: argparse._ActionsContainer, what: str = "everything") -> None:
@@ -289,6 +347,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="torch-ckpt",
         description="Look at, convert and keep checkpoints of torch_ckpt and of stock PyTorch.",
     )
+    parser.add_argument("--version", action="version", version=f"torch_ckpt {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     def command(name: str, run: _Run, help: str, description: str) -> argparse.ArgumentParser:
@@ -302,9 +361,11 @@ def _parser() -> argparse.ArgumentParser:
         help="list what a checkpoint holds",
         description="List the tensors and objects of a checkpoint directory. Reads its metadata "
         "and the lengths of its files, not the data. Exits with 1 when a data file or a shard is "
-        "missing or a file is too short, with 2 when there is no checkpoint that can be read.",
+        "missing or a file is too short, with 2 when there is no checkpoint that can be read, or "
+        "no such name.",
     )
     _add_directory(ls)
+    _add_names(ls)
     form = ls.add_mutually_exclusive_group()
     form.add_argument("--files", action="store_true", help="one line per file instead of per item")
     _add_json(form)
@@ -315,13 +376,11 @@ def _parser() -> argparse.ArgumentParser:
         help="show what tensors and objects hold: values, statistics, places",
         description="Read tensors and objects of a checkpoint directory, and show their shape and "
         "dtype, the first values, minimum, maximum, mean and standard deviation, zeros, NaN and "
-        "infinite values, and where they are stored. Exits with 2 when there is no such name, or "
-        "it cannot be read.",
+        "infinite values, and where they are stored. Exits with 1 when some are damaged, which are "
+        "named behind the sound ones, with 2 when there is no such name, or nothing can be read.",
     )
     _add_directory(look)
-    look.add_argument(
-        "names", nargs="*", metavar="NAME", help="a name, or a pattern as 'model.*'; default: all"
-    )
+    _add_names(look)
     look.add_argument(
         "--first", type=_count, default=6, metavar="N", help="first values to show (default: 6)"
     )
@@ -338,7 +397,8 @@ def _parser() -> argparse.ArgumentParser:
         help="read all of a checkpoint and compare it with its checksums",
         description="Read every record of a checkpoint directory, compare it with every checksum "
         "that there is, and name all that is damaged or missing. Exits with 0 when all is sound, "
-        "with 1 when it is not, with 2 when there is no checkpoint that can be read.",
+        "with 1 when something is damaged or missing, with 2 when there is no checkpoint that can "
+        "be read, or the machine did not let all of it be read.",
     )
     _add_directory(check)
     check.add_argument(
@@ -357,8 +417,8 @@ def _parser() -> argparse.ArgumentParser:
         "within the tolerances if some are given, with 1 when they differ, with 2 when one cannot "
         "be read.",
     )
-    compare.add_argument("a", type=_directory, metavar="A", help="a checkpoint directory")
-    compare.add_argument("b", type=_directory, metavar="B", help="another")
+    compare.add_argument("a", type=_local, metavar="A", help="a checkpoint directory, or ROOT/40")
+    compare.add_argument("b", type=_local, metavar="B", help="another")
     compare.add_argument(
         "--atol", type=_tolerance, metavar="X", help="allow |a - b| <= X + Y * |b|"
     )
@@ -451,6 +511,29 @@ def _parser() -> argparse.ArgumentParser:
     )
     gc.add_argument("--dry-run", action="store_true", help="only say what would happen")
     _add_json(gc, "the report")
+
+    gone = command(
+        "delete",
+        _delete,
+        help="delete steps of a run by their numbers",
+        description="Delete complete steps beneath a root: all that are named, or none. A pinned "
+        "step is refused, the newest one without --force, and one that is being saved. One that "
+        "is being loaded from a directory stays: then the exit code is 1. Exits with 2 when "
+        "nothing is deleted.",
+    )
+    _add_steps(gone)
+    gone.add_argument("--force", action="store_true", help="delete the newest step, too")
+    _add_json(gone, "the report")
+
+    for name, pins, what in (
+        ("pin", True, "keep steps of a run whatever the rules say"),
+        ("unpin", False, "leave steps of a run to the rules again"),
+    ):
+        description = f"{what.capitalize()}. Exits with 2 when one of them is not there."
+        pin = command(name, _pin, help=what, description=description)
+        pin.set_defaults(pins=pins)
+        _add_steps(pin)
+        _add_json(pin, "the report")
     return parser
 
 
@@ -471,13 +554,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Python complains about it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return code
-    except OSError as error:
-        # Without Python's "[Errno 2]" and quotes, which say nothing more to people.
-        text = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        print(f"torch-ckpt: {printable(text)}", file=sys.stderr)
-        return 2
-    except CheckpointError as error:
-        print(f"torch-ckpt: {printable(str(error))}", file=sys.stderr)
+    except (OSError, CheckpointError) as error:
+        _complain(sentence(error))
         return 2
 
 

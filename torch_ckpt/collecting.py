@@ -1,10 +1,11 @@
-"""What ``torch-ckpt steps`` and ``torch-ckpt gc`` do: list the steps of a run, and delete some."""
+"""What ``torch-ckpt steps``, ``gc``, ``delete``, ``pin`` and ``unpin`` do with a run's steps."""
 
 from __future__ import annotations
 
+import errno
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch_ckpt.text import duration, plural, printable, size, table
 
 @dataclass
 class GcReport:
-    """What :func:`collect` did, or would do.
+    """What :func:`collect` or :func:`delete` did, or would do.
 
     Attributes:
         root: of the steps.
@@ -26,6 +27,8 @@ class GcReport:
         busy: steps that were to go and are being loaded or saved.
         swept: names of leftovers that went, or would be looked at.
         left: leftovers that a sweep leaves alone.
+        freed_files: how many files of steps and leftovers went, or would go.
+        freed_bytes: of these files.
     """
 
     root: str
@@ -35,16 +38,18 @@ class GcReport:
     busy: list[StepInfo] = field(default_factory=list)
     swept: list[str] = field(default_factory=list)
     left: list[StepInfo] = field(default_factory=list)
+    freed_files: int = 0
+    freed_bytes: int = 0
 
     @property
     def found_nothing(self) -> bool:
         """Whether there was nothing that the rules, or the sweep, are about."""
         return not (self.kept or self.deleted or self.busy or self.swept or self.left)
 
-    @property
-    def freed_bytes(self) -> int:
-        """Of the steps that went, or would go."""
-        return sum(step.bytes for step in self.deleted)
+    def add_freed(self, contents: tuple[int, int]) -> None:
+        """Counts what a directory held, in files and bytes."""
+        self.freed_files += contents[0]
+        self.freed_bytes += contents[1]
 
     def lines(self) -> Iterator[str]:
         """The whole report for people, with escaped names; the last line says what it comes to."""
@@ -61,10 +66,13 @@ class GcReport:
         for entry in self.left:
             why = f"there is no {MARKER_NAME}" if entry.lacks_marker else "in use, or not removable"
             yield printable(f"left alone: {entry.name} ({why})")
-        yield printable(
-            f"{self.root}: {plural(len(self.kept), 'step')} kept, {len(self.deleted)} {would}"
-            f"deleted, {size(self.freed_bytes)} {would}freed"
-        )
+        parts = [
+            *([f"{plural(len(self.kept), 'step')} kept"] if self.kept else []),
+            f"{plural(len(self.deleted), 'step')} {would}deleted",
+            *([f"{plural(len(self.swept), 'leftover')} {would}removed"] if self.swept else []),
+            f"{plural(self.freed_files, 'file')} and {size(self.freed_bytes)} {would}freed",
+        ]
+        yield printable(f"{self.root}: {', '.join(parts)}")
 
     def document(self) -> dict[str, Any]:
         """All of it, for JSON."""
@@ -76,6 +84,7 @@ class GcReport:
             "busy": [step.step for step in self.busy],
             "swept": self.swept,
             "left": [entry.name for entry in self.left],
+            "freed_files": self.freed_files,
             "freed_bytes": self.freed_bytes,
         }
 
@@ -98,6 +107,10 @@ def collect(
     """
     _require_metric(store, retention)
     report = GcReport(store.root, dry_run)
+    contents: dict[str, tuple[int, int]] = {}
+    if sweep:
+        leftovers = [entry.name for entry in store.entries() if not entry.complete]
+        contents = {name: store.contents(name) for name in leftovers}
     if sweep and not dry_run:
         # It may complete a step, which then counts.
         report.swept = store.sweep()
@@ -109,6 +122,9 @@ def collect(
         looked_at = [entry for entry in report.left if not (stays and entry.lacks_marker)]
         report.swept = [entry.name for entry in looked_at]
         report.left = [entry for entry in report.left if entry not in looked_at]
+    for name in report.swept:
+        # One that somebody has left since the look is not counted.
+        report.add_freed(contents.get(name, (0, 0)))
     reasons = retention.reasons(entries)
     report.kept = {step: why for step, why in reasons.items() if why}
     for entry in entries:
@@ -118,8 +134,7 @@ def collect(
         if not dry_run and store.is_pinned(entry.step):
             report.kept[entry.step] = ["pinned"]
             continue
-        has_gone = dry_run or store.delete(entry.step)
-        (report.deleted if has_gone else report.busy).append(entry)
+        _delete(store, entry, report)
     report.kept = dict(sorted(report.kept.items()))
     return report
 
@@ -132,6 +147,78 @@ def _require_metric(store: StepStore, retention: Retention) -> None:
     problem = retention.lacks_metric(everything, metrics) if metrics else ""
     if problem:
         raise CheckpointError(f"{store.root}: {problem}")
+
+
+def delete(store: StepStore, steps: Sequence[int], *, force: bool = False) -> GcReport:
+    """Deletes steps by their numbers: all of them, but for those in use, or none.
+
+    Args:
+        store: where the steps are.
+        steps: their numbers.
+        force: delete the newest step, too, from which a run would go on.
+
+    Returns:
+        What went, and in ``busy`` what somebody is loading or saving.
+
+    Raises:
+        FileNotFoundError: one of them is not there, or is not complete.
+        CheckpointError: one of them is pinned, is being saved again, or is the newest one and
+            ``force`` is False.
+        OSError: the root cannot be listed, or something in it not be deleted.
+    """
+    entries = store.entries()
+    complete = {entry.step: entry for entry in entries if entry.complete}
+    unfinished = {entry.step: entry.name for entry in entries if entry.state == "unfinished"}
+    chosen = sorted(set(steps))
+    for step in chosen:
+        where = f"{store.root}: step {step}"
+        if step in unfinished:
+            raise CheckpointError(
+                f"{where} is being saved, or a save of it did not end: {unfinished[step]}; "
+                "torch-ckpt gc --sweep removes it where nobody saves there"
+            )
+        _require(store, complete, step)
+        if complete[step].pinned:
+            raise CheckpointError(f"{where} is pinned: torch-ckpt unpin releases it")
+        if step == max(complete) and not force:
+            raise CheckpointError(
+                f"{where} is the newest one, from which a run would go on: --force deletes it"
+            )
+    report = GcReport(store.root, dry_run=False)
+    for step in chosen:
+        _delete(store, complete[step], report)
+    return report
+
+
+def set_pinned(store: StepStore, steps: Sequence[int], pinned: bool) -> None:
+    """Pins steps, which retention then leaves alone, or releases them: all or none.
+
+    Raises:
+        FileNotFoundError: one of them is not there, or is not complete.
+        OSError: the root cannot be listed or written to.
+    """
+    complete = {entry.step: entry for entry in store.entries(leftovers=False)}
+    for step in steps:
+        _require(store, complete, step)
+    for step in steps:
+        store.set_pinned(step, pinned)
+
+
+def _require(store: StepStore, complete: dict[int, StepInfo], step: int) -> None:
+    if step not in complete:
+        newest = f"; the newest one is {max(complete)}" if complete else ""
+        raise FileNotFoundError(
+            errno.ENOENT, f"there is no complete step {step}{newest}", store.root
+        )
+
+
+def _delete(store: StepStore, entry: StepInfo, report: GcReport) -> None:
+    contents = store.contents(entry.name)
+    if report.dry_run or store.delete(entry.step):
+        report.deleted.append(entry)
+        report.add_freed(contents)
+    else:
+        report.busy.append(entry)
 
 
 def step_lines(entries: Iterable[StepInfo], now: float | None = None) -> Iterator[str]:

@@ -122,16 +122,30 @@ def open_source(path: str, allow_pickle: bool) -> Source:
         if any(name.endswith(".safetensors") for name in names) and METADATA_NAME not in names:
             return SafetensorsDirectory(path, names)
         return DcpSource(path, allow_pickle)
-    with open(path, "rb") as stream:
-        begin = stream.read(9)
-    if begin.startswith(b"PK\3\4"):
+    kind = format_of(path)
+    if kind == "torch":
         return TorchSource(path, allow_pickle)
-    if begin[8:] == b"{":
+    if kind == "safetensors":
         return SafetensorsFile(path)
     raise CheckpointError(
         f"{path} is neither a safetensors file nor an archive of torch.save; a file of torch.save "
         "from before torch 1.6 must be loaded and saved again first"
     )
+
+
+def format_of(path: str) -> str | None:
+    """The format of a file by its first bytes: "torch", "safetensors", or None for others.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    # Opening a FIFO waits for its writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with open(descriptor, "rb") as stream:
+        begin = stream.read(9) or b""
+    if begin.startswith(b"PK\3\4"):
+        return "torch"
+    return "safetensors" if begin[8:] == b"{" else None
 
 
 class DcpSource(Source):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fnmatch
+import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -28,10 +30,22 @@ class _Item:
     kind: str  # "tensor" or "bytes"
     dtype: str | None  # None for bytes
     shape: list[int] | None  # of the whole tensor; None for bytes
+    parameters: int  # elements of the tensor; 0 for bytes
     shards: int
     stored_shards: int  # fewer than `shards` when the save lost some
     stored_bytes: int  # what all its records take up in the files, envelopes included
     files: list[str]  # sorted, relative to the checkpoint directory
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What the items of one top-level key come to."""
+
+    key: str  # what stands before the first dot of their names
+    tensors: int
+    objects: int
+    parameters: int
+    stored_bytes: int
 
 
 @dataclass(frozen=True)
@@ -59,6 +73,31 @@ class Listing:
         return [file for file in self.files if file.records > 0]
 
     @property
+    def tensors(self) -> int:
+        return sum(item.kind == "tensor" for item in self.items)
+
+    @property
+    def parameters(self) -> int:
+        return sum(item.parameters for item in self.items)
+
+    @property
+    def parts(self) -> list[_Part]:
+        """Sums by top-level key, in the order of the items."""
+        groups: dict[str, list[_Item]] = {}
+        for item in self.items:
+            groups.setdefault(item.name.partition(".")[0], []).append(item)
+        return [
+            _Part(
+                key,
+                tensors=(tensors := sum(item.kind == "tensor" for item in items)),
+                objects=len(items) - tensors,
+                parameters=sum(item.parameters for item in items),
+                stored_bytes=sum(item.stored_bytes for item in items),
+            )
+            for key, items in groups.items()
+        ]
+
+    @property
     def faults(self) -> list[str]:
         """What keeps this checkpoint from being loaded whole, as far as lengths can tell."""
         files = [f"{file.name} ({file.state})" for file in self.referenced if file.state != "ok"]
@@ -75,6 +114,31 @@ def natural(name: str) -> list[str | int]:
     parts: list[str | int] = list(re.split(r"([0-9]+)", name))
     parts[1::2] = map(int, parts[1::2])
     return parts
+
+
+def matching(names: Iterable[str], patterns: Sequence[str] | None, path: object) -> list[str]:
+    """The names that are like a pattern of :mod:`fnmatch`, or equal to it, in natural order.
+
+    Args:
+        patterns: None for all names.
+        path: of the checkpoint, for the message.
+
+    Raises:
+        CheckpointError: no name is like one of the patterns.
+    """
+    names = sorted(names, key=natural)
+    if patterns is None:
+        return names
+    present, chosen = set(names), set[str]()
+    for pattern in patterns:
+        # Brackets are part of many names.
+        like = [pattern] if pattern in present else fnmatch.filter(names, pattern)
+        if not like:
+            raise CheckpointError(
+                f"{path}: nothing has a name like {pattern}; torch-ckpt ls lists the names"
+            )
+        chosen.update(like)
+    return [name for name in names if name in chosen]
 
 
 def _look_at_file(
@@ -107,8 +171,12 @@ def _dtype_name(tensor: TensorStorageMetadata) -> str:
     return str(tensor.properties.dtype).removeprefix("torch.")
 
 
-def _put_together(directory: Path, opened: OpenDirectory, metadata: Metadata) -> Listing:
+def _put_together(
+    directory: Path, opened: OpenDirectory, metadata: Metadata, patterns: Sequence[str] | None
+) -> Listing:
     """Puts together what the metadata says and what lies in the directory; reads no data file."""
+    chosen = matching(metadata.state_dict_metadata, patterns, directory)
+    is_chosen = set(chosen).__contains__ if patterns is not None else lambda name: True
     item_records: dict[str, int] = {}
     item_bytes: dict[str, int] = {}
     item_files: dict[str, set[str]] = {}
@@ -116,6 +184,8 @@ def _put_together(directory: Path, opened: OpenDirectory, metadata: Metadata) ->
     stored: dict[str, int] = {}
     ends: dict[str, int] = {}
     for index, info in metadata.storage_data.items():
+        if not is_chosen(index.fqn):
+            continue
         file = info.relative_path
         item_records[index.fqn] = item_records.get(index.fqn, 0) + 1
         item_bytes[index.fqn] = item_bytes.get(index.fqn, 0) + info.length
@@ -125,7 +195,8 @@ def _put_together(directory: Path, opened: OpenDirectory, metadata: Metadata) ->
         ends[file] = max(ends.get(file, 0), info.offset + info.length)
 
     items = []
-    for name, entry in metadata.state_dict_metadata.items():
+    for name in chosen:
+        entry = metadata.state_dict_metadata[name]
         tensor = entry if isinstance(entry, TensorStorageMetadata) else None
         items.append(
             _Item(
@@ -133,6 +204,7 @@ def _put_together(directory: Path, opened: OpenDirectory, metadata: Metadata) ->
                 kind="bytes" if tensor is None else "tensor",
                 dtype=None if tensor is None else _dtype_name(tensor),
                 shape=None if tensor is None else list(tensor.size),
+                parameters=0 if tensor is None else math.prod(tensor.size),
                 shards=1 if tensor is None else len(tensor.chunks),
                 stored_shards=item_records.get(name, 0),
                 stored_bytes=item_bytes.get(name, 0),
@@ -142,26 +214,30 @@ def _put_together(directory: Path, opened: OpenDirectory, metadata: Metadata) ->
 
     named = [_look_at_file(opened, f, records[f], stored[f], ends[f]) for f in records]
     status = (directory / METADATA_NAME).stat()
-    files = [*named, *_unreferenced(directory, records)]
+    # With a filter, a file that holds nothing of what is chosen is not one that nothing names.
+    files = [*named, *(_unreferenced(directory, records) if patterns is None else [])]
     return Listing(
-        items=sorted(items, key=lambda item: natural(item.name)),
+        items=items,
         files=sorted(files, key=lambda file: natural(file.name)),
         disk_bytes=status.st_size + sum(file.disk_bytes or 0 for file in named),
         committed=datetime.fromtimestamp(status.st_mtime).astimezone(),
     )
 
 
-def examine(directory: Path) -> Listing:
+def examine(path: str | os.PathLike[str], names: Sequence[str] | None = None) -> Listing:
     """Looks at a checkpoint's metadata and at the lengths of its files.
 
+    Args:
+        path: of the checkpoint's directory.
+        names: fully qualified ones, or patterns as of :mod:`fnmatch`; all if None. Files are those
+            that hold something of these.
+
     Raises:
-        CheckpointError, OSError: there is no checkpoint that can be read.
+        CheckpointError, OSError: there is no checkpoint that can be read, or no name is like one of
+            the patterns.
     """
-    if not directory.is_dir():
-        what = "is not a directory" if directory.exists() else "does not exist"
-        raise CheckpointError(f"{directory} {what}")
-    with closing(open_checkpoint(directory)) as opened:
-        return _put_together(directory, opened, read_metadata_in(opened))
+    with closing(open_checkpoint(path)) as opened:
+        return _put_together(Path(path), opened, read_metadata_in(opened), names)
 
 
 def item_lines(listing: Listing) -> Iterable[str]:
@@ -197,12 +273,31 @@ def file_lines(listing: Listing) -> Iterable[str]:
     return table(header, rows, right=frozenset({"RECORDS", "STORED", "ON DISK"}))
 
 
+def part_lines(listing: Listing) -> Iterable[str]:
+    """One line for each top-level key, below a header; none where each item is one of them."""
+    parts = listing.parts
+    if len(parts) == len(listing.items):
+        return []
+    rows = [
+        (
+            printable(part.key),
+            str(part.tensors),
+            str(part.objects),
+            f"{part.parameters:,}",
+            size(part.stored_bytes),
+        )
+        for part in parts
+    ]
+    header = ("KEY", "TENSORS", "OBJECTS", "PARAMETERS", "STORED")
+    return table(header, rows, right=frozenset(header[1:]))
+
+
 def total_line(listing: Listing) -> str:
     """What it comes to."""
-    tensors = sum(item.kind == "tensor" for item in listing.items)
     parts = (
-        plural(tensors, "tensor"),
-        plural(len(listing.items) - tensors, "bytes item"),
+        plural(listing.tensors, "tensor"),
+        f"{listing.parameters:,} {'parameter' if listing.parameters == 1 else 'parameters'}",
+        plural(len(listing.items) - listing.tensors, "object"),
         plural(len(listing.referenced), "file"),
         f"{size(listing.disk_bytes)} on disk",
         f"committed {listing.committed:%Y-%m-%d %H:%M:%S %z}",
@@ -210,16 +305,17 @@ def total_line(listing: Listing) -> str:
     return f"total: {', '.join(parts)}"
 
 
-def document(listing: Listing, directory: Path) -> dict[str, Any]:
+def document(listing: Listing, directory: str) -> dict[str, Any]:
     """All of it, for JSON."""
-    tensors = sum(item.kind == "tensor" for item in listing.items)
     return {
-        "checkpoint": os.fspath(directory),
+        "checkpoint": directory,
         "items": [asdict(item) for item in listing.items],
         "files": [asdict(file) for file in listing.files],
         "total": {
-            "tensors": tensors,
-            "bytes_items": len(listing.items) - tensors,
+            "tensors": listing.tensors,
+            "bytes_items": len(listing.items) - listing.tensors,
+            "parameters": listing.parameters,
+            "keys": [asdict(part) for part in listing.parts],
             "files": len(listing.referenced),
             "disk_bytes": listing.disk_bytes,
             "committed": listing.committed.isoformat(),

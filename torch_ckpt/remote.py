@@ -190,6 +190,7 @@ class RemoteSteps(StepStore):
                 total.records += part.records
                 total.bytes += part.bytes
                 total.damaged += part.damaged
+                total.unread += part.unread
                 total.unreferenced += part.unreferenced
                 unverifiable.update(part.unverifiable)
                 # Of the metadata alone.
@@ -210,6 +211,10 @@ class RemoteSteps(StepStore):
                 self._files.write(f"{name}/{DELETED_NAME}", b"")
                 self._remove(name, files)
         return is_free
+
+    def contents(self, name: str) -> tuple[int, int]:
+        files = self._files.below(name).list()
+        return len(files), sum(file.bytes for file in files.values())
 
     def is_complete(self, step: int) -> bool:
         return _is_complete(self._files.below(step_name(step)).list())

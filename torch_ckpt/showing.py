@@ -9,20 +9,19 @@
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import math
 import os
 import pprint
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from torch_ckpt.errors import CheckpointError, Unsafe
-from torch_ckpt.listing import natural
+from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
+from torch_ckpt.listing import matching
 from torch_ckpt.progress import Progress, ProgressOption, Reporter
 from torch_ckpt.stored import (
     QUANTIZED,
@@ -34,7 +33,8 @@ from torch_ckpt.stored import (
     empty,
     widened,
 )
-from torch_ckpt.text import plural, printable, size
+from torch_ckpt.text import plural, printable, sentence, size
+from torch_ckpt.verifying import is_damage
 
 # Bytes of a tensor that are held at once. Its numbers in float64, and what is computed of them,
 # may be sixteen times as many.
@@ -176,16 +176,25 @@ class ShowReport:
 
     Attributes:
         checkpoint: its directory.
-        items: by name, numbers in names by their value.
+        items: those that are sound, by name, numbers in names by their value.
+        damaged: (name, what) of those that cannot be read, in the same order.
     """
 
     checkpoint: str
     items: list[ShownTensor | ShownObject]
+    damaged: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing of what was to be shown is damaged."""
+        return not self.damaged
 
     def lines(self) -> Iterator[str]:
         """For people."""
         for item in self.items:
             yield from item.lines()
+        for name, what in self.damaged:
+            yield printable(f"damaged: {name}: {what}")
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
@@ -198,6 +207,7 @@ class ShowReport:
                 _of_tensor(item) if isinstance(item, ShownTensor) else _of_object(item)
                 for item in self.items
             ],
+            "damaged": [{"name": name, "what": what} for name, what in self.damaged],
         }
 
 
@@ -220,11 +230,14 @@ def show(
         allow_pickle: unpickle objects of whatever type, which may run code.
         progress: see :data:`torch_ckpt.progress.ProgressOption`.
 
+    Returns:
+        What is sound, verified as by a load, and the names of what is damaged.
+
     Raises:
         FileNotFoundError: there is no committed checkpoint.
         CheckpointError: no name is like one of the patterns.
-        Unsafe, Corrupt: it cannot be read; what is read is verified as by a load.
-        OSError: a system call failed.
+        Unsafe, Corrupt: its metadata cannot be read.
+        OSError: a system call failed for a reason of the machine, such as a lack of descriptors.
         ValueError: an option is out of range.
     """
     if isinstance(names, str):
@@ -233,47 +246,41 @@ def show(
         raise ValueError(f"first must not be negative, got {first}")
     stored = StoredTensors(path, _INFLIGHT_BYTES, allow_pickle)
     try:
-        chosen = _chosen(stored, None if names is None else list(names))
+        chosen = matching(
+            stored.entries, None if names is None else list(names), stored.reader.path
+        )
         sizes = {name: _bytes_of(stored.entries[name]) for name in chosen}
         total, done = sum(sizes.values()), 0
-        items: list[ShownTensor | ShownObject] = []
+        report = ShowReport(os.fspath(path), [])
         with Reporter(progress, "show", None, total) as shown:
             for name in chosen:
-                entry = stored.tensor(name)
-                if entry is None:
-                    items.append(_shown_object(stored, name))
-                else:
-                    items.append(_shown_tensor(stored, name, entry, first))
+                try:
+                    report.items.append(_shown(stored, name, first))
+                except (Corrupt, Unsafe, OSError) as error:
+                    if isinstance(error, OSError) and not is_damage(error.errno or 0):
+                        raise
+                    report.damaged.append((name, sentence(error)))
                 done += sizes[name]
                 if shown.active:
                     shown.update(Progress(total, 0, done))
-        return ShowReport(os.fspath(path), items)
+        return report
     except ValueError as error:
         raise CheckpointError(f"{path} cannot be read in parts: {error}") from error
     finally:
         stored.reader.release()
 
 
-def _chosen(stored: StoredTensors, patterns: list[str] | None) -> list[str]:
-    names = sorted(stored.entries, key=natural)
-    if patterns is None:
-        return names
-    chosen: set[str] = set()
-    for pattern in patterns:
-        # Brackets are part of many names.
-        like = [pattern] if pattern in stored.entries else fnmatch.filter(names, pattern)
-        if not like:
-            raise CheckpointError(
-                f"{stored.reader.path}: nothing has a name like {pattern}; torch-ckpt ls lists them"
-            )
-        chosen.update(like)
-    return [name for name in names if name in chosen]
-
-
 def _bytes_of(entry: Any) -> int:
     if not isinstance(entry, TensorStorageMetadata):
         return 0
     return math.prod(entry.size) * entry.properties.dtype.itemsize
+
+
+def _shown(stored: StoredTensors, name: str, first: int) -> ShownTensor | ShownObject:
+    entry = stored.tensor(name)
+    if entry is None:
+        return _shown_object(stored, name)
+    return _shown_tensor(stored, name, entry, first)
 
 
 def _shown_object(stored: StoredTensors, name: str) -> ShownObject:

@@ -207,6 +207,11 @@ class StepStore(abc.ABC):
         """
 
     @abc.abstractmethod
+    def contents(self, name: str) -> tuple[int, int]:
+        """How many files, and bytes, a directory of :meth:`entries` holds; zeros of one that is not
+        there."""
+
+    @abc.abstractmethod
     def is_complete(self, step: int) -> bool:
         """Whether a step is there and complete now, by its own files alone.
 
@@ -350,6 +355,16 @@ class LocalSteps(StepStore):
         with suppress(FileNotFoundError):
             return self.remove(step_name(step))
         return True
+
+    def contents(self, name: str) -> tuple[int, int]:
+        files = total = 0
+        for directory, _, names in os.walk(os.path.join(self.root, name)):
+            for file in names:
+                # A load or a save beside us may be removing it.
+                with suppress(FileNotFoundError):
+                    total += os.lstat(os.path.join(directory, file)).st_size
+                    files += 1
+        return files, total
 
     def is_complete(self, step: int) -> bool:
         return os.path.lexists(os.path.join(self.path_of(step), MARKER_NAME))

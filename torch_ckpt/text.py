@@ -34,6 +34,13 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def sentence(error: BaseException) -> str:
+    """What an error says, of the system's without Python's "[Errno 2]" and quotes."""
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
 def plural(count: int, noun: str) -> str:
     """A number and its noun: "1 file", "2 files"."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -5,14 +5,18 @@
    and with the lengths of the files.
 3. The engine reads every record that lies in a file and compares it with every checksum: blocks,
    archive and objects where the metadata has them, else the CRC-32 of every entry of the archive.
+4. An error of the machine, such as a lack of descriptors, is not damage: the report names what
+   could not be read apart from what is damaged.
 
 Nothing ends it before its end: a report names all that was found.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import stat
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -42,8 +46,26 @@ from torch_ckpt.text import plural, printable, size
 
 _OF_A_RANK = re.compile(rf"^__\d+{re.escape(METADATA_NAME)}$")
 
-# More bytes no file has.
-_MOST_BYTES = 1 << 63
+# What the system says of a file that is not as the checkpoint needs it. The rest, such as EMFILE,
+# EACCES or ETIMEDOUT, is about the machine and the reader.
+_OF_THE_FILE = {
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ENXIO,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.EIO,
+    errno.EREMOTEIO,
+    errno.ENODATA,
+    errno.EBADMSG,
+    errno.EUCLEAN,
+}
+
+
+def is_damage(error_number: int) -> bool:
+    """Whether a failed system call says that a file is damaged, and nothing of the machine."""
+    return error_number in _OF_THE_FILE
 
 
 @dataclass(frozen=True)
@@ -85,6 +107,8 @@ class VerifyReport:
         damaged: damaged records and files, by file and offset.
         missing: (file, names stored in it) of files that are not there.
         incomplete: (name, what) of tensors and objects that the metadata does not place wholly.
+        unread: records and files that could not be read for a reason of the machine, such as a lack
+            of file descriptors or of permission. Whether they are sound is not known.
         unverifiable: names of records, without a checksum of all of their bytes, such as
             ``torch.serialization.set_crc32_options(False)`` leaves.
         unreferenced: files in the directory that nothing names, which is no damage.
@@ -97,13 +121,19 @@ class VerifyReport:
     damaged: list[Damage] = field(default_factory=list)
     missing: list[tuple[str, list[str]]] = field(default_factory=list)
     incomplete: list[tuple[str, str]] = field(default_factory=list)
+    unread: list[Damage] = field(default_factory=list)
     unverifiable: list[str] = field(default_factory=list)
     unreferenced: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is damaged, missing or incomplete."""
-        return not (self.damaged or self.missing or self.incomplete)
+        """Whether all was read, and nothing is damaged, missing or incomplete."""
+        return not (self.has_damage or self.unread)
+
+    @property
+    def has_damage(self) -> bool:
+        """Whether something is damaged, missing or incomplete."""
+        return bool(self.damaged or self.missing or self.incomplete)
 
     def faults(self) -> Iterator[str]:
         """A line for each thing that is wrong, with escaped names."""
@@ -113,12 +143,14 @@ class VerifyReport:
             yield printable(f"missing: {file}, with {', '.join(names)}")
         for name, what in self.incomplete:
             yield printable(f"incomplete: {name}: {what}")
+        for unread in self.unread:
+            yield printable(f"not read: {unread}")
 
     def lines(self) -> Iterator[str]:
         """The whole report for people; the last line says what it comes to."""
         yield from self.faults()
         if self.unreferenced:
-            yield printable(f"named by nothing: {', '.join(self.unreferenced)}")
+            yield printable(f"not part of the checkpoint: {', '.join(self.unreferenced)}")
         if self.unverifiable:
             count = plural(len(self.unverifiable), "record")
             yield printable(f"not verifiable, {count}: {', '.join(self.unverifiable)}")
@@ -128,6 +160,7 @@ class VerifyReport:
                 (len(self.damaged), "place", "damaged"),
                 (len(self.missing), "file", "missing"),
                 (len(self.incomplete), "item", "incomplete"),
+                (len(self.unread), "place", "not read"),
             ]
             verdict = ", ".join(f"{plural(n, noun)} {what}" for n, noun, what in parts if n)
         elif self.unverifiable:
@@ -152,6 +185,7 @@ class VerifyReport:
             "damaged": [asdict(damage) for damage in self.damaged],
             "missing": [{"file": file, "names": names} for file, names in self.missing],
             "incomplete": [{"name": name, "what": what} for name, what in self.incomplete],
+            "unread": [asdict(unread) for unread in self.unread],
             "unverifiable": self.unverifiable,
             "unreferenced": self.unreferenced,
         }
@@ -208,7 +242,7 @@ def verify(
 
 def _metadata_names(directory: OpenDirectory) -> list[str]:
     """The common metadata, or those of ranks that saved without collectives."""
-    present = os.listdir(directory.fd)
+    present = directory.names()
     of_ranks = sorted(name for name in present if _OF_A_RANK.match(name))
     return of_ranks if of_ranks and METADATA_NAME not in present else [METADATA_NAME]
 
@@ -241,9 +275,8 @@ class _Look:
     def find_unreferenced(self) -> None:
         """Files that no metadata names; directories are left alone."""
         named = self._lengths.keys() | self._metadata_files
-        with os.scandir(self._directory.fd) as entries:
-            unnamed = [e.name for e in entries if e.name not in named and not e.is_dir()]
-        self.report.unreferenced.extend(sorted(unnamed))
+        unnamed = (name for name in self._directory.names() if name not in named)
+        self.report.unreferenced.extend(sorted(filter(self._is_file, unnamed)))
 
     def read(
         self,
@@ -270,10 +303,13 @@ class _Look:
                 else None,
             )
         report.records, report.bytes = len(self._rows), total
-        for number, row, offset, count, what in findings:
+        for number, row, offset, count, what, error_number in findings:
             name = None if row is None else self._names[row]
-            report.damaged.append(Damage(name, files[number], offset, count, what))
-        report.damaged.sort(key=lambda damage: (damage.file, damage.offset or 0))
+            of_machine = error_number and not is_damage(error_number)
+            places = report.unread if of_machine else report.damaged
+            places.append(Damage(name, files[number], offset, count, what))
+        for places in (report.damaged, report.unread):
+            places.sort(key=lambda place: (place.file, place.offset or 0))
         report.missing.extend(sorted(self._missing.items()))
         report.unverifiable.extend(sorted({self._names[row] for row in unverifiable}))
 
@@ -331,13 +367,24 @@ class _Look:
             self._sizes[name] = sizes
         return sizes
 
+    def _is_file(self, name: str) -> bool:
+        try:
+            return not stat.S_ISDIR(os.stat(name, dir_fd=self._directory.fd).st_mode)
+        except OSError:
+            # A link to nowhere.
+            return True
+
     def _length_of(self, file: str) -> int | None:
         try:
             return length_of(self._directory, file)
         except FileNotFoundError:
             self._missing[file] = []
         except OSError as error:
-            self._damaged(None, file, None, f"it cannot be opened: {error.strerror}")
+            what = f"it cannot be opened: {error.strerror}"
+            if is_damage(error.errno or 0):
+                self._damaged(None, file, None, what)
+            else:
+                self.report.unread.append(Damage(None, file, None, 0, what))
         except (Unsafe, ValueError) as error:
             self._damaged(None, file, None, str(error))
         return None

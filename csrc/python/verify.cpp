@@ -36,8 +36,8 @@ engine::NamedRecord record_of(const py::tuple& row) {
   return record;
 }
 
-/// (file, row or None, offset or None, damaged bytes, what) of each finding; rows without
-/// checksums.
+/// (file, row or None, offset or None, damaged bytes, what, errno or 0) of each finding; rows
+/// without checksums.
 py::tuple verify_records(const std::vector<std::pair<std::string, std::string>>& files,
                          const py::list& rows, int directory, const std::string& path,
                          std::size_t threads, std::uint64_t max_inflight_bytes,
@@ -76,8 +76,8 @@ py::tuple verify_records(const std::vector<std::pair<std::string, std::string>>&
     // What is left of the message: file and offset are told beside it.
     finding.error.path.clear();
     finding.error.offset = Error::kNoOffset;
-    findings.append(
-        py::make_tuple(finding.file, row, offset, finding.bytes, finding.error.message()));
+    findings.append(py::make_tuple(finding.file, row, offset, finding.bytes,
+                                   finding.error.message(), finding.error.sys_errno));
   }
   return py::make_tuple(findings, session->unverifiable());
 }

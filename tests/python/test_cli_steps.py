@@ -1,8 +1,9 @@
-"""``torch-ckpt steps`` and ``torch-ckpt gc``: what they list, keep and delete."""
+"""``torch-ckpt steps``, ``gc``, ``delete``, ``pin``: what they list, keep and delete."""
 
 import json
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -203,17 +204,123 @@ def test_a_dry_run_deletes_nothing_and_says_the_same(
     assert not (root / name).exists()
 
 
-def test_gc_says_how_many_bytes_it_has_freed(
+def files_and_bytes(directory: Path) -> tuple[int, int]:
+    sizes = [file.stat().st_size for file in directory.iterdir()]
+    return len(sizes), sum(sizes)
+
+
+def test_gc_says_how_many_files_and_bytes_it_has_freed(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for step in (1, 2):
         save_step(root, step)
-    size = sum(file.stat().st_size for file in (root / "0000000001").iterdir())
+    freed = files_and_bytes(root / "0000000001")
     report = run_json(capsys, "gc", str(root), "--keep-last", "1")
-    # The marker does not count itself.
-    marker = size - report["freed_bytes"]
-    assert 0 < marker < 1000
+    assert (report["freed_files"], report["freed_bytes"]) == freed
     assert steps_of(root) == [2]
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["", "dry run"])
+def test_a_sweep_counts_what_it_frees(
+    root: Path, capsys: pytest.CaptureFixture[str], dry: list[str]
+) -> None:
+    save_step(root, 1)
+    name = leave_unfinished(root, 2)
+    (root / name / "__1_0.distcp").write_bytes(bytes(500))
+    last = run(capsys, "gc", str(root), "--sweep", *dry).splitlines()[-1]
+    would = "would be " if dry else ""
+    assert last == (
+        f"{root}: 1 step kept, 0 steps {would}deleted, 1 leftover {would}removed, "
+        f"2 files and 1.5 kB {would}freed"
+    )
+
+
+# --- delete, pin, unpin --------------------------------------------------------------------------
+
+
+def test_delete_deletes_the_steps_that_are_named_and_counts_them(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (1, 2, 3, 4):
+        save_step(root, step)
+    (files, size), (others, other_size) = (
+        files_and_bytes(root / f"{step:010d}") for step in (1, 3)
+    )
+    report = run_json(capsys, "delete", str(root), "3", "1")
+    assert report["deleted"] == [1, 3]
+    assert (report["freed_files"], report["freed_bytes"]) == (files + others, size + other_size)
+    assert steps_of(root) == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("step", "sentence"),
+    [
+        (9, "there is no complete step 9; the newest one is 3"),
+        (2, "step 2 is pinned: torch-ckpt unpin releases it"),
+        (3, "step 3 is the newest one, from which a run would go on: --force deletes it"),
+        (5, "step 5 is being saved, or a save of it did not end: 0000000005.tmp-0123abcd"),
+    ],
+)
+def test_delete_refuses_a_step_and_then_deletes_none(
+    root: Path, capsys: pytest.CaptureFixture[str], step: int, sentence: str
+) -> None:
+    for number in (1, 2, 3):
+        save_step(root, number)
+    leave_unfinished(root, 5)
+    LocalSteps(root).set_pinned(2, True)
+    assert sentence in run(capsys, "delete", str(root), "1", str(step), code=2)
+    assert steps_of(root) == [1, 2, 3]
+
+
+def test_delete_takes_no_step_that_is_being_saved_again(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_step(root, 1)
+    name = leave_unfinished(root, 1)
+    assert name in run(capsys, "delete", str(root), "1", "--force", code=2)
+    assert steps_of(root) == [1]
+    assert (root / name).is_dir()
+
+
+def test_delete_takes_the_newest_step_by_force(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_step(root, 1)
+    save_step(root, 2)
+    run(capsys, "delete", str(root), "2", "--force")
+    assert steps_of(root) == [1]
+
+
+def test_delete_leaves_a_step_that_is_in_use(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (1, 2, 3):
+        save_step(root, step)
+    with closing(OpenDirectory(root / "0000000001")) as loading:
+        assert loading.share()
+        report = run_json(capsys, "delete", str(root), "1", "2", code=1)
+    assert (report["deleted"], report["busy"]) == ([2], [1])
+    assert steps_of(root) == [1, 3]
+
+
+def test_pin_and_unpin_say_which_steps(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (1, 2, 3):
+        save_step(root, step)
+    assert run(capsys, "pin", str(root), "1", "2").splitlines() == ["pinned: 1", "pinned: 2"]
+    assert run_json(capsys, "unpin", str(root), "2")["unpinned"] == [2]
+    pinned = {entry.step: entry.pinned for entry in LocalSteps(root).entries()}
+    assert pinned == {1: True, 2: False, 3: False}
+
+
+def test_pin_of_a_step_that_is_not_there_pins_none(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_step(root, 1)
+    assert "there is no complete step 2" in run(capsys, "pin", str(root), "1", "2", code=2)
+    assert not LocalSteps(root).is_pinned(1)
+
+
+# --- gc: what it refuses -------------------------------------------------------------------------
 
 
 def test_gc_without_a_rule_is_refused(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -341,6 +448,9 @@ def test_steps_and_gc_work_on_remote_roots(capsys: pytest.CaptureFixture[str]) -
         writer = store.writer(step, attempt="0123abcd", marker=lambda: {"metrics": {"loss": 1.0}})
         torch_ckpt.save({"t": torch.ones(100)}, storage_writer=writer, no_dist=True)
     assert [step["step"] for step in run_json(capsys, "steps", root)["steps"]] == [1, 2]
+    run(capsys, "pin", root, "1")
+    assert "is pinned" in run(capsys, "delete", root, "1", code=2)
+    run(capsys, "unpin", root, "1")
     assert run_json(capsys, "gc", root, "--keep-last", "1")["deleted"] == [1]
     assert [step["step"] for step in run_json(capsys, "steps", root)["steps"]] == [2]
 
@@ -358,6 +468,9 @@ class Memory(LocalSteps):
 
     def entries(self) -> list[StepInfo]:
         return [StepInfo(step, self.path_of(step), "complete", bytes=step) for step in self.steps]
+
+    def contents(self, name: str) -> tuple[int, int]:
+        return 1, int(name)
 
     def delete(self, step: int) -> bool:
         self.steps.remove(step)
@@ -378,4 +491,4 @@ def test_what_is_kept_and_deleted_is_what_was_there(
     assert sorted([*report.kept, *gone]) == steps
     assert store.steps == list(report.kept)
     assert steps[-last:] == [step for step in report.kept if step in steps[-last:]]
-    assert report.freed_bytes == sum(gone)
+    assert (report.freed_files, report.freed_bytes) == (len(gone), sum(gone))

@@ -416,7 +416,7 @@ def test_the_commands_exit_code_says_whether_they_are_equal(
     assert cli.main(["diff", a, b, "--rtol", "1e-3"]) == 1
     assert "beyond the tolerances" in capsys.readouterr().out
     assert cli.main(["diff", a, str(tmp_path / "none")]) == 2
-    assert "no committed checkpoint" in capsys.readouterr().err
+    assert "it does not exist" in capsys.readouterr().err
 
 
 def test_the_command_gives_json_without_infinities(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from pathlib import Path
@@ -12,7 +13,16 @@ import torch
 
 import torch_ckpt
 from tests.python.test_diff import shards
-from tests.support import DTYPES, StateDict, flip_bit, place_of, random_tensor, save, stock_save
+from tests.support import (
+    DTYPES,
+    StateDict,
+    data_files,
+    flip_bit,
+    place_of,
+    random_tensor,
+    save,
+    stock_save,
+)
 from torch_ckpt import ShownObject, ShownTensor, cli, showing
 from torch_ckpt.metadata import read_metadata
 
@@ -172,11 +182,42 @@ def test_what_a_terminal_would_act_on_is_escaped(tmp_path: Path) -> None:
     assert all(line.isprintable() for line in torch_ckpt.show(tmp_path).lines())
 
 
-def test_damage_of_what_is_shown_is_an_error(tmp_path: Path) -> None:
-    save({"t": torch.ones(1000)}, tmp_path)
-    info = place_of(read_metadata(tmp_path), "t")
+def test_what_is_damaged_is_named_and_the_rest_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(STATE, tmp_path)
+    info = place_of(read_metadata(tmp_path), "layers.10.weight")
     flip_bit(tmp_path / info.relative_path, info.offset + info.length // 2, 3)
-    with pytest.raises(torch_ckpt.Corrupt, match="t"):
+    report = torch_ckpt.show(tmp_path)
+    assert [item.name for item in report.items] == ["config.betas", "layers.9.weight", "step"]
+    ((name, what),) = report.damaged
+    assert name == "layers.10.weight"
+    assert "CRC-32" in what
+    assert not report.ok
+    assert cli.main(["show", str(tmp_path)]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("damaged: layers.10.weight: ")
+
+
+def test_what_was_in_a_missing_file_is_named(tmp_path: Path) -> None:
+    save(STATE, tmp_path, thread_count=1)
+    (file,) = data_files(tmp_path)
+    file.unlink()
+    report = torch_ckpt.show(tmp_path, ["layers.*"])
+    assert [name for name, _ in report.damaged] == ["layers.9.weight", "layers.10.weight"]
+    assert all(what.endswith("No such file or directory") for _, what in report.damaged)
+
+
+def test_an_error_of_the_machine_is_not_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(STATE, tmp_path)
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files", "file")
+
+    monkeypatch.setattr(showing, "_shown", fail)
+    with pytest.raises(OSError, match="Too many open files"):
         torch_ckpt.show(tmp_path)
 
 

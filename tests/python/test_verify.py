@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
 import random
+import resource
 import shutil
 import subprocess
 import sys
@@ -29,7 +31,8 @@ from tests.support import (
     save,
     stock_save,
 )
-from torch_ckpt import cli
+from torch_ckpt import cli, verifying
+from torch_ckpt.beneath import length_of
 from torch_ckpt.metadata import read_metadata
 from torch_ckpt.progress import Progress
 
@@ -374,6 +377,49 @@ def test_what_is_no_file_is_told(checkpoint: Path, kind: str) -> None:
     assert ("it is a link" if kind == "link" else "not a regular file") in damage.what
 
 
+def test_an_error_of_the_machine_is_not_damage(
+    ours: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch_ckpt.verify(ours)  # what is imported only then is
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.open(os.devnull, os.O_RDONLY)
+    os.close(free)
+    outcomes = []
+    try:
+        for left in range(12):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free + left, limits[1]))
+            code = cli.main(["verify", str(ours)])
+            output = capsys.readouterr()
+            outcomes.append(code)
+            assert ("damaged" in output.out, "missing" in output.out) == (False, False)
+            assert ("Too many open files" in output.err) is (code == 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert (outcomes[0], outcomes[-1], set(outcomes)) == (2, 0, {0, 2})
+
+
+def test_what_could_not_be_read_is_named_and_what_is_damaged_counts_more(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = place(checkpoint, "blocks")[0]
+
+    def refuse(directory: Any, name: str) -> int:
+        if name == file.name:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return length_of(directory, name)
+
+    monkeypatch.setattr(verifying, "length_of", refuse)
+    report = torch_ckpt.verify(checkpoint)
+    assert [(unread.name, unread.file) for unread in report.unread] == [(None, file.name)]
+    assert (report.ok, report.has_damage) == (False, False)
+    assert cli.main(["verify", str(checkpoint)]) == 2
+    output = capsys.readouterr()
+    assert f"not read: {file.name}: it cannot be opened: Permission denied" in output.out
+    assert "was not read whole: it cannot be opened: Permission denied" in output.err
+    next(other for other in data_files(checkpoint) if other != file).unlink()
+    assert cli.main(["verify", str(checkpoint)]) == 1
+
+
 def test_files_that_nothing_names_are_told_and_are_no_damage(checkpoint: Path) -> None:
     (checkpoint / "__7_0.distcp").write_bytes(b"of a save that died")
     (checkpoint / "readme").write_text("hello")
@@ -579,7 +625,7 @@ def test_of_no_checkpoint_the_command_says_so(
     assert cli.main(["verify", str(tmp_path)]) == 2
     output = capsys.readouterr()
     assert output.out == ""
-    assert "no committed checkpoint" in output.err
+    assert "is not a checkpoint: there is no .metadata" in output.err
     assert output.err.count("\n") == 1
 
 
