@@ -1,0 +1,229 @@
+"""Runs the Python code and the commands of documents, as after a plain ``pip install``.
+
+    python -m tests.snippets DOCUMENT...
+
+torch is imported once. Each document runs in a forked process of its own, in an empty directory:
+its blocks one after the other, in one namespace, as somebody who reads on would run them. What is
+installed here and is not required by torch_ckpt, directly or not, cannot be imported. Buckets
+(``s3://``, ``gs://``) are memory. A block behind ``<!-- not run: REASON -->`` is left out.
+
+Prints a JSON document: of each document the error and the line of the block that failed, or null.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import os
+import re
+import shlex
+import socket
+import sys
+import sysconfig
+import tempfile
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_INSTALLED = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+
+# As of torchrun.
+_ENVIRONMENT_OF_ONE_RANK = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+}
+
+_BLOCK = re.compile(
+    r"^(?:<!-- not run: (?P<reason>[^\n]+) -->\n+)?```(?P<language>\w*)\n(?P<code>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class Snippet:
+    """A block of a document.
+
+    Attributes:
+        line: of its first line of code, from 1.
+        language: as the document says it; empty where it says none.
+        code: its text.
+        reason: why it is not run; None where it is.
+    """
+
+    line: int
+    language: str
+    code: str
+    reason: str | None
+
+
+def snippets_of(document: Path) -> list[Snippet]:
+    """All blocks of a document."""
+    text = document.read_text()
+    return [
+        Snippet(
+            text.count("\n", 0, match.start("code")) + 1,
+            match["language"],
+            match["code"],
+            match["reason"],
+        )
+        for match in _BLOCK.finditer(text)
+    ]
+
+
+def commands_of(code: str) -> Iterator[list[str]]:
+    """The commands of a block: those behind ``$``, or all lines where there is none."""
+    lines = code.splitlines()
+    if any(line.startswith("$ ") for line in lines):
+        lines = [line[2:] for line in lines if line.startswith("$ ")]
+    for line in lines:
+        if words := shlex.split(line, comments=True):
+            yield words
+
+
+class _PlainInstall(PathFinder):
+    """Finds no module of a distribution that torch_ckpt does not require."""
+
+    _hidden: frozenset[str] = frozenset()
+
+    @classmethod
+    def install(cls) -> None:
+        """Takes the place of Python's own finder."""
+        required = _required("torch")
+        cls._hidden = frozenset(
+            module
+            for module, names in importlib.metadata.packages_distributions().items()
+            if module not in ("torch_ckpt", "tests") and required.isdisjoint(map(_normal, names))
+        )
+        sys.meta_path[:] = [cls if finder is PathFinder else finder for finder in sys.meta_path]
+
+    @classmethod
+    def find_spec(
+        cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if path is None and fullname in cls._hidden:
+            # It may be vendored: setuptools puts what it has so on the path.
+            path = [directory for directory in sys.path if directory not in _INSTALLED]
+        return super().find_spec(fullname, path, target)
+
+
+def _required(distribution: str) -> set[str]:
+    """A distribution and all that it requires without extras, by normalized name."""
+    found: set[str] = set()
+    left = [distribution]
+    while left:
+        name = _normal(left.pop())
+        if name in found:
+            continue
+        try:
+            requirements = importlib.metadata.requires(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        found.add(name)
+        left += [
+            re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
+            for requirement in requirements
+            if "extra ==" not in requirement
+        ]
+    return found
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _make_buckets_memory() -> None:
+    import fsspec
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    class Bucket(MemoryFileSystem):  # type: ignore[misc]
+        store: dict[str, Any] = {}  # noqa: RUF012
+        pseudo_dirs = [""]  # noqa: RUF012
+
+        @classmethod
+        def _strip_protocol(cls, path: str) -> str:
+            path = path.partition("://")[2] if "://" in path else path
+            return f"/{path.strip('/')}" if path.strip("/") else ""
+
+    for protocol in ("s3", "gs"):
+        fsspec.register_implementation(protocol, Bucket, clobber=True)
+
+
+def run(document: Path) -> str | None:
+    """Runs a document's blocks in this process; what failed, or None."""
+    from torch_ckpt import cli
+
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for snippet in snippets_of(document):
+        if snippet.reason is not None:
+            continue
+        place = f"{document.name}:{snippet.line}"
+        try:
+            if snippet.language == "python":
+                # So that a traceback has the document's lines.
+                code = "\n" * (snippet.line - 1) + snippet.code
+                exec(compile(code, str(document), "exec"), namespace)
+            elif snippet.language == "console":
+                for words in commands_of(snippet.code):
+                    if words[0] == "torch-ckpt" and (code := cli.main(words[1:])) != 0:
+                        return f"{place}: {shlex.join(words)} ends with {code}"
+        except BaseException:
+            return f"{place}: {traceback.format_exc()}"
+    return None
+
+
+def _free_port() -> int:
+    with closing(socket.socket()) as taken:
+        taken.bind(("127.0.0.1", 0))
+        port: int = taken.getsockname()[1]
+        return port
+
+
+def _run_in_child(document: Path) -> str | None:
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.close(reader)
+            # The report is on standard output.
+            os.dup2(2, 1)
+            with tempfile.TemporaryDirectory() as directory:
+                os.chdir(directory)
+                os.environ |= _ENVIRONMENT_OF_ONE_RANK | {"MASTER_PORT": str(_free_port())}
+                with open(writer, "w") as stream:
+                    json.dump(run(document), stream)
+                os.chdir("/")
+            status = 0
+        finally:
+            sys.stdout.flush()
+            os._exit(status)
+    os.close(writer)
+    with open(reader) as stream:
+        text = stream.read()
+    _, status = os.waitpid(child, 0)
+    failed = f"{document.name}: the process ended with {os.waitstatus_to_exitcode(status)}"
+    outcome: str | None = json.loads(text) if text else failed
+    return outcome if outcome is not None or status == 0 else failed
+
+
+def main(documents: Sequence[str]) -> None:
+    _PlainInstall.install()
+    # Before the forks, once; optimizers import the compiler.
+    importlib.import_module("torch._dynamo")
+
+    import torch_ckpt.cli  # noqa: F401
+
+    _make_buckets_memory()
+    print(json.dumps({name: _run_in_child(Path(name)) for name in documents}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
