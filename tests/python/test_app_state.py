@@ -791,7 +791,7 @@ class _OfThisTest:
 
 @pytest.fixture
 def nothing_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch_ckpt.app_state._checked", set())
+    monkeypatch.setattr("torch_ckpt.objects._checked", set())
 
 
 @pytest.mark.usefixtures("nothing_looked_at")
