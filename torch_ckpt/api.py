@@ -265,7 +265,9 @@ def load(
         process_group: the ranks that load together; the default group if None.
         no_dist: load in this process alone.
         strict: raise LoadMismatch where something in the state dict is missing in the checkpoint,
-            or has another shape there. "dtypes": or another dtype. False: load what fits.
+            or has another shape there. "dtypes": or another dtype. False: load what fits, and warn
+            of what is skipped; a dict or ``Stateful`` value of which nothing fits is refused all
+            the same.
         names: which of the state dict's fully qualified names to load: patterns as of
             :mod:`fnmatch` (``["model.*"]``), or a function of the name. None: all.
         free_before_read: for a state that fits into memory only once: values are loaded key by key,

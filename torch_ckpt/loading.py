@@ -37,10 +37,11 @@ from torch_ckpt.coordination import Ranks
 from torch_ckpt.cover import require_all, require_cover
 from torch_ckpt.errors import CheckpointError, LoadMismatch
 from torch_ckpt.growth import chunks_here, zero_what_is_not_stored
+from torch_ckpt.metrics import LOGGER, warn
 from torch_ckpt.precision import loses_precision
 from torch_ckpt.reader import LEAST_INFLIGHT_BYTES, FileSystemReader, Reading
 from torch_ckpt.replicas import read_once
-from torch_ckpt.text import MOST_NAMES
+from torch_ckpt.text import MOST_NAMES, some_of
 
 StateDict = dict[str, Any]
 
@@ -102,6 +103,7 @@ class LoadReport:
             other way round.
         dtypes: (name, stored, wanted) of tensors that are converted.
         grown: (name, stored, wanted) of tensors that ``zero_fill`` fills up.
+        absent: keys at the top, of dicts and ``Stateful`` values of which nothing can be loaded.
     """
 
     loaded: list[str] = field(default_factory=list)
@@ -111,6 +113,7 @@ class LoadReport:
     kinds: list[tuple[str, str, str]] = field(default_factory=list)
     dtypes: list[tuple[str, torch.dtype, torch.dtype]] = field(default_factory=list)
     grown: list[tuple[str, torch.Size, torch.Size]] = field(default_factory=list)
+    absent: list[str] = field(default_factory=list)
 
     @property
     def fits(self) -> bool:
@@ -121,6 +124,15 @@ class LoadReport:
     def narrowed(self) -> list[str]:
         """Names of the tensors whose dtype holds less than the stored one."""
         return [name for name, stored, wanted in self.dtypes if loses_precision(stored, wanted)]
+
+    @property
+    def skipped(self) -> list[str]:
+        """What a load with ``strict=False`` leaves as it is: each name, with the reason."""
+        return [
+            *(f"{name} (missing)" for name in self.missing),
+            *(f"{n} (stored {list(has)}, wanted {list(wants)})" for n, has, wants in self.shapes),
+            *(f"{name} (stored {has}, wanted {wants})" for name, has, wants in self.kinds),
+        ]
 
     def __str__(self) -> str:
         def sized(entries: list[tuple[str, torch.Size, torch.Size]]) -> list[str]:
@@ -153,6 +165,7 @@ class LoadReport:
         self.kinds += other.kinds
         self.dtypes += other.dtypes
         self.grown += other.grown
+        self.absent += other.absent
 
 
 @dataclass(frozen=True)
@@ -269,9 +282,19 @@ class Load:
         return self._prepared(planner, prepared.report)
 
     def require_fit(self, report: LoadReport, strict: Strict) -> None:
-        """Raises LoadMismatch where not all fits."""
+        """Raises LoadMismatch where not all fits; without ``strict`` where nothing of a state does.
+
+        A state is a dict, or a ``Stateful`` value, at the top; and the whole.
+        """
         if (strict and not report.fits) or (strict == "dtypes" and report.dtypes):
             raise LoadMismatch(f"the checkpoint does not fit the state dict: {report}", report)
+        if report.absent or not (report.loaded or report.fits):
+            what = some_of(report.absent) or "the state dict"
+            raise LoadMismatch(
+                f"nothing of {what} is in the checkpoint and fits, and strict=False does not skip "
+                f"a state as a whole; leave it out, or choose with names=: {report}",
+                report,
+            )
 
     def begun(self, prepared: Prepared) -> Reading:
         """The reading, with memory for all of it, and zeros where nothing is stored."""
@@ -350,15 +373,17 @@ class Load:
         assert self._metadata is not None
         known = self._metadata.state_dict_metadata
         report = LoadReport()
+        found: dict[Any, bool] = {}
         for name, value in planner.state_dict.items():
             if not self._chosen(name):
                 continue
+            fitting = len(report.loaded)
             stored = known.get(name)
             if stored is None:
                 if isinstance(value, IfStored):
                     value.missing = True
-                else:
-                    report.missing.append(name)
+                    continue
+                report.missing.append(name)
             elif isinstance(stored, TensorStorageMetadata):
                 self._compare_tensor(name, value, stored, report)
             elif _size_of(value):
@@ -366,6 +391,11 @@ class Load:
                 report.kinds.append((name, "an object", f"a {type(value).__name__}"))
             else:
                 report.loaded.append(name)
+            path = planner.mappings.get(name, ())
+            # None stands for what may be anything, as each rank's own.
+            if len(path) > 1 and value is not None:
+                found[path[0]] = found.get(path[0], False) or len(report.loaded) > fitting
+        report.absent = [str(key) for key, is_found in found.items() if not is_found]
         report.unexpected = [name for name in known if name not in planner.state_dict]
         return report
 
@@ -477,7 +507,7 @@ def load_values(
         load.require_fit(prepared.report, strict)
         return values, prepared
 
-    values, prepared = _agree(ranks, load, prepare)
+    values, prepared = _agree(ranks, load, prepare, lambda made: made[1].report)
 
     def read() -> None:
         if load.reader.read_once and ranks.distributed:
@@ -538,7 +568,7 @@ def load_values_freeing(
     _same_everywhere(ranks, begin, stateful)
     for keys in steps:
         ranks.all_succeed("plan", partial(compare, keys))
-    _agree(ranks, load, lambda: load.require_fit(total, strict))
+    _agree(ranks, load, lambda: load.require_fit(total, strict), lambda _none: total)
     for keys in steps:
         ranks.all_succeed("load", partial(read, keys))
     return total
@@ -551,26 +581,34 @@ def _take(state_dict: StateDict, key: str, value: Any) -> None:
         state_dict[key] = value
 
 
-def _agree(ranks: Ranks, load: Load, local: Callable[[], T]) -> T:
+def _agree(
+    ranks: Ranks, load: Load, local: Callable[[], T], report_of: Callable[[T], LoadReport]
+) -> T:
     """Runs it on all ranks; raises on all where a pattern has matched on none of them, or where
-    they have read the metadata of different saves."""
+    they have read the metadata of different saves. Rank 0 tells what is skipped on any."""
     outcome: list[T] = []
 
-    def on_this_rank() -> tuple[list[str], str | None]:
+    def on_this_rank() -> tuple[list[str], str | None, list[str]]:
         outcome.append(local())
-        return load.unmatched, load.reader.version
+        return load.unmatched, load.reader.version, report_of(outcome[0]).skipped
 
-    def check(found: list[tuple[list[str], str | None]]) -> list[None]:
-        if len({version for _unmatched, version in found}) > 1:
+    def check(found: list[tuple[list[str], str | None, list[str]]]) -> list[list[str]]:
+        if len({version for _unmatched, version, _skipped in found}) > 1:
             raise CheckpointError(
                 f"{load.reader.checkpoint_id}: ranks have read the metadata of different saves: "
                 "the checkpoint was replaced meanwhile; load again"
             )
-        unmatched = [of_rank for of_rank, _version in found]
+        unmatched = [of_rank for of_rank, _version, _skipped in found]
         require_matches(p for p in unmatched[0] if all(p in others for others in unmatched))
-        return [None] * len(found)
+        skipped = dict.fromkeys(name for _unmatched, _version, names in found for name in names)
+        return [list(skipped), *([] for _other in found[1:])]
 
-    ranks.reduce_scatter("plan", on_this_rank, check)
+    skipped = ranks.reduce_scatter("plan", on_this_rank, check)
+    if skipped:
+        path, loaded = load.reader.checkpoint_id, report_of(outcome[0]).loaded
+        LOGGER.info("%s: %d names fit, %d are skipped", path, len(loaded), len(skipped))
+        # It names the line that calls load.
+        warn(f"{path}: not loaded, as strict=False allows: {some_of(skipped)}", stacklevel=4)
     return outcome[0]
 
 

@@ -340,6 +340,33 @@ def case_where_one_rank_does_not_fit_nothing_is_changed_on_any(launch: Launch) -
         assert all((t.to_local() == 0).all() for t in state["sharded"].values())
 
 
+def case_what_is_skipped_on_any_rank_is_told_on_rank_0(launch: Launch) -> None:
+    path = launch.path()
+    save({"model": {"a": torch.ones(2)}}, path)
+    state = {"model": {"a": torch.zeros(2), f"of_rank_{launch.rank}": torch.zeros(1)}}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        report = torch_ckpt.load(state, path, strict=False)
+    assert report is not None
+    assert report.missing == [f"model.of_rank_{launch.rank}"]
+    told = [str(warning.message) for warning in caught]
+    assert len(told) == (1 if launch.rank == 0 else 0)
+    if told:
+        assert all(f"model.of_rank_{rank} (missing)" in told[0] for rank in range(launch.size))
+
+
+def case_a_state_that_is_absent_for_one_rank_is_refused_on_all(launch: Launch) -> None:
+    path = launch.path()
+    save({"model": {"a": torch.ones(2)}}, path)
+    state = {"model": {"a": torch.zeros(2)}}
+    if launch.rank == 1:
+        state["optimizer"] = {"a": torch.zeros(2)}
+    causes = failure_of(launch, lambda: torch_ckpt.load(state, path, strict=False))
+    assert set(causes) == {1}
+    assert "nothing of optimizer is in the checkpoint" in str(causes[1])
+    assert (state["model"]["a"] == 0).all()
+
+
 def case_a_wrong_path_on_one_rank_is_told_briefly_on_all(launch: Launch) -> None:
     path, wrong = launch.path(), launch.path("wrong")
     state = {"a": torch.zeros(2)}

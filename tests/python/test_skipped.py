@@ -1,0 +1,113 @@
+"""What a load with strict=False leaves as it is."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torch_ckpt
+
+each_way = pytest.mark.parametrize("freeing", [False, True], ids=["", "freeing"])
+
+
+class Counter:
+    """A Stateful value."""
+
+    def __init__(self, **values: Any) -> None:
+        self.values = values
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.values)
+
+    def load_state_dict(self, values: dict[str, Any]) -> None:
+        self.values = values
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    state = {"model": {"a": torch.ones(2), "b": torch.ones(3)}, "epoch": 7, "counter": {"n": 3}}
+    torch_ckpt.save(state, tmp_path / "c")
+    return tmp_path / "c"
+
+
+def load(state: dict[str, Any], path: Path, freeing: bool, **options: Any) -> torch_ckpt.LoadReport:
+    report = torch_ckpt.load(state, path, strict=False, free_before_read=freeing, **options)
+    assert report is not None
+    return report
+
+
+@each_way
+def test_what_is_skipped_is_warned_of_by_name_and_counted_in_the_log(
+    saved: Path, freeing: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {"model": {"a": torch.zeros(2), "b": torch.zeros(4), "new": torch.zeros(1)}, "other": 5}
+    with (
+        caplog.at_level(logging.INFO, "torch_ckpt"),
+        pytest.warns(UserWarning, match="strict=False") as caught,
+    ):
+        report = load(state, saved, freeing)
+    (warning,) = [str(w.message) for w in caught if "strict=False" in str(w.message)]
+    for told in ("model.new (missing)", "other (missing)", "model.b (stored [3], wanted [4])"):
+        assert told in warning
+        assert told in report.skipped
+    assert caught[0].filename == __file__
+    assert "1 names fit, 3 are skipped" in caplog.text
+    assert (state["model"]["a"] == 1).all()  # type: ignore[index]
+    assert state["other"] == 5
+
+
+@each_way
+def test_where_all_fits_nothing_is_said(saved: Path, freeing: bool) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load({"model": {"a": torch.zeros(2)}, "epoch": 0}, saved, freeing).skipped == []
+
+
+@each_way
+@pytest.mark.parametrize("kind", [dict, Counter])
+def test_a_state_of_which_nothing_is_found_is_refused(
+    saved: Path, freeing: bool, kind: type
+) -> None:
+    model = torch.zeros(2)
+    state = {"model": {"a": model}, "optimizer": kind(a=torch.zeros(2), n=1)}
+    with pytest.raises(torch_ckpt.LoadMismatch, match="nothing of optimizer is in") as caught:
+        load(state, saved, freeing)
+    assert caught.value.report.absent == ["optimizer"]
+    assert (model == 0).all()
+
+
+def test_a_state_of_which_no_shape_fits_is_refused(saved: Path) -> None:
+    with pytest.raises(torch_ckpt.LoadMismatch, match="nothing of model is in"):
+        load({"model": {"a": torch.zeros(9)}, "epoch": 0}, saved, False)
+
+
+def test_a_flat_state_dict_of_which_nothing_is_found_is_refused(saved: Path) -> None:
+    with pytest.raises(torch_ckpt.LoadMismatch, match="nothing of the state dict is in"):
+        load({"a": torch.zeros(2), "b": torch.zeros(3)}, saved, False)
+
+
+def test_single_values_at_the_top_may_be_missing(saved: Path) -> None:
+    with pytest.warns(UserWarning, match=r"seed \(missing\)"):
+        assert load({"epoch": 0, "seed": 1}, saved, False).loaded == ["epoch"]
+
+
+def test_a_state_that_was_not_chosen_need_not_be_found(saved: Path) -> None:
+    state = {"model": {"a": torch.zeros(2)}, "optimizer": {"a": torch.zeros(2)}}
+    assert load(state, saved, False, names=["model.*"]).fits
+    assert (state["model"]["a"] == 1).all()
+
+
+def test_a_manager_tells_and_refuses_alike(tmp_path: Path) -> None:
+    model, larger = torch.nn.Linear(2, 2), torch.nn.Linear(3, 2)
+    with torch_ckpt.CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"model": model}, force=True)
+    with torch_ckpt.CheckpointManager(tmp_path) as manager:
+        with pytest.warns(UserWarning, match=r"model\.weight \(stored \[2, 2\], wanted \[2, 3\]\)"):
+            assert manager.restore({"model": larger}, strict=False) == 1
+        with pytest.raises(torch_ckpt.LoadMismatch, match="nothing of ema is in"):
+            manager.restore({"model": model, "ema": torch.nn.Linear(2, 2)}, strict=False)
