@@ -217,7 +217,11 @@ def _parts(name: str, value: Any) -> Iterable[tuple[str, Any]]:
         return []
     # A value of an AppState is wrapped in a namespace, which has no name.
     is_wrapper = type(value) is SimpleNamespace
-    return [(name if is_wrapper else f"{name}.{key}", part) for key, part in own.items()]
+    return [
+        (name if is_wrapper else f"{name}.{key}", part)
+        for key, part in own.items()
+        if not key.startswith("__")  # what Python itself keeps there, as of a member of an enum
+    ]
 
 
 def _require_loadable_tensor(name: str, data: bytes | memoryview) -> None:

@@ -796,7 +796,7 @@ def nothing_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("nothing_looked_at")
 def test_what_will_not_load_is_named_at_the_save() -> None:
-    with pytest.warns(UserWarning, match=r"config: .*_OfThisTest.*add_safe_globals"):
+    with pytest.warns(UserWarning, match=r"config\.0: .*_OfThisTest.*add_safe_globals"):
         AppState({"config": [_OfThisTest()]}).state_dict()
 
 
@@ -806,7 +806,7 @@ def test_what_comes_later_and_will_not_load_is_named_once() -> None:
     app_state = AppState({"config": config})
     app_state.state_dict()
     config["nested"][0]["a"] = _OfThisTest()
-    with pytest.warns(UserWarning, match=r"config: .*_OfThisTest"):
+    with pytest.warns(UserWarning, match=r"config\.nested\.0\.a: .*_OfThisTest"):
         app_state.state_dict()
     app_state.state_dict()
 
