@@ -1,4 +1,5 @@
-"""Loading into tensors that are larger than the stored ones (``zero_fill``)."""
+"""Loading into tensors that are larger than the stored ones (``zero_fill``), or of any size of as
+many dimensions (``allow_shape_mismatch``)."""
 
 from __future__ import annotations
 
@@ -40,11 +41,20 @@ class GrowingSize(tuple[int, ...]):
         return torch.Size(self).numel()
 
 
-def let_tensors_grow(metadata: Metadata) -> None:
-    """Lets all sizes of the metadata be equal to larger ones."""
+class AnySize(GrowingSize):
+    """The same, equal to every size of as many dimensions."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, tuple) and len(other) == len(self)
+
+    __hash__ = tuple.__hash__
+
+
+def let_sizes_differ(metadata: Metadata, kind: type[GrowingSize]) -> None:
+    """Lets all sizes of the metadata be equal to others."""
     for stored in metadata.state_dict_metadata.values():
         if isinstance(stored, TensorStorageMetadata):
-            stored.size = GrowingSize(stored.size)  # type: ignore[assignment]
+            stored.size = kind(stored.size)  # type: ignore[assignment]
 
 
 def chunks_here(value: Any) -> list[ChunkStorageMetadata]:

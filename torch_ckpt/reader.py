@@ -34,7 +34,13 @@ from torch_ckpt.collector import RelaxedGc, no_gc
 from torch_ckpt.cover import require_cover
 from torch_ckpt.directory import OpenDirectory
 from torch_ckpt.errors import CheckpointError, Corrupt
-from torch_ckpt.growth import let_tensors_grow, writable, zero_what_is_not_stored
+from torch_ckpt.growth import (
+    AnySize,
+    GrowingSize,
+    let_sizes_differ,
+    writable,
+    zero_what_is_not_stored,
+)
 from torch_ckpt.hooks import keeps_methods
 from torch_ckpt.local_paths import refuse_url
 from torch_ckpt.metadata import (
@@ -144,6 +150,9 @@ class FileSystemReader(StockReader):
         direct_io: True, False, or "auto": for what the page cache does not hold.
         zero_fill: a tensor may be larger than the stored one; outside of that it is filled with
             zeros.
+        allow_shape_mismatch: the same, and a tensor may be smaller than the stored one, too, in any
+            dimension: the region that both have is loaded. The number of dimensions must be the
+            same.
         read_once: contiguous tensors that several ranks want are read by one of them and sent to
             the others, over the process group, all ranks of which must load with it.
         process_group: that of the load, where ``dcp.load`` gets one; None: the default group.
@@ -173,6 +182,7 @@ class FileSystemReader(StockReader):
         verify: bool = True,
         direct_io: bool | str = "auto",
         zero_fill: bool = False,
+        allow_shape_mismatch: bool = False,
         read_once: bool = False,
         process_group: dist.ProcessGroup | None = None,
         progress: ProgressOption = None,
@@ -197,7 +207,8 @@ class FileSystemReader(StockReader):
         self.max_inflight_bytes = max_inflight_bytes
         self.verify = verify
         self.direct_io = direct_io
-        self.zero_fill = zero_fill
+        self.zero_fill = zero_fill or allow_shape_mismatch
+        self.allow_shape_mismatch = allow_shape_mismatch
         self.read_once = read_once
         self.process_group = process_group
         self.progress = progress
@@ -516,8 +527,10 @@ class FileSystemReader(StockReader):
         metadata = decode_metadata(data, source, allow_pickle=self.allow_pickle)
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
-        if self.zero_fill:
-            let_tensors_grow(metadata)
+        if self.allow_shape_mismatch:
+            let_sizes_differ(metadata, AnySize)
+        elif self.zero_fill:
+            let_sizes_differ(metadata, GrowingSize)
         return self._with_identity(metadata, data)
 
     def _with_identity(self, metadata: Metadata, data: bytes) -> Metadata:

@@ -305,6 +305,25 @@ def case_sharded_tensors_grow(launch: Launch) -> None:
                     assert_equal(target.full_tensor(), expected)
 
 
+def case_sharded_tensors_take_the_region_that_both_have(launch: Launch) -> None:
+    mesh, path = mesh_1d(launch), launch.path()
+    stored = tensor_of("t", 9, 4)
+    save({"t": stored, "s": distribute_tensor(stored, mesh, [Shard(0)])}, path)
+    for load in LOADERS:
+        for shape in ((2, 4), (9, 1), (5, 7)):
+            expected = torch.zeros(shape)
+            region = tuple(slice(0, min(pair)) for pair in zip(shape, stored.shape, strict=True))
+            expected[region] = stored[region]
+            for dim in (0, 1):
+                targets: StateDict = {
+                    name: distribute_tensor(torch.full(shape, 7.0), mesh, [Shard(dim)])
+                    for name in ("t", "s")
+                }
+                load(targets, path, allow_shape_mismatch=True)
+                for target in targets.values():
+                    assert_equal(target.full_tensor(), expected)
+
+
 def case_a_sharded_tensor_that_is_smaller_than_stored_is_refused(launch: Launch) -> None:
     mesh, path = mesh_1d(launch), launch.path()
     save({"t": tensor_of("t", 9, 4)}, path)

@@ -664,6 +664,53 @@ def test_a_smaller_target_and_one_of_other_dimensions_are_refused(
 
 
 @pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("saver", SAVERS)
+@pytest.mark.parametrize(
+    "wanted", [(2, 4), (3, 1), (0, 4), (2, 6), (5, 2), (6, 6), (3, 4)], ids=str
+)
+def test_the_region_that_both_have_is_loaded_where_shapes_may_differ(
+    tmp_path: Path, loader: Any, saver: Any, wanted: Shape
+) -> None:
+    tensor = random_tensor((3, 4), torch.int32)
+    saver({"t": tensor}, tmp_path)
+    target = torch.full(wanted, 7, dtype=torch.int32)
+    loader({"t": target}, tmp_path, allow_shape_mismatch=True)
+    expected = torch.zeros(wanted, dtype=torch.int32)
+    expected[:3, :4] = tensor[: wanted[0], : wanted[1]]
+    assert_equal(target, expected)
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_other_dimensions_are_refused_where_shapes_may_differ(tmp_path: Path, loader: Any) -> None:
+    save({"the tensor": torch.ones(3, 4)}, tmp_path)
+    target = torch.full((3,), 7.0)
+    cause = refusal(lambda: loader({"the tensor": target}, tmp_path, allow_shape_mismatch=True))
+    assert "the tensor" in str(cause)
+    assert (target == 7).all()
+
+
+def test_what_is_cut_off_is_reported(tmp_path: Path) -> None:
+    save({"t": torch.ones(3, 3), "u": torch.ones(3, 3)}, tmp_path)
+    state = {"t": torch.ones(2, 3), "u": torch.ones(2, 4)}
+    report = torch_ckpt.preflight(state, tmp_path, allow_shape_mismatch=True)
+    assert report.fits
+    assert [name for name, _stored, _wanted in report.truncated] == ["t", "u"]
+    assert [name for name, _stored, _wanted in report.grown] == ["u"]
+    assert "2 smaller than stored:\n  t: stored [3, 3], wanted [2, 3]" in str(report)
+
+
+def test_a_shard_that_is_lost_is_found_where_shapes_may_differ(tmp_path: Path) -> None:
+    save({"t": torch.ones(4)}, tmp_path)
+
+    def change(stored: Any) -> None:
+        stored.size = torch.Size((8,))
+
+    change_metadata(tmp_path, change)
+    cause = refusal(lambda: load({"t": torch.zeros(6)}, tmp_path, allow_shape_mismatch=True))
+    assert type(cause) is Corrupt
+
+
+@pytest.mark.parametrize("loader", LOADERS)
 def test_a_larger_target_is_refused_where_zeros_were_not_asked_for(
     tmp_path: Path, loader: Any
 ) -> None:
