@@ -41,6 +41,7 @@ from torch_ckpt.loading import (
 )
 from torch_ckpt.options import refuse_unknown
 from torch_ckpt.reader import FileSystemReader
+from torch_ckpt.renaming import Rename
 from torch_ckpt.saving import PlanCache, StateDict, save_state, tell_the_others
 from torch_ckpt.snapshot import AsyncSave, Job, alone, check_for_errors, spawn, start
 from torch_ckpt.sources import Sources
@@ -248,6 +249,7 @@ def load(
     no_dist: bool = False,
     strict: Strict = True,
     names: Names = None,
+    rename: Rename = None,
     free_before_read: bool = False,
     **reader_options: Any,
 ) -> LoadReport | None:
@@ -260,7 +262,7 @@ def load(
         checkpoint_id: directory of the checkpoint.
         storage_reader: a reader to use, in the place of one made for ``checkpoint_id``.
         planner: a planner of the caller's own; the load then is ``dcp.load`` with our reader, and
-            the last three options do not go with it. So it is with a reader for a file system that
+            the last four options do not go with it. So it is with a reader for a file system that
             is not local.
         process_group: the ranks that load together; the default group if None.
         no_dist: load in this process alone.
@@ -270,6 +272,11 @@ def load(
             the same.
         names: which of the state dict's fully qualified names to load: patterns as of
             :mod:`fnmatch` (``["model.*"]``), or a function of the name. None: all.
+        rename: for a checkpoint with other names, as that of another model to be fine-tuned: gives
+            each of its fully qualified names the one that the state dict has. Pairs of old and new
+            names, as a mapping or in their order, in which ``*`` stands for any text
+            (``{"encoder.*": "model.encoder.*"}``; the first that matches counts), or a function of
+            the old name. ``names`` and reports have the new names.
         free_before_read: for a state that fits into memory only once: values are loaded key by key,
             and each is let go of before its replacement is read. After a failure they are lost.
         reader_options: passed to :class:`FileSystemReader`.
@@ -288,10 +295,10 @@ def load(
     reader.reset(checkpoint_id)
     try:
         if planner is not None or not reader.engine_can_read():
-            if not strict or names is not None or free_before_read:
+            if not strict or names is not None or rename is not None or free_before_read:
                 raise ValueError(
-                    "strict, names and free_before_read do not go with a planner, nor with a file "
-                    "system that is not local"
+                    "strict, names, rename and free_before_read do not go with a planner, nor with "
+                    "a file system that is not local"
                 )
             reader.process_group = process_group
             with raised_as_ours(ranks.rank):
@@ -303,7 +310,7 @@ def load(
                     no_dist=not ranks.distributed,
                 )
             return None
-        one_load = Load(reader, ranks, names)
+        one_load = Load(reader, ranks, names, rename)
 
         if free_before_read and reader.read_once:
             raise ValueError("free_before_read and read_once do not go together")
@@ -327,17 +334,19 @@ def preflight(
     checkpoint_id: CheckpointId,
     *,
     names: Names = None,
+    rename: Rename = None,
     **reader_options: Any,
 ) -> LoadReport:
     """Compares a state dict with a checkpoint, as :func:`load` does first. Reads only metadata.
 
     Args:
-        state_dict, names, reader_options: as for :func:`load`.
+        state_dict, names, rename, reader_options: as for :func:`load`.
 
     Raises:
         FileNotFoundError, Unsafe, Corrupt: the metadata cannot be read.
+        ValueError: ``rename`` matches nothing, or gives two names the same one.
     """
-    with _alone(checkpoint_id, names, reader_options) as load:
+    with _alone(checkpoint_id, names, rename, reader_options) as load:
         return load.compare(_values_of(state_dict))
 
 
@@ -346,27 +355,30 @@ def estimate_read_memory(
     checkpoint_id: CheckpointId,
     *,
     names: Names = None,
+    rename: Rename = None,
     **reader_options: Any,
 ) -> ReadMemory:
     """The memory that :func:`load` takes on this rank. Reads the metadata alone.
 
     Args:
-        state_dict, names, reader_options: as for :func:`load`.
+        state_dict, names, rename, reader_options: as for :func:`load`.
 
     Raises:
         FileNotFoundError, Unsafe, Corrupt: the metadata cannot be read.
         LoadMismatch: the checkpoint does not fit the state dict.
     """
-    with _alone(checkpoint_id, names, reader_options) as load:
+    with _alone(checkpoint_id, names, rename, reader_options) as load:
         return estimate(load, _values_of(state_dict))
 
 
 @contextmanager
-def _alone(checkpoint_id: CheckpointId, names: Names, reader_options: StateDict) -> Iterator[Load]:
+def _alone(
+    checkpoint_id: CheckpointId, names: Names, rename: Rename, reader_options: StateDict
+) -> Iterator[Load]:
     """For what this rank asks for itself."""
     reader = FileSystemReader(checkpoint_id, **reader_options)
     try:
-        yield Load(reader, Ranks(None, no_dist=True), names)
+        yield Load(reader, Ranks(None, no_dist=True), names, rename)
     finally:
         reader.release()
 

@@ -40,6 +40,7 @@ from torch_ckpt.growth import chunks_here, zero_what_is_not_stored
 from torch_ckpt.metrics import LOGGER, warn
 from torch_ckpt.precision import loses_precision
 from torch_ckpt.reader import LEAST_INFLIGHT_BYTES, FileSystemReader, Reading
+from torch_ckpt.renaming import Rename, rename_in
 from torch_ckpt.replicas import read_once
 from torch_ckpt.text import MOST_NAMES, some_of
 
@@ -104,6 +105,8 @@ class LoadReport:
         dtypes: (name, stored, wanted) of tensors that are converted.
         grown: (name, stored, wanted) of tensors that ``zero_fill`` fills up.
         absent: keys at the top, of dicts and ``Stateful`` values of which nothing can be loaded.
+        truncated: (name, stored, wanted) of tensors of which ``allow_shape_mismatch`` loads a part;
+            one that is larger in another dimension is in ``grown``, too.
     """
 
     loaded: list[str] = field(default_factory=list)
@@ -114,6 +117,7 @@ class LoadReport:
     dtypes: list[tuple[str, torch.dtype, torch.dtype]] = field(default_factory=list)
     grown: list[tuple[str, torch.Size, torch.Size]] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
+    truncated: list[tuple[str, torch.Size, torch.Size]] = field(default_factory=list)
 
     @property
     def fits(self) -> bool:
@@ -145,6 +149,7 @@ class LoadReport:
             ("only in the checkpoint", self.unexpected),
             ("of another dtype", [f"{n}: stored {a}, wanted {b}" for n, a, b in self.dtypes]),
             ("larger than stored", sized(self.grown)),
+            ("smaller than stored", sized(self.truncated)),
         ]
         lines = [f"{len(self.loaded)} names fit"]
         for title, entries in parts:
@@ -166,6 +171,7 @@ class LoadReport:
         self.dtypes += other.dtypes
         self.grown += other.grown
         self.absent += other.absent
+        self.truncated += other.truncated
 
 
 @dataclass(frozen=True)
@@ -244,11 +250,15 @@ class Load:
     Args:
         reader: set up for the checkpoint by this class.
         names: which of the state dict's names to load; None: all.
+        rename: gives what the checkpoint has the names of the state dict.
     """
 
-    def __init__(self, reader: FileSystemReader, ranks: Ranks, names: Names) -> None:
+    def __init__(
+        self, reader: FileSystemReader, ranks: Ranks, names: Names, rename: Rename = None
+    ) -> None:
         self.reader = reader
         self._ranks = ranks
+        self._rename = rename
         self._chosen = _Chosen(names)
         self._metadata: Metadata | None = None
 
@@ -357,7 +367,9 @@ class Load:
 
     def _planner(self, values: StateDict) -> _Planner:
         if self._metadata is None:
-            self._metadata = _read_metadata(self.reader, self._ranks.rank)
+            metadata = _read_metadata(self.reader, self._ranks.rank)
+            rename_in(metadata, self._rename)
+            self._metadata = metadata
             self.reader.set_up_for_load(self._metadata, self._ranks.rank)
         planner = _Planner(allow_partial_load=True)
         planner.look_at(values, self._metadata)
@@ -411,10 +423,15 @@ class Load:
         if dtype != stored.properties.dtype:
             report.dtypes.append((name, stored.properties.dtype, dtype))
         has = torch.Size(stored.size)
-        # GrowingSize is equal to what it has room for.
+        # Those of growth.py are equal to others that they go with.
         fits = stored.size == size
-        if has != size:
-            (report.grown if fits else report.shapes).append((name, has, size))
+        if not fits:
+            report.shapes.append((name, has, size))
+        else:
+            if any(a < b for a, b in zip(has, size, strict=True)):
+                report.grown.append((name, has, size))
+            if any(a > b for a, b in zip(has, size, strict=True)):
+                report.truncated.append((name, has, size))
         if fits:
             report.loaded.append(name)
 
@@ -426,6 +443,8 @@ class Load:
         stored = self._metadata.state_dict_metadata[name]
         # One with a shape of its own for the whole is a shard.
         if type(stored) is not TensorStorageMetadata or hasattr(target, "global_shape"):
+            return False
+        if any(has > wants for has, wants in zip(stored.size, target.shape, strict=True)):
             return False
         parts = [(chunk.offsets, chunk.sizes) for chunk in stored.chunks]
         require_all(name, stored.size, parts, (0,) * len(stored.size))

@@ -46,6 +46,7 @@ from torch_ckpt.multihost.calls import meeting_of
 from torch_ckpt.options import refuse_unknown
 from torch_ckpt.pending import Once, Pending
 from torch_ckpt.progress import wants_bar
+from torch_ckpt.renaming import Rename
 from torch_ckpt.replica_check import ReplicaCheck
 from torch_ckpt.restoring import Restorer
 from torch_ckpt.retention import Retention
@@ -449,6 +450,7 @@ class CheckpointManager:
         *,
         names: Names = None,
         strict: bool = True,
+        rename: Rename = None,
     ) -> int:
         """Sets the state to that of a step, in place. All ranks call it.
 
@@ -458,7 +460,7 @@ class CheckpointManager:
         Args:
             state: as for :meth:`save`; plain values in it are replaced.
             step: which one; the newest complete one if None.
-            names, strict: see :func:`torch_ckpt.load`.
+            names, strict, rename: see :func:`torch_ckpt.load`.
 
         Returns:
             The step; 0 where nothing has been saved, and the state is as it was.
@@ -470,7 +472,7 @@ class CheckpointManager:
         """
         begun = time.perf_counter()
         self._wait_quietly()
-        restored = self._restorer.restore(state, step, names, strict)
+        restored = self._restorer.restore(state, step, names=names, strict=strict, rename=rename)
         if restored is None:
             # Whatever comes is of this run.
             self._restored, self._called_with = 0, None

@@ -22,7 +22,6 @@ from torch_ckpt.deletions import Deletions
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.events import Event
 from torch_ckpt.failures import causes, is_damage, is_elsewhere
-from torch_ckpt.loading import Names
 from torch_ckpt.metrics import warn
 from torch_ckpt.multihost.calls import Call, Disagreement
 from torch_ckpt.steps import MARKER_NAME, StepStore, step_name
@@ -68,11 +67,12 @@ class Restorer:
         self._load_options = load_options
 
     def restore(
-        self, state: MutableMapping[str, Any], step: int | None, names: Names, strict: bool
+        self, state: MutableMapping[str, Any], step: int | None, **load_options: Any
     ) -> int | None:
         """The step that the state is of now; None where there is none.
 
-        Args and raises: see :meth:`torch_ckpt.CheckpointManager.restore`.
+        Args and raises: see :meth:`torch_ckpt.CheckpointManager.restore`; ``load_options`` are
+        passed to :func:`torch_ckpt.load`.
         """
         candidates, unmarked = self._agree_on_candidates(step)
         if unmarked and self._rank == 0:
@@ -84,7 +84,7 @@ class Restorer:
         for candidate in candidates:
             with self._deletions.reading(candidate):
                 try:
-                    self._load_patiently(candidate, state, names, strict)
+                    self._load_patiently(candidate, state, load_options)
                 except CheckpointException as error:
                     if step is not None or not is_damage(error) or is_elsewhere(error):
                         raise
@@ -152,11 +152,11 @@ class Restorer:
         )
 
     def _load_patiently(
-        self, step: int, state: MutableMapping[str, Any], names: Names, strict: bool
+        self, step: int, state: MutableMapping[str, Any], load_options: dict[str, Any]
     ) -> None:
         for seconds in (*_PATIENCE_SECONDS, None):
             try:
-                self._load(step, state, names, strict)
+                self._load(step, state, load_options)
                 return
             except CheckpointException as error:
                 # All ranks have the same failures, and so wait alike.
@@ -164,13 +164,14 @@ class Restorer:
                     raise
                 time.sleep(seconds)
 
-    def _load(self, step: int, state: MutableMapping[str, Any], names: Names, strict: bool) -> None:
+    def _load(
+        self, step: int, state: MutableMapping[str, Any], load_options: dict[str, Any]
+    ) -> None:
         load = functools.partial(
             self._store.load,
             step,
             process_group=self._group,
-            names=names,
-            strict=strict,
+            **load_options,
             **self._load_options,
         )
         AppState(state).restore(load, call=_CALL, process_group=self._group, timeout=self._timeout)
