@@ -8,7 +8,9 @@ The dropout's random numbers are part of that: each rank has its own, saved with
 """
 
 import argparse
+import logging
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -32,6 +34,9 @@ def main() -> None:
     parser.add_argument("--checkpoints", default="build/ddp")
     arguments = parser.parse_args()
 
+    # Rank 0 tells what is restored and saved.
+    logging.basicConfig(format="%(message)s", stream=sys.stdout)
+    logging.getLogger("torch_ckpt").setLevel(logging.INFO)
     dist.init_process_group()
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -63,6 +68,8 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             scheduler.step()
+            if (step + 1) % arguments.save_every == 0 and dist.get_rank() == 0:
+                print(f"step {step + 1:4d}  loss {loss.item():.4f}", flush=True)
             manager.save(step + 1, state)
             if manager.should_stop:
                 break

@@ -9,7 +9,9 @@ fewer ranks is the same but for the order in which floating-point numbers are ad
 """
 
 import argparse
+import logging
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -36,6 +38,9 @@ def main() -> None:
     parser.add_argument("--checkpoints", default="build/fsdp2")
     arguments = parser.parse_args()
 
+    # Rank 0 tells what is restored and saved.
+    logging.basicConfig(format="%(message)s", stream=sys.stdout)
+    logging.getLogger("torch_ckpt").setLevel(logging.INFO)
     dist.init_process_group()
     if SAMPLES % dist.get_world_size():
         raise SystemExit(f"{SAMPLES} samples cannot be split over {dist.get_world_size()} ranks")
@@ -67,6 +72,8 @@ def main() -> None:
             optimizer.zero_grad()
             loss.backward()  # FSDP averages over ranks: equal parts make that the mean of the step
             optimizer.step()
+            if (step + 1) % arguments.save_every == 0 and dist.get_rank() == 0:
+                print(f"step {step + 1:4d}  loss {loss.item():.4f}", flush=True)
             manager.save(step + 1, state)
             if manager.should_stop:
                 break

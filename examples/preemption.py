@@ -17,6 +17,7 @@ A notice may also be a file that somebody makes: --notice FILE.
 """
 
 import argparse
+import logging
 import os
 import sys
 
@@ -38,6 +39,9 @@ def main() -> int:
     parser.add_argument("--notice", help="a file whose appearance is a notice, too")
     arguments = parser.parse_args()
 
+    # Rank 0 tells what is restored and saved.
+    logging.basicConfig(format="%(message)s", stream=sys.stdout)
+    logging.getLogger("torch_ckpt").setLevel(logging.INFO)
     dist.init_process_group()
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -61,8 +65,11 @@ def main() -> int:
             seed = step * dist.get_world_size() + dist.get_rank()
             inputs = torch.randn(16, 32, generator=torch.Generator().manual_seed(seed)).to(device)
             optimizer.zero_grad()
-            nn.functional.mse_loss(model(inputs), inputs).backward()
+            loss = nn.functional.mse_loss(model(inputs), inputs)
+            loss.backward()
             optimizer.step()
+            if (step + 1) % arguments.save_every == 0 and dist.get_rank() == 0:
+                print(f"step {step + 1:4d}  loss {loss.item():.4f}", flush=True)
             manager.save(step + 1, state)  # saves also where it has been agreed to stop
             if manager.should_stop:
                 break

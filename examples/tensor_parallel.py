@@ -9,7 +9,9 @@ has whole tensors by name, whoever wrote which part: nothing is converted in bet
 """
 
 import argparse
+import logging
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -48,6 +50,9 @@ def main() -> None:
     parser.add_argument("--checkpoints", default="build/tensor_parallel")
     arguments = parser.parse_args()
 
+    # Rank 0 tells what is restored and saved.
+    logging.basicConfig(format="%(message)s", stream=sys.stdout)
+    logging.getLogger("torch_ckpt").setLevel(logging.INFO)
     dist.init_process_group()
     if dist.get_world_size() % arguments.tensor:
         raise SystemExit(
@@ -86,6 +91,8 @@ def main() -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+            if (step + 1) % arguments.save_every == 0 and dist.get_rank() == 0:
+                print(f"step {step + 1:4d}  loss {loss.item():.4f}", flush=True)
             manager.save(step + 1, state)
             if manager.should_stop:
                 break

@@ -8,7 +8,9 @@ each with state_dict and load_state_dict. The manager saves and restores the dic
 """
 
 import argparse
+import logging
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -178,6 +180,9 @@ def main() -> None:
         **{of.name: arguments[f"checkpoint.{of.name}"] for of in fields(CheckpointConfig)}
     )
 
+    # Rank 0 tells what is restored and saved.
+    logging.basicConfig(format="%(message)s", stream=sys.stdout)
+    logging.getLogger("torch_ckpt").setLevel(logging.INFO)
     dist.init_process_group()
     device = torch.device("cpu")
     if torch.cuda.is_available():

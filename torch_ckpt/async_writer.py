@@ -333,6 +333,7 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     @property
     def has_data_to_write(self) -> bool:
+        """Whether this rank writes anything in the save that is planned."""
         return self._task is not None and bool(self._task.items)
 
     @property

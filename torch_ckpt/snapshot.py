@@ -47,13 +47,7 @@ EXIT_LIMIT_SECONDS = 3600.0
 
 
 class AsyncSave:
-    """A save under way, made by :func:`torch_ckpt.async_save`.
-
-    Attributes:
-        staged: future, done when the sources may change; fails where the save did so before.
-        committed: future, done when the checkpoint is durable and visible on all ranks, with its
-            metadata.
-    """
+    """A save under way, made by :func:`torch_ckpt.async_save`."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -61,10 +55,12 @@ class AsyncSave:
     # Not kept: a forked child has others.
     @property
     def staged(self) -> Future[None]:
+        """Done when the sources may change; fails where the save did so before."""
         return self._job.staged
 
     @property
     def committed(self) -> Future[Metadata]:
+        """Done, with the metadata, when the checkpoint is durable and visible on all ranks."""
         return self._job.committed
 
     def wait_staged(self, timeout: float | None = None) -> None:

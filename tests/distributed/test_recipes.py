@@ -53,6 +53,9 @@ class Recipe:
         command = [*(interrupted if kill else ()), self.script, *self.options, *options]
         done = torchrun(ranks, *command)
         assert (done.returncode != 0) is kill, done.stdout
+        if not kill:
+            assert re.search(r"^step +\d+ +loss \d", done.stdout, re.M), done.stdout
+            assert re.search(r"^step \d+ is saved: ", done.stdout, re.M), done.stdout
         return started_at(done.stdout)
 
     @property

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import FunctionType
+from typing import Any
 
 import pytest
+
+from tests.snippets import snippets_of
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -79,3 +85,45 @@ def test_links_of_a_page_lead_somewhere_in_the_repository(page: Path) -> None:
         target for target in LINK.findall(page.read_text()) if not (page.parent / target).exists()
     ]
     assert not broken
+
+
+def members_without_docstring(name: str, member: Any) -> Iterator[str]:
+    """The public name itself, and methods and properties of a class of ours."""
+    if not inspect.getdoc(member):
+        yield name
+    if not inspect.isclass(member):
+        return
+    for base in member.__mro__:
+        if not base.__module__.startswith("torch_ckpt"):
+            continue
+        for part, value in vars(base).items():
+            is_method = isinstance(value, property | classmethod | staticmethod | FunctionType)
+            if is_method and not part.startswith("_") and not inspect.getdoc(getattr(base, part)):
+                yield f"{base.__module__}.{base.__name__}.{part}"
+
+
+@pytest.mark.parametrize("module", PAGES)
+def test_every_public_name_and_method_has_a_docstring(module: str) -> None:
+    try:
+        imported = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        pytest.skip(str(error))
+    missing = {
+        without
+        for name in imported.__all__
+        if name != "__version__"
+        for without in members_without_docstring(f"{module}.{name}", getattr(imported, name))
+    }
+    assert not missing
+
+
+@pytest.mark.parametrize("module", PAGES)
+def test_every_public_name_is_in_an_example_of_its_reference(module: str) -> None:
+    try:
+        names = importlib.import_module(module).__all__
+    except ModuleNotFoundError as error:
+        pytest.skip(str(error))
+    page = REPOSITORY / "docs" / "reference" / f"{PAGES[module]}.md"
+    code = "".join(found.code for found in snippets_of(page) if found.language == "python")
+    missing = [name for name in names if not re.search(rf"\b{name}\b", code)]
+    assert not missing

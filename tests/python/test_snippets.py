@@ -24,7 +24,7 @@ WITH_SNIPPETS = [
 ]
 
 #: Two trainers of others, Slurm, and what torch itself needs NumPy for.
-MOST_NOT_RUN = 4
+MOST_NOT_RUN = 6
 
 _CODE = re.compile(r"^(\$ |import |from \w+ import |torch-ckpt |torchrun |make |pip )", re.M)
 

@@ -39,15 +39,18 @@ _BARS = 64
 class SummaryLogger(Protocol):
     """The part of ``torch.utils.tensorboard.SummaryWriter`` that :func:`log` uses."""
 
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int, /) -> object: ...
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int, /) -> object:
+        """Takes one number of a step."""
 
-    def add_histogram(self, tag: str, values: torch.Tensor, global_step: int, /) -> object: ...
+    def add_histogram(self, tag: str, values: torch.Tensor, global_step: int, /) -> object:
+        """Takes all values of a tensor of a step."""
 
 
 class ReportLogger(Protocol):
     """The part of ``clearml.Logger`` that :func:`log` uses; it draws histograms and counts none."""
 
-    def report_scalar(self, title: str, series: str, value: float, iteration: int) -> object: ...
+    def report_scalar(self, title: str, series: str, value: float, iteration: int) -> object:
+        """Takes one number of a step."""
 
     def report_histogram(
         self,
@@ -57,7 +60,8 @@ class ReportLogger(Protocol):
         iteration: int | None = None,
         *,
         xlabels: list[str] | None = None,
-    ) -> object: ...
+    ) -> object:
+        """Takes the heights of a histogram's bars of a step."""
 
 
 # Quoted, for Python 3.10 cannot subscript LoggerAdapter.
