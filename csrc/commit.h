@@ -5,6 +5,7 @@
 #include <string>
 
 #include "error.h"
+#include "os/directory.h"
 
 namespace torch_ckpt {
 
@@ -25,8 +26,9 @@ struct CommitMode {
   bool replace = true;  // false: not committed, with EEXIST, where there is one of the name
 };
 
-/// Makes `contents` appear as `directory`/`name` in one step; see commit.cpp for the protocol.
-CommitOutcome commit_metadata(const std::string& directory, const std::string& name,
+/// Makes `contents` appear as `name` in `directory` in one step; see commit.cpp for the protocol.
+/// Not committed, with Errc::directory_moved, where the directory's path leads elsewhere by now.
+CommitOutcome commit_metadata(const os::Directory& directory, const std::string& name,
                               std::span<const std::byte> contents, CommitMode mode);
 
 }  // namespace torch_ckpt

@@ -16,6 +16,8 @@ std::string_view name(Errc code) {
       return "cancelled";
     case Errc::outside_directory:
       return "outside_directory";
+    case Errc::directory_moved:
+      return "directory_moved";
     case Errc::range_past_end:
       return "range_past_end";
     case Errc::not_a_zip:

@@ -18,6 +18,8 @@ enum class Errc {
   cancelled,
   // A file's name, or a link in its place, leads out of the checkpoint's directory.
   outside_directory,
+  // The path of the checkpoint's directory leads elsewhere than when it was opened.
+  directory_moved,
   // A data file ends before the range that the metadata promises.
   range_past_end,
   // The bytes are not a torch.save archive of one plain tensor.

@@ -39,7 +39,7 @@ KINDS = (
 )
 
 #: In the order of the shim's ``enum action``.
-ACTIONS = ("pass", "fail", "short", "kill")
+ACTIONS = ("pass", "fail", "short", "kill", "exchange", "chdir")
 
 _LOG_LENGTH = 4096
 
@@ -51,12 +51,14 @@ class Order:
     Attributes:
         action: "pass" counts; "fail" lets calls fail with ``errors[kind]`` (kinds that are not
             there succeed); "short" lets reads and writes come back early; "kill" ends the process
-            before the call.
+            before the call; "exchange" lets two paths name each other's files or directories from
+            just before the call, and "chdir" goes to another directory then.
         first: the number of the first call to act upon, from 1; 0: none.
         times: to how many calls.
         kinds: what is numbered.
         errors: errno by kind.
         count: bytes of calls that come back early; 0: half of those asked for.
+        paths: "exchange": both; "chdir": the directory, and nothing.
     """
 
     action: str = "pass"
@@ -65,6 +67,7 @@ class Order:
     kinds: Sequence[str] = KINDS
     errors: Mapping[str, int] | None = None
     count: int = 0
+    paths: tuple[str, str] = ("", "")
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,7 @@ class _Block(ctypes.Structure):
         ("bytes", ctypes.c_int32),
         ("errors", ctypes.c_int32 * len(KINDS)),
         ("root", ctypes.c_char * 4096),
+        ("paths", (ctypes.c_char * 4096) * 2),
         ("numbered", ctypes.c_int64),
         ("logged", ctypes.c_int64),
         ("log", _Entry * _LOG_LENGTH),
@@ -281,6 +285,8 @@ def _run(
     for place, kind in enumerate(KINDS):
         block.errors[place] = (order.errors or {}).get(kind, 0)
     block.root = os.fsencode(root)
+    for place, path in enumerate(order.paths):
+        block.paths[place].value = os.fsencode(path)
     block.numbered = block.logged = 0
     reading, writing = os.pipe()
     child = os.fork()

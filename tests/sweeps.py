@@ -157,6 +157,15 @@ class Bench:
         # Not where the block has failed: what is there then tells why.
         shutil.rmtree(tree)
 
+    @contextmanager
+    def two_directories(self) -> Iterator[tuple[Path, Path, Path]]:
+        """A tree, and two directories of one name in it that each hold the old checkpoint."""
+        scenario = Scenario("torch_ckpt.save", 4, True)
+        with self.directory(scenario) as (tree, path):
+            other = tree / "others" / path.name
+            shutil.copytree(self._older_of(scenario), other)
+            yield tree, path, other
+
     def _older_of(self, scenario: Scenario) -> Path:
         # Stock writes over files of the same names, so its older one has as many of them.
         name = f"{scenario.how} {scenario.threads}" if scenario in STOCK else "ours"

@@ -1,5 +1,6 @@
 """The compiled extension; see csrc/python. No decisions are made there."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,56 @@ has_cuda: bool
 load_chunk_bytes: int
 #: Scratch memory in bytes that a load always takes.
 least_scratch_bytes: int
+
+class Directory:
+    """A directory that is held open; see csrc/os/directory.h. It is closed when it is dropped.
+
+    Every call may raise OSError; its ``filename`` is the path of the directory or of the file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Links on the way to it are followed, since the caller chose it."""
+    @property
+    def path(self) -> str:
+        """As given."""
+    @property
+    def fd(self) -> int:
+        """The descriptor; -1 after ``close``."""
+    def reopen(self) -> Directory:
+        """The same directory, with a lock of its own."""
+    def share(self, patience: float = 10.0) -> bool:
+        """Keeps others from removing files that no metadata names any more.
+
+        ``patience`` are seconds to wait for somebody who has the directory alone, which takes
+        milliseconds unless that process is stopped. False where that was too short; nothing is
+        kept from anybody then.
+        """
+    def take_alone(self) -> bool:
+        """Whether nobody else works in the directory; a share of this descriptor's is given up."""
+    def identity(self) -> tuple[int, int, int, int]:
+        """Device, inode, and seconds and nanoseconds of birth where the file system keeps it."""
+    def is_at_path(self) -> bool:
+        """Whether the path leads to this directory now."""
+    def names(self) -> list[str]:
+        """What is in the directory, in no order."""
+    def length_of(self, name: str) -> int:
+        """The length in bytes of a regular file in it.
+
+        Raises ValueError for another kind of file, Unsafe for a link.
+        """
+    def open_for_read(self, name: str, flags: int = 0) -> int:
+        """A descriptor of a regular file beneath it; no link is followed. For ``opener=`` of open.
+
+        Raises ValueError for another kind of file, Unsafe for a link. ``flags`` are not used.
+        """
+    def rename(self, source: str, target: str) -> None:
+        """Renames a file in it; one that has the new name is replaced."""
+    def remove(self, name: str) -> None:
+        """Removes a file; one that is not there is not an error."""
+    def sync(self) -> None:
+        """fsync of the directory."""
+    def close(self) -> None:
+        """Closes the descriptor and lets go of the lock; once, further calls do nothing."""
 
 class Save:
     """A save under way. Keeps the sources alive; dropping it unfinished cancels it and waits."""
@@ -59,7 +110,7 @@ def copy_to_pool(tensors: list[Any]) -> list[Any]:
     """Copies of dense CPU tensors, in memory that returns to the pool with the last of them."""
 
 def start_save(
-    directory: str,
+    directory: Directory,
     prefix: str,
     names: list[str],
     values: list[Any],
@@ -77,8 +128,7 @@ def load_tensors(
     files: list[tuple[str, bytes]],
     rows: list[Any],
     *,
-    directory: int,
-    path: str,
+    directory: Directory,
     threads: int,
     max_inflight_bytes: int,
     direct_io: bool | str,
@@ -88,17 +138,15 @@ def load_tensors(
 ) -> list[int]:
     """Fills the rows' targets; returns the rows whose records only torch.load knows.
 
-    ``files`` are names beneath the directory and their checksum tables; ``directory`` is an open
-    descriptor, ``path`` its path for messages; ``ready`` are devices and events, after which
-    targets there may be written.
+    ``files`` are names beneath the directory and their checksum tables; ``ready`` are devices and
+    events, after which targets there may be written.
     """
 
 def load_bytes(
     files: list[tuple[str, bytes]],
     rows: list[tuple[str, int, int, int]],
     *,
-    directory: int,
-    path: str,
+    directory: Directory,
     threads: int,
     max_inflight_bytes: int,
     direct_io: bool | str,
@@ -108,8 +156,7 @@ def verify_records(
     files: list[tuple[str, bytes]],
     rows: list[tuple[int, int, int, Any, tuple[int, ...] | None]],
     *,
-    directory: int,
-    path: str,
+    directory: Directory,
     threads: int,
     max_inflight_bytes: int,
     direct_io: bool | str,
@@ -125,14 +172,8 @@ def verify_records(
 def names_file_beneath(name: str) -> bool:
     """Whether it may be the name of a file beneath a directory, as far as its text can tell."""
 
-def open_beneath(directory: int, path: str, name: str) -> int:
-    """A descriptor, for reading, of a regular file beneath an open directory; no link is followed.
-
-    ``path`` is the directory's, for messages.
-    """
-
 def commit_metadata(
-    directory: str, name: str, contents: bytes, sync: bool, replace: bool = True
+    directory: Directory, name: str, contents: bytes, sync: bool, replace: bool = True
 ) -> None: ...
 def check_metadata_pickle(data: bytes, roles: dict[str, str]) -> int:
     """Walks the program of a metadata pickle without running it.
@@ -145,9 +186,8 @@ def check_metadata_pickle(data: bytes, roles: dict[str, str]) -> int:
 def crc32(data: Any, crc: int = 0) -> int:
     """As ``zlib.crc32``, at the speed of the memory. ``data`` has contiguous bytes as a buffer."""
 
-def make_directories(path: str) -> None: ...
-def sync_directory(path: str) -> None: ...
-def remove_file(path: str) -> None: ...
+def make_directories(path: str | os.PathLike[str]) -> None: ...
+def sync_directory(path: str | os.PathLike[str]) -> None: ...
 def join_executor() -> None:
     """Ends the engine's threads after the work they have; for interpreter exit."""
 

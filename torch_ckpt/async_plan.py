@@ -41,7 +41,6 @@ from torch_ckpt.coordination import (
 )
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.failures import raised_as_ours
-from torch_ckpt.generations import remove_own
 from torch_ckpt.hooks import keeps_methods
 from torch_ckpt.metadata import stored_properties
 from torch_ckpt.snapshot import spawn
@@ -158,7 +157,7 @@ def save_state_dict_async_finalize(
     def undo(results: list[WriteResult]) -> None:
         if isinstance(storage_writer, FileSystemWriterAsync) and not storage_writer.use_msc:
             files = {result.storage_data.relative_path for result in results}
-            remove_own(str(storage_writer.path), files)
+            storage_writer.remove_own(files)
 
     try:
         # That of the plan, where ours has planned: it knows the ranks, whatever has become of the
@@ -179,6 +178,7 @@ def save_state_dict_async_finalize(
         meetings.close(wait=True)
         _abandon(storage_writer)
         raise
+    _abandon(storage_writer)
     meetings.close()
 
 

@@ -34,6 +34,7 @@ from torch.futures import Future
 
 from torch_ckpt.collector import no_gc
 from torch_ckpt.coordination import TIMEOUT_SECONDS, attempt, is_distributed, own_rank
+from torch_ckpt.directory import Place
 from torch_ckpt.ending import Ending
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.generations import Claim, choose_prefix
@@ -165,7 +166,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             else:
                 values = [_whole(planner.resolve_data(item)) for item in items]
         claims = [claim for claim in (self._claim, self._part) if claim is not None]
-        self._ending = Ending(str(self.path), claims)
+        self._ending = Ending(claims)
         self._task = WriteTask(
             directory=str(self.checkpoint_dir if self.use_msc else self.path),
             prefix=self.prefix,
@@ -186,6 +187,8 @@ class FileSystemWriterAsync(FileSystemWriter):
             },
             open_file=self.open_file,
             ending=self._ending,
+            place=Place.of(self.directory) if self._is_local() else None,
+            opened=self.directory if self._is_local() else None,
         )
         self.results_queue = ResultsQueue() if items else None
 
@@ -205,6 +208,8 @@ class FileSystemWriterAsync(FileSystemWriter):
         super().abandon()
         # Whichever rank is the last to end removes the files of all.
         self._part = None
+        if self._task is not None:
+            self._task.opened = None
 
     def fail(self, error: BaseException) -> None:
         """Makes the save one that has failed on this rank, which the others learn at its end."""
@@ -361,7 +366,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             CheckpointError: another process does not end to remove files there.
         """
         if self._is_local() and self._claim is None and self._part is None:
-            self._part = Claim(str(self.path), None, ends_earlier=False)
+            self._part = Claim(self.directory, None, ends_earlier=False)
 
     def _require_files(self, results: list[list[WriteResult]]) -> None:
         """Raises where a file is not there that the metadata would name: somebody removed it."""
@@ -374,7 +379,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         for name, end in ends.items():
             path = os.path.join(self.path, name)
             try:
-                size = os.stat(path).st_size
+                size = self.directory.length_of(name)
             except FileNotFoundError:
                 size = 0
             if size < end:
@@ -395,7 +400,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             for writer in self._made
             if writer is not self and os.path.realpath(writer.path) == here
         }
-        return choose_prefix(str(self.path), prefix, others)
+        return choose_prefix(self.directory, prefix, others)
 
     def _results_of_worker(self) -> list[WriteResult]:
         where = f"rank {own_rank()}, files {self.prefix}* in {self.checkpoint_id}"

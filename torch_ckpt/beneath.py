@@ -52,15 +52,11 @@ def length_of(directory: OpenDirectory, file: str) -> int:
         Unsafe: it lies elsewhere, or is a link.
         ValueError: it is no regular file.
     """
-    descriptor = _C.open_beneath(directory.fd, directory.path, file)
-    try:
-        return os.fstat(descriptor).st_size
-    finally:
-        os.close(descriptor)
+    return directory.length_of(file)
 
 
 class FilesBeneath(FileSystem):
-    """For torch's own reading: files beneath a directory that is open."""
+    """For torch's own reading and writing: files beneath a directory that is open."""
 
     def __init__(self, directory: OpenDirectory) -> None:
         self._directory = directory
@@ -72,6 +68,13 @@ class FilesBeneath(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         """A stream of the file, which is closed behind the block."""
-        file = _C.open_beneath(self._directory.fd, self._directory.path, os.fspath(path))
-        with os.fdopen(file, mode) as stream:
+        opener = self._directory.open_for_read if mode == "rb" else self._open_for_write
+        with open(path, mode, opener=opener) as stream:
             yield cast(io.IOBase, stream)
+
+    def _open_for_write(self, name: str, flags: int) -> int:
+        try:
+            return os.open(name, flags | os.O_NOFOLLOW, 0o666, dir_fd=self._directory.fd)
+        except OSError as error:
+            path = os.path.join(self._directory.path, name)
+            raise OSError(error.errno, error.strerror, path) from None

@@ -528,8 +528,7 @@ class SafetensorsDirectory(_Safetensors):
     def _open(self, file: str) -> BinaryIO:
         if not lies_beneath(file):
             raise outside(self._directory.path, file)
-        descriptor = _C.open_beneath(self._directory.fd, self._directory.path, file)
-        return _Named(descriptor, os.path.join(self._directory.path, file))
+        return _Named(self._directory, file)
 
     def close(self) -> None:
         super().close()
@@ -537,11 +536,11 @@ class SafetensorsDirectory(_Safetensors):
 
 
 class _Named(io.BufferedReader):
-    """A file that was opened by its descriptor, with its path for messages."""
+    """A file beneath a directory that is open, with its path for messages."""
 
-    def __init__(self, descriptor: int, path: str) -> None:
-        super().__init__(io.FileIO(descriptor))
-        self._path = path
+    def __init__(self, directory: OpenDirectory, file: str) -> None:
+        super().__init__(io.FileIO(file, opener=directory.open_for_read))
+        self._path = os.path.join(directory.path, file)
 
     @property
     def name(self) -> str:

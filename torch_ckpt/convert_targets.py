@@ -345,7 +345,7 @@ def write_dcp(
     writer.set_up_for_save(0)
 
     def write(names: list[str], values: list[Any]) -> None:
-        prefix = choose_prefix(target, f"__0_{writer.tag}")
+        prefix = choose_prefix(writer.directory, f"__0_{writer.tag}")
         written = writer.write_values(prefix, names, values)
         results.extend(results_of([items[name] for name in names], written))
 

@@ -1,4 +1,8 @@
-"""A checkpoint's directory, held open, and who works in it.
+"""A checkpoint's directory, held open; who works in it; and whether all ranks opened the same one.
+
+A path leads to a directory only for as long as nobody renames one, retargets a link or changes the
+working directory. So a save, a load and a verification open the directory once, and make each call
+by that descriptor: ``OpenDirectory`` is csrc/os/directory.h.
 
 No lock decides what a checkpoint is: the commit's rename does. The locks (``flock`` of the
 directory itself, so that nothing is left behind) only keep files from being removed under
@@ -15,124 +19,68 @@ somebody's hands:
 
 from __future__ import annotations
 
-import errno
-import fcntl
+import functools
 import os
-import time
-import weakref
-from contextlib import suppress
+from collections.abc import Iterable
+from typing import NamedTuple
 
-# What flock says where another descriptor holds the lock.
-_BUSY = (errno.EWOULDBLOCK, errno.EAGAIN)
+from torch_ckpt._C import Directory as OpenDirectory
+from torch_ckpt.errors import NotCommitted
+
+__all__ = ["OpenDirectory", "Place", "require_one_directory"]
 
 
-class OpenDirectory:
-    """One open descriptor of a directory. Safe to drop: the descriptor is closed then.
+class Place(NamedTuple):
+    """Which directory a rank has opened, in a form that can be sent.
 
-    Args:
-        path: of the directory; links on the way to it are followed, since the caller chose it.
+    Device and inode numbers of one directory differ from host to host on some network file systems,
+    and ranks may save into directories of their own. So places are compared only where a path must
+    lead all processes to the same directory: on one host, with the same mounts.
 
     Attributes:
-        path: as given.
-        fd: the descriptor, for calls that open files beneath it.
-
-    Raises:
-        OSError: there is no such directory, or it may not be opened.
+        mounts: of the process; empty where they are not known.
+        path: that was opened.
+        identity: of the directory.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = os.fspath(path)
-        self.fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._close = weakref.finalize(self, _let_go, self.fd, os.getpid())
+    mounts: str
+    path: str
+    identity: tuple[int, int, int, int]
 
-    def share(self, patience: float = 10.0) -> bool:
-        """Keeps others from removing files that no metadata names any more.
+    @classmethod
+    def of(cls, directory: OpenDirectory) -> Place:
+        """That of an open directory."""
+        return cls(_mounts(), directory.path, directory.identity())
 
-        Args:
-            patience: seconds to wait for somebody who has the directory alone, which takes
-                milliseconds unless that process is stopped.
-
-        Returns:
-            False where that was too short; nothing is kept from anybody then.
-        """
-        until = time.monotonic() + patience
-        while not self._lock(fcntl.LOCK_SH):
-            if time.monotonic() >= until:
-                return False
-            time.sleep(0.005)
-        return True
-
-    def take_alone(self) -> bool:
-        """Whether nobody else works in the directory; a share of this descriptor's is given up."""
-        return self._lock(fcntl.LOCK_EX)
-
-    def status(self) -> os.stat_result:
-        """What fstat says of the directory.
-
-        Raises:
-            OSError: it failed; ``filename`` is the path.
-        """
-        try:
-            return os.fstat(self.fd)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, self.path) from None
-
-    def names(self) -> list[str]:
-        """What is in the directory, in no order.
-
-        Raises:
-            OSError: it cannot be listed; ``filename`` is the path.
-        """
-        try:
-            return os.listdir(self.fd)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, self.path) from None
-
-    def sync(self) -> None:
-        """fsync of the directory.
-
-        Raises:
-            OSError: it failed; ``filename`` is the path.
-        """
-        try:
-            os.fsync(self.fd)
-        except OSError as error:
-            # Some network file systems have none; their creations are synchronous.
-            if error.errno != errno.EINVAL:
-                raise OSError(error.errno, error.strerror, self.path) from None
-
-    def remove(self, name: str) -> None:
-        """Removes a file; one that is not there is no error.
-
-        Raises:
-            OSError: it cannot be removed; ``filename`` is its path.
-        """
-        try:
-            os.unlink(name, dir_fd=self.fd)
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            path = os.path.join(self.path, name)
-            raise OSError(error.errno, error.strerror, path) from None
-
-    def close(self) -> None:
-        """Closes the descriptor and lets go of the lock; once, further calls do nothing."""
-        self._close()
-
-    def _lock(self, kind: int) -> bool:
-        try:
-            fcntl.flock(self.fd, kind | fcntl.LOCK_NB)
-        except OSError as error:
-            return error.errno not in _BUSY
-        return True
+    def contradicts(self, other: Place) -> bool:
+        """Whether one path has led to two directories."""
+        return (
+            bool(self.mounts)
+            and (self.mounts, self.path) == (other.mounts, other.path)
+            and self.identity != other.identity
+        )
 
 
-def _let_go(fd: int, pid: int) -> None:
-    # A forked child has the same lock, and would keep it were it not released explicitly; but it is
-    # not the child's to release.
-    if os.getpid() == pid:
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(fd, fcntl.LOCK_UN)
-    # Nothing was written through it; and a save that has been committed has not failed.
-    with suppress(OSError):
-        os.close(fd)
+def require_one_directory(own: Place, others: Iterable[Place]) -> None:
+    """Raises where another rank has written elsewhere, although its path was the same.
+
+    Raises:
+        NotCommitted: the path has led to several directories since the save began.
+    """
+    if any(own.contradicts(other) for other in others):
+        raise NotCommitted(
+            f"{own.path}: ranks of this save have opened different directories under this path: "
+            "while the save began a directory was renamed, or a link in the path was changed. "
+            "Nothing was published; save again"
+        )
+
+
+@functools.cache
+def _mounts() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        space, root = os.stat("/proc/self/ns/mnt"), os.stat("/")
+    except OSError:
+        return ""
+    return f"{boot} {space.st_ino} {root.st_dev} {root.st_ino}"

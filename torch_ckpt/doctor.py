@@ -209,9 +209,10 @@ def diagnose(path: str | os.PathLike[str], *, measured_bytes: int = DEFAULT_BYTE
     with _directory_in(place) as directory:
         report.alignment = direct_alignment(directory)
         report.fsync_ms = _median_ms(_fsync_of(directory))
-        report.commit_ms = _median_ms(
-            lambda: _C.commit_metadata(directory, "metadata", b"x" * 4096, True)
-        )
+        with closing(OpenDirectory(directory)) as opened:
+            report.commit_ms = _median_ms(
+                lambda: _C.commit_metadata(opened, "metadata", b"x" * 4096, True)
+            )
         report.exclusive_rename = _renames_exclusively(directory)
         report.locks = _has_locks(directory)
         for direct in (False, True) if report.alignment is not None else (False,):
@@ -323,8 +324,9 @@ def _median_ms(action: Callable[[], None]) -> float:
 
 def _renames_exclusively(directory: str) -> bool:
     try:
-        _C.commit_metadata(directory, "exclusive", b"old", True, replace=False)
-        _C.commit_metadata(directory, "exclusive", b"new", True, replace=False)
+        with closing(OpenDirectory(directory)) as opened:
+            _C.commit_metadata(opened, "exclusive", b"old", True, replace=False)
+            _C.commit_metadata(opened, "exclusive", b"new", True, replace=False)
     except NotCommitted as error:
         with open(os.path.join(directory, "exclusive"), "rb") as stream:
             return error.errno == errno.EEXIST and stream.read() == b"old"

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from typing import Any, TypeVar
 
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.generations import Claim, remove_files
+from torch_ckpt.generations import Claim
 
 T = TypeVar("T")
 
@@ -20,12 +20,10 @@ class Ending:
     whether the results were taken.
 
     Args:
-        directory: of the files.
         claims: that protect them; a writer that is dropped ends them as ever.
     """
 
-    def __init__(self, directory: str = "", claims: Collection[Claim] = ()) -> None:
-        self._directory = directory
+    def __init__(self, claims: Collection[Claim] = ()) -> None:
         self._claims = [weakref.ref(claim) for claim in claims]
         self._lock = threading.Lock()
         self._is_writing = False
@@ -85,7 +83,7 @@ class Ending:
         held, self._held = self._held, []
         if held:
             # By name: the directory may be shared for long, by ranks that have yet to abort.
-            remove_files(self._directory, self._files)
+            held[0].remove(self._files)
         for claim in held:
             claim.abandon()
 

@@ -26,7 +26,6 @@ from collections.abc import Collection, Iterable
 from contextlib import closing
 from typing import ClassVar, NamedTuple
 
-from torch_ckpt import _C
 from torch_ckpt.directory import OpenDirectory
 from torch_ckpt.errors import CheckpointError, NotCommitted
 from torch_ckpt.metadata import METADATA_NAME, metadata_bytes_in, read_metadata_in
@@ -66,7 +65,7 @@ class Claim:
     an exception may keep the first one, too.
 
     Args:
-        directory: of the checkpoint; it exists.
+        directory: of the checkpoint. The claim has a descriptor of its own.
         rank: whose metadata it will be; None: that of all ranks.
         ends_earlier: False where the thread's saves into the directory may be under way together,
             and it neither ends others nor is ended.
@@ -80,15 +79,16 @@ class Claim:
     """
 
     # By thread and directory.
-    _last: ClassVar[weakref.WeakValueDictionary[tuple[int, int, int], Claim]] = (
+    _last: ClassVar[weakref.WeakValueDictionary[tuple[int, ...], Claim]] = (
         weakref.WeakValueDictionary()
     )
 
-    def __init__(self, directory: str, rank: int | None, ends_earlier: bool = True) -> None:
-        opened = OpenDirectory(directory)
+    def __init__(
+        self, directory: OpenDirectory, rank: int | None, ends_earlier: bool = True
+    ) -> None:
+        opened = directory.reopen()
         try:
-            status = opened.status()
-            place = threading.get_ident(), status.st_dev, status.st_ino
+            place = threading.get_ident(), *opened.identity()
             other = self._last.get(place)
             if other is not None and ends_earlier:
                 other.abandon()
@@ -158,16 +158,20 @@ class Claim:
         """Ends it after a commit that failed and has published nothing, as :meth:`abandon`."""
         _abandon(self._opened, self._rank, os.getpid())
 
+    def remove(self, names: Iterable[str]) -> None:
+        """Removes files of the save, which go on being claimed; warns where that fails."""
+        remove_files(self._opened, names)
+
     def leave(self) -> None:
         """Ends it and removes nothing: where the commit may or may not last."""
         self._opened.close()
 
 
-def choose_prefix(directory: str, prefix: str, taken: Collection[str] = ()) -> str:
+def choose_prefix(directory: OpenDirectory, prefix: str, taken: Collection[str] = ()) -> str:
     """The prefix of one rank's data files: ``prefix``, tagged where files of this kind are there.
 
     Args:
-        directory: of the checkpoint; it exists.
+        directory: of the checkpoint.
         prefix: ``__{rank}_``, and the tag of the save where it has one.
         taken: by other saves of this process that may not have made their files yet.
 
@@ -178,7 +182,7 @@ def choose_prefix(directory: str, prefix: str, taken: Collection[str] = ()) -> s
     if match is None:
         return prefix
     is_taken = prefix in taken
-    for name in os.listdir(directory):
+    for name in directory.names():
         data = _DATA_FILE.search(name)
         if _METADATA_FILE.match(name) or (data and data.group(1) == match.group(1)):
             is_taken = True
@@ -187,7 +191,7 @@ def choose_prefix(directory: str, prefix: str, taken: Collection[str] = ()) -> s
     return f"__{match.group(1)}_{uuid.uuid4().hex[:8]}_" if is_taken else prefix
 
 
-def remove_own(directory: str, names: Iterable[str]) -> None:
+def remove_own(directory: OpenDirectory, names: Iterable[str]) -> None:
     """Removes files that a rank has written for a save that failed; warns where that fails.
 
     Only while nobody else works in the directory, and what no metadata names: this rank may have
@@ -196,11 +200,13 @@ def remove_own(directory: str, names: Iterable[str]) -> None:
     """
     mine = set(names)
     try:
-        with closing(OpenDirectory(directory)) as opened:
+        with closing(directory.reopen()) as opened:
             if opened.take_alone():
-                _remove(opened, [name for name in _unnamed(opened, None, None) if name in mine])
+                remove_files(
+                    opened, [name for name in _unnamed(opened, None, None) if name in mine]
+                )
     except Exception as error:
-        warn(f"unused files are left in {directory}: {error}")
+        warn(f"unused files are left in {directory.path}: {error}")
 
 
 def remove_leftovers(checkpoint_id: str | os.PathLike[str]) -> list[str]:
@@ -229,7 +235,7 @@ def remove_leftovers(checkpoint_id: str | os.PathLike[str]) -> list[str]:
         return names
 
 
-def refuse_hidden_save(directory: str, rank: int | None) -> None:
+def refuse_hidden_save(directory: OpenDirectory, rank: int | None) -> None:
     """Refuses a save by ranks on their own into a directory with a common checkpoint.
 
     Loading looks for the common metadata first, so it would go on finding the old checkpoint.
@@ -237,21 +243,20 @@ def refuse_hidden_save(directory: str, rank: int | None) -> None:
     Raises:
         FileExistsError: there is a common checkpoint.
     """
-    common = os.path.join(directory, METADATA_NAME)
-    if rank is not None and os.path.lexists(common):
+    if rank is not None and METADATA_NAME in directory.names():
         raise FileExistsError(
             17,
             "a checkpoint of all ranks is here, and a save with use_collectives=False would not "
             "replace it; choose another directory",
-            common,
+            os.path.join(directory.path, METADATA_NAME),
         )
 
 
-def remove_files(directory: str, names: Iterable[str]) -> None:
+def remove_files(directory: OpenDirectory, names: Iterable[str]) -> None:
     """Removes files that are known to be named by no metadata; warns where that fails."""
     for name in names:
         try:
-            _C.remove_file(os.path.join(directory, name))
+            directory.remove(name)
         except OSError as error:
             warn(f"an unused file could not be removed: {error}")
 
@@ -268,8 +273,6 @@ def _abandon(opened: OpenDirectory, rank: int | None, pid: int) -> None:
 def _sweep(opened: OpenDirectory, rank: int | None, commit: _Commit | None) -> None:
     """Removes what no metadata names; warns where that fails.
 
-    By the descriptor: where a failed save is collected late, another directory may have the path.
-
     Args:
         opened: the directory, which nobody else uses.
         rank: the rank whose files are looked at, where ranks save on their own. None: those of all
@@ -280,7 +283,7 @@ def _sweep(opened: OpenDirectory, rank: int | None, commit: _Commit | None) -> N
         if commit is not None and rank is None:
             matches = map(_METADATA_FILE.match, opened.names())
             superseded = [match.group() for match in matches if match and match.group(1)]
-            _remove(opened, superseded)
+            remove_files(opened, superseded)
             if superseded:
                 # A power cut must not bring them back after their data files have gone.
                 opened.sync()
@@ -292,18 +295,10 @@ def _sweep(opened: OpenDirectory, rank: int | None, commit: _Commit | None) -> N
         if unnamed and commit is None:
             # The metadata may be that of a save whose last fsync failed, or never was.
             opened.sync()
-        _remove(opened, unnamed)
+        remove_files(opened, unnamed)
     except Exception as error:
         # Nothing that is needed is lost.
         warn(f"unused files are left in {opened.path}: {error}")
-
-
-def _remove(opened: OpenDirectory, names: Iterable[str]) -> None:
-    for name in names:
-        try:
-            opened.remove(name)
-        except OSError as error:
-            warn(f"an unused file could not be removed: {error}")
 
 
 def _unnamed(opened: OpenDirectory, rank: int | None, used: set[str] | None) -> list[str]:

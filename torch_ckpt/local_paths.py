@@ -1,8 +1,13 @@
-"""What is a checkpoint's directory, and what is a URL, beneath which only steps of a run may be."""
+"""Which paths are local directories, and what they are from any working directory.
+
+URLs are for the roots of runs alone.
+"""
 
 from __future__ import annotations
 
+import os
 import re
+from pathlib import Path
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*://")
 
@@ -24,3 +29,8 @@ def refuse_url(path: object) -> None:
             "URLs are for the roots of CheckpointManager and of torch_ckpt.training "
             "(docs/remote.md)"
         )
+
+
+def absolute(path: str | os.PathLike[str]) -> Path:
+    """The same path for any working directory. Links and ``..`` in it stay, for the kernel."""
+    return Path(path).absolute()

@@ -219,35 +219,23 @@ def metadata_bytes_in(directory: OpenDirectory, name: str = METADATA_NAME) -> by
         Unsafe: a link is in its place.
     """
     file = os.path.join(directory.path, name)
-    # A FIFO in the place of the metadata cannot hang the load before it is refused, and a link may
-    # lead to anybody's file.
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
     try:
-        descriptor = os.open(name, flags, dir_fd=directory.fd)
+        stream = open(name, "rb", opener=directory.open_for_read)  # noqa: SIM115
     except FileNotFoundError:
         raise _no_checkpoint(directory.path, f"{name} in the directory") from None
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise Unsafe(
-                f"{file} is a link, and a checkpoint's files are not read through links; copy the "
-                "file itself into the directory"
-            ) from None
-        raise OSError(error.errno, error.strerror, file) from None
+    except ValueError:
+        if stat.S_ISDIR(os.stat(name, dir_fd=directory.fd).st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), file) from None
+        raise Corrupt(f"{file} is not a regular file") from None
     try:
-        status = os.fstat(descriptor)
-        if stat.S_ISDIR(status.st_mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), file)
-        if not stat.S_ISREG(status.st_mode):
-            raise Corrupt(f"{file} is not a regular file")
-        size = status.st_size
+        size = os.fstat(stream.fileno()).st_size
         if size > MAX_METADATA_BYTES:
             raise CheckpointError(f"{file} has {size} bytes, more than {MAX_METADATA_BYTES}")
-        with os.fdopen(descriptor, "rb", closefd=False) as stream:
-            return stream.read(size)
+        return stream.read(size)
     finally:
         # All that was wanted has been read by then.
         with suppress(OSError):
-            os.close(descriptor)
+            stream.close()
 
 
 def _no_checkpoint(path: str | os.PathLike[str], lacking: str) -> FileNotFoundError:

@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.filesystem import (
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from torch_ckpt import _C
+from torch_ckpt.beneath import FilesBeneath
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.generations import remove_files
 from torch_ckpt.sources import version_of
@@ -83,12 +84,13 @@ class PythonWrite(Staged):
             if self._has_changed:
                 raise source_changed(task.directory)
             results = self._write_all(transforms)
-            files = files_of(results) if _is_local(task) else files
+            files = files_of(results) if task.opened else files
             return results
         except Exception as error:
             return portable(error)
         finally:
             task.ending.end(files)
+            task.opened = None
 
     def _write_all(self, transforms: _StorageWriterTransforms) -> Results:
         task = self._task
@@ -103,12 +105,12 @@ class PythonWrite(Staged):
                 raise self._first_error
             self._refuse_if_cancelled()
         except BaseException:
-            if _is_local(task):
-                remove_files(task.directory, [name for name, _ in files])
+            if task.opened is not None:
+                remove_files(task.opened, [name for name, _ in files])
             raise
         results = {number: future.result() for number, future in enumerate(futures)}
-        if _is_local(task) and task.options["sync_files"]:
-            _C.sync_directory(task.directory)
+        if task.opened is not None and task.options["sync_files"]:
+            task.opened.sync()
         return results
 
     def wrote(self, count: int) -> None:
@@ -169,7 +171,7 @@ class PythonWrite(Staged):
         self._refuse_if_cancelled()
         task = self._task
         results = []
-        with task.open_file(os.path.join(task.directory, name), "wb") as stream:
+        with self._stream(name) as stream:
             counted = _Counted(stream, self)
             for index in indices:
                 result = _write_item(
@@ -187,6 +189,16 @@ class PythonWrite(Staged):
             if task.options["sync_files"]:
                 _sync(stream)
         return results
+
+    def _stream(self, name: str) -> AbstractContextManager[Any]:
+        task = self._task
+        if task.opened is not None and task.open_file is open:
+            return FilesBeneath(task.opened).create_stream(name, "wb")
+        # A function of the caller's knows paths alone.
+        stream: AbstractContextManager[Any] = task.open_file(
+            os.path.join(task.directory, name), "wb"
+        )
+        return stream
 
 
 class _Counted(io.RawIOBase):
@@ -227,7 +239,3 @@ def _sync(stream: io.IOBase) -> None:
         of_store()
     else:
         os.fsync(stream.fileno())
-
-
-def _is_local(task: WriteTask) -> bool:
-    return os.path.isdir(task.directory)

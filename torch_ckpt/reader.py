@@ -461,8 +461,7 @@ class FileSystemReader(StockReader):
             unknown = _C.load_tensors(
                 places,
                 _with_names_as_utf8(rows),
-                directory=directory.fd,
-                path=directory.path,
+                directory=directory,
                 threads=self.thread_count,
                 max_inflight_bytes=self.max_inflight_bytes,
                 direct_io=self.direct_io,
@@ -483,8 +482,7 @@ class FileSystemReader(StockReader):
             return _C.load_bytes(
                 places,
                 _with_names_as_utf8(rows),
-                directory=directory.fd,
-                path=directory.path,
+                directory=directory,
                 threads=self.thread_count,
                 max_inflight_bytes=self.max_inflight_bytes,
                 direct_io=self.direct_io,

@@ -225,7 +225,7 @@ def _save_state(
 
     def write() -> Written:
         names, values = find_values()
-        prefix = choose_prefix(str(writer.path), f"__{ranks.rank}_{tag}")
+        prefix = choose_prefix(writer.directory, f"__{ranks.rank}_{tag}")
         if job is None:
             return writer.write_values(prefix, names, values)
         job.planned()
@@ -246,6 +246,7 @@ def _save_state(
             metadata.version = DCP_VERSION
             metadata.storage_meta = writer.storage_meta()
         files = {place[0] for of_rank in places for place in of_rank}
+        writer.require_one_directory(of_rank.directory for of_rank in written)
         writer.commit(encode_metadata(metadata), files)
         if job is not None:
             job.committed_items(_fingerprints(cache.agreed, places), cache.agreed.paths)

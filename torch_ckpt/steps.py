@@ -26,6 +26,7 @@ its name.
 from __future__ import annotations
 
 import abc
+import functools
 import json
 import math
 import operator
@@ -398,7 +399,7 @@ class LocalSteps(StepStore):
                 return False
             if ".deleted-" not in name:
                 path = self.put_aside(path, name[:10])
-                if not os.path.samestat(os.stat(path), opened.status()):
+                if OpenDirectory(path).identity() != opened.identity():
                     # A save has named its step so since it was opened; that one is not alone here.
                     os.rename(path, os.path.join(self.root, name))
                     return False
@@ -520,13 +521,18 @@ class _StepWriter(FileSystemWriter):
         replaced = None
         try:
             # The claim ends with the metadata; no sweep may come between that and the name.
-            with closing(OpenDirectory(self.path)) as opened:
+            with closing(self.directory.reopen()) as opened:
                 opened.share()
                 with self._working():
-                    self._refuse_if_missing(files)
+                    self._refuse_if_missing(opened, files)
                 super().commit(data, files)
-                self._mark()
+                self._mark(opened)
                 self._refuse_if_there()
+                if not opened.is_at_path():
+                    raise NotCommitted(
+                        f"{self.path}: somebody has renamed this directory while the step was "
+                        "being saved there; save it again"
+                    )
                 if os.path.lexists(self._final):
                     if os.path.lexists(os.path.join(self._final, PINNED_NAME)):
                         pin(str(self.path))
@@ -578,20 +584,17 @@ class _StepWriter(FileSystemWriter):
         finally:
             self._works = False
 
-    def _mark(self) -> None:
-        directory = str(self.path)
-        said = {"step": int(self._step), "saved_at": time.time(), "bytes": bytes_in(directory)}
-        write_marker(directory, {**said, **self._marker()}, self.sync_files)
+    def _mark(self, opened: OpenDirectory) -> None:
+        said = {"step": int(self._step), "saved_at": time.time(), "bytes": bytes_in(opened.fd)}
+        write_marker(opened, {**said, **self._marker()}, self.sync_files)
 
-    def _refuse_if_missing(self, files: set[str]) -> None:
+    def _refuse_if_missing(self, opened: OpenDirectory, files: set[str]) -> None:
         """Other ranks' files are here, or their directory is another one."""
-        missing = files - set(os.listdir(self.path))
+        missing = files - set(opened.names())
         until = time.monotonic() + _PATIENCE_SECONDS
         while missing:
             # Network file systems remember for some time what was not there.
-            missing = {
-                name for name in missing if not os.path.exists(os.path.join(self.path, name))
-            }
+            missing -= set(opened.names())
             if missing and time.monotonic() >= until:
                 raise NotCommitted(
                     f"{self._final}: what other ranks have written is not here ("
@@ -653,18 +656,18 @@ def encoded_marker(document: dict[str, Any]) -> bytes:
     return data
 
 
-def write_marker(directory: str, document: dict[str, Any], sync: bool) -> None:
+def write_marker(directory: OpenDirectory, document: dict[str, Any], sync: bool) -> None:
     """Writes the marker, durably if wanted."""
-    path = os.path.join(directory, MARKER_NAME)
+    opener = functools.partial(os.open, mode=0o666, dir_fd=directory.fd)
     # By a rename: an empty one would be a step's that has no metrics.
-    with open(f"{path}.tmp", "wb") as file:
+    with open(f"{MARKER_NAME}.tmp", "wb", opener=opener) as file:
         file.write(encoded_marker(document))
         file.flush()
         if sync:
             os.fsync(file.fileno())
-    os.rename(f"{path}.tmp", path)
+    directory.rename(f"{MARKER_NAME}.tmp", MARKER_NAME)
     if sync:
-        _C.sync_directory(directory)
+        directory.sync()
 
 
 def pin(directory: str) -> None:
@@ -708,8 +711,8 @@ def _number(value: object, wanted: Callable[[float], bool] = lambda _: True) -> 
     return number if wanted(number) else None
 
 
-def bytes_in(directory: str) -> int:
-    """Of all files of a checkpoint's directory."""
+def bytes_in(directory: str | int) -> int:
+    """Of all files of a checkpoint's directory, by its path or its descriptor."""
     total = 0
     with os.scandir(directory) as entries:
         for entry in entries:

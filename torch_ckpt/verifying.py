@@ -293,8 +293,7 @@ class _Look:
             findings, unverifiable = _C.verify_records(
                 [(file, self._tables.get(file, b"")) for file in files],
                 self._rows,
-                directory=self._directory.fd,
-                path=self._directory.path,
+                directory=self._directory,
                 threads=threads,
                 max_inflight_bytes=max_inflight_bytes,
                 direct_io=direct_io,

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from torch_ckpt import _C
 from torch_ckpt.background import EngineOptions
+from torch_ckpt.directory import OpenDirectory, Place
 from torch_ckpt.ending import Ending
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.host_memory import default_snapshot_bytes
@@ -66,6 +67,8 @@ class WriteTask:
         options: of the ``FileSystemWriter`` that writes.
         open_file: opens files in Python.
         ending: who takes its results, or aborts it.
+        place: the directory that was opened when the save began; None: of a remote file system.
+        opened: it itself, in the process that has planned the save, until the task is staged.
     """
 
     directory: str
@@ -78,13 +81,16 @@ class WriteTask:
     options: dict[str, Any]
     open_file: Callable[..., Any] = open
     ending: Ending = dataclasses.field(default_factory=Ending)
+    place: Place | None = None
+    opened: OpenDirectory | None = None
     _staged: Staged | None = dataclasses.field(default=None, init=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
         values = [_sendable(value) for value in self.values]
         # Bars and callbacks belong to the process of the caller.
         options = self.options | {"progress": None}
-        return self.__dict__ | {"values": values, "options": options, "_staged": None}
+        own = {"values": values, "options": options, "opened": None, "_staged": None}
+        return self.__dict__ | own
 
     def stage(self) -> Staged:
         """Returns when the values are not needed any more; what fails is the outcome's to tell.
@@ -106,12 +112,31 @@ class WriteTask:
                     "the save again"
                 )
             # A copy: what this one keeps must not keep it.
-            task = dataclasses.replace(self)
+            task = dataclasses.replace(self, opened=self._open())
             return EngineWrite(task) if self.by_engine else PythonWrite(task)
         except Exception as error:
             return NotBegun(portable(error))
         finally:
             self.values = []
+            self.opened = None
+
+    def _open(self) -> OpenDirectory | None:
+        """The save's directory, in whichever process this is.
+
+        Raises:
+            OSError: there is none.
+            CheckpointError: the path leads to another one by now.
+        """
+        if self.opened is not None or self.place is None:
+            return self.opened
+        opened = OpenDirectory(self.directory)
+        if Place.of(opened).contradicts(self.place):
+            raise CheckpointError(
+                f"{self.directory}: the path leads to another directory than when the save was "
+                "planned: a directory was renamed, or a link in the path was changed. Nothing was "
+                "written; save again"
+            )
+        return opened
 
 
 class EngineWrite(Staged):
@@ -212,6 +237,8 @@ class EngineWrite(Staged):
             task.ending.begin()
             writer = FileSystemWriter(task.directory, **task.options)
             writer.rank = task.rank
+            assert task.opened is not None
+            writer.directory = task.opened
             names = [item.index.fqn for item in task.items]
             # A list of its own: it is emptied.
             values, task.values = task.values, []
@@ -223,7 +250,7 @@ class EngineWrite(Staged):
         finally:
             self._tensors = []
             self._ready = []
-            self._save = None
+            self._save = task.opened = None
             try:
                 if self._relay:
                     self._tell_child(self._relay)

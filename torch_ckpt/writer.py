@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -29,7 +29,9 @@ from torch.futures import Future
 
 from torch_ckpt import _C
 from torch_ckpt.background import Background, EngineOptions
+from torch_ckpt.beneath import FilesBeneath
 from torch_ckpt.collector import RelaxedGc, no_gc
+from torch_ckpt.directory import OpenDirectory, Place, require_one_directory
 from torch_ckpt.errors import CheckpointError, DurabilityUncertain, NotCommitted
 from torch_ckpt.generations import (
     Claim,
@@ -40,7 +42,7 @@ from torch_ckpt.generations import (
     remove_own,
 )
 from torch_ckpt.hooks import keeps_methods
-from torch_ckpt.local_paths import refuse_url
+from torch_ckpt.local_paths import absolute, is_url, refuse_url
 from torch_ckpt.metadata import encode_metadata, with_checksum_tables
 from torch_ckpt.progress import Progress, ProgressOption, Reporter
 from torch_ckpt.sources import copy_of_state
@@ -54,6 +56,8 @@ CHUNK_BYTES = 4 << 20
 #: On its way to the coordinator a file's checksum table is an attribute of this name, of the
 #: storage info of the file's first item: torch carries nothing else from rank to rank.
 _TABLE = "torch_ckpt_checksums"
+#: Likewise, of the storage info of a rank's first item: the directory that the rank has written in.
+_PLACE = "torch_ckpt_place"
 
 _DEFAULT_BACKGROUND = Background()
 
@@ -65,10 +69,12 @@ class Written:
     Attributes:
         places: of each value the file's name, offset and length in bytes there, and its CRC-32.
         tables: the checksum table of each file, by its name.
+        directory: in which the files are.
     """
 
     places: list[tuple[str, int, int, int]]
     tables: dict[str, bytes]
+    directory: Place
 
 
 def default_thread_count() -> int:
@@ -80,7 +86,9 @@ class FileSystemWriter(StockWriter):
     """Writes distributed checkpoints; a drop-in for torch's class of the same name.
 
     Args:
-        path: directory of the checkpoint; made if it is not there.
+        path: directory of the checkpoint; made if it is not there. A relative path is one of the
+            working directory at this call. Each save opens the directory once, when it begins, and
+            writes there alone.
         single_file_per_rank: one file for each of ``thread_count`` size-balanced buckets; False
             makes one file for each item.
         sync_files: fsync files and directories, so that a save that returned survives a power cut.
@@ -165,6 +173,7 @@ class FileSystemWriter(StockWriter):
             **kwargs,
         )
         self._given_path: str | os.PathLike[str] = path
+        self._make_absolute()
         self.separation_hint = separation_hint
         self.max_host_bytes = max_host_bytes
         self.direct_io = direct_io
@@ -174,12 +183,13 @@ class FileSystemWriter(StockWriter):
         self._is_staged = False
         self._is_coordinator = False
         self._is_alone = False
+        self._directory: OpenDirectory | None = None
         self._claim: Claim | None = None
         self._save: _C.Save | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy, in another process perhaps, has no part in the save that is under way.
-        return self.__dict__ | {"_claim": None, "_save": None}
+        return self.__dict__ | {"_directory": None, "_claim": None, "_save": None}
 
     # --- DCP's contract, in the order of a save -------------------------------------------------
 
@@ -187,6 +197,7 @@ class FileSystemWriter(StockWriter):
         self._given_path = checkpoint_id or self._given_path
         self._refuse_url()
         super().reset(checkpoint_id)
+        self._make_absolute()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         # torch passes the rank only to a method that has a parameter of the name `kwargs`.
@@ -199,17 +210,16 @@ class FileSystemWriter(StockWriter):
         self._refuse_url()
         if not self._is_local():
             return super().prepare_local_plan(plan)
-        _C.make_directories(str(self.path))
-        refuse_hidden_save(str(self.path), self._own_rank())
+        _C.make_directories(self.path)
+        refuse_hidden_save(self.directory, self._own_rank())
         # Not torch's own, which warns that a checkpoint is replaced: here that stays loadable until
         # the new one is committed.
-        name = metadata_name(self._own_rank())
-        if not self.overwrite and os.path.exists(os.path.join(self.path, name)):
+        if not self.overwrite and metadata_name(self._own_rank()) in self.directory.names():
             raise RuntimeError(f"Checkpoint already exists in {self.path}, and overwrite=False")
         if self.rank is not None and not self.use_collectives:
             plan = dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{self.rank}_"))
-        if self._is_coordinator or not self.use_collectives:
-            self._claim = Claim(str(self.path), self._own_rank(), self.ends_earlier_claims)
+        if self._commits:
+            self._claim = Claim(self.directory, self._own_rank(), self.ends_earlier_claims)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -230,12 +240,16 @@ class FileSystemWriter(StockWriter):
             if self._is_alone:
                 self.abandon()
             raise
+        finally:
+            if not self._commits:
+                # DCP calls no other method of it.
+                self._directory = None
 
     def _write_data_of(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         self._planning.end()
         prefix: str = plan.storage_data.prefix
         if self._is_local():
-            prefix = choose_prefix(str(self.path), prefix)
+            prefix = choose_prefix(self.directory, prefix)
         if not self.engine_can_write():
             return self._write_through_torch(plan, planner, prefix)
         items = list(plan.items)
@@ -256,7 +270,10 @@ class FileSystemWriter(StockWriter):
                 result.index: result.storage_data for of_rank in results for result in of_rank
             }
             metadata.storage_meta = self.storage_meta()
-            data = encode_metadata(with_checksum_tables(metadata, _take_tables(results)))
+            directories = _taken(_PLACE, results)
+            tables = {info.relative_path: table for info, table in _taken(_TABLE, results)}
+            data = encode_metadata(with_checksum_tables(metadata, tables))
+        self.require_one_directory(place for _, place in directories)
         self.commit(data, {info.relative_path for info in metadata.storage_data.values()})
 
     def storage_meta(self) -> StorageMeta | None:
@@ -295,6 +312,29 @@ class FileSystemWriter(StockWriter):
             and (stock_format is None or stock_format.name == "TORCH_SAVE")
         )
 
+    @property
+    def directory(self) -> OpenDirectory:
+        """That of the save, opened when it began; as the path leads, where this is called alone."""
+        if self._directory is None:
+            self._directory = OpenDirectory(self.path)
+        return self._directory
+
+    @directory.setter
+    def directory(self, opened: OpenDirectory) -> None:
+        self._directory = opened
+
+    def require_one_directory(self, of_ranks: Iterable[Place]) -> None:
+        """Ends the save where another rank is known to have written in another directory.
+
+        Raises:
+            NotCommitted: one has.
+        """
+        try:
+            require_one_directory(Place.of(self.directory), of_ranks)
+        except BaseException:
+            self.abandon()
+            raise
+
     def set_up_for_save(self, rank: int) -> None:
         """What DCP does by set_up_storage_writer and prepare_local_plan."""
         self.rank = rank
@@ -318,6 +358,7 @@ class FileSystemWriter(StockWriter):
         A writer that is dropped does the same.
         """
         self._claim = None
+        self._directory = None
 
     def write_values(
         self,
@@ -341,8 +382,9 @@ class FileSystemWriter(StockWriter):
         if background is None:
             _wait_for_devices(values)
         options = background.engine_options() if background else self._quiet_options()
+        directory = self.directory
         save = _C.start_save(
-            str(self.path),
+            directory,
             prefix,
             names,
             values,
@@ -371,15 +413,19 @@ class FileSystemWriter(StockWriter):
                 _wait_for(save.wait, rest, lambda: shown.update(_progress_of(save)))
         except BaseException:
             # The error holds this frame and with it `save`, so dropping it would not end it.
-            self._give_up(save)
+            _give_up(save, directory)
             raise
         finally:
             self._save = None
-        return Written(save.results(), save.checksum_tables())
+        return Written(save.results(), save.checksum_tables(), Place.of(directory))
 
     def undo(self, written: Written) -> None:
         """Removes what this rank has written, of a save that has failed on another one."""
-        remove_own(str(self.path), {place[0] for place in written.places})
+        self.remove_own({place[0] for place in written.places})
+
+    def remove_own(self, files: Iterable[str]) -> None:
+        """Removes files of this rank, of a save that has failed on another one."""
+        remove_own(self.directory, files)
 
     def commit(self, data: bytes, files: set[str]) -> None:
         """Publishes ``data`` as the metadata; then removes what no metadata names any more.
@@ -390,14 +436,15 @@ class FileSystemWriter(StockWriter):
 
         Raises:
             NotCommitted: what was in the directory before is still there and whole. The new data
-                files that this process can see are gone.
+                files that this process can see are gone. So it is, too, where the path leads to
+                another directory than when the save began; nothing is touched there.
             DurabilityUncertain: the checkpoint is visible, but the last fsync failed.
         """
-        directory = str(self.path)
+        directory = self.directory
         own_rank = self._own_rank()
         # Where somebody calls this by itself.
         claim = self._claim or Claim(directory, own_rank)
-        self._claim = None
+        self._claim = self._directory = None
         claim.begin_commit()
         try:
             _C.commit_metadata(
@@ -419,15 +466,14 @@ class FileSystemWriter(StockWriter):
     def _quiet_options(self) -> EngineOptions | None:
         return EngineOptions(self.background, snapshot=False) if self._is_staged else None
 
-    def _give_up(self, save: _C.Save) -> None:
-        """Ends a save and leaves none of its files."""
-        save.cancel()
-        try:
-            while not save.wait(1.0):
-                pass
-        except Exception:
-            return  # and what ends so has removed its files
-        remove_files(str(self.path), save.file_names)
+    @property
+    def _commits(self) -> bool:
+        return self._is_coordinator or not self.use_collectives
+
+    def _make_absolute(self) -> None:
+        # Others may put another file system in the place of the local one, as FsspecWriter.
+        if type(self.fs) is FileSystem and not is_url(self._given_path):
+            self.path = absolute(self.path)
 
     def _refuse_url(self) -> None:
         if self._is_local():
@@ -447,12 +493,15 @@ class FileSystemWriter(StockWriter):
         # writing gets one thread.
         plan = dataclasses.replace(plan, storage_data=_StoragePrefix(prefix))
         thread_count, self.thread_count = self.thread_count, 1
+        is_local, fs = self._is_local(), self.fs
         try:
+            if is_local:
+                self.fs = FilesBeneath(self.directory)
             future = super().write_data(plan, planner)
         finally:
-            self.thread_count = thread_count
-        if self._is_local() and self.sync_files:
-            _C.sync_directory(str(self.path))
+            self.thread_count, self.fs = thread_count, fs
+        if is_local and self.sync_files:
+            self.directory.sync()
         return future
 
 
@@ -526,26 +575,28 @@ def _found_directly(planner: SavePlanner, item: WriteItem) -> Any:
 def results_of(items: list[WriteItem], written: Written) -> list[WriteResult]:
     """What DCP is told of each item; with it the checksum tables travel to the coordinator."""
     left = dict(written.tables)
-    results = []
+    results: list[WriteResult] = []
     for item, (file_name, offset, length, _crc) in zip(items, written.places, strict=True):
         info = _StorageInfo(file_name, offset, length)
         if file_name in left:
             setattr(info, _TABLE, left.pop(file_name))
+        if not results:
+            setattr(info, _PLACE, written.directory)
         results.append(WriteResult(item.index, length, info))
     return results
 
 
-def _take_tables(results: list[list[WriteResult]]) -> dict[str, bytes]:
-    """The tables that came with the results, which then are as torch's own."""
-    tables: dict[str, bytes] = {}
+def _taken(what: str, results: list[list[WriteResult]]) -> list[tuple[_StorageInfo, Any]]:
+    """What came with the results, which then are as torch's own."""
+    found = []
     for of_rank in results:
         for result in of_rank:
             info = result.storage_data
-            table = getattr(info, _TABLE, None)
-            if table is not None:
-                delattr(info, _TABLE)
-                tables[info.relative_path] = table
-    return tables
+            brought = getattr(info, what, None)
+            if brought is not None:
+                delattr(info, what)
+                found.append((info, brought))
+    return found
 
 
 def _wait_for_devices(values: list[Any]) -> None:
@@ -555,6 +606,17 @@ def _wait_for_devices(values: list[Any]) -> None:
     devices = {v.device for v in values if isinstance(v, torch.Tensor) and v.is_cuda}
     for device in devices:
         torch.cuda.current_stream(device).synchronize()
+
+
+def _give_up(save: _C.Save, directory: OpenDirectory) -> None:
+    """Ends a save and leaves none of its files."""
+    save.cancel()
+    try:
+        while not save.wait(1.0):
+            pass
+    except Exception:
+        return  # and what ends so has removed its files
+    remove_files(directory, save.file_names)
 
 
 def _wait_for(wait: Callable[[float], bool], rest: float, between: Callable[[], None]) -> None:

@@ -10,7 +10,7 @@
 #include "engine/direct_io.h"
 #include "engine/record_reader.h"
 #include "error.h"
-#include "os/beneath.h"
+#include "os/directory.h"
 
 namespace torch_ckpt::engine {
 

@@ -18,7 +18,7 @@
 #include "error.h"
 #include "format/checksum_table.h"
 #include "format/tensor_pickle.h"
-#include "os/beneath.h"
+#include "os/directory.h"
 #include "planning/read_plan.h"
 #include "planning/region.h"
 

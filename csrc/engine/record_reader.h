@@ -10,7 +10,7 @@
 #include "engine/direct_io.h"
 #include "error.h"
 #include "format/record_index.h"
-#include "os/beneath.h"
+#include "os/directory.h"
 #include "os/file.h"
 
 namespace torch_ckpt::engine {

@@ -53,7 +53,7 @@ Result<SavePlan> plan_save(std::vector<SaveItem> items, const NamingOptions& nam
     }
     plan.file_names.push_back(bucket.prefix + naming.prefix + std::to_string(plan.files.size()) +
                               ".distcp");
-    job.path = naming.directory + "/" + plan.file_names.back();
+    job.name = plan.file_names.back();
     plan.files.push_back(std::move(job));
   }
   return plan;

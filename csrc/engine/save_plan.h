@@ -19,7 +19,6 @@ struct SaveItem {
 };
 
 struct NamingOptions {
-  std::string directory;
   std::string prefix;          // "__{rank}_"
   std::size_t buckets = 1;     // files, where items share files
   bool file_per_item = false;  // one file for each item instead

@@ -14,7 +14,6 @@
 
 #include "checked_math.h"
 #include "format/checksum_table.h"
-#include "os/directory.h"
 
 namespace torch_ckpt::engine {
 namespace {
@@ -49,7 +48,7 @@ Error cancelled_error() { return format_error(Errc::cancelled, "the save was can
 
 }  // namespace
 
-Result<std::shared_ptr<SaveSession>> SaveSession::start(std::string directory,
+Result<std::shared_ptr<SaveSession>> SaveSession::start(os::Directory directory,
                                                         std::vector<FileJob> files,
                                                         const SaveOptions& given) {
   SaveOptions options = given;
@@ -99,7 +98,7 @@ SaveSession::FileState::FileState(FileJob given, std::size_t at, const SaveOptio
       stream(job.image, options.snapshot, options.ready),
       filled(executor(options.stagers), messages) {}
 
-SaveSession::SaveSession(std::string directory, std::vector<FileJob> files,
+SaveSession::SaveSession(os::Directory directory, std::vector<FileJob> files,
                          const SaveOptions& options, std::size_t chunks)
     : directory_(std::move(directory)),
       options_(options),
@@ -325,7 +324,7 @@ Result<os::File> SaveSession::open_file(FileState& state) {
     const bool direct = options_.direct_io == DirectIo::on ||
                         (options_.direct_io == DirectIo::automatic && bytes >= kDirectMinBytes);
     auto file =
-        os::File::create(state.job.path, direct ? os::IoMode::direct : os::IoMode::buffered);
+        directory_.create(state.job.name, direct ? os::IoMode::direct : os::IoMode::buffered);
     if (!file) return file;
     state.created = true;
     auto identity = file->identity();
@@ -335,7 +334,7 @@ Result<os::File> SaveSession::open_file(FileState& state) {
       Error error = format_error(Errc::invalid_argument,
                                  "direct_io=True, but this file system has no direct I/O");
       error.operation = "open";
-      error.path = state.job.path;
+      error.path = file->path();
       return error;
     }
     if (auto reserved = file->reserve(bytes); !reserved) return reserved.error();
@@ -463,7 +462,7 @@ void SaveSession::finish_file(FileState& state, Result<> status) {
 void SaveSession::end() {
   if (!cancelled_ && options_.sync) {
     const Timed timed(timing_, Activity::fsync, 0);
-    if (auto synced = os::sync_directory(directory_); !synced) fail(synced.error());
+    if (auto synced = directory_.sync(); !synced) fail(synced.error());
   }
   bool failed = false;
   std::vector<std::unique_ptr<staging::Chunk>> chunks;
@@ -479,12 +478,14 @@ void SaveSession::end() {
       // One that has the name by now and is another belongs to a save that has taken over from this
       // one, while this process was stopped and given up.
       if (state->identity) {
-        static_cast<void>(os::remove_file(state->job.path, *state->identity));
+        static_cast<void>(directory_.remove(state->job.name, *state->identity));
       } else if (state->created) {
-        static_cast<void>(os::remove_file(state->job.path));
+        static_cast<void>(directory_.remove(state->job.name));
       }
     }
   }
+  // Threads may hold on to the session a little longer, but not to this.
+  directory_.close();
   timing_.ended_ns = timing_.now_ns();
   for (auto& chunk : chunks) {
     if (chunk != nullptr) staging::ChunkPool::instance().give_back(std::move(chunk));

@@ -21,6 +21,7 @@
 #include "engine/throttle.h"
 #include "engine/timing.h"
 #include "error.h"
+#include "os/directory.h"
 #include "os/file.h"
 #include "staging/chunk_pool.h"
 
@@ -47,7 +48,7 @@ struct SaveOptions {
 };
 
 struct FileJob {
-  std::string path;  // must not exist
+  std::string name;  // of the file in the directory; must not exist
   FileImage image;
 };
 
@@ -100,8 +101,8 @@ struct FileProgress {
 class SaveSession : public std::enable_shared_from_this<SaveSession> {
  public:
   /// Fails with invalid_argument where the options contradict themselves. All files lie in
-  /// `directory`, which exists.
-  static Result<std::shared_ptr<SaveSession>> start(std::string directory,
+  /// `directory`, whatever becomes of its path.
+  static Result<std::shared_ptr<SaveSession>> start(os::Directory directory,
                                                     std::vector<FileJob> files,
                                                     const SaveOptions& options);
 
@@ -167,7 +168,7 @@ class SaveSession : public std::enable_shared_from_this<SaveSession> {
     std::atomic<bool> done{false};
   };
 
-  SaveSession(std::string directory, std::vector<FileJob> files, const SaveOptions& options,
+  SaveSession(os::Directory directory, std::vector<FileJob> files, const SaveOptions& options,
               std::size_t chunks);
   void spawn_runners();
   void spawn_runner(boost::asio::awaitable<void> (SaveSession::*run)());
@@ -196,7 +197,7 @@ class SaveSession : public std::enable_shared_from_this<SaveSession> {
   void release(std::size_t slot);
   void fail(const Error& error);
 
-  const std::string directory_;
+  os::Directory directory_;
   const SaveOptions options_;
   // Made before the session begins: threads that cannot be had must not fail it half-way.
   boost::asio::thread_pool& stagers_;

@@ -19,7 +19,7 @@
 #include "error.h"
 #include "format/checksum_table.h"
 #include "format/dtype.h"
-#include "os/beneath.h"
+#include "os/directory.h"
 #include "planning/read_plan.h"
 
 namespace torch_ckpt::engine {

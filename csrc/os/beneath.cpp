@@ -139,37 +139,4 @@ Result<File> open_beneath(int directory_fd, const std::string& directory_path,
   return File::adopt(*fd, path, direct);
 }
 
-Result<Directory> Directory::open(const std::string& path) {
-  TC_FAULT("open_directory", path);
-  const int fd =
-      uninterrupted([&] { return ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC); });
-  if (fd < 0) return system_error(errno, "open", path);
-  return Directory(fd, path);
-}
-
-Result<Directory> Directory::duplicate(int fd, std::string path) {
-  TC_FAULT("fcntl", path);
-  const int own = ::fcntl(fd, F_DUPFD_CLOEXEC, 0);
-  if (own < 0) return system_error(errno, "fcntl", path);
-  return Directory(own, std::move(path));
-}
-
-Directory::Directory(Directory&& other) noexcept
-    : fd_(std::exchange(other.fd_, -1)), path_(std::move(other.path_)) {}
-
-Directory& Directory::operator=(Directory&& other) noexcept {
-  if (this != &other) {
-    close();
-    fd_ = std::exchange(other.fd_, -1);
-    path_ = std::move(other.path_);
-  }
-  return *this;
-}
-
-Directory::~Directory() { close(); }
-
-void Directory::close() {
-  if (const int fd = std::exchange(fd_, -1); fd >= 0) ::close(fd);
-}
-
 }  // namespace torch_ckpt::os

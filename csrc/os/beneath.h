@@ -28,37 +28,4 @@ bool names_file_beneath(std::string_view name);
 Result<File> open_beneath(int directory_fd, const std::string& directory_path,
                           const std::string& name, IoMode mode = IoMode::buffered);
 
-// A directory held open, by which a session opens files. Owns the descriptor.
-// Safe for concurrent use by multiple threads.
-class Directory {
- public:
-  /// Links on the way to it are followed: the caller chose the path.
-  static Result<Directory> open(const std::string& path);
-  /// The one that `fd` stands for, by a descriptor of its own; `path` is for messages.
-  static Result<Directory> duplicate(int fd, std::string path);
-
-  Directory(Directory&& other) noexcept;
-  Directory& operator=(Directory&& other) noexcept;
-  Directory(const Directory&) = delete;
-  Directory& operator=(const Directory&) = delete;
-  ~Directory();
-
-  /// Nothing can be opened any more.
-  void close();
-
-  const std::string& path() const { return path_; }
-  /// Of a file beneath it, for messages.
-  std::string path_of(const std::string& name) const { return path_ + "/" + name; }
-
-  Result<File> open_for_read(const std::string& name, IoMode mode = IoMode::buffered) const {
-    return open_beneath(fd_, path_, name, mode);
-  }
-
- private:
-  Directory(int fd, std::string path) : fd_(fd), path_(std::move(path)) {}
-
-  int fd_ = -1;
-  std::string path_;
-};
-
 }  // namespace torch_ckpt::os

@@ -1,11 +1,16 @@
 #include "os/directory.h"
 
+#include <dirent.h>
 #include <fcntl.h>
+#include <limits.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <cstdio>
+#include <memory>
+#include <utility>
 
 #include "os/fault.h"
 #include "os/uninterrupted.h"
@@ -25,6 +30,28 @@ bool is_directory(const std::string& path) {
 }
 
 bool may_not(int failed) { return failed == EACCES || failed == EPERM; }
+
+int open_at(int directory, const char* path, int access) {
+  return uninterrupted([&] { return ::openat(directory, path, access | O_DIRECTORY | O_CLOEXEC); });
+}
+
+// Of a directory, or none.
+struct Descriptor {
+  explicit Descriptor(int given = -1) : fd(given) {}
+  Descriptor(const Descriptor&) = delete;
+  Descriptor& operator=(const Descriptor&) = delete;
+  ~Descriptor() {
+    if (fd >= 0) ::close(fd);
+  }
+  int fd;
+};
+
+Result<> sync_by(int fd, const std::string& path) {
+  TC_FAULT("fsync_directory", path);
+  // Some network file systems have no fsync of directories; their creations are synchronous.
+  if (::fsync(fd) != 0 && errno != EINVAL) return system_error(errno, "fsync", path);
+  return {};
+}
 
 }  // namespace
 
@@ -46,51 +73,183 @@ Result<> make_directories(const std::string& given) {
 }
 
 Result<> sync_directory(const std::string& path) {
-  TC_FAULT("fsync_directory", path);
-  const int fd =
-      uninterrupted([&] { return ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC); });
+  auto directory = Directory::open(path);
+  if (!directory) return directory.error();
+  return directory->sync();
+}
+
+Result<Directory> Directory::open(const std::string& path) {
+  TC_FAULT("open_directory", path);
+  const int fd = open_at(AT_FDCWD, path.c_str(), O_RDONLY);
   if (fd < 0) return system_error(errno, "open", path);
-  const int failed = ::fsync(fd) != 0 ? errno : 0;
+  return Directory(fd, path);
+}
+
+Result<Directory> Directory::duplicate() const {
+  TC_FAULT("fcntl", path_);
+  const int fd = ::fcntl(fd_, F_DUPFD_CLOEXEC, 0);
+  if (fd < 0) return system_error(errno, "fcntl", path_);
+  return Directory(fd, path_);
+}
+
+Result<Directory> Directory::reopen() const {
+  TC_FAULT("open_directory", path_);
+  const int fd = open_at(fd_, ".", O_RDONLY);
+  if (fd < 0) return system_error(errno, "open", path_);
+  return Directory(fd, path_);
+}
+
+Directory::Directory(Directory&& other) noexcept
+    : fd_(std::exchange(other.fd_, -1)),
+      locked_by_(std::exchange(other.locked_by_, 0)),
+      path_(std::move(other.path_)) {}
+
+Directory& Directory::operator=(Directory&& other) noexcept {
+  if (this != &other) {
+    close();
+    fd_ = std::exchange(other.fd_, -1);
+    locked_by_ = std::exchange(other.locked_by_, 0);
+    path_ = std::move(other.path_);
+  }
+  return *this;
+}
+
+Directory::~Directory() { close(); }
+
+// Nothing is written through the descriptor, so what close() says does not matter.
+void Directory::close() {
+  const int fd = std::exchange(fd_, -1);
+  if (fd < 0) return;
+  // A child that was forked meanwhile has the same lock and would keep it, were it not released
+  // explicitly; but it is not the child's to release.
+  if (std::exchange(locked_by_, 0) == ::getpid()) ::flock(fd, LOCK_UN);
   ::close(fd);
-  // Some network file systems have no fsync of directories; their creations are synchronous.
-  if (failed != 0 && failed != EINVAL) return system_error(failed, "fsync", path);
+}
+
+Result<File> Directory::create(const std::string& name, IoMode mode) const {
+  return File::create_at(fd_, name, path_of(name), mode);
+}
+
+Result<> Directory::remove(const std::string& name) const {
+  const std::string path = path_of(name);
+  TC_FAULT("unlink", path);
+  if (::unlinkat(fd_, name.c_str(), 0) != 0 && errno != ENOENT) {
+    return system_error(errno, "unlink", path);
+  }
   return {};
 }
 
-Result<> sync_ancestors(const std::string& path) {
-  struct stat below {};
-  if (::stat(path.c_str(), &below) != 0) return system_error(errno, "stat", path);
-  for (std::string above = path + "/..";; above += "/..") {
+Result<> Directory::remove(const std::string& name, const FileIdentity& identity) const {
+  auto found = identity_at(fd_, name.c_str(), AT_SYMLINK_NOFOLLOW, path_of(name));
+  if (!found) return found.error().sys_errno == ENOENT ? Result<>() : found.error();
+  if (*found != identity) return {};
+  return remove(name);
+}
+
+Result<> Directory::rename(const std::string& from, const std::string& to, bool replace) const {
+  const std::string path = path_of(to);
+  TC_FAULT("rename", path);
+  if (!replace) {
+    if (::renameat2(fd_, from.c_str(), fd_, to.c_str(), RENAME_NOREPLACE) == 0) return {};
+    if (errno != EINVAL && errno != ENOSYS) return system_error(errno, "rename", path);
+    // A file system without it: somebody may make `to` between the look and the rename.
     struct stat status {};
-    if (::stat(above.c_str(), &status) != 0) {
-      return may_not(errno) ? Result<>() : system_error(errno, "stat", above);
+    if (::fstatat(fd_, to.c_str(), &status, AT_SYMLINK_NOFOLLOW) == 0) {
+      return system_error(EEXIST, "rename", path);
     }
+  }
+  if (::renameat(fd_, from.c_str(), fd_, to.c_str()) != 0) {
+    return system_error(errno, "rename", path);
+  }
+  return {};
+}
+
+Result<> Directory::sync() const { return sync_by(fd_, path_); }
+
+Result<> Directory::sync_ancestors() const {
+  struct stat below {};
+  if (::fstat(fd_, &below) != 0) return system_error(errno, "stat", path_);
+  // To go up takes only the right to search, to sync also that to read.
+  Descriptor at;
+  for (std::string path = path_ + "/..";; path += "/..") {
+    Descriptor above(open_at(at.fd >= 0 ? at.fd : fd_, "..", O_PATH));
+    if (above.fd < 0) return may_not(errno) ? Result<>() : system_error(errno, "open", path);
+    struct stat status {};
+    if (::fstat(above.fd, &status) != 0) return system_error(errno, "stat", path);
     const bool is_root = status.st_dev != below.st_dev || status.st_ino == below.st_ino;
     if (is_root) return {};
-    if (auto synced = sync_directory(above); !synced && !may_not(synced.error().sys_errno)) {
-      return synced;
+    const Descriptor readable(open_at(above.fd, ".", O_RDONLY));
+    if (readable.fd >= 0) {
+      auto synced = sync_by(readable.fd, path);
+      if (!synced && !may_not(synced.error().sys_errno)) return synced;
+    } else if (!may_not(errno)) {
+      return system_error(errno, "open", path);
     }
+    std::swap(at.fd, above.fd);
     below = status;
   }
 }
 
-Result<> rename_file(const std::string& from, const std::string& to, bool replace) {
-  TC_FAULT("rename", to);
-  if (!replace) {
-    if (::renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), RENAME_NOREPLACE) == 0) return {};
-    if (errno != EINVAL && errno != ENOSYS) return system_error(errno, "rename", to);
-    // A file system without it: somebody may make `to` between the look and the rename.
-    struct stat status {};
-    if (::lstat(to.c_str(), &status) == 0) return system_error(EEXIST, "rename", to);
+Result<std::vector<std::string>> Directory::names() const {
+  TC_FAULT("readdir", path_);
+  // A description of its own, whose position is nobody else's.
+  const int fd = open_at(fd_, ".", O_RDONLY);
+  if (fd < 0) return system_error(errno, "open", path_);
+  const std::unique_ptr<DIR, int (*)(DIR*)> stream(::fdopendir(fd), ::closedir);
+  if (stream == nullptr) {
+    const int failed = errno;
+    ::close(fd);
+    return system_error(failed, "opendir", path_);
   }
-  if (::rename(from.c_str(), to.c_str()) != 0) return system_error(errno, "rename", to);
-  return {};
+  std::vector<std::string> names;
+  while (true) {
+    errno = 0;
+    const struct dirent* entry = ::readdir(stream.get());
+    if (entry == nullptr && errno != 0) return system_error(errno, "readdir", path_);
+    if (entry == nullptr) return names;
+    const std::string_view name = entry->d_name;
+    if (name != "." && name != "..") names.emplace_back(name);
+  }
 }
 
-Result<> remove_file(const std::string& path) {
-  TC_FAULT("unlink", path);
-  if (::unlink(path.c_str()) != 0 && errno != ENOENT) return system_error(errno, "unlink", path);
-  return {};
+Result<FileIdentity> Directory::identity() const {
+  TC_FAULT("statx", path_);
+  return identity_at(fd_, "", AT_EMPTY_PATH, path_);
+}
+
+Result<bool> Directory::is_at_path() const {
+  auto own = identity();
+  if (!own) return own.error();
+  auto found = identity_at(AT_FDCWD, path_.c_str(), 0, path_);
+  if (found) return *found == *own;
+  const int failed = found.error().sys_errno;
+  // Links in the path may have been changed, too.
+  if (failed == ENOENT || failed == ENOTDIR || failed == ELOOP) return false;
+  return found.error();
+}
+
+std::string Directory::current_path() const {
+  const std::string link = "/proc/self/fd/" + std::to_string(fd_);
+  std::string path(PATH_MAX, 0);
+  const ssize_t length = ::readlink(link.c_str(), path.data(), path.size());
+  struct stat status {};
+  if (length <= 0 || ::fstat(fd_, &status) != 0 || status.st_nlink == 0) return {};
+  path.resize(static_cast<std::size_t>(length));
+  return path;
+}
+
+Result<bool> Directory::try_share() { return lock(LOCK_SH); }
+
+Result<bool> Directory::try_take_alone() { return lock(LOCK_EX); }
+
+Result<bool> Directory::lock(int kind) {
+  TC_FAULT("flock", path_);
+  if (fd_ < 0) return system_error(EBADF, "flock", path_);
+  if (::flock(fd_, kind | LOCK_NB) == 0) {
+    locked_by_ = ::getpid();
+    return true;
+  }
+  return errno != EWOULDBLOCK;
 }
 
 }  // namespace torch_ckpt::os

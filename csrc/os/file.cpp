@@ -24,9 +24,12 @@ constexpr std::size_t kPageBytes = 4096;
 
 constexpr mode_t kFileMode = 0666;
 
-Result<FileIdentity> identity_of(int fd, const char* name, int flags, const std::string& path) {
+}  // namespace
+
+Result<FileIdentity> identity_at(int directory, const char* name, int flags,
+                                 const std::string& path) {
   struct statx status {};
-  if (::statx(fd, name, flags, STATX_INO | STATX_BTIME, &status) != 0) {
+  if (::statx(directory, name, flags, STATX_INO | STATX_BTIME, &status) != 0) {
     return system_error(errno, "statx", path);
   }
   FileIdentity identity;
@@ -38,8 +41,6 @@ Result<FileIdentity> identity_of(int fd, const char* name, int flags, const std:
   }
   return identity;
 }
-
-}  // namespace
 
 File::File(File&& other) noexcept
     : fd_(std::exchange(other.fd_, -1)), path_(std::move(other.path_)), direct_(other.direct_) {}
@@ -59,16 +60,25 @@ File::~File() {
 }
 
 Result<File> File::create(const std::string& path, IoMode mode) {
+  return create_at(AT_FDCWD, path, path, mode);
+}
+
+Result<File> File::create_at(int directory, const std::string& name, const std::string& path,
+                             IoMode mode) {
   TC_FAULT("open", path);
   const int flags = O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC;
+  const auto open_with = [&](int more) {
+    return uninterrupted(
+        [&] { return ::openat(directory, name.c_str(), flags | more, kFileMode); });
+  };
   if (mode == IoMode::direct) {
-    const int fd = uninterrupted([&] { return ::open(path.c_str(), flags | O_DIRECT, kFileMode); });
+    const int fd = open_with(O_DIRECT);
     if (fd >= 0) return File(fd, path, true);
     if (errno != EINVAL) return system_error(errno, "open", path);
     // Some kernels create the file before they find that O_DIRECT is not to be had.
-    ::unlink(path.c_str());
+    ::unlinkat(directory, name.c_str(), 0);
   }
-  const int fd = uninterrupted([&] { return ::open(path.c_str(), flags, kFileMode); });
+  const int fd = open_with(0);
   if (fd < 0) return system_error(errno, "open", path);
   return File(fd, path, false);
 }
@@ -110,16 +120,7 @@ Result<std::uint64_t> File::size() const {
 
 Result<FileIdentity> File::identity() const {
   TC_FAULT("statx", path_);
-  return identity_of(fd_, "", AT_EMPTY_PATH, path_);
-}
-
-Result<> remove_file(const std::string& path, const FileIdentity& identity) {
-  auto found = identity_of(AT_FDCWD, path.c_str(), AT_SYMLINK_NOFOLLOW, path);
-  if (!found) return found.error().sys_errno == ENOENT ? Result<>() : found.error();
-  if (*found != identity) return {};
-  TC_FAULT("unlink", path);
-  if (::unlink(path.c_str()) != 0 && errno != ENOENT) return system_error(errno, "unlink", path);
-  return {};
+  return identity_at(fd_, "", AT_EMPTY_PATH, path_);
 }
 
 void File::leave_direct_mode() {

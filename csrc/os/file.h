@@ -31,6 +31,9 @@ class File {
   /// Creates `path`, which must not exist; never follows a link. Mode 0666 & ~umask.
   /// With IoMode::direct on a file system without direct I/O the file is opened buffered.
   static Result<File> create(const std::string& path, IoMode mode);
+  /// The same, of a name in the directory that is open as `directory`; `path` is for messages.
+  static Result<File> create_at(int directory, const std::string& name, const std::string& path,
+                                IoMode mode);
   /// Opens an existing regular file for reading; anything else (FIFO, device, directory) is
   /// refused.
   static Result<File> open_for_read(const std::string& path, IoMode mode = IoMode::buffered);
@@ -92,8 +95,9 @@ class File {
   bool direct_ = false;
 };
 
-/// Removes a file if it is that one; no error where it is another or none.
-Result<> remove_file(const std::string& path, const FileIdentity& identity);
+/// Of what `name` is in the directory that is open as `directory`; flags are those of statx.
+Result<FileIdentity> identity_at(int directory, const char* name, int flags,
+                                 const std::string& path);
 
 /// What address, length and offset of direct I/O are aligned to. Larger than what most devices ask
 /// for (512), so that one constant serves all.

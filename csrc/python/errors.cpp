@@ -25,20 +25,27 @@ py::object error_class(const char* name) {
   if (!error.detail.empty()) text += ": " + error.detail;
   text += std::string(": ") + std::strerror(error.sys_errno);
   const py::object os_error = py::reinterpret_borrow<py::object>(PyExc_OSError);
-  if (error.path.empty()) throw_python(os_error(error.sys_errno, text));
-  throw_python(os_error(error.sys_errno, text, error.path));
+  if (error.path.empty()) throw_python(os_error(error.sys_errno, os_text(text)));
+  throw_python(os_error(error.sys_errno, os_text(text), os_text(error.path)));
 }
 
 }  // namespace
+
+py::str os_text(const std::string& bytes) {
+  PyObject* text =
+      PyUnicode_DecodeFSDefaultAndSize(bytes.data(), static_cast<Py_ssize_t>(bytes.size()));
+  if (text == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::str>(text);
+}
 
 void raise(const Error& error, const std::string& subject) {
   if (error.sys_errno != 0) throw_os_error(error, subject);
   const std::string text = subject.empty() ? error.message() : subject + ": " + error.message();
   switch (error.code) {
     case Errc::invalid_argument:
-      throw py::value_error(text);
+      throw_python(py::reinterpret_borrow<py::object>(PyExc_ValueError)(os_text(text)));
     case Errc::outside_directory:
-      throw_python(error_class("Unsafe")(text));
+      throw_python(error_class("Unsafe")(os_text(text)));
     case Errc::range_past_end:
     case Errc::not_a_zip:
     case Errc::zip_compressed:
@@ -57,22 +64,23 @@ void raise(const Error& error, const std::string& subject) {
     case Errc::pickle_shared:
     case Errc::pickle_too_deep:
     case Errc::pickle_too_large:
-      throw_python(error_class("Corrupt")(text));
+      throw_python(error_class("Corrupt")(os_text(text)));
     case Errc::pickle_forbidden:
-      throw_python(error_class("Unsafe")(text));
+      throw_python(error_class("Unsafe")(os_text(text)));
     case Errc::system:
     case Errc::cancelled:
-      throw_python(error_class("CheckpointError")(text));
+    case Errc::directory_moved:
+      throw_python(error_class("CheckpointError")(os_text(text)));
     case Errc::internal:
       break;
   }
-  throw std::runtime_error(text);
+  throw_python(py::reinterpret_borrow<py::object>(PyExc_RuntimeError)(os_text(text)));
 }
 
 void raise(const CommitOutcome& outcome) {
   const bool uncertain = outcome.state == CommitState::durability_uncertain;
   throw_python(error_class(uncertain ? "DurabilityUncertain" : "NotCommitted")(
-      outcome.error.message(), outcome.error.sys_errno));
+      os_text(outcome.error.message()), outcome.error.sys_errno));
 }
 
 }  // namespace torch_ckpt::python

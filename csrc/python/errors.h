@@ -12,6 +12,9 @@ namespace torch_ckpt::python {
 [[noreturn]] void raise(const Error& error, const std::string& subject = {});
 [[noreturn]] void raise(const CommitOutcome& outcome);
 
+/// A path or a text with paths in it, whose bytes need not be UTF-8; as os.fsdecode.
+pybind11::str os_text(const std::string& bytes);
+
 template <class T>
 T unwrap(Result<T> result, const std::string& subject = {}) {
   if (!result) raise(result.error(), subject);

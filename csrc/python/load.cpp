@@ -18,7 +18,7 @@
 
 #include "checked_math.h"
 #include "engine/load_session.h"
-#include "os/beneath.h"
+#include "os/directory.h"
 #include "os/file.h"
 #include "os/pages.h"
 #include "planning/region.h"
@@ -57,16 +57,10 @@ struct Options {
   py::object progress;  // callable(bytes_done) or None
 };
 
-// The checkpoint's directory: an open descriptor of the caller's, and its path for messages.
-struct Place {
-  int fd = -1;
-  std::string path;
-};
-
 // What a load never does without.
 constexpr std::uint64_t kLeastScratchBytes = std::uint64_t{64} << 10;
 
-std::shared_ptr<engine::LoadSession> run(const Place& place,
+std::shared_ptr<engine::LoadSession> run(const os::Directory& directory,
                                          const std::vector<engine::LoadFile>& files,
                                          std::vector<engine::ReadRequest> requests,
                                          const std::vector<std::string>& names,
@@ -78,10 +72,9 @@ std::shared_ptr<engine::LoadSession> run(const Place& place,
   Result<std::shared_ptr<engine::LoadSession>> started =
       [&]() -> Result<std::shared_ptr<engine::LoadSession>> {
     py::gil_scoped_release release;
-    auto directory = os::Directory::duplicate(place.fd, place.path);
-    if (!directory) return directory.error();
-    return engine::LoadSession::start(std::move(*directory), files, std::move(requests),
-                                      engine_options);
+    auto own = directory.duplicate();
+    if (!own) return own.error();
+    return engine::LoadSession::start(std::move(*own), files, std::move(requests), engine_options);
   }();
   std::shared_ptr<engine::LoadSession> session = unwrap(std::move(started));
   wait_for(*session, options.progress, done_before);
@@ -207,9 +200,9 @@ constexpr std::uint64_t kMostOnDevice = std::uint64_t{256} << 20;
 
 class TensorLoad {
  public:
-  TensorLoad(Place place, std::vector<engine::LoadFile> files, std::vector<Item> items,
-             Options options)
-      : place_(std::move(place)),
+  TensorLoad(const os::Directory& directory, std::vector<engine::LoadFile> files,
+             std::vector<Item> items, Options options)
+      : directory_(directory),
         files_(std::move(files)),
         items_(std::move(items)),
         options_(std::move(options)) {}
@@ -354,7 +347,7 @@ class TensorLoad {
       requests.push_back(std::move(step.request));
     }
     const auto session =
-        run(place_, files_, std::move(requests), names, options_, held, bytes_done_);
+        run(directory_, files_, std::move(requests), names, options_, held, bytes_done_);
     bytes_done_ += session->bytes_done();
     for (std::size_t i = 0; i < wave.size(); ++i) {
       const engine::ReadOutcome& outcome = session->outcomes()[i];
@@ -414,7 +407,7 @@ class TensorLoad {
     request.sizes = item.sizes;
     request.region = planning::Region::of_bytes(0, header.storage_bytes);
     request.target.address = static_cast<std::byte*>(bytes.mutable_data_ptr());
-    const auto session = run(place_, files_, {std::move(request)}, {item.name}, options_,
+    const auto session = run(directory_, files_, {std::move(request)}, {item.name}, options_,
                              header.storage_bytes, bytes_done_);
     if (session->outcomes()[0].status != engine::ReadStatus::done) {
       throw std::logic_error("a record has changed while it was read");
@@ -427,7 +420,7 @@ class TensorLoad {
     item.target.copy_(region_of(item, stored));
   }
 
-  const Place place_;
+  const os::Directory& directory_;
   const std::vector<engine::LoadFile> files_;
   const std::vector<Item> items_;
   const Options options_;
@@ -542,8 +535,8 @@ Item item_of(const py::tuple& row) {
   return item;
 }
 
-std::vector<std::size_t> load_tensors(const py::list& files, const py::list& rows, int directory,
-                                      std::string path, std::size_t threads,
+std::vector<std::size_t> load_tensors(const py::list& files, const py::list& rows,
+                                      const os::Directory& directory, std::size_t threads,
                                       std::uint64_t max_inflight_bytes, const py::object& direct_io,
                                       bool verify, py::object progress, const py::iterable& ready) {
   std::vector<std::size_t> unknown;
@@ -567,17 +560,16 @@ std::vector<std::size_t> load_tensors(const py::list& files, const py::list& row
   std::optional<c10::InferenceMode> guard;
   if (inference) guard.emplace(true);
   for (const std::size_t position :
-       TensorLoad({directory, std::move(path)}, files_of(files), std::move(items), options)
-           .run_all()) {
+       TensorLoad(directory, files_of(files), std::move(items), options).run_all()) {
     unknown.push_back(positions[position]);
   }
   return unknown;
 }
 
 /// Before room is made for a record: a length that the metadata makes up is no reason for it.
-void require_in_file(const std::string& name, const Place& place, const std::string& file_name,
-                     const engine::ReadRequest& request) {
-  const os::File file = unwrap(os::open_beneath(place.fd, place.path, file_name), name);
+void require_in_file(const std::string& name, const os::Directory& directory,
+                     const std::string& file_name, const engine::ReadRequest& request) {
+  const os::File file = unwrap(directory.open_for_read(file_name), name);
   const std::uint64_t bytes = unwrap(file.size(), name);
   if (inside(request.offset, request.length, bytes)) return;
   Error error = format_error(Errc::range_past_end,
@@ -589,12 +581,11 @@ void require_in_file(const std::string& name, const Place& place, const std::str
 }
 
 /// Row: (name, file, offset, length). Returns the bytes of each.
-py::list load_bytes(const py::list& files, const py::list& rows, int directory, std::string path,
+py::list load_bytes(const py::list& files, const py::list& rows, const os::Directory& directory,
                     std::size_t threads, std::uint64_t max_inflight_bytes,
                     const py::object& direct_io, bool verify) {
   const Options options =
       make_options(threads, max_inflight_bytes, direct_io, verify, py::none(), py::list());
-  const Place place{directory, std::move(path)};
   const std::vector<engine::LoadFile> named = files_of(files);
   py::list values;
   std::vector<engine::ReadRequest> requests;
@@ -608,7 +599,7 @@ py::list load_bytes(const py::list& files, const py::list& rows, int directory, 
     request.offset = number_of(row[2], names.back(), "offset");
     request.length = number_of(row[3], names.back(), "length");
     request.region = planning::Region::of_bytes(0, request.length);
-    require_in_file(names.back(), place, named.at(request.file).name, request);
+    require_in_file(names.back(), directory, named.at(request.file).name, request);
     require_within_limit(names.back(), request.length, max_inflight_bytes);
     held += request.length;
     require_within_limit(names.back(), held, max_inflight_bytes);
@@ -620,7 +611,7 @@ py::list load_bytes(const py::list& files, const py::list& rows, int directory, 
     values.append(std::move(value));
     requests.push_back(std::move(request));
   }
-  run(place, named, std::move(requests), names, options, held, 0);
+  run(directory, named, std::move(requests), names, options, held, 0);
   return values;
 }
 
@@ -630,23 +621,11 @@ void bind_load(py::module_& module) {
   module.attr("load_chunk_bytes") = engine::LoadOptions{}.chunk_bytes;
   module.attr("least_scratch_bytes") = kLeastScratchBytes;
   module.def("load_tensors", &load_tensors, py::arg("files"), py::arg("rows"), py::kw_only(),
-             py::arg("directory"), py::arg("path"), py::arg("threads"),
-             py::arg("max_inflight_bytes"), py::arg("direct_io"), py::arg("verify"),
-             py::arg("progress"), py::arg("ready"));
-  module.def(
-      "open_beneath",
-      [](int directory, const std::string& path, const std::string& name) {
-        Result<os::File> file = [&] {
-          py::gil_scoped_release release;
-          return os::open_beneath(directory, path, name);
-        }();
-        return unwrap(std::move(file)).release();
-      },
-      py::arg("directory"), py::arg("path"), py::arg("name"));
-  module.def("names_file_beneath", &os::names_file_beneath, py::arg("name"));
+             py::arg("directory"), py::arg("threads"), py::arg("max_inflight_bytes"),
+             py::arg("direct_io"), py::arg("verify"), py::arg("progress"), py::arg("ready"));
   module.def("load_bytes", &load_bytes, py::arg("files"), py::arg("rows"), py::kw_only(),
-             py::arg("directory"), py::arg("path"), py::arg("threads"),
-             py::arg("max_inflight_bytes"), py::arg("direct_io"), py::arg("verify"));
+             py::arg("directory"), py::arg("threads"), py::arg("max_inflight_bytes"),
+             py::arg("direct_io"), py::arg("verify"));
 }
 
 }  // namespace torch_ckpt::python

@@ -3,8 +3,6 @@
 
 #include <map>
 #include <string>
-#include <type_traits>
-#include <utility>
 
 #include "commit.h"
 #include "engine/executor.h"
@@ -39,7 +37,7 @@ class Memory {
   Py_buffer view_{};
 };
 
-void commit(const std::string& directory, const std::string& name, const py::buffer& contents,
+void commit(const os::Directory& directory, const std::string& name, const py::buffer& contents,
             bool sync, bool replace) {
   const Memory memory(contents);
   CommitOutcome outcome;
@@ -73,24 +71,12 @@ std::size_t check_metadata_pickle(const py::buffer& data,
   return unwrap(std::move(end));
 }
 
-/// The disk may take seconds (a large file's blocks are freed by unlink), so other threads go on.
-template <class... Arguments>
-auto without_gil(Result<> (*function)(Arguments...)) {
-  return [function](std::decay_t<Arguments>... arguments) {
-    Result<> result = [&] {
-      py::gil_scoped_release release;
-      return function(arguments...);
-    }();
-    unwrap(std::move(result));
-  };
-}
-
 }  // namespace
 }  // namespace torch_ckpt::python
 
 PYBIND11_MODULE(_C, module) {
   using namespace torch_ckpt;
-  using python::without_gil;
+  python::bind_directory(module);
   python::bind_save(module);
   python::bind_load(module);
   python::bind_verify(module);
@@ -99,9 +85,6 @@ PYBIND11_MODULE(_C, module) {
   module.def("check_metadata_pickle", &python::check_metadata_pickle, py::arg("data"),
              py::arg("roles"));
   module.def("crc32", &python::crc32, py::arg("data"), py::arg("crc") = 0);
-  module.def("make_directories", without_gil(&os::make_directories), py::arg("path"));
-  module.def("sync_directory", without_gil(&os::sync_directory), py::arg("path"));
-  module.def("remove_file", without_gil(&os::remove_file), py::arg("path"));
   module.def(
       "join_executor",
       [] {

@@ -47,11 +47,13 @@ class Save {
   Save(const Save&) = delete;
   Save& operator=(const Save&) = delete;
 
-  void start(const std::string& directory, std::vector<engine::FileJob> files,
+  void start(const os::Directory& directory, std::vector<engine::FileJob> files,
              const engine::SaveOptions& options) {
-    Result<std::shared_ptr<engine::SaveSession>> session = [&] {
+    auto session = [&]() -> Result<std::shared_ptr<engine::SaveSession>> {
       py::gil_scoped_release release;
-      return engine::SaveSession::start(directory, std::move(files), options);
+      auto own = directory.duplicate();
+      if (!own) return own.error();
+      return engine::SaveSession::start(std::move(*own), std::move(files), options);
     }();
     session_ = unwrap(std::move(session));
   }
@@ -188,7 +190,7 @@ void add_background(engine::SaveOptions& options, const py::object& background) 
   options.trace = background.attr("trace").cast<bool>();
 }
 
-std::unique_ptr<Save> start_save(const std::string& directory, const std::string& prefix,
+std::unique_ptr<Save> start_save(const os::Directory& directory, const std::string& prefix,
                                  const py::list& names, const py::list& values, std::size_t buckets,
                                  bool file_per_item, const std::string& separation_hint,
                                  std::size_t chunk_bytes, std::size_t max_host_bytes,
@@ -220,7 +222,6 @@ std::unique_ptr<Save> start_save(const std::string& directory, const std::string
     items.push_back(std::move(item));
   }
   engine::NamingOptions naming;
-  naming.directory = directory;
   naming.prefix = prefix;
   naming.buckets = buckets;
   naming.file_per_item = file_per_item;

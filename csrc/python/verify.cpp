@@ -10,7 +10,7 @@
 
 #include "engine/verify_session.h"
 #include "format/dtype.h"
-#include "os/beneath.h"
+#include "os/directory.h"
 #include "python/bindings.h"
 #include "python/errors.h"
 #include "python/options.h"
@@ -39,9 +39,9 @@ engine::NamedRecord record_of(const py::tuple& row) {
 /// (file, row or None, offset or None, damaged bytes, what, errno or 0) of each finding; rows
 /// without checksums.
 py::tuple verify_records(const std::vector<std::pair<std::string, std::string>>& files,
-                         const py::list& rows, int directory, const std::string& path,
-                         std::size_t threads, std::uint64_t max_inflight_bytes,
-                         const py::object& direct_io, const py::object& progress) {
+                         const py::list& rows, const os::Directory& directory, std::size_t threads,
+                         std::uint64_t max_inflight_bytes, const py::object& direct_io,
+                         const py::object& progress) {
   std::vector<engine::LoadFile> named;
   for (const auto& [name, table] : files) named.push_back({name, table});
   std::vector<engine::NamedRecord> records;
@@ -58,7 +58,7 @@ py::tuple verify_records(const std::vector<std::pair<std::string, std::string>>&
   Result<std::shared_ptr<engine::VerifySession>> started =
       [&]() -> Result<std::shared_ptr<engine::VerifySession>> {
     py::gil_scoped_release release;
-    auto own = os::Directory::duplicate(directory, path);
+    auto own = directory.duplicate();
     if (!own) return own.error();
     return engine::VerifySession::start(std::move(*own), std::move(named), std::move(records),
                                         options);
@@ -86,8 +86,8 @@ py::tuple verify_records(const std::vector<std::pair<std::string, std::string>>&
 
 void bind_verify(py::module_& module) {
   module.def("verify_records", &verify_records, py::arg("files"), py::arg("rows"), py::kw_only(),
-             py::arg("directory"), py::arg("path"), py::arg("threads"),
-             py::arg("max_inflight_bytes"), py::arg("direct_io"), py::arg("progress"));
+             py::arg("directory"), py::arg("threads"), py::arg("max_inflight_bytes"),
+             py::arg("direct_io"), py::arg("progress"));
 }
 
 }  // namespace torch_ckpt::python

@@ -1,7 +1,5 @@
 // Opening files beneath a directory: by the kernel's openat2, and where that is not to be had.
 
-#include "os/beneath.h"
-
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/stat.h>
@@ -13,6 +11,7 @@
 #include <string_view>
 #include <vector>
 
+#include "os/directory.h"
 #include "os/fault.h"
 #include "support.h"
 
@@ -238,24 +237,6 @@ TEST(Directory, ThatIsMissingIsTheSystemsErrorWithItsPath) {
   const auto opened = Directory::open(directory.file("gone"));
   ASSERT_FALSE(ok(opened));
   EXPECT_TRUE(is_system_error(opened.error(), ENOENT, "open", directory.file("gone")));
-}
-
-TEST(Directory, OfACallersDescriptorHasOneOfItsOwn) {
-  TempDir directory;
-  write_file(directory.file("data"), "data");
-  const int fd = ::open(directory.path().c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  ASSERT_GE(fd, 0);
-  auto opened = Directory::duplicate(fd, "the checkpoint");
-  ASSERT_EQ(::close(fd), 0);
-  ASSERT_TRUE(ok(opened));
-  EXPECT_TRUE(ok(opened->open_for_read("data")));
-  EXPECT_EQ(opened->path_of("data"), "the checkpoint/data");
-}
-
-TEST(Directory, OfNoDescriptorIsTheSystemsError) {
-  const auto opened = Directory::duplicate(-1, "the checkpoint");
-  ASSERT_FALSE(ok(opened));
-  EXPECT_TRUE(is_system_error(opened.error(), EBADF, "fcntl", "the checkpoint"));
 }
 
 }  // namespace

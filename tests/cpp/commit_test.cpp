@@ -5,6 +5,7 @@
 
 #include <cerrno>
 #include <filesystem>
+#include <functional>
 
 #include "os/fault.h"
 #include "support.h"
@@ -18,6 +19,7 @@ using test::bytes_of;
 using test::CallCounter;
 using test::is_system_error;
 using test::NthCallFails;
+using test::open_directory;
 using test::read_file;
 using test::TempDir;
 using test::write_file;
@@ -25,7 +27,7 @@ using test::write_file;
 using Names = std::vector<std::string>;
 
 CommitOutcome commit(const TempDir& directory, std::string_view contents, CommitMode mode = {}) {
-  return commit_metadata(directory.path(), ".metadata", bytes_of(contents), mode);
+  return commit_metadata(open_directory(directory), ".metadata", bytes_of(contents), mode);
 }
 
 TEST(Commit, MakesTheMetadataAppear) {
@@ -71,9 +73,9 @@ TEST(Commit, SyncsTheFileThenAllAboveThenRenamesThenSyncsTheDirectory) {
     const std::string operation = line.substr(0, line.find(' '));
     if (operations.empty() || operations.back() != operation) operations.push_back(operation);
   }
-  ASSERT_EQ(operations, (Names{"open", "pwrite", "fsync", "close", "fsync_directory", "rename",
-                               "fsync_directory"}));
-  EXPECT_EQ(counter.log()[4], "fsync_directory " + directory.path() + "/..");
+  ASSERT_EQ(operations, (Names{"open_directory", "open", "pwrite", "fsync", "close",
+                               "fsync_directory", "statx", "rename", "fsync_directory"}));
+  EXPECT_EQ(counter.log()[5], "fsync_directory " + directory.path() + "/..");
   EXPECT_EQ(counter.log().back(), "fsync_directory " + directory.path());
 }
 
@@ -96,11 +98,80 @@ TEST(Commit, OfNothingIsAnEmptyFile) {
   EXPECT_EQ(read_file(directory.file(".metadata")), "");
 }
 
-TEST(Commit, IntoAMissingDirectoryIsNotCommitted) {
+TEST(Commit, IntoADirectoryThatWasRemovedIsNotCommitted) {
   TempDir directory;
-  const auto outcome = commit_metadata(directory.file("missing"), ".metadata", bytes_of("new"), {});
+  fs::create_directory(directory.file("gone"));
+  const auto opened = os::Directory::open(directory.file("gone"));
+  fs::remove(directory.file("gone"));
+  const auto outcome = commit_metadata(*opened, ".metadata", bytes_of("new"), {});
   EXPECT_EQ(outcome.state, CommitState::not_committed);
   EXPECT_EQ(outcome.error.sys_errno, ENOENT);
+}
+
+// The ways in which a path may lead elsewhere while a save is under way.
+class PathThatIsChanged : public ::testing::Test {
+ protected:
+  PathThatIsChanged() {
+    fs::create_directories(above_.file("a"));
+    fs::create_directories(above_.file("unrelated"));
+    write_file(above_.file("unrelated/.metadata"), "unrelated");
+  }
+
+  void expect_not_committed(const std::string& path, const std::function<void()>& change,
+                            const std::string& now) {
+    const auto opened = os::Directory::open(path);
+    ASSERT_TRUE(test::ok(opened));
+    change();
+    const auto outcome = commit_metadata(*opened, ".metadata", bytes_of("new"), {});
+    EXPECT_EQ(outcome.state, CommitState::not_committed);
+    EXPECT_EQ(outcome.error.code, Errc::directory_moved);
+    EXPECT_EQ(outcome.error.path, path);
+    EXPECT_NE(outcome.error.detail.find("is now " + now), std::string::npos)
+        << outcome.error.detail;
+    EXPECT_FALSE(fs::exists(now + "/.metadata"));
+    EXPECT_TRUE(fs::is_empty(now));
+  }
+
+  TempDir above_;
+};
+
+TEST_F(PathThatIsChanged, ToAnotherDirectoryIsNotCommittedInEither) {
+  expect_not_committed(
+      above_.file("a"),
+      [&] {
+        fs::rename(above_.file("a"), above_.file("moved"));
+        fs::rename(above_.file("unrelated"), above_.file("a"));
+      },
+      above_.file("moved"));
+  EXPECT_EQ(read_file(above_.file("a/.metadata")), "unrelated");
+  EXPECT_EQ(above_.names().size(), 3) << "a temporary file is left";
+}
+
+TEST_F(PathThatIsChanged, ByALinkIsNotCommittedInEither) {
+  fs::create_directory_symlink("a", above_.file("link"));
+  expect_not_committed(
+      above_.file("link"),
+      [&] {
+        fs::remove(above_.file("link"));
+        fs::create_directory_symlink("unrelated", above_.file("link"));
+      },
+      above_.file("a"));
+  EXPECT_EQ(read_file(above_.file("unrelated/.metadata")), "unrelated");
+}
+
+TEST_F(PathThatIsChanged, ToNothingIsNotCommitted) {
+  expect_not_committed(
+      above_.file("a"), [&] { fs::rename(above_.file("a"), above_.file("moved")); },
+      above_.file("moved"));
+}
+
+TEST(Commit, OfADirectoryWhosePathCannotBeLookedUpReportsTheReason) {
+  TempDir directory;
+  ScopedFaultHook hook(NthCallFails("statx", 1, EIO));
+  const auto outcome = commit(directory, "new");
+  EXPECT_EQ(outcome.state, CommitState::not_committed);
+  EXPECT_TRUE(is_system_error(outcome.error, EIO, "statx", directory.path()));
+  EXPECT_EQ(directory.names(), Names{});
 }
 
 // The operations before the commit point, in order.
@@ -226,7 +297,8 @@ TEST(Commit, ThroughALinkToTheDirectorySyncsTheParentOfItsTarget) {
   TempDir directory;
   fs::create_directory(elsewhere.file("real"));
   fs::create_directory_symlink(elsewhere.file("real"), directory.file("link"));
-  EXPECT_EQ(commit_metadata(directory.file("link"), ".metadata", bytes_of("new"), {}).state,
+  const auto opened = os::Directory::open(directory.file("link"));
+  EXPECT_EQ(commit_metadata(*opened, ".metadata", bytes_of("new"), {}).state,
             CommitState::committed);
   EXPECT_EQ(read_file(elsewhere.file("real/.metadata")), "new");
 }

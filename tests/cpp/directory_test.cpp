@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <filesystem>
@@ -21,6 +23,12 @@ using test::TempDir;
 using test::write_file;
 
 using Log = std::vector<std::string>;
+
+Directory opened(const std::string& path) {
+  auto directory = Directory::open(path);
+  EXPECT_TRUE(ok(directory));
+  return std::move(*directory);
+}
 
 TEST(MakeDirectories, MakesEveryMissingAncestor) {
   TempDir directory;
@@ -92,20 +100,22 @@ Log above(const std::string& below) {
 TEST(SyncAncestors, SyncsEachDirectoryAboveWhoeverMadeIt) {
   TempDir directory;
   ASSERT_TRUE(ok(make_directories(directory.file("a/b"))));
+  const Directory below = opened(directory.file("a/b"));
   CallCounter counter;
   {
     ScopedFaultHook hook(counter);
-    EXPECT_TRUE(ok(sync_ancestors(directory.file("a/b"))));
+    EXPECT_TRUE(ok(below.sync_ancestors()));
   }
   EXPECT_GE(counter.log().size(), 2);
   EXPECT_EQ(counter.log(), above(directory.file("a/b")));
 }
 
 TEST(SyncAncestors, OfTheRootAreNone) {
+  const Directory root = opened("/");
   CallCounter counter;
   {
     ScopedFaultHook hook(counter);
-    EXPECT_TRUE(ok(sync_ancestors("/")));
+    EXPECT_TRUE(ok(root.sync_ancestors()));
   }
   EXPECT_EQ(counter.log(), Log{});
 }
@@ -116,7 +126,7 @@ TEST(SyncAncestors, AFailedSyncIsAFailure) {
   const std::string grandparent = directory.file("a/b") + "/../..";
   ScopedFaultHook hook(
       [&](std::string_view, std::string_view path) { return path == grandparent ? EIO : 0; });
-  const auto synced = sync_ancestors(directory.file("a/b"));
+  const auto synced = opened(directory.file("a/b")).sync_ancestors();
   ASSERT_FALSE(synced.has_value());
   EXPECT_TRUE(is_system_error(synced.error(), EIO, "fsync_directory", grandparent));
 }
@@ -125,6 +135,7 @@ TEST(SyncAncestors, OneThatMayNotBeOpenedDoesNotKeepThoseAboveItFromBeingSynced)
   TempDir directory;
   const std::string path = directory.file("a/b");
   ASSERT_TRUE(ok(make_directories(path)));
+  const Directory below = opened(path);
   for (const int refusal : {EACCES, EPERM}) {
     Log asked;
     {
@@ -132,17 +143,30 @@ TEST(SyncAncestors, OneThatMayNotBeOpenedDoesNotKeepThoseAboveItFromBeingSynced)
         asked.push_back(std::string(operation) + " " + std::string(at));
         return at == path + "/.." ? refusal : 0;
       });
-      EXPECT_TRUE(ok(sync_ancestors(path)));
+      EXPECT_TRUE(ok(below.sync_ancestors()));
     }
     EXPECT_EQ(asked, above(path));
   }
 }
 
-TEST(SyncAncestors, OfWhatIsNotThereFails) {
+TEST(SyncAncestors, AreThoseOfTheDirectoryAndNotOfWhatHasItsPathByNow) {
   TempDir directory;
-  const auto synced = sync_ancestors(directory.file("a"));
+  ASSERT_TRUE(ok(make_directories(directory.file("a/b"))));
+  ASSERT_TRUE(ok(make_directories(directory.file("elsewhere"))));
+  const Directory below = opened(directory.file("a/b"));
+  std::filesystem::rename(directory.file("a/b"), directory.file("elsewhere/b"));
+  std::filesystem::remove(directory.file("a"));
+  EXPECT_TRUE(ok(below.sync_ancestors()));
+}
+
+TEST(SyncAncestors, OfADirectoryThatWasRemovedFails) {
+  TempDir directory;
+  ASSERT_TRUE(ok(make_directories(directory.file("a"))));
+  const Directory gone = opened(directory.file("a"));
+  std::filesystem::remove(directory.file("a"));
+  const auto synced = gone.sync_ancestors();
   ASSERT_FALSE(synced.has_value());
-  EXPECT_TRUE(is_system_error(synced.error(), ENOENT, "stat", directory.file("a")));
+  EXPECT_TRUE(is_system_error(synced.error(), ENOENT, "open", directory.file("a") + "/.."));
 }
 
 TEST(SyncDirectory, OfWhatIsNotADirectoryFails) {
@@ -165,7 +189,7 @@ TEST(RenameFile, ReplacesTheTarget) {
   TempDir directory;
   write_file(directory.file("from"), "new");
   write_file(directory.file("to"), "old");
-  EXPECT_TRUE(ok(rename_file(directory.file("from"), directory.file("to"))));
+  EXPECT_TRUE(ok(opened(directory.path()).rename("from", "to")));
   EXPECT_EQ(directory.names(), Log{"to"});
   EXPECT_EQ(read_file(directory.file("to")), "new");
 }
@@ -174,7 +198,7 @@ TEST(RenameFile, ThatMayNotReplaceLeavesTheTargetAndTheFile) {
   TempDir directory;
   write_file(directory.file("from"), "new");
   write_file(directory.file("to"), "old");
-  const auto renamed = rename_file(directory.file("from"), directory.file("to"), false);
+  const auto renamed = opened(directory.path()).rename("from", "to", false);
   ASSERT_FALSE(renamed.has_value());
   EXPECT_TRUE(is_system_error(renamed.error(), EEXIST, "rename", directory.file("to")));
   EXPECT_EQ(read_file(directory.file("from")), "new");
@@ -184,14 +208,14 @@ TEST(RenameFile, ThatMayNotReplaceLeavesTheTargetAndTheFile) {
 TEST(RenameFile, ThatMayNotReplaceRenamesWhereTheNameIsFree) {
   TempDir directory;
   write_file(directory.file("from"), "new");
-  EXPECT_TRUE(ok(rename_file(directory.file("from"), directory.file("to"), false)));
+  EXPECT_TRUE(ok(opened(directory.path()).rename("from", "to", false)));
   EXPECT_EQ(directory.names(), Log{"to"});
 }
 
 TEST(RenameFile, OfAMissingFileFailsAndKeepsTheTarget) {
   TempDir directory;
   write_file(directory.file("to"), "old");
-  const auto renamed = rename_file(directory.file("from"), directory.file("to"));
+  const auto renamed = opened(directory.path()).rename("from", "to");
   ASSERT_FALSE(renamed.has_value());
   EXPECT_TRUE(is_system_error(renamed.error(), ENOENT, "rename", directory.file("to")));
   EXPECT_EQ(read_file(directory.file("to")), "old");
@@ -199,23 +223,123 @@ TEST(RenameFile, OfAMissingFileFailsAndKeepsTheTarget) {
 
 TEST(RemoveFile, OfAMissingFileIsNoError) {
   TempDir directory;
-  EXPECT_TRUE(ok(remove_file(directory.file("a"))));
+  EXPECT_TRUE(ok(opened(directory.path()).remove("a")));
 }
 
 TEST(RemoveFile, RemovesALinkAndNotItsTarget) {
   TempDir directory;
   write_file(directory.file("target"), "kept");
   std::filesystem::create_symlink(directory.file("target"), directory.file("link"));
-  EXPECT_TRUE(ok(remove_file(directory.file("link"))));
+  EXPECT_TRUE(ok(opened(directory.path()).remove("link")));
   EXPECT_EQ(directory.names(), Log{"target"});
 }
 
 TEST(RemoveFile, OfADirectoryFails) {
   TempDir directory;
   ASSERT_TRUE(ok(make_directories(directory.file("a"))));
-  const auto removed = remove_file(directory.file("a"));
+  const auto removed = opened(directory.path()).remove("a");
   ASSERT_FALSE(removed.has_value());
   EXPECT_TRUE(is_system_error(removed.error(), EISDIR, "unlink", directory.file("a")));
+}
+
+TEST(Directory, StaysTheSameWhenItIsRenamedAndAnotherTakesItsPath) {
+  TempDir above;
+  ASSERT_TRUE(ok(make_directories(above.file("a"))));
+  const Directory directory = opened(above.file("a"));
+  std::filesystem::rename(above.file("a"), above.file("moved"));
+  ASSERT_TRUE(ok(make_directories(above.file("a"))));
+  write_file(above.file("a/file"), "another's");
+  EXPECT_TRUE(ok(directory.create("new", IoMode::buffered)));
+  EXPECT_TRUE(ok(directory.rename("new", "file")));
+  EXPECT_EQ(*directory.names(), Log{"file"});
+  EXPECT_TRUE(ok(directory.sync()));
+  EXPECT_TRUE(ok(directory.remove("file")));
+  EXPECT_EQ(read_file(above.file("a/file")), "another's");
+  EXPECT_FALSE(*directory.is_at_path());
+  EXPECT_EQ(directory.current_path(), above.file("moved"));
+}
+
+TEST(Directory, IsAtItsPathThroughALinkAndNotWhereThatIsBroken) {
+  TempDir above;
+  ASSERT_TRUE(ok(make_directories(above.file("a"))));
+  std::filesystem::create_directory_symlink("a", above.file("link"));
+  const Directory directory = opened(above.file("link"));
+  EXPECT_TRUE(*directory.is_at_path());
+  std::filesystem::remove(above.file("link"));
+  EXPECT_FALSE(*directory.is_at_path());
+  std::filesystem::create_symlink("link", above.file("link"));
+  EXPECT_FALSE(*directory.is_at_path());
+  write_file(above.file("file"), "");
+  std::filesystem::remove(above.file("link"));
+  std::filesystem::create_symlink("file/below", above.file("link"));
+  EXPECT_FALSE(*directory.is_at_path());
+}
+
+TEST(Directory, ThatWasRemovedIsNowhere) {
+  TempDir above;
+  ASSERT_TRUE(ok(make_directories(above.file("a"))));
+  const Directory directory = opened(above.file("a"));
+  std::filesystem::remove(above.file("a"));
+  EXPECT_EQ(directory.current_path(), "");
+  EXPECT_FALSE(*directory.is_at_path());
+  EXPECT_EQ(*directory.names(), Log{});
+}
+
+TEST(Directory, ReopenedHasALockOfItsOwnAndADuplicateTheSame) {
+  TempDir above;
+  Directory first = opened(above.path());
+  Directory second = *first.reopen();
+  EXPECT_TRUE(*first.try_share());
+  EXPECT_TRUE(*second.try_share());
+  EXPECT_FALSE(*second.try_take_alone());
+  {
+    Directory same = *first.duplicate();
+    EXPECT_TRUE(*same.identity() == *first.identity());
+  }
+  EXPECT_FALSE(*second.try_take_alone()) << "a duplicate that is closed lets go of nothing";
+  first.close();
+  EXPECT_TRUE(*second.try_take_alone());
+}
+
+TEST(Directory, AForkedChildThatClosesItsCopyLetsGoOfNothing) {
+  TempDir above;
+  Directory first = opened(above.path());
+  ASSERT_TRUE(*first.try_share());
+  const pid_t child = ::fork();
+  if (child == 0) {
+    first.close();
+    ::_exit(0);
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  Directory second = opened(above.path());
+  EXPECT_FALSE(*second.try_take_alone());
+}
+
+TEST(Directory, AfterItsEndEachCallFails) {
+  TempDir above;
+  Directory directory = opened(above.path());
+  directory.close();
+  EXPECT_TRUE(is_system_error(directory.names().error(), EBADF, "open", above.path()));
+  EXPECT_TRUE(is_system_error(directory.duplicate().error(), EBADF, "fcntl", above.path()));
+  EXPECT_TRUE(is_system_error(directory.reopen().error(), EBADF, "open", above.path()));
+  EXPECT_TRUE(is_system_error(directory.try_share().error(), EBADF, "flock", above.path()));
+}
+
+TEST(Directory, AFaultInEachCallIsReported) {
+  TempDir above;
+  Directory directory = opened(above.path());
+  const auto fails = [&](const std::string& operation, const auto& call) {
+    ScopedFaultHook hook(NthCallFails(operation, 1, EIO));
+    const auto result = call();
+    return !result && result.error().sys_errno == EIO && result.error().path == above.path();
+  };
+  EXPECT_TRUE(fails("open_directory", [&] { return directory.reopen(); }));
+  EXPECT_TRUE(fails("fcntl", [&] { return directory.duplicate(); }));
+  EXPECT_TRUE(fails("readdir", [&] { return directory.names(); }));
+  EXPECT_TRUE(fails("statx", [&] { return directory.is_at_path(); }));
+  EXPECT_TRUE(fails("flock", [&] { return directory.try_share(); }));
+  EXPECT_TRUE(fails("fsync_directory", [&] { return directory.sync(); }));
 }
 
 }  // namespace

@@ -374,7 +374,7 @@ TEST(FileIdentity, IsTheSameUnderAnotherName) {
   ASSERT_TRUE(ok(before));
   std::filesystem::rename(directory.file("a"), directory.file("b"));
   EXPECT_TRUE(*file->identity() == *before);
-  EXPECT_TRUE(ok(remove_file(directory.file("b"), *before)));
+  EXPECT_TRUE(ok(test::open_directory(directory).remove("b", *before)));
   EXPECT_EQ(directory.names(), std::vector<std::string>{});
 }
 
@@ -391,7 +391,7 @@ TEST(FileIdentity, OfTheNextFileOfTheNameIsAnother) {
   while (made_anew() == first) {
   }
   write_file(path, "of another save");
-  EXPECT_TRUE(ok(remove_file(path, first)));
+  EXPECT_TRUE(ok(test::open_directory(directory).remove("a", first)));
   EXPECT_EQ(read_file(path), "of another save");
 }
 
@@ -400,7 +400,7 @@ TEST(FileIdentity, OfAFileThatIsGoneIsNoErrorToRemove) {
   auto file = File::create(directory.file("a"), IoMode::buffered);
   ASSERT_TRUE(ok(file));
   std::filesystem::remove(directory.file("a"));
-  EXPECT_TRUE(ok(remove_file(directory.file("a"), *file->identity())));
+  EXPECT_TRUE(ok(test::open_directory(directory).remove("a", *file->identity())));
 }
 
 }  // namespace

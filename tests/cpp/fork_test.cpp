@@ -82,7 +82,7 @@ void let_every_thread_start(const engine::Threads& threads = {}) {
 
 bool save_file(const TempDir& directory, const std::string& name, const std::string& contents) {
   std::vector<engine::FileJob> jobs(1);
-  jobs[0].path = directory.file(name);
+  jobs[0].name = name;
   jobs[0].image.add_bytes(test::host_source(contents));
   engine::SaveOptions options;
   options.chunk_bytes = 4096;
@@ -101,7 +101,7 @@ engine::ReadRequest read_into(std::string& found) {
 bool load_file(const TempDir& directory, const std::string& name, const std::string& expected) {
   std::string found(expected.size(), '?');
   auto session =
-      LoadSession::start(open_directory(directory), {{name, {}}}, {read_into(found)}, {});
+      LoadSession::start(test::open_directory(directory), {{name, {}}}, {read_into(found)}, {});
   if (!session) return false;
   test::wait_for_end(**session);
   return !(*session)->failure() && found == expected;
@@ -168,9 +168,9 @@ TEST(Fork, AChildSavesWhileItsParentIsAmidASave) {
     return 0;
   });
   std::vector<engine::FileJob> jobs(1);
-  jobs[0].path = directory.file("parents");
+  jobs[0].name = "parents";
   jobs[0].image.add_bytes(test::host_source(contents));
-  auto session = SaveSession::start(directory.path(), std::move(jobs), {});
+  auto session = SaveSession::start(test::open_directory(directory), std::move(jobs), {});
   ASSERT_TRUE(ok(session));
   writing.wait();
   EXPECT_TRUE(in_child([&] { return save_file(directory, "childs", contents); }));
@@ -191,9 +191,10 @@ engine::SaveOptions in_background() {
 
 bool save_in_background(const TempDir& directory, const std::string& name, std::string contents) {
   std::vector<engine::FileJob> jobs(1);
-  jobs[0].path = directory.file(name);
+  jobs[0].name = name;
   jobs[0].image.add_bytes(test::host_source(contents));
-  auto session = SaveSession::start(directory.path(), std::move(jobs), in_background());
+  auto session =
+      SaveSession::start(test::open_directory(directory), std::move(jobs), in_background());
   if (!session || !(*session)->wait_staged(std::chrono::minutes(1))) return false;
   contents.assign(contents.size(), '#');
   test::wait_for_end(**session);
@@ -230,9 +231,10 @@ TEST(Fork, AChildSavesInTheBackgroundWhileItsParentDoes) {
     return 0;
   });
   std::vector<engine::FileJob> jobs(1);
-  jobs[0].path = directory.file("parents");
+  jobs[0].name = "parents";
   jobs[0].image.add_bytes(test::host_source(contents));
-  auto session = SaveSession::start(directory.path(), std::move(jobs), in_background());
+  auto session =
+      SaveSession::start(test::open_directory(directory), std::move(jobs), in_background());
   ASSERT_TRUE(ok(session));
   writing.wait();
   EXPECT_TRUE(in_child([&] {
@@ -291,9 +293,9 @@ TEST(Fork, AChildDoesNotWaitForItsParentsSave) {
     return 0;
   });
   std::vector<engine::FileJob> jobs(1);
-  jobs[0].path = directory.file("parents");
+  jobs[0].name = "parents";
   jobs[0].image.add_bytes(test::host_source(contents));
-  auto session = SaveSession::start(directory.path(), std::move(jobs), {});
+  auto session = SaveSession::start(test::open_directory(directory), std::move(jobs), {});
   ASSERT_TRUE(ok(session));
   writing.wait();
   EXPECT_TRUE(in_child([&] {
@@ -322,7 +324,8 @@ TEST(Fork, AChildDoesNotWaitForItsParentsLoad) {
     }
     return 0;
   });
-  auto session = LoadSession::start(open_directory(directory), {{"a", {}}}, {read_into(found)}, {});
+  auto session =
+      LoadSession::start(test::open_directory(directory), {{"a", {}}}, {read_into(found)}, {});
   ASSERT_TRUE(ok(session));
   reading.wait();
   EXPECT_TRUE(in_child([&] {

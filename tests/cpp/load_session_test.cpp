@@ -173,8 +173,8 @@ TEST_P(LoadSessionModes, WhatASaveWroteIsReadBack) {
                 row_major("uint8", {payloads.back().size()}), 0, payloads.back().size());
     }
     reads.add_raw_file("");  // for its path
-    jobs[file].path = reads.path(file);
-    ASSERT_EQ(std::remove(jobs[file].path.c_str()), 0);
+    jobs[file].name = reads.name(file);
+    ASSERT_EQ(std::remove(reads.path(file).c_str()), 0);
   }
   SaveOptions save;
   save.direct_io = GetParam();

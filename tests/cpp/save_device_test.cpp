@@ -76,7 +76,7 @@ class SaveFromDevice : public ::testing::TestWithParam<bool> {
     for (auto& chunk : chunks) ChunkPool::instance().give_back(std::move(chunk));
   }
   std::shared_ptr<SaveSession> start(const SaveOptions& with) {
-    return SaveSession::start(directory_.path(), files_.jobs(), with).value();
+    return SaveSession::start(test::open_directory(directory_), files_.jobs(), with).value();
   }
   void expect_saved(SaveSession& session) {
     wait_for_end(session);
@@ -108,7 +108,8 @@ TEST_P(SaveFromDevice, WhateverTheBudgetTheFilesGetTheirImages) {
     with.chunk_bytes = kPage * random.between(1, 8);
     with.parallel_files = random.between(0, 3);
     with.direct_io = random.coin() ? DirectIo::on : DirectIo::off;
-    const auto session = SaveSession::start(directory.path(), files_.jobs(), with).value();
+    const auto session =
+        SaveSession::start(test::open_directory(directory), files_.jobs(), with).value();
     wait_for_end(*session);
     EXPECT_TRUE(ok(session->outcome()));
     for (std::size_t i = 0; i < files_.jobs().size(); ++i) {
@@ -271,7 +272,8 @@ TEST_P(SaveFromDevice, FailedSubmissionFailsTheSave) {
     files_ = Files(directory);
     add_file(std::string(5 * kPage, 'x'));
     files_.add_file("another");
-    const auto session = SaveSession::start(directory.path(), files_.jobs(), options()).value();
+    const auto session =
+        SaveSession::start(test::open_directory(directory), files_.jobs(), options()).value();
     expect_failed(*session);
     EXPECT_EQ(session->outcome().error().detail, "the device fell off the bus");
     EXPECT_EQ(directory.names(), Names{});
@@ -366,7 +368,8 @@ TEST_P(SaveFromDevice, CancelledAtAnyMomentEndsAndLeavesAllFilesOrNone) {
       if (++copies >= at && session != nullptr) session->cancel();
     });
     const SaveOptions with = options(random.coin() ? 0 : kPage * random.between(1, 5));
-    const auto session = SaveSession::start(directory.path(), files_.jobs(), with).value();
+    const auto session =
+        SaveSession::start(test::open_directory(directory), files_.jobs(), with).value();
     running = session.get();
     EXPECT_TRUE(session->wait_staged(kLongest));
     wait_for_end(*session);

@@ -3,7 +3,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <filesystem>
 #include <utility>
 
 #include "format/checksum_table.h"
@@ -12,7 +11,7 @@
 namespace torch_ckpt::test {
 
 void Files::begin_file() {
-  jobs_.push_back({directory_->file("f" + std::to_string(jobs_.size())), {}});
+  jobs_.push_back({"f" + std::to_string(jobs_.size()), {}});
   expected_.emplace_back();
   checksums_.emplace_back();
 }
@@ -85,8 +84,7 @@ void Files::destroy_sources() {
 void Files::expect_in(const TempDir& directory) const {
   EXPECT_EQ(directory.names().size(), jobs_.size());
   for (std::size_t i = 0; i < jobs_.size(); ++i) {
-    const std::string path =
-        directory.file(std::filesystem::path(jobs_[i].path).filename().string());
+    const std::string path = directory.file(jobs_[i].name);
     EXPECT_TRUE(read_file(path) == expected_[i]) << path;
   }
 }

@@ -142,7 +142,7 @@ TEST(SaveSession, GivesTheChecksumTableOfEachFile) {
   files.add_bytes(random.bytes(100'000));
   files.add_bytes("");
   files.add_tensor(random.bytes(200'000));
-  auto session = SaveSession::start(directory.path(), files.jobs(), small_chunks());
+  auto session = SaveSession::start(test::open_directory(directory), files.jobs(), small_chunks());
   ASSERT_TRUE(ok(session));
   wait_for_end(**session);
   ASSERT_TRUE(ok((*session)->outcome()));
@@ -159,7 +159,7 @@ TEST(SaveSession, GivesTheChecksumOfEachPayload) {
   TempDir directory;
   Files files(directory);
   add_assorted_files(files, random, 5);
-  auto session = SaveSession::start(directory.path(), files.jobs(), small_chunks());
+  auto session = SaveSession::start(test::open_directory(directory), files.jobs(), small_chunks());
   ASSERT_TRUE(ok(session));
   wait_for_end(**session);
   ASSERT_TRUE(ok((*session)->outcome()));
@@ -174,7 +174,8 @@ TEST_P(SaveSessionModes, ProgressReachesWhatWasPlanned) {
   Random random(6);
   SCOPED_TRACE(random.seed_text());
   add_assorted_files(files_, random, 5);
-  auto session = SaveSession::start(directory_.path(), files_.jobs(), small_chunks(GetParam()));
+  auto session =
+      SaveSession::start(test::open_directory(directory_), files_.jobs(), small_chunks(GetParam()));
   ASSERT_TRUE(ok(session));
   EXPECT_EQ((*session)->progress().bytes_planned, files_.bytes());
   wait_for_end(**session);
@@ -260,8 +261,8 @@ TEST(SaveSession, SyncsEachFileBeforeItsCloseAndTheDirectoryLast) {
     return std::find(log.begin(), log.end(), call) - log.begin();
   };
   for (const FileJob& job : files.jobs()) {
-    EXPECT_LT(at("pwrite " + job.path), at("fsync " + job.path));
-    EXPECT_LT(at("fsync " + job.path), at("close " + job.path));
+    EXPECT_LT(at("pwrite " + directory.file(job.name)), at("fsync " + directory.file(job.name)));
+    EXPECT_LT(at("fsync " + directory.file(job.name)), at("close " + directory.file(job.name)));
   }
   EXPECT_EQ(log.back(), "fsync_directory " + directory.path());
 }
@@ -287,7 +288,8 @@ TEST(SaveSession, RefusesChunksThatAreNotWholeBlocks) {
   for (const std::size_t bytes : {std::size_t{0}, std::size_t{100}, kPage + 512}) {
     SaveOptions options;
     options.chunk_bytes = bytes;
-    EXPECT_TRUE(fails(SaveSession::start(directory.path(), {}, options), Errc::invalid_argument))
+    EXPECT_TRUE(fails(SaveSession::start(test::open_directory(directory), {}, options),
+                      Errc::invalid_argument))
         << bytes;
   }
 }
@@ -296,7 +298,7 @@ TEST(SaveSession, RefusesABudgetBelowOneBlock) {
   TempDir directory;
   SaveOptions options;
   options.max_host_bytes = kPage - 1;
-  const auto session = SaveSession::start(directory.path(), {}, options);
+  const auto session = SaveSession::start(test::open_directory(directory), {}, options);
   ASSERT_TRUE(fails(session, Errc::invalid_argument));
   EXPECT_EQ(session.error().message(), "max_host_bytes must be at least 4096, got 4095");
 }
@@ -380,7 +382,7 @@ TEST(SaveSession, WaitingForLessThanItTakesIsNotTheEnd) {
     if (operation == "pwrite") waited.wait();
     return 0;
   });
-  auto session = SaveSession::start(directory.path(), files.jobs(), small_chunks());
+  auto session = SaveSession::start(test::open_directory(directory), files.jobs(), small_chunks());
   ASSERT_TRUE(ok(session));
   EXPECT_FALSE((*session)->wait_for(std::chrono::milliseconds(0)));
   EXPECT_FALSE((*session)->wait_for(std::chrono::milliseconds(1)));
@@ -394,7 +396,8 @@ TEST(SaveSession, ThatNobodyWaitsForStillEnds) {
   TempDir directory;
   Files files(directory);
   files.add_file(std::string(50'000, 'x'));
-  ASSERT_TRUE(ok(SaveSession::start(directory.path(), files.jobs(), one_small_chunk())));
+  ASSERT_TRUE(
+      ok(SaveSession::start(test::open_directory(directory), files.jobs(), one_small_chunk())));
   join_executor();
   files.expect_on_disk();
 }
@@ -403,7 +406,8 @@ TEST(SaveSession, MayOutliveTheExecutor) {
   TempDir directory;
   Files files(directory);
   for (int i = 0; i < 5; ++i) files.add_file(std::string(50'000, 'x'));
-  auto session = SaveSession::start(directory.path(), files.jobs(), one_small_chunk());
+  auto session =
+      SaveSession::start(test::open_directory(directory), files.jobs(), one_small_chunk());
   ASSERT_TRUE(ok(session));
   join_executor();
   wait_for_end(**session);
@@ -420,7 +424,8 @@ TEST(SaveSession, SeveralAtOnceDoNotDisturbEachOther) {
   std::vector<std::shared_ptr<SaveSession>> sessions;
   for (const TempDir& directory : directories) {
     add_assorted_files(files.emplace_back(directory), random, 6);
-    auto session = SaveSession::start(directory.path(), files.back().jobs(), one_small_chunk());
+    auto session =
+        SaveSession::start(test::open_directory(directory), files.back().jobs(), one_small_chunk());
     ASSERT_TRUE(ok(session));
     sessions.push_back(*session);
   }
@@ -646,7 +651,8 @@ TEST(SaveSession, CancelledAmidItsWritesEndsThemAndLeavesNoFile) {
     }
     return 0;
   });
-  auto session = SaveSession::start(directory.path(), files.jobs(), one_small_chunk());
+  auto session =
+      SaveSession::start(test::open_directory(directory), files.jobs(), one_small_chunk());
   ASSERT_TRUE(ok(session));
   writing.wait();
   (*session)->cancel();
@@ -661,7 +667,7 @@ TEST(SaveSession, CancelledAfterItsEndHasSucceeded) {
   TempDir directory;
   Files files(directory);
   files.add_file("hello");
-  auto session = SaveSession::start(directory.path(), files.jobs(), small_chunks());
+  auto session = SaveSession::start(test::open_directory(directory), files.jobs(), small_chunks());
   ASSERT_TRUE(ok(session));
   wait_for_end(**session);
   (*session)->cancel();
@@ -678,7 +684,7 @@ TEST(SaveSession, CancelledTwiceIsCancelledOnce) {
     if (operation == "open") cancelled.wait();
     return 0;
   });
-  auto session = SaveSession::start(directory.path(), files.jobs(), small_chunks());
+  auto session = SaveSession::start(test::open_directory(directory), files.jobs(), small_chunks());
   ASSERT_TRUE(ok(session));
   (*session)->cancel();
   (*session)->cancel();
@@ -702,7 +708,7 @@ TEST(SaveSession, CancelledAfterAFailureStillReportsTheFailure) {
     }
     return 0;
   });
-  auto session = SaveSession::start(directory.path(), files.jobs(), small_chunks());
+  auto session = SaveSession::start(test::open_directory(directory), files.jobs(), small_chunks());
   ASSERT_TRUE(ok(session));
   failed.wait();
   (*session)->cancel();
@@ -721,7 +727,7 @@ TEST(SaveSession, DeviceSourcesWithoutDeviceSupportAreAnError) {
   source.bytes = 10;
   source.device = 0;
   std::vector<FileJob> jobs(1);
-  jobs[0].path = directory.file("f0");
+  jobs[0].name = "f0";
   jobs[0].image.add_bytes(source);
   EXPECT_TRUE(fails(run_save(directory, std::move(jobs), small_chunks()), Errc::invalid_argument));
   EXPECT_EQ(directory.names(), Names{});

@@ -58,7 +58,7 @@ SaveOptions snapshot(std::size_t chunk_bytes = kPage, std::size_t max_host_bytes
 
 std::shared_ptr<SaveSession> start(const TempDir& directory, const Files& files,
                                    const SaveOptions& options) {
-  return SaveSession::start(directory.path(), files.jobs(), options).value();
+  return SaveSession::start(test::open_directory(directory), files.jobs(), options).value();
 }
 
 void expect_saved(SaveSession& session, const Files& files) {
@@ -147,7 +147,7 @@ TEST(Snapshot, OfHostMemoryIsSubmittedToo) {
 std::vector<FileJob> jobs_in(const TempDir& directory, const Files& files) {
   std::vector<FileJob> jobs = files.jobs();
   for (std::size_t i = 0; i < jobs.size(); ++i) {
-    jobs[i].path = directory.file("f" + std::to_string(i));
+    jobs[i].name = "f" + std::to_string(i);
   }
   return jobs;
 }

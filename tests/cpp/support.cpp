@@ -249,7 +249,7 @@ std::string direct_io_name(const ::testing::TestParamInfo<engine::DirectIo>& mod
 
 Result<> run_save(const TempDir& directory, std::vector<engine::FileJob> files,
                   const engine::SaveOptions& options) {
-  auto session = engine::SaveSession::start(directory.path(), std::move(files), options);
+  auto session = engine::SaveSession::start(open_directory(directory), std::move(files), options);
   if (!session) return session.error();
   wait_for_end(**session);
   return (*session)->outcome();

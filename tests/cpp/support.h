@@ -17,7 +17,7 @@
 #include "error.h"
 #include "format/checksum_table.h"
 #include "format/tensor_pickle.h"
-#include "os/beneath.h"
+#include "os/directory.h"
 #include "staging/source.h"
 
 namespace torch_ckpt {

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import torch_ckpt
-from tests.sweeps import save_alone, state_of
+from tests.sweeps import SAVES, save_alone, state_of
 
 
 def save_with_descriptors(path: str, seed: int, threads: int, spare: int) -> None:
@@ -21,6 +21,13 @@ def save_with_descriptors(path: str, seed: int, threads: int, spare: int) -> Non
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (last + spare, hard))
     save_alone(path, seed, threads)
+
+
+def save_below(path: str, seed: int, threads: int, how: str) -> None:
+    """Saves to a relative path; ``how`` is as in ``tests.sweeps.SAVES``."""
+    directory, name = os.path.split(path)
+    os.chdir(directory)
+    SAVES[how](name, seed, threads)
 
 
 def save_as_rank(path: str, seed: int, threads: int, how: str, rank: int, store: str) -> None:

@@ -1,5 +1,6 @@
 // Preloaded into a process, it stands between the program and libc: it counts the calls that
-// concern one directory tree, and lets one of them fail, come back early or be the process's last.
+// concern one directory tree, and lets one of them fail, come back early or be the process's last, or
+// changes just before it what a path leads to.
 //
 // 1. A call concerns the tree when its path argument, or what its descriptor refers to, lies in it.
 //    Descriptors are looked up in /proc/self/fd, so that nothing has to be kept in step with them.
@@ -54,7 +55,7 @@ enum kind {
 };
 
 // The order is that of ACTIONS in tests/interposed.py.
-enum action { PASS, FAIL, SHORT, KILL };
+enum action { PASS, FAIL, SHORT, KILL, EXCHANGE, CHDIR };
 
 enum { LOG_LENGTH = 4096, PATH_LENGTH = 232 };
 
@@ -76,6 +77,7 @@ struct block {
   int32_t bytes;               // SHORT: how many; 0: half
   int32_t errors[KIND_COUNT];  // FAIL: by kind; 0: let it be
   char root[PATH_MAX];
+  char paths[2][PATH_MAX];  // EXCHANGE: swaps what they name; CHDIR: goes to the first
   _Atomic int64_t numbered;
   _Atomic int64_t logged;
   struct entry log[LOG_LENGTH];
@@ -111,6 +113,15 @@ static int is_inside(const char* path) {
   return strncmp(path, block->root, length) == 0 && (path[length] == '/' || path[length] == 0);
 }
 
+// Another process's doing, which is no call of this one: past our own functions.
+static int change_paths(void) {
+  const char* first = block->paths[0];
+  if (block->action == CHDIR) return chdir(first);
+  static __typeof__(renameat2)* next;
+  if (next == NULL) next = (__typeof__(renameat2)*)dlsym(RTLD_NEXT, "renameat2");
+  return next(AT_FDCWD, first, AT_FDCWD, block->paths[1], RENAME_EXCHANGE);
+}
+
 static void enter(struct point* point, enum kind kind, const char* path) {
   point->entry = NULL;
   point->action = PASS;
@@ -137,6 +148,9 @@ static void enter(struct point* point, enum kind kind, const char* path) {
   }
   if (block->action == SHORT && (kind == READ || kind == WRITE)) point->action = SHORT;
   entry->action = point->action;
+  if ((block->action == EXCHANGE || block->action == CHDIR) && change_paths() == 0) {
+    entry->action = block->action;
+  }
 }
 
 static void leave(struct point* point, int64_t result) {

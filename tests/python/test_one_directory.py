@@ -244,7 +244,7 @@ def test_a_kept_error_of_a_directory_that_cannot_be_listed_keeps_no_lock(
     with monkeypatch.context() as patch:
         patch.setattr(OpenDirectory, "names", fail)
         with pytest.raises(OSError, match="cannot be listed") as kept:
-            Claim(str(tmp_path), None)
+            Claim(OpenDirectory(tmp_path), None)
     assert OpenDirectory(tmp_path).take_alone()
     assert kept.value.errno == errno.EIO
 
@@ -312,7 +312,7 @@ def test_a_failed_save_with_a_planner_and_a_writer_that_are_kept_lets_go_of_the_
 def test_a_claim_that_is_dropped_takes_the_files_of_all_ranks_with_it(tmp_path: Path) -> None:
     save(state_of(0), tmp_path)
     kept = names_in(tmp_path)
-    claim = Claim(str(tmp_path), None)
+    claim = Claim(OpenDirectory(tmp_path), None)
     for rank in (0, 1, 7):
         (tmp_path / f"__{rank}_{claim.tag}0.distcp").write_bytes(b"written before another failed")
     del claim
@@ -320,14 +320,14 @@ def test_a_claim_that_is_dropped_takes_the_files_of_all_ranks_with_it(tmp_path: 
 
 
 def test_the_next_save_of_the_thread_ends_a_failed_one_that_somebody_keeps(tmp_path: Path) -> None:
-    failed = Claim(str(tmp_path), None)
+    failed = Claim(OpenDirectory(tmp_path), None)
     (tmp_path / f"__1_{failed.tag}0.distcp").write_bytes(b"written before another rank failed")
     save(state_of(1), tmp_path)
     assert names_in(tmp_path) == named_by_metadata(tmp_path) | {".metadata"}
 
 
 def test_a_claim_of_another_thread_is_not_taken_for_one_that_failed(tmp_path: Path) -> None:
-    claim = Claim(str(tmp_path), None)
+    claim = Claim(OpenDirectory(tmp_path), None)
     mine = tmp_path / f"__1_{claim.tag}0.distcp"
     mine.write_bytes(b"being written")
     thread = threading.Thread(target=save, args=(state_of(1), tmp_path))
@@ -342,7 +342,7 @@ def test_a_claim_that_is_dropped_late_leaves_the_directorys_successor_alone(
 ) -> None:
     path, old = tmp_path / "ck", tmp_path / "old"
     path.mkdir()
-    claim = Claim(str(path), None)
+    claim = Claim(OpenDirectory(path), None)
     path.rename(old)
     path.mkdir()
     for directory in (path, old):
@@ -355,7 +355,7 @@ def test_a_claim_that_is_dropped_late_leaves_the_directorys_successor_alone(
 def test_a_forked_childs_copy_of_a_claim_neither_removes_nor_keeps_anything(
     tmp_path: Path,
 ) -> None:
-    claim = Claim(str(tmp_path), None)
+    claim = Claim(OpenDirectory(tmp_path), None)
     mine = tmp_path / f"__0_{claim.tag}0.distcp"
     mine.write_bytes(b"being written")
     may_end, end = os.pipe()
@@ -465,7 +465,7 @@ def test_nothing_is_removed_where_the_metadata_cannot_be_read(tmp_path: Path) ->
     before = names_in(tmp_path)
     with pytest.raises(Corrupt):
         torch_ckpt.remove_leftovers(tmp_path)
-    claim = Claim(str(tmp_path), None)
+    claim = Claim(OpenDirectory(tmp_path), None)
     with pytest.warns(UserWarning, match="unused files are left"):
         del claim
     assert names_in(tmp_path) == before

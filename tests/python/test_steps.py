@@ -150,6 +150,7 @@ def test_the_marker_is_durable_before_the_name_and_the_name_before_the_end(
 ) -> None:
     calls: list[str] = []
     rename, fsync, sync_directory = os.rename, os.fsync, _C.sync_directory
+    rename_in, sync = OpenDirectory.rename, OpenDirectory.sync
 
     def named(path: Any) -> str:
         return os.path.relpath(path, store.root).replace(f".tmp-{ATTEMPT}", ".tmp")
@@ -166,9 +167,19 @@ def test_the_marker_is_durable_before_the_name_and_the_name_before_the_end(
         calls.append(f"fsync of {named(path)}")
         sync_directory(path)
 
+    def renamed_in(directory: OpenDirectory, source: str, target: str) -> None:
+        calls.append(f"rename to {named(os.path.join(directory.path, target))}")
+        rename_in(directory, source, target)
+
+    def synced_itself(directory: OpenDirectory) -> None:
+        calls.append(f"fsync of {named(directory.path)}")
+        sync(directory)
+
     monkeypatch.setattr(steps.os, "rename", renamed)
     monkeypatch.setattr(steps.os, "fsync", synced)
     monkeypatch.setattr(steps._C, "sync_directory", synced_directory)
+    monkeypatch.setattr(OpenDirectory, "rename", renamed_in)
+    monkeypatch.setattr(OpenDirectory, "sync", synced_itself)
     saved(store, 5)
     assert calls[-5:] == [
         "fsync of 0000000005.tmp/write_completed.tmp",
@@ -184,6 +195,7 @@ def test_without_syncing_nothing_here_is_fsynced(
 ) -> None:
     monkeypatch.setattr(steps.os, "fsync", fail(AssertionError("fsync")))
     monkeypatch.setattr(steps._C, "sync_directory", fail(AssertionError("fsync of a directory")))
+    monkeypatch.setattr(OpenDirectory, "sync", fail(AssertionError("fsync of a directory")))
     assert value_of(saved(store, 5, 2.0, sync_files=False)) == 2.0
 
 

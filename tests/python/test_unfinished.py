@@ -25,7 +25,7 @@ LIMIT = 60.0
 
 def start(path: Path, values: list[Any], background: Background, buckets: int = 1) -> _C.Save:
     return _C.start_save(
-        str(path),
+        _C.Directory(path),
         "__0_",
         [f"value {number}" for number in range(len(values))],
         values,

@@ -1,0 +1,157 @@
+"""Somebody changes what a save's path leads to, before each of the save's system calls.
+
+The directory is exchanged for that of an unrelated checkpoint, a link in the path is retargeted, or
+the working directory is changed under a relative path. Whenever that is: the save stays in the
+directory that it has opened, or says that it is not committed; nothing of the other one is touched.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch.distributed.checkpoint as dcp
+
+from tests.faults.saves import save_below
+from tests.interposed import Order, Run, Server
+from tests.support import cause_of
+from tests.sweeps import (
+    NEW,
+    SAVES,
+    SWEEPING,
+    TORTURE,
+    Bench,
+    Counts,
+    found_in,
+    points,
+    unnamed_in,
+)
+from torch_ckpt.errors import NotCommitted
+
+pytestmark = SWEEPING
+
+COUNTS = Counts("changed paths", "points", "committed", "not committed")
+
+
+@dataclass(frozen=True)
+class Ground:
+    """A save's directory and an unrelated one, each of which holds the old checkpoint.
+
+    Attributes:
+        tree: of both.
+        path: of the save, and where it leads at first.
+        other: the unrelated directory.
+        order: that changes what the path leads to.
+    """
+
+    tree: Path
+    path: Path
+    other: Path
+    order: Order
+
+    def contents(self) -> dict[int, dict[str, bytes]]:
+        """What is in each directory of the tree that holds files, by its inode."""
+        found: dict[int, dict[str, bytes]] = {}
+        for directory, _, names in os.walk(self.tree):
+            if names:
+                files = {name: Path(directory, name).read_bytes() for name in names}
+                found[os.stat(directory).st_ino] = files
+        return found
+
+    def place_of(self, inode: int) -> Path:
+        """Where a directory is now."""
+        return next(
+            Path(directory)
+            for directory, _, _ in os.walk(self.tree)
+            if os.stat(directory).st_ino == inode
+        )
+
+
+@contextmanager
+def exchanged_directories(bench: Bench) -> Iterator[Ground]:
+    with bench.two_directories() as (tree, path, other):
+        yield Ground(tree, path, other, Order("exchange", paths=(str(path), str(other))))
+
+
+@contextmanager
+def retargeted_link(bench: Bench) -> Iterator[Ground]:
+    with bench.two_directories() as (tree, path, other):
+        link, second = tree / "latest", tree / "second"
+        link.symlink_to("runs")
+        second.symlink_to("others")
+        order = Order("exchange", paths=(str(link), str(second)))
+        yield Ground(tree, link / path.name, other, order)
+
+
+@contextmanager
+def changed_working_directory(bench: Bench) -> Iterator[Ground]:
+    with bench.two_directories() as (tree, path, other):
+        yield Ground(tree, path, other, Order("chdir", paths=(str(other.parent), "")))
+
+
+CHANGES = [exchanged_directories, retargeted_link, changed_working_directory]
+HOW = ["torch_ckpt.save", "dcp.save", "async_save"]
+
+
+def run_save(server: Server, ground: Ground, how: str, order: Order) -> Run:
+    if order.action == "chdir":
+        return server.run(order, ground.tree, save_below, str(ground.path), NEW, 4, how)
+    return server.run(order, ground.tree, SAVES[how], str(ground.path), NEW, 4)
+
+
+def has_opened(run: Run, path: Path) -> bool:
+    """Whether the save had opened its directory when the path was changed."""
+    assert run.hit is not None
+    before = run.calls[: run.calls.index(run.hit)]
+    return any(call.kind == "open" and call.path == str(path) for call in before)
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_save_stays_in_its_directory_whatever_its_path_leads_to(
+    server: Server, bench: Bench, change: Callable[..., object], how: str
+) -> None:
+    with change(bench) as ground:
+        sound = run_save(server, ground, how, Order())
+        assert sound.error is None
+        assert has_opened(replace_hit(sound), ground.path), "the sweep does not see the save"
+    kinds = set()
+    for number in points(sound.numbered, 1000 if TORTURE else 7, change.__name__, how):
+        with change(bench) as ground:
+            before = ground.contents()
+            own, other = os.stat(ground.path).st_ino, os.stat(ground.other).st_ino
+            run = run_save(server, ground, how, replace(ground.order, first=number))
+            if run.hit is None:
+                assert number > sound.numbered // 2
+                break
+            kinds.add(run.hit.kind)
+            after = ground.contents()
+            assert after.keys() == before.keys(), (run.hit, "directories were made or removed")
+            if not has_opened(run, ground.path) and ground.order.action == "exchange":
+                # It is the other that the path has led to from the beginning.
+                own, other = other, own
+            assert after[other] == before[other], run.hit
+            if run.error is None:
+                COUNTS.add(f"{change.__name__} {how}", "points", "committed")
+                assert found_in(ground.place_of(own)) == "new", run.hit
+                assert not unnamed_in(ground.place_of(own)), run.hit
+            else:
+                COUNTS.add(f"{change.__name__} {how}", "points", "not committed")
+                assert isinstance(run.error, dcp.CheckpointException), run.hit
+                cause = cause_of(run.error)
+                assert isinstance(cause, NotCommitted), (run.hit, cause)
+                assert str(ground.path) in str(cause)
+                assert str(ground.place_of(own)) in str(cause)
+                assert ground.order.action == "exchange", run.hit
+                assert after[own] == before[own], run.hit
+    assert len(kinds) > 2, "the sweep sees few calls"
+
+
+def replace_hit(run: Run) -> Run:
+    """The same, as if its last call had been acted upon."""
+    calls = [*run.calls[:-1], replace(run.calls[-1], action="exchange")]
+    return replace(run, calls=calls)
