@@ -13,6 +13,7 @@
 
 #include "python/bindings.h"
 #include "python/errors.h"
+#include "python/gil.h"
 
 namespace py = pybind11;
 
@@ -30,7 +31,7 @@ constexpr std::chrono::milliseconds kLookAgain{5};
 template <class Function>
 auto without_gil(Function function) {
   auto result = [&] {
-    py::gil_scoped_release release;
+    const ReleasedGil released;
     return function();
   }();
   return unwrap(std::move(result));
@@ -42,7 +43,7 @@ bool share(Directory& directory, double patience) {
   while (!unwrap(directory.try_share())) {
     if (Clock::now() >= until) return false;
     {
-      py::gil_scoped_release release;
+      const ReleasedGil released;
       std::this_thread::sleep_for(kLookAgain);
     }
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();

@@ -25,6 +25,7 @@
 #include "python/bindings.h"
 #include "python/conversion.h"
 #include "python/errors.h"
+#include "python/gil.h"
 #include "python/options.h"
 #include "python/tensors.h"
 #include "python/waiting.h"
@@ -71,7 +72,7 @@ std::shared_ptr<engine::LoadSession> run(const os::Directory& directory,
   engine_options.max_scratch_bytes = options.max_inflight_bytes - held_bytes;
   Result<std::shared_ptr<engine::LoadSession>> started =
       [&]() -> Result<std::shared_ptr<engine::LoadSession>> {
-    py::gil_scoped_release release;
+    const ReleasedGil released;
     auto own = directory.duplicate();
     if (!own) return own.error();
     return engine::LoadSession::start(std::move(*own), files, std::move(requests), engine_options);

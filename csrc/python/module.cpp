@@ -11,6 +11,7 @@
 #include "os/directory.h"
 #include "python/bindings.h"
 #include "python/errors.h"
+#include "python/gil.h"
 #include "staging/device_copy.h"
 
 namespace py = pybind11;
@@ -42,7 +43,7 @@ void commit(const os::Directory& directory, const std::string& name, const py::b
   const Memory memory(contents);
   CommitOutcome outcome;
   {
-    py::gil_scoped_release release;
+    const ReleasedGil released;
     outcome = commit_metadata(directory, name, memory.bytes(), {.sync = sync, .replace = replace});
   }
   if (outcome.state != CommitState::committed) raise(outcome);
@@ -50,7 +51,7 @@ void commit(const os::Directory& directory, const std::string& name, const py::b
 
 std::uint32_t crc32(const py::buffer& data, std::uint32_t crc) {
   const Memory memory(data);
-  py::gil_scoped_release release;
+  const ReleasedGil released;
   return format::crc32(crc, memory.bytes());
 }
 
@@ -65,7 +66,7 @@ std::size_t check_metadata_pickle(const py::buffer& data,
   }
   const Memory memory(data);
   Result<std::size_t> end = [&] {
-    py::gil_scoped_release release;
+    const ReleasedGil released;
     return format::check_metadata_pickle(memory.bytes(), allowed);
   }();
   return unwrap(std::move(end));
@@ -88,7 +89,7 @@ PYBIND11_MODULE(_C, module) {
   module.def(
       "join_executor",
       [] {
-        py::gil_scoped_release release;
+        const python::ReleasedGil released;
         engine::join_executor();
       },
       "Ends the engine's threads after the work they have; for interpreter exit.");

@@ -14,6 +14,7 @@
 #include "engine/save_session.h"
 #include "python/bindings.h"
 #include "python/errors.h"
+#include "python/gil.h"
 #include "python/options.h"
 #include "python/tensors.h"
 #include "staging/chunk_pool.h"
@@ -38,7 +39,7 @@ class Save {
   // it first.
   ~Save() {
     if (session_ == nullptr) return;
-    py::gil_scoped_release release;
+    const ReleasedGil released;
     if (session_->wait_for(std::chrono::milliseconds(0))) return;
     session_->cancel();
     while (!session_->wait_for(std::chrono::hours(1))) {
@@ -50,7 +51,7 @@ class Save {
   void start(const os::Directory& directory, std::vector<engine::FileJob> files,
              const engine::SaveOptions& options) {
     auto session = [&]() -> Result<std::shared_ptr<engine::SaveSession>> {
-      py::gil_scoped_release release;
+      const ReleasedGil released;
       auto own = directory.duplicate();
       if (!own) return own.error();
       return engine::SaveSession::start(std::move(*own), std::move(files), options);
@@ -149,7 +150,7 @@ class Save {
   bool wait_by(bool (engine::SaveSession::*event)(std::chrono::milliseconds), double seconds) {
     bool done = false;
     {
-      py::gil_scoped_release release;
+      const ReleasedGil released;
       // Bounded, since the clock's arithmetic overflows where somebody waits for ever.
       constexpr double kLongest = 1e9;
       done = ((*session_).*event)(std::chrono::milliseconds(
@@ -244,7 +245,7 @@ std::unique_ptr<Save> start_save(const os::Directory& directory, const std::stri
 std::size_t grow_reserve(std::size_t most_bytes, int device, const py::object& background) {
   const engine::Threads threads = background.is_none() ? engine::Threads{} : threads_of(background);
   Result<std::size_t> reserved = [&] {
-    py::gil_scoped_release release;
+    const ReleasedGil released;
     return engine::grow_reserve(most_bytes, threads, device);
   }();
   return unwrap(std::move(reserved));
@@ -262,7 +263,7 @@ py::list copy_to_pool(const py::list& values) {
     sources.push_back(std::move(source));
   }
   auto copies = [&] {
-    py::gil_scoped_release release;
+    const ReleasedGil released;
     return engine::copy_to_pool(sources);
   }();
   std::vector<engine::PooledCopy> placed = unwrap(std::move(copies));
@@ -294,7 +295,7 @@ void bind_save(py::module_& module) {
   module.def(
       "trim_pool",
       [](std::size_t bytes) {
-        py::gil_scoped_release release;
+        const ReleasedGil released;
         staging::ChunkPool::instance().trim(bytes);
       },
       py::arg("bytes") = 0);

@@ -13,6 +13,7 @@
 #include "os/directory.h"
 #include "python/bindings.h"
 #include "python/errors.h"
+#include "python/gil.h"
 #include "python/options.h"
 #include "python/waiting.h"
 
@@ -57,7 +58,7 @@ py::tuple verify_records(const std::vector<std::pair<std::string, std::string>>&
 
   Result<std::shared_ptr<engine::VerifySession>> started =
       [&]() -> Result<std::shared_ptr<engine::VerifySession>> {
-    py::gil_scoped_release release;
+    const ReleasedGil released;
     auto own = directory.duplicate();
     if (!own) return own.error();
     return engine::VerifySession::start(std::move(*own), std::move(named), std::move(records),

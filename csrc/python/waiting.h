@@ -5,6 +5,8 @@
 #include <chrono>
 #include <cstdint>
 
+#include "python/gil.h"
+
 namespace torch_ckpt::python {
 
 // Ends a session that reads and whose waiting was left by an exception: its threads write into
@@ -14,7 +16,7 @@ class EndsSession {
  public:
   explicit EndsSession(Session& session) : session_(session) {}
   ~EndsSession() {
-    pybind11::gil_scoped_release release;
+    const ReleasedGil released;
     if (session_.wait_for(std::chrono::milliseconds(0))) return;
     session_.cancel();
     while (!session_.wait_for(std::chrono::hours(1))) {
@@ -34,7 +36,7 @@ void wait_for(Session& session, const pybind11::object& progress, std::uint64_t 
   const EndsSession<Session> guard(session);
   for (bool done = false; !done;) {
     {
-      pybind11::gil_scoped_release release;
+      const ReleasedGil released;
       done = session.wait_for(std::chrono::milliseconds(100));
     }
     if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
