@@ -14,7 +14,7 @@ from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy
 import pytest
@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from tests.support import DTYPES, random_tensor
 from torch_ckpt import multihost
 from torch_ckpt.coordination import Meeting
-from torch_ckpt.multihost import PreemptionWatch, RanksDisagree, calls, layout, trees
+from torch_ckpt.multihost import PreemptionWatch, RanksDisagree, calls, layout, preemption, trees
 from torch_ckpt.text import ranks_text
 
 #: For what nothing should be waiting.
@@ -495,6 +495,38 @@ def test_a_watch_ends_with_its_group(default_group: None) -> None:
         assert called == ["before"] * 2
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_the_interpreters_end_waits_for_the_thread_of_a_group_that_has_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asking, told = threading.Event(), threading.Event()
+
+    class Slow:
+        """The store, which is being asked when the group goes."""
+
+        distributed, rank = True, 0
+
+        def keys(self, below: str) -> Slow:
+            return self
+
+        def check(self, keys: list[str]) -> bool:
+            asking.set()
+            assert told.wait(PATIENCE)
+            return False
+
+    watch = PreemptionWatch(cast(Meeting, Slow()), (), None, POLL, PATIENCE, lambda _w: None)
+    assert asking.wait(PATIENCE)
+    watch._group_has_gone()
+    join = watch._thread.join
+
+    def answered(timeout: float | None = None) -> None:
+        told.set()
+        join(PATIENCE)
+
+    monkeypatch.setattr(watch._thread, "join", answered)
+    preemption._close_all()
+    assert not watch._thread.is_alive()
 
 
 def ranks_that_watch(size: int, timeout: float) -> list[PreemptionWatch]:

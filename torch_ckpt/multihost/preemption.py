@@ -135,14 +135,14 @@ class PreemptionWatch:
         Only the main thread can set handlers: elsewhere they stay, and pass signals on.
         """
         with self._changed:
-            if self._closed:
-                return
-            self._closed = True
-        self._wake.put(_CLOSE)
-        _watches.discard(self)
-        if threading.current_thread() is threading.main_thread():
-            self._restore_handlers()
-        self._on_close(self)
+            before, self._closed = self._closed, True
+        if not before:
+            self._wake.put(_CLOSE)
+            _watches.discard(self)
+            if threading.current_thread() is threading.main_thread():
+                self._restore_handlers()
+            self._on_close(self)
+        # Also where the group has gone, and has closed the watch without waiting.
         self._thread.join(self._poll_seconds + 1.0)
 
     def __enter__(self) -> PreemptionWatch:
