@@ -404,8 +404,9 @@ class Load:
             else:
                 report.loaded.append(name)
             path = planner.mappings.get(name, ())
-            # None stands for what may be anything, as each rank's own.
-            if len(path) > 1 and value is not None:
+            # Not a value at the top, by whichever name; nor what None stands for, which each rank
+            # has for itself.
+            if path and name != path[0] and value is not None:
                 found[path[0]] = found.get(path[0], False) or len(report.loaded) > fitting
         report.absent = [str(key) for key, is_found in found.items() if not is_found]
         report.unexpected = [name for name in known if name not in planner.state_dict]
