@@ -240,7 +240,8 @@ def _complain(text: str) -> None:
 def _local(text: str) -> str:
     if is_url(text):
         raise argparse.ArgumentTypeError(
-            f"URLs are taken by steps and gc alone, and a local path has no protocol: {text}"
+            "only steps, gc, delete, pin and unpin take URLs, and a local path has no protocol: "
+            f"{text}"
         )
     return text
 

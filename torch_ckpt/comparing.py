@@ -133,7 +133,7 @@ class DiffReport:
         for tensor in self.tensors:
             yield printable(f"values: {tensor}")
         for name in self.bits:
-            yield printable(f"bits: {name}: equal values, as zeros of other signs or other NaNs")
+            yield printable(f"bits: {name}: equal values; signs of zeros or bits of NaNs differ")
         for name in self.objects:
             yield printable(f"object: {name}: the stored bytes differ")
         within = " within the tolerances" if self.tolerant else ""

@@ -129,7 +129,7 @@ class DoctorReport:
         inodes = "" if self.free_inodes is None else f", {self.free_inodes} inodes"
         yield printable(f"{self.path}: {self.file_system} at {self.mount_point}")
         yield printable(f"mount options: {self.mount_options}")
-        free = "it does not say" if self.free_bytes is None else size(self.free_bytes)
+        free = "not known" if self.free_bytes is None else size(self.free_bytes)
         yield f"free: {free}{inodes}"
         aligned = "no" if self.alignment is None else f"yes, aligned to {self.alignment} bytes"
         yield f"direct I/O: {aligned}"
@@ -203,7 +203,7 @@ def diagnose(path: str | os.PathLike[str], *, measured_bytes: int = DEFAULT_BYTE
     require_room(
         report.path,
         2 * measured_bytes,
-        f"measuring takes {size(measured_bytes)} and wants twice as much free",
+        f"a measurement writes {size(measured_bytes)}, and twice as much must be free",
         "choose a smaller size (--size), or make room",
     )
     with _directory_in(place) as directory:
@@ -420,8 +420,8 @@ def assumptions_of(report: DoctorReport) -> list[Assumption]:
     if kind in _IN_MEMORY:
         recovered = "fails", f"{kind} has no journal"
 
-    seen = "unknown", f"{kind} may be shared by machines, and caches then differ"
-    locked = "unknown", f"two descriptors here are kept apart; on {kind} machines may not be"
+    seen = "unknown", f"machines may share {kind}, and their caches then differ"
+    locked = "unknown", f"it keeps two descriptors apart here; {kind} may not tell other machines"
     if kind in _OF_ONE_MACHINE:
         seen = "holds", "for ranks on this machine"
         locked = "holds", "two descriptors were kept apart"
@@ -431,7 +431,7 @@ def assumptions_of(report: DoctorReport) -> list[Assumption]:
     found = [
         (1, "fsync survives a power cut", flushed),
         (2, "a rename is atomic", renamed),
-        (3, "a journal recovers it", recovered),
+        (3, "the file system recovers by its journal", recovered),
         (5, "all ranks see one file system", seen),
         (6, "flock reaches all who save", locked),
     ]

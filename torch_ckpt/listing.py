@@ -20,6 +20,7 @@ from torch_ckpt.directory import OpenDirectory
 from torch_ckpt.errors import CheckpointError, Unsafe
 from torch_ckpt.metadata import METADATA_NAME, open_checkpoint, read_metadata_in
 from torch_ckpt.text import plural, printable, size, table
+from torch_ckpt.verifying import is_damage
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,9 @@ def _look_at_file(
         length = length_of(directory, name)
     except FileNotFoundError:
         return _File(name, records, stored, None, "missing")
-    except (OSError, Unsafe, ValueError):
+    except (OSError, Unsafe, ValueError) as error:
+        if isinstance(error, OSError) and not is_damage(error.errno or 0):
+            raise
         return _File(name, records, stored, None, "unreadable")
     return _File(name, records, stored, length, "ok" if length >= end else "too short")
 

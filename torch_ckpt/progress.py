@@ -96,6 +96,8 @@ class _Bar:
         share = self._done / self._total if self._total else 1.0
         rate = f", {size(self._done / seconds)}/s" if seconds else ""
         begin, rest = ("\r", "\x1b[K") if self._redraws else ("", "")
+        if sys.stderr is None:
+            return
         text = f"{self._title}: {share:.0%} of {size(self._total)}{rate}"
         # Whoever reads standard error may have closed it; the save has not failed.
         with suppress(OSError, ValueError):

@@ -83,7 +83,7 @@ class StoredTensors:
         info = (self.metadata.storage_data or {}).get(MetadataIndex(name, offsets))
         if info is None:
             raise Corrupt(
-                f"{self.reader.path}: {name}: the metadata says nowhere where it is stored; "
+                f"{self.reader.path}: {name}: the metadata does not say where it is stored; "
                 "run torch-ckpt verify on it"
             )
         if info.transform_descriptors:

@@ -319,13 +319,13 @@ class _Look:
         for name, entry in metadata.state_dict_metadata.items():
             if not isinstance(entry, TensorStorageMetadata):
                 if MetadataIndex(name) not in stored:
-                    self._incomplete(name, "the metadata says nowhere where it is stored")
+                    self._incomplete(name, "the metadata does not say where it is stored")
                 continue
             for chunk in entry.chunks:
                 if MetadataIndex(name, chunk.offsets) not in stored:
                     at = list(chunk.offsets)
                     self._incomplete(
-                        name, f"the metadata says nowhere where its shard at {at} is stored"
+                        name, f"the metadata does not say where its shard at {at} is stored"
                     )
             fault = fault_of_shards(tuple(entry.size), entry.chunks)
             if fault:

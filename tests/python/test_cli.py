@@ -1,5 +1,6 @@
 """The command line: what ``ls`` prints, and how it says what is wrong."""
 
+import errno
 import json
 import os
 import pickle
@@ -23,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import torch_ckpt
-from torch_ckpt import cli
+from torch_ckpt import cli, listing
 from torch_ckpt.text import size
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -263,6 +264,19 @@ def test_ls_does_not_follow_a_link_in_the_place_of_a_file(
     assert "__1_0.distcp (unreadable)" in output.err
 
 
+def test_ls_does_not_take_an_error_of_the_machine_for_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commit(tmp_path, two_shards(tmp_path))
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), "file")
+
+    monkeypatch.setattr(listing, "length_of", fail)
+    message = fails_with_one_sentence(capsys, ["ls", str(tmp_path)])
+    assert message == "torch-ckpt: file: Too many open files\n"
+
+
 def test_ls_shows_a_link_to_nowhere_as_what_nobody_names(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -383,7 +397,7 @@ def test_commands_on_directories_say_that_they_take_no_urls(
     with pytest.raises(SystemExit) as ended:
         cli.main([argument.replace("URL", "s3://bucket/run") for argument in arguments])
     assert ended.value.code == 2
-    assert "URLs are taken by steps and gc alone" in capsys.readouterr().err
+    assert "only steps, gc, delete, pin and unpin take URLs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
