@@ -61,18 +61,25 @@ class Place(NamedTuple):
         )
 
 
-def require_one_directory(own: Place, others: Iterable[Place]) -> None:
-    """Raises where another rank has written elsewhere, although its path was the same.
+def require_one_directory(places: Iterable[Place | None]) -> None:
+    """Refuses a save whose ranks have opened several directories, although their path is the same.
+
+    Args:
+        places: of the ranks; None where there is none.
 
     Raises:
         NotCommitted: the path has led to several directories since the save began.
     """
-    if any(own.contradicts(other) for other in others):
-        raise NotCommitted(
-            f"{own.path}: ranks of this save have opened different directories under this path: "
-            "while the save began a directory was renamed, or a link in the path was changed. "
-            "Nothing was published; save again"
-        )
+    first: dict[tuple[str, str], Place] = {}
+    for place in places:
+        if place is None:
+            continue
+        if first.setdefault((place.mounts, place.path), place).contradicts(place):
+            raise NotCommitted(
+                f"{place.path}: ranks of this save have opened different directories under this "
+                "path: while the save began a directory was renamed, or a link in the path was "
+                "changed. Nothing was published; save again"
+            )
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_ckpt.collector import no_gc
 from torch_ckpt.coordination import Meeting, Ranks
+from torch_ckpt.directory import Place, require_one_directory
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.generations import choose_prefix
 from torch_ckpt.metadata import encode_metadata, with_checksum_tables
@@ -58,6 +59,14 @@ class _LocalPlan:
     plain: list[_PlainRow]
     rest: SavePlan  # of all that is not a plain tensor, by torch's planner
     paths: dict[str, Any]  # flattened name -> path in the nested state dict
+
+
+class _Posted(NamedTuple):
+    """What a rank tells the coordinator."""
+
+    plan: _LocalPlan | int
+    identity: str | None = None
+    place: Place | None = None
 
 
 @dataclass
@@ -144,8 +153,9 @@ def _save_state(
     def local_plan() -> _LocalPlan:
         return _LocalPlan(rows, rest_planner.create_local_plan(), whole.mappings)
 
-    def plan_of_rank() -> tuple[_LocalPlan | int, str | None]:
-        return plan_locally(), writer.identity
+    def plan_of_rank() -> _Posted:
+        plan = plan_locally()
+        return _Posted(plan, writer.identity, Place.of(writer.directory))
 
     @no_gc()
     def plan_locally() -> _LocalPlan | int:
@@ -168,10 +178,12 @@ def _save_state(
         return local_plan()
 
     def plan_globally(
-        plans: list[tuple[_LocalPlan | int, str | None]],
+        posted: list[_Posted],
     ) -> list[tuple[_Task | str | None, str]]:
-        _check_same_checkpoint([identity for _plan, identity in plans])
-        return [(answer, writer.tag) for answer in answers_to([plan for plan, _ in plans])]
+        _check_same_checkpoint([of_rank.identity for of_rank in posted])
+        require_one_directory([of_rank.place for of_rank in posted])
+        answers = answers_to([of_rank.plan for of_rank in posted])
+        return [(answer, writer.tag) for answer in answers]
 
     @no_gc()
     def answers_to(plans: list[_LocalPlan | int]) -> list[_Task | str | None]:
@@ -198,7 +210,7 @@ def _save_state(
 
     answer, tag = ranks.reduce_scatter("plan", plan_of_rank, plan_globally)
     if answer == _IN_FULL:
-        answer, tag = ranks.reduce_scatter("plan", lambda: (local_plan(), None), plan_globally)
+        answer, tag = ranks.reduce_scatter("plan", lambda: _Posted(local_plan()), plan_globally)
     if isinstance(answer, _Task):
         cache.structure, cache.task = structure or None, answer
     task = cache.task
@@ -246,7 +258,6 @@ def _save_state(
             metadata.version = DCP_VERSION
             metadata.storage_meta = writer.storage_meta()
         files = {place[0] for of_rank in places for place in of_rank}
-        writer.require_one_directory(of_rank.directory for of_rank in written)
         writer.commit(encode_metadata(metadata), files)
         if job is not None:
             job.committed_items(_fingerprints(cache.agreed, places), cache.agreed.paths)

@@ -273,7 +273,11 @@ class FileSystemWriter(StockWriter):
             directories = _taken(_PLACE, results)
             tables = {info.relative_path: table for info, table in _taken(_TABLE, results)}
             data = encode_metadata(with_checksum_tables(metadata, tables))
-        self.require_one_directory(place for _, place in directories)
+        try:
+            require_one_directory([Place.of(self.directory), *(place for _, place in directories)])
+        except BaseException:
+            self.abandon()
+            raise
         self.commit(data, {info.relative_path for info in metadata.storage_data.values()})
 
     def storage_meta(self) -> StorageMeta | None:
@@ -322,18 +326,6 @@ class FileSystemWriter(StockWriter):
     @directory.setter
     def directory(self, opened: OpenDirectory) -> None:
         self._directory = opened
-
-    def require_one_directory(self, of_ranks: Iterable[Place]) -> None:
-        """Ends the save where another rank is known to have written in another directory.
-
-        Raises:
-            NotCommitted: one has.
-        """
-        try:
-            require_one_directory(Place.of(self.directory), of_ranks)
-        except BaseException:
-            self.abandon()
-            raise
 
     def set_up_for_save(self, rank: int) -> None:
         """What DCP does by set_up_storage_writer and prepare_local_plan."""

@@ -30,7 +30,6 @@ SaveItem raw(std::string name, std::uint64_t bytes) {
 
 NamingOptions naming(std::size_t buckets) {
   NamingOptions options;
-  options.directory = "/ckpt";
   options.prefix = "__3_";
   options.buckets = buckets;
   return options;
@@ -40,7 +39,7 @@ TEST(SavePlan, NamesFilesByRankAndNumber) {
   const auto plan = plan_save({tensor("a", 5), tensor("b", 4)}, naming(2));
   ASSERT_TRUE(ok(plan));
   EXPECT_EQ(plan->file_names, (Names{"__3_0.distcp", "__3_1.distcp"}));
-  EXPECT_EQ(plan->files[1].path, "/ckpt/__3_1.distcp");
+  EXPECT_EQ(plan->files[1].name, "__3_1.distcp");
 }
 
 TEST(SavePlan, SaysWhereEachItemWent) {

@@ -41,6 +41,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import torch_ckpt
+import torch_ckpt.writer as writer_module
 from tests.support import (
     NO_CHECKPOINT,
     assert_equal,
@@ -650,6 +651,62 @@ def case_a_failed_commit_fails_all_ranks(launch: Launch) -> None:
     assert set(causes) == {0}
     assert isinstance(causes[0], NotCommitted)
     assert causes[0].errno == errno.EISDIR
+
+
+@contextmanager
+def led_elsewhere(launch: Launch, path: Path, other: Path, name: str) -> Iterator[None]:
+    """Rank 1 opens ``path`` while ``other`` has that name, after rank 0 has opened it."""
+    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+    claim, opened = writer_module.Claim, writer_module.OpenDirectory
+
+    def claimed(*arguments: Any) -> Any:
+        made = claim(*arguments)
+        store.set("claimed", "")
+        return made
+
+    def opened_late(given: Path) -> Any:
+        store.wait(["claimed"], datetime.timedelta(seconds=PATIENCE_SECONDS))
+        aside = path.with_name("aside")
+        path.rename(aside)
+        other.rename(path)
+        found = opened(given)
+        path.rename(other)
+        aside.rename(path)
+        return found
+
+    patched: Any = writer_module
+    if launch.rank == 0:
+        patched.Claim = claimed
+    if launch.rank == 1:
+        patched.OpenDirectory = opened_late
+    try:
+        yield
+    finally:
+        patched.Claim, patched.OpenDirectory = claim, opened
+
+
+def case_ranks_that_have_opened_different_directories_publish_nothing(launch: Launch) -> None:
+    path, other = launch.path("step"), launch.path("other")
+    state = {f"t{launch.rank}": tensor_of("t", 40)}
+    for directory in (path, other):
+        torch_ckpt.save(state, directory)
+    dist.barrier()
+    for name, work in (
+        ("dcp.save", lambda: save(state, path)),
+        ("torch_ckpt.save", lambda: torch_ckpt.save(state, path)),
+    ):
+        contents = {file: file.read_bytes() for file in launch.path().glob("*/*")}
+        dist.barrier()
+        with led_elsewhere(launch, path, other, name):
+            causes = failure_of(launch, work)
+        assert isinstance(causes.pop(0), NotCommitted)
+        assert not causes
+        after = {file: file.read_bytes() for file in launch.path().glob("*/*")}
+        dist.barrier()
+        assert {file: after.get(file) for file in contents} == contents
+        if name == "torch_ckpt.save":
+            # DCP does not tell a rank whose writing went well that another's did not.
+            assert after == contents
 
 
 def case_a_damaged_file_fails_the_load_of_all_ranks(launch: Launch) -> None:
