@@ -1,0 +1,88 @@
+"""Ctrl-C at any moment of a load or a verification: no descriptor is left open.
+
+A signal handler runs between two instructions of Python's bytecode. A trace function that raises
+stands for it, at each instruction of the functions that open something.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import torch_ckpt
+from torch_ckpt import beneath, directory, metadata, reader, verifying
+
+_FILES = {module.__file__ for module in (beneath, directory)}
+_FUNCTIONS = {
+    (metadata.__file__, "metadata_bytes_in"),
+    (metadata.__file__, "open_checkpoint"),
+    (reader.__file__, "_read_metadata"),
+    (reader.__file__, "_opened"),
+    (reader.__file__, "shared"),
+    (verifying.__file__, "verify"),
+    (verifying.__file__, "_length_of"),
+}
+
+
+def interrupted_at(number: int, work: Callable[[], Any]) -> bool:
+    """Runs ``work``, in which Ctrl-C comes before one instruction; False where there are fewer."""
+    left = number
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal left
+        code = frame.f_code
+        if code.co_filename not in _FILES and (code.co_filename, code.co_name) not in _FUNCTIONS:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    except BaseException:
+        # torch wraps it in an exception of its own.
+        sys.settrace(before)
+    finally:
+        sys.settrace(before)
+    return left <= 0
+
+
+def descriptors() -> set[tuple[str, str]]:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        # That of the listing itself is closed by now.
+        with suppress(FileNotFoundError):
+            found.add((name, os.readlink(f"/proc/self/fd/{name}")))
+    return found
+
+
+@pytest.mark.parametrize("what", ["load", "verify"])
+def test_an_interrupt_anywhere_leaves_no_descriptor(tmp_path: Path, what: str) -> None:
+    # An object beside the tensor: it is read by torch's code.
+    torch_ckpt.save({"t": torch.arange(4.0), "step": 1}, tmp_path, no_dist=True, thread_count=1)
+    work: dict[str, Callable[[], Any]] = {
+        "load": lambda: torch_ckpt.load({"t": torch.zeros(4), "step": 0}, tmp_path, no_dist=True),
+        "verify": lambda: torch_ckpt.verify(tmp_path),
+    }
+    work[what]()
+    before = descriptors()
+    number = 1
+    while interrupted_at(number, work[what]):
+        gc.collect(0)
+        assert descriptors() <= before, f"after an interrupt at instruction {number}"
+        number += 1
+    assert number > 50, "the sweep has seen nothing"
