@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from tests.support import DTYPES, random_tensor
 from torch_ckpt import multihost
 from torch_ckpt.coordination import Meeting
-from torch_ckpt.multihost import PreemptionWatch, RanksDisagree, calls, layout, preemption, trees
+from torch_ckpt.multihost import PreemptionWatch, RanksDisagree, calls, layout, trees
 from torch_ckpt.text import ranks_text
 
 #: For what nothing should be waiting.
@@ -497,7 +497,7 @@ def test_a_watch_ends_with_its_group(default_group: None) -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_the_interpreters_end_waits_for_the_thread_of_a_group_that_has_gone(
+def test_a_group_goes_when_the_thread_that_watches_it_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asking, told = threading.Event(), threading.Event()
@@ -517,7 +517,6 @@ def test_the_interpreters_end_waits_for_the_thread_of_a_group_that_has_gone(
 
     watch = PreemptionWatch(cast(Meeting, Slow()), (), None, POLL, PATIENCE, lambda _w: None)
     assert asking.wait(PATIENCE)
-    watch._group_has_gone()
     join = watch._thread.join
 
     def answered(timeout: float | None = None) -> None:
@@ -525,7 +524,7 @@ def test_the_interpreters_end_waits_for_the_thread_of_a_group_that_has_gone(
         join(PATIENCE)
 
     monkeypatch.setattr(watch._thread, "join", answered)
-    preemption._close_all()
+    watch._group_has_gone()
     assert not watch._thread.is_alive()
 
 

@@ -135,14 +135,14 @@ class PreemptionWatch:
         Only the main thread can set handlers: elsewhere they stay, and pass signals on.
         """
         with self._changed:
-            before, self._closed = self._closed, True
-        if not before:
-            self._wake.put(_CLOSE)
-            _watches.discard(self)
-            if threading.current_thread() is threading.main_thread():
-                self._restore_handlers()
-            self._on_close(self)
-        # Also where the group has gone, and has closed the watch without waiting.
+            if self._closed:
+                return
+            self._closed = True
+        self._wake.put(_CLOSE)
+        _watches.discard(self)
+        if threading.current_thread() is threading.main_thread():
+            self._restore_handlers()
+        self._on_close(self)
         self._thread.join(self._poll_seconds + 1.0)
 
     def __enter__(self) -> PreemptionWatch:
@@ -165,6 +165,10 @@ class PreemptionWatch:
         """From here on the signals mean what they did, although the handlers stay."""
         self._closed = True
         self._wake.put(_CLOSE)
+        # Until then it has the store, whose port the next group may want, and the interpreter must
+        # not end. It may be the thread in which the collector has found the group.
+        if threading.current_thread() is not self._thread:
+            self._thread.join(self._poll_seconds + 1.0)
 
     # --- signals ---------------------------------------------------------------------------------
 
