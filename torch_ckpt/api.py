@@ -167,7 +167,8 @@ def async_save(
         timeout: seconds after which a rank that shows no sign of life fails the save on all others.
         write_done: called on each rank, in the save's thread, when its files are durable. What it
             raises fails the save.
-        on_commit: called on the coordinator, in the save's thread, after the commit.
+        on_commit: called on the coordinator, in the save's thread, after the commit. The save ends
+            when it has ended, on all ranks; what it raises is raised on all, as OnCommitFailed.
         warn_unchanged: warn where weights or optimizer states are those of the last save although
             a step counter has moved.
         trace: a file for a trace of the save, for chrome://tracing or Perfetto; with several ranks
@@ -220,6 +221,7 @@ def async_save(
                 on_commit=on_commit,
                 warn_unchanged=warn_unchanged,
             )
+            job.reported = writer.reported_elsewhere
             handle = start(job, lambda job: save_state(job.values, writer, ranks, job, plans))
     except BaseException as error:
         # The other ranks are told by whoever has the job, or they would wait for this one.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import json
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from torch.utils import _pytree as pytree
 from torch_ckpt.coordination import Meeting
 from torch_ckpt.deletions import Deletions
 from torch_ckpt.failures import of_torch
+from torch_ckpt.lease import EXPIRY_SECONDS, Lease
 from torch_ckpt.multihost.calls import Call, Disagreement
 from torch_ckpt.retention import Retention
 from torch_ckpt.saving import tell_the_others
@@ -54,6 +56,7 @@ class Attempt:
     Args:
         name: that they have agreed on.
         store: where the steps are.
+        lease: this rank's, on the root.
         deletions: that are waited for where there is no room.
         ranks: how many there are.
         process_group: None for the default group.
@@ -65,6 +68,7 @@ class Attempt:
         self,
         name: str,
         store: StepStore,
+        lease: Lease,
         deletions: Deletions,
         *,
         ranks: int,
@@ -74,6 +78,7 @@ class Attempt:
     ) -> None:
         self.name = name
         self._store = store
+        self._lease = lease
         self._deletions = deletions
         self._ranks = ranks
         self._group = process_group
@@ -138,7 +143,14 @@ class Attempt:
             metrics, notes: for the step's marker; the caller's own.
             overwrite: whether a complete step may be replaced.
         """
+
+        def marked() -> dict[str, Any]:
+            # The last thing before the step has its name.
+            self._lease.require()
+            return marker
+
         try:
+            self._lease.require()
             marker = self._marker(metrics, notes)
             values = read()
             size = _whole_bytes(values)
@@ -146,7 +158,7 @@ class Attempt:
                 step,
                 attempt=self.name,
                 overwrite=overwrite,
-                marker=lambda: marker,
+                marker=marked,
                 expected_bytes=size,
                 # The other ranks wait for this one's plan.
                 make_room=functools.partial(self._deletions.settle, self._timeout / 2),
@@ -224,7 +236,10 @@ def agree_on_name(
     """
 
     def mine() -> tuple[str, str]:
-        before()
+        # It may wait for as long as another run's lease takes to expire.
+        begun = time.monotonic()
+        with call.alive(lambda: int(min(time.monotonic() - begun, 2 * EXPIRY_SECONDS))):
+            before()
         return root, new_name()
 
     def chosen(brought: list[tuple[str, str]]) -> str | Disagreement:

@@ -56,5 +56,13 @@ class LoadMismatch(CheckpointError):
         return str(self.args[0])
 
 
+class OnCommitFailed(CheckpointError):
+    """``on_commit`` failed on the coordinator. The checkpoint is committed, and stays."""
+
+
+class RootInUse(CheckpointError):
+    """Another run writes beneath the root of a :class:`torch_ckpt.CheckpointManager`, and lives."""
+
+
 class SourceChanged(CheckpointError):
     """A tensor was written to before a background save had copied it."""

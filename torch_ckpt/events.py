@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch_ckpt.metrics import LOGGER, SaveMetrics
@@ -81,9 +83,7 @@ class Reporters:
     def __call__(self, event: Event) -> None:
         # A failure also on the others: it is said nowhere else where nobody asks for it.
         if self._rank == 0 or event.kind == "save_failed":
-            LOGGER.log(
-                _LEVELS.get(event.kind, logging.INFO), "%s", event.message, extra={"event": event}
-            )
+            _log(event)
         try:
             with self._lock:
                 if self._writer is not None:
@@ -118,6 +118,19 @@ class Reporters:
             values = {f"{event.kind}_seconds": event.seconds}
         for name, value in values.items():
             self._writer.add_scalar(f"checkpoint/{name}", value, event.step)
+
+
+def _log(event: Event) -> None:
+    extra: dict[str, Any] = {"event": event}
+    if event.metrics is not None:
+        extra["metrics"] = asdict(event.metrics)
+    LOGGER.log(_LEVELS.get(event.kind, logging.INFO), "%s", event.message, extra=extra)
+    # Where nobody has set logging up Python shows warnings alone. Where training goes on from is
+    # shown, too: a run that begins anew looks no different for hours.
+    is_set_up = LOGGER.hasHandlers() or LOGGER.level != logging.NOTSET
+    if event.kind == "restored" and not is_set_up and sys.stderr is not None:
+        with suppress(OSError, ValueError):
+            print(f"torch_ckpt: {event.message}", file=sys.stderr, flush=True)
 
 
 def saved_message(step: int, metrics: SaveMetrics) -> str:

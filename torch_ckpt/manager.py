@@ -23,6 +23,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, MutableMapping
 from concurrent.futures import Future
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
@@ -36,15 +37,16 @@ from torch_ckpt.app_state import AppState, BeforeSave
 from torch_ckpt.attempts import Attempt, agree_on_name, new_name
 from torch_ckpt.coordination import TIMEOUT_SECONDS
 from torch_ckpt.deletions import Deletions
-from torch_ckpt.errors import CheckpointError
+from torch_ckpt.errors import CheckpointError, OnCommitFailed
 from torch_ckpt.events import Event, Reporters, saved_message
 from torch_ckpt.failures import causes
 from torch_ckpt.intervals import Interval, Schedule
+from torch_ckpt.lease import Lease
 from torch_ckpt.loading import Names
-from torch_ckpt.metrics import LOGGER, warn
-from torch_ckpt.multihost.calls import meeting_of
+from torch_ckpt.metrics import LOGGER, SaveMetrics, warn
+from torch_ckpt.multihost.calls import group_now, meeting_of
 from torch_ckpt.options import refuse_unknown
-from torch_ckpt.pending import Once, Pending
+from torch_ckpt.pending import Once, OnCommit, Pending
 from torch_ckpt.progress import wants_bar
 from torch_ckpt.renaming import Rename
 from torch_ckpt.replica_check import ReplicaCheck
@@ -102,6 +104,11 @@ class CheckpointManager:
         async_saves: False has every save wait until it is complete.
         staging: see :func:`torch_ckpt.async_save`.
         read_only: for who only looks and restores; nothing is swept, saved or deleted.
+        takeover: where another run that lives has the lease on a local root, take it. The other
+            run's saves fail from then on.
+        on_commit: called with the step on rank 0, in the save's thread, once the step is complete.
+            The save ends when it has ended, on all ranks. What it raises is raised on all as the
+            error of a save, though the step stays.
         on_event: called with each :class:`torch_ckpt.events.Event`, on the thread where it happens;
             there nothing waits for the save that it is about.
         tensorboard: a ``SummaryWriter`` for rank 0, or the directory for one.
@@ -114,13 +121,16 @@ class CheckpointManager:
             rank 0 by default where standard error is a terminal.
 
     Attributes:
-        save_errors: saves that have failed, where ``on_save_error`` lets training go on.
+        save_errors: saves, or their ``on_commit``, that have failed, where ``on_save_error`` lets
+            training go on.
 
     Raises:
         TypeError: nobody has an option of that name; the nearest one is named.
         ValueError: an option is wrong, or signals are to be watched outside the main thread.
         TimeoutError: ranks did not make one within the timeout; they are named.
         RanksDisagree: ranks made them with different roots.
+        RootInUse: another run writes beneath the root, and lives; names its process. On ranks other
+            than rank 0 a RuntimeError that says so.
     """
 
     def __init__(
@@ -148,6 +158,8 @@ class CheckpointManager:
         async_saves: bool = True,
         staging: str = "blocking",
         read_only: bool = False,
+        takeover: bool = False,
+        on_commit: Callable[[int], None] | None = None,
         on_event: Callable[[Event], None] | None = None,
         tensorboard: Any = None,
         process_group: dist.ProcessGroup | None = None,
@@ -173,6 +185,7 @@ class CheckpointManager:
         self._raises = on_save_error == "raise"
         self._async_saves = async_saves
         self._staging = staging
+        self._on_commit = on_commit
         self._read_only = read_only
         writer_options = {"progress": wants_bar(), **writer_options}
         # Where one of them is wrong this raises, and not the first save.
@@ -181,9 +194,12 @@ class CheckpointManager:
         )
         self._before_save = BeforeSave()
         meeting = meeting_of(process_group, "manager")
-        self._rank = meeting.rank
+        self._rank, self._size = meeting.rank, meeting.size
+        self._made_with = group_now(process_group)
 
         self._stops = False
+        self._asks = False  # somebody for should_stop
+        self._goes_on = False
         self._closed = False
         self._called_with: int | None = None  # save() last, or the step that was restored since
         self._knows_metric = self._retention.keep_best is None
@@ -201,52 +217,62 @@ class CheckpointManager:
         self._failure: BaseException | None = None
         self.save_errors = 0
 
-        def report() -> None:
-            self._report = Reporters(self._rank, on_event, tensorboard)
+        # Of a run rank 0 writes what all ranks have agreed on, and deletes.
+        writes = not read_only and self._rank == 0
+        self._lease = Lease(self._store.lease_root if writes else None, takeover=takeover)
 
-        if read_only:
-            # Nothing is written, so nobody need be waited for.
-            report()
-            name = new_name()
-        else:
-            name = agree_on_name(
-                self._store.root, report, process_group=process_group, timeout=timeout
+        def begin() -> None:
+            self._report = Reporters(self._rank, on_event, tensorboard)
+            self._lease.try_to_take()
+
+        with ExitStack() as undo:
+            undo.callback(self._lease.release)
+            if read_only:
+                # Nothing is written, so nobody need be waited for.
+                begin()
+                name = new_name()
+            else:
+                name = agree_on_name(
+                    self._store.root, begin, process_group=process_group, timeout=timeout
+                )
+            self._deletions = Deletions(self._store, self._retention, self._report)
+            self._attempt = Attempt(
+                name,
+                self._store,
+                self._lease,
+                self._deletions,
+                ranks=meeting.size,
+                process_group=process_group,
+                timeout=timeout,
+                writer_options=writer_options,
             )
-        self._deletions = Deletions(self._store, self._retention, self._report)
-        self._attempt = Attempt(
-            name,
-            self._store,
-            self._deletions,
-            ranks=meeting.size,
-            process_group=process_group,
-            timeout=timeout,
-            writer_options=writer_options,
-        )
-        self._restorer = Restorer(
-            self._store,
-            self._deletions,
-            self._rank,
-            self._report,
-            process_group=process_group,
-            timeout=timeout,
-            load_options=load_options or {},
-        )
-        self._schedule = Schedule(
-            interval,
-            save_on_steps,
-            max_overhead=max_overhead,
-            mtbf_seconds=mtbf_hours * 3600,
-            skip_if_busy=if_busy == "skip",
-            meeting=meeting.apart(name),
-            timeout=timeout,
-        )
-        self._notice = StopNotice(
-            () if read_only else preemption_signals,
-            None if read_only else preemption_file,
-            process_group,
-            timeout,
-        )
-        if not read_only and self._rank == 0:
+            self._restorer = Restorer(
+                self._store,
+                self._deletions,
+                self._rank,
+                self._report,
+                process_group=process_group,
+                timeout=timeout,
+                load_options=load_options or {},
+            )
+            self._schedule = Schedule(
+                interval,
+                save_on_steps,
+                max_overhead=max_overhead,
+                mtbf_seconds=mtbf_hours * 3600,
+                skip_if_busy=if_busy == "skip",
+                meeting=meeting.apart(name),
+                timeout=timeout,
+            )
+            self._notice = StopNotice(
+                () if read_only else preemption_signals,
+                None if read_only else preemption_file,
+                process_group,
+                timeout,
+            )
+            # Made: from here on close() releases it.
+            undo.pop_all()
+        if writes:
             # It may take long, and nobody needs its end before a step is chosen or deleted.
             self._deletions.submit_sweep(name)
 
@@ -293,6 +319,7 @@ class CheckpointManager:
                 the metrics or the notes cannot be saved; or no step has ``best_metric`` yet, and
                 the metrics lack it.
             TimeoutError: ranks did not come to the first save; they are named.
+            RuntimeError: as of :meth:`restore`.
         """
         begun = time.perf_counter()
         self._refuse("save")
@@ -304,6 +331,8 @@ class CheckpointManager:
             raise
         except Exception as error:
             return self._not_begun(step, error, begun)
+        if self._stops and not self._asks:
+            self._go_on()
         if self._schedule.auto is not None and self._returned_at is not None:
             is_slow = self._was_saving or self.is_saving
             self._schedule.auto.stepped(begun - self._returned_at, is_slow)
@@ -326,7 +355,12 @@ class CheckpointManager:
 
     @property
     def should_stop(self) -> bool:
-        """Whether all ranks have come to the step at which they were told to stop, and saved it."""
+        """Whether all ranks have come to the step at which they were told to stop, and saved it.
+
+        A loop that never asks goes on. From its next :meth:`save` on, SIGTERM is no notice any
+        more, and ends the process as it would without a manager.
+        """
+        self._asks = True
         return self._stops
 
     @property
@@ -409,6 +443,7 @@ class CheckpointManager:
         self._notice.close()
         self._deletions.close()
         self._report.close()
+        self._lease.release()
         self.check_for_errors()
 
     def __enter__(self) -> CheckpointManager:
@@ -434,6 +469,7 @@ class CheckpointManager:
         if notice is None or self._closed or self._read_only or os.getpid() != self._pid:
             return
         notice.close()
+        self._lease.release()
         warnings.warn(
             f"the checkpoint manager of {self._store.root} was dropped without close(): a save "
             "under way goes on, and its error goes to the log; use it in a with statement",
@@ -469,8 +505,11 @@ class CheckpointManager:
             FileNotFoundError: ``step`` is given and not there; those that are, are named.
             CheckpointException: it cannot be loaded, as ``LoadMismatch`` and ``Unsafe`` tell.
             CheckpointError: steps are there, and all of them damaged.
+            RuntimeError: the process group that the manager was made with has been destroyed, or
+                was not there yet.
         """
         begun = time.perf_counter()
+        self._require_group("restore")
         self._wait_quietly()
         restored = self._restorer.restore(state, step, names=names, strict=strict, rename=rename)
         if restored is None:
@@ -485,7 +524,9 @@ class CheckpointManager:
         if step is not None and self._rank == 0:
             self._warn_of_later_steps(f"step {restored} is restored", restored, stacklevel=3)
         seconds = time.perf_counter() - begun
-        message = f"step {restored} is restored, in {seconds:.2f} s"
+        skipped = self._restorer.skipped
+        damaged = f", {skipped} damaged skipped" if skipped else ""
+        message = f"restored step {restored} of {self._store.root}{damaged}, in {seconds:.2f} s"
         self._report(Event("restored", restored, self._rank, seconds, message=message))
         return restored
 
@@ -593,6 +634,7 @@ class CheckpointManager:
             OSError: it cannot be deleted.
         """
         self._refuse("delete")
+        self._lease.require()
         if self._rank == 0 and not self._deletions.in_turn(lambda: self._store.delete(step)):
             raise CheckpointError(f"step {step} is being saved or loaded: try again later")
 
@@ -652,6 +694,7 @@ class CheckpointManager:
             return self._not_begun(step, error, begun)
         if stops:
             self._log_expected_time(step, ready.bytes)
+        on_commit = None if self._on_commit is None else OnCommit(self._on_commit, step)
         try:
             handle = async_save(
                 ready.values,
@@ -659,12 +702,12 @@ class CheckpointManager:
                 staging=self._staging,
                 process_group=self._group,
                 timeout=self._timeout,
+                on_commit=on_commit,
             )
         except Exception as error:
             return self._not_begun(step, error, begun)
-        handle.reported_elsewhere()
         self._last_step = step
-        pending = self._pending = Pending(step, handle, self._schedule.decided)
+        pending = self._pending = Pending(step, handle, self._schedule.decided, on_commit)
         for optimizer in self._guarded:
             handle.guard(optimizer)
         blocked = time.perf_counter() - begun
@@ -698,38 +741,47 @@ class CheckpointManager:
         error = future.exception()
         metrics = pending.handle.metrics()
         try:
-            auto = self._schedule.auto
-            if auto is not None and error is not None:
-                auto.failed()
-            if error is None:
-                if auto is not None:
-                    auto.saved(blocked, metrics.total_s)
-                self._committed = self._last_complete = pending.step
-                self._deletions.saved(pending.step)
-                self._last_seconds = metrics.total_s
-                self._report(
-                    Event(
-                        "saved",
-                        pending.step,
-                        self._rank,
-                        metrics.total_s,
-                        metrics.bytes,
-                        saved_message(pending.step, metrics),
-                        metrics,
-                    )
-                )
-                if self._rank == 0:
-                    forget = functools.partial(self._schedule.forget, pending.decided)
-                    self._deletions.after_commit(pending.step, forget)
-                return
-            self._failed(pending.step, error, metrics.total_s)
+            if error is None or isinstance(error, OnCommitFailed):
+                self._saved(pending, blocked, metrics)
+            else:
+                if self._schedule.auto is not None:
+                    self._schedule.auto.failed()
+                self._failed(pending.step, error, metrics.total_s)
+            if isinstance(error, OnCommitFailed):
+                self._count(error)
+                LOGGER.error("step %d: %s", pending.step, causes(error))
         finally:
             pending.ended.set()
 
-    def _failed(self, step: int, error: BaseException, seconds: float) -> None:
+    def _saved(self, pending: Pending, blocked: float, metrics: SaveMetrics) -> None:
+        if self._schedule.auto is not None:
+            self._schedule.auto.saved(blocked, metrics.total_s)
+        self._committed = self._last_complete = pending.step
+        self._deletions.saved(pending.step)
+        self._last_seconds = metrics.total_s
+        message = saved_message(pending.step, metrics)
+        self._report(
+            Event(
+                "saved",
+                pending.step,
+                self._rank,
+                metrics.total_s,
+                metrics.bytes,
+                message,
+                metrics,
+            )
+        )
+        if self._rank == 0:
+            forget = functools.partial(self._schedule.forget, pending.decided)
+            self._deletions.after_commit(pending.step, forget)
+
+    def _count(self, error: BaseException) -> None:
         with self._lock:
             self.save_errors += 1
             self._failure = error if self._raises else None
+
+    def _failed(self, step: int, error: BaseException, seconds: float) -> None:
+        self._count(error)
         if self._last_step == step:
             # It may be tried again.
             self._last_step = None
@@ -742,6 +794,20 @@ class CheckpointManager:
         self._report(Event("preempted", step, self._rank, message=message))
         if self._deadline is not None:
             self.wait_until_finished()
+
+    def _go_on(self) -> None:
+        """The loop has been told to stop, and does not listen."""
+        if not self._goes_on:
+            self._goes_on = True
+            # What was saved for the stop is there before a signal may end the process.
+            self._wait_quietly()
+            self._notice.ignored()
+            LOGGER.warning(
+                "rank %d was to stop, by %s, and goes on: the loop does not ask should_stop. The "
+                "next SIGTERM ends this process",
+                self._rank,
+                self._notice.reason,
+            )
 
     def _log_expected_time(self, step: int, bytes_of_state: int) -> None:
         if self._deadline is None or self._rank != 0:
@@ -827,6 +893,22 @@ class CheckpointManager:
             raise ValueError(f"the manager is closed: it cannot {what}")
         if self._read_only:
             raise ValueError(f"the manager is read_only: it cannot {what}")
+        self._require_group(what)
+
+    def _require_group(self, what: str) -> None:
+        """Where the ranks have gone, each would take itself for the only one."""
+        now, made_with = group_now(self._group), self._made_with
+        if self._size > 1 and (now is None or made_with is None or now() is not made_with()):
+            raise RuntimeError(
+                f"the process group of the {self._size} ranks that made this manager has been "
+                f"destroyed: it cannot {what}. Let save(), restore() and close() come before "
+                "destroy_process_group(), and make another manager after init_process_group()"
+            )
+        if made_with is None and now is not None and dist.get_world_size(now()) > 1:
+            raise RuntimeError(
+                f"this manager was made before init_process_group(), where every rank takes itself "
+                f"for the only one: it cannot {what}. Make it afterwards"
+            )
 
     # --- private: restoring ----------------------------------------------------------------------
 
@@ -849,6 +931,7 @@ class CheckpointManager:
 
     def _set_pinned(self, step: int, pinned: bool) -> None:
         self._refuse("pin" if pinned else "unpin")
+        self._lease.require()
         if self._rank == 0:
             # Between deletions: one that has begun with the step unpinned would take it.
             self._deletions.in_turn(lambda: self._store.set_pinned(step, pinned))

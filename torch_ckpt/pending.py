@@ -8,9 +8,31 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Generic, TypeVar
 
+from torch.distributed.checkpoint.metadata import Metadata
+
 from torch_ckpt.snapshot import AsyncSave
 
 T = TypeVar("T")
+
+
+class OnCommit:
+    """A manager's callback for the commit of one step.
+
+    Attributes:
+        thread: that runs it now.
+    """
+
+    def __init__(self, function: Callable[[int], None], step: int) -> None:
+        self.thread: int | None = None
+        self._function = function
+        self._step = step
+
+    def __call__(self, _metadata: Metadata) -> None:
+        self.thread = threading.get_ident()
+        try:
+            self._function(self._step)
+        finally:
+            self.thread = None
 
 
 class Pending:
@@ -27,10 +49,13 @@ class Pending:
         thread: that tells of it now, which does not wait for it.
     """
 
-    def __init__(self, step: int, handle: AsyncSave, decided: int) -> None:
+    def __init__(
+        self, step: int, handle: AsyncSave, decided: int, on_commit: OnCommit | None = None
+    ) -> None:
         self.step = step
         self.handle = handle
         self.decided = decided
+        self._on_commit = on_commit
         self.ended = threading.Event()
         self.thread: int | None = None
         self._pid = os.getpid()
@@ -38,7 +63,9 @@ class Pending:
     @property
     def is_here(self) -> bool:
         """Whether it is this process's save, and this is not the thread that tells of it."""
-        return os.getpid() == self._pid and threading.get_ident() != self.thread
+        me = threading.get_ident()
+        calls_back = self._on_commit is not None and self._on_commit.thread == me
+        return os.getpid() == self._pid and me != self.thread and not calls_back
 
     def wait(self, timeout: float | None = None) -> bool:
         """Whether it has ended; waits for that where it can."""

@@ -100,6 +100,8 @@ class RemoteWriter(FileSystemWriter):
         options: passed to :class:`FileSystemWriter`.
     """
 
+    reported_elsewhere = True
+
     def __init__(
         self,
         files: RemoteFiles,

@@ -45,6 +45,9 @@ class Restorer:
         process_group: None for the default group.
         timeout: seconds after which a rank that shows no sign of life is given up.
         load_options: passed to :func:`torch_ckpt.load`.
+
+    Attributes:
+        skipped: damaged steps that the last restore has passed over.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Restorer:
         self._group = process_group
         self._timeout = timeout
         self._load_options = load_options
+        self.skipped = 0
 
     def restore(
         self, state: MutableMapping[str, Any], step: int | None, **load_options: Any
@@ -91,6 +95,7 @@ class Restorer:
                     damages.append(f"step {candidate}: {causes(error)}")
                     self._pass_over(candidate, damages[-1])
                     continue
+            self.skipped = len(damages)
             return candidate
         raise CheckpointError(
             f"none of the steps in {self._store.root} can be loaded, so training does not begin "

@@ -261,6 +261,7 @@ def _save_state(
         writer.commit(encode_metadata(metadata), files)
         if job is not None:
             job.committed_items(_fingerprints(cache.agreed, places), cache.agreed.paths)
+            job.call_back(metadata)
         return metadata
 
     def moved() -> int:

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch_ckpt import _C, host_memory
 from torch_ckpt.background import Background, EngineOptions
 from torch_ckpt.coordination import Ranks, drop_frames
-from torch_ckpt.errors import CheckpointError, SourceChanged
+from torch_ckpt.errors import CheckpointError, OnCommitFailed, SourceChanged
 from torch_ckpt.failures import CheckpointFailed
 from torch_ckpt.metrics import LOGGER, SaveMetrics, Span, write_trace
 from torch_ckpt.progress import Progress
@@ -79,8 +79,9 @@ class AsyncSave:
         Raises:
             TimeoutError: ``timeout`` seconds have passed; the save goes on.
             CheckpointException: the save failed, with the cause of each rank that did.
-            CheckpointError: ``on_commit`` failed; the checkpoint is committed. Or this process is a
-                forked child of the one that saves.
+            OnCommitFailed: ``on_commit`` failed, on the coordinator; raised on all ranks. The
+                checkpoint is committed.
+            CheckpointError: this process is a forked child of the one that saves.
         """
         return _wait(self.committed, timeout, "committed", self._job)
 
@@ -105,10 +106,6 @@ class AsyncSave:
         """Waits until the sources may change, be it that the save has failed."""
         with self._job.blocking():
             self._job.wait_until_staged()
-
-    def reported_elsewhere(self) -> None:
-        """The caller tells an error; neither the next save nor check_for_errors() raises it."""
-        self._job.reported = True
 
     def metrics(self) -> SaveMetrics:
         """What the save took on this rank; complete once it is done."""
@@ -166,6 +163,7 @@ class Job:
     ) -> None:
         self.sources = sources
         self.ranks = ranks
+        #: Somebody else tells how it ends.
         self.reported = False
         self.inherited = False
         #: Values that have been found; counts as a sign of life.
@@ -180,6 +178,7 @@ class Job:
         self._trace = trace
         self._spans: list[Span] = []
         self._on_commit = on_commit
+        self._is_calling_back = False
         self._warn_unchanged = warn_unchanged
         self._warning: str | None = None
         self._save: _C.Save | None = None
@@ -212,7 +211,7 @@ class Job:
         try:
             metadata = save(self)
             self.metrics.commit_s = self._now() - self.metrics.written_s
-            self._after_commit(metadata)
+            self._warn()
         except BaseException as error:
             failure = error
             drop_frames(error)
@@ -306,7 +305,8 @@ class Job:
     def bytes_moved(self) -> int:
         """Grows for as long as anything moves."""
         progress = self.progress()
-        return self.resolved + progress.bytes_staged + progress.bytes_done
+        of_callback = time.monotonic_ns() if self._is_calling_back else 0
+        return self.resolved + progress.bytes_staged + progress.bytes_done + of_callback
 
     def written(self) -> None:
         """This rank's files are durable."""
@@ -319,6 +319,24 @@ class Job:
     ) -> None:
         """On the coordinator: what has been committed."""
         self._warning = _runtime.unchanged.check(items, paths, self.metrics.path)
+
+    def call_back(self, metadata: Metadata) -> None:
+        """On the coordinator, after the commit; the other ranks wait for its end.
+
+        Raises:
+            OnCommitFailed: what was called has failed.
+        """
+        if self._on_commit is None:
+            return
+        self._is_calling_back = True
+        try:
+            self._on_commit(metadata)
+        except BaseException as error:  # as torch's CheckpointException is
+            raise OnCommitFailed(
+                f"on_commit failed ({error}); the checkpoint in {self.metrics.path} is committed"
+            ) from error
+        finally:
+            self._is_calling_back = False
 
     # --- by the caller ---------------------------------------------------------------------------
 
@@ -395,18 +413,16 @@ class Job:
     def _now(self) -> float:
         return time.perf_counter() - self._begun
 
-    def _after_commit(self, metadata: Metadata) -> None:
-        what = "the warning of unchanged tensors"
+    def _warn(self) -> None:
+        if self._warning is None or not self._warn_unchanged:
+            return
         try:
-            if self._warning is not None and self._warn_unchanged:
-                # Raised where a filter turns warnings into errors.
-                warnings.warn(self._warning, stacklevel=2)
-            what = "on_commit"
-            if self._on_commit is not None and self.ranks.is_coordinator:
-                self._on_commit(metadata)
-        except BaseException as error:  # as CheckpointException is
+            # Raised where a filter turns warnings into errors.
+            warnings.warn(self._warning, stacklevel=2)
+        except Warning as error:
             raise CheckpointError(
-                f"{what} failed ({error}); the checkpoint in {self.metrics.path} is committed"
+                f"the warning of unchanged tensors failed ({error}); the checkpoint in "
+                f"{self.metrics.path} is committed"
             ) from error
 
     def _end(self, failure: BaseException | None) -> None:
@@ -420,7 +436,7 @@ class Job:
                 self._save.timing()
             )
             metrics.staging_s = staged
-        if failure is None:
+        if failure is None and not self.reported:
             metrics.log()
         if self._trace is not None:
             try:

@@ -120,6 +120,11 @@ class StepStore(abc.ABC):
     def __init__(self, root: str) -> None:
         self.root = root
 
+    @property
+    def lease_root(self) -> str | None:
+        """The directory of the lease of who writes here (lease.py); None where there is none."""
+        return None
+
     @abc.abstractmethod
     def entries(self, *, leftovers: bool = True) -> list[StepInfo]:
         """What is there, by step; nothing where there is no root.
@@ -286,6 +291,10 @@ class LocalSteps(StepStore):
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         super().__init__(os.path.abspath(root))
+
+    @property
+    def lease_root(self) -> str:
+        return self.root
 
     def path_of(self, step: int) -> str:
         """The directory of a complete step."""
@@ -463,6 +472,8 @@ class LocalSteps(StepStore):
 
 class _StepWriter(FileSystemWriter):
     """Writes one step, and names it when it is complete."""
+
+    reported_elsewhere = True
 
     def __init__(
         self,

@@ -100,6 +100,11 @@ class StopNotice:
         self._seen = shared.agreed
         return True
 
+    def ignored(self) -> None:
+        """Nobody acts on it: the next SIGTERM does what it did before the watch."""
+        if self._watch is not None:
+            self._watch.ignored()
+
     def close(self) -> None:
         """Ends this user's part, and with the last one the watch."""
         watch, self._watch = self._watch, None

@@ -120,6 +120,10 @@ class FileSystemWriter(StockWriter):
     #: See :class:`torch_ckpt.generations.Claim`.
     ends_earlier_claims = True
 
+    #: Whoever has a background save made with it tells how that ends: it is not logged then, and
+    #: neither the next save nor check_for_errors() raises its error.
+    reported_elsewhere = False
+
     def __init__(
         self,
         path: str | os.PathLike[str],

@@ -21,6 +21,7 @@ from torch import nn
 import torch_ckpt
 from tests.crash.savers import mark
 from tests.support import assert_equal
+from torch_ckpt.lease import LEASE_NAME
 
 #: The manager's ``keep_last``.
 KEPT = 2
@@ -62,6 +63,12 @@ def difference(state: dict[str, Any], rank: int) -> str:
     return ""
 
 
+def names_beneath(root: Path) -> list[str]:
+    """What is there, but for the lease of a run that lives or was killed."""
+    names = os.listdir(root) if root.exists() else []
+    return sorted(name for name in names if name != LEASE_NAME)
+
+
 # --- a run ---------------------------------------------------------------------------------------
 
 
@@ -96,7 +103,7 @@ class Run:
         done = self.manager.restore(self.state, step)
         # The sweep has ended by now.
         if step is None and self.rank == 0:
-            self.note("names", sorted(os.listdir(self._root)) if self._root.exists() else [])
+            self.note("names", names_beneath(self._root))
         found = [done, self.state["run"]] if done else [0, None]
         wrong = difference(self.state, self.rank)
         if done != self.state["step"]:

@@ -20,7 +20,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.crash.managed import KEPT, Note, Promises, Run, told, train, train_again
+from tests.crash.managed import (
+    KEPT,
+    Note,
+    Promises,
+    Run,
+    names_beneath,
+    told,
+    train,
+    train_again,
+)
 from tests.crash.savers import TIMEOUT_SECONDS, Savers, savers
 from tests.crash.tally import SEED, TORTURE, Tally
 from tests.interposed import KINDS, Order, Server
@@ -106,7 +115,7 @@ class Chain:
             self.violations.append(f"in the end too many steps are left: {names}")
 
     def _names(self) -> list[str]:
-        return sorted(os.listdir(self._root)) if self._root.exists() else []
+        return names_beneath(self._root)
 
     def _next(self) -> random.Random:
         """Begins a start. What is chosen for it depends on the seed and its number alone, except
@@ -267,4 +276,4 @@ def wrong_afterwards(root: Path, log: Path, promises: Promises) -> list[str]:
     run = Run(0, root, log, 3)
     run.save(run.restore() + 1)
     run.close()
-    return promises.broken(3, [told(log)]) + list(promises.look_at(sorted(os.listdir(root))))
+    return promises.broken(3, [told(log)]) + list(promises.look_at(names_beneath(root)))

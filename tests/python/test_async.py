@@ -52,7 +52,14 @@ from tests.support import (
     random_tensor,
     stock_load,
 )
-from torch_ckpt import AsyncSave, Background, CheckpointError, SourceChanged, snapshot
+from torch_ckpt import (
+    AsyncSave,
+    Background,
+    CheckpointError,
+    OnCommitFailed,
+    SourceChanged,
+    snapshot,
+)
 from torch_ckpt.coordination import Ranks
 from torch_ckpt.progress import Progress
 from torch_ckpt.snapshot import Job
@@ -1256,9 +1263,9 @@ def test_what_on_commit_raises_says_that_the_checkpoint_is_committed(
         raise error("upload", {}) if error is CheckpointException else error("upload")
 
     handle = torch_ckpt.async_save({"t": torch.ones(3)}, tmp_path / "c", on_commit=fail)
-    with pytest.raises(CheckpointError, match=r"the checkpoint in .*c is committed") as caught:
+    with pytest.raises(OnCommitFailed, match=r"the checkpoint in .*c is committed") as caught:
         handle.result()
-    assert isinstance(caught.value.__cause__, error)
+    assert isinstance(cause_of(caught.value).__cause__, error)
     torch_ckpt.check_for_errors()
     assert_checkpoint(tmp_path / "c", {"t": torch.ones(3)})
 

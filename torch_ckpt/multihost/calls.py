@@ -10,6 +10,7 @@ Meetings are in the store, so that a rank that is dead is named on the others wi
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -135,6 +136,17 @@ def meeting_of(
                 "call it on members only, or with another process_group"
             )
     return Meeting.of(process_group, no_dist=False).apart(use, members)
+
+
+def group_now(
+    process_group: dist.ProcessGroup | None,
+) -> weakref.ReferenceType[dist.ProcessGroup] | None:
+    """The group that a call would have now; None where no process group is initialized."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    group = dist.group.WORLD if process_group is None else process_group
+    # Not held: its store goes with it.
+    return None if group is None else weakref.ref(group)
 
 
 def explained(error: CheckpointException, name: str, rank: int, timeout: float) -> BaseException:

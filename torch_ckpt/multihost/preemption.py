@@ -78,6 +78,7 @@ class PreemptionWatch:
         self._returned_true_at: int | None = None
         self._reason = ""
         self._closed = False
+        self._is_ignored = False
         self._signalled = False
         self._seen_file = False
         self._before: dict[int, Any] = {}
@@ -129,6 +130,10 @@ class PreemptionWatch:
             self._signalled = False
             return True
 
+    def ignored(self) -> None:
+        """Nobody acts on the notice: from here on SIGTERM is no notice, and does what it did."""
+        self._is_ignored = True
+
     def close(self) -> None:
         """Ends the watch and sets the handlers of signals as they were.
 
@@ -175,7 +180,8 @@ class PreemptionWatch:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Runs in the main thread between any two of its instructions: takes no lock."""
         before = self._before.get(number)
-        if not self._closed:
+        is_notice = not (self._closed or (self._is_ignored and number == signal.SIGTERM))
+        if is_notice:
             self._signalled = True
             self._wake.put(f"{_name(number)} on rank {self._rank}")
         elif before is signal.SIG_DFL and signal.getsignal(number) == self._handle:

@@ -1,0 +1,368 @@
+"""One run writes beneath a root at a time: leases, whose runs live, have died, or are elsewhere."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.async_saves import LIMIT, Gate, eventually
+from tests.support import cause_of
+from torch_ckpt import CheckpointManager, RootInUse, lease, steps
+from torch_ckpt.lease import LEASE_NAME, Lease
+
+#: So much older than a lease may be, in seconds.
+LONG_AGO = 1000.0
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "LOOK_SECONDS", 0.01)
+
+
+class Child:
+    """A forked process that does some work, tells what came of it, and stays until it is ended."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        out, into = os.pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.pid = os.fork()
+        if self.pid == 0:
+            signal.alarm(int(LIMIT))
+            try:
+                said = str(work() or "done")
+            except BaseException as error:
+                said = f"{type(error).__name__}: {error}"
+            os.write(into, f"{said}\n".encode())
+            signal.pause()
+            os._exit(1)
+        os.close(into)
+        self._out = out
+
+    def said(self) -> str:
+        with open(self._out) as file:
+            return file.readline().strip()
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        self.kill()
+        os.waitpid(self.pid, 0)
+
+
+@contextmanager
+def run_in_a_child(root: Path) -> Iterator[Child]:
+    """Another run, which has the lease."""
+    child = Child(Lease(os.fspath(root)).require)
+    try:
+        assert child.said() == "done"
+        yield child
+    finally:
+        child.end()
+
+
+@contextmanager
+def leased(root: Path, **options: Any) -> Iterator[Lease]:
+    made = Lease(os.fspath(root), **options)
+    try:
+        made.require()
+        yield made
+    finally:
+        made.release()
+
+
+def record(root: Path, **fields: Any) -> Path:
+    """A lease that another process has left; by default one of another machine."""
+    root.mkdir(exist_ok=True)
+    path = root / LEASE_NAME
+    path.write_text(json.dumps({"host": "elsewhere", "pid": 123, "start": "7", **fields}))
+    return path
+
+
+def of_this_machine() -> dict[str, str]:
+    return lease._Process.of_this().where
+
+
+def touch_long_ago(path: Path) -> None:
+    os.utime(path, (time.time() - LONG_AGO,) * 2)
+
+
+# --- on one machine ------------------------------------------------------------------------------
+
+
+def test_a_second_run_is_refused_while_the_first_lives_and_the_first_is_named(root: Path) -> None:
+    with run_in_a_child(root) as child:
+        with pytest.raises(RootInUse, match=rf"writes here, process {child.pid} on host "):
+            CheckpointManager(root, preemption_signals=())
+        assert (root / LEASE_NAME).exists()
+
+
+def test_the_lease_of_a_dead_run_does_not_block(root: Path) -> None:
+    with run_in_a_child(root) as child:
+        # Nobody has waited for it: it is still in the table of processes.
+        child.kill()
+        eventually(lambda: lease._start_of(child.pid) is None)
+        with leased(root):
+            pass
+
+
+def test_a_process_with_the_number_of_a_dead_one_does_not_block(root: Path) -> None:
+    record(root, **of_this_machine(), pid=os.getppid(), start="1")
+    with leased(root):
+        pass
+
+
+def test_a_lock_that_children_of_a_dead_run_have_does_not_block(root: Path) -> None:
+    with open(record(root, **of_this_machine(), pid=os.getppid(), start="1")) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with leased(root):
+            pass
+
+
+def test_of_several_that_find_the_lease_of_a_dead_run_one_takes_it(root: Path) -> None:
+    record(root, **of_this_machine(), pid=os.getppid(), start="1")
+    children = [Child(Lease(os.fspath(root)).require) for _ in range(4)]
+    try:
+        said = [child.said() for child in children]
+    finally:
+        for child in children:
+            child.end()
+    assert sorted(one.partition(":")[0] for one in said) == ["RootInUse"] * 3 + ["done"]
+
+
+def test_a_run_that_has_ended_leaves_nothing(root: Path) -> None:
+    with CheckpointManager(root, preemption_signals=()) as made:
+        assert os.listdir(root) == [LEASE_NAME]
+        made.save(1, {"x": torch.ones(3)})
+    assert os.listdir(root) == ["0000000001"]
+
+
+def test_a_run_that_has_saved_nothing_leaves_no_root(root: Path) -> None:
+    with CheckpointManager(root, preemption_signals=()):
+        pass
+    assert not root.exists()
+
+
+def test_managers_of_one_process_share_the_lease_until_the_last_one_ends(root: Path) -> None:
+    with leased(root):
+        with leased(root), CheckpointManager(root, preemption_signals=()):
+            pass
+        assert "RootInUse" in tried_elsewhere(root)
+    assert tried_elsewhere(root) == "done"
+
+
+def tried_elsewhere(root: Path) -> str:
+    """What another process gets that wants the lease."""
+    child = Child(Lease(os.fspath(root)).require)
+    try:
+        return child.said()
+    finally:
+        child.end()
+
+
+def test_who_only_reads_takes_no_lease(root: Path) -> None:
+    with (
+        run_in_a_child(root),
+        CheckpointManager(root, read_only=True, preemption_signals=()) as made,
+    ):
+        assert made.all_steps() == []
+
+
+# --- forks ---------------------------------------------------------------------------------------
+
+
+def test_a_forked_child_neither_holds_nor_releases_the_lease_of_its_parent(root: Path) -> None:
+    made = Lease(os.fspath(root))
+    made.require()
+
+    def in_child() -> str:
+        made.release()
+        again = Lease(os.fspath(root))
+        try:
+            again.require()
+        except RootInUse:
+            return "refused"
+        return "taken"
+
+    child = Child(in_child)
+    try:
+        assert child.said() == "refused"
+        made.require()
+        made.release()
+        # The child lives on, and keeps nothing.
+        assert tried_elsewhere(root) == "done"
+    finally:
+        child.end()
+
+
+def test_a_forked_child_cannot_write_beside_its_parent(root: Path) -> None:
+    with leased(root) as made:
+        child = Child(made.require)
+        try:
+            assert "was forked by the run that writes here" in child.said()
+        finally:
+            child.end()
+
+
+# --- taking over ---------------------------------------------------------------------------------
+
+
+def test_a_run_may_take_over_and_the_other_one_saves_no_more(root: Path) -> None:
+    with CheckpointManager(root, preemption_signals=()) as first:
+        first.save(1, {"x": torch.ones(3)})
+        first.wait_until_finished()
+        child = Child(Lease(os.fspath(root), takeover=True).require)
+        try:
+            assert child.said() == "done"
+            with pytest.raises(RootInUse, match=rf"process {child.pid} on .* has taken over"):
+                first.save(2, {"x": torch.ones(3)})
+            assert first.all_steps() == [1]
+            with pytest.raises(RootInUse):
+                first.delete(1)
+        finally:
+            child.end()
+
+
+def test_a_save_under_way_is_not_committed_once_the_root_was_taken_over(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, commit = Gate(), steps._StepWriter.commit
+
+    def commit_later(self: Any, data: bytes, files: set[str]) -> None:
+        gate()
+        commit(self, data, files)
+
+    monkeypatch.setattr(steps._StepWriter, "commit", commit_later)
+    with CheckpointManager(root, preemption_signals=()) as first:
+        first.save(1, {"x": torch.ones(3)})
+        gate.wait()
+        child = Child(Lease(os.fspath(root), takeover=True).require)
+        try:
+            assert child.said() == "done"
+            gate.open()
+            with pytest.raises(Exception, match="has taken over") as caught:
+                first.wait_until_finished()
+            assert isinstance(cause_of(caught.value), RootInUse)
+            assert first.all_steps() == []
+        finally:
+            child.end()
+
+
+def test_a_lease_that_was_taken_over_is_not_removed_by_who_had_it(root: Path) -> None:
+    with leased(root):
+        child = Child(Lease(os.fspath(root), takeover=True).require)
+        assert child.said() == "done"
+    try:
+        assert "RootInUse" in tried_elsewhere(root)
+    finally:
+        child.end()
+
+
+# --- on several machines -------------------------------------------------------------------------
+
+
+def test_a_lease_of_another_machine_that_nobody_touches_is_taken(root: Path) -> None:
+    touch_long_ago(record(root))
+    with leased(root):
+        pass
+
+
+@pytest.mark.parametrize("content", [b"", b"[1]", b"\xff", b"{" * 100_000])
+def test_a_lease_that_says_nothing_is_taken_once_nobody_touches_it(
+    root: Path, content: bytes
+) -> None:
+    path = record(root)
+    path.write_bytes(content)
+    touch_long_ago(path)
+    with leased(root):
+        pass
+
+
+def test_a_lease_of_another_machine_is_waited_for_and_taken_if_it_is_not_touched(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(lease, "EXPIRY_SECONDS", 0.05)
+    record(root)
+    with leased(root):
+        pass
+    assert "has a lease of process 123 on host elsewhere" in caplog.text
+
+
+def test_a_run_on_another_machine_that_touches_its_lease_lives(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = record(root)
+    monkeypatch.setattr(
+        lease.time, "sleep", lambda _seconds: os.utime(path, (1e9, time.time() + 5))
+    )
+    with pytest.raises(RootInUse, match="process 123 on host elsewhere"):
+        Lease(os.fspath(root)).require()
+
+
+def test_a_run_on_another_machine_whose_lock_is_seen_lives(root: Path) -> None:
+    path = record(root)
+    touch_long_ago(path)
+    with open(path) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(RootInUse, match="process 123 on host elsewhere"):
+            Lease(os.fspath(root)).require()
+
+
+def test_in_another_container_of_this_machine_the_lock_tells_at_once(root: Path) -> None:
+    record(root, boot=of_this_machine()["boot"], pids="pid:[1]")
+    with leased(root):
+        pass
+
+
+def test_a_lease_is_touched_while_its_run_lives(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "RENEW_SECONDS", 0.01)
+    with leased(root):
+        path = root / LEASE_NAME
+        touch_long_ago(path)
+        eventually(lambda: path.stat().st_mtime > time.time() - LONG_AGO / 2)
+
+
+# --- where it cannot be taken --------------------------------------------------------------------
+
+
+def test_a_root_that_cannot_be_written_may_be_restored_from_and_the_save_says_why(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"x": torch.ones(3)}
+    with CheckpointManager(root, preemption_signals=()) as made:
+        made.save(1, state)
+
+    def refuse(path: str) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", path)
+
+    monkeypatch.setattr(lease._C, "make_directories", refuse)
+    with CheckpointManager(root, preemption_signals=()) as made:
+        assert made.restore(state) == 1
+        with pytest.raises(OSError, match="Read-only file system"):
+            made.save(2, state)
+
+
+def test_a_manager_that_could_not_be_made_holds_no_lease(root: Path) -> None:
+    with pytest.raises(ValueError, match="interval"):
+        CheckpointManager(root, preemption_signals=(), interval=-1)
+    assert not root.exists()

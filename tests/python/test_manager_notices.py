@@ -1,0 +1,231 @@
+"""What a manager tells, and whom: callbacks of commits, the log, signals, groups that have gone."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.async_saves import LIMIT
+from tests.support import cause_of, data_files, flip_bit
+from torch_ckpt import CheckpointManager, OnCommitFailed
+
+
+def state_of(step: int) -> dict[str, Any]:
+    return {"x": torch.full((3,), float(step))}
+
+
+@contextmanager
+def manager_of(root: Path, **options: Any) -> Iterator[CheckpointManager]:
+    with CheckpointManager(root, preemption_signals=(), **options) as made:
+        yield made
+
+
+# --- on_commit -----------------------------------------------------------------------------------
+
+
+def test_on_commit_is_called_with_the_step_once_it_is_complete(tmp_path: Path) -> None:
+    found: list[tuple[int, list[int], int | None]] = []
+    with manager_of(
+        tmp_path, on_commit=lambda step: found.append((step, made.all_steps(), made.last_step))
+    ) as made:
+        for step in (1, 2):
+            made.save(step, state_of(step))
+    assert found == [(1, [1], None), (2, [1, 2], 1)]
+
+
+def test_what_on_commit_raises_is_raised_by_the_next_save_and_the_step_stays(
+    tmp_path: Path,
+) -> None:
+    def fail(step: int) -> None:
+        raise OSError(f"no network for step {step}")
+
+    with manager_of(tmp_path, on_commit=fail, keep_last=1) as made:
+        made.save(1, state_of(1))
+        with pytest.raises(OnCommitFailed, match="no network for step 1") as caught:
+            made.wait_until_finished()
+        assert isinstance(cause_of(caught.value), OnCommitFailed)
+        assert (made.last_step, made.all_steps(), made.save_errors) == (1, [1], 1)
+        # It is saved, and so is not saved again.
+        assert not made.save(1, state_of(1))
+        made.save(2, state_of(2))
+        with pytest.raises(OnCommitFailed):
+            made.wait_until_finished()
+        made._deletions.settle()
+        assert made.all_steps() == [2]
+
+
+def test_training_may_go_on_where_on_commit_fails(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(step: int) -> None:
+        raise OSError("no network")
+
+    with manager_of(tmp_path, on_commit=fail, on_save_error="warn_and_continue") as made:
+        for step in (1, 2):
+            assert made.save(step, state_of(step))
+    assert made.save_errors == 2
+    assert "no network" in caplog.text
+    assert "could not be saved" not in caplog.text
+
+
+def test_on_commit_may_ask_the_manager_to_wait(tmp_path: Path) -> None:
+    called = threading.Event()
+
+    def wait(step: int) -> None:
+        made.wait_until_finished(LIMIT)
+        called.set()
+
+    with manager_of(tmp_path, on_commit=wait) as made:
+        made.save(1, state_of(1))
+        assert called.wait(LIMIT)
+
+
+# --- the log -------------------------------------------------------------------------------------
+
+
+def test_each_save_and_each_restore_is_one_line_of_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "torch_ckpt")
+    with manager_of(tmp_path) as made:
+        for step in (1, 2):
+            made.save(step, state_of(step))
+        made.wait_until_finished()
+        made.restore(state_of(0))
+    lines = [record.message.partition(":")[0] for record in caplog.records]
+    assert lines[:2] == ["step 1 is saved", "step 2 is saved"]
+    assert len(lines) == 3
+    assert lines[2].startswith(f"restored step 2 of {tmp_path}, in ")
+    assert caplog.records[0].metrics["bytes"] > 0  # type: ignore[attr-defined]
+
+
+def damaged_run(root: Path) -> None:
+    with manager_of(root) as made:
+        for step in (1, 2, 3):
+            made.save(step, state_of(step))
+    for step in (2, 3):
+        [file] = data_files(root / f"{step:010d}")
+        flip_bit(file, file.stat().st_size // 2, 3)
+
+
+@pytest.mark.filterwarnings("ignore:.*the one before is restored")
+@pytest.mark.parametrize("set_up", ["nothing", "a handler", "a level"])
+def test_a_resume_is_shown_unless_logging_is_set_up(
+    tmp_path: Path,
+    set_up: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    damaged_run(tmp_path)
+    logger = logging.getLogger("torch_ckpt")
+    # pytest has set it up for the root logger.
+    monkeypatch.setattr(logger, "propagate", False)
+    monkeypatch.setattr(logger, "handlers", [logging.NullHandler()] if "handler" in set_up else [])
+    monkeypatch.setattr(logger, "level", logging.ERROR if "level" in set_up else logging.NOTSET)
+    capsys.readouterr()
+    with manager_of(tmp_path) as made:
+        assert made.restore(state_of(0)) == 1
+    shown = f"torch_ckpt: restored step 1 of {tmp_path}, 2 damaged skipped, in "
+    assert (shown in capsys.readouterr().err) == (set_up == "nothing")
+
+
+# --- signals -------------------------------------------------------------------------------------
+
+_NEVER_ASKS = """
+import sys, torch, torch_ckpt
+with torch_ckpt.CheckpointManager(sys.argv[1], interval=10**6, preemption_file="-") as manager:
+    print("begun", flush=True)
+    step = 0
+    while True:
+        step += 1
+        manager.save(step, {"x": torch.ones(3)})
+"""
+
+
+def test_a_second_signal_ends_a_program_whose_loop_never_asks(tmp_path: Path) -> None:
+    command = [sys.executable, "-u", "-c", _NEVER_ASKS, str(tmp_path)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        try:
+            assert process.stdout.readline() == "begun\n"
+            process.send_signal(signal.SIGTERM)
+            line = ""
+            while "the loop does not ask should_stop" not in line:
+                line = process.stderr.readline()
+                assert line
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(LIMIT) == -signal.SIGTERM
+        finally:
+            process.kill()
+    with manager_of(tmp_path, read_only=True) as made:
+        assert len(made.all_steps()) == 1
+
+
+def test_a_loop_that_asks_may_go_on_and_be_told_again(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, interval=100) as made:
+        for step in (1, 2):
+            made.save(step, state_of(step))
+            assert not made.should_stop
+        signal.raise_signal(signal.SIGTERM)
+        assert made.save(3, state_of(3))
+        assert made.should_stop
+        made.save(4, state_of(4))
+        signal.raise_signal(signal.SIGTERM)
+        assert made.save(5, state_of(5))
+
+
+# --- process groups ------------------------------------------------------------------------------
+
+
+@contextmanager
+def ranks_of_a_run(size: int) -> Iterator[None]:
+    """A process group whose other ranks are not there."""
+    store = FakeStore() if size > 1 else dist.HashStore()
+    dist.init_process_group("fake", rank=0, world_size=size, store=store)
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def test_after_the_group_was_destroyed_the_manager_says_so(tmp_path: Path) -> None:
+    with ranks_of_a_run(2):
+        made = CheckpointManager(tmp_path, read_only=True)
+        dist.destroy_process_group()
+        with pytest.raises(RuntimeError, match=r"group of the 2 ranks .* has been destroyed"):
+            made.restore(state_of(0))
+    with ranks_of_a_run(2), pytest.raises(RuntimeError, match="has been destroyed"):
+        made.restore(state_of(0))
+    made.close()
+
+
+def test_a_manager_from_before_the_group_says_so(tmp_path: Path) -> None:
+    with manager_of(tmp_path) as made:
+        with (
+            ranks_of_a_run(2),
+            pytest.raises(RuntimeError, match=r"made before init_process_group\(\)"),
+        ):
+            made.save(1, state_of(1))
+        assert made.save(1, state_of(1))
+
+
+def test_a_group_of_one_rank_may_come_and_go(tmp_path: Path) -> None:
+    with ranks_of_a_run(1), manager_of(tmp_path) as made:
+        dist.destroy_process_group()
+        assert made.save(1, state_of(1))
