@@ -26,6 +26,7 @@ its name.
 from __future__ import annotations
 
 import abc
+import errno
 import functools
 import json
 import math
@@ -615,6 +616,11 @@ class _StepWriter(FileSystemWriter):
                 time.sleep(0.1)
 
     def _refuse_if_there(self) -> None:
+        if os.path.lexists(self._final) and not os.path.isdir(self._final):
+            # Nobody knows whose it is, and a step that takes its name would have to remove it.
+            raise FileExistsError(
+                errno.EEXIST, "this has a step's name and is not a directory: move it", self._final
+            )
         if not self._may_replace and read_marker(self._final) is not None:
             raise FileExistsError(
                 17,

@@ -336,6 +336,23 @@ def test_a_directory_of_ten_digits_without_a_marker_is_replaced(store: LocalStep
     assert names(store) == ["0000000003"]
 
 
+@pytest.mark.parametrize("kind", ["file", "dangling link"])
+def test_what_has_a_steps_name_and_is_not_a_directory_is_refused_and_stays(
+    store: LocalSteps, kind: str
+) -> None:
+    path = Path(store.root) / "0000000100"
+    path.parent.mkdir()
+    if kind == "file":
+        path.write_text("somebody's")
+    else:
+        path.symlink_to("nowhere")
+    with pytest.raises(FileExistsError, match="has a step's name and is not a directory: move it"):
+        saved(store, 100, overwrite=True)
+    assert [entry.name for entry in os.scandir(store.root)] == ["0000000100"]
+    path.unlink()
+    saved(store, 100)
+
+
 def test_a_replaced_step_stays_for_who_is_reading_it(store: LocalSteps) -> None:
     path = saved(store, 3, 1.0)
     with closing(OpenDirectory(path)) as reader:
