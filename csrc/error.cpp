@@ -56,6 +56,10 @@ std::string_view name(Errc code) {
       return "pickle_too_deep";
     case Errc::pickle_too_large:
       return "pickle_too_large";
+    case Errc::frame_damaged:
+      return "frame_damaged";
+    case Errc::result_missing:
+      return "result_missing";
     case Errc::internal:
       return "internal";
   }

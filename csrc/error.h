@@ -55,6 +55,10 @@ enum class Errc {
   pickle_too_deep,
   // more than a limit allows.
   pickle_too_large,
+  // A message from another process was cut short or changed on its way.
+  frame_damaged,
+  // A process ended, or had no memory, before it sent its result.
+  result_missing,
   // Something that must not happen by construction; a bug here.
   internal,
 };

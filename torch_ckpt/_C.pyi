@@ -64,6 +64,43 @@ class Directory:
     def close(self) -> None:
         """Closes the descriptor and lets go of the lock; once, further calls do nothing."""
 
+#: File name, offset and length in bytes there, and payload CRC-32 of each value; the checksum table
+#: of each file, by its name.
+FileResults = tuple[list[tuple[str, int, int, int]], dict[str, bytes]]
+
+#: Where another process finds a channel. Opaque; can be pickled.
+ChannelAddress = tuple[int, ...]
+
+class ProcessChannel:
+    """Results on their way between processes, in memory. No method but the waits waits for anybody.
+
+    Methods raise OSError where a system call fails: the owner is gone, has no memory or no
+    descriptors left.
+    """
+
+    def __init__(self) -> None: ...
+    @staticmethod
+    def at(address: ChannelAddress) -> ProcessChannel:
+        """That of another process, to send to."""
+    @property
+    def address(self) -> ChannelAddress: ...
+    def begin(self, what: str) -> None:
+        """Tells that this process is going to send an object; ``what`` it does, for a message."""
+    def send_object(self, pickled: bytes) -> None: ...
+    def take_objects(self) -> list[bytes]:
+        """What was sent and has not been taken, oldest first."""
+    def take_missed(self) -> list[tuple[int, str]]:
+        """Processes that have begun and have ended without an object, each once; what they did."""
+    def wait(self, seconds: float) -> None:
+        """Waits for an object, a call of ``wake``, or the end of a process that has begun."""
+    def wake(self) -> None: ...
+    def wait_for_files(self, seconds: float) -> FileResults | bytes | None:
+        """In a forked child: the results that a save of the parent's has sent.
+
+        Bytes are an object that was sent in their place; None: the time passed before. Raises the
+        save's failure, and CheckpointError where the parent has died.
+        """
+
 class Save:
     """A save under way. Keeps the sources alive; dropping it unfinished cancels it and waits."""
 
@@ -93,10 +130,7 @@ class Save:
         "writing" and "fsync" (for the disk). From any thread, at any time; none in a forked child.
         """
     def cancel(self) -> None: ...
-    def results(self) -> list[tuple[str, int, int, int]]:
-        """File name, offset and length in bytes there, and payload CRC-32 of each value."""
-    def checksum_tables(self) -> dict[str, bytes]:
-        """The checksum table of each file, by its name."""
+    def results(self) -> FileResults: ...
     @property
     def file_names(self) -> list[str]: ...
 

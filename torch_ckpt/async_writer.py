@@ -20,6 +20,7 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar
 
@@ -41,9 +42,12 @@ from torch_ckpt.generations import Claim, choose_prefix
 from torch_ckpt.metadata import METADATA_NAME
 from torch_ckpt.metrics import LOGGER
 from torch_ckpt.results import ResultsQueue
-from torch_ckpt.staged import Nothing, Staged, portable
+from torch_ckpt.staged import Nothing, Results, Staged, portable
 from torch_ckpt.write_tasks import WriteTask
 from torch_ckpt.writer import DCP_VERSION, FileSystemWriter, keeps_default_lookup, resolve
+
+#: What all versions of their function take in this order, the last of all.
+_MULTIPROC_ARGUMENTS = ("rank", "write_buckets", "global_results_queue")
 
 
 class FileSystemWriterAsync(FileSystemWriter):
@@ -198,6 +202,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         self.prepare_write_data(plan, planner)
         assert self._task is not None
         outcome = self._task.stage().outcome(self.transforms)
+        self._made.discard(self)
         if isinstance(outcome, Exception):
             raise outcome
         future: Future[list[WriteResult]] = Future()
@@ -239,7 +244,7 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     @staticmethod
     def preload_tensors(
-        write_buckets: WriteTask | Sequence[WriteTask], non_blocking: bool = True
+        write_buckets: Staged | WriteTask | Sequence[WriteTask], non_blocking: bool = True
     ) -> Staged:
         """Stages a task: returns when its sources may change. Its files are being written by then.
 
@@ -253,6 +258,8 @@ class FileSystemWriterAsync(FileSystemWriter):
         Raises:
             ValueError: several tasks.
         """
+        if isinstance(write_buckets, Staged):
+            return write_buckets
         if isinstance(write_buckets, WriteTask):
             return write_buckets.stage()
         if not write_buckets:
@@ -262,7 +269,7 @@ class FileSystemWriterAsync(FileSystemWriter):
                 "write_buckets of one writer are one task, which is staged as a whole; got "
                 f"{len(write_buckets)}"
             )
-        return write_buckets[0].stage()
+        return FileSystemWriterAsync.preload_tensors(write_buckets[0])
 
     @staticmethod
     def write_preloaded_data_multithread(
@@ -281,20 +288,63 @@ class FileSystemWriterAsync(FileSystemWriter):
             staged: what the preload function returned; a task that is not staged is staged here.
             results_queue: gets the results by file number, or an exception.
         """
-        try:
-            if not isinstance(staged, Staged):
-                staged = FileSystemWriterAsync.preload_tensors(staged)
-            outcome = staged.outcome(transform_list[0] if transform_list else None)
-        except Exception as error:
-            outcome = portable(error)
+        if isinstance(results_queue, ResultsQueue):
+            # Where that cannot be sent, neither can the outcome, which is told below.
+            with suppress(OSError, CheckpointError):
+                results_queue.begin(f"the files of rank {rank}")
+        outcome = _outcome_of(staged, transform_list)
         try:
             results_queue.put(outcome)
         except Exception as error:
             # Who asks for the results finds none, and says so.
             LOGGER.error("rank %d: the results of a save could not be sent: %s", rank, error)
 
-    #: The name that older versions have.
-    write_preloaded_data_multiproc = write_preloaded_data_multithread
+    @staticmethod
+    def write_preloaded_data_multiproc(
+        transform_list: list[_StorageWriterTransforms], *arguments: Any, **named: Any
+    ) -> None:
+        """As :meth:`write_preloaded_data_multithread`, by the name and in the shapes of others.
+
+        Args:
+            transform_list: torch's stream transforms.
+            arguments: ``rank``, ``write_buckets`` and ``global_results_queue``; before them
+                ``use_msc``, and ``open_file`` before ``rank``, where a version has them.
+            named: the same by name.
+        """
+        last = [named[name] for name in _MULTIPROC_ARGUMENTS if name in named]
+        rank, staged, results_queue = [*arguments, *last][-len(_MULTIPROC_ARGUMENTS) :]
+        FileSystemWriterAsync.write_preloaded_data_multithread(
+            transform_list, False, rank, staged, results_queue
+        )
+
+    @staticmethod
+    def write_preloaded_data(
+        transform_list: list[_StorageWriterTransforms],
+        local_proc_idx: int,
+        write_bucket: Staged | WriteTask,
+        results_queue: Any,
+        count_queue: Any,
+        use_fsync: bool = True,
+        **others: Any,
+    ) -> None:
+        """Waits for the end of one of what was staged, and tells of it; raises nothing of its own.
+
+        Args:
+            transform_list: torch's stream transforms.
+            local_proc_idx: the number of the bucket.
+            write_bucket: one of ``write_buckets``, or of what the preload function returned.
+            results_queue: gets the number, and the list of results or an exception.
+            count_queue: one is taken of it and marked as done afterwards.
+            use_fsync: accepted as Megatron's; the task knows.
+            others: accepted, as ``use_msc``.
+        """
+        outcome = _outcome_of(write_bucket, transform_list)
+        if isinstance(outcome, Exception):
+            results_queue.put((local_proc_idx, outcome))
+        else:
+            results_queue.put((local_proc_idx, [r for of in outcome.values() for r in of]))
+        count_queue.get()
+        count_queue.task_done()
 
     def retrieve_write_results(self) -> list[WriteResult] | WRAPPED_EXCEPTION:
         """What the save function has put: results, by file.
@@ -368,6 +418,12 @@ class FileSystemWriterAsync(FileSystemWriter):
         if self._is_local() and self._claim is None and self._part is None:
             self._part = Claim(self.directory, None, ends_earlier=False)
 
+    def _hand_over(self) -> None:
+        """The coordinator protects this rank's files from here on."""
+        part, self._part = self._part, None
+        if part is not None:
+            part.hand_over()
+
     def _require_files(self, results: list[list[WriteResult]]) -> None:
         """Raises where a file is not there that the metadata would name: somebody removed it."""
         ends: dict[str, int] = {}
@@ -407,6 +463,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         if self._failure is not None:
             raise RuntimeError(f"Worker failure: {self._failure} ({where})") from self._failure
         if self.results_queue is None:
+            self._hand_over()
             return []
         try:
             outcome = self.results_queue.get_nowait()
@@ -418,12 +475,12 @@ class FileSystemWriterAsync(FileSystemWriter):
                 ) from None
             outcome = None
         outcome = self._ending.take(outcome)
+        # Whatever it has written is there by now, or has gone.
+        self._made.discard(self)
         if isinstance(outcome, BaseException):
             raise RuntimeError(f"Worker failure: {outcome} ({where})") from outcome
         results = [result for of_file in outcome.values() for result in of_file]
-        if self._part is not None:
-            self._part.hand_over()
-            self._part = None
+        self._hand_over()
         expected = len(self._task.items) if self._task is not None else 0
         if len(results) != expected:
             raise RuntimeError(
@@ -431,6 +488,18 @@ class FileSystemWriterAsync(FileSystemWriter):
                 "this probably means that the worker has failed"
             )
         return results
+
+
+def _outcome_of(
+    staged: Staged | WriteTask | Sequence[WriteTask],
+    transform_list: list[_StorageWriterTransforms],
+) -> Results | Exception:
+    """Waits for the end of what is staged, or stages it; never raises."""
+    try:
+        staged = FileSystemWriterAsync.preload_tensors(staged)
+        return staged.outcome(transform_list[0] if transform_list else None)
+    except Exception as error:
+        return portable(error)
 
 
 def _whole(value: Any) -> Any:

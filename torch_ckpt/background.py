@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch_ckpt import _C
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,7 @@ class EngineOptions:
         max_host_bytes: the byte budget where the writer has none of its own.
         ready: (CUDA device, event handle): sources are complete after these.
         trace: record each stretch of work.
+        children: gets the results as well, for children that are forked meanwhile.
     """
 
     writers: Background
@@ -53,3 +58,4 @@ class EngineOptions:
     max_host_bytes: int = 0
     ready: Sequence[tuple[int, int]] = field(default=())
     trace: bool = False
+    children: _C.ProcessChannel | None = None

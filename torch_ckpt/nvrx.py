@@ -49,6 +49,7 @@ class FileSystemWriterAsync(megatron.FileSystemWriterAsync):
         use_cached_data_structure: accepted; nothing is sent to another process that could be kept
             there, and every save reads the live tensors.
         use_cpu_shm_for_gpu_tensors: accepted; the engine's own memory is kept from save to save.
+        on_failure: as theirs does, ``retrieve_write_results`` raises.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class FileSystemWriterAsync(megatron.FileSystemWriterAsync):
         is_multiproc_io: bool = False,
         use_cached_data_structure: bool = False,
         use_cpu_shm_for_gpu_tensors: bool = False,
+        on_failure: str = "raise",
         **kwargs: Any,
     ) -> None:
         super().__init__(
@@ -69,6 +71,7 @@ class FileSystemWriterAsync(megatron.FileSystemWriterAsync):
             separation_hint=separation_hint,
             use_msc=use_msc,
             open_file=open_file,
+            on_failure=on_failure,
             **kwargs,
         )
         self.is_multiproc_io = is_multiproc_io
@@ -105,19 +108,6 @@ class FileSystemWriterAsync(megatron.FileSystemWriterAsync):
         megatron.FileSystemWriterAsync.write_preloaded_data_multithread(
             transform_list, use_msc, rank, staged, results_queue
         )
-
-    @staticmethod
-    def write_preloaded_data_multiproc(
-        transform_list: list[Any], use_msc: bool, *arguments: Any
-    ) -> None:
-        """As :meth:`write_preloaded_data_multithread`: files are written by threads.
-
-        Args:
-            arguments: those of that function, or, as older versions have it, without ``open_file``.
-        """
-        if len(arguments) == 3:
-            arguments = (open, *arguments)
-        FileSystemWriterAsync.write_preloaded_data_multithread(transform_list, use_msc, *arguments)
 
     def _save_function(self) -> Callable[..., None]:
         return partial(

@@ -1,85 +1,38 @@
-"""The way of a save's results to the process that asked for it.
+"""The queue through which a save's results come back to the process that asked for it.
 
-In one process it is a queue in memory. What a forked or a spawned child puts goes through a file,
-so that nobody has to listen, and no other process is needed:
-
-1. The process that makes the queue owns it. It makes one directory that only its user may enter.
-2. A child writes what it puts to a file of its own there, and renames it to the queue's next name.
-3. The owner takes what was put in memory, then the files, oldest first.
+In one process it is a queue in memory. What a forked or a spawned child puts comes through a
+channel of the engine's (csrc/engine/process_channel.h), so that no other process is needed and
+nobody has to listen.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import itertools
 import os
 import pickle
 import queue
-import shutil
-import tempfile
 import threading
 import time
 import uuid
 import weakref
 from collections import deque
-from multiprocessing import util
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
-# How often a blocking get looks for files.
-_LOOK_SECONDS = 0.02
-
-# Of what this process puts, by all its queues: two of them may be the same one.
-_numbers = itertools.count()
+from torch_ckpt import _C
+from torch_ckpt.errors import CheckpointError
 
 
-class _Place:
-    """The directory that the queues of a process share; one that was forked has another."""
+class _Pickled(NamedTuple):
+    """An item of another process, as it came."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._path: str | None = None
-        self._pid = 0
-
-    def path(self) -> str:
-        with self._lock:
-            if self._path is None or self._pid != os.getpid():
-                self._path = tempfile.mkdtemp(prefix="torch_ckpt-")
-                self._pid = os.getpid()
-                # Children of multiprocessing end without atexit, but not without this. After those
-                # of this process have been joined, which may put until then.
-                util.Finalize(None, _remove, args=(self._path, self._pid), exitpriority=-1)
-            return self._path
-
-    def forget(self) -> None:
-        """In a forked child: the lock may have been held."""
-        self._lock = threading.Lock()
-
-
-_place = _Place()
-os.register_at_fork(after_in_child=_place.forget)
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process is there and no zombie."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
-
-
-def place_for_files(name: str | None = None) -> str:
-    """A path that nobody has, in a directory that goes when this process ends."""
-    return os.path.join(_place.path(), name or uuid.uuid4().hex)
+    data: bytes
 
 
 class ResultsQueue:
-    """A queue to which children may put and from which its owner takes.
+    """A queue to which children may put and from which the process that made it takes.
 
-    It can be pickled, by a plain pickle too: what arrives in another process is the way back. Safe
-    for use by several threads.
+    It can be pickled, by a plain pickle too: what arrives in another process is the way back, for
+    as long as its owner keeps the queue. Safe for use by several threads.
     """
 
     # Of this process, by name: one that was pickled and comes back is the same.
@@ -87,26 +40,32 @@ class ResultsQueue:
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self) -> None:
-        self._become(os.getpid(), uuid.uuid4().hex)
+        self._become(os.getpid(), uuid.uuid4().hex, None)
+        with self._lock:
+            self._owned[self._name] = self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        self._publish()
-        return _queue_of, (self._owner, self._name, self._path)
+        return _queue_of, (self._owner, self._name, self._publish().address)
 
-    def _become(self, owner: int, name: str, path: str | None = None) -> None:
+    def _become(self, owner: int, name: str, channel: _C.ProcessChannel | None) -> None:
         self._owner = owner
         self._name = name
-        self._path = path  # None: no other process can have heard of it
+        self._channel = channel  # None: no other process can have heard of it
         self._items: deque[Any] = deque()
-        self._arrived = threading.Condition()
-        if owner == os.getpid():
-            with self._lock:
-                self._owned[name] = self
+        # Reentrant: the collector may drop what pickles a queue while it is held.
+        self._items_lock = threading.RLock()
 
-    def _publish(self) -> None:
+    def _publish(self) -> _C.ProcessChannel:
         """Makes it one that other processes can put to."""
-        if self._path is None:
-            self._path = place_for_files(self._name)
+        if self._channel is None:
+            if self._owner != os.getpid():
+                raise CheckpointError(
+                    f"process {self._owner} had no memory or no descriptors for a channel to "
+                    "its children when it forked this one"
+                )
+            with self._items_lock:
+                self._channel = self._channel or _C.ProcessChannel()
+        return self._channel
 
     @classmethod
     def before_fork(cls) -> None:
@@ -114,7 +73,7 @@ class ResultsQueue:
         with cls._lock:
             owned = list(cls._owned.values())
         for each in owned:
-            # Without a place the child is the one to say so, if it puts anything.
+            # Without a channel the child is the one to say so, if it puts anything.
             with contextlib.suppress(OSError):
                 each._publish()
 
@@ -123,50 +82,59 @@ class ResultsQueue:
         """In the child: another thread of the parent may have held the lock."""
         cls._lock = threading.Lock()
 
-    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
-        """Puts an item; never waits.
+    def begin(self, what: str) -> None:
+        """Tells that this process is going to put an item, which is missed if it dies before.
+
+        Args:
+            what: it is going to do, for the message.
 
         Raises:
-            OSError: this is a child, and the directory of its parent is gone or full.
+            OSError: the owner is gone, or has no memory.
         """
-        if self._owner == os.getpid():
-            with self._arrived:
-                self._items.append(item)
-                self._arrived.notify_all()
+        if self._owner != os.getpid():
+            self._publish().begin(what)
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        """Puts an item; never waits for anybody to take it.
+
+        Raises:
+            OSError: this is another process than the owner, which is gone or has no memory.
+        """
+        if self._owner != os.getpid():
+            self._publish().send_object(pickle.dumps(item))
             return
-        if self._path is None:
-            raise OSError(errno.ENOENT, "the parent had no temporary directory for results")
-        # Names sort by a time that all processes of the machine have and nobody sets; of one child
-        # they are unique.
-        name = f"{self._path}.{time.monotonic_ns():020}.{os.getpid()}.{next(_numbers):020}"
-        if is_alive(self._owner):
-            # Somebody may tidy up temporary directories.
-            os.makedirs(os.path.dirname(name), mode=0o700, exist_ok=True)
-        with open(f"{name}.part", "wb") as file:
-            pickle.dump(item, file)
-        os.rename(f"{name}.part", name)
+        with self._items_lock:
+            self._items.append(item)
+            if self._channel is not None:
+                self._channel.wake()
 
     put_nowait = put
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        """Takes the oldest item.
+        """Takes the oldest item; in the process that made the queue.
+
+        In the place of an item that a process owes and that has died there is a CheckpointError.
 
         Raises:
             queue.Empty: there is none, or none came within ``timeout`` seconds.
+            CheckpointError: another process made the queue.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        with self._arrived:
-            while True:
+        while True:
+            with self._items_lock:
+                self._receive()
                 if self._items:
-                    return self._items.popleft()
-                for file in self._files():
-                    data = file.read_bytes()
-                    # Before it is read: one that cannot be is not met again.
-                    file.unlink()
-                    return pickle.loads(data)
-                if not block or (deadline is not None and time.monotonic() >= deadline):
+                    item = self._items.popleft()
+                    if self._items and self._channel is not None:
+                        self._channel.wake()  # another thread may wait
+                    break
+                rest = 3600.0 if deadline is None else deadline - time.monotonic()
+                if not block or rest <= 0:
                     raise queue.Empty
-                self._arrived.wait(_LOOK_SECONDS)
+                # Whoever puts from now on wakes it.
+                channel = self._publish()
+            channel.wait(rest)
+        return pickle.loads(item.data) if isinstance(item, _Pickled) else item
 
     def get_nowait(self) -> Any:
         """Takes the oldest item; ``queue.Empty`` where there is none."""
@@ -174,32 +142,35 @@ class ResultsQueue:
 
     def qsize(self) -> int:
         """How many items there are."""
-        return len(self._items) + len(self._files())
+        with self._items_lock:
+            self._receive()
+            return len(self._items)
 
     def empty(self) -> bool:
         """Whether there is none."""
         return self.qsize() == 0
 
-    def _files(self) -> list[Path]:
-        if self._path is None:
-            return []
-        here = Path(self._path)
-        files = here.parent.glob(f"{here.name}.*")
-        return sorted(file for file in files if file.suffix != ".part")
+    def _receive(self) -> None:
+        if self._owner != os.getpid():
+            raise CheckpointError(f"only process {self._owner}, which made this queue, takes of it")
+        if self._channel is None:
+            return
+        self._items.extend(map(_Pickled, self._channel.take_objects()))
+        for process, what in self._channel.take_missed():
+            self._items.append(
+                CheckpointError(
+                    f"process {process} has ended before it sent its result ({what}); look "
+                    "whether it was killed, as for want of memory"
+                )
+            )
 
 
 os.register_at_fork(before=ResultsQueue.before_fork, after_in_child=ResultsQueue.after_fork)
 
 
-def _queue_of(owner: int, name: str, path: str) -> ResultsQueue:
+def _queue_of(owner: int, name: str, address: _C.ChannelAddress) -> ResultsQueue:
     known = ResultsQueue._owned.get(name) if owner == os.getpid() else None
     if known is None:
         known = ResultsQueue.__new__(ResultsQueue)
-        known._become(owner, name, path)
+        known._become(owner, name, _C.ProcessChannel.at(address))
     return known
-
-
-def _remove(path: str, pid: int) -> None:
-    if os.getpid() == pid:
-        with contextlib.suppress(OSError):
-            shutil.rmtree(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+from collections.abc import Iterator
 from contextvars import ContextVar
 
 from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
@@ -45,7 +46,13 @@ def current_stage() -> Stage:
 
 
 class Staged:
-    """A write whose sources are not needed any more."""
+    """A write whose sources are not needed any more; as theirs, a sequence of what is staged."""
+
+    def __iter__(self) -> Iterator[Staged]:
+        yield self
+
+    def __len__(self) -> int:
+        return 1
 
     def outcome(self, transforms: _StorageWriterTransforms | None) -> Results | Exception:
         """Waits for the end; the results by file number, or why there are none. Never raises."""

@@ -2,7 +2,7 @@
 
 A :class:`WriteTask` is staged: its values are copied, on and by the process that stages it. What
 that gives, a :class:`Staged`, is asked for the outcome, perhaps in a child that was forked since:
-the engine goes on in the parent, which has the threads, and the child waits for a file.
+the engine goes on in the parent, which has the threads, and sends the results to the child.
 """
 
 from __future__ import annotations
@@ -12,11 +12,8 @@ import dataclasses
 import os
 import pickle
 import threading
-import time
-import weakref
-from collections import deque
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
@@ -30,7 +27,6 @@ from torch_ckpt.errors import CheckpointError
 from torch_ckpt.host_memory import default_snapshot_bytes
 from torch_ckpt.metrics import LOGGER
 from torch_ckpt.python_write import PythonWrite
-from torch_ckpt.results import is_alive, place_for_files
 from torch_ckpt.snapshot import event_of_now, spawn
 from torch_ckpt.sources import version_of
 from torch_ckpt.staged import (
@@ -43,13 +39,6 @@ from torch_ckpt.staged import (
     source_changed,
 )
 from torch_ckpt.writer import FileSystemWriter, Written, results_of
-
-# How often a forked child looks for its parent's outcome.
-_LOOK_SECONDS = 0.02
-
-# Outcomes for children: those of the last saves.
-_relays: deque[str] = deque()
-_MOST_RELAYS = 16
 
 
 @dataclasses.dataclass
@@ -142,14 +131,11 @@ class WriteTask:
 class EngineWrite(Staged):
     """One task in the engine of this process; see ``BackgroundWrite`` in writer.py."""
 
-    # Whose outcome a forked child may want.
-    _under_way: ClassVar[weakref.WeakSet[EngineWrite]] = weakref.WeakSet()
-    _lock: ClassVar[threading.Lock] = threading.Lock()
-
     def __init__(self, task: WriteTask) -> None:
         self._task = task
         self._pid = os.getpid()
-        self._relay = ""
+        # Where children wait that are forked before the end.
+        self._children = _channel()
         self._save: _C.Save | None = None
         self._is_cancelled = False
         self._outcome: Results | Exception | None = None
@@ -163,8 +149,6 @@ class EngineWrite(Staged):
         self._tensors = tensors
         devices = {tensor.device for tensor in tensors if tensor.is_cuda}
         self._ready = [event_of_now(device) for device in devices]
-        with self._lock:
-            self._under_way.add(self)
         spawn(self._run)
         self._staged.wait()
 
@@ -214,6 +198,7 @@ class EngineWrite(Staged):
             quiet_stagers=False,
             max_host_bytes=default_snapshot_bytes(self._task.ranks),
             ready=[(device.index, event.cuda_event) for event, device in self._ready],
+            children=self._children,
         )
 
     def started(self, save: _C.Save) -> None:
@@ -252,76 +237,50 @@ class EngineWrite(Staged):
             self._ready = []
             self._save = task.opened = None
             try:
-                if self._relay:
-                    self._tell_child(self._relay)
+                task.ending.end(files_of(self._outcome))
             finally:
                 try:
-                    task.ending.end(files_of(self._outcome))
+                    self._tell_children()
                 finally:
                     self._staged.set()
                     self._ended.set()
 
-    def _tell_child(self, relay: str) -> None:
-        part = f"{relay}.part"
+    def _tell_children(self) -> None:
+        # They have the results from the engine. A child that is forked from now on has the outcome.
+        channel, self._children = self._children, None
+        if channel is None or not isinstance(self._outcome, Exception):
+            return
         try:
-            with open(part, "wb") as file:
-                pickle.dump(self._outcome, file)
+            channel.send_object(pickle.dumps(self._outcome))
         except OSError as error:
-            LOGGER.error("a forked child cannot be told how its save has ended: %s", error)
-            # What is empty tells that there was something.
-            with contextlib.suppress(OSError):
-                os.truncate(part, 0)
-        with contextlib.suppress(OSError):
-            os.rename(part, relay)
+            LOGGER.error("a forked child cannot be told why its save has failed: %s", error)
 
     def _outcome_of_parent(self) -> Results | Exception:
-        what = f"the process that writes {self._task.prefix}* in {self._task.directory}"
-        if not self._relay:
+        files = f"files {self._task.prefix}* in {self._task.directory}"
+        if self._children is None:
             return CheckpointError(
-                f"{what} could not make a file for its outcome when it forked this one: look at "
-                "the space in the directory for temporary files"
+                f"{files}: process {self._pid}, which writes them, had no memory or no "
+                "descriptors for a channel to the children that it forks"
             )
-        is_there = True
-        while not os.path.exists(self._relay):
-            if not is_there:
-                # Looked at once more since it was seen to be gone.
-                return CheckpointError(f"{what} has died, or its temporary files were removed")
-            is_there = is_alive(self._pid) and os.path.isdir(os.path.dirname(self._relay))
-            time.sleep(_LOOK_SECONDS)
-        with open(self._relay, "rb+") as file:
-            data = file.read()
-            # It stays until the parent ends, and there is one for each save.
-            file.truncate(0)
-        if not data:
-            return CheckpointError(
-                f"another child of {what} has taken its outcome, or there was no space for it in "
-                f"{os.path.dirname(self._relay)}"
-            )
-        outcome: Results | Exception = pickle.loads(data)
-        return outcome
-
-    @classmethod
-    def before_fork(cls) -> None:
-        """Gives each write that has not ended a place for what the child may ask for."""
-        with cls._lock:
-            under_way = list(cls._under_way)
-        for write in under_way:
-            # Who has ended has its outcome in memory, which the child gets.
-            if write._outcome is None and not write._relay:
-                write._relay = place_for_files()
-                _relays.append(write._relay)
-        # A fork that is not about a save leaves one, too.
-        while len(_relays) > _MOST_RELAYS:
-            with contextlib.suppress(OSError):
-                os.unlink(_relays.popleft())
-
-    @classmethod
-    def after_fork(cls) -> None:
-        """In the child: another thread of the parent may have held the lock."""
-        cls._lock = threading.Lock()
+        try:
+            # Waking up lets Ctrl-C in.
+            while (found := self._children.wait_for_files(1.0)) is None:
+                pass
+            if isinstance(found, bytes):
+                failure: Exception = pickle.loads(found)
+                return failure
+            return _by_file(self._task.items, Written(*found))
+        except CheckpointError as error:
+            return CheckpointError(f"{files}: {error}")
+        except Exception as error:
+            return portable(error)
 
 
-os.register_at_fork(before=EngineWrite.before_fork, after_in_child=EngineWrite.after_fork)
+def _channel() -> _C.ProcessChannel | None:
+    # A save without children needs none.
+    with contextlib.suppress(OSError):
+        return _C.ProcessChannel()
+    return None
 
 
 def _by_file(items: list[WriteItem], written: Written) -> Results:

@@ -413,7 +413,7 @@ class FileSystemWriter(StockWriter):
             raise
         finally:
             self._save = None
-        return Written(save.results(), save.checksum_tables(), Place.of(directory))
+        return Written(*save.results(), Place.of(directory))
 
     def undo(self, written: Written) -> None:
         """Removes what this rank has written, of a save that has failed on another one."""

@@ -179,7 +179,7 @@ class LoadSession : public std::enable_shared_from_this<LoadSession> {
   std::vector<planning::ReadUnit> units_;
   std::vector<ReadOutcome> outcomes_;  // each written by the unit that completes the request
 
-  std::optional<ResultsChannel> results_;  // of the tasks
+  std::optional<ResultsChannel<>> results_;  // of the tasks
   std::uint64_t bytes_planned_ = 0;
   std::atomic<std::uint64_t> bytes_done_{0};
   std::atomic<std::size_t> next_unit_{0};

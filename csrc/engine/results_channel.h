@@ -1,43 +1,60 @@
 #pragma once
 
-#include <boost/asio/experimental/concurrent_channel.hpp>
 #include <chrono>
+#include <condition_variable>
 #include <cstddef>
-#include <future>
-#include <memory>
-#include <optional>
+#include <mutex>
+#include <utility>
+#include <vector>
 
 #include "error.h"
 #include "os/fork_guard.h"
 
 namespace torch_ckpt::engine {
 
-// How the parts of a session report to whoever waits for it: each sends exactly one result, good or
-// bad, and the channel has room for all of them, so that none can be lost or refused.
-// send() may be called from any thread, wait_for() from one.
+// The channel on which the parts of a session report to whoever waits for it: each sends exactly
+// one message, which is its result or its error.
+// All memory is there from the beginning, so that no message can be lost or refused, and waiting
+// takes no thread but the one that waits.
+// send() may be called from any thread, the other methods from one.
+template <class T = void>
 class ResultsChannel {
  public:
-  explicit ResultsChannel(std::size_t parts);
+  explicit ResultsChannel(std::size_t parts)
+      : parts_(parts), messages_(parts, Result<T>(Error())) {}
 
-  void send(const Result<>& result);
+  /// A part that sends twice is a bug; its second message would be another part's.
+  void send(Result<T> message) noexcept {
+    // Under the lock to the end: whoever waits may destroy the channel as soon as he has the lock.
+    const std::lock_guard lock(mutex_);
+    if (sent_ == parts_) return;
+    messages_[sent_++] = std::move(message);
+    if (sent_ == parts_) complete_.notify_all();
+  }
 
-  /// Waits until every part has sent its result; false when `timeout` passed before. True at once
+  /// Waits until every part has sent its message; false when `timeout` passed before. True at once
   /// in a forked child, where the threads that would send them do not exist.
-  bool wait_for(std::chrono::milliseconds timeout);
+  bool wait_for(std::chrono::milliseconds timeout) {
+    if (inherited()) return true;
+    std::unique_lock lock(mutex_);
+    return complete_.wait_for(lock, timeout, [this] { return sent_ == parts_; });
+  }
+
+  /// In the order in which they were sent; after wait_for() has returned true, and not in a forked
+  /// child.
+  const std::vector<Result<T>>& messages() const { return messages_; }
 
   /// Whether this is such a child. A session has then failed, whatever its members say: they were
   /// copied at some moment of the parent's work, locks included.
   bool inherited() const { return process_.inherited(); }
 
  private:
-  // Without an error: the part has succeeded.
-  using Message = std::shared_ptr<const Error>;
-
   const os::ProcessMark process_;
   const std::size_t parts_;
-  boost::asio::experimental::concurrent_channel<void(boost::system::error_code, Message)> channel_;
-  std::future<Message> next_;
-  std::size_t received_ = 0;
+  std::mutex mutex_;
+  std::condition_variable complete_;
+  std::vector<Result<T>> messages_;  // guarded by mutex_ until all have been sent
+  std::size_t sent_ = 0;             // guarded by mutex_
 };
 
 }  // namespace torch_ckpt::engine

@@ -42,6 +42,7 @@ Result<SavePlan> plan_save(std::vector<SaveItem> items, const NamingOptions& nam
   for (const planning::NamedBucket& bucket : *buckets) {
     if (bucket.items.empty()) continue;
     FileJob job;
+    job.items = bucket.items;
     for (const std::size_t index : bucket.items) {
       SaveItem& item = items[index];
       plan.places[index] = {plan.files.size(), job.image.items().size()};

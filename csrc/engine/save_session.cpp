@@ -443,7 +443,9 @@ void SaveSession::fail(const Error& error) {
 }
 
 void SaveSession::finish_file(FileState& state, Result<> status) {
-  if (!status) fail(status.error());
+  // Before the end, which removes the files where there is no memory for a result.
+  Result<format::FileResult> message = status ? result_of(state) : status.error();
+  if (!message) fail(message.error());
   ++files_done_;
   if (--running_ == 0) {
     try {
@@ -454,8 +456,36 @@ void SaveSession::finish_file(FileState& state, Result<> status) {
     }
     writers_needed_.reset();
   }
+  {
+    // A file that has only stopped says why. So does the last one, where the directory has failed.
+    const std::lock_guard lock(mutex_);
+    const bool has_only_stopped = !message && message.error().code == Errc::cancelled;
+    if (first_error_ && (has_only_stopped || ended_)) message = *first_error_;
+  }
   state.done = true;
-  results_.send(status);
+  if (options_.children != nullptr) options_.children->send(message, files_.size());
+  results_.send(std::move(message));
+}
+
+Result<format::FileResult> SaveSession::result_of(const FileState& state) const try {
+  const std::vector<ImageItem>& items = state.job.image.items();
+  const std::vector<std::uint32_t>& checksums = state.stream.checksums();
+  const std::vector<format::RecordSums>& sums = state.stream.sums();
+  format::FileResult result;
+  result.name = state.job.name;
+  result.items.reserve(items.size());
+  std::vector<format::RecordSums> records;
+  records.reserve(items.size());
+  for (std::size_t i = 0; i < items.size(); ++i) {
+    const std::size_t number = state.job.items.empty() ? i : state.job.items[i];
+    result.items.push_back({number, items[i].offset, items[i].bytes, checksums[i]});
+    // Of nothing there is nothing to check, and it lies where the next item does.
+    if (items[i].bytes > 0) records.push_back(sums[i]);
+  }
+  result.checksum_table = format::encode_checksum_table(records);
+  return result;
+} catch (...) {
+  return from_exception(std::current_exception());
 }
 
 // After the last file: no stager and no write is left, since each file waited for its own.
@@ -520,25 +550,17 @@ Result<> SaveSession::outcome() const {
   if (results_.inherited()) {
     return format_error(Errc::cancelled, "the save is that of the process that forked this one");
   }
-  std::lock_guard lock(mutex_);
+  const std::lock_guard lock(mutex_);
   if (first_error_) return *first_error_;
   return {};
 }
 
-const std::vector<std::uint32_t>& SaveSession::checksums(std::size_t file) const {
-  return files_[file]->stream.checksums();
-}
-
-std::string SaveSession::checksum_table(std::size_t file) const {
-  const std::vector<ImageItem>& items = image(file).items();
-  const std::vector<format::RecordSums>& sums = files_[file]->stream.sums();
-  std::vector<format::RecordSums> records;
-  records.reserve(items.size());
-  for (std::size_t i = 0; i < items.size(); ++i) {
-    // Of nothing there is nothing to check, and it lies where the next item does.
-    if (items[i].bytes > 0) records.push_back(sums[i]);
-  }
-  return format::encode_checksum_table(records);
+Result<std::vector<format::FileResult>> SaveSession::results() const {
+  if (auto good = outcome(); !good) return good.error();
+  std::vector<format::FileResult> results;
+  results.reserve(files_.size());
+  for (const auto& message : results_.messages()) results.push_back(*message);
+  return results;
 }
 
 SaveProgress SaveSession::progress() const {

@@ -17,10 +17,12 @@
 #include "engine/executor.h"
 #include "engine/file_image.h"
 #include "engine/image_stream.h"
+#include "engine/process_channel.h"
 #include "engine/results_channel.h"
 #include "engine/throttle.h"
 #include "engine/timing.h"
 #include "error.h"
+#include "format/result_frame.h"
 #include "os/directory.h"
 #include "os/file.h"
 #include "staging/chunk_pool.h"
@@ -43,6 +45,9 @@ struct SaveOptions {
   std::vector<staging::DeviceMoment> ready;
   bool trace = false;
 
+  // Gets the results as well, for children that are forked meanwhile; may be null.
+  std::shared_ptr<ProcessChannel> children;
+
   // Set by start(): what the chunk pool may keep afterwards, where max_host_bytes was given.
   std::size_t keep_host_bytes = 0;
 };
@@ -50,6 +55,8 @@ struct SaveOptions {
 struct FileJob {
   std::string name;  // of the file in the directory; must not exist
   FileImage image;
+  std::vector<std::size_t> items;  // the numbers of the image's items in the plan; may be empty,
+                                   // and is then 0 and so on
 };
 
 /// Bytes and files so far. A snapshot of counters that only grow.
@@ -91,7 +98,8 @@ struct FileProgress {
 //      other saves hold what keeps the disk busy.
 //   4. When every file's last chunk has been filled the sources are free ("staged").
 //   5. A file whose last write has ended is cut to length, fsynced and closed.
-//   6. Each file sends exactly one result, good or bad, through the results channel.
+//   6. Each file sends exactly one message through the results channel: where its items lie, with
+//      their checksums; or why it is not there, which is the first cause where it was cancelled.
 //   7. The first error cancels the session: no new chunk is filled, writes in flight end, and every
 //      file that the session made is removed before the last result is sent.
 //   8. Without an error the last file to end fsyncs the directory.
@@ -121,15 +129,12 @@ class SaveSession : public std::enable_shared_from_this<SaveSession> {
   /// child, which has no part in its parent's save, it is over at once and has failed.
   bool wait_for(std::chrono::milliseconds timeout);
 
-  /// The outcome; call it after wait_for() has returned true. The first cause where it failed.
+  /// The first cause where the save has failed, by now or at all.
   Result<> outcome() const;
+  /// What the files have sent, in the order in which they ended, or that cause; after wait_for()
+  /// has returned true.
+  Result<std::vector<format::FileResult>> results() const;
 
-  /// CRC-32 of each item's payload, by file and item; after a good outcome.
-  const std::vector<std::uint32_t>& checksums(std::size_t file) const;
-  /// The file's checksum table (format/checksum_table.h); after a good outcome.
-  std::string checksum_table(std::size_t file) const;
-  const FileImage& image(std::size_t file) const { return files_[file]->job.image; }
-  std::size_t file_count() const { return files_.size(); }
 
   SaveProgress progress() const;
   /// The files that have not sent their results, in their order; none in a forked child. Each is
@@ -188,6 +193,7 @@ class SaveSession : public std::enable_shared_from_this<SaveSession> {
   void start_write(FileState& state, os::File& file, const Filled& chunk,
                    Channel<std::shared_ptr<const Error>>& written);
   Result<> finish_contents(FileState& state, os::File file);
+  Result<format::FileResult> result_of(const FileState& state) const;
   void finish_file(FileState& state, Result<> status);
   void end();
 
@@ -214,9 +220,9 @@ class SaveSession : public std::enable_shared_from_this<SaveSession> {
   std::atomic<std::size_t> next_empty_{0};
 
   Channel<std::size_t> free_slots_;
-  ResultsChannel submitted_;
-  ResultsChannel staged_;
-  ResultsChannel results_;
+  ResultsChannel<> submitted_;
+  ResultsChannel<> staged_;
+  ResultsChannel<format::FileResult> results_;
   std::atomic<std::size_t> next_to_stage_{0};
   std::atomic<std::size_t> next_to_write_{0};
   Timing timing_;

@@ -134,7 +134,7 @@ class VerifySession : public std::enable_shared_from_this<VerifySession> {
   std::vector<std::unique_ptr<LargeRecord>> large_;      // by record; null: a small one
   std::vector<planning::ReadUnit> units_;
 
-  std::optional<ResultsChannel> results_;  // of the tasks
+  std::optional<ResultsChannel<>> results_;  // of the tasks
   std::uint64_t bytes_planned_ = 0;
   std::atomic<std::uint64_t> bytes_done_{0};
   std::atomic<std::size_t> next_unit_{0};

@@ -5,6 +5,7 @@
 namespace torch_ckpt::python {
 
 void bind_directory(pybind11::module_& module);
+void bind_results(pybind11::module_& module);
 void bind_save(pybind11::module_& module);
 void bind_load(pybind11::module_& module);
 void bind_verify(pybind11::module_& module);

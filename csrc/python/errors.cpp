@@ -70,6 +70,8 @@ void raise(const Error& error, const std::string& subject) {
     case Errc::system:
     case Errc::cancelled:
     case Errc::directory_moved:
+    case Errc::frame_damaged:
+    case Errc::result_missing:
       throw_python(error_class("CheckpointError")(os_text(text)));
     case Errc::internal:
       break;

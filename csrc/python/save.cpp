@@ -16,6 +16,7 @@
 #include "python/errors.h"
 #include "python/gil.h"
 #include "python/options.h"
+#include "python/results.h"
 #include "python/tensors.h"
 #include "staging/chunk_pool.h"
 
@@ -32,8 +33,7 @@ class Save {
       : tensors_(std::move(tensors)),
         storages_(std::move(storages)),
         buffers_(std::move(buffers)),
-        file_names_(std::move(plan.file_names)),
-        places_(std::move(plan.places)) {}
+        file_names_(std::move(plan.file_names)) {}
 
   // The engine reads the sources until the session has ended, so dropping an unfinished save ends
   // it first.
@@ -117,27 +117,12 @@ class Save {
 
   void cancel() { session_->cancel(); }
 
-  /// (file name, offset, length, payload CRC-32) of each item, in the order given.
-  py::list results() const {
-    std::vector<py::str> names;
-    for (const std::string& name : file_names_) names.emplace_back(name);
-    py::list rows(places_.size());
-    for (std::size_t i = 0; i < places_.size(); ++i) {
-      const auto [file, index] = places_[i];
-      const engine::ImageItem& item = session_->image(file).items()[index];
-      rows[i] =
-          py::make_tuple(names[file], item.offset, item.bytes, session_->checksums(file)[index]);
-    }
-    return rows;
-  }
-
-  /// File name -> checksum table.
-  py::dict checksum_tables() const {
-    py::dict tables;
-    for (std::size_t file = 0; file < file_names_.size(); ++file) {
-      tables[py::str(file_names_[file])] = py::bytes(session_->checksum_table(file));
-    }
-    return tables;
+  py::tuple results() const {
+    auto results = [&] {
+      const ReleasedGil released;
+      return session_->results();
+    }();
+    return to_python(unwrap(std::move(results)));
   }
 
   const std::vector<std::string>& file_names() const { return file_names_; }
@@ -165,7 +150,6 @@ class Save {
   std::vector<c10::Storage> storages_;
   std::vector<py::buffer_info> buffers_;
   std::vector<std::string> file_names_;
-  std::vector<engine::ItemPlace> places_;
   std::shared_ptr<engine::SaveSession> session_;
 };
 
@@ -189,6 +173,7 @@ void add_background(engine::SaveOptions& options, const py::object& background) 
     options.ready.push_back({device, reinterpret_cast<void*>(event)});
   }
   options.trace = background.attr("trace").cast<bool>();
+  options.children = channel_of(background.attr("children"));
 }
 
 std::unique_ptr<Save> start_save(const os::Directory& directory, const std::string& prefix,
@@ -332,7 +317,6 @@ void bind_save(py::module_& module) {
       .def("unfinished", &Save::unfinished)
       .def("cancel", &Save::cancel)
       .def("results", &Save::results)
-      .def("checksum_tables", &Save::checksum_tables)
       .def_property_readonly("file_names", &Save::file_names);
 }
 

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -16,12 +17,12 @@ using std::chrono::milliseconds;
 constexpr std::chrono::minutes kLongest{2};
 
 TEST(ResultsChannel, OfNoPartsIsCompleteAtOnce) {
-  ResultsChannel channel(0);
+  ResultsChannel<> channel(0);
   EXPECT_TRUE(channel.wait_for(milliseconds(0)));
 }
 
 TEST(ResultsChannel, IsCompleteWithTheLastResult) {
-  ResultsChannel channel(3);
+  ResultsChannel<> channel(3);
   for (int sent = 0; sent < 3; ++sent) {
     EXPECT_FALSE(channel.wait_for(milliseconds(0)));
     channel.send({});
@@ -30,28 +31,38 @@ TEST(ResultsChannel, IsCompleteWithTheLastResult) {
   EXPECT_TRUE(channel.wait_for(milliseconds(0)));
 }
 
-TEST(ResultsChannel, CountsFailuresLikeSuccesses) {
-  ResultsChannel channel(2);
+TEST(ResultsChannel, CarriesResultsAndErrorsInTheirOrder) {
+  ResultsChannel<std::string> channel(3);
+  channel.send(std::string("first"));
   channel.send(format_error(Errc::internal, "failed"));
-  channel.send({});
-  EXPECT_TRUE(channel.wait_for(kLongest));
+  channel.send(std::string("last"));
+  ASSERT_TRUE(channel.wait_for(kLongest));
+  ASSERT_EQ(channel.messages().size(), 3);
+  EXPECT_EQ(channel.messages()[0].value(), "first");
+  EXPECT_EQ(channel.messages()[1].error().detail, "failed");
+  EXPECT_EQ(channel.messages()[2].value(), "last");
 }
 
-TEST(ResultsChannel, TakesResultsFromManyThreads) {
+TEST(ResultsChannel, TakesEachResultOfManyThreadsOnce) {
   constexpr std::size_t kThreads = 8;
   constexpr std::size_t kResults = 100;
-  ResultsChannel channel(kThreads * kResults);
-  std::vector<std::jthread> threads;
-  for (std::size_t i = 0; i < kThreads; ++i) {
-    threads.emplace_back([&channel] {
-      for (std::size_t sent = 0; sent < kResults; ++sent) channel.send({});
-    });
+  ResultsChannel<std::size_t> channel(kThreads * kResults);
+  {
+    std::vector<std::jthread> threads;
+    for (std::size_t i = 0; i < kThreads; ++i) {
+      threads.emplace_back([&channel, i] {
+        for (std::size_t n = 0; n < kResults; ++n) channel.send(i * kResults + n);
+      });
+    }
+    EXPECT_TRUE(channel.wait_for(kLongest));
   }
-  EXPECT_TRUE(channel.wait_for(kLongest));
+  std::vector<int> seen(kThreads * kResults);
+  for (const auto& message : channel.messages()) ++seen.at(message.value());
+  EXPECT_EQ(seen, std::vector<int>(seen.size(), 1));
 }
 
-TEST(ResultsChannel, GivesItsResultsWithoutTheExecutorsThreads) {
-  ResultsChannel channel(2);
+TEST(ResultsChannel, NeedsNoThreadOfTheExecutor) {
+  ResultsChannel<> channel(2);
   channel.send({});
   join_executor();
   channel.send({});

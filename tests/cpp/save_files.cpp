@@ -66,14 +66,26 @@ std::size_t Files::chunks(std::size_t chunk_bytes) const {
   return sum;
 }
 
-std::string Files::checksum_table(std::size_t file) const {
+format::FileResult Files::result(std::size_t file) const {
+  format::FileResult result;
+  result.name = "f" + std::to_string(file);
   std::vector<format::RecordSums> records;
   for (const engine::ImageItem& item : jobs_[file].image.items()) {
+    const std::size_t number = result.items.size();
+    result.items.push_back({number, item.offset, item.bytes, checksums_[file][number]});
     if (item.bytes == 0) continue;
     records.push_back(
         sums_of(item, std::string_view(expected_[file]).substr(item.offset, item.bytes)));
   }
-  return format::encode_checksum_table(records);
+  result.checksum_table = format::encode_checksum_table(records);
+  return result;
+}
+
+void Files::expect_result(const engine::SaveSession& session, std::size_t file) const {
+  const auto results = session.results();
+  ASSERT_TRUE(ok(results));
+  const format::FileResult expected = result(file);
+  EXPECT_EQ(std::count(results->begin(), results->end(), expected), 1) << expected.name;
 }
 
 void Files::destroy_sources() {

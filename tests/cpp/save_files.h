@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "engine/save_session.h"
+#include "format/result_frame.h"
 #include "staging/source.h"
 #include "support.h"
 
@@ -34,8 +35,9 @@ class Files {
   std::uint64_t bytes() const;
   /// How many chunks they fill.
   std::size_t chunks(std::size_t chunk_bytes) const;
-  const std::vector<std::uint32_t>& checksums(std::size_t file) const { return checksums_[file]; }
-  std::string checksum_table(std::size_t file) const;
+  /// What a session must have sent of a file.
+  format::FileResult result(std::size_t file) const;
+  void expect_result(const engine::SaveSession& session, std::size_t file) const;
 
   /// Overwrites the payloads in host memory and frees them.
   void destroy_sources();

@@ -10,7 +10,6 @@ import os
 import pickle
 import queue
 import sys
-import tempfile
 import threading
 import types
 import weakref
@@ -43,6 +42,7 @@ from tests.async_saves import (
     in_thread,
     is_committed,
     planned,
+    request_of,
     save,
     save_to,
     small_state,
@@ -64,13 +64,14 @@ from tests.support import (
     stock_load,
     stock_save,
 )
-from torch_ckpt import CheckpointError, megatron, results
+from torch_ckpt import Background, CheckpointError, megatron, write_tasks
 from torch_ckpt.megatron import (
+    AsyncCallsQueue,
     FileSystemWriterAsync,
     get_write_results_queue,
     save_state_dict_async_finalize,
 )
-from torch_ckpt.staged import Stage
+from torch_ckpt.staged import NotBegun, Stage
 from torch_ckpt.write_tasks import EngineWrite, WriteTask
 
 pytestmark = [
@@ -317,17 +318,6 @@ def test_a_task_that_cannot_be_staged_is_told_and_not_raised(
     assert "Worker failure: no memory for copies" in str(failure_of(writer))
 
 
-def test_a_save_in_this_process_needs_no_directory_for_temporary_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(results, "_place", results._Place())
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "not there"))
-    finalizing = planned(small_state(), FileSystemWriterAsync(tmp_path / "c"))
-    here(finalizing[0])
-    save_state_dict_async_finalize(*finalizing)
-    assert_checkpoint(tmp_path / "c", small_state())
-
-
 def test_results_go_to_the_queue_that_the_caller_gives(tmp_path: Path) -> None:
     writer = FileSystemWriterAsync(tmp_path / "c", thread_count=2)
     planned(small_state(), writer)
@@ -420,96 +410,57 @@ def test_a_child_that_was_forked_after_its_parents_end_has_the_outcome(tmp_path:
     assert_checkpoint(tmp_path / "c", state_of())
 
 
-def test_what_a_parent_keeps_for_its_children_does_not_grow_with_the_saves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held_after_staging: Gate
-) -> None:
-    monkeypatch.setattr(results, "_place", results._Place())
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    writer = FileSystemWriterAsync(tmp_path / "c")
-    planned(small_state(), writer)
-    function, preload, arguments = writer.get_save_function_and_args()
-    assert preload is not None
-    arguments[1] = staged = preload()
-    child = multiprocessing.get_context("fork").Process(target=function, args=arguments)
-    child.start()
-    held_after_staging.open()
-    child.join(60)
-    assert staged.outcome(None)
-    assert isinstance(writer.retrieve_write_results(), list)
-    [place] = tmp_path.glob("torch_ckpt-*")
-    assert sum(file.stat().st_size for file in place.iterdir()) == 0
+def test_a_save_leaves_no_descriptor(tmp_path: Path, caller: Caller) -> None:
+    save(small_state(), tmp_path / "first", caller)
+    gc.collect()
+    before = set(os.listdir("/proc/self/fd"))
+    save(small_state(), tmp_path / "second", caller)
+    gc.collect()
+    assert set(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_second_child_that_waits_for_one_outcome_is_told(
+def test_several_children_may_wait_for_one_outcome(
     tmp_path: Path, held_after_staging: Gate
-) -> None:
-    writer = FileSystemWriterAsync(tmp_path / "c")
-    planned(small_state(), writer)
-    function, preload, arguments = writer.get_save_function_and_args()
-    assert preload is not None
-    arguments[1] = preload()
-    fork = multiprocessing.get_context("fork")
-    turns = [fork.Event() for _ in range(2)]
-
-    def work(turn: Any) -> None:
-        assert turn.wait(60)
-        function(*arguments)  # type: ignore[misc]
-
-    children = [fork.Process(target=work, args=(turn,)) for turn in turns]
-    for child in children:
-        child.start()
-    held_after_staging.open()
-    for child, turn in zip(children, turns, strict=True):
-        turn.set()
-        child.join(60)
-    assert isinstance(writer.retrieve_write_results(), list)
-    assert "another child" in str(failure_of(writer))
-
-
-def test_a_child_is_told_where_the_outcome_has_no_space_and_the_parent_goes_on(
-    tmp_path: Path, held_after_staging: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
     writer = FileSystemWriterAsync(tmp_path / "c", thread_count=2)
     planned(small_state(), writer)
     function, preload, arguments = writer.get_save_function_and_args()
     assert preload is not None
-    arguments[1] = staged = preload()
+    arguments[1] = preload()
     fork = multiprocessing.get_context("fork")
-    turn = fork.Event()
-
-    def work() -> None:
-        assert turn.wait(60)
-        function(*arguments)  # type: ignore[misc]
-
-    child = fork.Process(target=work)
-    child.start()
-    # The data has been written before writes begin to fail.
-    eventually(lambda: "2 of 2 files done" in staged.state())
-    with files_limited_to(100):
-        held_after_staging.open()
-        outcome = staged.outcome(None)
-    turn.set()
-    child.join(60)
-    assert child.exitcode == 0
-    assert isinstance(outcome, dict)
-    assert "cannot be told" in caplog.text
-    assert "there was no space for it" in str(failure_of(writer))
+    children = [fork.Process(target=function, args=arguments) for _ in range(2)]
+    for child in children:
+        child.start()
+    held_after_staging.open()
+    for child in children:
+        child.join(60)
+    first = writer.retrieve_write_results()
+    assert isinstance(first, list)
+    assert [result.index for result in first] == [
+        result.index for result in writer.retrieve_write_results()
+    ]
 
 
-def test_a_child_of_a_parent_that_has_no_room_for_the_outcome_is_told(
+def test_a_child_of_a_parent_that_has_no_channel_is_told(
     tmp_path: Path, held_after_staging: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(write_tasks, "_channel", lambda: None)
     writer = FileSystemWriterAsync(tmp_path / "c")
-    planned(small_state(), writer)
+    finalizing = planned(small_state(), writer)
     function, preload, arguments = writer.get_save_function_and_args()
+    assert function is not None
     assert preload is not None
     arguments[1] = preload()
-    monkeypatch.setattr(EngineWrite, "_under_way", weakref.WeakSet())
     child = multiprocessing.get_context("fork").Process(target=function, args=arguments)
     child.start()
     child.join(60)
     assert child.exitcode == 0
-    assert "could not make a file for its outcome" in str(failure_of(writer))
+    assert "no descriptors for a channel" in str(failure_of(writer))
+    # In the parent the save is as well as ever.
+    held_after_staging.open()
+    function(*arguments)
+    save_state_dict_async_finalize(*finalizing)
+    assert_checkpoint(tmp_path / "c", small_state())
 
 
 def test_a_child_is_told_that_the_parent_who_writes_has_died(tmp_path: Path) -> None:
@@ -518,11 +469,11 @@ def test_a_child_is_told_that_the_parent_who_writes_has_died(tmp_path: Path) -> 
     reading, writing = os.pipe()
     parent = os.fork()
     if parent == 0:
-        tempfile.tempdir = str(tmp_path)  # nobody tidies up after it
-        hold = threading.Event()
-        EngineWrite.sources_copied = lambda self: (self._staged.set(), hold.wait())  # type: ignore
-        writer = FileSystemWriterAsync(tmp_path / "c")
-        planned(state_of(), writer)
+        # Of its second chunk the first byte may be written in months.
+        state = {"large": torch.zeros(3 << 20)}
+        slow = Background(max_bytes_per_second=1)
+        writer = FileSystemWriterAsync(tmp_path / "c", background=slow)
+        planned(state, writer)
         function, preload, _arguments = writer.get_save_function_and_args()
         staged = preload()  # type: ignore[misc]
         if os.fork() == 0:
@@ -536,8 +487,27 @@ def test_a_child_is_told_that_the_parent_who_writes_has_died(tmp_path: Path) -> 
     os.close(reading)
     os.close(writing)
     assert isinstance(outcome, CheckpointError)
-    assert "has died" in str(outcome)
+    assert f"process {parent} has died when 0 files were done" in str(outcome)
     assert str(tmp_path / "c") in str(outcome)
+
+
+@pytest.mark.parametrize("is_staged", [True, False], ids=["temporal", "persistent"])
+def test_a_worker_that_is_killed_before_its_result_is_named(
+    tmp_path: Path, is_staged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = FileSystemWriterAsync(tmp_path / "c")
+    planned(small_state(), writer)
+    function, preload, arguments = writer.get_save_function_and_args()
+    assert preload is not None
+    if is_staged:
+        arguments[1] = preload()
+    monkeypatch.setattr(EngineWrite, "outcome", lambda *_: os.kill(os.getpid(), 9))
+    child = multiprocessing.get_context("fork").Process(target=function, args=arguments)
+    child.start()
+    child.join(60)
+    error = str(failure_of(writer))
+    assert error.startswith(f"Worker failure: process {child.pid} has ended before it sent its")
+    assert "rank 0, files __0_* in" in error
 
 
 # --- files ---------------------------------------------------------------------------------------
@@ -704,6 +674,42 @@ def test_results_that_are_not_all_are_told(tmp_path: Path, kept: int) -> None:
     assert writer.results_queue is not None
     writer.results_queue.put({0: writer.results_queue.get()[0][:kept]})
     assert f"Incomplete worker results (expected 4, got {kept})" in str(failure_of(writer))
+
+
+@pytest.mark.parametrize("preloaded", [True, False])
+def test_each_bucket_may_be_written_by_itself(tmp_path: Path, preloaded: bool) -> None:
+    writer = FileSystemWriterAsync(tmp_path / "c", thread_count=2)
+    planned(small_state(), writer)
+    buckets: Any = writer.write_buckets
+    if preloaded:
+        buckets = FileSystemWriterAsync.preload_tensors(buckets, True)
+    results: queue.Queue[Any] = queue.Queue()
+    count: queue.Queue[int] = queue.Queue()
+    for number, bucket in enumerate(buckets):
+        count.put(number)
+        FileSystemWriterAsync.write_preloaded_data(
+            [writer.transforms],
+            local_proc_idx=number,
+            write_bucket=bucket,
+            results_queue=results,
+            count_queue=count,
+            use_fsync=True,
+        )
+    count.join()
+    written = [result for _ in buckets for result in results.get_nowait()[1]]
+    assert sorted(result.index.fqn for result in written) == ["t0", "t1", "t2", "t3"]
+
+
+def test_a_bucket_that_cannot_be_written_is_told_with_its_number(tmp_path: Path) -> None:
+    results: queue.Queue[Any] = queue.Queue()
+    count: queue.Queue[int] = queue.Queue()
+    count.put(5)
+    bucket = NotBegun(OSError(errno.EIO, "Input/output error"))
+    FileSystemWriterAsync.write_preloaded_data([], 5, bucket, results, count, True)
+    count.join()
+    number, error = results.get_nowait()
+    assert number == 5
+    assert isinstance(error, OSError)
 
 
 def test_results_are_there_once(tmp_path: Path) -> None:
@@ -1339,6 +1345,38 @@ def test_results_of_an_earlier_use_do_not_count(tmp_path: Path) -> None:
     here(writer)
     planned(state_of(2), writer)
     assert "should not be empty" in str(failure_of(writer))
+
+
+def test_a_finished_writer_that_somebody_keeps_gives_the_next_one_no_tag(tmp_path: Path) -> None:
+    kept = []
+    for seed in (1, 2):
+        for name in os.listdir(tmp_path):
+            os.unlink(tmp_path / name)
+        writer = FileSystemWriterAsync(tmp_path)
+        kept.append(planned(small_state(seed), writer))
+        here(writer)
+        save_state_dict_async_finalize(*kept[-1])
+        assert names_in(tmp_path) == ["__0_0.distcp", "__0_1.distcp"][: writer.thread_count]
+    assert_checkpoint(tmp_path, small_state(2))
+
+
+@pytest.mark.parametrize("options", [{}, {"open_file": open_in_python}], ids=["engine", "python"])
+def test_a_finished_writer_needs_no_collector(
+    tmp_path: Path, options: StateDict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        writer = FileSystemWriterAsync(tmp_path / "c", **options)
+        finalizing = planned(small_state(), writer)
+        queue_of_calls = AsyncCallsQueue()
+        queue_of_calls.schedule_async_request(request_of(finalizing))
+        queue_of_calls.close()
+        gone = weakref.ref(writer)
+        del writer, finalizing
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_a_save_that_is_never_committed_leaves_no_file(tmp_path: Path) -> None:

@@ -253,21 +253,35 @@ def test_the_writer_takes_its_options(tmp_path: Path) -> None:
     FileSystemWriterAsync.cleanup_tensor_caches()
 
 
-@pytest.mark.parametrize("opening", [[], [open]], ids=["0.4", "0.7"])
+@pytest.mark.parametrize(
+    "before", [[], [False], [False, open]], ids=["four arguments", "0.4", "0.7"]
+)
+@pytest.mark.parametrize("by_name", [False, True], ids=["by position", "by name"])
 def test_the_function_of_processes_takes_what_theirs_takes(
-    tmp_path: Path, opening: list[Any]
+    tmp_path: Path, before: list[Any], by_name: bool
 ) -> None:
     writer = FileSystemWriterAsync(tmp_path / "c")
     finalizing = save_state_dict_async_plan(small_state(), writer)
     _, preload, (rank, _, results) = writer.get_save_function_and_args()
     assert preload is not None
+    rest = {"rank": rank, "write_buckets": preload(), "global_results_queue": results}
+    arguments = [] if by_name else list(rest.values())
     FileSystemWriterAsync.write_preloaded_data_multiproc(
-        [writer.transforms], False, *opening, rank, preload(), results
+        [writer.transforms], *before, *arguments, **(rest if by_name else {})
     )
     save_state_dict_async_finalize(*finalizing)
     loaded = emptied(small_state())
     load(loaded, tmp_path / "c")
     assert_equal(loaded, small_state())
+
+
+def test_a_failure_is_raised_as_theirs_raises_it(tmp_path: Path) -> None:
+    writer = FileSystemWriterAsync(tmp_path / "c")
+    save_state_dict_async_plan(small_state(), writer)
+    assert writer.results_queue is not None
+    writer.results_queue.put(OSError(5, "Input/output error"))
+    with pytest.raises(RuntimeError, match=r"^Worker failure: .*Input/output error"):
+        writer.retrieve_write_results()
 
 
 # --- queues --------------------------------------------------------------------------------------

@@ -1,0 +1,80 @@
+#include "os/process.h"
+
+#include <fcntl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <optional>
+#include <sstream>
+#include <string>
+#include <utility>
+
+#include "os/uninterrupted.h"
+
+// Not in the headers of older distributions.
+#ifndef SYS_pidfd_open
+#define SYS_pidfd_open 434
+#endif
+
+namespace torch_ckpt::os {
+namespace {
+
+struct Status {
+  char state = 'Z';
+  std::uint64_t start = 0;
+};
+
+// Where there is no /proc nothing is known, and nobody is taken for dead.
+std::optional<Status> status_of(std::int64_t number) {
+  const std::string path = "/proc/" + std::to_string(number) + "/stat";
+  const int fd = uninterrupted([&] { return ::open(path.c_str(), O_RDONLY | O_CLOEXEC); });
+  if (fd < 0) return std::nullopt;
+  char buffer[4096];
+  const ssize_t bytes = ::read(fd, buffer, sizeof(buffer));
+  ::close(fd);
+  if (bytes <= 0) return std::nullopt;
+  const std::string text(buffer, static_cast<std::size_t>(bytes));
+  // Behind the program's name, which may hold anything: the state is the third field of all, the
+  // start the twenty-second.
+  const std::size_t name_end = text.rfind(')');
+  if (name_end == std::string::npos) return std::nullopt;
+  std::istringstream fields(text.substr(name_end + 1));
+  Status status;
+  std::string skipped;
+  fields >> status.state;
+  for (int field = 4; field < 22; ++field) fields >> skipped;
+  fields >> status.start;
+  return status;
+}
+
+}  // namespace
+
+ProcessId own_process() {
+  const pid_t number = ::getpid();
+  const auto status = status_of(number);
+  return {number, status ? status->start : 0};
+}
+
+bool is_alive(const ProcessId& process) {
+  const auto status = status_of(process.number);
+  if (!status) return process.start == 0;
+  const bool is_other = process.start != 0 && status->start != process.start;
+  return !is_other && status->state != 'Z' && status->state != 'X';
+}
+
+ProcessEnd::ProcessEnd(const ProcessId& process)
+    : fd_(static_cast<int>(::syscall(SYS_pidfd_open, process.number, 0))) {
+  // Looked at afterwards, so that the descriptor is the right one's.
+  if (fd_ >= 0 && !is_alive(process)) {
+    ::close(fd_);
+    fd_ = -1;
+  }
+}
+
+ProcessEnd::ProcessEnd(ProcessEnd&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+
+ProcessEnd::~ProcessEnd() {
+  if (fd_ >= 0) ::close(fd_);
+}
+
+}  // namespace torch_ckpt::os

@@ -1,0 +1,133 @@
+#include "python/results.h"
+
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <chrono>
+#include <string>
+#include <tuple>
+#include <utility>
+
+#include "python/bindings.h"
+#include "python/errors.h"
+#include "python/gil.h"
+
+namespace py = pybind11;
+
+namespace torch_ckpt::python {
+namespace {
+
+using engine::ProcessChannel;
+
+std::chrono::milliseconds milliseconds_of(double seconds) {
+  constexpr double kLongest = 1e9;
+  return std::chrono::milliseconds(
+      static_cast<std::int64_t>(std::clamp(seconds, 0.0, kLongest) * 1000.0));
+}
+
+/// What `function` returns, called without the GIL.
+template <class Function>
+auto without_gil(Function function) {
+  auto result = [&] {
+    const ReleasedGil released;
+    return function();
+  }();
+  return unwrap(std::move(result));
+}
+
+std::shared_ptr<ProcessChannel> create() {
+  return std::make_shared<ProcessChannel>(without_gil([] { return ProcessChannel::create(); }));
+}
+
+using Address = std::tuple<std::int64_t, int, int, std::uint64_t, std::uint64_t, std::uint64_t,
+                           std::int64_t, std::uint32_t>;
+
+Address address(const ProcessChannel& channel) {
+  const os::Mailbox::Address& of = channel.address();
+  return {of.process,
+          of.memory,
+          of.wake,
+          of.wake_pipe,
+          of.memory_file.device,
+          of.memory_file.number,
+          of.memory_file.born_s,
+          of.memory_file.born_ns};
+}
+
+std::shared_ptr<ProcessChannel> at(const Address& given) {
+  os::Mailbox::Address of;
+  std::tie(of.process, of.memory, of.wake, of.wake_pipe, of.memory_file.device,
+           of.memory_file.number, of.memory_file.born_s, of.memory_file.born_ns) = given;
+  return std::make_shared<ProcessChannel>(of);
+}
+
+void send_object(ProcessChannel& channel, const py::bytes& object) {
+  const std::string_view bytes = object;
+  without_gil([&] { return channel.send_object(std::as_bytes(std::span(bytes))); });
+}
+
+void begin(ProcessChannel& channel, const std::string& what) {
+  without_gil([&] { return channel.begin(what); });
+}
+
+py::list take_objects(ProcessChannel& channel) {
+  const auto objects = without_gil([&] { return channel.take_objects(); });
+  py::list taken;
+  for (const std::string& object : objects) taken.append(py::bytes(object));
+  return taken;
+}
+
+void wait(ProcessChannel& channel, double seconds) {
+  without_gil([&] { return channel.wait(milliseconds_of(seconds)); });
+}
+
+/// None where the time passed; the results, or the object that says why there are none.
+py::object wait_for_files(ProcessChannel& channel, double seconds) {
+  const auto outcome =
+      without_gil([&] { return channel.wait_for_files(milliseconds_of(seconds)); });
+  if (!outcome) return py::none();
+  if (outcome->object) return py::bytes(*outcome->object);
+  return to_python(outcome->files);
+}
+
+}  // namespace
+
+py::tuple to_python(const std::vector<format::FileResult>& results) {
+  std::size_t count = 0;
+  for (const format::FileResult& file : results) count += file.items.size();
+  py::list places(count);
+  py::dict tables;
+  for (const format::FileResult& file : results) {
+    const py::str name(file.name);
+    tables[name] = py::bytes(file.checksum_table);
+    for (const format::ItemResult& item : file.items) {
+      if (item.item >= count) throw py::index_error("an item that is not in the plan");
+      places[item.item] = py::make_tuple(name, item.offset, item.length, item.crc);
+    }
+  }
+  return py::make_tuple(std::move(places), std::move(tables));
+}
+
+std::shared_ptr<ProcessChannel> channel_of(const py::object& channel) {
+  if (channel.is_none()) return nullptr;
+  return channel.cast<std::shared_ptr<ProcessChannel>>();
+}
+
+void bind_results(py::module_& module) {
+  py::class_<ProcessChannel, std::shared_ptr<ProcessChannel>>(module, "ProcessChannel")
+      .def(py::init(&create))
+      .def_static("at", &at, py::arg("address"))
+      .def_property_readonly("address", &address)
+      .def("send_object", &send_object, py::arg("pickled"))
+      .def("begin", &begin, py::arg("what"))
+      .def("take_objects", &take_objects)
+      .def("take_missed",
+           [](ProcessChannel& channel) {
+             return without_gil([&] { return channel.take_missed(); });
+           })
+      .def("wait", &wait, py::arg("seconds"))
+      .def("wake", [](ProcessChannel& channel) { without_gil([&] { return channel.wake(); }); })
+      .def("wait_for_files", &wait_for_files, py::arg("seconds"));
+}
+
+}  // namespace torch_ckpt::python

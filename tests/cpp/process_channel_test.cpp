@@ -1,0 +1,255 @@
+// Results between processes. A child is forked and not threaded, so that sanitizers allow it.
+
+#include "engine/process_channel.h"
+
+#include <gtest/gtest.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <array>
+#include <chrono>
+#include <csignal>
+#include <functional>
+#include <string>
+
+#include "os/fault.h"
+#include "support.h"
+
+namespace torch_ckpt::engine {
+namespace {
+
+using test::bytes_of;
+using test::fails;
+using test::ok;
+
+constexpr std::chrono::minutes kLongest{1};
+constexpr unsigned kLongestSeconds = 60;
+
+format::FileResult result_of(const std::string& name) {
+  return {name, {{0, 0, 10, 1}}, std::string(100, 't')};
+}
+
+pid_t fork_child(const std::function<bool()>& body) {
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::alarm(kLongestSeconds);
+    ::_exit(body() ? 0 : 1);
+  }
+  return child;
+}
+
+bool succeeds(pid_t child) {
+  int status = 0;
+  return ::waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0;
+}
+
+/// Something for one process to wait for and another one to let happen.
+class Turn {
+ public:
+  Turn() { EXPECT_EQ(::pipe(ends_.data()), 0); }
+  ~Turn() {
+    for (const int end : ends_) ::close(end);
+  }
+  void come() const { EXPECT_EQ(::write(ends_[1], "!", 1), 1); }
+  void wait() const {
+    char byte = 0;
+    EXPECT_EQ(::read(ends_[0], &byte, 1), 1);
+  }
+
+ private:
+  std::array<int, 2> ends_{};
+};
+
+class ProcessChannelTest : public ::testing::Test {
+ protected:
+  ProcessChannel channel_ = ProcessChannel::create().value();
+};
+
+// --- a save's own --------------------------------------------------------------------------------
+
+TEST_F(ProcessChannelTest, ResultsSentAfterAForkArriveInEveryChild) {
+  const auto body = [&] {
+    auto outcome = channel_.wait_for_files(kLongest);
+    return outcome && *outcome && (*outcome)->files.size() == 2 &&
+           (*outcome)->files[1] == result_of("b");
+  };
+  const pid_t one = fork_child(body);
+  const pid_t other = fork_child(body);
+  channel_.send(result_of("a"), 2);
+  channel_.send(result_of("b"), 2);
+  EXPECT_TRUE(succeeds(one));
+  EXPECT_TRUE(succeeds(other));
+}
+
+TEST_F(ProcessChannelTest, ResultsThatAreNotAllAreNotYetAnOutcome) {
+  channel_.send(result_of("a"), 2);
+  const auto outcome = channel_.wait_for_files(std::chrono::milliseconds(0));
+  ASSERT_TRUE(ok(outcome));
+  EXPECT_FALSE(outcome->has_value());
+}
+
+TEST_F(ProcessChannelTest, TheErrorOfAFileIsTheOutcome) {
+  channel_.send(result_of("a"), 2);
+  channel_.send(system_error(EIO, "pwrite", "/c/b", 4096), 2);
+  const auto outcome = channel_.wait_for_files(kLongest);
+  ASSERT_TRUE(fails(outcome, Errc::system));
+  EXPECT_EQ(outcome.error().sys_errno, EIO);
+  EXPECT_EQ(outcome.error().path, "/c/b");
+}
+
+TEST_F(ProcessChannelTest, WhyASaveWasCancelledIsToldByWhoHasCancelledIt) {
+  channel_.send(format_error(Errc::cancelled, "the save was cancelled"), 1);
+  EXPECT_FALSE(channel_.wait_for_files(std::chrono::milliseconds(0)).value().has_value());
+  ASSERT_TRUE(ok(channel_.send_object(bytes_of("the source changed"))));
+  EXPECT_EQ(channel_.wait_for_files(kLongest).value()->object, "the source changed");
+}
+
+TEST_F(ProcessChannelTest, AWriterThatIsKilledIsNamed) {
+  const Turn forked;
+  const Turn killed;
+  // The writer has the channel and a child; then it is killed.
+  std::array<int, 2> told{};
+  ASSERT_EQ(::pipe(told.data()), 0);
+  const pid_t writer = ::fork();
+  if (writer == 0) {
+    auto channel = ProcessChannel::create().value();
+    channel.send(result_of("a"), 2);
+    fork_child([&] {
+      forked.come();
+      const auto outcome = channel.wait_for_files(kLongest);
+      const std::string text = outcome ? "an outcome" : outcome.error().message();
+      return ::write(told[1], text.data(), text.size()) > 0;
+    });
+    ::pause();
+  }
+  ::close(told[1]);
+  forked.wait();
+  ::kill(writer, SIGKILL);
+  ::waitpid(writer, nullptr, 0);
+  std::string text(1000, '\0');
+  text.resize(static_cast<std::size_t>(std::max<ssize_t>(0, ::read(told[0], text.data(), 1000))));
+  ::close(told[0]);
+  EXPECT_EQ(text, "process " + std::to_string(writer) + " has died when 1 files were done");
+}
+
+TEST_F(ProcessChannelTest, ResultsWithoutMemoryAreToldToBeLost) {
+  std::size_t failures = 1;
+  {
+    os::ScopedFaultHook hook([&](std::string_view operation, std::string_view) {
+      return operation == "pwrite" && failures-- == 1 ? ENOSPC : 0;
+    });
+    channel_.send(result_of("a"), 1);
+  }
+  EXPECT_TRUE(fails(channel_.wait_for_files(kLongest), Errc::result_missing));
+}
+
+// --- a queue -------------------------------------------------------------------------------------
+
+TEST_F(ProcessChannelTest, ObjectsOfAChildComeInTheirOrderAndOnce) {
+  EXPECT_TRUE(succeeds(fork_child([&] {
+    return channel_.send_object(bytes_of("one")) && channel_.send_object(bytes_of("two"));
+  })));
+  EXPECT_EQ(channel_.take_objects().value(), (std::vector<std::string>{"one", "two"}));
+  EXPECT_EQ(channel_.take_objects().value(), std::vector<std::string>());
+}
+
+TEST_F(ProcessChannelTest, AProcessThatHasOnlyTheAddressSends) {
+  const os::Mailbox::Address address = channel_.address();
+  EXPECT_TRUE(succeeds(fork_child([&] {
+    // All that a child inherits is closed, as in one that was spawned.
+    for (int fd = 3; fd < 1000; ++fd) ::close(fd);
+    return static_cast<bool>(ProcessChannel(address).send_object(bytes_of("from elsewhere")));
+  })));
+  EXPECT_EQ(channel_.take_objects().value(), std::vector<std::string>{"from elsewhere"});
+}
+
+TEST_F(ProcessChannelTest, WhatHasTheNumberOfAChannelThatIsGoneIsNotTouched) {
+  const test::TempDir directory;
+  const std::string path = directory.file("data");
+  os::Mailbox::Address address;
+  {
+    const ProcessChannel gone = ProcessChannel::create().value();
+    address = gone.address();
+  }
+  test::write_file(path, "somebody's data");
+  auto other = os::File::open_for_read(path).value();
+  const int fd = std::move(other).release();
+  ASSERT_EQ(::dup2(fd, address.memory), address.memory);
+  const auto sent = ProcessChannel(address).send_object(bytes_of("an object"));
+  ASSERT_TRUE(fails(sent, Errc::system));
+  EXPECT_EQ(sent.error().sys_errno, ENOENT);
+  EXPECT_EQ(test::read_file(path), "somebody's data");
+  ::close(fd);
+  ::close(address.memory);
+}
+
+TEST_F(ProcessChannelTest, WhoWaitsIsWokenByAnObject) {
+  const Turn waiting;
+  const pid_t child = fork_child([&] {
+    waiting.wait();
+    return static_cast<bool>(channel_.send_object(bytes_of("item")));
+  });
+  waiting.come();
+  std::vector<std::string> objects;
+  while (objects.empty()) {
+    ASSERT_TRUE(ok(channel_.wait(kLongest)));
+    objects = channel_.take_objects().value();
+  }
+  EXPECT_EQ(objects, std::vector<std::string>{"item"});
+  EXPECT_TRUE(succeeds(child));
+}
+
+TEST_F(ProcessChannelTest, ASenderThatDiesAmidItsMessageLeavesNone) {
+  EXPECT_TRUE(succeeds(fork_child([&] {
+    os::ScopedFaultHook hook([&, writes = 0](std::string_view operation, std::string_view) mutable {
+      // The message is there, its length is not.
+      if (operation == "pwrite" && ++writes == 2) ::_exit(0);
+      return 0;
+    });
+    return static_cast<bool>(channel_.send_object(bytes_of("half")));
+  })));
+  EXPECT_EQ(channel_.take_objects().value(), std::vector<std::string>());
+  EXPECT_TRUE(
+      succeeds(fork_child([&] { return channel_.send_object(bytes_of("whole")).has_value(); })));
+  EXPECT_EQ(channel_.take_objects().value(), std::vector<std::string>{"whole"});
+}
+
+TEST_F(ProcessChannelTest, ASenderThatDiesBeforeItsObjectIsMissedOnce) {
+  const pid_t child = fork_child([&] { return channel_.begin("files __0_*").has_value(); });
+  EXPECT_TRUE(succeeds(child));
+  EXPECT_EQ(channel_.take_objects().value(), std::vector<std::string>());
+  const auto missed = channel_.take_missed().value();
+  ASSERT_EQ(missed.size(), 1);
+  EXPECT_EQ(missed[0].first, child);
+  EXPECT_EQ(missed[0].second, "files __0_*");
+  EXPECT_TRUE(channel_.take_missed().value().empty());
+}
+
+TEST_F(ProcessChannelTest, ASenderThatHasSentAndDiedIsNotMissed) {
+  EXPECT_TRUE(succeeds(fork_child([&] {
+    return channel_.begin("files __0_*") && channel_.send_object(bytes_of("item"));
+  })));
+  EXPECT_EQ(channel_.take_objects().value(), std::vector<std::string>{"item"});
+  EXPECT_TRUE(channel_.take_missed().value().empty());
+}
+
+TEST_F(ProcessChannelTest, WhoWaitsIsWokenByTheDeathOfASender) {
+  const Turn begun;
+  const pid_t child = fork_child([&] {
+    const bool done = channel_.begin("files __0_*").has_value();
+    begun.come();
+    ::pause();
+    return done;
+  });
+  begun.wait();
+  EXPECT_EQ(channel_.take_objects().value(), std::vector<std::string>());
+  EXPECT_TRUE(channel_.take_missed().value().empty());
+  ::kill(child, SIGKILL);
+  ASSERT_TRUE(ok(channel_.wait(kLongest)));
+  EXPECT_EQ(channel_.take_missed().value().size(), 1);
+  ::waitpid(child, nullptr, 0);
+}
+
+}  // namespace
+}  // namespace torch_ckpt::engine

@@ -1,0 +1,82 @@
+#include "format/result_frame.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "support.h"
+
+namespace torch_ckpt::format {
+namespace {
+
+using test::bytes_of;
+using test::fails;
+using test::ok;
+
+FileResult some_result() {
+  return {"__3_0.distcp", {{2, 0, 100, 0xdeadbeef}, {0, 100, ~std::uint64_t{0}, 0}}, "a table"};
+}
+
+std::string some_frames() {
+  return encode_file(some_result(), 2) +
+         encode_failure(system_error(EIO, "pwrite", "/c/__3_1.distcp", 4096)) +
+         encode_value(FrameKind::object, {123, 456}, bytes_of("an object"));
+}
+
+TEST(ResultFrame, BringsTheResultOfAFile) {
+  const auto frames = decode_frames(bytes_of(encode_file(some_result(), 2)));
+  ASSERT_TRUE(ok(frames));
+  ASSERT_EQ(frames->size(), 1);
+  EXPECT_EQ(frames->at(0).kind, FrameKind::file);
+  EXPECT_EQ(frames->at(0).files, 2);
+  EXPECT_EQ(frames->at(0).file, some_result());
+}
+
+TEST(ResultFrame, BringsAllOfAnError) {
+  Error error = system_error(ENOSPC, "pwrite", "/c/__3_1.distcp", 4096);
+  error.detail = "the disk is full";
+  const auto frames = decode_frames(bytes_of(encode_failure(error)));
+  ASSERT_TRUE(ok(frames));
+  EXPECT_EQ(frames->at(0).kind, FrameKind::failure);
+  EXPECT_EQ(frames->at(0).failure.code, Errc::system);
+  EXPECT_EQ(frames->at(0).failure.message(), error.message());
+}
+
+TEST(ResultFrame, BringsAnObjectWithItsSender) {
+  const Sender sender{123, 456};
+  const auto frames =
+      decode_frames(bytes_of(encode_value(FrameKind::begun, sender, bytes_of("files __0_*"))));
+  ASSERT_TRUE(ok(frames));
+  EXPECT_EQ(frames->at(0).kind, FrameKind::begun);
+  EXPECT_EQ(frames->at(0).sender, sender);
+  EXPECT_EQ(frames->at(0).value, "files __0_*");
+}
+
+TEST(ResultFrame, ComeOneBehindTheOther) {
+  const auto frames = decode_frames(bytes_of(some_frames()));
+  ASSERT_TRUE(ok(frames));
+  ASSERT_EQ(frames->size(), 3);
+  EXPECT_EQ(frames->at(0).kind, FrameKind::file);
+  EXPECT_EQ(frames->at(1).kind, FrameKind::failure);
+  EXPECT_EQ(frames->at(2).kind, FrameKind::object);
+}
+
+TEST(ResultFrame, IsRefusedWhereverItIsTorn) {
+  const std::string whole = encode_file(some_result(), 2);
+  for (std::size_t length = 1; length < whole.size(); ++length) {
+    EXPECT_TRUE(fails(decode_frames(bytes_of(whole.substr(0, length))), Errc::frame_damaged))
+        << length;
+  }
+}
+
+TEST(ResultFrame, IsRefusedWhicheverByteWasChanged) {
+  const std::string whole = some_frames();
+  for (std::size_t at = 0; at < whole.size(); ++at) {
+    std::string changed = whole;
+    changed[at] ^= 0x10;
+    EXPECT_TRUE(fails(decode_frames(bytes_of(changed)), Errc::frame_damaged)) << at;
+  }
+}
+
+}  // namespace
+}  // namespace torch_ckpt::format
