@@ -269,7 +269,8 @@ class EngineWrite(Staged):
             if isinstance(found, bytes):
                 failure: Exception = pickle.loads(found)
                 return failure
-            return _by_file(self._task.items, Written(*found))
+            assert self._task.place is not None
+            return _by_file(self._task.items, Written(*found, self._task.place))
         except CheckpointError as error:
             return CheckpointError(f"{files}: {error}")
         except Exception as error:
