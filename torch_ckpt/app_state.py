@@ -25,7 +25,7 @@ import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Set
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -48,6 +48,7 @@ from torch_ckpt.objects import warn_of_what_will_not_load
 from torch_ckpt.text import plural
 
 StateDict = dict[str, Any]
+T = TypeVar("T")
 
 #: Where a value's tensors are, what else its state holds has this name.
 _OBJECTS = "_objects"
@@ -240,12 +241,12 @@ class AppState:
 
     def restore(
         self,
-        load: Callable[[StateDict], object],
+        load: Callable[[StateDict], T],
         *,
         call: str,
         process_group: dist.ProcessGroup | None,
         timeout: float,
-    ) -> None:
+    ) -> T:
         """:meth:`target`, ``load`` of it, and :meth:`apply`. What fails on one rank is raised on
         all, where the others would wait for it in the load or in their training.
 
@@ -253,6 +254,9 @@ class AppState:
             load: called with the target, on every rank.
             call: the function that the ranks are in, for errors.
             timeout: seconds after which a rank that shows no sign of life is given up.
+
+        Returns:
+            What ``load`` has returned.
 
         Raises:
             CheckpointError: as :meth:`target` and :meth:`apply`; on the other ranks RuntimeError.
@@ -262,9 +266,10 @@ class AppState:
         with Call(call, process_group, timeout) as meeting:
             meeting.all_succeed(lambda: targets.append(self.target()))
         [target] = targets
-        load(target)
+        loaded = load(target)
         with Call(call, process_group, timeout) as meeting:
             meeting.all_succeed(lambda: self.apply(target))
+        return loaded
 
     # --- private ---------------------------------------------------------------------------------
 

@@ -42,7 +42,7 @@ from torch_ckpt.events import Event, Reporters, saved_message
 from torch_ckpt.failures import causes
 from torch_ckpt.intervals import Interval, Schedule
 from torch_ckpt.lease import Lease
-from torch_ckpt.loading import Names
+from torch_ckpt.loading import LoadReport, Names
 from torch_ckpt.metrics import LOGGER, SaveMetrics, warn
 from torch_ckpt.multihost.calls import group_now, meeting_of
 from torch_ckpt.options import refuse_unknown
@@ -496,7 +496,8 @@ class CheckpointManager:
         Args:
             state: as for :meth:`save`; plain values in it are replaced.
             step: which one; the newest complete one if None.
-            names, strict, rename: see :func:`torch_ckpt.load`.
+            names, strict, rename: see :func:`torch_ckpt.load`. What ``strict=False`` has left as it
+                was is in :attr:`restore_report`.
 
         Returns:
             The step; 0 where nothing has been saved, and the state is as it was.
@@ -529,6 +530,12 @@ class CheckpointManager:
         message = f"restored step {restored} of {self._store.root}{damaged}, in {seconds:.2f} s"
         self._report(Event("restored", restored, self._rank, seconds, message=message))
         return restored
+
+    @property
+    def restore_report(self) -> LoadReport | None:
+        """How this rank's state and the step compare that were restored last: what was loaded, and
+        what ``strict=False`` has left as it was. None before, and where nothing was restored."""
+        return self._restorer.report
 
     # --- what is there ---------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from torch_ckpt.deletions import Deletions
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.events import Event
 from torch_ckpt.failures import causes, is_damage, is_elsewhere
+from torch_ckpt.loading import LoadReport
 from torch_ckpt.metrics import warn
 from torch_ckpt.multihost.calls import Call, Disagreement
 from torch_ckpt.steps import MARKER_NAME, StepStore, step_name
@@ -48,6 +49,8 @@ class Restorer:
 
     Attributes:
         skipped: damaged steps that the last restore has passed over.
+        report: how the state and the step that was restored last compare; None before, and where
+            the load was torch's own.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class Restorer:
         self._timeout = timeout
         self._load_options = load_options
         self.skipped = 0
+        self.report: LoadReport | None = None
 
     def restore(
         self, state: MutableMapping[str, Any], step: int | None, **load_options: Any
@@ -78,6 +82,7 @@ class Restorer:
         Args and raises: see :meth:`torch_ckpt.CheckpointManager.restore`; ``load_options`` are
         passed to :func:`torch_ckpt.load`.
         """
+        self.skipped, self.report = 0, None
         candidates, unmarked = self._agree_on_candidates(step)
         if unmarked and self._rank == 0:
             # It names the line that calls the manager.
@@ -88,14 +93,14 @@ class Restorer:
         for candidate in candidates:
             with self._deletions.reading(candidate):
                 try:
-                    self._load_patiently(candidate, state, load_options)
+                    report = self._load_patiently(candidate, state, load_options)
                 except CheckpointException as error:
                     if step is not None or not is_damage(error) or is_elsewhere(error):
                         raise
                     damages.append(f"step {candidate}: {causes(error)}")
                     self._pass_over(candidate, damages[-1])
                     continue
-            self.skipped = len(damages)
+            self.skipped, self.report = len(damages), report
             return candidate
         raise CheckpointError(
             f"none of the steps in {self._store.root} can be loaded, so training does not begin "
@@ -158,20 +163,21 @@ class Restorer:
 
     def _load_patiently(
         self, step: int, state: MutableMapping[str, Any], load_options: dict[str, Any]
-    ) -> None:
-        for seconds in (*_PATIENCE_SECONDS, None):
+    ) -> LoadReport | None:
+        patience = iter(_PATIENCE_SECONDS)
+        while True:
             try:
-                self._load(step, state, load_options)
-                return
+                return self._load(step, state, load_options)
             except CheckpointException as error:
                 # All ranks have the same failures, and so wait alike.
+                seconds = next(patience, None)
                 if seconds is None or not is_elsewhere(error):
                     raise
                 time.sleep(seconds)
 
     def _load(
         self, step: int, state: MutableMapping[str, Any], load_options: dict[str, Any]
-    ) -> None:
+    ) -> LoadReport | None:
         load = functools.partial(
             self._store.load,
             step,
@@ -179,4 +185,6 @@ class Restorer:
             **load_options,
             **self._load_options,
         )
-        AppState(state).restore(load, call=_CALL, process_group=self._group, timeout=self._timeout)
+        return AppState(state).restore(
+            load, call=_CALL, process_group=self._group, timeout=self._timeout
+        )

@@ -504,6 +504,21 @@ def test_metadata_tells_names_and_shapes_without_reading(make: Make) -> None:
     assert list(entries["model.weight"].size) == [3, 4]
 
 
+def test_a_restore_that_is_not_strict_tells_what_it_has_left(make: Make) -> None:
+    made = make()
+    assert made.restore_report is None
+    made.save(1, {"a": {"x": torch.ones(2), "y": torch.ones(2)}, "n": 3})
+    state = {"a": {"x": torch.zeros(2), "z": torch.zeros(2)}, "n": 0}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert made.restore(state, strict=False) == 1
+    report = made.restore_report
+    assert report is not None
+    assert "a.x" in report.loaded
+    assert report.missing == ["a.z"]
+    assert_equal(state["a"], {"x": torch.ones(2), "z": torch.zeros(2)})
+
+
 def test_a_part_can_be_restored(make: Make) -> None:
     made = make()
     train(made, [1, 2])
