@@ -6,6 +6,7 @@ mapped file that somebody cuts off ends the process, and its pages count as the 
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
@@ -255,9 +256,12 @@ class TorchSource(Source):
         try:
             with zipfile.ZipFile(self._stream) as archive:
                 self._look_at(archive)
-        except (CheckpointError, OSError):
+        except CheckpointError:
             raise
         except Exception as error:
+            # A damaged place may lie before the file's begin.
+            if isinstance(error, OSError) and error.errno != errno.EINVAL:
+                raise
             # zipfile has no one class for what it does not understand.
             reason = _first_line(error)
             raise Corrupt(f"{self._path} is a damaged archive: {reason}") from error
