@@ -15,6 +15,7 @@ from torch_ckpt.app_state import AppState, PerRank, RNGState
 from torch_ckpt.async_checkpoint import AsyncCheckpoint
 from torch_ckpt.background import Background
 from torch_ckpt.comparing import DiffReport, TensorDifference, diff
+from torch_ckpt.converting import ConvertReport, convert
 from torch_ckpt.errors import (
     CheckpointError,
     Corrupt,
@@ -46,6 +47,7 @@ __all__ = [
     "Background",
     "CheckpointError",
     "CheckpointManager",
+    "ConvertReport",
     "Corrupt",
     "Damage",
     "DiffReport",
@@ -71,6 +73,7 @@ __all__ = [
     "__version__",
     "async_save",
     "check_for_errors",
+    "convert",
     "diff",
     "estimate_read_memory",
     "load",

@@ -993,5 +993,29 @@ def _wrapped(key: str, state: Any, tensors: int = 0, for_load: bool = False) -> 
     return wrapped
 
 
+def as_states(value: Any) -> Any:
+    """What lies in nested dicts and lists of a checkpoint of :class:`AppState`, as what the values'
+    ``state_dict()`` has returned. Tensors may be anything that stands for them."""
+    if _is_wrapped(value):
+        return value.value
+    if type(value) is list:
+        return [as_states(part) for part in value]
+    if type(value) is not dict:
+        return value
+    if _is_wrapped(value.get(_OBJECTS)):
+        tensors = {name: part for name, part in value.items() if name != _OBJECTS}
+        value = _join(value[_OBJECTS].value, tensors)
+    else:
+        value = {name: as_states(part) for name, part in value.items()}
+    if isinstance(value, dict) and isinstance(value.get("param_groups"), list):
+        # No name in a checkpoint stands for an empty dict.
+        value.setdefault("state", {})
+    return value
+
+
+def _is_wrapped(value: Any) -> bool:
+    return isinstance(value, SimpleNamespace) and {"value", "tensors"} <= vars(value).keys()
+
+
 def _value(part: Any) -> Any:
     return part.value if isinstance(part, SimpleNamespace) else part

@@ -133,12 +133,24 @@ def _diff(arguments: argparse.Namespace) -> int:
     return 0 if report.equal else 1
 
 
+def _renaming(text: str) -> tuple[str, str]:
+    old, equals, new = text.partition("=")
+    if not (old and equals and new):
+        raise argparse.ArgumentTypeError(f"must be OLD=NEW, got {text!r}")
+    return old, new
+
+
 def _convert(arguments: argparse.Namespace) -> int:
     """Converts a model from one format to another."""
     try:
         report = convert(
             checkpoint_at(arguments.source, other_formats=True),
             arguments.target,
+            select=arguments.select,
+            strip_prefix=arguments.strip_prefix,
+            rename=arguments.rename,
+            dtype=arguments.dtype,
+            config=arguments.config,
             max_shard_size=arguments.max_shard_size,
             tensors_only=arguments.tensors_only,
             overwrite=arguments.overwrite,
@@ -433,11 +445,38 @@ def _parser() -> argparse.ArgumentParser:
         description="Convert a model, a few tensors at a time. SOURCE: a checkpoint directory, a "
         "file of torch.save, a safetensors file, or a directory of these with an index. TARGET: "
         "*.safetensors; *.pt, *.pth or *.bin for torch.save; else a checkpoint directory, or, with "
-        "--max-shard-size, a directory of safetensors files. Exits with 2 when it cannot be "
-        "converted; then nothing is left of the target.",
+        "--max-shard-size or --config, a directory of safetensors files. Exits with 2 when it "
+        "cannot be converted; then nothing is left of the target.",
     )
     change.add_argument("source", type=_local, metavar="SOURCE", help="what to convert")
     change.add_argument("target", type=_local, metavar="TARGET", help="what to make of it")
+    change.add_argument(
+        "--select",
+        action="append",
+        metavar="PATTERN",
+        help="take only the names that match, as 'model.*'; may be given several times",
+    )
+    change.add_argument(
+        "--strip-prefix", metavar="PREFIX", help="take PREFIX away from names that begin with it"
+    )
+    change.add_argument(
+        "--rename",
+        action="append",
+        type=_renaming,
+        metavar="OLD=NEW",
+        help="give what is left of a name another one; a * in NEW stands for what the one at its "
+        "place in OLD matches; may be given several times, the first that matches counts",
+    )
+    change.add_argument(
+        "--dtype", metavar="DTYPE", help="of floating point tensors: bf16, fp16, fp32, ..."
+    )
+    change.add_argument(
+        "--config",
+        type=_local,
+        metavar="PATH",
+        help="a config.json, or a directory with one, to put beside safetensors files (of 5 GB "
+        "where --max-shard-size does not say it), so that transformers loads TARGET",
+    )
     change.add_argument(
         "--max-shard-size",
         type=_bytes,

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
+from torch_ckpt.app_state import as_states
 from torch_ckpt.convert_sources import Entry, Path, Source
 from torch_ckpt.directory import OpenDirectory
 from torch_ckpt.errors import CheckpointError, Corrupt, DurabilityUncertain
@@ -56,8 +57,11 @@ class Write(Protocol):
     ) -> list[str]: ...
 
 
-_SHARD_NAME = re.compile(
-    r"^model(-\d{5,}-of-\d{5,})?\.safetensors$|^model\.safetensors\.index\.json$"
+#: What transformers reads a model's configuration from.
+CONFIG_NAME = "config.json"
+
+_OUR_NAME = re.compile(
+    r"^model(-\d{5,}-of-\d{5,})?\.safetensors$|^model\.safetensors\.index\.json$|^config\.json$"
 )
 
 
@@ -123,12 +127,13 @@ def write_safetensors_shards(
     target: str,
     *,
     max_shard_size: int,
+    config: bytes | None,
     overwrite: bool,
     wave_bytes: int,
     wrote: Wrote,
 ) -> list[str]:
-    """Writes a directory of files of at most so many bytes of tensors, or one tensor, and their
-    index; returns the paths."""
+    """Writes a directory of files of at most so many bytes of tensors, or one tensor, their index,
+    and a configuration; returns the paths."""
     shards = list(in_waves(source.tensors, max_shard_size)) or [[]]
     count = len(shards)
     names = [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
@@ -146,6 +151,10 @@ def write_safetensors_shards(
             names.append("model.safetensors.index.json")
             with _new_file(os.path.join(directory, names[-1])) as stream:
                 stream.write(json.dumps(index, indent=2).encode() + b"\n")
+        if config is not None:
+            names.append(CONFIG_NAME)
+            with _new_file(os.path.join(directory, CONFIG_NAME)) as stream:
+                stream.write(config)
     return [os.path.join(target, name) for name in names]
 
 
@@ -256,9 +265,17 @@ def write_torch(
     source: Source, target: str, *, overwrite: bool, wave_bytes: int, wrote: Wrote
 ) -> list[str]:
     """Writes one file that torch.load reads, nested as the source is; returns its path."""
+    objects = {name: source.object(name) for name in source.objects}
+    # Before they get their tensors.
+    refused = [name for name, value in objects.items() if not _is_plain(as_states(value))]
+    if refused:
+        source.notes.append(
+            "torch.load takes these with weights_only=False alone, so leave them out where that is "
+            f"not wanted: {some_of(refused)}"
+        )
     pickled = io.BytesIO()
     pickler = _Pickler(pickled)
-    pickler.dump(_nested(source))
+    pickler.dump(as_states(_nested(source, objects)))
     with published_file(target, overwrite) as stream, _archive(stream) as archive:
         data = pickled.getvalue()
         archive.write_record("data.pkl", data, len(data))
@@ -294,13 +311,25 @@ def _archive(stream: BinaryIO) -> Iterator[Any]:
     archive.write_end_of_file()
 
 
-def _nested(source: Source) -> dict[Any, Any]:
+def _is_plain(value: Any) -> bool:
+    """Whether ``torch.load(weights_only=True)`` takes an object."""
+    stored = io.BytesIO()
+    torch.save(value, stored)
+    stored.seek(0)
+    try:
+        torch.load(stored, weights_only=True, map_location="cpu")
+    except pickle.UnpicklingError:
+        return False
+    return True
+
+
+def _nested(source: Source, objects: Mapping[str, Any]) -> dict[Any, Any]:
     """Tensors, which are written later, and objects where they belong."""
     nested: dict[Any, Any] = {}
-    known = {*source.tensors, *source.objects}
+    known = {*source.tensors, *objects}
     for name in filter(known.__contains__, source.paths):
         entry = source.tensors.get(name)
-        value = source.object(name) if entry is None else _Later(name, entry)
+        value = objects[name] if entry is None else _Later(name, entry)
         try:
             set_element(nested, source.paths[name], value)
         except (TypeError, AttributeError, KeyError, IndexError, AssertionError) as error:
@@ -456,7 +485,7 @@ def _require_ours(target: str, overwrite: bool) -> None:
     if not os.path.isdir(target):
         require_absent(target, overwrite=False)
         return
-    others = [name for name in os.listdir(target) if not _SHARD_NAME.match(name)]
+    others = [name for name in os.listdir(target) if not _OUR_NAME.match(name)]
     if others:
         raise FileExistsError(
             errno.EEXIST, f"is a directory with other files ({others[0]}); they stay", target

@@ -1,23 +1,29 @@
 """``convert``: a model from one format to another, never all of it in memory.
 
-1. The source is opened by its metadata: names, dtypes, shapes, and where each tensor lies.
+1. The source is opened by its metadata: names, dtypes, shapes, and where each tensor lies; and what
+   is not selected is forgotten.
 2. What the target's format does not hold is refused by name, before anything is written.
-3. Tensors are read and written some at a time, in the same bytes.
+3. Tensors are read and written some at a time, in the same bytes where no other dtype is wanted.
 4. The target takes its name once it is complete and durable.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import time
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
+
+from torch_ckpt.convert_selection import Selection, dtype_of
 from torch_ckpt.convert_sources import Source, open_source
 from torch_ckpt.convert_targets import (
+    CONFIG_NAME,
     Write,
     require_safetensors,
     write_dcp,
@@ -27,7 +33,11 @@ from torch_ckpt.convert_targets import (
 )
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.progress import Progress, ProgressOption, Reporter
+from torch_ckpt.renaming import Rename
 from torch_ckpt.text import plural, printable, size, some_of
+
+# The most bytes of tensors in a file of a directory for transformers.
+_SHARD_BYTES = 5 * 10**9
 
 #: What files of torch.save are called.
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")
@@ -83,6 +93,11 @@ def convert(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
+    select: Iterable[str] | None = None,
+    strip_prefix: str | None = None,
+    rename: Rename = None,
+    dtype: torch.dtype | str | None = None,
+    config: str | os.PathLike[str] | None = None,
     max_shard_size: int | None = None,
     tensors_only: bool = False,
     overwrite: bool = False,
@@ -92,14 +107,26 @@ def convert(
 ) -> ConvertReport:
     """Converts between checkpoint directories, files of ``torch.save``, and safetensors.
 
-    Tensors arrive bit for bit. Names of nested dicts and lists become "a.b.0" in safetensors, and
-    are nested again in files of ``torch.save`` where the source is a checkpoint.
+    Tensors arrive bit for bit, where ``dtype`` is not given. Names of nested dicts and lists become
+    "a.b.0" in safetensors, and are nested again in files of ``torch.save`` where the source is a
+    checkpoint. There the values of :class:`torch_ckpt.AppState` are what their
+    ``load_state_dict()`` takes.
 
     Args:
         source: a checkpoint directory of torch or of ours, a file of ``torch.save``, a safetensors
             file, or a directory of such files with their index.
         target: ``*.safetensors``; ``*.pt``, ``*.pth`` or ``*.bin`` for ``torch.save``; else a
             checkpoint directory.
+        select: patterns as of :mod:`fnmatch` of the names in the source to take, as
+            ``["model.*"]``. None: all.
+        strip_prefix: is taken away from the names that begin with it, as ``"model."``.
+        rename: gives what is left of the names others: see :func:`torch_ckpt.load`.
+        dtype: of floating point tensors, also as "bf16", "fp16" or "fp32". What becomes too large
+            for it is noted.
+        config: a ``config.json``, or a directory that has one, which is copied to the target as it
+            is. The target is a directory of safetensors files then, of 5 GB at most where
+            ``max_shard_size`` is not given: with the names of a model of ``transformers`` its
+            ``from_pretrained`` loads that.
         max_shard_size: makes the target a directory of safetensors files with an index, none with
             more bytes of tensors, unless one tensor has more.
         tensors_only: leave out what is no tensor.
@@ -112,28 +139,35 @@ def convert(
     Raises:
         FileNotFoundError: there is no source.
         FileExistsError: there is something at the target.
-        CheckpointError: the formats are the same, or the target's does not hold what the source
-            has, which is named.
+        CheckpointError: the formats are the same and nothing else changes, or the target's does not
+            hold what the source has, which is named; or ``config`` is not a JSON object.
         Corrupt, Unsafe: the source is damaged, or would run code.
         OSError: a system call failed. Nothing is left of the target.
         DurabilityUncertain: the target is there and complete, but the last fsync failed.
-        ValueError: an option is out of range.
+        ValueError: an option is out of range, a pattern matches no name, or two names become one.
     """
     for title, value in (("max_shard_size", max_shard_size), ("max_host_bytes", max_host_bytes)):
         if value is not None and value < 1:
             raise ValueError(f"{title} must be at least 1, got {value}")
     begun = time.perf_counter()
     path, place = os.fspath(source), os.fspath(target)
-    target_format, write = _target(place, max_shard_size)
+    target_format, write = _target(place, max_shard_size, config)
+    to_dtype = None if dtype is None else dtype_of(dtype)
+    is_changed = not (select is None and not strip_prefix and rename is None and dtype is None)
     if os.path.exists(place) and os.path.exists(path) and os.path.samefile(path, place):
         raise CheckpointError(f"{path} cannot be converted to itself")
-    with closing(open_source(path, allow_pickle)) as opened:
+    with ExitStack() as stack:
+        opened = stack.enter_context(closing(open_source(path, allow_pickle)))
+        if is_changed:
+            opened = Selection(
+                opened, select=select, strip_prefix=strip_prefix, rename=rename, dtype=to_dtype
+            )
         report = ConvertReport(path, place, opened.format, target_format)
-        if target_format == opened.format != "safetensors":
+        if target_format == opened.format != "safetensors" and not is_changed:
             raise CheckpointError(
                 f"{path} and {place} are both {_NAMES[target_format]}: there is nothing to convert"
             )
-        report.notes = _left_out(opened, target_format, tensors_only) + opened.notes
+        notes = _left_out(opened, target_format, tensors_only)
         if target_format == "safetensors":
             require_safetensors(opened)
         report.tensors, report.objects = len(opened.tensors), len(opened.objects)
@@ -147,21 +181,44 @@ def convert(
             report.files = write(
                 opened, place, overwrite=overwrite, wave_bytes=max_host_bytes, wrote=wrote
             )
+        report.notes = notes + opened.notes
     report.seconds = time.perf_counter() - begun
     return report
 
 
-def _target(path: str, max_shard_size: int | None) -> tuple[str, Write]:
+def _target(
+    path: str, max_shard_size: int | None, config: str | os.PathLike[str] | None
+) -> tuple[str, Write]:
     suffix = os.path.splitext(path)[1].lower()
-    if max_shard_size is not None:
+    if max_shard_size is not None or config is not None:
         if suffix == ".safetensors" or suffix in TORCH_SUFFIXES:
-            raise ValueError(f"max_shard_size makes a directory, and {path} names a file")
-        return "safetensors", partial(write_safetensors_shards, max_shard_size=max_shard_size)
+            option = "config" if max_shard_size is None else "max_shard_size"
+            raise ValueError(f"{option} makes a directory, and {path} names a file")
+        return "safetensors", partial(
+            write_safetensors_shards,
+            max_shard_size=max_shard_size or _SHARD_BYTES,
+            config=None if config is None else _read_config(os.fspath(config)),
+        )
     if suffix == ".safetensors":
         return "safetensors", write_safetensors
     if suffix in TORCH_SUFFIXES:
         return "torch", write_torch
     return "dcp", write_dcp
+
+
+def _read_config(path: str) -> bytes:
+    """The text of a config.json."""
+    if os.path.isdir(path):
+        path = os.path.join(path, CONFIG_NAME)
+    with open(path, "rb") as stream:
+        text = stream.read()
+    try:
+        is_object = isinstance(json.loads(text), dict)
+    except ValueError:
+        is_object = False
+    if not is_object:
+        raise CheckpointError(f"{path} is not a JSON object, as a {CONFIG_NAME} is")
+    return text
 
 
 def _left_out(source: Source, target_format: str, tensors_only: bool) -> list[str]:

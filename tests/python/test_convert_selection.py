@@ -1,0 +1,242 @@
+"""``convert``: a part of a run's step, by other names, in another dtype; and steps of a manager as
+files of torch.save."""
+
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import torch_ckpt
+from tests.support import assert_equal, save
+from torch_ckpt import cli
+from torch_ckpt.app_state import AppState, PerRank, RNGState
+from torch_ckpt.converting import ConvertReport, convert
+from torch_ckpt.errors import CheckpointError
+
+STATE = {
+    "model": {"layer.weight": torch.randn(4, 3), "layer.count": torch.arange(3)},
+    "optimizer": {"state": {"layer.weight": {"exp_avg": torch.ones(4, 3)}}},
+    "step": 5,
+}
+
+SAMPLES = Path(__file__).parent / "samples"
+
+
+@pytest.fixture(autouse=True)
+def no_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+@pytest.fixture
+def step(tmp_path: Path) -> Path:
+    save(STATE, tmp_path / "step")
+    return tmp_path / "step"
+
+
+def converted(source: Path, **options: Any) -> tuple[dict[str, torch.Tensor], ConvertReport]:
+    target = source.parent / "m.safetensors"
+    report = convert(source, target, **options)
+    return safetensors.torch.load_file(target), report
+
+
+# --- names ---------------------------------------------------------------------------------------
+
+
+def test_what_is_selected_arrives_without_its_prefix(step: Path) -> None:
+    found, report = converted(step, select=["model.*"], strip_prefix="model.")
+    assert_equal(dict(sorted(found.items())), dict(sorted(STATE["model"].items())))  # type: ignore
+    assert (report.tensors, report.objects) == (2, 0)
+
+
+def test_renames_see_what_is_left_of_a_name(step: Path) -> None:
+    options = {"select": ["model.*", "step"], "strip_prefix": "model."}
+    found, _report = converted(
+        step, **options, rename={"layer.*": "h.*", "step": "n"}, tensors_only=True
+    )
+    assert sorted(found) == ["h.count", "h.weight"]
+
+
+def test_what_loses_its_first_key_is_nested_as_it_was(step: Path, tmp_path: Path) -> None:
+    options: Any = {"select": ["optimizer.*"], "strip_prefix": "optimizer."}
+    convert(step, tmp_path / "m.pt", **options)
+    loaded = torch.load(tmp_path / "m.pt", weights_only=True)
+    assert_equal(loaded, STATE["optimizer"])
+
+
+def test_a_checkpoint_of_a_part_is_one(step: Path, tmp_path: Path) -> None:
+    convert(step, tmp_path / "part", select=["model.*"], rename={"model.*": "net.*"})
+    state = {"net": {"layer.weight": torch.zeros(4, 3), "layer.count": torch.zeros(3).long()}}
+    torch_ckpt.load(state, tmp_path / "part")
+    assert_equal(state["net"], STATE["model"])
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"select": ["modle.*"]}, r"select: no name matches 'modle\.\*'; there are model"),
+        ({"select": "model.*"}, "select must be a list of patterns"),
+        ({"strip_prefix": "net."}, r"strip_prefix: no name matches 'net\.\*'"),
+        ({"strip_prefix": "model*"}, "strip_prefix must be a text"),
+        ({"rename": {"net.*": "x.*"}}, r"rename: no name matches 'net\.\*'"),
+        ({"rename": {"*.weight": "*.count"}}, r"rename: both .* would be model\.layer\.count"),
+        ({"dtype": "int8"}, "dtype must be one of floating point numbers"),
+        ({"dtype": "bf17"}, "dtype must be one of floating point numbers"),
+    ],
+    ids=str,
+)
+def test_options_that_do_not_go_with_the_names_are_refused(
+    step: Path, tmp_path: Path, options: Any, match: str
+) -> None:
+    with pytest.raises(ValueError, match=match):
+        convert(step, tmp_path / "m.pt", **options)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step"]
+
+
+# --- dtypes --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "bfloat16", torch.bfloat16], ids=str)
+def test_floating_point_tensors_get_another_dtype_and_others_do_not(step: Path, dtype: Any) -> None:
+    found, report = converted(step, select=["model.*"], dtype=dtype, max_host_bytes=1)
+    weight = STATE["model"]["layer.weight"]  # type: ignore[index]
+    assert_equal(found["model.layer.weight"], weight.bfloat16())
+    assert found["model.layer.count"].dtype == torch.int64
+    assert report.bytes == 4 * 3 * 2 + 3 * 8
+    assert report.notes == []
+
+
+def test_values_that_a_dtype_does_not_hold_are_noted(tmp_path: Path) -> None:
+    save({"large": torch.tensor([1e5, 1.0]), "inf": torch.tensor([torch.inf])}, tmp_path / "step")
+    _found, report = converted(tmp_path / "step", dtype="fp16")
+    assert report.notes == ["values of large are too large for torch.float16, and not finite now"]
+
+
+# --- transformers --------------------------------------------------------------------------------
+
+
+def test_a_managers_step_becomes_what_transformers_loads_without_a_missing_key(
+    tmp_path: Path,
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_layer=2, n_head=2, n_embd=8, vocab_size=16, n_positions=8, bos_token_id=0, eos_token_id=0
+    )
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(config)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 4, dtype=torch.long)).logits.sum().backward()
+    optimizer.step()
+    with torch_ckpt.CheckpointManager(tmp_path / "run", interval=1) as manager:
+        manager.save(1, {"model": model, "optimizer": optimizer, "rng": RNGState()})
+    config.save_pretrained(tmp_path / "config")
+    arguments = ["--select", "model.*", "--strip-prefix", "model.", "--dtype", "bf16"]
+    source, target = str(tmp_path / "run/0000000001"), str(tmp_path / "hf")
+    more = ["--config", str(tmp_path / "config"), "--max-shard-size", "2kB", "--json"]
+    assert cli.main(["convert", source, target, *arguments, *more]) == 0
+    found, info = transformers.GPT2LMHeadModel.from_pretrained(
+        target, output_loading_info=True, dtype="auto", local_files_only=True
+    )
+    assert not any(info.values()), info
+    expected = {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}
+    state = {name: tensor.bfloat16() for name, tensor in found.state_dict().items()}
+    assert_equal(state, expected)
+    index = json.loads((tmp_path / "hf/model.safetensors.index.json").read_text())
+    assert sorted(index["weight_map"]) == sorted(expected)
+
+
+def test_a_configuration_makes_a_directory_that_may_be_replaced(step: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "x"}')
+    options: Any = {"select": ["model.*"], "config": tmp_path / "config.json"}
+    convert(step, tmp_path / "hf", **options)
+    convert(step, tmp_path / "hf", **options, overwrite=True)
+    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]
+    assert (tmp_path / "hf/config.json").read_text() == '{"model_type": "x"}'
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "\xff"])
+def test_a_configuration_that_is_none_is_refused(step: Path, tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_bytes(text.encode("latin1"))
+    with pytest.raises(CheckpointError, match="is not a JSON object"):
+        convert(step, tmp_path / "hf", config=tmp_path)
+    assert not (tmp_path / "hf").exists()
+
+
+def test_a_configuration_goes_with_a_directory_only(step: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="config makes a directory"):
+        convert(step, tmp_path / "m.pt", config=tmp_path)
+
+
+# --- a manager's step as a file of torch.save ----------------------------------------------------
+
+
+def _program(steps: int, **options: Any) -> dict[str, Any]:
+    torch.manual_seed(steps)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, **options)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5])
+    for _ in range(steps):
+        model(torch.randn(5, 3)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "rng": RNGState(),
+        "own": PerRank({"position": 7}),
+        "ema": {"decay": 0.5, "values": [torch.ones(2), 3]},
+        "best": {1: "one"},
+        "step": steps,
+    }
+
+
+@pytest.mark.parametrize("options", [{"momentum": 0.9}, {}], ids=str)
+def test_a_managers_step_becomes_what_load_state_dict_takes(
+    tmp_path: Path, options: dict[str, float]
+) -> None:
+    saved, fresh = _program(3, **options), _program(0, **options)
+    torch_ckpt.save(AppState(saved).state_dict, tmp_path / "step")
+    report = convert(tmp_path / "step", tmp_path / "m.pt")
+    assert report.notes == []
+    loaded = torch.load(tmp_path / "m.pt", weights_only=True)
+    for key in ("model", "optimizer", "scheduler"):
+        fresh[key].load_state_dict(loaded[key])
+        assert_equal(fresh[key].state_dict(), saved[key].state_dict(), key)
+    assert_equal(loaded["ema"], saved["ema"])
+    assert (loaded["best"], loaded["step"]) == ({1: "one"}, 3)
+    assert loaded["own"] == {"rank0": {"position": 7}}
+    RNGState().load_state_dict(loaded["rng"]["rank0"])
+
+
+def test_a_step_whose_optimizer_is_one_object_becomes_the_same(tmp_path: Path) -> None:
+    convert(SAMPLES / "one_object/checkpoint", tmp_path / "m.pt")
+    loaded = torch.load(tmp_path / "m.pt", weights_only=True)
+    expected = torch.load(SAMPLES / "one_object/expected.pt", weights_only=True)
+    model = nn.ModuleDict({"used": nn.Linear(2, 3), "unused": nn.Linear(2, 1)})
+    weights = [model["used"].weight, model["unused"].weight]
+    biases = [model["used"].bias, model["unused"].bias]
+    optimizer = torch.optim.AdamW([{"params": weights}, {"params": biases}])
+    optimizer.load_state_dict(loaded["optimizer"])
+    groups = optimizer.state_dict()["param_groups"]
+    assert_equal(groups, expected["optimizer"]["param_groups"])
+    assert_equal(loaded["scheduler"], expected["scheduler"])
+
+
+def test_objects_that_torch_load_refuses_are_noted(tmp_path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    save({"config": {"a": (numpy.arange(3),)}, "step": 3}, tmp_path / "step")
+    report = convert(tmp_path / "step", tmp_path / "m.pt")
+    assert len(report.notes) == 1
+    assert "weights_only=False" in report.notes[0]
+    assert report.notes[0].endswith("config.a")
