@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from torch_ckpt.collector import no_gc
+from torch_ckpt.collector import RelaxedGc, no_gc
 from torch_ckpt.coordination import TIMEOUT_SECONDS, attempt, is_distributed, own_rank
 from torch_ckpt.directory import Place
 from torch_ckpt.ending import Ending
@@ -157,7 +157,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         Raises:
             CheckpointError: the planner resolved an item to what cannot be written.
         """
-        self._planning.end()
+        RelaxedGc.end()
         items = list(plan.items)
         self._take_part()
         with self._lock:
@@ -218,7 +218,7 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     def fail(self, error: BaseException) -> None:
         """Makes the save one that has failed on this rank, which the others learn at its end."""
-        self._planning.end()
+        RelaxedGc.end()
         # Not by a queue: perhaps that one could not be made is what has failed.
         self._task = self.results_queue = None
         self._failure = portable(error)

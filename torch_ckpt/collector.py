@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import gc
 import os
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import ClassVar
 
 # New objects between two runs of the collector: enough for a plan of many thousand tensors, few
 # enough that a program's own garbage is still collected.
@@ -51,29 +51,35 @@ os.register_at_fork(after_in_child=_resume_in_child)
 
 
 class RelaxedGc:
-    """Makes the collector rare between two calls of an owner, with other people's code in between.
+    """Makes the collector rare between two calls of DCP's, with other people's code in between.
 
-    The collector is never switched off: that code may fail, and then ``end`` is not called. What
-    remains then is a collector that runs less often, until the owner's next call or its end.
+    That code may fail, and then nobody calls ``end``. So the relaxation ends by itself: with the
+    first run of the collector, or when it is to begin for the next time, which then is not
+    relaxed, and in which the collector finds what the failed one has left.
     """
 
-    def __init__(self, owner: object) -> None:
-        self._before: list[tuple[int, int, int]] = []
-        weakref.finalize(owner, _restore, self._before)
+    _before: ClassVar[tuple[int, int, int] | None] = None
 
-    def begin(self) -> None:
-        """Relaxes the collector; does nothing where it is off or relaxed already."""
+    @classmethod
+    def begin(cls) -> None:
+        """Relaxes the collector, unless it is off, relaxed, or rarer already."""
         threshold = gc.get_threshold()
-        if not self._before and 0 < threshold[0] < _RELAXED_THRESHOLD:
-            self._before.append(threshold)
+        if cls._before is not None:
+            cls.end()
+        elif 0 < threshold[0] < _RELAXED_THRESHOLD:
+            cls._before = threshold
+            # Once and for all: to remove it at a run would hide the run from who comes after it.
+            if cls._at_run not in gc.callbacks:
+                gc.callbacks.append(cls._at_run)
             gc.set_threshold(_RELAXED_THRESHOLD, *threshold[1:])
 
-    def end(self) -> None:
-        """Restores what ``begin`` changed."""
-        _restore(self._before)
+    @classmethod
+    def end(cls) -> None:
+        """Restores what ``begin`` changed; from any thread."""
+        before, cls._before = cls._before, None
+        if before is not None and gc.get_threshold()[0] == _RELAXED_THRESHOLD:
+            gc.set_threshold(*before)
 
-
-def _restore(before: list[tuple[int, int, int]]) -> None:
-    if before and gc.get_threshold()[0] == _RELAXED_THRESHOLD:
-        gc.set_threshold(*before[0])
-    before.clear()
+    @classmethod
+    def _at_run(cls, _phase: str, _info: dict[str, int]) -> None:
+        cls.end()

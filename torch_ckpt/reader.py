@@ -217,7 +217,6 @@ class FileSystemReader(StockReader):
         self._directory: OpenDirectory | None = None
         self._refused: Exception | None = None
         self._identity: tuple[Metadata | None, bytes] = (None, b"")
-        self._planning = RelaxedGc(self)
         self._is_alone = False
         self._narrowed: dict[str, tuple[torch.dtype, torch.dtype]] = {}
 
@@ -277,7 +276,7 @@ class FileSystemReader(StockReader):
         self._metadata = metadata
         self._narrowed = {}  # of a load that failed
         self._is_alone = False
-        self._planning.begin()
+        RelaxedGc.begin()
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         if self.read_once and dist.is_initialized():
@@ -300,7 +299,7 @@ class FileSystemReader(StockReader):
             self.release()
 
     def _read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        self._planning.end()
+        RelaxedGc.end()
         if not self._is_local() or self._metadata is None:
             return super().read_data(plan, self._guarded(planner))
         # There all that may fail on one rank is told to the others.

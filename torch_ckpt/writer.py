@@ -183,7 +183,6 @@ class FileSystemWriter(StockWriter):
         self.direct_io = direct_io
         self.progress = progress
         self.background = background
-        self._planning = RelaxedGc(self)
         self._is_staged = False
         self._is_coordinator = False
         self._is_alone = False
@@ -207,7 +206,7 @@ class FileSystemWriter(StockWriter):
         # torch passes the rank only to a method that has a parameter of the name `kwargs`.
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         self._is_coordinator = is_coordinator
-        self._planning.begin()
+        RelaxedGc.begin()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         self.abandon()
@@ -250,7 +249,7 @@ class FileSystemWriter(StockWriter):
                 self._directory = None
 
     def _write_data_of(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        self._planning.end()
+        RelaxedGc.end()
         prefix: str = plan.storage_data.prefix
         if self._is_local():
             prefix = choose_prefix(self.directory, prefix)

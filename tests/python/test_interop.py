@@ -1083,6 +1083,28 @@ def test_pythons_garbage_collector_is_left_as_it_was(tmp_path: Path, fails: bool
     assert (gc.isenabled(), gc.get_threshold()) == before
 
 
+def test_failed_loads_do_not_keep_the_collector_from_what_they_leave(tmp_path: Path) -> None:
+    gc.collect()
+    before = gc.get_threshold()
+    save(state_of(), tmp_path)
+    for _ in range(2):
+        with contextlib.suppress(dcp.CheckpointException):
+            load({"epoch": 0, "missing": 0}, tmp_path)
+    # The second found that the first had failed.
+    assert gc.get_threshold() == before
+
+
+def test_the_collectors_next_run_ends_what_a_failed_load_has_left(tmp_path: Path) -> None:
+    gc.collect()
+    before = gc.get_threshold()
+    save(state_of(), tmp_path)
+    with contextlib.suppress(dcp.CheckpointException):
+        load({"epoch": 0, "missing": 0}, tmp_path)
+    assert gc.get_threshold() != before
+    gc.collect(0)
+    assert gc.get_threshold() == before
+
+
 def test_importing_torch_ckpt_changes_no_settings() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
