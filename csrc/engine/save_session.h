@@ -55,8 +55,8 @@ struct SaveOptions {
 struct FileJob {
   std::string name;  // of the file in the directory; must not exist
   FileImage image;
-  std::vector<std::size_t> items;  // the numbers of the image's items in the plan; may be empty,
-                                   // and is then 0 and so on
+  // The numbers of the image's items in the plan; where it is empty they are 0 and so on.
+  std::vector<std::size_t> items = {};
 };
 
 /// Bytes and files so far. A snapshot of counters that only grow.
