@@ -502,38 +502,39 @@ def _initial_state(
 def _as_stock(key: str, state: StateDict) -> StateDict:
     """An optimizer's state to save, with the names and values of torch's ``get_state_dict``. What
     torch would take apart, and so lose types or keys of, is wrapped."""
-    objects: list[Any] = []
 
-    def stored(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value
+    def stored(name: str, value: Any) -> Any:
         if type(value) in (dict, OrderedDict) and _holds_tensors(value):
             _require_distinct(value)
-            return {name: stored(part) for name, part in value.items()}
+            return {place: stored(f"{name}.{place}", part) for place, part in value.items()}
         if type(value) is list and _holds_tensors(value):
-            return [stored(part) for part in value]
-        return stored_object(value)
+            return [stored(f"{name}.{place}", part) for place, part in enumerate(value)]
+        return stored_leaf(name, value)
 
-    def stored_object(value: Any) -> Any:
+    def stored_leaf(name: str, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value
         value = _python_number(value)
-        objects.append(value)
         if type(value) in (list, tuple) and all(type(part) in _PLAIN for part in value):
             return copy.copy(value)
-        return value if type(value) in _PLAIN else SimpleNamespace(value=_on_cpu(value), tensors=0)
+        return value if type(value) in _PLAIN else _wrapped(name, value)
 
     groups = [
         {
-            option: value if isinstance(value, torch.Tensor) else stored_object(value)
+            option: stored_leaf(f"{key}.param_groups.{number}.{option}", value)
             for option, value in group.items()
         }
-        for group in state["param_groups"]
+        for number, group in enumerate(state["param_groups"])
     ]
     slots = {
-        name: {slot: stored(value) for slot, value in slots.items()}
+        name: {slot: stored(f"{key}.state.{name}.{slot}", value) for slot, value in slots.items()}
         for name, slots in state["state"].items()
     }
-    rest = {k: stored(v) for k, v in state.items() if k not in ("state", "param_groups")}
-    _wrapped(key, objects)  # which warns of what will not load
+    rest = {
+        name: stored(f"{key}.{name}", value)
+        for name, value in state.items()
+        if name not in ("state", "param_groups")
+    }
     return {**rest, "state": slots, "param_groups": groups}
 
 

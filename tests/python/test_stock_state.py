@@ -260,6 +260,17 @@ def test_options_and_states_of_any_type_are_restored_as_they_were(tmp_path: Path
     assert_equal(fresh["optimizer"].state_dict(), saved["optimizer"].state_dict())
 
 
+class _Foreign:
+    """A type that nobody has declared safe."""
+
+
+def test_an_option_that_will_not_load_is_named_in_full() -> None:
+    layer = nn.Linear(2, 2)
+    state = {"model": layer, "optimizer": _Odd(layer.parameters(), {"a": _Foreign()})}
+    with pytest.warns(UserWarning, match=r"optimizer\.param_groups\.0\.odd.*Foreign"):
+        AppState(state).state_dict()
+
+
 def test_an_option_that_the_checkpoint_does_not_know_stays(tmp_path: Path) -> None:
     saved, fresh = program(1), program(0)
     torch_ckpt.save(AppState(saved).state_dict, tmp_path)
