@@ -29,6 +29,7 @@ from torch_ckpt.beneath import lies_beneath
 from torch_ckpt.loading import LoadReport
 from torch_ckpt.metadata import METADATA_NAME
 from torch_ckpt.metrics import LOGGER
+from torch_ckpt.options import names_of
 from torch_ckpt.remote_files import RemoteFile, RemoteFiles, age, require_staging_room
 from torch_ckpt.remote_reader import RemoteReader
 from torch_ckpt.remote_writer import DELETED_NAME, RemoteWriter, busy
@@ -54,8 +55,6 @@ LEFTOVER_SECONDS = 3600.0
 VERIFIED_AT_ONCE_BYTES = 4 << 30
 
 _OWN_NAMES = {METADATA_NAME, MARKER_NAME, PINNED_NAME, DELETED_NAME}
-
-_OF_LOAD = ("planner", "process_group", "no_dist", "strict", "names", "free_before_read")
 
 # Before the end of the threads that file systems resolve names in, which comes before atexit.
 threading._register_atexit(join_saves)  # type: ignore[attr-defined]
@@ -150,7 +149,7 @@ class RemoteSteps(StepStore):
     def load(self, step: int, state_dict: dict[str, Any], **options: Any) -> LoadReport | None:
         from torch_ckpt.api import load
 
-        of_load = {name: options.pop(name) for name in _OF_LOAD if name in options}
+        of_load = {name: options.pop(name) for name in names_of(load) & options.keys()}
         files = self._files.below(step_name(step))
         reader = RemoteReader(files, self._staging_dir, **options)
         busy.begin(files.url)
