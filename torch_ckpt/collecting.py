@@ -168,15 +168,12 @@ def delete(store: StepStore, steps: Sequence[int], *, force: bool = False) -> Gc
     """
     entries = store.entries()
     complete = {entry.step: entry for entry in entries if entry.complete}
-    unfinished = {entry.step: entry.name for entry in entries if entry.state == "unfinished"}
+    unfinished = {entry.step: entry for entry in entries if entry.state == "unfinished"}
     chosen = sorted(set(steps))
     for step in chosen:
         where = f"{store.root}: step {step}"
         if step in unfinished:
-            raise CheckpointError(
-                f"{where} is being saved, or a save of it did not end: {unfinished[step]}; "
-                "torch-ckpt gc --sweep removes it where nobody saves there"
-            )
+            raise CheckpointError(f"{where}{_about_unfinished(store, unfinished[step])}")
         _require(store, complete, step)
         if complete[step].pinned:
             raise CheckpointError(f"{where} is pinned: torch-ckpt unpin releases it")
@@ -202,6 +199,15 @@ def set_pinned(store: StepStore, steps: Sequence[int], pinned: bool) -> None:
         _require(store, complete, step)
     for step in steps:
         store.set_pinned(step, pinned)
+
+
+def _about_unfinished(store: StepStore, entry: StepInfo) -> str:
+    if entry.lacks_marker and not store.sweeps_what_lacks_markers:
+        return f" has no {MARKER_NAME}: no manager has saved it, so remove {entry.path} by hand"
+    return (
+        f" is being saved, or a save of it did not end: {entry.name}; torch-ckpt gc --sweep "
+        "removes it where nobody saves there"
+    )
 
 
 def _require(store: StepStore, complete: dict[int, StepInfo], step: int) -> None:

@@ -282,6 +282,14 @@ def test_delete_takes_no_step_that_is_being_saved_again(
     assert (root / name).is_dir()
 
 
+def test_delete_leaves_a_checkpoint_that_no_manager_has_saved(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = leave_unmarked(root)
+    assert f"remove {root / name} by hand" in run(capsys, "delete", str(root), "7", code=2)
+    assert (root / name / ".metadata").exists()
+
+
 def test_delete_takes_the_newest_step_by_force(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
