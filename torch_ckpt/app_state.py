@@ -527,7 +527,13 @@ def _as_stock(key: str, state: StateDict) -> StateDict:
         for number, group in enumerate(state["param_groups"])
     ]
     slots = {
-        name: {slot: stored(f"{key}.state.{name}.{slot}", value) for slot, value in slots.items()}
+        name: {
+            # Nearly all are tensors, whose names are never needed.
+            slot: value
+            if isinstance(value, torch.Tensor)
+            else stored(f"{key}.state.{name}.{slot}", value)
+            for slot, value in slots.items()
+        }
         for name, slots in state["state"].items()
     }
     rest = {
