@@ -284,7 +284,9 @@ def tell_the_others(ranks: Ranks, error: BaseException) -> None:
 
 
 def _require_values(name: str, value: Any) -> None:
-    if isinstance(value, torch.Tensor) and getattr(value, "_local_tensor", value).is_meta:
+    # Not is_meta, which a ShardedTensor of several shards does not have.
+    local = getattr(value, "_local_tensor", value)
+    if isinstance(value, torch.Tensor) and local.device.type == "meta":
         raise CheckpointError(
             f"{name}: a tensor on the meta device has no values to save; give it memory and values "
             "first (module.to_empty(device=...), then initialize or load it), or leave it out"

@@ -141,7 +141,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     write_marker = steps.write_marker
 
     def fail(directory: str, *_: object) -> None:
-        raise OSError(EIO, "the disk is broken", directory)
+        raise OSError(EIO, "the disk is broken", str(directory))
 
     monkeypatch.setattr(steps, "write_marker", fail)
     return lambda: monkeypatch.setattr(steps, "write_marker", write_marker)
@@ -1332,9 +1332,9 @@ def test_the_error_of_one_manager_is_not_the_others(
     one, other = make(tmp_path / "one"), make(tmp_path / "other")
     write_marker = steps.write_marker
 
-    def fail_in_one(directory: str, *rest: Any) -> None:
-        if str(tmp_path / "one") in directory:
-            raise OSError(EIO, "the disk is broken", directory)
+    def fail_in_one(directory: OpenDirectory, *rest: Any) -> None:
+        if str(tmp_path / "one") in directory.path:
+            raise OSError(EIO, "the disk is broken", str(directory))
         write_marker(directory, *rest)
 
     monkeypatch.setattr(steps, "write_marker", fail_in_one)
