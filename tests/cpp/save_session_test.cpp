@@ -611,14 +611,32 @@ TEST(SaveSession, ALinkInTheDirectoryIsNotFollowed) {
   EXPECT_EQ(elsewhere.names(), Names{});
 }
 
-TEST(SaveSession, IntoAMissingDirectoryFails) {
+TEST(SaveSession, IntoADirectoryThatWasRemovedFails) {
   TempDir directory;
   Files files(directory);
   files.add_file("new");
+  auto opened = test::open_directory(directory);
   std::filesystem::remove(directory.path());
-  const auto outcome = run_save(directory, files.jobs(), small_chunks());
+  const auto session = SaveSession::start(std::move(opened), files.jobs(), small_chunks()).value();
+  wait_for_end(*session);
+  const auto outcome = session->outcome();
   ASSERT_FALSE(outcome.has_value());
   EXPECT_TRUE(is_system_error(outcome.error(), ENOENT, "open", directory.file("f0")));
+}
+
+TEST(SaveSession, WritesIntoTheDirectoryThatWasOpenedWhateverHasItsPath) {
+  TempDir above;
+  std::filesystem::create_directory(above.file("a"));
+  TempDir directory;
+  Files files(directory);
+  files.add_file("new");
+  auto opened = os::Directory::open(above.file("a")).value();
+  std::filesystem::rename(above.file("a"), above.file("moved"));
+  std::filesystem::create_directory(above.file("a"));
+  const auto session = SaveSession::start(std::move(opened), files.jobs(), small_chunks()).value();
+  wait_for_end(*session);
+  ASSERT_TRUE(ok(session->outcome()));
+  EXPECT_EQ(above.names(), (Names{"a", "moved", "moved/f0"}));
 }
 
 TEST(SaveSession, AfterAFailureTheNextSaveSucceeds) {

@@ -144,14 +144,6 @@ TEST(Snapshot, OfHostMemoryIsSubmittedToo) {
 
 // --- the files --------------------------------------------------------------------------------
 
-std::vector<FileJob> jobs_in(const TempDir& directory, const Files& files) {
-  std::vector<FileJob> jobs = files.jobs();
-  for (std::size_t i = 0; i < jobs.size(); ++i) {
-    jobs[i].name = "f" + std::to_string(i);
-  }
-  return jobs;
-}
-
 TEST(Snapshot, WritesWhatASaveInTheForegroundWrites) {
   Random random(3);
   SCOPED_TRACE(random.seed_text());
@@ -174,7 +166,7 @@ TEST(Snapshot, WritesWhatASaveInTheForegroundWrites) {
     SaveOptions plain;
     plain.sync = false;
     ASSERT_TRUE(ok(run_save(foreground, files.jobs(), plain)));
-    ASSERT_TRUE(ok(run_save(background, jobs_in(background, files), options)));
+    ASSERT_TRUE(ok(run_save(background, files.jobs(), options)));
     files.expect_in(foreground);
     files.expect_in(background);
     ASSERT_FALSE(::testing::Test::HasFailure())
@@ -354,7 +346,7 @@ TEST(Snapshot, UsesTheChunksOfTheOneBefore) {
   TempDir second;
   CallCounter counter;
   ScopedFaultHook hook(counter);
-  ASSERT_TRUE(ok(run_save(second, jobs_in(second, files), snapshot())));
+  ASSERT_TRUE(ok(run_save(second, files.jobs(), snapshot())));
   EXPECT_EQ(counter.calls("mmap"), 0);
   files.expect_in(second);
 }

@@ -205,7 +205,7 @@ TEST_F(Unfinished, AFileThatIsStagedBehindAnotherIsWaiting) {
 
 TEST_F(Unfinished, OnlyThoseThatHaveNotEndedAreTold) {
   for (int i = 0; i < 4; ++i) files_.add_file(std::string(kPage, 'x'));
-  const std::string last = files_.jobs()[3].path;
+  const std::string last = directory_.file(files_.jobs()[3].name);
   Gate gate;
   ScopedFaultHook hook(
       [&, pass = gate.passage()](std::string_view operation, std::string_view path) {
