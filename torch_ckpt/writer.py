@@ -378,6 +378,7 @@ class FileSystemWriter(StockWriter):
             _wait_for_devices(values)
         options = background.engine_options() if background else self._quiet_options()
         directory = self.directory
+        place = Place.of(directory)
         save = _C.start_save(
             directory,
             prefix,
@@ -412,7 +413,7 @@ class FileSystemWriter(StockWriter):
             raise
         finally:
             self._save = None
-        return Written(*save.results(), Place.of(directory))
+        return Written(*save.results(), place)
 
     def undo(self, written: Written) -> None:
         """Removes what this rank has written, of a save that has failed on another one."""

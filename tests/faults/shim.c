@@ -1,6 +1,6 @@
 // Preloaded into a process, it stands between the program and libc: it counts the calls that
-// concern one directory tree, and lets one of them fail, come back early or be the process's last, or
-// changes just before it what a path leads to.
+// concern one directory tree, and lets one of them fail, come back early or be the process's last,
+// or changes just before it what a path leads to.
 //
 // 1. A call concerns the tree when its path argument, or what its descriptor refers to, lies in it.
 //    Descriptors are looked up in /proc/self/fd, so that nothing has to be kept in step with them.
@@ -551,6 +551,12 @@ DEFINE_FSTAT(fstat64, stat64)
   }
 DEFINE_FSTATAT(fstatat, stat)
 DEFINE_FSTATAT(fstatat64, stat64)
+
+int statx(int directory, const char* path, int flags, unsigned mask, struct statx* status) {
+  NEXT(statx);
+  AT(STAT, directory, path);
+  RETURN(int, next(directory, path, flags, mask, status));
+}
 
 DIR* opendir(const char* path) {
   NEXT(opendir);

@@ -211,6 +211,14 @@ def test_a_save_one_of_whose_calls_fails_says_so_or_is_complete(
     assert not violations, "\n".join([str(scenario), *violations])
 
 
+def test_new_parents_are_fsynced_before_the_commit(server: Server, bench: Bench) -> None:
+    with bench.directory(Scenario("torch_ckpt.save", 1, False)) as (tree, path):
+        run = server.run(Order(), tree, save_alone, str(path), NEW, 1)
+    done = [(call.kind, call.path) for call in run.calls if call.errno == 0]
+    before = done[: done.index(("rename", str(path / ".metadata")))]
+    assert {("fsync", str(made)) for made in (tree, path.parent, path)} <= set(before)
+
+
 # --- calls that come back early, and calls that a file system may not have -----------------------
 
 #: Calls that a signal may interrupt. mkdir, rename and unlink are none of them.
