@@ -140,6 +140,11 @@ def is_plain(value: object) -> bool:
 def is_dense(tensor: object) -> bool:
     """Whether a tensor has no gaps, no overlap and no pending conjugation or negation."""
 
+def checksums_of_samples(tensors: list[Any], most_bytes: int, stripes: int) -> list[int | None]:
+    """The CRC-32 of each tensor up to ``most_bytes``, of a larger one that of as many bytes: so
+    many ``stripes`` of equal length, evenly spread over it. None for a tensor that is not plain, or
+    not in one piece in the host's memory."""
+
 def copy_to_pool(tensors: list[Any]) -> list[Any]:
     """Copies of dense CPU tensors, in memory that returns to the pool with the last of them."""
 

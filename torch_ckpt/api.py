@@ -42,6 +42,7 @@ from torch_ckpt.loading import (
 from torch_ckpt.options import refuse_unknown
 from torch_ckpt.reader import FileSystemReader
 from torch_ckpt.renaming import Rename
+from torch_ckpt.replica_check import require_mode
 from torch_ckpt.saving import PlanCache, StateDict, save_state, tell_the_others
 from torch_ckpt.snapshot import AsyncSave, Job, alone, check_for_errors, spawn, start
 from torch_ckpt.sources import Sources
@@ -59,6 +60,7 @@ def save(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     timeout: float = TIMEOUT_SECONDS,
+    check_replicas: str = "warn",
     **writer_options: Any,
 ) -> Metadata:
     """Saves a state dict; returns when it is durable and visible on all ranks.
@@ -77,6 +79,10 @@ def save(
         process_group: the ranks that save together; the default group if None.
         no_dist: save from this process alone.
         timeout: seconds after which a rank that shows no sign of life fails the save on all others.
+        check_replicas: what to do where a plain tensor (no DTensor) that several ranks have under
+            one name differs between them, of which one rank's is saved: "off", "warn", or "error",
+            which saves nothing. "warn" looks at all bytes of tensors up to 64 KiB, and at 64 KiB
+            spread evenly over larger ones; "error" at all bytes. Not with a ``planner``.
         writer_options: passed to :class:`FileSystemWriter`.
 
     Returns:
@@ -84,7 +90,8 @@ def save(
 
     Raises:
         CheckpointException: on every rank, with the cause of each rank that failed: ``OSError`` for
-            failed system calls, ``NotCommitted`` or ``DurabilityUncertain`` for a failed commit.
+            failed system calls, ``NotCommitted`` or ``DurabilityUncertain`` for a failed commit,
+            ``CheckpointError`` for replicas that differ.
         ValueError: contradicting options.
     """
     # Before anything can fail: the ranks count their saves alike.
@@ -92,6 +99,7 @@ def save(
     try:
         with contextlib.ExitStack() as stack:
             try:
+                require_mode(check_replicas)
                 writer = _made(
                     save, FileSystemWriter, storage_writer, checkpoint_id, writer_options
                 )
@@ -113,7 +121,9 @@ def save(
             # Of dcp.save, which does not tell a writer that the save has failed.
             stack.callback(writer.abandon)
             if planner is None and writer.engine_can_write():
-                return save_state(lambda: _values_of(state_dict), writer, ranks)
+                return save_state(
+                    lambda: _values_of(state_dict), writer, ranks, check_replicas=check_replicas
+                )
             with raised_as_ours(ranks.rank):
                 metadata: Metadata = dcp_save(
                     _given(state_dict),
@@ -141,6 +151,7 @@ def async_save(
     write_done: Callable[[], None] | None = None,
     on_commit: Callable[[Metadata], None] | None = None,
     warn_unchanged: bool = True,
+    check_replicas: str = "warn",
     trace: str | os.PathLike[str] | None = None,
     **writer_options: Any,
 ) -> AsyncSave:
@@ -171,6 +182,7 @@ def async_save(
             when it has ended, on all ranks; what it raises is raised on all, as OnCommitFailed.
         warn_unchanged: warn where weights or optimizer states are those of the last save although
             a step counter has moved.
+        check_replicas: as for :func:`save`; looked at before the sources may change.
         trace: a file for a trace of the save, for chrome://tracing or Perfetto; with several ranks
             ``-rank{n}`` is added to its name.
         writer_options: passed to :class:`FileSystemWriter`; ``background`` among them sets
@@ -193,6 +205,7 @@ def async_save(
     try:
         if staging not in ("blocking", "overlapped"):
             raise ValueError(f'staging must be "blocking" or "overlapped", got {staging!r}')
+        require_mode(check_replicas)
         if if_busy not in ("wait", "raise"):
             raise ValueError(f'if_busy must be "wait" or "raise", got {if_busy!r}')
         writer = _made(async_save, FileSystemWriter, storage_writer, checkpoint_id, writer_options)
@@ -222,7 +235,9 @@ def async_save(
                 warn_unchanged=warn_unchanged,
             )
             job.reported = writer.reported_elsewhere
-            handle = start(job, lambda job: save_state(job.values, writer, ranks, job, plans))
+            handle = start(
+                job, lambda job: save_state(job.values, writer, ranks, job, plans, check_replicas)
+            )
     except BaseException as error:
         # The other ranks are told by whoever has the job, or they would wait for this one.
         if job is None or job.take():

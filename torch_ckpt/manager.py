@@ -710,6 +710,8 @@ class CheckpointManager:
                 process_group=self._group,
                 timeout=self._timeout,
                 on_commit=on_commit,
+                # Looked at already, and as often as this manager was told.
+                check_replicas="off",
             )
         except Exception as error:
             return self._not_begun(step, error, begun)

@@ -8,8 +8,9 @@ are lost. Checksums tell.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,8 +21,12 @@ from torch_ckpt import _C
 from torch_ckpt.events import Event
 from torch_ckpt.metrics import warn
 from torch_ckpt.multihost.calls import Call
-from torch_ckpt.multihost.trees import as_bytes, host_pieces, is_strided
+from torch_ckpt.multihost.trees import BITS, as_bytes, host_pieces, is_strided
 from torch_ckpt.text import plural, ranks_text
+
+# Of a tensor that is larger only stripes are looked at at every save.
+_SAMPLE_BYTES = 64 << 10
+_STRIPES = 16
 
 
 class ReplicaCheck:
@@ -45,8 +50,7 @@ class ReplicaCheck:
     def __init__(
         self, mode: str, every: int, *, process_group: dist.ProcessGroup | None, timeout: float
     ) -> None:
-        if mode not in ("off", "warn", "error"):
-            raise ValueError(f"check_replicas must be one of 'off', 'warn', 'error', got {mode!r}")
+        require_mode(mode)
         if every < 1:
             raise ValueError(f"check_replicas_every must be at least 1, got {every}")
         self.raises = mode == "error"
@@ -77,11 +81,7 @@ class ReplicaCheck:
         seconds = time.perf_counter() - begun
         if not lines:
             return ""
-        shown = "; ".join(lines[:10]) + ("; and more" if len(lines) > 10 else "")
-        message = (
-            f"step {step}: {plural(len(lines), 'tensor')} of which one rank's would be saved "
-            f"for all: {shown}"
-        )
+        message = f"step {step}: {told(lines)}"
         report(Event("differing_replicas", step, rank, seconds, message=message))
         if self._mode == "warn" and rank == 0:
             # It names the line that calls the manager.
@@ -124,6 +124,61 @@ def differing_replicas(
             return call.exchange(checksums, _compare)
 
 
+def require_mode(mode: str) -> str:
+    """The mode; raises ValueError where there is no such one."""
+    if mode not in ("off", "warn", "error"):
+        raise ValueError(f"check_replicas must be one of 'off', 'warn', 'error', got {mode!r}")
+    return mode
+
+
+def checksums_of(tensors: Iterable[torch.Tensor], mode: str) -> bytes:
+    """A checksum of 4 bytes for each tensor, one behind another; 0 for what is not plain.
+
+    Args:
+        mode: "error" reads all. "warn" reads all of a tensor up to 64 KiB, and 16 stripes of 4 KiB,
+            evenly spread, of a larger one: what is private to a rank differs there, too.
+    """
+    given = list(tensors)
+    found: list[int | None] = [None] * len(given)
+    if mode != "error":
+        found = _C.checksums_of_samples(given, _SAMPLE_BYTES, _STRIPES)
+    for number, tensor in enumerate(given):
+        if found[number] is None:
+            whole = mode == "error" or tensor.nbytes <= _SAMPLE_BYTES
+            of_tensor = _checksum if whole else _checksum_of_sample
+            found[number] = of_tensor(tensor) if _C.is_plain(tensor) else 0
+    return array("I", cast(list[int], found)).tobytes()
+
+
+def differing_tensors(names: list[list[str]], checksums: list[bytes | None]) -> list[str]:
+    """What differs, one line for each name, from each rank's names and its checksums of these."""
+    brought: list[dict[str, int]] = []
+    for of_rank, data in zip(names, checksums, strict=True):
+        sums = array("I")
+        sums.frombytes(data or b"")
+        brought.append(dict(zip(of_rank, sums, strict=False)))
+    if all(of_rank == brought[0] for of_rank in brought):
+        return []
+    return _compare(brought)
+
+
+def told(lines: list[str]) -> str:
+    """What differs, for an error or a warning."""
+    shown = "; ".join(lines[:10]) + ("; and more" if len(lines) > 10 else "")
+    return f"{plural(len(lines), 'tensor')} of which one rank's would be saved for all: {shown}"
+
+
+def _checksum_of_sample(tensor: torch.Tensor) -> int:
+    """That of the positions that the engine looks at, of which alone copies are made."""
+    bits = tensor.detach().resolve_conj().resolve_neg()
+    bits = bits.view(BITS[tensor.itemsize]) if tensor.itemsize in BITS else bits
+    length = _SAMPLE_BYTES // _STRIPES // tensor.itemsize
+    last = tensor.numel() - length
+    begins = torch.tensor([last * stripe // (_STRIPES - 1) for stripe in range(_STRIPES)])
+    indices = begins.unsqueeze(1) + torch.arange(length)
+    return _checksum(torch.take(bits, indices.to(tensor.device)))
+
+
 def _plain_tensors(state_dict: dict[str, Any]) -> Iterable[tuple[str, torch.Tensor]]:
     for path, value in pytree.tree_flatten_with_path(state_dict)[0]:
         if is_strided(value) and not isinstance(value, DTensor):
@@ -142,10 +197,10 @@ def _checksum(tensor: torch.Tensor) -> int:
     return crc
 
 
-def _compare(brought: list[dict[str, str]]) -> list[str]:
+def _compare(brought: Sequence[Mapping[str, object]]) -> list[str]:
     lines = []
     for name in sorted({name for of_rank in brought for name in of_rank}):
-        holders: dict[str, list[int]] = {}
+        holders: dict[object, list[int]] = {}
         for rank, of_rank in enumerate(brought):
             if name in of_rank:
                 holders.setdefault(of_rank[name], []).append(rank)

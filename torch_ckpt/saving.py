@@ -38,7 +38,9 @@ from torch_ckpt.directory import Place, require_one_directory
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.generations import choose_prefix
 from torch_ckpt.metadata import encode_metadata, with_checksum_tables
+from torch_ckpt.metrics import warn
 from torch_ckpt.objects import unpicklable, warn_of_what_will_not_load
+from torch_ckpt.replica_check import checksums_of, differing_tensors, told
 from torch_ckpt.snapshot import Job
 from torch_ckpt.structure import structure_of
 from torch_ckpt.unchanged import Fingerprint
@@ -67,6 +69,7 @@ class _Posted(NamedTuple):
     plan: _LocalPlan | int
     identity: str | None = None
     place: Place | None = None
+    checksums: bytes | None = None  # of its plain tensors, in their order
 
 
 @dataclass
@@ -121,18 +124,20 @@ def save_state(
     ranks: Ranks,
     job: Job | None = None,
     cache: PlanCache | None = None,
+    check_replicas: str = "off",
 ) -> Metadata:
     """Saves; in the background, where there is a job.
 
     Args:
         state_dict: gives it, without ``Stateful`` values. What it raises fails the save.
         cache: plans of earlier saves of the same ranks; must be given on all of them or on none.
+        check_replicas: as for :func:`torch_ckpt.save`.
 
     Raises:
         CheckpointException: on every rank, with the cause of each rank that failed.
     """
     try:
-        return _save_state(state_dict, writer, ranks, job, cache or PlanCache())
+        return _save_state(state_dict, writer, ranks, job, cache or PlanCache(), check_replicas)
     finally:
         writer.abandon()
 
@@ -143,6 +148,7 @@ def _save_state(
     ranks: Ranks,
     job: Job | None,
     cache: PlanCache,
+    check_replicas: str,
 ) -> Metadata:
     whole = DefaultSavePlanner()
     rest_planner = DefaultSavePlanner(flatten_state_dict=False)
@@ -153,9 +159,30 @@ def _save_state(
     def local_plan() -> _LocalPlan:
         return _LocalPlan(rows, rest_planner.create_local_plan(), whole.mappings)
 
+    def in_full() -> _Posted:
+        return _Posted(local_plan(), checksums=checksums_of_rank())
+
     def plan_of_rank() -> _Posted:
         plan = plan_locally()
-        return _Posted(plan, writer.identity, Place.of(writer.directory))
+        place = Place.of(writer.directory)
+        return _Posted(plan, writer.identity, place, checksums_of_rank())
+
+    def checksums_of_rank() -> bytes | None:
+        if check_replicas == "off" or ranks.size == 1:
+            return None
+        with job.device_streams() if job is not None else nullcontext():
+            return checksums_of(plain.values(), check_replicas)
+
+    def compare_replicas(checksums: list[bytes | None]) -> None:
+        names = [[row[0] for row in of_rank.plain] for of_rank in cache.local]
+        lines = differing_tensors(names, checksums) if any(checksums) else []
+        if lines and check_replicas == "error":
+            raise CheckpointError(told(lines))
+        if lines:
+            warn(
+                f"{writer.destination}: {told(lines)}; save what each rank has for itself under "
+                "names of its own, or pass check_replicas='off'"
+            )
 
     @no_gc()
     def plan_locally() -> _LocalPlan | int:
@@ -183,6 +210,8 @@ def _save_state(
         _check_same_checkpoint([of_rank.identity for of_rank in posted])
         require_one_directory([of_rank.place for of_rank in posted])
         answers = answers_to([of_rank.plan for of_rank in posted])
+        if answers[0] != _IN_FULL:
+            compare_replicas([of_rank.checksums for of_rank in posted])
         return [(answer, writer.tag) for answer in answers]
 
     @no_gc()
@@ -210,7 +239,7 @@ def _save_state(
 
     answer, tag = ranks.reduce_scatter("plan", plan_of_rank, plan_globally)
     if answer == _IN_FULL:
-        answer, tag = ranks.reduce_scatter("plan", lambda: _Posted(local_plan()), plan_globally)
+        answer, tag = ranks.reduce_scatter("plan", in_full, plan_globally)
     if isinstance(answer, _Task):
         cache.structure, cache.task = structure or None, answer
     task = cache.task

@@ -51,6 +51,19 @@ std::uint32_t crc32(std::uint32_t crc, std::span<const std::byte> data) {
   return continued;
 }
 
+std::uint32_t crc32_of_sample(std::span<const std::byte> data, const Sample& sample) {
+  if (data.size() <= sample.most_bytes) return crc32(0, data);
+  const std::uint64_t items = data.size() / sample.item_bytes;
+  const std::uint64_t length = sample.most_bytes / sample.stripes / sample.item_bytes;
+  const std::uint64_t last = items - length;
+  std::uint32_t crc = 0;
+  for (std::uint64_t stripe = 0; stripe < sample.stripes; ++stripe) {
+    const std::uint64_t begin = last * stripe / (sample.stripes - 1);
+    crc = crc32(crc, data.subspan(begin * sample.item_bytes, length * sample.item_bytes));
+  }
+  return crc;
+}
+
 std::uint32_t crc32_join(std::uint32_t first, std::uint32_t second, std::uint64_t second_bytes) {
   if (std::has_single_bit(second_bytes) && std::countr_zero(second_bytes) < kSizes) {
     return static_cast<std::uint32_t>(

@@ -12,6 +12,7 @@
 #include "engine/reserve.h"
 #include "engine/save_plan.h"
 #include "engine/save_session.h"
+#include "format/crc32.h"
 #include "python/bindings.h"
 #include "python/errors.h"
 #include "python/gil.h"
@@ -271,9 +272,39 @@ bool is_dense_object(const py::handle& value) {
   return THPVariable_Check(value.ptr()) && is_dense(THPVariable_Unpack(value.ptr()));
 }
 
+// Of each tensor that lies in the host's memory as one piece the checksum of a sample; else None.
+py::list checksums_of_samples(const py::list& tensors, std::uint64_t most_bytes,
+                              std::uint64_t stripes) {
+  py::list found(tensors.size());
+  std::vector<std::size_t> numbers;
+  std::vector<at::Tensor> sampled;
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    found[i] = py::none();
+    if (!is_plain_object(tensors[i])) continue;
+    const at::Tensor& tensor = THPVariable_Unpack(py::handle(tensors[i]).ptr());
+    if (!tensor.is_cpu() || !tensor.is_contiguous() || !is_dense(tensor)) continue;
+    numbers.push_back(i);
+    sampled.push_back(tensor);
+  }
+  std::vector<std::uint32_t> checksums;
+  checksums.reserve(sampled.size());
+  {
+    const ReleasedGil released;
+    for (const at::Tensor& tensor : sampled) {
+      const auto* memory = static_cast<const std::byte*>(tensor.const_data_ptr());
+      checksums.push_back(format::crc32_of_sample({memory, tensor.nbytes()},
+                                                  {tensor.itemsize(), most_bytes, stripes}));
+    }
+  }
+  for (std::size_t i = 0; i < numbers.size(); ++i) found[numbers[i]] = checksums[i];
+  return found;
+}
+
 }  // namespace
 
 void bind_save(py::module_& module) {
+  module.def("checksums_of_samples", &checksums_of_samples, py::arg("tensors"),
+             py::arg("most_bytes"), py::arg("stripes"));
   module.def("is_plain", &is_plain_object, py::arg("value"));
   module.def("is_dense", &is_dense_object, py::arg("tensor"));
   module.def("pool_bytes", [] { return staging::ChunkPool::instance().kept_bytes(); });

@@ -11,6 +11,7 @@ import errno
 import json
 import sys
 import threading
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait as wait_for_futures
@@ -108,6 +109,71 @@ def assert_saved(launch: Launch, path: Path) -> None:
         loaded = everything_emptied(launch)
         load(loaded, path)
         assert_everything(launch, loaded)
+
+
+# --- replicas that differ -------------------------------------------------------------------------
+
+
+def by_save(state: StateDict, path: Path, **options: Any) -> None:
+    torch_ckpt.save(state, path, **options)
+
+
+def by_async_save(state: StateDict, path: Path, **options: Any) -> None:
+    torch_ckpt.async_save(state, path, **options).result()
+
+
+def drifted(launch: Launch) -> StateDict:
+    """Tensors that the last rank alone has changed, and others that all have alike."""
+    large = torch.zeros(1 << 20)
+    private = launch.rank == launch.size - 1
+    return {
+        "same": {"large": large.clone(), "small": torch.ones(3), "number": torch.tensor(1)},
+        "large": large + private,
+        "transposed": (torch.zeros(1000, 1000) + private).t()
+        if private
+        else torch.zeros(1000, 1000),
+        "small": torch.ones(3, dtype=torch.bfloat16) + private,
+        f"of rank {launch.rank}": torch.full((4,), launch.rank),
+    }
+
+
+def case_tensors_that_differ_between_ranks_are_warned_of(launch: Launch) -> None:
+    for number, save in enumerate((by_save, by_async_save, by_async_save)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            save(drifted(launch), launch.path(str(number)))
+            dist.barrier()
+        told = [str(w.message) for w in caught if "one rank's would be saved" in str(w.message)]
+        assert len(told) == (1 if launch.rank == 0 else 0)
+        if not told:
+            continue
+        assert f"another on rank {launch.size - 1}" in told[0]
+        assert "3 tensors of which" in told[0]
+        assert all(f"{name} has one value" in told[0] for name in ("large", "transposed", "small"))
+        assert "same" not in told[0]
+
+
+def case_tensors_that_differ_between_ranks_are_refused_on_request(launch: Launch) -> None:
+    path = launch.path()
+    state = {"large": torch.zeros(1 << 20)}
+    # Between the stripes that a save looks at otherwise.
+    state["large"][5000] = launch.rank
+    for save in (by_save, by_async_save):
+        causes = failure_of(launch, lambda save=save: save(state, path, check_replicas="error"))
+        assert "large has one value" in str(causes[0])
+        assert isinstance(causes[0], CheckpointError)
+    assert not list(Path(path).glob("*.distcp"))
+
+
+def case_nothing_is_said_of_replicas_that_are_the_same_nor_when_nobody_asks(launch: Launch) -> None:
+    shard = DTensor.from_local(
+        torch.full((2,), launch.rank), cases.mesh_1d(launch), [Shard(0)], run_check=False
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for save in (by_save, by_async_save):
+            save({"a": torch.ones(9), "shard": shard}, launch.path(save.__name__))
+            save(drifted(launch), launch.path(f"{save.__name__}-off"), check_replicas="off")
 
 
 # --- what is saved -------------------------------------------------------------------------------

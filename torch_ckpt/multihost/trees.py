@@ -26,8 +26,8 @@ _PIECE_BYTES = 64 << 20
 
 _LEAVES = (int, float, bool, str, bytes, type(None))
 
-# Integers of the same size: not every dtype can be copied or reshaped as itself.
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+#: Integers of the same size: not every dtype can be copied or reshaped as itself.
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Tree:
@@ -114,8 +114,8 @@ def kind(leaf: Any) -> str:
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's bytes, in one dimension: its memory where it is contiguous, else a copy's."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
-    if tensor.itemsize in _BITS:
-        tensor = tensor.view(_BITS[tensor.itemsize])
+    if tensor.itemsize in BITS:
+        tensor = tensor.view(BITS[tensor.itemsize])
     # Not reshape, which keeps the stride of what has one dimension.
     return tensor.contiguous().view(-1).view(torch.uint8)
 

@@ -1,0 +1,44 @@
+"""What a save compares of the tensors that several ranks have."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import torch_ckpt
+from torch_ckpt.replica_check import checksums_of, differing_tensors
+
+
+@pytest.mark.parametrize("mode", ["warn", "error"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex128, torch.uint8])
+@pytest.mark.parametrize("shape", [(), (3, 5), (700, 900)])
+def test_the_checksum_does_not_depend_on_how_a_tensor_lies_in_memory(
+    mode: str, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    tensor = (torch.rand(shape) * 100).to(dtype)
+    other = tensor.mT.contiguous().mT if tensor.dim() else tensor
+    apart = torch.zeros((*shape, 2), dtype=dtype)[..., 0].copy_(tensor)
+    sums = [checksums_of([t], mode) for t in (tensor, other, apart)]
+    assert sums[0] == sums[1] == sums[2] != bytes(4)
+
+
+def test_the_first_and_the_last_item_of_a_large_tensor_are_looked_at() -> None:
+    before = checksums_of([torch.zeros(1_000_003)], "warn")
+    for place in (0, -1):
+        changed = torch.zeros(1_000_003)
+        changed[place] = 1
+        assert checksums_of([changed], "warn") != before
+
+
+def test_names_of_only_some_ranks_are_compared_among_these() -> None:
+    one, other = checksums_of([torch.zeros(1)], "warn"), checksums_of([torch.ones(1)], "warn")
+    assert differing_tensors([["a"], ["b"], ["b"]], [one, other, other]) == []
+    assert differing_tensors([["a"], ["a"], ["b"]], [one, other, None]) == [
+        "a has one value on rank 0; another on rank 1"
+    ]
+
+
+def test_other_modes_are_refused() -> None:
+    for call in (torch_ckpt.save, torch_ckpt.async_save):
+        with pytest.raises(ValueError, match="check_replicas must be one of"):
+            call({}, "never", check_replicas="all")
