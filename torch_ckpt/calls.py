@@ -297,6 +297,8 @@ class AsyncCallsQueue:
                 self._last = None
             failure = call.failure_of_all(no_dist)
             error = failure or call.finalize()
+            # It is in a cycle with its agreement, and the writer must not wait for the collector.
+            call.discard()
             if error is None:
                 finalized.append(call.request.call_idx)
                 continue
@@ -306,7 +308,6 @@ class AsyncCallsQueue:
             if failure is None:
                 # Perhaps on this rank alone: the others go on with the next call in this poll.
                 continue
-            call.discard()
             if call.is_aborted or not blocking:
                 # An abort takes the calls after it, too.
                 break
