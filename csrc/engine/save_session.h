@@ -135,7 +135,6 @@ class SaveSession : public std::enable_shared_from_this<SaveSession> {
   /// has returned true.
   Result<std::vector<format::FileResult>> results() const;
 
-
   SaveProgress progress() const;
   /// The files that have not sent their results, in their order; none in a forked child. Each is
   /// told as it was at some moment of the call.

@@ -227,9 +227,8 @@ TEST_F(ProcessChannelTest, ASenderThatDiesBeforeItsObjectIsMissedOnce) {
 }
 
 TEST_F(ProcessChannelTest, ASenderThatHasSentAndDiedIsNotMissed) {
-  EXPECT_TRUE(succeeds(fork_child([&] {
-    return channel_.begin("files __0_*") && channel_.send_object(bytes_of("item"));
-  })));
+  EXPECT_TRUE(succeeds(fork_child(
+      [&] { return channel_.begin("files __0_*") && channel_.send_object(bytes_of("item")); })));
   EXPECT_EQ(channel_.take_objects().value(), std::vector<std::string>{"item"});
   EXPECT_TRUE(channel_.take_missed().value().empty());
 }

@@ -2,7 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <boost/asio/post.hpp>
 #include <chrono>
+#include <latch>
 #include <string>
 #include <thread>
 #include <vector>
@@ -67,6 +69,24 @@ TEST(ResultsChannel, NeedsNoThreadOfTheExecutor) {
   join_executor();
   channel.send({});
   EXPECT_TRUE(channel.wait_for(kLongest));
+}
+
+TEST(ResultsChannel, IsCompleteWhileAllThreadsOfTheExecutorAreBusy) {
+  std::latch busy(static_cast<std::ptrdiff_t>(executor_threads()));
+  std::latch released(1);
+  for (std::size_t i = 0; i < executor_threads(); ++i) {
+    boost::asio::post(executor(), [&] {
+      busy.count_down();
+      released.wait();
+    });
+  }
+  busy.wait();
+  ResultsChannel<> channel(1);
+  EXPECT_FALSE(channel.wait_for(milliseconds(0)));
+  channel.send({});
+  EXPECT_TRUE(channel.wait_for(kLongest));
+  released.count_down();
+  join_executor();
 }
 
 }  // namespace

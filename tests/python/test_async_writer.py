@@ -467,10 +467,11 @@ def test_a_child_is_told_that_the_parent_who_writes_has_died(tmp_path: Path) -> 
     # A process that stages, forks a child to wait for it, and is killed while it writes.
     results = get_write_results_queue()
     reading, writing = os.pipe()
+    # Here, since the threads with which torch fills it are not in a child.
+    state = {"large": torch.zeros(3 << 20)}
     parent = os.fork()
     if parent == 0:
-        # Of its second chunk the first byte may be written in months.
-        state = {"large": torch.zeros(3 << 20)}
+        # The second chunk's turn to be written comes in months.
         slow = Background(max_bytes_per_second=1)
         writer = FileSystemWriterAsync(tmp_path / "c", background=slow)
         planned(state, writer)
