@@ -1,0 +1,144 @@
+"""How long a result takes from one process to another, in milliseconds.
+
+    python -m benchmarks.result_latency --rounds 200
+
+A forked child sends time stamps, one after the other, each when the one before has been taken; the
+receiver waits. `queue` is the queue of our writers, `manager` the queue of a multiprocessing
+manager, which Megatron-core and nvidia-resiliency-ext use. `save` is from the moment at which the
+engine of a parent has ended a save of small files to the return of a forked child's wait for its
+results. The parent's Python is busy until then. Prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import multiprocessing
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_ckpt import _C, megatron
+from torch_ckpt.background import Background, EngineOptions
+from torch_ckpt.results import ResultsQueue
+
+from . import machine
+
+_THREADS = 1
+
+
+def _in_fork(work: Callable[[], None]) -> int:
+    child = os.fork()
+    if child == 0:
+        work()
+        os._exit(0)
+    return child
+
+
+def _milliseconds_since(then: int) -> float:
+    return (time.monotonic_ns() - then) / 1e6
+
+
+def through_queue(queue: Any, rounds: int) -> list[float]:
+    """From a forked child's `put` to the return of `get`."""
+    reading, writing = os.pipe()
+
+    def send() -> None:
+        for _ in range(rounds):
+            os.read(reading, 1)
+            # The receiver waits by then.
+            time.sleep(0.002)
+            queue.put(time.monotonic_ns())
+
+    child = _in_fork(send)
+    found = []
+    for _ in range(rounds):
+        os.write(writing, b"!")
+        found.append(_milliseconds_since(queue.get(timeout=60)))
+    os.waitpid(child, 0)
+    os.close(reading)
+    os.close(writing)
+    return found
+
+
+def of_saves(rounds: int) -> list[float]:
+    """From the end of the engine's save to the return of a forked child's wait for it."""
+    directory = tempfile.mkdtemp(prefix="torch_ckpt-latency-")
+    opened = _C.Directory(directory)
+    found = []
+    try:
+        for number in range(rounds):
+            channel, back = _C.ProcessChannel(), ResultsQueue()
+
+            def wait(channel: Any = channel, back: Any = back) -> None:
+                channel.wait_for_files(60.0)
+                back.put(time.monotonic_ns())
+
+            child = _in_fork(wait)
+            options = EngineOptions(Background(threads=_THREADS), children=channel)
+            save = _start(opened, f"__{number}_", options)
+            begun = time.monotonic_ns() - round(save.elapsed() * 1e9)
+            while save.progress()[4] < 2:
+                pass  # Python is busy and has the GIL
+            save.wait(60.0)
+            ended = begun + round(save.timing()[1] * 1e9)
+            found.append((back.get(timeout=60) - ended) / 1e6)
+            os.waitpid(child, 0)
+    finally:
+        shutil.rmtree(directory)
+    return found
+
+
+def _start(directory: _C.Directory, prefix: str, options: EngineOptions) -> _C.Save:
+    values = [torch.zeros(256) for _ in range(20)]
+    return _C.start_save(
+        directory,
+        prefix,
+        [f"t{n}" for n in range(len(values))],
+        values,
+        buckets=2,
+        file_per_item=False,
+        separation_hint="",
+        chunk_bytes=4 << 20,
+        max_host_bytes=0,
+        direct_io="auto",
+        sync=True,
+        background=options,
+    )
+
+
+def summary(found: list[float]) -> dict[str, float]:
+    """Median, ninety-ninth percentile and most."""
+    ordered = sorted(found)
+    return {
+        "median": round(statistics.median(ordered), 4),
+        "p99": round(ordered[int(0.99 * (len(ordered) - 1))], 4),
+        "most": round(ordered[-1], 4),
+    }
+
+
+def main() -> None:
+    """Measures all ways, and prints them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=200)
+    rounds = parser.parse_args().rounds
+    measured = {
+        "queue": summary(through_queue(megatron.get_write_results_queue(), rounds)),
+        "save": summary(of_saves(rounds)),
+    }
+    with multiprocessing.get_context("spawn").Manager() as manager:
+        measured["manager"] = summary(through_queue(manager.Queue(), rounds))
+    described = dataclasses.asdict(machine.describe(Path.cwd()))
+    print(json.dumps({"rounds": rounds, "milliseconds": measured, "machine": described}))
+
+
+if __name__ == "__main__":
+    main()
