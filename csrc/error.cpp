@@ -84,6 +84,19 @@ Error format_error(Errc code, std::string detail, std::uint64_t offset) {
   return Error{code, 0, {}, {}, offset, std::move(detail)};
 }
 
+Error exception_error(const std::exception_ptr& exception, std::string_view operation) {
+  Error error;
+  error.operation = operation;
+  try {
+    std::rethrow_exception(exception);
+  } catch (const std::exception& caught) {
+    error.detail = caught.what();
+  } catch (...) {
+    error.detail = "an unknown exception";
+  }
+  return error;
+}
+
 void throw_exception_from_error(const Error& error, const boost::source_location&) {
   throw std::logic_error("value() of a failed Result: " + error.message());
 }

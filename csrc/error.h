@@ -2,6 +2,7 @@
 
 #include <boost/system/result.hpp>
 #include <cstdint>
+#include <exception>
 #include <string>
 #include <string_view>
 
@@ -84,6 +85,9 @@ struct Error {
 Error system_error(int sys_errno, std::string_view operation, std::string_view path,
                    std::uint64_t offset = Error::kNoOffset);
 Error format_error(Errc code, std::string detail, std::uint64_t offset = Error::kNoOffset);
+
+/// What an exception says, as an error of `operation`.
+Error exception_error(const std::exception_ptr& exception, std::string_view operation);
 
 template <class T = void>
 using Result = boost::system::result<T, Error>;

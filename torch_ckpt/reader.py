@@ -142,8 +142,8 @@ class FileSystemReader(StockReader):
 
     Args:
         path: directory of the checkpoint.
-        thread_count: reads under way at once, up to the engine's threads (4 for each core, at
-            least 16). None chooses for the machine.
+        thread_count: reads under way at once, as far as there is so much to read (a read of its
+            own has 1 MiB or more). None: 8.
         max_inflight_bytes: most memory in bytes that a load holds beyond its targets. What cannot
             be read in parts (objects, tensors that only ``torch.load`` knows) is refused above it.
         verify: check CRC-32s.

@@ -95,7 +95,15 @@ class AsyncSave:
         CPU tensors have then been copied. For CUDA tensors the current stream waits, on the device,
         for the copies; the CPU waits only until they have been submitted. A failed save holds
         nothing back.
+
+        A step that is replayed as a CUDA graph asks nobody. So for an optimizer that is
+        ``capturable`` this call itself waits until CUDA tensors have been copied.
         """
+        if self._job.sources.devices and any(
+            group.get("capturable") for group in optimizer.param_groups
+        ):
+            self.wait_staged_quietly()
+            return
         _Guard.of(optimizer).job = self._job
 
     def progress(self) -> Progress:
@@ -378,16 +386,22 @@ class Job:
             save = self._save
             if save is None:
                 return
-            # An error here is the save's, which tells it itself.
+            held_back = False
+            # An error of the save's is told by the save itself.
             with contextlib.suppress(Exception), self._lock:
                 while not save.wait_submitted(1.0):
                     pass
                 for _event, device in self._ready:
                     stream = torch.cuda.current_stream(device).cuda_stream
                     save.hold_back(device.index, stream)
+                held_back = True
                 # What the stream does from now on comes after the copies, on the device.
                 if self._changed is None:
                     self._changed = self.sources.changed()
+            if not held_back:
+                # The stream does not wait, because a CUDA graph is being captured on it for
+                # example. So the host does.
+                _wait_quietly(self.staged)
 
     @contextlib.contextmanager
     def blocking(self) -> Iterator[None]:

@@ -203,7 +203,7 @@ def verify(
 
     Args:
         checkpoint_id: directory of the checkpoint.
-        thread_count: reads under way at once; None chooses for the machine.
+        thread_count: reads under way at once; None: 8.
         max_inflight_bytes: most memory in bytes that is held, beyond the metadata.
         direct_io: True, False, or "auto": for what the page cache does not hold.
         progress: see :data:`torch_ckpt.progress.ProgressOption`.

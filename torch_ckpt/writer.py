@@ -92,7 +92,8 @@ class FileSystemWriter(StockWriter):
         single_file_per_rank: one file for each of ``thread_count`` size-balanced buckets; False
             makes one file for each item.
         sync_files: fsync files and directories, so that a save that returned survives a power cut.
-        thread_count: files that this rank writes at once. None chooses for the machine.
+        thread_count: files that this rank writes at once, each with a thread that may wait for the
+            disk. None: a quarter of the cores, at least 2 and at most 4.
         per_thread_copy_ahead: accepted as torch's; the engine's chunks take its place.
         cache_staged_state_dict: torch's, for its ``async_save``.
         overwrite: whether a checkpoint in ``path`` may be replaced. It stays loadable until the new

@@ -70,21 +70,36 @@ Result<std::vector<PooledCopy>> copy_to_pool(std::span<const staging::Source> so
   std::vector<PooledCopy> copies(sources.size());
   const std::size_t threads =
       std::min<std::size_t>(blocks.size(), std::max(1U, std::thread::hardware_concurrency()));
+  if (auto there = need_threads({}, 0); !there) return there.error();
   std::atomic<std::size_t> next{0};
   std::mutex mutex;
   std::optional<Error> failure;  // guarded by mutex
   std::latch done(static_cast<std::ptrdiff_t>(threads));
-  for (std::size_t t = 0; t < threads; ++t) {
-    boost::asio::post(executor(), [&] {
+  const auto fail = [&](Error error) {
+    const std::lock_guard lock(mutex);
+    failure = std::move(error);
+  };
+  const auto copy_blocks = [&] {
+    try {
       for (std::size_t n = next++; n < blocks.size(); n = next++) {
         auto copied = copy_block(sources, blocks[n], copies);
-        if (copied) continue;
-        const std::lock_guard lock(mutex);
-        failure = copied.error();
-        break;
+        if (!copied) return fail(copied.error());
       }
+    } catch (...) {
+      fail(exception_error(std::current_exception(), "copy"));
+    }
+  };
+  for (std::size_t t = 0; t < threads; ++t) {
+    try {
+      boost::asio::post(executor(), [&] {
+        copy_blocks();
+        done.count_down();
+      });
+    } catch (...) {
+      // Those before it use what is here.
+      fail(exception_error(std::current_exception(), "copy"));
       done.count_down();
-    });
+    }
   }
   done.wait();
   if (failure) return *failure;

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "checked_math.h"
+#include "engine/warnings.h"
 #include "os/file.h"
 
 namespace torch_ckpt::engine {
@@ -19,6 +20,21 @@ std::size_t packed_for_each(const Region& region, const Target& target) {
 }
 
 }  // namespace
+
+void pin_or_warn(staging::Chunk& chunk, int device) {
+  auto pinned = chunk.pin(device);
+  if (pinned) return;
+  warn_once("page-locking", "host memory cannot be page-locked (" + pinned.error().message() +
+                                "), so that copies from and to the device are slower; see the "
+                                "limit on locked memory (ulimit -l)");
+}
+
+std::size_t scratch_chunk_bytes(std::size_t chunk_bytes, std::size_t most_bytes,
+                                std::size_t threads) {
+  constexpr std::size_t kLeast = std::size_t{1} << 20;
+  const std::size_t share = most_bytes / std::max<std::size_t>(threads, 1);
+  return std::min(chunk_bytes, std::max(share, kLeast));
+}
 
 ScratchLayout lay_out_scratch(std::span<const Region* const> regions,
                               std::span<const Target* const> targets, std::size_t chunk_bytes,
@@ -41,11 +57,14 @@ Result<std::unique_ptr<Scratch>> Scratch::make(const ScratchLayout& layout,
                                                const std::vector<staging::DeviceMoment>& ready) {
   std::unique_ptr<Scratch> scratch(new Scratch(layout, ready));
   for (Slot& slot : scratch->slots_) {
-    auto chunk = staging::ChunkPool::instance().take(layout.chunk_bytes);
-    if (!chunk) return chunk.error();
-    slot.chunk = std::move(*chunk);
-    if (layout.device == staging::Source::kHost) continue;
-    if (auto pinned = slot.chunk->pin(layout.device); !pinned) return pinned.error();
+    slot.chunk = staging::ChunkPool::instance().take_kept(layout.chunk_bytes);
+    slot.was_kept = slot.chunk != nullptr;
+    if (!slot.was_kept) {
+      auto chunk = staging::ChunkPool::instance().take(layout.chunk_bytes);
+      if (!chunk) return chunk.error();
+      slot.chunk = std::move(*chunk);
+    }
+    if (layout.device != staging::Source::kHost) pin_or_warn(*slot.chunk, layout.device);
   }
   return scratch;
 }
@@ -53,7 +72,13 @@ Result<std::unique_ptr<Scratch>> Scratch::make(const ScratchLayout& layout,
 Scratch::~Scratch() {
   static_cast<void>(settle());
   for (Slot& slot : slots_) {
-    if (slot.chunk != nullptr) staging::ChunkPool::instance().give_back(std::move(slot.chunk));
+    if (slot.chunk == nullptr) continue;
+    staging::ChunkPool& pool = staging::ChunkPool::instance();
+    if (slot.was_kept) {
+      pool.give_back(std::move(slot.chunk));
+    } else {
+      pool.give_back_within(std::move(slot.chunk), layout_.most_kept);
+    }
   }
 }
 
@@ -73,10 +98,10 @@ Result<std::span<std::byte>> Scratch::room() {
   return slots_[current_].chunk->bytes().first(layout_.read_bytes);
 }
 
-std::size_t Scratch::step_bytes() const {
+std::size_t ScratchLayout::step_bytes() const {
   constexpr std::size_t kEnds = 2 * os::kDirectAlignment;
   // Smaller scratch memory than that is for buffered reads.
-  return layout_.read_bytes > kEnds ? layout_.read_bytes - kEnds : layout_.read_bytes;
+  return read_bytes > kEnds ? read_bytes - kEnds : read_bytes;
 }
 
 Result<std::uint64_t> Scratch::deliver(const Region& region, const Target& target,

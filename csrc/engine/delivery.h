@@ -23,15 +23,29 @@ struct Target {
   staging::Convert convert;  // to the target's dtype; empty: as they are
 };
 
+/// Page-locks a chunk for copies from or to a device, which are slower where that fails.
+void pin_or_warn(staging::Chunk& chunk, int device);
+
 /// How the tasks of a load use their scratch memory.
 struct ScratchLayout {
   std::size_t chunk_bytes = 0;
   std::size_t read_bytes = 0;  // of a chunk: for what is read; the rest is for what is packed
   std::size_t chunks = 1;      // two with devices: one is filled while the other is copied from
   int device = staging::Source::kHost;  // that chunks are page-locked for
+  // What chunks that are made for the load may bring the chunk pool to, in bytes.
+  std::size_t most_kept = ~std::size_t{0};
 
   std::size_t bytes() const { return chunk_bytes * chunks; }
+
+  /// The most that there is room for wherever it lies in the file: a direct read takes whole
+  /// blocks. A multiple of 64, so that steps of as many bytes cut no element.
+  std::size_t step_bytes() const;
 };
+
+/// `chunk_bytes`, or less where `threads` would not have a chunk each within `most_bytes`, but not
+/// so little that reads are slow.
+std::size_t scratch_chunk_bytes(std::size_t chunk_bytes, std::size_t most_bytes,
+                                std::size_t threads);
 
 /// The layout of at most `most_bytes` for these regions, in chunks of about `chunk_bytes`;
 /// chunk_bytes is 0 where there is not enough.
@@ -54,9 +68,7 @@ class Scratch {
   /// meanwhile, but not what was read before that.
   Result<std::span<std::byte>> room();
 
-  /// The most that room() has room for wherever it lies in the file: a direct read takes whole
-  /// blocks. A multiple of 64, so that steps of as many bytes cut no element.
-  std::size_t step_bytes() const;
+  std::size_t step_bytes() const { return layout_.step_bytes(); }
 
   /// Brings the elements of `region` that lie in `bytes`, which begin at `position` of the payload,
   /// to the target; returns how many bytes of the payload these were. `bytes` lie in the room or,
@@ -73,6 +85,7 @@ class Scratch {
  private:
   struct Slot {
     std::unique_ptr<staging::Chunk> chunk;
+    bool was_kept = false;      // by the chunk pool
     std::size_t in_flight = 0;  // submissions
   };
 

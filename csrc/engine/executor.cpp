@@ -1,48 +1,101 @@
 #include "engine/executor.h"
 
 #include <algorithm>
-#include <boost/asio/post.hpp>
-#include <latch>
-#include <memory>
+#include <boost/asio/executor_work_guard.hpp>
 #include <mutex>
+#include <optional>
+#include <string>
+#include <string_view>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "engine/warnings.h"
 #include "os/fork_guard.h"
+#include "os/thread.h"
 
 namespace torch_ckpt::engine {
 namespace {
 
+namespace asio = boost::asio;
+
 // Two writes of each of four files, and some to stage, checksum and fsync.
 constexpr std::size_t kQuietThreads = 16;
 
-using Pool = std::unique_ptr<boost::asio::thread_pool>;
+constexpr std::string_view kThreadsTopic = "threads";
+
+struct Pool {
+  explicit Pool(const Threads& kind) : of(kind), work(context.get_executor()) {}
+
+  // Quiet threads serve one save at a time.
+  bool is_quiet() const { return of.priority != os::Priority{}; }
+  std::size_t least() const {
+    if (of.count != 0) return of.count;
+    return is_quiet() ? kQuietThreads : executor_threads();
+  }
+
+  const Threads of;
+  asio::io_context context;
+  std::optional<asio::executor_work_guard<asio::io_context::executor_type>> work;
+  std::vector<std::thread> threads;  // guarded by Holder::mutex
+};
 
 struct Holder {
   std::mutex mutex;
-  std::vector<std::pair<Threads, Pool>> pools;  // guarded by mutex
+  std::vector<std::unique_ptr<Pool>> pools;  // guarded by mutex
   // Pools without threads: the channels of sessions that outlive them still refer to them.
-  std::vector<Pool> joined;  // guarded by mutex
+  std::vector<std::unique_ptr<Pool>> joined;  // guarded by mutex
+  std::size_t long_tasks = 0;                 // guarded by mutex
 };
 
-Pool make_pool(const Threads& threads) {
-  // Quiet threads serve one save at a time.
-  const bool quiet = threads.priority != os::Priority{};
-  std::size_t count = threads.count;
-  if (count == 0) count = quiet ? kQuietThreads : executor_threads();
-  auto pool = std::make_unique<boost::asio::thread_pool>(count);
-  if (quiet) {
-    // The first task of each thread, since none gets past the latch before all are there.
-    auto all = std::make_shared<std::latch>(static_cast<std::ptrdiff_t>(count));
-    for (std::size_t i = 0; i < count; ++i) {
-      boost::asio::post(*pool, [all, priority = threads.priority] {
-        os::lower_priority(priority);
-        all->arrive_and_wait();
-      });
-    }
+// With the holder's mutex held, as what follows.
+Pool& find_or_make(Holder& holder, const Threads& threads) {
+  for (const auto& pool : holder.pools) {
+    if (pool->of == threads) return *pool;
   }
-  return pool;
+  return *holder.pools.emplace_back(std::make_unique<Pool>(threads));
+}
+
+/// How many threads a pool should have beside `waiting` ones that wait for a disk.
+std::size_t wanted_threads(const Holder& holder, const Pool& pool, std::size_t waiting) {
+  std::size_t wanted = pool.least();
+  if (pool.of.count == 0) wanted = std::max(wanted, wanted / 2 + waiting);
+  if (pool.of == Threads{}) wanted += holder.long_tasks;
+  return wanted;
+}
+
+Result<> enlarge(Pool& pool, std::size_t wanted) {
+  while (pool.threads.size() < wanted) {
+    auto started = os::start_thread(pool.threads.emplace_back(), [&pool] {
+      if (pool.is_quiet()) os::lower_priority(pool.of.priority);
+      pool.context.run();
+    });
+    if (started) continue;
+    pool.threads.pop_back();
+    return started;
+  }
+  return {};
+}
+
+Pool* pool_with_threads(Holder& holder, Pool& preferred) {
+  if (!preferred.threads.empty()) return &preferred;
+  for (const auto& pool : holder.pools) {
+    if (!pool->threads.empty()) return pool.get();
+  }
+  return nullptr;
+}
+
+Result<> need_threads(Holder& holder, const Threads& threads, std::size_t waiting) {
+  Pool& pool = find_or_make(holder, threads);
+  const std::size_t wanted = wanted_threads(holder, pool, waiting);
+  auto enlarged = enlarge(pool, wanted);
+  if (enlarged) return {};
+  if (pool_with_threads(holder, pool) == nullptr) return enlarged;
+  warn_once(kThreadsTopic, "the system allows torch_ckpt " + std::to_string(pool.threads.size()) +
+                               " of " + std::to_string(wanted) +
+                               " threads, so that saves and loads may be slower; raise " +
+                               os::thread_limits());
+  return {};
 }
 
 }  // namespace
@@ -52,20 +105,39 @@ std::size_t executor_threads() {
   return std::clamp<std::size_t>(4 * cores, 16, 128);
 }
 
-boost::asio::thread_pool& executor(const Threads& threads) {
+asio::io_context& executor(const Threads& threads) {
   Holder& holder = os::ForkLocal<Holder>::get();
   std::lock_guard lock(holder.mutex);
-  for (auto& [of, pool] : holder.pools) {
-    if (of == threads) return *pool;
-  }
-  holder.pools.emplace_back(threads, make_pool(threads));
-  return *holder.pools.back().second;
+  Pool& pool = find_or_make(holder, threads);
+  // need_threads() tells that there is none.
+  if (pool.threads.empty()) static_cast<void>(need_threads(holder, threads, 0));
+  Pool* const usable = pool_with_threads(holder, pool);
+  return usable != nullptr ? usable->context : pool.context;
+}
+
+Result<> need_threads(const Threads& threads, std::size_t waiting) {
+  Holder& holder = os::ForkLocal<Holder>::get();
+  std::lock_guard lock(holder.mutex);
+  return need_threads(holder, threads, waiting);
+}
+
+Result<std::shared_ptr<const void>> add_threads(std::size_t tasks) {
+  Holder& holder = os::ForkLocal<Holder>::get();
+  const auto count = [&holder](std::size_t more) {
+    std::lock_guard lock(holder.mutex);
+    holder.long_tasks += more;
+  };
+  count(tasks);
+  const std::shared_ptr<const void> counted(&holder,
+                                            [count, tasks](const void*) { count(-tasks); });
+  if (auto there = need_threads({}, 0); !there) return there.error();
+  return counted;
 }
 
 void join_executor() {
   Holder* holder = os::ForkLocal<Holder>::existing();
   if (holder == nullptr) return;
-  std::vector<std::pair<Threads, Pool>> pools;
+  std::vector<std::unique_ptr<Pool>> pools;
   {
     std::lock_guard lock(holder->mutex);
     pools = std::move(holder->pools);
@@ -73,10 +145,15 @@ void join_executor() {
   }
   // Quiet threads wait for work of the default pool, never the other way round at a session's end.
   std::stable_partition(pools.begin(), pools.end(),
-                        [](const auto& entry) { return entry.first != Threads{}; });
-  for (auto& [of, pool] : pools) pool->join();
+                        [](const auto& pool) { return pool->of != Threads{}; });
+  for (auto& pool : pools) {
+    pool->work.reset();
+    for (std::thread& thread : pool->threads) thread.join();
+    pool->threads.clear();
+  }
+  forget_warning(kThreadsTopic);
   std::lock_guard lock(holder->mutex);
-  for (auto& [of, pool] : pools) holder->joined.push_back(std::move(pool));
+  for (auto& pool : pools) holder->joined.push_back(std::move(pool));
 }
 
 }  // namespace torch_ckpt::engine

@@ -1,8 +1,10 @@
 #pragma once
 
-#include <boost/asio/thread_pool.hpp>
+#include <boost/asio/io_context.hpp>
 #include <cstddef>
+#include <memory>
 
+#include "error.h"
 #include "os/priority.h"
 
 namespace torch_ckpt::engine {
@@ -17,8 +19,20 @@ struct Threads {
 
 // The process's thread pools, one for each kind: made lazily, made anew in a forked child (which
 // must never wait on a thread of its parent), joined at exit. No thread of them ever takes the GIL.
+// Where the system refuses threads, a pool works with those it has, and one that has none leaves
+// its work to another pool: no work may wait for other work that has not begun.
 // Safe for concurrent use by multiple threads.
-boost::asio::thread_pool& executor(const Threads& threads = {});
+boost::asio::io_context& executor(const Threads& threads = {});
+
+/// Before work is given to executor(threads): fails where there is no thread to do it. A pool whose
+/// count is chosen for the machine is enlarged so that it has threads left beside `waiting` ones
+/// that wait for a disk.
+Result<> need_threads(const Threads& threads, std::size_t waiting);
+
+/// The same for tasks of the default pool that keep a thread until they end, as those of a load:
+/// while what is returned lives, the pool has as many threads more, so that nothing else waits for
+/// these tasks.
+Result<std::shared_ptr<const void>> add_threads(std::size_t tasks);
 
 /// Ends the pools after the work they have; for interpreter exit. The next executor() makes a new
 /// one.

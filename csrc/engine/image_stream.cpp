@@ -157,6 +157,10 @@ Result<> ImageStream::arrive(Piece& piece) {
   return copier_->wait_oldest();
 }
 
+bool ImageStream::has_arrived(const Piece& piece) const {
+  return !piece.submitted_ || copier_->oldest_has_arrived();
+}
+
 void ImageStream::complete(const Piece& piece) {
   for (const Piece::Late& late : piece.late_) {
     if (late.is_payload) {

@@ -49,6 +49,8 @@ class ImageStream {
   /// Begins to fill `out` with the next out.size() bytes; asking for more than are left is a bug.
   Result<Piece> begin(std::span<std::byte> out);
   Result<> arrive(Piece& piece);
+  /// Whether arrive() has nothing to wait for; of the oldest piece that has not arrived.
+  bool has_arrived(const Piece& piece) const;
   void complete(const Piece& piece);
 
   /// All three.

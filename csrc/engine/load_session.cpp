@@ -100,8 +100,10 @@ Result<std::shared_ptr<LoadSession>> LoadSession::start(os::Directory directory,
     regions.push_back(&request.region);
     targets.push_back(&request.target);
   }
-  const ScratchLayout layout =
-      lay_out_scratch(regions, targets, options.chunk_bytes, options.max_scratch_bytes);
+  const ScratchLayout layout = lay_out_scratch(
+      regions, targets,
+      scratch_chunk_bytes(options.chunk_bytes, options.max_scratch_bytes, options.threads),
+      options.max_scratch_bytes);
   if (layout.chunk_bytes == 0 || options.threads == 0) {
     return format_error(Errc::invalid_argument,
                         "a load needs at least one thread and 4096 bytes of scratch memory");
@@ -110,11 +112,21 @@ Result<std::shared_ptr<LoadSession>> LoadSession::start(os::Directory directory,
   std::shared_ptr<LoadSession> session(
       new LoadSession(std::move(directory), std::move(files), std::move(requests), options));
   session->scratch_layout_ = layout;
+  session->scratch_layout_.most_kept = layout.bytes() * options.threads;
   if (auto planned = session->plan(); !planned) return planned.error();
   const std::size_t tasks = std::min(options.threads, session->units_.size());
   session->results_.emplace(tasks);
-  for (std::size_t slot = 0; slot < tasks; ++slot) {
-    asio::post(executor(), [session] { session->run_task(); });
+  if (tasks == 0) return session;
+  auto threads = add_threads(tasks);
+  if (!threads) return threads.error();
+  for (std::size_t task = 0; task < tasks; ++task) {
+    try {
+      asio::post(executor(),
+                 [session, held = *threads]() mutable { session->run_task(std::move(held)); });
+    } catch (...) {
+      // Those before it work on what the caller has given, so that the session must be told of.
+      session->fail_task(exception_error(std::current_exception(), "load"));
+    }
   }
   return session;
 }
@@ -174,13 +186,15 @@ Result<> LoadSession::plan() {
   wanted.reserve(records_.size());
   for (const Record& record : records_) wanted.push_back(wanted_of(record));
   planning::ReadPlanLimits limits;
-  limits.batch_bytes = scratch_layout_.read_bytes;
+  // With room for the ends of the blocks that a direct read takes.
+  limits.batch_bytes = scratch_layout_.step_bytes();
   for (const Record& record : records_) {
     // A block is checked within one piece.
     const format::RecordSums* sums = blocks_of(record.sums, first(record).kind == ReadKind::raw);
     if (sums != nullptr) limits.cut_bytes = std::max(limits.cut_bytes, sums->block_bytes);
   }
-  limits.piece_bytes = std::max(limits.piece_bytes, limits.cut_bytes);
+  limits.piece_bytes =
+      std::max(planning::piece_bytes_for(bytes_planned_, options_.threads), limits.cut_bytes);
   units_ = planning::plan_reads(wanted, limits);
   for (const planning::ReadUnit& unit : units_) {
     files_.expect_unit(unit.file);
@@ -226,7 +240,7 @@ planning::WantedRecord LoadSession::wanted_of(const Record& record) const {
 
 // --- a task --------------------------------------------------------------------------------------
 
-void LoadSession::run_task() {
+void LoadSession::run_task(std::shared_ptr<const void> threads) {
   Result<> status;
   try {
     auto scratch = Scratch::make(scratch_layout_, options_.ready);
@@ -236,15 +250,17 @@ void LoadSession::run_task() {
     } else {
       status = scratch.error();
     }
-  } catch (const std::exception& caught) {
-    Error error;
-    error.operation = "load";
-    error.detail = caught.what();
-    status = std::move(error);
+  } catch (...) {
+    status = exception_error(std::current_exception(), "load");
   }
-  if (!status) fail(status.error(), LoadFailure::kNoRequest);
-  staging::ChunkPool::instance().trim_to_budget(scratch_layout_.bytes() * options_.threads);
-  results_->send(status);
+  threads.reset();
+  if (!status) return fail_task(status.error());
+  results_->send({});
+}
+
+void LoadSession::fail_task(const Error& error) {
+  fail(error, LoadFailure::kNoRequest);
+  results_->send(error);
 }
 
 void LoadSession::run_units(Scratch& scratch) {
@@ -255,11 +271,8 @@ void LoadSession::run_units(Scratch& scratch) {
     std::size_t culprit = records_[unit.records.front()].requests.front();
     try {
       if (auto done = run_unit(unit, scratch, culprit); !done) fail(done.error(), culprit);
-    } catch (const std::exception& caught) {
-      Error error;
-      error.operation = "load";
-      error.detail = caught.what();
-      fail(std::move(error), culprit);
+    } catch (...) {
+      fail(exception_error(std::current_exception(), "load"), culprit);
     }
   }
 }

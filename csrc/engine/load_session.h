@@ -153,7 +153,8 @@ class LoadSession : public std::enable_shared_from_this<LoadSession> {
   Result<> plan();
   void group_requests();
   planning::WantedRecord wanted_of(const Record& record) const;
-  void run_task();
+  void run_task(std::shared_ptr<const void> threads);
+  void fail_task(const Error& error);
   void run_units(Scratch& scratch);
   Result<> run_unit(const planning::ReadUnit& unit, Scratch& scratch, std::size_t& culprit);
   Result<> run_batch(const planning::ReadUnit& unit, const DataFile& file, Scratch& scratch,

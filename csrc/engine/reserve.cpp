@@ -20,25 +20,39 @@ constexpr unsigned kMostThreads = 16;
 
 Result<std::size_t> grow_reserve(std::size_t most_bytes, const Threads& threads, int device) {
   staging::ChunkPool& pool = staging::ChunkPool::instance();
-  boost::asio::thread_pool& executor = engine::executor(threads);
+  if (auto there = need_threads(threads, 0); !there) return there.error();
+  boost::asio::io_context& executor = engine::executor(threads);
   const unsigned at_once = std::clamp(std::thread::hardware_concurrency(), 1U, kMostThreads);
   std::mutex mutex;
   std::optional<Error> failure;  // guarded by mutex
   std::latch done(static_cast<std::ptrdiff_t>(at_once));
   // A task of its own for each chunk, so that a save's work on the same threads comes in between.
-  std::function<void()> grow = [&] {
-    auto grown = pool.grow_reserve(most_bytes, device);
-    if (grown && *grown) {
-      boost::asio::post(executor, [&grow] { grow(); });
-      return;
-    }
-    if (!grown) {
+  const auto end = [&](std::optional<Error> error) {
+    if (error) {
       const std::lock_guard lock(mutex);
-      failure = grown.error();
+      failure = std::move(error);
     }
     done.count_down();
   };
-  for (unsigned i = 0; i < at_once; ++i) boost::asio::post(executor, [&grow] { grow(); });
+  std::function<void()> grow;
+  const auto begin = [&] {
+    try {
+      boost::asio::post(executor, [&grow] { grow(); });
+    } catch (...) {
+      end(exception_error(std::current_exception(), "grow_reserve"));
+    }
+  };
+  grow = [&] {
+    Result<bool> grown = false;
+    try {
+      grown = pool.grow_reserve(most_bytes, device);
+    } catch (...) {
+      grown = exception_error(std::current_exception(), "grow_reserve");
+    }
+    if (grown && *grown) return begin();
+    end(grown ? std::nullopt : std::optional<Error>(grown.error()));
+  };
+  for (unsigned i = 0; i < at_once; ++i) begin();
   done.wait();
   if (failure) return *failure;
   // Those of another caller who makes the same reserve.

@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "checked_math.h"
+#include "engine/delivery.h"
 #include "format/checksum_table.h"
 
 namespace torch_ckpt::engine {
@@ -27,24 +28,40 @@ constexpr std::uint64_t kDirectMinBytes = std::uint64_t{1} << 20;
 // How long a write that waits for its turn may not notice that the save was cancelled.
 constexpr std::chrono::milliseconds kCancelPoll{100};
 
-Error from_exception(const std::exception_ptr& exception) {
-  Error error;
-  error.operation = "save";
-  try {
-    std::rethrow_exception(exception);
-  } catch (const std::exception& caught) {
-    error.detail = caught.what();
-  } catch (...) {
-    error.detail = "an unknown exception";
-  }
-  return error;
-}
-
 std::size_t chunk_count(const FileImage& image, std::size_t chunk_bytes) {
   return (image.bytes() + chunk_bytes - 1) / chunk_bytes;
 }
 
 Error cancelled_error() { return format_error(Errc::cancelled, "the save was cancelled"); }
+
+// Channels have room for all that may be sent: whoever waits for a message that is refused would
+// wait for ever.
+template <class Channel, class T>
+void send(Channel& channel, T message) noexcept {
+  if (!channel.try_send(boost::system::error_code(), std::move(message))) std::terminate();
+}
+
+// What `work` fails with, be it by an exception.
+template <class Work>
+std::shared_ptr<const Error> failure_of(const Work& work) noexcept {
+  try {
+    const Result<> done = work();
+    return done ? nullptr : std::make_shared<const Error>(done.error());
+  } catch (...) {
+    return std::make_shared<const Error>(exception_error(std::current_exception(), "save"));
+  }
+}
+
+// The message of what has been posted and uses what the coroutine holds, so that this must not go
+// on without it.
+template <class Channel>
+asio::awaitable<std::shared_ptr<const Error>> receive(Channel& channel) noexcept {
+  try {
+    co_return co_await channel.async_receive(asio::use_awaitable);
+  } catch (...) {
+    std::terminate();
+  }
+}
 
 }  // namespace
 
@@ -84,6 +101,9 @@ Result<std::shared_ptr<SaveSession>> SaveSession::start(os::Directory directory,
   }
   const std::size_t chunks = std::min(options.max_host_bytes / options.chunk_bytes, most_chunks);
   options.keep_host_bytes = given.max_host_bytes;
+  for (const Threads& threads : {options.stagers, options.writers}) {
+    if (auto there = need_threads(threads, options.parallel_files); !there) return there.error();
+  }
   std::shared_ptr<SaveSession> session(
       new SaveSession(std::move(directory), std::move(files), options, chunks));
   session->spawn_runners();
@@ -114,6 +134,7 @@ SaveSession::SaveSession(os::Directory directory, std::vector<FileJob> files,
   for (FileJob& job : files) {
     bytes_planned_ += job.image.bytes();
     const std::size_t messages = chunk_count(job.image, options.chunk_bytes) + 1;
+    if (device_ == staging::Source::kHost) device_ = job.image.device();
     files_.push_back(
         std::make_unique<FileState>(std::move(job), files_.size(), options_, messages));
   }
@@ -127,7 +148,7 @@ SaveSession::SaveSession(os::Directory directory, std::vector<FileJob> files,
   }
 }
 
-void SaveSession::spawn_runners() {
+void SaveSession::spawn_runners() noexcept {
   to_stage_ = running_ = files_.size();
   if (!files_.empty()) writers_needed_.emplace(writers_.get_executor());
   const std::size_t at_once = std::min(options_.parallel_files, files_.size());
@@ -146,27 +167,24 @@ void SaveSession::spawn_runner(boost::asio::awaitable<void> (SaveSession::*run)(
   const auto strand = asio::make_strand(stagers_);
   asio::post(strand, [self = shared_from_this(), strand, run] {
     // The handler keeps the session alive until its last file has ended.
-    asio::co_spawn(strand, ((*self).*run)(), [self](const std::exception_ptr&) {});
+    asio::co_spawn(strand, ((*self).*run)(), [self](const std::exception_ptr& exception) {
+      // It has left files without their results.
+      if (exception) std::terminate();
+    });
   });
 }
 
-void SaveSession::release(std::size_t slot) {
-  free_slots_.try_send(boost::system::error_code(), slot);
-}
+void SaveSession::release(std::size_t slot) noexcept { send(free_slots_, slot); }
 
 // Beside the stagers, which take the first chunk that is free: making memory may be slower than the
 // disk is in giving some back. What staging did not wait for is made for the next save, quietly.
-void SaveSession::fill_slots(bool quiet) {
+void SaveSession::fill_slots(bool quiet) noexcept {
   for (std::size_t n = next_empty_++; n < empty_slots_.size(); n = next_empty_++) {
     // Also of a cancelled save, and then without memory: a stager may be waiting for just this one.
     if (!cancelled_) {
-      auto taken = staging::ChunkPool::instance().take(options_.chunk_bytes);
-      if (!taken) {
-        // Staging has had all that it needs, and the next save asks again.
-        if (to_stage_ == 0) return;
-        fail(taken.error());
-      }
-      auto chunk = taken ? std::move(*taken) : nullptr;
+      auto chunk = make_chunk();
+      // Staging has had all that it needs, and the next save asks again.
+      if (chunk == nullptr && to_stage_ == 0) return;
       if (!place(empty_slots_[n], chunk)) {
         // The budget is the next save's.
         if (chunk != nullptr) staging::ChunkPool::instance().discard(std::move(chunk));
@@ -176,6 +194,22 @@ void SaveSession::fill_slots(bool quiet) {
     release(empty_slots_[n]);
     if (!quiet && to_stage_ == 0) return spawn_slot_filler(true);
   }
+}
+
+/// nullptr where there is no memory, for which the save has failed unless it needs none any more.
+std::unique_ptr<staging::Chunk> SaveSession::make_chunk() {
+  try {
+    auto taken = staging::ChunkPool::instance().take(options_.chunk_bytes);
+    if (taken) {
+      // Here, where nothing waits for it but who waits for the chunk.
+      if (device_ != staging::Source::kHost) pin_or_warn(**taken, device_);
+      return std::move(*taken);
+    }
+    if (to_stage_ > 0) fail(taken.error());
+  } catch (...) {
+    if (to_stage_ > 0) fail(exception_error(std::current_exception(), "save"));
+  }
+  return nullptr;
 }
 
 /// Whether the save has not ended yet, and then has the chunk.
@@ -194,46 +228,56 @@ void SaveSession::spawn_slot_filler(bool quiet) {
 
 asio::awaitable<void> SaveSession::stage_files() {
   for (std::size_t n = next_to_stage_++; n < files_.size(); n = next_to_stage_++) {
-    files_[n]->has_stager = true;
-    co_await stage_file(*files_[n]);
+    FileState& state = *files_[n];
+    state.has_stager = true;
+    try {
+      co_await stage_file(state);
+    } catch (...) {
+      fail(exception_error(std::current_exception(), "save"));
+    }
+    if (!state.is_submitted) submitted_.send({});
+    // The file's writer waits for it.
+    send(state.filled, std::shared_ptr<Filled>());
     if (--to_stage_ == 0) timing_.staged_ns = timing_.now_ns();
     staged_.send({});
   }
 }
 
-// Never throws and never returns early: the file's writer waits for the last message.
 asio::awaitable<void> SaveSession::stage_file(FileState& state) {
   const std::uint64_t bytes = state.job.image.bytes();
   // Begun, and perhaps still on their way from a device.
   std::deque<std::shared_ptr<Filled>> begun;
-  const auto pass_on_oldest = [&] {
+  const auto pass_on_oldest = [&]() noexcept {
     pass_on(state, std::move(begun.front()));
     begun.pop_front();
   };
+  std::optional<std::size_t> slot;  // taken, and not begun
   try {
     for (std::uint64_t offset = 0; offset < bytes && !cancelled_;) {
-      std::optional<std::size_t> slot;
+      while (!begun.empty() && state.stream.has_arrived(begun.front()->piece)) pass_on_oldest();
       free_slots_.try_receive([&](auto, std::size_t free) { slot = free; });
       if (!slot && !begun.empty()) {
         pass_on_oldest();
         continue;
       }
       if (!slot) slot = co_await free_slots_.async_receive(asio::use_awaitable);
-      auto filled = fill_chunk(state, *slot, offset);
-      if (filled == nullptr) {
-        release(*slot);
+      // Room for it first: what has been begun must not be lost.
+      begun.emplace_back();
+      begun.back() = fill_chunk(state, *slot, offset);
+      if (begun.back() == nullptr) {
+        begun.pop_back();
         break;
       }
-      offset += filled->fresh.size();
-      begun.push_back(std::move(filled));
-      if (state.job.image.device() == staging::Source::kHost) pass_on_oldest();
+      slot.reset();
+      offset += begun.back()->fresh.size();
     }
   } catch (...) {
-    fail(from_exception(std::current_exception()));
+    fail(exception_error(std::current_exception(), "save"));
   }
+  if (slot) release(*slot);
   submitted_.send({});
+  state.is_submitted = true;
   while (!begun.empty()) pass_on_oldest();
-  state.filled.try_send(boost::system::error_code(), std::make_shared<Filled>());
 }
 
 std::shared_ptr<SaveSession::Filled> SaveSession::fill_chunk(FileState& state, std::size_t slot,
@@ -242,10 +286,7 @@ std::shared_ptr<SaveSession::Filled> SaveSession::fill_chunk(FileState& state, s
     if (cancelled_) return nullptr;
     staging::Chunk& chunk = *chunks_[slot];
     if (state.job.image.device() != staging::Source::kHost) {
-      if (auto pinned = chunk.pin(state.job.image.device()); !pinned) {
-        fail(pinned.error());
-        return nullptr;
-      }
+      pin_or_warn(chunk, state.job.image.device());
     }
     const std::span<std::byte> memory = chunk.bytes();
     const Timed timed(timing_, Activity::stage, state.number);
@@ -262,17 +303,17 @@ std::shared_ptr<SaveSession::Filled> SaveSession::fill_chunk(FileState& state, s
     filled->piece = std::move(*piece);
     return filled;
   } catch (...) {
-    fail(from_exception(std::current_exception()));
+    fail(exception_error(std::current_exception(), "save"));
     return nullptr;
   }
 }
 
-void SaveSession::pass_on(FileState& state, std::shared_ptr<Filled> filled) {
+void SaveSession::pass_on(FileState& state, std::shared_ptr<Filled> filled) noexcept {
   // Also of a cancelled save: until they have arrived the chunk belongs to the device.
   if (auto arrived = state.stream.arrive(filled->piece); !arrived) fail(arrived.error());
   bytes_staged_ += filled->fresh.size();
   state.bytes_staged += filled->fresh.size();
-  state.filled.try_send(boost::system::error_code(), std::move(filled));
+  send(state.filled, std::move(filled));
 }
 
 // --- writers -----------------------------------------------------------------------------------
@@ -285,7 +326,14 @@ asio::awaitable<void> SaveSession::write_files() {
     try {
       status = co_await write_file(state);
     } catch (...) {
-      status = from_exception(std::current_exception());
+      status = exception_error(std::current_exception(), "save");
+    }
+    if (!status) fail(status.error());
+    // What was left gives its slots back: the file's stager, or another's, may wait for one.
+    while (!state.is_drained) {
+      const auto chunk = co_await state.filled.async_receive(asio::use_awaitable);
+      state.is_drained = chunk == nullptr;
+      if (chunk != nullptr) release(chunk->slot);
     }
     finish_file(state, std::move(status));
   }
@@ -293,7 +341,7 @@ asio::awaitable<void> SaveSession::write_files() {
 
 // As long as somebody waits for the stagers the writers are no quieter than they are: they would
 // stand back behind them, and the disk behind both.
-boost::asio::thread_pool& SaveSession::busy_executor() {
+boost::asio::io_context& SaveSession::busy_executor() {
   return to_stage_ == 0 ? writers_ : stagers_;
 }
 
@@ -307,13 +355,11 @@ asio::awaitable<Result<>> SaveSession::write_file(FileState& state) {
   // A message like that of a write, since the coroutine itself must not end off its strand: Asio
   // orders that by a fence, which ThreadSanitizer does not know.
   Channel<std::shared_ptr<const Error>> finished(co_await asio::this_coro::executor, 1);
-  asio::post(busy_executor(), [this, self = shared_from_this(), &state, &file, &finished] {
-    const auto done = finish_contents(state, std::move(*file));
-    finished.try_send(boost::system::error_code(),
-                      done ? nullptr : std::make_shared<const Error>(done.error()));
-  });
-  const auto failure = co_await finished.async_receive(asio::use_awaitable);
-  if (failure) co_return *failure;
+  asio::post(busy_executor(),
+             [this, self = shared_from_this(), &state, &file, &finished]() noexcept {
+               send(finished, failure_of([&] { return finish_contents(state, std::move(*file)); }));
+             });
+  if (const auto failure = co_await receive(finished)) co_return *failure;
   co_return Result<>();
 }
 
@@ -340,7 +386,7 @@ Result<os::File> SaveSession::open_file(FileState& state) {
     if (auto reserved = file->reserve(bytes); !reserved) return reserved.error();
     return file;
   } catch (...) {
-    return from_exception(std::current_exception());
+    return exception_error(std::current_exception(), "save");
   }
 }
 
@@ -352,41 +398,49 @@ asio::awaitable<Result<>> SaveSession::write_chunks(FileState& state, os::File* 
   Channel<std::shared_ptr<const Error>> written(strand, kDepth);
   std::size_t in_flight = 0;
   std::optional<Error> error;
+  std::shared_ptr<Filled> chunk;  // whose slot is to be given back
 
-  while (true) {
-    const auto chunk = co_await state.filled.async_receive(asio::use_awaitable);
-    if (!chunk->slot) break;
-    if (cancelled_ || error || file == nullptr) {
-      release(*chunk->slot);
-      continue;
-    }
-    co_await asio::post(asio::bind_executor(busy_executor(), asio::use_awaitable));
-    {
-      const Timed timed(timing_, Activity::checksum, state.number);
-      state.stream.complete(chunk->piece);
-    }
-    if (timer) {
-      const Throttle::Clock::time_point begin = throttle_.reserve(chunk->fresh.size());
-      for (auto now = Throttle::Clock::now(); now < begin && !cancelled_;
-           now = Throttle::Clock::now()) {
-        timer->expires_at(std::min(begin, now + kCancelPoll));
-        co_await timer->async_wait(asio::use_awaitable);
-      }
-      if (cancelled_) {
-        release(*chunk->slot);
+  try {
+    while (!state.is_drained) {
+      chunk = co_await state.filled.async_receive(asio::use_awaitable);
+      state.is_drained = chunk == nullptr;
+      if (state.is_drained) break;
+      if (cancelled_ || error || file == nullptr) {
+        release(std::exchange(chunk, nullptr)->slot);
         continue;
       }
+      co_await asio::post(asio::bind_executor(busy_executor(), asio::use_awaitable));
+      {
+        const Timed timed(timing_, Activity::checksum, state.number);
+        state.stream.complete(chunk->piece);
+      }
+      if (timer) {
+        const Throttle::Clock::time_point begin = throttle_.reserve(chunk->fresh.size());
+        for (auto now = Throttle::Clock::now(); now < begin && !cancelled_;
+             now = Throttle::Clock::now()) {
+          timer->expires_at(std::min(begin, now + kCancelPoll));
+          co_await timer->async_wait(asio::use_awaitable);
+        }
+        if (cancelled_) {
+          release(std::exchange(chunk, nullptr)->slot);
+          continue;
+        }
+      }
+      start_write(state, *file, *chunk, written);
+      chunk = nullptr;
+      if (++in_flight == kDepth) {
+        const auto failure = co_await receive(written);
+        --in_flight;
+        if (failure) error = *failure;
+      }
     }
-    start_write(state, *file, *chunk, written);
-    if (++in_flight == kDepth) {
-      const auto failure = co_await written.async_receive(asio::use_awaitable);
-      --in_flight;
-      if (failure) error = *failure;
-    }
+  } catch (...) {
+    error = exception_error(std::current_exception(), "save");
   }
+  if (chunk != nullptr) release(chunk->slot);
   // Also after an error: the writes use `file` and `written`.
   for (; in_flight > 0; --in_flight) {
-    const auto failure = co_await written.async_receive(asio::use_awaitable);
+    const auto failure = co_await receive(written);
     if (failure && !error) error = *failure;
   }
   if (error) co_return *error;
@@ -400,16 +454,15 @@ void SaveSession::start_write(FileState& state, os::File& file, const Filled& ch
   std::span<std::byte> data = chunk.fresh;
   if (file.is_direct()) {
     // Direct writes move whole blocks; the padding is cut off once the file is complete.
-    data = chunks_[*chunk.slot]->bytes().first(align_up(fresh, os::kDirectAlignment));
+    data = chunks_[chunk.slot]->bytes().first(align_up(fresh, os::kDirectAlignment));
     std::memset(data.data() + fresh, 0, data.size() - fresh);
   }
   asio::post(busy_executor(), [this, self = shared_from_this(), &state, &file, &written,
-                               slot = *chunk.slot, offset = chunk.offset, fresh, data] {
-    std::shared_ptr<const Error> failure;
+                               slot = chunk.slot, offset = chunk.offset, fresh, data]() noexcept {
     const std::int64_t begin = timing_.now_ns();
-    if (auto done = file.write_at(data, offset); !done) {
-      failure = std::make_shared<const Error>(done.error());
-      fail(done.error());
+    auto failure = failure_of([&] { return file.write_at(data, offset); });
+    if (failure) {
+      fail(*failure);
     } else {
       bytes_written_ += fresh;
       state.bytes_written += fresh;
@@ -417,7 +470,7 @@ void SaveSession::start_write(FileState& state, os::File& file, const Filled& ch
     }
     timing_.add(Activity::write, state.number, begin, timing_.now_ns());
     release(slot);
-    written.try_send(boost::system::error_code(), std::move(failure));
+    send(written, std::move(failure));
   });
 }
 
@@ -442,7 +495,7 @@ void SaveSession::fail(const Error& error) {
   cancelled_ = true;
 }
 
-void SaveSession::finish_file(FileState& state, Result<> status) {
+void SaveSession::finish_file(FileState& state, Result<> status) noexcept {
   // Before the end, which removes the files where there is no memory for a result.
   Result<format::FileResult> message = status ? result_of(state) : status.error();
   if (!message) fail(message.error());
@@ -452,7 +505,7 @@ void SaveSession::finish_file(FileState& state, Result<> status) {
       end();
     } catch (...) {
       // The result must be sent whatever happens.
-      fail(from_exception(std::current_exception()));
+      fail(exception_error(std::current_exception(), "save"));
     }
     writers_needed_.reset();
   }
@@ -485,7 +538,7 @@ Result<format::FileResult> SaveSession::result_of(const FileState& state) const 
   result.checksum_table = format::encode_checksum_table(records);
   return result;
 } catch (...) {
-  return from_exception(std::current_exception());
+  return exception_error(std::current_exception(), "save");
 }
 
 // After the last file: no stager and no write is left, since each file waited for its own.

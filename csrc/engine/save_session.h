@@ -104,6 +104,10 @@ struct FileProgress {
 //      file that the session made is removed before the last result is sent.
 //   8. Without an error the last file to end fsyncs the directory.
 //
+// An exception ends the session like any other error. Where not even a message of a few bytes can
+// be sent, for want of memory, the process ends (the functions that send are noexcept): what waits
+// for the message would wait for ever.
+//
 // start() and each of the waits are for one thread; progress(), unfinished() and cancel() for any.
 // The sources must stay alive and unchanged until wait_staged() or wait_for() has returned true.
 class SaveSession : public std::enable_shared_from_this<SaveSession> {
@@ -147,9 +151,9 @@ class SaveSession : public std::enable_shared_from_this<SaveSession> {
   template <class T>
   using Channel = boost::asio::experimental::concurrent_channel<void(boost::system::error_code, T)>;
 
-  // A chunk that has been filled; the last message of a file has none.
+  // A chunk that has been filled. The last message of a file is nullptr.
   struct Filled {
-    std::optional<std::size_t> slot;
+    std::size_t slot = 0;
     std::uint64_t offset = 0;
     std::span<std::byte> fresh;
     ImageStream::Piece piece;
@@ -162,6 +166,8 @@ class SaveSession : public std::enable_shared_from_this<SaveSession> {
     std::optional<os::FileIdentity> identity;
     ImageStream stream;
     Channel<std::shared_ptr<Filled>> filled;
+    bool is_submitted = false;  // has told so; of the stager
+    bool is_drained = false;    // the last message has been received; of the writer
 
     FilePhase phase() const;
     // For phase() alone, from any thread. Each only grows, or becomes true once.
@@ -174,17 +180,17 @@ class SaveSession : public std::enable_shared_from_this<SaveSession> {
 
   SaveSession(os::Directory directory, std::vector<FileJob> files, const SaveOptions& options,
               std::size_t chunks);
-  void spawn_runners();
+  void spawn_runners() noexcept;
   void spawn_runner(boost::asio::awaitable<void> (SaveSession::*run)());
 
   // By stagers.
   boost::asio::awaitable<void> stage_files();
   boost::asio::awaitable<void> stage_file(FileState& state);
   std::shared_ptr<Filled> fill_chunk(FileState& state, std::size_t slot, std::uint64_t offset);
-  void pass_on(FileState& state, std::shared_ptr<Filled> filled);
+  void pass_on(FileState& state, std::shared_ptr<Filled> filled) noexcept;
 
   // By writers.
-  boost::asio::thread_pool& busy_executor();
+  boost::asio::io_context& busy_executor();
   boost::asio::awaitable<void> write_files();
   boost::asio::awaitable<Result<>> write_file(FileState& state);
   Result<os::File> open_file(FileState& state);
@@ -193,29 +199,31 @@ class SaveSession : public std::enable_shared_from_this<SaveSession> {
                    Channel<std::shared_ptr<const Error>>& written);
   Result<> finish_contents(FileState& state, os::File file);
   Result<format::FileResult> result_of(const FileState& state) const;
-  void finish_file(FileState& state, Result<> status);
+  void finish_file(FileState& state, Result<> status) noexcept;
   void end();
 
   void spawn_slot_filler(bool quiet);
-  void fill_slots(bool quiet);
+  void fill_slots(bool quiet) noexcept;
+  std::unique_ptr<staging::Chunk> make_chunk();
   bool place(std::size_t slot, std::unique_ptr<staging::Chunk>& chunk);
-  void release(std::size_t slot);
+  void release(std::size_t slot) noexcept;
   void fail(const Error& error);
 
   os::Directory directory_;
   const SaveOptions options_;
-  // Made before the session begins: threads that cannot be had must not fail it half-way.
-  boost::asio::thread_pool& stagers_;
-  boost::asio::thread_pool& writers_;
+  // They have threads before the session begins: it must not fail half-way for want of them.
+  boost::asio::io_context& stagers_;
+  boost::asio::io_context& writers_;
   // Until the session has ended: join_executor() may find the writers without work while the next
   // chunk for them is still being staged.
-  std::optional<boost::asio::executor_work_guard<boost::asio::thread_pool::executor_type>>
+  std::optional<boost::asio::executor_work_guard<boost::asio::io_context::executor_type>>
       writers_needed_;
   std::vector<std::unique_ptr<FileState>> files_;
   // By slot; each slot has one user at a time. Those of slots that are in the channel or have been
   // taken from it are there.
   std::vector<std::unique_ptr<staging::Chunk>> chunks_;
   std::vector<std::size_t> empty_slots_;  // that had no chunk at the start
+  int device_ = staging::Source::kHost;   // that chunks are page-locked for
   std::atomic<std::size_t> next_empty_{0};
 
   Channel<std::size_t> free_slots_;

@@ -52,8 +52,9 @@ Result<std::shared_ptr<VerifySession>> VerifySession::start(os::Directory direct
                                                             std::vector<NamedRecord> records,
                                                             const VerifyOptions& given) {
   VerifyOptions options = given;
-  const ScratchLayout layout =
-      lay_out_scratch({}, {}, options.chunk_bytes, options.max_scratch_bytes);
+  const ScratchLayout layout = lay_out_scratch(
+      {}, {}, scratch_chunk_bytes(options.chunk_bytes, options.max_scratch_bytes, options.threads),
+      options.max_scratch_bytes);
   if (layout.chunk_bytes == 0 || options.threads == 0) {
     return format_error(Errc::invalid_argument,
                         "verifying needs at least one thread and 4096 bytes of scratch memory");
@@ -62,11 +63,21 @@ Result<std::shared_ptr<VerifySession>> VerifySession::start(os::Directory direct
   std::shared_ptr<VerifySession> session(
       new VerifySession(std::move(directory), std::move(files), std::move(records), options));
   session->scratch_layout_ = layout;
+  session->scratch_layout_.most_kept = layout.bytes() * options.threads;
   session->plan();
   const std::size_t tasks = std::min(options.threads, session->units_.size());
   session->results_.emplace(tasks);
-  for (std::size_t slot = 0; slot < tasks; ++slot) {
-    asio::post(executor(), [session] { session->run_task(); });
+  if (tasks == 0) return session;
+  auto threads = add_threads(tasks);
+  if (!threads) return threads.error();
+  for (std::size_t task = 0; task < tasks; ++task) {
+    try {
+      asio::post(executor(),
+                 [session, held = *threads]() mutable { session->run_task(std::move(held)); });
+    } catch (...) {
+      // Those before it work on what the caller has given, so that the session must be told of.
+      session->fail_task(exception_error(std::current_exception(), "verify"));
+    }
   }
   return session;
 }
@@ -99,7 +110,8 @@ void VerifySession::plan() {
   }
 
   planning::ReadPlanLimits limits;
-  limits.batch_bytes = scratch_layout_.read_bytes;
+  // With room for the ends of the blocks that a direct read takes.
+  limits.batch_bytes = scratch_layout_.step_bytes();
   std::vector<planning::WantedRecord> wanted;
   std::vector<std::size_t> planned;  // numbers of those that are wanted
   for (std::size_t i = 0; i < records_.size(); ++i) {
@@ -119,7 +131,8 @@ void VerifySession::plan() {
     // Where in the record the payload begins is not known yet; pieces count from there.
     wanted.push_back({record.file, record.offset, record.length, {{0, record.length}}});
   }
-  limits.piece_bytes = std::max(limits.piece_bytes, limits.cut_bytes);
+  limits.piece_bytes =
+      std::max(planning::piece_bytes_for(bytes_planned_, options_.threads), limits.cut_bytes);
   units_ = planning::plan_reads(wanted, limits);
   for (planning::ReadUnit& unit : units_) {
     files_.expect_unit(unit.file);
@@ -134,7 +147,7 @@ void VerifySession::plan() {
 
 // --- a task --------------------------------------------------------------------------------------
 
-void VerifySession::run_task() {
+void VerifySession::run_task(std::shared_ptr<const void> threads) {
   Result<> status;
   try {
     auto scratch = Scratch::make(scratch_layout_, no_devices_);
@@ -143,19 +156,21 @@ void VerifySession::run_task() {
     } else {
       status = scratch.error();
     }
-  } catch (const std::exception& caught) {
-    Error error;
-    error.operation = "verify";
-    error.detail = caught.what();
-    status = std::move(error);
+  } catch (...) {
+    status = exception_error(std::current_exception(), "verify");
   }
-  if (!status) {
+  threads.reset();
+  if (!status) return fail_task(status.error());
+  results_->send({});
+}
+
+void VerifySession::fail_task(const Error& error) {
+  {
     std::lock_guard lock(mutex_);
-    if (!failure_) failure_ = status.error();
+    if (!failure_) failure_ = error;
     cancelled_ = true;
   }
-  staging::ChunkPool::instance().trim_to_budget(scratch_layout_.bytes() * options_.threads);
-  results_->send(status);
+  results_->send(error);
 }
 
 void VerifySession::run_units(Scratch& scratch) {

@@ -107,7 +107,8 @@ class VerifySession : public std::enable_shared_from_this<VerifySession> {
   VerifySession(os::Directory directory, std::vector<LoadFile> files,
                 std::vector<NamedRecord> records, const VerifyOptions& options);
   void plan();
-  void run_task();
+  void run_task(std::shared_ptr<const void> threads);
+  void fail_task(const Error& error);
   void run_units(Scratch& scratch);
   void run_unit(const planning::ReadUnit& unit, Scratch& scratch);
   Result<> run_batch(const planning::ReadUnit& unit, const DataFile& file, Scratch& scratch);

@@ -57,7 +57,7 @@ class ProcessMark {
   bool inherited() const { return ::getpid() != made_in_; }
 
  private:
-  const pid_t made_in_ = ::getpid();
+  pid_t made_in_ = ::getpid();
 };
 
 }  // namespace torch_ckpt::os

@@ -51,16 +51,19 @@ Result<Pages> Pages::allocate(std::size_t bytes) {
 }
 
 Pages::Pages(Pages&& other) noexcept
-    : address_(std::exchange(other.address_, nullptr)), size_(std::exchange(other.size_, 0)) {}
+    : address_(std::exchange(other.address_, nullptr)),
+      size_(std::exchange(other.size_, 0)),
+      process_(other.process_) {}
 
 Pages& Pages::operator=(Pages&& other) noexcept {
   std::swap(address_, other.address_);
   std::swap(size_, other.size_);
+  std::swap(process_, other.process_);
   return *this;
 }
 
 Pages::~Pages() {
-  if (address_ != nullptr) ::munmap(address_, size_);
+  if (address_ != nullptr && !process_.inherited()) ::munmap(address_, size_);
 }
 
 }  // namespace torch_ckpt::os

@@ -4,11 +4,13 @@
 #include <span>
 
 #include "error.h"
+#include "os/fork_guard.h"
 
 namespace torch_ckpt::os {
 
 // Page-aligned anonymous memory whose pages are already there: a first touch inside the pipeline
-// would cost three times a warm copy. Move-only; unmapped by the destructor.
+// would cost three times a warm copy. Move-only; unmapped by the destructor, but not in a forked
+// child, which does not have the memory and may have other memory in its place.
 class Pages {
  public:
   /// `bytes` must be a positive multiple of 4096.
@@ -28,6 +30,7 @@ class Pages {
 
   std::byte* address_ = nullptr;
   std::size_t size_ = 0;
+  ProcessMark process_;
 };
 
 }  // namespace torch_ckpt::os

@@ -72,6 +72,11 @@ void add_pieces(std::vector<ReadUnit>& units, std::size_t index, const WantedRec
 
 }  // namespace
 
+std::uint64_t piece_bytes_for(std::uint64_t wanted, std::size_t threads) {
+  const ReadPlanLimits usual;
+  return std::clamp(wanted / threads, usual.cut_bytes, usual.piece_bytes);
+}
+
 std::vector<ReadUnit> plan_reads(std::span<const WantedRecord> records,
                                  const ReadPlanLimits& limits) {
   std::vector<std::size_t> order(records.size());

@@ -44,6 +44,10 @@ struct ReadPlanLimits {
                                                          // a power of two
 };
 
+/// Bytes of a piece so that of `wanted` bytes each of `threads` has one at the same time, as far as
+/// pieces are worth a read of their own.
+std::uint64_t piece_bytes_for(std::uint64_t wanted, std::size_t threads);
+
 /// Orders the wanted records by file and offset and cuts them into units. A small record of which
 /// a part is not wanted is read like a large one, unless that part is a small one, or the record is
 /// smaller than the gap that would be read over anyway.

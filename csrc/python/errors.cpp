@@ -3,6 +3,8 @@
 #include <cstring>
 #include <string>
 
+#include "engine/warnings.h"
+
 namespace py = pybind11;
 
 namespace torch_ckpt::python {
@@ -83,6 +85,12 @@ void raise(const CommitOutcome& outcome) {
   const bool uncertain = outcome.state == CommitState::durability_uncertain;
   throw_python(error_class(uncertain ? "DurabilityUncertain" : "NotCommitted")(
       os_text(outcome.error.message()), outcome.error.sys_errno));
+}
+
+void pass_on_warnings() {
+  for (const std::string& text : engine::take_warnings()) {
+    py::module_::import("torch_ckpt.metrics").attr("warn")(text);
+  }
 }
 
 }  // namespace torch_ckpt::python

@@ -15,6 +15,9 @@ namespace torch_ckpt::python {
 /// A path or a text with paths in it, whose bytes need not be UTF-8; as os.fsdecode.
 pybind11::str os_text(const std::string& bytes);
 
+/// Tells what the engine warns of.
+void pass_on_warnings();
+
 template <class T>
 T unwrap(Result<T> result, const std::string& subject = {}) {
   if (!result) raise(result.error(), subject);

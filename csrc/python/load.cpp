@@ -70,6 +70,9 @@ std::shared_ptr<engine::LoadSession> run(const os::Directory& directory,
   engine::LoadOptions engine_options = options.engine;
   // Scratch memory gets what the rest of the load leaves of the limit.
   engine_options.max_scratch_bytes = options.max_inflight_bytes - held_bytes;
+  for (const engine::ReadRequest& request : requests) {
+    if (request.file >= files.size()) throw py::index_error("no file of that number");
+  }
   Result<std::shared_ptr<engine::LoadSession>> started =
       [&]() -> Result<std::shared_ptr<engine::LoadSession>> {
     const ReleasedGil released;
@@ -79,6 +82,7 @@ std::shared_ptr<engine::LoadSession> run(const os::Directory& directory,
   }();
   std::shared_ptr<engine::LoadSession> session = unwrap(std::move(started));
   wait_for(*session, options.progress, done_before);
+  pass_on_warnings();
   if (auto failure = session->failure()) {
     raise(failure->error,
           failure->request < names.size() ? names[failure->request] : std::string());

@@ -143,6 +143,7 @@ class Save {
           static_cast<std::int64_t>(std::min(seconds, kLongest) * 1000.0)));
     }
     if (!done) return false;
+    pass_on_warnings();
     if (auto outcome = session_->outcome(); !outcome) raise(outcome.error());
     return true;
   }
@@ -202,6 +203,10 @@ std::unique_ptr<Save> start_save(const os::Directory& directory, const std::stri
       tensors.push_back(std::move(span.owner));
     } else {
       py::buffer_info bytes = py::reinterpret_borrow<py::buffer>(value).request();
+      if (PyBuffer_IsContiguous(bytes.view(), 'C') == 0) {
+        throw py::value_error(py::str(names[i]).cast<std::string>() +
+                              ": the bytes do not lie one behind the other in memory");
+      }
       item.source.address = static_cast<const std::byte*>(bytes.ptr);
       item.source.bytes = static_cast<std::uint64_t>(bytes.size * bytes.itemsize);
       buffers.push_back(std::move(bytes));
@@ -213,7 +218,10 @@ std::unique_ptr<Save> start_save(const os::Directory& directory, const std::stri
   naming.buckets = buckets;
   naming.file_per_item = file_per_item;
   naming.separation_hint = separation_hint;
-  engine::SavePlan plan = unwrap(engine::plan_save(std::move(items), naming));
+  engine::SavePlan plan = unwrap([&] {
+    const ReleasedGil released;
+    return engine::plan_save(std::move(items), naming);
+  }());
   engine::SaveOptions options;
   options.parallel_files = buckets;
   options.chunk_bytes = chunk_bytes;
@@ -225,6 +233,7 @@ std::unique_ptr<Save> start_save(const os::Directory& directory, const std::stri
   auto save = std::make_unique<Save>(std::move(tensors), std::move(storages), std::move(buffers),
                                      std::move(plan));
   save->start(directory, std::move(files), options);
+  pass_on_warnings();
   return save;
 }
 

@@ -101,6 +101,10 @@ bool is_dense(const at::Tensor& tensor) {
 
 TensorSpan to_span(const at::Tensor& tensor) {
   const format::Dtype* dtype = dtype_of(tensor);
+  if (dtype == nullptr) {
+    throw std::invalid_argument(std::string("the engine does not know tensors of ") +
+                                c10::toString(tensor.scalar_type()));
+  }
   const auto bytes = static_cast<std::uint64_t>(tensor.numel()) * dtype->item_bytes;
   TensorSpan span;
   span.owner = tensor;

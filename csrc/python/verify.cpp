@@ -66,6 +66,7 @@ py::tuple verify_records(const std::vector<std::pair<std::string, std::string>>&
   }();
   const std::shared_ptr<engine::VerifySession> session = unwrap(std::move(started));
   wait_for(*session, progress);
+  pass_on_warnings();
   if (auto failure = session->failure()) raise(*failure);
 
   py::list findings;

@@ -62,6 +62,11 @@ void ChunkPool::give_back(std::unique_ptr<Chunk> chunk) {
   kept_[chunk->bytes().size()].push_back(std::move(chunk));
 }
 
+void ChunkPool::give_back_within(std::unique_ptr<Chunk> chunk, std::size_t most_kept) {
+  const bool has_room = kept_bytes() + chunk->bytes().size() <= most_kept;
+  has_room ? give_back(std::move(chunk)) : discard(std::move(chunk));
+}
+
 void ChunkPool::discard(std::unique_ptr<Chunk> chunk) {
   const std::lock_guard lock(mutex_);
   count_back(*chunk);

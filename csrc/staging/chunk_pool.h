@@ -49,10 +49,11 @@ class ChunkPool {
   Result<std::unique_ptr<Chunk>> take(std::size_t bytes);
   /// A kept chunk of just this size, or nullptr.
   std::unique_ptr<Chunk> take_kept(std::size_t bytes);
-  /// Every chunk that was taken comes back by one of these two. The second frees it, unless it is
-  /// of the reserve.
+  /// Every chunk that was taken comes back by one of these. The second frees it, unless it is of
+  /// the reserve; the third where more than `most_kept` bytes would be kept with it.
   void give_back(std::unique_ptr<Chunk> chunk);
   void discard(std::unique_ptr<Chunk> chunk);
+  void give_back_within(std::unique_ptr<Chunk> chunk, std::size_t most_kept);
 
   /// Frees kept chunks until at most `bytes` are kept. A reserve shrinks to that, also one that is
   /// being made.

@@ -14,8 +14,12 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
 #include <deque>
 #include <map>
+#include <string_view>
 #include <utility>
 
 #include "staging/device_copy.h"
@@ -32,18 +36,46 @@ Error cuda_error(cudaError_t code, const char* call) {
 #define TC_CUDA(call) \
   if (const cudaError_t code_ = (call); code_ != cudaSuccess) return cuda_error(code_, #call)
 
+// Whether the device's primary context is there: selecting a device makes it, and it takes hundreds
+// of megabytes of the device's memory. False where the driver cannot be asked.
+bool has_context(int device) {
+  // cuDevicePrimaryCtxGetState of the driver's API, to which the runtime's device numbers are
+  // known.
+  using GetState = int (*)(int device, unsigned int* flags, int* active);
+  static const GetState get_state = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+#if CUDART_VERSION >= 12050
+    constexpr unsigned int kSince = 7000;
+    const cudaError_t code = cudaGetDriverEntryPointByVersion(
+        "cuDevicePrimaryCtxGetState", &function, kSince, cudaEnableDefault, &found);
+#else
+    const cudaError_t code =
+        cudaGetDriverEntryPoint("cuDevicePrimaryCtxGetState", &function, cudaEnableDefault, &found);
+#endif
+    const bool is_there = code == cudaSuccess && found == cudaDriverEntryPointSuccess;
+    return is_there ? reinterpret_cast<GetState>(function) : nullptr;
+  }();
+  unsigned int flags = 0;
+  int active = 0;
+  return get_state != nullptr && get_state(device, &flags, &active) == 0 && active != 0;
+}
+
 // The calling thread is often one of the training's, which goes on with the device that it had; and
 // what we do must not end a capture of a CUDA graph that another thread has begun.
+// A thread of ours begins with device 0, which it may never have used: what has no context is not
+// selected again.
 class OnDevice {
  public:
-  explicit OnDevice(int device) {
-    cudaThreadExchangeStreamCaptureMode(&mode_);
+  explicit OnDevice(int device) : device_(device) {
     cudaGetDevice(&before_);
+    // First, since exchanging the mode makes the context of the device that is selected.
     status_ = cudaSetDevice(device);
+    if (status_ == cudaSuccess) cudaThreadExchangeStreamCaptureMode(&mode_);
   }
   ~OnDevice() {
-    cudaSetDevice(before_);
-    cudaThreadExchangeStreamCaptureMode(&mode_);
+    if (status_ == cudaSuccess) cudaThreadExchangeStreamCaptureMode(&mode_);
+    if (before_ != device_ && has_context(before_)) cudaSetDevice(before_);
     // An error of ours has been told by value; left behind, torch would take it for one of its own.
     static_cast<void>(cudaGetLastError());
   }
@@ -52,6 +84,7 @@ class OnDevice {
   cudaError_t status() const { return status_; }
 
  private:
+  const int device_;
   int before_ = 0;
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
   cudaError_t status_ = cudaSuccess;
@@ -78,23 +111,47 @@ Result<> copy_one_by_one(const Batch& batch, cudaStream_t stream) {
   return {};
 }
 
+#if CUDART_VERSION >= 13000
+// Whether batches are submitted as such: not once a driver has refused one, nor where the user says
+// so (drivers have hung on them).
+std::atomic<bool>& batches_work() {
+  static std::atomic<bool> work = [] {
+    const char* const given = std::getenv("TORCH_CKPT_CUDA_BATCHES");
+    return given == nullptr || std::string_view(given) != "0";
+  }();
+  return work;
+}
+
+// Of one call: very many have made drivers hang.
+constexpr std::size_t kMostInBatch = 1024;
+
+cudaError_t copy_as_batch(Batch& batch, int device, cudaStream_t stream) {
+  cudaMemcpyAttributes attributes{};
+  attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
+  attributes.srcLocHint = {cudaMemLocationTypeDevice, device};
+  attributes.dstLocHint = {cudaMemLocationTypeHost, 0};
+  // The copies are beside the training, which needs the multiprocessors.
+  attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
+  if (batch.to_device) std::swap(attributes.srcLocHint, attributes.dstLocHint);
+  cudaError_t code = cudaSuccess;
+  for (std::size_t at = 0; at < batch.to.size() && code == cudaSuccess; at += kMostInBatch) {
+    std::size_t first = 0;
+    const std::size_t count = std::min(kMostInBatch, batch.to.size() - at);
+    code = cudaMemcpyBatchAsync(batch.to.data() + at, batch.from.data() + at,
+                                batch.bytes.data() + at, count, &attributes, &first, 1, stream);
+  }
+  return code;
+}
+#endif
+
 Result<> copy_batch(Batch& batch, int device, cudaStream_t stream) {
 #if CUDART_VERSION >= 13000
-  if (batch.to.size() > 1) {
-    cudaMemcpyAttributes attributes{};
-    attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
-    attributes.srcLocHint = {cudaMemLocationTypeDevice, device};
-    attributes.dstLocHint = {cudaMemLocationTypeHost, 0};
-    if (batch.to_device) std::swap(attributes.srcLocHint, attributes.dstLocHint);
-    std::size_t first = 0;
-    const cudaError_t code =
-        cudaMemcpyBatchAsync(batch.to.data(), batch.from.data(), batch.bytes.data(),
-                             batch.to.size(), &attributes, &first, 1, stream);
-    if (code == cudaSuccess) return {};
-    // Drivers older than the toolkit do not have it.
-    if (code != cudaErrorNotSupported && code != cudaErrorCallRequiresNewerDriver) {
-      return cuda_error(code, "cudaMemcpyBatchAsync");
-    }
+  if (batch.to.size() > 1 && batches_work()) {
+    if (copy_as_batch(batch, device, stream) == cudaSuccess) return {};
+    // Drivers older than the toolkit do not have it, and some refuse some memory. What part of the
+    // batch has been submitted is copied again, in the same order. An error that stays with the
+    // device is told by the first of these copies.
+    batches_work() = false;
     static_cast<void>(cudaGetLastError());
   }
 #else
@@ -142,18 +199,37 @@ class CudaCopier final : public DeviceCopier {
   Result<> wait_oldest() override {
     const Submission oldest = std::move(submissions_.front());
     submissions_.pop_front();
+    Result<> status;
+    // All devices, also after an error: until then the memory belongs to them.
     for (const auto& [device, event] : oldest) {
-      TC_ON_DEVICE(device);
-      TC_CUDA(cudaEventSynchronize(event));
+      if (auto arrived = wait_for(device, event); !arrived && status) status = arrived;
     }
-    return {};
+    return status;
+  }
+
+  bool oldest_has_arrived() override {
+    return std::all_of(submissions_.front().begin(), submissions_.front().end(),
+                       [](const auto& part) {
+                         const OnDevice on(part.first);
+                         // An error, too, is for wait_oldest() to tell.
+                         return cudaEventQuery(part.second) != cudaErrorNotReady;
+                       });
   }
 
   Result<> hold_back(int device, void* stream) override {
     const auto lane = lanes_.find(device);
     if (lane == lanes_.end() || lane->second.events.empty()) return {};
     TC_ON_DEVICE(device);
-    TC_CUDA(cudaStreamWaitEvent(static_cast<cudaStream_t>(stream), lane->second.events.back(), 0));
+    const auto waiting = static_cast<cudaStream_t>(stream);
+    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    TC_CUDA(cudaStreamIsCapturing(waiting, &capture));
+    if (capture != cudaStreamCaptureStatusNone) {
+      // To wait for an event from outside would end the capture with an error of its own.
+      return format_error(Errc::invalid_argument,
+                          "a CUDA graph is being captured on the stream that should wait for the "
+                          "copies");
+    }
+    TC_CUDA(cudaStreamWaitEvent(waiting, lane->second.events.back(), 0));
     return {};
   }
 
@@ -165,17 +241,28 @@ class CudaCopier final : public DeviceCopier {
   };
   using Submission = std::vector<std::pair<int, cudaEvent_t>>;
 
-  Result<> submit_all(std::map<int, Batch>& batches) {
-    Submission submission;
-    for (auto& [device, batch] : batches) {
-      if (auto done = submit_to(device, batch, submission); !done) {
-        // What has been submitted must not arrive in memory that its owner takes back.
-        wait_for_all();
-        return done;
-      }
-    }
-    submissions_.push_back(std::move(submission));
+  static Result<> wait_for(int device, cudaEvent_t event) {
+    TC_ON_DEVICE(device);
+    TC_CUDA(cudaEventSynchronize(event));
     return {};
+  }
+
+  Result<> submit_all(std::map<int, Batch>& batches) {
+    // What has been submitted must not arrive in memory that its owner takes back.
+    try {
+      Submission submission;
+      for (auto& [device, batch] : batches) {
+        if (auto done = submit_to(device, batch, submission); !done) {
+          wait_for_all();
+          return done;
+        }
+      }
+      submissions_.push_back(std::move(submission));
+      return {};
+    } catch (...) {
+      wait_for_all();
+      throw;
+    }
   }
 
   Result<> submit_to(int device, Batch& batch, Submission& submission) {

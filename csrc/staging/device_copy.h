@@ -46,11 +46,16 @@ class DeviceCopier {
   virtual Result<> submit(std::span<const DeviceRun> runs) = 0;
   virtual Result<> submit_to_device(std::span<const HostRun> runs) = 0;
 
-  /// Waits until everything of the oldest submission that was not waited for has arrived.
+  /// Waits until everything of the oldest submission that was not waited for has arrived, on all
+  /// devices, be it that one of them has failed.
   virtual Result<> wait_oldest() = 0;
 
+  /// Whether wait_oldest() would return at once. There is such a submission.
+  virtual bool oldest_has_arrived() = 0;
+
   /// Makes the work that is queued on `stream` from now on wait, on the device, for all that has
-  /// been submitted; the host does not wait. For any thread, once nothing more is submitted.
+  /// been submitted; the host does not wait. For any thread, once nothing more is submitted. Fails
+  /// where a CUDA graph is being captured on `stream`, and leaves the capture as it is.
   virtual Result<> hold_back(int device, void* stream) = 0;
 };
 

@@ -39,7 +39,7 @@ void in_each_thread(const Threads& threads, std::size_t count, const std::functi
 }
 
 TEST(Executor, IsOneForTheProcess) {
-  std::vector<asio::thread_pool*> seen(8);
+  std::vector<asio::io_context*> seen(8);
   {
     std::vector<std::jthread> threads;
     for (auto& pool : seen) threads.emplace_back([&pool] { pool = &executor(); });
@@ -83,7 +83,7 @@ TEST(Executor, JoiningTwiceOrWithoutWorkIsFine) {
 
 TEST(Executor, OfEqualSettingsIsOne) {
   const Threads quiet{{19, true}, 2};
-  std::vector<asio::thread_pool*> seen(8);
+  std::vector<asio::io_context*> seen(8);
   {
     std::vector<std::jthread> threads;
     for (auto& pool : seen) {
@@ -96,7 +96,7 @@ TEST(Executor, OfEqualSettingsIsOne) {
 TEST(Executor, OfOtherSettingsIsAnother) {
   const std::vector<Threads> settings{
       {}, {{0, false}, 2}, {{5, false}, 2}, {{5, true}, 2}, {{6, false}, 2}, {{5, false}, 3}};
-  std::set<asio::thread_pool*> pools;
+  std::set<asio::io_context*> pools;
   for (const Threads& threads : settings) pools.insert(&executor(threads));
   EXPECT_EQ(pools.size(), settings.size());
 }

@@ -60,6 +60,8 @@ class FakeDevice::Copier final : public staging::DeviceCopier {
     return current->wait_result_;
   }
 
+  bool oldest_has_arrived() override { return *submissions_.front().arrived; }
+
   Result<> hold_back(int device, void* stream) override {
     std::lock_guard lock(current->mutex_);
     current->held_back_.emplace_back(device, stream);
@@ -126,18 +128,23 @@ class FakeDevice::Copier final : public staging::DeviceCopier {
 
   void begin(std::function<void()> copies,
              std::shared_ptr<std::latch> awaited = std::make_shared<std::latch>(1)) {
+    auto arrived = std::make_shared<std::atomic<bool>>(false);
     std::thread thread(
-        [copies = std::move(copies), moments = ready_, copied = current->arrive_hook()] {
+        [copies = std::move(copies), moments = ready_, copied = current->arrive_hook(), arrived] {
           for (const auto& moment : moments) static_cast<std::latch*>(moment.event)->wait();
           if (copied) copied();
           copies();
+          *arrived = true;
+          ++current->arrivals_;
+          current->arrivals_.notify_all();
         });
-    submissions_.push_back({std::move(thread), std::move(awaited)});
+    submissions_.push_back({std::move(thread), std::move(awaited), std::move(arrived)});
   }
 
   struct Submission {
     std::thread thread;
     std::shared_ptr<std::latch> awaited;  // somebody waits for it
+    std::shared_ptr<std::atomic<bool>> arrived;
   };
 
   const std::vector<staging::DeviceMoment> ready_;
@@ -170,6 +177,7 @@ void FakeDevice::check(const staging::HostRun& run) const {
                             return memory.device == run.device && memory.holds(out, run.in.size());
                           }))
       << "outside of what was allocated on device " << run.device;
+  if (!pin_result_) return;
   const auto in = reinterpret_cast<std::uintptr_t>(run.in.data());
   EXPECT_TRUE(std::any_of(pinned_.begin(), pinned_.end(), [&](const Pinned& pinned) {
     const auto begin = reinterpret_cast<std::uintptr_t>(pinned.memory.data());
@@ -264,6 +272,10 @@ void FakeDevice::fail_pins(Error error) {
 void FakeDevice::fail_waits(Error error) {
   std::lock_guard lock(mutex_);
   wait_result_ = std::move(error);
+}
+
+void FakeDevice::wait_for_arrivals(std::size_t count) const {
+  for (std::size_t now = arrivals_; now < count; now = arrivals_) arrivals_.wait(now);
 }
 
 std::size_t FakeDevice::copiers() const {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -44,9 +45,12 @@ class FakeDevice {
   /// Called in the device's thread before the copies of a submission are made; may block, which
   /// delays this submission.
   void on_arrival(std::function<void()> hook);
+  /// Copies then go by way of memory that is not page-locked.
   void fail_pins(Error error);
   /// Waiting for any submission fails, after it has arrived.
   void fail_waits(Error error);
+  /// Waits until so many submissions have arrived.
+  void wait_for_arrivals(std::size_t count) const;
   std::size_t copiers() const;
   std::size_t submissions() const;
   /// (device, stream) of each call of hold_back.
@@ -81,6 +85,7 @@ class FakeDevice {
   };
 
   const staging::DeviceSupport* before_;
+  std::atomic<std::size_t> arrivals_{0};
   mutable std::mutex mutex_;
   std::vector<Tensor> tensors_;                   // guarded by mutex_
   std::vector<Memory> memories_;                  // guarded by mutex_

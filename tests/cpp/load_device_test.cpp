@@ -180,10 +180,10 @@ TEST_P(LoadToDevice, ACopyThatDoesNotArriveFailsTheLoad) {
   EXPECT_EQ(session->failure()->error.operation, "wait");
 }
 
-TEST_P(LoadToDevice, MemoryThatCannotBePinnedFailsTheLoad) {
+TEST_P(LoadToDevice, GoesByWayOfMemoryThatCannotBePinned) {
   add(0, 100, false);
   device_.fail_pins(system_error(ENOMEM, "pin", "device"));
-  EXPECT_TRUE(failed(*reads_.run(), Errc::system, LoadFailure::kNoRequest));
+  EXPECT_FALSE(reads_.run()->failure().has_value());
   device_.fail_pins({});
 }
 

@@ -1,7 +1,9 @@
 #include "engine/load_session.h"
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/resource.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -190,6 +192,7 @@ INSTANTIATE_TEST_SUITE_P(AllModes, LoadSessionModes, test::all_direct_io(), test
 TEST(LoadSession, OfNothingEndsAtOnce) {
   TempDir directory;
   const Reads reads(directory);
+  executor();  // its threads are not what is counted here
   CallCounter counter;
   ScopedFaultHook hook(counter);
   reads.run_all();
@@ -270,6 +273,51 @@ TEST(LoadSession, HoldsNoMoreScratchMemoryThanAllowed) {
   reads.run_all(given);
   EXPECT_LE(counter.calls("mmap"), 2);
   EXPECT_LE(ChunkPool::instance().kept_bytes(), given.max_scratch_bytes);
+}
+
+TEST(LoadSession, LeavesTheMemoryOfOthersInTheChunkPool) {
+  TempDir directory;
+  Reads reads(directory);
+  reads.add_whole(reads.add_file({test::byte_record("hello")}), "hello");
+  ChunkPool& pool = ChunkPool::instance();
+  pool.trim(0);
+  constexpr std::size_t kChunks = 50;
+  std::vector<std::unique_ptr<staging::Chunk>> chunks;
+  for (std::size_t i = 0; i < kChunks; ++i) chunks.push_back(pool.take(4 * kPage).value());
+  for (auto& chunk : chunks) pool.give_back(std::move(chunk));
+  LoadOptions given;
+  given.threads = 1;
+  given.chunk_bytes = 4 * kPage;
+  reads.run_all(given);
+  EXPECT_EQ(pool.kept_bytes(), kChunks * 4 * kPage);
+  pool.trim(0);
+}
+
+TEST(LoadSession, ReadsBatchesThatFillItsMemoryPastThePageCache) {
+  TempDir directory;
+  Reads reads(directory);
+  const std::string record = test::byte_record(std::string(3 * kPage - 100, 'x'));
+  constexpr std::size_t kRecords = 40;
+  const std::size_t file = reads.add_file(std::vector<std::string>(kRecords, record));
+  for (std::size_t i = 0; i < kRecords; ++i) {
+    reads.add(ReadKind::tensor, file, i * record.size(), record.size(),
+              row_major("uint8", {3 * kPage - 100}), 0, 3 * kPage - 100);
+  }
+  LoadOptions given = load_options(DirectIo::on);
+  given.threads = 1;
+  given.chunk_bytes = 32 * kPage;
+  const auto opened = open_directory(directory).open_for_read(reads.name(file));
+  ASSERT_TRUE(ok(opened));
+  {
+    const int fd = ::open(reads.path(file).c_str(), O_RDWR | O_CLOEXEC);
+    ::fsync(fd);
+    ::posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED);
+    ::close(fd);
+  }
+  const std::uint64_t bytes = kRecords * record.size();
+  if (opened->cached_fraction(0, bytes) > 0) GTEST_SKIP() << "the page cache keeps the file";
+  reads.run_all(given);
+  EXPECT_EQ(opened->cached_fraction(0, bytes), 0);
 }
 
 TEST(LoadSession, MoreFilesThanDescriptorsAreRead) {

@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 #include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <cstdint>
@@ -63,6 +65,23 @@ TEST(Pages, AFaultIsReported) {
   const auto pages = Pages::allocate(4096);
   ASSERT_FALSE(pages.has_value());
   EXPECT_TRUE(test::is_system_error(pages.error(), ENOMEM, "mmap", ""));
+}
+
+TEST(Pages, InAForkedChildLeaveItsMemoryAlone) {
+  auto pages = Pages::allocate(4096);
+  ASSERT_TRUE(ok(pages));
+  const pid_t child = ::fork();
+  if (child == 0) {
+    // What the child has in the place of the pages, which it does not inherit.
+    void* const own = ::mmap(pages->bytes().data(), 4096, PROT_READ | PROT_WRITE,
+                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+    { const Pages gone(std::move(*pages)); }
+    unsigned char resident = 0;
+    ::_exit(::mincore(own, 4096, &resident) == 0 ? 0 : 1);
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
 }
 
 }  // namespace

@@ -91,3 +91,25 @@ def test_a_save_that_has_ended_has_none(tmp_path: Path) -> None:
     save = start(tmp_path, [b"some bytes", torch.ones(3)], Background(), buckets=2)
     assert save.wait(LIMIT)
     assert save.unfinished() == []
+
+
+def test_bytes_that_do_not_lie_one_behind_the_other_are_refused(tmp_path: Path) -> None:
+    every_second = memoryview(b"0123456789")[::2]
+    with pytest.raises(ValueError, match="value 0: the bytes do not lie one behind the other"):
+        start(tmp_path, [every_second], Background())
+
+
+def test_a_row_of_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    row = ("t", 1, 0, 8, torch.uint8, (8,), (), (), torch.zeros(8, dtype=torch.uint8))
+    with pytest.raises(IndexError, match="no file of that number"):
+        _C.load_tensors(
+            [("f", b"")],
+            [row],
+            directory=_C.Directory(tmp_path),
+            threads=1,
+            max_inflight_bytes=1 << 20,
+            direct_io="auto",
+            verify=True,
+            progress=None,
+            ready=[],
+        )

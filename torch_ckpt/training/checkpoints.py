@@ -126,7 +126,7 @@ def load_checkpoint_if_it_exists(
         process_group: the ranks that load together; the default group if None.
         timeout: seconds after which a rank that has not come is given up.
         staging_dir: as for :class:`torch_ckpt.remote.RemoteSteps`.
-        max_io_threads: the reader's ``thread_count``; None chooses for the machine.
+        max_io_threads: the reader's ``thread_count``: reads under way at once; None: 8.
         strict: raise ``LoadMismatch`` where something in the state is missing in the step, or has
             another shape or dtype there. False: load what fits, and convert dtypes.
         load_options: passed to :func:`torch_ckpt.load`.

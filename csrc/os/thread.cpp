@@ -1,0 +1,53 @@
+#include "os/thread.h"
+
+#include <sys/resource.h>
+
+#include <cerrno>
+#include <new>
+#include <system_error>
+#include <utility>
+
+#include "os/fault.h"
+
+namespace torch_ckpt::os {
+namespace {
+
+std::string limit(int resource) {
+  rlimit now{};
+  if (::getrlimit(static_cast<__rlimit_resource>(resource), &now) != 0) return "unknown";
+  return now.rlim_cur == RLIM_INFINITY ? "unlimited" : std::to_string(now.rlim_cur);
+}
+
+Error refused(int sys_errno) {
+  Error error = system_error(sys_errno, "pthread_create", "");
+  error.detail = "the system allows no further thread; raise " + thread_limits();
+  return error;
+}
+
+Result<> injected() {
+  TC_FAULT("pthread_create", "");
+  return {};
+}
+
+}  // namespace
+
+std::string thread_limits() {
+  return "the limit on the user's processes and threads (ulimit -u: " + limit(RLIMIT_NPROC) +
+         "), the container's (pids.max of its cgroup) or that on address space (bytes, ulimit "
+         "-v: " +
+         limit(RLIMIT_AS) + ")";
+}
+
+Result<> start_thread(std::thread& thread, std::function<void()> body) {
+  if (auto fault = injected(); !fault) return refused(fault.error().sys_errno);
+  try {
+    thread = std::thread(std::move(body));
+    return {};
+  } catch (const std::system_error& failure) {
+    return refused(failure.code().value());
+  } catch (const std::bad_alloc&) {
+    return refused(ENOMEM);
+  }
+}
+
+}  // namespace torch_ckpt::os
