@@ -159,16 +159,6 @@ TEST(SyncAncestors, AreThoseOfTheDirectoryAndNotOfWhatHasItsPathByNow) {
   EXPECT_TRUE(ok(below.sync_ancestors()));
 }
 
-TEST(SyncAncestors, OfADirectoryThatWasRemovedFails) {
-  TempDir directory;
-  ASSERT_TRUE(ok(make_directories(directory.file("a"))));
-  const Directory gone = opened(directory.file("a"));
-  std::filesystem::remove(directory.file("a"));
-  const auto synced = gone.sync_ancestors();
-  ASSERT_FALSE(synced.has_value());
-  EXPECT_TRUE(is_system_error(synced.error(), ENOENT, "open", directory.file("a") + "/.."));
-}
-
 TEST(SyncDirectory, OfWhatIsNotADirectoryFails) {
   TempDir directory;
   write_file(directory.file("a"), "");

@@ -114,9 +114,13 @@ INSTANTIATE_TEST_SUITE_P(AllModes, SaveSessionModes, test::all_direct_io(), test
 TEST(SaveSession, OfNoFilesSucceedsAndTouchesNothing) {
   TempDir directory;
   executor();  // its threads are not what is counted here
+  os::Directory opened = test::open_directory(directory);
   CallCounter counter;
   ScopedFaultHook hook(counter);
-  EXPECT_TRUE(ok(run_save(directory, {}, {})));
+  auto session = SaveSession::start(std::move(opened), {}, {});
+  ASSERT_TRUE(ok(session));
+  wait_for_end(**session);
+  EXPECT_TRUE(ok((*session)->outcome()));
   EXPECT_EQ(counter.log(), Names{});
 }
 
