@@ -378,10 +378,9 @@ class FileSystemWriter(StockWriter):
         if background is None:
             _wait_for_devices(values)
         options = background.engine_options() if background else self._quiet_options()
-        directory = self.directory
-        place = Place.of(directory)
+        place = Place.of(self.directory)
         save = _C.start_save(
-            directory,
+            self.directory,
             prefix,
             names,
             values,
@@ -410,7 +409,7 @@ class FileSystemWriter(StockWriter):
                 _wait_for(save.wait, rest, lambda: shown.update(_progress_of(save)))
         except BaseException:
             # The error holds this frame and with it `save`, so dropping it would not end it.
-            _give_up(save, directory)
+            _give_up(save, self.directory)
             raise
         finally:
             self._save = None

@@ -1,6 +1,5 @@
 """``torch-ckpt doctor``: what it measures, what it makes of that, and that it leaves nothing."""
 
-import fcntl
 import json
 import os
 from pathlib import Path
@@ -12,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_ckpt import cli, doctor
+from torch_ckpt.directory import OpenDirectory
 from torch_ckpt.doctor import (
     THREADS,
     Bandwidth,
@@ -108,7 +108,11 @@ def test_the_alignment_is_the_smallest_that_is_read(
 def test_locks_that_keep_nobody_out_are_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+    class Unlocked(OpenDirectory):
+        def take_alone(self) -> bool:
+            return True
+
+    monkeypatch.setattr(doctor, "OpenDirectory", Unlocked)
     report = diagnose(tmp_path, measured_bytes=SMALL)
     assert not report.locks
     assert states(report)[6] == "fails"
@@ -119,9 +123,9 @@ def test_a_rename_that_replaces_what_it_must_not_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def replacing(
-        directory: str, name: str, data: bytes, _sync: bool, replace: bool = True
+        directory: OpenDirectory, name: str, data: bytes, _sync: bool, replace: bool = True
     ) -> None:
-        Path(directory, name).write_bytes(data)
+        Path(directory.path, name).write_bytes(data)
 
     monkeypatch.setattr(doctor, "_C", SimpleNamespace(commit_metadata=replacing))
     report = diagnose(tmp_path, measured_bytes=SMALL)
