@@ -676,12 +676,12 @@ def case_a_state_dict_that_fails_on_one_rank_fails_all(launch: Launch) -> None:
             # The others do not wait for as long as for a rank that is silent.
             handle = torch_ckpt.async_save(state, path, staging=staging, timeout=1e6)
             handle.result(PATIENCE_SECONDS)
-        except KeyError:
-            assert launch.rank == 1
-        except dcp.CheckpointException as error:
-            assert launch.rank != 1
-            assert [rank for rank in error.failures] == [1]  # noqa: PT017
-            assert "on purpose" in str(error)  # noqa: PT017
+        except KeyError as error:
+            # On rank 1 what it has raised, where that is known before the save begins.
+            if launch.rank != 1 or isinstance(error, dcp.CheckpointException):
+                assert isinstance(error, dcp.CheckpointException)  # noqa: PT017
+                assert [rank for rank in error.failures] == [1]  # noqa: PT017
+                assert "on purpose" in str(error)  # noqa: PT017
         else:
             raise AssertionError("nothing was raised")
         assert not (path / ".metadata").exists()
