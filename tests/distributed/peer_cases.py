@@ -763,7 +763,7 @@ def case_a_write_that_fails_in_a_spawned_process_fails_megatrons_save(launch: La
         error = failure_of(lambda: queue.maybe_finalize_async_calls(blocking=True))
         if launch.rank == 0:
             assert list(error.failures) == list(range(launch.size))
-            assert f"{gone}/__0_" in str(error.failures[0][0])
+            assert str(gone) in str(error.failures[0][0])
         queue.schedule_async_request(request_for(launch, path, seed=8))
         queue.maybe_finalize_async_calls(blocking=True)
     assert_loads(launch, path, seed=8)
