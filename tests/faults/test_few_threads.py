@@ -1,0 +1,286 @@
+"""The system refuses threads or memory: what was begun ends, well or with what to do.
+
+Environment variables:
+    TORCH_CKPT_TORTURE: anything; every number of threads from 0 to 30. Unset: a sample of them.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import resource
+import select
+import signal
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torch_ckpt
+from tests.sweeps import TORTURE
+
+#: A user of whom there are no other processes; the tests' own may be any number.
+ORDINARY_USER = 61_000 + os.getpid() % 4_000
+
+SECONDS = 120
+
+#: Of the engine's pool, by which every save, load and verification is run.
+ENGINE_THREADS = min(max(4 * len(os.sched_getaffinity(0)), 16), 128)
+MORE_THAN_WANTED = 400
+
+COUNTS = [*(range(31) if TORTURE else (0, 1, 2, 5, 30)), MORE_THAN_WANTED]
+
+KIB, MIB = 1 << 10, 1 << 20
+
+#: Beyond what the process has. Beneath 64 KiB a thread of Python's may get no frame, and
+#: ``threading.Thread.start`` then waits for ever (CPython 3.11).
+ROOM = [64 * KIB, 3 * MIB, 9 * MIB, 20 * MIB, 200 * MIB]
+if TORTURE:
+    ROOM += [
+        256 * KIB,
+        MIB,
+        *(mib * MIB for mib in (*range(4, 9), *range(10, 20), *range(24, 80, 8))),
+    ]
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+
+
+def state() -> dict[str, Any]:
+    return {f"t{i}": torch.full((3000,), float(i)) for i in range(20)}
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How work went in a child.
+
+    Attributes:
+        error: what it raised, with its traceback; empty where it ended well.
+        errno: the error's, where it has one.
+        out_of_memory: whether it is a ``MemoryError``.
+        warned: of the limit on threads, how many times.
+        afterwards: what a save and a load raised once the limit was lifted.
+    """
+
+    error: str
+    errno: int | None
+    out_of_memory: bool
+    warned: int
+    afterwards: str
+
+
+def told(error: BaseException | None) -> str:
+    return "" if error is None else "".join(traceback.format_exception(error))
+
+
+def tried(body: Callable[[], None]) -> Exception | None:
+    try:
+        body()
+    except Exception as error:
+        return error
+    return None
+
+
+def ending_of(
+    work: Callable[[Path], None], directory: Path, limit: Callable[[], AbstractContextManager[None]]
+) -> Ending:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with limit():
+            error = tried(lambda: work(directory))
+        warned = sum("ulimit -u" in str(warning.message) for warning in caught)
+
+    def again() -> None:
+        save(directory, "again")
+        load(directory, "again")
+
+    return Ending(
+        told(error),
+        getattr(error, "errno", None),
+        isinstance(error, MemoryError),
+        warned,
+        told(tried(again)),
+    )
+
+
+def in_a_child(
+    work: Callable[[Path], None], directory: Path, limit: Callable[[], AbstractContextManager[None]]
+) -> Ending:
+    """How ``work`` goes in a forked child for as long as ``limit()`` is entered there."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            # libgomp ends the process where it gets no thread.
+            torch.set_num_threads(1)
+            os.write(write, pickle.dumps(ending_of(work, directory, limit)))
+        finally:
+            os._exit(0)
+    os.close(write)
+    try:
+        ready, _, _ = select.select([read], [], [], SECONDS)
+        assert ready, "it hangs"
+        with os.fdopen(os.dup(read), "rb") as pipe:
+            answer = pipe.read()
+        assert answer, "the process has died"
+        ending = pickle.loads(answer)
+        assert isinstance(ending, Ending)
+        return ending
+    finally:
+        os.close(read)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+# --- limits ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def limited(kind: int, most: int) -> Iterator[None]:
+    _, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, (hard, hard))
+
+
+@contextmanager
+def threads_of_the_user(count: int) -> Iterator[None]:
+    """The process becomes an ordinary user's, who may have ``count`` threads more."""
+    os.setgroups([])
+    os.setuid(ORDINARY_USER)
+    with limited(resource.RLIMIT_NPROC, 1 + count):
+        yield
+
+
+@contextmanager
+def address_space(room: int) -> Iterator[None]:
+    """There are ``room`` bytes of it beyond what the process has."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    with limited(resource.RLIMIT_AS, pages * resource.getpagesize() + room):
+        yield
+
+
+@contextmanager
+def threads_of_the_group(group: Path, count: int) -> Iterator[None]:
+    """The process enters the control group, which may have ``count`` threads more."""
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+    (group / "pids.max").write_text(str(1 + count))
+    try:
+        yield
+    finally:
+        (group / "pids.max").write_text("max")
+
+
+@pytest.fixture
+def control_group() -> Iterator[Path]:
+    """An empty one, of version 2 or 1, that limits processes and threads."""
+    reasons = []
+    for parent in (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/pids")):
+        if not (parent / "cgroup.procs").exists():
+            continue
+        group = parent / f"torch_ckpt-{os.getpid()}"
+        try:
+            group.mkdir()
+        except OSError as error:
+            reasons.append(str(error))
+            continue
+        try:
+            if (group / "pids.max").exists():
+                yield group
+                return
+            reasons.append(f"{parent} does not limit processes")
+        finally:
+            with suppress(OSError):
+                group.rmdir()
+    pytest.skip("no control group can be made: " + ("; ".join(reasons) or "none is mounted"))
+
+
+# --- work -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    """A directory of that user's, and a checkpoint in it."""
+    for parent in [tmp_path, *tmp_path.parents]:
+        if parent.stat().st_mode & 0o005 != 0o005 and str(tmp_path).startswith("/tmp/"):
+            parent.chmod(0o755)
+    torch_ckpt.save(state(), tmp_path / "there", no_dist=True)
+    os.chown(tmp_path, ORDINARY_USER, ORDINARY_USER)
+    return tmp_path
+
+
+def save(directory: Path, name: str = "new") -> None:
+    torch_ckpt.save(state(), directory / name, no_dist=True)
+
+
+def load(directory: Path, name: str = "there") -> None:
+    loaded = {name: torch.zeros_like(value) for name, value in state().items()}
+    torch_ckpt.load(loaded, directory / name, no_dist=True)
+    assert all(torch.equal(loaded[name], value) for name, value in state().items())
+
+
+def verify(directory: Path) -> None:
+    assert torch_ckpt.verify(directory / "there").ok
+
+
+def async_save(directory: Path) -> None:
+    torch_ckpt.async_save(state(), directory / "async", no_dist=True).result()
+
+
+all_work = pytest.mark.parametrize("work", [save, load, verify, async_save])
+
+
+def expect_work_with_threads(ending: Ending, work: Callable[[Path], None], count: int) -> None:
+    """With none it fails with what to do; with any it ends well, and says once if they are few."""
+    assert not ending.afterwards
+    if work is async_save and ending.error:
+        # Python's own thread may be the one that is refused.
+        assert ending.errno == errno.EAGAIN or "can't start new thread" in ending.error
+        assert count < ENGINE_THREADS
+    elif count == 0:
+        assert ending.errno == errno.EAGAIN, ending.error
+        assert "ulimit -u" in ending.error
+    else:
+        assert not ending.error
+        if count < ENGINE_THREADS:
+            assert ending.warned == 1
+        assert ending.warned <= (0 if count == MORE_THAN_WANTED else 1)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@all_work
+def test_with_few_threads_of_a_user_left_work_ends(
+    work: Callable[[Path], None], count: int, shared: Path
+) -> None:
+    ending = in_a_child(work, shared, partial(threads_of_the_user, count))
+    expect_work_with_threads(ending, work, count)
+
+
+@pytest.mark.parametrize("count", [0, 1, 7])
+@all_work
+def test_with_few_threads_of_a_container_left_work_ends(
+    work: Callable[[Path], None], count: int, control_group: Path, shared: Path
+) -> None:
+    ending = in_a_child(work, shared, partial(threads_of_the_group, control_group, count))
+    expect_work_with_threads(ending, work, count)
+
+
+@pytest.mark.parametrize("room", ROOM)
+@all_work
+def test_with_little_address_space_left_work_ends(
+    work: Callable[[Path], None], room: int, shared: Path
+) -> None:
+    ending = in_a_child(work, shared, partial(address_space, room))
+    assert not ending.afterwards
+    if ending.error:
+        assert ending.out_of_memory or ending.errno in (errno.ENOMEM, errno.EAGAIN), ending.error
+    assert ending.warned <= 1
