@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -49,3 +50,10 @@ def save_as_rank(path: str, seed: int, threads: int, how: str, rank: int, store:
         dcp.save(state_of(seed), storage_writer=writer)
     else:
         torch_ckpt.async_save(state_of(seed), path, thread_count=threads).result()
+
+
+def save_below_as_rank(path: str, *arguments: Any) -> None:
+    """Saves to a relative path; the other arguments are those of :func:`save_as_rank`."""
+    directory, name = os.path.split(path)
+    os.chdir(directory)
+    save_as_rank(name, *arguments)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch.distributed.checkpoint as dcp
 
-from tests.faults.saves import save_below
+from tests.faults.saves import save_as_rank, save_below, save_below_as_rank
 from tests.interposed import Order, Run, Server
 from tests.support import cause_of
 from tests.sweeps import (
@@ -149,6 +149,63 @@ def test_a_save_stays_in_its_directory_whatever_its_path_leads_to(
                 assert ground.order.action == "exchange", run.hit
                 assert after[own] == before[own], run.hit
     assert len(kinds) > 2, "the sweep sees few calls"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_save_of_two_ranks_stays_in_one_directory_whatever_its_path_leads_to(
+    servers: list[Server],
+    bench: Bench,
+    tmp_path: Path,
+    change: Callable[..., object],
+    rank: int,
+) -> None:
+    row = f"{change.__name__} at a call of rank {rank}"
+    store = tmp_path / "store"
+    with change(bench) as ground:
+        sound = run_ranks(servers, ground, Order(), rank, store)
+        assert [run.error for run in sound] == [None, None]
+    for number in points(sound[rank].numbered, 1, change.__name__, "two ranks", rank):
+        with change(bench) as ground:
+            before = ground.contents()
+            own, other = os.stat(ground.path).st_ino, os.stat(ground.other).st_ino
+            runs = run_ranks(servers, ground, replace(ground.order, first=number), rank, store)
+            hit = runs[rank].hit
+            if hit is None:
+                assert number > sound[rank].numbered // 2
+                break
+            after = ground.contents()
+            assert after.keys() == before.keys(), (hit, "directories were made or removed")
+            if runs[0].error is None:
+                COUNTS.add(row, "points", "committed")
+                assert runs[1].error is None, hit
+                if not has_opened(runs[rank], ground.path) and ground.order.action == "exchange":
+                    own, other = other, own
+                assert found_in(ground.place_of(own)) == "new", hit
+                assert not unnamed_in(ground.place_of(own)), hit
+                assert after[other] == before[other], hit
+            else:
+                COUNTS.add(row, "points", "not committed")
+                assert ground.order.action == "exchange", hit
+                assert after == before, hit
+                for run in runs:
+                    assert isinstance(run.error, dcp.CheckpointException), (hit, run.error)
+                    cause = cause_of(run.error)
+                    assert isinstance(cause, NotCommitted), (hit, cause)
+                    assert str(ground.path) in str(cause)
+
+
+def run_ranks(
+    servers: list[Server], ground: Ground, order: Order, rank: int, store: Path
+) -> list[Run]:
+    """What became of both ranks of a save, one of which has the order."""
+    work = save_below_as_rank if ground.order.action == "chdir" else save_as_rank
+    store.unlink(missing_ok=True)
+    for number, server in enumerate(servers):
+        given = order if number == rank else Order()
+        arguments = (str(ground.path), NEW, 2, "torch_ckpt.save", number, str(store))
+        server.start(given, ground.tree, work, *arguments)
+    return [server.finish() for server in servers]
 
 
 def replace_hit(run: Run) -> Run:

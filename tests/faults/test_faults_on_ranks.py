@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,19 +28,6 @@ FAULTS = [
         (1, "fsync", errno.EIO),
     )
 ]
-
-
-@pytest.fixture(scope="module")
-def servers(shim: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
-    """One for each rank."""
-    examples = []
-    for how in HOW:
-        store = tmp_path_factory.mktemp("alone") / "store"
-        examples.append((save_as_rank, (NEW, 2, how, -1, str(store))))
-    started = [Server(shim, examples) for _ in range(2)]
-    yield started
-    for server in started:
-        server.close()
 
 
 @pytest.mark.parametrize("how", HOW)
