@@ -292,6 +292,11 @@ class LocalSteps(StepStore):
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         super().__init__(os.path.abspath(root))
+        self._saved_in: tuple[int, ...] | None = None
+
+    def saved_in(self, root: OpenDirectory) -> None:
+        """From now on nothing is removed where the path leads to another root."""
+        self._saved_in = root.identity()
 
     @property
     def lease_root(self) -> str:
@@ -388,7 +393,8 @@ class LocalSteps(StepStore):
         if not self.is_complete(step):
             raise FileNotFoundError(2, "there is no complete step to pin", path)
         if pinned:
-            pin(path)
+            with closing(OpenDirectory(path)) as opened:
+                pin(opened)
             return
         with suppress(FileNotFoundError):
             os.unlink(os.path.join(path, PINNED_NAME))
@@ -401,31 +407,33 @@ class LocalSteps(StepStore):
             Whether it has gone.
 
         Raises:
-            OSError: it is not there, or cannot be removed.
+            OSError: it is not there, or cannot be removed; or the last save went to another root.
         """
         path = os.path.join(self.root, name)
-        with closing(OpenDirectory(path)) as opened:
+        with closing(OpenDirectory(self.root)) as root, closing(OpenDirectory(path)) as opened:
+            if self._saved_in not in (None, root.identity()):
+                raise OSError(
+                    errno.ESTALE,
+                    "the path leads to another directory than at the last save, so nothing is "
+                    "removed there",
+                    self.root,
+                )
             if not opened.take_alone():
                 return False
             if ".deleted-" not in name:
-                path = self.put_aside(path, name[:10])
-                if OpenDirectory(path).identity() != opened.identity():
+                aside = put_aside(root, name)
+                if not is_named(opened, root, aside):
                     # A save has named its step so since it was opened; that one is not alone here.
-                    os.rename(path, os.path.join(self.root, name))
+                    root.rename(aside, name)
                     return False
-                _C.sync_directory(self.root)
+                root.sync()
+                path = os.path.join(self.root, aside)
             if os.path.islink(path):
                 # To a disk of somebody's choice; what is there is not ours to remove.
                 os.unlink(path)
             else:
                 shutil.rmtree(path)
         return True
-
-    def put_aside(self, path: str, step: str) -> str:
-        """Renames a step's directory to what is no step; returns its new path."""
-        aside = os.path.join(self.root, f"{step}.deleted-{uuid.uuid4().hex[:8]}")
-        os.rename(path, aside)
-        return aside
 
     # --- private ---------------------------------------------------------------------------------
 
@@ -514,9 +522,6 @@ class _StepWriter(FileSystemWriter):
             if rank == 0:
                 self._refuse_if_there()
                 _C.make_directories(self._steps.root)
-                # Of a save of this run that was complete and could not be named.
-                with suppress(FileNotFoundError):
-                    os.unlink(os.path.join(self.path, MARKER_NAME))
                 require_room(
                     self._steps.root,
                     self._expected_bytes,
@@ -525,53 +530,29 @@ class _StepWriter(FileSystemWriter):
                     self._make_room,
                 )
             super().set_up_for_save(rank)
+            if rank == 0:
+                # Of a save of this run that was complete and could not be named.
+                self.directory.remove(MARKER_NAME)
         finally:
             # Not before, when another rank may be making the directory.
             self._tidies = rank == 0
 
     def commit(self, data: bytes, files: set[str]) -> None:
-        replaced = None
-        try:
-            # The claim ends with the metadata; no sweep may come between that and the name.
-            with closing(self.directory.reopen()) as opened:
-                opened.share()
-                with self._working():
-                    self._refuse_if_missing(opened, files)
-                super().commit(data, files)
-                self._mark(opened)
-                self._refuse_if_there()
-                if not opened.is_at_path():
-                    raise NotCommitted(
-                        f"{self.path}: somebody has renamed this directory while the step was "
-                        "being saved there; save it again"
-                    )
-                if os.path.lexists(self._final):
-                    if os.path.lexists(os.path.join(self._final, PINNED_NAME)):
-                        pin(str(self.path))
-                    replaced = os.path.basename(self._steps.put_aside(self._final, self._step))
-                os.rename(self.path, self._final)
-        except BaseException as error:
-            if replaced is not None:
+        # The claim ends with the metadata; no sweep may come between that and the name.
+        with (
+            closing(self.directory.reopen()) as opened,
+            closing(OpenDirectory(self._steps.root)) as root,
+        ):
+            opened.share()
+            replaced = self._name(opened, root, data, files)
+            self._steps.saved_in(root)
+            if self.sync_files:
                 try:
-                    os.rename(os.path.join(self._steps.root, replaced), self._final)
-                except OSError as other:
-                    raise NotCommitted(
-                        f"{self._final}: {error}; the step is complete in {self.path}, and the "
-                        "next sweep names it"
-                    ) from other
-            with suppress(OSError):
-                self._steps.remove(os.path.basename(self.path))
-            if isinstance(error, FileExistsError):
-                raise
-            # Metadata that may not last is no step either.
-            if isinstance(error, OSError | DurabilityUncertain):
-                raise NotCommitted(f"{self._final}: {error}", error.errno or 0) from error
-            raise
-        if self.sync_files:
-            try:
-                _C.sync_directory(self._steps.root)
-            except OSError as error:
-                raise DurabilityUncertain(f"{self._final}: {error}", error.errno or 0) from error
+                    root.sync()
+                except OSError as error:
+                    raise DurabilityUncertain(
+                        f"{self._final}: {error}", error.errno or 0
+                    ) from error
         if replaced is not None:
             # Who loads it keeps it until the next sweep; and the save has not failed.
             with suppress(OSError), self._working():
@@ -595,6 +576,65 @@ class _StepWriter(FileSystemWriter):
             yield
         finally:
             self._works = False
+
+    def _name(
+        self, opened: OpenDirectory, root: OpenDirectory, data: bytes, files: set[str]
+    ) -> str | None:
+        """Makes the step complete; the name of what it has replaced."""
+        attempt = os.path.basename(self.path)
+        replaced = None
+        try:
+            with self._working():
+                self._refuse_if_missing(opened, files)
+            super().commit(data, files)
+            self._mark(opened)
+            self._refuse_if_there()
+            if not (opened.is_at_path() and root.is_at_path()):
+                raise self._moved()
+            if os.path.lexists(self._final):
+                if os.path.lexists(os.path.join(self._final, PINNED_NAME)):
+                    pin(opened)
+                replaced = put_aside(root, self._step)
+            root.rename(attempt, self._step)
+            if not is_named(opened, root, self._step):
+                # What has come to the attempt's place is somebody else's.
+                root.rename(self._step, attempt)
+                raise self._moved()
+        except BaseException as error:
+            if replaced is not None:
+                try:
+                    root.rename(replaced, self._step)
+                except OSError as other:
+                    raise NotCommitted(
+                        f"{self._final}: {error}; the step is complete in {self.path}, and the "
+                        "next sweep names it"
+                    ) from other
+            with suppress(OSError):
+                self._discard(opened, root)
+            if isinstance(error, FileExistsError):
+                raise
+            # Metadata that may not last is no step either.
+            if isinstance(error, OSError | DurabilityUncertain):
+                raise NotCommitted(f"{self._final}: {error}", error.errno or 0) from error
+            raise
+        return replaced
+
+    def _moved(self) -> NotCommitted:
+        return NotCommitted(
+            f"{self.path}: somebody has renamed this directory, or one above it, while the step "
+            "was being saved there; save it again"
+        )
+
+    def _discard(self, opened: OpenDirectory, root: OpenDirectory) -> None:
+        """Removes what the save has written, wherever its directory is now."""
+        if not opened.take_alone():
+            return
+        # The marker first: without it the next sweep removes the rest.
+        for name in sorted(opened.names(), key=lambda name: name != MARKER_NAME):
+            opened.remove(name)
+        attempt = os.path.basename(self.path)
+        if is_named(opened, root, attempt):
+            os.rmdir(attempt, dir_fd=root.fd)
 
     def _mark(self, opened: OpenDirectory) -> None:
         said = {"step": int(self._step), "saved_at": time.time(), "bytes": bytes_in(opened.fd)}
@@ -687,11 +727,26 @@ def write_marker(directory: OpenDirectory, document: dict[str, Any], sync: bool)
         directory.sync()
 
 
-def pin(directory: str) -> None:
+def pin(directory: OpenDirectory) -> None:
     """Has retention leave a step alone, durably."""
-    mark = os.path.join(directory, PINNED_NAME)
-    os.close(os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666))
-    _C.sync_directory(directory)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+    os.close(os.open(PINNED_NAME, flags, 0o666, dir_fd=directory.fd))
+    directory.sync()
+
+
+def put_aside(root: OpenDirectory, name: str) -> str:
+    """Renames a step's directory to what is not a step; returns its new name."""
+    aside = f"{name[:10]}.deleted-{uuid.uuid4().hex[:8]}"
+    root.rename(name, aside)
+    return aside
+
+
+def is_named(opened: OpenDirectory, root: OpenDirectory, name: str) -> bool:
+    """Whether a name beneath a root is that of an open directory."""
+    try:
+        return os.path.samestat(os.stat(name, dir_fd=root.fd), os.fstat(opened.fd))
+    except FileNotFoundError:
+        return False
 
 
 def info_of(

@@ -11,6 +11,10 @@ import torch.distributed.checkpoint as dcp
 
 import torch_ckpt
 from tests.sweeps import SAVES, save_alone, state_of
+from torch_ckpt import attempts
+
+#: In the names of what a manager writes.
+ATTEMPT = "0123abcd"
 
 
 def save_with_descriptors(path: str, seed: int, threads: int, spare: int) -> None:
@@ -57,3 +61,11 @@ def save_below_as_rank(path: str, *arguments: Any) -> None:
     directory, name = os.path.split(path)
     os.chdir(directory)
     save_as_rank(name, *arguments)
+
+
+def replace_step(root: str, seed: int) -> None:
+    """Saves step 2 under a manager that keeps one step, whether or not it is there."""
+    attempts.new_name = lambda: ATTEMPT
+    with torch_ckpt.CheckpointManager(root, keep_last=1, preemption_signals=()) as manager:
+        manager.save(2, state_of(seed), overwrite=True)
+        manager.wait_until_finished()

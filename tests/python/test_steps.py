@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_ckpt
 from tests.support import assert_equal, cause_of, data_files, load, stock_load
-from torch_ckpt import _C, free_space, steps
+from torch_ckpt import free_space, steps
 from torch_ckpt.directory import OpenDirectory
 from torch_ckpt.errors import DurabilityUncertain, NotCommitted
 from torch_ckpt.steps import (
@@ -27,6 +27,7 @@ from torch_ckpt.steps import (
     LocalSteps,
     StepInfo,
     open_steps,
+    put_aside,
     read_marker,
     step_name,
 )
@@ -133,14 +134,15 @@ def test_while_it_is_saved_a_step_has_another_name_and_is_none(
     store: LocalSteps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
-    rename = os.rename
+    rename = OpenDirectory.rename
 
-    def look_and_rename(source: Any, target: Any) -> None:
-        if os.path.isdir(source):
-            seen.append((names(store), listed(store), read_marker(str(source)) is not None))
-        rename(source, target)
+    def look_and_rename(directory: OpenDirectory, source: str, target: str) -> None:
+        path = os.path.join(directory.path, source)
+        if os.path.isdir(path):
+            seen.append((names(store), listed(store), read_marker(path) is not None))
+        rename(directory, source, target)
 
-    monkeypatch.setattr(steps.os, "rename", look_and_rename)
+    monkeypatch.setattr(OpenDirectory, "rename", look_and_rename)
     saved(store, 5)
     assert seen == [([f"0000000005.tmp-{ATTEMPT}"], [(5, "unfinished")], True)]
 
@@ -149,36 +151,26 @@ def test_the_marker_is_durable_before_the_name_and_the_name_before_the_end(
     store: LocalSteps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
-    rename, fsync, sync_directory = os.rename, os.fsync, _C.sync_directory
-    rename_in, sync = OpenDirectory.rename, OpenDirectory.sync
+    fsync = os.fsync
+    rename, sync = OpenDirectory.rename, OpenDirectory.sync
 
     def named(path: Any) -> str:
         return os.path.relpath(path, store.root).replace(f".tmp-{ATTEMPT}", ".tmp")
-
-    def renamed(source: Any, target: Any) -> None:
-        calls.append(f"rename to {named(target)}")
-        rename(source, target)
 
     def synced(fd: int) -> None:
         calls.append(f"fsync of {named(os.readlink(f'/proc/self/fd/{fd}'))}")
         fsync(fd)
 
-    def synced_directory(path: str) -> None:
-        calls.append(f"fsync of {named(path)}")
-        sync_directory(path)
-
-    def renamed_in(directory: OpenDirectory, source: str, target: str) -> None:
+    def renamed(directory: OpenDirectory, source: str, target: str) -> None:
         calls.append(f"rename to {named(os.path.join(directory.path, target))}")
-        rename_in(directory, source, target)
+        rename(directory, source, target)
 
     def synced_itself(directory: OpenDirectory) -> None:
         calls.append(f"fsync of {named(directory.path)}")
         sync(directory)
 
-    monkeypatch.setattr(steps.os, "rename", renamed)
     monkeypatch.setattr(steps.os, "fsync", synced)
-    monkeypatch.setattr(steps._C, "sync_directory", synced_directory)
-    monkeypatch.setattr(OpenDirectory, "rename", renamed_in)
+    monkeypatch.setattr(OpenDirectory, "rename", renamed)
     monkeypatch.setattr(OpenDirectory, "sync", synced_itself)
     saved(store, 5)
     assert calls[-5:] == [
@@ -233,14 +225,14 @@ def test_a_marker_that_is_no_json_fails_the_save(store: LocalSteps) -> None:
 def test_a_rename_that_fails_is_a_step_that_is_not_there(
     store: LocalSteps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rename = os.rename
+    rename = OpenDirectory.rename
 
-    def to_aside_only(source: Any, target: Any) -> None:
-        if ".deleted-" not in str(target):
-            raise OSError(EIO, "no", str(target))
-        rename(source, target)
+    def not_to_the_step(directory: OpenDirectory, source: str, target: str) -> None:
+        if target == step_name(2):
+            raise OSError(EIO, "no", target)
+        rename(directory, source, target)
 
-    monkeypatch.setattr(steps.os, "rename", to_aside_only)
+    monkeypatch.setattr(OpenDirectory, "rename", not_to_the_step)
     error = failure(store, 2)
     assert isinstance(error, NotCommitted)
     assert error.errno == EIO
@@ -251,14 +243,14 @@ def test_a_replacing_rename_that_fails_keeps_the_old_step(
     store: LocalSteps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved(store, 2, 1.0)
-    rename = os.rename
+    rename = OpenDirectory.rename
 
-    def not_of_the_new(source: Any, target: Any) -> None:
-        if ".tmp-" in str(source) and ".deleted-" not in str(target):
-            raise OSError(EIO, "no", str(target))
-        rename(source, target)
+    def not_of_the_new(directory: OpenDirectory, source: str, target: str) -> None:
+        if ".tmp-" in source and target == step_name(2):
+            raise OSError(EIO, "no", target)
+        rename(directory, source, target)
 
-    monkeypatch.setattr(steps.os, "rename", not_of_the_new)
+    monkeypatch.setattr(OpenDirectory, "rename", not_of_the_new)
     assert isinstance(failure(store, 2, value=2.0, overwrite=True), NotCommitted)
     assert names(store) == ["0000000002"]
     assert value_of(Path(store.path_of(2))) == 1.0
@@ -267,14 +259,14 @@ def test_a_replacing_rename_that_fails_keeps_the_old_step(
 def test_where_the_last_fsync_fails_the_step_is_there_and_the_error_says_so(
     store: LocalSteps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sync_directory = _C.sync_directory
+    sync = OpenDirectory.sync
 
-    def not_the_root(path: str) -> None:
-        if path == store.root:
-            raise OSError(EIO, "no", path)
-        sync_directory(path)
+    def not_the_root(directory: OpenDirectory) -> None:
+        if directory.path == store.root:
+            raise OSError(EIO, "no", directory.path)
+        sync(directory)
 
-    monkeypatch.setattr(steps._C, "sync_directory", not_the_root)
+    monkeypatch.setattr(OpenDirectory, "sync", not_the_root)
     assert isinstance(failure(store, 2), DurabilityUncertain)
     assert listed(store) == [(2, "complete")]
 
@@ -481,7 +473,9 @@ def test_steps_and_leftovers_are_listed_by_number(store: LocalSteps) -> None:
     for step in (20, 3):
         saved(store, step)
     unfinished(store, 10)
-    store.put_aside(str(saved(store, 2)), step_name(2))
+    saved(store, 2)
+    with closing(OpenDirectory(store.root)) as root:
+        put_aside(root, step_name(2))
     assert listed(store) == [(2, "deleted"), (3, "complete"), (10, "unfinished"), (20, "complete")]
 
 
@@ -611,14 +605,14 @@ def test_a_deleted_step_is_renamed_durably_before_its_first_file_goes(
 ) -> None:
     path = saved(store, 2)
     calls: list[str] = []
-    sync_directory = _C.sync_directory
+    sync = OpenDirectory.sync
 
-    def synced(directory: str) -> None:
+    def synced(directory: OpenDirectory) -> None:
         calls.append(f"fsync with {listed(store)}")
-        assert directory == store.root
-        sync_directory(directory)
+        assert directory.path == store.root
+        sync(directory)
 
-    monkeypatch.setattr(steps._C, "sync_directory", synced)
+    monkeypatch.setattr(OpenDirectory, "sync", synced)
     monkeypatch.setattr(steps.shutil, "rmtree", lambda where: calls.append(f"rmtree {where[:-8]}"))
     assert store.delete(2)
     assert calls == ["fsync with [(2, 'deleted')]", f"rmtree {path}.deleted-"]
@@ -711,8 +705,10 @@ def test_the_sweep_keeps_a_step_and_removes_the_one_that_was_to_replace_it(
 
 def test_the_sweep_ends_a_replacement_that_had_put_the_old_step_aside(store: LocalSteps) -> None:
     left = unfinished(store, 2, marker="{}")
-    aside = store.put_aside(str(saved(store, 2, 1.0)), step_name(2))
-    assert store.sweep() == [os.path.basename(aside)]
+    saved(store, 2, 1.0)
+    with closing(OpenDirectory(store.root)) as root:
+        aside = put_aside(root, step_name(2))
+    assert store.sweep() == [aside]
     assert not left.exists()
     assert value_of(Path(store.path_of(2))) == 7.0
 

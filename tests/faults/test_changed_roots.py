@@ -1,0 +1,139 @@
+"""Somebody changes what a manager's root leads to, before each of the system calls of its save.
+
+The root is exchanged for another run's, or the directory in which the step is being written for a
+step of that run. The other run's steps stay as they are, and a step that is reported is there.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch.distributed.checkpoint as dcp
+
+import torch_ckpt
+from tests.crash.managed import names_beneath
+from tests.faults.saves import ATTEMPT, replace_step
+from tests.interposed import Order, Run, Server
+from tests.support import cause_of
+from tests.sweeps import (
+    NEW,
+    NEXT,
+    OLD,
+    SWEEPING,
+    TORTURE,
+    Bench,
+    Counts,
+    found_in,
+    points,
+    state_of,
+)
+from torch_ckpt.errors import NotCommitted
+from torch_ckpt.lease import LEASE_NAME
+from torch_ckpt.steps import LocalSteps
+
+pytestmark = SWEEPING
+
+COUNTS = Counts("changed roots", "points", "saved", "not saved")
+
+#: The step that is saved again.
+STEP = "0000000002"
+
+
+@pytest.fixture(scope="module")
+def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root with two steps, and another run's."""
+    workdir = tmp_path_factory.mktemp("older")
+    for name, seed in (("root", OLD), ("other", NEXT)):
+        with torch_ckpt.CheckpointManager(workdir / name, preemption_signals=()) as manager:
+            for step in (1, 2):
+                manager.save(step, state_of(seed))
+                manager.wait_until_finished()
+    return workdir
+
+
+class Ground:
+    """The root of a manager and that of another run, in a tree of their own."""
+
+    def __init__(self, tree: Path, older: Path, what: str) -> None:
+        shutil.copytree(older, tree)
+        self.tree = tree
+        self.root, self.other = tree / "root", tree / "other"
+        self.inodes = os.stat(self.root).st_ino, os.stat(self.other).st_ino
+        paths = (
+            (self.root, self.other)
+            if what == "root"
+            else (self.root / f"{STEP}.tmp-{ATTEMPT}", self.other / STEP)
+        )
+        self.order = Order("exchange", paths=(str(paths[0]), str(paths[1])))
+
+    def place_of(self, inode: int) -> Path:
+        """Where a root is now."""
+        return next(path for path in (self.root, self.other) if os.stat(path).st_ino == inode)
+
+    def contents(self) -> dict[int, dict[str, bytes]]:
+        """What is in each directory that holds files, but for the leases, by its inode."""
+        return {
+            os.stat(directory).st_ino: {name: Path(directory, name).read_bytes() for name in names}
+            for directory, _, names in os.walk(self.tree)
+            if set(names) - {LEASE_NAME}
+        }
+
+
+def entry_of(run: Run) -> int:
+    """The number of the call that opens the attempt's directory."""
+    return next(
+        call.number for call in run.of("open") if call.path.endswith(f"{STEP}.tmp-{ATTEMPT}")
+    )
+
+
+@pytest.mark.parametrize("what", ["root", "attempt"])
+def test_a_step_is_saved_in_one_root_whatever_the_path_leads_to(
+    server: Server, bench: Bench, older: Path, what: str
+) -> None:
+    def run_save(ground: Ground, order: Order) -> Run:
+        return server.run(order, ground.tree, replace_step, str(ground.root), NEW)
+
+    ground = Ground(bench.workdir / f"sound {what}", older, what)
+    sound = run_save(ground, Order())
+    assert sound.error is None
+    assert steps_in(ground.root) == [2], "the sweep sees no deletion"
+    # Before that the path leads to the other one from the beginning.
+    entry = entry_of(sound)
+    for number in points(sound.numbered - entry, 1000 if TORTURE else 6, "changed roots", what):
+        ground = Ground(bench.workdir / f"{what} {number}", older, what)
+        own, other = ground.inodes
+        before = ground.contents()
+        theirs = [os.stat(ground.other / f"{step:010d}").st_ino for step in (1, 2)]
+        run = run_save(ground, replace(ground.order, first=entry + number))
+        if run.numbered < entry + number:
+            assert number > (sound.numbered - entry) // 2
+            break
+        if run.hit is None:
+            # The attempt has its step's name by now.
+            shutil.rmtree(ground.tree)
+            continue
+        after = ground.contents()
+        assert names_beneath(ground.place_of(other)) == ["0000000001", STEP], run.hit
+        assert all(after.get(inode) == before[inode] for inode in theirs), run.hit
+        if run.error is None:
+            COUNTS.add(what, "points", "saved")
+            assert steps_in(ground.place_of(own)) in ([1, 2], [2]), run.hit
+            assert found_in(ground.place_of(own) / STEP) == "new", run.hit
+        else:
+            COUNTS.add(what, "points", "not saved")
+            assert isinstance(run.error, dcp.CheckpointException), (run.hit, run.error)
+            cause = cause_of(run.error)
+            assert isinstance(cause, NotCommitted), (run.hit, cause)
+            assert str(ground.root) in str(cause)
+            assert steps_in(ground.place_of(own)) == [1, 2], run.hit
+            # What the save has written has gone, wherever its directory is now.
+            assert after == before, run.hit
+        shutil.rmtree(ground.tree)
+
+
+def steps_in(root: Path) -> list[int]:
+    return [info.step for info in LocalSteps(root).entries(leftovers=False)]
