@@ -153,6 +153,7 @@ def decode_metadata(data: bytes, source: str, *, allow_pickle: bool = False) -> 
             checkpoint's directory.
         Corrupt: it is not a pickle of ``Metadata``, does what metadata's never do, is damaged, or
             what it says cannot be.
+        MemoryError: the process has no memory for it, which says nothing about the bytes.
     """
     try:
         with no_gc():
@@ -162,6 +163,9 @@ def decode_metadata(data: bytes, source: str, *, allow_pickle: bool = False) -> 
             f"{source}: {error}; pass allow_pickle=True only if you trust its writer"
         ) from None
     except Exception as error:
+        # What has been checked asks for little; a trusted pickle that is damaged may ask for all.
+        if isinstance(error, MemoryError) and not allow_pickle:
+            raise
         raise Corrupt(
             f"{source} is damaged or not a checkpoint's metadata: {error or type(error).__name__}"
         ) from error

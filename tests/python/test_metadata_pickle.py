@@ -322,6 +322,15 @@ def test_a_trusted_pickle_is_not_walked() -> None:
     assert decode_metadata(data, "here", allow_pickle=True) == metadata
 
 
+def test_want_of_memory_is_not_called_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_memory(*_: object) -> int:
+        raise MemoryError("std::bad_alloc")
+
+    monkeypatch.setattr(_C, "check_metadata_pickle", without_memory)
+    with pytest.raises(MemoryError):
+        decode_metadata(pickle.dumps(small()), "here")
+
+
 # --- the seal ------------------------------------------------------------------------------------
 
 
