@@ -618,6 +618,23 @@ def test_a_deleted_step_is_renamed_durably_before_its_first_file_goes(
     assert calls == ["fsync with [(2, 'deleted')]", f"rmtree {path}.deleted-"]
 
 
+def test_nothing_is_deleted_in_another_root_that_has_come_to_the_place_since_the_save(
+    store: LocalSteps, tmp_path: Path
+) -> None:
+    saved(store, 2)
+    other = LocalSteps(tmp_path / "other")
+    saved(other, 2)
+    os.rename(store.root, tmp_path / "away")
+    os.rename(other.root, store.root)
+    with pytest.raises(OSError, match="another directory than at the last save"):
+        store.delete(2)
+    assert listed(store) == [(2, "complete")]
+    # Whose root it is by now.
+    saved(store, 3)
+    assert store.delete(2)
+    assert listed(store) == [(3, "complete")]
+
+
 def test_a_deletion_that_was_interrupted_is_no_step_and_is_ended_by_the_sweep(
     store: LocalSteps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
