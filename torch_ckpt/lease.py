@@ -20,6 +20,7 @@ import atexit
 import fcntl
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -301,6 +302,7 @@ def _look(
         held = _all[found.identity]
         held.users += 1
         return held, None
+    _remove_temporaries(path)
     temporary = path if found is None else f"{path}.{uuid.uuid4().hex[:8]}"
     try:
         fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -343,6 +345,18 @@ def _look(
     finally:
         if found is not None:
             found.close()
+
+
+def _remove_temporaries(path: str) -> None:
+    """Removes what processes have left that were killed while they took the lease.
+
+    Nobody is in that by now; where the root has no locks, whoever is begins anew.
+    """
+    root, name = os.path.split(path)
+    for other in os.listdir(root):
+        if re.fullmatch(rf"{re.escape(name)}\.[0-9a-f]{{8}}", other):
+            with suppress(OSError):
+                os.unlink(os.path.join(root, other))
 
 
 @contextmanager

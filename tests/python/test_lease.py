@@ -124,6 +124,18 @@ def test_the_lease_of_a_dead_run_does_not_block(root: Path) -> None:
             pass
 
 
+@pytest.mark.parametrize("has_lease", [False, True])
+def test_what_a_run_left_that_was_killed_while_it_took_the_lease_goes(
+    root: Path, has_lease: bool
+) -> None:
+    root.mkdir(exist_ok=True)
+    if has_lease:
+        touch_long_ago(record(root))
+    (root / f"{LEASE_NAME}.5f0c19ab").write_text("{}")
+    with leased(root):
+        assert os.listdir(root) == [LEASE_NAME]
+
+
 def test_a_process_with_the_number_of_a_dead_one_does_not_block(root: Path) -> None:
     record(root, **of_this_machine(), pid=os.getppid(), start="1")
     with leased(root):
