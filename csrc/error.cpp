@@ -1,6 +1,8 @@
 #include "error.h"
 
+#include <cerrno>
 #include <cstring>
+#include <new>
 #include <stdexcept>
 #include <utility>
 
@@ -89,6 +91,9 @@ Error exception_error(const std::exception_ptr& exception, std::string_view oper
   error.operation = operation;
   try {
     std::rethrow_exception(exception);
+  } catch (const std::bad_alloc&) {
+    error.code = Errc::system;
+    error.sys_errno = ENOMEM;
   } catch (const std::exception& caught) {
     error.detail = caught.what();
   } catch (...) {

@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 
 #include <cerrno>
+#include <exception>
+#include <new>
 #include <set>
 #include <stdexcept>
 
@@ -29,6 +31,12 @@ TEST(Error, DetailComesBeforeTheSystemsReason) {
   Error error = system_error(ENOMEM, "mmap", "");
   error.detail = "no 4096 bytes of host memory";
   EXPECT_EQ(error.message(), "mmap: no 4096 bytes of host memory: Cannot allocate memory");
+}
+
+TEST(Error, OfAnAllocationThatFailedIsTheSystems) {
+  const Error error = exception_error(std::make_exception_ptr(std::bad_alloc()), "load");
+  EXPECT_EQ(error.code, Errc::system);
+  EXPECT_EQ(error.message(), "load: Cannot allocate memory");
 }
 
 TEST(Error, EveryCodeHasANameOfItsOwn) {

@@ -335,7 +335,7 @@ TEST_P(SaveFromDevice, AnExceptionInASubmissionFailsTheSave) {
   for (int i = 0; i < 4; ++i) add_file(std::string(5 * kPage, 'x'));
   const auto session = start(options(2 * kPage));
   expect_failed(*session);
-  EXPECT_TRUE(fails(session->outcome(), Errc::internal));
+  EXPECT_TRUE(fails(session->outcome(), Errc::system));
 }
 
 TEST_P(SaveFromDevice, CancelledKeepsItsMemoryUntilTheCopiesIntoItHaveArrived) {
