@@ -12,6 +12,7 @@ import pickle
 import resource
 import select
 import signal
+import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -208,14 +209,15 @@ def control_group() -> Iterator[Path]:
 
 
 @pytest.fixture
-def shared(tmp_path: Path) -> Path:
+def shared() -> Iterator[Path]:
     """A directory of that user's, and a checkpoint in it."""
-    for parent in [tmp_path, *tmp_path.parents]:
-        if parent.stat().st_mode & 0o005 != 0o005 and str(tmp_path).startswith("/tmp/"):
-            parent.chmod(0o755)
-    torch_ckpt.save(state(), tmp_path / "there", no_dist=True)
-    os.chown(tmp_path, ORDINARY_USER, ORDINARY_USER)
-    return tmp_path
+    # Not pytest's: each session of root's closes the directory of all of them to other users.
+    with tempfile.TemporaryDirectory(prefix="torch_ckpt-") as name:
+        directory = Path(name)
+        torch_ckpt.save(state(), directory / "there", no_dist=True)
+        directory.chmod(0o755)
+        os.chown(directory, ORDINARY_USER, ORDINARY_USER)
+        yield directory
 
 
 def save(directory: Path, name: str = "new") -> None:
