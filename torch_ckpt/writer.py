@@ -413,7 +413,8 @@ class FileSystemWriter(StockWriter):
             raise
         finally:
             self._save = None
-        return Written(*save.results(), place)
+        with no_gc():
+            return Written(*save.results(), place)
 
     def undo(self, written: Written) -> None:
         """Removes what this rank has written, of a save that has failed on another one."""
