@@ -27,16 +27,6 @@ using Path = std::filesystem::path;
 
 constexpr std::chrono::milliseconds kLookAgain{5};
 
-/// The disk may take seconds (a large file's blocks are freed by unlink), so other threads go on.
-template <class Function>
-auto without_gil(Function function) {
-  auto result = [&] {
-    const ReleasedGil released;
-    return function();
-  }();
-  return unwrap(std::move(result));
-}
-
 bool share(Directory& directory, double patience) {
   using Clock = std::chrono::steady_clock;
   const auto until = Clock::now() + std::chrono::duration<double>(patience);

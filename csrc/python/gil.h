@@ -4,6 +4,9 @@
 
 #include <chrono>
 #include <thread>
+#include <utility>
+
+#include "python/errors.h"
 
 namespace torch_ckpt::python {
 
@@ -27,5 +30,16 @@ class ReleasedGil {
  private:
   PyThreadState* const state_;
 };
+
+/// The value of the Result of `function`, which is called without the GIL; raises its error. The
+/// disk may take seconds (a large file's blocks are freed by unlink), so other threads go on.
+template <class Function>
+auto without_gil(Function function) {
+  auto result = [&] {
+    const ReleasedGil released;
+    return function();
+  }();
+  return unwrap(std::move(result));
+}
 
 }  // namespace torch_ckpt::python

@@ -73,14 +73,11 @@ std::shared_ptr<engine::LoadSession> run(const os::Directory& directory,
   for (const engine::ReadRequest& request : requests) {
     if (request.file >= files.size()) throw py::index_error("no file of that number");
   }
-  Result<std::shared_ptr<engine::LoadSession>> started =
-      [&]() -> Result<std::shared_ptr<engine::LoadSession>> {
-    const ReleasedGil released;
+  auto session = without_gil([&]() -> Result<std::shared_ptr<engine::LoadSession>> {
     auto own = directory.duplicate();
     if (!own) return own.error();
     return engine::LoadSession::start(std::move(*own), files, std::move(requests), engine_options);
-  }();
-  std::shared_ptr<engine::LoadSession> session = unwrap(std::move(started));
+  });
   wait_for(*session, options.progress, done_before);
   pass_on_warnings();
   if (auto failure = session->failure()) {

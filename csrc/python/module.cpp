@@ -65,11 +65,7 @@ std::size_t check_metadata_pickle(const py::buffer& data,
     allowed.emplace(name, *role);
   }
   const Memory memory(data);
-  Result<std::size_t> end = [&] {
-    const ReleasedGil released;
-    return format::check_metadata_pickle(memory.bytes(), allowed);
-  }();
-  return unwrap(std::move(end));
+  return without_gil([&] { return format::check_metadata_pickle(memory.bytes(), allowed); });
 }
 
 }  // namespace

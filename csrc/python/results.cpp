@@ -25,16 +25,6 @@ std::chrono::milliseconds milliseconds_of(double seconds) {
       static_cast<std::int64_t>(std::clamp(seconds, 0.0, kLongest) * 1000.0));
 }
 
-/// What `function` returns, called without the GIL.
-template <class Function>
-auto without_gil(Function function) {
-  auto result = [&] {
-    const ReleasedGil released;
-    return function();
-  }();
-  return unwrap(std::move(result));
-}
-
 std::shared_ptr<ProcessChannel> create() {
   return std::make_shared<ProcessChannel>(without_gil([] { return ProcessChannel::create(); }));
 }

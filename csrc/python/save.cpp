@@ -51,13 +51,11 @@ class Save {
 
   void start(const os::Directory& directory, std::vector<engine::FileJob> files,
              const engine::SaveOptions& options) {
-    auto session = [&]() -> Result<std::shared_ptr<engine::SaveSession>> {
-      const ReleasedGil released;
+    session_ = without_gil([&]() -> Result<std::shared_ptr<engine::SaveSession>> {
       auto own = directory.duplicate();
       if (!own) return own.error();
       return engine::SaveSession::start(std::move(*own), std::move(files), options);
-    }();
-    session_ = unwrap(std::move(session));
+    });
   }
 
   bool wait(double seconds) { return wait_by(&engine::SaveSession::wait_for, seconds); }
@@ -119,11 +117,7 @@ class Save {
   void cancel() { session_->cancel(); }
 
   py::tuple results() const {
-    auto results = [&] {
-      const ReleasedGil released;
-      return session_->results();
-    }();
-    return to_python(unwrap(std::move(results)));
+    return to_python(without_gil([&] { return session_->results(); }));
   }
 
   const std::vector<std::string>& file_names() const { return file_names_; }
@@ -218,10 +212,7 @@ std::unique_ptr<Save> start_save(const os::Directory& directory, const std::stri
   naming.buckets = buckets;
   naming.file_per_item = file_per_item;
   naming.separation_hint = separation_hint;
-  engine::SavePlan plan = unwrap([&] {
-    const ReleasedGil released;
-    return engine::plan_save(std::move(items), naming);
-  }());
+  engine::SavePlan plan = without_gil([&] { return engine::plan_save(std::move(items), naming); });
   engine::SaveOptions options;
   options.parallel_files = buckets;
   options.chunk_bytes = chunk_bytes;
@@ -239,11 +230,7 @@ std::unique_ptr<Save> start_save(const os::Directory& directory, const std::stri
 
 std::size_t grow_reserve(std::size_t most_bytes, int device, const py::object& background) {
   const engine::Threads threads = background.is_none() ? engine::Threads{} : threads_of(background);
-  Result<std::size_t> reserved = [&] {
-    const ReleasedGil released;
-    return engine::grow_reserve(most_bytes, threads, device);
-  }();
-  return unwrap(std::move(reserved));
+  return without_gil([&] { return engine::grow_reserve(most_bytes, threads, device); });
 }
 
 /// Dense CPU tensors; the copies have the same strides.
@@ -257,11 +244,8 @@ py::list copy_to_pool(const py::list& values) {
     source.bytes = tensor.nbytes();
     sources.push_back(std::move(source));
   }
-  auto copies = [&] {
-    const ReleasedGil released;
-    return engine::copy_to_pool(sources);
-  }();
-  std::vector<engine::PooledCopy> placed = unwrap(std::move(copies));
+  std::vector<engine::PooledCopy> placed =
+      without_gil([&] { return engine::copy_to_pool(sources); });
   py::list copied(tensors.size());
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     const at::Tensor& tensor = tensors[i];

@@ -56,15 +56,12 @@ py::tuple verify_records(const std::vector<std::pair<std::string, std::string>>&
   options.max_scratch_bytes = max_inflight_bytes;
   options.direct_io = direct_io_option(direct_io);
 
-  Result<std::shared_ptr<engine::VerifySession>> started =
-      [&]() -> Result<std::shared_ptr<engine::VerifySession>> {
-    const ReleasedGil released;
+  const auto session = without_gil([&]() -> Result<std::shared_ptr<engine::VerifySession>> {
     auto own = directory.duplicate();
     if (!own) return own.error();
     return engine::VerifySession::start(std::move(*own), std::move(named), std::move(records),
                                         options);
-  }();
-  const std::shared_ptr<engine::VerifySession> session = unwrap(std::move(started));
+  });
   wait_for(*session, progress);
   pass_on_warnings();
   if (auto failure = session->failure()) raise(*failure);
