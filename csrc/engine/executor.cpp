@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <boost/asio/executor_work_guard.hpp>
+#include <boost/asio/post.hpp>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -121,17 +122,26 @@ Result<> need_threads(const Threads& threads, std::size_t waiting) {
   return need_threads(holder, threads, waiting);
 }
 
-Result<std::shared_ptr<const void>> add_threads(std::size_t tasks) {
+Result<> post_long_tasks(std::size_t count, std::string_view operation,
+                         const std::function<void(std::shared_ptr<const void> threads)>& task,
+                         const std::function<void(const Error&)>& refused) {
+  if (count == 0) return {};
   Holder& holder = os::ForkLocal<Holder>::get();
-  const auto count = [&holder](std::size_t more) {
+  const auto add = [&holder](std::size_t more) {
     std::lock_guard lock(holder.mutex);
     holder.long_tasks += more;
   };
-  count(tasks);
-  const std::shared_ptr<const void> counted(&holder,
-                                            [count, tasks](const void*) { count(-tasks); });
-  if (auto there = need_threads({}, 0); !there) return there.error();
-  return counted;
+  add(count);
+  const std::shared_ptr<const void> threads(&holder, [add, count](const void*) { add(-count); });
+  if (auto there = need_threads({}, 0); !there) return there;
+  for (std::size_t i = 0; i < count; ++i) {
+    try {
+      asio::post(executor(), [task, held = threads]() mutable { task(std::move(held)); });
+    } catch (...) {
+      refused(exception_error(std::current_exception(), operation));
+    }
+  }
+  return {};
 }
 
 void join_executor() {

@@ -2,7 +2,9 @@
 
 #include <boost/asio/io_context.hpp>
 #include <cstddef>
+#include <functional>
 #include <memory>
+#include <string_view>
 
 #include "error.h"
 #include "os/priority.h"
@@ -29,10 +31,13 @@ boost::asio::io_context& executor(const Threads& threads = {});
 /// that wait for a disk.
 Result<> need_threads(const Threads& threads, std::size_t waiting);
 
-/// The same for tasks of the default pool that keep a thread until they end, as those of a load:
-/// while what is returned lives, the pool has as many threads more, so that nothing else waits for
-/// these tasks.
-Result<std::shared_ptr<const void>> add_threads(std::size_t tasks);
+/// Posts `count` tasks of `operation` to the default pool that keep a thread until they end, as
+/// those of a load. The pool gets as many threads more, so that nothing else waits for them; it has
+/// these for as long as a task keeps what it was given. Fails where there is no thread at all. A
+/// task that cannot be posted is `refused`: those before it work on what the caller has given.
+Result<> post_long_tasks(std::size_t count, std::string_view operation,
+                         const std::function<void(std::shared_ptr<const void> threads)>& task,
+                         const std::function<void(const Error&)>& refused);
 
 /// Ends the pools after the work they have; for interpreter exit. The next executor() makes a new
 /// one.

@@ -1,7 +1,6 @@
 #include "engine/load_session.h"
 
 #include <algorithm>
-#include <boost/asio/post.hpp>
 #include <exception>
 #include <numeric>
 #include <tuple>
@@ -13,8 +12,6 @@
 
 namespace torch_ckpt::engine {
 namespace {
-
-namespace asio = boost::asio;
 
 using planning::ByteRange;
 
@@ -116,18 +113,11 @@ Result<std::shared_ptr<LoadSession>> LoadSession::start(os::Directory directory,
   if (auto planned = session->plan(); !planned) return planned.error();
   const std::size_t tasks = std::min(options.threads, session->units_.size());
   session->results_.emplace(tasks);
-  if (tasks == 0) return session;
-  auto threads = add_threads(tasks);
-  if (!threads) return threads.error();
-  for (std::size_t task = 0; task < tasks; ++task) {
-    try {
-      asio::post(executor(),
-                 [session, held = *threads]() mutable { session->run_task(std::move(held)); });
-    } catch (...) {
-      // Those before it work on what the caller has given, so that the session must be told of.
-      session->fail_task(exception_error(std::current_exception(), "load"));
-    }
-  }
+  const auto begun = post_long_tasks(
+      tasks, "load",
+      [session](std::shared_ptr<const void> threads) { session->run_task(std::move(threads)); },
+      [session](const Error& error) { session->fail_task(error); });
+  if (!begun) return begun.error();
   return session;
 }
 

@@ -1,7 +1,6 @@
 #include "engine/verify_session.h"
 
 #include <algorithm>
-#include <boost/asio/post.hpp>
 #include <exception>
 #include <string>
 #include <tuple>
@@ -14,8 +13,6 @@
 
 namespace torch_ckpt::engine {
 namespace {
-
-namespace asio = boost::asio;
 
 using planning::ByteRange;
 
@@ -67,18 +64,11 @@ Result<std::shared_ptr<VerifySession>> VerifySession::start(os::Directory direct
   session->plan();
   const std::size_t tasks = std::min(options.threads, session->units_.size());
   session->results_.emplace(tasks);
-  if (tasks == 0) return session;
-  auto threads = add_threads(tasks);
-  if (!threads) return threads.error();
-  for (std::size_t task = 0; task < tasks; ++task) {
-    try {
-      asio::post(executor(),
-                 [session, held = *threads]() mutable { session->run_task(std::move(held)); });
-    } catch (...) {
-      // Those before it work on what the caller has given, so that the session must be told of.
-      session->fail_task(exception_error(std::current_exception(), "verify"));
-    }
-  }
+  const auto begun = post_long_tasks(
+      tasks, "verify",
+      [session](std::shared_ptr<const void> threads) { session->run_task(std::move(threads)); },
+      [session](const Error& error) { session->fail_task(error); });
+  if (!begun) return begun.error();
   return session;
 }
 
