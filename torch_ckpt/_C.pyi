@@ -14,6 +14,23 @@ load_chunk_bytes: int
 #: Scratch memory in bytes that a load always takes.
 least_scratch_bytes: int
 
+class FaultHook:
+    """Tells tests of each fault point that is reached (csrc/os/fault.h) while a ``with`` lasts.
+
+    ``hook(operation, path)`` returns 0, or the errno that the call fails with. It is called from
+    any thread, from several at once, and must not raise. One at a time per process.
+    """
+
+    def __init__(self, hook: Callable[[str, str], int]) -> None: ...
+    def __enter__(self) -> FaultHook: ...
+    def __exit__(self, *error: object) -> None: ...
+
+def fault_point(operation: str, path: str | os.PathLike[str] = "") -> None:
+    """A point that only Python reaches; raises the OSError that a hook asks for.
+
+    ``operation`` is the call that comes next, or the moment in words.
+    """
+
 class Directory:
     """A directory that is held open; see csrc/os/directory.h. It is closed when it is dropped.
 

@@ -1,7 +1,5 @@
 #include "os/fault.h"
 
-#ifdef TORCH_CKPT_FAULTS
-
 #include <mutex>
 #include <shared_mutex>
 #include <utility>
@@ -13,13 +11,17 @@ std::shared_mutex hook_mutex;
 FaultHook current_hook;  // guarded by hook_mutex
 }  // namespace
 
+std::atomic<bool> ScopedFaultHook::installed_ = false;
+
 ScopedFaultHook::ScopedFaultHook(FaultHook hook) {
   std::lock_guard lock(hook_mutex);
   current_hook = std::move(hook);
+  installed_ = true;
 }
 
 ScopedFaultHook::~ScopedFaultHook() {
   std::lock_guard lock(hook_mutex);
+  installed_ = false;
   current_hook = nullptr;
 }
 
@@ -29,5 +31,3 @@ int injected_fault(std::string_view operation, std::string_view path) {
 }
 
 }  // namespace torch_ckpt::os
-
-#endif

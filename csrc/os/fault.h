@@ -1,11 +1,11 @@
 #pragma once
 
-// Named fault points: the first line of every function in csrc/os that calls the system.
-// A test installs a hook that may return an errno for a named operation on a path; the call then
-// fails with it before the system is asked. Release builds compile the points out.
+// Named fault points: the first line of every function in csrc/os that calls the system, and the
+// moments that Python names (csrc/python/fault.cpp). A test installs a hook that looks, waits, or
+// returns the errno that the call fails with before the system is asked. Without a hook a point
+// costs one load.
 
-#ifdef TORCH_CKPT_FAULTS
-
+#include <atomic>
 #include <functional>
 #include <string_view>
 
@@ -23,17 +23,21 @@ class ScopedFaultHook {
   ~ScopedFaultHook();
   ScopedFaultHook(const ScopedFaultHook&) = delete;
   ScopedFaultHook& operator=(const ScopedFaultHook&) = delete;
+
+  /// Whether there is one.
+  static bool is_installed() { return installed_.load(std::memory_order_relaxed); }
+
+ private:
+  static std::atomic<bool> installed_;
 };
 
+/// What the hook says; 0 without one.
 int injected_fault(std::string_view operation, std::string_view path);
 
 }  // namespace torch_ckpt::os
 
 // The offset is optional: TC_FAULT("pwrite", path_, offset);
-#define TC_FAULT(operation, path, ...)                                              \
-  if (int injected_ = ::torch_ckpt::os::injected_fault(operation, path); injected_) \
+#define TC_FAULT(operation, path, ...)                                                \
+  if (::torch_ckpt::os::ScopedFaultHook::is_installed()) [[unlikely]]                 \
+    if (int injected_ = ::torch_ckpt::os::injected_fault(operation, path); injected_) \
   return ::torch_ckpt::system_error(injected_, operation, path __VA_OPT__(, ) __VA_ARGS__)
-
-#else
-#define TC_FAULT(operation, path, ...) static_cast<void>(0)
-#endif

@@ -4,6 +4,7 @@
 
 namespace torch_ckpt::python {
 
+void bind_fault(pybind11::module_& module);
 void bind_directory(pybind11::module_& module);
 void bind_results(pybind11::module_& module);
 void bind_save(pybind11::module_& module);

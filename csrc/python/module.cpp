@@ -73,6 +73,7 @@ std::size_t check_metadata_pickle(const py::buffer& data,
 
 PYBIND11_MODULE(_C, module) {
   using namespace torch_ckpt;
+  python::bind_fault(module);
   python::bind_directory(module);
   python::bind_results(module);
   python::bind_save(module);

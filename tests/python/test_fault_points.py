@@ -1,0 +1,61 @@
+"""The seam that other tests use: csrc/os/fault.h from Python."""
+
+from __future__ import annotations
+
+import threading
+from errno import EACCES, EIO
+from pathlib import Path
+
+import pytest
+
+from tests.fault_hooks import at_fault_points, before, failing
+from torch_ckpt import _C
+from torch_ckpt.directory import OpenDirectory
+
+
+def test_a_system_call_of_the_engine_is_told_with_its_path(tmp_path: Path) -> None:
+    (tmp_path / "one").touch()
+    reached: list[tuple[str, str]] = []
+    with at_fault_points(lambda operation, path: reached.append((operation, path))):
+        OpenDirectory(tmp_path).remove("one")
+    assert ("unlink", str(tmp_path / "one")) in reached
+
+
+def test_a_call_fails_with_the_errno_that_the_hook_returns(tmp_path: Path) -> None:
+    (tmp_path / "one").touch()
+    with failing("unlink", EACCES, tmp_path / "one"), pytest.raises(PermissionError) as raised:
+        OpenDirectory(tmp_path).remove("one")
+    assert raised.value.filename == str(tmp_path / "one")
+    assert (tmp_path / "one").exists()
+
+
+def test_a_point_of_python_fails_as_a_call_of_the_engine(tmp_path: Path) -> None:
+    with failing("look", EIO, tmp_path), pytest.raises(OSError, match="look") as raised:
+        _C.fault_point("look", tmp_path)
+    assert (raised.value.errno, raised.value.filename) == (EIO, str(tmp_path))
+
+
+def test_a_hook_ends_with_its_scope() -> None:
+    with failing("look", EIO), pytest.raises(OSError, match="look"):
+        _C.fault_point("look")
+    _C.fault_point("look")
+
+
+def test_two_threads_meet_in_a_hook() -> None:
+    both = threading.Barrier(2)
+    with at_fault_points(lambda _operation, _path: both.wait() and None):
+        other = threading.Thread(target=_C.fault_point, args=("here",))
+        other.start()
+        _C.fault_point("there")
+        other.join()
+    assert not both.broken
+
+
+def test_what_a_hook_raises_is_not_lost() -> None:
+    with pytest.raises(ZeroDivisionError), at_fault_points(lambda _operation, _path: 1 // 0):
+        _C.fault_point("look")
+
+
+def test_a_point_that_is_not_reached_is_told() -> None:
+    with pytest.raises(AssertionError, match="rename was not reached"), before("rename", list):
+        pass
