@@ -53,11 +53,9 @@ DCP_VERSION: str = getattr(filesystem, "CURRENT_DCP_VERSION", "1.0.0")
 #: Bytes of one staging chunk: large enough for the disk, small enough for the third-level cache.
 CHUNK_BYTES = 4 << 20
 
-#: On its way to the coordinator a file's checksum table is an attribute of this name, of the
-#: storage info of the file's first item: torch carries nothing else from rank to rank.
-_TABLE = "torch_ckpt_checksums"
-#: Likewise, of the storage info of a rank's first item: the directory that the rank has written in.
-_PLACE = "torch_ckpt_place"
+#: What a rank has written travels to the coordinator as an attribute of this name, of the storage
+#: info of the rank's first item: torch carries nothing else from rank to rank.
+_WRITTEN = "torch_ckpt_written"
 
 _DEFAULT_BACKGROUND = Background()
 
@@ -274,11 +272,10 @@ class FileSystemWriter(StockWriter):
                 result.index: result.storage_data for of_rank in results for result in of_rank
             }
             metadata.storage_meta = self.storage_meta()
-            directories = _taken(_PLACE, results)
-            tables = {info.relative_path: table for info, table in _taken(_TABLE, results)}
+            tables, directories = _brought_with(results)
             data = encode_metadata(with_checksum_tables(metadata, tables))
         try:
-            require_one_directory([Place.of(self.directory), *(place for _, place in directories)])
+            require_one_directory([Place.of(self.directory), *directories])
         except BaseException:
             self.abandon()
             raise
@@ -571,29 +568,26 @@ def _found_directly(planner: SavePlanner, item: WriteItem) -> Any:
 @no_gc()
 def results_of(items: list[WriteItem], written: Written) -> list[WriteResult]:
     """What DCP is told of each item; with it the checksum tables travel to the coordinator."""
-    left = dict(written.tables)
-    results: list[WriteResult] = []
-    for item, (file_name, offset, length, _crc) in zip(items, written.places, strict=True):
-        info = _StorageInfo(file_name, offset, length)
-        if file_name in left:
-            setattr(info, _TABLE, left.pop(file_name))
-        if not results:
-            setattr(info, _PLACE, written.directory)
-        results.append(WriteResult(item.index, length, info))
+    results = [
+        WriteResult(item.index, length, _StorageInfo(file_name, offset, length))
+        for item, (file_name, offset, length, _crc) in zip(items, written.places, strict=True)
+    ]
+    if results:
+        setattr(results[0].storage_data, _WRITTEN, (written.tables, written.directory))
     return results
 
 
-def _taken(what: str, results: list[list[WriteResult]]) -> list[tuple[_StorageInfo, Any]]:
-    """What came with the results, which then are as torch's own."""
-    found = []
+def _brought_with(results: list[list[WriteResult]]) -> tuple[dict[str, bytes], list[Place]]:
+    """The files' checksum tables and the ranks' directories; the results then are as torch's."""
+    tables: dict[str, bytes] = {}
+    directories: list[Place] = []
     for of_rank in results:
         for result in of_rank:
-            info = result.storage_data
-            brought = getattr(info, what, None)
+            brought = vars(result.storage_data).pop(_WRITTEN, None)
             if brought is not None:
-                delattr(info, what)
-                found.append((info, brought))
-    return found
+                tables |= brought[0]
+                directories.append(brought[1])
+    return tables, directories
 
 
 def _wait_for_devices(values: list[Any]) -> None:
