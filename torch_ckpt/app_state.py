@@ -44,7 +44,7 @@ from torch_ckpt.coordination import own_rank
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.loading import Discovered, IfStored, is_stateful
 from torch_ckpt.multihost.calls import Call
-from torch_ckpt.objects import warn_of_what_will_not_load
+from torch_ckpt.objects import PLAIN, warn_of_what_will_not_load
 from torch_ckpt.text import plural
 
 StateDict = dict[str, Any]
@@ -55,9 +55,6 @@ _OBJECTS = "_objects"
 
 #: Those of an optimizer's parameters whose stored states are zeros that no step has made.
 _WITHOUT_STATE = "without_state"
-
-# Stored as they are; all else is wrapped, and so never taken for a part of the state dict.
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 _WITH_TENSORS = (torch.Tensor, dict, list)
 
@@ -317,7 +314,7 @@ def _state_of(key: str, value: Any, names: _Names, for_load: bool) -> Any:
         parameters = names.of_parameters(value)
         state = _optimizer_state(value, parameters, for_load)
         return _OptimizerState(key, parameters, state) if for_load else _as_stock(key, state)
-    if type(value) in _PLAIN and not for_load:
+    if type(value) in PLAIN and not for_load:
         return value
     return _split(key, value.state_dict() if is_stateful(value) else value, for_load)
 
@@ -340,7 +337,7 @@ def _python_number(value: Any) -> Any:
     """A NumPy scalar as the Python number that it holds; else the value itself."""
     if "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].generic):
         number = value.item()
-        return number if type(number) in _PLAIN else value
+        return number if type(number) in PLAIN else value
     return value
 
 
@@ -515,9 +512,9 @@ def _as_stock(key: str, state: StateDict) -> StateDict:
         if isinstance(value, torch.Tensor):
             return value
         value = _python_number(value)
-        if type(value) in (list, tuple) and all(type(part) in _PLAIN for part in value):
+        if type(value) in (list, tuple) and all(type(part) in PLAIN for part in value):
             return copy.copy(value)
-        return value if type(value) in _PLAIN else _wrapped(name, value)
+        return value if type(value) in PLAIN else _wrapped(name, value)
 
     groups = [
         {
@@ -866,7 +863,7 @@ class _Objects(Discovered):
         beneath = [name for name in known if name.startswith(f"{self._key}.")]
         of_a_rank = re.compile(rf"{re.escape(self._key)}\.rank\d+")
         if not beneath or any(map(of_a_rank.fullmatch, beneath)):
-            return {self._key if type(self._state) in _PLAIN else self._whole: self}
+            return {self._key if type(self._state) in PLAIN else self._whole: self}
         chosen: StateDict = {}
         here = flatten_state_dict({self._key: self._state})[0]
         for name in [*(here.keys() - {self._key}), *beneath]:

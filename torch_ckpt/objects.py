@@ -74,8 +74,8 @@ _NESTING = (deque, defaultdict)
 _DEEPEST_NESTING = 100
 
 
-# What loads whatever it holds, and needs no look.
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+#: Types of what loads whatever it holds, and needs no look.
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 
@@ -156,7 +156,7 @@ def warn_of_what_will_not_load(
     Raises:
         CheckpointError: it cannot be pickled.
     """
-    if type(value) in _PLAIN:
+    if type(value) in PLAIN:
         return
     types: set[type] = set()
     _add_types(value, types, set())
@@ -251,9 +251,9 @@ def _add_types(value: Any, types: set[type], seen: set[int]) -> None:
         parts += own.values()
     kinds = set(map(type, parts))
     types |= kinds
-    if not kinds.issubset(_PLAIN):
+    if not kinds.issubset(PLAIN):
         for part in parts:
-            if type(part) not in _PLAIN:
+            if type(part) not in PLAIN:
                 _add_types(part, types, seen)
 
 
