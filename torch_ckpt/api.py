@@ -39,10 +39,10 @@ from torch_ckpt.loading import (
     load_values_freeing,
     value_of,
 )
-from torch_ckpt.options import refuse_unknown
+from torch_ckpt.options import refuse_unknown, require_choice
 from torch_ckpt.reader import FileSystemReader
 from torch_ckpt.renaming import Rename
-from torch_ckpt.replica_check import require_mode
+from torch_ckpt.replica_check import MODES as REPLICA_CHECKS
 from torch_ckpt.saving import PlanCache, StateDict, save_state, tell_the_others
 from torch_ckpt.snapshot import AsyncSave, Job, alone, check_for_errors, spawn, start
 from torch_ckpt.sources import Sources
@@ -99,7 +99,7 @@ def save(
     try:
         with contextlib.ExitStack() as stack:
             try:
-                require_mode(check_replicas)
+                require_choice("check_replicas", check_replicas, REPLICA_CHECKS)
                 writer = _made(
                     save, FileSystemWriter, storage_writer, checkpoint_id, writer_options
                 )
@@ -203,11 +203,9 @@ def async_save(
     ranks = meeting.ranks(timeout)
     job: Job | None = None
     try:
-        if staging not in ("blocking", "overlapped"):
-            raise ValueError(f'staging must be "blocking" or "overlapped", got {staging!r}')
-        require_mode(check_replicas)
-        if if_busy not in ("wait", "raise"):
-            raise ValueError(f'if_busy must be "wait" or "raise", got {if_busy!r}')
+        require_choice("staging", staging, ("blocking", "overlapped"))
+        require_choice("check_replicas", check_replicas, REPLICA_CHECKS)
+        require_choice("if_busy", if_busy, ("wait", "raise"))
         writer = _made(async_save, FileSystemWriter, storage_writer, checkpoint_id, writer_options)
         if not writer.engine_can_write():
             raise ValueError(

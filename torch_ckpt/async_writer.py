@@ -41,6 +41,7 @@ from torch_ckpt.errors import CheckpointError
 from torch_ckpt.generations import Claim, choose_prefix
 from torch_ckpt.metadata import METADATA_NAME
 from torch_ckpt.metrics import LOGGER
+from torch_ckpt.options import require_choice
 from torch_ckpt.results import ResultsQueue
 from torch_ckpt.staged import Nothing, Results, Staged, portable
 from torch_ckpt.write_tasks import WriteTask
@@ -93,8 +94,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         timeout: float = TIMEOUT_SECONDS,
         **kwargs: Any,
     ) -> None:
-        if on_failure not in ("return", "raise"):
-            raise ValueError(f'on_failure must be "return" or "raise", got {on_failure!r}')
+        require_choice("on_failure", on_failure, ("return", "raise"))
         super().__init__(path, *args, separation_hint=separation_hint, **kwargs)
         if self.serialization_format.name != "TORCH_SAVE":
             raise ValueError(

@@ -45,7 +45,7 @@ from torch_ckpt.lease import Lease
 from torch_ckpt.loading import LoadReport, Names
 from torch_ckpt.metrics import LOGGER, SaveMetrics, warn
 from torch_ckpt.multihost.calls import group_now, meeting_of
-from torch_ckpt.options import refuse_unknown
+from torch_ckpt.options import refuse_unknown, require_choice
 from torch_ckpt.pending import Once, OnCommit, Pending
 from torch_ckpt.progress import wants_bar
 from torch_ckpt.renaming import Rename
@@ -169,9 +169,9 @@ class CheckpointManager:
         **writer_options: Any,
     ) -> None:
         refuse_unknown(CheckpointManager, FileSystemWriter, writer_options)
-        _check_choice("if_busy", if_busy, ("wait", "skip"))
-        _check_choice("on_save_error", on_save_error, ("raise", "warn_and_continue"))
-        _check_choice("staging", staging, ("blocking", "overlapped"))
+        require_choice("if_busy", if_busy, ("wait", "skip"))
+        require_choice("on_save_error", on_save_error, ("raise", "warn_and_continue"))
+        require_choice("staging", staging, ("blocking", "overlapped"))
         self._replicas = ReplicaCheck(
             check_replicas, check_replicas_every, process_group=process_group, timeout=timeout
         )
@@ -944,8 +944,3 @@ class CheckpointManager:
         if self._rank == 0:
             # Between deletions: one that has begun with the step unpinned would take it.
             self._deletions.in_turn(lambda: self._store.set_pinned(step, pinned))
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")

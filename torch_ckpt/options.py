@@ -1,4 +1,4 @@
-"""Options that nobody has, named for who was called and not for who was to get them."""
+"""Options that are refused, named for who was called and not for who was to get them."""
 
 from __future__ import annotations
 
@@ -27,6 +27,12 @@ def refuse_unknown(caller: Callable[..., Any], kind: type, options: Iterable[str
             raise TypeError(
                 f"{caller.__name__}() got an unexpected keyword argument {option!r}{hint}"
             )
+
+
+def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raises ValueError for a value of the option ``name`` that is none of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
 @functools.cache

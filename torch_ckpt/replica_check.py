@@ -22,7 +22,11 @@ from torch_ckpt.events import Event
 from torch_ckpt.metrics import warn
 from torch_ckpt.multihost.calls import Call
 from torch_ckpt.multihost.trees import BITS, as_bytes, host_pieces, is_strided
+from torch_ckpt.options import require_choice
 from torch_ckpt.text import plural, ranks_text
+
+#: How to look.
+MODES = ("off", "warn", "error")
 
 # Of a tensor that is larger only stripes are looked at at every save.
 _SAMPLE_BYTES = 64 << 10
@@ -50,7 +54,7 @@ class ReplicaCheck:
     def __init__(
         self, mode: str, every: int, *, process_group: dist.ProcessGroup | None, timeout: float
     ) -> None:
-        require_mode(mode)
+        require_choice("check_replicas", mode, MODES)
         if every < 1:
             raise ValueError(f"check_replicas_every must be at least 1, got {every}")
         self.raises = mode == "error"
@@ -122,13 +126,6 @@ def differing_replicas(
             return []
         with call.alive(lambda: done):
             return call.exchange(checksums, _compare)
-
-
-def require_mode(mode: str) -> str:
-    """The mode; raises ValueError where there is no such one."""
-    if mode not in ("off", "warn", "error"):
-        raise ValueError(f"check_replicas must be one of 'off', 'warn', 'error', got {mode!r}")
-    return mode
 
 
 def checksums_of(tensors: Iterable[torch.Tensor], mode: str) -> bytes:

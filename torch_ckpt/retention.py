@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 
+from torch_ckpt.options import require_choice
 from torch_ckpt.steps import StepInfo
 from torch_ckpt.text import some_of
 
@@ -61,8 +62,7 @@ class Retention:
                 raise ValueError(f"{name} must be positive, got {value}")
             if value is not None and name != "keep_every_hours":
                 operator.index(value)
-        if self.best_mode not in ("min", "max"):
-            raise ValueError(f'best_mode must be "min" or "max", got {self.best_mode!r}')
+        require_choice("best_mode", self.best_mode, ("min", "max"))
         if self.keep_best is not None and self.best_metric is None:
             raise ValueError("keep_best needs best_metric, the name of the metric to compare")
 

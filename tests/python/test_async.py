@@ -1831,8 +1831,8 @@ def test_the_bandwidth_is_limited(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"staging": "later"}, 'staging must be "blocking" or "overlapped", got \'later\''),
-        ({"if_busy": "skip"}, 'if_busy must be "wait" or "raise", got \'skip\''),
+        ({"staging": "later"}, "staging must be one of 'blocking', 'overlapped', got 'later'"),
+        ({"if_busy": "skip"}, "if_busy must be one of 'wait', 'raise', got 'skip'"),
         ({"checkpoint_id": None}, "pass a checkpoint_id or a FileSystemWriter"),
         ({"thread_count": 0}, "thread_count must be at least 1"),
         ({"max_host_bytes": 1}, "max_host_bytes must be at least 4096"),
