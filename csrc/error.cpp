@@ -86,18 +86,22 @@ Error format_error(Errc code, std::string detail, std::uint64_t offset) {
   return Error{code, 0, {}, {}, offset, std::move(detail)};
 }
 
-Error exception_error(const std::exception_ptr& exception, std::string_view operation) {
+Error exception_error(const std::exception_ptr& exception, std::string_view operation) noexcept {
   Error error;
-  error.operation = operation;
   try {
-    std::rethrow_exception(exception);
-  } catch (const std::bad_alloc&) {
+    error.operation = operation;
+    try {
+      std::rethrow_exception(exception);
+    } catch (const std::bad_alloc&) {
+      throw;
+    } catch (const std::exception& caught) {
+      error.detail = caught.what();
+    } catch (...) {
+      error.detail = "an unknown exception";
+    }
+  } catch (...) {
     error.code = Errc::system;
     error.sys_errno = ENOMEM;
-  } catch (const std::exception& caught) {
-    error.detail = caught.what();
-  } catch (...) {
-    error.detail = "an unknown exception";
   }
   return error;
 }

@@ -86,8 +86,8 @@ Error system_error(int sys_errno, std::string_view operation, std::string_view p
                    std::uint64_t offset = Error::kNoOffset);
 Error format_error(Errc code, std::string detail, std::uint64_t offset = Error::kNoOffset);
 
-/// What an exception says, as an error of `operation`.
-Error exception_error(const std::exception_ptr& exception, std::string_view operation);
+/// What an exception says, as an error of `operation`; ENOMEM where there is no memory to say it.
+Error exception_error(const std::exception_ptr& exception, std::string_view operation) noexcept;
 
 template <class T = void>
 using Result = boost::system::result<T, Error>;

@@ -66,14 +66,15 @@ std::size_t wanted_threads(const Holder& holder, const Pool& pool, std::size_t w
 }
 
 Result<> enlarge(Pool& pool, std::size_t wanted) {
+  pool.threads.reserve(std::max(wanted, pool.threads.size()));
   while (pool.threads.size() < wanted) {
-    auto started = os::start_thread(pool.threads.emplace_back(), [&pool] {
+    std::thread thread;
+    auto started = os::start_thread(thread, [&pool] {
       if (pool.is_quiet()) os::lower_priority(pool.of.priority);
       pool.context.run();
     });
-    if (started) continue;
-    pool.threads.pop_back();
-    return started;
+    if (!started) return started;
+    pool.threads.push_back(std::move(thread));
   }
   return {};
 }
@@ -122,9 +123,8 @@ Result<> need_threads(const Threads& threads, std::size_t waiting) {
   return need_threads(holder, threads, waiting);
 }
 
-Result<> post_long_tasks(std::size_t count, std::string_view operation,
-                         const std::function<void(std::shared_ptr<const void> threads)>& task,
-                         const std::function<void(const Error&)>& refused) {
+Result<> post_long_tasks(std::size_t count, std::string_view operation, const LongTask& task,
+                         const std::function<void(Error)>& refused) {
   if (count == 0) return {};
   Holder& holder = os::ForkLocal<Holder>::get();
   const auto add = [&holder](std::size_t more) {
@@ -134,9 +134,11 @@ Result<> post_long_tasks(std::size_t count, std::string_view operation,
   add(count);
   const std::shared_ptr<const void> threads(&holder, [add, count](const void*) { add(-count); });
   if (auto there = need_threads({}, 0); !there) return there;
+  // Asio copies a handler before it calls it: a copy must not need memory, which may be at its end.
+  const auto shared = std::make_shared<const LongTask>(task);
   for (std::size_t i = 0; i < count; ++i) {
     try {
-      asio::post(executor(), [task, held = threads]() mutable { task(std::move(held)); });
+      asio::post(executor(), [shared, held = threads]() mutable { (*shared)(std::move(held)); });
     } catch (...) {
       refused(exception_error(std::current_exception(), operation));
     }

@@ -31,13 +31,15 @@ boost::asio::io_context& executor(const Threads& threads = {});
 /// that wait for a disk.
 Result<> need_threads(const Threads& threads, std::size_t waiting);
 
+/// Gets what keeps the threads that the pool has for it.
+using LongTask = std::function<void(std::shared_ptr<const void> threads)>;
+
 /// Posts `count` tasks of `operation` to the default pool that keep a thread until they end, as
 /// those of a load. The pool gets as many threads more, so that nothing else waits for them; it has
 /// these for as long as a task keeps what it was given. Fails where there is no thread at all. A
 /// task that cannot be posted is `refused`: those before it work on what the caller has given.
-Result<> post_long_tasks(std::size_t count, std::string_view operation,
-                         const std::function<void(std::shared_ptr<const void> threads)>& task,
-                         const std::function<void(const Error&)>& refused);
+Result<> post_long_tasks(std::size_t count, std::string_view operation, const LongTask& task,
+                         const std::function<void(Error)>& refused);
 
 /// Ends the pools after the work they have; for interpreter exit. The next executor() makes a new
 /// one.

@@ -116,7 +116,7 @@ Result<std::shared_ptr<LoadSession>> LoadSession::start(os::Directory directory,
   const auto begun = post_long_tasks(
       tasks, "load",
       [session](std::shared_ptr<const void> threads) { session->run_task(std::move(threads)); },
-      [session](const Error& error) { session->fail_task(error); });
+      [session](Error error) { session->fail_task(std::move(error)); });
   if (!begun) return begun.error();
   return session;
 }
@@ -244,13 +244,13 @@ void LoadSession::run_task(std::shared_ptr<const void> threads) {
     status = exception_error(std::current_exception(), "load");
   }
   threads.reset();
-  if (!status) return fail_task(status.error());
+  if (!status) return fail_task(std::move(status).error());
   results_->send({});
 }
 
-void LoadSession::fail_task(const Error& error) {
-  fail(error, LoadFailure::kNoRequest);
-  results_->send(error);
+void LoadSession::fail_task(Error error) noexcept {
+  fail(std::move(error), LoadFailure::kNoRequest);
+  results_->send({});
 }
 
 void LoadSession::run_units(Scratch& scratch) {
@@ -260,7 +260,8 @@ void LoadSession::run_units(Scratch& scratch) {
     const planning::ReadUnit& unit = units_[number];
     std::size_t culprit = records_[unit.records.front()].requests.front();
     try {
-      if (auto done = run_unit(unit, scratch, culprit); !done) fail(done.error(), culprit);
+      auto done = run_unit(unit, scratch, culprit);
+      if (!done) fail(std::move(done).error(), culprit);
     } catch (...) {
       fail(exception_error(std::current_exception(), "load"), culprit);
     }
@@ -491,15 +492,19 @@ Result<> LoadSession::read_range(const Record& record, ByteRange range, const Da
 
 // --- files, failures, the caller -----------------------------------------------------------------
 
-void LoadSession::fail(Error error, std::size_t request) {
+void LoadSession::fail(Error error, std::size_t request) noexcept {
+  if (error.path.empty() && request != LoadFailure::kNoRequest) {
+    // The decoder counts from the record's begin.
+    if (error.offset == Error::kNoOffset) error.offset = 0;
+    error.offset += requests_[request].offset;
+    try {
+      error.path = path(requests_[request]);
+    } catch (...) {
+      error = exception_error(std::current_exception(), "load");
+    }
+  }
   {
     std::lock_guard lock(mutex_);
-    if (error.path.empty() && request != LoadFailure::kNoRequest) {
-      error.path = path(requests_[request]);
-      // The decoder counts from the record's begin.
-      if (error.offset == Error::kNoOffset) error.offset = 0;
-      error.offset += requests_[request].offset;
-    }
     if (!failure_) failure_ = LoadFailure{std::move(error), request};
   }
   cancelled_ = true;

@@ -154,7 +154,7 @@ class LoadSession : public std::enable_shared_from_this<LoadSession> {
   void group_requests();
   planning::WantedRecord wanted_of(const Record& record) const;
   void run_task(std::shared_ptr<const void> threads);
-  void fail_task(const Error& error);
+  void fail_task(Error error) noexcept;
   void run_units(Scratch& scratch);
   Result<> run_unit(const planning::ReadUnit& unit, Scratch& scratch, std::size_t& culprit);
   Result<> run_batch(const planning::ReadUnit& unit, const DataFile& file, Scratch& scratch,
@@ -169,7 +169,7 @@ class LoadSession : public std::enable_shared_from_this<LoadSession> {
                    Scratch& scratch);
   void set_status(const Record& record, ReadStatus status);
   const ReadRequest& first(const Record& record) const { return requests_[record.requests[0]]; }
-  void fail(Error error, std::size_t request);
+  void fail(Error error, std::size_t request) noexcept;
 
   const std::vector<LoadFile> files_given_;
   DataFiles files_;

@@ -67,7 +67,7 @@ Result<std::shared_ptr<VerifySession>> VerifySession::start(os::Directory direct
   const auto begun = post_long_tasks(
       tasks, "verify",
       [session](std::shared_ptr<const void> threads) { session->run_task(std::move(threads)); },
-      [session](const Error& error) { session->fail_task(error); });
+      [session](Error error) { session->fail_task(std::move(error)); });
   if (!begun) return begun.error();
   return session;
 }
@@ -150,17 +150,17 @@ void VerifySession::run_task(std::shared_ptr<const void> threads) {
     status = exception_error(std::current_exception(), "verify");
   }
   threads.reset();
-  if (!status) return fail_task(status.error());
+  if (!status) return fail_task(std::move(status).error());
   results_->send({});
 }
 
-void VerifySession::fail_task(const Error& error) {
+void VerifySession::fail_task(Error error) noexcept {
   {
     std::lock_guard lock(mutex_);
-    if (!failure_) failure_ = error;
+    if (!failure_) failure_ = std::move(error);
     cancelled_ = true;
   }
-  results_->send(error);
+  results_->send({});
 }
 
 void VerifySession::run_units(Scratch& scratch) {

@@ -108,7 +108,7 @@ class VerifySession : public std::enable_shared_from_this<VerifySession> {
                 std::vector<NamedRecord> records, const VerifyOptions& options);
   void plan();
   void run_task(std::shared_ptr<const void> threads);
-  void fail_task(const Error& error);
+  void fail_task(Error error) noexcept;
   void run_units(Scratch& scratch);
   void run_unit(const planning::ReadUnit& unit, Scratch& scratch);
   Result<> run_batch(const planning::ReadUnit& unit, const DataFile& file, Scratch& scratch);

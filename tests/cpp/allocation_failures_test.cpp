@@ -1,0 +1,134 @@
+// Every allocation of a load and of a verification fails once, alone and with all that follow.
+#include <gtest/gtest.h>
+
+#include <cerrno>
+#include <limits>
+#include <new>
+#include <optional>
+#include <ostream>
+#include <string>
+
+#include "engine/executor.h"
+#include "engine/load_session.h"
+#include "engine/verify_session.h"
+#include "failing_allocations.h"
+#include "support.h"
+
+namespace torch_ckpt::engine {
+namespace {
+
+using test::FailingAllocations;
+using test::Random;
+using test::record_of;
+using test::row_major;
+using test::TempDir;
+
+constexpr std::size_t kAll = std::numeric_limits<std::size_t>::max();
+
+struct Failures {
+  std::string name;
+  std::size_t at_once;
+  bool has_threads;  // of the pool, from before
+};
+
+void PrintTo(const Failures& failures, std::ostream* stream) { *stream << failures.name; }
+
+class AllocationFailures : public ::testing::TestWithParam<Failures> {
+ protected:
+  AllocationFailures() : record_(record_of(header_, random_.bytes(header_.storage_bytes))) {
+    test::write_file(directory_.file("a"), record_ + record_);
+  }
+
+  /// Runs what `start` starts again and again, until all allocations have failed once.
+  template <class Start>
+  void sweep(const Start& start) {
+    bool has_come = true;
+    for (std::size_t first = 1; has_come; ++first) {
+      SCOPED_TRACE("allocation " + std::to_string(first));
+      if (!GetParam().has_threads) join_executor();
+      os::Directory opened = test::open_directory(directory_);
+      decltype(start(std::move(opened), std::size_t{})) started = Error();
+      {
+        const FailingAllocations failing(first, GetParam().at_once);
+        try {
+          started = start(std::move(opened), record_.size());
+          if (started) {
+            ASSERT_TRUE((*started)->wait_for(std::chrono::minutes(2)));
+          }
+        } catch (const std::bad_alloc&) {
+          started = system_error(ENOMEM, "", "");
+        }
+        has_come = FailingAllocations::has_come();
+      }
+      if (const std::optional<Error> failure = failure_of(started)) {
+        ASSERT_TRUE(has_come);
+        ASSERT_EQ(failure->code, Errc::system) << failure->message();
+        ASSERT_EQ(failure->sys_errno, ENOMEM) << failure->message();
+      } else {
+        expect_success(**started);
+      }
+    }
+  }
+
+  static std::optional<Error> failure_of(const Result<std::shared_ptr<LoadSession>>& started) {
+    if (!started) return started.error();
+    const auto failure = (*started)->failure();
+    return failure ? std::optional(failure->error) : std::nullopt;
+  }
+  static std::optional<Error> failure_of(const Result<std::shared_ptr<VerifySession>>& started) {
+    return started ? (*started)->failure() : started.error();
+  }
+
+  static void expect_success(const LoadSession& session) {
+    for (const ReadOutcome& outcome : session.outcomes())
+      ASSERT_EQ(outcome.status, ReadStatus::done);
+  }
+  static void expect_success(const VerifySession& session) {
+    ASSERT_TRUE(session.findings().empty());
+  }
+
+  const format::TensorHeader header_ = row_major("float32", {1000});
+
+ private:
+  Random random_{1};
+  TempDir directory_;
+  std::string record_;
+};
+
+TEST_P(AllocationFailures, ALoadEndsAndSaysSo) {
+  std::string target(2 * header_.storage_bytes, '?');
+  sweep([&](os::Directory directory, std::size_t record_bytes) {
+    std::vector<ReadRequest> requests(2);
+    for (std::size_t i = 0; i < 2; ++i) {
+      requests[i].offset = i * record_bytes;
+      requests[i].length = record_bytes;
+      requests[i].dtype = header_.dtype;
+      requests[i].sizes = header_.sizes;
+      requests[i].region = planning::Region::of_bytes(0, header_.storage_bytes);
+      requests[i].target.address =
+          reinterpret_cast<std::byte*>(target.data() + i * header_.storage_bytes);
+    }
+    return LoadSession::start(std::move(directory), {{"a", {}}}, std::move(requests), {});
+  });
+}
+
+TEST_P(AllocationFailures, AVerificationEndsAndSaysSo) {
+  sweep([&](os::Directory directory, std::size_t record_bytes) {
+    std::vector<NamedRecord> records(2);
+    for (std::size_t i = 0; i < 2; ++i) {
+      records[i].offset = i * record_bytes;
+      records[i].length = record_bytes;
+    }
+    return VerifySession::start(std::move(directory), {{"a", {}}}, std::move(records), {});
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Memory, AllocationFailures,
+                         ::testing::Values(Failures{"OneWithThreads", 1, true},
+                                           Failures{"AllWithThreads", kAll, true},
+                                           Failures{"OneWithoutThreads", 1, false},
+                                           Failures{"AllWithoutThreads", kAll, false}),
+                         [](const auto& of) { return of.param.name; });
+
+}  // namespace
+}  // namespace torch_ckpt::engine

@@ -1,0 +1,54 @@
+#include "failing_allocations.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <limits>
+#include <new>
+
+namespace {
+
+constexpr std::size_t kNever = std::numeric_limits<std::size_t>::max();
+
+std::atomic<std::size_t> asked{0};
+std::atomic<std::size_t> first_to_fail{kNever};
+std::atomic<std::size_t> end_of_failures{kNever};
+
+void* allocate(std::size_t bytes, std::size_t alignment) {
+  if (first_to_fail != kNever) {
+    const std::size_t number = ++asked;
+    if (number >= first_to_fail && number < end_of_failures) throw std::bad_alloc();
+  }
+  void* memory = nullptr;
+  if (::posix_memalign(&memory, std::max(alignment, sizeof(void*)),
+                       std::max<std::size_t>(bytes, 1))) {
+    throw std::bad_alloc();
+  }
+  return memory;
+}
+
+}  // namespace
+
+// Of the whole program. Their array forms and those that do not throw call these.
+void* operator new(std::size_t bytes) { return allocate(bytes, alignof(std::max_align_t)); }
+void* operator new(std::size_t bytes, std::align_val_t alignment) {
+  return allocate(bytes, static_cast<std::size_t>(alignment));
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+void operator delete(void* memory, std::align_val_t) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t, std::align_val_t) noexcept { std::free(memory); }
+
+namespace torch_ckpt::test {
+
+FailingAllocations::FailingAllocations(std::size_t first, std::size_t count) {
+  asked = 0;
+  end_of_failures = count > kNever - first ? kNever : first + count;
+  first_to_fail = first;
+}
+
+FailingAllocations::~FailingAllocations() { first_to_fail = kNever; }
+
+bool FailingAllocations::has_come() { return asked >= first_to_fail; }
+
+}  // namespace torch_ckpt::test
