@@ -1,0 +1,281 @@
+"""Makes small wrong changes of the product, one at a time, and tells which of them no test notices.
+
+    scripts/mutants.py --seed 1 --count 60 --results build/mutants.json
+
+1. A change is of one line in csrc or torch_ckpt, outside of comments and strings: a bound is moved
+   by one, a comparison or a condition is turned round, a check is dropped. Half are of each.
+2. Each is made in a copy of the tree. The copy's C++ is built; what does not compile is no mutant.
+3. The tests run until one fails, those first that name the changed module. A mutant that no test
+   notices within ``--seconds`` has survived.
+
+With ``--mutants FILE`` the changes of an earlier run's results are made again, where their lines
+still exist, so that two versions of the tests can be compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+import tokenize
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+#: What replaces what, by regular expression.
+COMMON = [
+    (r" < ", " <= "),
+    (r" <= ", " < "),
+    (r" > ", " >= "),
+    (r" >= ", " > "),
+    (r" == ", " != "),
+    (r" != ", " == "),
+    (r" \+ 1\b", " + 2"),
+    (r" - 1\b", " - 0"),
+    (r"\bmin\(", "max("),
+    (r"\bmax\(", "min("),
+]
+CPP = [
+    *COMMON,
+    (r" && ", " || "),
+    (r" \|\| ", " && "),
+    (r"\bif \(!", "if ("),
+    (r"\breturn true;", "return false;"),
+    (r"\breturn false;", "return true;"),
+    (r"^ *if \([^{]*\) return[^{]*;$", ""),
+    (r"^ *if \([^{]*\) continue;$", ""),
+]
+PYTHON = [
+    *COMMON,
+    (r" and ", " or "),
+    (r" or ", " and "),
+    (r"\bif not ", "if "),
+    (r" is not None\b", " is None"),
+    (r" is None\b", " is not None"),
+    (r"\breturn True$", "return False"),
+    (r"\breturn False$", "return True"),
+    (r"\b(raise|continue)\b.*[^(,]$", "pass"),
+]
+
+#: In the order in which they are tried.
+TESTS = ("tests/python", "tests/attacks", "tests/faults", "tests/distributed", "tests/crash")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One changed line; ``nth`` of the lines that look like it in its file."""
+
+    file: str
+    nth: int
+    before: str
+    after: str
+
+    @classmethod
+    def of_result(cls, result: dict[str, Any]) -> Mutant:
+        """The one of an entry of a file of results."""
+        return cls(result["file"], result["nth"], result["before"], result["after"])
+
+    def apply(self, root: Path) -> bool:
+        """Whether the line is there; it is changed then."""
+        path = root / self.file
+        lines = path.read_text().split("\n") if path.exists() else []
+        places = [number for number, line in enumerate(lines) if line == self.before]
+        if self.nth >= len(places):
+            return False
+        lines[places[self.nth]] = self.after
+        path.write_text("\n".join(lines))
+        return True
+
+
+def candidates(path: Path) -> Iterator[Mutant]:
+    """All mutants of a file."""
+    lines = path.read_text().split("\n")
+    rules = PYTHON if path.suffix == ".py" else CPP
+    code = python_code(path) if path.suffix == ".py" else cpp_code(lines)
+    for number, (line, visible) in enumerate(zip(lines, code, strict=True)):
+        if re.match(r"\s*(from|import|class|def|#|template|static_assert|@)", visible):
+            continue
+        for pattern, replacement in rules:
+            for match in re.finditer(pattern, visible):
+                after = line[: match.start()] + replacement + line[match.end() :]
+                nth = lines[:number].count(line)
+                yield Mutant(str(path.relative_to(ROOT)), nth, line, after)
+
+
+def cpp_code(lines: list[str]) -> list[str]:
+    """The lines with blanks for what a comment or a string has."""
+
+    def blank(match: re.Match[str]) -> str:
+        return " " * len(match.group())
+
+    return [re.sub(r'"(\\.|[^"\\])*"|//.*|^\s*///?.*', blank, line) for line in lines]
+
+
+def python_code(path: Path) -> list[str]:
+    """The same of Python."""
+    code = [list(line) for line in path.read_text().split("\n")]
+    with path.open("rb") as file:
+        for token in tokenize.tokenize(file.readline):
+            if token.type not in (tokenize.STRING, tokenize.COMMENT):
+                continue
+            (row, begin), (end_row, end) = token.start, token.end
+            for at in range(row, end_row + 1):
+                line = code[at - 1]
+                first = begin if at == row else 0
+                last = end if at == end_row else len(line)
+                line[first:last] = " " * (last - first)
+    return ["".join(line) for line in code]
+
+
+class Copy:
+    """A copy of the tree with builds of its own."""
+
+    def __init__(self, root: Path, python: str) -> None:
+        self.root = root
+        self._python = python
+        if not root.exists():
+            git("worktree", "add", "--detach", str(root))
+        self.reset()
+
+    def reset(self) -> None:
+        subprocess.run(["git", "checkout", "-q", "."], cwd=self.root, check=True)
+
+    def build(self) -> bool:
+        """Whether it compiles: the C++ tests and the extension."""
+        cmake = ["cmake", "-G", "Ninja", "-S", ".", "-DCMAKE_BUILD_TYPE=Release"]
+        extension = [
+            *(*cmake, "-B", "build/extension", "-DTORCH_CKPT_BUILD_PYTHON=ON"),
+            *(f"-DPYTHON_EXECUTABLE={self._python}", "-DCMAKE_INSTALL_PREFIX=torch_ckpt"),
+        ]
+        return all(
+            self._run(command, 3600)[0] == 0
+            for command in (
+                [*cmake, "-B", "build/test", "-DTORCH_CKPT_BUILD_TESTS=ON"],
+                ["cmake", "--build", "build/test"],
+                extension,
+                ["cmake", "--build", "build/extension"],
+                ["cmake", "--install", "build/extension"],
+            )
+        )
+
+    def first_failure(self, mutant: Mutant, seconds: float) -> str | None:
+        """The test that notices the mutant, or what else went wrong; None: nothing did."""
+        until = time.monotonic() + seconds
+        if mutant.file.startswith("csrc"):
+            code, output = self._run(
+                ["build/test/torch_ckpt_tests", "--gtest_brief=1", "--gtest_fail_fast"], seconds
+            )
+            if code != 0:
+                failed = re.search(r"FAILED +\] (\S+?),? ", output)
+                return failed.group(1) if failed else f"exit {code} of the C++ tests"
+        for files in self._tests_of(mutant):
+            left = until - time.monotonic()
+            if left <= 0:
+                return None
+            pytest = [self._python, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *files]
+            code, output = self._run(pytest, left)
+            if code not in (0, 5) and not (code == TIMED_OUT and time.monotonic() >= until):
+                failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+                return failed.group(1) if failed else f"exit {code} of {files[0]}"
+        return None
+
+    def _tests_of(self, mutant: Mutant) -> Iterator[list[str]]:
+        files = [
+            file
+            for directory in TESTS
+            for file in sorted((self.root / directory).glob("test_*.py"))
+        ]
+        name = re.compile(rf"\b{Path(mutant.file).stem}\b|test_{Path(mutant.file).stem}")
+        near = [file for file in files if name.search(file.name) or name.search(file.read_text())]
+        for group in (near, [file for file in files if file not in near]):
+            for begin in range(0, len(group), 8):
+                yield [str(file.relative_to(self.root)) for file in group[begin : begin + 8]]
+
+    def _run(self, command: list[str], seconds: float) -> tuple[int, str]:
+        try:
+            ended = subprocess.run(
+                command,
+                cwd=self.root,
+                env=os.environ | {"PYTHONPATH": str(self.root)},
+                capture_output=True,
+                text=True,
+                timeout=seconds,
+            )
+        except subprocess.TimeoutExpired:
+            return TIMED_OUT, ""
+        return ended.returncode, ended.stdout + ended.stderr
+
+
+TIMED_OUT = 124
+
+
+def git(*arguments: str) -> None:
+    subprocess.run(["git", *arguments], cwd=ROOT, check=True)
+
+
+def chosen(seed: int) -> Iterator[Mutant]:
+    """Without an end that a run would reach: of csrc and of torch_ckpt in turn."""
+    choice = random.Random(seed)
+    places = [
+        [path for path in sorted((ROOT / "csrc").rglob("*.cpp")) if "cuda" not in path.name],
+        sorted((ROOT / "torch_ckpt").rglob("*.py")),
+    ]
+    pools = [[mutant for path in paths for mutant in candidates(path)] for paths in places]
+    for pool in pools:
+        choice.shuffle(pool)
+    for pair in zip(*pools, strict=False):
+        yield from pair
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--count", type=int, default=60)
+    parser.add_argument("--seconds", type=float, default=900, help="for the tests of one mutant")
+    parser.add_argument("--results", type=Path, required=True, help="a JSON file; it is resumed")
+    parser.add_argument("--mutants", type=Path, help="results whose mutants are made again")
+    parser.add_argument("--copy", type=Path, default=ROOT / "build" / "mutants")
+    arguments = parser.parse_args()
+
+    results = json.loads(arguments.results.read_text()) if arguments.results.exists() else []
+    done = {Mutant.of_result(result) for result in results}
+    if arguments.mutants is not None:
+        earlier = json.loads(arguments.mutants.read_text())
+        mutants: Iterator[Mutant] = map(Mutant.of_result, earlier)
+    else:
+        mutants = chosen(arguments.seed)
+    copy = Copy(arguments.copy.resolve(), sys.executable)
+    if not copy.build():
+        sys.exit("the tree does not build as it is")
+    for mutant in mutants:
+        if len(results) == arguments.count:
+            break
+        if mutant in done:
+            continue
+        if not mutant.apply(copy.root):
+            print(f"gone: {mutant.file}: {mutant.before.strip()}", flush=True)
+            continue
+        begun = time.monotonic()
+        # Also for Python: the build before may be another mutant's.
+        if copy.build():
+            noticed = copy.first_failure(mutant, arguments.seconds)
+            seconds = round(time.monotonic() - begun)
+            results.append({**asdict(mutant), "caught_by": noticed, "seconds": seconds})
+            arguments.results.write_text(json.dumps(results, indent=1) + "\n")
+            print(f"{noticed or 'SURVIVED'}: {mutant.file}", flush=True)
+            print(f"-{mutant.before}\n+{mutant.after}", flush=True)
+        copy.reset()
+    caught = sum(result["caught_by"] is not None for result in results)
+    print(f"seed {arguments.seed}: {caught} of {len(results)} mutants are noticed")
+
+
+if __name__ == "__main__":
+    main()
