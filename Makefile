@@ -52,9 +52,9 @@ lint: build ## formatting, clang-tidy's short list, ruff, mypy --strict
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	cmake --preset test > /dev/null
+	cmake --preset lint > /dev/null
 	echo $(filter-out csrc/python/%,$(filter csrc/%.cpp,$(CXX_FILES))) | xargs -n 5 -P "$$(nproc)" \
-	  clang-tidy -quiet -p build/test --extra-arg=-Wno-unknown-warning-option
+	  clang-tidy -quiet -p build/lint --extra-arg=-Wno-unknown-warning-option
 
 format: $(VENV)/.ready ## write the formatting that lint asks for
 	$(BIN)/clang-format -i $(CXX_FILES)
