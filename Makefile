@@ -5,16 +5,19 @@
 #   SEED=17        with `make torture`: what an earlier run has printed, to replay it
 #   PYTHON=python3 the interpreter to make the environment from
 #   SECONDS=60     with `make fuzz`: how long each fuzzer runs
+#   ARGS=          with `make cpp-test`, `cpp-asan`, `cpp-tsan`: for GoogleTest, as --gtest_filter='Save*';
+#                  with `make py-test`: for pytest; with `make bench`: for benchmarks.run
 
 TORCH ?=
 SECONDS ?= 60
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+TIMED := scripts/timed.sh
 CXX_FILES := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.c')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format build docs cpp-test cpp-asan cpp-tsan py-test py-tsan torture fuzz bench clean
+.PHONY: help demo test lint format build docs cpp-test cpp-asan cpp-tsan cpp-fork py-test py-tsan torture fuzz bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -23,8 +26,10 @@ demo: build ## train, kill, resume on other ranks, compare with stock torch
 	$(BIN)/python examples/demo.py
 
 ifeq ($(TORCH),)
-test: lint cpp-test cpp-asan cpp-tsan py-test ## everything that CI runs
-	$(MAKE) fuzz SECONDS=10
+test: ## everything that CI runs, and how long each part took
+	@rm -f build/times
+	@status=0; $(MAKE) lint cpp-asan cpp-tsan cpp-fork py-test || status=$$?; \
+	  echo 'Where the time went:'; cat build/times; exit $$status
 else
 # The extension is built for one torch, so another one gets a copy of the tree.
 COPY := build/torch-$(TORCH)
@@ -41,19 +46,20 @@ bench: build ## measure against stock torch and the machine's limits
 	$(BIN)/python -m benchmarks.run $(ARGS)
 
 build: $(VENV)/.ready ## the extension, in place
-	TORCH_CKPT_CMAKE_ARGS="-DTORCH_CKPT_WERROR=ON" $(BIN)/pip install -q --no-build-isolation --no-deps -e .
+	TORCH_CKPT_CMAKE_ARGS="-DTORCH_CKPT_WERROR=ON -DTORCH_CKPT_BUILD_TESTS=ON" \
+	  $(TIMED) "build: extension" $(BIN)/pip install -q --no-build-isolation --no-deps -e .
 
 $(VENV)/.ready: scripts/setup.sh pyproject.toml
-	scripts/setup.sh "$(PYTHON)" "$(VENV)" "$(TORCH_VERSION)"
+	$(TIMED) environment scripts/setup.sh "$(PYTHON)" "$(VENV)" "$(TORCH_VERSION)"
 	touch $@
 
 lint: build ## formatting, clang-tidy's short list, ruff, mypy --strict
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(TIMED) mypy $(BIN)/mypy
 	cmake --preset lint > /dev/null
-	echo $(filter-out csrc/python/%,$(filter csrc/%.cpp,$(CXX_FILES))) | xargs -n 5 -P "$$(nproc)" \
+	echo $(filter-out csrc/python/%,$(filter csrc/%.cpp,$(CXX_FILES))) | $(TIMED) clang-tidy xargs -n 5 -P "$$(nproc)" \
 	  clang-tidy -quiet -p build/lint --extra-arg=-Wno-unknown-warning-option
 
 format: $(VENV)/.ready ## write the formatting that lint asks for
@@ -61,27 +67,33 @@ format: $(VENV)/.ready ## write the formatting that lint asks for
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# To work with: not a part of `make test`, where the sanitizers run the same tests.
 cpp-test: $(VENV)/.ready ## GoogleTest over the core, which needs no torch
 	cmake --preset test
 	cmake --build build/test
-	ctest --test-dir build/test --output-on-failure
+	timeout 1200 build/test/torch_ckpt_tests --gtest_brief=1 $(ARGS)
 
-# One process for all tests: starting a sanitizer takes longer than most of them.
 cpp-asan: $(VENV)/.ready ## the same under AddressSanitizer and UndefinedBehaviorSanitizer
 	cmake --preset asan
-	cmake --build build/asan
-	timeout 1200 build/asan/torch_ckpt_tests --gtest_brief=1
+	$(TIMED) "build: C++ tests, ASan" cmake --build build/asan
+	$(TIMED) "C++ tests, ASan" timeout 1200 build/asan/torch_ckpt_tests --gtest_brief=1 $(ARGS)
 
-cpp-tsan: $(VENV)/.ready ## the same under ThreadSanitizer
+cpp-tsan: $(VENV)/.ready ## those of what has threads, under ThreadSanitizer
 	cmake --preset tsan
-	cmake --build build/tsan
-	timeout 1200 build/tsan/torch_ckpt_tests --gtest_brief=1
+	$(TIMED) "build: C++ tests, TSan" cmake --build build/tsan
+	$(TIMED) "C++ tests, TSan" timeout 1200 build/tsan/torch_ckpt_tests --gtest_brief=1 $(ARGS)
+
+# Against the extension's objects: some forks are not for sanitizers.
+PY_BUILD = build/python-$(shell $(BIN)/python -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+cpp-fork: build ## those that fork, without a sanitizer
+	$(TIMED) "build: C++ tests, forks" cmake --build $(PY_BUILD) --target torch_ckpt_fork_tests
+	$(TIMED) "C++ tests, forks" timeout 1200 $(PY_BUILD)/torch_ckpt_fork_tests --gtest_brief=1
 
 fuzz: build ## fuzz what reads bytes from outside; SECONDS=60 for each of two fuzzers
 	scripts/fuzz.sh $(BIN)/python $(SECONDS)
 
 py-test: build ## pytest, torchrun tests included
-	$(BIN)/python -m pytest $(ARGS)
+	$(TIMED) pytest $(BIN)/python -m pytest $(ARGS)
 
 # The extension under ThreadSanitizer, in a Python that is not: what torch's libraries do among
 # themselves is not looked at.

@@ -28,13 +28,13 @@ class CMakeBuild(build_ext):
             "-DCMAKE_BUILD_TYPE=Release",
             *os.environ.get("TORCH_CKPT_CMAKE_ARGS", "").split(),
         ]
-        configure = ["cmake", "-S", str(ROOT), "-B", str(build), *options]
-        subprocess.run(configure, check=True, env=environment)
         jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", str(os.cpu_count() or 1))
-        subprocess.run(
-            ["cmake", "--build", str(build), "--parallel", jobs], check=True, env=environment
-        )
-        subprocess.run(["cmake", "--install", str(build)], check=True, env=environment)
+        for arguments in (
+            ["-S", str(ROOT), "-B", str(build), *options],
+            ["--build", str(build), "--target", "_C", "--parallel", jobs],
+            ["--install", str(build)],
+        ):
+            subprocess.run(["cmake", *arguments], check=True, env=environment)
 
     def get_ext_filename(self, fullname: str) -> str:
         # The CMake target is plain `_C.so`, with no tag of the interpreter in its name.
