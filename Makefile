@@ -5,6 +5,8 @@
 #   SEED=17        with `make torture`: what an earlier run has printed, to replay it
 #   PYTHON=python3 the interpreter to make the environment from
 #   SECONDS=60     with `make fuzz`: how long each fuzzer runs
+#   LINT_SINCE=    with `make lint` and `make test`: clang-tidy reads what changed since this commit, or
+#                  `all`; by default since this branch left main, on main the last ten commits
 #   ARGS=          with `make cpp-test`, `cpp-asan`, `cpp-tsan`: for GoogleTest, as --gtest_filter='Save*';
 #                  with `make py-test`: for pytest; with `make bench`: for benchmarks.run
 
@@ -53,14 +55,12 @@ $(VENV)/.ready: scripts/setup.sh pyproject.toml
 	$(TIMED) environment scripts/setup.sh "$(PYTHON)" "$(VENV)" "$(TORCH_VERSION)"
 	touch $@
 
-lint: build ## formatting, clang-tidy's short list, ruff, mypy --strict
+lint: build ## formatting, clang-tidy's short list on what changed, ruff, mypy --strict
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(TIMED) mypy $(BIN)/mypy
-	cmake --preset lint > /dev/null
-	echo $(filter-out csrc/python/%,$(filter csrc/%.cpp,$(CXX_FILES))) | $(TIMED) clang-tidy xargs -n 5 -P "$$(nproc)" \
-	  clang-tidy -quiet -p build/lint --extra-arg=-Wno-unknown-warning-option
+	$(TIMED) clang-tidy scripts/tidy.sh "$(LINT_SINCE)"
 
 format: $(VENV)/.ready ## write the formatting that lint asks for
 	$(BIN)/clang-format -i $(CXX_FILES)
@@ -111,14 +111,15 @@ py-tsan: $(VENV)/.ready ## a part of pytest with the extension under ThreadSanit
 	  tests/python/test_api.py tests/python/test_saving.py tests/python/test_load_engine.py \
 	  tests/python/test_one_directory.py $(ARGS)
 
-# Sampled in `make test`; here all of it.
+# Sampled in `make test`, or of what changed; here all of it.
 SEED := $(or $(SEED),$(shell date +%s))
-torture: build ## every call of a save fails and kills, power cuts, attacks, fuzzing; 40 minutes
+torture: build ## every call of a save fails and kills, power cuts, attacks, fuzzing, all of clang-tidy
 	@echo "SEED=$(SEED)"
 	TORCH_CKPT_TORTURE=1 TORCH_CKPT_SEED=$(SEED) \
 	  $(BIN)/python -m pytest $(wildcard tests/faults tests/crash tests/attacks) $(ARGS) \
 	  || { echo "make torture SEED=$(SEED) replays it"; exit 1; }
 	$(MAKE) fuzz py-tsan
+	scripts/tidy.sh all
 
 clean: ## remove what the build made; the environment stays
 	rm -rf build torch_ckpt/*.so *.egg-info

@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# clang-tidy over the core's files that changed since a commit, and over those that include a changed
+# header. usage: tidy.sh SINCE
+# SINCE is a commit, or `all`. An empty one is where this branch left main; on main itself, which has
+# no such place, it is the tenth commit before this one. Where git finds neither, all files are read.
+set -euo pipefail
+build=build/lint
+mapfile -t files < <(find csrc -name '*.cpp' -not -path 'csrc/python/*' | sort)
+
+since=$1
+if [[ -z $since ]]; then
+  for main in origin/main main; do
+    since=$(git merge-base HEAD "$main" 2> /dev/null) && break
+  done
+  [[ -n $since && $since != "$(git rev-parse HEAD)" ]] ||
+    since=$(git rev-parse --verify --quiet HEAD~10 2> /dev/null) || since=all
+fi
+
+if [[ $since != all ]]; then
+  changed=$(git diff --name-only "$since" -- csrc .clang-tidy && git ls-files -o --exclude-standard csrc)
+  if ! grep -qx '.clang-tidy' <<< "$changed"; then
+    kept=()
+    for file in "${files[@]}"; do
+      # A header is included by its path in csrc.
+      if grep -qxF "$file" <<< "$changed" ||
+        grep -qF -f <(sed -n 's|^csrc/\(.*\.h\)$|#include "\1"|p' <<< "$changed") "$file"; then
+        kept+=("$file")
+      fi
+    done
+    files=("${kept[@]}")
+  fi
+fi
+
+echo "clang-tidy: ${#files[@]} files (since: $since)"
+cmake --preset lint > /dev/null
+((${#files[@]} == 0)) || printf '%s\n' "${files[@]}" | xargs -n 2 -P "$(nproc)" \
+  clang-tidy -quiet -p "$build" --extra-arg=-Wno-unknown-warning-option
