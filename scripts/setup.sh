@@ -55,38 +55,41 @@ if ((${#missing[@]})); then
     "${missing[@]}" > /dev/null
 fi
 
-# For tests that draw, or mount file systems of their own, which takes root. Without them these skip.
+# ccache is for the builds after the first one. The others are for tests that draw, or mount file systems
+# of their own, which takes root; without them these tests skip. apt installs them while pip works.
 optional=()
 want() { # want PACKAGE COMMAND
   PATH=$PATH:/usr/sbin:/sbin command -v "$2" > /dev/null 2>&1 || optional+=("$1")
 }
+want ccache ccache
 want xfsprogs mkfs.xfs
 want libnbd-bin nbdfuse
 want nbdkit nbdkit
 want graphviz dot
 if ((${#optional[@]})) && [[ $(id -u) -eq 0 ]] && command -v apt-get > /dev/null; then
-  echo "torch_ckpt: installing ${optional[*]}, for tests only"
+  echo "torch_ckpt: installing ${optional[*]}, which the build does not need"
   # A machine without network is not to wait for long.
-  { ((${#missing[@]})) || timeout 120 apt-get update -qq; } &&
+  { { ((${#missing[@]})) || timeout 120 apt-get update -qq; } &&
     DEBIAN_FRONTEND=noninteractive timeout 300 apt-get install -y -qq --no-install-recommends \
       "${optional[@]}" > /dev/null ||
-    echo "torch_ckpt: without ${optional[*]} some tests will skip" >&2
+    echo "torch_ckpt: without ${optional[*]} some tests will skip" >&2; } &
 fi
 
 [[ -x $venv/bin/python ]] || "$python" -m venv "$venv"
-"$venv/bin/pip" install -q --disable-pip-version-check \
-  "torch${torch_version:+==$torch_version}" "numpy" "setuptools>=68" wheel \
-  pytest pytest-timeout hypothesis safetensors ruff==0.17.5 mypy==2.4.1 matplotlib tensorboard \
-  clang-format==14.0.6 # pinned: each version formats differently
+# Python compiles each file at its first import; tests import a small part of what is installed.
+pip_install() { "$venv/bin/pip" install -q --disable-pip-version-check --no-compile "$@"; }
 
-# What torch_ckpt.integrations and remote checkpoints work with, and what builds the documentation.
-"$venv/bin/pip" install -q --disable-pip-version-check \
+# clang-format is pinned: each version formats differently. The third line is what
+# torch_ckpt.integrations and remote checkpoints work with, the fourth builds the documentation.
+pip_install "torch${torch_version:+==$torch_version}" "numpy" "setuptools>=68" wheel safetensors \
+  pytest pytest-timeout hypothesis ruff==0.17.5 mypy==2.4.1 matplotlib tensorboard clang-format==14.0.6 \
   fsspec s3fs "moto[server]==5.2.5" transformers==5.23.0 accelerate==1.15.0 lightning==2.6.6 \
   mkdocs==1.6.1 mkdocs-material==9.8.1 "mkdocstrings[python]==1.0.8"
 
 # Released code that tests let work with ours; without it they skip. Versions as in pyproject.toml, and
 # no dependencies: what these packages require beyond psutil is for other parts of them.
 for peer in psutil packaging megatron-core==0.16.1 nvidia-resiliency-ext==0.4.1; do
-  "$venv/bin/pip" install -q --disable-pip-version-check --no-deps --only-binary :all: "$peer" ||
+  pip_install --no-deps --only-binary :all: "$peer" ||
     echo "torch_ckpt: without $peer some tests of torch_ckpt.megatron will skip" >&2
 done
+wait
