@@ -1,32 +1,30 @@
 """Saves in forked children whose calls of libc are counted, fail or are their last.
 
 ``faults/shim.c`` stands between the children and libc, ours and torch's code alike, and the
-extension is the one that is released. A server process has it preloaded, torch imported and no
-threads; it forks a child for each run, which costs tens of milliseconds. What a save imports late
-is imported before, by the example of a child that is let go ahead.
+extension is the one that is released. A server of forked children has it preloaded. What a save
+imports late is imported before, by the example of a child that is let go ahead. The tests and the
+children share the memory of the orders and of the log.
 """
 
 from __future__ import annotations
 
 import ctypes
-import importlib
+import mmap
 import os
 import pickle
 import shutil
-import signal
-import socket
 import subprocess
-import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from tests import forked
 
 SOURCE = Path(__file__).parent / "faults" / "shim.c"
 
@@ -161,20 +159,14 @@ class Server:
     """
 
     def __init__(self, library: Path, examples: Sequence[tuple[Callable[..., None], Any]]) -> None:
-        ours, theirs = socket.socketpair()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.interposed", str(theirs.fileno())],
-            cwd=Path(__file__).parents[1],
-            env={**os.environ, "LD_PRELOAD": str(library), "OMP_NUM_THREADS": "1"},
-            pass_fds=[theirs.fileno()],
-        )
-        theirs.close()
-        self._connection = Connection(ours.detach())
+        memory = os.memfd_create("shim")
+        os.truncate(memory, ctypes.sizeof(_Block))
+        self._block = _Block.from_buffer(mmap.mmap(memory, ctypes.sizeof(_Block)))
+        block = f"/proc/{os.getpid()}/fd/{memory}"
+        self._server = forked.Server(environment={"LD_PRELOAD": str(library), "SHIM_BLOCK": block})
+        os.close(memory)
         for work, arguments in examples:
-            with tempfile.TemporaryDirectory() as elsewhere:
-                self._connection.send(("example", work, (elsewhere, *arguments)))
-                said = self._answer()
-                assert said == "imported", said
+            self._server.imports_as(work, *arguments)
 
     def run(self, order: Order, root: Path, work: Callable[..., None], *arguments: Any) -> Run:
         """Runs ``work(*arguments)`` in a child, and waits for it.
@@ -189,35 +181,39 @@ class Server:
 
     def start(self, order: Order, root: Path, work: Callable[..., None], *arguments: Any) -> None:
         """Begins a run; :meth:`finish` comes next."""
-        self._connection.send(("run", order, os.path.realpath(root), work, arguments))
-        self._child: int = self._answer()
+        block = self._block
+        block.armed = 0
+        block.mask = sum(1 << KINDS.index(kind) for kind in order.kinds)
+        block.first, block.times = order.first, order.times
+        block.action, block.bytes = ACTIONS.index(order.action), order.count
+        for place, kind in enumerate(KINDS):
+            block.errors[place] = (order.errors or {}).get(kind, 0)
+        block.root = os.fsencode(os.path.realpath(root))
+        for place, path in enumerate(order.paths):
+            block.paths[place].value = os.fsencode(path)
+        block.numbered = block.logged = 0
+        self._child = self._server.start(_work, work, arguments)
 
     def finish(self) -> Run:
         """What became of the run that was started."""
-        hangs = not self._connection.poll(TIMEOUT_SECONDS)
-        if hangs:
-            os.kill(self._child, signal.SIGKILL)
-        error, killed, entries, numbered = self._answer()
-        calls = [Call(*entry) for entry in entries]
+        error, hangs = b"", False
+        try:
+            error = self._child.receive(TIMEOUT_SECONDS)
+            self._child.wait()
+        except TimeoutError:
+            hangs = True
+        except EOFError:
+            pass
+        self._child.kill()
+        block = self._block
+        calls = [_call(entry) for entry in block.log[: min(block.logged, _LOG_LENGTH)]]
         assert not hangs, "the child hangs after " + "\n".join(map(str, calls[-5:]))
-        return Run(pickle.loads(error) if error else None, killed, calls, numbered)
+        code = self._child.wait()
+        assert code <= 0, f"the child ended with code {code}"
+        return Run(pickle.loads(error) if error else None, code < 0, calls, block.numbered)
 
     def close(self) -> None:
-        self._connection.close()
-        try:
-            self._process.wait(TIMEOUT_SECONDS)
-        finally:
-            self._process.kill()
-            self._process.wait()
-
-    def _answer(self) -> Any:
-        assert self._connection.poll(TIMEOUT_SECONDS), "the server of forked children hangs"
-        try:
-            return self._connection.recv()
-        except EOFError:
-            raise AssertionError(
-                f"the server of forked children died with code {self._process.wait()}"
-            ) from None
+        self._server.close()
 
 
 @pytest.fixture(scope="session")
@@ -226,89 +222,15 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built_shim(tmp_path_factory.mktemp("shim"))
 
 
-# --- the server's side ---------------------------------------------------------------------------
+# --- the child's side ----------------------------------------------------------------------------
 
 
-def _serve(connection: Connection) -> None:
+def _work(connection: Connection, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     library = ctypes.CDLL(None)
     library.shim_block.restype = ctypes.POINTER(_Block)
     block: _Block = library.shim_block().contents
-    while True:
-        try:
-            kind, *rest = connection.recv()
-        except EOFError:
-            return
-        if kind == "example":
-            connection.send(_import_as(*rest))
-        else:
-            _run(connection, block, *rest)
-
-
-def _import_as(work: Callable[..., None], arguments: tuple[Any, ...]) -> str:
-    """Imports what a child has imported after it has done the work."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            work(*arguments)
-            said: Any = sorted(sys.modules)
-        except BaseException as error:
-            said = repr(error)
-        with os.fdopen(writing, "wb") as stream:
-            pickle.dump(said, stream)
-        os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as stream:
-        names = pickle.load(stream)
-    os.waitpid(child, 0)
-    if isinstance(names, str):
-        return names
-    for name in names:
-        # Some names in there are no modules that can be imported by it.
-        with suppress(ImportError):
-            importlib.import_module(name)
-    return "imported"
-
-
-def _run(
-    connection: Connection,
-    block: _Block,
-    order: Order,
-    root: str,
-    work: Callable[..., None],
-    arguments: tuple[Any, ...],
-) -> None:
-    block.armed = 0
-    block.mask = sum(1 << KINDS.index(kind) for kind in order.kinds)
-    block.first, block.times = order.first, order.times
-    block.action, block.bytes = ACTIONS.index(order.action), order.count
-    for place, kind in enumerate(KINDS):
-        block.errors[place] = (order.errors or {}).get(kind, 0)
-    block.root = os.fsencode(root)
-    for place, path in enumerate(order.paths):
-        block.paths[place].value = os.fsencode(path)
-    block.numbered = block.logged = 0
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reading)
-        _work(block, writing, work, arguments)
-    os.close(writing)
-    connection.send(child)
-    with os.fdopen(reading, "rb") as stream:
-        error = stream.read()
-    _, status = os.waitpid(child, 0)
-    killed = os.WIFSIGNALED(status)
-    if not killed and status != 0:
-        error = pickle.dumps(AssertionError(f"the child ended with status {status:#x}"))
-    calls = [_call(entry) for entry in block.log[: min(block.logged, _LOG_LENGTH)]]
-    connection.send((error, killed, calls, block.numbered))
-
-
-def _work(
-    block: _Block, writing: int, work: Callable[..., None], arguments: tuple[Any, ...]
-) -> None:
-    """The child's; does not return."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
     # What torch and threads of it write there is told by the error, or is the loss that is counted.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     error: BaseException | None = None
@@ -319,10 +241,9 @@ def _work(
         error = caught
     block.armed = 0
     try:
-        if error is not None:
-            with os.fdopen(writing, "wb") as stream:
-                stream.write(_pickled(error))
+        connection.send(_pickled(error) if error is not None else b"")
     finally:
+        # Taking torch apart takes a second.
         os._exit(0)
 
 
@@ -333,20 +254,6 @@ def _pickled(error: BaseException) -> bytes:
         return pickle.dumps(AssertionError(f"{error!r}, which cannot be pickled: {unpicklable}"))
 
 
-def _call(entry: _Entry) -> tuple[str, str, int, str, int, int]:
+def _call(entry: _Entry) -> Call:
     kind, action = KINDS[entry.kind], ACTIONS[entry.action]
-    return (kind, os.fsdecode(entry.path), entry.number, action, entry.result, entry.error)
-
-
-if __name__ == "__main__":
-    import torch
-    import torch.distributed.checkpoint
-
-    import torch_ckpt  # noqa: F401
-
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    # By its name and not as __main__, so that pickles of both sides mean the same classes.
-    importlib.import_module("tests.interposed")._serve(Connection(int(sys.argv[1])))
-    # Taking torch apart takes seconds.
-    os._exit(0)
+    return Call(kind, os.fsdecode(entry.path), entry.number, action, entry.result, entry.error)

@@ -1,13 +1,12 @@
 """Saves and loads in forked children whose system calls strace lets fail.
 
-``multiprocessing``'s fork server has torch imported and no threads, so that a child costs tens of
-milliseconds. The child first does its work once elsewhere, which imports what is imported late.
+The child first does its work once elsewhere, which imports what is imported late.
 Then strace attaches, and only then it does what the test looks at.
 """
 
 from __future__ import annotations
 
-import multiprocessing
+import os
 import pickle
 import re
 import shutil
@@ -23,10 +22,9 @@ from typing import Any
 
 import pytest
 
-TIMEOUT_SECONDS = 60
+from tests.forked import Child, server
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch_ckpt", "torch.distributed.checkpoint"])
+TIMEOUT_SECONDS = 60
 
 
 @dataclass
@@ -71,11 +69,9 @@ def run(
     strace = shutil.which("strace")
     if strace is None:
         pytest.skip("strace is not installed")
-    ours, theirs = _context.Pipe()
-    child = _context.Process(target=_child, args=(theirs, work, arguments))
-    child.start()
+    child = server().start(_child, work, arguments)
     try:
-        assert _answer(ours, child) == "ready"
+        assert _answer(child) == "ready"
         command = [strace, "-p", str(child.pid), "-e", f"trace={trace}"]
         if not main_thread_only:
             command.append("-f")
@@ -84,23 +80,19 @@ def run(
         if inject is not None:
             command += ["-e", f"inject={inject}"]
         with _attached(command) as log:
-            ours.send("go")
-            result = _answer(ours, child)
-            child.join(TIMEOUT_SECONDS)
+            child.connection.send("go")
+            result = _answer(child)
+            child.wait()
         return Outcome(pickle.loads(result), list(_calls(log)))
     finally:
-        if child.is_alive():
-            child.kill()
-        child.join()
+        child.kill()
 
 
-def _answer(connection: Connection, child: Any) -> Any:
-    assert connection.poll(TIMEOUT_SECONDS), "the child hangs"
+def _answer(child: Child) -> Any:
     try:
-        return connection.recv()
+        return child.receive()
     except EOFError:
-        child.join()
-        raise AssertionError(f"the child died with code {child.exitcode}") from None
+        raise AssertionError(f"the child died with code {child.wait()}") from None
 
 
 def _child(
@@ -119,7 +111,8 @@ def _child(
     except BaseException as caught:
         error = caught
     connection.send(pickle.dumps(error))
-    connection.close()
+    # Taking torch apart takes a second, and calls.
+    os._exit(0)
 
 
 @contextmanager

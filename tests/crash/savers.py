@@ -1,15 +1,9 @@
-"""Who saves: child processes, one for each rank, that may lose their disk at any moment.
-
-They come from ``multiprocessing``'s fork server, which has torch imported, so one costs tens of
-milliseconds. The ranks of a group stay from one save to the next.
-"""
+"""Who saves: child processes, one for each rank, that may lose their disk at any moment."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import multiprocessing
-import multiprocessing.connection
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,14 +18,12 @@ import torch.distributed.checkpoint as dcp
 
 import torch_ckpt
 from tests.crash.disks import cut_power
+from tests.ranks import Ranks
 from tests.support import assert_equal, emptied, random_tensor
 
 StateDict = dict[str, Any]
 
 TIMEOUT_SECONDS = 60
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch_ckpt", "torch.distributed.checkpoint", __name__])
 
 
 # --- states --------------------------------------------------------------------------------------
@@ -198,39 +190,19 @@ def _which(loaded: StateDict, steps: list[int], ranks: int) -> str:
 # --- processes -----------------------------------------------------------------------------------
 
 
-class Savers:
-    """The ranks of a group, each a process. One thread uses them."""
+class Savers(Ranks):
+    """The ranks of a group, which stay from one save to the next. One thread uses them."""
 
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
-        self._store: dist.TCPStore | None = None
-        address: dict[str, str] = {}
-        if ranks > 1:
-            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            address = {
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(self._store.port),
-                "WORLD_SIZE": str(ranks),
-                # The store is not rank 0's to make.
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
-            }
-        self._connections: list[Connection] = []
-        self._processes: list[Any] = []
-        for rank in range(ranks):
-            ours, theirs = _context.Pipe()
-            process = _context.Process(target=_work, args=(theirs, rank, address), daemon=True)
-            process.start()
-            theirs.close()
-            self._connections.append(ours)
-            self._processes.append(process)
+    def __init__(self, size: int) -> None:
+        super().__init__(size, _work)
 
     @property
     def pids(self) -> list[int]:
-        return [process.pid for process in self._processes]
+        return [child.pid for child in self.children]
 
     @property
     def alive(self) -> bool:
-        return all(process.is_alive() for process in self._processes)
+        return all(child.alive for child in self.children)
 
     def do(
         self,
@@ -248,42 +220,34 @@ class Savers:
             Of each rank the error that it ended with; empty where there was none.
         """
         self.begin(work, *arguments)
-        return [self.end(rank, marked) for rank in range(self.ranks)]
+        return [self.end(rank, marked) for rank in range(self.size)]
 
     def begin(self, work: Callable[..., None], *arguments: Any) -> None:
-        for connection in self._connections:
-            connection.send((work, arguments))
+        for rank in range(self.size):
+            self.connection(rank).send((work, arguments))
 
     def end(self, rank: int, marked: Callable[[str], None] | None = None) -> str:
-        connection = self._connections[rank]
         while True:
-            assert connection.poll(TIMEOUT_SECONDS), f"rank {rank} hangs"
             try:
-                kind, text = connection.recv()
+                kind, text = self.children[rank].receive(TIMEOUT_SECONDS)
+            except TimeoutError:
+                raise AssertionError(f"rank {rank} hangs\n{self.said()}") from None
             except EOFError:
-                return "it died"
+                return f"it {self.end_of(rank)}"
             if kind == "end":
                 return text
             assert marked is not None, f"nobody expected the mark {text}"
             marked(text)
-            connection.send(None)
+            self.connection(rank).send(None)
 
     def connection(self, rank: int) -> Connection:
         """For who waits for it beside other things; see :meth:`end`."""
-        return self._connections[rank]
-
-    def kill(self) -> None:
-        for process in self._processes:
-            process.kill()
-        for process, connection in zip(self._processes, self._connections, strict=True):
-            process.join()
-            connection.close()
-        self._store = None
+        return self.children[rank].connection
 
 
 @contextmanager
-def savers(ranks: int = 1) -> Iterator[Savers]:
-    group = Savers(ranks)
+def savers(size: int = 1) -> Iterator[Savers]:
+    group = Savers(size)
     try:
         yield group
     finally:
@@ -300,13 +264,13 @@ def mark(name: str) -> None:
     _to_parent.recv()
 
 
-def _work(connection: Connection, rank: int, address: dict[str, str]) -> None:
+def _work(connection: Connection) -> None:
     global _to_parent
     _to_parent = connection
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    if address:
-        os.environ.update(address, RANK=str(rank))
+    rank = int(os.environ["RANK"])
+    if int(os.environ["WORLD_SIZE"]) > 1:
         dist.init_process_group("gloo")
     while True:
         try:

@@ -174,7 +174,7 @@ def _let_run(
         Whether rank 0 has come to the phase; that ends it, too.
     """
     until = time.monotonic() + seconds
-    going_on = {group.connection(rank): rank for rank in range(group.ranks) if rank != dead}
+    going_on = {group.connection(rank): rank for rank in range(group.size) if rank != dead}
     while (left := until - time.monotonic()) > 0:
         for connection in wait(list(going_on), left):
             assert isinstance(connection, Connection)

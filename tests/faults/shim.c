@@ -6,7 +6,7 @@
 //    Descriptors are looked up in /proc/self/fd, so that nothing has to be kept in step with them.
 // 2. Calls of the kinds in `mask` are numbered, over all threads; the one numbered `first` is acted
 //    upon, and so are the `times - 1` after it.
-// 3. Orders and the log lie in memory that forked children share with their parent, who reads there
+// 3. Orders and the log lie in a file that SHIM_BLOCK names, which the tests map too: they read there
 //    what a child that was killed had done.
 //
 // Calls that libc makes inside (fopen, the open of opendir) are out of reach; Python and the engine
@@ -23,6 +23,7 @@
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/file.h>
 #include <sys/mman.h>
@@ -86,10 +87,12 @@ struct block {
 static struct block* block;
 
 __attribute__((constructor)) static void make_block(void) {
-  if (block != NULL) return;
-  void* memory =
-      mmap(NULL, sizeof(struct block), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  const char* path = getenv("SHIM_BLOCK");
+  if (block != NULL || path == NULL) return;
+  const int file = (int)syscall(SYS_openat, AT_FDCWD, path, O_RDWR | O_CLOEXEC);
+  void* memory = mmap(NULL, sizeof(struct block), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   if (memory != MAP_FAILED) block = memory;
+  syscall(SYS_close, file);
 }
 
 __attribute__((visibility("default"))) struct block* shim_block(void) { return block; }

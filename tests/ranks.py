@@ -1,0 +1,160 @@
+"""Ranks: forked processes that know their places as torchrun's do, and of which any may die."""
+
+from __future__ import annotations
+
+import faulthandler
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from tests.forked import PATIENCE_SECONDS, Child, Server, server
+
+ADDRESS = "127.0.0.1"
+
+#: What a rank is asked for before it is killed: where each of its threads stands.
+WHERE_SIGNAL = signal.SIGQUIT
+
+_LOG_CHARACTERS = 3000
+
+
+def free_port() -> int:
+    with socket.create_server((ADDRESS, 0)) as taken:
+        port: int = taken.getsockname()[1]
+        return port
+
+
+class Ranks:
+    """Processes that each do ``work(connection, *arguments)``, with the environment of a rank.
+    This process hosts their store, as torchrun's agent does. One thread uses them.
+
+    Args:
+        size: how many.
+        work: a function that a fresh process can import.
+        rank_0_hosts_store: instead, as where ranks are started by hand.
+        forks: the server that forks them.
+
+    Attributes:
+        children: by rank.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        work: Callable[..., object],
+        *arguments: Any,
+        rank_0_hosts_store: bool = False,
+        forks: Server | None = None,
+    ) -> None:
+        self.size = size
+        self.children: list[Child] = []
+        self._logs = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._store: dist.TCPStore | None = None
+        if rank_0_hosts_store:
+            port = free_port()
+        else:
+            self._store = dist.TCPStore(ADDRESS, 0, is_master=True, wait_for_workers=False)
+            port = self._store.port
+        for rank in range(size):
+            environment = environment_of(rank, size, port)
+            if rank_0_hosts_store:
+                del environment["TORCHELASTIC_USE_AGENT_STORE"]
+            log = Path(self._logs.name, f"{rank}.log")
+            child = (forks or server()).start(
+                _work, work, arguments, environment=environment, output=log
+            )
+            self.children.append(child)
+
+    def answer(self, rank: int, timeout: float = PATIENCE_SECONDS) -> Any:
+        """The next thing that a rank sends; fails where nothing comes in so many seconds."""
+        try:
+            return self.children[rank].receive(timeout)
+        except TimeoutError:
+            raise AssertionError(f"rank {rank} hangs\n{self.said()}") from None
+        except EOFError:
+            raise AssertionError(f"rank {rank} {self.end_of(rank)}\n{self.said()}") from None
+
+    def codes(self, timeout: float = PATIENCE_SECONDS) -> list[int]:
+        """The exit codes of all, as soon as they have ended; fails where one has not in so many
+        seconds."""
+        deadline = time.monotonic() + timeout
+        try:
+            return [child.wait(max(0.0, deadline - time.monotonic())) for child in self.children]
+        except TimeoutError:
+            raise AssertionError(f"a rank does not end\n{self.said()}") from None
+
+    def end_of(self, rank: int) -> str:
+        """How a rank, whose connection has ended, has ended."""
+        return f"ended with code {self.children[rank].wait()}"
+
+    def said(self, since: list[int] | None = None) -> str:
+        """What each rank has written to its standard output and error.
+
+        Args:
+            since: by rank, from which character on.
+        """
+        parts = []
+        for rank, child in enumerate(self.children):
+            text = child.said()[since[rank] if since is not None else 0 :]
+            parts.append(f"--- output of rank {rank} ---\n{text[-_LOG_CHARACTERS:]}")
+        return "\n".join(parts)
+
+    def where(self, ranks: list[int]) -> None:
+        """Has ranks write where their threads stand, if they still can."""
+        for rank in ranks:
+            child = self.children[rank]
+            before = len(child.said())
+            child.signal(WHERE_SIGNAL)
+            deadline = time.monotonic() + 1
+            while len(child.said()) == before and time.monotonic() < deadline:
+                time.sleep(0.02)
+
+    def kill(self) -> None:
+        """Ends what is left of them, and what they have started."""
+        for child in self.children:
+            child.kill()
+        self._store = None
+        self._logs.cleanup()
+
+
+@contextmanager
+def ranks(
+    size: int, work: Callable[..., object], *arguments: Any, **options: Any
+) -> Iterator[Ranks]:
+    """:class:`Ranks` for the time of a block."""
+    started = Ranks(size, work, *arguments, **options)
+    try:
+        yield started
+    finally:
+        started.kill()
+
+
+def environment_of(rank: int, size: int, port: int) -> dict[str, str]:
+    """What torchrun tells a rank on a single machine, as far as torch and programs look at it."""
+    return {
+        "MASTER_ADDR": ADDRESS,
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "GROUP_WORLD_SIZE": "1",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": "none",
+        # The store is not rank 0's to make.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+def _work(connection: Any, work: Callable[..., object], arguments: tuple[Any, ...]) -> None:
+    faulthandler.enable()
+    faulthandler.register(WHERE_SIGNAL)
+    work(connection, *arguments)
