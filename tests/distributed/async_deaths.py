@@ -1,20 +1,17 @@
-"""What becomes of a save when one of its ranks falls silent; run by test_async_ranks.py.
+"""What becomes of a save when one of its ranks falls silent; run by test_async_ends.py.
 
-    python -m tests.distributed.async_deaths RESULTS WORKDIR VICTIM
-
-Every rank runs all cases, in their order, and writes to RESULTS-{rank}.json what each returned.
-VICTIM is the rank that is stopped in one and killed in the last.
+Every rank runs all cases, in their order, and sends what each returned. One rank is stopped in one
+case and killed in the last.
 """
 
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -108,16 +105,11 @@ CASES: dict[str, Callable[[Case], Any]] = {
 }
 
 
-def main(results: Path, workdir: Path, victim: int) -> None:
+def play(connection: Connection, workdir: Path, victim: int) -> None:
+    """A rank's."""
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=PATIENCE_SECONDS))
     case = Case(workdir, victim)
-    found = {}
     for name, function in CASES.items():
-        found[name] = function(case)
-        Path(f"{results}-{dist.get_rank()}.json").write_text(json.dumps(found))
+        connection.send((name, function(case)))
     # A group that has lost a rank is not fit to be destroyed.
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

@@ -1,29 +1,75 @@
-"""A rank for tests of the launcher.
+"""What ranks do for tests of the launcher: cases that end in every way, and a program.
 
-    python -m tests.distributed.launched PATH ... (hang|tell)
+    python -m tests.distributed.launched PATH (hang|tell|fail)
 
 ``hang`` writes its process id to PATH, a pipe, and does not end; ``tell`` writes to
-PATH-{rank}.json what it has been told by its environment.
+PATH-{rank}.json what it has been told by its environment; ``fail`` hangs on all ranks but the last,
+which fails when the others have come so far.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
 import sys
 from pathlib import Path
 
+import torch.distributed as dist
+
+from tests.distributed.cases import Launch
+
+
+def case_passes(launch: Launch) -> None:
+    """Its process ids are in files."""
+    path = launch.path(str(launch.rank))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(str(os.getpid()))
+    dist.barrier()
+
+
+def case_all_fail(launch: Launch) -> None:
+    raise AssertionError(f"on purpose on {launch.rank}")
+
+
+def case_one_fails(launch: Launch) -> None:
+    print(f"{launch.rank} has begun")
+    assert launch.rank == 0, "on purpose"
+    signal.pause()
+
+
+def case_one_dies(launch: Launch) -> None:
+    print(f"{launch.rank} has begun")
+    if launch.rank == 1:
+        os._exit(7)
+    signal.pause()
+
+
+def case_one_hangs(launch: Launch) -> None:
+    print(f"{launch.rank} has begun")
+    if launch.rank == 1:
+        signal.pause()
+
+
+def case_one_will_not_end_well(launch: Launch) -> None:
+    if launch.rank == 1:
+        atexit.register(os._exit, 3)
+
 
 def main() -> None:
-    path, what = sys.argv[1], sys.argv[-1]
+    path, what = sys.argv[1:]
     if what == "tell":
-        told = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES")}
-        Path(f"{path}-{told['RANK']}.json").write_text(json.dumps({"environment": told}))
+        Path(f"{path}-{os.environ['RANK']}.json").write_text(json.dumps(dict(os.environ)))
         return
     print("said before the hang", flush=True)
-    with open(path, "w") as pipe:
-        pipe.write(f"{os.getpid()}\n")
+    if what == "fail":
+        dist.init_process_group("gloo")
+        dist.barrier()
+        assert dist.get_rank() < dist.get_world_size() - 1, "on purpose"
+    else:
+        with open(path, "w") as pipe:
+            pipe.write(f"{os.getpid()}\n")
     signal.pause()
 
 

@@ -1,162 +1,302 @@
-"""Starts ranks, each in a process of its own, and tells what they said."""
+"""Ranks that run cases: functions that all ranks of a launch do together.
+
+A test file has cases, which are functions ``case_*(launch)``, and ends with
+``test_on_ranks = on_ranks(globals())``: a test for each case and number of ranks. The ranks are
+forked when the first of their cases is asked for, and stay for the others. A rank that dies, hangs
+or loses step fails its case, with what all ranks have said, and the next case gets new ranks.
+"""
 
 from __future__ import annotations
 
-import json
 import os
+import runpy
 import signal
-import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
-import torch.distributed as dist
 
-REPOSITORY = Path(__file__).parents[2]
+from tests.distributed.cases import serve
+from tests.forked import ENVIRONMENT, REPOSITORY, Child, Server
+from tests.ranks import Ranks, ranks
 
-# All cases of a launch together; a hang fails them.
+#: Of one case. Ranks give up a silent process group before.
+CASE_SECONDS = 120.0
+
+#: For the others in it, once one has failed.
+GRACE_SECONDS = 10.0
+
+#: For the process group, and for the interpreters' ends.
+PATIENCE_SECONDS = 60.0
+
+#: Of one run of torchrun or a script.
 TIMEOUT_SECONDS = 240
 
 # torchrun asks its ranks to end, and kills them after 30 seconds.
 ENDING_SECONDS = 60
 
-# Tests have more ranks than a machine may have GPUs.
-ENVIRONMENT = {
-    "CUDA_VISIBLE_DEVICES": "",
-    "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": str(REPOSITORY),
-}
+#: Everything on every number of ranks on which it makes sense.
+TORTURE = bool(os.environ.get("TORCH_CKPT_TORTURE"))
+
+Case = TypeVar("Case", bound=Callable[..., None])
 
 
-@dataclass(frozen=True)
-class Launch:
-    """What one start of torchrun does.
-
-    Attributes:
-        ranks: how many.
-        cases: by name, in their order.
-        before: the launch that must come before.
-        skipped: by case that is not run: why.
-    """
-
-    ranks: int
-    cases: Sequence[str]
-    before: str | None = None
-    skipped: Mapping[str, str] = field(default_factory=dict)
-
-
-class Torchrun:
-    """Runs each launch once, when a test first asks for one of its cases.
+def on(*sizes: int, only: bool = False) -> Callable[[Case], Case]:
+    """Says on how many ranks a case is run, where that is not two.
 
     Args:
-        module: ends with a call of ``cases.main``.
-        launches: by name.
-        workdir: for all launches.
+        only: on no others in ``make torture``. Without sizes it is for tests to call.
     """
 
-    def __init__(self, module: str, launches: Mapping[str, Launch], workdir: Path) -> None:
-        self.module = module
-        self.launches = launches
+    def mark(case: Case) -> Case:
+        case.sizes, case.only = sizes, only  # type: ignore[attr-defined]
+        return case
+
+    return mark
+
+
+def takes_several(case: Case) -> Case:
+    """Marks a case in which ranks do not do the same."""
+    case.takes_several = True  # type: ignore[attr-defined]
+    return case
+
+
+def on_ranks(
+    module: dict[str, Any],
+    thorough: Sequence[int] = (2, 4),
+    skipped: Callable[[str], str] = lambda case: "",
+) -> Any:
+    """The test of a file of cases.
+
+    Args:
+        module: the file's globals.
+        thorough: on how many ranks its cases are run in ``make torture``, beside those that they
+            say.
+        skipped: by the name of a case why it is not run; "" where it is.
+    """
+    parameters = []
+    for key, case in module.items():
+        if not key.startswith("case_"):
+            continue
+        sizes = set(getattr(case, "sizes", (2,)))
+        if TORTURE and not getattr(case, "only", False):
+            sizes |= set(thorough) - ({1} if hasattr(case, "takes_several") else set())
+        case_name = key.removeprefix("case_")
+        reason = skipped(case_name)
+        marks = pytest.mark.skipif(bool(reason), reason=reason)
+        for size in sorted(sizes):
+            parameters.append(pytest.param(size, case_name, id=f"{size}-{case_name}", marks=marks))
+
+    @pytest.mark.parametrize(("size", "case"), parameters)
+    def test_on_ranks(launches: Launches, size: int, case: str) -> None:
+        launches.run(size, case)
+
+    return test_on_ranks
+
+
+def between(saves: str, loads: str, sizes: Sequence[tuple[int, int]]) -> Any:
+    """The test that some numbers of ranks load what others have saved, by two cases of the file."""
+
+    @pytest.mark.parametrize(("saved_by", "loaded_by"), sizes)
+    def test_between(launches: Launches, saved_by: int, loaded_by: int) -> None:
+        launches.run(saved_by, saves)
+        launches.run(loaded_by, loads)
+
+    return test_between
+
+
+class Launches:
+    """The groups of ranks of one test file.
+
+    Args:
+        module: the file's, as a rank imports it.
+        workdir: for all of them.
+    """
+
+    def __init__(self, module: str, workdir: Path) -> None:
+        self._module = module
+        self._workdir = workdir
+        self._groups: dict[int, Group] = {}
+
+    def run(self, size: int, case: str) -> None:
+        """Runs a case on so many ranks; fails where it does."""
+        if size not in self._groups:
+            self._groups[size] = Group(self._module, size, self._workdir)
+        self._groups[size].run(case)
+
+    def end(self) -> None:
+        """Ends all ranks; fails where some do not end well."""
+        for group in self._groups.values():
+            group.end()
+
+
+class Group:
+    """Ranks that run the cases of a module that they are told.
+
+    Args:
+        module: its name.
+        size: how many ranks.
+        workdir: for all groups of a module, so that one can load what another saved.
+        case_seconds: that a case may take.
+        grace_seconds: that the others may take once a rank has failed.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        size: int,
+        workdir: Path,
+        case_seconds: float = CASE_SECONDS,
+        grace_seconds: float = GRACE_SECONDS,
+    ) -> None:
         self.workdir = workdir
-        self.outputs: dict[str, str] = {}
-        self.codes: dict[str, int | None] = {}  # None where it hung
+        self._module = module
+        self._size = size
+        self._case_seconds = case_seconds
+        self._grace_seconds = grace_seconds
+        self._ranks: Ranks | None = None
 
-    def failures(self, launch: str, case: str) -> list[str]:
-        """What each rank that failed a case says of it."""
-        self.run(launch)
-        failures = []
-        for rank in range(self.launches[launch].ranks):
-            outcome = self._outcomes(launch, rank).get(case)
-            if outcome is None:
-                failures.append(f"rank {rank} did not get to it:\n{self.outputs[launch]}")
-            elif outcome["failure"]:
-                failures.append(f"rank {rank}:\n{outcome['failure']}")
-        return failures
+    def run(self, case: str) -> None:
+        """Runs a case on all ranks.
 
-    def run(self, launch: str) -> None:
-        """Runs a launch, unless it has been."""
-        if launch in self.outputs:
+        Raises:
+            AssertionError: it failed on some; with their tracebacks, and where they are not all in
+                step, what all have said.
+        """
+        if self._ranks is None:
+            self._ranks = Ranks(self._size, serve, self._module, self.workdir)
+        group = self._ranks
+        said = [len(child.said()) for child in group.children]
+        failures: dict[int, str] = {}
+        for rank, child in enumerate(group.children):
+            try:
+                child.connection.send(case)
+            except OSError:
+                failures[rank] = f"ended before the case, with code {child.wait()}"
+        passed, lost = self._outcomes(group, failures)
+        if passed == self._size:
             return
-        of = self.launches[launch]
-        if of.before is not None:
-            self.run(of.before)
-        cases = [case for case in of.cases if case not in of.skipped]
+        told = [f"rank {rank}: {failure}" for rank, failure in sorted(failures.items())]
+        if lost or passed:
+            told.append(group.said(said))
+            self._ranks = None
+            group.kill()
+        raise AssertionError("\n".join(told))
+
+    def end(self) -> None:
+        """Ends the ranks; fails where they do not end as a program that went well, interpreter and
+        the engine's threads included."""
+        if self._ranks is None:
+            return
+        group, self._ranks = self._ranks, None
         try:
-            done = torchrun(
-                of.ranks, "-m", self.module, self.workdir / launch, self.workdir, *cases
-            )
-        except TimeoutError as hang:
-            self.outputs[launch] = str(hang)[-3000:]
-            self.codes[launch] = None
-        else:
-            self.outputs[launch] = f"{done.stdout[-3000:]}\nexit code {done.returncode}"
-            self.codes[launch] = done.returncode
+            with suppress(OSError):
+                for child in group.children:
+                    child.connection.send(None)
+            codes = group.codes(PATIENCE_SECONDS)
+            assert codes == [0] * self._size, f"exit codes {codes}\n{group.said()}"
+        finally:
+            group.kill()
 
-    def _outcomes(self, launch: str, rank: int) -> dict[str, dict[str, str]]:
-        log = Path(f"{self.workdir / launch}-{rank}.jsonl")
-        lines = log.read_text().splitlines() if log.exists() else []
-        return {outcome["case"]: outcome for outcome in map(json.loads, lines)}
+    def _outcomes(self, group: Ranks, failures: dict[int, str]) -> tuple[int, bool]:
+        """Waits for all, and adds what went wrong; how many have passed, and whether some are in no
+        state for another case."""
+        waiting: dict[Any, int] = {
+            child.connection: rank
+            for rank, child in enumerate(group.children)
+            if rank not in failures
+        }
+        passed, lost = 0, bool(failures)
+        until = time.monotonic() + (self._grace_seconds if lost else self._case_seconds)
+        while waiting and (left := until - time.monotonic()) > 0:
+            for connection in wait(list(waiting), left):
+                rank = waiting.pop(connection)
+                assert isinstance(connection, Connection)
+                try:
+                    failure = connection.recv()
+                except (EOFError, ConnectionResetError):
+                    lost, failure = True, group.end_of(rank)
+                if failure is None:
+                    passed += 1
+                else:
+                    failures[rank] = failure
+                    until = min(until, time.monotonic() + self._grace_seconds)
+        hanging = sorted(waiting.values())
+        after = "others have failed" if failures else f"{self._case_seconds:g} s"
+        for rank in hanging:
+            failures[rank] = f"hangs after {after}, and is killed"
+        group.where(hanging)
+        return passed, lost or bool(hanging)
 
 
-def launch_tests(
-    module: str, launches: Mapping[str, Launch], case_first: bool = False
-) -> tuple[Any, Any, Any]:
-    """What a file of launches names ``torchrun``, ``test_on_ranks`` and
-    ``test_all_ranks_of_a_launch_end_well``: a fixture, and the tests that use it.
+class Outcomes:
+    """What each of some ranks sends of its cases, a name and what came of it, up to its end. Ranks
+    may die in their last case.
 
     Args:
-        module: of the cases.
-        launches: by name.
-        case_first: in the ids of ``test_on_ranks``.
+        ranks: that send it.
     """
 
-    @pytest.fixture(scope="module", name="torchrun")
-    def runner(tmp_path_factory: pytest.TempPathFactory) -> Torchrun:
-        return Torchrun(module, launches, tmp_path_factory.mktemp(module.rpartition(".")[2]))
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self._found: list[dict[str, Any]] | None = None
 
-    # A test may be the first to ask for a launch and for all before it; one that hangs takes
-    # longer than its time.
-    longest = max(_length(launches, launch) for launch in launches)
-    timeout = pytest.mark.timeout((longest + 1) * TIMEOUT_SECONDS)
+    def found(self, case: str, dead: int | None = None) -> list[Any]:
+        """By rank what a case returned; None on the rank that may have died in it."""
+        if self._found is None:
+            self._found = [dict(self._sent(rank)) for rank in range(self.ranks.size)]
+        missing = [rank for rank, of_rank in enumerate(self._found) if case not in of_rank]
+        assert missing in ([], [dead]), self.ranks.said()
+        return [of_rank.get(case) for of_rank in self._found]
 
-    cases = [
-        pytest.param(
-            launch,
-            case,
-            id=f"{case}-{launch}" if case_first else f"{launch}-{case}",
-            marks=pytest.mark.skipif(case in of.skipped, reason=of.skipped.get(case, "")),
-        )
-        for launch, of in launches.items()
-        for case in of.cases
-    ]
-
-    @timeout
-    @pytest.mark.parametrize(("launch", "case"), cases)
-    def on_ranks(torchrun: Torchrun, launch: str, case: str) -> None:
-        failures = torchrun.failures(launch, case)
-        assert not failures, "\n".join(failures)
-
-    @timeout
-    @pytest.mark.parametrize("launch", launches)
-    def end_well(torchrun: Torchrun, launch: str) -> None:
-        """The interpreter's exit too, with the engine's threads in it."""
-        of = launches[launch]
-        if set(of.cases) <= set(of.skipped):
-            pytest.skip("; ".join(sorted(set(of.skipped.values()))))
-        torchrun.run(launch)
-        assert torchrun.codes[launch] == 0, torchrun.outputs[launch]
-
-    return runner, on_ranks, end_well
+    def _sent(self, rank: int) -> Iterator[tuple[str, Any]]:
+        child = self.ranks.children[rank]
+        with suppress(EOFError):
+            while True:
+                yield child.receive(CASE_SECONDS)
 
 
-def _length(launches: Mapping[str, Launch], launch: str) -> int:
-    """Of the chain of launches that ends with one."""
-    before = launches[launch].before
-    return 1 if before is None else 1 + _length(launches, before)
+def by_fork(
+    size: int, *arguments: str | Path, forks: Server | None = None
+) -> subprocess.CompletedProcess[str]:
+    """As :func:`torchrun` without its processes: ranks are forked. Where one fails the others are
+    ended, as by torchrun."""
+    words = [*map(str, arguments)]
+    with ranks(size, run_program, words, forks=forks) as group:
+        until = time.monotonic() + TIMEOUT_SECONDS
+        running = list(group.children)
+        code = 0
+        while running and (ended := wait(running, max(0.0, until - time.monotonic()))):
+            for child in ended:
+                assert isinstance(child, Child)
+                running.remove(child)
+                code = code or child.wait()
+            if code != 0:
+                until = min(until, time.monotonic() + ENDING_SECONDS)
+                for child in running:
+                    child.signal(signal.SIGTERM)
+        if running and code == 0:
+            group.where([group.children.index(child) for child in running])
+            raise TimeoutError(f"{group.said()}\nkilled after {TIMEOUT_SECONDS} s")
+        output = "".join(child.said() for child in group.children)
+        return subprocess.CompletedProcess(words, code, output)
+
+
+def run_program(_: Connection, words: list[str]) -> None:
+    """Runs a script, or "-m" and a module, with its arguments, as Python does; a rank's."""
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words
+        sys.path.insert(0, str(Path(words[0]).parent))
+        runpy.run_path(words[0], run_name="__main__")
 
 
 def torchrun(ranks: int, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -191,78 +331,3 @@ def _ended(agent: subprocess.Popen[str]) -> str:
     except subprocess.TimeoutExpired:
         os.killpg(agent.pid, signal.SIGKILL)
         return agent.communicate()[0]
-
-
-class Processes:
-    """Ranks of which some may die. Not by torchrun, which then ends all of them: this process hosts
-    their store as its agent does.
-
-    Args:
-        module: writes to RESULTS-{rank}.json, as an object, what each case returned.
-        size: how many ranks.
-        results: RESULTS, the module's first argument.
-        arguments: the module's others.
-        rank_0_hosts_store: instead, as where ranks are started by hand.
-    """
-
-    def __init__(
-        self,
-        module: str,
-        size: int,
-        results: Path,
-        *arguments: str | Path,
-        rank_0_hosts_store: bool = False,
-    ) -> None:
-        self.size = size
-        self.outputs: list[str] = []
-        self._command = [sys.executable, "-m", module, str(results), *map(str, arguments)]
-        self._results = results
-        if rank_0_hosts_store:
-            with socket.create_server(("127.0.0.1", 0)) as server:
-                self._port = server.getsockname()[1]
-        else:
-            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            self._port = self._store.port
-        self._agent = {} if rank_0_hosts_store else {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-        self._processes = [self._start(rank) for rank in range(size)]
-
-    def found(self, case: str, dead: int | None = None) -> list[Any]:
-        """By rank what a case returned; None on the rank that may have died in it."""
-        self.codes()
-        logs = [Path(f"{self._results}-{rank}.json") for rank in range(self.size)]
-        found = [json.loads(log.read_text()) if log.exists() else {} for log in logs]
-        missing = [rank for rank, outcomes in enumerate(found) if case not in outcomes]
-        assert missing in ([], [dead]), "\n".join(self.outputs)
-        return [of_rank.get(case) for of_rank in found]
-
-    def codes(self) -> list[int]:
-        """Exit codes by rank, at the end."""
-        if not self.outputs:
-            self._wait()
-        return [process.returncode for process in self._processes]
-
-    def kill(self) -> None:
-        """Ends what is left."""
-        for process in self._processes:
-            process.kill()
-            process.wait()
-
-    def _start(self, rank: int) -> subprocess.Popen[str]:
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._port)}
-        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.size)}
-        return subprocess.Popen(
-            self._command,
-            cwd=REPOSITORY,
-            env={**os.environ, **ENVIRONMENT, **address, **place, **self._agent},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
-    def _wait(self) -> None:
-        for process in self._processes:
-            try:
-                self.outputs.append(process.communicate(timeout=TIMEOUT_SECONDS / 2)[0])
-            except subprocess.TimeoutExpired:
-                process.kill()
-                self.outputs.append(f"{process.communicate()[0]}\nkilled by the test")

@@ -1,13 +1,9 @@
-"""Ranks that are killed, stopped or stuck in a save of Megatron's shape: test_megatron_ranks.py.
-
-As test_deaths.py, whose way to start ranks this is: forked from a server that has torch imported.
-"""
+"""Ranks that are killed, stopped or stuck in a save of Megatron's shape."""
 
 from __future__ import annotations
 
 import datetime
 import itertools
-import multiprocessing
 import os
 import signal
 import time
@@ -24,6 +20,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from tests.ranks import ranks
 from torch_ckpt import Background
 from torch_ckpt.async_writer import FileSystemWriterAsync
 from torch_ckpt.megatron import (
@@ -41,9 +38,6 @@ PATIENCE_SECONDS = 60.0
 
 #: Ranks that save together.
 SIZE = 3
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch_ckpt.megatron", "torch.distributed.checkpoint"])
 
 
 @dataclass(frozen=True)
@@ -87,8 +81,8 @@ def state_of(rank: int, seed: int) -> dict[str, Any]:
 class Training:
     """One rank, which saves and polls until it is told."""
 
-    def __init__(self, path: str, timeout: float) -> None:
-        self.path = path
+    def __init__(self, path: Path, timeout: float) -> None:
+        self.path = str(path)
         self.timeout = timeout
         self.queue = AsyncCallsQueue(persistent=True, timeout=timeout)
         self.rank = dist.get_rank()
@@ -122,18 +116,10 @@ class Training:
             time.sleep(0.005)
 
 
-def run_rank(
-    rank: int, port: int, path: str, seed: int, death: Death | None, results: Connection
-) -> None:
+def run_rank(results: Connection, path: Path, seed: int, death: Death | None = None) -> None:
     """One rank: saves, and sends what came of it: None, or who failed, and the text; then again."""
     warnings.simplefilter("ignore")
-    dist.init_process_group(
-        "gloo",
-        store=dist.TCPStore("127.0.0.1", port, is_master=False),
-        rank=rank,
-        world_size=SIZE,
-        timeout=datetime.timedelta(seconds=PATIENCE_SECONDS),
-    )
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=PATIENCE_SECONDS))
 
     def die() -> None:
         results.send("dies")
@@ -141,7 +127,7 @@ def run_rank(
             os.kill(os.getpid(), signal.SIGKILL if death.how == "killed" else signal.SIGSTOP)
 
     # To connect and to import what is imported late takes time that the case has not.
-    Training(f"{path}-warm", PATIENCE_SECONDS).save(0, None, die)
+    Training(path.with_name(f"{path.name}-warm"), PATIENCE_SECONDS).save(0, None, die)
     outcome: Any = None
     training = Training(path, TIMEOUT)
     try:
@@ -157,41 +143,6 @@ def run_rank(
         results.send(None)
         results.recv()
     os._exit(0)
-
-
-class Group:
-    """Ranks that save together; this process hosts their store, as torchrun's agent does."""
-
-    def __init__(self, path: Path, seed: int, death: Death | None = None) -> None:
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.ends: list[Connection] = []
-        self.children: list[Any] = []
-        for rank in range(SIZE):
-            ours, theirs = _context.Pipe()
-            arguments = (rank, self.store.port, str(path), seed, death, theirs)
-            child = _context.Process(target=run_rank, args=arguments, daemon=True)
-            child.start()
-            theirs.close()
-            self.ends.append(ours)
-            self.children.append(child)
-
-    def answer(self, rank: int) -> Any:
-        assert self.ends[rank].poll(PATIENCE_SECONDS), f"rank {rank} hangs"
-        return self.ends[rank].recv()
-
-    def wake(self, rank: int) -> None:
-        os.kill(self.children[rank].pid, signal.SIGCONT)
-
-    def save_again(self) -> list[Any]:
-        for end in self.ends:
-            end.send("again")
-        return [self.answer(rank) for rank in range(SIZE)]
-
-    def close(self) -> None:
-        for end, child in zip(self.ends, self.children, strict=True):
-            end.close()
-            child.kill()
-            child.join()
 
 
 @dataclass
@@ -211,19 +162,18 @@ class Found:
 
 def play(path: Path, death: Death) -> Found:
     """One case; where the victim lives on, all ranks then save again, into the same directory."""
-    group = Group(path, 1, death)
-    try:
+    with ranks(SIZE, run_rank, path, 1, death) as group:
         assert group.answer(death.victim) == "dies"
         others = [rank for rank in range(SIZE) if rank != death.victim]
         outcomes = {rank: group.answer(rank) for rank in others}
         published = (path / ".metadata").exists()
         if death.how == "stopped":
-            group.wake(death.victim)
+            group.children[death.victim].signal(signal.SIGCONT)
         if death.how != "killed":
             outcomes[death.victim] = group.answer(death.victim)
         left = sorted(os.listdir(path)) if path.exists() else []
         if death.how != "killed":
-            assert group.save_again() == [None] * SIZE
+            for child in group.children:
+                child.connection.send("again")
+            assert [group.answer(rank) for rank in range(SIZE)] == [None] * SIZE
         return Found(outcomes, published, left)
-    finally:
-        group.close()

@@ -1,19 +1,16 @@
 """What becomes of a step beneath a URL when a rank falls silent in its upload.
 
-    python -m tests.distributed.remote_deaths RESULTS WORKDIR
-
-Run by test_remote_ranks.py on two ranks. Each runs all cases, in their order, and writes to
-RESULTS-{rank}.json what each returned. Rank 1 is stopped in one and killed in the last.
+Run by test_remote_ranks.py on two ranks. Each runs all cases, in their order, and sends what each
+returned. Rank 1 is stopped in one and killed in the last.
 """
 
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import signal
-import sys
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -91,16 +88,11 @@ CASES: dict[str, Callable[[RemoteSteps], Any]] = {
 }
 
 
-def main(results: Path, workdir: Path) -> None:
+def play(connection: Connection, workdir: Path) -> None:
+    """A rank's."""
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=PATIENCE_SECONDS))
     steps = RemoteSteps(f"file://{workdir}/run", workdir)
-    found = {}
     for name, function in CASES.items():
-        found[name] = function(steps)
-        Path(f"{results}-{dist.get_rank()}.json").write_text(json.dumps(found))
+        connection.send((name, function(steps)))
     # A group that has lost a rank is not fit to be destroyed.
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))

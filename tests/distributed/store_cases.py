@@ -1,21 +1,17 @@
-"""What ranks do that meet through their store; run by test_store_ranks.py, which hosts the store.
+"""What ranks do that meet through their store; run by test_store_ranks.py.
 
-    python -m tests.distributed.store_cases RESULTS
-
-Every rank runs all cases, in their order, and writes to RESULTS-{rank}.json what each returned. The
-rank with the highest number is the one that is stopped in one case and killed in the last.
+Every rank runs all cases, in their order, and sends what each returned. The rank with the highest
+number is the one that is stopped in one case and killed in the last.
 """
 
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch.distributed as dist
@@ -119,15 +115,10 @@ CASES: dict[str, Callable[[], Any]] = {
 }
 
 
-def main(results: Path) -> None:
+def play(connection: Connection) -> None:
+    """A rank's."""
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=PATIENCE_SECONDS))
-    found = {}
     for name, case in CASES.items():
-        found[name] = case()
-        Path(f"{results}-{dist.get_rank()}.json").write_text(json.dumps(found))
+        connection.send((name, case()))
     # A group that has lost a rank is not fit to be destroyed.
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -1,15 +1,11 @@
 """Ranks that are killed or stopped in each phase of a save: the others say so, in time, by name;
 nothing is published; and after a restart the ranks save into the same directory.
-
-The ranks are forked from a server that has torch imported, so a group costs tens of milliseconds;
-this process hosts their store, as torchrun's agent does.
 """
 
 from __future__ import annotations
 
 import datetime
 import itertools
-import multiprocessing
 import os
 import signal
 import time
@@ -27,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_ckpt
+from tests.ranks import ranks
 from tests.support import assert_equal, emptied, stock_load
 from torch_ckpt import _C, coordination
 from torch_ckpt.metadata import read_metadata
@@ -40,9 +37,6 @@ PATIENCE_SECONDS = 60.0
 
 #: Groups at the same time; they mostly wait.
 GROUPS_AT_ONCE = 4
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch_ckpt", "torch.distributed.checkpoint"])
 
 
 @dataclass(frozen=True)
@@ -124,21 +118,15 @@ def arm(phase: str, die: Callable[[], None]) -> dict[str, Any]:
     return {}
 
 
-def run_rank(
-    rank: int, size: int, port: int, path: str, seed: int, death: Death | None, results: Connection
-) -> None:
+def run_rank(results: Connection, path: Path, seed: int, death: Death | None = None) -> None:
     """One rank: saves, and sends what came of it: None, or who failed, the text, and how long."""
     warnings.simplefilter("ignore")
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group(
-        "gloo",
-        store=store,
-        rank=rank,
-        world_size=size,
-        timeout=datetime.timedelta(seconds=PATIENCE_SECONDS),
-    )
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=PATIENCE_SECONDS))
+    rank = dist.get_rank()
     # To connect and to import what is imported late takes time that the case has not.
-    torch_ckpt.save({"t": torch.zeros(1)}, f"{path}-warm", timeout=PATIENCE_SECONDS)
+    torch_ckpt.save(
+        {"t": torch.zeros(1)}, path.with_name(f"{path.name}-warm"), timeout=PATIENCE_SECONDS
+    )
     options: dict[str, Any] = {}
     if death is not None and rank == death.victim:
         number = signal.SIGKILL if death.how == "killed" else signal.SIGSTOP
@@ -172,67 +160,32 @@ class Found:
     published: bool
 
 
-class Group:
-    """Two ranks that save once."""
-
-    def __init__(self, path: Path, seed: int, death: Death | None = None, size: int = 2) -> None:
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.ends: list[Connection] = []
-        self.children = []
-        for rank in range(size):
-            ours, theirs = _context.Pipe()
-            arguments = (rank, size, self.store.port, str(path), seed, death, theirs)
-            child = _context.Process(target=run_rank, args=arguments, daemon=True)
-            child.start()
-            theirs.close()
-            self.ends.append(ours)
-            self.children.append(child)
-
-    def answer(self, rank: int) -> Any:
-        assert self.ends[rank].poll(PATIENCE_SECONDS), f"rank {rank} hangs"
-        return self.ends[rank].recv()
-
-    def close(self) -> None:
-        for end, child in zip(self.ends, self.children, strict=True):
-            end.close()
-            child.kill()
-            child.join()
-
-
 def play(path: Path, death: Death) -> Found:
-    group = Group(path, 1, death)
-    try:
+    with ranks(2, run_rank, path, 1, death) as group:
         assert group.answer(death.victim) == "dies"
         outcomes = {1 - death.victim: group.answer(1 - death.victim)}
         published = (path / ".metadata").exists()
         if death.how == "stopped":
-            pid = group.children[death.victim].pid
-            assert pid is not None
-            os.kill(pid, signal.SIGCONT)
+            group.children[death.victim].signal(signal.SIGCONT)
             outcomes[death.victim] = group.answer(death.victim)
         return Found(outcomes, published)
-    finally:
-        group.close()
 
 
 @pytest.fixture(scope="module")
-def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Death, Future[Found]]]:
+def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("deaths")
+
+
+@pytest.fixture(scope="module")
+def played(workdir: Path) -> Iterator[dict[Death, Future[Found]]]:
     """All cases, each in a directory of its own, some at a time."""
-    workdir = tmp_path_factory.mktemp("deaths")
     with ThreadPoolExecutor(GROUPS_AT_ONCE) as pool:
-        yield {
-            death: pool.submit(play, workdir / str(number), death)
-            for number, death in enumerate(CASES)
-        }
-
-
-def path_of(tmp_path_factory: pytest.TempPathFactory, death: Death) -> Path:
-    return tmp_path_factory.getbasetemp() / "deaths0" / str(CASES.index(death))
+        yield {death: pool.submit(play, workdir / str(death), death) for death in CASES}
 
 
 @pytest.mark.parametrize("death", [d for d in CASES if d.step], ids=str)
 def test_a_rank_that_falls_silent_fails_the_save_by_name_and_nothing_is_published(
-    played: dict[Death, Future[Found]], tmp_path_factory: pytest.TempPathFactory, death: Death
+    played: dict[Death, Future[Found]], workdir: Path, death: Death
 ) -> None:
     found = played[death].result()
     # The others wait for the coordinator for longer than it waits for them.
@@ -248,7 +201,7 @@ def test_a_rank_that_falls_silent_fails_the_save_by_name_and_nothing_is_publishe
 
 @pytest.mark.parametrize("death", [d for d in CASES if d.step and d.how == "stopped"], ids=str)
 def test_a_rank_that_goes_on_after_it_was_given_up_fails_too(
-    played: dict[Death, Future[Found]], tmp_path_factory: pytest.TempPathFactory, death: Death
+    played: dict[Death, Future[Found]], workdir: Path, death: Death
 ) -> None:
     found = played[death].result()
     mine = found.outcomes[death.victim]
@@ -258,7 +211,7 @@ def test_a_rank_that_goes_on_after_it_was_given_up_fails_too(
         return
     assert mine is not None
     assert mine[0] == [death.victim]
-    assert not (path_of(tmp_path_factory, death) / ".metadata").exists()
+    assert not (workdir / str(death) / ".metadata").exists()
 
 
 @pytest.mark.parametrize("death", [d for d in CASES if not d.step], ids=str)
@@ -272,15 +225,12 @@ def test_a_rank_that_falls_silent_when_its_part_is_done_does_not_fail_the_save(
 
 @pytest.mark.parametrize("death", CASES, ids=str)
 def test_after_a_restart_the_ranks_save_into_the_same_directory(
-    played: dict[Death, Future[Found]], tmp_path_factory: pytest.TempPathFactory, death: Death
+    played: dict[Death, Future[Found]], workdir: Path, death: Death
 ) -> None:
     played[death].result()
-    path = path_of(tmp_path_factory, death)
-    group = Group(path, 2)
-    try:
+    path = workdir / str(death)
+    with ranks(2, run_rank, path, 2) as group:
         assert [group.answer(rank) for rank in range(2)] == [None, None]
-    finally:
-        group.close()
     for rank in range(2):
         expected = state_of(rank, 2)
         loaded = emptied(expected)
@@ -295,22 +245,14 @@ def test_a_rank_that_goes_on_after_a_restart_has_saved_leaves_the_new_checkpoint
 ) -> None:
     path = tmp_path / "step"
     death = Death("stopped", "having written", 1, "save", "write")
-    stopped = Group(path, 1, death)
-    restarted = None
-    try:
+    with ranks(2, run_rank, path, 1, death) as stopped:
         assert stopped.answer(1) == "dies"
         assert stopped.answer(0)[0] == [1]
-        restarted = Group(path, 2)
-        assert [restarted.answer(rank) for rank in range(2)] == [None, None]
-        pid = stopped.children[1].pid
-        assert pid is not None
-        os.kill(pid, signal.SIGCONT)
-        # It removes the files that it has written, which is all that it knows to be its own.
-        assert stopped.answer(1)[0] == [1]
-    finally:
-        stopped.close()
-        if restarted is not None:
-            restarted.close()
+        with ranks(2, run_rank, path, 2) as restarted:
+            assert [restarted.answer(rank) for rank in range(2)] == [None, None]
+            stopped.children[1].signal(signal.SIGCONT)
+            # It removes the files that it has written, which is all that it knows to be its own.
+            assert stopped.answer(1)[0] == [1]
     for rank in range(2):
         expected = state_of(rank, 2)
         loaded = emptied(expected)

@@ -1,19 +1,11 @@
 """The training script of examples/: what the demo shows, in small."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+from tests.distributed.launcher import by_fork, torchrun
+
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_transformer.py"
-
-
-def train(ranks: int, *arguments: str | Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(ranks), str(SCRIPT), *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, env=environment, check=True, timeout=120)
 
 
 def losses(path: Path) -> dict[int, float]:
@@ -25,8 +17,11 @@ def test_training_resumed_on_another_number_of_ranks_has_the_same_losses(tmp_pat
     checkpoints = tmp_path / "checkpoints"
     straight, resumed = tmp_path / "straight.jsonl", tmp_path / "resumed.jsonl"
     saving = ("--checkpoints", checkpoints, "--save-every", "2")
-    train(2, "--steps", "4", "--losses", straight, *saving)
-    train(1, "--steps", "4", "--losses", resumed, "--resume", checkpoints / "step_0000000002")
+    trained = torchrun(2, SCRIPT, "--steps", "4", "--losses", straight, *saving)
+    assert trained.returncode == 0, trained.stdout
+    resume = ("--resume", checkpoints / "step_0000000002")
+    trained = by_fork(1, SCRIPT, "--steps", "4", "--losses", resumed, *resume)
+    assert trained.returncode == 0, trained.stdout
     expected = losses(straight)
     assert set(expected) == {1, 2, 3, 4}
     assert set(losses(resumed)) == {3, 4}

@@ -1,4 +1,4 @@
-"""The launcher itself: what ranks are told, and what becomes of ranks that hang."""
+"""The launcher itself: what ranks are told, and what becomes of ranks that die or hang."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.launcher import TIMEOUT_SECONDS, Launch, Processes, Torchrun, torchrun
+from tests.distributed.launcher import TIMEOUT_SECONDS, Group, by_fork, torchrun
 
 RANKS = 2
 MODULE = "tests.distributed.launched"
@@ -54,29 +54,90 @@ def test_ranks_that_hang_are_ended_and_what_they_said_is_shown(
     assert not alive(hanging)
 
 
-def test_a_launch_that_hangs_fails_its_cases_with_what_was_said(
-    tmp_path: Path, hanging: list[int]
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[Group]:
+    made = Group(MODULE, RANKS, tmp_path, case_seconds=5, grace_seconds=1)
+    yield made
+    made.end()
+
+
+def pids(group: Group) -> list[int]:
+    """Of the ranks, which pass a case."""
+    group.run("passes")
+    path = group.workdir / f"{RANKS}-ranks" / "passes"
+    return [int((path / str(rank)).read_text()) for rank in range(RANKS)]
+
+
+def test_the_ranks_of_a_group_stay_from_case_to_case(group: Group) -> None:
+    before = pids(group)
+    with pytest.raises(AssertionError, match=r"rank 0: (?s:.*)on purpose on 0(?s:.*)rank 1: "):
+        group.run("all_fail")
+    assert pids(group) == before
+
+
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [
+        ("one_fails", ["rank 0: hangs after others have failed", "AssertionError: on purpose"]),
+        ("one_dies", ["rank 0: hangs after others have failed", "rank 1: ended with code 7"]),
+        ("one_hangs", ["rank 1: hangs after 5 s, and is killed", "in case_one_hangs"]),
+    ],
+)
+def test_a_case_in_which_ranks_part_fails_alone_with_what_all_have_said(
+    group: Group, case: str, told: list[str]
 ) -> None:
-    launches = Torchrun(MODULE, {"pipe": Launch(RANKS, ["hang"])}, tmp_path)
-    failures = launches.failures("pipe", "hang")
-    assert len(failures) == RANKS
-    for failure in failures:
-        assert "said before the hang" in failure
-    assert launches.codes["pipe"] != 0
-    assert not alive(hanging)
+    before = pids(group)
+    with pytest.raises(AssertionError) as failure:
+        group.run(case)
+    for text in (*told, "0 has begun", "1 has begun"):
+        assert text in str(failure.value)
+    assert not alive(before)
+    assert not set(pids(group)) & set(before)
 
 
-@pytest.mark.parametrize("by", ["torchrun", "hand"])
-def test_ranks_see_no_gpu_and_know_their_number_on_the_machine(
-    tmp_path: Path, by: str, monkeypatch: pytest.MonkeyPatch
+def test_ranks_that_do_not_end_well_are_told(tmp_path: Path) -> None:
+    group = Group(MODULE, RANKS, tmp_path)
+    group.run("one_will_not_end_well")
+    with pytest.raises(AssertionError, match=r"exit codes \[0, 3\]"):
+        group.end()
+
+
+def test_a_program_that_fails_on_one_forked_rank_is_ended_on_the_others(tmp_path: Path) -> None:
+    done = by_fork(RANKS, "-m", MODULE, tmp_path, "fail")
+    assert done.returncode == 1
+    assert done.stdout.count("said before the hang") == RANKS
+    assert "AssertionError: on purpose" in done.stdout
+
+
+#: Of torchrun's, what forked ranks are not told: where it keeps errors, and what only CUDA takes.
+NOT_TOLD = {
+    *(
+        "TORCHELASTIC_ERROR_FILE",
+        "TORCHELASTIC_SIGNALS_TO_HANDLE",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    ),
+    *("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"),
+}
+
+#: What is not the same in two runs.
+OF_A_RUN = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}
+
+
+def test_forked_ranks_are_told_what_torchrun_tells_and_see_no_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    if by == "torchrun":
-        done = torchrun(RANKS, "-m", MODULE, tmp_path / "told", "tell")
+    told = []
+    for name, launch in (("torchrun", torchrun), ("fork", by_fork)):
+        done = launch(RANKS, "-m", MODULE, tmp_path / name, "tell")
         assert done.returncode == 0, done.stdout
-    else:
-        ranks = Processes(MODULE, RANKS, tmp_path / "told", "tell")
-        assert ranks.codes() == [0] * RANKS, "\n".join(ranks.outputs)
-    for rank in range(RANKS):
-        told = json.loads((tmp_path / f"told-{rank}.json").read_text())["environment"]
-        assert told == {"RANK": str(rank), "LOCAL_RANK": str(rank), "CUDA_VISIBLE_DEVICES": ""}
+        files = [tmp_path / f"{name}-{rank}.json" for rank in range(RANKS)]
+        told.append([json.loads(file.read_text()) for file in files])
+    for by_torchrun, forked in zip(*told, strict=True):
+        assert forked.keys() >= OF_A_RUN
+        for name in NOT_TOLD:
+            by_torchrun.pop(name, None)
+        for name in OF_A_RUN:
+            del by_torchrun[name], forked[name]
+        assert forked == by_torchrun
+        assert forked["CUDA_VISIBLE_DEVICES"] == ""

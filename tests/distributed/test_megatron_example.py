@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from tests.distributed.launcher import by_fork, torchrun
 from tests.support import stock_load
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "megatron_training.py"
 
 
-def train(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "4", str(SCRIPT), *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=environment, timeout=180, capture_output=True, text=True)
+def train(
+    *arguments: str | Path, launch: Callable[..., Any] = by_fork
+) -> subprocess.CompletedProcess[str]:
+    done: subprocess.CompletedProcess[str] = launch(4, SCRIPT, *arguments)
+    return done
 
 
 def losses(path: Path) -> dict[int, set[float]]:
@@ -34,15 +35,15 @@ def losses(path: Path) -> dict[int, set[float]]:
 @pytest.mark.timeout(800)
 def test_a_training_that_is_killed_while_it_saves_goes_on_bit_for_bit(tmp_path: Path) -> None:
     straight = train("--steps", "10", "--checkpoints", tmp_path / "a", "--losses", tmp_path / "a.l")
-    assert straight.returncode == 0, straight.stderr
+    assert straight.returncode == 0, straight.stdout
     again = ("--checkpoints", tmp_path / "b", "--losses", tmp_path / "b.l")
     first = train("--steps", "4", *again)
-    assert first.returncode == 0, first.stderr
-    killed = train("--steps", "10", "--kill-after", "6", *again)
+    assert first.returncode == 0, first.stdout
+    killed = train("--steps", "10", "--kill-after", "6", *again, launch=torchrun)
     assert killed.returncode != 0
     assert "goes on after step 4" in killed.stdout
     resumed = train("--steps", "10", *again)
-    assert resumed.returncode == 0, resumed.stderr
+    assert resumed.returncode == 0, resumed.stdout
     # The save of step 6 was under way.
     assert "goes on after step 4" in resumed.stdout or "goes on after step 6" in resumed.stdout
     assert "planned as in the checkpoint that was loaded" in resumed.stdout

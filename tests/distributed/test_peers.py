@@ -1,53 +1,390 @@
-"""Ours beside Megatron-core's and nvidia-resiliency-ext's released code, where that is installed.
-
-Each case of peer_cases.py on one, two and four ranks, a launch of torchrun for each number.
-"""
+"""Megatron-core's released code with all of ours in it, where it is installed."""
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+import io
+import itertools
+import random
+import sys
+from pathlib import Path
+from typing import Any
 
+import numpy
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 from benchmarks import no_cuda
-from tests.distributed.launcher import Launch, launch_tests
-from tests.distributed.peer_cases import CASES, OF_NVRX, SLOW
-
-
-def lacking(*modules: str) -> str:
-    """Why cases that need some modules are skipped; "" where they are all there."""
-    for module in modules:
-        try:
-            found = find_spec(module) is not None
-        except ModuleNotFoundError:
-            found = False
-        if not found:
-            return f"{module} is not installed; scripts/setup.sh installs it where PyPI has it"
-    return ""
-
-
-# The first name of each is there without importing anything large.
-WITHOUT_MEGATRON = lacking("megatron.core")
-WITHOUT_NVRX = lacking("nvidia_resiliency_ext", "psutil")
-
-REASONS = {name: WITHOUT_NVRX if name in OF_NVRX else WITHOUT_MEGATRON for name in CASES}
-SKIPPED = {name: reason for name, reason in REASONS.items() if reason}
-
-FAST = [name for name in CASES if name not in SLOW]
-
-LAUNCHES = {
-    "1 rank": Launch(1, FAST, skipped=SKIPPED),
-    "2 ranks": Launch(2, list(CASES), skipped=SKIPPED),
-    "4 ranks": Launch(4, FAST, skipped=SKIPPED),
-}
-
-torchrun, test_on_ranks, test_all_ranks_of_a_launch_end_well = launch_tests(
-    "tests.distributed.peer_cases", LAUNCHES, case_first=True
+from tests.distributed.cases import Launch, StateDict
+from tests.distributed.launcher import on, on_ranks
+from tests.distributed.peers import (
+    assert_holds_only_what_its_metadata_names,
+    assert_is_ours,
+    assert_loads,
+    assert_names_the_file,
+    children,
+    directory,
+    emptied,
+    failure_of,
+    installed,
+    instead,
+    megatron_state,
+    plain,
+    request_for,
+    save_strategy,
+    save_through,
+    strategies,
+    why_skipped,
 )
+from tests.support import (
+    assert_equal,
+    data_files,
+    files_limited_to,
+    random_tensor,
+)
+from torch_ckpt.megatron import install, uninstall
+from torch_ckpt.metadata import checksum_tables, read_metadata
+
+# Their code takes a GPU for granted. Where pytest imports this file torch.cuda stays as it is, as
+# other tests need it; processes that a rank spawns import it under the other name.
+at_begin = no_cuda.pretend
+if __name__ == "__mp_main__":
+    at_begin()
+
+# --- Megatron-core, with all of ours --------------------------------------------------------------
+
+
+@on(1, 2)
+def case_megatron_saves_through_our_writer_and_queue(launch: Launch) -> None:
+    path = directory(launch)
+    before = children()
+    with installed():
+        request = request_for(launch, path, seed=1)
+        queue = strategies("async_utils").AsyncCallsQueue()
+        assert queue.schedule_async_request(request) == 0
+        assert not (path / ".metadata").exists()
+        assert queue.maybe_finalize_async_calls(blocking=True) == [0]
+        queue.close()
+    # Neither a worker nor a manager of queues.
+    assert children() == before
+    assert_is_ours(launch, path)
+    assert (path / "metadata.json").exists()
+
+
+def case_what_megatron_saves_through_ours_is_loaded_by_ours_by_theirs_and_by_torch(
+    launch: Launch,
+) -> None:
+    path = directory(launch)
+    with installed():
+        save_through(strategies("async_utils").AsyncCallsQueue(), request_for(launch, path, 2))
+        assert_loads(launch, path, seed=2)
+    assert_loads(launch, path, seed=2)
+    assert_rows_load_by_torch(launch, path, seed=2)
+
+
+def assert_rows_load_by_torch(launch: Launch, path: Path, seed: int) -> None:
+    """Whole tensors of all ranks, and this rank's object."""
+    key = f"model.extra/shard_{launch.rank}_{launch.size}"
+    state: StateDict = {"model.rows": torch.zeros(6 * launch.size, 5), key: None}
+    dcp.load(state, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+    expected = megatron_state(launch, seed)
+    rows = state["model.rows"][6 * launch.rank : 6 * (launch.rank + 1)]
+    assert_equal(rows, expected["rows"].data)
+    assert_equal(state[key], [expected["object"].data])
+
+
+def case_megatron_saves_in_step_through_ours(launch: Launch) -> None:
+    """Its synchronous save, which executes the request in place."""
+    from megatron.core import dist_checkpointing
+
+    path = directory(launch)
+    with installed():
+        dist_checkpointing.save(megatron_state(launch, 3), str(path))
+        assert_is_ours(launch, path)
+        assert_loads(launch, path, seed=3)
+
+
+def case_megatron_saves_twice_before_it_finalizes(launch: Launch) -> None:
+    paths = [directory(launch, str(number)) for number in range(2)]
+    with installed():
+        queue = strategies("async_utils").AsyncCallsQueue()
+        for seed, path in enumerate(paths):
+            queue.schedule_async_request(request_for(launch, path, seed))
+        assert queue.get_num_unfinalized_calls() == 2
+        assert queue.maybe_finalize_async_calls(blocking=True) == [0, 1]
+        queue.close()
+    for seed, path in enumerate(paths):
+        assert_loads(launch, path, seed)
+
+
+def case_polls_without_waiting_end_every_save_at_the_same_one(launch: Launch) -> None:
+    """As a training loop polls, once in each step, with a collective of its own in between."""
+    path = directory(launch)
+    with installed():
+        queue = strategies("async_utils").AsyncCallsQueue()
+        queue.schedule_async_request(request_for(launch, path, seed=4))
+        for _step in itertools.count():
+            finalized = queue.maybe_finalize_async_calls(blocking=False)
+            everywhere: list[Any] = [None] * launch.size
+            dist.all_gather_object(everywhere, finalized)
+            assert everywhere == [finalized] * launch.size
+            if finalized:
+                break
+        queue.close()
+    assert_loads(launch, path, seed=4)
+
+
+def case_four_megatron_saves_of_one_structure_are_planned_together_twice(launch: Launch) -> None:
+    """The second is compared with the first, and from then on nothing is exchanged."""
+    planner = strategies("torch").MCoreSavePlanner
+    planned = []
+
+    def create_global_plan(self: Any, plans: Any) -> Any:
+        planned.append(len(plans))
+        return dcp.DefaultSavePlanner.create_global_plan(self, plans)
+
+    with installed(), instead(planner, "create_global_plan", create_global_plan):
+        strategy = save_strategy(cached=True)
+        queue = strategies("async_utils").AsyncCallsQueue()
+        reused = []
+        for seed in range(4):
+            path = directory(launch, str(seed))
+            queue.schedule_async_request(request_for(launch, path, seed, strategy))
+            queue.maybe_finalize_async_calls(blocking=True)
+            reused.append(strategy.validated_cache_reuse)
+            assert_is_ours(launch, path)
+            assert_loads(launch, path, seed)
+        queue.close()
+    assert planned == ([launch.size] * 2 if launch.rank == 0 else [])
+    assert reused == [False, True, True, True]
+
+
+def case_a_structure_that_changes_behind_megatrons_cache_fails_the_save(launch: Launch) -> None:
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    with installed():
+        strategy = save_strategy(cached=True)
+        queue = strategies("async_utils").AsyncCallsQueue()
+        for number in range(2):
+            path = directory(launch, str(number))
+            queue.schedule_async_request(request_for(launch, path, 1, strategy))
+            queue.maybe_finalize_async_calls(blocking=True)
+        path = directory(launch, "changed")
+        data = torch.zeros(3, 2)
+        state = {"new": ShardedTensor.from_rank_offsets("new", data, (0, launch.rank, launch.size))}
+        queue.schedule_async_request(strategy.async_save(state, path))
+        error = failure_of(lambda: queue.maybe_finalize_async_calls(blocking=True))
+        queue.close()
+    if launch.rank == 0:
+        assert list(error.failures) == list(range(launch.size))
+        assert "the state dict is not the one of the cached plan" in str(error.failures[0][0])
+    assert not (path / ".metadata").exists()
+
+
+def case_a_run_that_resumes_reuses_the_metadata_that_it_has_loaded(launch: Launch) -> None:
+    """Its training does this after a restart: the plans in the metadata are those of its state."""
+    from megatron.core import dist_checkpointing
+
+    before, after = directory(launch, "before"), directory(launch, "after")
+    with installed():
+        queue = strategies("async_utils").AsyncCallsQueue()
+        queue.schedule_async_request(request_for(launch, before, 5, save_strategy(cached=True)))
+        queue.maybe_finalize_async_calls(blocking=True)
+        loading = strategies("torch").TorchDistLoadShardedStrategy()
+        dist_checkpointing.load(emptied(megatron_state(launch, 5)), str(before), loading)
+        saving = save_strategy(cached=True)
+        saving.cached_global_metadata = loading.cached_global_metadata
+        queue.schedule_async_request(request_for(launch, after, 6, saving))
+        queue.maybe_finalize_async_calls(blocking=True)
+        queue.close()
+        assert saving.validated_loaded_metadata_reuse
+        assert_loads(launch, after, seed=6)
+    assert_is_ours(launch, after)
+
+
+def case_a_write_that_fails_on_one_rank_fails_megatrons_save_on_all(launch: Launch) -> None:
+    path = directory(launch)
+    with installed():
+        queue = strategies("async_utils").AsyncCallsQueue()
+        request = request_for(launch, path, seed=7)
+        with files_limited_to(1000 if launch.rank == launch.size - 1 else 1 << 30):
+            queue.schedule_async_request(request)
+            error = failure_of(lambda: queue.maybe_finalize_async_calls(blocking=True))
+        queue.close()
+    assert_names_the_file(launch, error, path)
+    assert not (path / ".metadata").exists()
+
+
+def case_options_of_install_reach_megatrons_saves_and_loads(launch: Launch) -> None:
+    path = directory(launch)
+    with installed(writer={"thread_count": 3}, reader={"thread_count": 1}):
+        save_through(strategies("async_utils").AsyncCallsQueue(), request_for(launch, path, 8))
+        assert len(list(path.glob(f"__{launch.rank}_*.distcp"))) == 3
+        assert_loads(launch, path, seed=8)
+
+
+@on(4)
+def case_megatron_spreads_replicas_over_its_ranks_and_loads_them_so(launch: Launch) -> None:
+    """Its fully parallel strategies: ranks write and read for each other."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    def state() -> StateDict:
+        replicas = {f"t{i}": random_tensor((50, 3), torch.float32, seed=i) for i in range(8)}
+        return {
+            name: ShardedTensor.from_rank_offsets(name, data, replica_id=launch.rank)
+            for name, data in replicas.items()
+        }
+
+    path = directory(launch)
+    parallel = strategies("fully_parallel")
+    with installed():
+        saving = parallel.FullyParallelSaveStrategyWrapper(save_strategy(threads=1))
+        request = dist_checkpointing.save(state(), str(path), saving, async_sharded_save=True)
+        save_through(strategies("async_utils").AsyncCallsQueue(), request)
+        assert [file.name for file in data_files(path)] == [
+            f"__{rank}_0.distcp" for rank in range(launch.size)
+        ]
+        loading = parallel.FullyParallelLoadStrategyWrapper(
+            strategies("torch").TorchDistLoadShardedStrategy(), exchange_algo="gather_object"
+        )
+        loaded = dist_checkpointing.load(emptied(state()), str(path), loading)
+    for name, expected in plain(state()).items():
+        assert_equal(loaded[name], expected, name)
+
+
+def case_megatron_saves_over_an_older_checkpoint(launch: Launch) -> None:
+    path = directory(launch)
+    with installed():
+        for seed in (1, 2):
+            request = request_for(launch, path, seed)
+            save_through(strategies("async_utils").AsyncCallsQueue(), request)
+            assert_loads(launch, path, seed)
+            dist.barrier()
+    assert_holds_only_what_its_metadata_names(launch, path)
+
+
+def case_objects_of_megatrons_training_load_without_running_a_pickle(launch: Launch) -> None:
+    """What it stores beside tensors, and types of its own, which it declares to be safe."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import ShardedObject
+    from megatron.core.rerun_state_machine import RerunMode
+
+    def state(*values: object) -> StateDict:
+        names = ("rng_state", "extra_state", "rerun_state_machine_state")
+        return {
+            name: ShardedObject(name, value, (launch.size,), (launch.rank,))
+            for name, value in zip(names, values, strict=True)
+        }
+
+    rng = {
+        "random_rng_state": random.Random(launch.rank).getstate(),
+        "np_rng_state": numpy.random.RandomState(launch.rank).get_state(),
+        "torch_rng_state": torch.Generator().manual_seed(launch.rank).get_state(),
+    }
+    path = directory(launch)
+    with installed():
+        saved = state([rng], io.BytesIO(b"of the layer"), {"mode": RerunMode.VALIDATE_RESULTS})
+        request = dist_checkpointing.save(saved, str(path), async_sharded_save=True)
+        save_through(strategies("async_utils").AsyncCallsQueue(), request)
+        loaded = dist_checkpointing.load(state(None, None, None), str(path))
+    ((kind, keys, *rest),) = (of.pop("np_rng_state") for of in loaded["rng_state"])
+    expected_kind, expected_keys, *expected_rest = rng.pop("np_rng_state")
+    assert (kind, rest) == (expected_kind, expected_rest)
+    assert numpy.array_equal(keys, expected_keys)
+    assert_equal(loaded["rng_state"], [rng])
+    assert loaded["extra_state"].getvalue() == b"of the layer"
+    assert loaded["rerun_state_machine_state"] == {"mode": RerunMode.VALIDATE_RESULTS}
+
+
+def case_megatron_loads_rows_as_columns(launch: Launch) -> None:
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    path = directory(launch)
+    whole = random_tensor((12, 8), torch.float32, seed=1)
+    shards = [whole.chunk(launch.size, dim)[launch.rank].contiguous() for dim in (0, 1)]
+
+    def state(dim: int, data: torch.Tensor) -> StateDict:
+        place = (dim, launch.rank, launch.size)
+        return {"t": ShardedTensor.from_rank_offsets("t", data, place)}
+
+    with installed():
+        request = dist_checkpointing.save(state(0, shards[0]), str(path), async_sharded_save=True)
+        save_through(strategies("async_utils").AsyncCallsQueue(), request)
+        loaded = dist_checkpointing.load(state(1, torch.zeros_like(shards[1])), str(path))
+    assert_equal(loaded["t"], shards[1])
+
+
+def case_megatron_loads_another_shape_where_that_is_allowed(launch: Launch) -> None:
+    """As its vocabulary is padded for other numbers of ranks."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    path = directory(launch)
+
+    def state(rows: int, value: float, **options: Any) -> StateDict:
+        data = torch.full((rows, 3), value)
+        return {"t": ShardedTensor.from_rank_offsets("t", data, replica_id=launch.rank, **options)}
+
+    def loaded(rows: int) -> torch.Tensor:
+        wanted = state(rows, 7.0, allow_shape_mismatch=True)
+        tensor: torch.Tensor = dist_checkpointing.load(wanted, str(path))["t"]
+        return tensor
+
+    with installed():
+        request = dist_checkpointing.save(state(6, 1.0), str(path), async_sharded_save=True)
+        save_through(strategies("async_utils").AsyncCallsQueue(), request)
+        larger, smaller = loaded(8), loaded(4)
+    assert_equal(smaller, torch.full((4, 3), 1.0))
+    assert_equal(larger[:6], torch.full((6, 3), 1.0))
+    # What is not stored its own strategy fills, with either reader.
+    assert_equal(larger, loaded(8))
+
+
+def case_install_changes_only_what_it_tells_and_uninstall_changes_it_back(launch: Launch) -> None:
+    for module in ("base", "torch"):
+        strategies(module)
+
+    def values() -> dict[str, object]:
+        return {
+            f"{title}.{name}": value
+            for title, module in list(sys.modules.items())
+            if title.partition(".")[0] in ("megatron", "nvidia_resiliency_ext")
+            for name, value in vars(module).items()
+        }
+
+    # It imports what it looks into.
+    with installed():
+        pass
+    before = values()
+    told = {line.partition(" -> ")[0] for line in install()}
+    after = values()
+    assert {name for name, value in after.items() if value is not before[name]} == told
+    package = "megatron.core.dist_checkpointing"
+    assert f"{package}.strategies.torch.FileSystemWriterAsync" in told
+    assert f"{package}.strategies.filesystem_async._get_write_results_queue" in told
+    assert f"{package}.strategies.base.async_calls" in told
+    assert f"{package}.serialization.AsyncRequest" in told
+    uninstall()
+    assert all(value is before[name] for name, value in values().items())
+
+
+def case_uninstall_brings_back_megatrons_own(launch: Launch) -> None:
+    with installed():
+        pass
+    path = directory(launch)
+    save_through(strategies("async_utils").AsyncCallsQueue(), request_for(launch, path, 9))
+    if launch.rank == 0:
+        assert checksum_tables(read_metadata(path)) == {}
+    with installed():
+        assert_loads(launch, path, seed=9)
+
+
+test_on_ranks = on_ranks(globals(), (1, 2, 4), why_skipped)
 
 
 @pytest.mark.parametrize("name", no_cuda.REPLACEMENTS)
 def test_other_tests_have_torch_cuda_as_it_is(name: str) -> None:
-    """The cases are imported here too, for their names."""
     assert getattr(torch.cuda, name) is not no_cuda.REPLACEMENTS[name]

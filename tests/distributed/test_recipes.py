@@ -5,22 +5,19 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import socket
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import torch_ckpt
-from tests.distributed.launcher import (
-    ENVIRONMENT,
-    REPOSITORY,
-    TIMEOUT_SECONDS,
-    Processes,
-    torchrun,
-)
+from tests.distributed.launcher import TIMEOUT_SECONDS, by_fork, run_program, torchrun
+from tests.forked import ENVIRONMENT, REPOSITORY
+from tests.ranks import free_port, ranks
 
 STEPS = 10
 SAVE_EVERY = 3
@@ -33,9 +30,16 @@ CLOSE = {"atol": 1e-6, "rtol": 1e-3}
 
 
 class Recipe:
-    """An example, to be run by torchrun."""
+    """An example.
 
-    def __init__(self, script: str, folder: Path, *options: str) -> None:
+    Args:
+        launch: torchrun itself, or ranks as it starts them.
+    """
+
+    def __init__(
+        self, script: str, folder: Path, *options: str, launch: Callable[..., Any] = by_fork
+    ) -> None:
+        self._launch = launch
         self.script = str(REPOSITORY / "examples" / script)
         self.folder = folder
         is_titan = script == "titan_loop.py"
@@ -51,7 +55,7 @@ class Recipe:
         """Runs until it ends, or a rank is killed; the step at which it has begun."""
         interrupted = "-m", "tests.distributed.interrupted", "SIGKILL", str(ranks - 1), str(KILL_AT)
         command = [*(interrupted if kill else ()), self.script, *self.options, *options]
-        done = torchrun(ranks, *command)
+        done = self._launch(ranks, *command)
         assert (done.returncode != 0) is kill, done.stdout
         if not kill:
             assert re.search(r"^step +\d+ +loss \d", done.stdout, re.M), done.stdout
@@ -91,7 +95,7 @@ def started_at(output: str) -> int:
 def test_a_killed_run_resumes_and_ends_as_one_that_was_not(
     tmp_path: Path, script: str, options: list[str]
 ) -> None:
-    whole = Recipe(script, tmp_path / "whole", *options)
+    whole = Recipe(script, tmp_path / "whole", *options, launch=torchrun)
     killed = Recipe(script, tmp_path / "killed", *options)
     assert whole.run(2) == 0
     assert killed.run(2, kill=True) == 0
@@ -101,7 +105,7 @@ def test_a_killed_run_resumes_and_ends_as_one_that_was_not(
 
 @pytest.mark.timeout(4 * TIMEOUT_SECONDS)
 def test_a_killed_run_of_four_ranks_resumes_on_two(tmp_path: Path) -> None:
-    whole = Recipe("fsdp2.py", tmp_path / "whole")
+    whole = Recipe("fsdp2.py", tmp_path / "whole", launch=torchrun)
     killed = Recipe("fsdp2.py", tmp_path / "killed")
     assert whole.run(2) == 0
     assert killed.run(4, kill=True) == 0
@@ -111,7 +115,7 @@ def test_a_killed_run_of_four_ranks_resumes_on_two(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(4 * TIMEOUT_SECONDS)
 def test_a_run_resumes_in_another_layout(tmp_path: Path) -> None:
-    whole = Recipe("tensor_parallel.py", tmp_path / "whole")
+    whole = Recipe("tensor_parallel.py", tmp_path / "whole", launch=torchrun)
     killed = Recipe("tensor_parallel.py", tmp_path / "killed")
     assert whole.run(2, "--tensor", "1") == 0
     assert killed.run(2, "--tensor", "2", kill=True) == 0
@@ -123,16 +127,18 @@ def test_a_run_resumes_in_another_layout(tmp_path: Path) -> None:
 def test_a_notice_to_one_rank_makes_all_save_one_step_and_ask_for_another_try(
     tmp_path: Path,
 ) -> None:
-    whole = Recipe("preemption.py", tmp_path / "whole", "--save-every", "30", "--steps", "30")
+    whole = Recipe(
+        "preemption.py", tmp_path / "whole", "--save-every", "30", "--steps", "30", launch=torchrun
+    )
     assert whole.run(2) == 0
     told = Recipe("preemption.py", tmp_path / "told", "--save-every", "30", "--steps", "30")
-    # Not by torchrun, which has one exit code for all of them. They leave no results.
-    ranks = Processes(
-        "tests.distributed.interrupted", 2, Path("SIGTERM"), "1", "7", told.script, *told.options
-    )
-    assert ranks.codes() == [75, 75], "\n".join(ranks.outputs)
-    stopped = re.search(r"stopped after step (\d+)", ranks.outputs[0])
-    assert stopped is not None, ranks.outputs[0]
+    program = ["-m", "tests.distributed.interrupted", "SIGTERM", "1", "7", told.script]
+    # torchrun has one exit code for all of them.
+    with ranks(2, run_program, [*program, *told.options]) as group:
+        assert group.codes(TIMEOUT_SECONDS) == [75, 75], group.said()
+        output = group.children[0].said()
+    stopped = re.search(r"stopped after step (\d+)", output)
+    assert stopped is not None, output
     assert sorted(path.name for path in told.folder.iterdir()) == [f"{int(stopped[1]):010d}"]
     assert told.run(2) == int(stopped[1])
     assert_equal(whole.folder / f"{30:010d}", told.folder / f"{30:010d}")
@@ -169,12 +175,10 @@ def test_the_batch_script_starts_all_ranks_and_asks_slurm_for_another_try(tmp_pa
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
     told = Recipe("preemption.py", tmp_path / "told", "--save-every", "30", "--steps", "30")
     command = "-m tests.distributed.interrupted SIGTERM 1 7"
     command = " ".join([sys.executable, command, told.script, *told.options])
-    for shown, run in (("29500", str(port)), ("python examples/preemption.py", command)):
+    for shown, run in (("29500", str(free_port())), ("python examples/preemption.py", command)):
         assert script.count(shown) == 1
         script = script.replace(shown, run)
     slurm = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "4711", "REQUEUED": str(tmp_path / "requeued")}
@@ -203,6 +207,6 @@ def test_an_unknown_way_to_save_is_refused() -> None:
 @pytest.mark.timeout(TIMEOUT_SECONDS)
 def test_ranks_that_make_no_whole_groups_are_refused(tmp_path: Path) -> None:
     recipe = Recipe("tensor_parallel.py", tmp_path)
-    done = torchrun(2, recipe.script, *recipe.options, "--tensor", "3")
+    done = by_fork(2, recipe.script, *recipe.options, "--tensor", "3")
     assert done.returncode != 0
     assert "2 ranks cannot be split into groups of 3" in done.stdout

@@ -1,24 +1,278 @@
-"""Steps beneath URLs, saved and loaded by two ranks: each case of remote_cases.py, and a rank that
-falls silent in a save."""
+"""Steps beneath URLs, saved and loaded by two ranks from an S3 server, and a rank that falls
+silent in a save."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import fsspec
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from tests.distributed.launcher import Launch, Processes, launch_tests
-from tests.distributed.remote_cases import CASES
-from tests.distributed.remote_deaths import TIMEOUT
-from tests.remote_stores import s3_server
-
-LAUNCHES = {"2 ranks": Launch(2, list(CASES))}
-
-torchrun, test_on_ranks, test_all_ranks_of_a_launch_end_well = launch_tests(
-    "tests.distributed.remote_cases", LAUNCHES
+import torch_ckpt
+from tests.distributed.cases import (
+    PATIENCE_SECONDS,
+    Launch,
+    assert_whole,
+    dtensors,
+    failure_of,
+    mesh_1d,
+    tensor_of,
+    zeroed,
 )
+from tests.distributed.launcher import Outcomes, on_ranks
+from tests.distributed.remote_deaths import TIMEOUT, play
+from tests.ranks import ranks
+from tests.remote_stores import BUCKET, s3_server
+from tests.support import assert_equal
+from torch_ckpt.multihost import RanksDisagree
+from torch_ckpt.remote import RemoteSteps
+from torch_ckpt.remote_files import RemoteFiles
+from torch_ckpt.remote_reader import RemoteReader
+from torch_ckpt.training import load_checkpoint_if_it_exists, save_checkpoint
+
+ATTEMPT = "0123abcd"
+
+
+def url_of(launch: Launch) -> str:
+    """Of this case's own root, with nothing there."""
+    return f"s3://{BUCKET}/{launch.size}-ranks/{launch.case}"
+
+
+def steps_of(launch: Launch) -> RemoteSteps:
+    staging = launch.path(f"staging-{launch.rank}")
+    staging.mkdir(parents=True)
+    return RemoteSteps(url_of(launch), staging)
+
+
+def save(steps: RemoteSteps, step: int, state: dict[str, Any], **options: Any) -> None:
+    writer = steps.writer(step, attempt=ATTEMPT, **options)
+    torch_ckpt.save(state, storage_writer=writer, timeout=PATIENCE_SECONDS)
+
+
+def objects_of(launch: Launch) -> list[str]:
+    """All that the server has of this case."""
+    file_system = fsspec.filesystem("s3")
+    file_system.invalidate_cache()
+    return [name.partition(launch.case)[2] for name in file_system.find(url_of(launch))]
+
+
+def staged_by(launch: Launch) -> list[Path]:
+    return list(launch.path(f"staging-{launch.rank}").iterdir())
+
+
+@contextmanager
+def failing(method: str, launch: Launch, rank: int) -> Iterator[None]:
+    """A block in which requests for data files fail on one rank."""
+    before = getattr(RemoteFiles, method)
+
+    def fail(self: RemoteFiles, *args: Any) -> Any:
+        if launch.rank == rank and any(str(arg).endswith(".distcp") for arg in args):
+            raise PermissionError(13, "denied", self.url)
+        return before(self, *args)
+
+    setattr(RemoteFiles, method, fail)
+    try:
+        yield
+    finally:
+        setattr(RemoteFiles, method, before)
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """The bytes of data files that this rank fetches in a block, by request."""
+    fetched: list[int] = []
+    before = RemoteFiles.read
+
+    def read(self: RemoteFiles, name: str, *place: Any) -> bytes:
+        data = before(self, name, *place)
+        if name.endswith(".distcp"):
+            fetched.append(len(data))
+        return data
+
+    RemoteFiles.read = read  # type: ignore[method-assign]
+    try:
+        yield fetched
+    finally:
+        RemoteFiles.read = before  # type: ignore[method-assign]
+
+
+# --- steps ---------------------------------------------------------------------------------------
+
+
+def case_sharded_tensors_make_the_round_trip(launch: Launch) -> None:
+    steps, mesh = steps_of(launch), mesh_1d(launch)
+    save(steps, 1, dtensors(mesh))
+    loaded = zeroed(dtensors(mesh))
+    steps.load(1, loaded)
+    assert_whole(loaded)
+    assert staged_by(launch) == []
+
+
+def case_a_save_in_the_background_makes_the_round_trip(launch: Launch) -> None:
+    steps, mesh = steps_of(launch), mesh_1d(launch)
+    writer = steps.writer(1, attempt=ATTEMPT)
+    handle = torch_ckpt.async_save(dtensors(mesh), storage_writer=writer, timeout=PATIENCE_SECONDS)
+    handle.result(PATIENCE_SECONDS)
+    loaded = zeroed(dtensors(mesh))
+    steps.load(1, loaded)
+    assert_whole(loaded)
+
+
+def case_rows_are_loaded_as_columns_and_as_whole_tensors(launch: Launch) -> None:
+    steps, mesh = steps_of(launch), mesh_1d(launch)
+    whole = tensor_of("t", 1000, 901)
+    save(steps, 1, {"t": distribute_tensor(whole, mesh, [Shard(0)])})
+    columns = torch.zeros_like(distribute_tensor(whole, mesh, [Shard(1)]))
+    steps.load(1, {"t": columns})
+    assert_equal(columns.full_tensor(), whole)
+    target = torch.zeros(1000, 901)
+    steps.load(1, {"t": target})
+    assert_equal(target, whole)
+
+
+def case_each_rank_fetches_about_its_part(launch: Launch) -> None:
+    steps, mesh = steps_of(launch), mesh_1d(launch)
+    whole = tensor_of("t", 4096, 1024)
+    # One record, of which each rank wants some rows.
+    save(steps, 1, {"t": distribute_tensor(whole, mesh, [Replicate()])})
+    target = torch.zeros_like(distribute_tensor(whole, mesh, [Shard(0)]))
+    with counted() as fetched:
+        steps.load(1, {"t": target})
+    assert_equal(target.full_tensor(), whole)
+    part = whole.nbytes // launch.size
+    assert part <= sum(fetched) < 1.1 * part
+
+
+def case_with_read_once_the_ranks_fetch_each_byte_once(launch: Launch) -> None:
+    steps = steps_of(launch)
+    state = {f"t{n}": tensor_of(f"t{n}", 512, 1024) for n in range(8)}
+    save(steps, 1, state)
+    target = {name: torch.zeros(512, 1024) for name in state}
+    with counted() as fetched:
+        steps.load(1, target, read_once=True)
+    assert_equal(target, state)
+    total = torch.tensor(sum(fetched))
+    dist.all_reduce(total)
+    wanted = sum(tensor.nbytes for tensor in state.values())
+    assert wanted <= int(total) < 1.1 * wanted
+
+
+def case_an_upload_that_fails_on_one_rank_fails_the_save_on_all(launch: Launch) -> None:
+    steps, mesh = steps_of(launch), mesh_1d(launch)
+    with failing("upload", launch, rank=1):
+        causes = failure_of(launch, lambda: save(steps, 1, dtensors(mesh)))
+    assert list(causes) == [1]
+    assert isinstance(causes[1], PermissionError)
+    assert causes[1].filename == f"{url_of(launch)}/0000000001"
+    dist.barrier()
+    assert objects_of(launch) == []
+    assert staged_by(launch) == []
+
+
+def case_a_request_that_fails_on_one_rank_fails_the_load_on_all(launch: Launch) -> None:
+    steps, mesh = steps_of(launch), mesh_1d(launch)
+    save(steps, 1, dtensors(mesh))
+    with failing("read", launch, rank=1):
+        causes = failure_of(launch, lambda: steps.load(1, zeroed(dtensors(mesh))))
+    assert list(causes) == [1]
+    assert staged_by(launch) == []
+
+
+def case_a_step_that_is_replaced_between_two_ranks_looks_is_loaded_by_none(launch: Launch) -> None:
+    steps = steps_of(launch)
+    save(steps, 1, {"t": torch.ones(3)})
+    store = dist.distributed_c10d._get_default_store()
+    target = {"t": torch.zeros(3)}
+    before = RemoteReader._read_metadata
+
+    def read_metadata(self: RemoteReader, name: str) -> Any:
+        if launch.rank == 0:
+            metadata = before(self, name)
+            store.set("rank 0 has looked", "")
+            return metadata
+        store.wait(["rank 0 has looked"])
+        writer = RemoteSteps(url_of(launch)).writer(1, attempt=ATTEMPT, overwrite=True)
+        torch_ckpt.save({"t": torch.full((3,), 2.0)}, storage_writer=writer, no_dist=True)
+        return before(self, name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RemoteReader, "_read_metadata", read_metadata)
+        causes = failure_of(launch, lambda: steps.load(1, target))
+    assert "the checkpoint was replaced meanwhile; load again" in str(causes[0])
+    assert url_of(launch) in str(causes[0])
+    assert target["t"].tolist() == [0, 0, 0]
+
+
+def case_a_complete_step_is_refused_on_all_ranks(launch: Launch) -> None:
+    steps = steps_of(launch)
+    save(steps, 1, {"t": torch.ones(3)})
+    before = objects_of(launch)
+    causes = failure_of(launch, lambda: save(steps, 1, {"t": torch.zeros(3)}))
+    assert isinstance(causes[0], FileExistsError)
+    assert objects_of(launch) == before
+
+
+def case_ranks_that_save_beneath_different_roots_are_told(launch: Launch) -> None:
+    steps = RemoteSteps(f"{url_of(launch)}/{launch.rank}")
+    causes = failure_of(launch, lambda: save(steps, 1, {"t": torch.ones(3)}))
+    assert "ranks save different checkpoints" in str(causes[0])
+    assert objects_of(launch) == []
+
+
+def case_a_step_is_replaced_by_all_ranks(launch: Launch) -> None:
+    steps, mesh = steps_of(launch), mesh_1d(launch)
+    save(steps, 1, zeroed(dtensors(mesh)))
+    save(steps, 1, dtensors(mesh), overwrite=True)
+    loaded = zeroed(dtensors(mesh))
+    steps.load(1, loaded)
+    assert_whole(loaded)
+    named = {info.relative_path for info in steps.metadata(1).storage_data.values()}
+    data = {name.rpartition("/")[2] for name in objects_of(launch) if name.endswith(".distcp")}
+    assert data == named
+
+
+# --- torch_ckpt.training -------------------------------------------------------------------------
+
+
+def case_the_newest_complete_checkpoint_is_loaded(launch: Launch) -> None:
+    mesh = mesh_1d(launch)
+    save_checkpoint(url_of(launch), 9, {"t": distribute_tensor(torch.ones(5), mesh, [Shard(0)])})
+    newest = distribute_tensor(tensor_of("t", 5), mesh, [Shard(0)])
+    save_checkpoint(url_of(launch), 10, {"t": newest})
+    if launch.rank == 0:
+        RemoteFiles(url_of(launch)).write("0000000011/.metadata", b"")
+    dist.barrier()
+    state = {"t": torch.zeros_like(newest)}
+    assert load_checkpoint_if_it_exists(url_of(launch), state) == 10
+    assert_equal(state["t"].full_tensor(), tensor_of("t", 5))
+
+
+def case_where_there_is_no_checkpoint_the_state_stays(launch: Launch) -> None:
+    state = {"t": torch.ones(3), "note": "mine"}
+    assert load_checkpoint_if_it_exists(url_of(launch), state) == 0
+    assert_equal(state, {"t": torch.ones(3), "note": "mine"})
+
+
+def case_a_root_that_one_rank_cannot_open_fails_the_call_on_all(launch: Launch) -> None:
+    root = url_of(launch) if launch.rank == 0 else "nowhere://run"
+    expected = RuntimeError if launch.rank == 0 else ValueError
+    with pytest.raises(expected, match="Protocol not known"):
+        save_checkpoint(root, 1, {"t": torch.ones(3)}, timeout=PATIENCE_SECONDS)
+    with pytest.raises(expected, match="Protocol not known"):
+        load_checkpoint_if_it_exists(root, {"t": torch.ones(3)}, timeout=PATIENCE_SECONDS)
+
+
+def case_ranks_that_save_different_steps_are_told(launch: Launch) -> None:
+    with pytest.raises(RanksDisagree, match="save_checkpoint of step 1"):
+        save_checkpoint(url_of(launch), launch.rank, {"t": torch.ones(3)})
+    assert objects_of(launch) == []
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,15 +290,14 @@ def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def deaths(workdir: Path) -> Iterator[Processes]:
+def deaths(workdir: Path) -> Iterator[Outcomes]:
     """Two ranks of which rank 1 dies in the last case."""
-    ranks = Processes("tests.distributed.remote_deaths", 2, workdir / "results", workdir)
-    yield ranks
-    ranks.kill()
+    with ranks(2, play, workdir) as two:
+        yield Outcomes(two)
 
 
 @pytest.mark.parametrize("case", ["stopped", "killed"])
-def test_a_rank_that_falls_silent_in_its_upload_is_named(deaths: Processes, case: str) -> None:
+def test_a_rank_that_falls_silent_in_its_upload_is_named(deaths: Outcomes, case: str) -> None:
     found = deaths.found(case, dead=1 if case == "killed" else None)
     assert found[0]["ranks"] == [1]
     assert f"rank 1 gave no sign of life for {TIMEOUT:g} s in 'write'" in found[0]["text"]
@@ -52,13 +305,16 @@ def test_a_rank_that_falls_silent_in_its_upload_is_named(deaths: Processes, case
 
 @pytest.mark.parametrize("case", ["stopped", "killed"])
 def test_of_a_rank_that_falls_silent_in_its_upload_no_file_is_left(
-    deaths: Processes, case: str
+    deaths: Outcomes, case: str
 ) -> None:
     assert deaths.found(case, dead=1 if case == "killed" else None)[0]["files"] == []
 
 
 def test_a_rank_that_goes_on_after_it_was_given_up_leaves_no_file(
-    deaths: Processes, workdir: Path
+    deaths: Outcomes, workdir: Path
 ) -> None:
     assert deaths.found("stopped")[1]["ranks"] == [1]
     assert [path.name for path in (workdir / "run").glob("0000000002/*")] == []
+
+
+test_on_ranks = on_ranks(globals())

@@ -1,22 +1,324 @@
-"""torch_ckpt.app_state and async_checkpoint on ranks: the cases of state_cases.py on one, two and
-four, and what other numbers of ranks have left."""
+"""torch_ckpt.app_state and async_checkpoint on ranks, and what other numbers of ranks have left."""
 
 from __future__ import annotations
 
-from tests.distributed.launcher import Launch, launch_tests
-from tests.distributed.state_cases import CASES
+import copy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-OF_2, OF_4 = "what_2_ranks_left_is_restored", "what_4_ranks_left_is_restored"
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
 
-ALONE = [case for case in CASES if case not in (OF_2, OF_4)]
+import torch_ckpt
+from tests.distributed.cases import Launch, mesh_1d
+from tests.distributed.launcher import between, on, on_ranks
+from tests.support import assert_equal
+from torch_ckpt.app_state import AppState, PerRank, RNGState
+from torch_ckpt.async_checkpoint import AsyncCheckpoint
+from torch_ckpt.errors import CheckpointError
 
-LAUNCHES = {
-    "2 ranks": Launch(2, ALONE),
-    "4 ranks": Launch(4, [*ALONE, OF_2], before="2 ranks"),
-    "2 ranks after 4": Launch(2, [OF_4], before="4 ranks"),
-    "1 rank": Launch(1, [*ALONE, OF_2, OF_4], before="4 ranks"),
+State = dict[str, Any]
+
+# --- programs ------------------------------------------------------------------------------------
+
+
+def fsdp(module: nn.Module, launch: Launch) -> nn.Module:
+    for layer in module:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh_1d(launch))
+    return fully_shard(module, mesh=mesh_1d(launch))
+
+
+def tensor_parallel(module: nn.Module, launch: Launch) -> nn.Module:
+    plan = {"0": ColwiseParallel(), "3": RowwiseParallel()}
+    return parallelize_module(module, mesh_1d(launch), plan)
+
+
+WRAPS: dict[str, Callable[[nn.Module, Launch], nn.Module]] = {
+    "ddp": lambda module, launch: DistributedDataParallel(module),
+    "compiled ddp": lambda module, launch: torch.compile(DistributedDataParallel(module)),
+    "fsdp": fsdp,
+    "tp": tensor_parallel,
 }
 
-torchrun, test_on_ranks, test_all_ranks_of_a_launch_end_well = launch_tests(
-    "tests.distributed.state_cases", LAUNCHES
+
+def program(wrap: str, launch: Launch, seed: int = 0) -> State:
+    torch.manual_seed(seed)
+    # Rows that no number of ranks divides evenly.
+    layers = nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 5, bias=wrap != "tp")
+    module = WRAPS[wrap](nn.Sequential(*layers), launch)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    # Dropout is each rank's own, but where ranks hold parts of one layer.
+    torch.manual_seed(seed + (0 if wrap == "tp" else launch.rank))
+    return {
+        "model": module,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2),
+        "steps": 0,
+        "rng": RNGState(),
+    }
+
+
+def train(state: State, steps: int) -> None:
+    # Not through the compiler, which takes longer than all else.
+    module = getattr(state["model"], "_orig_mod", state["model"])
+    for _ in range(steps):
+        module(torch.randn(6, 4)).square().mean().backward()
+        state["optimizer"].step()
+        state["optimizer"].zero_grad()
+        state["scheduler"].step()
+        state["steps"] += 1
+
+
+def whole(state: State) -> State:
+    """What torch itself gathers of a program, the same on all ranks."""
+    options = StateDictOptions(full_state_dict=True)
+    module, optimizer = get_state_dict(state["model"], state["optimizer"], options=options)
+    optimizer["state"] = dict(sorted(optimizer["state"].items()))
+    scheduler = state["scheduler"].state_dict()
+    return {"model": module, "optimizer": optimizer, "scheduler": scheduler, "n": state["steps"]}
+
+
+def save(state: State, path: Path) -> None:
+    torch_ckpt.save(AppState(state).state_dict, path)
+
+
+def restore(state: State, path: Path) -> None:
+    app_state = AppState(state)
+    target = app_state.target()
+    torch_ckpt.load(target, path)
+    app_state.apply(target)
+
+
+# --- modules and optimizers ----------------------------------------------------------------------
+
+
+def case_names_are_those_of_torch(launch: Launch) -> None:
+    for wrap in WRAPS:
+        state = program(wrap, launch)
+        train(state, 1)
+        module, optimizer = get_state_dict(state["model"], state["optimizer"])
+        found = AppState(state).state_dict()
+        assert set(found["model"]) == set(module), wrap
+        assert set(found["optimizer"]["state"]) == set(optimizer["state"]), wrap
+
+
+def case_shards_are_saved_as_dtensors(launch: Launch) -> None:
+    for wrap in ("fsdp", "tp"):
+        state = program(wrap, launch)
+        train(state, 1)
+        found = AppState(state).state_dict()
+        assert isinstance(found["model"]["0.weight"], DTensor), wrap
+        assert isinstance(found["optimizer"]["state"]["0.weight"]["exp_avg"], DTensor), wrap
+
+
+def case_training_goes_on_bit_by_bit_after_a_restore(launch: Launch) -> None:
+    for wrap in WRAPS:
+        for before in (0, 2):
+            state = program(wrap, launch)
+            train(state, before)
+            save(state, launch.path(wrap, str(before)))
+            resumed = program(wrap, launch, seed=1)
+            # DDP changes its buckets, and so the order in which it adds, after the first step.
+            train(resumed, before)
+            restore(resumed, launch.path(wrap, str(before)))
+            drawn = RNGState().state_dict()
+            train(resumed, 2)
+            torch.set_rng_state(drawn["torch"])
+            train(state, 2)
+            assert_equal(whole(resumed), whole(state), f"{wrap} {before}")
+
+
+def case_saving_before_the_first_step_changes_nothing(launch: Launch) -> None:
+    for wrap in WRAPS:
+        undisturbed = program(wrap, launch)
+        train(undisturbed, 2)
+        saved = program(wrap, launch)
+        AppState(saved).state_dict()
+        train(saved, 2)
+        assert_equal(whole(saved), whole(undisturbed), wrap)
+
+
+@on(only=True)
+def case_a_program_is_left_for_others(launch: Launch) -> None:
+    for wrap in WRAPS:
+        state = program(wrap, launch)
+        train(state, 2)
+        save(state, launch.path(wrap, "checkpoint"))
+        expected = whole(state)
+        if launch.rank == 0:
+            torch.save(expected, launch.path(wrap, "expected"))
+    save({"own": PerRank({"position": launch.rank})}, launch.path("own"))
+
+
+@on(only=True)
+def case_what_others_left_is_restored(launch: Launch) -> None:
+    for left in launch.workdir.glob("*-ranks/a_program_is_left_for_others"):
+        ranks = int(left.parent.name.partition("-")[0])
+        wraps = ["ddp", "fsdp", "tp"]
+        pairs = [(wrap, wrap) for wrap in wraps] + [("fsdp", "ddp"), ("ddp", "fsdp")]
+        for saved, wrap in pairs:
+            state = program(wrap, launch, seed=1)
+            restore(state, left / saved / "checkpoint")
+            expected = torch.load(left / saved / "expected", weights_only=False)
+            assert_equal(whole(state), expected, f"{saved} as {wrap}")
+        own: State = {"own": PerRank({"position": -1})}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            restore(own, left / "own")
+        told = [str(w.message) for w in caught if "keeps what it has" in str(w.message)]
+        has_own = launch.rank < ranks
+        assert own["own"].value == {"position": launch.rank if has_own else -1}
+        assert len(told) == (0 if has_own else 1)
+        assert all(f"own: no state of rank {launch.rank} was" in text for text in told)
+
+
+# --- stock torch ---------------------------------------------------------------------------------
+
+
+def case_what_stock_torch_saved_of_shards_is_restored(launch: Launch) -> None:
+    for flatten in (False, True):
+        path = launch.path(str(flatten))
+        saved = program("fsdp", launch)
+        train(saved, 2)
+        options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+        module, optimizer = get_state_dict(saved["model"], saved["optimizer"], options=options)
+        stock = {**saved, "model": module, "optimizer": optimizer}
+        del stock["rng"]
+        dcp.save(stock, checkpoint_id=path)
+        for wrap in ("fsdp", "ddp"):
+            state = program(wrap, launch, seed=1)
+            state["optimizer"].param_groups[0]["lr"] = 7.0
+            del state["rng"]
+            restore(state, path)
+            assert_equal(whole(state), whole(saved), f"{wrap} {flatten}")
+
+
+def case_stock_torch_takes_the_shards_that_are_saved_here(launch: Launch) -> None:
+    saved = program("fsdp", launch)
+    train(saved, 2)
+    save(saved, launch.path("ckpt"))
+    for wrap in ("fsdp", "ddp"):
+        state = program(wrap, launch, seed=1)
+        module, optimizer = get_state_dict(state["model"], state["optimizer"])
+        dcp.load({"model": module, "optimizer": optimizer}, checkpoint_id=launch.path("ckpt"))
+        set_state_dict(
+            state["model"],
+            state["optimizer"],
+            model_state_dict=module,
+            optim_state_dict=optimizer,
+        )
+        found, expected = whole(state), whole(saved)
+        assert_equal(
+            [found["model"], found["optimizer"]], [expected["model"], expected["optimizer"]]
+        )
+
+
+# --- AsyncCheckpoint -----------------------------------------------------------------------------
+
+
+def case_written_in_the_background_and_restored(launch: Launch) -> None:
+    for wrap in ("ddp", "fsdp"):
+        checkpoint = AsyncCheckpoint(**program(wrap, launch))
+        state = checkpoint.state
+        paths = []
+        for _ in range(2):
+            train(state, 1)
+            paths.append(checkpoint.save(launch.path(wrap)))
+            expected = copy.deepcopy(whole(state))
+        train(state, 1)
+        assert paths == [f"{launch.path(wrap)}-1", f"{launch.path(wrap)}-2"]
+        checkpoint.sync()
+        resumed = AsyncCheckpoint(**program(wrap, launch, seed=1))
+        resumed.restore(paths[1])
+        assert resumed.save_counter == 2
+        assert_equal(whole(resumed.state), expected, wrap)
+
+
+def case_a_state_that_one_rank_cannot_read_is_told_on_all(launch: Launch) -> None:
+    checkpoint = AsyncCheckpoint({"timeout": 30.0}, w=torch.ones(3))
+
+    def fail() -> None:
+        if launch.rank == launch.size - 1:
+            raise RuntimeError("the cache is gone")
+
+    handle = checkpoint.before_save(fail)
+
+    def save_and_wait() -> None:
+        checkpoint.save(launch.path("ckpt"))
+        checkpoint.sync()
+
+    # At the call on that rank, on the others at the end.
+    with pytest.raises((RuntimeError, CheckpointException), match="the cache is gone"):
+        save_and_wait()
+    handle.remove()
+    assert checkpoint.save(launch.path("ckpt")) == f"{launch.path('ckpt')}-2"
+    checkpoint.sync()
+
+
+class _FailsOnTheLastRank:
+    """Takes part in what it is told to, but for the last rank's call of one method."""
+
+    def __init__(self, launch: Launch) -> None:
+        self._is_last = launch.rank == launch.size - 1
+        self.failing = ""
+
+    def state_dict(self) -> State:
+        self._fail("state_dict")
+        return {"a": 1}
+
+    def load_state_dict(self, state: State) -> None:
+        self._fail("load_state_dict")
+
+    def _fail(self, method: str) -> None:
+        if self._is_last and method == self.failing:
+            raise RuntimeError("the worker has died")
+
+
+def case_a_restore_that_fails_on_one_rank_is_told_on_all(launch: Launch) -> None:
+    value = _FailsOnTheLastRank(launch)
+    checkpoint = AsyncCheckpoint({"timeout": 60.0}, w=torch.ones(3), value=value)
+    path = checkpoint.save(launch.path("ckpt"))
+    checkpoint.sync()
+    for method in ("state_dict", "load_state_dict"):
+        value.failing = method
+        with pytest.raises((CheckpointError, RuntimeError), match=r"value: .*worker has died"):
+            checkpoint.restore(path)
+    value.failing = ""
+    checkpoint.restore(path)
+
+
+def case_each_ranks_own_under_another_key_is_missing_on_all(launch: Launch) -> None:
+    save({"loader": PerRank({"position": launch.rank})}, launch.path("ckpt"))
+    with pytest.raises(CheckpointException, match=r"renamed\.rank0"):
+        restore({"renamed": PerRank({"position": 0})}, launch.path("ckpt"))
+
+
+def case_only_the_coordinator_is_called_back(launch: Launch) -> None:
+    called: list[str] = []
+    checkpoint = AsyncCheckpoint(w=torch.ones(3))
+    path = checkpoint.save(launch.path("ckpt"), on_commit=called.append)
+    checkpoint.sync()
+    assert called == ([path] if launch.rank == 0 else [])
+    dist.barrier()
+
+
+test_on_ranks = on_ranks(globals(), (1, 2, 4))
+test_what_some_ranks_left_others_restore = between(
+    "a_program_is_left_for_others", "what_others_left_is_restored", [(2, 1), (2, 4), (4, 1), (4, 2)]
 )

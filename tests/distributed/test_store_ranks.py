@@ -6,53 +6,50 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.distributed.launcher import Processes
-from tests.distributed.store_cases import TIMEOUT
+from tests.distributed.launcher import Outcomes
+from tests.distributed.store_cases import TIMEOUT, play
+from tests.ranks import ranks
 
 KILLED = "a_killed_rank_is_given_up"
 STOPPED = "a_stopped_rank_is_given_up_and_fails_when_it_goes_on"
 
 
 @pytest.fixture(scope="module")
-def launches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Processes]]:
+def outcomes() -> Iterator[dict[int, Outcomes]]:
     """At the same time, for they mostly wait."""
-    results = tmp_path_factory.mktemp("store")
-    module = "tests.distributed.store_cases"
-    launches = {size: Processes(module, size, results / f"of-{size}") for size in (2, 4)}
-    yield launches
-    for launch in launches.values():
-        launch.kill()
+    with ranks(2, play) as two, ranks(4, play) as four:
+        yield {of.size: Outcomes(of) for of in (two, four)}
 
 
 @pytest.fixture(params=[2, 4], ids=["2 ranks", "4 ranks"])
-def launch(request: pytest.FixtureRequest, launches: dict[int, Processes]) -> Processes:
-    return launches[request.param]
+def launch(request: pytest.FixtureRequest, outcomes: dict[int, Outcomes]) -> Outcomes:
+    return outcomes[request.param]
 
 
-def test_steps_give_what_they_give_over_the_process_group(launch: Processes) -> None:
+def test_steps_give_what_they_give_over_the_process_group(launch: Outcomes) -> None:
     for over_group, over_store in launch.found("steps_give_what_they_give_over_the_process_group"):
         assert len(over_group) == 4
         assert over_store == over_group
 
 
-def test_ranks_of_a_subgroup_are_numbered_within_it(launch: Processes) -> None:
-    half = launch.size // 2
+def test_ranks_of_a_subgroup_are_numbered_within_it(launch: Outcomes) -> None:
+    half = launch.ranks.size // 2
     expected = [
         [rank % half, half, list(range(rank - rank % half, rank - rank % half + half))]
-        for rank in range(launch.size)
+        for rank in range(launch.ranks.size)
     ]
     assert launch.found("ranks_of_a_subgroup_are_numbered_within_it") == expected
 
 
 @pytest.mark.parametrize("case", [STOPPED, KILLED])
-def test_a_silent_rank_is_named_on_all_others(launch: Processes, case: str) -> None:
-    last = launch.size - 1
+def test_a_silent_rank_is_named_on_all_others(launch: Outcomes, case: str) -> None:
+    last = launch.ranks.size - 1
     for outcome in launch.found(case, dead=last if case == KILLED else None)[:last]:
         assert outcome["ranks"] == [last]
         assert f"rank {last} gave no sign of life for 2 s in 'write'" in outcome["text"]
         assert outcome["seconds"] > TIMEOUT
 
 
-def test_a_rank_that_was_stopped_fails_like_the_others(launch: Processes) -> None:
+def test_a_rank_that_was_stopped_fails_like_the_others(launch: Outcomes) -> None:
     *others, stopped = launch.found(STOPPED)
     assert [other["text"] for other in others] == [stopped["text"]] * len(others)

@@ -1,12 +1,217 @@
-"""Several ranks that log, profile and draw: each case of training_cases.py on two and on four."""
+"""Several ranks that log, profile and draw."""
 
 from __future__ import annotations
 
-from tests.distributed.launcher import Launch, launch_tests
-from tests.distributed.training_cases import CASES
+import contextlib
+import gzip
+import io
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
 
-LAUNCHES = {"2 ranks": Launch(2, list(CASES)), "4 ranks": Launch(4, list(CASES))}
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.fx import Graph
 
-torchrun, test_on_ranks, test_all_ranks_of_a_launch_end_well = launch_tests(
-    "tests.distributed.training_cases", LAUNCHES
+from tests.distributed.cases import Launch, dtensors, mesh_1d, tensor_of
+from tests.distributed.launcher import on_ranks
+from torch_ckpt.app_state import PerRank
+from torch_ckpt.training import (
+    load_checkpoint_if_it_exists,
+    log,
+    mkdir,
+    save_checkpoint,
+    save_graph,
+    start_profile,
+    stop_profile,
 )
+
+
+class Recorded:
+    """Keeps what a SummaryWriter would get."""
+
+    def __init__(self) -> None:
+        self.scalars: dict[str, float] = {}
+        self.histograms: dict[str, torch.Tensor] = {}
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+        self.scalars[tag] = scalar_value
+
+    def add_histogram(self, tag: str, values: torch.Tensor, global_step: int) -> None:
+        self.histograms[tag] = values
+
+
+@contextlib.contextmanager
+def refused_on(ranks: range, error: type[Exception], match: str) -> Iterator[None]:
+    """Other ranks must get through."""
+    if dist.get_rank() in ranks:
+        with pytest.raises(error, match=match):
+            yield
+    else:
+        yield
+
+
+def total_of_ranks(launch: Launch) -> DTensor:
+    """1 of rank 0, 2 of rank 1, ..., not added up yet."""
+    return DTensor.from_local(torch.tensor(launch.rank + 1.0), mesh_1d(launch), [Partial()])
+
+
+# --- logs ----------------------------------------------------------------------------------------
+
+
+def case_sharded_tensors_are_whole_in_the_log(launch: Launch) -> None:
+    logger = Recorded()
+    state = dtensors(mesh_1d(launch))
+    log(1, logger, state)
+    whole = {name: tensor_of(name, *tensor.shape) for name, tensor in state.items()}
+    expected = {name: tensor[torch.isfinite(tensor)] for name, tensor in whole.items()}
+    assert set(logger.histograms) == (set() if launch.rank else set(expected))
+    for name, values in logger.histograms.items():
+        assert torch.equal(values, expected[name]), name
+
+
+def case_a_sum_over_ranks_is_complete_in_the_log(launch: Launch) -> None:
+    logger = Recorded()
+    log(1, logger, {"loss": total_of_ranks(launch)})
+    total = launch.size * (launch.size + 1) / 2
+    assert logger.scalars == ({} if launch.rank else {"loss": total})
+
+
+def case_only_rank_0_writes_a_line(launch: Launch) -> None:
+    with contextlib.redirect_stdout(io.StringIO()) as written:
+        log(1, None, {"loss": 0.5})
+    assert written.getvalue() == ("" if launch.rank else "step 1: loss=0.5\n")
+
+
+def case_what_only_rank_0_cannot_log_keeps_nobody_waiting(launch: Launch) -> None:
+    extra = {} if launch.rank else {"note": "text"}
+    with refused_on(range(1), ValueError, "'note': a str"):
+        log(1, None, {**extra, "loss": total_of_ranks(launch)})
+    dist.barrier()
+
+
+def case_a_logger_that_is_none_keeps_nobody_waiting(launch: Launch) -> None:
+    with refused_on(range(1), TypeError, "logger is a list"):
+        log(1, [], {"loss": total_of_ranks(launch)})  # type: ignore[arg-type]
+    dist.barrier()
+
+
+def case_what_no_rank_can_log_is_refused_on_all(launch: Launch) -> None:
+    with refused_on(range(launch.size), ValueError, "'w': a tensor of torch.complex64"):
+        log(1, None, {"w": total_of_ranks(launch).to(torch.complex64)})
+
+
+def case_a_tensor_that_rank_0_has_no_part_in_is_refused_on_all(launch: Launch) -> None:
+    mesh = DeviceMesh("cpu", list(range(1, launch.size)))
+    tensor = DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False)
+    with refused_on(range(launch.size), ValueError, "'w': a DTensor on .* rank 0 is not in"):
+        log(1, None, {"w": tensor})
+
+
+def case_a_tensor_of_some_ranks_is_logged_without_the_others(launch: Launch) -> None:
+    mesh = DeviceMesh("cpu", [0, 1])
+    logger = Recorded()
+    log(1, logger, {"w": distribute_tensor(torch.arange(6), mesh, [Shard(0)])})
+    if launch.rank == 0:
+        assert logger.histograms["w"].tolist() == [0, 1, 2, 3, 4, 5]
+    else:
+        assert not logger.histograms
+
+
+# --- profiles ------------------------------------------------------------------------------------
+
+
+def operations(path: str) -> set[str]:
+    events = json.loads(gzip.decompress(Path(path).read_bytes()))["traceEvents"]
+    return {event.get("name") for event in events}
+
+
+def case_a_profile_is_rank_0s(launch: Launch) -> None:
+    start_profile()
+    torch.ones(3).cumsum(0)
+    path = stop_profile(launch.path("traces"))
+    dist.barrier()
+    [trace] = launch.path("traces").iterdir()
+    assert path == (None if launch.rank else str(trace))
+    assert "aten::cumsum" in operations(str(trace))
+
+
+def case_a_profile_of_all_ranks_is_a_trace_of_each(launch: Launch) -> None:
+    start_profile(all_ranks=True)
+    torch.ones(3).cumsum(0)
+    path = stop_profile(launch.path("traces"))
+    assert path is not None
+    assert Path(path).name.startswith(f"rank-{launch.rank}.")
+    assert "aten::cumsum" in operations(path)
+    dist.barrier()
+    assert len(list(launch.path("traces").iterdir())) == launch.size
+
+
+def case_a_wrong_call_is_refused_on_all_ranks(launch: Launch) -> None:
+    with refused_on(range(launch.size), RuntimeError, "no profile is being taken"):
+        stop_profile(launch.path())
+    start_profile()
+    with refused_on(range(launch.size), RuntimeError, "a profile is being taken"):
+        start_profile()
+    stop_profile(launch.path())
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def case_a_graph_is_saved_by_rank_0(launch: Launch) -> None:
+    save_graph(Graph(), launch.path(f"{launch.rank}.dot"))
+    dist.barrier()
+    assert [file.name for file in launch.path().iterdir()] == ["0.dot"]
+
+
+def case_a_wrong_suffix_is_refused_on_all_ranks(launch: Launch) -> None:
+    with refused_on(range(launch.size), ValueError, "must end in"):
+        save_graph(Graph(), launch.path("graph.png"))
+
+
+def case_all_ranks_make_one_directory_at_once(launch: Launch) -> None:
+    mkdir(launch.path("a", "b"))
+    assert launch.path("a", "b").is_dir()
+
+
+# --- steps ---------------------------------------------------------------------------------------
+
+
+def case_a_complete_step_is_refused_on_all_ranks(launch: Launch) -> None:
+    save_checkpoint(launch.path("run"), 1, {"t": torch.ones(3)})
+    with pytest.raises(FileExistsError, match="complete"):
+        save_checkpoint(launch.path("run"), 1, {"t": torch.zeros(3)})
+
+
+def case_another_dtype_on_one_rank_is_refused_on_all(launch: Launch) -> None:
+    save_checkpoint(launch.path("run"), 1, {"t": torch.ones(3)})
+    state = {"t": torch.zeros(3, dtype=torch.float32 if launch.rank else torch.int64)}
+    with pytest.raises(CheckpointException, match=r"stored torch\.float32, wanted"):
+        load_checkpoint_if_it_exists(launch.path("run"), state)
+    assert not state["t"].any()
+
+
+def case_what_other_stages_have_is_no_cause_for_a_warning(launch: Launch) -> None:
+    def stage() -> dict[str, torch.Tensor | PerRank]:
+        return {f"stage{launch.rank}": torch.ones(3), "own": PerRank(launch.rank)}
+
+    save_checkpoint(launch.path("run"), 1, stage())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_checkpoint_if_it_exists(launch.path("run"), stage())
+
+
+def case_what_no_rank_has_a_place_for_is_named_by_rank_0(launch: Launch) -> None:
+    save_checkpoint(launch.path("run"), 1, {"t": torch.ones(3), "u": torch.ones(3)})
+    with refused_on(range(1), UserWarning, "no place for.*: u$"), warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*no place for")
+        load_checkpoint_if_it_exists(launch.path("run"), {"t": torch.zeros(3)})
+
+
+test_on_ranks = on_ranks(globals())

@@ -6,8 +6,8 @@
 //    Descriptors are looked up in /proc/self/fd, so that nothing has to be kept in step with them.
 // 2. Calls of the kinds in `mask` are numbered, over all threads; the one numbered `first` is acted
 //    upon, and so are the `times - 1` after it.
-// 3. Orders and the log lie in a file that SHIM_BLOCK names, which the tests map too: they read there
-//    what a child that was killed had done.
+// 3. Orders and the log lie in a file that SHIM_BLOCK names, which the tests map too: they read
+//    there what a child that was killed had done.
 //
 // Calls that libc makes inside (fopen, the open of opendir) are out of reach; Python and the engine
 // make their own.

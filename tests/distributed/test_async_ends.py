@@ -1,73 +1,85 @@
-"""Several ranks that save while training goes on, two and four: the cases of async_cases.py by
-torchrun, and those of async_deaths.py without it, for torchrun ends all ranks when one has died.
-"""
+"""Ranks that end while a save is under way, and ranks that fall silent in one."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from tests.distributed.async_cases import CASES, left_at_the_end
+import torch_ckpt
+from tests.distributed import async_deaths
 from tests.distributed.async_deaths import TIMEOUT, state_of
-from tests.distributed.launcher import Launch, Processes, Torchrun, launch_tests
+from tests.distributed.launcher import Outcomes, torchrun
+from tests.ranks import ranks
 from tests.support import assert_equal, emptied, stock_load
-
-LAUNCHES = {"2 ranks": Launch(2, list(CASES)), "4 ranks": Launch(4, list(CASES))}
+from torch_ckpt import Background
 
 #: By number of ranks the one that dies: the coordinator, and another one.
 VICTIMS = {2: 0, 4: 3}
 
-torchrun, test_on_ranks, _ = launch_tests(
-    "tests.distributed.async_cases", LAUNCHES, case_first=True
-)
+
+def leave_a_save_under_way(_: Connection | None, path: Path) -> None:
+    """Nobody waits for it; the process group goes, and then the interpreter."""
+    dist.init_process_group("gloo")
+    slow = Background(max_bytes_per_second=40_000_000)
+    torch_ckpt.async_save(state_of(dist.get_rank()), path, background=slow)
+    # Without this barrier gloo's thread sometimes aborts while Python exits (torch 2.15).
+    dist.barrier()
+    dist.destroy_process_group()
 
 
-def assert_left_whole(workdir: Path, size: int) -> None:
+def assert_left_whole(path: Path, size: int) -> None:
     for rank in range(size):
-        path, expected = left_at_the_end(workdir, size, rank)
+        expected = state_of(rank)
         loaded = emptied(expected)
         stock_load(loaded, path)
         assert_equal(loaded, expected)
 
 
-@pytest.mark.parametrize("launch", LAUNCHES)
-def test_a_save_under_way_when_the_interpreter_ends_is_whole(
-    torchrun: Torchrun, launch: str
-) -> None:
-    torchrun.run(launch)
-    assert torchrun.codes[launch] == 0, torchrun.outputs[launch]
-    assert_left_whole(torchrun.workdir, LAUNCHES[launch].ranks)
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_save_under_way_when_the_interpreter_ends_is_whole(tmp_path: Path, size: int) -> None:
+    with ranks(size, leave_a_save_under_way, tmp_path) as group:
+        assert group.codes() == [0] * size, group.said()
+    assert_left_whole(tmp_path, size)
 
 
 def test_it_is_whole_also_where_a_rank_that_ends_hosts_the_store(tmp_path: Path) -> None:
-    arguments = (tmp_path / "results", tmp_path)
-    ranks = Processes("tests.distributed.async_cases", 2, *arguments, rank_0_hosts_store=True)
-    assert ranks.codes() == [0, 0], "\n".join(ranks.outputs)
+    with ranks(2, leave_a_save_under_way, tmp_path, rank_0_hosts_store=True) as group:
+        assert group.codes() == [0, 0], group.said()
+    assert_left_whole(tmp_path, 2)
+
+
+def test_it_is_whole_also_under_torchrun(tmp_path: Path) -> None:
+    done = torchrun(2, "-m", "tests.distributed.test_async_ends", tmp_path)
+    assert done.returncode == 0, done.stdout
     assert_left_whole(tmp_path, 2)
 
 
 class Deaths:
     """The cases of async_deaths.py on a number of ranks."""
 
-    def __init__(self, size: int, workdir: Path) -> None:
-        workdir.mkdir()
+    def __init__(self, size: int, workdir: Path, stack: ExitStack) -> None:
         self.workdir = workdir
         self.victim = VICTIMS[size]
         self.others = [rank for rank in range(size) if rank != self.victim]
-        module = "tests.distributed.async_deaths"
-        self.ranks = Processes(module, size, workdir / "results", workdir, str(self.victim))
+        group = stack.enter_context(ranks(size, async_deaths.play, workdir, self.victim))
+        self.outcomes = Outcomes(group)
+
+    def found(self, case: str) -> list[Any]:
+        return self.outcomes.found(case, dead=self.victim if case == "killed" else None)
 
 
 @pytest.fixture(scope="module")
 def all_deaths(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Deaths]]:
     """At the same time, for they mostly wait."""
-    workdir = tmp_path_factory.mktemp("deaths")
-    deaths = {size: Deaths(size, workdir / f"of-{size}") for size in VICTIMS}
-    yield deaths
-    for of_size in deaths.values():
-        of_size.ranks.kill()
+    with ExitStack() as stack:
+        yield {size: Deaths(size, tmp_path_factory.mktemp("deaths"), stack) for size in VICTIMS}
 
 
 @pytest.fixture(
@@ -81,7 +93,7 @@ def deaths(request: pytest.FixtureRequest, all_deaths: dict[int, Deaths]) -> Dea
 def test_a_rank_that_falls_silent_in_a_save_is_named_on_all_others(
     deaths: Deaths, case: str
 ) -> None:
-    found = deaths.ranks.found(case, dead=deaths.victim if case == "killed" else None)
+    found = deaths.found(case)
     # The others wait for the coordinator for longer than it waits for them.
     patience = 1.25 * TIMEOUT if deaths.victim == 0 else TIMEOUT
     reason = f"rank {deaths.victim} gave no sign of life for {patience:g} s in 'write'"
@@ -93,16 +105,20 @@ def test_a_rank_that_falls_silent_in_a_save_is_named_on_all_others(
 
 
 def test_a_rank_that_goes_on_fails_like_the_others_and_leaves_nothing(deaths: Deaths) -> None:
-    found = deaths.ranks.found("stopped")
+    found = deaths.found("stopped")
     assert {outcome["text"] for outcome in found} == {found[0]["text"]}
     assert list((deaths.workdir / "stopped").iterdir()) == []
 
 
 def test_the_ranks_save_again_after_one_that_was_stopped_goes_on(deaths: Deaths) -> None:
     size = len(deaths.others) + 1
-    assert deaths.ranks.found("next") == [size + 1] * size
+    assert deaths.found("next") == [size + 1] * size
     for rank in range(size):
         expected = state_of(rank)
         loaded = emptied(expected)
         stock_load(loaded, deaths.workdir / "next")
         assert_equal(loaded, expected)
+
+
+if __name__ == "__main__":
+    leave_a_save_under_way(None, Path(sys.argv[1]))

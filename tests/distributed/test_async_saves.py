@@ -1,7 +1,7 @@
-"""Saves by several ranks while training goes on; run under torchrun by test_async_ranks.py.
+"""Saves by several ranks while training goes on.
 
-As cases.py, whose states and launches these are. Where a case needs a save to be at some point it
-holds it there: :class:`Held` before the first tensor is read, ``write_done`` before the commit.
+Where a case needs a save to be at some point it holds it there: ``Held`` before the first tensor is
+read, ``write_done`` before the commit.
 """
 
 from __future__ import annotations
@@ -9,107 +9,45 @@ from __future__ import annotations
 import copy
 import errno
 import json
-import sys
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import wait as wait_for_futures
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import torch_ckpt
 from tests.distributed import cases
+from tests.distributed.beside import (
+    LOADS,
+    STAGINGS,
+    Held,
+    Stop,
+    assert_saved,
+    load_by_dcp,
+    megabytes_of,
+    overwrite,
+    replaced,
+    users_of_process_groups,
+)
 from tests.distributed.cases import (
     PATIENCE_SECONDS,
-    STOCK,
     Launch,
     StateDict,
-    assert_everything,
-    assert_is_full_disk,
     everything,
-    everything_emptied,
     failure_of,
-    full_disk_on,
     full_state,
     tensor_of,
     trained_model,
 )
+from tests.distributed.launcher import on, on_ranks
 from tests.support import assert_equal, emptied
-from torch_ckpt import Background, CheckpointError, OnCommitFailed, SourceChanged, saving
-
-STAGINGS = ("blocking", "overlapped")
-
-
-def load_by_dcp(state: StateDict, path: Path) -> None:
-    cases.load(state, path, STOCK[1])
-
-
-LOADS: tuple[Callable[[StateDict, Path], None], ...] = (torch_ckpt.load, load_by_dcp)
-
-
-class Held(torch_ckpt.FileSystemWriter):
-    """Reads no tensor before it may."""
-
-    def __init__(self, path: Path, **options: Any) -> None:
-        super().__init__(path, **options)
-        self.may_stage = threading.Event()
-
-    def write_values(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.may_stage.wait(PATIENCE_SECONDS)
-        return super().write_values(*args, **kwargs)
-
-
-class Stop:
-    """Holds a save, as its ``write_done``, until it may end."""
-
-    def __init__(self) -> None:
-        self.may_end = threading.Event()
-
-    def __call__(self) -> None:
-        assert self.may_end.wait(PATIENCE_SECONDS)
-
-
-def overwrite(value: Any) -> None:
-    """Changes all that can be changed in place."""
-    if isinstance(value, DTensor):
-        value.to_local().fill_(-1)
-    elif isinstance(value, ShardedTensor):
-        for shard in value.local_shards():
-            shard.tensor.fill_(-1)
-    elif isinstance(value, torch.Tensor):
-        value.fill_(-1)
-    elif isinstance(value, dict):
-        for inner in value.values():
-            overwrite(inner)
-        value.clear()
-    elif isinstance(value, list):
-        for inner in value:
-            overwrite(inner)
-        value.clear()
-
-
-def megabytes_of(rank: int, count: int) -> StateDict:
-    """A tensor that only one rank has."""
-    name = f"of rank {rank}"
-    return {name: tensor_of(name, count, 250_000)}
-
-
-def assert_saved(launch: Launch, path: Path) -> None:
-    """Fails where ``path`` does not hold what everything() returns."""
-    for load in LOADS:
-        loaded = everything_emptied(launch)
-        load(loaded, path)
-        assert_everything(launch, loaded)
-
+from torch_ckpt import Background, CheckpointError, OnCommitFailed, saving
 
 # --- replicas that differ -------------------------------------------------------------------------
 
@@ -137,6 +75,7 @@ def drifted(launch: Launch) -> StateDict:
     }
 
 
+@on(4)
 def case_tensors_that_differ_between_ranks_are_warned_of(launch: Launch) -> None:
     for number, save in enumerate((by_save, by_async_save, by_async_save)):
         with warnings.catch_warnings(record=True) as caught:
@@ -176,9 +115,10 @@ def case_nothing_is_said_of_replicas_that_are_the_same_nor_when_nobody_asks(laun
             save(drifted(launch), launch.path(f"{save.__name__}-off"), check_replicas="off")
 
 
-# --- what is saved -------------------------------------------------------------------------------
+# --- what is saved --------------------------------------------------------------------------------
 
 
+@on(2, 4)
 def case_what_is_saved_is_the_state_at_the_call(launch: Launch) -> None:
     # The last one goes in waves: it may never hold more than a part in memory.
     modes: list[tuple[str, StateDict]] = [(staging, {}) for staging in STAGINGS]
@@ -272,6 +212,7 @@ def case_plain_tensors_are_written_once_and_by_all_ranks(launch: Launch) -> None
     assert writers == {str(rank) for rank in range(launch.size)}
 
 
+@on(4)
 def case_ranks_of_a_subgroup_save_and_the_others_do_not(launch: Launch) -> None:
     half = launch.size // 2
     groups = [dist.new_group(list(range(half))), dist.new_group(list(range(half, launch.size)))]
@@ -304,47 +245,7 @@ def case_a_rank_saves_alone_while_the_others_do_not(launch: Launch) -> None:
         assert loaded == {"rank": 1}
 
 
-# --- beside training -----------------------------------------------------------------------------
-
-_COLLECTIVES = """
-_allgather_base _reduce_scatter_base allgather allgather_coalesced allgather_into_tensor_coalesced
-allreduce allreduce_coalesced alltoall alltoall_base barrier broadcast gather monitored_barrier
-recv recv_anysource reduce reduce_scatter reduce_scatter_tensor_coalesced scatter send
-"""
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
-@contextmanager
-def users_of_process_groups() -> Iterator[set[str]]:
-    """Names of the threads that use one, by whatever function of torch's."""
-    users: set[str] = set()
-    # Not by getattr(), which gives functions that do not bind to an object when they are put back.
-    methods = vars(dist.ProcessGroup)
-    before = {name: methods[name] for name in _COLLECTIVES.split() if name in methods}
-
-    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
-        def watching(*args: Any, **kwargs: Any) -> Any:
-            users.add(threading.current_thread().name)
-            return function(*args, **kwargs)
-
-        return watching
-
-    for name in before:
-        setattr(dist.ProcessGroup, name, watched(getattr(dist.ProcessGroup, name)))
-    try:
-        yield users
-    finally:
-        for name, method in before.items():
-            setattr(dist.ProcessGroup, name, method)
+# --- beside training ------------------------------------------------------------------------------
 
 
 def case_a_save_leaves_the_process_group_to_the_training(launch: Launch) -> None:
@@ -377,96 +278,7 @@ def case_a_slow_save_leaves_the_process_group_to_the_training(launch: Launch) ->
     handle.result(PATIENCE_SECONDS)
 
 
-# --- one save and the next -----------------------------------------------------------------------
-
-
-class Probe:
-    """A Stateful that looks when it is asked for its state."""
-
-    def __init__(self, look: Callable[[], Any]) -> None:
-        self.look = look
-        self.seen: list[Any] = []
-
-    def state_dict(self) -> StateDict:
-        self.seen.append(self.look())
-        return {"value": 1}
-
-    def load_state_dict(self, state: StateDict) -> None:
-        pass
-
-
-def case_a_second_save_waits_for_the_first(launch: Launch) -> None:
-    slow = Background(max_bytes_per_second=40_000_000)
-    first = torch_ckpt.async_save(megabytes_of(launch.rank, 16), launch.path("1"), background=slow)
-    probe = Probe(lambda: (first.done(), (launch.path("1") / ".metadata").exists()))
-    state = {"probe": probe, **megabytes_of(launch.rank, 1)}
-    second = torch_ckpt.async_save(state, launch.path("2"))
-    assert probe.seen == [(True, True)]
-    second.result(PATIENCE_SECONDS)
-    for path, count in ((launch.path("1"), 16), (launch.path("2"), 1)):
-        loaded = emptied(megabytes_of(launch.rank, count))
-        torch_ckpt.load(loaded, path)
-        assert_equal(loaded, megabytes_of(launch.rank, count))
-
-
-def case_a_second_save_may_be_refused(launch: Launch) -> None:
-    stop = Stop()
-    first = torch_ckpt.async_save({"t": tensor_of("t", 5)}, launch.path("1"), write_done=stop)
-    try:
-        torch_ckpt.async_save({"t": tensor_of("t", 5)}, launch.path("2"), if_busy="raise")
-    except CheckpointError as error:
-        assert "has not ended yet" in str(error)  # noqa: PT017
-    else:
-        raise AssertionError("there were two saves at a time")
-    stop.may_end.set()
-    first.result(PATIENCE_SECONDS)
-    torch_ckpt.async_save({"t": tensor_of("t", 5)}, launch.path("2"), if_busy="raise").result()
-
-
-def case_an_error_that_nobody_saw_is_raised_by_the_next_save(launch: Launch) -> None:
-    path = launch.path("1")
-    with full_disk_on(1):
-        handle = torch_ckpt.async_save(everything(launch), path)
-        # Which does not look at how it has ended.
-        wait_for_futures([handle.committed], PATIENCE_SECONDS)
-    causes = failure_of(launch, lambda: torch_ckpt.async_save({}, launch.path("2")))
-    assert_is_full_disk(causes, 1, path)
-    torch_ckpt.async_save(everything(launch), launch.path("2")).result(PATIENCE_SECONDS)
-    assert_saved(launch, launch.path("2"))
-
-
-def case_an_error_that_one_rank_has_not_seen_fails_the_next_save_of_all(launch: Launch) -> None:
-    path = launch.path("1")
-    with full_disk_on(1):
-        handle = torch_ckpt.async_save(everything(launch), path)
-        wait_for_futures([handle.committed], PATIENCE_SECONDS)
-    if launch.rank != 1:
-        assert handle.committed.exception() is not None
-
-    def save() -> None:
-        state, path = everything(launch), launch.path("2")
-        torch_ckpt.async_save(state, path, timeout=1e6).result(PATIENCE_SECONDS)
-
-    try:
-        save()
-    except dcp.CheckpointException as error:
-        assert list(error.failures) == [1]  # noqa: PT017
-    else:
-        raise AssertionError("a rank saved without the one that had not seen its error")
-    assert not (launch.path("2") / ".metadata").exists()
-    save()
-    assert_saved(launch, launch.path("2"))
-
-
-def case_a_synchronous_save_waits_for_the_one_under_way(launch: Launch) -> None:
-    slow = Background(max_bytes_per_second=40_000_000)
-    handle = torch_ckpt.async_save(megabytes_of(launch.rank, 16), launch.path("1"), background=slow)
-    # Asked for its state before the wait; by the time that the save has ended it has waited.
-    torch_ckpt.save({"t": tensor_of("t", 5)}, launch.path("2"))
-    assert handle.done()
-
-
-# --- saves of one structure ----------------------------------------------------------------------
+# --- saves of one structure -----------------------------------------------------------------------
 
 
 def case_saves_of_one_structure_are_planned_once_and_hold_their_own_values(launch: Launch) -> None:
@@ -518,7 +330,7 @@ def case_a_structure_that_changes_from_save_to_save_is_saved_as_it_is(launch: La
         assert_equal(loaded, {k: whole if isinstance(v, DTensor) else v for k, v in state.items()})
 
 
-# --- who is told ---------------------------------------------------------------------------------
+# --- who is told ----------------------------------------------------------------------------------
 
 
 def case_all_ranks_are_told_of_their_files_and_the_coordinator_of_the_commit(
@@ -603,121 +415,4 @@ def case_each_rank_has_metrics_and_a_trace(launch: Launch) -> None:
     assert {"plan", "stage", "write", "commit"} <= {event["name"] for event in events}
 
 
-# --- failures ------------------------------------------------------------------------------------
-
-
-def case_a_source_changed_too_early_on_one_rank_fails_all(launch: Launch) -> None:
-    for number, name in enumerate(("plain.3", "sharded.even rows", "old")):
-        path = launch.path(str(number))
-        state = everything(launch)
-        writer = Held(path)
-        handle = torch_ckpt.async_save(state, storage_writer=writer, staging="overlapped")
-        if launch.rank == 1:
-            value = state
-            for key in name.split("."):
-                value = value[int(key) if isinstance(value, list) else key]
-            overwrite(value)
-        writer.may_stage.set()
-        causes = failure_of(launch, lambda: handle.result(PATIENCE_SECONDS))  # noqa: B023
-        assert set(causes) == {1}
-        assert isinstance(causes[1], SourceChanged)
-        assert str(causes[1]).startswith(f"{name}: changed before"), causes[1]
-        assert list(path.iterdir()) == []
-
-
-def case_a_full_disk_on_one_rank_fails_all(launch: Launch) -> None:
-    for staging in STAGINGS:
-        path = launch.path(staging)
-        with full_disk_on(1):
-            handle = torch_ckpt.async_save(everything(launch), path, staging=staging)
-            causes = failure_of(launch, lambda: handle.result(PATIENCE_SECONDS))  # noqa: B023
-        assert_is_full_disk(causes, 1, path)
-        assert list(path.iterdir()) == []
-        torch_ckpt.async_save(everything(launch), path, staging=staging).result(PATIENCE_SECONDS)
-        assert_saved(launch, path)
-
-
-def case_a_failed_save_keeps_the_checkpoint_that_it_was_to_replace(launch: Launch) -> None:
-    path = launch.path()
-    torch_ckpt.async_save(everything(launch), path).result(PATIENCE_SECONDS)
-    before = sorted(file.name for file in path.iterdir())
-    state = everything(launch)
-    for tensor in state["plain"]:
-        tensor.add_(1)
-    with full_disk_on(1):
-        handle = torch_ckpt.async_save(state, path)
-        failure_of(launch, lambda: handle.result(PATIENCE_SECONDS))
-    assert sorted(file.name for file in path.iterdir()) == before
-    assert_saved(launch, path)
-
-
-def case_write_done_that_fails_on_one_rank_publishes_nothing(launch: Launch) -> None:
-    path = launch.path()
-
-    def write_done() -> None:
-        if launch.rank == 1:
-            raise OSError(errno.EIO, "on purpose")
-
-    handle = torch_ckpt.async_save(everything(launch), path, write_done=write_done)
-    causes = failure_of(launch, lambda: handle.result(PATIENCE_SECONDS))
-    assert {rank: type(cause) for rank, cause in causes.items()} == {1: OSError}
-    assert list(path.iterdir()) == []
-
-
-def case_a_state_dict_that_fails_on_one_rank_fails_all(launch: Launch) -> None:
-    def fail() -> None:
-        if launch.rank == 1:
-            raise KeyError("on purpose")
-
-    for staging in STAGINGS:
-        path = launch.path(staging)
-        state = {"failing": Probe(fail), "t": tensor_of("t", 5)}
-        try:
-            # The others do not wait for as long as for a rank that is silent.
-            handle = torch_ckpt.async_save(state, path, staging=staging, timeout=1e6)
-            handle.result(PATIENCE_SECONDS)
-        except KeyError as error:
-            # On rank 1 what it has raised, where that is known before the save begins.
-            if launch.rank != 1 or isinstance(error, dcp.CheckpointException):
-                assert isinstance(error, dcp.CheckpointException)  # noqa: PT017
-                assert [rank for rank in error.failures] == [1]  # noqa: PT017
-                assert "on purpose" in str(error)  # noqa: PT017
-        else:
-            raise AssertionError("nothing was raised")
-        assert not (path / ".metadata").exists()
-        torch_ckpt.async_save(everything(launch), path, staging=staging).result(PATIENCE_SECONDS)
-        assert_saved(launch, path)
-
-
-def case_ranks_that_disagree_about_a_tensor_fail_all(launch: Launch) -> None:
-    path = launch.path()
-    handle = torch_ckpt.async_save({"t": torch.zeros(3 + launch.rank % 2)}, path)
-    causes = failure_of(launch, lambda: handle.result(PATIENCE_SECONDS))
-    assert set(causes) == {0}
-    assert "rank 0 has torch.float32 [3], rank 1 has torch.float32 [4]" in str(causes[0])
-    assert not (path / ".metadata").exists()
-
-
-# --- running them --------------------------------------------------------------------------------
-
-CASES: dict[str, Callable[[Launch], None]] = {
-    name.removeprefix("case_"): function
-    for name, function in list(globals().items())
-    if name.startswith("case_")
-}
-
-
-def left_at_the_end(workdir: Path, size: int, rank: int) -> tuple[Path, StateDict]:
-    """Where a launch leaves a save under way, and what of one of its ranks."""
-    return workdir / f"{size}-ranks" / "at the end", megabytes_of(rank, 16)
-
-
-def leave_a_save_under_way(launch: Launch) -> None:
-    """Nobody waits for it; the process group goes, and then the interpreter."""
-    path, state = left_at_the_end(launch.workdir, launch.size, launch.rank)
-    slow = Background(max_bytes_per_second=40_000_000)
-    torch_ckpt.async_save(state, path, background=slow)
-
-
-if __name__ == "__main__":
-    cases.main(Path(sys.argv[2]), Path(sys.argv[1]), sys.argv[3:], CASES, leave_a_save_under_way)
+test_on_ranks = on_ranks(globals())

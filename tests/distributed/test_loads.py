@@ -1,19 +1,15 @@
-"""What several ranks load together; run under torchrun by test_load_ranks.py, as cases.py is."""
+"""What several ranks load together: parts, what does not fit, what is damaged."""
 
 from __future__ import annotations
 
 import os
 import pickle
 import random
-import shutil
-import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -23,14 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import torch_ckpt
-from tests.distributed import cases
 from tests.distributed.cases import (
     Launch,
     StateDict,
     assert_everything,
     assert_whole,
-    dtensors,
-    dtensors_2d,
     everything,
     everything_emptied,
     failure_of,
@@ -38,64 +31,23 @@ from tests.distributed.cases import (
     mesh_2d,
     sharded_tensor,
     tensor_of,
-    zeroed,
 )
-from tests.support import assert_equal, data_files, place_of, random_tensor
-from torch_ckpt import loading, reader, replicas
+from tests.distributed.launcher import on, on_ranks
+from tests.distributed.loads import (
+    ALLOWANCE,
+    LOADERS,
+    by_load,
+    cost_of,
+    damaged,
+    flip,
+    on_rank_0,
+    save,
+    stock_save,
+)
+from tests.support import assert_equal, data_files
 from torch_ckpt.errors import Corrupt, LoadMismatch
-from torch_ckpt.metadata import read_metadata
 
-#: The metadata, and whatever Python reads meanwhile.
-ALLOWANCE = 256 << 10
-
-
-def by_load(state: StateDict, path: Path, **options: Any) -> None:
-    torch_ckpt.load(state, path, **options)
-
-
-def by_dcp(state: StateDict, path: Path, **options: Any) -> None:
-    dcp.load(state, storage_reader=torch_ckpt.FileSystemReader(path, **options))
-
-
-LOADERS = [by_load, by_dcp]
-
-
-def save(state: StateDict, path: Path, **options: Any) -> None:
-    torch_ckpt.save(state, path, sync_files=False, **options)
-
-
-def stock_save(state: StateDict, path: Path) -> None:
-    cases.save(state, path, dcp.FileSystemWriter)
-
-
-def bytes_read() -> int:
-    """By this process so far, from the page cache too."""
-    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(fields["rchar"])
-
-
-def cost_of(work: Callable[[], Any]) -> int:
-    """How many bytes it reads on this rank."""
-    before = bytes_read()
-    work()
-    return bytes_read() - before
-
-
-def of_all(launch: Launch, value: Any) -> list[Any]:
-    values: list[Any] = [None] * launch.size
-    dist.all_gather_object(values, value)
-    return values
-
-
-def on_rank_0(launch: Launch, work: Callable[[], Any]) -> None:
-    """Does it there, between all that is before and all that is after."""
-    dist.barrier()
-    if launch.rank == 0:
-        work()
-    dist.barrier()
-
-
-# --- parts ---------------------------------------------------------------------------------------
+# --- parts ----------------------------------------------------------------------------------------
 
 
 def case_a_rank_reads_little_more_than_its_rows(launch: Launch) -> None:
@@ -116,6 +68,7 @@ def case_a_rank_reads_little_more_than_its_rows(launch: Launch) -> None:
             assert_whole(target)
 
 
+@on(4)
 def case_any_sharding_is_loaded_into_any_other(launch: Launch) -> None:
     mesh, mesh2 = mesh_1d(launch), mesh_2d(launch)
     shape = (37, 26, 5)
@@ -189,6 +142,7 @@ def case_old_sharded_tensors_are_resharded(launch: Launch) -> None:
             assert_equal(shard.tensor, expected.tensor)
 
 
+@on(2, 4)
 def case_tensors_on_some_ranks_only_are_loaded_there(launch: Launch) -> None:
     """Of a mesh that has not all ranks."""
     mesh = DeviceMesh("cpu", list(range(launch.size - 1)))
@@ -211,7 +165,7 @@ def case_tensors_on_some_ranks_only_are_loaded_there(launch: Launch) -> None:
             assert estimate.target_bytes == 16 + wanted
 
 
-# --- damage --------------------------------------------------------------------------------------
+# --- damage ---------------------------------------------------------------------------------------
 
 
 def saved_rows(launch: Launch) -> tuple[Path, Callable[[], StateDict]]:
@@ -224,23 +178,6 @@ def saved_rows(launch: Launch) -> tuple[Path, Callable[[], StateDict]]:
         return {"t": distribute_tensor(torch.zeros(shape), mesh, [Shard(0)])}
 
     return path, target
-
-
-def damaged(launch: Launch, good: Path, name: str, damage: Callable[[list[Path]], Any]) -> Path:
-    path = launch.path(name)
-
-    def work() -> None:
-        shutil.copytree(good, path)
-        damage(data_files(path))
-
-    on_rank_0(launch, work)
-    return path
-
-
-def flip(file: Path, at: int) -> None:
-    data = bytearray(file.read_bytes())
-    data[at] ^= 16
-    file.write_bytes(data)
 
 
 def exchange(files: list[Path]) -> None:
@@ -283,7 +220,7 @@ def case_exchanged_files_are_an_error(launch: Launch) -> None:
             assert str(cause).startswith("t: ")
 
 
-# --- zero_fill -----------------------------------------------------------------------------------
+# --- zero_fill ------------------------------------------------------------------------------------
 
 
 def case_sharded_tensors_grow(launch: Launch) -> None:
@@ -336,7 +273,7 @@ def case_a_sharded_tensor_that_is_smaller_than_stored_is_refused(launch: Launch)
         assert (target.full_tensor() == 7).all()
 
 
-# --- what fits -----------------------------------------------------------------------------------
+# --- what fits ------------------------------------------------------------------------------------
 
 
 def case_where_one_rank_does_not_fit_nothing_is_changed_on_any(launch: Launch) -> None:
@@ -448,7 +385,7 @@ def case_freeing_first_gives_the_same(launch: Launch) -> None:
     assert_everything(launch, state)
 
 
-# --- Stateful values -----------------------------------------------------------------------------
+# --- Stateful values ------------------------------------------------------------------------------
 
 
 class Collective:
@@ -543,383 +480,4 @@ def case_a_pattern_may_match_on_one_rank_only(launch: Launch) -> None:
         assert str(cause) == "no name in the state dict matches 'of nobody'"
 
 
-# --- read_once -----------------------------------------------------------------------------------
-
-
-@contextmanager
-def batches_of(count: int) -> Iterator[None]:
-    """So many bytes are sent at once, and are the parts of large tensors."""
-    with mock.patch.object(replicas, "BATCH_BYTES", count):
-        yield
-
-
-def case_what_all_want_is_read_once(launch: Launch) -> None:
-    path = launch.path()
-    state = {f"t{i}": tensor_of(f"t{i}", 300, 400 + i) for i in range(8)}
-    state["large"] = tensor_of("large", 4000, 500)
-    save(state, path)
-    stored = sum(tensor.nbytes for tensor in state.values())
-    for load in LOADERS:
-        loaded = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-        with batches_of(1 << 20):
-            cost = cost_of(
-                lambda load=load, s=loaded: load(s, path, read_once=True, direct_io=False)
-            )
-        assert_equal(loaded, state)
-        costs = of_all(launch, cost)
-        assert stored <= sum(costs) <= 1.05 * stored + launch.size * ALLOWANCE
-        # The large one is cut, so that each reads about its part.
-        assert max(costs) <= 1.2 * stored / launch.size + ALLOWANCE
-
-
-def case_shards_that_several_ranks_have_are_read_once(launch: Launch) -> None:
-    """Sharded over one dimension of the mesh and replicated over the other."""
-    mesh, path = mesh_2d(launch), launch.path()
-    whole = {f"t{i}": tensor_of(f"t{i}", 512, 1024) for i in range(4)}
-    save(dict(whole), path)
-    stored = sum(tensor.nbytes for tensor in whole.values())
-    for load in LOADERS:
-        state = {
-            name: distribute_tensor(torch.zeros(512, 1024), mesh, [Replicate(), Shard(0)])
-            for name in whole
-        }
-        cost = cost_of(lambda load=load, s=state: load(s, path, read_once=True, direct_io=False))
-        assert_whole(state)
-        costs = of_all(launch, cost)
-        assert stored <= sum(costs) <= 1.05 * stored + launch.size * ALLOWANCE
-
-
-def case_every_rank_warns_of_what_a_read_once_narrows(launch: Launch) -> None:
-    path = launch.path()
-    names = [f"t{i}" for i in range(6)]
-    save({name: tensor_of(name, 30, 20) for name in names}, path)
-    for load in LOADERS:
-        state = {name: torch.zeros(30, 20, dtype=torch.bfloat16) for name in names}
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            load(state, path, read_once=True)
-        said = [str(w.message) for w in caught if "loading converts" in str(w.message)]
-        assert len(said) == 1
-        assert all(f"{name} (torch.float32" in said[0] for name in names), said
-
-
-def replicated(launch: Launch) -> StateDict:
-    tied = tensor_of("tied", 30, 20)
-    return {
-        "model": {
-            "weight": tensor_of("weight", 700, 300),
-            "scalar": torch.tensor(3.5),
-            "empty": torch.zeros(0, 4),
-            "half": random_tensor((50, 3), torch.bfloat16),
-            "flags": random_tensor((77,), torch.bool),
-            "conjugated": torch.complex(tied, tied + 1).conj(),
-            "transposed": tensor_of("transposed", 40, 50).t(),
-            "tied": tied,
-            "also tied": tied,
-        },
-        "hybrid": dict(dtensors_2d(mesh_2d(launch))),
-        "sharded": dict(dtensors(mesh_1d(launch))),
-        "step": 3,
-        "note": "text",
-        "list": [tensor_of("of a list", 5), 7],
-    }
-
-
-def replicated_emptied(launch: Launch) -> StateDict:
-    state = replicated(launch)
-    tied = torch.zeros(30, 20)
-    state["model"] = {
-        name: torch.zeros(tensor.shape, dtype=tensor.dtype)
-        for name, tensor in state["model"].items()
-    } | {"tied": tied, "also tied": tied}
-    state["hybrid"], state["sharded"] = zeroed(state["hybrid"]), zeroed(state["sharded"])
-    return state | {"step": 0, "note": "", "list": [torch.zeros(5), 0]}
-
-
-def assert_replicated(launch: Launch, state: StateDict) -> None:
-    expected = replicated(launch)
-    assert_whole(state["hybrid"])
-    assert_whole(state["sharded"])
-    for key in ("model", "step", "note", "list"):
-        assert_equal(state[key], expected[key], key)
-
-
-def case_whatever_is_read_once_is_right(launch: Launch) -> None:
-    for number, saver in enumerate((save, stock_save)):
-        path = launch.path(str(number))
-        saver(replicated(launch), path)
-        for load in LOADERS:
-            for batch in (1 << 12, 1 << 26):
-                state = replicated_emptied(launch)
-                with batches_of(batch):
-                    load(state, path, read_once=True, max_inflight_bytes=2 << 20)
-                assert_replicated(launch, state)
-
-
-def case_read_once_fills_targets_of_all_kinds(launch: Launch) -> None:
-    """Ranks differ in layout and dtype, so that what they read is not the same."""
-    path = launch.path()
-    names = ["dtype", "strided", "negated", "transposed", "inference", "parameter", "alike"]
-    save({name: tensor_of(name, 60, 70) for name in names}, path)
-    odd = launch.rank % 2 == 1
-    with torch.inference_mode():
-        inference = torch.zeros(60, 70)
-    state: StateDict = {
-        "dtype": torch.zeros(60, 70, dtype=torch.float64 if odd else torch.float32),
-        "strided": torch.zeros(60, 140)[:, ::2] if odd else torch.zeros(60, 70),
-        "negated": torch.zeros(60, 70)._neg_view(),
-        "transposed": torch.zeros(70, 60).t(),
-        "inference": inference,
-        "parameter": torch.nn.Parameter(torch.zeros(60, 70)),
-        "alike": torch.zeros(60, 70, dtype=torch.float64),
-    }
-    for load in LOADERS:
-        load(state, path, read_once=True)
-        for name, target in state.items():
-            found = target.detach().float().nan_to_num(7)
-            assert torch.equal(found, tensor_of(name, 60, 70).nan_to_num(7)), name
-            if name != "inference":
-                target.data.zero_()
-
-
-def case_read_once_fills_what_only_torch_reads(launch: Launch) -> None:
-    path = launch.path()
-    values = torch.linspace(-3, 3, 24).reshape(4, 6)
-    tensor = torch.quantize_per_tensor(values, 0.05, 3, torch.quint8)
-    save({"q": tensor, "t": tensor_of("t", 40, 50)}, path)
-    for load in LOADERS:
-        target = torch.quantize_per_tensor(values - 1, 0.05, 3, torch.quint8)
-        state = {"q": target, "t": torch.zeros(40, 50)}
-        load(state, path, read_once=True)
-        assert torch.equal(target.dequantize(), tensor.dequantize())
-        assert_equal(state["t"], tensor_of("t", 40, 50))
-
-
-def case_ranks_may_want_different_things(launch: Launch) -> None:
-    path = launch.path()
-    names = ["all", "none of rank 0", "even", "of the last", "of nobody"]
-    save({name: tensor_of(name, 300, 200) for name in names}, path)
-    wants = {
-        "all": True,
-        "none of rank 0": launch.rank != 0,
-        "even": launch.rank % 2 == 0,
-        "of the last": launch.rank == launch.size - 1,
-    }
-    state = {name: torch.zeros(300, 200) for name, wanted in wants.items() if wanted}
-    for load in LOADERS:
-        with batches_of(1 << 16):
-            load(state, path, read_once=True)
-        for name, tensor in state.items():
-            assert_equal(tensor, tensor_of(name, 300, 200), name)
-            tensor.zero_()
-    nothing: StateDict = {} if launch.rank == 0 else state
-    by_load(nothing, path, read_once=True)
-    for name, tensor in nothing.items():
-        assert_equal(tensor, tensor_of(name, 300, 200), name)
-
-
-def case_a_subgroup_reads_once(launch: Launch) -> None:
-    """Of the last ranks, whose numbers in the group are others than in the world."""
-    members = list(range(1, launch.size))
-    group = dist.new_group(members)
-    path = launch.path()
-    save({f"t{i}": tensor_of(f"t{i}", 300, 200) for i in range(4)}, path)
-    if launch.rank not in members:
-        return
-    state = {f"t{i}": torch.zeros(300, 200) for i in range(4)}
-    if launch.rank == 1:
-        del state["t3"]
-    with batches_of(1 << 16):
-        by_load(state, path, read_once=True, process_group=group)
-    for name, tensor in state.items():
-        assert_equal(tensor, tensor_of(name, 300, 200), name)
-        tensor.zero_()
-    by_dcp_in_group(state, path, group, process_group=group)
-    with_planner = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-    by_load(
-        with_planner, path, read_once=True, process_group=group, planner=dcp.DefaultLoadPlanner()
-    )
-    for target in (state, with_planner):
-        for name, tensor in target.items():
-            assert_equal(tensor, tensor_of(name, 300, 200), name)
-    if len(members) > 1:
-        with pytest.raises(dcp.CheckpointException, match="pass process_group to the reader"):
-            by_dcp_in_group(state, path, group)
-
-
-def by_dcp_in_group(state: StateDict, path: Path, group: Any, **options: Any) -> None:
-    reader = torch_ckpt.FileSystemReader(path, read_once=True, **options)
-    dcp.load(state, storage_reader=reader, process_group=group)
-
-
-def case_a_rank_alone_reads_once_by_itself(launch: Launch) -> None:
-    path = launch.path()
-    save({"t": tensor_of("t", 300, 200)}, path)
-    state = {"t": torch.zeros(300, 200)}
-    planners: list[Any] = [None, dcp.DefaultLoadPlanner(), Hooked()]
-    for who in (0, launch.size - 1):
-        dist.barrier()
-        for planner in planners if launch.rank == who else []:
-            torch_ckpt.load(state, path, read_once=True, no_dist=True, planner=planner)
-            assert_equal(state["t"].clone(), tensor_of("t", 300, 200))
-            state["t"].zero_()
-            storage_reader = torch_ckpt.FileSystemReader(path, read_once=True)
-            dcp.load(state, storage_reader=storage_reader, no_dist=True, planner=planner)
-            assert_equal(state["t"].clone(), tensor_of("t", 300, 200))
-            state["t"].zero_()
-
-
-class Hooked(dcp.DefaultLoadPlanner):
-    """Its tensors are not to be written before it has been asked."""
-
-    def resolve_tensor(self, read_item: Any) -> torch.Tensor:
-        return super().resolve_tensor(read_item)
-
-
-def case_a_planner_of_ones_own_on_one_rank_reads_beside_the_others(launch: Launch) -> None:
-    path = launch.path()
-    names = [f"t{i}" for i in range(4)]
-    save({name: tensor_of(name, 300, 200) for name in names}, path)
-    for odd in range(launch.size):
-        planner = Hooked() if launch.rank == odd else dcp.DefaultLoadPlanner()
-        state = {name: torch.zeros(300, 200) for name in names}
-        by_load(state, path, read_once=True, planner=planner)
-        for name, tensor in state.items():
-            assert_equal(tensor, tensor_of(name, 300, 200), name)
-
-
-def case_ranks_that_read_different_checkpoints_each_get_theirs(launch: Launch) -> None:
-    """At the same places in files of the same names."""
-    for number, saver in enumerate((torch_ckpt.save, dcp.save)):
-        path = launch.path(str(number), f"of {launch.rank}")
-        saver({"t": torch.full((300, 200), float(launch.rank))}, checkpoint_id=path, no_dist=True)
-        for load in LOADERS:
-            state = {"t": torch.full((300, 200), 7.0)}
-            load(state, path, read_once=True)
-            assert (state["t"] == launch.rank).all()
-
-
-def case_ranks_that_read_once_may_have_different_limits(launch: Launch) -> None:
-    path = launch.path()
-    save({f"t{i}": tensor_of(f"t{i}", 300, 1000) for i in range(4)}, path)
-    for load in LOADERS:
-        state = {f"t{i}": torch.zeros(300, 1000) for i in range(4)}
-        load(state, path, read_once=True, max_inflight_bytes=(1 + launch.rank) << 20)
-        for name, tensor in state.items():
-            assert_equal(tensor, tensor_of(name, 300, 1000), name)
-
-
-def case_read_once_fills_up_with_zeros(launch: Launch) -> None:
-    mesh, path = mesh_2d(launch), launch.path()
-    stored = tensor_of("t", 30, 40)
-    save({"t": stored, "h": stored}, path)
-    expected = torch.zeros(50, 41)
-    expected[:30, :40] = stored
-    for load in LOADERS:
-        hybrid = distribute_tensor(torch.full((50, 41), 7.0), mesh, [Replicate(), Shard(0)])
-        state: StateDict = {"t": torch.full((50, 41), 7.0), "h": hybrid}
-        load(state, path, read_once=True, zero_fill=True)
-        assert_equal(state["t"], expected)
-        assert_equal(hybrid.full_tensor(), expected)
-
-
-@contextmanager
-def failing_on(launch: Launch, rank: int, name: str) -> Iterator[None]:
-    """A method of the reader, or a function that it uses, raises on one rank."""
-
-    def fail(*_: Any, **__: Any) -> Any:
-        raise RuntimeError(f"{name} failed on purpose")
-
-    places = [torch_ckpt.FileSystemReader, reader, loading]
-    having = [place for place in places if hasattr(place, name)]
-    assert having
-    with ExitStack() as patches:
-        for place in having if launch.rank == rank else []:
-            patches.enter_context(mock.patch.object(place, name, fail))
-        yield
-
-
-def case_a_failure_on_one_rank_fails_a_read_once_on_all(launch: Launch) -> None:
-    path = launch.path()
-    state = {f"t{i}": tensor_of(f"t{i}", 30, 20) for i in range(8)} | {"step": 3}
-    save(state, path)
-    last = launch.size - 1
-    for load in LOADERS:
-        for method in ("read_rows", "read_bytes", "reading"):
-            target = {name: torch.zeros(30, 20) for name in state if name != "step"} | {"step": 0}
-            with failing_on(launch, last, method):
-                causes = failure_of(
-                    launch, lambda load=load, s=target: load(s, path, read_once=True)
-                )
-            assert set(causes) == {last}, method
-            assert str(causes[last]) == f"{method} failed on purpose"
-        # Nobody has lost step.
-        load(target, path, read_once=True)
-        assert_equal(target, state)
-
-
-def case_zeros_that_fail_on_one_rank_fail_a_read_once_on_all(launch: Launch) -> None:
-    path = launch.path()
-    save({"t": tensor_of("t", 3)}, path)
-    for load in LOADERS:
-        with failing_on(launch, 1, "zero_what_is_not_stored"):
-            causes = failure_of(
-                launch,
-                lambda load=load: load({"t": torch.zeros(5)}, path, read_once=True, zero_fill=True),
-            )
-        assert set(causes) == {1}
-        assert "on purpose" in str(causes[1])
-
-
-def case_a_rank_that_does_not_fit_fails_a_read_once_on_all(launch: Launch) -> None:
-    path = launch.path()
-    save({"t": tensor_of("t", 30, 20)}, path)
-    for load in LOADERS:
-        shape = (30, 21) if launch.rank == 1 else (30, 20)
-        target = torch.full(shape, 7.0)
-        causes = failure_of(
-            launch, lambda load=load, t=target: load({"t": t}, path, read_once=True)
-        )
-        assert set(causes) == {1}
-        assert (target == 7).all()
-
-
-def case_damage_fails_a_read_once_on_all(launch: Launch) -> None:
-    good = launch.path("good")
-    names = [f"t{i}" for i in range(2 * launch.size)]
-    save({name: tensor_of(name, 300, 200) for name in names}, good)
-    place = place_of(read_metadata(good), "t1")
-
-    def flip_t1(files: list[Path]) -> None:
-        flip(files[0].parent / place.relative_path, place.offset + place.length // 2)
-
-    def remove(files: list[Path]) -> None:
-        (files[0].parent / place.relative_path).unlink()
-
-    for kind, damage in (("flipped", flip_t1), ("missing", remove)):
-        path = damaged(launch, good, kind, damage)
-        for load in LOADERS:
-            state = {name: torch.zeros(300, 200) for name in names}
-            causes = failure_of(
-                launch, lambda load=load, s=state, p=path: load(s, p, read_once=True)
-            )
-            assert causes
-            for cause in causes.values():
-                assert isinstance(cause, FileNotFoundError if kind == "missing" else Corrupt)
-                assert place.relative_path in str(cause)
-            if kind == "flipped":
-                # Nobody but its owner has read it.
-                assert len(causes) == 1
-                assert next(iter(causes.values())).args[0].startswith("t1: ")
-
-
-# --- running them --------------------------------------------------------------------------------
-
-CASES: dict[str, Callable[[Launch], None]] = {
-    name.removeprefix("case_"): function
-    for name, function in list(globals().items())
-    if name.startswith("case_")
-}
-
-if __name__ == "__main__":
-    cases.main(Path(sys.argv[2]), Path(sys.argv[1]), sys.argv[3:], CASES)
+test_on_ranks = on_ranks(globals())

@@ -1,17 +1,9 @@
-"""What ranks do together with torch_ckpt.multihost; run under torchrun by test_multihost_ranks.py.
-
-Cases are run, and write their outcomes, as those of cases.py.
-"""
+"""torch_ckpt.multihost on ranks: trees that are broadcast, gathered, compared and laid out."""
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -31,24 +23,11 @@ from torch.distributed.tensor import (
 
 from tests.distributed import cases
 from tests.distributed.cases import Launch, mesh_1d, tensor_of
+from tests.distributed.launcher import on, on_ranks, takes_several
+from tests.distributed.trees import PATIENCE, disagreement, others
 from tests.support import DTYPES, assert_equal, random_tensor
 from torch_ckpt import multihost
-from torch_ckpt.multihost import RanksDisagree, moving
-
-# For what nothing should be waiting.
-PATIENCE = 60.0
-
-# After which a rank that does not come is given up.
-SHORT = 2.0
-
-
-#: Cases in which ranks do not do the same.
-SEVERAL: list[str] = []
-
-
-def takes_several(case: Callable[[Launch], None]) -> Callable[[Launch], None]:
-    SEVERAL.append(case.__name__.removeprefix("case_"))
-    return case
+from torch_ckpt.multihost import moving
 
 
 @dataclass(frozen=True)
@@ -102,24 +81,10 @@ def assert_same(actual: Any, expected: Any) -> None:
             assert found == wanted, name
 
 
-def disagreement(launch: Launch, work: Callable[[], Any]) -> str:
-    """What ``work`` must raise, the same on every rank."""
-    with pytest.raises(RanksDisagree) as caught:
-        work()
-    everywhere: list[Any] = [None] * launch.size
-    dist.all_gather_object(everywhere, str(caught.value))
-    assert everywhere == [everywhere[0]] * launch.size
-    return str(caught.value)
+# --- broadcast ------------------------------------------------------------------------------------
 
 
-def others(launch: Launch) -> str:
-    """All ranks but the last one, as errors write them."""
-    return {1: "rank 0", 3: "ranks 0-2"}[launch.size - 1]
-
-
-# --- broadcast -----------------------------------------------------------------------------------
-
-
+@on(1, 2)
 def case_the_first_ranks_tree_is_on_all_ranks(launch: Launch) -> None:
     objects = [{"step": launch.rank, "name": f"run {launch.rank}", "all": {1, 2}}, None, 1.5]
     tree = {"tensors": several(launch.rank), "objects": (objects, numpy.float32(launch.rank))}
@@ -170,6 +135,7 @@ def case_none_or_several_sources_are_refused_on_every_rank(launch: Launch) -> No
 
 
 @takes_several
+@on(2, 4)
 def case_a_leaf_of_another_shape_is_named_with_its_ranks(launch: Launch) -> None:
     last = launch.rank == launch.size - 1
     tree = {"a": {"b": [torch.zeros(3, 5 if last else 4)]}, "same": torch.zeros(1)}
@@ -214,9 +180,10 @@ def case_a_failure_on_one_rank_is_named_on_the_others(launch: Launch) -> None:
     assert "pickle" in str(caught.value)
 
 
-# --- gather --------------------------------------------------------------------------------------
+# --- gather ---------------------------------------------------------------------------------------
 
 
+@on(1, 2)
 def case_gathered_tensors_are_stacked_by_rank(launch: Launch) -> None:
     found = multihost.process_allgather(several(launch.rank))
     every = [leaves_of(several(rank)) for rank in range(launch.size)]
@@ -264,6 +231,7 @@ def case_other_leaves_are_gathered_as_lists_by_rank(launch: Launch) -> None:
     assert (numbers.dtype, numbers.tolist()) == (numpy.int16, list(ranks))
 
 
+@on(2, 4)
 def case_sharded_tensors_come_back_whole(launch: Launch) -> None:
     mesh = mesh_1d(launch)
     placements: dict[str, Placement] = {
@@ -293,6 +261,7 @@ def case_sharded_tensors_come_back_whole(launch: Launch) -> None:
 
 
 @takes_several
+@on(4)
 def case_tensors_sharded_over_two_dimensions_come_back_whole(launch: Launch) -> None:
     mesh = cases.mesh_2d(launch)
     tree = cases.dtensors_2d(mesh)
@@ -301,6 +270,7 @@ def case_tensors_sharded_over_two_dimensions_come_back_whole(launch: Launch) -> 
 
 
 @takes_several
+@on(4)
 def case_tensors_of_half_of_the_ranks_are_gathered_among_these(launch: Launch) -> None:
     mesh = cases.mesh_2d(launch)["b"]
     half = dist.get_rank() // (launch.size // 2)
@@ -322,77 +292,7 @@ def case_another_dtype_on_one_rank_is_named(launch: Launch) -> None:
     assert "x is a tensor of int32, shape (any) on rank 0; a tensor of int64" in text
 
 
-# --- names ---------------------------------------------------------------------------------------
-
-
-def case_ranks_with_the_same_name_pass(launch: Launch) -> None:
-    for name in ("begin", "end", "begin"):
-        multihost.sync_global_devices(name, timeout=PATIENCE)
-
-
-def case_no_rank_passes_before_all_have_come(launch: Launch) -> None:
-    store = dist.PrefixStore("order", dist.distributed_c10d._get_default_store())
-    for turn in range(10):
-        store.add(f"came {turn}", 1)
-        multihost.sync_global_devices(f"turn {turn}")
-        assert store.add(f"came {turn}", 0) == launch.size
-
-
-@takes_several
-def case_different_names_are_told_on_every_rank_in_place_of_a_hang(launch: Launch) -> None:
-    last = launch.rank == launch.size - 1
-    name = "evaluate" if last else "train"
-    text = disagreement(launch, lambda: multihost.sync_global_devices(name, timeout=PATIENCE))
-    assert f"{others(launch)}: sync_global_devices('train')" in text
-    assert f"rank {launch.size - 1}: sync_global_devices('evaluate')" in text
-    # Nothing is out of step after that.
-    multihost.sync_global_devices("after")
-
-
-@takes_several
-def case_different_functions_are_told_on_every_rank(launch: Launch) -> None:
-    def work() -> Any:
-        if launch.rank == 0:
-            return multihost.sync_global_devices("a")
-        return multihost.broadcast_one_to_all({"x": torch.zeros(3)})
-
-    text = disagreement(launch, work)
-    assert "rank 0: sync_global_devices('a')" in text
-    assert "broadcast_one_to_all()" in text
-
-
-@takes_several
-def case_a_rank_that_does_not_come_is_named_on_the_others(launch: Launch) -> None:
-    store = dist.PrefixStore("absent", dist.distributed_c10d._get_default_store())
-    absent = launch.size - 1
-    if launch.rank == absent:
-        store.wait([f"gave up {rank}" for rank in range(absent)])
-    with pytest.raises(TimeoutError, match=rf"'late'\): rank {absent} did not come within 2 s"):
-        multihost.sync_global_devices("late", timeout=SHORT)
-    store.set(f"gave up {launch.rank}", "")
-    multihost.sync_global_devices("after", timeout=PATIENCE)
-
-
-@takes_several
-def case_a_group_meets_without_the_other_ranks(launch: Launch) -> None:
-    half = launch.size // 2
-    groups = [dist.new_group(range(start, start + half)) for start in (0, half)]
-    mine, number = groups[launch.rank // half], launch.rank // half
-    multihost.sync_global_devices(f"half {number}", process_group=mine)
-    last = launch.rank % half == half - 1
-    tree = {"t": torch.tensor(launch.rank), "o": launch.rank}
-    found = multihost.broadcast_one_to_all(tree, last, process_group=mine)
-    source = number * half + half - 1
-    assert (found["t"].item(), found["o"]) == (source, source)
-    members = list(range(number * half, number * half + half))
-    found = multihost.process_allgather(tree, process_group=mine)
-    assert (found["t"].tolist(), found["o"]) == (members, members)
-    multihost.assert_equal(number, process_group=mine)
-    with pytest.raises(ValueError, match=f"rank {launch.rank} is not in the process group"):
-        multihost.sync_global_devices("x", process_group=groups[1 - number])
-
-
-# --- equality ------------------------------------------------------------------------------------
+# --- equality -------------------------------------------------------------------------------------
 
 
 def case_the_same_trees_are_equal(launch: Launch) -> None:
@@ -417,6 +317,7 @@ def case_equal_objects_with_different_pickles_are_equal(launch: Launch) -> None:
 
 
 @takes_several
+@on(2, 4)
 def case_a_leaf_that_differs_is_named_with_its_ranks(launch: Launch) -> None:
     last = launch.rank == launch.size - 1
     for dtype in DTYPES:
@@ -469,6 +370,7 @@ def case_many_differences_are_counted(launch: Launch) -> None:
 
 
 @takes_several
+@on(4)
 def case_shards_are_equal_to_their_replicas_only(launch: Launch) -> None:
     mesh = init_device_mesh("cpu", (2, launch.size // 2))
     place = mesh.get_coordinate()
@@ -489,10 +391,11 @@ def case_shards_are_equal_to_their_replicas_only(launch: Launch) -> None:
     )
 
 
-# --- local and global ----------------------------------------------------------------------------
+# --- local and global -----------------------------------------------------------------------------
 
 
 @takes_several
+@on(1, 2)
 def case_local_tensors_become_global_and_local_again(launch: Launch) -> None:
     mesh = init_device_mesh("cpu", (2, launch.size // 2))
     place = mesh.get_coordinate()
@@ -597,125 +500,4 @@ def case_a_replica_of_another_shape_is_named(launch: Launch) -> None:
     assert "0: place 1 of the mesh holds (4,); of a tensor of (3,) by" in text
 
 
-# --- preemption ----------------------------------------------------------------------------------
-
-
-def steps_until_told(launch: Launch, told: Callable[[int], None], first: int = 0) -> list[int]:
-    """The step at which each rank, in lockstep by a collective in each step, is to stop."""
-    for step in range(first, first + 1_000_000):
-        if multihost.reached_preemption_sync_point(step):
-            break
-        told(step)
-        dist.all_reduce(torch.ones(1))
-    else:
-        raise AssertionError("no rank was told")
-    stopped: list[Any] = [None] * launch.size
-    dist.all_gather_object(stopped, step)
-    return stopped
-
-
-def first_true(steps: int) -> int | None:
-    points = map(multihost.reached_preemption_sync_point, range(steps))
-    return next((step for step, reached in enumerate(points) if reached), None)
-
-
-def case_a_signal_to_one_rank_stops_all_at_one_step(launch: Launch) -> None:
-    handler = signal.getsignal(signal.SIGTERM)
-    victim = launch.size - 1
-
-    def told(step: int) -> None:
-        if step == 3 and launch.rank == victim:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    with multihost.watch_for_preemption(poll_seconds=0.05, timeout=PATIENCE) as watch:
-        stopped = steps_until_told(launch, told)
-        assert stopped == stopped[:1] * launch.size
-        assert stopped[0] > 3
-        assert watch.reason == f"SIGTERM on rank {victim}"
-        assert multihost.reached_preemption_sync_point(stopped[0])
-        assert not multihost.reached_preemption_sync_point(stopped[0] + 1)
-        # Training that goes on may be told again, by another rank.
-        again = steps_until_told(
-            launch,
-            lambda step: (
-                os.kill(os.getpid(), signal.SIGTERM)
-                if launch.rank == 0 and step == stopped[0] + 5
-                else None
-            ),
-            first=stopped[0] + 2,
-        )
-        assert again == again[:1] * launch.size
-        assert again[0] > stopped[0] + 5
-        assert watch.reason == "SIGTERM on rank 0"
-    assert signal.getsignal(signal.SIGTERM) is handler
-
-
-def case_signals_to_all_ranks_stop_them_at_one_step(launch: Launch) -> None:
-    def told(step: int) -> None:
-        if step == 2 + launch.rank:
-            os.kill(os.getpid(), signal.SIGUSR1)
-
-    with multihost.watch_for_preemption([signal.SIGUSR1], poll_seconds=0.05, timeout=PATIENCE):
-        stopped = steps_until_told(launch, told)
-        assert stopped == stopped[:1] * launch.size
-        assert stopped[0] > 2
-
-
-def case_a_file_stops_all_ranks_at_one_step(launch: Launch) -> None:
-    path = launch.path()
-    path.parent.mkdir(parents=True, exist_ok=True)
-
-    def told(step: int) -> None:
-        if step == 4 and launch.rank == 0:
-            path.write_text("")
-
-    file = path if launch.rank == launch.size - 1 else None
-    with multihost.watch_for_preemption((), file, poll_seconds=0.05, timeout=PATIENCE) as watch:
-        stopped = steps_until_told(launch, told)
-        assert stopped == stopped[:1] * launch.size
-        assert stopped[0] > 4
-        assert watch.reason == f"{path} on rank {launch.size - 1}"
-
-
-@takes_several
-def case_a_rank_that_is_a_step_ahead_is_not_waited_for(launch: Launch) -> None:
-    """The last rank waits in step 6 for the others when they, before that step, learn of it."""
-    with multihost.watch_for_preemption((signal.SIGUSR1,), poll_seconds=0.05) as watch:
-        assert not watch.reached(5)
-        multihost.sync_global_devices("all are at 5", timeout=PATIENCE)
-        if launch.rank == launch.size - 1:
-            assert not watch.reached(6)
-            os.kill(os.getpid(), signal.SIGUSR1)
-        else:
-            with watch._changed:
-                assert watch._changed.wait_for(lambda: watch._posted == 5, PATIENCE)
-            assert not watch.reached(6)
-        dist.barrier()
-        assert watch.reached(7)
-
-
-@takes_several
-def case_a_rank_that_does_not_watch_is_named_after_a_notice(launch: Launch) -> None:
-    absent = launch.size - 1
-    store = dist.PrefixStore("unwatched", dist.distributed_c10d._get_default_store())
-    if launch.rank == absent:
-        store.wait([f"gave up {rank}" for rank in range(absent)])
-        return
-    with multihost.watch_for_preemption((signal.SIGUSR1,), poll_seconds=0.05, timeout=SHORT):
-        if launch.rank == 0:
-            os.kill(os.getpid(), signal.SIGUSR1)
-        with pytest.raises(TimeoutError, match=f"rank {absent} did not come within 2 s"):
-            first_true(10_000_000)
-    store.set(f"gave up {launch.rank}", "")
-
-
-# --- running them --------------------------------------------------------------------------------
-
-CASES: dict[str, Callable[[Launch], None]] = {
-    name.removeprefix("case_"): function
-    for name, function in list(globals().items())
-    if name.startswith("case_")
-}
-
-if __name__ == "__main__":
-    cases.main(Path(sys.argv[2]), Path(sys.argv[1]), sys.argv[3:], CASES)
+test_on_ranks = on_ranks(globals(), (1, 2, 4))

@@ -1,6 +1,4 @@
-"""Several ranks that save in Megatron's shape: the cases of megatron_cases.py on one, two and four
-ranks by torchrun, and ranks that fall silent or get stuck, of megatron_deaths.py.
-"""
+"""Ranks that save in Megatron's shape and fall silent, or get stuck."""
 
 from __future__ import annotations
 
@@ -11,36 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launcher import Launch, launch_tests
-from tests.distributed.megatron_cases import CASES, LOADS_OTHERS
 from tests.distributed.megatron_deaths import (
     DEATHS,
     SIZE,
     TIMEOUT,
     Death,
     Found,
-    Group,
     play,
+    run_rank,
     state_of,
 )
+from tests.ranks import ranks
 from tests.support import assert_equal, emptied, stock_load
 from torch_ckpt.metadata import read_metadata
 
 #: Groups of ranks at the same time.
 GROUPS_AT_ONCE = 3
-
-_OWN = [name for name in CASES if name != LOADS_OTHERS]
-
-LAUNCHES = {
-    "1 rank": Launch(1, _OWN),
-    "2 ranks": Launch(2, _OWN, before="1 rank"),
-    "4 ranks": Launch(4, list(CASES), before="2 ranks"),
-    "2 ranks again": Launch(2, [LOADS_OTHERS], before="4 ranks"),
-}
-
-torchrun, test_on_ranks, test_all_ranks_of_a_launch_end_well = launch_tests(
-    "tests.distributed.megatron_cases", LAUNCHES, case_first=True
-)
 
 
 @pytest.fixture(scope="module")
@@ -96,11 +80,8 @@ def test_after_that_the_ranks_save_into_the_same_directory(
     played[death].result()
     path = workdir / str(death)
     if death.how == "killed":
-        group = Group(path, 2)
-        try:
+        with ranks(SIZE, run_rank, path, 2) as group:
             assert [group.answer(rank) for rank in range(SIZE)] == [None] * SIZE
-        finally:
-            group.close()
     for rank in range(SIZE):
         expected = state_of(rank, 2)
         loaded = emptied(expected)

@@ -1,0 +1,133 @@
+"""What the cases of saves beside training share."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
+
+import torch_ckpt
+from tests.distributed import cases
+from tests.distributed.cases import (
+    PATIENCE_SECONDS,
+    STOCK,
+    Launch,
+    StateDict,
+    assert_everything,
+    everything_emptied,
+    tensor_of,
+)
+
+STAGINGS = ("blocking", "overlapped")
+
+
+def load_by_dcp(state: StateDict, path: Path) -> None:
+    cases.load(state, path, STOCK[1])
+
+
+LOADS: tuple[Callable[[StateDict, Path], None], ...] = (torch_ckpt.load, load_by_dcp)
+
+
+class Held(torch_ckpt.FileSystemWriter):
+    """Reads no tensor before it may."""
+
+    def __init__(self, path: Path, **options: Any) -> None:
+        super().__init__(path, **options)
+        self.may_stage = threading.Event()
+
+    def write_values(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.may_stage.wait(PATIENCE_SECONDS)
+        return super().write_values(*args, **kwargs)
+
+
+class Stop:
+    """Holds a save, as its ``write_done``, until it may end."""
+
+    def __init__(self) -> None:
+        self.may_end = threading.Event()
+
+    def __call__(self) -> None:
+        assert self.may_end.wait(PATIENCE_SECONDS)
+
+
+def overwrite(value: Any) -> None:
+    """Changes all that can be changed in place."""
+    if isinstance(value, DTensor):
+        value.to_local().fill_(-1)
+    elif isinstance(value, ShardedTensor):
+        for shard in value.local_shards():
+            shard.tensor.fill_(-1)
+    elif isinstance(value, torch.Tensor):
+        value.fill_(-1)
+    elif isinstance(value, dict):
+        for inner in value.values():
+            overwrite(inner)
+        value.clear()
+    elif isinstance(value, list):
+        for inner in value:
+            overwrite(inner)
+        value.clear()
+
+
+def megabytes_of(rank: int, count: int) -> StateDict:
+    """A tensor that only one rank has."""
+    name = f"of rank {rank}"
+    return {name: tensor_of(name, count, 250_000)}
+
+
+def assert_saved(launch: Launch, path: Path) -> None:
+    """Fails where ``path`` does not hold what everything() returns."""
+    for load in LOADS:
+        loaded = everything_emptied(launch)
+        load(loaded, path)
+        assert_everything(launch, loaded)
+
+
+# --- beside training ------------------------------------------------------------------------------
+
+_COLLECTIVES = """
+_allgather_base _reduce_scatter_base allgather allgather_coalesced allgather_into_tensor_coalesced
+allreduce allreduce_coalesced alltoall alltoall_base barrier broadcast gather monitored_barrier
+recv recv_anysource reduce reduce_scatter reduce_scatter_tensor_coalesced scatter send
+"""
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextmanager
+def users_of_process_groups() -> Iterator[set[str]]:
+    """Names of the threads that use one, by whatever function of torch's."""
+    users: set[str] = set()
+    # Not by getattr(), which gives functions that do not bind to an object when they are put back.
+    methods = vars(dist.ProcessGroup)
+    before = {name: methods[name] for name in _COLLECTIVES.split() if name in methods}
+
+    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
+        def watching(*args: Any, **kwargs: Any) -> Any:
+            users.add(threading.current_thread().name)
+            return function(*args, **kwargs)
+
+        return watching
+
+    for name in before:
+        setattr(dist.ProcessGroup, name, watched(getattr(dist.ProcessGroup, name)))
+    try:
+        yield users
+    finally:
+        for name, method in before.items():
+            setattr(dist.ProcessGroup, name, method)

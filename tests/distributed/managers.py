@@ -1,0 +1,122 @@
+"""What the cases of CheckpointManager on ranks share."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from tests.distributed import cases
+from tests.distributed.cases import Launch, mesh_1d, tensor_of
+from tests.support import assert_equal
+from torch_ckpt import CheckpointManager
+from torch_ckpt.app_state import PerRank
+
+# For what nothing should be waiting, in seconds.
+PATIENCE = 60.0
+
+
+@contextmanager
+def manager_of(launch: Launch, **options: Any) -> Iterator[CheckpointManager]:
+    """Beneath the case's directory; it does not watch for signals by default."""
+    root = options.pop("root", launch.path("run"))
+    options = {"preemption_signals": (), "timeout": PATIENCE, **options}
+    with CheckpointManager(root, **options) as made:
+        yield made
+
+
+def state_of(launch: Launch, step: int) -> dict[str, Any]:
+    """A sharded tensor, a common one, one value of each rank, and a number."""
+    whole = tensor_of("sharded", 4 * launch.size + 1, 3).nan_to_num() + step
+    return {
+        "sharded": {"w": distribute_tensor(whole, mesh_1d(launch), [Shard(0)], src_data_rank=None)},
+        "common": torch.full((5,), float(step)),
+        "own": PerRank(100 * launch.rank + step),
+        "step": step,
+    }
+
+
+def assert_state(launch: Launch, state: dict[str, Any], step: int) -> None:
+    """Fails unless the state is that of a step."""
+    expected = state_of(launch, step)
+    sharded = state["sharded"]["w"]
+    assert isinstance(sharded, DTensor)
+    assert_equal(sharded.to_local(), expected["sharded"]["w"].to_local())
+    assert_equal(state["common"], expected["common"])
+    assert state["own"].value == expected["own"].value
+    assert state["step"] == step
+
+
+def restored(launch: Launch, made: CheckpointManager, step: int | None = None) -> int:
+    """The step that is restored, the same on all ranks, and its state is right."""
+    state = state_of(launch, 0)
+    found = made.restore(state, step)
+    assert_state(launch, state, found)
+    assert gathered(launch, found) == [found] * launch.size
+    return found
+
+
+def gathered(launch: Launch, value: Any) -> list[Any]:
+    """By rank."""
+    values: list[Any] = [None] * launch.size
+    dist.all_gather_object(values, value)
+    return values
+
+
+def saved(launch: Launch, made: CheckpointManager, numbers: Any, **options: Any) -> list[int]:
+    """The steps, of these, at which all ranks have begun a save."""
+    found = [n for n in numbers if made.save(n, state_of(launch, n), **options)]
+    assert gathered(launch, found) == [found] * launch.size
+    return found
+
+
+def run_of(launch: Launch, numbers: Any) -> None:
+    """A run that has ended."""
+    with manager_of(launch) as made:
+        saved(launch, made, numbers)
+    dist.barrier()
+
+
+def is_last(launch: Launch) -> bool:
+    return launch.rank == launch.size - 1
+
+
+def failures_of(work: Callable[[], Any]) -> dict[int, BaseException]:
+    """By rank, of the CheckpointException that ``work`` must raise."""
+    with pytest.raises(CheckpointException) as caught:
+        work()
+    return {rank: cause for rank, (cause, _stack) in caught.value.failures.items()}
+
+
+# --- saving and restoring -------------------------------------------------------------------------
+
+
+class NoState:
+    """Stateful, and fails."""
+
+    def state_dict(self) -> Any:
+        raise RuntimeError("no state today")
+
+    def load_state_dict(self, state: Any) -> None:
+        raise AssertionError("never")
+
+
+# --- looking on -----------------------------------------------------------------------------------
+
+CASES = {
+    name.removeprefix("case_"): case
+    for name, case in list(globals().items())
+    if name.startswith("case_")
+}
+
+
+if __name__ == "__main__":
+    cases.main(Path(sys.argv[2]), Path(sys.argv[1]), sys.argv[3:], CASES)

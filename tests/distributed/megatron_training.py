@@ -1,0 +1,286 @@
+"""A training in Megatron's shape, for the cases of saves in it.
+
+Each rank trains on its own where a case does not say otherwise: there is no collective between two
+polls that would keep the ranks in step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import Shard as TensorShard
+from torch.distributed._shard.sharded_tensor import ShardedTensor, ShardedTensorMetadata
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as ShardProperties
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from tests.distributed.beside import overwrite
+from tests.distributed.cases import (
+    OURS,
+    PATIENCE_SECONDS,
+    STOCK,
+    Launch,
+    StateDict,
+    load,
+    mesh_1d,
+    tensor_of,
+)
+from tests.support import assert_equal
+from torch_ckpt.megatron import (
+    AsyncCallsQueue,
+    AsyncRequest,
+    CachedMetadataFileSystemReader,
+    FileSystemWriterAsync,
+    save_state_dict_async_finalize,
+    save_state_dict_async_plan,
+)
+
+READERS = (OURS[1], STOCK[1], CachedMetadataFileSystemReader)
+
+
+# --- a training in Megatron's shape ---------------------------------------------------------------
+
+
+class Decentralized(dcp.DefaultSavePlanner):
+    """As Megatron's: each rank knows by itself what it is to write, and no two write the same."""
+
+    can_run_decentralized_global_plan = True
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        rank, size = dist.get_rank(), dist.get_world_size()
+
+        def is_mine(fqn: str) -> bool:
+            return fqn.startswith("own.") or zlib.crc32(fqn.encode()) % size == rank
+
+        items = [i for i in plan.items if i.type == WriteItemType.SHARD or is_mine(i.index.fqn)]
+        self.plan = dataclasses.replace(plan, items=items)
+        return self.plan
+
+    def create_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
+        return local_plan
+
+
+PLANNERS: tuple[Callable[[], SavePlanner], ...] = (Decentralized, dcp.DefaultSavePlanner)
+
+
+def rows_of(launch: Launch, whole: torch.Tensor) -> ShardedTensor:
+    """A ShardedTensor of which each rank has the same number of rows."""
+    count = whole.shape[0] // launch.size
+    sizes = [count, *whole.shape[1:]]
+
+    def place(rank: int) -> ShardMetadata:
+        offsets = [count * rank] + [0] * (whole.dim() - 1)
+        return ShardMetadata(offsets, sizes, f"rank:{rank}/cpu")
+
+    mine = whole[count * launch.rank : count * (launch.rank + 1)].clone()
+    places = [place(rank) for rank in range(launch.size)]
+    metadata = ShardedTensorMetadata(places, whole.shape, ShardProperties(dtype=whole.dtype))
+    shards = [TensorShard(mine, place(launch.rank))]
+    return ShardedTensor._init_from_local_shards_and_global_metadata(shards, metadata)
+
+
+def wholes_of(step: int) -> dict[str, torch.Tensor]:
+    """What is sharded over the ranks, at a step."""
+    moments = tensor_of("moments", 48, 33).nan_to_num() + step
+    return {"weight": tensor_of("weight", 37, 21), "bias": moments[:, 0].clone(), "m": moments}
+
+
+def state_at(launch: Launch, step: int) -> StateDict:
+    wholes = wholes_of(step)
+    mesh = mesh_1d(launch)
+    return {
+        "model": {
+            "weight": distribute_tensor(wholes["weight"], mesh, [Shard(0)]),
+            "bias": distribute_tensor(wholes["bias"], mesh, [Shard(0)]),
+            "norm": torch.full((11,), float(step)),
+        },
+        "optimizer": {"exp_avg": rows_of(launch, wholes["m"]), "lr": 1.0 / step},
+        "step": step,
+        "own": {f"rng of {launch.rank}": torch.arange(step, step + 9), str(launch.rank): step},
+    }
+
+
+def gathered(state: StateDict) -> StateDict:
+    """The same with the local shards as plain tensors."""
+
+    def local(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: local(inner) for key, inner in value.items()}
+        if isinstance(value, DTensor):
+            return value.full_tensor()
+        if isinstance(value, ShardedTensor):
+            return [shard.tensor for shard in value.local_shards()]
+        return value
+
+    return {key: local(value) for key, value in state.items()}
+
+
+def assert_saved(launch: Launch, path: Path, step: int, own: bool = True) -> None:
+    """Fails where a directory has not the state of a step, by our readers and by torch's."""
+    for reader in READERS:
+        loaded, expected = state_at(launch, step + 100), state_at(launch, step)
+        overwrite(loaded["model"])
+        loaded = {**state_at(launch, step + 100)}
+        if not own:
+            del loaded["own"], expected["own"]
+        load(loaded, path, reader)
+        assert_equal(gathered(loaded), gathered(expected))
+
+
+class Site:
+    """What is around the writer in a training: the plans that are kept from save to save.
+
+    Args:
+        planner: makes a planner for each save.
+        caching: keep them.
+        options: of the writers.
+    """
+
+    def __init__(
+        self,
+        planner: Callable[[], SavePlanner] = Decentralized,
+        caching: bool = False,
+        **options: Any,
+    ) -> None:
+        self.planner = planner
+        self.caching = caching
+        self.options = {"thread_count": 2, "timeout": PATIENCE_SECONDS, **options}
+        self.central: SavePlan | None = None
+        self.local: SavePlan | None = None
+        self.is_as_cached = False
+        self.is_as_loaded = False
+        self.metadata: Any = None
+        self.loaded_plans: list[SavePlan] | None = None
+
+    def restarted_from(self, path: Path) -> Site:
+        """What another process of the training makes, that loads a checkpoint first."""
+        CachedMetadataFileSystemReader.clear_metadata_cache()
+        site = Site(self.planner, self.caching, **self.options)
+        site.metadata = CachedMetadataFileSystemReader(path).read_metadata()
+        site.loaded_plans = getattr(site.metadata, "all_local_plans", None)
+        return site
+
+    def request(
+        self, state: StateDict, path: Path, *finalize_fns: Callable[[], Any], **options: Any
+    ) -> AsyncRequest:
+        """Plans a save; ``finalize_fns`` come after that of the save."""
+        writer = FileSystemWriterAsync(path, **{**self.options, **options})
+        is_valid = self.caching and self.is_as_cached
+        planned = save_state_dict_async_plan(
+            state,
+            writer,
+            planner=self.planner(),
+            cached_ckpt_structure=(self.central, self.local, is_valid) if self.caching else None,
+            loaded_all_plans=self.loaded_plans,
+        )
+        finalizing, self.central, self.local, self.is_as_cached, self.is_as_loaded = planned
+        writer, metadata, wrapper = finalizing
+        if metadata is not None:
+            self.metadata = metadata
+        elif dist.get_rank() == 0:
+            metadata = self.metadata
+        function, preload, arguments = writer.get_save_function_and_args()
+        save = partial(save_state_dict_async_finalize, writer, metadata, wrapper)
+        return AsyncRequest(function, arguments, [save, *finalize_fns], preload_fn=preload)
+
+
+def queue_of(timeout: float = PATIENCE_SECONDS) -> AsyncCallsQueue:
+    return AsyncCallsQueue(persistent=True, timeout=timeout)
+
+
+def save(launch: Launch, path: Path, step: int = 1, site: Site | None = None) -> None:
+    """One save from its plan to its commit."""
+    queue = queue_of()
+    queue.schedule_async_request((site or Site()).request(state_at(launch, step), path))
+    assert queue.maybe_finalize_async_calls(blocking=True) == [0]
+
+
+def train_a_step() -> None:
+    """Takes a while: polls alone would keep the quiet threads from the processors."""
+    time.sleep(0.002)
+
+
+def finalized_at(queue: AsyncCallsQueue, call: int = 0) -> int:
+    """Polls until a call is finalized; the number of polls that it took."""
+    for poll in range(1, 1_000_000):
+        if call in queue.maybe_finalize_async_calls():
+            return poll
+        train_a_step()
+    raise AssertionError("it was not finalized")
+
+
+def of_all(launch: Launch, value: Any) -> list[Any]:
+    values: list[Any] = [None] * launch.size
+    dist.all_gather_object(values, value)
+    return values
+
+
+def last_of(launch: Launch) -> int:
+    """The rank that something happens to."""
+    return launch.size - 1
+
+
+def names_in(path: Path) -> list[str]:
+    return sorted(file.name for file in path.iterdir()) if path.exists() else []
+
+
+def assert_nothing_left(path: Path) -> None:
+    """Fails where a save that failed, and whose writers are gone on all ranks, has left a file."""
+    gc.collect()
+    dist.barrier()
+    assert names_in(path) == []
+
+
+# --- polls ----------------------------------------------------------------------------------------
+
+
+class Latches:
+    """Keys that ranks wait for, apart from the process group."""
+
+    def __init__(self, launch: Launch) -> None:
+        store = dist.distributed_c10d._get_default_store().clone()
+        self.store = dist.PrefixStore(f"latches of {launch.case}", store)
+
+    def open(self, name: str) -> None:
+        self.store.set(name, "open")
+
+    def wait(self, name: str) -> None:
+        self.store.wait([name])
+
+
+def waits_for(event: threading.Event, error: BaseException | None = None) -> AsyncRequest:
+    """A request whose function ends when it may."""
+
+    def function() -> None:
+        assert event.wait(PATIENCE_SECONDS)
+        if error is not None:
+            raise error
+
+    return AsyncRequest(function, [], [])
+
+
+def polls_until_told(queue: AsyncCallsQueue, before_poll: Callable[[int], Any]) -> tuple[int, str]:
+    """The number of the poll that finalized or failed the next call, and which of both it was."""
+    for poll in range(1, 1_000_000):
+        before_poll(poll)
+        try:
+            if queue.maybe_finalize_async_calls():
+                return poll, "finalized"
+        except CheckpointException as error:
+            return poll, f"failed on {sorted(error.failures)}"
+        train_a_step()
+    raise AssertionError("it was not told")

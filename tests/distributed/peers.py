@@ -1,0 +1,205 @@
+"""What the cases of Megatron-core and nvidia-resiliency-ext share.
+
+"Ours" is what ``install()`` puts into their modules, or single classes of ours that a case puts
+there; "theirs" is the released code of these packages.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from tests.distributed.cases import Launch, StateDict
+from tests.support import (
+    assert_equal,
+    assert_tables_match,
+    data_files,
+    random_tensor,
+)
+from torch_ckpt.megatron import install, uninstall
+from torch_ckpt.metadata import read_metadata
+
+
+def lacking(*modules: str) -> str:
+    """Why cases that need some modules are skipped; "" where they are all there."""
+    for module in modules:
+        try:
+            found = find_spec(module) is not None
+        except ModuleNotFoundError:
+            found = False
+        if not found:
+            return f"{module} is not installed; scripts/setup.sh installs it where PyPI has it"
+    return ""
+
+
+#: Why cases are skipped; empty where what they need is installed.
+WITHOUT_MEGATRON = lacking("megatron.core")
+WITHOUT_NVRX = lacking("nvidia_resiliency_ext", "psutil")
+
+
+def why_skipped(case: str) -> str:
+    return WITHOUT_NVRX if "nvrx" in case or "torch_save" in case else WITHOUT_MEGATRON
+
+
+def strategies(module: str) -> Any:
+    return import_module(f"megatron.core.dist_checkpointing.strategies.{module}")
+
+
+@contextmanager
+def installed(**options: Any) -> Iterator[None]:
+    assert install(**options)
+    try:
+        yield
+    finally:
+        uninstall()
+
+
+@contextmanager
+def instead(module: Any, name: str, ours: Any) -> Iterator[None]:
+    """A single name that is ours."""
+    with mock.patch.object(module, name, ours):
+        yield
+
+
+# --- states ---------------------------------------------------------------------------------------
+
+
+def megatron_state(launch: Launch, seed: int) -> StateDict:
+    """A state of ShardedTensors and ShardedObjects; every value depends on the seed."""
+    from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+
+    rank, size = launch.rank, launch.size
+
+    def tensor(name: str, dtype: torch.dtype, *shape: int, of: int = rank) -> torch.Tensor:
+        return random_tensor(shape, dtype, seed=seed * 1000 + sum(name.encode()) + of)
+
+    def sharded(
+        name: str, dtype: torch.dtype, *shape: int, axis: int = 0, layers: int = 0
+    ) -> ShardedTensor:
+        data = tensor(name, dtype, *shape)
+        offset = (axis, rank, size)
+        return ShardedTensor.from_rank_offsets(name, data, offset, prepend_axis_num=layers)
+
+    replicated = tensor("model.replicated", torch.float32, 5, 3, of=0)
+    view = tensor("model.view", torch.float32, 40, 30)[10:20]
+    return {
+        "rows": sharded("model.rows", torch.float32, 6, 5),
+        "columns": sharded("model.columns", torch.bfloat16, 4, 7, axis=1),
+        "layer": sharded("model.layers.weight", torch.float32, 3, 4, layers=1),
+        "large": sharded("optimizer.state.exp_avg.rows", torch.float32, 300, 701),
+        "small": sharded("optimizer.state.step", torch.int64, 1),
+        "view": ShardedTensor.from_rank_offsets("model.view", view, (0, rank, size)),
+        "replicated": ShardedTensor.from_rank_offsets(
+            "model.replicated", replicated, replica_id=rank
+        ),
+        "object": ShardedObject("model.extra", {"seed": seed, "rank": rank}, (size,), (rank,)),
+        "random state": ShardedObject("rng", [view[0].clone(), seed], (size,), (rank,)),
+        "iteration": seed,
+    }
+
+
+def plain(state: StateDict) -> StateDict:
+    """What Megatron's load returns for a state."""
+    return {name: getattr(value, "data", value) for name, value in state.items()}
+
+
+def emptied(state: StateDict) -> StateDict:
+    """The same, to be loaded into."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    for value in state.values():
+        if isinstance(value, ShardedTensor):
+            value.data = torch.zeros_like(value.data)
+        elif hasattr(value, "data"):
+            value.data = None
+    return {name: value for name, value in state.items() if name != "iteration"}
+
+
+# --- saves and loads, as Megatron's training has them ---------------------------------------------
+
+
+def directory(launch: Launch, *names: str) -> Path:
+    """An empty one; Megatron makes it before it saves."""
+    path = launch.path(*names)
+    if launch.rank == 0:
+        path.mkdir(parents=True)
+    dist.barrier()
+    return path
+
+
+def request_for(launch: Launch, path: Path, seed: int, strategy: Any = None) -> Any:
+    """Megatron-core's own request to save a state."""
+    from megatron.core import dist_checkpointing
+
+    return dist_checkpointing.save(
+        megatron_state(launch, seed), str(path), strategy, async_sharded_save=True
+    )
+
+
+def save_through(queue: Any, request: Any) -> None:
+    """To the end: by the queue, which then is closed."""
+    queue.schedule_async_request(request)
+    assert queue.get_num_unfinalized_calls() == 1
+    queue.maybe_finalize_async_calls(blocking=True)
+    assert queue.get_num_unfinalized_calls() == 0
+    queue.close()
+
+
+def save_strategy(threads: int = 2, hint: str | None = None, cached: bool = False) -> Any:
+    return strategies("torch").TorchDistSaveShardedStrategy(
+        "torch_dist", 1, thread_count=threads, separation_hint=hint, cached_metadata=cached
+    )
+
+
+def assert_loads(launch: Launch, path: Path, seed: int) -> None:
+    """Fails unless Megatron-core's load finds the state that was saved."""
+    from megatron.core import dist_checkpointing
+
+    loaded = dist_checkpointing.load(emptied(megatron_state(launch, seed)), str(path))
+    expected = plain(megatron_state(launch, seed))
+    for name, value in expected.items():
+        assert_equal(loaded[name], value, name)
+
+
+def assert_is_ours(launch: Launch, path: Path) -> None:
+    """Fails unless our writer has written all of it: nobody else's keeps checksums."""
+    if launch.rank == 0:
+        assert_tables_match(path, read_metadata(path))
+
+
+def children() -> set[int | None]:
+    return {child.pid for child in multiprocessing.active_children()}
+
+
+def failure_of(work: Callable[[], object]) -> dcp.CheckpointException:
+    """The CheckpointException that ``work`` must raise."""
+    try:
+        work()
+    except dcp.CheckpointException as error:
+        return error
+    raise AssertionError("no CheckpointException was raised")
+
+
+def assert_names_the_file(launch: Launch, error: dcp.CheckpointException, path: Path) -> None:
+    """On the coordinator, where Megatron has the details."""
+    last = launch.size - 1
+    if launch.rank == 0:
+        assert list(error.failures) == [last]
+        assert f"{path}/__{last}_" in str(error.failures[last][0])
+
+
+def assert_holds_only_what_its_metadata_names(launch: Launch, path: Path) -> None:
+    if launch.rank == 0:
+        places = read_metadata(path).storage_data.values()
+        named = {info.relative_path for info in places}
+        assert {file.name for file in data_files(path)} == named

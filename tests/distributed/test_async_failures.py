@@ -1,0 +1,214 @@
+"""Saves by several ranks while training goes on: one save and the next, and failures."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from concurrent.futures import wait as wait_for_futures
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+import torch_ckpt
+from tests.distributed.beside import STAGINGS, Held, Stop, assert_saved, megabytes_of, overwrite
+from tests.distributed.cases import (
+    PATIENCE_SECONDS,
+    Launch,
+    StateDict,
+    assert_is_full_disk,
+    everything,
+    failure_of,
+    full_disk_on,
+    tensor_of,
+)
+from tests.distributed.launcher import on, on_ranks
+from tests.support import assert_equal, emptied
+from torch_ckpt import Background, CheckpointError, SourceChanged
+
+# --- one save and the next ------------------------------------------------------------------------
+
+
+class Probe:
+    """A Stateful that looks when it is asked for its state."""
+
+    def __init__(self, look: Callable[[], Any]) -> None:
+        self.look = look
+        self.seen: list[Any] = []
+
+    def state_dict(self) -> StateDict:
+        self.seen.append(self.look())
+        return {"value": 1}
+
+    def load_state_dict(self, state: StateDict) -> None:
+        pass
+
+
+def case_a_second_save_waits_for_the_first(launch: Launch) -> None:
+    slow = Background(max_bytes_per_second=40_000_000)
+    first = torch_ckpt.async_save(megabytes_of(launch.rank, 16), launch.path("1"), background=slow)
+    probe = Probe(lambda: (first.done(), (launch.path("1") / ".metadata").exists()))
+    state = {"probe": probe, **megabytes_of(launch.rank, 1)}
+    second = torch_ckpt.async_save(state, launch.path("2"))
+    assert probe.seen == [(True, True)]
+    second.result(PATIENCE_SECONDS)
+    for path, count in ((launch.path("1"), 16), (launch.path("2"), 1)):
+        loaded = emptied(megabytes_of(launch.rank, count))
+        torch_ckpt.load(loaded, path)
+        assert_equal(loaded, megabytes_of(launch.rank, count))
+
+
+def case_a_second_save_may_be_refused(launch: Launch) -> None:
+    stop = Stop()
+    first = torch_ckpt.async_save({"t": tensor_of("t", 5)}, launch.path("1"), write_done=stop)
+    try:
+        torch_ckpt.async_save({"t": tensor_of("t", 5)}, launch.path("2"), if_busy="raise")
+    except CheckpointError as error:
+        assert "has not ended yet" in str(error)  # noqa: PT017
+    else:
+        raise AssertionError("there were two saves at a time")
+    stop.may_end.set()
+    first.result(PATIENCE_SECONDS)
+    torch_ckpt.async_save({"t": tensor_of("t", 5)}, launch.path("2"), if_busy="raise").result()
+
+
+def case_an_error_that_nobody_saw_is_raised_by_the_next_save(launch: Launch) -> None:
+    path = launch.path("1")
+    with full_disk_on(1):
+        handle = torch_ckpt.async_save(everything(launch), path)
+        # Which does not look at how it has ended.
+        wait_for_futures([handle.committed], PATIENCE_SECONDS)
+    causes = failure_of(launch, lambda: torch_ckpt.async_save({}, launch.path("2")))
+    assert_is_full_disk(causes, 1, path)
+    torch_ckpt.async_save(everything(launch), launch.path("2")).result(PATIENCE_SECONDS)
+    assert_saved(launch, launch.path("2"))
+
+
+def case_an_error_that_one_rank_has_not_seen_fails_the_next_save_of_all(launch: Launch) -> None:
+    path = launch.path("1")
+    with full_disk_on(1):
+        handle = torch_ckpt.async_save(everything(launch), path)
+        wait_for_futures([handle.committed], PATIENCE_SECONDS)
+    if launch.rank != 1:
+        assert handle.committed.exception() is not None
+
+    def save() -> None:
+        state, path = everything(launch), launch.path("2")
+        torch_ckpt.async_save(state, path, timeout=1e6).result(PATIENCE_SECONDS)
+
+    try:
+        save()
+    except dcp.CheckpointException as error:
+        assert list(error.failures) == [1]  # noqa: PT017
+    else:
+        raise AssertionError("a rank saved without the one that had not seen its error")
+    assert not (launch.path("2") / ".metadata").exists()
+    save()
+    assert_saved(launch, launch.path("2"))
+
+
+def case_a_synchronous_save_waits_for_the_one_under_way(launch: Launch) -> None:
+    slow = Background(max_bytes_per_second=40_000_000)
+    handle = torch_ckpt.async_save(megabytes_of(launch.rank, 16), launch.path("1"), background=slow)
+    # Asked for its state before the wait; by the time that the save has ended it has waited.
+    torch_ckpt.save({"t": tensor_of("t", 5)}, launch.path("2"))
+    assert handle.done()
+
+
+# --- failures -------------------------------------------------------------------------------------
+
+
+def case_a_source_changed_too_early_on_one_rank_fails_all(launch: Launch) -> None:
+    for number, name in enumerate(("plain.3", "sharded.even rows", "old")):
+        path = launch.path(str(number))
+        state = everything(launch)
+        writer = Held(path)
+        handle = torch_ckpt.async_save(state, storage_writer=writer, staging="overlapped")
+        if launch.rank == 1:
+            value = state
+            for key in name.split("."):
+                value = value[int(key) if isinstance(value, list) else key]
+            overwrite(value)
+        writer.may_stage.set()
+        causes = failure_of(launch, lambda: handle.result(PATIENCE_SECONDS))  # noqa: B023
+        assert set(causes) == {1}
+        assert isinstance(causes[1], SourceChanged)
+        assert str(causes[1]).startswith(f"{name}: changed before"), causes[1]
+        assert list(path.iterdir()) == []
+
+
+def case_a_full_disk_on_one_rank_fails_all(launch: Launch) -> None:
+    for staging in STAGINGS:
+        path = launch.path(staging)
+        with full_disk_on(1):
+            handle = torch_ckpt.async_save(everything(launch), path, staging=staging)
+            causes = failure_of(launch, lambda: handle.result(PATIENCE_SECONDS))  # noqa: B023
+        assert_is_full_disk(causes, 1, path)
+        assert list(path.iterdir()) == []
+        torch_ckpt.async_save(everything(launch), path, staging=staging).result(PATIENCE_SECONDS)
+        assert_saved(launch, path)
+
+
+def case_a_failed_save_keeps_the_checkpoint_that_it_was_to_replace(launch: Launch) -> None:
+    path = launch.path()
+    torch_ckpt.async_save(everything(launch), path).result(PATIENCE_SECONDS)
+    before = sorted(file.name for file in path.iterdir())
+    state = everything(launch)
+    for tensor in state["plain"]:
+        tensor.add_(1)
+    with full_disk_on(1):
+        handle = torch_ckpt.async_save(state, path)
+        failure_of(launch, lambda: handle.result(PATIENCE_SECONDS))
+    assert sorted(file.name for file in path.iterdir()) == before
+    assert_saved(launch, path)
+
+
+def case_write_done_that_fails_on_one_rank_publishes_nothing(launch: Launch) -> None:
+    path = launch.path()
+
+    def write_done() -> None:
+        if launch.rank == 1:
+            raise OSError(errno.EIO, "on purpose")
+
+    handle = torch_ckpt.async_save(everything(launch), path, write_done=write_done)
+    causes = failure_of(launch, lambda: handle.result(PATIENCE_SECONDS))
+    assert {rank: type(cause) for rank, cause in causes.items()} == {1: OSError}
+    assert list(path.iterdir()) == []
+
+
+@on(2, 4)
+def case_a_state_dict_that_fails_on_one_rank_fails_all(launch: Launch) -> None:
+    def fail() -> None:
+        if launch.rank == 1:
+            raise KeyError("on purpose")
+
+    for staging in STAGINGS:
+        path = launch.path(staging)
+        state = {"failing": Probe(fail), "t": tensor_of("t", 5)}
+        try:
+            # The others do not wait for as long as for a rank that is silent.
+            handle = torch_ckpt.async_save(state, path, staging=staging, timeout=1e6)
+            handle.result(PATIENCE_SECONDS)
+        except KeyError as error:
+            # On rank 1 what it has raised, where that is known before the save begins.
+            if launch.rank != 1 or isinstance(error, dcp.CheckpointException):
+                assert isinstance(error, dcp.CheckpointException)  # noqa: PT017
+                assert [rank for rank in error.failures] == [1]  # noqa: PT017
+                assert "on purpose" in str(error)  # noqa: PT017
+        else:
+            raise AssertionError("nothing was raised")
+        assert not (path / ".metadata").exists()
+        torch_ckpt.async_save(everything(launch), path, staging=staging).result(PATIENCE_SECONDS)
+        assert_saved(launch, path)
+
+
+def case_ranks_that_disagree_about_a_tensor_fail_all(launch: Launch) -> None:
+    path = launch.path()
+    handle = torch_ckpt.async_save({"t": torch.zeros(3 + launch.rank % 2)}, path)
+    causes = failure_of(launch, lambda: handle.result(PATIENCE_SECONDS))
+    assert set(causes) == {0}
+    assert "rank 0 has torch.float32 [3], rank 1 has torch.float32 [4]" in str(causes[0])
+    assert not (path / ".metadata").exists()
+
+
+test_on_ranks = on_ranks(globals())

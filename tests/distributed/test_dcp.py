@@ -1,0 +1,358 @@
+"""Several ranks save and load by DCP's names: what is saved, who writes it, that torch reads it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
+from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import torch_ckpt
+from tests.distributed.cases import (
+    OURS,
+    PAIRS,
+    STOCK,
+    Launch,
+    StateDict,
+    assert_whole,
+    dtensors,
+    dtensors_2d,
+    failure_of,
+    full_state,
+    load,
+    mesh_1d,
+    mesh_2d,
+    rank_local_state,
+    save,
+    sharded_tensor,
+    tensor_of,
+    trained_model,
+    zeroed,
+)
+from tests.distributed.launcher import between, on, on_ranks
+from tests.support import (
+    assert_equal,
+    assert_tables_match,
+    data_files,
+)
+from torch_ckpt.metadata import read_metadata
+
+# --- interoperation and sharding ------------------------------------------------------------------
+
+
+def case_sharded_tensors_make_the_round_trip_with_stock_torch(launch: Launch) -> None:
+    mesh = mesh_1d(launch)
+    for number, (writer, reader) in enumerate(PAIRS):
+        path = launch.path(str(number))
+        save(dtensors(mesh), path, writer)
+        loaded = zeroed(dtensors(mesh))
+        load(loaded, path, reader)
+        assert_whole(loaded)
+
+
+@on(4)
+def case_tensors_on_a_2d_mesh_make_the_round_trip_with_stock_torch(launch: Launch) -> None:
+    mesh = mesh_2d(launch)
+    for number, (writer, reader) in enumerate(PAIRS):
+        path = launch.path(str(number))
+        save(dtensors_2d(mesh), path, writer)
+        loaded = zeroed(dtensors_2d(mesh))
+        load(loaded, path, reader)
+        assert_whole(loaded)
+
+
+def case_rows_are_loaded_as_columns_and_as_whole_tensors(launch: Launch) -> None:
+    mesh = mesh_1d(launch)
+    path = launch.path()
+    save({"t": distribute_tensor(tensor_of("t", 37, 41), mesh, [Shard(0)])}, path)
+    for reader in (OURS[1], STOCK[1]):
+        columns = torch.zeros_like(distribute_tensor(tensor_of("t", 37, 41), mesh, [Shard(1)]))
+        load({"t": columns}, path, reader)
+        assert_equal(columns.full_tensor(), tensor_of("t", 37, 41))
+        whole = torch.zeros(37, 41)
+        load({"t": whole}, path, reader)
+        assert_equal(whole, tensor_of("t", 37, 41))
+
+
+def case_sharded_targets_are_cast_to_their_dtype(launch: Launch) -> None:
+    mesh = mesh_1d(launch)
+    path = launch.path()
+    whole = torch.arange(35.0).reshape(7, 5)
+    save({"t": distribute_tensor(whole, mesh, [Shard(0)])}, path)
+    target = torch.zeros_like(distribute_tensor(whole.to(torch.bfloat16), mesh, [Shard(1)]))
+    load({"t": target}, path)
+    assert_equal(target.full_tensor(), whole.to(torch.bfloat16))
+
+
+def case_meta_tensors_become_real_ones(launch: Launch) -> None:
+    path = launch.path()
+    save({"t": tensor_of("t", 5, 3)}, path)
+    state = {"t": torch.empty(5, 3, device="meta")}
+    load(state, path)
+    assert_equal(state["t"], tensor_of("t", 5, 3))
+
+
+def case_an_fsdp_model_and_its_optimizer_make_the_round_trip(launch: Launch) -> None:
+    for number, (writer, reader) in enumerate(PAIRS):
+        path = launch.path(str(number))
+        model, optimizer = trained_model(launch, seed=1)
+        parts = get_state_dict(model, optimizer)
+        save({"model": parts[0], "optimizer": parts[1]}, path, writer)
+        other, other_optimizer = trained_model(launch, seed=2)
+        parts = get_state_dict(other, other_optimizer)
+        loaded = {"model": parts[0], "optimizer": parts[1]}
+        load(loaded, path, reader)
+        set_state_dict(
+            other,
+            other_optimizer,
+            model_state_dict=loaded["model"],
+            optim_state_dict=loaded["optimizer"],
+        )
+        assert_equal(full_state(other, other_optimizer), full_state(model, optimizer))
+
+
+def case_objects_and_stateful_values_make_the_round_trip(launch: Launch) -> None:
+    class Counter:
+        def __init__(self, value: int) -> None:
+            self.value = value
+
+        def state_dict(self) -> StateDict:
+            return {"value": self.value, "tensor": torch.full((3,), float(self.value))}
+
+        def load_state_dict(self, state: StateDict) -> None:
+            assert state["tensor"].tolist() == [state["value"]] * 3
+            self.value = state["value"]
+
+    for number, (writer, reader) in enumerate(PAIRS):
+        path = launch.path(str(number))
+        own = f"of rank {launch.rank}"
+        save({"counter": Counter(7), "note": "for all", own: {"rank": launch.rank}}, path, writer)
+        counter = Counter(0)
+        loaded = {"counter": counter, "note": "", own: {"rank": -1}}
+        load(loaded, path, reader)
+        assert counter.value == 7
+        assert loaded["note"] == "for all"
+        assert loaded[own] == {"rank": launch.rank}
+
+
+def case_plain_tensors_that_only_one_rank_has_are_saved(launch: Launch) -> None:
+    path = launch.path()
+    own = f"of rank {launch.rank}"
+    save({own: tensor_of(own, 5 + launch.rank)}, path)
+    for rank in range(launch.size):
+        name = f"of rank {rank}"
+        state = {name: torch.zeros(5 + rank)}
+        load(state, path)
+        assert_equal(state[name], tensor_of(name, 5 + rank))
+
+
+def case_several_shards_of_one_tensor_on_a_rank_make_the_round_trip(launch: Launch) -> None:
+    for number, (writer, reader) in enumerate(PAIRS):
+        path = launch.path(str(number))
+        save({"sharded": sharded_tensor(launch)}, path, writer)
+        target = sharded_tensor(launch)
+        for shard in target.local_shards():
+            shard.tensor.zero_()
+        load({"sharded": target}, path, reader)
+        for shard, expected in zip(
+            target.local_shards(), sharded_tensor(launch).local_shards(), strict=True
+        ):
+            assert_equal(shard.tensor, expected.tensor)
+        whole = torch.zeros(6 * launch.size, 5)
+        load({"sharded": whole}, path, reader)
+        assert_equal(whole, tensor_of("sharded", 6 * launch.size, 5))
+
+
+def case_a_sharded_optimizer_state_is_loaded_before_the_optimizer_exists(launch: Launch) -> None:
+    state = {"state": {"w": {"exp_avg": tensor_of("exp_avg", 4 * launch.size, 3)}}, "lr": 0.5}
+    for number, (writer, reader) in enumerate(PAIRS):
+        path = launch.path(str(number))
+        save({"optim": state}, path, writer)
+        loaded = load_sharded_optimizer_state_dict(
+            model_state_dict={}, optimizer_key="optim", storage_reader=reader(path)
+        )["optim"]
+        shards = loaded["state"]["w"]["exp_avg"].local_shards()
+        mine = tensor_of("exp_avg", 4 * launch.size, 3)[4 * launch.rank :][:4]
+        assert_equal(shards[0].tensor, mine)
+        assert loaded["lr"] == 0.5
+
+
+# --- between launches of different sizes ----------------------------------------------------------
+
+
+@on(only=True)
+def case_what_this_number_of_ranks_saves_for_another(launch: Launch) -> None:
+    for number, (writer, _reader) in enumerate((OURS, STOCK)):
+        path = launch.workdir / f"from-{launch.size}" / str(number)
+        state: StateDict = dict(dtensors(mesh_1d(launch)))
+        if launch.size > 1:
+            state |= dtensors_2d(mesh_2d(launch))
+        save(state | {"step": launch.size}, path, writer)
+
+
+@on(only=True)
+def case_what_another_number_of_ranks_saved_is_loaded(launch: Launch) -> None:
+    for source in sorted(launch.workdir.glob("from-*")):
+        for number, reader in ((0, OURS[1]), (0, STOCK[1]), (1, OURS[1])):
+            mesh = mesh_1d(launch)
+            tensors = zeroed(dtensors(mesh) | dtensors_2d(mesh_2d(launch)))
+            loaded: StateDict = tensors | {"step": 0}
+            load(loaded, source / str(number), reader)
+            assert_whole(tensors)
+            assert f"from-{loaded['step']}" == source.name
+
+
+# --- who writes what ------------------------------------------------------------------------------
+
+
+@on(2, 4)
+def case_replicated_tensors_are_written_once_and_by_all_ranks(launch: Launch) -> None:
+    path = launch.path()
+    mesh = mesh_1d(launch)
+    count, shape = 8, (100, 100)
+    state = {f"t{i}": tensor_of(f"t{i}", *shape) for i in range(count)} | {
+        f"d{i}": distribute_tensor(tensor_of(f"d{i}", *shape), mesh, [Replicate()])
+        for i in range(count)
+    }
+    metadata = save(state, path)
+    stored = sum(file.stat().st_size for file in data_files(path))
+    assert len(metadata.storage_data) == 2 * count
+    assert stored < 1.1 * 2 * count * 100 * 100 * 4
+    writers = {info.relative_path.split("_")[2] for info in metadata.storage_data.values()}
+    assert writers == {str(rank) for rank in range(launch.size)}
+
+
+def case_each_rank_writes_its_own_files(launch: Launch) -> None:
+    path = launch.path()
+    writer = torch_ckpt.FileSystemWriter(path, thread_count=2)
+    dcp.save(dict(dtensors(mesh_1d(launch))), storage_writer=writer)
+    expected = {f"__{rank}_{i}.distcp" for rank in range(launch.size) for i in range(2)}
+    assert {file.name for file in data_files(path)} == expected
+
+
+def case_the_metadata_is_the_same_on_all_ranks(launch: Launch) -> None:
+    metadata = save(dict(dtensors(mesh_1d(launch))), launch.path())
+    everywhere: list[Any] = [None] * launch.size
+    seen = sorted((i.fqn, tuple(i.offset), vars(p)) for i, p in metadata.storage_data.items())
+    dist.all_gather_object(everywhere, seen)
+    assert all(one == everywhere[0] for one in everywhere)
+    read = torch_ckpt.FileSystemReader(launch.path()).read_metadata()
+    assert read.storage_data == metadata.storage_data
+
+
+def case_one_writer_overwrites_a_checkpoint_many_times(launch: Launch) -> None:
+    path = launch.path()
+    mesh = mesh_1d(launch)
+    writer = torch_ckpt.FileSystemWriter(path)
+    for step in range(3):
+        whole = tensor_of("t", 13, 5) + step
+        state = {"t": distribute_tensor(whole, mesh, [Shard(0)]), "step": step}
+        metadata = dcp.save(state, storage_writer=writer)
+        dist.barrier()
+        used = {info.relative_path for info in metadata.storage_data.values()}
+        assert {file.name for file in path.iterdir()} == used | {".metadata"}
+        loaded = {"t": torch.zeros(13, 5), "step": -1}
+        load(loaded, path, STOCK[1])
+        assert_equal(loaded, {"t": whole, "step": step})
+        dist.barrier()
+
+
+def case_overwriting_can_be_forbidden(launch: Launch) -> None:
+    path = launch.path()
+    save({"t": tensor_of("t", 3)}, path)
+    dist.barrier()
+    writer = torch_ckpt.FileSystemWriter(path, overwrite=False)
+    causes = failure_of(launch, lambda: dcp.save({"t": torch.zeros(3)}, storage_writer=writer))
+    assert set(causes) == set(range(launch.size))
+    assert "Checkpoint already exists" in str(causes[0])
+    loaded = {"t": torch.zeros(3)}
+    load(loaded, path)
+    assert_equal(loaded["t"], tensor_of("t", 3))
+
+
+@on(4)
+def case_ranks_of_a_subgroup_save_and_load_together(launch: Launch) -> None:
+    half = launch.size // 2
+    groups = [dist.new_group(list(range(half))), dist.new_group(list(range(half, launch.size)))]
+    side = launch.rank // half
+    path = launch.path(str(side))
+    save({"t": tensor_of(f"t{side}", 9), "side": side}, path, process_group=groups[side])
+    loaded = {"t": torch.zeros(9), "side": -1}
+    load(loaded, path, process_group=groups[side])
+    assert_equal(loaded, {"t": tensor_of(f"t{side}", 9), "side": side})
+
+
+def case_without_distribution_each_rank_saves_alone(launch: Launch) -> None:
+    path = launch.path(f"rank {launch.rank}")
+    save({"rank": launch.rank, "t": tensor_of("t", 4)}, path, no_dist=True)
+    loaded = {"rank": -1, "t": torch.zeros(4)}
+    load(loaded, path, no_dist=True)
+    assert_equal(loaded, {"rank": launch.rank, "t": tensor_of("t", 4)})
+
+
+# --- checksum tables ------------------------------------------------------------------------------
+
+
+def case_the_metadata_has_the_checksum_tables_of_all_ranks(launch: Launch) -> None:
+    savers: dict[str, Callable[[StateDict, Path], Any]] = {
+        "dcp": save,
+        "ours": torch_ckpt.save,
+        "background": lambda state, path: torch_ckpt.async_save(state, path).result(),
+    }
+    for name, saver in savers.items():
+        path = launch.path(name)
+        saver({**dtensors(mesh_1d(launch)), "step": 1}, path)
+        assert_tables_match(path, read_metadata(path))
+
+
+def case_without_collectives_each_rank_has_its_own_checksum_tables(launch: Launch) -> None:
+    path = launch.path()
+    save(rank_local_state(launch, 1), path, use_collectives=False)
+    assert_tables_match(path, read_metadata(path, name=f"__{launch.rank}.metadata"))
+
+
+# --- plan caching ---------------------------------------------------------------------------------
+
+
+def forget_plans() -> None:
+    for name in vars(SavePlanner):
+        if name.startswith("_cached_"):
+            getattr(SavePlanner, name).clear()
+
+
+def case_saves_with_cached_plans_hold_their_own_values(launch: Launch) -> None:
+    forget_plans()
+    mesh = mesh_1d(launch)
+    writer = torch_ckpt.FileSystemWriter(launch.path())
+    for step in range(4):
+        # In the last two the same directory is overwritten.
+        path = launch.path(str(min(step, 2)))
+        whole = tensor_of("t", 13, 5) + step
+        state = {"t": distribute_tensor(whole, mesh, [Shard(0)]), "plain": whole, "step": step}
+        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.save(state, checkpoint_id=path, storage_writer=writer, planner=planner)
+        dist.barrier()
+        for reader in (OURS[1], STOCK[1]):
+            loaded = {"t": torch.zeros(13, 5), "plain": torch.zeros(13, 5), "step": -1}
+            load(loaded, path, reader)
+            assert_equal(loaded, {"t": whole, "plain": whole, "step": step})
+        dist.barrier()
+    forget_plans()
+
+
+test_on_ranks = on_ranks(globals())
+test_what_another_number_of_ranks_saved_is_loaded = between(
+    "what_this_number_of_ranks_saves_for_another",
+    "what_another_number_of_ranks_saved_is_loaded",
+    [(2, 4), (4, 2)],
+)

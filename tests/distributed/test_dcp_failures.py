@@ -1,0 +1,383 @@
+"""Several ranks save and load by DCP's names and ours: failures, saves
+without collectives, and in the background by torch."""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import io
+import pickle
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import torch_ckpt
+import torch_ckpt.writer as writer_module
+from tests.distributed.cases import (
+    OURS,
+    PAIRS,
+    PATIENCE_SECONDS,
+    STOCK,
+    Launch,
+    StateDict,
+    assert_everything,
+    assert_is_full_disk,
+    assert_whole,
+    dtensors,
+    everything,
+    everything_emptied,
+    failure_of,
+    full_disk_on,
+    load,
+    mesh_1d,
+    rank_local_state,
+    save,
+    tensor_of,
+    zeroed,
+)
+from tests.distributed.launcher import on, on_ranks
+from tests.support import (
+    NO_CHECKPOINT,
+    assert_equal,
+    data_files,
+)
+from torch_ckpt.errors import NotCommitted
+
+# --- without collectives --------------------------------------------------------------------------
+
+
+def case_without_collectives_each_rank_has_its_own_metadata(launch: Launch) -> None:
+    for number, (writer, reader) in enumerate(PAIRS):
+        path = launch.path(str(number))
+        save(rank_local_state(launch, 1), path, writer, use_collectives=False)
+        names = {file.name for file in path.iterdir() if file.suffix != ".distcp"}
+        assert names == {f"__{rank}.metadata" for rank in range(launch.size)}
+        loaded = {"own": torch.zeros(6, 4), "rank": -1, "step": -1}
+        load(loaded, path, reader)
+        assert_equal(loaded, rank_local_state(launch, 1))
+
+
+def case_without_collectives_overwriting_leaves_the_other_ranks_files(launch: Launch) -> None:
+    path = launch.path()
+    for step in range(3):
+        save(rank_local_state(launch, step), path, use_collectives=False)
+        dist.barrier()
+        loaded = {"own": torch.zeros(6, 4), "rank": -1, "step": -1}
+        load(loaded, path)
+        assert_equal(loaded, rank_local_state(launch, step))
+        dist.barrier()
+
+
+def case_a_checkpoint_with_collectives_replaces_one_without(launch: Launch) -> None:
+    path = launch.path()
+    save(rank_local_state(launch, 1), path, use_collectives=False)
+    dist.barrier()
+    metadata = save({"t": tensor_of("t", 8)}, path)
+    dist.barrier()
+    used = {info.relative_path for info in metadata.storage_data.values()}
+    assert {file.name for file in path.iterdir()} == used | {".metadata"}
+    loaded = {"t": torch.zeros(8)}
+    load(loaded, path)
+    assert_equal(loaded["t"], tensor_of("t", 8))
+
+
+def case_without_collectives_a_checkpoint_of_all_ranks_is_not_touched(launch: Launch) -> None:
+    # Loading would prefer the older one.
+    path = launch.path()
+    save({"t": tensor_of("t", 8)}, path)
+    dist.barrier()
+    try:
+        save(rank_local_state(launch, 1), path, use_collectives=False)
+    except FileExistsError:
+        pass
+    else:
+        raise AssertionError("it was saved where no load would find it")
+    dist.barrier()
+    loaded = {"t": torch.zeros(8)}
+    load(loaded, path)
+    assert_equal(loaded["t"], tensor_of("t", 8))
+
+
+# --- failures -------------------------------------------------------------------------------------
+
+
+@on(2, 4)
+def case_an_error_on_one_rank_fails_all_ranks_and_publishes_nothing(launch: Launch) -> None:
+    path = launch.path()
+    for rank in range(launch.size):
+        state = dict(dtensors(mesh_1d(launch)))
+        with full_disk_on(rank):
+            causes = failure_of(launch, lambda: save(state, path))  # noqa: B023
+        assert_is_full_disk(causes, rank, path)
+        assert not (path / ".metadata").exists()
+    # And after the next save there is no trace of these.
+    metadata = save(dict(dtensors(mesh_1d(launch))), path)
+    dist.barrier()
+    used = {info.relative_path for info in metadata.storage_data.values()}
+    assert {file.name for file in path.iterdir()} == used | {".metadata"}
+    loaded = zeroed(dtensors(mesh_1d(launch)))
+    load(loaded, path, STOCK[1])
+    assert_whole(loaded)
+
+
+class _FailingOn(dcp.DefaultSavePlanner):
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        if dist.get_rank() == self.rank:
+            raise OSError(errno.EIO, "on purpose", "somewhere")
+        return super().resolve_data(write_item)
+
+
+def case_an_error_while_overwriting_keeps_the_old_checkpoint(launch: Launch) -> None:
+    path = launch.path()
+    mesh = mesh_1d(launch)
+    save(dict(dtensors(mesh)), path)
+    dist.barrier()
+    for rank in range(launch.size):
+        state = {name: tensor + 1 for name, tensor in dtensors(mesh).items()}
+        planner = _FailingOn(rank)
+        causes = failure_of(launch, lambda: save(state, path, planner=planner))  # noqa: B023
+        assert set(causes) == {rank}
+        assert isinstance(causes[rank], OSError)
+        assert causes[rank].errno == errno.EIO
+        for reader in (OURS[1], STOCK[1]):
+            loaded = zeroed(dtensors(mesh))
+            load(loaded, path, reader)
+            assert_whole(loaded)
+        dist.barrier()
+
+
+def case_a_failed_commit_fails_all_ranks(launch: Launch) -> None:
+    path = launch.path()
+    if launch.rank == 0:
+        (path / ".metadata").mkdir(parents=True)
+    dist.barrier()
+    causes = failure_of(launch, lambda: save({"t": tensor_of("t", 4)}, path))
+    assert set(causes) == {0}
+    assert isinstance(causes[0], NotCommitted)
+    assert causes[0].errno == errno.EISDIR
+
+
+@contextmanager
+def led_elsewhere(launch: Launch, path: Path, other: Path, name: str) -> Iterator[None]:
+    """Rank 1 opens ``path`` while ``other`` has that name, after rank 0 has opened it."""
+    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+    claim, opened = writer_module.Claim, writer_module.OpenDirectory
+
+    def claimed(*arguments: Any) -> Any:
+        made = claim(*arguments)
+        store.set("claimed", "")
+        return made
+
+    def opened_late(given: Path) -> Any:
+        store.wait(["claimed"], datetime.timedelta(seconds=PATIENCE_SECONDS))
+        aside = path.with_name("aside")
+        path.rename(aside)
+        other.rename(path)
+        found = opened(given)
+        path.rename(other)
+        aside.rename(path)
+        return found
+
+    patched: Any = writer_module
+    if launch.rank == 0:
+        patched.Claim = claimed
+    if launch.rank == 1:
+        patched.OpenDirectory = opened_late
+    try:
+        yield
+    finally:
+        patched.Claim, patched.OpenDirectory = claim, opened
+
+
+def case_ranks_that_have_opened_different_directories_publish_nothing(launch: Launch) -> None:
+    path, other = launch.path("step"), launch.path("other")
+    state = {f"t{launch.rank}": tensor_of("t", 40)}
+    for directory in (path, other):
+        torch_ckpt.save(state, directory)
+    dist.barrier()
+    for name, work in (
+        ("dcp.save", lambda: save(state, path)),
+        ("torch_ckpt.save", lambda: torch_ckpt.save(state, path)),
+    ):
+        contents = {file: file.read_bytes() for file in launch.path().glob("*/*")}
+        dist.barrier()
+        with led_elsewhere(launch, path, other, name):
+            causes = failure_of(launch, work)
+        assert isinstance(causes.pop(0), NotCommitted)
+        assert not causes
+        after = {file: file.read_bytes() for file in launch.path().glob("*/*")}
+        dist.barrier()
+        assert {file: after.get(file) for file in contents} == contents
+        if name == "torch_ckpt.save":
+            # DCP does not tell a rank whose writing went well that another's did not.
+            assert after == contents
+
+
+def case_a_damaged_file_fails_the_load_of_all_ranks(launch: Launch) -> None:
+    path = launch.path()
+    mesh = mesh_1d(launch)
+    save({"t": distribute_tensor(torch.zeros(4 * launch.size, 100), mesh, [Shard(0)])}, path)
+    dist.barrier()
+    if launch.rank == 0:
+        (file,) = path.glob(f"__{launch.size - 1}_*.distcp")
+        data = bytearray(file.read_bytes())
+        data[data.index(bytes(1500)) + 700] ^= 1
+        file.write_bytes(data)
+    dist.barrier()
+    target = distribute_tensor(torch.ones(4 * launch.size, 100), mesh, [Shard(0)])
+    causes = failure_of(launch, lambda: load({"t": target}, path))
+    assert set(causes) == {launch.size - 1}
+    assert "the bytes are damaged" in str(causes[launch.size - 1])
+
+
+def case_a_directory_without_a_checkpoint_fails_the_load_of_all_ranks(launch: Launch) -> None:
+    causes = failure_of(launch, lambda: load({"t": torch.zeros(3)}, launch.path("nothing")))
+    assert set(causes) == set(range(launch.size))
+    assert NO_CHECKPOINT in str(causes[0])
+
+
+def finished(response: Any) -> Any:
+    """The result of an async_save; torch returns a future, or two."""
+    future: Future[Any] = getattr(response, "upload_completion", response)
+    return future.result(timeout=PATIENCE_SECONDS)
+
+
+class _WatchedStager(torch_ckpt.FileSystemWriter):
+    """Tells how many bytes of kept memory each save has been staged into."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.taken: list[int] = []
+
+    def stage(self, state_dict: StateDict) -> StateDict:
+        before = torch_ckpt._C.pool_bytes()
+        staged = super().stage(state_dict)
+        self.taken.append(before - torch_ckpt._C.pool_bytes())
+        return staged
+
+
+def async_saves(launch: Launch, kind: AsyncCheckpointerType) -> None:
+    mesh = mesh_1d(launch)
+    writer = _WatchedStager(launch.path())
+    for step in range(3):
+        path = launch.path(str(step))
+        whole = tensor_of("t", 13, 5) + step
+        state = {"t": distribute_tensor(whole, mesh, [Shard(0)]), "plain": whole, "step": step}
+        response = dcp.async_save(
+            state, checkpoint_id=path, storage_writer=writer, async_checkpointer_type=kind
+        )
+        # The state was staged, so that training may go on.
+        state["t"].to_local().fill_(-1)
+        finished(response)
+        dist.barrier()
+        for reader in (OURS[1], STOCK[1]):
+            loaded = {"t": torch.zeros(13, 5), "plain": torch.zeros(13, 5), "step": -1}
+            load(loaded, path, reader)
+            assert loaded["step"] == step
+            assert_equal(loaded["t"], whole)
+        dist.barrier()
+    # What the first left is what the others use.
+    staged = whole.nbytes + state["t"].to_local().nbytes
+    assert min(writer.taken[1:]) >= staged, writer.taken
+
+
+def case_async_saves_in_a_thread(launch: Launch) -> None:
+    async_saves(launch, AsyncCheckpointerType.THREAD)
+
+
+@on(2, only=True)
+def case_async_saves_in_a_process(launch: Launch) -> None:
+    async_saves(launch, AsyncCheckpointerType.PROCESS)
+
+
+def case_an_async_save_that_fails_says_so(launch: Launch) -> None:
+    path = launch.path()
+
+    def saving() -> None:
+        writer = torch_ckpt.FileSystemWriter(path)
+        finished(dcp.async_save(dict(dtensors(mesh_1d(launch))), storage_writer=writer))
+
+    with full_disk_on(1):
+        causes = failure_of(launch, saving)
+    assert_is_full_disk(causes, 1, path)
+    assert not (path / ".metadata").exists()
+
+
+def case_a_writer_survives_pickling_after_a_save(launch: Launch) -> None:
+    writer = torch_ckpt.FileSystemWriter(launch.path("a"), thread_count=3, separation_hint="t")
+    dcp.save({"t": tensor_of("t", 4)}, storage_writer=writer)
+    copy = pickle.loads(pickle.dumps(writer))
+    assert copy.thread_count == 3
+    assert copy.separation_hint == "t"
+    dcp.save({"t": tensor_of("t", 4)}, checkpoint_id=launch.path("b"), storage_writer=copy)
+    loaded = {"t": torch.zeros(4)}
+    load(loaded, launch.path("b"))
+    assert_equal(loaded["t"], tensor_of("t", 4))
+
+
+# --- torch_ckpt.save and torch_ckpt.load ----------------------------------------------------------
+
+
+@on(2, 4)
+def case_torch_ckpt_save_and_load_do_what_dcp_does(launch: Launch) -> None:
+    def save_by_dcp(state: StateDict, path: Path) -> None:
+        save(state, path, STOCK[0])
+
+    def load_by_dcp(state: StateDict, path: Path) -> None:
+        load(state, path, STOCK[1])
+
+    pairs: list[tuple[Any, Any]] = [
+        (torch_ckpt.save, torch_ckpt.load),
+        (torch_ckpt.save, load_by_dcp),
+        (save_by_dcp, torch_ckpt.load),
+    ]
+    for number, (saving, loading) in enumerate(pairs):
+        path = launch.path(str(number))
+        saving(everything(launch), path)
+        state = everything_emptied(launch)
+        loading(state, path)
+        assert_everything(launch, state)
+
+
+def case_torch_ckpt_save_writes_plain_tensors_once_and_by_all_ranks(launch: Launch) -> None:
+    path = launch.path()
+    state = {f"t{i}": tensor_of(f"t{i}", 100, 100) for i in range(8)}
+    metadata = torch_ckpt.save(state, path)
+    writers = {info.relative_path.split("_")[2] for info in metadata.storage_data.values()}
+    assert writers == {str(rank) for rank in range(launch.size)}
+    stored = sum(file.stat().st_size for file in data_files(path))
+    assert stored < 1.1 * 8 * 100 * 100 * 4
+
+
+def case_torch_ckpt_save_that_fails_on_one_rank_leaves_no_files(launch: Launch) -> None:
+    path = launch.path()
+    with full_disk_on(1):
+        causes = failure_of(launch, lambda: torch_ckpt.save(everything(launch), path))
+    dist.barrier()
+    assert_is_full_disk(causes, 1, path)
+    assert list(path.iterdir()) == []
+
+
+def case_torch_ckpt_load_that_fails_on_one_rank_fails_on_all(launch: Launch) -> None:
+    path = launch.path()
+    torch_ckpt.save({"t": tensor_of("t", 4)}, path)
+    name = "missing" if launch.rank == 1 else "t"
+    causes = failure_of(launch, lambda: torch_ckpt.load({name: torch.zeros(4)}, path))
+    assert set(causes) == {1}
+    assert "missing" in str(causes[1])
+
+
+test_on_ranks = on_ranks(globals())

@@ -1,0 +1,406 @@
+"""CheckpointManager on ranks: they save at the same steps, stop together, and fail together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from errno import EIO
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.async_saves import Gate
+from tests.distributed.cases import Launch
+from tests.distributed.launcher import on, on_ranks, takes_several
+from tests.distributed.managers import (
+    PATIENCE,
+    NoState,
+    failures_of,
+    gathered,
+    is_last,
+    manager_of,
+    restored,
+    run_of,
+    saved,
+    state_of,
+)
+from torch_ckpt import CheckpointManager, intervals, steps
+from torch_ckpt.errors import CheckpointError, NotCommitted
+from torch_ckpt.events import Event
+from torch_ckpt.multihost import RanksDisagree
+
+# After which a rank that does not come is given up.
+SHORT = 2.0
+
+
+def store_of(name: str) -> dist.Store:
+    return dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+
+
+# --- when -----------------------------------------------------------------------------------------
+
+
+class SkewedTime:
+    """The module of the time on a rank whose clock is another one's, and goes at another speed."""
+
+    def __init__(self, rank: int) -> None:
+        import time
+
+        self._time = time
+        self._rank = rank
+        self.sleep = time.sleep
+
+    def monotonic(self) -> float:
+        return 1e6 * self._rank + (1 + self._rank) * self._time.monotonic()
+
+
+def case_ranks_with_other_clocks_save_at_the_same_steps(launch: Launch) -> None:
+    before = intervals.time
+    intervals.time = SkewedTime(launch.rank)  # type: ignore[assignment]
+    try:
+        with manager_of(launch, interval=timedelta(seconds=0.05)) as made:
+            found: list[int] = []
+            step = 0
+            # Until rank 0 has saved a few times, as all ranks hear in the same step.
+            while len(found) < 3:
+                step += 1
+                if made.save(step, state_of(launch, step)):
+                    found.append(step)
+                # Ranks are never in step: some are behind in odd steps.
+                if (step + launch.rank) % 2:
+                    made.all_steps()
+            assert gathered(launch, found) == [found] * launch.size
+    finally:
+        intervals.time = before
+    dist.barrier()
+    assert made.all_steps() == found
+
+
+def case_decisions_leave_nothing_in_the_store(launch: Launch) -> None:
+    with manager_of(launch, if_busy="skip", async_saves=False) as made:
+        for step in range(1, 6):
+            assert made.save(step, state_of(launch, step))
+            # Rank 0 must find itself done at the next step.
+            dist.barrier()
+        made._deletions.settle()
+        dist.barrier()
+        decisions = made._schedule._decisions
+        assert decisions.number == 5
+        if launch.size > 1 and launch.rank == 0:
+            keys = decisions._meeting.keys("")
+            assert not any(keys.check([str(number)]) for number in range(decisions.number))
+
+
+@takes_several
+def case_a_rank_at_another_step_is_told(launch: Launch) -> None:
+    with manager_of(launch, interval=timedelta(hours=1)) as made:
+        if launch.rank == 0:
+            assert not made.save(5, state_of(launch, 5))
+        else:
+            with pytest.raises(
+                CheckpointError, match=f"rank {launch.rank} came to step 6 where rank 0 came to 5"
+            ):
+                made.save(6, state_of(launch, 6))
+
+
+def case_a_busy_save_is_skipped_on_all_ranks(launch: Launch) -> None:
+    gate = Gate()
+    commit = steps._StepWriter.commit
+
+    def commit_later(self: Any, data: bytes, files: set[str]) -> None:
+        gate()
+        commit(self, data, files)
+
+    steps._StepWriter.commit = commit_later  # type: ignore[method-assign]
+    try:
+        with manager_of(launch, if_busy="skip") as made:
+            assert saved(launch, made, [1, 2, 3]) == [1]
+            gate.open()
+            made.wait_until_finished()
+            # Not by what this rank knows of its own save, but by what rank 0 does.
+            dist.barrier()
+            assert saved(launch, made, [4]) == [4]
+    finally:
+        gate.open()
+        steps._StepWriter.commit = commit  # type: ignore[method-assign]
+    dist.barrier()
+    assert made.all_steps() == [1, 4]
+
+
+# --- preemption -----------------------------------------------------------------------------------
+
+
+def until_told(launch: Launch, made: CheckpointManager, told: Callable[[int], None]) -> int:
+    """The step at which this rank is to stop; ranks are in lockstep by a collective in each."""
+    for step in range(1, 1_000_000):
+        made.save(step, state_of(launch, step))
+        if made.should_stop:
+            return step
+        told(step)
+        dist.all_reduce(torch.ones(1))
+    raise AssertionError("no rank was told")
+
+
+def case_a_signal_to_one_rank_saves_and_stops_all_at_one_step(launch: Launch) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    victim = launch.size - 1
+    events: list[Event] = []
+
+    def told(step: int) -> None:
+        if step == 3 and launch.rank == victim:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    options = {"preemption_signals": (signal.SIGTERM,), "on_event": events.append}
+    with manager_of(launch, interval=10**6, **options) as made:
+        stopped = until_told(launch, made, told)
+        assert gathered(launch, stopped) == [stopped] * launch.size
+        assert stopped > 3
+        made.wait_until_finished()
+        assert restored(launch, made) == stopped
+    [event] = [event for event in events if event.kind == "preempted"]
+    assert f"SIGTERM on rank {victim}" in event.message
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def case_with_a_deadline_the_last_save_is_complete_on_all_ranks(launch: Launch) -> None:
+    file = launch.path("stop")
+
+    def told(step: int) -> None:
+        if step == 2 and launch.rank == 0:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch()
+
+    options = {"preemption_file": file, "preemption_deadline": 60.0}
+    with manager_of(launch, interval=10**6, **options) as made:
+        stopped = until_told(launch, made, told)
+        assert not made.is_saving
+        assert made.all_steps() == [stopped]
+
+
+# --- failures -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def broken_on(launch: Launch, ranks: set[int]) -> Iterator[None]:
+    """These ranks cannot write data."""
+    write_values = steps._StepWriter.write_values
+
+    def fail(self: Any, *_: object, **__: object) -> Any:
+        raise OSError(EIO, "the disk is broken", str(self.path))
+
+    if launch.rank in ranks:
+        steps._StepWriter.write_values = fail  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        steps._StepWriter.write_values = write_values  # type: ignore[method-assign]
+
+
+def case_one_ranks_failure_reaches_all_and_is_raised_once(launch: Launch) -> None:
+    last = launch.size - 1
+    with manager_of(launch) as made:
+        with broken_on(launch, {last}):
+            made.save(1, state_of(launch, 1))
+            causes = failures_of(made.wait_until_finished)
+        assert list(causes) == [last]
+        assert "the disk is broken" in str(causes[last])
+        made.check_for_errors()
+        dist.barrier()
+        assert made.all_steps() == []
+        assert saved(launch, made, [2]) == [2]
+        made.wait_until_finished()
+        assert restored(launch, made) == 2
+
+
+def case_training_goes_on_without_a_save_that_one_rank_failed(launch: Launch) -> None:
+    with manager_of(launch, on_save_error="warn_and_continue") as made:
+        with broken_on(launch, {launch.size - 1}):
+            saved(launch, made, [1, 2])
+            made.wait_until_finished()
+        assert made.save_errors == 2
+        dist.barrier()
+        saved(launch, made, [3])
+        made.wait_until_finished()
+        assert made.save_errors == 2
+        dist.barrier()
+        assert [(info.step, info.state) for info in made.steps()] == [(3, "complete")]
+
+
+def case_a_commit_that_fails_reaches_all_ranks(launch: Launch) -> None:
+    write_marker = steps.write_marker
+
+    def fail(directory: str, *_: object) -> None:
+        raise OSError(EIO, "no marker today", directory)
+
+    with manager_of(launch) as made:
+        steps.write_marker = fail
+        try:
+            made.save(1, state_of(launch, 1))
+            causes = failures_of(made.wait_until_finished)
+        finally:
+            steps.write_marker = write_marker
+        assert [type(cause) for cause in causes.values()] == [NotCommitted]
+        assert list(causes) == [0]
+        dist.barrier()
+        assert made.steps() == []
+
+
+@takes_several
+def case_a_state_that_one_rank_cannot_read_fails_the_save_of_all_at_once(launch: Launch) -> None:
+    for check in ("off", "warn"):
+        with manager_of(launch, check_replicas=check, check_replicas_every=1) as made:
+            state = state_of(launch, 1)
+            if is_last(launch):
+                state["loader"] = NoState()
+
+            def save_and_wait(made: CheckpointManager = made, state: Any = state) -> None:
+                made.save(1, state)
+                made.wait_until_finished()
+
+            with pytest.raises(BaseException) as caught:  # noqa: PT011
+                save_and_wait()
+            assert "no state today" in str(caught.value)
+            dist.barrier()
+            assert made.all_steps() == []
+            assert saved(launch, made, [2]) == [2]
+            made.wait_until_finished()
+            made.delete(2)
+            dist.barrier()
+
+
+@takes_several
+def case_training_goes_on_without_a_state_that_one_rank_could_not_read(launch: Launch) -> None:
+    with manager_of(launch, on_save_error="warn_and_continue") as made:
+        state = state_of(launch, 1)
+        if is_last(launch):
+            state["loader"] = NoState()
+        assert made.save(1, state) == (not is_last(launch))
+        made.wait_until_finished()
+        assert made.save_errors == 1
+        assert made.last_step is None
+        assert saved(launch, made, [2]) == [2]
+        made.wait_until_finished()
+        assert restored(launch, made) == 2
+
+
+@takes_several
+def case_wrong_metrics_on_one_rank_fail_the_save_of_all_at_once(launch: Launch) -> None:
+    metrics: dict[str, Any] = {"loss": "low" if is_last(launch) else 1.0}
+    with manager_of(launch) as made:
+        if is_last(launch):
+            with pytest.raises(ValueError, match="could not convert string to float"):
+                made.save(1, state_of(launch, 1), metrics=metrics)
+        else:
+            made.save(1, state_of(launch, 1), metrics=metrics)
+            assert list(failures_of(made.wait_until_finished)) == [launch.size - 1]
+        assert saved(launch, made, [2]) == [2]
+
+
+@takes_several
+def case_a_rank_that_does_not_make_a_manager_is_named(launch: Launch) -> None:
+    store, absent = store_of("no manager"), launch.size - 1
+    if launch.rank == absent:
+        store.wait([f"gave up {rank}" for rank in range(absent)])
+    with pytest.raises(TimeoutError, match=f"CheckpointManager: rank {absent} did not come within"):
+        CheckpointManager(launch.path("run"), preemption_signals=(), timeout=SHORT)
+    store.set(f"gave up {launch.rank}", "")
+    run_of(launch, [1])
+
+
+@takes_several
+@on(2, 4)
+def case_a_rank_that_does_not_come_to_a_save_is_named(launch: Launch) -> None:
+    store, absent = store_of("no save"), launch.size - 1
+    with manager_of(launch, timeout=SHORT) as made:
+        made.restore(state_of(launch, 0))
+        if launch.rank == absent:
+            store.wait([f"gave up {rank}" for rank in range(absent)])
+        made.save(1, state_of(launch, 1))
+        causes = failures_of(made.wait_until_finished)
+        store.set(f"gave up {launch.rank}", "")
+        assert list(causes) == [absent]
+        assert isinstance(causes[absent], TimeoutError)
+        assert f"rank {absent} gave no sign of life for 2 s" in str(causes[absent])
+        dist.barrier()
+        saved(launch, made, [2])
+        made.wait_until_finished()
+        assert made.all_steps() == [2]
+
+
+@takes_several
+def case_a_rank_that_does_not_come_to_the_first_save_is_named(launch: Launch) -> None:
+    store, absent = store_of("no first save"), launch.size - 1
+    with manager_of(launch, timeout=SHORT) as made:
+        if launch.rank == absent:
+            store.wait([f"gave up {rank}" for rank in range(absent)])
+        with pytest.raises(TimeoutError, match=rf"save: rank {absent} did not come within"):
+            made.save(1, state_of(launch, 1))
+        store.set(f"gave up {launch.rank}", "")
+        dist.barrier()
+        saved(launch, made, [2])
+
+
+@takes_several
+@on(4)
+def case_different_roots_are_named_with_their_ranks(launch: Launch) -> None:
+    root = launch.path("b" if is_last(launch) else "a")
+    with pytest.raises(RanksDisagree, match="ranks have different roots:") as caught:
+        CheckpointManager(root, preemption_signals=(), timeout=PATIENCE)
+    assert f"rank 0: {launch.path('a')}" in str(caught.value)
+    assert f"rank {launch.size - 1}: {launch.path('b')}" in str(caught.value)
+    run_of(launch, [1])
+
+
+# --- replicas -------------------------------------------------------------------------------------
+
+
+def differing(launch: Launch, step: int) -> dict[str, Any]:
+    """Has a tensor of another value on the last rank."""
+    state = state_of(launch, step)
+    state["model"] = {"w": torch.full((7,), float(is_last(launch))), "b": torch.zeros(3)}
+    return state
+
+
+@takes_several
+@on(4)
+def case_replicas_that_differ_are_named_with_their_ranks(launch: Launch) -> None:
+    most = "rank 0" if launch.size == 2 else f"ranks 0-{launch.size - 2}"
+    text = f"model.w has one value on {most}; another on rank {launch.size - 1}"
+    with manager_of(launch, check_replicas="error") as made:
+        with pytest.raises(CheckpointError, match="1 tensor of which one rank's") as caught:
+            made.save(1, differing(launch, 1))
+        assert text in str(caught.value)
+        assert gathered(launch, str(caught.value)) == [str(caught.value)] * launch.size
+        assert saved(launch, made, [2]) == [2]
+
+
+@takes_several
+def case_replicas_that_differ_are_saved_with_a_warning_of_rank_0(launch: Launch) -> None:
+    events: list[Event] = []
+    options = {"check_replicas": "warn", "check_replicas_every": 2, "on_event": events.append}
+    with manager_of(launch, **options) as made, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in (1, 2, 3):
+            assert made.save(step, differing(launch, step))
+    named = [w for w in caught if "model.w has one value" in str(w.message)]
+    assert len(named) == (2 if launch.rank == 0 else 0)
+    # Every other save is looked at.
+    assert [event.step for event in events if event.kind == "differing_replicas"] == [1, 3]
+    dist.barrier()
+    assert made.all_steps() == [1, 2, 3]
+
+
+def case_replicas_that_agree_are_saved_without_a_word(launch: Launch) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with manager_of(launch, check_replicas="error", check_replicas_every=1) as made:
+            assert saved(launch, made, [1, 2]) == [1, 2]
+
+
+test_on_ranks = on_ranks(globals(), (1, 2, 4))

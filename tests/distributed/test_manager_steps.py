@@ -1,0 +1,369 @@
+"""CheckpointManager on ranks: steps that are saved, deleted and restored."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from tests.async_saves import LIMIT
+from tests.distributed.cases import Launch
+from tests.distributed.launcher import on, on_ranks, takes_several
+from tests.distributed.managers import (
+    NoState,
+    failures_of,
+    is_last,
+    manager_of,
+    restored,
+    run_of,
+    saved,
+    state_of,
+)
+from tests.support import data_files, flip_bit
+from torch_ckpt import CheckpointManager, restoring, steps
+from torch_ckpt.app_state import PerRank
+from torch_ckpt.errors import CheckpointError, LoadMismatch, NotCommitted
+from torch_ckpt.events import Event
+from torch_ckpt.multihost import RanksDisagree
+from torch_ckpt.steps import MARKER_NAME
+
+
+def step_path(launch: Launch, step: int) -> Path:
+    return launch.path("run", f"{step:010d}")
+
+
+# --- saving and restoring -------------------------------------------------------------------------
+
+
+@on(1, 2)
+def case_all_ranks_go_on_where_they_have_stopped(launch: Launch) -> None:
+    for begin, until in ((0, 4), (3, 7)):
+        with manager_of(launch, interval=3) as made:
+            assert restored(launch, made) == begin
+            saved(launch, made, range(begin + 1, until + 1))
+        dist.barrier()
+    with manager_of(launch) as made:
+        assert made.all_steps() == [3, 6]
+        assert restored(launch, made, 6) == 6
+
+
+def case_the_marker_has_rank_0s_metrics_and_the_number_of_ranks(launch: Launch) -> None:
+    with manager_of(launch) as made:
+        rank = float(launch.rank)
+        made.save(1, state_of(launch, 1), metrics={"rank": rank}, notes={"rank": launch.rank})
+        made.wait_until_finished()
+        [info] = made.steps()
+    assert (info.metrics, info.notes) == ({"rank": 0.0}, {"rank": 0})
+    marker = steps.read_marker(info.path)
+    assert marker is not None
+    assert marker["ranks"] == launch.size
+
+
+def case_what_the_first_saves_may_not_do_is_refused_on_all_ranks(launch: Launch) -> None:
+    run_of(launch, [1, 2, 3])
+    best = {"keep_best": 1, "best_metric": "los"}
+    with manager_of(launch, **best) as made:
+        with pytest.raises(FileExistsError, match="has steps up to 3"):
+            made.save(3, state_of(launch, 3))
+        assert restored(launch, made) == 3
+        # Only rank 0's metrics count.
+        metrics = {"loss": 1.0} if launch.rank == 0 else {"los": 1.0}
+        with pytest.raises(ValueError, match="did you mean 'loss'"):
+            made.save(4, state_of(launch, 4), metrics=metrics)
+        with pytest.raises(ValueError, match="steps must not decrease"):
+            made.save(2, state_of(launch, 2))
+        saved(launch, made, [5], metrics={"los": 1.0})
+    with manager_of(launch) as made, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        saved(launch, made, [4], overwrite=True)
+        saved(launch, made, [5])
+
+
+def case_rank_0_deletes_for_all(launch: Launch) -> None:
+    events: list[Event] = []
+    with manager_of(launch, keep_last=2, on_event=events.append) as made:
+        saved(launch, made, range(1, 6))
+    dist.barrier()
+    assert made.all_steps() == [4, 5]
+    deleted = [event.step for event in events if event.kind == "deleted"]
+    assert deleted == ([1, 2, 3] if launch.rank == 0 else [])
+
+
+@takes_several
+def case_ranks_restore_the_step_that_rank_0_sees(launch: Launch) -> None:
+    run_of(launch, [1, 2, 3])
+    with manager_of(launch) as made:
+        found = made.steps()
+        # As on file systems where what others have made comes late.
+        seen = found[:2] if launch.rank == 0 else found[launch.rank % 3 :]
+        made._store.entries = lambda **_: seen  # type: ignore[method-assign]
+        assert restored(launch, made) == 2
+
+
+def case_a_shard_that_is_damaged_has_all_ranks_pass_over_its_step(launch: Launch) -> None:
+    run_of(launch, [1, 2, 3])
+    if launch.rank == 0:
+        file = sorted(data_files(step_path(launch, 3)))[-1]
+        flip_bit(file, file.stat().st_size // 2, 5)
+    dist.barrier()
+    events: list[Event] = []
+    with manager_of(launch, on_event=events.append) as made:
+        assert restored(launch, made) == 2
+    assert [(event.kind, event.step) for event in events] == [("damaged", 3), ("restored", 2)]
+
+
+@takes_several
+@contextmanager
+def not_found(launch: Launch, made: CheckpointManager, times: int) -> Iterator[None]:
+    """Step 2 is not found on the last rank, so many times."""
+    path_of, patience = made._store.path_of, restoring._PATIENCE_SECONDS  # type: ignore[attr-defined]
+    left = [times if is_last(launch) else 0]
+
+    def path_once(step: int) -> str:
+        if step == 2 and left[0] > 0:
+            left[0] -= 1
+            return f"{path_of(step)}-away"
+        return str(path_of(step))
+
+    made._store.path_of = path_once  # type: ignore[attr-defined]
+    restoring._PATIENCE_SECONDS = (0.01,) * 3
+    try:
+        yield
+    finally:
+        made._store.path_of, restoring._PATIENCE_SECONDS = path_of, patience  # type: ignore[attr-defined]
+
+
+@takes_several
+def case_a_step_that_is_late_on_one_rank_is_waited_for(launch: Launch) -> None:
+    run_of(launch, [1, 2])
+    with manager_of(launch) as made, not_found(launch, made, 2):
+        assert restored(launch, made) == 2
+
+
+@takes_several
+def case_a_step_that_one_rank_does_not_find_is_not_passed_over(launch: Launch) -> None:
+    run_of(launch, [1, 2])
+    with manager_of(launch) as made, not_found(launch, made, 100):
+        failures = failures_of(lambda: made.restore(state_of(launch, 0)))
+    assert list(failures) == [launch.size - 1]
+    assert isinstance(failures[launch.size - 1], FileNotFoundError)
+
+
+@takes_several
+def case_ranks_that_save_different_steps_are_told(launch: Launch) -> None:
+    with manager_of(launch, on_save_error="warn_and_continue") as made:
+        made.save(10 + is_last(launch), state_of(launch, 1))
+        made.wait_until_finished()
+        assert made.save_errors == 1
+        assert made.all_steps() == []
+        dist.barrier()
+        assert saved(launch, made, [20]) == [20]
+    assert manager_sees(launch) == [20]
+
+
+@takes_several
+def case_a_root_that_is_another_one_on_a_rank_is_no_step(launch: Launch) -> None:
+    with manager_of(launch) as made:
+        patience, steps._PATIENCE_SECONDS = steps._PATIENCE_SECONDS, 0.1
+        made_writer = made._store.writer
+
+        def elsewhere(*args: Any, **options: Any) -> Any:
+            writer = made_writer(*args, **options)
+            # The same path, but on this rank it is on a disk of its own.
+            write_values = writer.write_values
+
+            def write(*args: Any) -> Any:
+                written = write_values(*args)
+                for place in written.places:
+                    file = writer.path / place[0]
+                    if file.exists():
+                        file.rename(launch.path(f"elsewhere-{launch.rank}-{place[0]}"))
+                return written
+
+            writer.write_values = write
+            return writer
+
+        if is_last(launch):
+            made._store.writer = elsewhere  # type: ignore[method-assign]
+        made.save(1, state_of(launch, 1))
+        failures = failures_of(made.wait_until_finished)
+        steps._PATIENCE_SECONDS = patience
+        assert isinstance(failures[0], NotCommitted)
+        assert "all ranks must see the same directory" in str(failures[0])
+    assert manager_sees(launch) == []
+
+
+def manager_sees(launch: Launch) -> list[int]:
+    """The complete steps, when all ranks have come here."""
+    dist.barrier()
+    return CheckpointManager(launch.path("run"), read_only=True).all_steps()
+
+
+@takes_several
+def case_whatever_one_rank_raises_before_a_save_begins_the_next_one_succeeds(
+    launch: Launch,
+) -> None:
+    with manager_of(launch, on_save_error="warn_and_continue") as made:
+        for step, error in enumerate(
+            (CheckpointException("test", {}), RuntimeError("test"), ValueError("test")), 1
+        ):
+
+            def fail(error: BaseException = error) -> None:
+                raise error
+
+            handle = made.before_save(fail) if is_last(launch) else None
+            with suppress(ValueError):
+                made.save(step, state_of(launch, step))
+            made.wait_until_finished()
+            if handle is not None:
+                handle.remove()
+            dist.barrier()
+        assert saved(launch, made, [9]) == [9]
+    assert manager_sees(launch) == [9]
+
+
+@takes_several
+def case_warnings_that_are_errors_do_not_part_the_ranks(launch: Launch) -> None:
+    with manager_of(launch, check_replicas="warn", check_replicas_every=1) as made:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for step in (1, 2):
+                state = state_of(launch, step)
+                state["common"] += launch.rank
+                assert made.save(step, state)
+        made.wait_until_finished()
+    with manager_of(launch) as made, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert made.restore(state_of(launch, 0), 1) == 1
+
+
+@takes_several
+def case_what_only_lacks_its_marker_is_named_by_rank_0(launch: Launch) -> None:
+    run_of(launch, [1, 2])
+    if launch.rank == 0:
+        os.unlink(Path(launch.path("run"), "0000000002", MARKER_NAME))
+    dist.barrier()
+    with manager_of(launch) as made, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert restored(launch, made) == 1
+    named = [warning for warning in caught if "0000000002" in str(warning.message)]
+    assert len(named) == (1 if launch.rank == 0 else 0)
+
+
+@takes_several
+def case_what_rank_0_cannot_make_is_told_to_the_others(launch: Launch) -> None:
+    file = launch.path("file")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.touch()
+    with pytest.raises((OSError, RuntimeError)), manager_of(launch, tensorboard=file / "runs"):
+        pass
+
+
+def case_where_all_steps_are_damaged_all_ranks_raise(launch: Launch) -> None:
+    run_of(launch, [1, 2])
+    if launch.rank == 0:
+        for step in (1, 2):
+            (step_path(launch, step) / ".metadata").write_bytes(b"nothing")
+    dist.barrier()
+    with manager_of(launch) as made, pytest.raises(CheckpointError, match="none of the steps in"):
+        made.restore(state_of(launch, 0))
+
+
+def case_a_step_that_is_not_there_is_refused_on_all_ranks(launch: Launch) -> None:
+    run_of(launch, [1, 2])
+    with manager_of(launch) as made:
+        with pytest.raises(FileNotFoundError, match=r"step 7 is not there; complete are \[1, 2\]"):
+            made.restore(state_of(launch, 0), 7)
+        assert restored(launch, made, 1) == 1
+
+
+@takes_several
+@on(2, 4)
+def case_ranks_that_ask_for_different_steps_are_told(launch: Launch) -> None:
+    run_of(launch, [1, 2])
+    with manager_of(launch) as made:
+        with pytest.raises(RanksDisagree, match="ranks ask for different steps:") as caught:
+            made.restore(state_of(launch, 0), 1 if is_last(launch) else 2)
+        assert f"rank {launch.size - 1}: 1" in str(caught.value)
+
+
+@takes_several
+def case_a_state_that_does_not_fit_on_one_rank_is_an_error_on_all(launch: Launch) -> None:
+    run_of(launch, [1])
+    with manager_of(launch) as made:
+        state = state_of(launch, 0)
+        if is_last(launch):
+            state["more"] = torch.zeros(3)
+        causes = failures_of(lambda: made.restore(state))
+        assert [type(cause) for cause in causes.values()] == [LoadMismatch]
+        assert list(causes) == [launch.size - 1]
+
+
+@takes_several
+def case_a_state_that_one_rank_cannot_read_ends_the_restore_of_all(launch: Launch) -> None:
+    run_of(launch, [1])
+    with manager_of(launch) as made:
+        state = state_of(launch, 0)
+        if is_last(launch):
+            state["loader"] = NoState()
+        error = CheckpointError if is_last(launch) else RuntimeError
+        with pytest.raises(error, match="no state today"):
+            made.restore(state)
+        assert restored(launch, made) == 1
+
+
+def case_two_managers_take_turns(launch: Launch) -> None:
+    with (
+        manager_of(launch, root=launch.path("one")) as one,
+        manager_of(launch, root=launch.path("other"), interval=2) as other,
+    ):
+        for step in range(1, 5):
+            saved(launch, one, [step])
+            saved(launch, other, [step])
+    dist.barrier()
+    assert (one.all_steps(), other.all_steps()) == ([1, 2, 3, 4], [2, 4])
+
+
+@takes_several
+@on(4)
+def case_a_group_saves_without_the_other_ranks(launch: Launch) -> None:
+    half = launch.size // 2
+    groups = [dist.new_group([*range(n * half, n * half + half)]) for n in range(2)]
+    number = launch.rank // half
+    root = launch.path(f"half {number}")
+    options = {"if_busy": "skip", "async_saves": False, "root": root}
+    with manager_of(launch, process_group=groups[number], **options) as made:
+        for step in range(1, 3 + number):
+            assert made.save(step, {"w": torch.full((3,), float(step)), "own": PerRank(step)})
+        state = {"w": torch.zeros(3), "own": PerRank(0)}
+        assert made.restore(state) == 2 + number
+        assert state["w"].tolist() == [2.0 + number] * 3
+    dist.barrier()
+    marker = steps.read_marker(str(root / "0000000001"))
+    assert marker is not None
+    assert marker["ranks"] == half
+
+
+# --- looking on -----------------------------------------------------------------------------------
+
+
+@takes_several
+def case_one_rank_may_look_on_alone(launch: Launch) -> None:
+    run_of(launch, [1, 2])
+    if is_last(launch):
+        with CheckpointManager(launch.path("run"), read_only=True) as made:
+            assert made.all_steps() == [1, 2]
+            assert made.wait_for_new_step(1, timeout=LIMIT) == 2
+            assert made.verify(2).ok
+            assert (step_path(launch, 2) / MARKER_NAME).exists()
+
+
+test_on_ranks = on_ranks(globals(), (1, 2, 4))

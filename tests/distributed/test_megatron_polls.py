@@ -1,0 +1,245 @@
+"""Several ranks that save in Megatron's shape: they finalize a save at the same poll."""
+
+from __future__ import annotations
+
+import errno
+import random
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.distributed.beside import replaced, users_of_process_groups
+from tests.distributed.cases import (
+    PATIENCE_SECONDS,
+    Launch,
+    failure_of,
+)
+from tests.distributed.launcher import on, on_ranks
+from tests.distributed.megatron_training import (
+    Latches,
+    Site,
+    assert_saved,
+    finalized_at,
+    last_of,
+    names_in,
+    of_all,
+    polls_until_told,
+    queue_of,
+    save,
+    state_at,
+    waits_for,
+)
+from torch_ckpt.lockstep import Lockstep
+from torch_ckpt.metadata import read_metadata
+
+# --- polls ----------------------------------------------------------------------------------------
+
+
+def case_neither_a_save_nor_a_poll_uses_a_process_group_or_a_device(launch: Launch) -> None:
+    def used(*_: Any, **__: Any) -> None:
+        raise AssertionError("a device was used")
+
+    path, state, queue = launch.path(), state_at(launch, 1), queue_of()
+    names = ("synchronize", "current_stream", "_lazy_init")
+    with users_of_process_groups() as users, suppress_all(torch.cuda, names, used):
+        queue.schedule_async_request(Site().request(state, path))
+        finalized_at(queue)
+    assert users == set()
+    assert_saved(launch, path, 1)
+
+
+@contextmanager
+def suppress_all(owner: Any, names: tuple[str, ...], value: Any) -> Iterator[None]:
+    before = {name: getattr(owner, name) for name in names}
+    for name in names:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, original in before.items():
+            setattr(owner, name, original)
+
+
+def case_ranks_that_are_steps_ahead_finalize_at_the_same_poll(launch: Launch) -> None:
+    latches = Latches(launch)
+    for ahead in range(launch.size):
+        for fails in (False, True):
+            queue, event, key = queue_of(), threading.Event(), f"{ahead}/{fails}"
+            is_ahead = launch.rank == ahead
+            error = OSError(errno.EIO, "on purpose") if fails and is_ahead else None
+            queue.schedule_async_request(waits_for(event, error))
+
+            def before(
+                poll: int,
+                is_ahead: bool = is_ahead,
+                event: threading.Event = event,
+                key: str = key,
+            ) -> None:
+                if poll == 9 or not is_ahead:
+                    event.set()
+                if is_ahead and poll == 9:
+                    latches.open(key)
+                elif not is_ahead and poll == 1:
+                    latches.wait(key)
+
+            told = of_all(launch, polls_until_told(queue, before))
+            assert len(set(told)) == 1, told
+            assert told[0][1] == (f"failed on [{ahead}]" if fails else "finalized")
+
+
+@on(2, 4)
+def case_ranks_at_any_speed_finalize_at_the_same_poll(launch: Launch) -> None:
+    seed = 20
+    for number in range(seed, seed + 12):
+        numbers = random.Random(f"{number} on {launch.rank}")
+        queue, requests, polls = queue_of(), [threading.Event() for _ in range(3)], []
+        failing = number % 4
+        for call, event in enumerate(requests):
+            error = OSError(errno.EIO, "on purpose") if call == failing else None
+            if launch.rank != number % launch.size:
+                error = None
+            queue.schedule_async_request(waits_for(event, error))
+        ends = sorted(numbers.randrange(1, 60) for _ in requests)
+        told: list[tuple[int, str]] = []
+
+        def before(
+            _: int,
+            polls: list[int] = polls,
+            ends: list[int] = ends,
+            requests: list[threading.Event] = requests,
+        ) -> None:
+            polls.append(1)
+            for end, event in zip(ends, requests, strict=True):
+                if len(polls) >= end:
+                    event.set()
+
+        while queue.get_num_unfinalized_calls():
+            _, how = polls_until_told(queue, before)
+            told.append((len(polls), how))
+        everywhere = of_all(launch, told)
+        assert all(of_rank == told for of_rank in everywhere), (number, everywhere)
+
+
+def case_a_failure_that_one_rank_hears_of_last_is_raised_at_the_same_poll(launch: Launch) -> None:
+    if launch.size == 1:
+        return
+    queue, latches, ended = queue_of(), Latches(launch), threading.Event()
+    over = Lockstep.over
+
+    def late(lockstep: Lockstep) -> None:
+        if launch.rank == 0:
+            for rank in range(1, launch.size):
+                latches.wait(f"rank {rank} was told")
+        over(lockstep)
+
+    error = OSError(errno.EIO, "on purpose") if launch.rank == last_of(launch) else None
+    ended.set()
+    with replaced(Lockstep, "over", late):
+        queue.schedule_async_request(waits_for(ended, error))
+        told = polls_until_told(queue, lambda _: None)
+        latches.open(f"rank {launch.rank} was told")
+    everywhere = of_all(launch, told)
+    assert len(set(everywhere)) == 1, everywhere
+    assert told[1] == f"failed on [{last_of(launch)}]"
+
+
+def case_what_ended_before_the_first_poll_is_finalized_by_the_second(launch: Launch) -> None:
+    parts = threading.Semaphore(0)
+    part = Lockstep.part
+
+    def counted(lockstep: Lockstep) -> None:
+        part(lockstep)
+        parts.release()
+
+    queue, ended = queue_of(), threading.Event()
+    ended.set()
+    with replaced(Lockstep, "part", counted):
+        for call in range(3):
+            queue.schedule_async_request(waits_for(ended))
+            assert queue._calls[0].ended.wait(PATIENCE_SECONDS)
+            finalized = queue.maybe_finalize_async_calls()
+            if launch.size == 1:
+                assert finalized == [call]
+            else:
+                assert parts.acquire(timeout=PATIENCE_SECONDS)
+                dist.barrier()
+                finalized += queue.maybe_finalize_async_calls()
+            assert of_all(launch, finalized) == [[call]] * launch.size
+
+
+def case_ranks_that_poll_all_the_time_and_one_that_polls_seldom_finalize_soon(
+    launch: Launch,
+) -> None:
+    queue, event, polls = queue_of(), threading.Event(), 0
+    queue.schedule_async_request(waits_for(event))
+    while not queue.maybe_finalize_async_calls():
+        polls += 1
+        if launch.rank == last_of(launch):
+            time.sleep(0.02)
+        if launch.rank != last_of(launch) or polls >= 10:
+            event.set()
+    # The others had the time for thousands.
+    assert launch.size == 1 or polls < 40
+    assert of_all(launch, polls) == [polls] * launch.size
+
+
+def case_a_close_finalizes_the_calls_after_one_that_failed(launch: Launch) -> None:
+    queue, path, ended = queue_of(), launch.path(), threading.Event()
+    ended.set()
+    error = OSError(errno.EIO, "on purpose") if launch.rank == last_of(launch) else None
+    queue.schedule_async_request(waits_for(ended, error))
+    queue.schedule_async_request(Site().request(state_at(launch, 1), path))
+    causes = failure_of(launch, queue.close)
+    assert set(causes) == {last_of(launch)}
+    assert queue.get_num_unfinalized_calls() == 0
+    assert_saved(launch, path, 1)
+
+
+def case_two_saves_in_flight_are_finalized_in_their_order(launch: Launch) -> None:
+    queue, site, done = queue_of(), Site(), []
+    paths = [launch.path("1"), launch.path("2"), launch.path("1")]
+    for step, path in enumerate(paths, start=1):
+        request = site.request(state_at(launch, step), path, partial(done.append, step))
+        assert queue.schedule_async_request(request) == step - 1
+    assert queue.get_num_unfinalized_calls() == 3
+    polls = [finalized_at(queue, 2)]
+    assert done == [1, 2, 3]
+    assert len(set(of_all(launch, polls[0]))) == 1
+    assert_saved(launch, launch.path("2"), 2)
+    assert_saved(launch, launch.path("1"), 3)
+    for path in paths:
+        named = {info.relative_path for info in read_metadata(path).storage_data.values()}
+        assert set(names_in(path)) == named | {".metadata"}
+
+
+def case_calls_that_do_not_match_are_found(launch: Launch) -> None:
+    if launch.size == 1:
+        return
+    queue, ended = queue_of(), threading.Event()
+    ended.set()
+    if launch.rank == last_of(launch):
+        queue.schedule_async_request(waits_for(ended))
+        queue.maybe_finalize_async_calls(blocking=True, no_dist=True)
+    for blocking in (True, False):
+        queue.schedule_async_request(waits_for(ended))
+        causes = failure_of(
+            launch,
+            (lambda: queue.maybe_finalize_async_calls(blocking=True))
+            if blocking
+            else (lambda: finalized_at(queue)),
+        )
+        assert set(causes) == {0}
+        first, last = ("call 0", "call 1") if blocking else ("call 1", "call 2")
+        assert f"rank 0 {first}" in str(causes[0])
+        assert f"rank {launch.size - 1} {last}" in str(causes[0])
+    save(launch, launch.path())
+    assert_saved(launch, launch.path(), 1)
+
+
+test_on_ranks = on_ranks(globals(), (1, 2, 4))

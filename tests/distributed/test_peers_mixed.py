@@ -1,0 +1,407 @@
+"""Megatron-core's released code with some of ours in it, and nvidia-resiliency-ext's, where they
+are installed."""
+
+from __future__ import annotations
+
+import shutil
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from benchmarks import no_cuda
+from tests.distributed import cases
+from tests.distributed.cases import Launch, StateDict
+from tests.distributed.launcher import on, on_ranks
+from tests.distributed.peers import (
+    assert_holds_only_what_its_metadata_names,
+    assert_is_ours,
+    assert_loads,
+    assert_names_the_file,
+    children,
+    directory,
+    emptied,
+    failure_of,
+    installed,
+    instead,
+    request_for,
+    save_strategy,
+    save_through,
+    strategies,
+    why_skipped,
+)
+from tests.support import (
+    assert_equal,
+    data_files,
+    files_limited_to,
+    random_tensor,
+)
+from torch_ckpt.metadata import read_metadata
+
+# Their code takes a GPU for granted. Where pytest imports this file torch.cuda stays as it is, as
+# other tests need it; processes that a rank spawns import it under the other name.
+at_begin = no_cuda.pretend
+if __name__ == "__mp_main__":
+    at_begin()
+
+#: Their save strategy's own numbers of files, and a hint that some names begin with.
+LAYOUTS = [(1, None), (2, None), (4, None), (2, "optimizer"), (4, "optimizer")]
+
+
+def nvrx(module: str) -> Any:
+    return import_module(f"nvidia_resiliency_ext.checkpointing.async_ckpt.{module}")
+
+
+# --- states ---------------------------------------------------------------------------------------
+
+
+def nvrx_state(launch: Launch, seed: int) -> StateDict:
+    """A state of DTensors, of tensors that all ranks have, and of objects."""
+    state: StateDict = dict(cases.dtensors(cases.mesh_1d(launch)))
+    for tensor in state.values():
+        tensor.to_local().mul_(seed)
+    state["optimizer.of all ranks"] = random_tensor((50, 30), torch.float32, seed=seed)
+    state["numbers"] = {"seed": seed, "list": [1, 2, seed]}
+    return state
+
+
+# --- saves and loads, as Megatron's training has them ---------------------------------------------
+
+
+def nvrx_request(launch: Launch, writer: Any, seed: int, **options: Any) -> Any:
+    """The request that nvrx's documentation shows, by the functions that are in its modules."""
+    saver = nvrx("state_dict_saver")
+    planner = dcp.DefaultSavePlanner()
+    saved = saver.save_state_dict_async_plan(
+        nvrx_state(launch, seed), writer, None, 0, planner=planner, **options
+    )
+    save, preload, arguments = writer.get_save_function_and_args()
+    finalize = partial(saver.save_state_dict_async_finalize, *saved)
+    return nvrx("core").AsyncRequest(save, arguments, [finalize], preload_fn=preload)
+
+
+def assert_loads_by_torch(launch: Launch, path: Path, seed: int) -> None:
+    loaded = nvrx_state(launch, 0)
+    dcp.load(loaded, storage_reader=dcp.FileSystemReader(path))
+    expected = nvrx_state(launch, seed)
+    for name, value in expected.items():
+        if hasattr(value, "to_local"):
+            assert_equal(loaded[name].to_local(), value.to_local(), name)
+        else:
+            assert_equal(loaded[name], value, name)
+
+
+def records(path: Path) -> dict[Any, tuple[str, bytes]]:
+    """Of every item: the side that its file is on, and its bytes."""
+    places = read_metadata(path).storage_data
+    files = {file.name: file.read_bytes() for file in data_files(path)}
+    return {
+        index: (
+            info.relative_path.partition("__")[0],
+            files[info.relative_path][info.offset : info.offset + info.length],
+        )
+        for index, info in places.items()
+    }
+
+
+def assert_same_files(launch: Launch, ours: Path, theirs: Path, buckets: int) -> None:
+    """Fails unless all data files have the same names, and the same bytes.
+
+    With several buckets on a side, ours distributes items by all that it writes and theirs by the
+    tensors alone: then every item has the same bytes on the same side.
+    """
+    if launch.rank != 0:
+        return
+    assert [file.name for file in data_files(ours)] == [file.name for file in data_files(theirs)]
+    if buckets == 1:
+        for one, other in zip(data_files(ours), data_files(theirs), strict=True):
+            assert one.read_bytes() == other.read_bytes(), one.name
+    else:
+        assert records(ours) == records(theirs)
+
+
+# --- Megatron-core, some of it ours ---------------------------------------------------------------
+
+
+def our_writer() -> Any:
+    """Within: Megatron-core's own strategy, plan, finalize and queues, and our writer."""
+    from torch_ckpt import megatron
+
+    return instead(strategies("torch"), "FileSystemWriterAsync", megatron.FileSystemWriterAsync)
+
+
+def save_by_their_queue(launch: Launch, queue: Any) -> None:
+    paths = [directory(launch, str(seed)) for seed in range(2)]
+    for seed, path in enumerate(paths):
+        with our_writer():
+            queue.schedule_async_request(request_for(launch, path, seed))
+        queue.maybe_finalize_async_calls(blocking=True)
+    for seed, path in enumerate(paths):
+        assert_is_ours(launch, path)
+        assert_loads(launch, path, seed)
+
+
+#: Of their queue: a process for each save, or one for all of them.
+FORKED, SPAWNED = False, True
+
+# Starting a process that imports Megatron takes longer than all that it then does.
+_spawned: list[Any] = []
+
+
+def spawned_queue() -> Any:
+    """Megatron-core's own queue with its process, the same for all cases."""
+    if not _spawned:
+        _spawned.append(strategies("async_utils").AsyncCallsQueue(persistent=SPAWNED))
+    return _spawned[0]
+
+
+def case_our_writer_writes_in_a_process_that_megatron_forks(launch: Launch) -> None:
+    queue = strategies("async_utils").AsyncCallsQueue(persistent=FORKED)
+    save_by_their_queue(launch, queue)
+    queue.close()
+
+
+@on(2, only=True)
+def case_our_writer_writes_in_a_process_that_megatron_spawns(launch: Launch) -> None:
+    save_by_their_queue(launch, spawned_queue())
+
+
+def case_our_writer_writes_where_megatron_executes_its_request_at_once(launch: Launch) -> None:
+    path = directory(launch)
+    with our_writer():
+        request_for(launch, path, seed=1).execute_sync()
+    assert_is_ours(launch, path)
+    assert_loads(launch, path, seed=1)
+
+
+def case_our_writer_writes_over_an_older_checkpoint_by_megatrons_plan(launch: Launch) -> None:
+    """Ranks then choose new names of files by themselves."""
+    path = directory(launch)
+    for seed in (1, 2):
+        with our_writer():
+            request_for(launch, path, seed).execute_sync()
+        assert_loads(launch, path, seed)
+        dist.barrier()
+    assert_holds_only_what_its_metadata_names(launch, path)
+
+
+def case_their_plan_is_made_once_for_four_saves_of_our_writer(launch: Launch) -> None:
+    strategy = save_strategy(cached=True)
+    for seed in range(4):
+        path = directory(launch, str(seed))
+        with our_writer():
+            request_for(launch, path, seed, strategy).execute_sync()
+        assert_is_ours(launch, path)
+        assert_loads(launch, path, seed)
+    assert strategy.validated_cache_reuse
+
+
+def case_a_write_that_fails_in_a_forked_process_fails_megatrons_save(launch: Launch) -> None:
+    path = directory(launch)
+    queue = strategies("async_utils").AsyncCallsQueue(persistent=FORKED)
+    with our_writer():
+        request = request_for(launch, path, seed=2)
+    with files_limited_to(1000 if launch.rank == launch.size - 1 else 1 << 30):
+        queue.schedule_async_request(request)
+    error = failure_of(lambda: queue.maybe_finalize_async_calls(blocking=True))
+    assert_names_the_file(launch, error, path)
+    assert not (path / ".metadata").exists()
+
+
+def case_ranks_with_nothing_to_write_take_part_in_megatrons_save(launch: Launch) -> None:
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    def state() -> StateDict:
+        data = random_tensor((5, 3), torch.float32)
+        return {"t": ShardedTensor.from_rank_offsets("t", data, replica_id=launch.rank)}
+
+    def save_and_load(path: Path) -> None:
+        request = dist_checkpointing.save(state(), str(path), async_sharded_save=True)
+        assert (request.async_fn is None) == (launch.rank != 0)
+        save_through(strategies("async_utils").AsyncCallsQueue(), request)
+        loaded = dist_checkpointing.load(emptied(state()), str(path))
+        assert_equal(loaded["t"], state()["t"].data)
+
+    with installed():
+        save_and_load(directory(launch, "all of ours"))
+    with our_writer():
+        save_and_load(directory(launch, "our writer"))
+
+
+def case_megatrons_writer_writes_through_our_queue(launch: Launch) -> None:
+    from torch_ckpt import megatron
+
+    path = directory(launch)
+    save_through(megatron.AsyncCallsQueue(), request_for(launch, path, seed=3))
+    assert_loads(launch, path, seed=3)
+
+
+def case_a_save_that_is_under_way_at_install_is_finalized(launch: Launch) -> None:
+    path = directory(launch)
+    queue = strategies("async_utils").AsyncCallsQueue(persistent=FORKED)
+    queue.schedule_async_request(request_for(launch, path, seed=4))
+    with installed():
+        assert queue.maybe_finalize_async_calls(blocking=True) == [0]
+        assert_loads(launch, path, seed=4)
+
+
+def case_a_queue_from_before_install_takes_requests_from_after(launch: Launch) -> None:
+    path = directory(launch)
+    queue = strategies("async_utils").AsyncCallsQueue(persistent=FORKED)
+    with installed():
+        save_through(queue, request_for(launch, path, seed=5))
+        assert_is_ours(launch, path)
+        assert_loads(launch, path, seed=5)
+
+
+@on(2, only=True)
+def case_a_process_that_was_spawned_before_install_takes_requests_from_after(
+    launch: Launch,
+) -> None:
+    """In that process nothing is installed."""
+    path = directory(launch)
+    queue = spawned_queue()
+    with installed():
+        queue.schedule_async_request(request_for(launch, path, seed=6))
+        queue.maybe_finalize_async_calls(blocking=True)
+        assert_is_ours(launch, path)
+        assert_loads(launch, path, seed=6)
+
+
+@on(2, only=True)
+def case_a_write_that_fails_in_a_spawned_process_fails_megatrons_save(launch: Launch) -> None:
+    """And the process takes the next one."""
+    path, gone = directory(launch, "path"), directory(launch, "gone")
+    queue = spawned_queue()
+    with our_writer():
+        request = request_for(launch, gone, seed=7)
+        dist.barrier()
+        if launch.rank == 0:
+            shutil.rmtree(gone)
+        dist.barrier()
+        queue.schedule_async_request(request)
+        error = failure_of(lambda: queue.maybe_finalize_async_calls(blocking=True))
+        if launch.rank == 0:
+            assert list(error.failures) == list(range(launch.size))
+            assert str(gone) in str(error.failures[0][0])
+        queue.schedule_async_request(request_for(launch, path, seed=8))
+        queue.maybe_finalize_async_calls(blocking=True)
+    assert_loads(launch, path, seed=8)
+
+
+def case_files_are_named_and_filled_as_megatrons(launch: Launch) -> None:
+    for threads, hint in LAYOUTS:
+        ours, theirs = (directory(launch, f"{whose} {threads} {hint}") for whose in ("o", "t"))
+        request_for(launch, theirs, 1, save_strategy(threads, hint)).execute_sync()
+        with our_writer():
+            request_for(launch, ours, 1, save_strategy(threads, hint)).execute_sync()
+        assert_same_files(launch, ours, theirs, threads // 2 if hint else threads)
+
+
+# --- nvidia-resiliency-ext ------------------------------------------------------------------------
+
+
+def case_nvrx_saves_through_our_writer_and_queue(launch: Launch) -> None:
+    path = launch.path()
+    before = children()
+    with installed():
+        writer = nvrx("filesystem_async").FileSystemWriterAsync(path, thread_count=2)
+        save_through(nvrx("core").AsyncCallsQueue(), nvrx_request(launch, writer, seed=1))
+    assert children() == before
+    assert_is_ours(launch, path)
+    assert_loads_by_torch(launch, path, seed=1)
+
+
+def case_four_nvrx_saves_of_one_structure_reuse_its_plan(launch: Launch) -> None:
+    with installed():
+        saver = nvrx("state_dict_saver")
+        saver.init_checkpoint_metadata_cache()
+        queue = nvrx("core").AsyncCallsQueue()
+        statuses = []
+        for seed in range(1, 5):
+            path = launch.path(str(seed))
+            writer = nvrx("filesystem_async").FileSystemWriterAsync(path, thread_count=2)
+            queue.schedule_async_request(nvrx_request(launch, writer, seed, enable_cache=True))
+            queue.maybe_finalize_async_calls(blocking=True)
+            statuses.append(saver.get_metadata_caching_status()[0])
+            assert_is_ours(launch, path)
+            assert_loads_by_torch(launch, path, seed)
+        queue.close()
+    assert statuses == [False, True, True, True]
+
+
+def save_by_nvrxs_queue(launch: Launch, persistent: bool) -> None:
+    from torch_ckpt import nvrx as ours
+
+    queue = nvrx("core").AsyncCallsQueue(persistent=persistent)
+    for seed in (1, 2):
+        path = launch.path(str(seed))
+        writer = ours.FileSystemWriterAsync(path, thread_count=2)
+        queue.schedule_async_request(nvrx_request(launch, writer, seed))
+        queue.maybe_finalize_async_calls(blocking=True)
+        assert_is_ours(launch, path)
+        assert_loads_by_torch(launch, path, seed)
+    queue.close()
+
+
+def case_our_writer_writes_in_a_process_that_nvrx_forks(launch: Launch) -> None:
+    save_by_nvrxs_queue(launch, FORKED)
+
+
+@on(2, only=True)
+def case_our_writer_writes_in_a_process_that_nvrx_spawns(launch: Launch) -> None:
+    save_by_nvrxs_queue(launch, SPAWNED)
+
+
+def case_our_writer_writes_where_nvrx_executes_its_request_at_once(launch: Launch) -> None:
+    from torch_ckpt import nvrx as ours
+
+    path = launch.path()
+    nvrx_request(launch, ours.FileSystemWriterAsync(path), seed=1).execute_sync()
+    assert_is_ours(launch, path)
+    assert_loads_by_torch(launch, path, seed=1)
+
+
+def case_nvrxs_writer_writes_through_our_queue(launch: Launch) -> None:
+    from torch_ckpt import nvrx as ours
+
+    path = launch.path()
+    writer = nvrx("filesystem_async").FileSystemWriterAsync(path, thread_count=2)
+    save_through(ours.AsyncCallsQueue(), nvrx_request(launch, writer, seed=1))
+    assert_loads_by_torch(launch, path, seed=1)
+
+
+def case_files_are_named_and_filled_as_nvrxs(launch: Launch) -> None:
+    from torch_ckpt import nvrx as ours
+
+    for threads, hint in LAYOUTS:
+        paths = []
+        for whose in (ours, nvrx("filesystem_async")):
+            path = launch.path(f"{whose.__name__} {threads} {hint}")
+            writer = whose.FileSystemWriterAsync(path, thread_count=threads, separation_hint=hint)
+            nvrx_request(launch, writer, seed=1).execute_sync()
+            paths.append(path)
+        assert_same_files(launch, *paths, threads // 2 if hint else threads)
+
+
+def case_torch_save_in_the_background_has_the_bytes_of_torch_save(launch: Launch) -> None:
+    path = directory(launch) / f"{launch.rank}.pt"
+    state = {"t": random_tensor((100, 30), torch.float32, seed=launch.rank), "step": 3}
+    with installed():
+        checkpoint = nvrx("torch_ckpt").TorchAsyncCheckpoint()
+        checkpoint.async_save(state, path)
+        checkpoint.finalize_async_save(blocking=True, no_dist=True, terminate=True)
+    assert_equal(torch.load(path), state)
+
+
+def at_end() -> None:
+    for queue in _spawned:
+        queue.close()
+
+
+test_on_ranks = on_ranks(globals(), (1, 2, 4), why_skipped)
