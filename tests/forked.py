@@ -12,7 +12,6 @@ of milliseconds in the place of an import of torch.
 from __future__ import annotations
 
 import atexit
-import functools
 import gc
 import importlib
 import os
@@ -21,6 +20,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -176,7 +176,8 @@ class Server:
         ours.send(list(modules))
         with ours:
             assert ours.poll(PATIENCE_SECONDS), "the server of forked children hangs"
-            ours.recv()
+            threads = ours.recv()
+        assert threads == 1, "children forked from several threads may hang"
 
     def imports_as(self, work: Callable[..., object], *arguments: Any) -> None:
         """Lets the server import what a child has imported after it has done the work once, in a
@@ -199,12 +200,21 @@ class Server:
             self._process.wait()
 
 
-@functools.cache
-def server() -> Server:
-    """The one of this process, which all tests share."""
-    started = Server()
-    atexit.register(started.close)
-    return started
+_servers: dict[tuple[str, ...], Server] = {}
+_starting = threading.Lock()
+
+
+def server(*modules: str) -> Server:
+    """The one of this process, which all tests share.
+
+    Args:
+        modules: where children need more than the usual: a server that has imported them, too.
+    """
+    with _starting:
+        if modules not in _servers:
+            _servers[modules] = Server([*MODULES, *modules])
+            atexit.register(_servers[modules].close)
+        return _servers[modules]
 
 
 # --- the server's side ---------------------------------------------------------------------------
@@ -235,7 +245,7 @@ def _serve(requests: socket.socket) -> Connection | None:
             if what == b"import":
                 with Connection(descriptors[0]) as connection:
                     _import(connection.recv())
-                    connection.send(None)
+                    connection.send(len(os.listdir("/proc/self/task")))
                 continue
             if what == b"fork":
                 connection = Connection(descriptors[0])

@@ -7,14 +7,14 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from tests.forked import PATIENCE_SECONDS, Child, Server, server
+from tests.forked import PATIENCE_SECONDS, Child, server
 
 ADDRESS = "127.0.0.1"
 
@@ -38,7 +38,7 @@ class Ranks:
         size: how many.
         work: a function that a fresh process can import.
         rank_0_hosts_store: instead, as where ranks are started by hand.
-        forks: the server that forks them.
+        modules: that the server which forks them has imported, beside the usual.
 
     Attributes:
         children: by rank.
@@ -50,7 +50,7 @@ class Ranks:
         work: Callable[..., object],
         *arguments: Any,
         rank_0_hosts_store: bool = False,
-        forks: Server | None = None,
+        modules: Sequence[str] = (),
     ) -> None:
         self.size = size
         self.children: list[Child] = []
@@ -66,7 +66,7 @@ class Ranks:
             if rank_0_hosts_store:
                 del environment["TORCHELASTIC_USE_AGENT_STORE"]
             log = Path(self._logs.name, f"{rank}.log")
-            child = (forks or server()).start(
+            child = server(*modules).start(
                 _work, work, arguments, environment=environment, output=log
             )
             self.children.append(child)

@@ -299,7 +299,6 @@ def launched(module: str, workdir: Path) -> Iterator[tuple[ModuleType, Launch]]:
     warnings.simplefilter("ignore")
     # As in a program: what a rank spawns imports it again, under another name.
     cases = sys.modules["__main__"] = import_module(module)
-    getattr(cases, "at_begin", bool)()
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=PATIENCE_SECONDS))
     yield cases, Launch(workdir)
     getattr(cases, "at_end", bool)()

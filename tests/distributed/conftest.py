@@ -14,6 +14,7 @@ def launches(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Launches]:
     module = f"tests.distributed.{request.path.stem}"
-    of_file = Launches(module, tmp_path_factory.mktemp(request.path.stem))
+    imported = getattr(request.module, "IMPORTED", ())
+    of_file = Launches(module, tmp_path_factory.mktemp(request.path.stem), imported)
     yield of_file
     of_file.end()

@@ -1,7 +1,8 @@
 """Ranks that run cases: functions that all ranks of a launch do together.
 
 A test file has cases, which are functions ``case_*(launch)``, and ends with
-``test_on_ranks = on_ranks(globals())``: a test for each case and number of ranks. The ranks are
+``test_on_ranks = on_ranks(globals())``: a test for each case and number of ranks. Its ``IMPORTED``
+are modules that take long to import; ``at_end()`` is called before its ranks end. The ranks are
 forked when the first of their cases is asked for, and stay for the others. A rank that dies, hangs
 or loses step fails its case, with what all ranks have said, and the next case gets new ranks.
 """
@@ -23,7 +24,7 @@ from typing import Any, TypeVar
 import pytest
 
 from tests.distributed.cases import serve
-from tests.forked import ENVIRONMENT, REPOSITORY, Child, Server
+from tests.forked import ENVIRONMENT, REPOSITORY, Child
 from tests.ranks import Ranks, ranks
 
 #: Of one case. Ranks give up a silent process group before.
@@ -117,17 +118,19 @@ class Launches:
     Args:
         module: the file's, as a rank imports it.
         workdir: for all of them.
+        modules: as for :class:`Ranks`.
     """
 
-    def __init__(self, module: str, workdir: Path) -> None:
+    def __init__(self, module: str, workdir: Path, modules: Sequence[str] = ()) -> None:
         self._module = module
         self._workdir = workdir
+        self._modules = modules
         self._groups: dict[int, Group] = {}
 
     def run(self, size: int, case: str) -> None:
         """Runs a case on so many ranks; fails where it does."""
         if size not in self._groups:
-            self._groups[size] = Group(self._module, size, self._workdir)
+            self._groups[size] = Group(self._module, size, self._workdir, self._modules)
         self._groups[size].run(case)
 
     def end(self) -> None:
@@ -143,6 +146,7 @@ class Group:
         module: its name.
         size: how many ranks.
         workdir: for all groups of a module, so that one can load what another saved.
+        modules: as for :class:`Ranks`.
         case_seconds: that a case may take.
         grace_seconds: that the others may take once a rank has failed.
     """
@@ -152,12 +156,14 @@ class Group:
         module: str,
         size: int,
         workdir: Path,
+        modules: Sequence[str] = (),
         case_seconds: float = CASE_SECONDS,
         grace_seconds: float = GRACE_SECONDS,
     ) -> None:
         self.workdir = workdir
         self._module = module
         self._size = size
+        self._modules = modules
         self._case_seconds = case_seconds
         self._grace_seconds = grace_seconds
         self._ranks: Ranks | None = None
@@ -263,12 +269,12 @@ class Outcomes:
 
 
 def by_fork(
-    size: int, *arguments: str | Path, forks: Server | None = None
+    size: int, *arguments: str | Path, modules: Sequence[str] = ()
 ) -> subprocess.CompletedProcess[str]:
     """As :func:`torchrun` without its processes: ranks are forked. Where one fails the others are
     ended, as by torchrun."""
     words = [*map(str, arguments)]
-    with ranks(size, run_program, words, forks=forks) as group:
+    with ranks(size, run_program, words, modules=modules) as group:
         until = time.monotonic() + TIMEOUT_SECONDS
         running = list(group.children)
         code = 0

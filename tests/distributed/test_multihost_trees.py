@@ -395,7 +395,6 @@ def case_shards_are_equal_to_their_replicas_only(launch: Launch) -> None:
 
 
 @takes_several
-@on(1, 2)
 def case_local_tensors_become_global_and_local_again(launch: Launch) -> None:
     mesh = init_device_mesh("cpu", (2, launch.size // 2))
     place = mesh.get_coordinate()

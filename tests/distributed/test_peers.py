@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 
 from benchmarks import no_cuda
 from tests.distributed.cases import Launch, StateDict
-from tests.distributed.launcher import on, on_ranks
+from tests.distributed.launcher import on_ranks
 from tests.distributed.peers import (
     assert_holds_only_what_its_metadata_names,
     assert_is_ours,
@@ -46,16 +46,15 @@ from tests.support import (
 from torch_ckpt.megatron import install, uninstall
 from torch_ckpt.metadata import checksum_tables, read_metadata
 
-# Their code takes a GPU for granted. Where pytest imports this file torch.cuda stays as it is, as
-# other tests need it; processes that a rank spawns import it under the other name.
-at_begin = no_cuda.pretend
+IMPORTED = ["tests.distributed.peers_imported"]
+
+# Where a rank spawns a process, that imports this file again under this name.
 if __name__ == "__mp_main__":
-    at_begin()
+    no_cuda.pretend()
 
 # --- Megatron-core, with all of ours --------------------------------------------------------------
 
 
-@on(1, 2)
 def case_megatron_saves_through_our_writer_and_queue(launch: Launch) -> None:
     path = directory(launch)
     before = children()
@@ -224,7 +223,6 @@ def case_options_of_install_reach_megatrons_saves_and_loads(launch: Launch) -> N
         assert_loads(launch, path, seed=8)
 
 
-@on(4)
 def case_megatron_spreads_replicas_over_its_ranks_and_loads_them_so(launch: Launch) -> None:
     """Its fully parallel strategies: ranks write and read for each other."""
     from megatron.core import dist_checkpointing

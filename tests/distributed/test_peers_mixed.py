@@ -42,11 +42,11 @@ from tests.support import (
 )
 from torch_ckpt.metadata import read_metadata
 
-# Their code takes a GPU for granted. Where pytest imports this file torch.cuda stays as it is, as
-# other tests need it; processes that a rank spawns import it under the other name.
-at_begin = no_cuda.pretend
+IMPORTED = ["tests.distributed.peers_imported"]
+
+# Where a rank spawns a process, that imports this file again under this name.
 if __name__ == "__mp_main__":
-    at_begin()
+    no_cuda.pretend()
 
 #: Their save strategy's own numbers of files, and a hint that some names begin with.
 LAYOUTS = [(1, None), (2, None), (4, None), (2, "optimizer"), (4, "optimizer")]

@@ -127,9 +127,7 @@ def test_a_run_resumes_in_another_layout(tmp_path: Path) -> None:
 def test_a_notice_to_one_rank_makes_all_save_one_step_and_ask_for_another_try(
     tmp_path: Path,
 ) -> None:
-    whole = Recipe(
-        "preemption.py", tmp_path / "whole", "--save-every", "30", "--steps", "30", launch=torchrun
-    )
+    whole = Recipe("preemption.py", tmp_path / "whole", "--save-every", "30", "--steps", "30")
     assert whole.run(2) == 0
     told = Recipe("preemption.py", tmp_path / "told", "--save-every", "30", "--steps", "30")
     program = ["-m", "tests.distributed.interrupted", "SIGTERM", "1", "7", told.script]
@@ -195,13 +193,10 @@ def test_the_batch_script_starts_all_ranks_and_asks_slurm_for_another_try(tmp_pa
 
 
 def test_an_unknown_way_to_save_is_refused() -> None:
-    command = [sys.executable, str(REPOSITORY / "examples" / "titan_loop.py")]
-    command += ["--checkpoint.async_mode", "async_with_pinned_mem"]
-    done = subprocess.run(
-        command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True
-    )
-    assert done.returncode == 2, done.stderr
-    assert "choose from" in done.stderr
+    script = REPOSITORY / "examples" / "titan_loop.py"
+    done = by_fork(1, script, "--checkpoint.async_mode", "async_with_pinned_mem")
+    assert done.returncode == 2, done.stdout
+    assert "choose from" in done.stdout
 
 
 @pytest.mark.timeout(TIMEOUT_SECONDS)

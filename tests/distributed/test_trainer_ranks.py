@@ -3,45 +3,50 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import torch_ckpt
 from tests.distributed.launcher import TIMEOUT_SECONDS, by_fork, torchrun
-from tests.forked import MODULES, Server
 
 RANKS = 2
 STEP = 6
 
 
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Server]:
-    """Importing what a Trainer needs takes longer than its training."""
-    server = Server([*MODULES, "tests.python.test_transformers", "tests.python.test_lightning"])
-    yield server
-    server.close()
+# To import what a Trainer needs takes longer than its training.
+run_forked = partial(by_fork, modules=["transformers.trainer", "lightning.pytorch"])
 
 
-def run(forks: Server | None, which: str, folder: Path, weights: Path, end_before: int = 0) -> None:
+def run(
+    which: str,
+    folder: Path,
+    weights: Path,
+    end_before: int = 0,
+    launch: Callable[..., Any] = run_forked,
+) -> None:
     program = ("-m", "tests.distributed.trainer_cases", which, folder, weights, str(end_before))
-    done = by_fork(RANKS, *program, forks=forks) if forks else torchrun(RANKS, *program)
+    done = launch(RANKS, *program)
     assert (done.returncode != 0) is (end_before > 0), done.stdout
 
 
 @pytest.mark.timeout(4 * TIMEOUT_SECONDS)
 @pytest.mark.parametrize("which", ["transformers", "lightning"])
 def test_a_run_that_ended_in_the_middle_resumes_and_ends_as_one_that_did_not(
-    tmp_path: Path, forks: Server, which: str
+    tmp_path: Path, which: str
 ) -> None:
     if importlib.util.find_spec(which) is None:
         pytest.skip(f"no {which}")
-    run(None, which, tmp_path / "whole", tmp_path / "weights")
-    run(forks, which, tmp_path / "parts", tmp_path / "none", end_before=STEP)
+    # One of them as it is started.
+    launch = torchrun if which == "transformers" else run_forked
+    run(which, tmp_path / "whole", tmp_path / "weights", launch=launch)
+    run(which, tmp_path / "parts", tmp_path / "none", end_before=STEP)
     assert not list(tmp_path.glob("none-*"))
-    run(forks, which, tmp_path / "parts", tmp_path / "resumed")
+    run(which, tmp_path / "parts", tmp_path / "resumed")
     for rank in range(RANKS):
         whole = torch.load(tmp_path / f"weights-{rank}.pt")
         resumed = torch.load(tmp_path / f"resumed-{rank}.pt")
@@ -50,11 +55,9 @@ def test_a_run_that_ended_in_the_middle_resumes_and_ends_as_one_that_did_not(
 
 
 @pytest.mark.timeout(2 * TIMEOUT_SECONDS)
-def test_a_last_step_that_one_rank_could_not_save_is_tried_again_by_all(
-    tmp_path: Path, forks: Server
-) -> None:
+def test_a_last_step_that_one_rank_could_not_save_is_tried_again_by_all(tmp_path: Path) -> None:
     if importlib.util.find_spec("transformers") is None:
         pytest.skip("no transformers")
-    run(forks, "failing", tmp_path, tmp_path / "weights")
+    run("failing", tmp_path, tmp_path / "weights")
     with torch_ckpt.CheckpointManager(tmp_path / "checkpoints", read_only=True) as manager:
         assert manager.all_steps() == [2]

@@ -1,26 +1,17 @@
 """Ranks that end in some state of a save, a load or a watch; run by test_exits.py.
 
-    python -m tests.faults.exits GROUP ROUNDS DIRECTORY [STATE...]
-
-GROUP is "alone" (one rank, no process group), or two ranks whose process group is "kept" or
-"destroyed". A rank ends as a program does after its last line: Python finalizes, then libraries'
-destructors run. Ranks are forked, since importing torch takes longer than all else. When one ends,
-its other threads hardly get the processor any more: what must not happen beside the interpreter's
-end would happen then. A line is printed for each rank that did not end well.
+A rank ends as a program does after its last line: Python finalizes, then libraries' destructors
+run. When one ends, its other threads hardly get the processor any more: what must not happen beside
+the interpreter's end would happen then.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import os
-import shutil
-import signal
-import subprocess
-import sys
 import threading
-from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +22,8 @@ import torch_ckpt
 from torch_ckpt import _C, multihost
 from torch_ckpt.progress import Progress
 
+#: By whether there is a process group, which is there when a rank ends or not: how many ranks.
 GROUPS = {"alone": 1, "kept": 2, "destroyed": 2}
-
-# That a rank may take to end, in seconds.
-_LIMIT = 120
-
-_SERVER = """
-import sys, torch.distributed as dist
-store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-print(store.port, flush=True)
-sys.stdin.read()
-"""
 
 # What a rank has until it ends.
 _kept: list[Any] = []
@@ -142,17 +124,18 @@ STATES = {
 # --- ranks ---------------------------------------------------------------------------------------
 
 
-def _be_rank(state: Callable[[str], None], path: str, group: str, rank: int, store: str) -> None:
-    signal.alarm(_LIMIT)
+def be_rank(_: Connection, state: str, path: str, group: str) -> None:
+    gc.freeze()  # or the end would collect all of torch's modules
+    _use_one_processor()
     if group != "alone":
-        port, prefix = store.split("/", 1)
-        own = dist.PrefixStore(prefix, dist.TCPStore("127.0.0.1", int(port), is_master=False))
-        dist.init_process_group("gloo", store=own, rank=rank, world_size=GROUPS[group])
+        dist.init_process_group("gloo")
+        rank, size = dist.get_rank(), dist.get_world_size()
+        own = dist.distributed_c10d._get_default_store()
         # Who ends before the other has connected fails it. Not dist.barrier(), after which gloo's
         # own threads may take the GIL, and so end a process that keeps its group.
         own.set(f"{rank} is connected", "")
-        own.wait([f"{other} is connected" for other in range(GROUPS[group])])
-    state(path)
+        own.wait([f"{other} is connected" for other in range(size)])
+    STATES[state](path)
     if group == "destroyed":
         dist.destroy_process_group()
     for thread in os.listdir("/proc/self/task"):
@@ -161,56 +144,13 @@ def _be_rank(state: Callable[[str], None], path: str, group: str, rank: int, sto
                 os.setpriority(os.PRIO_PROCESS, int(thread), 19)
 
 
-def _fork_busy() -> int:
-    """A process that wants the processor which is all that this one and its children have."""
+def be_busy(connection: Connection) -> None:
+    """Wants the processor that the ranks have."""
+    _use_one_processor()
+    os.nice(10)
+    while not connection.poll():
+        pass
+
+
+def _use_one_processor() -> None:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    parent = os.getpid()
-    busy = os.fork()
-    if not busy:
-        os.nice(10)
-        while os.getppid() == parent:
-            pass
-        os._exit(0)
-    return busy
-
-
-def _outcome(status: int) -> str:
-    code = os.waitstatus_to_exitcode(status)
-    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
-
-
-def main(group: str, rounds: int, directory: str, *states: str) -> None:
-    busy = _fork_busy()
-    server = None
-    port = ""
-    if group != "alone":
-        server = subprocess.Popen(
-            [sys.executable, "-c", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        assert server.stdout is not None
-        port = server.stdout.readline().decode().strip()
-    for turn in range(rounds):
-        for name in states or STATES:
-            path = f"{directory}/{turn}-{name}"
-            ranks = {}
-            for rank in range(GROUPS[group]):
-                pid = os.fork()
-                if not pid:
-                    _be_rank(STATES[name], path, group, rank, f"{port}/{path}")
-                    return  # to the end of the program
-                ranks[pid] = rank
-            for pid, rank in ranks.items():
-                _, status = os.waitpid(pid, 0)
-                if status:
-                    print(f"{name}, rank {rank}: {_outcome(status)}", flush=True)
-            shutil.rmtree(path, ignore_errors=True)
-    os.kill(busy, signal.SIGKILL)
-    if server is not None:
-        server.kill()
-
-
-if __name__ == "__main__":
-    faulthandler.enable()
-    # Or each rank's end would collect all of torch's modules, for a second.
-    gc.freeze()
-    main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])

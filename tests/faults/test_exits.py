@@ -7,32 +7,43 @@ let go of that collective's tensors when the interpreter has ended, and so end t
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import itertools
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.faults.exits import GROUPS, STATES
+from tests.faults.exits import GROUPS, STATES, be_busy, be_rank
+from tests.forked import server
+from tests.ranks import ranks
 from tests.sweeps import TORTURE
 
 # Times 5 ranks in the three groups, in each state: 550 exits.
 ROUNDS = 10 if TORTURE else 1
 
+# That ranks may take to end.
+LIMIT_SECONDS = 120.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def busy() -> Iterator[None]:
+    process = server().start(be_busy)
+    yield
+    process.kill()
+
 
 @pytest.mark.timeout(3600 if TORTURE else 300)
 @pytest.mark.parametrize("group", GROUPS)
 def test_ranks_end_well_in_every_state(tmp_path: Path, group: str) -> None:
-    # Threads of torch's would be missing in what is forked.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    ended = subprocess.run(
-        [sys.executable, "-m", "tests.faults.exits", group, str(ROUNDS), str(tmp_path)],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert (ended.returncode, ended.stdout) == (0, ""), ended.stderr
+    wrong = []
+    for turn, state in itertools.product(range(ROUNDS), STATES):
+        path = tmp_path / f"{turn}-{state}"
+        with ranks(GROUPS[group], be_rank, state, str(path), group) as ended:
+            if any(codes := ended.codes(LIMIT_SECONDS)):
+                wrong.append(f"{state}: exit codes {codes}\n{ended.said()}")
+        shutil.rmtree(path, ignore_errors=True)
+    assert not wrong, "\n".join(wrong)
 
 
 def test_every_state_is_tried() -> None:
