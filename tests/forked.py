@@ -40,7 +40,7 @@ ENVIRONMENT = {
 #: What nearly all children need. Optimizers import the compiler.
 MODULES = (
     *("torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"),
-    *("torch_ckpt", "torch_ckpt.megatron", "tests.support"),
+    *("torch_ckpt", "torch_ckpt.megatron", "pytest", "tests.support", "tests.distributed.launcher"),
 )
 
 #: Nothing here takes long. What takes longer hangs.

@@ -284,11 +284,12 @@ OURS_IN_FULL = [
     Scenario("xfs", "CheckpointManager", (1, 2, 3)),
     Scenario("ext4", "CheckpointManager, one step", (1, 2, 3)),
 ]
+# Nothing is asserted of stock torch: one scenario shows that the states are those of crashes.
 STOCK = [
     Scenario("ext4", "stock dcp.save", (1, 12)),
-    Scenario("xfs", "stock dcp.save", (1, 2)),
 ]
 STOCK_IN_FULL = [
+    Scenario("xfs", "stock dcp.save", (1, 2)),
     Scenario("ext4", "stock dcp.save", (1, 2)),
     Scenario("xfs", "stock dcp.save", (1, 12)),
     Scenario("ext4", "stock dcp.save", (0, 1)),

@@ -126,7 +126,8 @@ def test_a_cut_takes_the_rename_that_was_not_synced_and_leaves_what_was(
 # --- reported saves ------------------------------------------------------------------------------
 
 OUR_WAYS = ("torch_ckpt.save", "dcp.save", "torch_ckpt.async_save", "dcp.async_save")
-STOCK_WAYS = ("stock dcp.save", "stock dcp.async_save")
+# Nothing is asserted of stock torch: one way shows that the cuts come where they should.
+STOCK_WAYS = ("stock dcp.save", "stock dcp.async_save")[: 2 if TORTURE else 1]
 CASES = {
     "first": NEW,
     "first, nested": NEW,
@@ -140,12 +141,13 @@ ROUNDS = 3 if TORTURE else 1
 
 
 def _combinations(ways: tuple[str, ...]) -> list[Any]:
-    """All of them, or every second one such that any three of the four still meet."""
+    """All of them, or so many that any two values of two columns meet."""
     columns = [tuple(KINDS), tuple(CASES), ways, (1, 2)]
     places = itertools.product(*(range(len(column)) for column in columns), range(ROUNDS))
     found = []
     for *place, number in places:
-        if TORTURE or sum(place) % 2 == 0:
+        kind, case, way, ranks = place
+        if TORTURE or (kind, ranks) == ((case + way) % 2, (case // 2 + way) % 2):
             values = [column[i] for column, i in zip(columns, place, strict=True)]
             name = "-".join(map(str, [*values, number]))
             found.append(pytest.param(*values, id=name))
@@ -310,7 +312,7 @@ def test_a_cut_after_any_call_of_a_save_leaves_the_old_or_the_new_checkpoint(
     assert not wrong, "\n".join(wrong)
 
 
-STOCK_MOMENTS = [("openat", 2), ("write", 3), ("fsync", 1), (_RENAMES, 1)]
+STOCK_MOMENTS = [("fsync", 1), ("openat", 2), ("write", 3), (_RENAMES, 1)][: 4 if TORTURE else 1]
 
 
 @pytest.mark.parametrize(("calls", "nth"), STOCK_MOMENTS)

@@ -176,7 +176,8 @@ class Group:
                 step, what all have said.
         """
         if self._ranks is None:
-            self._ranks = Ranks(self._size, serve, self._module, self.workdir)
+            arguments = (self._module, self.workdir)
+            self._ranks = Ranks(self._size, serve, *arguments, modules=self._modules)
         group = self._ranks
         said = [len(child.said()) for child in group.children]
         failures: dict[int, str] = {}
