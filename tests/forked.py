@@ -30,10 +30,12 @@ from typing import Any
 
 REPOSITORY = Path(__file__).parents[1]
 
-#: Of all children. Tests have more ranks than a machine may have GPUs.
+#: Of all children. Tests have more ranks than a machine may have GPUs. The compiler would start a
+#: process that imports torch for each.
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "OMP_NUM_THREADS": "1",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
     "PYTHONPATH": str(REPOSITORY),
 }
 
