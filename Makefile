@@ -92,8 +92,14 @@ cpp-fork: build ## those that fork, without a sanitizer
 fuzz: build ## fuzz what reads bytes from outside; SECONDS=60 for each of two fuzzers
 	scripts/fuzz.sh $(BIN)/python $(SECONDS)
 
+# Two files at a time, and then by themselves the tests that measure or need the machine for
+# themselves. pytest ends with 5 where ARGS leaves nothing for one of the two.
+PYTEST := $(BIN)/python -m pytest --durations=20
 py-test: build ## pytest, torchrun tests included
-	$(TIMED) pytest $(BIN)/python -m pytest $(ARGS)
+	@beside=0; alone=0; \
+	$(TIMED) "pytest, two files at a time" $(PYTEST) -m "not alone" -n 2 --dist loadfile $(ARGS) || beside=$$?; \
+	$(TIMED) "pytest, one file at a time" $(PYTEST) -m alone $(ARGS) || alone=$$?; \
+	case $$beside$$alone in 00 | 05 | 50) ;; *) exit 1 ;; esac
 
 # The extension under ThreadSanitizer, in a Python that is not: what torch's libraries do among
 # themselves is not looked at.

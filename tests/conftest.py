@@ -5,12 +5,17 @@ from __future__ import annotations
 import shutil
 import signal
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 pytest_plugins = ["tests.interposed", "tests.sweeps"]
+
+#: Directories whose tests start several processes each, end them, or use loop devices and users'
+#: limits: ``make py-test`` runs them one after the other, as it does tests marked ``alone``.
+ALONE = {"crash", "distributed", "faults"}
 
 # A hang is a failure. The slowest test here takes well under a minute, and machines differ.
 TIMEOUT_SECONDS = 300
@@ -20,17 +25,42 @@ def pytest_configure(config: pytest.Config) -> None:
     # torch logs a dozen lines for each save and load, and a failure would show them all.
     config.option.log_level = config.option.log_level or "WARNING"
     config.addinivalue_line("markers", "large: needs several GiB of disk and memory")
+    config.addinivalue_line(
+        "markers",
+        "alone: measures memory, bandwidth or time, or uses what the machine has once; "
+        "make py-test runs nothing beside it",
+    )
     # torch says so at each save and load that runs without a process group.
     config.addinivalue_line("filterwarnings", "ignore:torch.distributed is disabled")
     config.addinivalue_line("filterwarnings", "ignore:.*support is experimental")
 
 
+@pytest.hookimpl(tryfirst=True)  # Before -m chooses by the marks.
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.pluginmanager.hasplugin("timeout"):
-        return
+    has_timeouts = config.pluginmanager.hasplugin("timeout")
     for item in items:
-        if item.get_closest_marker("timeout") is None:
+        if has_timeouts and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(TIMEOUT_SECONDS))
+        if _directory_of(item.nodeid) in ALONE:
+            item.add_marker(pytest.mark.alone)
+
+
+def _directory_of(nodeid: str) -> str:
+    return nodeid.split("::")[0].split("/")[-2]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Seconds by directory, where the slowest tests are asked for."""
+    if not terminalreporter.config.option.durations:
+        return
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[_directory_of(report.nodeid)] += report.duration
+    terminalreporter.section("seconds by directory")
+    for directory, spent in seconds.most_common():
+        terminalreporter.write_line(f"{spent:8.1f}  tests/{directory}")
 
 
 @pytest.fixture(scope="session", autouse=True)
