@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import enum
-import multiprocessing
+import io
 import random
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -22,12 +22,10 @@ from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import torch_ckpt
+from tests.fresh import in_fresh_process
 from tests.support import assert_equal, cause_of
 from torch_ckpt.app_state import AppState, BeforeSave, PerRank, RNGState
 from torch_ckpt.errors import CheckpointError, LoadMismatch
-
-# A process that does not end is a failure, long before the test's own limit.
-PATIENCE_SECONDS = 120
 
 State = dict[str, Any]
 Parameters = Iterator[nn.Parameter]
@@ -157,29 +155,22 @@ def test_a_restore_over_a_program_that_has_trained_leaves_nothing_of_it(
     assert_equal(outcome(other), expected)
 
 
-def _resume(path: Path, steps: int, result: Path) -> None:
+def _resume(path: Path, steps: int) -> bytes:
     state = program(OPTIMIZERS["AdamW"], seed=1)
     restore(state, path)
     train(state, steps)
+    result = io.BytesIO()
     torch.save(outcome(state), result)
+    return result.getvalue()
 
 
 def test_training_goes_on_bit_by_bit_in_a_fresh_process(tmp_path: Path) -> None:
     interrupted = program(OPTIMIZERS["AdamW"])
     train(interrupted, 3)
-    save(interrupted, tmp_path / "checkpoint")
-    result = tmp_path / "result"
-    child = multiprocessing.get_context("spawn").Process(
-        target=_resume, args=(tmp_path / "checkpoint", 3, result)
-    )
-    child.start()
-    try:
-        child.join(PATIENCE_SECONDS)
-        assert child.exitcode == 0
-    finally:
-        child.kill()
+    save(interrupted, tmp_path)
+    resumed = in_fresh_process(_resume, tmp_path, 3)
     train(interrupted, 3)
-    assert_equal(torch.load(result, weights_only=False), outcome(interrupted))
+    assert_equal(torch.load(io.BytesIO(resumed), weights_only=False), outcome(interrupted))
 
 
 def test_a_part_that_is_not_loaded_stays_as_it_was(tmp_path: Path) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import torch_ckpt
+from tests.fresh import in_fresh_process
 from tests.support import StateDict, assert_equal, cause_of, data_files, emptied, place_of, save
 from torch_ckpt.directory import OpenDirectory
 from torch_ckpt.errors import Corrupt, Unsafe
@@ -270,23 +269,19 @@ def test_a_load_reads_on_in_a_directory_that_was_moved_meanwhile(tmp_path: Path)
     assert_equal(target, STATE)
 
 
-SAVE_ANOTHER = """
-import sys
-from tests.support import *
-save({"weight": torch.zeros(40, 300), "transposed": torch.zeros(20, 30), "note": ""}, sys.argv[1])
-"""
+OTHER = {"weight": torch.zeros(40, 300), "transposed": torch.zeros(20, 30), "note": ""}
 
 
-@pytest.mark.skipif(
-    not hasattr(torch_ckpt, "remove_leftovers"), reason="saves do not look for readers yet"
-)
+def save_another(path: Path) -> None:
+    save(OTHER, path)
+
+
 def test_a_save_amid_a_load_leaves_the_load_its_checkpoint(tmp_path: Path) -> None:
     left = []
 
     class SavingMeanwhile(dcp.DefaultLoadPlanner):
         def create_local_plan(self) -> dcp.LoadPlan:
-            command = [sys.executable, "-W", "ignore", "-c", SAVE_ANOTHER, str(tmp_path)]
-            subprocess.run(command, check=True, timeout=120, cwd=Path(__file__).parents[2])
+            in_fresh_process(save_another, tmp_path)
             left.extend(file for file in files if file.exists())
             return super().create_local_plan()
 

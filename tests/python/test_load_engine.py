@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import io
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import torch_ckpt
+from tests.fresh import forget_peak_of_memory, in_fresh_process, memory_of_process
 from tests.support import cause_of, data_files, flip_bit, place_of, stock_save
 from torch_ckpt.errors import Corrupt, Unsafe
 
@@ -119,34 +119,25 @@ def test_a_length_beyond_the_file_is_damage_and_no_reason_to_make_room(
     assert f"a record of {length} bytes" in str(cause)
 
 
+def memory_of_an_object(path: Path) -> int:
+    """Bytes that reading it takes."""
+    reader = torch_ckpt.FileSystemReader(path)
+    metadata = reader.read_metadata()
+    reader.set_up_for_load(metadata, 0)
+    (place,) = metadata.storage_data.values()
+    forget_peak_of_memory()
+    before = memory_of_process("VmRSS")
+    (data,) = reader.read_bytes([place.relative_path], [("note", 0, place.offset, place.length)])
+    stream = io.BytesIO(data)
+    assert stream.seek(0, io.SEEK_END) > 0
+    return memory_of_process("VmHWM") - before
+
+
 def test_the_bytes_of_an_object_are_held_once(tmp_path: Path) -> None:
     save({"note": b"x" * (50 * MIB)}, tmp_path)
-    code = f"""
-import io
-from pathlib import Path
-import torch_ckpt
-
-reader = torch_ckpt.FileSystemReader({str(tmp_path)!r})
-metadata = reader.read_metadata()
-reader.set_up_for_load(metadata, 0)
-(place,) = metadata.storage_data.values()
-
-
-def of_process(field):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field + ":"))
-
-
-Path("/proc/self/clear_refs").write_text("5")
-before = of_process("VmRSS")
-(data,) = reader.read_bytes([place.relative_path], [("note", 0, place.offset, place.length)])
-stream = io.BytesIO(data)
-assert stream.seek(0, io.SEEK_END) > 0
-print(of_process("VmHWM") - before)
-"""
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     # And what the threads read it by.
-    assert int(done.stdout) < 50 * MIB + 32 * MIB + 8 * MIB
+    limit = 50 * MIB + 32 * MIB + 8 * MIB
+    assert in_fresh_process(memory_of_an_object, tmp_path) < limit
 
 
 def test_a_file_outside_of_the_checkpoint_is_refused_before_anything_changes(

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import gc
 import itertools
-import json
 import pickle
 import random
-import subprocess
-import sys
 import threading
 import warnings
 import weakref
@@ -28,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import torch_ckpt
+from tests.fresh import forget_peak_of_memory, in_fresh_process, memory_of_process
 from tests.support import (
     DTYPES,
     StateDict,
@@ -44,6 +42,7 @@ from torch_ckpt import _C
 from torch_ckpt.cover import Box, gap_in
 from torch_ckpt.errors import CheckpointError, Corrupt, LoadMismatch
 from torch_ckpt.growth import GrowingSize
+from torch_ckpt.loading import ReadMemory
 from torch_ckpt.metadata import encode_metadata, read_metadata
 from torch_ckpt.precision import loses_precision
 
@@ -416,41 +415,33 @@ def test_what_is_said_to_lose_nothing_comes_back(stored: torch.dtype, wanted: to
 
 PLAIN_BYTES = 100 * MIB
 
-MEMORY_SCRIPT = """
-import json, sys, warnings
-from pathlib import Path
-import torch, torch_ckpt
-warnings.simplefilter("ignore")
-path, limit = sys.argv[1], int(sys.argv[2])
+ROWS, COLUMNS = 25600, 1024
 
-def of_process(field):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field + ":"))
 
-rows, columns = 25600, 1024
-state = {
-    "plain": torch.ones(rows, columns),
-    "transposed": torch.ones(columns, rows).t(),
-    "with gaps": torch.ones(rows, columns + 8)[:, 3:-5],
-    "converted": torch.ones(rows, columns, dtype=torch.bfloat16),
-}
-torch_ckpt.load({"small": torch.ones(3)}, path, names=["small"])
-estimate = torch_ckpt.estimate_read_memory(state, path, max_inflight_bytes=limit)
-Path("/proc/self/clear_refs").write_text("5")
-before = of_process("VmRSS")
-torch_ckpt.load(state, path, max_inflight_bytes=limit)
-growth = of_process("VmHWM") - before
-right = all(torch.equal(t, torch.full_like(t, i)) for i, t in enumerate(state.values(), 2))
-print(json.dumps([growth, estimate.beyond_targets_bytes, estimate.target_bytes, right]))
-"""
+def memory_of_a_load(path: Path, limit: int) -> tuple[int, ReadMemory, bool]:
+    """Bytes beyond its targets, what the estimate was, and whether all values are right."""
+    warnings.simplefilter("ignore")
+    state = {
+        "plain": torch.ones(ROWS, COLUMNS),
+        "transposed": torch.ones(COLUMNS, ROWS).t(),
+        "with gaps": torch.ones(ROWS, COLUMNS + 8)[:, 3:-5],
+        "converted": torch.ones(ROWS, COLUMNS, dtype=torch.bfloat16),
+    }
+    torch_ckpt.load({"small": torch.ones(3)}, path, names=["small"])
+    estimate = torch_ckpt.estimate_read_memory(state, path, max_inflight_bytes=limit)
+    forget_peak_of_memory()
+    before = memory_of_process("VmRSS")
+    torch_ckpt.load(state, path, max_inflight_bytes=limit)
+    growth = memory_of_process("VmHWM") - before
+    right = all(torch.equal(t, torch.full_like(t, i)) for i, t in enumerate(state.values(), 2))
+    return growth, estimate, right
 
 
 @pytest.fixture(scope="module")
 def three_hundred_mib(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     path = tmp_path_factory.mktemp("memory")
-    shape = (25600, 1024)
     names = ["plain", "transposed", "with gaps", "converted"]
-    state = {name: torch.full(shape, float(i)) for i, name in enumerate(names, 2)}
+    state = {name: torch.full((ROWS, COLUMNS), float(i)) for i, name in enumerate(names, 2)}
     save(state | {"small": torch.ones(3)}, path)
     yield path
     for file in data_files(path):
@@ -461,17 +452,14 @@ def three_hundred_mib(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path
 def test_a_load_holds_no_more_than_its_limit_beyond_the_targets(
     three_hundred_mib: Path, limit: int
 ) -> None:
-    command = [sys.executable, "-c", MEMORY_SCRIPT, str(three_hundred_mib), str(limit)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    growth, estimated, targets, right = json.loads(done.stdout)
+    growth, estimate, right = in_fresh_process(memory_of_a_load, three_hundred_mib, limit)
     assert right
     # Threads' stacks, the plan and the allocator's arenas.
     allowance = 8 * MIB
     assert growth <= limit + allowance
-    assert growth <= estimated + allowance
-    assert estimated <= limit
-    assert targets == 3 * PLAIN_BYTES + PLAIN_BYTES // 2
+    assert growth <= estimate.beyond_targets_bytes + allowance
+    assert estimate.beyond_targets_bytes <= limit
+    assert estimate.target_bytes == 3 * PLAIN_BYTES + PLAIN_BYTES // 2
 
 
 def test_an_object_above_the_limit_is_refused_with_both_numbers(tmp_path: Path) -> None:
@@ -1504,28 +1492,16 @@ def test_what_a_hook_raises_fails_the_load(tmp_path: Path) -> None:
 @pytest.mark.parametrize("way", ["negated", "conjugated"])
 def test_what_is_read_by_way_of_a_copy_gives_its_memory_back(tmp_path: Path, way: str) -> None:
     # The memory of many small copies would stay with malloc, beyond every limit.
-    code = f"""
-import warnings
-from pathlib import Path
-import torch
-import torch_ckpt
-
-warnings.simplefilter("ignore")
+    assert in_fresh_process(memory_that_loads_keep, tmp_path, way) < 8 * MIB
 
 
-def resident():
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS:"))
-
-
-real = torch.ones(3000, 4000)
-target = torch.complex(real, real).conj() if {way!r} == "conjugated" else real._neg_view()
-torch_ckpt.save({{"t": target.clone()}}, {str(tmp_path)!r})
-torch_ckpt.load({{"t": target}}, {str(tmp_path)!r}, max_inflight_bytes=2 << 20)
-before = resident()
-for _ in range(3):
-    torch_ckpt.load({{"t": target}}, {str(tmp_path)!r}, max_inflight_bytes=2 << 20)
-print(resident() - before)
-"""
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert int(done.stdout) < 8 << 20
+def memory_that_loads_keep(path: Path, way: str) -> int:
+    warnings.simplefilter("ignore")
+    real = torch.ones(3000, 4000)
+    target = torch.complex(real, real).conj() if way == "conjugated" else real._neg_view()
+    torch_ckpt.save({"t": target.clone()}, path)
+    torch_ckpt.load({"t": target}, path, max_inflight_bytes=2 * MIB)
+    before = memory_of_process("VmRSS")
+    for _ in range(3):
+        torch_ckpt.load({"t": target}, path, max_inflight_bytes=2 * MIB)
+    return memory_of_process("VmRSS") - before

@@ -10,8 +10,8 @@ import random
 import re
 import signal
 import subprocess
-import sys
 import threading
+import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 import torch_ckpt
+from tests.fresh import in_fresh_process
 from tests.support import (
     DTYPES,
     StateDict,
@@ -1076,23 +1077,23 @@ def test_a_load_leaves_no_file_open(tmp_path: Path) -> None:
     assert os.listdir("/proc/self/fd") == before
 
 
-FORKED_LOAD = """
-import os, sys
-sys.path.insert(0, {tests!r})
-from tests.support import *
-save({{"a": torch.ones(1000)}}, {path!r})
-load({{"a": torch.zeros(1000)}}, {path!r})
-child = os.fork()
-if child == 0:
-    state = {{"a": torch.zeros(1000)}}
-    save({{"a": torch.ones(1000)}}, {path!r})
-    load(state, {path!r})
-    os._exit(0 if state["a"].sum() == 1000 else 1)
-sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
+def save_and_load_before_and_after_a_fork(path: Path) -> int:
+    """The exit code of the child; 0 where it got what it saved."""
+    warnings.simplefilter("ignore")
+    save({"a": torch.ones(1000)}, path)
+    load({"a": torch.zeros(1000)}, path)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            state = {"a": torch.zeros(1000)}
+            save({"a": torch.ones(1000)}, path)
+            load(state, path)
+            status = 0 if state["a"].sum() == 1000 else 2
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def test_a_forked_child_saves_and_loads_after_its_parent_did(tmp_path: Path) -> None:
-    tests = Path(__file__).parents[1]
-    script = FORKED_LOAD.format(tests=str(tests), path=str(tmp_path / "checkpoint"))
-    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, timeout=60)
+    assert in_fresh_process(save_and_load_before_and_after_a_fork, tmp_path) == 0

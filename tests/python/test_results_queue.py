@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tests.fresh import in_fresh_process
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.results import ResultsQueue
 
@@ -48,16 +49,15 @@ def by_multiprocessing(how: str, work: Callable[..., None], *args: Any) -> None:
     assert child.exitcode == 0
 
 
-def python(program: str, *args: str, **options: Any) -> str:
+def python(program: str) -> str:
     """What a program prints, which has this package and must succeed."""
     path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, "-c", program, *args],
+        [sys.executable, "-c", program],
         capture_output=True,
         text=True,
         timeout=LIMIT,
         env=os.environ | {"PYTHONPATH": path},
-        **options,
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -190,7 +190,7 @@ def test_what_a_child_of_multiprocessing_puts_arrives_in_order(how: str) -> None
 
 def test_a_plain_pickle_of_a_queue_is_the_way_back_from_another_process() -> None:
     results = ResultsQueue()
-    by_multiprocessing("spawn", unpickled_put, pickle.dumps(results), "item")
+    by_multiprocessing("forkserver", unpickled_put, pickle.dumps(results), "item")
     assert results.get(timeout=LIMIT) == "item"
 
 
@@ -312,13 +312,12 @@ def test_half_an_item_is_not_seen() -> None:
         results.get(timeout=SHORT)
 
 
+def pickled_queue() -> bytes:
+    return pickle.dumps(ResultsQueue())
+
+
 def test_a_child_whose_parent_is_gone_is_told_by_its_put() -> None:
-    program = """
-import pickle, sys
-from torch_ckpt.results import ResultsQueue
-sys.stdout.write(pickle.dumps(ResultsQueue()).hex())
-"""
-    orphaned = pickle.loads(bytes.fromhex(python(program)))
+    orphaned = pickle.loads(in_fresh_process(pickled_queue))
     with pytest.raises(FileNotFoundError):
         orphaned.put("item")
 

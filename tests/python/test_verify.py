@@ -9,8 +9,6 @@ import pickle
 import random
 import resource
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
 import torch_ckpt
+from tests.fresh import in_fresh_process
 from tests.support import (
     DTYPES,
     StateDict,
@@ -631,16 +630,12 @@ def test_of_no_checkpoint_the_command_says_so(
     assert output.err.count("\n") == 1
 
 
+def verify_and_diff(path: str) -> tuple[int, int, bool]:
+    """The exit codes, and whether CUDA has been initialized."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    codes = cli.main(["verify", path]), cli.main(["diff", path, path])
+    return *codes, torch.cuda.is_initialized()
+
+
 def test_the_commands_leave_cuda_alone(ours: Path) -> None:
-    script = (
-        "import sys; from torch_ckpt import cli; import torch;"
-        "codes = [cli.main(['verify', sys.argv[1]]), cli.main(['diff', sys.argv[1], sys.argv[1]])];"
-        "assert not torch.cuda.is_initialized(); sys.exit(max(codes))"
-    )
-    subprocess.run(
-        [sys.executable, "-c", script, str(ours)],
-        check=True,
-        timeout=120,
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-    )
+    assert in_fresh_process(verify_and_diff, str(ours)) == (0, 0, False)

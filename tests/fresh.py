@@ -1,0 +1,52 @@
+"""Work in a process of its own, which has torch imported and has done nothing yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from tests.forked import server
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+#: Seconds. What takes so long has failed.
+LIMIT = 120.0
+
+
+def in_fresh_process(work: Callable[P, R], *arguments: P.args, **options: P.kwargs) -> R:
+    """What a function of a module returns or raises there."""
+    child = server().start(_answer, work, arguments, options)
+    try:
+        result, error = child.receive(LIMIT)
+        assert error is not None or child.wait() == 0
+    finally:
+        child.kill()
+    if error is not None:
+        raise error
+    return result
+
+
+def _answer(
+    connection: Connection,
+    work: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    options: dict[str, Any],
+) -> None:
+    try:
+        connection.send((work(*arguments, **options), None))
+    except Exception as error:
+        connection.send((None, error))
+
+
+def memory_of_process(field: str) -> int:
+    """Bytes of this process, as the kernel counts them: "VmRSS" now, "VmHWM" at most."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:"))
+
+
+def forget_peak_of_memory() -> None:
+    """From now on "VmHWM" counts anew."""
+    Path("/proc/self/clear_refs").write_text("5")
