@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.sweeps import TORTURE
+
 pytest_plugins = ["tests.interposed", "tests.sweeps"]
 
 #: Directories whose tests start several processes each, end them, or use loop devices and users'
@@ -25,6 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # torch logs a dozen lines for each save and load, and a failure would show them all.
     config.option.log_level = config.option.log_level or "WARNING"
     config.addinivalue_line("markers", "large: needs several GiB of disk and memory")
+    config.addinivalue_line("markers", "torture: run by make torture alone")
     config.addinivalue_line(
         "markers",
         "alone: measures memory, bandwidth or time, or uses what the machine has once; "
@@ -43,6 +46,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(TIMEOUT_SECONDS))
         if _directory_of(item.nodeid) in ALONE:
             item.add_marker(pytest.mark.alone)
+    left_out = [item for item in items if item.get_closest_marker("torture") and not TORTURE]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("torture")]
 
 
 def _directory_of(nodeid: str) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from tests.attacks import support
-from tests.sweeps import TORTURE
 
 
 @pytest.fixture
@@ -18,18 +17,10 @@ def checkpoint(tmp_path: Path) -> support.Checkpoint:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
-    of_stock = []
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.timeout(60))
             item.add_marker(pytest.mark.filterwarnings("ignore"))
-            if item.name.startswith("test_what_stock_does"):
-                of_stock.append(item)
-    if of_stock and not TORTURE:
-        # It is noted and not asserted, and half of the time of all attacks is spent on waiting for
-        # stock torch to hang.
-        config.hook.pytest_deselected(items=of_stock)
-        items[:] = [item for item in items if item not in of_stock]
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

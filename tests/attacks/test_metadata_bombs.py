@@ -60,6 +60,7 @@ def test_it_is_refused(checkpoint: Checkpoint, attack: str) -> None:
 
 
 @pytest.mark.parametrize("attack", ALL)
+@pytest.mark.torture
 def test_what_stock_does(checkpoint: Checkpoint, attack: str) -> None:
     ALL[attack](checkpoint)
     checkpoint.note_stock(attack)

@@ -67,6 +67,7 @@ def test_a_place_past_the_end_is_refused(checkpoint: Checkpoint, case: str) -> N
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.torture
 def test_what_stock_does(checkpoint: Checkpoint, case: str) -> None:
     spoil(checkpoint, case)
     checkpoint.note_stock(case)

@@ -41,6 +41,7 @@ def test_it_is_refused(checkpoint: Checkpoint, attack: str) -> None:
 
 
 @pytest.mark.parametrize("attack", PATHS)
+@pytest.mark.torture
 def test_what_stock_does(checkpoint: Checkpoint, attack: str) -> None:
     spoil(checkpoint, attack)
     checkpoint.note_stock(attack)

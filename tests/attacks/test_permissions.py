@@ -56,6 +56,7 @@ def test_nothing_has_more_rights_than_the_umask_leaves(
 
 
 @pytest.mark.parametrize("mask", [0o077, 0o027, 0o022])
+@pytest.mark.torture
 def test_what_stock_does(tmp_path: Path, mask: int) -> None:
     with umask(mask):
         by_stock(tmp_path / "checkpoint")

@@ -58,6 +58,7 @@ def test_it_is_refused_in_other_types_too(checkpoint: Checkpoint, kind: str) -> 
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.torture
 def test_what_stock_does(checkpoint: Checkpoint, attack: str) -> None:
     spoil(checkpoint, attack)
 

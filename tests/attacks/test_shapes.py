@@ -137,6 +137,7 @@ def test_it_is_refused_by_name(checkpoint: Checkpoint, attack: str) -> None:
 
 
 @pytest.mark.parametrize("attack", AT_ONCE | WHILE_READING)
+@pytest.mark.torture
 def test_what_stock_does(checkpoint: Checkpoint, attack: str) -> None:
     (AT_ONCE | WHILE_READING)[attack](checkpoint)
     checkpoint.note_stock(attack)

@@ -77,6 +77,7 @@ def test_one_in_the_place_of_the_metadata_is_refused(checkpoint: Checkpoint, att
 
 
 @pytest.mark.parametrize("attack", DATA | METADATA)
+@pytest.mark.torture
 def test_what_stock_does(checkpoint: Checkpoint, attack: str) -> None:
     (DATA | METADATA)[attack](checkpoint)
     checkpoint.note_stock(attack)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
@@ -49,6 +50,7 @@ def test_what_is_read_is_what_was_checked(checkpoint: Checkpoint) -> None:
     TABLE[ATTACK]["ours"] = "stopped: reads what it has opened"
 
 
+@pytest.mark.torture
 def test_what_stock_does(checkpoint: Checkpoint) -> None:
     planner = swapped(checkpoint)
     state = checkpoint.targets()

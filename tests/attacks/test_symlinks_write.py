@@ -50,6 +50,7 @@ def test_the_other_file_stays_what_it_was(tmp_path: Path, name: str, ours: str) 
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.torture
 def test_what_stock_does(tmp_path: Path, name: str) -> None:
     directory, victim = trap(tmp_path, name)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
@@ -46,6 +47,7 @@ def test_the_attackers_file_does_not_become_the_metadata(tmp_path: Path) -> None
     TABLE[ATTACK]["ours"] = "stopped: another file"
 
 
+@pytest.mark.torture
 def test_what_stock_does(tmp_path: Path) -> None:
     directory = tmp_path / "checkpoint"
     descriptor = open_before(directory)

@@ -1,8 +1,7 @@
-"""The benchmark still runs and reports. Sizes are tiny and no speed is asserted."""
+"""What the benchmark measures with: states, raw reads and writes, memory, steps of training."""
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import random
@@ -11,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -25,178 +24,22 @@ from benchmarks import (
     limits,
     measure,
     memory,
+    no_cuda,
     pagecache,
     peers,
     processes,
     queue_saves,
     ranks,
-    report,
     results,
     run,
     states,
-    suites,
     targets,
 )
 from benchmarks.contenders import Running
 from benchmarks.training import Training, one_thread
+from tests.fresh import in_fresh_process
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-
-# A run starts dozens of processes that import torch, which takes minutes where all cores are busy.
-pytestmark = pytest.mark.timeout(900)
-
-
-def _run(directory: Path, groups: Sequence[str]) -> Path:
-    """The results of a run with tiny sizes."""
-    out = directory / "results" / "tiny.json"
-    command = [sys.executable, "-m", "benchmarks.run", "--quick", "--size", "2MB"]
-    command += ["--tensors", "30", "--small-tensors", "20", "--dir", str(directory / "work")]
-    command += [f"--only={group}" for group in groups]
-    subprocess.run([*command, "--out", str(out)], cwd=REPOSITORY, check=True)
-    assert not any((directory / "work").iterdir()), "the run left checkpoints behind"
-    return out
-
-
-@pytest.fixture(scope="module")
-def result_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a run of all but the queues wrote, which take as long as all else together."""
-    groups = [group for group in run.GROUPS if group not in suites.QUEUE_GROUPS]
-    return _run(tmp_path_factory.mktemp("bench"), groups)
-
-
-@pytest.fixture(scope="module")
-def queue_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a run of the queues wrote."""
-    return _run(tmp_path_factory.mktemp("bench-queues"), list(suites.QUEUE_GROUPS))
-
-
-@pytest.fixture(scope="module")
-def queue_document(queue_file: Path) -> dict[str, Any]:
-    """The same as the JSON that other programs see."""
-    loaded = json.loads(queue_file.read_text())
-    assert isinstance(loaded, dict)
-    return loaded
-
-
-@pytest.fixture(scope="module")
-def document(result_file: Path) -> dict[str, Any]:
-    """The same as the JSON that other programs see."""
-    loaded = json.loads(result_file.read_text())
-    assert isinstance(loaded, dict)
-    return loaded
-
-
-def test_a_run_measures_every_group_or_says_why_not(document: dict[str, Any]) -> None:
-    names = {group["name"] for group in document["groups"]}
-    assert names >= {"save", "load_warm", "small_save", "small_load"}
-    assert names >= {"async", "async_small", "async_first"}
-    assert names >= {"partial_warm", "reshard_warm", "replicas_warm", "manager"}
-    # The page cache of some file systems cannot be emptied (tmpfs is nothing but page cache).
-    cold = {"load_cold", "partial_cold", "reshard_cold", "replicas_cold"}
-    skipped = [entry["what"] for entry in document["skipped"] if "cold" in entry["what"]]
-    assert len(cold & names) + len(skipped) == len(cold)
-    measured = {sample["contender"] for sample in document["memory"]}
-    assert {"stock_1", "load_stock", "load_ours_dcp"} <= measured or any(
-        "memory" in entry["what"] for entry in document["skipped"]
-    )
-
-
-def test_every_sample_records_wall_and_cpu_seconds_and_bytes(document: dict[str, Any]) -> None:
-    for group in document["groups"]:
-        contenders = {info["name"] for info in group["contenders"]}
-        assert {sample["contender"] for sample in group["samples"]} == contenders
-        for sample in group["samples"]:
-            assert sample["wall_s"] > 0
-            assert sample["cpu_s"] >= 0
-            assert sample["bytes"] > 0
-
-
-def test_samples_beside_training_tell_what_training_loses(document: dict[str, Any]) -> None:
-    groups = {group["name"]: group for group in document["groups"]}
-    for name in ("async", "async_small", "async_first"):
-        for sample in groups[name]["samples"]:
-            assert 0 < sample["stall_s"] <= sample["staged_s"] <= sample["durable_s"]
-            assert sample["steps"] == sum(len(save["steps"]) for save in sample["saves"])
-    beside = {sample["contender"]: sample for sample in groups["async"]["samples"]}
-    assert {"stock_thread", "ours_blocking", "ours_overlapped"} <= beside.keys()
-    for sample in beside.values():
-        first = sample["saves"][0]
-        assert all(start < end <= 0 for start, end in first["idle_steps"])
-        assert all(first["stall_s"] <= start < end for start, end in first["steps"])
-    assert beside["stock_1"]["steps"] == 0, "a synchronous save leaves no time to train"
-
-
-def test_saves_through_queues_tell_what_training_loses(queue_document: dict[str, Any]) -> None:
-    groups = queue_document["groups"]
-    assert [g["name"] for g in groups] == ["megatron", "megatron_small", "megatron_ranks"]
-    for sample in (sample for group in groups for sample in group["samples"]):
-        for save in sample["saves"]:
-            # Rounded to ten microseconds.
-            assert 0 < save["plan_s"] + save["schedule_s"] <= save["call_s"] + 1e-4
-            steps = sum(end - start for start, end in save["steps"])
-            beside = steps + save["finalize_s"] + sum(save["polls"])
-            assert 0 < save["call_s"] + beside <= save["durable_s"] + 1e-3
-        assert 0 < sample["stall_s"] < sample["durable_s"]
-        assert sample["memory_bytes"] > 0
-        later = []
-        for rank in {save["rank"] for save in sample["saves"]}:
-            later += [save for save in sample["saves"] if save["rank"] == rank][1:]
-        assert sample["steps"] == sum(len(save["steps"]) for save in later) > 0
-
-
-def test_a_queue_without_workers_has_no_processes_and_keeps_the_state_of_the_call(
-    queue_document: dict[str, Any],
-) -> None:
-    for group in queue_document["groups"]:
-        (ours,) = [sample for sample in group["samples"] if sample["contender"] == "ours"]
-        assert ours["processes"] == 0
-        assert ours["kept"]
-
-
-def test_peers_are_measured_with_their_workers_or_skipped_with_a_reason(
-    queue_document: dict[str, Any],
-) -> None:
-    skipped = {entry["what"]: entry["reason"] for entry in queue_document["skipped"]}
-    of = {sample["contender"]: sample for sample in queue_document["groups"][0]["samples"]}
-    for name, peer in (("nvrx_copies", peers.NVRX), ("mcore", peers.MEGATRON_CORE)):
-        if peer.title in skipped:
-            assert "pip" in skipped[peer.title] or "/dev/shm" in skipped[peer.title]
-            continue
-        # A worker and a manager at the least.
-        assert of[name]["processes"] >= 2
-        # Whether the other's worker reads before or after the change is up to the scheduler.
-        assert of[name]["kept"] or name != "nvrx_copies"
-    replaced = queue_document["parameters"]["megatron"]["replaced_for_peers"]
-    assert ("torch.cuda.synchronize" in replaced) != torch.cuda.is_available()
-
-
-def test_loads_of_parts_and_by_ranks_tell_what_they_read(document: dict[str, Any]) -> None:
-    groups = {group["name"]: group for group in document["groups"]}
-    for name in ("partial_warm", "reshard_warm", "replicas_warm"):
-        for sample in groups[name]["samples"]:
-            assert sample["read_bytes"] > 0
-    labels = [info["label"] for info in groups["reshard_warm"]["contenders"]]
-    assert labels == ["3 ranks: stock dcp.load", "3 ranks: dcp.load with torch_ckpt"]
-    read = {
-        sample["contender"]: sample["read_bytes"] for sample in groups["partial_warm"]["samples"]
-    }
-    assert read["ours_dcp"] < read["stock"]
-
-
-def test_a_manager_is_held_to_its_time_in_a_step_and_to_what_it_adds_to_a_save(
-    document: dict[str, Any],
-) -> None:
-    held = {
-        entry["key"]: (entry["quantity"], entry["target"])
-        for entry in document["comparisons"]
-        if entry["key"].startswith("manager.") and entry["target"] is not None
-    }
-    for world in (1, 2):
-        for interval in ("number", "time", "auto"):
-            assert held.pop(f"manager.step_{interval}_{world}") == ("time in the call", 1.0)
-        for state in ("tensors", "modules"):
-            assert held.pop(f"manager.{state}_{world}") == ("added time", 5.0)
-    assert not held
 
 
 def test_time_added_to_a_save_is_in_milliseconds_beyond_the_same_round_without_a_manager() -> None:
@@ -210,209 +53,6 @@ def test_time_added_to_a_save_is_in_milliseconds_beyond_the_same_round_without_a
     (added,) = targets.compare_groups([group])
     assert added.per_round == pytest.approx([3.0, 1.0])
     assert added.met
-
-
-def test_the_crossover_of_reading_once_is_recorded(document: dict[str, Any]) -> None:
-    titles = [g["title"] for g in document["groups"] if g["name"].startswith("replicas_")]
-    assert [crossover["work"] for crossover in document["crossovers"]] == titles
-    assert all(crossover["largest"] == 2 for crossover in document["crossovers"])
-    assert all(crossover["world"] in (None, 2) for crossover in document["crossovers"])
-
-
-def test_every_target_is_reported_as_met_or_missed(document: dict[str, Any]) -> None:
-    held = [entry for entry in document["comparisons"] if entry["target"] is not None]
-    keys = {entry["key"] for entry in held}
-    assert keys >= {
-        "save.stock_1",
-        "save.best_stock",
-        "save.cpu",
-        "save.buffered",
-        "load_warm.stock",
-        "load_warm.stock_threads",
-        "load_warm.limit",
-        "load_warm.budget",
-        "partial_warm.read",
-        "reshard_warm.read.3",
-        "small_save.stock_1",
-        "small_save.call",
-        "small_load.stock",
-        "small_load.call",
-        "async.memcpy",
-        "async.stall.stock_thread",
-        "async.overlapped.call",
-        "async.blocking.durable",
-        "async.overlapped.durable",
-        "async_small.overlapped.call",
-        "async_first.blocking.stall",
-        "async_first.blocking.durable",
-    }
-    assert all(isinstance(entry["met"], bool) for entry in held)
-    assert not document["representative"], "a quick run must not pass for a real one"
-
-
-def test_results_of_queues_survive_writing_and_reading(queue_file: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "copy.json"
-    results.read(queue_file).write(copy)
-    assert json.loads(copy.read_text()) == json.loads(queue_file.read_text())
-
-
-def test_results_survive_writing_and_reading(result_file: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "copy.json"
-    results.read(result_file).write(copy)
-    assert json.loads(copy.read_text()) == json.loads(result_file.read_text())
-
-
-def test_the_report_names_every_contender(
-    result_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    report.main([str(result_file), "--no-charts"])
-    text = capsys.readouterr().out
-    loaded = results.read(result_file)
-    assert loaded.machine.torch in text
-    for group in loaded.groups:
-        assert all(info.label in text for info in group.contenders)
-
-
-def test_a_trial_run_does_not_reach_the_readme(result_file: Path, tmp_path: Path) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text(f"{report.BEGIN}\n{report.END}\n")
-    with pytest.raises(SystemExit, match="trial run"):
-        report.main([str(result_file), "--no-charts", "--readme", str(readme)])
-
-
-def test_a_full_run_replaces_only_the_block_of_the_readme(
-    document: dict[str, Any], tmp_path: Path
-) -> None:
-    full = tmp_path / "full.json"
-    parameters = document["parameters"] | {"quick": False, "rounds": 5}
-    full.write_text(json.dumps(document | {"parameters": parameters}))
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{report.BEGIN}\nold numbers\n{report.END}\nafter\n")
-    report.main([str(full), "--no-charts", "--readme", str(readme)])
-    text = readme.read_text()
-    assert text.startswith("before\n")
-    assert text.endswith(f"{report.END}\nafter\n")
-    assert "old numbers" not in text
-    assert document["machine"]["cpu"] in text
-
-
-def test_a_document_gets_the_numbers_beside_training_from_a_run_of_these_alone(
-    document: dict[str, Any], tmp_path: Path
-) -> None:
-    full = tmp_path / "full.json"
-    parameters = document["parameters"] | {"quick": False, "rounds": 5, "only": ["async"]}
-    full.write_text(json.dumps(document | {"parameters": parameters}))
-    page = tmp_path / "async.md"
-    page.write_text(f"before\n{report.ASYNC_BEGIN}\nold numbers\n{report.ASYNC_END}\nafter\n")
-    report.main([str(full), "--no-charts", "--doc", str(page)])
-    text = page.read_text()
-    assert text.startswith("before\n")
-    assert text.endswith(f"{report.ASYNC_END}\nafter\n")
-    assert "old numbers" not in text
-    assert "trial run" not in text
-    for group in results.read(full).groups:
-        assert (group.title in text) == group.background
-
-
-def test_a_document_gets_the_numbers_of_loads_from_a_run_of_these_alone(
-    document: dict[str, Any], tmp_path: Path
-) -> None:
-    full = tmp_path / "full.json"
-    parameters = document["parameters"] | {"quick": False, "rounds": 5, "only": ["load"]}
-    full.write_text(json.dumps(document | {"parameters": parameters}))
-    page = tmp_path / "loading.md"
-    page.write_text(f"before\n{report.BEGIN}\nold numbers\n{report.END}\nafter\n")
-    report.main([str(full), "--no-charts", "--doc", str(page)])
-    text = page.read_text()
-    assert text.startswith("before\n")
-    assert text.endswith(f"{report.END}\nafter\n")
-    assert "old numbers" not in text
-    loaded = results.read(full)
-    assert all(crossover.sentence in text for crossover in loaded.crossovers)
-    for group in loaded.groups:
-        about_loads = group.name.startswith(("load", "partial", "reshard", "replicas"))
-        assert (group.title in text) == about_loads
-
-
-def test_a_document_gets_the_numbers_of_queues_from_a_run_of_these_alone(
-    queue_document: dict[str, Any], tmp_path: Path
-) -> None:
-    full = tmp_path / "full.json"
-    parameters = queue_document["parameters"] | {"quick": False, "rounds": 5}
-    full.write_text(json.dumps(queue_document | {"parameters": parameters}))
-    page = tmp_path / "megatron.md"
-    page.write_text(f"before\n{report.QUEUE_BEGIN}\nold numbers\n{report.QUEUE_END}\nafter\n")
-    report.main([str(full), "--no-charts", "--doc", str(page)])
-    text = page.read_text()
-    assert text.startswith("before\n")
-    assert text.endswith(f"{report.QUEUE_END}\nafter\n")
-    assert "old numbers" not in text
-    for group in results.read(full).groups:
-        assert group.title in text
-        assert all(info.label in text for info in group.contenders)
-
-
-def test_a_document_gets_the_numbers_of_a_manager_from_a_run_of_it_alone(
-    document: dict[str, Any], tmp_path: Path
-) -> None:
-    full = tmp_path / "full.json"
-    parameters = document["parameters"] | {"quick": False, "rounds": 5, "only": ["manager"]}
-    full.write_text(json.dumps(document | {"parameters": parameters}))
-    page = tmp_path / "manager.md"
-    page.write_text(f"before\n{report.MANAGER_BEGIN}\nold numbers\n{report.MANAGER_END}\nafter\n")
-    report.main([str(full), "--no-charts", "--doc", str(page)])
-    text = page.read_text()
-    assert text.startswith("before\n")
-    assert text.endswith(f"{report.MANAGER_END}\nafter\n")
-    assert "old numbers" not in text
-    for group in results.read(full).groups:
-        assert (group.title in text) == group.of_calls
-
-
-@pytest.mark.parametrize(
-    ("begin", "end"),
-    [
-        (report.MANAGER_BEGIN, report.MANAGER_END),
-        (report.ASYNC_BEGIN, report.ASYNC_END),
-        (report.BEGIN, report.END),
-    ],
-)
-def test_a_trial_run_does_not_reach_a_document(
-    result_file: Path, tmp_path: Path, begin: str, end: str
-) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(f"{begin}\n{end}\n")
-    with pytest.raises(SystemExit, match="trial run"):
-        report.main([str(result_file), "--no-charts", "--doc", str(page)])
-
-
-def test_a_trial_run_of_queues_does_not_reach_a_document(queue_file: Path, tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(f"{report.QUEUE_BEGIN}\n{report.QUEUE_END}\n")
-    with pytest.raises(SystemExit, match="trial run"):
-        report.main([str(queue_file), "--no-charts", "--doc", str(page)])
-
-
-def test_a_readme_without_the_block_is_refused() -> None:
-    with pytest.raises(ValueError, match="benchmark:begin"):
-        report.replace_block("no markers here", "numbers")
-
-
-def test_charts_are_drawn_for_every_queue(queue_file: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    report.main([str(queue_file), "--images", str(tmp_path / "images")])
-    images = list((tmp_path / "images").glob("benchmark-megatron*.png"))
-    assert len(images) == len(results.read(queue_file).groups)
-    assert all(image.read_bytes().startswith(b"\x89PNG") for image in images)
-
-
-def test_charts_are_drawn_for_every_group(result_file: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    report.main([str(result_file), "--images", str(tmp_path / "images")])
-    images = list((tmp_path / "images").glob("benchmark-*.png"))
-    assert len(images) == len(results.read(result_file).groups)
-    images.append(tmp_path / "images" / "async-timeline.png")
-    assert all(image.read_bytes().startswith(b"\x89PNG") for image in images)
 
 
 @pytest.mark.parametrize(
@@ -580,12 +220,14 @@ def _tell(child: subprocess.Popen[str], line: str) -> None:
     assert child.stdout.readline() == "done\n"
 
 
+@pytest.mark.alone
 def test_memory_of_a_process_includes_that_of_its_children(child: subprocess.Popen[str]) -> None:
     before = processes.memory_bytes(os.getpid())
     _tell(child, "data = bytearray(b'x' * (32 << 20))")
     assert processes.memory_bytes(os.getpid()) - before >= 32 << 20
 
 
+@pytest.mark.alone
 def test_memory_that_two_processes_share_counts_once(child: subprocess.Popen[str]) -> None:
     size = 32 << 20
     with tempfile.TemporaryFile(dir="/dev/shm") as file:
@@ -609,6 +251,7 @@ def test_processor_time_of_a_process_includes_that_of_its_children(
     assert processes.cpu_seconds(os.getpid()) - before >= 0.2
 
 
+@pytest.mark.alone
 def test_the_watcher_sees_memory_and_processes_that_have_gone_by_its_end() -> None:
     with processes.watcher() as watcher:
         watcher.start()
@@ -640,15 +283,16 @@ def test_a_peer_that_cannot_be_installed_says_how_and_leaves_nothing(
     assert not any((tmp_path / "peers").iterdir())
 
 
+def _device_without_a_gpu() -> str:
+    no_cuda.pretend()
+    torch.cuda.synchronize()
+    torch.cuda.set_device(0 % torch.cuda.device_count())
+    return str(torch.zeros(1, device=torch.cuda.current_device()).device)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_code_that_asks_for_the_current_one_runs_on_the_cpu() -> None:
-    program = (
-        "import torch; from benchmarks import no_cuda; no_cuda.pretend();"
-        "torch.cuda.synchronize(); torch.cuda.set_device(0 % torch.cuda.device_count());"
-        "print(torch.zeros(1, device=torch.cuda.current_device()).device)"
-    )
-    output = subprocess.check_output([sys.executable, "-c", program], cwd=REPOSITORY, text=True)
-    assert output == "cpu\n"
+    assert in_fresh_process(_device_without_a_gpu) == "cpu"
 
 
 def _queue_save(rank: int, call_s: float, step_s: float) -> dict[str, Any]:
