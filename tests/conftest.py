@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.sweeps import TORTURE
-
 pytest_plugins = ["tests.interposed", "tests.sweeps"]
 
 #: Directories whose tests start several processes each, end them, or use loop devices and users'
@@ -40,6 +38,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # Before -m chooses by the marks.
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # What pytest_plugins names is to be imported by pytest.
+    from tests.sweeps import TORTURE
+
     has_timeouts = config.pluginmanager.hasplugin("timeout")
     for item in items:
         if has_timeouts and item.get_closest_marker("timeout") is None:

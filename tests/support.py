@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 import io
+import itertools
 import resource
 import struct
 import warnings
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,21 @@ float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2
 
 #: The dtypes of this torch that DCP can save (it cannot tell the size of the others).
 DTYPES = [getattr(torch, name) for name in _NAMES.split() if hasattr(torch, name)]
+
+
+def pairwise(cases: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Some of the cases: any two values that one of them has together, one of these has together.
+
+    For tests whose defects show with two values, whatever the rest is. Values are hashable.
+    """
+    left = [(case, set(itertools.combinations(enumerate(case), 2))) for case in cases]
+    wanted = set().union(*(pairs for _, pairs in left))
+    chosen = []
+    while wanted:
+        case, pairs = max(left, key=lambda one: len(one[1] & wanted))
+        chosen.append(case)
+        wanted -= pairs
+    return chosen
 
 
 def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:

@@ -25,6 +25,7 @@ from tests.support import (
     emptied,
     files_limited_to,
     load,
+    pairwise,
     random_tensor,
     save,
     save_with,
@@ -98,14 +99,19 @@ DATA_FILE_CALLS = [
     ("close", "EIO"),
 ]
 
-EVERY_FILE = [(count, file) for count in THREAD_COUNTS for file in range(count)]
+EVERY_FILE = [
+    (failure, count, file)
+    for failure in DATA_FILE_CALLS
+    for count in THREAD_COUNTS
+    for file in range(count)
+]
 
 
-@pytest.mark.parametrize(("call", "error"), DATA_FILE_CALLS)
-@pytest.mark.parametrize(("thread_count", "file"), EVERY_FILE)
+@pytest.mark.parametrize(("failure", "thread_count", "file"), pairwise(EVERY_FILE))
 def test_a_failed_call_on_one_data_file_fails_the_save(
-    tmp_path: Path, call: str, error: str, thread_count: int, file: int
+    tmp_path: Path, failure: tuple[str, str], thread_count: int, file: int
 ) -> None:
+    call, error = failure
     target = tmp_path / f"__0_{file}.distcp"
     outcome = under_strace.run(
         saving,
@@ -135,7 +141,7 @@ OVERWRITE_CALLS = [
 
 
 @pytest.mark.parametrize(("call", "error"), OVERWRITE_CALLS)
-@pytest.mark.parametrize("thread_count", THREAD_COUNTS)
+@pytest.mark.parametrize("thread_count", [1, 4])
 def test_a_failed_call_while_overwriting_keeps_the_old_checkpoint(
     tmp_path: Path, call: str, error: str, thread_count: int
 ) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import copyreg
 import gc
 import io
+import itertools
 import os
 import pickle
 import re
@@ -41,6 +42,7 @@ from tests.support import (
     data_files,
     emptied,
     load,
+    pairwise,
     place_of,
     random_tensor,
     record_of,
@@ -77,23 +79,17 @@ def state_of(seed: int = 0) -> StateDict:
     }
 
 
-PAIRS = [
-    pytest.param(save, stock_load, id="ours-to-stock"),
-    pytest.param(stock_save, load, id="stock-to-ours"),
-    pytest.param(save, load, id="ours-to-ours"),
-]
+PAIRS: list[tuple[Saver, Loader]] = [(save, stock_load), (stock_save, load), (save, load)]
 
 
-@pytest.mark.parametrize(("saver", "loader"), PAIRS)
-@pytest.mark.parametrize("thread_count", [1, 2, 3, 4])
-@pytest.mark.parametrize("single_file_per_rank", [True, False])
+@pytest.mark.parametrize(
+    ("pair", "thread_count", "single_file_per_rank"),
+    pairwise(itertools.product(PAIRS, [1, 2, 3, 4], [True, False])),
+)
 def test_what_one_saves_the_other_loads(
-    tmp_path: Path,
-    saver: Saver,
-    loader: Loader,
-    thread_count: int,
-    single_file_per_rank: bool,
+    tmp_path: Path, pair: tuple[Saver, Loader], thread_count: int, single_file_per_rank: bool
 ) -> None:
+    saver, loader = pair
     state = state_of()
     options = {"thread_count": thread_count, "single_file_per_rank": single_file_per_rank}
     saver(state, tmp_path, **options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import os
 import pickle
 import random
@@ -35,6 +36,7 @@ from tests.support import (
     emptied,
     flip_bit,
     load,
+    pairwise,
     place_of,
     random_tensor,
     record_of,
@@ -127,10 +129,10 @@ STORED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("region", REGIONS)
-@pytest.mark.parametrize("target_kind", TARGETS)
-@pytest.mark.parametrize("stored_kind", STORED)
-@pytest.mark.parametrize("scale", [1, 32], ids=["small", "large"])
+@pytest.mark.parametrize(
+    ("region", "target_kind", "stored_kind", "scale"),
+    pairwise(itertools.product(REGIONS, TARGETS, STORED, [1, 32])),
+)
 def test_a_region_is_read_into_any_target(
     tmp_path: Path, region: str, target_kind: str, stored_kind: str, scale: int
 ) -> None:
@@ -461,10 +463,11 @@ def direct_io_works(path: Path) -> bool:
     return True
 
 
-@pytest.mark.parametrize("thread_count", [1, 2, 8])
-@pytest.mark.parametrize("direct_io", [True, False, "auto"])
-@pytest.mark.parametrize("verify", [True, False])
-def test_every_combination_of_options_reads_the_same(
+@pytest.mark.parametrize(
+    ("thread_count", "direct_io", "verify"),
+    pairwise(itertools.product([1, 2, 8], [True, False, "auto"], [True, False])),
+)
+def test_every_pair_of_options_reads_the_same(
     tmp_path: Path, thread_count: int, direct_io: bool | str, verify: bool
 ) -> None:
     if direct_io is True and not direct_io_works(tmp_path):
