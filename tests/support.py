@@ -69,6 +69,28 @@ def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> 
     return data.view(dtype).view(shape)
 
 
+def f32(*shape: int, seed: int = 0) -> torch.Tensor:
+    return random_tensor(shape, torch.float32, seed)
+
+
+def nested_state(seed: int = 0) -> StateDict:
+    """Nested dicts and lists of tensors and objects."""
+    return {
+        "model": {
+            "weight": f32(30, 7, seed=seed),
+            "bias": random_tensor((7,), torch.bfloat16, seed),
+            "transposed": f32(4, 6, seed=seed + 1).t(),
+            "part": f32(9, 9, seed=seed + 2)[2:5, 3:],
+        },
+        "optimizer": {"steps": [torch.tensor(float(seed)), torch.tensor(2.0)], "lr": 1e-3 + seed},
+        "epoch": seed,
+        "name": f"run {seed}",
+        "nothing": None,
+        "empty": torch.empty(0, 3),
+        "every dtype": {str(dtype): random_tensor((5,), dtype, seed) for dtype in DTYPES},
+    }
+
+
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """As torch.zeros, which not every dtype has."""
     count = torch.Size(shape).numel()

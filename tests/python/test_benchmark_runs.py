@@ -12,11 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import (
-    peers,
-    run,
-    suites,
-)
+from benchmarks import peers, run, suites
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

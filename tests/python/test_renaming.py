@@ -85,9 +85,7 @@ def test_a_function_that_renames_nothing_is_refused(tmp_path: Path) -> None:
     refused(tmp_path, lambda name: name, "gives no name another one")
 
 
-@pytest.mark.parametrize(
-    "rename", [{"*.w": "*.b"}, lambda _: "encoder.b", {"encoder.w": "step"}], ids=str
-)
+@pytest.mark.parametrize("rename", [{"*.w": "*.b"}, lambda _: "encoder.b", {"encoder.w": "step"}])
 def test_two_names_that_become_one_are_refused(tmp_path: Path, rename: Rename) -> None:
     saved(tmp_path)
     refused(tmp_path, rename, "both encoder.")
@@ -100,7 +98,6 @@ def test_two_names_that_become_one_are_refused(tmp_path: Path, rename: Rename) -
         ({"step": 3}, "must have pairs of str"),
         (lambda _: None, "must return a str for each name, got None for encoder.w"),
     ],
-    ids=str,
 )
 def test_a_rename_of_another_form_is_refused(tmp_path: Path, rename: Any, match: str) -> None:
     saved(tmp_path)

@@ -1,0 +1,94 @@
+"""Loads by our function and by torch's with our reader, for tests of either."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.planner import LoadPlan
+
+import torch_ckpt
+from tests.support import StateDict, cause_of, stock_save
+from torch_ckpt.errors import LoadMismatch
+from torch_ckpt.metadata import encode_metadata, read_metadata
+
+Shape = tuple[int, ...]
+
+MIB = 1 << 20
+
+
+def save(state: StateDict, path: Path) -> None:
+    torch_ckpt.save(state, path, no_dist=True, sync_files=False)
+
+
+def load(state: StateDict, path: Path, **options: Any) -> Any:
+    return torch_ckpt.load(state, path, no_dist=True, **options)
+
+
+def dcp_load(
+    state: StateDict, path: Path, planner: dcp.LoadPlanner | None = None, **options: Any
+) -> None:
+    reader = torch_ckpt.FileSystemReader(path, **options)
+    dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
+
+
+LOADERS = [load, dcp_load]
+SAVERS = [save, stock_save]
+
+
+def refusal(work: Callable[[], Any]) -> BaseException:
+    """The cause of the CheckpointException that it must raise."""
+    with pytest.raises(dcp.CheckpointException) as error:
+        work()
+    return cause_of(error.value)
+
+
+def mismatch(work: Callable[[], Any]) -> LoadMismatch:
+    cause = refusal(work)
+    assert isinstance(cause, LoadMismatch)
+    return cause
+
+
+# --- any part, any layout ------------------------------------------------------------------------
+
+
+class Boxes(dcp.DefaultLoadPlanner):
+    """Fills each target with the box at an offset of the stored tensor of its name."""
+
+    def __init__(self, offsets: dict[str, Shape]) -> None:
+        super().__init__()
+        self.offsets = offsets
+
+    def create_local_plan(self) -> LoadPlan:
+        plan = LoadPlan([])
+        for name, offsets in self.offsets.items():
+            target = self.state_dict[name]
+            whole = self.metadata.state_dict_metadata[name]
+            (stored,) = dcp.planner_helpers.create_read_items_for_chunk_list(
+                name, whole, [dcp.ChunkStorageMetadata(torch.Size(offsets), target.size())]
+            )
+            plan.items.append(stored)
+        return plan
+
+    def lookup_tensor(self, index: Any) -> torch.Tensor:
+        found: torch.Tensor = self.state_dict[index.fqn]
+        return found
+
+
+def quantized(rows: int, end: float = 3) -> torch.Tensor:
+    """Only torch reads it."""
+    values = torch.linspace(-3, end, rows * 6).reshape(rows, 6)
+    return torch.quantize_per_tensor(values, 0.05, 3, torch.quint8)
+
+
+# --- metadata that does not cover a tensor -------------------------------------------------------
+
+
+def change_metadata(path: Path, change: Callable[[Any], None]) -> None:
+    metadata = read_metadata(path)
+    change(metadata.state_dict_metadata["t"])
+    (path / ".metadata").write_bytes(encode_metadata(metadata))

@@ -1,0 +1,305 @@
+"""torch_ckpt.app_state: schedulers, plain values, and tensors among them."""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.optim import lr_scheduler
+
+from tests.programs import State, kept, restore, save
+from tests.support import assert_equal, cause_of
+from torch_ckpt.app_state import AppState
+from torch_ckpt.errors import CheckpointError, LoadMismatch
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+def _schedulers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    s = lr_scheduler
+    return {
+        "LambdaLR": s.LambdaLR(optimizer, lambda epoch: 0.9**epoch),
+        "MultiplicativeLR": s.MultiplicativeLR(optimizer, lambda epoch: 0.9),
+        "MultiStepLR": s.MultiStepLR(optimizer, [2, 5]),
+        "CosineAnnealingLR": s.CosineAnnealingLR(optimizer, 10),
+        "CosineAnnealingWarmRestarts": s.CosineAnnealingWarmRestarts(optimizer, 3),
+        "CyclicLR": s.CyclicLR(optimizer, 0.1, 0.2),
+        "OneCycleLR": s.OneCycleLR(optimizer, 0.1, 100),
+        "PolynomialLR": s.PolynomialLR(optimizer),
+        "ReduceLROnPlateau": s.ReduceLROnPlateau(optimizer),
+        "SequentialLR": s.SequentialLR(
+            optimizer, [s.LinearLR(optimizer), s.ExponentialLR(optimizer, 0.9)], [4]
+        ),
+        "ChainedScheduler": s.ChainedScheduler([s.LinearLR(optimizer), s.ConstantLR(optimizer)]),
+    }
+
+
+def _scheduled(name: str, steps: int) -> State:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9)
+    scheduler = _schedulers(optimizer)[name]
+    for _ in range(steps):
+        optimizer.step()
+        scheduler.step(*((1.0,) if name == "ReduceLROnPlateau" else ()))
+    return {"scheduler": scheduler}
+
+
+@pytest.mark.parametrize(
+    "name", _schedulers(torch.optim.SGD([nn.Parameter(torch.ones(2))], momentum=0.9))
+)
+def test_schedulers_load_without_allow_pickle(tmp_path: Path, name: str) -> None:
+    state = _scheduled(name, 5)
+    restored = kept(state, tmp_path, _scheduled(name, 0))
+    assert_equal(restored["scheduler"].state_dict(), state["scheduler"].state_dict())
+
+
+def test_a_scheduler_may_get_other_milestones(tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))])
+    saved = lr_scheduler.MultiStepLR(optimizer, [2, 5])
+    other = lr_scheduler.MultiStepLR(optimizer, [7])
+    kept({"scheduler": saved}, tmp_path, {"scheduler": other})
+    assert other.milestones == Counter([2, 5])
+
+
+def test_a_grad_scaler_is_restored(tmp_path: Path) -> None:
+    saved = torch.amp.GradScaler("cpu", init_scale=64.0)
+    restored = torch.amp.GradScaler("cpu")
+    kept({"scaler": saved}, tmp_path, {"scaler": restored})
+    assert restored.state_dict() == saved.state_dict()
+
+
+class _Averages:
+    """Has a state of tensors and other things."""
+
+    def __init__(self, value: float) -> None:
+        self.tensors = [torch.full((3,), value), torch.full((2,), value)]
+        self.count = value
+
+    def state_dict(self) -> State:
+        return {"tensors": self.tensors, "count": self.count, "nested": {"first": self.tensors[0]}}
+
+    def load_state_dict(self, state: State) -> None:
+        self.tensors, self.count = state["tensors"], state["count"]
+
+
+def test_tensors_of_a_stateful_are_filled_in_place(tmp_path: Path) -> None:
+    restored = _Averages(0.0)
+    tensors = list(restored.tensors)
+    kept({"averages": _Averages(2.0)}, tmp_path, {"averages": restored})
+    assert restored.count == 2.0
+    assert_equal(tensors, _Averages(2.0).tensors)
+    assert restored.tensors[0].data_ptr() == tensors[0].data_ptr()
+
+
+def test_a_stateful_with_fewer_tensors_than_stored_is_refused(tmp_path: Path) -> None:
+    saved, restored = _Averages(2.0), _Averages(0.0)
+    del restored.tensors[1]
+    with pytest.raises(CheckpointError, match=r"^averages: .*has 3 tensors of it.*there are 2"):
+        kept({"averages": saved}, tmp_path, {"averages": restored})
+
+
+def test_a_stateful_with_more_tensors_than_stored_is_refused(tmp_path: Path) -> None:
+    saved, restored = _Averages(2.0), _Averages(0.0)
+    restored.tensors.append(torch.ones(4))
+    with pytest.raises(CheckpointException) as caught:
+        kept({"averages": saved}, tmp_path, {"averages": restored})
+    error = cause_of(caught.value)
+    assert isinstance(error, LoadMismatch)
+    assert error.report.missing == ["averages.tensors.2"]
+
+
+def test_a_stateful_whose_state_is_a_bare_tensor_is_refused() -> None:
+    class Generator:
+        def state_dict(self) -> torch.Tensor:
+            return torch.ones(3)
+
+        def load_state_dict(self, state: torch.Tensor) -> None: ...
+
+    with pytest.raises(CheckpointError, match=r"state_dict\(\) of noise is a tensor.*a dict that"):
+        AppState({"noise": Generator()}).state_dict()
+
+
+PLAIN: list[Any] = [
+    3,
+    0.1,
+    True,
+    None,
+    "text",
+    b"bytes",
+    1 + 2j,
+    [1, "two", [3.0]],
+    (1, (2, 3)),
+    {"a": {"b": 1}, 2: "two"},
+    {},
+    [],
+    {1, 2},
+    OrderedDict(b=1, a=2),
+    Counter("abc"),
+    deque([1, 2], 5),
+    torch.float16,
+    torch.Size([2, 3]),
+]
+
+
+@pytest.mark.parametrize("value", PLAIN, ids=repr)
+def test_plain_values_are_replaced_in_the_mapping(tmp_path: Path, value: Any) -> None:
+    fresh = type(value)() if isinstance(value, int | list | dict) else value
+    restored = kept({"value": value}, tmp_path, {"value": fresh})["value"]
+    assert restored == value
+    assert type(restored) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("saved", "fresh"),
+    [([1, 2], None), (None, [1, 2]), ({"a": 1}, 0), (0.5, {}), ((1, 2), "text"), ([], {"a": 1})],
+    ids=repr,
+)
+def test_a_plain_value_may_change_its_type(tmp_path: Path, saved: Any, fresh: Any) -> None:
+    restored = kept(
+        {"best": saved, "other": {"a": 1}}, tmp_path, {"best": fresh, "other": {"a": 0}}
+    )
+    assert restored == {"best": saved, "other": {"a": 1}}
+
+
+@pytest.mark.parametrize("fresh", [0, [1]])
+def test_a_plain_value_that_is_not_loaded_stays(tmp_path: Path, fresh: Any) -> None:
+    save({"best": 5, "other": 6}, tmp_path)
+    state = {"best": fresh, "other": 7}
+    restore(state, tmp_path, names=["other"])
+    assert state == {"best": fresh, "other": 6}
+
+
+def test_a_plain_value_that_the_checkpoint_lacks_is_missing(tmp_path: Path) -> None:
+    save({"best": 5}, tmp_path)
+    with pytest.raises(CheckpointException) as caught:
+        restore({"best": 0, "number": 0, "list": []}, tmp_path)
+    error = cause_of(caught.value)
+    assert isinstance(error, LoadMismatch)
+    assert error.report.missing == ["list._objects", "number"]
+
+
+@pytest.mark.parametrize("saved", [np.float64(0.5), np.float32(0.5), np.int64(3), np.bool_(True)])
+def test_a_numpy_number_is_restored_as_pythons(tmp_path: Path, saved: Any) -> None:
+    restored = kept({"best": saved}, tmp_path, {"best": float("inf")})["best"]
+    assert restored == saved.item()
+    assert type(restored) is type(saved.item())
+
+
+def test_keys_that_are_the_same_as_text_are_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"^ema: .*are the same as text"):
+        AppState({"ema": {1: torch.zeros(2), "1": torch.ones(2)}}).state_dict()
+
+
+class _Elsewhere(torch.Tensor):
+    """Stands for a tensor on a device."""
+
+    def cpu(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
+
+
+class _Pair(NamedTuple):
+    number: int
+    tensor: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("make", "of"),
+    [
+        (lambda tensor: (1, tensor), lambda value: value[1]),
+        (lambda tensor: _Pair(1, tensor), lambda value: value.tensor),
+        (lambda tensor: defaultdict(int, a=tensor), lambda value: value["a"]),
+        (lambda tensor: Counter({"a": tensor}), lambda value: value["a"]),
+    ],
+    ids=["tuple", "named tuple", "defaultdict", "Counter"],
+)
+def test_tensors_in_objects_are_stored_on_the_cpu(
+    make: Callable[[Any], Any], of: Callable[[Any], Any]
+) -> None:
+    value = make(torch.ones(2).as_subclass(_Elsewhere))
+    with torch.serialization.safe_globals([_Pair]):
+        stored = AppState({"value": value}).state_dict()["value"]["_objects"].value
+    assert type(of(stored)) is torch.Tensor
+    assert type(stored) is type(value)
+    assert type(of(value)) is _Elsewhere
+
+
+def test_arrays_are_restored(tmp_path: Path) -> None:
+    restored = kept({"value": [np.arange(3)]}, tmp_path, {"value": [0]})
+    assert restored["value"][0].tolist() == [0, 1, 2]
+
+
+def test_tensors_in_dicts_and_lists_are_filled_in_place(tmp_path: Path) -> None:
+    tensors = [torch.zeros(2), torch.zeros(3), torch.zeros(4)]
+    saved = {"ema": {1: torch.ones(2), "l": [5, torch.ones(3)], "o": OrderedDict(a=torch.ones(4))}}
+    fresh = {"ema": {1: tensors[0], "l": [0, tensors[1]], "o": OrderedDict(a=tensors[2])}}
+    restored = kept(saved, tmp_path, fresh)["ema"]
+    assert_equal(restored, saved["ema"])
+    assert restored[1] is tensors[0]
+    assert restored["l"][1] is tensors[1]
+    assert restored["o"]["a"] is tensors[2]
+
+
+def test_a_tensor_is_filled_in_place(tmp_path: Path) -> None:
+    tensor = torch.zeros(3, requires_grad=True)
+    state = kept({"w": torch.ones(3)}, tmp_path, {"w": tensor})
+    assert state["w"] is tensor
+    assert_equal(tensor.detach(), torch.ones(3))
+
+
+class _OfThisTest:
+    pass
+
+
+@pytest.fixture
+def nothing_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch_ckpt.objects._checked", set())
+
+
+@pytest.mark.usefixtures("nothing_looked_at")
+def test_what_will_not_load_is_named_at_the_save() -> None:
+    with pytest.warns(UserWarning, match=r"config\.0: .*_OfThisTest.*add_safe_globals"):
+        AppState({"config": [_OfThisTest()]}).state_dict()
+
+
+@pytest.mark.usefixtures("nothing_looked_at")
+def test_what_comes_later_and_will_not_load_is_named_once() -> None:
+    config: State = {"nested": [{"a": 1}]}
+    app_state = AppState({"config": config})
+    app_state.state_dict()
+    config["nested"][0]["a"] = _OfThisTest()
+    with pytest.warns(UserWarning, match=r"config\.nested\.0\.a: .*_OfThisTest"):
+        app_state.state_dict()
+    app_state.state_dict()
+
+
+class _Phase(enum.IntEnum):
+    WARM_UP = 1
+
+
+@pytest.mark.usefixtures("nothing_looked_at")
+def test_a_number_that_is_more_than_that_is_looked_at_too() -> None:
+    with pytest.warns(UserWarning, match=r"phase: .*_Phase.*add_safe_globals"):
+        AppState({"phase": _Phase.WARM_UP}).state_dict()
+
+
+def test_names_that_are_no_str_are_refused() -> None:
+    with pytest.raises(TypeError, match="must be str, got 1"):
+        AppState({1: 2}).state_dict()  # type: ignore[dict-item]
+
+
+def test_a_state_that_cannot_be_read_is_named() -> None:
+    class Broken:
+        def state_dict(self) -> State:
+            raise RuntimeError("the worker has died")
+
+        def load_state_dict(self, state: State) -> None: ...
+
+    with pytest.raises(CheckpointError, match=r"^loader: .* on rank 0: the worker has died"):
+        AppState({"loader": Broken()}).state_dict()

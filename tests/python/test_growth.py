@@ -1,0 +1,370 @@
+"""Targets of other sizes than what is stored, and metadata that does not cover a tensor."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import torch_ckpt
+from tests.loads import (
+    LOADERS,
+    SAVERS,
+    Boxes,
+    Shape,
+    change_metadata,
+    dcp_load,
+    load,
+    mismatch,
+    quantized,
+    refusal,
+    save,
+)
+from tests.support import StateDict, assert_equal, pairwise, random_tensor
+from torch_ckpt.cover import Box, gap_in
+from torch_ckpt.errors import Corrupt
+from torch_ckpt.growth import GrowingSize
+from torch_ckpt.metadata import encode_metadata, read_metadata
+
+GROWTHS: list[tuple[Shape, Shape]] = [
+    ((), ()),
+    ((3,), (5,)),
+    ((3,), (3,)),
+    ((0,), (4,)),
+    ((3, 4), (5, 4)),
+    ((3, 4), (3, 9)),
+    ((3, 4), (6, 8)),
+    ((2, 3, 4), (4, 5, 6)),
+    ((300, 200), (500, 333)),
+]
+
+
+@pytest.mark.parametrize(
+    ("growth", "loader", "saver"), pairwise(itertools.product(GROWTHS, LOADERS, SAVERS))
+)
+def test_a_larger_target_is_filled_up_with_zeros(
+    tmp_path: Path, growth: tuple[Shape, Shape], loader: Any, saver: Any
+) -> None:
+    stored, wanted = growth
+    tensor = random_tensor(stored, torch.int32)
+    saver({"t": tensor}, tmp_path)
+    target = torch.full(wanted, 7, dtype=torch.int32)
+    loader({"t": target}, tmp_path, zero_fill=True)
+    expected = torch.zeros(wanted, dtype=torch.int32)
+    expected[tuple(slice(0, size) for size in stored)] = tensor
+    assert_equal(target, expected)
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize(
+    "wanted", [torch.full((6, 4), 7.0).t(), torch.full((4, 12), 7.0)[:, ::2]], ids=["t", "strided"]
+)
+def test_a_larger_target_may_be_strided_and_of_another_dtype(
+    tmp_path: Path, loader: Any, wanted: torch.Tensor
+) -> None:
+    save({"t": torch.ones(2, 3, dtype=torch.int16)}, tmp_path)
+    target = wanted.clone(memory_format=torch.preserve_format)
+    loader({"t": target}, tmp_path, zero_fill=True)
+    expected = torch.zeros(4, 6)
+    expected[:2, :3] = 1
+    assert torch.equal(target, expected)
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_inference_tensors_are_filled_and_filled_up(tmp_path: Path, loader: Any) -> None:
+    save({"t": torch.ones(3, 4), "q": quantized(4)}, tmp_path)
+    with torch.inference_mode():
+        state = {"t": torch.full((5, 4), 7.0), "q": quantized(4, end=2)}
+    assert state["t"].is_inference()
+    loader(state, tmp_path, zero_fill=True)
+    assert (state["t"][:3] == 1).all()
+    assert (state["t"][3:] == 0).all()
+    assert torch.equal(state["q"].dequantize(), quantized(4).dequantize())
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_a_record_of_another_shape_is_damage(tmp_path: Path, loader: Any) -> None:
+    """Of what only torch reads; the engine compares what it reads itself."""
+    save({"t": quantized(4)}, tmp_path)
+
+    def change(stored: Any) -> None:
+        stored.size = torch.Size((8, 6))
+        stored.chunks = [dcp.metadata.ChunkStorageMetadata(torch.Size((0, 0)), stored.size)]
+
+    change_metadata(tmp_path, change)
+    for cause in (
+        refusal(lambda: loader({"t": quantized(8)}, tmp_path)),
+        refusal(
+            lambda: dcp_load({"t": quantized(2)}, tmp_path, planner=Boxes({"t": (5, 0)})),
+        ),
+    ):
+        assert type(cause) is Corrupt
+        assert str(cause).startswith("t: the record in ")
+        assert "holds a Tensor of [4, 6], the metadata says a tensor of [8, 6]" in str(cause)
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("wanted", [(2, 4), (9, 3), (3,), (3, 4, 1)], ids=str)
+def test_a_smaller_target_and_one_of_other_dimensions_are_refused(
+    tmp_path: Path, loader: Any, wanted: Shape
+) -> None:
+    save({"the tensor": torch.ones(3, 4)}, tmp_path)
+    target = torch.full(wanted, 7.0)
+    cause = refusal(lambda: loader({"the tensor": target}, tmp_path, zero_fill=True))
+    assert "the tensor" in str(cause)
+    assert (target == 7).all()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "loader", "saver"),
+    pairwise(
+        itertools.product([(2, 4), (3, 1), (0, 4), (2, 6), (5, 2), (6, 6), (3, 4)], LOADERS, SAVERS)
+    ),
+)
+def test_the_region_that_both_have_is_loaded_where_shapes_may_differ(
+    tmp_path: Path, loader: Any, saver: Any, wanted: Shape
+) -> None:
+    tensor = random_tensor((3, 4), torch.int32)
+    saver({"t": tensor}, tmp_path)
+    target = torch.full(wanted, 7, dtype=torch.int32)
+    loader({"t": target}, tmp_path, allow_shape_mismatch=True)
+    expected = torch.zeros(wanted, dtype=torch.int32)
+    expected[:3, :4] = tensor[: wanted[0], : wanted[1]]
+    assert_equal(target, expected)
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_other_dimensions_are_refused_where_shapes_may_differ(tmp_path: Path, loader: Any) -> None:
+    save({"the tensor": torch.ones(3, 4)}, tmp_path)
+    target = torch.full((3,), 7.0)
+    cause = refusal(lambda: loader({"the tensor": target}, tmp_path, allow_shape_mismatch=True))
+    assert "the tensor" in str(cause)
+    assert (target == 7).all()
+
+
+def test_what_is_cut_off_is_reported(tmp_path: Path) -> None:
+    save({"t": torch.ones(3, 3), "u": torch.ones(3, 3)}, tmp_path)
+    state = {"t": torch.ones(2, 3), "u": torch.ones(2, 4)}
+    report = torch_ckpt.preflight(state, tmp_path, allow_shape_mismatch=True)
+    assert report.fits
+    assert [name for name, _stored, _wanted in report.truncated] == ["t", "u"]
+    assert [name for name, _stored, _wanted in report.grown] == ["u"]
+    assert "2 smaller than stored:\n  t: stored [3, 3], wanted [2, 3]" in str(report)
+
+
+def test_a_shard_that_is_lost_is_found_where_shapes_may_differ(tmp_path: Path) -> None:
+    save({"t": torch.ones(4)}, tmp_path)
+
+    def change(stored: Any) -> None:
+        stored.size = torch.Size((8,))
+
+    change_metadata(tmp_path, change)
+    cause = refusal(lambda: load({"t": torch.zeros(6)}, tmp_path, allow_shape_mismatch=True))
+    assert type(cause) is Corrupt
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_a_larger_target_is_refused_where_zeros_were_not_asked_for(
+    tmp_path: Path, loader: Any
+) -> None:
+    save({"the tensor": torch.ones(3, 4)}, tmp_path)
+    target = torch.full((5, 4), 7.0)
+    assert "the tensor" in str(refusal(lambda: loader({"the tensor": target}, tmp_path)))
+    assert (target == 7).all()
+
+
+def test_what_is_filled_up_is_reported(tmp_path: Path) -> None:
+    save({"t": torch.ones(3), "u": torch.ones(3)}, tmp_path)
+    state = {"t": torch.ones(5), "u": torch.zeros(3)}
+    report = torch_ckpt.preflight(state, tmp_path, zero_fill=True)
+    assert report.fits
+    assert report.grown == [("t", torch.Size([3]), torch.Size([5]))]
+    assert "t: stored [3], wanted [5]" in str(report)
+    assert (state["t"] == 1).all()
+
+
+def test_only_chosen_names_are_filled_up(tmp_path: Path) -> None:
+    save({"t": torch.ones(3), "u": torch.ones(3)}, tmp_path)
+    state = {"t": torch.full((5,), 7.0), "u": torch.full((5,), 7.0)}
+    load(state, tmp_path, zero_fill=True, names=["t"])
+    assert state["t"].tolist() == [1, 1, 1, 0, 0]
+    assert state["u"].tolist() == [7] * 5
+
+
+@pytest.mark.parametrize("free", [False, True])
+def test_nothing_is_zeroed_where_the_state_does_not_fit(tmp_path: Path, free: bool) -> None:
+    save({"t": torch.ones(3), "u": torch.ones(3)}, tmp_path)
+    state = {"t": torch.full((5,), 7.0), "u": torch.full((2,), 7.0)}
+    mismatch(lambda: load(state, tmp_path, zero_fill=True, free_before_read=free))
+    assert state["t"].tolist() == [7] * 5
+
+
+def test_values_and_zeros_are_there_after_freeing_too(tmp_path: Path) -> None:
+    save({"t": torch.ones(3)}, tmp_path)
+    state = {"t": torch.full((5,), 7.0)}
+    load(state, tmp_path, zero_fill=True, free_before_read=True)
+    assert state["t"].tolist() == [1, 1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("saver", SAVERS)
+def test_names_that_are_no_utf8_are_loaded(
+    tmp_path: Path, saver: Callable[..., object], loader: Callable[..., object]
+) -> None:
+    saver({"a\udc80": torch.ones(3), "b\udc80": [1, "text"], "\u00e9": torch.ones(2)}, tmp_path)
+    state: StateDict = {"a\udc80": torch.zeros(3), "b\udc80": [0, ""], "\u00e9": torch.zeros(2)}
+    loader(state, tmp_path)
+    assert state["a\udc80"].tolist() == [1, 1, 1]
+    assert state["b\udc80"] == [1, "text"]
+    assert state["\u00e9"].tolist() == [1, 1]
+
+
+@pytest.fixture
+def one_rank_mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
+    yield DeviceMesh("cpu", [0])
+    dist.destroy_process_group()
+
+
+UNCOVERED = [
+    (None, None, "has shards with 0 of the 12 elements"),
+    ((2, 4), (0, 0), "has shards with 8 of the 12 elements"),
+    ((3, 4), (1, 0), "a shard of [3, 4] at [1, 0], which is outside of the tensor of [3, 4]"),
+    ((4, 4), (0, 0), "a shard of [4, 4] at [0, 0], which is outside"),
+    ((3, 4), (-1, 0), "a shard's offset of -1"),
+    ((12,), (0,), "a shard of [12] at [0], which is outside"),
+]
+
+
+@pytest.mark.parametrize(
+    ("uncovered", "sharded", "zero_fill"),
+    pairwise(itertools.product(UNCOVERED, [False, True], [False, True])),
+)
+def test_metadata_that_does_not_cover_a_tensor_is_damage(
+    tmp_path: Path,
+    one_rank_mesh: DeviceMesh,
+    uncovered: tuple[Shape | None, Shape, str],
+    sharded: bool,
+    zero_fill: bool,
+) -> None:
+    sizes, offsets, says = uncovered
+    path = tmp_path / "checkpoint"
+    save({"t": torch.ones(3, 4)}, path)
+
+    def change(stored: Any) -> None:
+        stored.chunks = []
+        if sizes is not None:
+            chunk = dcp.metadata.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+            stored.chunks = [chunk]
+
+    change_metadata(path, change)
+    target = torch.full((5, 4) if zero_fill else (3, 4), 7.0)
+    state = {"t": distribute_tensor(target, one_rank_mesh, [Shard(0)]) if sharded else target}
+    cause = refusal(lambda: load(state, path, zero_fill=zero_fill))
+    assert type(cause) is Corrupt
+    assert str(cause).startswith("t: the metadata has ")
+    assert says in str(cause)
+    assert (target == 7).all()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("loader", [load, dcp_load])
+def test_a_shard_that_is_there_twice_does_not_stand_for_one_that_is_missing(
+    tmp_path: Path, one_rank_mesh: DeviceMesh, sharded: bool, loader: Callable[..., object]
+) -> None:
+    path = tmp_path / "checkpoint"
+    mine = distribute_tensor(torch.ones(4, 3), one_rank_mesh, [Shard(0)])
+    save({"t": mine}, path)
+    metadata = read_metadata(path)
+    # As many elements as there are, and none of the last row.
+    places = [((0, 0), (3, 2)), ((0, 1), (3, 2))]
+    metadata.state_dict_metadata["t"].chunks = [
+        dcp.metadata.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        for offsets, sizes in places
+    ]
+    (path / ".metadata").write_bytes(encode_metadata(metadata))
+    target = torch.full((4, 3), 7.0)
+    state = {"t": distribute_tensor(target, one_rank_mesh, [Shard(0)]) if sharded else target}
+    cause = refusal(lambda: loader(state, path))
+    assert type(cause) is Corrupt
+    assert str(cause).startswith(
+        "t: the metadata has shards that overlap, and none with element [3, 0]"
+    )
+    assert (target == 7).all()
+
+
+class TestGapIn:
+    @staticmethod
+    def boxes_of(whole: tuple[int, ...], generator: random.Random) -> list[Box]:
+        """Cuts a box in two, over and over."""
+        boxes = [((0,) * len(whole), whole)]
+        for _ in range(generator.randrange(8)):
+            offsets, sizes = boxes.pop(generator.randrange(len(boxes)))
+            dim = generator.randrange(len(whole))
+            at = generator.randint(0, sizes[dim])
+            for begin, length in ((0, at), (at, sizes[dim] - at)):
+                moved = (*offsets[:dim], offsets[dim] + begin, *offsets[dim + 1 :])
+                boxes.append((moved, (*sizes[:dim], length, *sizes[dim + 1 :])))
+        generator.shuffle(boxes)
+        return boxes
+
+    @pytest.mark.parametrize("seed", range(40))
+    def test_it_is_what_marking_each_element_finds(self, seed: int) -> None:
+        generator = random.Random(seed)
+        whole = tuple(generator.randint(1, 5) for _ in range(generator.randint(1, 3)))
+        boxes = self.boxes_of(whole, generator)
+        assert gap_in(whole, boxes) is None
+        # One in the place of another, so that there are overlaps and often a gap.
+        boxes[generator.randrange(len(boxes))] = boxes[generator.randrange(len(boxes))]
+        seen = torch.zeros(whole, dtype=torch.bool)
+        for offsets, sizes in boxes:
+            seen[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] = True
+        missing = (~seen).nonzero().tolist()
+        assert gap_in(whole, boxes) == (missing[0] if missing else None)
+
+    def test_boxes_that_are_the_whole_twice_have_no_gap(self) -> None:
+        assert gap_in((2, 3), [((0, 0), (2, 3))] * 2) is None
+        assert gap_in((), [((), ())] * 2) is None
+
+    def test_more_cut_dimensions_than_corners_are_counted_for_are_looked_at(self) -> None:
+        whole = (2,) * 8
+        boxes = [(place, (1,) * 8) for place in itertools.product((0, 1), repeat=8)]
+        assert gap_in(whole, boxes) is None
+        assert gap_in(whole, boxes[:-1]) == [1] * 8
+
+
+class TestGrowingSize:
+    def test_it_equals_what_has_room_for_it(self) -> None:
+        size = GrowingSize((3, 4))
+        assert size == (3, 4)
+        assert size == torch.Size([5, 4])
+        assert not size != torch.Size([5, 4])  # noqa: SIM202
+
+    @pytest.mark.parametrize("other", [(2, 9), (9, 3), (3,), (3, 4, 5), (), [3, 4], None, 3])
+    def test_it_differs_from_all_else(self, other: object) -> None:
+        assert GrowingSize((3, 4)) != other
+        assert not GrowingSize((3, 4)) == other  # noqa: SIM201
+
+    def test_that_of_a_scalar_equals_only_itself(self) -> None:
+        assert GrowingSize(()) == ()
+        assert GrowingSize(()) != (1,)
+
+    def test_it_is_hashed_and_pickled_as_what_it_is(self) -> None:
+        size = GrowingSize((3, 4))
+        assert hash(size) == hash((3, 4))
+        back = pickle.loads(pickle.dumps(size))
+        assert type(back) is GrowingSize
+        assert tuple(back) == (3, 4)
+        assert size.numel() == 12

@@ -1,0 +1,322 @@
+"""Loads into other layouts and dtypes than what is stored."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import torch_ckpt
+from tests.loads import LOADERS, SAVERS, Boxes, dcp_load, load, refusal, save
+from tests.support import DTYPES, StateDict, bytes_of, pairwise, random_tensor, zeros
+from torch_ckpt import _C
+from torch_ckpt.precision import loses_precision
+
+
+def permuted(choice: random.Random, tensor: torch.Tensor) -> torch.Tensor:
+    """The same values with the dimensions in another order in memory."""
+    order = choice.sample(range(tensor.dim()), tensor.dim())
+    back = sorted(range(tensor.dim()), key=lambda dim: order[dim])
+    return tensor.permute(order).contiguous().permute(back)
+
+
+def negated(_choice: random.Random, tensor: torch.Tensor) -> torch.Tensor:
+    return (-tensor)._neg_view()
+
+
+def conjugated(_choice: random.Random, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.conj().resolve_conj().conj()
+
+
+def gapped(choice: random.Random, tensor: torch.Tensor) -> torch.Tensor:
+    """The same values with other memory between them."""
+    if tensor.dim() == 0:
+        return tensor
+    dim, step = choice.randrange(tensor.dim()), choice.randint(2, 3)
+    sizes = list(tensor.shape)
+    sizes[dim] *= step
+    view = torch.full(sizes, 7, dtype=tensor.dtype)[(slice(None),) * dim + (slice(0, None, step),)]
+    return view.copy_(tensor)
+
+
+def as_it_is(_choice: random.Random, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+LAYOUTS = [as_it_is, permuted, negated, conjugated, gapped]
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
+@pytest.mark.parametrize("seed", range(12))
+def test_random_boxes_are_read_from_any_layout_into_any_other(
+    tmp_path: Path, seed: int, large: bool
+) -> None:
+    choice = random.Random(seed)
+    torch.manual_seed(seed)
+    state, expected, targets, offsets = {}, {}, {}, {}
+    for number in range(3 if large else 12):
+        dims = choice.randint(1, 4)
+        longest = {1: 400_000, 2: 600, 3: 75, 4: 26}[dims] if large else 9
+        shape = [choice.randint(max(1, longest // 2), longest) for _ in range(dims)]
+        dtype = choice.choice([torch.float32, torch.complex64])
+        tensor = torch.randn(shape, dtype=dtype)
+        stored, wanted = choice.choice(LAYOUTS), choice.choice(LAYOUTS)
+        lengths = [choice.randint(1, size) for size in shape]
+        begin = [choice.randint(0, s - n) for s, n in zip(shape, lengths, strict=True)]
+        name = f"{number}: {dtype} {stored.__name__} to {wanted.__name__}, {lengths} of {shape}"
+        state[name] = stored(choice, tensor)
+        targets[name] = wanted(choice, torch.zeros(lengths, dtype=choice.choice([dtype] * 3)))
+        offsets[name] = tuple(begin)
+        box = tuple(slice(b, b + n) for b, n in zip(begin, lengths, strict=True))
+        expected[name] = tensor[box]
+    choice.choice(SAVERS)(state, tmp_path)
+    dcp_load(targets, tmp_path, planner=Boxes(offsets))
+    wrong = [name for name in targets if not torch.equal(targets[name], expected[name])]
+    assert not wrong, f"seed {seed}"
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted", "saver", "dtype"),
+    pairwise(itertools.product(LAYOUTS, LAYOUTS, SAVERS, [torch.complex64, torch.complex128])),
+)
+def test_whole_tensors_are_read_from_any_layout_into_any_other(
+    tmp_path: Path, saver: Any, stored: Any, wanted: Any, dtype: torch.dtype
+) -> None:
+    choice = random.Random(0)
+    torch.manual_seed(0)
+    values = {
+        "small": torch.randn(7, 5, 3, dtype=torch.complex64),
+        "large": torch.randn(150, 40, 10, dtype=torch.complex64),
+        "scalar": torch.randn((), dtype=torch.complex64),
+    }
+    saver({name: stored(choice, tensor) for name, tensor in values.items()}, tmp_path)
+    targets = {
+        name: wanted(choice, torch.zeros_like(tensor, dtype=dtype))
+        for name, tensor in values.items()
+    }
+    load(targets, tmp_path)
+    wrong = [name for name in values if not torch.equal(targets[name], values[name].to(dtype))]
+    assert not wrong
+
+
+def knows(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether torch's copy_ does."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            zeros((1,), wanted).copy_(zeros((1,), stored))
+        except (RuntimeError, TypeError):
+            return False
+    return True
+
+
+def source_for(stored: torch.dtype, wanted: torch.dtype, count: int) -> torch.Tensor:
+    """Random bytes; but torch itself is not of one mind on numbers that no integer can hold."""
+    tensor = random_tensor((count,), stored, seed=1)
+    has_integers = not (wanted.is_floating_point or wanted.is_complex)
+    if not has_integers or not (stored.is_floating_point or stored.is_complex):
+        return tensor
+    numbers = torch.rand(count, generator=torch.Generator().manual_seed(2)) * 100
+    return numbers.to(stored) if knows(torch.float32, stored) else tensor
+
+
+def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Bit for bit, but a NaN is a NaN."""
+    if bytes_of(one) == bytes_of(other):
+        return True
+    if not (one.is_floating_point() or one.is_complex()):
+        return False
+    nan = one.isnan()
+    if not torch.equal(nan, other.isnan()):
+        return False
+    if one.is_complex():
+        # Which of the two parts is one may differ where torch has no arithmetic for the dtype.
+        return torch.equal(one[~nan], other[~nan])
+    return bytes_of(items_of(one)[~nan]) == bytes_of(items_of(other)[~nan])
+
+
+def items_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A row of bytes for each element."""
+    return tensor.reshape(-1, 1).contiguous().view(torch.uint8)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("stored", DTYPES, ids=str)
+def test_every_conversion_is_that_of_copy(tmp_path: Path, stored: torch.dtype) -> None:
+    state, targets, expected = {}, {}, {}
+    choice = random.Random(stored.itemsize)
+    for wanted in DTYPES:
+        if not knows(stored, wanted):
+            continue
+        # Below and above the size of a record that is read by itself.
+        counts = (211, 300_000 // stored.itemsize)
+        for count, step in zip(counts, choice.sample((1, 2), 2), strict=True):
+            name = f"{wanted} {count} {'strided' if step == 2 else 'dense'}"
+            state[name] = source_for(stored, wanted, count)
+            targets[name] = zeros((count * step,), wanted)[::step]
+            expected[name] = zeros((count,), wanted).copy_(state[name])
+    save(state, tmp_path)
+    load(targets, tmp_path)
+    wrong = [name for name in targets if not same_values(targets[name], expected[name])]
+    assert not wrong
+
+
+UNKNOWN = [(a, b) for a in DTYPES for b in DTYPES if not knows(a, b)]
+
+
+def test_there_are_conversions_that_torch_does_not_know() -> None:
+    assert UNKNOWN
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_an_unknown_conversion_is_one_error_that_names_the_tensor(
+    tmp_path: Path, loader: Any
+) -> None:
+    stored = list(dict.fromkeys(pair[0] for pair in UNKNOWN))
+    save({f"of {dtype}": random_tensor((6,), dtype) for dtype in stored}, tmp_path)
+    for source, target in UNKNOWN:
+        state = {f"of {source}": zeros((6,), target)}
+        cause = refusal(lambda state=state: loader(state, tmp_path))
+        assert type(cause) is ValueError
+        pair = f"from {source} to {target}".replace("torch.", "")
+        assert str(cause) == f"of {source}: torch has no conversion {pair}"
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_one_warning_names_what_is_narrowed_and_nothing_else(tmp_path: Path, loader: Any) -> None:
+    save({name: torch.ones(3) for name in ("narrow", "wide", "same", "whole")}, tmp_path)
+    state = {
+        "narrow": torch.zeros(3, dtype=torch.bfloat16),
+        "wide": torch.zeros(3, dtype=torch.float64),
+        "same": torch.zeros(3),
+        "whole": torch.zeros(3, dtype=torch.int64),
+    }
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loader(state, tmp_path)
+    said = [str(w.message) for w in caught if "hold less" in str(w.message)]
+    assert len(said) == 1
+    assert "narrow (torch.float32 to torch.bfloat16)" in said[0]
+    assert "whole (torch.float32 to torch.int64)" in said[0]
+    assert "wide" not in said[0]
+    assert "same" not in said[0]
+
+
+def test_the_warning_counts_what_it_has_no_room_for(tmp_path: Path) -> None:
+    save({f"t{i}": torch.ones(3) for i in range(20)}, tmp_path)
+    with pytest.warns(UserWarning, match=r"t0 \(torch.float32 to torch.float16\).* and 12 more"):
+        load({f"t{i}": torch.zeros(3).half() for i in range(20)}, tmp_path)
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_load_does_not_warn_of_one_that_failed_before(tmp_path: Path, ours: bool) -> None:
+    save({"a": torch.ones(3), "b": torch.ones(3)}, tmp_path)
+    reader = torch_ckpt.FileSystemReader(tmp_path)
+
+    def load_with_it(state: StateDict) -> None:
+        if ours:
+            load(state, tmp_path, storage_reader=reader)
+        else:
+            dcp.load(state, storage_reader=reader, no_dist=True)
+
+    failing = mock.patch.object(reader, "_read_with_torch", side_effect=OSError)
+    unknown = mock.patch.object(_C, "load_tensors", return_value=[0])
+    with failing, unknown, pytest.raises(dcp.CheckpointException):
+        load_with_it({"a": torch.zeros(3).half()})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="loading converts")
+        load_with_it({"b": torch.zeros(3)})
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_widening_warns_of_nothing(tmp_path: Path, loader: Any) -> None:
+    save({"t": torch.ones(3), "i": torch.ones(3, dtype=torch.int8)}, tmp_path)
+    state = {"t": torch.zeros(3).double(), "i": torch.zeros(3)}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loader(state, tmp_path)
+    assert not [w for w in caught if "hold less" in str(w.message)]
+
+
+def test_a_second_load_by_one_reader_warns_again_of_its_own(tmp_path: Path) -> None:
+    save({"a": torch.ones(3), "b": torch.ones(3)}, tmp_path)
+    reader = torch_ckpt.FileSystemReader(tmp_path)
+    for name, other in ("ab", "ba"):
+        with pytest.warns(UserWarning, match=f" {name} ") as caught:
+            load({name: torch.zeros(3).half()}, tmp_path, storage_reader=reader)
+        assert not any(f" {other} (" in str(w.message) for w in caught)
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted", "loses"),
+    [
+        (torch.float32, torch.float32, False),
+        (torch.float32, torch.float64, False),
+        (torch.float64, torch.float32, True),
+        (torch.float32, torch.bfloat16, True),
+        (torch.bfloat16, torch.float32, False),
+        (torch.bfloat16, torch.float16, True),
+        (torch.float16, torch.bfloat16, True),
+        (torch.float8_e4m3fn, torch.float16, False),
+        (torch.float8_e5m2, torch.float8_e4m3fn, True),
+        (torch.float8_e4m3fn, torch.float8_e5m2, True),
+        (torch.float8_e5m2fnuz, torch.float8_e5m2, True),
+        (torch.float8_e4m3fn, torch.int64, True),
+        (torch.float8_e8m0fnu, torch.float32, False),
+        (torch.float32, torch.int64, True),
+        (torch.int64, torch.float64, True),
+        (torch.int32, torch.float64, False),
+        (torch.int32, torch.float32, True),
+        (torch.int8, torch.bfloat16, False),
+        (torch.uint8, torch.bfloat16, False),
+        (torch.int16, torch.bfloat16, True),
+        (torch.int16, torch.float16, True),
+        (torch.int64, torch.int32, True),
+        (torch.uint8, torch.int8, True),
+        (torch.int8, torch.uint8, True),
+        (torch.uint8, torch.int16, False),
+        (torch.uint64, torch.int64, True),
+        (torch.int64, torch.uint64, True),
+        (torch.bool, torch.uint8, False),
+        (torch.bool, torch.float16, False),
+        (torch.bool, torch.float8_e8m0fnu, True),
+        (torch.uint8, torch.bool, True),
+        (torch.complex64, torch.float64, True),
+        (torch.float32, torch.complex64, False),
+        (torch.float64, torch.complex64, True),
+        (torch.complex64, torch.complex128, False),
+        (torch.complex128, torch.complex64, True),
+        (torch.complex64, torch.complex32, True),
+    ],
+    ids=str,
+)
+def test_precision_is_lost_where_the_target_cannot_hold_all_values(
+    stored: torch.dtype, wanted: torch.dtype, loses: bool
+) -> None:
+    assert loses_precision(stored, wanted) is loses
+
+
+EIGHT_BITS = [dtype for dtype in DTYPES if dtype.itemsize == 1 and knows(dtype, torch.float32)]
+
+
+@pytest.mark.parametrize("stored", EIGHT_BITS, ids=str)
+def test_what_is_said_to_lose_nothing_comes_back(stored: torch.dtype) -> None:
+    every = torch.arange(2 if stored == torch.bool else 256, dtype=torch.uint8).view(stored)
+    every = every[every.float().isfinite()]
+    kept = [
+        wanted
+        for wanted in DTYPES
+        if knows(stored, wanted) and knows(wanted, stored) and not loses_precision(stored, wanted)
+    ]
+    back = {wanted: zeros(every.shape, wanted).copy_(every).to(stored) for wanted in kept}
+    # Not bit by bit: some dtypes have no negative zero.
+    lossy = [wanted for wanted in kept if not torch.equal(back[wanted].float(), every.float())]
+    assert stored in kept
+    assert not lossy

@@ -1,0 +1,373 @@
+"""What a load takes of memory: its limit, estimates, and what it gives back before it reads."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+import torch_ckpt
+from tests.fresh import forget_peak_of_memory, in_fresh_process, memory_of_process
+from tests.loads import MIB, load, mismatch, refusal, save
+from tests.support import StateDict, assert_equal, bytes_of, data_files, emptied, random_tensor
+from torch_ckpt.errors import LoadMismatch
+from torch_ckpt.loading import ReadMemory
+
+# --- memory --------------------------------------------------------------------------------------
+
+PLAIN_BYTES = 100 * MIB
+
+ROWS, COLUMNS = 25600, 1024
+
+
+def memory_of_a_load(path: Path, limit: int) -> tuple[int, ReadMemory, bool]:
+    """Bytes beyond its targets, what the estimate was, and whether all values are right."""
+    warnings.simplefilter("ignore")
+    state = {
+        "plain": torch.ones(ROWS, COLUMNS),
+        "transposed": torch.ones(COLUMNS, ROWS).t(),
+        "with gaps": torch.ones(ROWS, COLUMNS + 8)[:, 3:-5],
+        "converted": torch.ones(ROWS, COLUMNS, dtype=torch.bfloat16),
+    }
+    torch_ckpt.load({"small": torch.ones(3)}, path, names=["small"])
+    estimate = torch_ckpt.estimate_read_memory(state, path, max_inflight_bytes=limit)
+    forget_peak_of_memory()
+    before = memory_of_process("VmRSS")
+    torch_ckpt.load(state, path, max_inflight_bytes=limit)
+    growth = memory_of_process("VmHWM") - before
+    right = all(torch.equal(t, torch.full_like(t, i)) for i, t in enumerate(state.values(), 2))
+    return growth, estimate, right
+
+
+@pytest.fixture(scope="module")
+def three_hundred_mib(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    path = tmp_path_factory.mktemp("memory")
+    names = ["plain", "transposed", "with gaps", "converted"]
+    state = {name: torch.full((ROWS, COLUMNS), float(i)) for i, name in enumerate(names, 2)}
+    save(state | {"small": torch.ones(3)}, path)
+    yield path
+    for file in data_files(path):
+        file.unlink()
+
+
+@pytest.mark.parametrize("limit", [MIB, 64 * MIB], ids=["1 MiB", "64 MiB"])
+def test_a_load_holds_no_more_than_its_limit_beyond_the_targets(
+    three_hundred_mib: Path, limit: int
+) -> None:
+    growth, estimate, right = in_fresh_process(memory_of_a_load, three_hundred_mib, limit)
+    assert right
+    # Threads' stacks, the plan and the allocator's arenas.
+    allowance = 8 * MIB
+    assert growth <= limit + allowance
+    assert growth <= estimate.beyond_targets_bytes + allowance
+    assert estimate.beyond_targets_bytes <= limit
+    assert estimate.target_bytes == 3 * PLAIN_BYTES + PLAIN_BYTES // 2
+
+
+def test_an_object_above_the_limit_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    save({"note": "x" * (3 * MIB)}, tmp_path)
+    cause = refusal(lambda: load({"note": ""}, tmp_path, max_inflight_bytes=2 * MIB))
+    assert type(cause) is ValueError
+    needed = torch_ckpt.estimate_read_memory({"note": ""}, tmp_path).stored_bytes
+    assert str(cause).startswith(f"note: reading it takes {needed} bytes at once, ")
+    assert f"max_inflight_bytes={2 * MIB}" in str(cause)
+
+
+def test_the_estimate_is_of_the_states_bytes(tmp_path: Path) -> None:
+    save({"a": torch.ones(1000, 30), "b": torch.ones(100), "c": "text"}, tmp_path)
+    state = {"a": torch.zeros(1000, 30).half(), "b": torch.zeros(100), "c": ""}
+    estimate = torch_ckpt.estimate_read_memory(state, tmp_path)
+    note = torch_ckpt.estimate_read_memory(state, tmp_path, names=["c"])
+    assert estimate.target_bytes == 1000 * 30 * 2 + 100 * 4
+    assert estimate.stored_bytes == 1000 * 30 * 4 + 100 * 4 + note.stored_bytes
+    assert note.target_bytes == 0
+
+
+@pytest.mark.parametrize("count", [1, 10])
+def test_objects_load_at_the_least_limit_and_not_below(tmp_path: Path, count: int) -> None:
+    state = {f"note {i}": "x" * (2_000_000 + i) for i in range(count)}
+    save(state, tmp_path)
+    least = torch_ckpt.estimate_read_memory(emptied(state), tmp_path).least_inflight_bytes
+    loaded = emptied(state)
+    load(loaded, tmp_path, max_inflight_bytes=least)
+    assert loaded == state
+    cause = refusal(lambda: load(emptied(state), tmp_path, max_inflight_bytes=least - 1))
+    assert "reading it takes" in str(cause)
+
+
+@pytest.mark.filterwarnings("ignore:loading converts")
+@pytest.mark.parametrize("target", [torch.zeros(700, 600).t(), torch.zeros(600, 700).half()])
+def test_tensors_load_at_the_least_limit(tmp_path: Path, target: torch.Tensor) -> None:
+    save({"t": torch.ones(600, 700)}, tmp_path)
+    least = torch_ckpt.estimate_read_memory({"t": target}, tmp_path).least_inflight_bytes
+    load({"t": target}, tmp_path, max_inflight_bytes=least)
+    assert torch.equal(target, torch.ones_like(target))
+
+
+def test_estimates_and_comparisons_open_no_data_file(tmp_path: Path) -> None:
+    state = {"t": torch.ones(600, 700), "note": "text"}
+    save(state, tmp_path)
+    for file in data_files(tmp_path):
+        file.unlink()
+    assert torch_ckpt.preflight(emptied(state), tmp_path).fits
+    assert torch_ckpt.estimate_read_memory(emptied(state), tmp_path).stored_bytes > 600 * 700 * 4
+
+
+def test_meta_tensors_are_looked_at_and_stay_meta_tensors(tmp_path: Path) -> None:
+    save({"model": {"t": torch.ones(600, 700)}}, tmp_path)
+    state = {"model": {"t": torch.empty(600, 700, device="meta")}}
+    assert torch_ckpt.preflight(state, tmp_path).fits
+    estimate = torch_ckpt.estimate_read_memory(state, tmp_path)
+    assert estimate == torch_ckpt.estimate_read_memory(emptied_on_cpu(state), tmp_path)
+    assert state["model"]["t"].is_meta
+
+
+@pytest.mark.parametrize("free", [False, True])
+def test_meta_tensors_get_memory_where_they_are_loaded(tmp_path: Path, free: bool) -> None:
+    save({"model": {"a": torch.ones(3), "b": torch.ones(3)}, "c": torch.ones(3)}, tmp_path)
+
+    def on_meta() -> StateDict:
+        tensors = {name: torch.empty(3, device="meta") for name in ("a", "b", "other")}
+        return {"model": tensors, "c": torch.empty(3, device="meta")}
+
+    state = on_meta()
+    mismatch(lambda: load(state, tmp_path, free_before_read=free))
+    assert all(tensor.is_meta for tensor in (*state["model"].values(), state["c"]))
+    load(state, tmp_path, free_before_read=free, names=["model.a"])
+    assert state["model"]["a"].tolist() == [1, 1, 1]
+    assert all(state["model"][name].is_meta for name in ("b", "other"))
+    assert state["c"].is_meta
+    load(state, tmp_path, free_before_read=free, strict=False)
+    assert state["model"]["b"].tolist() == state["c"].tolist() == [1, 1, 1]
+    assert state["model"]["other"].is_meta
+    grown = {"model": {"a": torch.empty(5, device="meta")}}
+    load(grown, tmp_path, free_before_read=free, zero_fill=True)
+    assert grown["model"]["a"].tolist() == [1, 1, 1, 0, 0]
+
+
+def emptied_on_cpu(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: emptied_on_cpu(value) for key, value in state.items()}
+    return torch.zeros(state.shape)
+
+
+def test_an_estimate_of_what_does_not_fit_says_so(tmp_path: Path) -> None:
+    save({"t": torch.ones(3)}, tmp_path)
+    with pytest.raises(LoadMismatch, match="1 of another shape"):
+        torch_ckpt.estimate_read_memory({"t": torch.zeros(4)}, tmp_path)
+
+
+# --- free_before_read ----------------------------------------------------------------------------
+
+
+def test_values_are_right_after_freeing(tmp_path: Path) -> None:
+    state = {
+        "a": random_tensor((700, 500), torch.float32),
+        "b": {"c": random_tensor((70,), torch.int64), "d": random_tensor((3, 4), torch.float16)},
+        "e": torch.tensor(3),
+        "f": torch.empty(0, 3),
+        "g": "text",
+    }
+    save(state, tmp_path)
+    loaded = emptied(state)
+    load(loaded, tmp_path, free_before_read=True)
+    assert_equal(loaded, state)
+
+
+class Freed:
+    """Notes the storages whose memory is given back."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.addresses: set[int] = set()
+        resize = torch.UntypedStorage.resize_
+
+        def noting(storage: torch.UntypedStorage, size: int) -> Any:
+            if size == 0:
+                self.addresses.add(storage._cdata)
+            return resize(storage, size)
+
+        monkeypatch.setattr(torch.UntypedStorage, "resize_", noting)
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self.addresses
+
+
+@pytest.fixture
+def freed(monkeypatch: pytest.MonkeyPatch) -> Freed:
+    return Freed(monkeypatch)
+
+
+def check_freeing(path: Path, freed: Freed, targets: StateDict, whether: bool) -> None:
+    values = {name: random_tensor(t.shape, t.dtype) for name, t in targets.items()}
+    save(values, path)
+    load(targets, path, free_before_read=True)
+    assert_equal({n: t.detach() for n, t in targets.items()}, values)
+    assert {name: targets[name] in freed for name in targets} == dict.fromkeys(targets, whether)
+
+
+def test_memory_that_is_read_wholly_is_given_back_first(tmp_path: Path, freed: Freed) -> None:
+    targets = {"t": torch.ones(30, 4), "p": torch.nn.Parameter(torch.ones(9))}
+    check_freeing(tmp_path, freed, targets, True)
+
+
+def test_a_transposed_target_is_given_back(tmp_path: Path, freed: Freed) -> None:
+    check_freeing(tmp_path, freed, {"t": torch.ones(30, 4).t()}, True)
+
+
+def test_views_that_cover_their_storage_are_given_back(tmp_path: Path, freed: Freed) -> None:
+    whole = torch.ones(10, 4)
+    values = {"m": {"a": random_tensor((5, 4), torch.float32), "b": torch.full((5, 4), 2.0)}}
+    save(values, tmp_path)
+    load({"m": {"a": whole[:5], "b": whole[5:]}}, tmp_path, free_before_read=True)
+    assert_equal(whole, torch.cat([values["m"]["a"], values["m"]["b"]]))
+    assert whole in freed
+
+
+def test_a_view_of_a_larger_storage_is_not_given_back(tmp_path: Path, freed: Freed) -> None:
+    whole = torch.full((10, 4), 7.0)
+    check_freeing(tmp_path, freed, {"t": whole[2:5]}, False)
+    assert (whole[5:] == 7).all()
+
+
+def test_memory_shared_with_numpy_is_not_given_back(tmp_path: Path, freed: Freed) -> None:
+    array = numpy.ones((30, 4), dtype=numpy.float32)
+    target = torch.from_numpy(array)
+    check_freeing(tmp_path, freed, {"t": target}, False)
+    assert array.tobytes() == bytes_of(target)
+
+
+def test_tied_tensors_stay_tied(tmp_path: Path, freed: Freed) -> None:
+    tensor = random_tensor((30, 4), torch.float32)
+    save({"model": {"a": tensor, "b": tensor}}, tmp_path)
+    tied = torch.ones(30, 4)
+    state = {"model": {"a": tied, "b": tied}}
+    load(state, tmp_path, free_before_read=True)
+    assert state["model"]["a"] is state["model"]["b"] is tied
+    assert_equal(tied, tensor)
+    assert tied in freed
+
+
+class Counted:
+    """Counts the instances there are."""
+
+    alive = 0
+    most = 0
+
+    def __init__(self) -> None:
+        self.content = 1
+        self._count()
+
+    def __setstate__(self, state: StateDict) -> None:
+        self.__dict__.update(state)
+        self._count()
+
+    def _count(self) -> None:
+        Counted.alive += 1
+        Counted.most = max(Counted.most, Counted.alive)
+
+    def __del__(self) -> None:
+        Counted.alive -= 1
+
+
+def counted_state() -> StateDict:
+    return {
+        "top": Counted(),
+        "nested": {"a": Counted(), "list": [Counted(), torch.ones(2)]},
+        "stateful": Wrapped(Counted()),
+    }
+
+
+class Wrapped:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> StateDict:
+        return {"value": self.value, "weight": torch.ones(2)}
+
+    def load_state_dict(self, state: StateDict) -> None:
+        self.value = state["value"]
+
+
+def test_objects_are_let_go_of_before_their_replacements_are_made(tmp_path: Path) -> None:
+    save(counted_state(), tmp_path)
+    gc.collect()
+    assert Counted.alive == 0
+    state = counted_state()
+    held, Counted.most = Counted.alive, 0
+    # Who holds on to its value itself, as a Stateful may, is not made to let go.
+    load(state, tmp_path, free_before_read=True, allow_pickle=True)
+    assert Counted.most <= held + 1
+    assert Counted.alive == held
+    Counted.most = 0
+    load({"top": state["top"]}, tmp_path, free_before_read=False, allow_pickle=True)
+    assert Counted.most == held + 1
+    del state["stateful"]
+    held, Counted.most = Counted.alive, 0
+    load(state, tmp_path, free_before_read=True, allow_pickle=True)
+    assert Counted.most == held
+    assert type(state["top"]) is Counted
+
+
+class Watch:
+    """How many of some tensors there were at most at a time."""
+
+    def __init__(self) -> None:
+        self.alive: list[weakref.ref[torch.Tensor]] = []
+        self.most = 0
+
+    def see(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.alive = [one for one in self.alive if one() is not None] + [weakref.ref(tensor)]
+        self.most = max(self.most, len(self.alive))
+        return tensor
+
+
+class Copying:
+    """A Stateful whose state dict is a copy, as of parameters that lie elsewhere."""
+
+    def __init__(self, value: float, watch: Watch) -> None:
+        self.weight = torch.full((100,), value)
+        self.watch = watch
+
+    def state_dict(self) -> StateDict:
+        return {"weight": self.watch.see(self.weight.clone())}
+
+    def load_state_dict(self, state: StateDict) -> None:
+        self.weight.copy_(state["weight"])
+
+
+def test_copies_of_one_key_are_there_at_a_time(tmp_path: Path) -> None:
+    save({f"k{i}": Copying(i, Watch()) for i in range(5)}, tmp_path)
+    watch = Watch()
+    state = {f"k{i}": Copying(7, watch) for i in range(5)}
+    gc.disable()  # It must not take the collector to be rid of them.
+    try:
+        load(state, tmp_path, free_before_read=True)
+    finally:
+        gc.enable()
+    assert [one.weight[0].item() for one in state.values()] == [0, 1, 2, 3, 4]
+    assert watch.most == 1
+
+
+@pytest.mark.parametrize("way", ["negated", "conjugated"])
+def test_what_is_read_by_way_of_a_copy_gives_its_memory_back(tmp_path: Path, way: str) -> None:
+    # The memory of many small copies would stay with malloc, beyond every limit.
+    assert in_fresh_process(memory_that_loads_keep, tmp_path, way) < 8 * MIB
+
+
+def memory_that_loads_keep(path: Path, way: str) -> int:
+    warnings.simplefilter("ignore")
+    real = torch.ones(3000, 4000)
+    target = torch.complex(real, real).conj() if way == "conjugated" else real._neg_view()
+    torch_ckpt.save({"t": target.clone()}, path)
+    torch_ckpt.load({"t": target}, path, max_inflight_bytes=2 * MIB)
+    before = memory_of_process("VmRSS")
+    for _ in range(3):
+        torch_ckpt.load({"t": target}, path, max_inflight_bytes=2 * MIB)
+    return memory_of_process("VmRSS") - before

@@ -1,0 +1,177 @@
+"""The reader's options: all of them read the same, and no more than is needed."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import torch_ckpt
+from benchmarks.limits import direct_io_works
+from benchmarks.measure import bytes_read
+from tests.fresh import in_fresh_process
+from tests.support import assert_equal, data_files, emptied, f32, load, pairwise, save
+from torch_ckpt.progress import Progress
+
+OPTIONS_STATE = {
+    "large": f32(1500, 700),
+    "transposed": f32(600, 700).t(),
+    **{f"small {i}": f32(i + 1, 33, seed=i) for i in range(50)},
+    "step": 7,
+    "note": "x" * 5000,
+}
+
+
+@pytest.mark.parametrize(
+    ("thread_count", "direct_io", "verify"),
+    pairwise(itertools.product([1, 2, 8], [True, False, "auto"], [True, False])),
+)
+def test_every_pair_of_options_reads_the_same(
+    tmp_path: Path, thread_count: int, direct_io: bool | str, verify: bool
+) -> None:
+    if direct_io is True and not direct_io_works(tmp_path):
+        pytest.skip("this file system has no direct I/O")
+    save(OPTIONS_STATE, tmp_path, sync_files=False)
+    loaded = emptied(OPTIONS_STATE)
+    load(loaded, tmp_path, thread_count=thread_count, direct_io=direct_io, verify=verify)
+    assert_equal(loaded, OPTIONS_STATE)
+
+
+@pytest.mark.parametrize("direct_io", [True, False, "auto"])
+def test_what_the_page_cache_does_not_hold_is_read(tmp_path: Path, direct_io: bool | str) -> None:
+    if direct_io is True and not direct_io_works(tmp_path):
+        pytest.skip("this file system has no direct I/O")
+    save(OPTIONS_STATE, tmp_path)
+    for file in data_files(tmp_path):
+        descriptor = os.open(file, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+    loaded = emptied(OPTIONS_STATE)
+    load(loaded, tmp_path, direct_io=direct_io)
+    assert_equal(loaded, OPTIONS_STATE)
+
+
+def test_temporary_copies_take_turns_under_a_small_limit(tmp_path: Path) -> None:
+    state = {f"t{i}": f32(400, 500, seed=i) for i in range(6)}  # 800 kB each
+    save(state, tmp_path)
+    loaded = {name: torch.zeros(500, 400).t() for name in state}
+    load(loaded, tmp_path, max_inflight_bytes=1 << 20)
+    assert_equal(loaded, state)
+
+
+def test_direct_targets_need_no_room_under_the_limit(tmp_path: Path) -> None:
+    state = {"large": f32(1500, 1000)}
+    save(state, tmp_path)
+    loaded = emptied(state)
+    load(loaded, tmp_path, max_inflight_bytes=1 << 20)
+    assert_equal(loaded, state)
+
+
+@pytest.mark.parametrize(
+    "target", [lambda: torch.zeros(1000, 1500).t(), lambda: torch.zeros(1500, 1000).double()]
+)
+def test_a_strided_or_converted_tensor_beyond_the_limit_is_read_in_parts(
+    tmp_path: Path, target: Callable[[], torch.Tensor]
+) -> None:
+    large = torch.arange(1_500_000.0).reshape(1500, 1000)
+    save({"large": large}, tmp_path)
+    loaded = {"large": target()}
+    load(loaded, tmp_path, max_inflight_bytes=1 << 20)
+    assert torch.equal(loaded["large"].float(), large)
+
+
+def test_an_object_beyond_the_limit_is_refused_by_name(tmp_path: Path) -> None:
+    save({"note": "x" * (2 << 20)}, tmp_path)
+    with pytest.raises(dcp.CheckpointException, match=r"note: reading it takes .* at once"):
+        load({"note": ""}, tmp_path, max_inflight_bytes=1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"thread_count": 0}, "thread_count must be at least 1, got 0"),
+        ({"max_inflight_bytes": 5}, "max_inflight_bytes must be at least 1048576, got 5"),
+        ({"direct_io": 1.5}, "direct_io must be True, False or"),
+    ],
+    ids=str,
+)
+def test_the_reader_refuses_options_that_make_no_sense(
+    tmp_path: Path, options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        torch_ckpt.FileSystemReader(tmp_path, **options)
+
+
+def test_progress_of_a_load_grows_to_the_total(tmp_path: Path) -> None:
+    save(OPTIONS_STATE, tmp_path)
+    seen: list[Progress] = []
+    load(emptied(OPTIONS_STATE), tmp_path, progress=seen.append)
+    done = [progress.bytes_done for progress in seen]
+    tensors = (value for value in OPTIONS_STATE.values() if isinstance(value, torch.Tensor))
+    assert done == sorted(done)
+    assert done[-1] == seen[-1].bytes_planned == sum(tensor.nbytes for tensor in tensors)
+
+
+def interrupt(_progress: Progress) -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_control_c_ends_a_load(tmp_path: Path) -> None:
+    save(OPTIONS_STATE, tmp_path)
+    with pytest.raises((KeyboardInterrupt, dcp.CheckpointException)) as error:
+        load(emptied(OPTIONS_STATE), tmp_path, progress=interrupt)
+    assert "KeyboardInterrupt" in error.exconly()
+
+
+def test_a_whole_load_reads_nothing_twice(tmp_path: Path) -> None:
+    save(OPTIONS_STATE, tmp_path, sync_files=False)
+    loaded = emptied(OPTIONS_STATE)
+    stored = sum(file.stat().st_size for file in tmp_path.iterdir())
+    before = bytes_read()
+    load(loaded, tmp_path, direct_io=False)
+    # The transposed tensor's archive is looked at once more.
+    assert bytes_read() - before <= 1.05 * stored
+
+
+def test_loading_needs_no_writable_directory(tmp_path: Path) -> None:
+    save({"weight": f32(3)}, tmp_path)
+    before = sorted((file.name, file.stat().st_mtime_ns) for file in tmp_path.iterdir())
+    load({"weight": torch.zeros(3)}, tmp_path)
+    assert sorted((file.name, file.stat().st_mtime_ns) for file in tmp_path.iterdir()) == before
+
+
+def test_a_load_leaves_no_file_open(tmp_path: Path) -> None:
+    save(OPTIONS_STATE, tmp_path)
+    before = os.listdir("/proc/self/fd")
+    load(emptied(OPTIONS_STATE), tmp_path)
+    assert os.listdir("/proc/self/fd") == before
+
+
+def save_and_load_before_and_after_a_fork(path: Path) -> int:
+    """The exit code of the child; 0 where it got what it saved."""
+    warnings.simplefilter("ignore")
+    save({"a": torch.ones(1000)}, path)
+    load({"a": torch.zeros(1000)}, path)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            state = {"a": torch.zeros(1000)}
+            save({"a": torch.ones(1000)}, path)
+            load(state, path)
+            status = 0 if state["a"].sum() == 1000 else 2
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_forked_child_saves_and_loads_after_its_parent_did(tmp_path: Path) -> None:
+    assert in_fresh_process(save_and_load_before_and_after_a_fork, tmp_path) == 0
