@@ -97,7 +97,7 @@ fuzz: build ## fuzz what reads bytes from outside; SECONDS=60 for each of two fu
 PYTEST := $(BIN)/python -m pytest --durations=20
 py-test: build ## pytest, torchrun tests included
 	@beside=0; alone=0; \
-	OMP_NUM_THREADS=1 $(TIMED) "pytest, two files at a time" $(PYTEST) -m "not alone" -n 2 --dist loadfile $(ARGS) || beside=$$?; \
+	$(TIMED) "pytest, two files at a time" $(PYTEST) -m "not alone" -n 2 --dist loadfile $(ARGS) || beside=$$?; \
 	$(TIMED) "pytest, one file at a time" $(PYTEST) -m alone $(ARGS) || alone=$$?; \
 	case $$beside$$alone in 00 | 05 | 50) ;; *) exit 1 ;; esac
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
@@ -10,6 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+# Before torch is imported. OpenMP's threads spin while they wait for each other: where other
+# processes keep the cores busy, work on small tensors takes ten times as long with two as with one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 pytest_plugins = ["tests.interposed", "tests.sweeps"]
 
