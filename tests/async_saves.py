@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.multiprocessing
 from torch.distributed.checkpoint import DefaultSavePlanner, SavePlanner
@@ -49,6 +50,13 @@ class Gate:
 
     def open(self) -> None:
         self._opened.set()
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    made = Gate()
+    yield made
+    made.open()
 
 
 def eventually(condition: Callable[[], bool]) -> None:

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 
+from torch_ckpt import _C
 from torch_ckpt.async_writer import FileSystemWriterAsync
 from torch_ckpt.collector import no_gc
 from torch_ckpt.coordination import (
@@ -330,6 +331,7 @@ class _Save:
             return len(loaded) == size and _digest(loaded[rank]) == posted.digest
 
         def plan_globally(posted: list[_Posted]) -> list[_Answer]:
+            _C.fault_point("plan of all ranks")
             tag: str = getattr(self._writer, "tag", "")
             answer = _Answer(None, tag, all(one.is_as_cached for one in posted))
             if not all(map(is_known, range(size), posted)):

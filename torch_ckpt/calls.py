@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import WRAPPED_EXCEPTION, CheckpointException
 
+from torch_ckpt import _C
 from torch_ckpt.background import Background
 from torch_ckpt.coordination import (
     TIMEOUT_SECONDS,
@@ -291,6 +292,7 @@ class AsyncCallsQueue:
         while (call := self._first()) is not None:
             if not self._has_ended(call, blocking, no_dist):
                 break
+            _C.fault_point("call has ended")
             with suppress(ValueError):  # aborted by another thread
                 self._calls.remove(call)
             if self._last is call:

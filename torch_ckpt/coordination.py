@@ -37,6 +37,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.checkpoint.api import WRAPPED_EXCEPTION, CheckpointException
 
+from torch_ckpt import _C
 from torch_ckpt.failures import failed_on, raise_on
 
 T = TypeVar("T")
@@ -534,6 +535,7 @@ class _OverStore(_Alone):
                 if any(now - then >= patience for then in heard.values()):
                     # With those that fell silent a little later.
                     return [rank for rank, then in heard.items() if now - then >= patience / 2]
+            _C.fault_point("wait for ranks", self._step)
             if self._hurried.wait(min(1.0, pulse, max(0.001, (now - calm_since) / 10))):
                 self._hurried.clear()
                 calm_since = time.monotonic()

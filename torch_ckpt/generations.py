@@ -69,6 +69,7 @@ class Claim:
         rank: whose metadata it will be; None: that of all ranks.
         ends_earlier: False where the thread's saves into the directory may be under way together,
             and it neither ends others nor is ended.
+        patience: seconds to wait for somebody who has the directory alone.
 
     Attributes:
         tag: what goes behind the rank in the names of the save's data files; may be empty.
@@ -84,7 +85,11 @@ class Claim:
     )
 
     def __init__(
-        self, directory: OpenDirectory, rank: int | None, ends_earlier: bool = True
+        self,
+        directory: OpenDirectory,
+        rank: int | None,
+        ends_earlier: bool = True,
+        patience: float = PATIENCE_SECONDS,
     ) -> None:
         opened = directory.reopen()
         try:
@@ -95,11 +100,11 @@ class Claim:
             # Of two that begin at the same time one is alone.
             is_alone = opened.take_alone()
             is_empty = not any(map(_KNOWN_FILE.search, opened.names()))
-            if not opened.share(PATIENCE_SECONDS):
+            if not opened.share(patience):
                 # Going on without a share, this save's files could be removed before its commit.
                 raise CheckpointError(
                     f"{opened.path}: another process has had the directory for itself for "
-                    f"{PATIENCE_SECONDS:g} s, to remove files that no metadata names; look whether "
+                    f"{patience:g} s, to remove files that no metadata names; look whether "
                     "it is stopped (/proc/locks has its number), and save again"
                 )
         except BaseException:

@@ -6,6 +6,7 @@ import contextlib
 import operator
 import os
 import threading
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -29,15 +30,43 @@ _CONTROL_GROUPS = (
 _STEP_BYTES = 64 * CHUNK_BYTES
 
 
-def default_snapshot_bytes(ranks: int) -> int:
+def _share_of_free_memory(ranks: int, free: Callable[[], int]) -> int:
+    here = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+    # A save under way has taken some of the reserve.
+    own = max(_C.pool_bytes(), _C.reserved_bytes())
+    return int((free() + own) * _SHARE_OF_FREE_MEMORY) // here
+
+
+def free_memory(groups: Iterable[tuple[str, str, str, str]] = _CONTROL_GROUPS) -> int:
+    """Bytes that this process may still take, of the machine and of its control group."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    for directory, limit, used, total in groups:
+        # Absent without this version of control groups; "max" is no number.
+        with contextlib.suppress(OSError, ValueError):
+            free = min(free, _free_in_group(Path(directory), limit, used, total))
+    return max(free, 0)
+
+
+def _free_in_group(directory: Path, limit: str, used: str, total: str) -> int:
+    most, taken = (int((directory / name).read_text()) for name in (limit, used))
+    statistics = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
+    # Cached files count as used, and go when something else needs the memory: a job that has
+    # written its limit's worth of files would seem to have none left.
+    cached = sum(int(statistics.get(f"{total}{kind}_file", 0)) for kind in ("active", "inactive"))
+    return most - taken + cached
+
+
+def default_snapshot_bytes(ranks: int, free: Callable[[], int] = free_memory) -> int:
     """The host memory that a snapshot may take on this rank: half of what is free, or the reserve.
 
     Args:
         ranks: that save together; they are taken to share a machine where nothing
             (``LOCAL_WORLD_SIZE``, which torchrun sets) says otherwise.
+        free: bytes that this process may still take.
     """
     reserve = min(_C.reserve_bytes(), _C.reserved_bytes())
-    return max(_LEAST_SNAPSHOT_BYTES, _share_of_free_memory(ranks), reserve)
+    return max(_LEAST_SNAPSHOT_BYTES, _share_of_free_memory(ranks, free), reserve)
 
 
 def reserve_pool(
@@ -67,74 +96,12 @@ def reserve_pool(
         TypeError: ``bytes`` is no integer.
         ValueError: ``bytes`` is negative; ``device`` is none of CUDA, or the build has no CUDA.
     """
-    if operator.index(bytes) < 0:
-        raise ValueError(f"bytes must not be negative, got {bytes}")
-    # In whole chunks, or the last one would be beyond each limit.
-    total = -(-bytes // CHUNK_BYTES) * CHUNK_BYTES
-    ordinal = _ordinal(device)
-    _C.set_reserve(total, CHUNK_BYTES)
-    if wait:
-        return _grow(total, ordinal, None)
-    _makers.start(total, ordinal)
-    return _C.reserved_bytes()
+    return _reserve.make(bytes, device, wait)
 
 
 def leave() -> None:
     """Ends what is made quietly; for the interpreter's end."""
-    _makers.leave()
-
-
-class _Makers:
-    """The threads of this process that make memory quietly."""
-
-    def __init__(self) -> None:
-        self.leaving = False
-        self._threads: list[threading.Thread] = []
-
-    def start(self, total: int, device: int) -> None:
-        thread = threading.Thread(
-            target=_grow_quietly, args=(total, device), name="torch_ckpt reserve", daemon=True
-        )
-        thread.start()
-        self._threads = [t for t in self._threads if t.is_alive()] + [thread]
-
-    def leave(self) -> None:
-        self.leaving = True
-        for thread in self._threads:
-            thread.join()
-
-    def forget_in_child(self) -> None:
-        self.__init__()  # type: ignore[misc]
-
-
-_makers = _Makers()
-os.register_at_fork(after_in_child=_makers.forget_in_child)
-
-
-def _grow(total: int, device: int, background: Background | None) -> int:
-    there = _C.reserved_bytes()
-    # A smaller reserve than was set is one that was trimmed, or had no memory.
-    while there < total <= _C.reserve_bytes() and not _makers.leaving:
-        most = _share_of_free_memory(dist.get_world_size() if dist.is_initialized() else 1)
-        if most < there + CHUNK_BYTES:
-            _C.end_reserve()
-            LOGGER.warning(
-                "%d of %d bytes are reserved for saves: this rank's share of the free memory, half "
-                "of what the machine and the control group have, is %d bytes",
-                there,
-                total,
-                most,
-            )
-            break
-        there = _C.grow_reserve(min(total, most, there + _STEP_BYTES), device, background)
-    return there
-
-
-def _grow_quietly(total: int, device: int) -> None:
-    try:
-        _grow(total, device, Background())
-    except Exception as error:
-        LOGGER.warning("not all of %d bytes could be reserved for saves: %s", total, error)
+    _reserve.leave()
 
 
 def _ordinal(device: torch.device | str | int | None) -> int:
@@ -148,28 +115,83 @@ def _ordinal(device: torch.device | str | int | None) -> int:
     return given.index if given.index is not None else torch.cuda.current_device()
 
 
-def _share_of_free_memory(ranks: int) -> int:
-    here = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
-    # A save under way has taken some of the reserve.
-    own = max(_C.pool_bytes(), _C.reserved_bytes())
-    return int((_free_memory() + own) * _SHARE_OF_FREE_MEMORY) // here
+class Reserve:
+    """Makes the memory of :func:`reserve_pool`, perhaps by threads that nobody waits for.
+
+    Args:
+        free: bytes that this process may still take.
+        step_bytes: how much is made before it is looked again how much is free.
+    """
+
+    def __init__(
+        self, free: Callable[[], int] = free_memory, step_bytes: int = _STEP_BYTES
+    ) -> None:
+        self.leaving = False
+        self._free = free
+        self._step_bytes = step_bytes
+        self._threads: list[threading.Thread] = []
+
+    def make(self, bytes: int, device: torch.device | str | int | None, wait: bool) -> int:
+        """As :func:`reserve_pool`."""
+        if operator.index(bytes) < 0:
+            raise ValueError(f"bytes must not be negative, got {bytes}")
+        # In whole chunks, or the last one would be beyond each limit.
+        total = -(-bytes // CHUNK_BYTES) * CHUNK_BYTES
+        ordinal = _ordinal(device)
+        _C.set_reserve(total, CHUNK_BYTES)
+        if wait:
+            return self._grow(total, ordinal, None)
+        thread = threading.Thread(
+            target=self._grow_quietly,
+            args=(total, ordinal),
+            name="torch_ckpt reserve",
+            daemon=True,
+        )
+        thread.start()
+        self._threads = [t for t in self._threads if t.is_alive()] + [thread]
+        return _C.reserved_bytes()
+
+    def join(self) -> None:
+        """Waits for what is made quietly."""
+        for thread in self._threads:
+            thread.join()
+
+    def leave(self) -> None:
+        """Ends what is made quietly, and what would be later."""
+        self.leaving = True
+        self.join()
+
+    def forget_in_child(self) -> None:
+        """Threads are their parent's."""
+        self.leaving = False
+        self._threads = []
+
+    def _grow(self, total: int, device: int, background: Background | None) -> int:
+        there = _C.reserved_bytes()
+        # A smaller reserve than was set is one that was trimmed, or had no memory.
+        while there < total <= _C.reserve_bytes() and not self.leaving:
+            ranks = dist.get_world_size() if dist.is_initialized() else 1
+            most = _share_of_free_memory(ranks, self._free)
+            if most < there + CHUNK_BYTES:
+                _C.end_reserve()
+                LOGGER.warning(
+                    "%d of %d bytes are reserved for saves: this rank's share of the free memory, "
+                    "half of what the machine and the control group have, is %d bytes",
+                    there,
+                    total,
+                    most,
+                )
+                break
+            step = min(total, most, there + self._step_bytes)
+            there = _C.grow_reserve(step, device, background)
+        return there
+
+    def _grow_quietly(self, total: int, device: int) -> None:
+        try:
+            self._grow(total, device, Background())
+        except Exception as error:
+            LOGGER.warning("not all of %d bytes could be reserved for saves: %s", total, error)
 
 
-def _free_memory() -> int:
-    """Bytes that this process may still take, of the machine and of its control group."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    free = int(fields["MemAvailable"].split()[0]) * 1024
-    for directory, limit, used, total in _CONTROL_GROUPS:
-        # Absent without this version of control groups; "max" is no number.
-        with contextlib.suppress(OSError, ValueError):
-            free = min(free, _free_in_group(Path(directory), limit, used, total))
-    return max(free, 0)
-
-
-def _free_in_group(directory: Path, limit: str, used: str, total: str) -> int:
-    most, taken = (int((directory / name).read_text()) for name in (limit, used))
-    statistics = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
-    # Cached files count as used, and go when something else needs the memory: a job that has
-    # written its limit's worth of files would seem to have none left.
-    cached = sum(int(statistics.get(f"{total}{kind}_file", 0)) for kind in ("active", "inactive"))
-    return most - taken + cached
+_reserve = Reserve()
+os.register_at_fork(after_in_child=_reserve.forget_in_child)

@@ -114,6 +114,7 @@ class Schedule:
         skip_if_busy: not while a save is under way.
         meeting: of the ranks, for this schedule alone.
         timeout: seconds to wait for rank 0's decision.
+        clock: tells the seconds since some moment.
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class Schedule:
         skip_if_busy: bool,
         meeting: Meeting,
         timeout: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.auto: AutoInterval | None = None
         self._least: Callable[[], float] | None = None
@@ -152,8 +154,9 @@ class Schedule:
             )
         self._steps = frozenset(steps)
         self._skip_if_busy = skip_if_busy
-        self._decisions = _Decisions(meeting, timeout)
-        self._begun = time.monotonic()
+        self._clock = clock
+        self._decisions = _Decisions(meeting, timeout, clock)
+        self._begun = clock()
 
     def wants(self, step: int, is_busy: Callable[[], bool]) -> bool:
         """Whether to save at this step. Called on all ranks, for the same steps, once for each.
@@ -175,7 +178,7 @@ class Schedule:
 
     def begun(self) -> None:
         """A save begins now."""
-        self._begun = time.monotonic()
+        self._begun = self._clock()
 
     @property
     def decided(self) -> int:
@@ -191,13 +194,14 @@ class Schedule:
         # A first save that is under way says nothing yet of what the next one costs.
         if (self._skip_if_busy or self.auto is not None) and is_busy():
             return False
-        return time.monotonic() - self._begun >= self._least()
+        return self._clock() - self._begun >= self._least()
 
 
 class _Decisions:
     """Rank 0's, as all ranks take them."""
 
-    def __init__(self, meeting: Meeting, timeout: float) -> None:
+    def __init__(self, meeting: Meeting, timeout: float, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self.number = 0
         self._meeting = meeting
         self._timeout = timeout
@@ -240,7 +244,7 @@ class _Decisions:
         self._forgotten = max(self._forgotten, decided)
 
     def _length(self, step: int) -> int:
-        now = time.monotonic()
+        now = self._clock()
         last, self._last = self._last, (step, now)
         if last is None or step <= last[0]:
             return 1

@@ -32,6 +32,7 @@ from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from torch_ckpt import _C
 from torch_ckpt.coordination import Meeting, ask_store
 
 T = TypeVar("T")
@@ -81,6 +82,7 @@ class Lockstep:
             self._looks = True
             polls = self._polls
         self._ask(self._post, polls, self._connected())
+        _C.fault_point("part is posted")
 
     def over(self) -> None:
         """All that will happen has, or somebody is lost: no poll waits. From any thread."""
@@ -141,6 +143,7 @@ class Lockstep:
         while not self._ask(self._reach, count, self._connected()):
             if self._is_over or is_alone():
                 return
+            _C.fault_point("wait for ranks", _STEP)
             time.sleep(min(0.01, max(0.0002, (time.monotonic() - begun) / 10)))
 
     def _reach(self, count: int, store: Store) -> bool:

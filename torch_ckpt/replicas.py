@@ -159,18 +159,18 @@ def _is_its_bytes(tensor: torch.Tensor) -> bool:
     )
 
 
-def _cut_large(reader: FileSystemReader, reading: Reading) -> None:
+def _cut_large(reader: FileSystemReader, reading: Reading, most: int = BATCH_BYTES) -> None:
     files = list(reading.files)
     rows: list[Row] = []
     for row in reading.rows:
         target = row[8]
         lines = target.size(0) if target.dim() else 1
-        is_large = _bytes_of(row) > BATCH_BYTES and lines > 1
+        is_large = _bytes_of(row) > most and lines > 1
         if not is_large or not reader.can_verify_parts(files[row[1]]):
             rows.append(row)
             continue
         offsets = row[6] or (0,) * target.dim()
-        step = max(1, BATCH_BYTES * lines // _bytes_of(row))
+        step = max(1, most * lines // _bytes_of(row))
         for begin in range(0, lines, step):
             count = min(step, lines - begin)
             part_offsets = (offsets[0] + begin, *offsets[1:])

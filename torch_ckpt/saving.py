@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
+from torch_ckpt import _C
 from torch_ckpt.collector import no_gc
 from torch_ckpt.coordination import Meeting, Ranks
 from torch_ckpt.directory import Place, require_one_directory
@@ -221,6 +222,7 @@ def _save_state(
             return [_IN_FULL] * len(plans)
         if all(isinstance(plan, int) for plan in plans):
             return [None] * len(plans)
+        _C.fault_point("plan of all ranks")
         local = [
             cache.local[rank] if isinstance(plan, int) else plan for rank, plan in enumerate(plans)
         ]

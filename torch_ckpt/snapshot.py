@@ -217,6 +217,7 @@ class Job:
         failure: BaseException | None = None
         metadata: Metadata | None = None
         try:
+            _C.fault_point("background save begins", self.metrics.path)
             metadata = save(self)
             self.metrics.commit_s = self._now() - self.metrics.written_s
             self._warn()
@@ -376,6 +377,7 @@ class Job:
         """What a guarded step does first."""
         if self.staged.done() or self.inherited:
             return
+        _C.fault_point("wait until staged", self.metrics.path)
         with self.blocking():
             if not self.sources.devices:
                 _wait_quietly(self.staged)
@@ -522,6 +524,7 @@ class _Runtime:
         if job is not None and not job.committed.done():
             if if_busy == "raise":
                 raise CheckpointError(f"the save to {job.metrics.path} has not ended yet")
+            _C.fault_point("wait for the save before", job.metrics.path)
             # Other ranks may have begun the next one already.
             with ranks.alive(job.bytes_moved):
                 _wait_quietly(job.committed)

@@ -398,12 +398,15 @@ class FileSystemWriter(StockWriter):
                 # Waking up shows progress and lets Ctrl-C in, which only reaches the main thread.
                 rest = 0.1 if shown.active or background is None else 5.0
                 if background is not None:
+                    _C.fault_point("engine has begun", self.path)
                     background.started(save)
                     _wait_for(save.wait_staged, rest, lambda: shown.update(_progress_of(save)))
                     values.clear()
                     save.release_sources()
+                    _C.fault_point("sources are copied", self.path)
                     background.sources_copied()
                 _wait_for(save.wait, rest, lambda: shown.update(_progress_of(save)))
+                _C.fault_point("files are written", self.path)
         except BaseException:
             # The error holds this frame and with it `save`, so dropping it would not end it.
             _give_up(save, self.directory)

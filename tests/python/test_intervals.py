@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -13,7 +14,6 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torch_ckpt import intervals
 from torch_ckpt.coordination import Meeting
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.intervals import AutoInterval, Interval, Schedule
@@ -38,11 +38,8 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """What schedules that are made alone see of the time; they never wait."""
-    made = Clock()
-    monkeypatch.setattr(intervals.time, "monotonic", made)
-    return made
+def clock() -> Clock:
+    return Clock()
 
 
 def schedule(
@@ -53,6 +50,7 @@ def schedule(
     meeting: Meeting | None = None,
     timeout: float = PATIENCE,
     max_overhead: float = 0.01,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Schedule:
     return Schedule(
         interval,
@@ -62,6 +60,7 @@ def schedule(
         skip_if_busy=skip_if_busy,
         meeting=meeting or Meeting(None, 0, 1, ""),
         timeout=timeout,
+        clock=clock,
     )
 
 
@@ -138,19 +137,19 @@ def run(
 
 
 def test_saves_are_so_much_time_apart(clock: Clock) -> None:
-    made = schedule(timedelta(seconds=10))
+    made = schedule(timedelta(seconds=10), clock=clock)
     assert run(made, clock, range(1, 36)) == [(10, 10.0), (20, 10.0), (30, 10.0)]
 
 
 def test_a_save_in_between_puts_the_next_one_off(clock: Clock) -> None:
-    made = schedule(timedelta(seconds=10))
+    made = schedule(timedelta(seconds=10), clock=clock)
     assert run(made, clock, range(1, 8)) == []
     made.begun()
     assert run(made, clock, range(8, 20)) == [(17, 10.0)]
 
 
 def test_fast_steps_are_decided_on_a_block_at_a_time(clock: Clock) -> None:
-    made = schedule(timedelta(seconds=10))
+    made = schedule(timedelta(seconds=10), clock=clock)
     saves = run(made, clock, range(1, 10_001), seconds=0.01)
     # A block is half a second of steps, so that saves come that much late at most.
     assert len(saves) in (9, 10)
@@ -159,20 +158,20 @@ def test_fast_steps_are_decided_on_a_block_at_a_time(clock: Clock) -> None:
 
 
 def test_slow_steps_are_decided_on_one_by_one(clock: Clock) -> None:
-    made = schedule(timedelta(seconds=10))
+    made = schedule(timedelta(seconds=10), clock=clock)
     run(made, clock, range(1, 101), seconds=1.0)
     assert made.decided == 100
 
 
 def test_steps_that_become_slow_are_decided_on_soon(clock: Clock) -> None:
-    made = schedule(timedelta(seconds=10))
+    made = schedule(timedelta(seconds=10), clock=clock)
     run(made, clock, range(1, 4), seconds=1e-9)
     # Of steps that seemed to take no time only a few are in a block.
     assert run(made, clock, range(4, 40), seconds=10.0)[0][0] <= 10
 
 
 def test_training_that_has_gone_back_is_saved_again(clock: Clock) -> None:
-    made = schedule(timedelta(seconds=10))
+    made = schedule(timedelta(seconds=10), clock=clock)
     run(made, clock, range(1, 100_001), seconds=1e-3)
     saves = run(made, clock, range(1, 20_001), seconds=1e-3)
     assert saves
@@ -180,7 +179,7 @@ def test_training_that_has_gone_back_is_saved_again(clock: Clock) -> None:
 
 
 def test_a_time_apart_is_not_kept_while_a_save_is_under_way(clock: Clock) -> None:
-    made = schedule(timedelta(seconds=10), skip_if_busy=True)
+    made = schedule(timedelta(seconds=10), skip_if_busy=True, clock=clock)
     clock.now += 11
     assert not made.wants(1, busy)
     clock.now += 1
@@ -289,7 +288,7 @@ def test_a_time_between_failures_that_is_not_positive_is_refused(mtbf: float) ->
 
 
 def test_the_first_save_is_made_at_once_and_the_next_by_what_it_cost(clock: Clock) -> None:
-    made = schedule("auto")
+    made = schedule("auto", clock=clock)
     assert made.auto is not None
     assert made.wants(1, idle)
     made.begun()
@@ -471,7 +470,7 @@ def test_schedules_of_two_managers_are_kept_apart(store: dist.Store) -> None:
 
 
 def test_after_a_failure_the_next_save_is_not_at_once() -> None:
-    auto = intervals.AutoInterval(0.01, 3600.0)
+    auto = AutoInterval(0.01, 3600.0)
     assert auto.seconds == 0
     auto.failed()
     first = auto.seconds
@@ -480,7 +479,7 @@ def test_after_a_failure_the_next_save_is_not_at_once() -> None:
 
 
 def test_what_a_failed_save_took_is_no_cost() -> None:
-    auto, other = intervals.AutoInterval(0.01, 3600.0), intervals.AutoInterval(0.01, 3600.0)
+    auto, other = AutoInterval(0.01, 3600.0), AutoInterval(0.01, 3600.0)
     for one in (auto, other):
         for _ in range(3):
             one.stepped(1.0, is_saving=False)

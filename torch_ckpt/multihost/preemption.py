@@ -29,6 +29,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from torch_ckpt import _C
 from torch_ckpt.coordination import Meeting, Ranks
 from torch_ckpt.multihost.calls import explained, meeting_of
 
@@ -235,6 +236,7 @@ class PreemptionWatch:
             if woken:
                 return None if woken == _CLOSE else woken
             if self._file is not None:
+                _C.fault_point("stat", self._file)
                 # A file is one notice for as long as it is there.
                 before, self._seen_file = self._seen_file, os.path.exists(self._file)
                 if self._seen_file and not before:
