@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
 import signal
 import sys
+import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
-from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend)
 
 #: No child here is meant to take long, in seconds. One that does is killed.
 LIMIT = 60
@@ -33,6 +36,8 @@ def fork(work: Callable[[], object]) -> int:
     if child == 0:
         code = 1
         try:
+            # The parent's garbage may have threads, as servers of stores do; they are not here.
+            gc.freeze()
             signal.alarm(LIMIT)
             work()
             code = 0
@@ -57,29 +62,30 @@ def in_fork(work: Callable[[], object]) -> None:
 def on_ranks(size: int, work: Callable[[int], Any]) -> list[Any]:
     """By rank what ``work(rank)`` returns, or the CheckpointException that it raises.
 
-    Each rank is a forked child, in a gloo process group whose store is the test's.
+    Each rank is a forked child. Their process group has a store and no collectives.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as directory:
 
-    def of_rank(rank: int, writing: int) -> None:
-        own = dist.TCPStore("127.0.0.1", store.port, is_master=False)
-        patience = timedelta(seconds=LIMIT)
-        dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=patience)
-        try:
-            outcome = work(rank)
-        except CheckpointException as error:
-            outcome = error
-        with os.fdopen(writing, "wb") as stream:
-            pickle.dump(outcome, stream)
+        def of_rank(rank: int, writing: int) -> None:
+            # Clients of a TCPStore, and gloo, take seconds to connect where names do not resolve.
+            store = dist.FileStore(os.path.join(directory, "store"), size)
+            dist.init_process_group("fake", store=store, rank=rank, world_size=size)
+            try:
+                outcome = work(rank)
+            except CheckpointException as error:
+                outcome = error
+            with os.fdopen(writing, "wb") as stream:
+                pickle.dump(outcome, stream)
 
-    pipes = [os.pipe() for _ in range(size)]
-    children = []
-    for rank, (_reading, writing) in enumerate(pipes):
-        children.append(fork(lambda rank=rank, writing=writing: of_rank(rank, writing)))
-        os.close(writing)
-    outcomes = []
-    for reading, _writing in pipes:
-        with os.fdopen(reading, "rb") as stream:
-            outcomes.append(stream.read())
-    assert [end_of(child) for child in children] == [0] * size
+        children, readers = [], []
+        for rank in range(size):
+            reading, writing = os.pipe()
+            readers.append(reading)
+            children.append(fork(partial(of_rank, rank, writing)))
+            os.close(writing)
+        outcomes = []
+        for reading in readers:
+            with os.fdopen(reading, "rb") as stream:
+                outcomes.append(stream.read())
+        assert [end_of(child) for child in children] == [0] * size
     return [pickle.loads(outcome) for outcome in outcomes]

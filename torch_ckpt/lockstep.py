@@ -56,14 +56,18 @@ class Lockstep:
     Args:
         meeting: of the ranks, of which there are several.
         timeout: in seconds, for a store that does not answer.
+        pause: waits so many seconds, between looks for ranks that are behind.
     """
 
-    def __init__(self, meeting: Meeting, timeout: float) -> None:
+    def __init__(
+        self, meeting: Meeting, timeout: float, pause: Callable[[float], None] = time.sleep
+    ) -> None:
         self._rank = meeting.rank
         self._size = meeting.size
         # Or it would keep the process group's store after its end.
         self._meeting = weakref.ref(meeting)
         self._timeout = timeout
+        self._pause = pause
         self._prefix = meeting.next_prefix("lockstep")
         self._store: Store | None = None
         self._lock = threading.Lock()
@@ -143,8 +147,7 @@ class Lockstep:
         while not self._ask(self._reach, count, self._connected()):
             if self._is_over or is_alone():
                 return
-            _C.fault_point("wait for ranks", _STEP)
-            time.sleep(min(0.01, max(0.0002, (time.monotonic() - begun) / 10)))
+            self._pause(min(0.01, max(0.0002, (time.monotonic() - begun) / 10)))
 
     def _reach(self, count: int, store: Store) -> bool:
         """Comes there, unless somebody has not come to the one before."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import subprocess
 import sys
-import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +15,8 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_ckpt
+from tests.async_saves import Gate
+from tests.fault_hooks import at_fault_points, before
 from tests.support import assert_equal
 from torch_ckpt.async_checkpoint import AsyncCheckpoint
 from torch_ckpt.errors import CheckpointError
@@ -37,21 +37,6 @@ def weights(value: float) -> nn.Linear:
     nn.init.constant_(layer.weight, value)
     nn.init.constant_(layer.bias, value)
     return layer
-
-
-class Gate:
-    """Keeps a write under way until it is opened."""
-
-    def __init__(self) -> None:
-        self.reached = threading.Event()
-        self._open = threading.Event()
-
-    def __call__(self) -> None:
-        self.reached.set()
-        assert self._open.wait(PATIENCE_SECONDS)
-
-    def open(self) -> None:
-        self._open.set()
 
 
 # --- numbers -------------------------------------------------------------------------------------
@@ -149,24 +134,15 @@ def test_a_restore_works_before_the_first_save(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["read", "restore"])
-def test_reading_waits_for_a_write_under_way(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate = Gate()
-    wait = concurrent.futures.wait
-
-    def open_and_wait(futures: Any) -> None:
-        gate.open()
-        wait(futures)
-
-    # Who does not wait finds no checkpoint.
-    monkeypatch.setattr(concurrent.futures, "wait", open_and_wait)
+def test_reading_waits_for_a_write_under_way(tmp_path: Path, name: str, gate: Gate) -> None:
     model = weights(3)
     checkpoint = AsyncCheckpoint({"write_done": gate}, model=model)
     path = checkpoint.save(tmp_path / "ckpt")
-    assert gate.reached.wait(PATIENCE_SECONDS)
+    gate.wait()
     nn.init.constant_(model.weight, 9)
-    getattr(checkpoint, name)(path)
+    # Who does not wait finds no checkpoint.
+    with before("wait for the save before", gate.open, path):
+        getattr(checkpoint, name)(path)
     assert_equal(model.state_dict(), weights(3).state_dict())
 
 
@@ -313,19 +289,23 @@ def test_hooks_run_at_each_write_until_removed(tmp_path: Path) -> None:
     assert called == [1, 2]
 
 
-def test_an_overlapped_write_guards_the_optimizers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    guarded: list[Any] = []
-    monkeypatch.setattr(
-        torch_ckpt.AsyncSave, "guard", lambda _self, optimizer: guarded.append(optimizer)
-    )
+def test_an_overlapped_write_guards_the_optimizers(tmp_path: Path, gate: Gate) -> None:
     model = weights(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     checkpoint = AsyncCheckpoint({"staging": "overlapped"}, model=model, optimizer=optimizer)
-    checkpoint.save(tmp_path / "ckpt")
-    checkpoint.sync()
-    assert guarded == [optimizer]
+
+    def hook(operation: str, _path: str) -> None:
+        if operation == "background save begins":
+            gate()
+        elif operation == "wait until staged":
+            gate.open()
+
+    with at_fault_points(hook):
+        checkpoint.save(tmp_path / "ckpt")
+        gate.wait()
+        # Where it does not wait, nobody opens the gate.
+        optimizer.step()
+        checkpoint.sync()
 
 
 # --- metrics -------------------------------------------------------------------------------------

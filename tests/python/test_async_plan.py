@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from errno import EIO
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,8 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 import torch_ckpt
 from tests.async_saves import DecentralizedPlanner, eventually, here, small_state, state_of
+from tests.fault_hooks import at_fault_points, failing
 from tests.support import StateDict, assert_equal, data_files, emptied, load, stock_load
-from torch_ckpt import CheckpointError, async_plan
 from torch_ckpt.megatron import (
     CachedMetadataFileSystemReader,
     FileSystemWriterAsync,
@@ -81,14 +83,13 @@ def tensors(seed: int) -> StateDict:
     return small_state(seed)
 
 
-@pytest.fixture
-def nobody_meets(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """From the call on whoever plans with others fails."""
+@contextmanager
+def no_plans_are_exchanged() -> Iterator[None]:
+    def refuse(operation: str, _path: str) -> None:
+        assert operation != "plan of all ranks"
 
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise AssertionError("the ranks meet")
-
-    return lambda: monkeypatch.setattr(async_plan._Meetings, "reduce_scatter", refuse)
+    with at_fault_points(refuse):
+        yield
 
 
 # --- plans of the save before --------------------------------------------------------------------
@@ -119,14 +120,12 @@ def test_plans_are_known_to_stay_the_same_after_two(tmp_path: Path, planner: Any
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
-def test_a_known_plan_is_not_exchanged(
-    tmp_path: Path, planner: Any, nobody_meets: Callable[[], None]
-) -> None:
+def test_a_known_plan_is_not_exchanged(tmp_path: Path, planner: Any) -> None:
     site = Site(planner)
     for seed in range(2):
         site.save(tensors(seed), tmp_path / f"c{seed}")
-    nobody_meets()
-    finalizing, _ = site.plan(tensors(2), tmp_path / "c2")
+    with no_plans_are_exchanged():
+        finalizing, _ = site.plan(tensors(2), tmp_path / "c2")
     here(finalizing[0])
     save_state_dict_async_finalize(*finalizing)
     assert_checkpoint(tmp_path / "c2", tensors(2))
@@ -331,7 +330,7 @@ def test_a_planner_that_is_not_decentralized_has_no_use_for_loaded_plans(tmp_pat
 # --- failures ------------------------------------------------------------------------------------
 
 
-def failing(method: str) -> dcp.SavePlanner:
+def planner_failing(method: str) -> dcp.SavePlanner:
     """A planner whose method raises."""
 
     def fail(*_: Any, **__: Any) -> Any:
@@ -347,7 +346,7 @@ def test_a_planner_that_fails_while_ranks_meet_fails_the_plan(tmp_path: Path, me
     (tmp_path / "c").mkdir()
     writer = FileSystemWriterAsync(tmp_path / "c")
     with pytest.raises(CheckpointException, match=f"{method} fails"):
-        save_state_dict_async_plan(tensors(0), writer, planner=failing(method))
+        save_state_dict_async_plan(tensors(0), writer, planner=planner_failing(method))
     # And nobody else is kept from the directory, which would be told.
     assert torch_ckpt.remove_leftovers(tmp_path / "c") == []
 
@@ -355,25 +354,21 @@ def test_a_planner_that_fails_while_ranks_meet_fails_the_plan(tmp_path: Path, me
 @pytest.mark.parametrize("method", ["finish_plan", "resolve_data"])
 def test_a_planner_that_fails_later_fails_the_save_at_its_end(tmp_path: Path, method: str) -> None:
     writer = FileSystemWriterAsync(tmp_path / "c")
-    finalizing, *_ = save_state_dict_async_plan(tensors(0), writer, planner=failing(method))
+    finalizing, *_ = save_state_dict_async_plan(tensors(0), writer, planner=planner_failing(method))
     assert writer.get_save_function_and_args() == (None, None, [])
     with pytest.raises(CheckpointException, match=f"Worker failure: {method} fails"):
         save_state_dict_async_finalize(*finalizing)
     assert os.listdir(tmp_path / "c") == []
 
 
-def test_a_commit_that_fails_is_told_and_leaves_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_commit_that_fails_is_told_and_leaves_no_file(tmp_path: Path) -> None:
     site = Site(DecentralizedPlanner)
     finalizing, _ = site.plan(tensors(0), tmp_path / "c")
     here(finalizing[0])
-
-    def fail(*_: Any) -> None:
-        raise CheckpointError("finish fails")
-
-    monkeypatch.setattr(finalizing[0], "finish", fail)
-    with pytest.raises(CheckpointException, match="finish fails"):
+    with (
+        failing("rename", EIO, tmp_path / "c" / ".metadata"),
+        pytest.raises(CheckpointException, match=r"rename .*Input/output error"),
+    ):
         save_state_dict_async_finalize(*finalizing)
     assert os.listdir(tmp_path / "c") == []
 

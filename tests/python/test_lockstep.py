@@ -5,10 +5,9 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torch_ckpt import lockstep
 from torch_ckpt.coordination import Meeting
 from torch_ckpt.lockstep import _NEAR as NEAR
 from torch_ckpt.lockstep import Lockstep
@@ -30,11 +28,13 @@ def never() -> bool:
     return False
 
 
-def locksteps(store: dist.Store, size: int, timeout: float = LIMIT) -> list[Lockstep]:
+def locksteps(
+    store: dist.Store, size: int, pause: Callable[[float], None] = time.sleep
+) -> list[Lockstep]:
     made = []
     for rank in range(size):
         meeting = Meeting(store, rank, size, "test")
-        one = Lockstep(meeting, timeout)
+        one = Lockstep(meeting, LIMIT, pause)
         one.held = meeting  # type: ignore[attr-defined]  # as a call does; it has no hold of it
         made.append(one)
     return made
@@ -80,8 +80,8 @@ class Rank:
         self._thread.join(LIMIT)
 
     @classmethod
-    def sleep(cls, _seconds: float) -> None:
-        """In the place of time.sleep: somebody else's turn."""
+    def pause(cls, _seconds: float) -> None:
+        """Somebody else's turn."""
         rank: Rank = cls.of_thread.rank
         rank._over.release()
         rank._wait()
@@ -107,15 +107,12 @@ class Rank:
 
 @contextmanager
 def ranks_of(size: int) -> Iterator[list[Rank]]:
-    before = lockstep.time
-    lockstep.time = SimpleNamespace(monotonic=time.monotonic, sleep=Rank.sleep)  # type: ignore
-    ranks = [Rank(one) for one in locksteps(dist.HashStore(), size)]
+    ranks = [Rank(one) for one in locksteps(dist.HashStore(), size, Rank.pause)]
     try:
         yield ranks
     finally:
         for rank in ranks:
             rank.stop()
-        lockstep.time = before
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -157,15 +154,8 @@ def test_no_rank_gets_far_ahead_of_another(ahead: int) -> None:
                     rank.step()
 
 
-def test_a_rank_that_is_ahead_waits_no_more_when_the_event_is_known(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    one, _other = locksteps(dist.HashStore(), 2)
-
-    def known(_: float) -> None:
-        one.over()
-
-    monkeypatch.setattr(lockstep, "time", SimpleNamespace(monotonic=time.monotonic, sleep=known))
+def test_a_rank_that_is_ahead_waits_no_more_when_the_event_is_known() -> None:
+    one, _other = locksteps(dist.HashStore(), 2, lambda _seconds: one.over())
     assert not any(one.poll(never) for _ in range(2 * NEAR))
 
 
@@ -226,12 +216,11 @@ def test_a_rank_before_its_part_asks_the_store_at_each_eighth_poll_only() -> Non
     assert counting.asked == 1
 
 
-def test_ranks_in_step_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: float) -> None:
+def test_ranks_in_step_do_not_wait() -> None:
+    def refuse(_seconds: float) -> None:
         raise AssertionError("it waits")
 
-    monkeypatch.setattr(lockstep, "time", SimpleNamespace(monotonic=time.monotonic, sleep=refuse))
-    first, second = locksteps(dist.HashStore(), 2)
+    first, second = locksteps(dist.HashStore(), 2, refuse)
     first.part()
     # A few steps ahead, as ranks are now and then.
     assert not any(first.poll(never) for _ in range(NEAR - 1))

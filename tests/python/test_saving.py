@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from errno import EIO
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_ckpt
-from torch_ckpt import saving
+from tests.fault_hooks import at_fault_points
 from torch_ckpt.coordination import Meeting
 from torch_ckpt.saving import PlanCache
 
@@ -26,18 +27,25 @@ def no_plan_yet() -> Iterator[None]:
     PlanCache._of.pop(Meeting.of(None, no_dist=True), None)
 
 
+class Plans:
+    """Counts the plans that the coordinator makes; the next one fails with ``error``."""
+
+    made = 0
+    error = 0
+
+    def __call__(self, operation: str, _path: str) -> int:
+        if operation != "plan of all ranks":
+            return 0
+        self.made += 1
+        error, self.error = self.error, 0
+        return error
+
+
 @pytest.fixture
-def plans(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """One entry for each plan that the coordinator makes."""
-    made: list[None] = []
-    choose_owners = saving._choose_owners
-
-    def counted(plain: list[list[saving._PlainRow]]) -> list[list[int]]:
-        made.append(None)
-        return choose_owners(plain)
-
-    monkeypatch.setattr(saving, "_choose_owners", counted)
-    return made
+def plans() -> Iterator[Plans]:
+    counting = Plans()
+    with at_fault_points(counting):
+        yield counting
 
 
 def state(step: int) -> StateDict:
@@ -65,10 +73,10 @@ def assert_holds(path: Path, values: StateDict) -> None:
     }
 
 
-def test_an_unchanged_structure_is_planned_once(tmp_path: Path, plans: list[None]) -> None:
+def test_an_unchanged_structure_is_planned_once(tmp_path: Path, plans: Plans) -> None:
     for step in range(4):
         save(tmp_path / str(step), state(step))
-    assert len(plans) == 1
+    assert plans.made == 1
     for step in range(4):
         assert_holds(tmp_path / str(step), state(step))
 
@@ -114,12 +122,10 @@ def in_another_order(values: StateDict) -> StateDict:
         in_another_order,
     ],
 )
-def test_a_changed_structure_is_planned_anew(
-    tmp_path: Path, plans: list[None], change: Any
-) -> None:
+def test_a_changed_structure_is_planned_anew(tmp_path: Path, plans: Plans, change: Any) -> None:
     save(tmp_path / "before", state(1))
     save(tmp_path / "after", change(state(2)))
-    assert len(plans) == 2
+    assert plans.made == 2
     assert_holds(tmp_path / "after", change(state(2)))
 
 
@@ -132,24 +138,18 @@ def test_the_metadata_of_an_earlier_save_is_not_changed_by_a_later_one(tmp_path:
     assert list(first.state_dict_metadata) == names
 
 
-def test_a_rank_that_missed_an_answer_gets_a_new_plan(tmp_path: Path, plans: list[None]) -> None:
+def test_a_rank_that_missed_an_answer_gets_a_new_plan(tmp_path: Path, plans: Plans) -> None:
     save(tmp_path / "before", state(1))
     PlanCache.of(Meeting.of(None, no_dist=True)).number += 1
     save(tmp_path / "after", state(2))
-    assert len(plans) == 2
+    assert plans.made == 2
     assert_holds(tmp_path / "after", state(2))
 
 
-def test_a_plan_that_failed_is_not_kept(
-    tmp_path: Path, plans: list[None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise ValueError("no such plan")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(saving, "_check_no_name_is_both", refuse)
-        with pytest.raises(CheckpointException):
-            save(tmp_path / "failed", state(1))
+def test_a_plan_that_failed_is_not_kept(tmp_path: Path, plans: Plans) -> None:
+    plans.error = EIO
+    with pytest.raises(CheckpointException, match="plan of all ranks"):
+        save(tmp_path / "failed", state(1))
     save(tmp_path / "whole", state(2))
-    assert len(plans) == 2
+    assert plans.made == 2
     assert_holds(tmp_path / "whole", state(2))
