@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import queue
 import signal
 import threading
 import time
@@ -19,7 +20,6 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_ckpt
-from tests.async_saves import eventually
 from tests.fault_hooks import at_fault_points, before
 from tests.forks import context, on_ranks
 from torch_ckpt.coordination import Meeting, Ranks, ask_store
@@ -361,29 +361,33 @@ def test_a_coordinator_that_counts_on_while_combining_is_waited_for(store: dist.
 
 def test_who_is_hurried_looks_as_often_as_at_first(store: dist.Store) -> None:
     waiting = ranks_of(store, 2)[1]
-    looks: list[float] = []
-
-    def rests_after(number: int) -> tuple[float, float]:
-        """The longest before a hurry after so many looks, and the sum of five after it."""
-        begun = len(looks)
-        eventually(lambda: len(looks) > begun + number)
-        waiting.hurry()
-        hurried = len(looks) + 1
-        eventually(lambda: len(looks) > hurried + 5)
-        before = max(b - a for a, b in pairwise(looks[begun:hurried]))
-        return before, looks[hurried + 5] - looks[hurried]
+    looks: queue.SimpleQueue[float] = queue.SimpleQueue()
 
     def hook(operation: str, _path: str) -> None:
         if operation == "wait for ranks":
-            looks.append(time.monotonic())
+            looks.put(time.monotonic())
+
+    def rests(count: int) -> list[float]:
+        """Between so many looks."""
+        return [
+            b - a for a, b in pairwise(looks.get(timeout=PATIENCE_SECONDS) for _ in range(count))
+        ]
+
+    def rests_around_a_hurry() -> tuple[float, float]:
+        """The longest of those before, and the sum of five after."""
+        longest = max(rests(40))
+        waiting.hurry()
+        # Perhaps it looked just before.
+        rests(2)
+        return longest, sum(rests(6))
 
     with at_fault_points(hook), ThreadPoolExecutor(1) as pool:
         outcome = pool.submit(save, waiting)
         # Of several, since on a busy machine any rest may be long.
-        found = [rests_after(45) for _ in range(3)]
+        found = [rests_around_a_hurry() for _ in range(3)]
         waiting.cancel((OSError("enough"), StackSummary()))
         assert "enough" in str(outcome.exception(PATIENCE_SECONDS))
-    assert any(five < 2 * before for before, five in found), found
+    assert any(five < 2 * longest for longest, five in found), found
 
 
 def test_a_rank_whose_count_stands_still_is_given_up(store: dist.Store) -> None:
