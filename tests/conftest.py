@@ -16,7 +16,13 @@ import pytest
 # processes keep the cores busy, work on small tensors takes ten times as long with two as with one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-pytest_plugins = ["tests.async_saves", "tests.interposed", "tests.sweeps"]
+pytest_plugins = [
+    "tests.async_saves",
+    "tests.background_saves",
+    "tests.interposed",
+    "tests.interpreters",
+    "tests.sweeps",
+]
 
 #: Directories whose tests start several processes each, end them, or use loop devices and users'
 #: limits: ``make py-test`` runs them one after the other, as it does tests marked ``alone``.

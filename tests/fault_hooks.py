@@ -7,7 +7,7 @@ or a moment in words that Python reaches; docs/testing.md lists them.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -51,6 +51,18 @@ def before(operation: str, act: Callable[[], object], path: str | Path = "") -> 
     with at_fault_points(hook):
         yield
     assert has_come, f"{operation} was not reached"
+
+
+@contextmanager
+def calling(actions: Mapping[str, Callable[[], object]]) -> Iterator[None]:
+    """Calls the action of an operation each time before it, on any path."""
+
+    def hook(operation: str, _path: str) -> None:
+        if operation in actions:
+            actions[operation]()
+
+    with at_fault_points(hook):
+        yield
 
 
 @contextmanager

@@ -59,6 +59,43 @@ def in_fork(work: Callable[[], object]) -> None:
     assert end_of(fork(work)) == 0
 
 
+class Answering:
+    """A forked child that sends what ``work`` returns, and perhaps goes on then.
+
+    Args:
+        work: what it does; gets a function that sends something before its end.
+    """
+
+    def __init__(self, work: Callable[[Callable[[Any], None]], Any]) -> None:
+        reading, writing = os.pipe()
+
+        def send(answer: Any) -> None:
+            with os.fdopen(writing, "wb") as stream:
+                pickle.dump(answer, stream)
+
+        def run() -> None:
+            os.close(reading)
+            send(work(send))
+
+        self.pid = fork(run)
+        os.close(writing)
+        self._reading = reading
+
+    def answer(self) -> Any:
+        """Waits for what it sends."""
+        with os.fdopen(self._reading, "rb") as stream:
+            answer = stream.read()
+        return pickle.loads(answer) if answer else None
+
+
+def answer_of(work: Callable[[], Any]) -> Any:
+    """What ``work`` returns in a forked child."""
+    child = Answering(lambda _send: work())
+    answer = child.answer()
+    assert end_of(child.pid) == 0
+    return answer
+
+
 def on_ranks(size: int, work: Callable[[int], Any]) -> list[Any]:
     """By rank what ``work(rank)`` returns, or the CheckpointException that it raises.
 
@@ -66,26 +103,16 @@ def on_ranks(size: int, work: Callable[[int], Any]) -> list[Any]:
     """
     with tempfile.TemporaryDirectory() as directory:
 
-        def of_rank(rank: int, writing: int) -> None:
+        def of_rank(rank: int, _send: object) -> Any:
             # Clients of a TCPStore, and gloo, take seconds to connect where names do not resolve.
             store = dist.FileStore(os.path.join(directory, "store"), size)
             dist.init_process_group("fake", store=store, rank=rank, world_size=size)
             try:
-                outcome = work(rank)
+                return work(rank)
             except CheckpointException as error:
-                outcome = error
-            with os.fdopen(writing, "wb") as stream:
-                pickle.dump(outcome, stream)
+                return error
 
-        children, readers = [], []
-        for rank in range(size):
-            reading, writing = os.pipe()
-            readers.append(reading)
-            children.append(fork(partial(of_rank, rank, writing)))
-            os.close(writing)
-        outcomes = []
-        for reading in readers:
-            with os.fdopen(reading, "rb") as stream:
-                outcomes.append(stream.read())
-        assert [end_of(child) for child in children] == [0] * size
-    return [pickle.loads(outcome) for outcome in outcomes]
+        children = [Answering(partial(of_rank, rank)) for rank in range(size)]
+        answers = [child.answer() for child in children]
+        assert [end_of(child.pid) for child in children] == [0] * size
+    return answers

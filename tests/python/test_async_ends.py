@@ -1,0 +1,237 @@
+"""torch_ckpt.async_save: interpreters that end, children that are forked, signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.utils.data import DataLoader
+
+import torch_ckpt
+from tests.async_saves import LIMIT, Gate, is_committed
+from tests.background_saves import (
+    SEEN,
+    assert_checkpoint,
+    contents,
+    large,
+    trained,
+    unwritable,
+)
+from tests.fault_hooks import before
+from tests.forks import Answering, end_of, in_fork
+from tests.interpreters import RunScript
+from torch_ckpt import (
+    CheckpointError,
+)
+
+# Every checkpoint that is replaced makes torch say so.
+pytestmark = [
+    pytest.mark.usefixtures("no_save_before"),
+    pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
+]
+
+
+# --- the end of the interpreter ------------------------------------------------------------------
+
+
+LEAVES_EARLY = """
+import atexit, sys, threading, torch, torch_ckpt
+leaving = threading.Event()
+atexit.register(leaving.set)  # which is before what has been registered before
+handle = torch_ckpt.async_save({"t": torch.arange(9)}, sys.argv[1], write_done=leaving.wait)
+print("done" if handle.done() else "under way")
+"""
+
+
+def test_leaving_the_interpreter_waits_for_the_save(tmp_path: Path, run_script: RunScript) -> None:
+    done = run_script(LEAVES_EARLY, tmp_path / "c")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "under way\n", "")
+    assert_checkpoint(tmp_path / "c", {"t": torch.arange(9)})
+
+
+LEAVES_AN_ERROR = """
+import sys, torch, torch_ckpt
+handle = torch_ckpt.async_save({"t": torch.ones(3)}, sys.argv[1])
+"""
+
+
+def test_leaving_the_interpreter_logs_an_unseen_error(
+    tmp_path: Path, run_script: RunScript
+) -> None:
+    path = unwritable(tmp_path)
+    done = run_script(LEAVES_AN_ERROR, path)
+    assert done.returncode == 0
+    assert f"the save to {path} failed: " in done.stderr
+    assert "File exists" in done.stderr
+
+
+LEAVES_A_SAVE_THAT_HANGS = """
+import sys, threading, torch, torch_ckpt
+torch_ckpt.snapshot.EXIT_LIMIT_SECONDS = 0.05
+reached = threading.Event()
+def hang():
+    reached.set()
+    threading.Event().wait()
+handle = torch_ckpt.async_save({"t": torch.ones(3)}, sys.argv[1], write_done=hang)
+# A thread that comes back from the engine while the interpreter ends would end the process.
+reached.wait()
+"""
+
+
+def test_leaving_the_interpreter_waits_no_longer_than_the_limit(
+    tmp_path: Path, run_script: RunScript
+) -> None:
+    done = run_script(LEAVES_A_SAVE_THAT_HANGS, tmp_path / "c")
+    assert done.returncode == 0
+    assert f"the save to {tmp_path / 'c'} has not ended within" in done.stderr
+    assert not is_committed(tmp_path / "c")
+
+
+SEES_AN_ERROR = """
+import sys, torch, torch_ckpt
+from torch.distributed.checkpoint.api import CheckpointException
+try:
+    torch_ckpt.async_save({"t": torch.ones(3)}, sys.argv[1]).result()
+except CheckpointException:
+    print("seen")
+"""
+
+
+def test_an_error_that_was_seen_is_not_logged_at_the_end(
+    tmp_path: Path, run_script: RunScript
+) -> None:
+    done = run_script(SEES_AN_ERROR, unwritable(tmp_path))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "seen\n", "")
+
+
+# --- forks and signals ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", SEEN)
+def test_a_forked_child_has_no_part_in_the_save(tmp_path: Path, gate: Gate, way: str) -> None:
+    handle = torch_ckpt.async_save({"t": torch.ones(3)}, tmp_path / "c", write_done=gate)
+
+    def ask() -> None:
+        with pytest.raises(CheckpointError, match="the process that forked this one"):
+            SEEN[way](handle)
+        torch_ckpt.check_for_errors()
+
+    in_fork(ask)
+    gate.open()
+    handle.result()
+    assert_checkpoint(tmp_path / "c", {"t": torch.ones(3)})
+
+
+def test_a_forked_child_can_save_itself(tmp_path: Path, gate: Gate) -> None:
+    handle = torch_ckpt.async_save({"t": torch.ones(3)}, tmp_path / "parent", write_done=gate)
+
+    def save() -> None:
+        torch_ckpt.async_save({"t": torch.zeros(3)}, tmp_path / "child").result()
+
+    in_fork(save)
+    gate.open()
+    handle.result()
+    assert_checkpoint(tmp_path / "child", {"t": torch.zeros(3)})
+
+
+def test_a_guarded_step_of_a_forked_child_does_not_wait(tmp_path: Path, held: Gate) -> None:
+    model, optimizer = trained(torch.optim.SGD)
+    handle = torch_ckpt.async_save({"model": model}, tmp_path / "c", staging="overlapped")
+    handle.guard(optimizer)
+    in_fork(optimizer.step)
+    held.open()
+    handle.result()
+
+
+def test_a_forked_child_knows_of_a_save_that_has_ended(tmp_path: Path) -> None:
+    handle = torch_ckpt.async_save({"t": torch.ones(3)}, tmp_path / "c")
+    handle.result()
+    in_fork(handle.result)
+
+
+LEAVES_IN_A_FORK = """
+import os, sys, threading, torch, torch_ckpt
+opened, reached = threading.Event(), threading.Event()
+def hold():
+    reached.set()
+    opened.wait()
+handle = torch_ckpt.async_save({"t": torch.ones(3)}, sys.argv[1], write_done=hold)
+reached.wait()
+child = os.fork()
+if child == 0:
+    sys.exit(7)
+_, status = os.waitpid(child, 0)
+opened.set()
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+
+
+def test_a_forked_child_leaves_without_waiting(tmp_path: Path, run_script: RunScript) -> None:
+    done = run_script(LEAVES_IN_A_FORK, tmp_path / "c")
+    assert (done.returncode, done.stderr) == (7, "")
+    assert_checkpoint(tmp_path / "c", {"t": torch.ones(3)})
+
+
+def test_workers_of_a_data_loader_start_during_a_save(tmp_path: Path, gate: Gate) -> None:
+    state = {"t": large()}
+    handle = torch_ckpt.async_save(state, tmp_path / "c", write_done=gate)
+    loader: Any = DataLoader(list(range(8)), num_workers=2, timeout=LIMIT)  # type: ignore[arg-type]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        assert [int(batch) for batch in loader] == list(range(8))
+    gate.open()
+    handle.result()
+    assert_checkpoint(tmp_path / "c", state)
+
+
+#: What a save is amid when its process is killed.
+MOMENTS = {"writing": "pwrite", "written": "files are written"}
+
+
+def save_and_terminate(path: Path, moment: str) -> None:
+    def save(send: Callable[[Any], None]) -> None:
+        def stop() -> None:
+            send("under way")
+            threading.Event().wait()
+
+        with before(MOMENTS[moment], stop):
+            torch_ckpt.async_save({"a": large(3), "b": large(4)}, path).result()
+
+    child = Answering(save)
+    assert child.answer() == "under way"
+    os.kill(child.pid, signal.SIGTERM)
+    assert end_of(child.pid) == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("moment", ["writing", "written"])
+def test_sigterm_during_a_save_leaves_no_checkpoint(tmp_path: Path, moment: str) -> None:
+    save_and_terminate(tmp_path / "c", moment)
+    assert not is_committed(tmp_path / "c")
+    with pytest.raises(CheckpointException):
+        torch_ckpt.load({"a": large(), "b": large()}, tmp_path / "c")
+
+
+@pytest.mark.parametrize("moment", ["writing", "written"])
+def test_sigterm_during_a_save_keeps_the_old_checkpoint(tmp_path: Path, moment: str) -> None:
+    old = {"a": large(1), "b": large(2)}
+    torch_ckpt.save(old, tmp_path / "c")
+    save_and_terminate(tmp_path / "c", moment)
+    assert_checkpoint(tmp_path / "c", old)
+
+
+def test_the_save_after_a_killed_one_clears_up(tmp_path: Path) -> None:
+    save_and_terminate(tmp_path / "c", "written")
+    left = contents(tmp_path / "c").keys()
+    state = {"t": torch.ones(3)}
+    torch_ckpt.async_save(state, tmp_path / "c").result()
+    assert left
+    assert not left & contents(tmp_path / "c").keys()
+    assert_checkpoint(tmp_path / "c", state)

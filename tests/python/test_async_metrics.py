@@ -1,0 +1,329 @@
+"""torch_ckpt.async_save: what it tells, and how quiet it is beside training."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import subprocess
+import time
+import warnings
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
+
+import torch_ckpt
+from tests.async_saves import Gate
+from tests.background_saves import (
+    STAGINGS,
+    assert_checkpoint,
+    large,
+    step,
+    trained,
+    unwritable,
+)
+from tests.forks import answer_of
+from tests.support import (
+    StateDict,
+    data_files,
+)
+from torch_ckpt import (
+    Background,
+    CheckpointError,
+)
+from torch_ckpt.writer import CHUNK_BYTES
+
+# Every checkpoint that is replaced makes torch say so.
+pytestmark = [
+    pytest.mark.usefixtures("no_save_before"),
+    pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
+]
+
+
+# --- metrics and traces --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("staging", STAGINGS)
+def test_the_metrics_tell_what_the_save_took(tmp_path: Path, staging: str) -> None:
+    begun = time.perf_counter()
+    handle = torch_ckpt.async_save({"t": large()}, tmp_path / "c", staging=staging)
+    returned = time.perf_counter() - begun
+    handle.result()
+    took = time.perf_counter() - begun
+    metrics = handle.metrics()
+    assert (metrics.path, metrics.rank) == (str(tmp_path / "c"), 0)
+    assert metrics.bytes == sum(file.stat().st_size for file in data_files(tmp_path / "c"))
+    assert 0 < metrics.blocked_s <= returned
+    assert 0 < metrics.planning_s < metrics.written_s < metrics.total_s <= took
+    assert 0 < metrics.staging_s < metrics.written_s
+    assert 0 < metrics.commit_s <= metrics.total_s - metrics.written_s
+    assert min(metrics.checksum_s, metrics.write_s, metrics.fsync_s) > 0
+    assert 0 < metrics.python_s < took
+    assert metrics.interval_s == 0
+
+
+def test_the_interval_is_the_time_since_the_last_call(tmp_path: Path) -> None:
+    begun = time.perf_counter()
+    torch_ckpt.async_save({"t": torch.ones(3)}, tmp_path / "first").result()
+    handle = torch_ckpt.async_save({"t": torch.zeros(3)}, tmp_path / "second")
+    took = time.perf_counter() - begun
+    handle.result()
+    assert 0 < handle.metrics().interval_s < took
+
+
+def test_waits_for_staged_count_as_blocked(tmp_path: Path, opened_by_a_step: Gate) -> None:
+    model, optimizer = trained(torch.optim.SGD)
+    handle = torch_ckpt.async_save({"model": model}, tmp_path / "c", staging="overlapped")
+    handle.guard(optimizer)
+    before = handle.metrics().blocked_s
+    step(model, optimizer)
+    guarded = handle.metrics().blocked_s
+    handle.wait_staged()
+    assert before < guarded < handle.metrics().blocked_s
+    handle.result()
+
+
+def test_a_finished_save_is_one_log_record(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="torch_ckpt"):
+        # Overlapped, where the caller's part ends before the save begins.
+        handle = torch_ckpt.async_save({"t": torch.ones(3)}, tmp_path / "c", staging="overlapped")
+        handle.result()
+    records: list[Any] = [r for r in caplog.records if r.name == "torch_ckpt"]
+    assert [record.levelname for record in records] == ["INFO"]
+    assert re.match(rf"saved 0\.000 GB to {tmp_path}/c on rank 0 in ", records[0].getMessage())
+    assert records[0].metrics == vars(handle.metrics())
+
+
+def test_a_failed_save_is_no_log_record(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="torch_ckpt"):
+        handle = torch_ckpt.async_save({"t": torch.ones(3)}, unwritable(tmp_path))
+        with pytest.raises(CheckpointException):
+            handle.result()
+    assert [r for r in caplog.records if r.name == "torch_ckpt"] == []
+
+
+def test_a_trace_is_what_chrome_shows(tmp_path: Path) -> None:
+    state = {"t": large(), "u": large()}
+    options: dict[str, Any] = {"staging": "overlapped", "trace": tmp_path / "trace.json"}
+    handle = torch_ckpt.async_save(state, tmp_path / "c", **options)
+    handle.result()
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert {"plan", "stage", "checksum", "write", "fsync", "commit", "blocked"} == {
+        span["name"] for span in spans
+    }
+    total = handle.metrics().total_s * 1e6
+    assert all(0 <= span["ts"] <= span["ts"] + span["dur"] <= total + 1 for span in spans)
+    lanes = {
+        e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"
+    }
+    assert {"python", "caller", "sources 0", "sources 1", "disk 0", "disk 1"} == set(lanes.values())
+    assert {span["tid"] for span in spans} == set(lanes)
+
+
+def test_a_failed_save_has_a_trace_as_well(tmp_path: Path) -> None:
+    handle = torch_ckpt.async_save({}, unwritable(tmp_path), trace=tmp_path / "trace.json")
+    with pytest.raises(CheckpointException):
+        handle.result()
+    json.loads((tmp_path / "trace.json").read_text())
+
+
+@pytest.mark.parametrize("trace", ["missing/trace.json", "nul\0", 7])
+def test_a_trace_that_cannot_be_written_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, trace: Any
+) -> None:
+    if isinstance(trace, str):
+        trace = str(tmp_path / trace)
+    torch_ckpt.async_save({"t": torch.ones(3)}, tmp_path / "c", trace=trace).result()
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    assert "the trace could not be written" in caplog.text
+
+
+# --- states that do not change -------------------------------------------------------------------
+
+
+def training(step: int, model: float, optim: float = 0.0) -> StateDict:
+    return {
+        "model": {"w": torch.full((3, 3), model), "b": torch.full((3,), model)},
+        "optim": {"moment": torch.full((3, 3), optim), "step": torch.tensor(step)},
+    }
+
+
+def warnings_of(tmp_path: Path, states: list[StateDict], **options: Any) -> list[str]:
+    """What saves of these states, one after the other, warn of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number, state in enumerate(states):
+            torch_ckpt.async_save(state, tmp_path / f"c{number}", **options).result()
+    return [text for w in caught if "bit for bit" in (text := str(w.message))]
+
+
+def test_weights_that_stay_while_steps_are_counted_are_named(tmp_path: Path) -> None:
+    (warning,) = warnings_of(tmp_path, [training(1, 1.0, 1.0), training(2, 1.0, 2.0)])
+    assert warning.startswith(f"{tmp_path}/c1: model.w, model.b are bit for bit what the last")
+    assert "although optim.step has changed" in warning
+
+
+def test_of_many_tensors_that_stay_five_are_named(tmp_path: Path) -> None:
+    states = [{"m": {f"t{i}": torch.ones(3) for i in range(8)}, "step": n} for n in (1, 2)]
+    (warning,) = warnings_of(tmp_path, states)
+    assert "m.t3, m.t4 and 3 more are bit for bit" in warning
+
+
+def test_a_number_that_is_no_tensor_counts_steps_as_well(tmp_path: Path) -> None:
+    (warning,) = warnings_of(tmp_path, [{"m": [torch.ones(3)], "step": n} for n in (1, 2)])
+    assert "although step has changed" in warning
+
+
+UNSUSPICIOUS = {
+    "they change": [training(1, 1.0, 1.0), training(2, 2.0, 2.0)],
+    "one of a group changes": [
+        {"m": {"a": torch.ones(3), "b": torch.full((3,), float(n))}, "step": n} for n in (1, 2)
+    ],
+    "nothing changes": [training(1, 1.0), training(1, 1.0)],
+    "a tensor is new": [training(1, 1.0), training(2, 1.0) | {"more": torch.ones(2)}],
+    "a name is another": [{"m": [torch.ones(3)], "s": 1}, {"n": [torch.ones(3)], "s": 2}],
+}
+
+
+@pytest.mark.parametrize("case", UNSUSPICIOUS)
+def test_there_is_no_warning_where(tmp_path: Path, case: str) -> None:
+    assert warnings_of(tmp_path, UNSUSPICIOUS[case]) == []
+
+
+def test_the_warning_can_be_silenced(tmp_path: Path) -> None:
+    states = [training(1, 1.0), training(2, 1.0)]
+    assert warnings_of(tmp_path, states, warn_unchanged=False) == []
+
+
+def test_a_frozen_group_is_named_once(tmp_path: Path) -> None:
+    states = [training(n, 1.0, float(n)) for n in range(4)]
+    assert len(warnings_of(tmp_path, states)) == 1
+
+
+def test_each_group_is_named_once(tmp_path: Path) -> None:
+    states = [training(1, 1.0, 1.0), training(2, 1.0, 2.0), training(3, 1.0, 2.0)]
+    first, second = warnings_of(tmp_path, states)
+    assert "model.w" in first
+    assert "model.w" not in second
+    assert "optim.moment" in second
+
+
+def test_a_warning_turned_into_an_error_says_that_the_checkpoint_is_committed(
+    tmp_path: Path,
+) -> None:
+    torch_ckpt.async_save(training(1, 1.0), tmp_path / "c1").result()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*bit for bit")
+        handle = torch_ckpt.async_save(training(2, 1.0), tmp_path / "c2")
+        with pytest.raises(CheckpointError, match=r"bit for bit .*c2 is committed$"):
+            handle.result()
+    assert_checkpoint(tmp_path / "c2", training(2, 1.0))
+
+
+# --- beside training -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"nice": 20}, "nice must be from 0 to 19, got 20"),
+        ({"nice": -1}, "nice must be from 0 to 19, got -1"),
+        ({"threads": -1}, "threads must not be negative, got -1"),
+        ({"max_bytes_per_second": -1}, "max_bytes_per_second must not be negative, got -1"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Background(**options)
+
+
+def nice_of_threads() -> dict[int, int]:
+    """By thread id."""
+    threads: list[str] = []
+    # One that ends meanwhile may hide another one from the listing.
+    while threads != (again := sorted(os.listdir("/proc/self/task"))):
+        threads = again
+    found = {}
+    for thread in threads:
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
+            status = Path(f"/proc/self/task/{thread}/stat").read_text()
+            # The name, in parentheses, may hold anything. "nice" is the 19th field.
+            found[int(thread)] = int(status.rpartition(")")[2].split()[19 - 3])
+    return found
+
+
+Answer = tuple[list[int], set[str]]
+
+
+def threads_beside(path: Path, kind: str, own_nice: int) -> Answer:
+    """How much nicer than the process how many threads of a save are; and I/O classes."""
+
+    def save() -> Answer:
+        warnings.simplefilter("ignore")
+        os.setpriority(os.PRIO_PROCESS, 0, own_nice)
+        own = os.getpriority(os.PRIO_PROCESS, 0)
+        background = Background(nice=7, threads=3, max_bytes_per_second=32 << 20)
+        writer = torch_ckpt.FileSystemWriter(path, background=background)
+        state = {"t": large(chunks=4)}
+        if kind == "save":
+            torch_ckpt.save(state, storage_writer=writer)
+        elif kind == "async_save":
+            torch_ckpt.async_save(state, storage_writer=writer).result()
+        else:
+            future: Any = dcp_async_save(state, storage_writer=writer, no_dist=True)
+            future.result()
+        # The engine's threads outlive the save.
+        nicer = {thread: nice - own for thread, nice in nice_of_threads().items() if nice > own}
+        classes = set()
+        if shutil.which("ionice"):
+            for thread in nicer:
+                command = ["ionice", "-p", str(thread)]
+                classes.add(subprocess.run(command, capture_output=True, text=True).stdout.strip())
+        return sorted(nicer.values()), classes
+
+    found: Answer = answer_of(save)
+    return found
+
+
+def test_the_threads_of_a_synchronous_save_are_as_nice_as_the_process(tmp_path: Path) -> None:
+    nicer, _ = threads_beside(tmp_path / "c", "save", 0)
+    assert nicer == []
+
+
+@pytest.mark.parametrize("kind", ["async_save", "dcp.async_save"])
+def test_the_threads_of_a_background_save_are_quiet(tmp_path: Path, kind: str) -> None:
+    nicer, classes = threads_beside(tmp_path / "c", kind, 0)
+    assert nicer == [7, 7, 7]
+    assert classes <= {"idle"}
+
+
+@pytest.mark.parametrize(("own_nice", "nicer_by"), [(4, [3, 3, 3]), (9, [])])
+def test_a_process_that_is_nice_itself_is_not_made_less_so(
+    tmp_path: Path, own_nice: int, nicer_by: list[int]
+) -> None:
+    nicer, _ = threads_beside(tmp_path / "c", "async_save", own_nice)
+    assert nicer == nicer_by
+
+
+def test_the_bandwidth_is_limited(tmp_path: Path) -> None:
+    limit = 32 << 20
+    handle = torch_ckpt.async_save(
+        {"t": large(chunks=4)},
+        tmp_path / "c",
+        thread_count=1,
+        background=Background(max_bytes_per_second=limit),
+    )
+    handle.result()
+    # The last write begins when those before it have had their time.
+    at_least = (handle.metrics().bytes - CHUNK_BYTES) / limit
+    assert handle.metrics().written_s >= at_least
