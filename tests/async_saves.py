@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
+import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,7 +21,17 @@ from torch.distributed.checkpoint import DefaultSavePlanner, SavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-from tests.support import StateDict, random_tensor
+import torch_ckpt
+from tests.fault_hooks import at_fault_points
+from tests.support import (
+    StateDict,
+    assert_equal,
+    data_files,
+    emptied,
+    load,
+    random_tensor,
+    stock_load,
+)
 from torch_ckpt.megatron import (
     AsyncRequest,
     FileSystemWriterAsync,
@@ -142,6 +154,17 @@ def request_of(finalizing: Any) -> AsyncRequest:
     return AsyncRequest(function, arguments, finalize, preload_fn=preload)
 
 
+def begun(state: StateDict, path: Path, **options: Any) -> tuple[Any, Callable[[], None]]:
+    """A save that is staged; what finalizes it, and its function."""
+    writer = FileSystemWriterAsync(path, **options)
+    finalizing = planned(state, writer)
+    function, preload, arguments = writer.get_save_function_and_args()
+    assert function is not None
+    assert preload is not None
+    arguments[1] = preload()
+    return finalizing, lambda: function(*arguments)
+
+
 # --- callers -------------------------------------------------------------------------------------
 
 
@@ -156,11 +179,11 @@ def in_fork_after_preload(writer: FileSystemWriterAsync) -> None:
     assert function is not None
     assert preload is not None
     arguments[1] = preload()
-    _in_child("fork", function, *arguments)
+    in_child("fork", function, *arguments)
 
 
 def in_fork(writer: FileSystemWriterAsync) -> None:
-    _in_child("fork", _run_all, *writer.get_save_function_and_args())
+    in_child("fork", _run_all, *writer.get_save_function_and_args())
 
 
 class Worker:
@@ -200,11 +223,82 @@ def _run_all(function: Any, preload: Any, arguments: list[Any]) -> None:
         function(*arguments)
 
 
-def _in_child(how: str, work: Callable[..., None], *arguments: Any) -> None:
+def in_child(how: str, work: Callable[..., None], *arguments: Any) -> None:
     child = multiprocessing.get_context(how).Process(target=work, args=arguments)
     child.start()
     child.join(LIMIT)
     assert child.exitcode == 0
+
+
+@pytest.fixture(scope="session")
+def worker() -> Iterator[Worker]:
+    started = Worker()
+    yield started
+    started.close()
+
+
+@pytest.fixture(params=["here", "fork after preload", "fork", "spawned worker"])
+def caller(request: pytest.FixtureRequest) -> Caller:
+    if request.param == "spawned worker":
+        spawned: Worker = request.getfixturevalue("worker")
+        return spawned
+    return {"here": here, "fork after preload": in_fork_after_preload, "fork": in_fork}[
+        request.param
+    ]
+
+
+@pytest.fixture
+def held_after_staging(gate: Gate) -> Iterator[Gate]:
+    """Saves have staged and written, and no data file is fsynced until it is opened."""
+
+    def hook(operation: str, path: str) -> None:
+        if operation == "fsync" and path.endswith(".distcp"):
+            gate()
+
+    with at_fault_points(hook):
+        yield gate
+        gate.open()
+
+
+class Priority(NamedTuple):
+    """How a thread behaves beside others; ``is_idle`` of I/O is None where nobody can tell."""
+
+    nice: int
+    is_idle: bool | None
+
+
+@contextmanager
+def priorities_of_writers(gate: Gate) -> Iterator[list[Priority]]:
+    """Those of the threads that fsync data files; nothing is written until the gate is opened.
+
+    Before a save is staged its files may be written by threads that are not quiet.
+    """
+    told: list[Priority] = []
+
+    def hook(operation: str, path: str) -> None:
+        if not path.endswith(".distcp"):
+            return
+        if operation == "pwrite":
+            gate()
+        elif operation == "fsync":
+            thread = threading.get_native_id()
+            is_idle = None
+            if shutil.which("ionice"):
+                command = ["ionice", "-p", str(thread)]
+                is_idle = "idle" in subprocess.run(command, capture_output=True, text=True).stdout
+            told.append(Priority(os.getpriority(os.PRIO_PROCESS, thread), is_idle))
+
+    with at_fault_points(hook):
+        yield told
+        gate.open()
+
+
+def assert_priorities(told: list[Priority], nice: int, is_idle: bool = True) -> None:
+    """Fails unless the threads are as nice, or as nice as the process where that is nicer."""
+    expected = Priority(max(nice, os.getpriority(os.PRIO_PROCESS, 0)), is_idle)
+    assert told
+    for each in told:
+        assert each._replace(is_idle=is_idle if each.is_idle is None else each.is_idle) == expected
 
 
 # --- whole saves ---------------------------------------------------------------------------------
@@ -234,3 +328,31 @@ def save_to(path: str, threads: int) -> None:
 
 def is_committed(path: Path) -> bool:
     return (path / ".metadata").exists()
+
+
+def names_in(path: Path) -> list[str]:
+    return [file.name for file in data_files(path)]
+
+
+def assert_checkpoint(path: Path, state: StateDict) -> None:
+    """Fails where the checkpoint is not the state's, to us or to stock torch."""
+    for loader in (load, stock_load):
+        loaded = emptied(state)
+        loader(loaded, path)
+        assert_equal(loaded, state)
+
+
+def open_in_python(path: str, mode: str) -> Any:
+    return open(path, mode)
+
+
+def read_metadata(path: Path) -> Metadata:
+    return torch_ckpt.FileSystemReader(path).read_metadata()
+
+
+def failure_of(writer: FileSystemWriterAsync) -> BaseException:
+    """What ``retrieve_write_results`` returns in the place of results."""
+    outcome = writer.retrieve_write_results()
+    assert isinstance(outcome, tuple), outcome
+    assert isinstance(outcome[0], RuntimeError)
+    return outcome[0]

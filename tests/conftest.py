@@ -16,8 +16,10 @@ import pytest
 # processes keep the cores busy, work on small tensors takes ten times as long with two as with one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Who imports another one comes after it, or its assertions would not be rewritten.
 pytest_plugins = [
     "tests.async_saves",
+    "tests.async_calls",
     "tests.background_saves",
     "tests.interposed",
     "tests.interpreters",

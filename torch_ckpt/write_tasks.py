@@ -153,6 +153,7 @@ class EngineWrite(Staged):
         self._staged.wait()
 
     def outcome(self, transforms: _StorageWriterTransforms | None = None) -> Results | Exception:
+        _C.fault_point("wait for the outcome", self._task.directory)
         if os.getpid() == self._pid:
             self._ended.wait()
         elif self._outcome is None:

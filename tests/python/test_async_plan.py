@@ -19,9 +19,16 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 import torch_ckpt
-from tests.async_saves import DecentralizedPlanner, eventually, here, small_state, state_of
+from tests.async_saves import (
+    DecentralizedPlanner,
+    assert_checkpoint,
+    eventually,
+    here,
+    small_state,
+    state_of,
+)
 from tests.fault_hooks import at_fault_points, failing
-from tests.support import StateDict, assert_equal, data_files, emptied, load, stock_load
+from tests.support import StateDict, data_files
 from torch_ckpt.megatron import (
     CachedMetadataFileSystemReader,
     FileSystemWriterAsync,
@@ -69,14 +76,6 @@ class Site:
         finalizing, _ = self.plan(state, path)
         here(finalizing[0])
         save_state_dict_async_finalize(*finalizing)
-
-
-def assert_checkpoint(path: Path, state: StateDict) -> None:
-    """Fails where the checkpoint is not the state's, to us or to stock torch."""
-    for loader in (load, stock_load):
-        loaded = emptied(state)
-        loader(loaded, path)
-        assert_equal(loaded, state)
 
 
 def tensors(seed: int) -> StateDict:

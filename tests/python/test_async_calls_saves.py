@@ -1,0 +1,368 @@
+"""The queue of asynchronous calls: saves, and aborts in every phase of them."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.checkpoint.api import CheckpointException
+
+from tests.async_calls import assert_saved, is_empty, request, schedule
+from tests.async_saves import (
+    LIMIT,
+    Gate,
+    assert_priorities,
+    eventually,
+    in_thread,
+    is_committed,
+    open_in_python,
+    planned,
+    priorities_of_writers,
+    request_of,
+    small_state,
+)
+from tests.fault_hooks import before, calling
+from tests.support import data_files
+from torch_ckpt import Background
+from torch_ckpt.megatron import (
+    AsyncCallsQueue,
+    FileSystemWriterAsync,
+    save_state_dict_async_finalize,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
+
+
+def test_saves_are_committed_in_order(calls_queue: AsyncCallsQueue, tmp_path: Path) -> None:
+    for seed in (1, 2, 3):
+        schedule(calls_queue, tmp_path / "c", seed)
+    assert not is_committed(tmp_path / "c")
+    assert calls_queue.maybe_finalize_async_calls(blocking=True) == [0, 1, 2]
+    assert_saved(tmp_path / "c", seed=3)
+
+
+def test_sources_may_change_when_the_call_is_scheduled(
+    calls_queue: AsyncCallsQueue, tmp_path: Path
+) -> None:
+    state = small_state()
+    writer = FileSystemWriterAsync(tmp_path / "c")
+    calls_queue.schedule_async_request(request_of(planned(state, writer)))
+    for tensor in state.values():
+        tensor.zero_()
+    calls_queue.close()
+    assert_saved(tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    ("by_queue", "by_warm_up", "seen"),
+    [(3, 5, 3), (None, 5, 5), (None, None, 7)],
+    ids=["the queue", "the warm-up", "the writer"],
+)
+def test_priorities_are_those_of(
+    tmp_path: Path, gate: Gate, by_queue: int | None, by_warm_up: int | None, seen: int
+) -> None:
+    class Fresh(AsyncCallsQueue):
+        """Which nobody has warmed up."""
+
+    if by_warm_up is not None:
+        Fresh.warmup_persistent_caller(0, "spawn", cpu_priority=by_warm_up, io_priority=3)
+    background = None if by_queue is None else Background(nice=by_queue)
+    calls_queue = Fresh(persistent=True, background=background)
+    with priorities_of_writers(gate) as told:
+        schedule(calls_queue, tmp_path / "c", background=Background(nice=7))
+        gate.open()
+        calls_queue.close()
+    assert_priorities(told, seen)
+
+
+@pytest.mark.parametrize(("io_priority", "is_idle"), [(None, True), (3, True), (2, False)])
+def test_the_io_class_is_idle_or_the_process_own(
+    tmp_path: Path, gate: Gate, io_priority: int | None, is_idle: bool
+) -> None:
+    class Fresh(AsyncCallsQueue):
+        """Which nobody has warmed up."""
+
+    Fresh.warmup_persistent_caller(0, cpu_priority=4, io_priority=io_priority)
+    calls_queue = Fresh()
+    with priorities_of_writers(gate) as told:
+        schedule(calls_queue, tmp_path / "c")
+        gate.open()
+        calls_queue.close()
+    assert_priorities(told, 4, is_idle)
+
+
+# --- abort ---------------------------------------------------------------------------------------
+
+
+def assert_usable(calls_queue: AsyncCallsQueue, path: Path) -> None:
+    schedule(calls_queue, path, seed=5)
+    calls_queue.close()
+    assert_saved(path, seed=5)
+
+
+def test_an_abort_before_staging_leaves_no_file(
+    calls_queue: AsyncCallsQueue, tmp_path: Path, gate: Gate
+) -> None:
+    def schedule_slowly() -> None:
+        made = request_of(planned(small_state(), FileSystemWriterAsync(tmp_path / "c")))
+        preload = made.preload_fn
+        assert preload is not None
+        calls_queue.schedule_async_request(made._replace(preload_fn=lambda: [gate(), preload()][1]))
+
+    with in_thread(schedule_slowly):
+        gate.wait()
+        calls_queue.close(abort=True)
+        gate.open()
+    assert calls_queue.get_num_unfinalized_calls() == 0
+    eventually(lambda: is_empty(tmp_path / "c"))
+    assert_usable(calls_queue, tmp_path / "c")
+
+
+def test_an_abort_while_another_thread_stages_leaves_no_file(
+    calls_queue: AsyncCallsQueue, tmp_path: Path, gate: Gate
+) -> None:
+    with (
+        calling({"engine has begun": gate}),
+        in_thread(lambda: schedule(calls_queue, tmp_path / "c")),
+    ):
+        gate.wait()
+        calls_queue.close(abort=True)
+        gate.open()
+    assert calls_queue.get_num_unfinalized_calls() == 0
+    eventually(lambda: is_empty(tmp_path / "c"))
+    assert_usable(calls_queue, tmp_path / "c")
+
+
+def test_an_abort_while_it_is_written_leaves_no_file(
+    calls_queue: AsyncCallsQueue, tmp_path: Path, held_after_staging: Gate
+) -> None:
+    schedule(calls_queue, tmp_path / "c")
+    held_after_staging.wait()
+    calls_queue.close(abort=True)
+    assert calls_queue.get_num_unfinalized_calls() == 0
+    held_after_staging.open()
+    eventually(lambda: is_empty(tmp_path / "c"))
+    assert_usable(calls_queue, tmp_path / "c")
+
+
+def test_an_abort_between_writing_and_finalizing_leaves_no_file(
+    calls_queue: AsyncCallsQueue, tmp_path: Path
+) -> None:
+    schedule(calls_queue, tmp_path / "c")
+    assert calls_queue._calls[0].ended.wait(LIMIT)
+    assert data_files(tmp_path / "c")
+    calls_queue.close(abort=True)
+    eventually(lambda: is_empty(tmp_path / "c"))
+    assert not is_committed(tmp_path / "c")
+    assert_usable(calls_queue, tmp_path / "c")
+
+
+def test_an_abort_of_writing_in_python_leaves_no_file(
+    calls_queue: AsyncCallsQueue, tmp_path: Path, gate: Gate
+) -> None:
+    def opening(path: str, mode: str) -> Any:
+        stream = open(path, mode)  # noqa: SIM115  (the writer's)
+        gate()
+        return stream
+
+    schedule(calls_queue, tmp_path / "c", open_file=opening)
+    gate.wait()
+    assert data_files(tmp_path / "c")
+    calls_queue.close(abort=True)
+    gate.open()
+    eventually(lambda: is_empty(tmp_path / "c"))
+
+
+@pytest.mark.parametrize("options", [{}, {"open_file": open_in_python}], ids=["engine", "Python"])
+def test_an_abort_of_what_is_written_leaves_no_file_where_somebody_holds_the_plan(
+    calls_queue: AsyncCallsQueue, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    held = planned(small_state(), FileSystemWriterAsync(tmp_path / "c", **options))
+    calls_queue.schedule_async_request(request_of(held))
+    assert calls_queue._calls[0].ended.wait(LIMIT)
+    assert data_files(tmp_path / "c")
+    calls_queue.close(abort=True)
+    assert is_empty(tmp_path / "c")
+
+
+@pytest.fixture
+def held_at_the_end(gate: Gate) -> Iterator[Gate]:
+    """The engine has written everything, too late to be cancelled."""
+    with calling({"files are written": gate}):
+        yield gate
+        gate.open()
+
+
+def test_an_abort_that_comes_too_late_to_cancel_leaves_no_file_where_somebody_holds_the_plan(
+    calls_queue: AsyncCallsQueue, tmp_path: Path, held_at_the_end: Gate
+) -> None:
+    held = planned(small_state(), FileSystemWriterAsync(tmp_path / "c"))
+    calls_queue.schedule_async_request(request_of(held))
+    held_at_the_end.wait()
+    calls_queue.close(abort=True)
+    held_at_the_end.open()
+    eventually(lambda: is_empty(tmp_path / "c"))
+
+
+@pytest.mark.parametrize("has_ended", [True, False])
+def test_a_save_that_was_aborted_cannot_be_finalized(
+    calls_queue: AsyncCallsQueue, tmp_path: Path, held_at_the_end: Gate, has_ended: bool
+) -> None:
+    finalizing = planned(small_state(), FileSystemWriterAsync(tmp_path / "c"))
+    calls_queue.schedule_async_request(request_of(finalizing))
+    if has_ended:
+        held_at_the_end.open()
+        assert calls_queue._calls[0].ended.wait(LIMIT)
+    calls_queue.close(abort=True)
+    with pytest.raises(CheckpointException, match="Worker failure: aborted"):
+        save_state_dict_async_finalize(*finalizing)
+    assert not is_committed(tmp_path / "c")
+
+
+def test_a_writer_may_be_used_again_while_its_aborted_save_comes_to_an_end(
+    calls_queue: AsyncCallsQueue, tmp_path: Path, held_at_the_end: Gate
+) -> None:
+    writer = FileSystemWriterAsync(tmp_path / "c")
+    calls_queue.schedule_async_request(request_of(planned(small_state(), writer)))
+    held_at_the_end.wait()
+    aborted = calls_queue._calls[0].stage.writes[0]
+    calls_queue.close(abort=True)
+    again = planned(small_state(5), writer)
+    held_at_the_end.open()
+    aborted.outcome(None)
+    calls_queue.schedule_async_request(request_of(again))
+    calls_queue.close()
+    assert_saved(tmp_path / "c", seed=5)
+
+
+def test_an_abort_keeps_what_somebody_has_finalized_by_hand(
+    calls_queue: AsyncCallsQueue, tmp_path: Path
+) -> None:
+    finalizing = planned(small_state(), FileSystemWriterAsync(tmp_path / "c"))
+    calls_queue.schedule_async_request(request_of(finalizing))
+    assert calls_queue._calls[0].ended.wait(LIMIT)
+    save_state_dict_async_finalize(*finalizing)
+    calls_queue.close(abort=True)
+    assert_saved(tmp_path / "c")
+
+
+def test_an_abort_keeps_the_checkpoint_that_was_there(
+    calls_queue: AsyncCallsQueue, tmp_path: Path, held_after_staging: Gate
+) -> None:
+    held_after_staging.open()
+    assert_usable(calls_queue, tmp_path / "c")
+    before = data_files(tmp_path / "c")
+    schedule(calls_queue, tmp_path / "c")
+    calls_queue.close(abort=True)
+    eventually(lambda: (gc.collect(), data_files(tmp_path / "c"))[1] == before)
+    assert_saved(tmp_path / "c", seed=5)
+
+
+def test_an_abort_does_not_wait_for_a_function_of_others(
+    calls_queue: AsyncCallsQueue, gate: Gate
+) -> None:
+    finalized: list[int] = []
+    calls_queue.schedule_async_request(request(gate, finalize=[lambda: finalized.append(1)]))
+    calls_queue.schedule_async_request(request(print, finalize=[lambda: finalized.append(2)]))
+    gate.wait()
+    calls_queue.close(abort=True)
+    gate.open()
+    assert calls_queue.maybe_finalize_async_calls(blocking=True) == []
+    assert finalized == []
+
+
+def test_calls_keep_their_numbers_after_an_abort(calls_queue: AsyncCallsQueue) -> None:
+    # Whoever compares numbers with other ranks, which aborted as well.
+    calls_queue.schedule_async_request(request(print))
+    calls_queue.close(abort=True)
+    assert calls_queue.schedule_async_request(request(print)) == 1
+
+
+def test_a_wait_in_another_thread_ends_with_an_abort(
+    calls_queue: AsyncCallsQueue, gate: Gate
+) -> None:
+    calls_queue.schedule_async_request(request(gate))
+    gate.wait()
+    call = calls_queue._calls[0]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(calls_queue.maybe_finalize_async_calls, True)
+        eventually(lambda: call.agreement is not None)
+        calls_queue.close(abort=True)
+        with pytest.raises(CheckpointException, match="call 0 was aborted"):
+            waiting.result(LIMIT)
+
+
+def test_what_another_thread_aborts_when_it_has_ended_is_not_finalized(
+    calls_queue: AsyncCallsQueue,
+) -> None:
+    finalized: list[int] = []
+    calls_queue.schedule_async_request(request(print, finalize=[lambda: finalized.append(1)]))
+
+    def abort() -> None:
+        with in_thread(lambda: calls_queue.close(abort=True)):
+            pass
+
+    with (
+        before("call has ended", abort),
+        pytest.raises(CheckpointException, match="call 0 was aborted"),
+    ):
+        calls_queue.maybe_finalize_async_calls(blocking=True)
+    assert finalized == []
+
+
+def test_a_close_finalizes_and_the_queue_may_be_used_again(calls_queue: AsyncCallsQueue) -> None:
+    finalized: list[int] = []
+    for number in range(2):
+        calls_queue.schedule_async_request(
+            request(print, finalize=[lambda n=number: finalized.append(n)])
+        )
+        calls_queue.close()
+    assert finalized == [0, 1]
+
+
+def test_a_queue_that_goes_with_calls_says_so(gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
+    forgotten = AsyncCallsQueue()
+    forgotten.schedule_async_request(request(gate))
+    gate.wait()
+    with caplog.at_level(logging.ERROR, "torch_ckpt"):
+        del forgotten
+        gc.collect()
+    assert "1 async calls were never finalized" in caplog.text
+
+
+def test_a_queue_that_goes_without_calls_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    used = AsyncCallsQueue()
+    used.schedule_async_request(request(print))
+    used.close()
+    with caplog.at_level(logging.DEBUG, "torch_ckpt"):
+        del used
+        gc.collect()
+    assert caplog.text == ""
+
+
+def test_control_c_while_it_is_staged_is_raised_and_fails_the_call(
+    calls_queue: AsyncCallsQueue, tmp_path: Path, gate: Gate
+) -> None:
+    main = threading.get_ident()
+
+    def interrupt() -> None:
+        gate.wait()
+        signal.pthread_kill(main, signal.SIGINT)
+
+    with calling({"engine has begun": gate}):
+        with in_thread(interrupt), pytest.raises(KeyboardInterrupt):
+            schedule(calls_queue, tmp_path / "c")
+        gate.open()
+    with pytest.raises(CheckpointException, match="KeyboardInterrupt"):
+        calls_queue.maybe_finalize_async_calls(blocking=True)
+    # Its files go when it ends, which nobody waits for.
+    eventually(lambda: is_empty(tmp_path / "c"))
+    assert_usable(calls_queue, tmp_path / "c")
+    assert len(data_files(tmp_path / "c")) == 2

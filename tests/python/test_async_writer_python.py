@@ -1,0 +1,259 @@
+"""Megatron's writer through Python: others' files, transforms and object stores."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import pickle
+import sys
+import threading
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint._extension import StreamTransformExtension
+from torch.distributed.checkpoint.api import CheckpointException
+
+from tests.async_saves import (
+    Caller,
+    Gate,
+    assert_checkpoint,
+    failure_of,
+    here,
+    in_thread,
+    is_committed,
+    names_in,
+    open_in_python,
+    planned,
+    save,
+    small_state,
+    state_of,
+)
+from tests.support import (
+    assert_equal,
+    files_limited_to,
+    stock_save,
+)
+from torch_ckpt import CheckpointError
+from torch_ckpt.megatron import (
+    FileSystemWriterAsync,
+    save_state_dict_async_finalize,
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
+]
+
+
+class Flip(StreamTransformExtension):
+    """Flips every bit of what is written."""
+
+    @staticmethod
+    def from_descriptor(version: str) -> Flip:
+        return Flip()
+
+    @staticmethod
+    def registry_name() -> str:
+        return "stream.flip"
+
+    def get_descriptor(self) -> str:
+        return "stream.flip"
+
+    def transform_to(self, output: Any) -> Any:
+        return Flipped(output)
+
+    def transform_from(self, input: Any) -> Any:
+        raise NotImplementedError
+
+
+class Flipped(io.BytesIO):
+    """Passes on what it holds when it is closed."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self._output = output
+
+    def close(self) -> None:
+        if not self.closed:
+            self._output.write(flipped(self.getvalue()))
+        super().close()
+
+
+def flipped(data: bytes) -> bytes:
+    return bytes(byte ^ 255 for byte in data)
+
+
+def test_a_transform_is_applied_to_every_record(tmp_path: Path, caller: Caller) -> None:
+    metadata = save(small_state(), tmp_path / "c", caller, thread_count=2, _extensions=[Flip()])
+    assert len(names_in(tmp_path / "c")) == 2
+    for index, info in metadata.storage_data.items():
+        data = (tmp_path / "c" / info.relative_path).read_bytes()
+        record = flipped(data[info.offset :][: info.length])
+        assert_equal(torch.load(io.BytesIO(record)), small_state()[index.fqn])
+        assert info.transform_descriptors == ["stream.flip"]
+
+
+def test_files_are_opened_by_the_function_that_is_given(tmp_path: Path, caller: Caller) -> None:
+    save(state_of(), tmp_path / "c", caller, thread_count=2, open_file=open_in_python)
+    assert_checkpoint(tmp_path / "c", state_of())
+
+
+def test_the_function_that_opens_gets_path_and_mode(tmp_path: Path) -> None:
+    calls = []
+
+    def opening(path: str, mode: str) -> Any:
+        calls.append((path, mode))
+        return open(path, mode)
+
+    save(small_state(), tmp_path / "c", thread_count=2, open_file=opening)
+    assert sorted(calls) == [(str(tmp_path / "c" / f"__0_{n}.distcp"), "wb") for n in range(2)]
+
+
+def test_python_threads_write_at_once(tmp_path: Path) -> None:
+    # Each waits for the others to have opened their files.
+    met = threading.Barrier(4)
+
+    def opening(path: str, mode: str) -> Any:
+        met.wait(60)
+        return open(path, mode)
+
+    save(small_state(), tmp_path / "c", thread_count=4, open_file=opening)
+    assert_checkpoint(tmp_path / "c", small_state())
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_the_error_of_any_python_thread_fails_the_save_and_leaves_no_file(
+    tmp_path: Path, number: int
+) -> None:
+    def opening(path: str, mode: str) -> Any:
+        if path.endswith(f"_{number}.distcp"):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return open(path, mode)
+
+    writer = FileSystemWriterAsync(tmp_path / "c", thread_count=4, open_file=opening)
+    finalizing = planned(small_state(), writer)
+    here(writer)
+    assert names_in(tmp_path / "c") == []
+    with pytest.raises(CheckpointException, match=rf"Permission denied.*__0_{number}\.distcp"):
+        save_state_dict_async_finalize(*finalizing)
+    assert not is_committed(tmp_path / "c")
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_a_write_that_fails_in_python_leaves_no_file(tmp_path: Path, threads: int) -> None:
+    writer = FileSystemWriterAsync(tmp_path / "c", thread_count=threads, open_file=open_in_python)
+    finalizing = planned(small_state(), writer)
+    with files_limited_to(1000):
+        here(writer)
+    with pytest.raises(CheckpointException, match="File too large"):
+        save_state_dict_async_finalize(*finalizing)
+    assert os.listdir(tmp_path / "c") == []
+
+
+def test_python_writing_can_be_cancelled(tmp_path: Path, gate: Gate) -> None:
+    def opening(path: str, mode: str) -> Any:
+        gate()
+        return open(path, mode)
+
+    writer = FileSystemWriterAsync(tmp_path / "c", thread_count=2, open_file=opening)
+    planned(small_state(), writer)
+    function, preload, arguments = writer.get_save_function_and_args()
+    assert function is not None
+    assert preload is not None
+    arguments[1] = staged = preload()
+    with in_thread(lambda: function(*arguments)):
+        gate.wait()
+        staged.cancel()
+        gate.open()
+    assert "aborted" in str(failure_of(writer))
+    assert names_in(tmp_path / "c") == []
+
+
+# --- through multistorageclient ------------------------------------------------------------------
+
+
+class FakeStore:
+    """The part of the package multistorageclient that is used, over a dictionary."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.synced: set[str] = set()
+        self.made: list[str] = []
+        self.fails: str | None = None
+        self.os = self
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        self.made.append(path)
+
+    def open(self, path: str, mode: str) -> Any:
+        if self.fails is not None and self.fails in path:
+            raise ConnectionError(f"{path}: the store does not answer")
+        store = self
+
+        class Stream(io.BytesIO):
+            def fsync(self) -> None:
+                store.synced.add(path)
+
+            def close(self) -> None:
+                store.objects[path] = self.getvalue()
+                super().close()
+
+        return Stream()
+
+
+@pytest.fixture
+def msc(monkeypatch: pytest.MonkeyPatch) -> FakeStore:
+    store = FakeStore()
+    module: Any = types.ModuleType("multistorageclient")
+    module.open, module.os = store.open, store
+    monkeypatch.setitem(sys.modules, "multistorageclient", module)
+    return store
+
+
+def test_an_object_store_gets_files_and_metadata(msc: FakeStore, tmp_path: Path) -> None:
+    save(state_of(), "msc://bucket/c", thread_count=2, use_msc=True)
+    assert sorted(msc.objects) == [
+        f"msc://bucket/c/{name}" for name in (".metadata", "__0_0.distcp", "__0_1.distcp")
+    ]
+    assert msc.synced == {f"msc://bucket/c/__0_{n}.distcp" for n in range(2)}
+    assert set(msc.made) == {"msc://bucket/c"}
+    for path, data in msc.objects.items():
+        (tmp_path / os.path.basename(path)).write_bytes(data)
+    assert_checkpoint(tmp_path, state_of())
+
+
+def test_the_metadata_in_an_object_store_has_torchs_version(msc: FakeStore, tmp_path: Path) -> None:
+    save(small_state(), "msc://bucket/c", use_msc=True)
+    stock_save(small_state(), tmp_path / "stock")
+    stock = pickle.loads((tmp_path / "stock" / ".metadata").read_bytes())
+    ours = pickle.loads(msc.objects["msc://bucket/c/.metadata"])
+    assert getattr(ours, "version", None) == getattr(stock, "version", None)
+
+
+def test_an_error_of_the_object_store_fails_the_save(msc: FakeStore) -> None:
+    msc.fails = "__0_1"
+    with pytest.raises(CheckpointException, match="the store does not answer"):
+        save(state_of(), "msc://bucket/c", thread_count=2, use_msc=True)
+    assert "msc://bucket/c/.metadata" not in msc.objects
+
+
+def test_nothing_is_made_here_for_an_object_store(
+    msc: FakeStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save(small_state(), "msc://bucket/c", use_msc=True)
+    assert os.listdir(tmp_path) == []
+
+
+def test_paths_of_object_stores_are_valid() -> None:
+    assert FileSystemWriterAsync.validate_checkpoint_id("msc://bucket/c")
+
+
+def test_without_the_package_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "multistorageclient", None)
+    with pytest.raises(CheckpointError, match="multi-storage-client"):
+        FileSystemWriterAsync(tmp_path, use_msc=True)

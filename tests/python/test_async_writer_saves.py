@@ -1,0 +1,275 @@
+"""Megatron's writer: failures of the system, several saves, writers that are used again."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import queue
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from tests.async_saves import (
+    DecentralizedPlanner,
+    Gate,
+    assert_checkpoint,
+    begun,
+    eventually,
+    failure_of,
+    here,
+    names_in,
+    open_in_python,
+    planned,
+    request_of,
+    save,
+    save_to,
+    small_state,
+    state_of,
+)
+from tests.faults.disks import failing_disk
+from tests.interposed import Order, Server
+from tests.support import (
+    StateDict,
+    assert_equal,
+    cause_of,
+    emptied,
+    files_limited_to,
+    load,
+    random_tensor,
+    save_with,
+)
+from torch_ckpt.megatron import (
+    AsyncCallsQueue,
+    FileSystemWriterAsync,
+    save_state_dict_async_finalize,
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
+]
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_a_full_disk_fails_the_save_with_errno_and_path(small_disk: Path, threads: int) -> None:
+    # Of four tensors of 3 MiB two have room.
+    state = {f"t{n}": random_tensor((3 << 20,), torch.uint8, n) for n in range(4)}
+    path = small_disk / "c"
+    writer = FileSystemWriterAsync(path, thread_count=threads)
+    finalizing = planned(state, writer)
+    here(writer)
+    assert os.listdir(path) == []
+    with pytest.raises(CheckpointException) as error:
+        save_state_dict_async_finalize(*finalizing)
+    assert os.strerror(errno.ENOSPC) in str(cause_of(error.value))
+    assert f"{path}/__0_" in str(cause_of(error.value))
+    save(small_state(), path, thread_count=threads)
+    assert_checkpoint(path, small_state())
+
+
+@pytest.mark.parametrize("kind", ["open", "write", "fsync"])
+@pytest.mark.parametrize("number", [1, 4])
+def test_one_call_that_fails_in_one_of_four_files_fails_the_whole(
+    server: Server, tmp_path: Path, kind: str, number: int
+) -> None:
+    root = tmp_path / "tree"
+    root.mkdir()
+    path = root / "c"
+    path.mkdir()
+    counted = server.run(Order(kinds=[kind]), root, save_to, str(path), 4)
+    assert counted.error is None, counted.error
+    data = [call.number for call in counted.of(kind) if call.path.endswith(".distcp")]
+    assert len(data) >= 4
+    wanted = data[number - 1]
+    for file in path.iterdir():
+        file.unlink()
+    order = Order("fail", wanted, kinds=[kind], errors={kind: errno.EIO})
+    run = server.run(order, root, save_to, str(path), 4)
+    assert run.hit is not None
+    assert isinstance(run.error, CheckpointException), (run.hit, run.error)
+    text = str(cause_of(run.error))
+    assert "Errno 5" in text
+    assert str(path) in text
+    assert os.listdir(path) == []
+
+
+def test_a_disk_that_fails_while_it_is_written_fails_the_save(tmp_path: Path) -> None:
+    with failing_disk(tmp_path) as disk:
+        save(small_state(1), disk.path / "c", thread_count=2)
+        writer = FileSystemWriterAsync(disk.path / "c", thread_count=2)
+        finalizing = planned(small_state(2), writer)
+        with disk.failing():
+            here(writer)
+            error = failure_of(writer)
+            assert "Errno 5" in str(error)
+        writer.abandon()
+        del finalizing
+        loaded = emptied(small_state())
+        load(loaded, disk.path / "c")
+        assert_equal(loaded, small_state(1))
+
+
+# --- several saves -------------------------------------------------------------------------------
+
+
+def test_two_saves_may_be_under_way_into_two_directories(
+    tmp_path: Path, held_after_staging: Gate
+) -> None:
+    saves = [begun(state_of(seed), tmp_path / f"c{seed}") for seed in (1, 2)]
+    held_after_staging.open()
+    for finalizing, run in saves:
+        run()
+        save_state_dict_async_finalize(*finalizing)
+    for seed in (1, 2):
+        assert_checkpoint(tmp_path / f"c{seed}", state_of(seed))
+
+
+@pytest.mark.parametrize("first", [1, 2])
+@pytest.mark.parametrize("planner", [dcp.DefaultSavePlanner, DecentralizedPlanner])
+def test_of_two_saves_into_one_directory_the_last_to_commit_wins(
+    tmp_path: Path, held_after_staging: Gate, first: int, planner: Any
+) -> None:
+    path = tmp_path / "c"
+    saves = {}
+    for seed in (1, 2):
+        writer = FileSystemWriterAsync(path, thread_count=2)
+        finalizing = planned(state_of(seed), writer, planner())
+        function, preload, arguments = writer.get_save_function_and_args()
+        arguments[1] = preload()  # type: ignore[misc]
+        saves[seed] = finalizing, function, arguments
+    held_after_staging.open()
+    for _finalizing, function, arguments in saves.values():
+        function(*arguments)
+    last = 3 - first
+    for seed in (first, last):
+        save_state_dict_async_finalize(*saves[seed][0])
+        assert_checkpoint(path, state_of(seed))
+    # The files of who was replaced have gone, once nobody else was there.
+    assert len(names_in(path)) == 2
+
+
+def test_saves_by_two_names_of_one_directory_do_not_meet(
+    tmp_path: Path, held_after_staging: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    one, run_one = begun(state_of(1), tmp_path / "c", thread_count=1)
+    other, run_other = begun(state_of(2), Path("c"), thread_count=1)
+    held_after_staging.open()
+    run_one()
+    run_other()
+    save_state_dict_async_finalize(*one)
+    save_state_dict_async_finalize(*other)
+    assert_checkpoint(tmp_path / "c", state_of(2))
+
+
+def test_a_save_that_fails_leaves_the_other_one_alone(
+    tmp_path: Path, held_after_staging: Gate
+) -> None:
+    path = tmp_path / "c"
+    good, run_good = begun(state_of(1), path)
+    bad, run_bad = begun(state_of(2), path)
+    held_after_staging.open()
+    run_good()
+    run_bad()
+    assert bad[0].results_queue.get() is not None
+    bad[0].results_queue.put(OSError(errno.EIO, "Input/output error"))
+    with pytest.raises(CheckpointException):
+        save_state_dict_async_finalize(*bad)
+    save_state_dict_async_finalize(*good)
+    assert_checkpoint(path, state_of(1))
+    assert len(names_in(path)) == len({i.relative_path for i in good[1].storage_data.values()})
+
+
+def test_a_writer_may_be_used_again(tmp_path: Path) -> None:
+    writer = FileSystemWriterAsync(tmp_path / "c", thread_count=2)
+    for seed in (1, 2, 3):
+        finalizing = planned(state_of(seed), writer)
+        here(writer)
+        save_state_dict_async_finalize(*finalizing)
+        assert_checkpoint(tmp_path / "c", state_of(seed))
+        assert len(names_in(tmp_path / "c")) == 2
+
+
+def test_a_writer_may_be_used_again_after_a_failure(tmp_path: Path) -> None:
+    writer = FileSystemWriterAsync(tmp_path / "c")
+    finalizing = planned(state_of(1), writer)
+    with files_limited_to(1000):
+        here(writer)
+    with pytest.raises(CheckpointException, match="File too large"):
+        save_state_dict_async_finalize(*finalizing)
+    finalizing = planned(state_of(2), writer)
+    here(writer)
+    save_state_dict_async_finalize(*finalizing)
+    assert_checkpoint(tmp_path / "c", state_of(2))
+
+
+def test_results_of_an_earlier_use_do_not_count(tmp_path: Path) -> None:
+    writer = FileSystemWriterAsync(tmp_path / "c")
+    planned(state_of(1), writer)
+    here(writer)
+    planned(state_of(2), writer)
+    assert "should not be empty" in str(failure_of(writer))
+
+
+def test_a_finished_writer_that_somebody_keeps_gives_the_next_one_no_tag(tmp_path: Path) -> None:
+    kept = []
+    for seed in (1, 2):
+        for name in os.listdir(tmp_path):
+            os.unlink(tmp_path / name)
+        writer = FileSystemWriterAsync(tmp_path)
+        kept.append(planned(small_state(seed), writer))
+        here(writer)
+        save_state_dict_async_finalize(*kept[-1])
+        assert names_in(tmp_path) == ["__0_0.distcp", "__0_1.distcp"][: writer.thread_count]
+    assert_checkpoint(tmp_path, small_state(2))
+
+
+@pytest.mark.parametrize("options", [{}, {"open_file": open_in_python}], ids=["engine", "python"])
+def test_a_finished_writer_needs_no_collector(tmp_path: Path, options: StateDict) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        writer = FileSystemWriterAsync(tmp_path / "c", **options)
+        finalizing = planned(small_state(), writer)
+        queue_of_calls = AsyncCallsQueue()
+        queue_of_calls.schedule_async_request(request_of(finalizing))
+        queue_of_calls.close()
+        gone = weakref.ref(writer)
+        del writer, finalizing
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_a_save_that_is_never_committed_leaves_no_file(tmp_path: Path) -> None:
+    def run() -> None:
+        writer = FileSystemWriterAsync(tmp_path / "c")
+        planned(state_of(), writer)
+        here(writer)
+        assert names_in(tmp_path / "c")
+
+    run()
+    gc.collect()
+    eventually(lambda: names_in(tmp_path / "c") == [])
+
+
+@pytest.mark.parametrize("options", [{}, {"thread_count": 1}, {"open_file": open_in_python}])
+def test_with_dcp_save_it_is_a_writer_as_any(tmp_path: Path, options: StateDict) -> None:
+    save_with(FileSystemWriterAsync(tmp_path / "c", **options), state_of())
+    assert_checkpoint(tmp_path / "c", state_of())
+
+
+def test_there_is_one_item_for_each_save(tmp_path: Path) -> None:
+    writer = FileSystemWriterAsync(tmp_path / "c")
+    planned(state_of(), writer)
+    here(writer)
+    assert writer.results_queue is not None
+    writer.results_queue.get()
+    with pytest.raises(queue.Empty):
+        writer.results_queue.get_nowait()
