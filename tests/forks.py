@@ -12,12 +12,14 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, ParamSpec
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend)
+
+P = ParamSpec("P")
 
 #: No child here is meant to take long, in seconds. One that does is killed.
 LIMIT = 60
@@ -57,6 +59,16 @@ def end_of(child: int) -> int:
 def in_fork(work: Callable[[], object]) -> None:
     """Does ``work`` in a forked child; fails where it raises."""
     assert end_of(fork(work)) == 0
+
+
+def forked(test: Callable[P, None]) -> Callable[P, None]:
+    """A test that needs a process without traces of others, and leaves some."""
+
+    @wraps(test)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        in_fork(lambda: test(*args, **kwargs))
+
+    return run
 
 
 class Answering:

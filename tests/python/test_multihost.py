@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-import gc
-import os
-import random
-import signal
-import subprocess
-import sys
-import threading
-import weakref
 from collections import OrderedDict, namedtuple
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any, cast
+from collections.abc import Iterator
+from typing import Any
 
 import numpy
 import pytest
@@ -25,8 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from tests.support import DTYPES, random_tensor
 from torch_ckpt import multihost
-from torch_ckpt.coordination import Meeting
-from torch_ckpt.multihost import PreemptionWatch, RanksDisagree, calls, layout, trees
+from torch_ckpt.multihost import RanksDisagree, calls, layout, trees
 from torch_ckpt.text import ranks_text
 
 #: For what nothing should be waiting.
@@ -45,12 +34,6 @@ def default_group() -> Iterator[None]:
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-@pytest.fixture
-def watch() -> Iterator[PreemptionWatch]:
-    with multihost.watch_for_preemption([signal.SIGUSR1], poll_seconds=POLL) as watch:
-        yield watch
 
 
 def tree() -> dict[str, Any]:
@@ -123,6 +106,7 @@ def test_arrays_of_any_kind_are_sent_and_compared(array: Any) -> None:
 
 def test_a_barrier_waits_for_the_work_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     waited = []
+    # torch's: there may be no GPU.
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append("yes"))
     multihost.sync_global_devices("alone")
@@ -191,6 +175,7 @@ def test_a_lost_process_group_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -
     def fail(*args: Any, **options: Any) -> None:
         raise RuntimeError("Connection closed by peer\nand more")
 
+    # torch's: a group of one cannot lose a rank.
     monkeypatch.setattr(dist, "broadcast", fail)
     with pytest.raises(ConnectionError, match=r"broadcast_one_to_all\(\): rank 0 lost the process"):
         multihost.broadcast_one_to_all(torch.ones(1))
@@ -213,15 +198,17 @@ def test_calls_leave_nothing_in_the_store() -> None:
     assert after - before < 10
 
 
-@pytest.mark.usefixtures("default_group")
-def test_a_store_that_fails_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Lost:
-        def __getattr__(self, name: str) -> Any:
-            raise RuntimeError("Connection reset by peer")
-
-    monkeypatch.setattr(Meeting, "connection", lambda self: Lost())
-    with pytest.raises(ConnectionError, match=r"sync_global_devices\('x'\): rank 0 lost the proc"):
-        multihost.sync_global_devices("x", timeout=1)
+def test_a_store_that_fails_is_told_as_such(capfd: pytest.CaptureFixture[str]) -> None:
+    servers = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
+    dist.init_process_group("gloo", store=servers[0].clone(), rank=0, world_size=1)
+    try:
+        servers.clear()
+        message = r"sync_global_devices\('x'\): rank 0 lost the proc"
+        with pytest.raises(ConnectionError, match=message):
+            multihost.sync_global_devices("x", timeout=1)
+    finally:
+        dist.destroy_process_group()
+    capfd.readouterr()  # of the store's own complaints
 
 
 @pytest.mark.usefixtures("default_group")
@@ -300,6 +287,7 @@ def test_tensors_go_by_way_of_the_device_where_nccl_is_all_there_is(
         sent.append(buffer.device.type)
         return broadcast(buffer, **options)
 
+    # torch's: what it is given tells the way.
     monkeypatch.setattr(dist, "broadcast", note)
     dist.init_process_group("nccl", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
     try:
@@ -315,284 +303,6 @@ def test_tensors_go_by_way_of_the_device_where_nccl_is_all_there_is(
         assert set(sent) == {"cuda"}
     finally:
         dist.destroy_process_group()
-
-
-# --- preemption ----------------------------------------------------------------------------------
-
-
-def test_a_signal_to_a_process_alone_ends_its_step(watch: PreemptionWatch) -> None:
-    assert not any(multihost.reached_preemption_sync_point(step) for step in range(6))
-    os.kill(os.getpid(), signal.SIGUSR1)
-    assert multihost.reached_preemption_sync_point(6)
-    assert multihost.reached_preemption_sync_point(6)
-    assert not multihost.reached_preemption_sync_point(7)
-    assert watch.reason == "SIGUSR1 on rank 0"
-
-
-def test_a_signal_before_the_first_step_ends_the_first_step(watch: PreemptionWatch) -> None:
-    os.kill(os.getpid(), signal.SIGUSR1)
-    assert watch.reached(1000)
-
-
-def test_steps_may_be_called_for_now_and_then(watch: PreemptionWatch) -> None:
-    assert not watch.reached(10)
-    os.kill(os.getpid(), signal.SIGUSR1)
-    assert watch.reached(20)
-
-
-def test_each_signal_is_a_notice_of_its_own(watch: PreemptionWatch) -> None:
-    for step in range(0, 100, 2):
-        assert not watch.reached(step)
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert watch.reached(step + 1)
-
-
-def test_a_file_is_one_notice_until_it_is_gone(tmp_path: Path) -> None:
-    file = tmp_path / "stop"
-
-    def first_true(step: int) -> int:
-        return next(at for at in range(step, sys.maxsize) if watch.reached(at))
-
-    with multihost.watch_for_preemption((), file, poll_seconds=POLL) as watch:
-        assert not watch.reached(0)
-        file.touch()
-        step = first_true(1)
-        assert watch.reason == f"{file} on rank 0"
-        looked = threading.Event()
-        exists = os.path.exists
-        turns = iter(range(3))
-
-        def look(path: str) -> bool:
-            if next(turns, None) is None:
-                looked.set()
-            return exists(path)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(os.path, "exists", look)
-            assert looked.wait(PATIENCE)
-        assert not watch.reached(step + 1)
-        file.unlink()
-        with pytest.MonkeyPatch.context() as patch:
-            looked.clear()
-            turns = iter(range(3))
-            patch.setattr(os.path, "exists", look)
-            assert looked.wait(PATIENCE)
-        file.touch()
-        assert first_true(step + 2) > step + 1
-
-
-def test_handlers_are_called_too_and_come_back() -> None:
-    called: list[int] = []
-
-    def handler(number: int, frame: Any) -> None:
-        called.append(number)
-
-    before = signal.signal(signal.SIGUSR1, handler)
-    try:
-        with multihost.watch_for_preemption([signal.SIGUSR1], poll_seconds=POLL) as watch:
-            os.kill(os.getpid(), signal.SIGUSR1)
-            assert watch.reached(0)
-        assert called == [signal.SIGUSR1]
-        assert signal.getsignal(signal.SIGUSR1) is handler
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-
-
-def test_control_c_can_be_a_notice() -> None:
-    with multihost.watch_for_preemption([signal.SIGINT], poll_seconds=POLL) as watch:
-        os.kill(os.getpid(), signal.SIGINT)
-        assert watch.reached(0)
-
-
-def test_a_signal_without_a_name_is_a_notice_by_its_number() -> None:
-    number = signal.SIGRTMIN + 3
-    with multihost.watch_for_preemption([number], poll_seconds=POLL) as watch:
-        os.kill(os.getpid(), number)
-        assert watch.reached(0)
-        assert watch.reason == f"signal {number} on rank 0"
-
-
-def test_where_one_signal_cannot_be_watched_none_is() -> None:
-    before = signal.getsignal(signal.SIGUSR1)
-    with pytest.raises(OSError, match="Invalid argument"):
-        multihost.watch_for_preemption([signal.SIGUSR1, signal.SIGKILL])
-    assert signal.getsignal(signal.SIGUSR1) is before
-    with multihost.watch_for_preemption([signal.SIGUSR1], poll_seconds=POLL) as watch:
-        assert not watch.reached(0)
-
-
-def test_forked_children_are_ended_by_the_signal() -> None:
-    with multihost.watch_for_preemption(poll_seconds=POLL) as watch:
-        read, write = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.write(write, b"1")
-            signal.pause()
-            os._exit(1)
-        os.read(read, 1)
-        os.kill(child, signal.SIGTERM)
-        _pid, status = os.waitpid(child, 0)
-        os.close(read)
-        os.close(write)
-        assert os.WIFSIGNALED(status)
-        assert os.WTERMSIG(status) == signal.SIGTERM
-        assert not watch.reached(0)
-
-
-def test_the_first_call_watches_for_sigterm_and_python_ends_well() -> None:
-    program = """
-import os, signal
-from torch_ckpt.multihost import reached_preemption_sync_point as reached
-assert not reached(0)
-os.kill(os.getpid(), signal.SIGTERM)
-assert reached(1)
-print("saved")
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE
-    )
-    assert (done.returncode, done.stdout) == (0, "saved\n"), done.stderr
-    assert "preemption notice (SIGTERM on rank 0): all ranks stop at step 1" in done.stderr
-
-
-def test_a_group_is_watched_once(watch: PreemptionWatch) -> None:
-    with pytest.raises(ValueError, match="watched already"):
-        multihost.watch_for_preemption()
-    watch.close()
-    with multihost.watch_for_preemption((), poll_seconds=POLL) as other:
-        assert not other.reached(0)
-    with pytest.raises(RuntimeError, match="has ended"):
-        watch.reached(1)
-
-
-def test_a_negative_step_is_refused(watch: PreemptionWatch) -> None:
-    with pytest.raises(ValueError, match="step -1 is negative"):
-        watch.reached(-1)
-
-
-def test_signals_are_watched_from_the_main_thread_only() -> None:
-    with ThreadPoolExecutor(1) as pool:
-        refused = pool.submit(multihost.reached_preemption_sync_point, 0)
-        assert "main thread" in str(refused.exception(PATIENCE))
-
-
-def test_a_watch_ends_with_its_group(default_group: None) -> None:
-    called = []
-    before = signal.signal(signal.SIGUSR1, lambda *_: called.append("before"))
-    try:
-        watch = multihost.watch_for_preemption([signal.SIGUSR1], poll_seconds=POLL)
-        meeting = weakref.ref(Meeting.of(None, no_dist=False))
-        dist.destroy_process_group()
-        gc.collect()
-        watch._thread.join(PATIENCE)
-        assert meeting() is None
-        # The signal means what it did; and so it does when the next group has been watched.
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert called == ["before"]
-        with multihost.watch_for_preemption([signal.SIGUSR1], poll_seconds=POLL) as other:
-            os.kill(os.getpid(), signal.SIGUSR1)
-            assert other.reached(0)
-        assert called == ["before"] * 2
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-
-
-def test_a_group_goes_when_the_thread_that_watches_it_has_ended(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asking, told = threading.Event(), threading.Event()
-
-    class Slow:
-        """The store, which is being asked when the group goes."""
-
-        distributed, rank = True, 0
-
-        def keys(self, below: str) -> Slow:
-            return self
-
-        def check(self, keys: list[str]) -> bool:
-            asking.set()
-            assert told.wait(PATIENCE)
-            return False
-
-    watch = PreemptionWatch(cast(Meeting, Slow()), (), None, POLL, PATIENCE, lambda _w: None)
-    assert asking.wait(PATIENCE)
-    join = watch._thread.join
-
-    def answered(timeout: float | None = None) -> None:
-        told.set()
-        join(PATIENCE)
-
-    monkeypatch.setattr(watch._thread, "join", answered)
-    watch._group_has_gone()
-    assert not watch._thread.is_alive()
-
-
-def ranks_that_watch(size: int, timeout: float) -> list[PreemptionWatch]:
-    """Threads as ranks; without signals, of which a process has but one of each."""
-    store = dist.HashStore()
-    return [
-        PreemptionWatch(
-            Meeting(store, rank, size, "test"), (), None, POLL, timeout, lambda _w: None
-        )
-        for rank in range(size)
-    ]
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_ranks_that_are_many_steps_apart_stop_at_the_same_one(seed: int) -> None:
-    draw = random.Random(seed)
-    size = 4
-    told_at = {draw.randrange(size): draw.randrange(200) for _notice in range(draw.choice([1, 2]))}
-    watches = ranks_that_watch(size, PATIENCE)
-
-    def train(rank: int) -> int:
-        for step in range(sys.maxsize):
-            if watches[rank].reached(step):
-                return step
-            if step == told_at.get(rank):
-                watches[rank]._wake.put(f"notice on rank {rank}")
-        raise AssertionError
-
-    try:
-        with ThreadPoolExecutor(size) as pool:
-            stopped = list(pool.map(train, range(size), timeout=PATIENCE))
-    finally:
-        for watch in watches:
-            watch.close()
-    assert stopped == stopped[:1] * size, f"seed {seed}"
-    assert stopped[0] > min(told_at.values()), f"seed {seed}"
-    assert len({watch.reason for watch in watches}) == 1, f"seed {seed}"
-
-
-def test_a_call_for_a_step_that_was_posted_does_not_wait() -> None:
-    first, second = ranks_that_watch(2, PATIENCE)
-    try:
-        assert not first.reached(5)
-        # Held back before it posts: the agreement waits for it.
-        second._changed.acquire()
-        first._wake.put("notice")
-        with first._changed:
-            assert first._changed.wait_for(lambda: first._posted == 5, PATIENCE)
-        assert not first.reached(5)
-        second._changed.release()
-        assert first.reached(6)
-    finally:
-        first.close()
-        second.close()
-
-
-def test_without_a_notice_no_step_asks_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Callable[..., Any]] = []
-    store = dist.HashStore()
-    meeting = Meeting(store, 0, 2, "test")
-    watch = PreemptionWatch(meeting, (), None, PATIENCE, PATIENCE, lambda _w: None)
-    try:
-        monkeypatch.setattr(Meeting, "connection", lambda self: asked.append(self))
-        assert not any(watch.reached(step) for step in range(1000))
-        assert asked == []
-    finally:
-        watch.close()
 
 
 def test_failures_are_told_as_the_caller_knows_them() -> None:

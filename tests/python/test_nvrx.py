@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,16 @@ from tests.async_saves import (
     LIMIT,
     DecentralizedPlanner,
     Gate,
+    Priority,
+    assert_priorities,
     here,
+    priorities_of_writers,
     small_state,
     state_of,
 )
+from tests.forks import forked
 from tests.support import StateDict, assert_equal, cause_of, emptied, load
-from torch_ckpt import Background, megatron, nvrx
+from torch_ckpt import megatron, nvrx
 from torch_ckpt.nvrx import (
     AsyncCallsQueue,
     AsyncRequest,
@@ -37,23 +40,8 @@ from torch_ckpt.nvrx import (
     save_state_dict_async_finalize,
     save_state_dict_async_plan,
 )
-from torch_ckpt.write_tasks import EngineWrite
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
-
-
-@pytest.fixture(autouse=True)
-def as_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvrx, "_checkpoint_metadata_cache", None)
-    for kind in (AsyncCallsQueue, megatron.AsyncCallsQueue):
-        monkeypatch.setattr(kind, "_default_background", None)
-
-
-@pytest.fixture
-def gate() -> Iterator[Gate]:
-    made = Gate()
-    yield made
-    made.open()
 
 
 def plan(name: str) -> SavePlan:
@@ -137,6 +125,7 @@ def test_the_coordinator_gets_the_kept_metadata_where_it_is_valid(
     assert cache.cached_global_metadata is (made or KEPT)
 
 
+@forked
 def test_the_process_has_one_cache() -> None:
     assert nvrx.get_metadata_caching_status() is None
     nvrx.init_checkpoint_metadata_cache()
@@ -182,6 +171,7 @@ def test_saves_with_the_cache_hold_their_own_values(tmp_path: Path, planner: Any
     assert status == [False, True, True, True]
 
 
+@forked
 def test_the_processs_cache_is_used_where_none_is_given(tmp_path: Path) -> None:
     Counting.made = 0
     nvrx.init_checkpoint_metadata_cache()
@@ -192,6 +182,7 @@ def test_the_processs_cache_is_used_where_none_is_given(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"enable_cache": True}], ids=["not enabled", "no cache"])
+@forked
 def test_without_a_cache_every_save_is_planned(tmp_path: Path, options: StateDict) -> None:
     Counting.made = 0
     if not options:
@@ -201,6 +192,7 @@ def test_without_a_cache_every_save_is_planned(tmp_path: Path, options: StateDic
     assert Counting.made == 3
 
 
+@forked
 def test_a_restart_saves_by_the_plans_of_what_it_loaded(tmp_path: Path) -> None:
     save(small_state(), tmp_path / "before", Counting())
     Counting.made = 0
@@ -287,47 +279,37 @@ def test_a_failure_is_raised_as_theirs_raises_it(tmp_path: Path) -> None:
 # --- queues --------------------------------------------------------------------------------------
 
 
-def priorities_told(
-    calls_queue: Any, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> list[Background]:
-    """What the engine is told of a save by a queue."""
-    told: list[Background] = []
-    options = EngineWrite.engine_options
-
-    def telling(self: EngineWrite) -> Any:
-        made = options(self)
-        told.append(made.writers)
-        return made
-
-    monkeypatch.setattr(EngineWrite, "engine_options", telling)
+def priorities_told(calls_queue: Any, path: Path, gate: Gate) -> list[Priority]:
+    """Those of the threads that write a save by a queue."""
     finalizing = save_state_dict_async_plan(small_state(), FileSystemWriterAsync(path))
     function, preload, arguments = finalizing[0].get_save_function_and_args()
     finalize = [lambda: save_state_dict_async_finalize(*finalizing)]
-    calls_queue.schedule_async_request(
-        AsyncRequest(function, arguments, finalize, preload_fn=preload)
-    )
-    calls_queue.close()
+    with priorities_of_writers(gate) as told:
+        calls_queue.schedule_async_request(
+            AsyncRequest(function, arguments, finalize, preload_fn=preload)
+        )
+        gate.open()
+        calls_queue.close()
     return told
 
 
-def test_priorities_of_the_warm_up_are_heard(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@forked
+def test_priorities_of_the_warm_up_are_heard(tmp_path: Path, gate: Gate) -> None:
     calls_queue = AsyncCallsQueue(persistent=True, cpu_shm_mode=True)
     AsyncCallsQueue.warmup_persistent_caller(
         0, cpu_priority=3, io_priority=2, cpu_shm_mode=True, otel_bootstrap=None
     )
-    told = priorities_told(calls_queue, tmp_path / "c", monkeypatch)
-    assert told == [Background(nice=3, idle_io=False)]
+    assert_priorities(priorities_told(calls_queue, tmp_path / "c", gate), 3, is_idle=False)
 
 
-def test_priorities_of_a_queue_are_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@forked
+def test_priorities_of_a_queue_are_its_own(tmp_path: Path, gate: Gate) -> None:
     AsyncCallsQueue.warmup_persistent_caller(0, cpu_priority=3)
     calls_queue = AsyncCallsQueue(cpu_priority=5, io_priority=1, sigterm_timeout=3, is_daemon=False)
-    told = priorities_told(calls_queue, tmp_path / "c", monkeypatch)
-    assert told == [Background(nice=5, idle_io=False)]
+    assert_priorities(priorities_told(calls_queue, tmp_path / "c", gate), 5, is_idle=False)
 
 
+@forked
 def test_the_warm_up_is_not_megatrons() -> None:
     AsyncCallsQueue.warmup_persistent_caller(0, cpu_priority=3)
     assert megatron.AsyncCallsQueue._default_background is None

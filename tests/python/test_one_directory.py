@@ -24,8 +24,10 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import torch_ckpt
 from tests import under_strace
+from tests.fault_hooks import at_fault_points, before, failing
+from tests.forks import end_of, fork
 from tests.support import assert_equal, cause_of, data_files, load, save, save_with, stock_load
-from torch_ckpt import _C, CheckpointError, Corrupt, NotCommitted, generations
+from torch_ckpt import CheckpointError, Corrupt, NotCommitted
 from torch_ckpt.directory import OpenDirectory
 from torch_ckpt.generations import Claim
 from torch_ckpt.metadata import read_metadata
@@ -147,27 +149,6 @@ def test_a_save_that_may_not_overwrite_does_not_replace_one_that_came_in_between
     assert names_in(tmp_path) == before
 
 
-@contextmanager
-def around_the_next_commit(
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    before: Callable[[], object] = lambda: None,
-    after: Callable[[], object] = lambda: None,
-) -> Iterator[None]:
-    """Something happens right before the metadata is renamed, or right after."""
-    commit = _C.commit_metadata
-
-    def commit_and_more(*arguments: Any, **options: Any) -> None:
-        monkeypatch.setattr(_C, "commit_metadata", commit)
-        before()
-        commit(*arguments, **options)
-        after()
-
-    monkeypatch.setattr(_C, "commit_metadata", commit_and_more)
-    yield
-    assert _C.commit_metadata is commit, "nothing was committed"
-
-
 def save_by_another_thread(path: Path, number: int) -> None:
     thread = threading.Thread(target=save, args=(state_of(number), path))
     thread.start()
@@ -177,12 +158,23 @@ def save_by_another_thread(path: Path, number: int) -> None:
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["first", "overwriting"])
 def test_a_save_whose_checkpoint_was_replaced_at_once_leaves_the_new_one_whole(
-    tmp_path: Path, is_first: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, is_first: bool
 ) -> None:
     if not is_first:
         save(state_of(0), tmp_path)
-    with around_the_next_commit(monkeypatch, after=lambda: save_by_another_thread(tmp_path, 2)):
+    reached: list[str] = []
+
+    def hook(operation: str, _path: str) -> None:
+        # The one after the rename comes between the two saves' commits.
+        if operation == "fsync_directory" and reached == ["rename"]:
+            reached.append("replace")
+            save_by_another_thread(tmp_path, 2)
+        elif operation == "rename" and not reached:
+            reached.append(operation)
+
+    with at_fault_points(hook):
         save(state_of(1), tmp_path)
+    assert reached == ["rename", "replace"]
     assert_holds(tmp_path, 2)
     assert names_in(tmp_path) == named_by_metadata(tmp_path) | {".metadata"}
 
@@ -201,9 +193,7 @@ def test_a_save_that_was_given_up_commits_nothing(tmp_path: Path) -> None:
     assert kept <= names_in(tmp_path)
 
 
-def test_a_save_that_is_being_committed_can_no_longer_be_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_that_is_being_committed_can_no_longer_be_given_up(tmp_path: Path) -> None:
     save(state_of(0), tmp_path)
 
     def give_up() -> None:
@@ -212,39 +202,30 @@ def test_a_save_that_is_being_committed_can_no_longer_be_given_up(
         for claim in claims:
             claim.abandon()
 
-    with around_the_next_commit(monkeypatch, before=give_up):
+    with before("rename", give_up):
         save(state_of(1), tmp_path)
     assert_holds(tmp_path, 1)
 
 
 def test_a_save_does_not_begin_where_it_cannot_keep_its_files_from_being_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    save(state_of(0), tmp_path)
-    before = names_in(tmp_path)
-    monkeypatch.setattr(generations, "PATIENCE_SECONDS", 0.0)
     remover = OpenDirectory(tmp_path)
     assert remover.take_alone()
-    with pytest.raises(dcp.CheckpointException) as raised:
-        save(state_of(1), tmp_path)
-    assert isinstance(cause_of(raised.value), CheckpointError)
-    assert str(tmp_path) in str(cause_of(raised.value))
-    assert names_in(tmp_path) == before
+    with pytest.raises(CheckpointError, match="had the directory for itself") as raised:
+        Claim(OpenDirectory(tmp_path), None, patience=0.0)
+    assert str(tmp_path) in str(raised.value)
     remover.close()
     # The error is kept, and the descriptor is not.
     assert OpenDirectory(tmp_path).take_alone()
 
 
-def test_a_kept_error_of_a_directory_that_cannot_be_listed_keeps_no_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(_: OpenDirectory) -> list[str]:
-        raise OSError(errno.EIO, "cannot be listed", str(tmp_path))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(OpenDirectory, "names", fail)
-        with pytest.raises(OSError, match="cannot be listed") as kept:
-            Claim(OpenDirectory(tmp_path), None)
+def test_a_kept_error_of_a_directory_that_cannot_be_listed_keeps_no_lock(tmp_path: Path) -> None:
+    with (
+        failing("readdir", errno.EIO, tmp_path),
+        pytest.raises(OSError, match="readdir") as kept,
+    ):
+        Claim(OpenDirectory(tmp_path), None)
     assert OpenDirectory(tmp_path).take_alone()
     assert kept.value.errno == errno.EIO
 
@@ -411,16 +392,12 @@ def test_what_the_old_checkpoint_needs_stays_where_a_power_cut_may_bring_it_back
 
 def killed_amid_its_data(path: Path) -> None:
     """A save by a child that dies with its files written and nothing committed."""
-    child = os.fork()
-    if child == 0:
-        try:
-            writer = torch_ckpt.FileSystemWriter(path)
-            setattr(writer, "commit", lambda *_: os.kill(os.getpid(), signal.SIGKILL))  # noqa: B010
-            save_with(writer, state_of(7))
-        finally:
-            os._exit(1)
-    _pid, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+
+    def work() -> None:
+        with before("files are written", lambda: os.kill(os.getpid(), signal.SIGKILL)):
+            save(state_of(7), path)
+
+    assert end_of(fork(work)) == -signal.SIGKILL
 
 
 def test_leftovers_of_a_dead_save_go_with_the_next_save(tmp_path: Path) -> None:

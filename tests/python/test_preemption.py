@@ -1,0 +1,318 @@
+"""torch_ckpt.multihost: all ranks stop at the same step when one of them is told to."""
+
+from __future__ import annotations
+
+import gc
+import os
+import queue
+import random
+import signal
+import sys
+import threading
+import weakref
+from collections import namedtuple
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch.distributed as dist
+
+from tests.async_saves import in_thread
+from tests.fault_hooks import calling
+from tests.interpreters import RunScript
+from torch_ckpt import multihost
+from torch_ckpt.coordination import Meeting
+from torch_ckpt.multihost import PreemptionWatch
+
+#: For what nothing should be waiting.
+PATIENCE = 60.0
+
+#: How often watches look.
+POLL = 0.02
+
+Pair = namedtuple("Pair", ["one", "two"])
+
+
+@pytest.fixture
+def default_group() -> Iterator[None]:
+    """Of one rank, which hosts its store."""
+    dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def watch() -> Iterator[PreemptionWatch]:
+    with multihost.watch_for_preemption([signal.SIGUSR1], poll_seconds=POLL) as watch:
+        yield watch
+
+
+def test_a_signal_to_a_process_alone_ends_its_step(watch: PreemptionWatch) -> None:
+    assert not any(multihost.reached_preemption_sync_point(step) for step in range(6))
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert multihost.reached_preemption_sync_point(6)
+    assert multihost.reached_preemption_sync_point(6)
+    assert not multihost.reached_preemption_sync_point(7)
+    assert watch.reason == "SIGUSR1 on rank 0"
+
+
+def test_a_signal_before_the_first_step_ends_the_first_step(watch: PreemptionWatch) -> None:
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert watch.reached(1000)
+
+
+def test_steps_may_be_called_for_now_and_then(watch: PreemptionWatch) -> None:
+    assert not watch.reached(10)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert watch.reached(20)
+
+
+def test_each_signal_is_a_notice_of_its_own(watch: PreemptionWatch) -> None:
+    for step in range(0, 100, 2):
+        assert not watch.reached(step)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert watch.reached(step + 1)
+
+
+def test_a_file_is_one_notice_until_it_is_gone(tmp_path: Path) -> None:
+    file = tmp_path / "stop"
+
+    looked: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def looks(count: int) -> None:
+        """Waits until the watch has looked for the file so often."""
+        with calling({"stat": lambda: looked.put(None)}):
+            for _ in range(count):
+                looked.get(timeout=PATIENCE)
+
+    def first_true(step: int) -> int:
+        return next(at for at in range(step, sys.maxsize) if watch.reached(at))
+
+    with multihost.watch_for_preemption((), file, poll_seconds=POLL) as watch:
+        assert not watch.reached(0)
+        file.touch()
+        step = first_true(1)
+        assert watch.reason == f"{file} on rank 0"
+        looks(3)
+        assert not watch.reached(step + 1)
+        file.unlink()
+        looks(3)
+        file.touch()
+        assert first_true(step + 2) > step + 1
+
+
+def test_handlers_are_called_too_and_come_back() -> None:
+    called: list[int] = []
+
+    def handler(number: int, frame: Any) -> None:
+        called.append(number)
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with multihost.watch_for_preemption([signal.SIGUSR1], poll_seconds=POLL) as watch:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert watch.reached(0)
+        assert called == [signal.SIGUSR1]
+        assert signal.getsignal(signal.SIGUSR1) is handler
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_control_c_can_be_a_notice() -> None:
+    with multihost.watch_for_preemption([signal.SIGINT], poll_seconds=POLL) as watch:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert watch.reached(0)
+
+
+def test_a_signal_without_a_name_is_a_notice_by_its_number() -> None:
+    number = signal.SIGRTMIN + 3
+    with multihost.watch_for_preemption([number], poll_seconds=POLL) as watch:
+        os.kill(os.getpid(), number)
+        assert watch.reached(0)
+        assert watch.reason == f"signal {number} on rank 0"
+
+
+def test_where_one_signal_cannot_be_watched_none_is() -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    with pytest.raises(OSError, match="Invalid argument"):
+        multihost.watch_for_preemption([signal.SIGUSR1, signal.SIGKILL])
+    assert signal.getsignal(signal.SIGUSR1) is before
+    with multihost.watch_for_preemption([signal.SIGUSR1], poll_seconds=POLL) as watch:
+        assert not watch.reached(0)
+
+
+def test_forked_children_are_ended_by_the_signal() -> None:
+    with multihost.watch_for_preemption(poll_seconds=POLL) as watch:
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(write, b"1")
+            signal.pause()
+            os._exit(1)
+        os.read(read, 1)
+        os.kill(child, signal.SIGTERM)
+        _pid, status = os.waitpid(child, 0)
+        os.close(read)
+        os.close(write)
+        assert os.WIFSIGNALED(status)
+        assert os.WTERMSIG(status) == signal.SIGTERM
+        assert not watch.reached(0)
+
+
+def test_the_first_call_watches_for_sigterm_and_python_ends_well(run_script: RunScript) -> None:
+    program = """
+import os, signal
+from torch_ckpt.multihost import reached_preemption_sync_point as reached
+assert not reached(0)
+os.kill(os.getpid(), signal.SIGTERM)
+assert reached(1)
+print("saved")
+"""
+    done = run_script(program)
+    assert (done.returncode, done.stdout) == (0, "saved\n"), done.stderr
+    assert "preemption notice (SIGTERM on rank 0): all ranks stop at step 1" in done.stderr
+
+
+def test_a_group_is_watched_once(watch: PreemptionWatch) -> None:
+    with pytest.raises(ValueError, match="watched already"):
+        multihost.watch_for_preemption()
+    watch.close()
+    with multihost.watch_for_preemption((), poll_seconds=POLL) as other:
+        assert not other.reached(0)
+    with pytest.raises(RuntimeError, match="has ended"):
+        watch.reached(1)
+
+
+def test_a_negative_step_is_refused(watch: PreemptionWatch) -> None:
+    with pytest.raises(ValueError, match="step -1 is negative"):
+        watch.reached(-1)
+
+
+def test_signals_are_watched_from_the_main_thread_only() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        refused = pool.submit(multihost.reached_preemption_sync_point, 0)
+        assert "main thread" in str(refused.exception(PATIENCE))
+
+
+def test_a_watch_ends_with_its_group(default_group: None) -> None:
+    called = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: called.append("before"))
+    try:
+        watch = multihost.watch_for_preemption([signal.SIGUSR1], poll_seconds=POLL)
+        meeting = weakref.ref(Meeting.of(None, no_dist=False))
+        dist.destroy_process_group()
+        gc.collect()
+        watch._thread.join(PATIENCE)
+        assert meeting() is None
+        # The signal means what it did; and so it does when the next group has been watched.
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert called == ["before"]
+        with multihost.watch_for_preemption([signal.SIGUSR1], poll_seconds=POLL) as other:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert other.reached(0)
+        assert called == ["before"] * 2
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_group_goes_when_the_thread_that_watches_it_has_ended() -> None:
+    asking, told = threading.Event(), threading.Event()
+
+    class Slow:
+        """The store, which is being asked when the group goes."""
+
+        distributed, rank = True, 0
+
+        def keys(self, below: str) -> Slow:
+            return self
+
+        def check(self, keys: list[str]) -> bool:
+            asking.set()
+            assert told.wait(PATIENCE)
+            return False
+
+    watch = PreemptionWatch(cast(Meeting, Slow()), (), None, POLL, PATIENCE, lambda _w: None)
+    assert asking.wait(PATIENCE)
+    with in_thread(watch._group_has_gone):
+        assert not told.wait(POLL)
+        told.set()
+    assert not watch._thread.is_alive()
+
+
+def ranks_that_watch(size: int, timeout: float) -> list[PreemptionWatch]:
+    """Threads as ranks; without signals, of which a process has but one of each."""
+    store = dist.HashStore()
+    return [
+        PreemptionWatch(
+            Meeting(store, rank, size, "test"), (), None, POLL, timeout, lambda _w: None
+        )
+        for rank in range(size)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_ranks_that_are_many_steps_apart_stop_at_the_same_one(seed: int) -> None:
+    draw = random.Random(seed)
+    size = 4
+    told_at = {draw.randrange(size): draw.randrange(200) for _notice in range(draw.choice([1, 2]))}
+    watches = ranks_that_watch(size, PATIENCE)
+
+    def train(rank: int) -> int:
+        for step in range(sys.maxsize):
+            if watches[rank].reached(step):
+                return step
+            if step == told_at.get(rank):
+                watches[rank]._wake.put(f"notice on rank {rank}")
+        raise AssertionError
+
+    try:
+        with ThreadPoolExecutor(size) as pool:
+            stopped = list(pool.map(train, range(size), timeout=PATIENCE))
+    finally:
+        for watch in watches:
+            watch.close()
+    assert stopped == stopped[:1] * size, f"seed {seed}"
+    assert stopped[0] > min(told_at.values()), f"seed {seed}"
+    assert len({watch.reason for watch in watches}) == 1, f"seed {seed}"
+
+
+def test_a_call_for_a_step_that_was_posted_does_not_wait() -> None:
+    first, second = ranks_that_watch(2, PATIENCE)
+    try:
+        assert not first.reached(5)
+        # Held back before it posts: the agreement waits for it.
+        second._changed.acquire()
+        first._wake.put("notice")
+        with first._changed:
+            assert first._changed.wait_for(lambda: first._posted == 5, PATIENCE)
+        assert not first.reached(5)
+        second._changed.release()
+        assert first.reached(6)
+    finally:
+        first.close()
+        second.close()
+
+
+class Asked:
+    """A store that notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.by: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        self.by.append(name)
+        raise RuntimeError("nobody is there")
+
+
+def test_without_a_notice_no_step_asks_the_store() -> None:
+    store = Asked()
+    meeting = Meeting(cast(Any, store), 0, 2, "test")
+    watch = PreemptionWatch(meeting, (), None, PATIENCE, PATIENCE, lambda _w: None)
+    try:
+        assert not any(watch.reached(step) for step in range(1000))
+        assert store.by == []
+    finally:
+        watch.close()
