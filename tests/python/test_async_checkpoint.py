@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,12 +15,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 import torch_ckpt
 from tests.async_saves import Gate
 from tests.fault_hooks import at_fault_points, before
+from tests.interpreters import RunScript
 from tests.support import assert_equal
 from torch_ckpt.async_checkpoint import AsyncCheckpoint
 from torch_ckpt.errors import CheckpointError
-
-# A thread that does not come is a failure, long before the test's own limit.
-PATIENCE_SECONDS = 60
 
 
 @pytest.fixture(autouse=True)
@@ -234,14 +230,15 @@ def test_a_state_that_cannot_be_read_is_told_by_the_write(tmp_path: Path) -> Non
     checkpoint.sync()
 
 
-def test_leaving_the_interpreter_waits_for_the_write(tmp_path: Path) -> None:
+def test_leaving_the_interpreter_waits_for_the_write(tmp_path: Path, run_script: RunScript) -> None:
     program = f"""
-import torch, torch_ckpt
+import torch
 from torch_ckpt.async_checkpoint import AsyncCheckpoint
 checkpoint = AsyncCheckpoint(w=torch.ones(1 << 22))
 checkpoint.save({str(tmp_path / "ckpt")!r})
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=PATIENCE_SECONDS)
+    done = run_script(program)
+    assert done.returncode == 0, done.stderr
     fresh = AsyncCheckpoint(w=torch.zeros(1 << 22))
     fresh.restore(tmp_path / "ckpt-1")
     assert_equal(fresh.state["w"], torch.ones(1 << 22))

@@ -7,6 +7,7 @@ import io
 import pickle
 import random
 import re
+import resource
 import struct
 import zlib
 from collections import OrderedDict
@@ -32,6 +33,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 import torch_ckpt
 from tests.cpp.stock_metadata import rich, small
+from tests.forks import in_fork
 from tests.support import DTYPES, assert_equal, emptied, save, stock_load, stock_save, zeros
 from torch_ckpt import _C
 from torch_ckpt.errors import Corrupt, Unsafe
@@ -322,13 +324,18 @@ def test_a_trusted_pickle_is_not_walked() -> None:
     assert decode_metadata(data, "here", allow_pickle=True) == metadata
 
 
-def test_want_of_memory_is_not_called_damage(monkeypatch: pytest.MonkeyPatch) -> None:
-    def without_memory(*_: object) -> int:
-        raise MemoryError("std::bad_alloc")
+def test_want_of_memory_is_not_called_damage() -> None:
+    large = 64 << 20
+    data = pickle.dumps(Metadata({}, planner_data={"t": ("x" * large,)}, storage_data={}))
 
-    monkeypatch.setattr(_C, "check_metadata_pickle", without_memory)
-    with pytest.raises(MemoryError):
-        decode_metadata(pickle.dumps(small()), "here")
+    def work() -> None:
+        decode_metadata(data, "here")
+        here = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (here + large // 4,) * 2)
+        with pytest.raises(MemoryError):
+            decode_metadata(data, "here")
+
+    in_fork(work)
 
 
 # --- the seal ------------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import torch_ckpt
-from tests import under_strace
 from tests.fault_hooks import at_fault_points, before, failing
 from tests.forks import end_of, fork
 from tests.support import assert_equal, cause_of, data_files, load, save, save_with, stock_load
@@ -358,28 +357,23 @@ def test_a_forked_childs_copy_of_a_claim_neither_removes_nor_keeps_anything(
     assert os.waitstatus_to_exitcode(status) == 0
 
 
-def uncertain(path: str, number: int) -> None:
-    save(state_of(number), path)
-
-
 def test_what_the_old_checkpoint_needs_stays_where_a_power_cut_may_bring_it_back(
     tmp_path: Path,
 ) -> None:
     save(state_of(0), tmp_path)
-    path = str(tmp_path)
-    sound = under_strace.run(uncertain, path, 1, trace="fsync", main_thread_only=True)
-    last = sound.calls_of("fsync")[-1].nth
+    save(state_of(1), tmp_path)
     old = named_by_metadata(tmp_path)
-    outcome = under_strace.run(
-        uncertain,
-        path,
-        2,
-        trace="fsync",
-        inject=f"fsync:error=EIO:when={last}",
-        main_thread_only=True,
-    )
-    assert isinstance(outcome.error, dcp.CheckpointException)
-    assert isinstance(cause_of(outcome.error), torch_ckpt.DurabilityUncertain)
+    is_renamed = False
+
+    def hook(operation: str, path: str) -> int:
+        nonlocal is_renamed
+        is_renamed = is_renamed or operation == "rename"
+        is_last = is_renamed and (operation, path) == ("fsync_directory", str(tmp_path))
+        return errno.EIO if is_last else 0
+
+    with at_fault_points(hook), pytest.raises(dcp.CheckpointException) as raised:
+        save(state_of(2), tmp_path)
+    assert isinstance(cause_of(raised.value), torch_ckpt.DurabilityUncertain)
     gc.collect()
     assert old <= names_in(tmp_path)
     assert_holds(tmp_path, 2)

@@ -308,6 +308,7 @@ def test_a_failing_file_system_of_another_kind_fails_the_save(
     def full(self: Any, data: Any) -> int:
         raise OSError(28, "No space left on device")
 
+    # fsspec's: no file system of another kind here can be filled.
     monkeypatch.setattr(MemoryFile, "write", full)
     with pytest.raises(dcp.CheckpointException, match="No space left"):
         save_with(writer("memory://full", thread_count=4, sync_files=False), nested_state())

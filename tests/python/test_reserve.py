@@ -7,8 +7,6 @@ import gc
 import logging
 import os
 import resource
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +19,7 @@ import torch_ckpt
 from tests.async_saves import LIMIT, Gate, eventually, in_thread
 from tests.fault_hooks import at_fault_points, failing
 from tests.forks import in_fork
+from tests.interpreters import RunScript
 from tests.support import random_tensor
 from torch_ckpt import _C, host_memory
 from torch_ckpt.background import Background
@@ -306,11 +305,8 @@ def test_leaving_ends_what_goes_on() -> None:
     assert _C.pool_bytes() == 3 * CHUNK_BYTES, "the step that was under way, and no more"
 
 
-def test_the_interpreter_leaves_amid_it() -> None:
-    script = f"import torch_ckpt; torch_ckpt.reserve_pool({200 * CHUNK_BYTES}, wait=False)"
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=LIMIT
-    )
+def test_the_interpreter_leaves_amid_it(run_script: RunScript) -> None:
+    done = run_script(f"torch_ckpt.reserve_pool({200 * CHUNK_BYTES}, wait=False)")
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert "Traceback" not in done.stderr
 

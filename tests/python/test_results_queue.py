@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tests.forks import in_fork
 from tests.fresh import in_fresh_process
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.results import ResultsQueue
@@ -27,19 +28,6 @@ LIMIT = 60.0
 
 #: Seconds that a get waits for what does not come.
 SHORT = 0.05
-
-
-def in_fork(work: Callable[[], None]) -> None:
-    """Runs ``work`` in a child that is forked and ends without any clean-up."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            work()
-            status = 0
-        finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def by_multiprocessing(how: str, work: Callable[..., None], *args: Any) -> None:
