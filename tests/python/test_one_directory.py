@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import errno
 import gc
-import multiprocessing
 import os
 import pickle
 import signal
@@ -13,7 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import torch_ckpt
 from tests.fault_hooks import at_fault_points, before, failing
-from tests.forks import end_of, fork
+from tests.forks import Answering, context, end_of, fork
 from tests.support import assert_equal, cause_of, data_files, load, save, save_with, stock_load
 from torch_ckpt import CheckpointError, Corrupt, NotCommitted
 from torch_ckpt.directory import OpenDirectory
@@ -494,66 +493,34 @@ def test_a_load_that_has_ended_lets_go_of_the_directory(tmp_path: Path, how: str
 SAVES_EACH = 12
 
 
-def save_again_and_again(path: str, first: int, results: Connection) -> None:
-    warnings.simplefilter("ignore")
-    try:
-        for number in range(first, first + SAVES_EACH):
-            torch_ckpt.save(state_of(number), path, thread_count=2)
-        results.send(None)
-    except BaseException as error:
-        results.send(repr(error))
-
-
-def load_again_and_again(path: str, by_dcp: bool, done: Any, results: Connection) -> None:
-    warnings.simplefilter("ignore")
-    count = 0
-    try:
-        while True:
-            last = done.is_set()
-            loaded = state_of(-1)
-            if by_dcp:
-                load(loaded, path)
-            else:
-                torch_ckpt.load(loaded, path, no_dist=True)
-            assert_equal(loaded, state_of(loaded["n"]))
-            count += 1
-            if last:
-                results.send(count)
-                return
-    except BaseException as error:
-        results.send(repr(error))
-
-
+@pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
 def test_two_processes_that_save_and_two_that_load_never_see_a_mix(tmp_path: Path) -> None:
     save(state_of(0), tmp_path)
-    context = multiprocessing.get_context("forkserver")
     done = context.Event()
-    ends: list[Connection] = []
-    children = []
 
-    def start(target: Callable[..., None], *arguments: Any) -> Connection:
-        ours, theirs = context.Pipe()
-        child = context.Process(target=target, args=(str(tmp_path), *arguments, theirs))
-        child.start()
-        children.append(child)
-        ends.append(ours)
-        return ours
+    def save_again_and_again(first: int, _send: object) -> bool:
+        for number in range(first, first + SAVES_EACH):
+            torch_ckpt.save(state_of(number), tmp_path, thread_count=2)
+        return True
 
-    def answer(end: Connection) -> Any:
-        assert end.poll(PATIENCE_SECONDS), "a child hangs"
-        return end.recv()
+    def load_again_and_again(by: Callable[..., None], _send: object) -> int:
+        count, last = 0, False
+        while not last:
+            last = done.is_set()
+            loaded = state_of(-1)
+            by(loaded, tmp_path)
+            assert_equal(loaded, state_of(loaded["n"]))
+            count += 1
+        return count
 
-    try:
-        savers = [start(save_again_and_again, 100 * (i + 1)) for i in range(2)]
-        loaders = [start(load_again_and_again, by_dcp, done) for by_dcp in (False, True)]
-        assert [answer(saver) for saver in savers] == [None, None]
-        done.set()
-        counts = [answer(loader) for loader in loaders]
-        assert all(isinstance(count, int) and count > 0 for count in counts), counts
-    finally:
-        for child in children:
-            child.kill()
-            child.join()
+    savers = [Answering(partial(save_again_and_again, first)) for first in (100, 200)]
+    loaders = [Answering(partial(load_again_and_again, by)) for by in (torch_ckpt.load, load)]
+    saved = [saver.answer() for saver in savers]
+    done.set()
+    counts = [loader.answer() for loader in loaders]
+    assert [end_of(child.pid) for child in (*savers, *loaders)] == [0] * 4
+    assert saved == [True, True]
+    assert min(counts) > 0
     last = {100 + SAVES_EACH - 1, 200 + SAVES_EACH - 1}
     loaded = state_of(-1)
     load(loaded, tmp_path)
