@@ -22,6 +22,11 @@ def calls_queue(gate: Gate) -> Iterator[AsyncCallsQueue]:
     made.close(abort=True)
 
 
+def wait_for_end(calls_queue: AsyncCallsQueue, number: int = 0) -> None:
+    """Until the function of an unfinalized call has run; polls of a rank alone do not wait."""
+    assert calls_queue._calls[number].ended.wait(LIMIT)
+
+
 def fail(text: str = "refused") -> Any:
     raise OSError(text)
 

@@ -21,6 +21,7 @@ pytest_plugins = [
     "tests.async_saves",
     "tests.async_calls",
     "tests.background_saves",
+    "tests.forks",
     "tests.interposed",
     "tests.interpreters",
     "tests.sweeps",

@@ -1,4 +1,4 @@
-"""Children that are forked from a test, so that torch is imported: for one thing, or as ranks."""
+"""Children that are forked from a test, so that torch is imported, and process groups for them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial, wraps
 from typing import Any, ParamSpec
 
+import pytest
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend)
@@ -128,3 +129,12 @@ def on_ranks(size: int, work: Callable[[int], Any]) -> list[Any]:
         answers = [child.answer() for child in children]
         assert [end_of(child.pid) for child in children] == [0] * size
     return answers
+
+
+@pytest.fixture
+def default_group() -> Iterator[None]:
+    """Of one rank, which hosts its store."""
+    dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tests.async_calls import assert_saved, fail, request, schedule
+from tests.async_calls import assert_saved, fail, request, schedule, wait_for_end
 from tests.async_saves import (
-    LIMIT,
     Gate,
     eventually,
     planned,
@@ -128,7 +127,7 @@ def test_the_first_poll_after_its_end_finalizes_a_call_of_a_rank_alone(
 ) -> None:
     for number in range(20):
         calls_queue.schedule_async_request(request(print))
-        assert calls_queue._calls[0].ended.wait(LIMIT)
+        wait_for_end(calls_queue)
         assert calls_queue.maybe_finalize_async_calls() == [number]
 
 
@@ -144,8 +143,7 @@ def test_what_a_function_had_is_let_go_of_when_it_has_ended(calls_queue: AsyncCa
     alive = weakref.ref(large)
     calls_queue.schedule_async_request(request(lambda _: None, large))
     del large
-    call = calls_queue._calls[0]
-    assert call.ended.wait(LIMIT)
+    wait_for_end(calls_queue)
     eventually(lambda: alive() is None)
 
 
@@ -216,7 +214,7 @@ def test_the_error_of_a_function_is_raised_when_it_is_finalized(
 ) -> None:
     finalized: list[int] = []
     calls_queue.schedule_async_request(request(fail, finalize=[lambda: finalized.append(1)]))
-    assert calls_queue._calls[0].ended.wait(LIMIT)
+    wait_for_end(calls_queue)
     finish = partial(calls_queue.maybe_finalize_async_calls, blocking)
     with pytest.raises(CheckpointException) as error:
         eventually(lambda: bool(finish()))
@@ -252,7 +250,7 @@ def test_calls_after_one_that_failed_are_finalized_by_the_next_poll(
 ) -> None:
     calls_queue.schedule_async_request(request(fail))
     calls_queue.schedule_async_request(request(print))
-    assert calls_queue._calls[1].ended.wait(LIMIT)
+    wait_for_end(calls_queue, 1)
     with pytest.raises(CheckpointException):
         calls_queue.maybe_finalize_async_calls()
     assert calls_queue.maybe_finalize_async_calls() == [1]

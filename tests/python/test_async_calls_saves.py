@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tests.async_calls import assert_saved, is_empty, request, schedule
+from tests.async_calls import assert_saved, is_empty, request, schedule, wait_for_end
 from tests.async_saves import (
     LIMIT,
     Gate,
@@ -156,7 +156,7 @@ def test_an_abort_between_writing_and_finalizing_leaves_no_file(
     calls_queue: AsyncCallsQueue, tmp_path: Path
 ) -> None:
     schedule(calls_queue, tmp_path / "c")
-    assert calls_queue._calls[0].ended.wait(LIMIT)
+    wait_for_end(calls_queue)
     assert data_files(tmp_path / "c")
     calls_queue.close(abort=True)
     eventually(lambda: is_empty(tmp_path / "c"))
@@ -186,7 +186,7 @@ def test_an_abort_of_what_is_written_leaves_no_file_where_somebody_holds_the_pla
 ) -> None:
     held = planned(small_state(), FileSystemWriterAsync(tmp_path / "c", **options))
     calls_queue.schedule_async_request(request_of(held))
-    assert calls_queue._calls[0].ended.wait(LIMIT)
+    wait_for_end(calls_queue)
     assert data_files(tmp_path / "c")
     calls_queue.close(abort=True)
     assert is_empty(tmp_path / "c")
@@ -219,7 +219,7 @@ def test_a_save_that_was_aborted_cannot_be_finalized(
     calls_queue.schedule_async_request(request_of(finalizing))
     if has_ended:
         held_at_the_end.open()
-        assert calls_queue._calls[0].ended.wait(LIMIT)
+        wait_for_end(calls_queue)
     calls_queue.close(abort=True)
     with pytest.raises(CheckpointException, match="Worker failure: aborted"):
         save_state_dict_async_finalize(*finalizing)
@@ -247,7 +247,7 @@ def test_an_abort_keeps_what_somebody_has_finalized_by_hand(
 ) -> None:
     finalizing = planned(small_state(), FileSystemWriterAsync(tmp_path / "c"))
     calls_queue.schedule_async_request(request_of(finalizing))
-    assert calls_queue._calls[0].ended.wait(LIMIT)
+    wait_for_end(calls_queue)
     save_state_dict_async_finalize(*finalizing)
     calls_queue.close(abort=True)
     assert_saved(tmp_path / "c")

@@ -299,14 +299,12 @@ def test_torchs_own_quantized_tensors_stay_what_they_are(tmp_path: Path) -> None
     assert ours.read_bytes() == stock.read_bytes()
 
 
+@pytest.mark.usefixtures("default_group")
 def test_dtensors_are_saved_by_shard(tmp_path: Path) -> None:
-    dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        whole = random_tensor((8, 5), torch.float32).nan_to_num()
-        save({"d": distribute_tensor(whole, mesh, [Shard(0)])}, tmp_path / "c")
-    finally:
-        dist.destroy_process_group()
+    mesh = init_device_mesh("cpu", (1,))
+    whole = random_tensor((8, 5), torch.float32).nan_to_num()
+    save({"d": distribute_tensor(whole, mesh, [Shard(0)])}, tmp_path / "c")
+    dist.destroy_process_group()
     assert_checkpoint(tmp_path / "c", {"d": whole})
 
 

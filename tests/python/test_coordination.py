@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -44,15 +44,6 @@ def any_store(request: pytest.FixtureRequest) -> dist.Store:
 def store() -> dist.Store:
     # Clients of a TCPStore take five seconds to connect where names do not resolve.
     return dist.HashStore()
-
-
-@pytest.fixture
-def default_group() -> Iterator[None]:
-    """Of one rank, which hosts its store."""
-    dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def ranks_of(store: dist.Store, size: int, timeout: float = PATIENCE_SECONDS) -> list[Ranks]:

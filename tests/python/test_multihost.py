@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
-from collections.abc import Iterator
 from typing import Any
 
 import numpy
@@ -25,15 +24,6 @@ PATIENCE = 60.0
 POLL = 0.02
 
 Pair = namedtuple("Pair", ["one", "two"])
-
-
-@pytest.fixture
-def default_group() -> Iterator[None]:
-    """Of one rank, which hosts its store."""
-    dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def tree() -> dict[str, Any]:

@@ -36,15 +36,6 @@ Pair = namedtuple("Pair", ["one", "two"])
 
 
 @pytest.fixture
-def default_group() -> Iterator[None]:
-    """Of one rank, which hosts its store."""
-    dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-@pytest.fixture
 def watch() -> Iterator[PreemptionWatch]:
     with multihost.watch_for_preemption([signal.SIGUSR1], poll_seconds=POLL) as watch:
         yield watch
