@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault_hooks import at_fault_points, before, failing
+from tests.fault_hooks import at_fault_points, before, failing, held
 from torch_ckpt import _C
 from torch_ckpt.directory import OpenDirectory
 
@@ -59,3 +59,28 @@ def test_what_a_hook_raises_is_not_lost() -> None:
 def test_a_point_that_is_not_reached_is_told() -> None:
     with pytest.raises(AssertionError, match="rename was not reached"), before("rename", list):
         pass
+
+
+def test_nested_hooks_are_all_called_and_one_that_fails_the_call_is_enough() -> None:
+    reached: list[str] = []
+    with (
+        at_fault_points(lambda operation, _path: reached.append(operation)),
+        before("here", lambda: reached.append("inside")),
+    ):
+        with failing("there", EIO, "*/2"), pytest.raises(OSError, match="there"):
+            _C.fault_point("there", "run/2")
+        _C.fault_point("there", "run/2")
+        _C.fault_point("here")
+    assert reached == ["there", "there", "here", "inside"]
+
+
+def test_who_comes_to_a_point_that_is_held_waits_until_it_is_opened() -> None:
+    passed: list[str] = []
+    with held("here") as gate:
+        other = threading.Thread(target=lambda: (_C.fault_point("here"), passed.append("it")))
+        other.start()
+        gate.wait()
+        assert passed == []
+        gate.open()
+        other.join()
+    assert passed == ["it"]
