@@ -8,6 +8,7 @@ import signal
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -103,9 +104,21 @@ def scratch(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 8 MiB."""
-    mount_point = tmp_path / "small"
+    with _mounted(tmp_path / "small", "8m") as mount_point:
+        yield mount_point
+
+
+@pytest.fixture
+def silent_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system that does not say how many bytes are free."""
+    with _mounted(tmp_path / "silent", "0") as mount_point:
+        yield mount_point
+
+
+@contextmanager
+def _mounted(mount_point: Path, size: str) -> Iterator[Path]:
     mount_point.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(mount_point)]
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(mount_point)]
     mounted = subprocess.run(command, capture_output=True, text=True)
     if mounted.returncode != 0:
         pytest.skip(f"mounting a tmpfs takes root: {mounted.stderr.strip()}")

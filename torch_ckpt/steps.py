@@ -60,8 +60,6 @@ LARGEST_STEP = 10**10 - 1
 
 STEP_NAME = re.compile(r"^(\d{10})$", re.ASCII)
 _LEFTOVER = re.compile(r"^(\d{10})\.(tmp|deleted)-[0-9a-f]{8}$", re.ASCII)
-#: How long files of other ranks may take to be seen.
-_PATIENCE_SECONDS = 30.0
 #: More is no marker of ours.
 MOST_MARKER_BYTES = 16 << 20
 
@@ -288,10 +286,15 @@ def step_name(step: int) -> str:
 
 
 class LocalSteps(StepStore):
-    """The steps beneath a local directory."""
+    """The steps beneath a local directory.
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
+    Args:
+        patience: seconds that files of other ranks may take to be seen.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, patience: float = 30.0) -> None:
         super().__init__(os.path.abspath(root))
+        self.patience = patience
         self._saved_in: tuple[int, ...] | None = None
 
     def saved_in(self, root: OpenDirectory) -> None:
@@ -432,6 +435,7 @@ class LocalSteps(StepStore):
                 # To a disk of somebody's choice; what is there is not ours to remove.
                 os.unlink(path)
             else:
+                _C.fault_point("rmtree", path)
                 shutil.rmtree(path)
         return True
 
@@ -447,6 +451,7 @@ class LocalSteps(StepStore):
         try:
             if marker is None:
                 state = "deleted" if ".deleted-" in name else "unfinished"
+                _C.fault_point("scandir", path)
                 return StepInfo(step, path, state, bytes=bytes_in(path))
             return info_of(step, path, marker, self.is_pinned(step), lambda: bytes_in(path))
         except FileNotFoundError:
@@ -643,7 +648,7 @@ class _StepWriter(FileSystemWriter):
     def _refuse_if_missing(self, opened: OpenDirectory, files: set[str]) -> None:
         """Other ranks' files are here, or their directory is another one."""
         missing = files - set(opened.names())
-        until = time.monotonic() + _PATIENCE_SECONDS
+        until = time.monotonic() + self._steps.patience
         while missing:
             # Network file systems remember for some time what was not there.
             missing -= set(opened.names())
@@ -721,6 +726,7 @@ def write_marker(directory: OpenDirectory, document: dict[str, Any], sync: bool)
         file.write(encoded_marker(document))
         file.flush()
         if sync:
+            _C.fault_point("fsync", os.path.join(directory.path, file.name))
             os.fsync(file.fileno())
     directory.rename(f"{MARKER_NAME}.tmp", MARKER_NAME)
     if sync:

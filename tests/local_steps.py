@@ -1,0 +1,71 @@
+"""Steps beneath a local root for tests: saved, damaged, listed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+
+import torch_ckpt
+from tests.support import assert_equal, cause_of, load
+from torch_ckpt.steps import (
+    MARKER_NAME,
+    LocalSteps,
+)
+
+ATTEMPT = "0a1b2c3d"
+
+
+def state(value: float = 1.0) -> dict[str, Any]:
+    return {"w": torch.full((5, 3), value), "n": int(value)}
+
+
+def saved(store: LocalSteps, step: int, value: float = 1.0, **options: Any) -> Path:
+    """Saves a step; its directory."""
+    torch_ckpt.save(
+        state(value),
+        storage_writer=store.writer(step, **{"attempt": ATTEMPT, **options}),
+        no_dist=True,
+    )
+    return Path(store.path_of(step))
+
+
+def failure(store: LocalSteps, step: int, **options: Any) -> BaseException:
+    """Why a save of a step fails."""
+    with pytest.raises(CheckpointException) as caught:
+        saved(store, step, **options)
+    return cause_of(caught.value)
+
+
+def value_of(path: Path) -> float:
+    """The value that the step in a directory was saved with."""
+    found = state(0.0)
+    load(found, path)
+    value: float = found["w"][0, 0].item()
+    assert_equal(found, state(value))
+    return value
+
+
+def names(store: LocalSteps) -> list[str]:
+    root = Path(store.root)
+    return sorted(os.listdir(root)) if root.exists() else []
+
+
+def listed(store: LocalSteps) -> list[tuple[int, str]]:
+    return [(info.step, info.state) for info in store.entries()]
+
+
+def unfinished(store: LocalSteps, step: int, *, marker: str | None = None) -> Path:
+    """What is left of a save that a crash has interrupted just before its rename, or earlier."""
+    path = saved(store, step, 7.0)
+    left = path.with_name(f"{path.name}.tmp-ffffffff")
+    path.rename(left)
+    if marker is None:
+        (left / MARKER_NAME).unlink()
+    else:
+        (left / MARKER_NAME).write_text(marker)
+    return left

@@ -1,0 +1,391 @@
+"""What there is beneath a local root: steps, what is left of some, and what may go."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from contextlib import closing
+from errno import EIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fault_hooks import at_fault_points, before, failing
+from tests.local_steps import ATTEMPT, listed, names, saved, state, unfinished, value_of
+from tests.support import assert_equal, data_files
+from torch_ckpt.directory import OpenDirectory
+from torch_ckpt.steps import (
+    MARKER_NAME,
+    PINNED_NAME,
+    LocalSteps,
+    StepInfo,
+    open_steps,
+    put_aside,
+    step_name,
+)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalSteps:
+    return LocalSteps(tmp_path / "run")
+
+
+# --- listing -------------------------------------------------------------------------------------
+
+
+def test_a_root_that_is_not_there_has_no_steps(store: LocalSteps) -> None:
+    assert store.entries() == []
+    assert store.sweep() == []
+    assert not os.path.exists(store.root)
+
+
+def test_a_root_that_is_a_file_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        LocalSteps(tmp_path / "file").entries()
+
+
+def test_steps_and_leftovers_are_listed_by_number(store: LocalSteps) -> None:
+    for step in (20, 3):
+        saved(store, step)
+    unfinished(store, 10)
+    saved(store, 2)
+    with closing(OpenDirectory(store.root)) as root:
+        put_aside(root, step_name(2))
+    assert listed(store) == [(2, "deleted"), (3, "complete"), (10, "unfinished"), (20, "complete")]
+
+
+FOREIGN = [
+    "events.out",
+    "100",
+    "00000000100",
+    "000000100a",
+    "0000000100 ",
+    "0000000100.tmp",
+    "0000000100.tmp-xyz",
+    "0000000100.tmp-0A1B2C3D",
+    "0000000100.tmp-0a1b2c3d4",
+    "0000000100.tmp-0a1b2c3d.bak",
+    "0000000100.deleted",
+    "x0000000100.deleted-0a1b2c3d",
+    "\u0660" * 10,
+]
+
+
+@pytest.mark.parametrize("is_directory", [True, False])
+def test_other_names_are_no_steps_and_stay(store: LocalSteps, is_directory: bool) -> None:
+    root = Path(store.root)
+    root.mkdir()
+    for name in FOREIGN:
+        (root / name).mkdir() if is_directory else (root / name).touch()
+        if is_directory:
+            (root / name / MARKER_NAME).touch()
+    assert listed(store) == []
+    assert store.sweep() == []
+    assert names(store) == sorted(FOREIGN)
+
+
+def test_files_with_the_names_of_steps_are_none_and_stay(store: LocalSteps) -> None:
+    root = Path(store.root)
+    root.mkdir()
+    files = [f"0000000100{suffix}" for suffix in ("", f".deleted-{ATTEMPT}", f".tmp-{ATTEMPT}")]
+    for name in files:
+        (root / name).touch()
+    assert listed(store) == []
+    assert store.sweep() == []
+    assert names(store) == files
+
+
+MARKERS: dict[str, tuple[bytes, dict[str, Any]]] = {
+    "empty": (b"", {}),
+    "no JSON": (b"step 100 is complete", {}),
+    "no text": (bytes(range(256)), {}),
+    "a list": (b"[1, 2]", {}),
+    "deep": (b"[" * 100_000, {}),
+    "many digits": (b"1" * 10_000, {}),
+    "wrong types": (
+        b'{"saved_at": "now", "bytes": "many", "metrics": [1], "notes": 3, "step": {}}',
+        {},
+    ),
+    "truth values": (b'{"saved_at": true, "bytes": true, "metrics": {"a": true}}', {}),
+    "a negative size": (b'{"bytes": -1}', {}),
+    "a huge metric": (b'{"metrics": {"a": 1' + b"0" * 400 + b', "b": 2}}', {"metrics": {"b": 2.0}}),
+    "a huge time": (b'{"saved_at": 1' + b"0" * 400 + b"}", {}),
+    "an endless time": (b'{"saved_at": Infinity}', {}),
+    "no time": (b'{"saved_at": NaN}', {}),
+    "whole numbers": (b'{"saved_at": 5, "bytes": 6}', {"saved_at": 5.0, "bytes": 6}),
+}
+
+
+@pytest.mark.parametrize("kind", MARKERS)
+def test_a_marker_of_any_content_makes_a_step_complete(store: LocalSteps, kind: str) -> None:
+    path = saved(store, 100)
+    content, expected = MARKERS[kind]
+    (path / MARKER_NAME).write_bytes(content)
+    [info] = store.entries()
+    size = sum(file.stat().st_size for file in path.iterdir())
+    assert info == StepInfo(100, str(path), "complete", **{"bytes": size, **expected})
+
+
+def test_a_directory_in_the_markers_place_makes_a_step_complete(store: LocalSteps) -> None:
+    path = saved(store, 100)
+    (path / MARKER_NAME).unlink()
+    (path / MARKER_NAME).mkdir()
+    assert listed(store) == [(100, "complete")]
+
+
+def test_metrics_that_are_no_numbers_come_back(store: LocalSteps) -> None:
+    saved(store, 1, marker=lambda: {"metrics": {"a": math.nan, "b": -math.inf}})
+    [info] = store.entries()
+    assert math.isnan(info.metrics["a"])
+    assert info.metrics["b"] == -math.inf
+
+
+def test_a_step_that_goes_while_it_is_listed_is_left_out(store: LocalSteps) -> None:
+    saved(store, 1)
+    left = unfinished(store, 2)
+    saved(store, 3)
+    with before("scandir", lambda: shutil.rmtree(left), left):
+        assert listed(store) == [(1, "complete"), (3, "complete")]
+
+
+# --- 5: deletions --------------------------------------------------------------------------------
+
+
+def test_a_deleted_step_goes_with_all_its_files(store: LocalSteps) -> None:
+    saved(store, 1)
+    path = saved(store, 2)
+    (path / "something else").touch()
+    assert store.delete(2)
+    assert names(store) == ["0000000001"]
+
+
+def test_a_deletion_of_what_is_not_there_is_no_error(store: LocalSteps) -> None:
+    assert store.delete(2)
+    saved(store, 1)
+    assert store.delete(2)
+    assert names(store) == ["0000000001"]
+
+
+def test_a_deleted_step_is_renamed_durably_before_its_first_file_goes(store: LocalSteps) -> None:
+    path = saved(store, 2)
+    calls: list[str] = []
+
+    def note(operation: str, where: str) -> None:
+        if operation in ("fsync_directory", "rmtree"):
+            place = os.path.relpath(where, store.root).partition("-")[0]
+            calls.append(f"{operation} {place} with {listed(store)}")
+
+    with at_fault_points(note):
+        assert store.delete(2)
+    assert calls == [
+        "fsync_directory . with [(2, 'deleted')]",
+        f"rmtree {path.name}.deleted with [(2, 'deleted')]",
+    ]
+    assert names(store) == []
+
+
+def test_nothing_is_deleted_in_another_root_that_has_come_to_the_place_since_the_save(
+    store: LocalSteps, tmp_path: Path
+) -> None:
+    saved(store, 2)
+    other = LocalSteps(tmp_path / "other")
+    saved(other, 2)
+    os.rename(store.root, tmp_path / "away")
+    os.rename(other.root, store.root)
+    with pytest.raises(OSError, match="another directory than at the last save"):
+        store.delete(2)
+    assert listed(store) == [(2, "complete")]
+    # Whose root it is by now.
+    saved(store, 3)
+    assert store.delete(2)
+    assert listed(store) == [(3, "complete")]
+
+
+def test_a_deletion_that_fails_amid_is_no_step_and_is_ended_by_the_sweep(
+    store: LocalSteps,
+) -> None:
+    path = saved(store, 2)
+    with failing("rmtree", EIO), pytest.raises(OSError, match="rmtree"):
+        store.delete(2)
+    assert listed(store) == [(2, "deleted")]
+    [name] = names(store)
+    assert name.startswith(f"{path.name}.deleted-")
+    assert store.sweep() == [name]
+    assert names(store) == []
+
+
+def test_a_step_that_is_being_loaded_is_not_deleted(store: LocalSteps) -> None:
+    path = saved(store, 2)
+    with closing(OpenDirectory(path)) as reader:
+        assert reader.share()
+        assert not store.delete(2)
+        assert value_of(path) == 1.0
+    assert store.delete(2)
+    assert names(store) == []
+
+
+def test_a_load_keeps_its_step_until_it_has_ended(store: LocalSteps) -> None:
+    saved(store, 2, 6.0)
+    answers: list[bool] = []
+    found = state(0.0)
+    with before("pread", lambda: answers.append(store.delete(2))):
+        store.load(2, found, no_dist=True)
+    assert_equal(found, state(6.0))
+    assert answers == [False]
+
+
+def test_a_step_that_is_a_link_goes_and_leaves_what_it_points_to(
+    store: LocalSteps, tmp_path: Path
+) -> None:
+    path = saved(store, 2)
+    elsewhere = tmp_path / "elsewhere"
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+    assert listed(store) == [(2, "complete")]
+    assert store.delete(2)
+    assert names(store) == []
+    assert value_of(elsewhere) == 1.0
+
+
+# --- 6: the sweep --------------------------------------------------------------------------------
+
+
+def test_the_sweep_removes_what_has_no_marker(store: LocalSteps) -> None:
+    saved(store, 1)
+    left = unfinished(store, 2)
+    assert store.sweep() == [left.name]
+    assert names(store) == ["0000000001"]
+    assert store.sweep() == []
+
+
+def test_the_sweep_names_a_step_that_lacked_only_its_name(store: LocalSteps) -> None:
+    unfinished(store, 2, marker='{"metrics": {"loss": 0.25}}')
+    assert store.sweep() == []
+    [info] = store.entries()
+    assert (info.step, info.complete, info.metrics) == (2, True, {"loss": 0.25})
+    assert value_of(Path(info.path)) == 7.0
+
+
+def test_the_sweep_keeps_a_step_and_removes_the_one_that_was_to_replace_it(
+    store: LocalSteps,
+) -> None:
+    left = unfinished(store, 2, marker="{}")
+    saved(store, 2, 1.0)
+    assert store.sweep() == [left.name]
+    assert value_of(Path(store.path_of(2))) == 1.0
+
+
+def test_the_sweep_ends_a_replacement_that_had_put_the_old_step_aside(store: LocalSteps) -> None:
+    left = unfinished(store, 2, marker="{}")
+    saved(store, 2, 1.0)
+    with closing(OpenDirectory(store.root)) as root:
+        aside = put_aside(root, step_name(2))
+    assert store.sweep() == [aside]
+    assert not left.exists()
+    assert value_of(Path(store.path_of(2))) == 7.0
+
+
+@pytest.mark.parametrize("marker", [None, "{}"])
+def test_the_sweep_leaves_alone_where_somebody_works(store: LocalSteps, marker: str | None) -> None:
+    left = unfinished(store, 2, marker=marker)
+    with closing(OpenDirectory(left)) as other:
+        assert other.share()
+        assert store.sweep() == []
+        assert names(store) == [left.name]
+
+
+def test_the_sweep_of_a_run_spares_what_its_ranks_have_begun(store: LocalSteps) -> None:
+    left = unfinished(store, 2)
+    assert store.sweep(attempt="ffffffff") == []
+    assert store.sweep(attempt=ATTEMPT) == [left.name]
+
+
+def test_a_save_spares_the_directory_that_another_rank_is_making(store: LocalSteps) -> None:
+    path = Path(store.root) / f"0000000002.tmp-{ATTEMPT}"
+    path.mkdir(parents=True)
+    # Held open, so that no other one can get its number.
+    with closing(OpenDirectory(path)) as made:
+        step = saved(store, 2)
+        assert step.stat().st_ino == os.fstat(made.fd).st_ino
+
+
+@pytest.mark.parametrize("moment", ["pwrite", "rename"], ids=["that writes", "that commits"])
+def test_the_sweep_of_another_manager_spares_a_save(store: LocalSteps, moment: str) -> None:
+    swept: list[list[str]] = []
+    with before(moment, lambda: swept.append(LocalSteps(store.root).sweep())):
+        assert value_of(saved(store, 2, 3.0)) == 3.0
+    assert swept == [[]]
+
+
+def test_the_sweep_of_another_manager_spares_a_save_that_is_to_be_marked(
+    store: LocalSteps,
+) -> None:
+    swept: list[list[str]] = []
+
+    def marker() -> dict[str, Any]:
+        swept.append(LocalSteps(store.root).sweep())
+        return {}
+
+    assert value_of(saved(store, 2, 3.0, marker=marker)) == 3.0
+    assert swept == [[]]
+
+
+def test_a_leftover_that_goes_meanwhile_is_no_error(
+    store: LocalSteps, caplog: pytest.LogCaptureFixture
+) -> None:
+    left = unfinished(store, 2)
+    with before("open_directory", lambda: shutil.rmtree(left), left):
+        assert store.sweep() == []
+    assert caplog.text == ""
+
+
+# --- pins, verification, roots -------------------------------------------------------------------
+
+
+def test_a_step_is_pinned_until_it_is_not(store: LocalSteps) -> None:
+    path = saved(store, 2)
+    for _ in range(2):
+        store.set_pinned(2, True)
+        assert [info.pinned for info in store.entries()] == [True]
+    assert (path / PINNED_NAME).read_bytes() == b""
+    for _ in range(2):
+        store.set_pinned(2, False)
+        assert [info.pinned for info in store.entries()] == [False]
+
+
+def test_a_step_that_is_not_complete_cannot_be_pinned(store: LocalSteps) -> None:
+    path = saved(store, 2)
+    (path / MARKER_NAME).unlink()
+    for step in (2, 3):
+        with pytest.raises(FileNotFoundError, match="there is no complete step to pin"):
+            store.set_pinned(step, True)
+    assert not (path / PINNED_NAME).exists()
+
+
+def test_a_verified_step_is_well_until_it_is_damaged(store: LocalSteps) -> None:
+    path = saved(store, 2)
+    assert store.verify(2).ok
+    [file] = data_files(path)[:1]
+    file.write_bytes(file.read_bytes()[:-1])
+    assert not store.verify(2).ok
+
+
+def test_a_local_root_may_be_a_url(tmp_path: Path) -> None:
+    found = open_steps(f"file://{tmp_path}/run")
+    assert isinstance(found, LocalSteps)
+    assert found.root == str(tmp_path / "run")
+
+
+def test_a_relative_root_is_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = open_steps("run")
+    monkeypatch.chdir("/")
+    assert store.root == str(tmp_path / "run")
+
+
+def test_a_staging_directory_for_a_local_root_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="staging_dir is for remote roots"):
+        open_steps(tmp_path, staging_dir=tmp_path)
