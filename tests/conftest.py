@@ -25,6 +25,7 @@ pytest_plugins = [
     "tests.forks",
     "tests.interposed",
     "tests.interpreters",
+    "tests.managers",
     "tests.sweeps",
 ]
 

@@ -154,6 +154,13 @@ def stock_load(state: StateDict, path: str | Path) -> None:
     dcp.load(state, storage_reader=dcp.FileSystemReader(path), no_dist=True)
 
 
+class Terminal(io.StringIO):
+    """Standard error that somebody looks at."""
+
+    def isatty(self) -> bool:
+        return True
+
+
 @contextmanager
 def files_limited_to(count: int) -> Iterator[None]:
     """Lets every write of this process beyond ``count`` bytes of a file fail, as a quota does."""

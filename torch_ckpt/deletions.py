@@ -17,6 +17,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
+from torch_ckpt import _C
 from torch_ckpt.events import Event
 from torch_ckpt.failures import causes
 from torch_ckpt.metrics import LOGGER
@@ -131,6 +132,7 @@ class Deletions:
 
     def settle(self, timeout: float | None = None) -> None:
         """Waits for what the deleting thread has to do by now."""
+        _C.fault_point("wait for deletions", self._store.root)
         with suppress(RuntimeError, FutureTimeout):
             self.in_turn(lambda: None, timeout)
 

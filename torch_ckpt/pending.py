@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 
 from torch.distributed.checkpoint.metadata import Metadata
 
+from torch_ckpt import _C
 from torch_ckpt.snapshot import AsyncSave
 
 T = TypeVar("T")
@@ -69,7 +70,10 @@ class Pending:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Whether it has ended; waits for that where it can."""
-        return not self.is_here or self.ended.wait(timeout)
+        if not self.is_here:
+            return True
+        _C.fault_point("wait for a save")
+        return self.ended.wait(timeout)
 
 
 class Once(Generic[T]):

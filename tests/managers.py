@@ -1,0 +1,169 @@
+"""Runs under a CheckpointManager for tests: what is trained, and the fixtures that tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from errno import EIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.async_saves import Gate
+from tests.fault_hooks import failing, held
+from tests.support import assert_equal, data_files, flip_bit
+from torch_ckpt import CheckpointManager
+from torch_ckpt.events import Event
+
+Make = Callable[..., CheckpointManager]
+
+#: Of warnings.
+LATER = "and there are later ones"
+PASSED = "the one before is restored"
+UNMARKED = "not restored, since there is no write_completed in them"
+
+#: In the error of a save that is ``broken``.
+BROKEN = "rename failed: Input/output error"
+
+
+class Training:
+    """A model, its optimizer and a number, whose values tell the step."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Linear(4, 3)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.state: dict[str, Any] = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "epoch": 0,
+        }
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.ones(2, 4)).sum().backward()
+        self.optimizer.step()
+        self.state["epoch"] += 1
+
+    def values(self) -> dict[str, Any]:
+        """All that was trained, as it is now."""
+        momenta = [state.get("momentum_buffer") for state in self.optimizer.state.values()]
+        tensors = [*self.model.parameters(), *momenta]
+        return {
+            "tensors": [tensor.detach().clone() for tensor in tensors],
+            "epoch": self.state["epoch"],
+        }
+
+
+def training_of(number: int) -> Training:
+    """After so many steps."""
+    made = Training()
+    for _ in range(number):
+        made.step()
+    return made
+
+
+def state_of(step: int) -> dict[str, Any]:
+    """Where no model is needed."""
+    return {"x": torch.full((3,), float(step))}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+@contextmanager
+def manager_of(root: Path, **options: Any) -> Iterator[CheckpointManager]:
+    """Without watching signals, by default."""
+    with CheckpointManager(root, **{"preemption_signals": (), **options}) as made:
+        yield made
+
+
+@pytest.fixture
+def make(root: Path) -> Iterator[Make]:
+    """Makes managers that end with the test; without watching signals, by default."""
+    made: list[CheckpointManager] = []
+
+    def make_one(path: Path = root, **options: Any) -> CheckpointManager:
+        one = CheckpointManager(path, **{"preemption_signals": (), **options})
+        made.append(one)
+        return one
+
+    yield make_one
+    for one in made:
+        one.__exit__(AssertionError, AssertionError(), None)
+
+
+@pytest.fixture
+def held_commits() -> Iterator[Gate]:
+    """Saves do not commit until it is opened."""
+    with held("rename", "*/.metadata") as gate:
+        yield gate
+
+
+@pytest.fixture
+def broken() -> Iterator[Callable[[], None]]:
+    """The marker of saves cannot be written, until it is called."""
+    with ExitStack() as stack:
+        stack.enter_context(failing("rename", EIO, "*/write_completed"))
+        yield stack.close
+
+
+def train(
+    made: CheckpointManager, numbers: Any, training: Training | None = None, **options: Any
+) -> list[int]:
+    """The steps at which it saved."""
+    training = training or training_of(numbers[0] - 1)
+    found = []
+    for number in numbers:
+        training.step()
+        if made.save(number, training.state, **options):
+            found.append(number)
+    return found
+
+
+def run_of(make: Make, numbers: Any) -> None:
+    """A run that has ended."""
+    with make() as made:
+        train(made, numbers)
+
+
+def until_told(made: CheckpointManager, first: int, training: Training) -> int:
+    """The step at which training is told to stop."""
+    for step in range(first, first + 100_000):
+        training.step()
+        made.save(step, training.state)
+        if made.should_stop:
+            return step
+    raise AssertionError("nobody was told")
+
+
+def finish(made: CheckpointManager) -> None:
+    """Waits for the save and the deletions under way."""
+    made.wait_until_finished()
+    made._deletions.settle()
+
+
+def restored(made: CheckpointManager, step: int | None = None) -> int:
+    """The number of steps that were done by the state that is restored; its step is the same."""
+    training = training_of(1)
+    found = made.restore(training.state, step)
+    assert_equal(training.values(), training_of(found or 1).values())
+    return found
+
+
+def damage(root: Path, step: int) -> None:
+    for file in data_files(root / f"{step:010d}"):
+        flip_bit(file, file.stat().st_size // 2, 3)
+
+
+def kinds(events: list[Event]) -> list[str]:
+    return [event.kind for event in events]
+
+
+def of_kind(kind: str, work: Callable[[], object]) -> Callable[[Event], None]:
+    """An ``on_event`` that does something at the events of one kind."""
+    return lambda event: work() and None if event.kind == kind else None

@@ -1,0 +1,192 @@
+"""Which steps a manager keeps, and what it removes."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import closing
+from errno import EIO
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+
+from tests.fault_hooks import before, failing, held
+from tests.managers import (
+    Make,
+    Training,
+    damage,
+    finish,
+    kinds,
+    restored,
+    run_of,
+    train,
+)
+from torch_ckpt.directory import OpenDirectory
+from torch_ckpt.errors import CheckpointError
+from torch_ckpt.events import Event
+
+# --- by rules -------------------------------------------------------------------------------------
+
+
+def test_steps_that_no_rule_keeps_go_in_the_background(make: Make) -> None:
+    events: list[Event] = []
+    made = make(keep_last=2, keep_every=4, on_event=events.append)
+    train(made, range(1, 11))
+    finish(made)
+    assert made.all_steps() == [4, 8, 9, 10]
+    assert [event.step for event in events if event.kind == "deleted"] == [1, 2, 3, 5, 6, 7]
+
+
+def test_without_a_rule_nothing_goes(make: Make) -> None:
+    made = make()
+    train(made, range(1, 8))
+    finish(made)
+    assert made.all_steps() == [*range(1, 8)]
+
+
+def test_the_best_steps_stay(make: Make) -> None:
+    made = make(keep_best=2, best_metric="loss")
+    training = Training()
+    for step, loss in enumerate([3.0, 1.0, float("nan"), 2.0, 5.0], 1):
+        train(made, [step], training, metrics={"loss": loss})
+    finish(made)
+    assert made.all_steps() == [2, 4, 5]
+    assert made.best_step() == 2
+
+
+def test_a_pinned_step_stays_until_it_is_not(make: Make) -> None:
+    made = make(keep_last=1)
+    training = Training()
+    train(made, [1], training)
+    made.wait_until_finished()
+    made.pin(1)
+    train(made, [2, 3], training)
+    finish(made)
+    assert made.all_steps() == [1, 3]
+    assert [info.pinned for info in made.steps()] == [True, False]
+    made.unpin(1)
+    train(made, [4], training)
+    finish(made)
+    assert made.all_steps() == [4]
+
+
+def test_a_step_that_is_not_there_cannot_be_pinned(make: Make) -> None:
+    with pytest.raises(FileNotFoundError, match="there is no complete step to pin"):
+        make().pin(3)
+
+
+def test_the_step_that_was_restored_stays(make: Make) -> None:
+    run_of(make, [1, 2])
+    made = make(keep_last=1)
+    restored(made)
+    train(made, [3, 4])
+    finish(made)
+    assert made.all_steps() == [2, 4]
+
+
+def test_the_step_that_was_verified_last_stays_unless_it_is_damaged(make: Make, root: Path) -> None:
+    made = make(keep_last=1, interval=100)
+    run_of(make, range(1, 4))
+    damage(root, 2)
+    assert made.verify(1).ok
+    assert not made.verify(2).ok
+    train(made, [4], force=True)
+    finish(made)
+    assert made.all_steps() == [1, 4]
+
+
+def test_a_step_that_somebody_reads_stays_until_a_later_save(make: Make, root: Path) -> None:
+    made = make(keep_last=1)
+    training = Training()
+    train(made, [1], training)
+    made.wait_until_finished()
+    with closing(OpenDirectory(root / "0000000001")) as reader:
+        assert reader.share()
+        train(made, [2], training)
+        finish(made)
+        assert made.all_steps() == [1, 2]
+    train(made, [3], training)
+    finish(made)
+    assert made.all_steps() == [3]
+
+
+def test_a_deletion_that_fails_is_logged_and_training_goes_on(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = make(keep_last=1)
+    with failing("rmtree", EIO), caplog.at_level(logging.WARNING, "torch_ckpt"):
+        train(made, [1, 2])
+        finish(made)
+    assert "step 1 could not be deleted" in caplog.text
+    assert made.all_steps() == [2]
+
+
+# --- by hand, for room, at the start --------------------------------------------------------------
+
+
+def test_a_step_can_be_deleted_by_hand(make: Make, root: Path) -> None:
+    made = make()
+    train(made, [1, 2])
+    made.wait_until_finished()
+    with closing(OpenDirectory(root / "0000000001")) as reader:
+        assert reader.share()
+        with pytest.raises(CheckpointError, match="step 1 is being saved or loaded"):
+            made.delete(1)
+    made.delete(1)
+    made.delete(1)
+    assert made.all_steps() == [2]
+
+
+def test_a_save_for_which_there_is_no_room_waits_for_deletions(
+    make: Make, small_disk: Path
+) -> None:
+    made = make(small_disk / "run", keep_last=1)
+    state = {"x": torch.ones(3 << 18)}
+    with held("rmtree") as gate:
+        made.save(1, state)
+        made.save(2, state)
+        made.wait_until_finished()
+        gate.wait()
+        with before("wait for deletions", gate.open):
+            made.save(3, state)
+            made.wait_until_finished()
+    finish(made)
+    assert made.all_steps() == [3]
+
+
+def test_a_save_for_which_there_is_no_room_fails_and_says_what_to_do(
+    make: Make, small_disk: Path
+) -> None:
+    made = make(small_disk / "run", keep_last=1)
+    made.save(1, {"x": torch.ones(9 << 18)})
+    with pytest.raises(CheckpointException, match="keep fewer steps, or make room"):
+        made.wait_until_finished()
+    assert made.steps() == []
+
+
+def test_leftovers_of_a_crash_go_at_the_start_and_are_named(
+    make: Make, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    left = root / "0000000003.tmp-0a1b2c3d"
+    left.mkdir(parents=True)
+    foreign = root / "notes.txt"
+    foreign.touch()
+    events: list[Event] = []
+    finish(make(on_event=events.append))
+    assert not left.exists()
+    assert foreign.exists()
+    assert kinds(events) == ["leftovers"]
+    assert left.name in events[0].message
+
+
+def test_leftovers_that_cannot_be_removed_do_not_stop_training(
+    make: Make, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (root / "0000000003.tmp-0a1b2c3d").mkdir(parents=True)
+    with failing("rmtree", EIO):
+        made = make()
+        assert train(made, [1]) == [1]
+        finish(made)
+    assert "a leftover could not be removed" in caplog.text
+    assert made.all_steps() == [1]

@@ -1,0 +1,177 @@
+"""What becomes of a manager's save that fails: who is told, and that training may go on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Callable
+from errno import EIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.checkpoint.api import CheckpointException
+
+import torch_ckpt
+from tests.async_saves import LIMIT
+from tests.fault_hooks import failing, held
+from tests.managers import (
+    BROKEN,
+    Make,
+    Training,
+    of_kind,
+    restored,
+    train,
+    training_of,
+)
+from tests.support import cause_of
+from torch_ckpt import CheckpointManager
+from torch_ckpt.errors import CheckpointError, NotCommitted, SourceChanged
+
+
+@pytest.mark.parametrize("how", ["save", "wait_until_finished", "check_for_errors", "close"])
+def test_the_error_of_a_save_is_raised_once(
+    make: Make, broken: Callable[[], None], how: str
+) -> None:
+    made, training = make(), Training()
+    train(made, [1], training)
+    pending = made._pending
+    assert pending is not None
+    assert pending.ended.wait(LIMIT)
+    broken()
+    asks: dict[str, Callable[[], Any]] = {
+        "save": lambda: train(made, [2], training),
+        "wait_until_finished": made.wait_until_finished,
+        "check_for_errors": made.check_for_errors,
+        "close": made.close,
+    }
+    with pytest.raises(CheckpointException, match=BROKEN) as caught:
+        asks[how]()
+    assert isinstance(cause_of(caught.value), NotCommitted)
+    made.check_for_errors()
+    made.wait_until_finished()
+    torch_ckpt.check_for_errors()
+    if how != "close":
+        assert train(made, [3], training) == [3]
+        made.wait_until_finished()
+        # The save that tells of the one before has begun all the same.
+        assert made.all_steps() == ([2, 3] if how == "save" else [3])
+    made.close()
+    assert made.save_errors == 1
+
+
+def test_training_may_go_on_without_the_saves_that_fail(
+    make: Make, broken: Callable[[], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    made, training = make(on_save_error="warn_and_continue"), Training()
+    with caplog.at_level(logging.WARNING, "torch_ckpt"):
+        train(made, [1, 2], training)
+        made.wait_until_finished()
+    assert made.save_errors == 2
+    assert "step 1 could not be saved: rank 0: NotCommitted: " in caplog.text
+    broken()
+    train(made, [3], training)
+    made.close()
+    assert made.save_errors == 2
+    assert made.all_steps() == [3]
+
+
+def test_a_state_that_cannot_be_read_raises_at_once(make: Make) -> None:
+    class Bad:
+        def state_dict(self) -> Any:
+            raise RuntimeError("no state today")
+
+        def load_state_dict(self, state: Any) -> None:
+            raise AssertionError
+
+    made = make()
+    with pytest.raises(CheckpointError, match=r"loader: .* no state today"):
+        made.save(1, {"loader": Bad()})
+    assert train(made, [1]) == [1]
+    assert restored(made) == 1
+
+
+def test_training_may_go_on_without_a_state_that_cannot_be_read(make: Make) -> None:
+    made = make(on_save_error="warn_and_continue")
+    handle = made.before_save(lambda: 1 // 0)  # type: ignore[arg-type,return-value]
+    assert train(made, [1]) == []
+    assert made.save_errors == 1
+    handle.remove()
+    assert train(made, [2]) == [2]
+    assert restored(made) == 2
+
+
+def test_a_state_that_changes_too_early_fails_its_save(make: Make) -> None:
+    made, training = make(staging="overlapped"), training_of(1)
+    with held("mkdir", "*.tmp-*") as gate:
+        made.save(1, training.state)
+        training.step()
+        gate.open()
+        with pytest.raises(CheckpointException) as caught:
+            made.wait_until_finished()
+    assert isinstance(cause_of(caught.value), SourceChanged)
+    assert made.steps() == []
+
+
+def test_a_failed_save_before_the_stop_does_not_lose_the_stop(
+    make: Make, broken: Callable[[], None]
+) -> None:
+    with make(preemption_signals=(signal.SIGUSR1,)) as made:
+        training = Training()
+        train(made, [1], training)
+        assert made._pending is not None
+        assert made._pending.ended.wait(LIMIT)
+        broken()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        with pytest.raises(CheckpointException):
+            train(made, range(2, 1000), training)
+        assert made.should_stop
+        made.wait_until_finished()
+        assert made.all_steps() == [2]
+
+
+def test_an_error_of_a_save_does_not_hide_what_ended_the_block(
+    make: Make, broken: Callable[[], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    def end(made: CheckpointManager) -> None:
+        train(made, [1])
+        raise KeyError("of training")
+
+    made = make()
+    with pytest.raises(KeyError, match="of training"), made:
+        end(made)
+    assert BROKEN in caplog.text
+
+
+def test_control_c_amid_a_save_is_not_hidden_by_an_earlier_error(
+    make: Make, broken: Callable[[], None]
+) -> None:
+    made = make()
+    train(made, [1])
+    with pytest.raises(CheckpointException):
+        made.wait_until_finished()
+    train(made, [2])
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    made.before_save(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        train(made, [3])
+
+
+def test_the_error_of_one_manager_is_not_the_others(make: Make, tmp_path: Path) -> None:
+    other = make(tmp_path / "other")
+
+    def save_other() -> None:
+        # It finds that the save before has failed, of which the first manager is not told yet.
+        train(other, [1])
+        other.wait_until_finished()
+
+    one = make(tmp_path / "one", on_event=of_kind("saving", save_other))
+    with failing("rename", EIO, tmp_path / "one/*/write_completed"):
+        train(one, [1])
+        assert (other.save_errors, other.all_steps()) == (0, [1])
+        with pytest.raises(CheckpointException, match=BROKEN):
+            one.wait_until_finished()

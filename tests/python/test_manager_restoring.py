@@ -1,0 +1,266 @@
+"""Which step a manager restores: an earlier one, the newest that is sound, or none."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from errno import EACCES
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+
+import torch_ckpt
+from tests.fault_hooks import failing
+from tests.managers import (
+    LATER,
+    PASSED,
+    UNMARKED,
+    Make,
+    Training,
+    damage,
+    finish,
+    restored,
+    run_of,
+    train,
+    training_of,
+)
+from tests.support import assert_equal, cause_of, data_files, flip_bit
+from torch_ckpt.errors import CheckpointError, LoadMismatch
+from torch_ckpt.events import Event
+from torch_ckpt.steps import MARKER_NAME
+
+# --- going back -----------------------------------------------------------------------------------
+
+
+def test_any_step_can_be_restored_by_number(make: Make) -> None:
+    made = make()
+    train(made, range(1, 5))
+    with pytest.warns(UserWarning, match=r"step 2 is restored, and there are later ones \(\[3, 4"):
+        assert restored(made, 2) == 2
+
+
+def test_the_newest_step_is_restored_by_number_without_a_warning(make: Make) -> None:
+    made = make()
+    train(made, [1, 2])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert restored(made, 2) == 2
+
+
+def test_after_going_back_later_steps_are_replaced(make: Make) -> None:
+    made = make()
+    training = Training()
+    train(made, range(1, 5), training)
+    with pytest.warns(UserWarning, match=LATER):
+        made.restore(training.state, 2)
+    for step in (3, 4):
+        assert made.save(step, training.state, notes={"again": True})
+    made.wait_until_finished()
+    assert [(info.step, info.notes) for info in made.steps()] == [
+        (1, {}),
+        (2, {}),
+        (3, {"again": True}),
+        (4, {"again": True}),
+    ]
+
+
+def test_after_going_back_the_steps_of_before_do_not_drive_new_ones_out(make: Make) -> None:
+    made = make(interval=10, keep_last=2)
+    training = Training()
+    train(made, range(1, 61), training)
+    finish(made)
+    assert made.all_steps() == [50, 60]
+    made = make(keep_last=2)
+    with pytest.warns(UserWarning, match=LATER):
+        made.restore(training.state, 50)
+    for step in (51, 52, 53):
+        made.save(step, training.state)
+    finish(made)
+    # 50 is what was verified last; 60 waits to be replaced.
+    assert made.all_steps() == [50, 52, 53, 60]
+
+
+def test_steps_of_before_training_went_back_go_when_it_has_passed_them(make: Make) -> None:
+    run_of(make, [40, 50, 60])
+    events: list[Event] = []
+    made = make(keep_last=2, on_event=events.append)
+    training = Training()
+    with pytest.warns(UserWarning, match=LATER):
+        made.restore(training.state, 40)
+    made.save(56, training.state)
+    finish(made)
+    assert made.all_steps() == [40, 56, 60]
+    for step in (58, 63):
+        made.save(step, training.state)
+        finish(made)
+    # 40 was verified by the restore.
+    assert made.all_steps() == [40, 58, 63]
+    went_back = [event for event in events if "before training went back" in event.message]
+    assert [event.step for event in went_back] == [50, 60]
+
+
+def test_a_replaced_step_is_no_more_one_of_before(make: Make) -> None:
+    run_of(make, [1, 2, 3])
+    made = make(keep_last=2)
+    training = training_of(1)
+    with pytest.warns(UserWarning, match=LATER):
+        made.restore(training.state, 1)
+    train(made, [2, 3], training)
+    finish(made)
+    assert made.all_steps() == [1, 2, 3]
+
+
+def test_a_step_that_is_not_there_is_refused_and_those_that_are_are_named(make: Make) -> None:
+    made = make()
+    with pytest.raises(FileNotFoundError, match="step 7 is not there; complete are none"):
+        restored(made, 7)
+    train(made, [1, 2])
+    with pytest.raises(FileNotFoundError, match=r"step 7 is not there; complete are \[1, 2\]"):
+        restored(made, 7)
+
+
+# --- damaged steps --------------------------------------------------------------------------------
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "a flipped bit": lambda path: [
+        flip_bit(file, file.stat().st_size // 2, 3) for file in data_files(path)
+    ],
+    "a short file": lambda path: [
+        os.truncate(file, file.stat().st_size // 2) for file in data_files(path)
+    ],
+    "an empty file": lambda path: [os.truncate(file, 0) for file in data_files(path)],
+    "a missing file": lambda path: [file.unlink() for file in data_files(path)],
+    "no metadata": lambda path: (path / ".metadata").unlink(),
+    "short metadata": lambda path: os.truncate(path / ".metadata", 40),
+    "empty metadata": lambda path: os.truncate(path / ".metadata", 0),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_damaged_step_is_passed_over(make: Make, root: Path, kind: str) -> None:
+    run_of(make, range(1, 4))
+    events: list[Event] = []
+    made = make(on_event=events.append)
+    DAMAGES[kind](root / "0000000003")
+    with pytest.warns(UserWarning, match=r"step 3: rank 0: .*; the one before is restored"):
+        assert restored(made) == 2
+    assert [(event.kind, event.step) for event in events] == [("damaged", 3), ("restored", 2)]
+
+
+def test_several_damaged_steps_are_passed_over(make: Make, root: Path) -> None:
+    made = make()
+    train(made, range(1, 5))
+    made.wait_until_finished()
+    for step in (2, 3, 4):
+        damage(root, step)
+    with pytest.warns(UserWarning, match=PASSED) as caught:
+        assert restored(made) == 1
+    assert len(caught) == 3
+
+
+def test_a_damaged_step_that_was_asked_for_is_an_error(make: Make, root: Path) -> None:
+    made = make()
+    train(made, [1, 2])
+    made.wait_until_finished()
+    damage(root, 2)
+    with pytest.raises(CheckpointException):
+        restored(made, 2)
+
+
+def test_where_all_steps_are_damaged_training_does_not_begin_anew(make: Make, root: Path) -> None:
+    made = make()
+    train(made, [1, 2])
+    made.wait_until_finished()
+    damage(root, 1)
+    damage(root, 2)
+    with (
+        pytest.warns(UserWarning, match=PASSED),
+        pytest.raises(CheckpointError, match=r"none of the steps in .* step 2: .*; step 1: "),
+    ):
+        restored(made)
+
+
+def test_a_state_that_does_not_fit_is_an_error_and_no_damage(make: Make) -> None:
+    made = make()
+    train(made, [1, 2])
+    state = {"model": torch.nn.Linear(5, 3)}
+    with pytest.raises(CheckpointException) as caught:
+        made.restore(state)
+    assert isinstance(cause_of(caught.value), LoadMismatch)
+
+
+def test_a_step_that_may_not_be_read_is_an_error_and_no_damage(make: Make, root: Path) -> None:
+    made = make()
+    train(made, [1, 2])
+    made.wait_until_finished()
+    with (
+        failing("open_directory", EACCES, root / "0000000002"),
+        pytest.raises(CheckpointException) as caught,
+    ):
+        restored(made)
+    assert isinstance(cause_of(caught.value), PermissionError)
+
+
+# --- steps without a marker -----------------------------------------------------------------------
+
+
+def test_unfinished_steps_are_not_restored(make: Make, root: Path) -> None:
+    made = make()
+    train(made, [1, 2])
+    made.wait_until_finished()
+    (root / "0000000002" / MARKER_NAME).unlink()
+    with pytest.warns(UserWarning, match=UNMARKED):
+        assert restored(made) == 1
+    assert [info.state for info in made.steps()] == ["complete", "unfinished"]
+
+
+def test_a_checkpoint_without_a_marker_is_named_and_stays(make: Make, root: Path) -> None:
+    torch_ckpt.save({"n": torch.ones(3)}, root / "0000000100", no_dist=True)
+    state = {"n": torch.zeros(3)}
+    with pytest.warns(UserWarning, match=UNMARKED) as caught:
+        assert make().restore(state) == 0
+    [warning] = caught
+    assert f"{root}/0000000100: they were saved or copied without it" in str(warning.message)
+    assert warning.filename == __file__
+    (root / "0000000100" / MARKER_NAME).touch()
+    assert make().restore(state) == 100
+    assert_equal(state["n"], torch.ones(3))
+
+
+def test_a_checkpoint_without_a_marker_beneath_a_url_is_named(make: Make, tmp_path: Path) -> None:
+    root = f"memory://{tmp_path.name}/run"
+    made = make(root)
+    train(made, [1, 2])
+    made.wait_until_finished()
+    made._store._files.remove([f"0000000002/{MARKER_NAME}"])  # type: ignore[attr-defined]
+    with pytest.warns(UserWarning, match=UNMARKED) as caught:
+        assert restored(made) == 1
+    [warning] = caught
+    assert f"{root}/0000000002: they are being saved" in str(warning.message)
+
+
+def test_many_checkpoints_without_markers_are_counted(make: Make, root: Path) -> None:
+    for step in range(10):
+        (root / f"{step:010d}").mkdir(parents=True)
+    with pytest.warns(UserWarning, match="0000000007 and 2 more: they were saved"):
+        make().restore({})
+
+
+def test_what_a_crash_has_left_is_not_named_when_a_step_is_restored(make: Make, root: Path) -> None:
+    made = make()
+    train(made, [1])
+    made.wait_until_finished()
+    (root / "0000000002.tmp-0123abcd").mkdir()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert restored(made) == 1
+
+
+def test_a_step_that_is_asked_for_and_has_no_marker_says_so(make: Make, root: Path) -> None:
+    (root / "0000000002").mkdir(parents=True)
+    with pytest.raises(FileNotFoundError, match=f"step 2 has no {MARKER_NAME}; complete are none"):
+        make().restore({}, 2)
