@@ -26,6 +26,7 @@ pytest_plugins = [
     "tests.interposed",
     "tests.interpreters",
     "tests.managers",
+    "tests.remote_steps",
     "tests.sweeps",
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import uuid
 from collections.abc import Callable, Iterator
@@ -12,6 +13,8 @@ from urllib.request import urlopen
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+
+from torch_ckpt.steps import MARKER_NAME
 
 BUCKET = "checkpoints"
 
@@ -54,7 +57,7 @@ class Hooked(MemoryFileSystem):  # type: ignore[misc]
 
     @classmethod
     def _strip_protocol(cls, path: Any) -> Any:
-        return super()._strip_protocol(path.removeprefix("hooked://"))
+        return super()._strip_protocol(path.removeprefix(f"{cls.protocol}://"))
 
     def put_file(self, lpath: str, rpath: str, **kwargs: Any) -> None:
         Hooked.hook("upload", rpath)
@@ -89,17 +92,26 @@ class Walked(Hooked):
     protocol = "walked"
     find = fsspec.AbstractFileSystem.find
 
-    @classmethod
-    def _strip_protocol(cls, path: Any) -> Any:
-        return super()._strip_protocol(path.removeprefix("walked://"))
-
     def ls(self, path: str, *args: Any, **kwargs: Any) -> Any:
         Hooked.hook("list", path)
         return super().ls(path, *args, **kwargs)
 
 
-fsspec.register_implementation("hooked", Hooked, clobber=True)
-fsspec.register_implementation("walked", Walked, clobber=True)
+class Unanswered(Hooked):
+    """The same files, where the first request for each marker is carried out and then fails."""
+
+    protocol = "unanswered"
+    markers: ClassVar[set[str]] = set()
+
+    def pipe_file(self, path: str, value: bytes, **kwargs: Any) -> None:
+        super().pipe_file(path, value, **kwargs)
+        if path.endswith(f"/{MARKER_NAME}") and path not in self.markers:
+            self.markers.add(path)
+            raise TimeoutError(errno.ETIMEDOUT, "no answer")
+
+
+for kind in (Hooked, Walked, Unanswered):
+    fsspec.register_implementation(kind.protocol, kind, clobber=True)
 
 
 @contextmanager

@@ -51,9 +51,6 @@ from torch_ckpt.writer import FileSystemWriter
 #: A step without a marker that nobody has written to for so long is what a dead save left.
 LEFTOVER_SECONDS = 3600.0
 
-#: ``verify`` stages at most so much at once, but for a single file that is larger.
-VERIFIED_AT_ONCE_BYTES = 4 << 30
-
 _OWN_NAMES = {METADATA_NAME, MARKER_NAME, PINNED_NAME, DELETED_NAME}
 
 # Before the end of the threads that file systems resolve names in, which comes before atexit.
@@ -68,6 +65,8 @@ class RemoteSteps(StepStore):
         staging_dir: a local directory. A save needs room there for what its rank writes; a load for
             1 GiB, or for what it wants of the largest record; verify for 4 GiB, or the largest
             file. The system's temporary directory if None.
+        verified_at_once: ``verify`` stages at most so many bytes at once, but for a single file
+            that is larger.
 
     Raises:
         ImportError: the URL's file system is in a package that is not installed.
@@ -76,8 +75,15 @@ class RemoteSteps(StepStore):
 
     sweeps_what_lacks_markers = True
 
-    def __init__(self, root: str, staging_dir: str | os.PathLike[str] | None = None) -> None:
+    def __init__(
+        self,
+        root: str,
+        staging_dir: str | os.PathLike[str] | None = None,
+        *,
+        verified_at_once: int = 4 << 30,
+    ) -> None:
         super().__init__(root.rstrip("/"))
+        self._verified_at_once = verified_at_once
         self._files = RemoteFiles(self.root)
         self._staging_dir = None if staging_dir is None else os.fspath(staging_dir)
 
@@ -178,7 +184,7 @@ class RemoteSteps(StepStore):
         unverifiable: set[str] = set()
         busy.begin(files.url)
         try:
-            for batch in _batches(listing):
+            for batch in _batches(listing, self._verified_at_once):
                 with tempfile.TemporaryDirectory(
                     prefix="torch_ckpt-", dir=self._staging_dir
                 ) as staging:
@@ -262,15 +268,19 @@ def _is_leftover(files: dict[str, RemoteFile], deleted_only: bool) -> bool:
     return age(files.values()) > LEFTOVER_SECONDS
 
 
-def _batches(listing: dict[str, RemoteFile]) -> Iterator[list[str]]:
-    """The data files in runs that are staged together; a single empty one where there are none."""
+def _batches(listing: dict[str, RemoteFile], most: int) -> Iterator[list[str]]:
+    """The data files in runs that are staged together; a single empty one where there are none.
+
+    Args:
+        most: bytes of a run, but for a single file that is larger.
+    """
     batch: list[str] = []
     held = 0
     for name in sorted(listing.keys() - _OWN_NAMES):
         # Others are of no name that metadata may have.
         if not lies_beneath(name):
             continue
-        if batch and held + listing[name].bytes > VERIFIED_AT_ONCE_BYTES:
+        if batch and held + listing[name].bytes > most:
             yield batch
             batch, held = [], 0
         batch.append(name)

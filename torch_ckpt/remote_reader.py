@@ -45,9 +45,6 @@ from torch_ckpt.reader import ByteRow, FileSystemReader, Reading, Row
 from torch_ckpt.remote_files import RemoteFiles, require_staging_room
 from torch_ckpt.steps import MARKER_NAME
 
-#: Fetched at most before the engine reads it, but for a single record that is larger.
-WAVE_BYTES = 1 << 30
-
 # Of one request: large enough for the way there to cost little, and so many are held in memory.
 _REQUEST_BYTES = 8 << 20
 
@@ -60,8 +57,9 @@ class RemoteReader(FileSystemReader):
 
     Args:
         files: of the checkpoint.
-        staging_dir: a local directory for what is fetched, as much as ``WAVE_BYTES`` or one record
-            at a time; the system's temporary one if None.
+        staging_dir: a local directory for what is fetched; the system's temporary one if None.
+        wave_bytes: fetched at most before the engine reads it, but for a single record that is
+            larger.
         options: passed to :class:`FileSystemReader`.
 
     Raises (as :class:`FileSystemReader`, and):
@@ -69,8 +67,16 @@ class RemoteReader(FileSystemReader):
         OSError: a request failed; ``filename`` is the URL. Or the staging directory is full.
     """
 
-    def __init__(self, files: RemoteFiles, staging_dir: str | None, **options: Any) -> None:
+    def __init__(
+        self,
+        files: RemoteFiles,
+        staging_dir: str | None,
+        *,
+        wave_bytes: int = 1 << 30,
+        **options: Any,
+    ) -> None:
         super().__init__(files.url, **options)
+        self._wave_bytes = wave_bytes
         self._files = files
         self._staging_dir = staging_dir
         self._end_staging: Callable[[], Any] = lambda: None
@@ -185,7 +191,7 @@ class RemoteReader(FileSystemReader):
             record = files[row[1]], row[2]
             more = sum(end - begin for begin, end in ranges_of[record])
             if record not in wanted:
-                if wave and held + more > WAVE_BYTES:
+                if wave and held + more > self._wave_bytes:
                     yield wave, _by_file(wanted)
                     wave, wanted, held = [], {}, 0
                 wanted[record] = ranges_of[record]

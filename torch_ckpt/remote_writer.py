@@ -34,6 +34,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 
+from torch_ckpt import _C
 from torch_ckpt.errors import CheckpointError, NotCommitted
 from torch_ckpt.metadata import METADATA_NAME
 from torch_ckpt.metrics import LOGGER
@@ -61,6 +62,8 @@ class Busy:
 
     def begin(self, url: str) -> None:
         with self._changed:
+            if url in self._reserved:
+                _C.fault_point("wait for the removal of a step", url)
             self._changed.wait_for(lambda: url not in self._reserved)
             self._users[url] += 1
 

@@ -1,0 +1,365 @@
+"""Saves beneath URLs that fail, are killed, or replace a step."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import torch_ckpt
+from tests.remote_steps import (
+    ATTEMPT,
+    PATIENCE,
+    fail_at,
+    kinds_of,
+    loaded,
+    names_of,
+    save,
+    state_of,
+    which,
+)
+from tests.remote_stores import BUCKET, Hooked, hooked, hooked_url
+from tests.support import assert_equal, cause_of
+from torch_ckpt.errors import NotCommitted
+from torch_ckpt.remote import LEFTOVER_SECONDS, RemoteSteps
+from torch_ckpt.remote_reader import RemoteReader
+from torch_ckpt.steps import MARKER_NAME, MOST_MARKER_BYTES
+
+
+def test_an_upload_that_fails_fails_the_save_with_the_url(flaky: RemoteSteps) -> None:
+    with fail_at("upload", "_1.distcp"), pytest.raises(dcp.CheckpointException) as caught:
+        save(flaky, 1, state_of())
+    cause = cause_of(caught.value)
+    assert isinstance(cause, PermissionError)
+    assert cause.filename.startswith(f"{flaky.root}/0000000001/__0_")
+    assert "denied" in str(cause)
+
+
+def test_an_upload_that_fails_leaves_nothing(flaky: RemoteSteps, staging: Path) -> None:
+    with fail_at("upload", "_1.distcp"), pytest.raises(dcp.CheckpointException):
+        save(flaky, 1, state_of())
+    assert names_of(flaky) == []
+    assert list(staging.iterdir()) == []
+
+
+def test_an_upload_that_fails_in_the_background_is_raised_by_the_handle(
+    flaky: RemoteSteps,
+) -> None:
+    writer = flaky.writer(1, attempt=ATTEMPT)
+    with fail_at("upload", ".distcp", ValueError("no such key")):
+        handle = torch_ckpt.async_save(state_of(), storage_writer=writer, no_dist=True)
+        with pytest.raises(dcp.CheckpointException, match="ValueError: no such key"):
+            handle.result(PATIENCE)
+    assert names_of(flaky) == []
+
+
+@pytest.mark.parametrize("part", [".metadata", MARKER_NAME])
+def test_a_commit_that_fails_leaves_nothing(flaky: RemoteSteps, part: str) -> None:
+    with fail_at("write", part), pytest.raises(dcp.CheckpointException) as caught:
+        save(flaky, 1, state_of())
+    assert isinstance(cause_of(caught.value), NotCommitted)
+    assert names_of(flaky) == []
+
+
+def test_a_marker_that_came_although_its_request_failed_is_removed(
+    unanswered: RemoteSteps,
+) -> None:
+    with pytest.raises(dcp.CheckpointException):
+        save(unanswered, 1, state_of())
+    assert names_of(unanswered) == []
+
+
+def test_files_that_vanish_before_the_marker_fail_the_save(flaky: RemoteSteps) -> None:
+    listed: list[str] = []
+
+    def sweep_by_another_job(kind: str, path: str) -> None:
+        # The first listing is that of the save's beginning.
+        if kind == "list":
+            listed.append(path)
+        if len(listed) == 2 and kind == "list":
+            [name] = [n for n in Hooked.store if path in n and n.endswith("_0.distcp")]
+            del Hooked.store[name]
+
+    with hooked(sweep_by_another_job), pytest.raises(dcp.CheckpointException) as caught:
+        save(flaky, 1, state_of())
+    assert "are gone" in str(cause_of(caught.value))
+    assert kinds_of(flaky) == {}
+
+
+def test_a_save_counts_what_it_uploads_as_a_sign_of_life(flaky: RemoteSteps) -> None:
+    writer = flaky.writer(1, attempt=ATTEMPT)
+    counts: list[int] = []
+    with hooked(
+        lambda kind, _path: counts.append(writer.bytes_moved()) if kind == "upload" else None
+    ):
+        torch_ckpt.save(state_of(), storage_writer=writer, no_dist=True)
+    assert len(counts) == 2
+    assert counts[0] < counts[1] < writer.bytes_moved()
+
+
+def test_training_goes_on_while_a_step_is_uploaded(flaky: RemoteSteps) -> None:
+    uploading, go_on = threading.Event(), threading.Event()
+
+    def wait(kind: str, _path: str) -> None:
+        if kind == "upload":
+            uploading.set()
+            assert go_on.wait(PATIENCE)
+
+    state = state_of(1)
+    with hooked(wait):
+        writer = flaky.writer(1, attempt=ATTEMPT)
+        handle = torch_ckpt.async_save(state, storage_writer=writer, no_dist=True)
+        assert uploading.wait(PATIENCE)
+        state["model"]["large"].zero_()
+        assert not handle.done()
+        assert kinds_of(flaky) == {}
+        go_on.set()
+        handle.result(PATIENCE)
+    assert_equal(loaded(flaky, 1), state_of(1))
+
+
+def test_a_staging_directory_without_room_is_named(small_disk: Path) -> None:
+    steps = RemoteSteps(hooked_url(), small_disk)
+    with pytest.raises(dcp.CheckpointException) as caught:
+        save(steps, 1, {"t": torch.zeros(9 << 20, dtype=torch.uint8)})
+    cause = cause_of(caught.value)
+    assert isinstance(cause, OSError)
+    assert cause.errno == errno.ENOSPC
+    assert str(cause.filename).startswith(str(small_disk))
+
+
+KILLED = """
+import os, signal, sys
+import torch, torch_ckpt
+from fsspec.implementations.local import LocalFileSystem
+from torch_ckpt.remote import RemoteSteps
+
+def until_the_marker(self, path, data):
+    if path.endswith("/write_completed"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    with open(path, "wb") as file:
+        file.write(data)
+
+LocalFileSystem.pipe_file = until_the_marker
+writer = RemoteSteps(*sys.argv[1:]).writer(2, attempt="0123abcd")
+torch_ckpt.save({"t": torch.arange(9)}, storage_writer=writer, no_dist=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def left_by_a_killed_save(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root in which the save of step 2 was killed before its marker."""
+    place = tmp_path_factory.mktemp("killed")
+    command = [sys.executable, "-c", KILLED, f"file://{place}/run", str(place)]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    return place / "run"
+
+
+@pytest.fixture
+def killed(left_by_a_killed_save: Path, tmp_path: Path, staging: Path) -> RemoteSteps:
+    shutil.copytree(left_by_a_killed_save, tmp_path / "run")
+    return RemoteSteps(f"file://{tmp_path}/run", staging)
+
+
+def test_a_save_that_is_killed_before_its_marker_is_no_step(killed: RemoteSteps) -> None:
+    save(killed, 1, state_of())
+    assert kinds_of(killed) == {1: "complete", 2: "unfinished"}
+    with pytest.raises(dcp.CheckpointException, match=f"there is no {MARKER_NAME}"):
+        killed.load(2, {"t": torch.zeros(9)}, no_dist=True)
+
+
+def test_what_a_killed_save_left_is_swept_once_it_is_old(
+    killed: RemoteSteps, tmp_path: Path
+) -> None:
+    save(killed, 1, state_of())
+    assert killed.sweep() == []
+    for file in (tmp_path / "run").rglob("*"):
+        os.utime(file, (0, time.time() - LEFTOVER_SECONDS - 1))
+    assert killed.sweep() == ["0000000002"]
+    assert kinds_of(killed) == {1: "complete"}
+
+
+def test_a_save_replaces_what_a_killed_one_left(killed: RemoteSteps) -> None:
+    before = set(names_of(killed))
+    save(killed, 2, state_of(5))
+    assert_equal(loaded(killed, 2), state_of(5))
+    assert before & set(names_of(killed)) == {"0000000002/.metadata"}
+
+
+AT_EXIT = """
+import sys, torch, torch_ckpt
+from torch_ckpt.remote import RemoteSteps
+writer = RemoteSteps(sys.argv[1]).writer(1, attempt="0123abcd")
+handle = torch_ckpt.async_save({"t": torch.arange(9)}, storage_writer=writer, no_dist=True)
+"""
+
+
+def test_the_interpreters_end_waits_for_the_upload(s3: dict[str, str]) -> None:
+    url = f"s3://{BUCKET}/{uuid.uuid4().hex}"
+    environment = {f"FSSPEC_S3_{key.upper()}": value for key, value in s3.items()}
+    subprocess.run([sys.executable, "-c", AT_EXIT, url], check=True, env=os.environ | environment)
+    names = fsspec.filesystem("s3", **s3).find(url)
+    assert any(name.endswith(f"/0000000001/{MARKER_NAME}") for name in names)
+
+
+def test_a_save_by_torchs_own_function_lets_go_of_the_step(
+    flaky: RemoteSteps, staging: Path
+) -> None:
+    writer = flaky.writer(1, attempt=ATTEMPT)
+    dcp.save({"t": torch.arange(9)}, storage_writer=writer, no_dist=True)
+    assert list(staging.iterdir()) == []
+    assert flaky.delete(1)
+
+
+def test_a_failed_save_by_torchs_own_function_lets_go_with_its_writer(
+    flaky: RemoteSteps, staging: Path
+) -> None:
+    writer = flaky.writer(1, attempt=ATTEMPT)
+    writer.set_up_for_save(0)
+    assert list(staging.iterdir()) != []
+    del writer
+    gc.collect()
+    assert list(staging.iterdir()) == []
+    assert flaky.delete(1)
+
+
+def test_a_complete_step_is_not_replaced_unasked(steps: RemoteSteps) -> None:
+    save(steps, 1, state_of(1))
+    with pytest.raises(dcp.CheckpointException) as caught:
+        save(steps, 1, state_of(2))
+    assert isinstance(cause_of(caught.value), FileExistsError)
+    assert_equal(loaded(steps, 1), state_of(1))
+
+
+def test_a_replaced_step_is_the_new_one_and_keeps_no_old_file(steps: RemoteSteps) -> None:
+    save(steps, 1, state_of(1))
+    before = {name for name in names_of(steps) if name.endswith(".distcp")}
+    save(steps, 1, state_of(2), overwrite=True)
+    assert_equal(loaded(steps, 1), state_of(2))
+    assert not before & set(names_of(steps))
+
+
+def test_a_replaced_step_stays_pinned(steps: RemoteSteps) -> None:
+    save(steps, 1, state_of(1))
+    steps.set_pinned(1, True)
+    save(steps, 1, state_of(2), overwrite=True)
+    assert [entry.pinned for entry in steps.entries()] == [True]
+
+
+def test_at_every_request_of_a_replacing_save_a_load_sees_one_save_whole(
+    flaky: RemoteSteps,
+) -> None:
+    save(flaky, 1, state_of(1))
+    seen: list[str] = []
+    looking: list[bool] = []
+
+    def look(_kind: str, _path: str) -> None:
+        if not looking:
+            looking.append(True)
+            seen.append(which(flaky))
+            looking.clear()
+
+    with hooked(look):
+        save(flaky, 1, state_of(2), overwrite=True)
+    order = [now for now, last in zip(seen, [None, *seen], strict=False) if now != last]
+    assert order == ["old", "none", "new"]
+
+
+def test_a_replacing_save_that_fails_at_any_request_mixes_nothing(flaky: RemoteSteps) -> None:
+    outcomes = []
+    for last in range(1, 50):
+        flaky.delete(1)
+        save(flaky, 1, state_of(1))
+        made: list[str] = []
+
+        def fail_from(kind: str, _path: str, last: int = last, made: list[str] = made) -> None:
+            made.append(kind)
+            if len(made) >= last:
+                raise ConnectionResetError(errno.ECONNRESET, "gone")
+
+        try:
+            with hooked(fail_from):
+                save(flaky, 1, state_of(2), overwrite=True)
+        except dcp.CheckpointException:
+            outcomes.append(which(flaky))
+        else:
+            outcomes.append(which(flaky))
+            if len(made) < last:
+                break
+    assert outcomes[0] == "old"
+    assert "none" in outcomes
+    assert outcomes[-1] == "new"
+    assert len(outcomes) < 49
+
+
+def test_a_replacing_save_of_which_one_request_fails_leaves_the_old_step(
+    flaky: RemoteSteps,
+) -> None:
+    failed: list[tuple[str, str]] = []
+    for number in range(1, 50):
+        flaky.delete(1)
+        save(flaky, 1, state_of(1), marker=lambda: {"metrics": {"loss": 0.5}})
+        before = names_of(flaky)
+        made: list[tuple[str, str]] = []
+
+        def fail_once(
+            kind: str, path: str, number: int = number, made: list[tuple[str, str]] = made
+        ) -> None:
+            made.append((kind, path.rpartition("/")[2]))
+            if len(made) == number:
+                raise ConnectionResetError(errno.ECONNRESET, "gone")
+
+        with hooked(fail_once), contextlib.suppress(dcp.CheckpointException):
+            save(flaky, 1, state_of(2), overwrite=True)
+        if which(flaky) == "new":
+            break
+        failed.append(made[number - 1])
+        assert which(flaky) == "old", made
+        assert flaky.entries()[0].metrics == {"loss": 0.5}
+        assert names_of(flaky) == before
+    assert failed[-2:] == [("write", ".metadata"), ("write", MARKER_NAME)]
+
+
+def test_a_new_marker_that_came_although_its_request_failed_gives_way_to_the_old_step(
+    flaky: RemoteSteps, unanswered: RemoteSteps
+) -> None:
+    save(flaky, 1, state_of(1))
+    with pytest.raises(dcp.CheckpointException) as caught:
+        save(unanswered, 1, state_of(2), overwrite=True)
+    assert isinstance(cause_of(caught.value), NotCommitted)
+    assert which(flaky) == "old"
+
+
+def test_a_marker_that_is_too_long_says_nothing_and_is_not_read(flaky: RemoteSteps) -> None:
+    save(flaky, 1, state_of())
+    document = b'{"metrics": {"loss": 0.5}}'
+    flaky._files.write(f"0000000001/{MARKER_NAME}", document.ljust(MOST_MARKER_BYTES + 1))
+    Hooked.reads.clear()
+    [entry] = flaky.entries()
+    assert (entry.complete, entry.metrics) == (True, {})
+    assert Hooked.reads == []
+
+
+def test_a_reader_that_is_dropped_leaves_nothing_staged(flaky: RemoteSteps, staging: Path) -> None:
+    save(flaky, 1, {"t": torch.arange(9)})
+    reader = RemoteReader(flaky._files.below("0000000001"), str(staging))
+    target = {"t": torch.zeros(9, dtype=torch.int64)}
+    dcp.load(target, storage_reader=reader, no_dist=True)
+    assert target["t"].tolist() == list(range(9))
+    del reader
+    gc.collect()
+    assert list(staging.iterdir()) == []
