@@ -30,6 +30,7 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
+from torch_ckpt import _C
 from torch_ckpt.app_state import as_states
 from torch_ckpt.convert_sources import Entry, Path, Source
 from torch_ckpt.directory import OpenDirectory
@@ -434,6 +435,7 @@ def _new_file(path: str) -> Iterator[BinaryIO]:
         with open(path, "xb") as stream:
             yield stream
             stream.flush()
+            _C.fault_point("fsync", path)
             os.fsync(stream.fileno())
     except OSError as error:
         if error.filename is not None or error.errno is None:

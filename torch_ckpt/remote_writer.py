@@ -61,10 +61,13 @@ class Busy:
         return self._users[url] > 0
 
     def begin(self, url: str) -> None:
-        with self._changed:
+        def is_free() -> bool:
             if url in self._reserved:
                 _C.fault_point("wait for the removal of a step", url)
-            self._changed.wait_for(lambda: url not in self._reserved)
+            return url not in self._reserved
+
+        with self._changed:
+            self._changed.wait_for(is_free)
             self._users[url] += 1
 
     def end(self, url: str) -> None:

@@ -1,0 +1,49 @@
+"""What tests of ``convert`` share: states, and how a refusal looks."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import (
+    random_tensor,
+)
+from torch_ckpt.converting import convert
+
+STATE = {
+    "model": {
+        "weight": random_tensor((7, 5), torch.float32),
+        "bias": random_tensor((7,), torch.bfloat16),
+    },
+    "optimizer": {
+        "state": [{"step": torch.tensor(3.0), "m": random_tensor((7, 5), torch.float64)}]
+    },
+    "none": torch.empty(0, 4),
+    "epoch": 12,
+    "rng": (torch.arange(5, dtype=torch.uint8), "text"),
+}
+
+TENSORS = {"b": random_tensor((2, 3), torch.float16), "a.b": torch.ones(4), "c": torch.tensor(True)}
+
+
+class Foreign:
+    """A type that nobody has declared safe."""
+
+
+def loaded(path: Path) -> Any:
+    return torch.load(path, weights_only=True)
+
+
+def names_in(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def refused(
+    directory: Path, error: type[Exception], match: str, *names: str, **options: Any
+) -> None:
+    """Converts and expects the error; nothing may have changed in the directory."""
+    before = names_in(directory)
+    with pytest.raises(error, match=match):
+        convert(directory / names[0], directory / names[1], **options)
+    assert names_in(directory) == before

@@ -1,0 +1,202 @@
+"""What ``convert`` leaves behind where it ends early, and how much memory it takes."""
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import torch_ckpt
+from tests.conversions import loaded, names_in, refused
+from tests.fault_hooks import failing
+from tests.support import (
+    assert_equal,
+    files_limited_to,
+    save,
+)
+from torch_ckpt.converting import convert
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore:.* support is experimental"),
+]
+
+
+TARGETS: dict[str, dict[str, Any]] = {
+    "m.pt": {},
+    "m.safetensors": {},
+    "ckpt": {},
+    "hf": {"max_shard_size": 100},
+}
+
+
+def source_for(tmp_path: Path, target: str, value: float = 1.0) -> Path:
+    state = {f"t{n}": torch.full((100,), value) for n in range(4)}
+    if target.endswith(".pt"):
+        save(state, tmp_path / "source")
+        return tmp_path / "source"
+    torch.save(state, tmp_path / "source.pt")
+    return tmp_path / "source.pt"
+
+
+def first_value(path: Path) -> float:
+    """Of a converted model, in whatever format."""
+    if path.suffix == ".pt":
+        return float(loaded(path)["t0"][0])
+    copy = path.parent / "copy.pt"
+    convert(path, copy, overwrite=True)
+    value = float(loaded(copy)["t0"][0])
+    copy.unlink()
+    return value
+
+
+@pytest.mark.parametrize("target", ["m.safetensors", "m.pt", "hf"])
+def test_a_target_whose_last_fsync_fails_is_there_and_said_to_be(
+    tmp_path: Path, target: str
+) -> None:
+    torch.save({"a": torch.ones(3)}, tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", tmp_path / "ckpt")
+    options: dict[str, Any] = {"max_shard_size": 100} if target == "hf" else {}
+    with (
+        failing("fsync_directory", errno.EIO, tmp_path),
+        pytest.raises(torch_ckpt.DurabilityUncertain, match=f"{target} is there and complete"),
+    ):
+        convert(tmp_path / "ckpt", tmp_path / target, **options)
+    suffix = ".safetensors" if target == "m.pt" else ".pt"
+    convert(tmp_path / target, tmp_path / f"again{suffix}")
+    again = tmp_path / f"again{suffix}"
+    found = loaded(again) if suffix == ".pt" else safetensors.torch.load_file(again)
+    assert_equal(found, {"a": torch.ones(3)})
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_an_existing_target_stays(tmp_path: Path, target: str) -> None:
+    source = source_for(tmp_path, target)
+    convert(source, tmp_path / target, **TARGETS[target])
+    match = "is there already"
+    refused(tmp_path, FileExistsError, match, source.name, target, **TARGETS[target])
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_overwrite_replaces_the_target(tmp_path: Path, target: str) -> None:
+    convert(source_for(tmp_path, target), tmp_path / target, **TARGETS[target])
+    before = names_in(tmp_path)
+    source = source_for(tmp_path, target, 2.0)
+    convert(source, tmp_path / target, overwrite=True, **TARGETS[target])
+    assert names_in(tmp_path) == before
+    assert first_value(tmp_path / target) == 2.0
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_an_interruption_leaves_nothing_of_a_new_target(tmp_path: Path, target: str) -> None:
+    source = source_for(tmp_path, target)
+
+    def interrupt(_progress: torch_ckpt.progress.Progress) -> None:
+        raise KeyboardInterrupt
+
+    options = {"max_host_bytes": 400, "progress": interrupt, **TARGETS[target]}
+    with pytest.raises(KeyboardInterrupt):
+        convert(source, tmp_path / target, **options)
+    assert names_in(tmp_path) == [source.name]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_an_interruption_leaves_the_old_target(tmp_path: Path, target: str) -> None:
+    convert(source_for(tmp_path, target), tmp_path / target, **TARGETS[target])
+    before = names_in(tmp_path)
+    source = source_for(tmp_path, target, 2.0)
+
+    def interrupt(_progress: torch_ckpt.progress.Progress) -> None:
+        raise KeyboardInterrupt
+
+    options = {"max_host_bytes": 400, "progress": interrupt, **TARGETS[target]}
+    with pytest.raises(KeyboardInterrupt):
+        convert(source, tmp_path / target, overwrite=True, **options)
+    assert names_in(tmp_path) == before
+    assert first_value(tmp_path / target) == 1.0
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_file_that_may_not_grow_is_an_error_of_that_file(tmp_path: Path, target: str) -> None:
+    source = source_for(tmp_path, target)
+    with files_limited_to(200), pytest.raises(OSError, match="File too large") as caught:
+        convert(source, tmp_path / target, **TARGETS[target])
+    assert str(tmp_path) in str(caught.value.filename)
+    assert names_in(tmp_path) == [source.name]
+
+
+@pytest.mark.parametrize("target", ["m.pt", "m.safetensors", "hf"])
+def test_what_could_not_be_made_durable_is_not_there(tmp_path: Path, target: str) -> None:
+    source = source_for(tmp_path, target)
+    with (
+        failing("fsync", errno.EIO),
+        pytest.raises(OSError, match="Input/output error") as caught,
+    ):
+        convert(source, tmp_path / target, **TARGETS[target])
+    assert str(tmp_path) in str(caught.value.filename)
+    assert names_in(tmp_path) == [source.name]
+
+
+def test_other_files_of_a_directory_are_never_replaced(tmp_path: Path) -> None:
+    source = source_for(tmp_path, "hf")
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf/thesis.tex").write_text("the only copy")
+    match = "is a directory with other files"
+    options = {"overwrite": True, "max_shard_size": 100}
+    refused(tmp_path, FileExistsError, match, source.name, "hf", **options)
+    assert names_in(tmp_path / "hf") == ["thesis.tex"]
+
+
+CHAIN = """
+import sys
+import zipfile
+from pathlib import Path
+import torch
+import torch_ckpt
+from torch_ckpt.converting import convert
+
+def peak():
+    text = Path("/proc/self/status").read_text()
+    return int(text.split("VmHWM:")[1].split()[0]) << 10
+
+def step(source, target, **options):
+    Path("/proc/self/clear_refs").write_text("5")
+    before = peak()
+    convert(source, target, max_host_bytes=32 << 20, **options)
+    print(target, peak() - before)
+
+# Threads and libraries come with the first of all loads and saves.
+torch.save({"t": torch.ones(1 << 20)}, "small.pt")
+convert("small.pt", "small")
+convert("small", "small.safetensors")
+step("model.pt", "ckpt")
+step("ckpt", "model.safetensors")
+step("model.safetensors", "hf", max_shard_size=100 << 20)
+step("hf", "ckpt2")
+step("ckpt2", "again.pt")
+"""
+
+
+def test_the_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    state = {f"t{n}": torch.full((4 << 20,), float(n)) for n in range(12)}
+    torch.save(state, tmp_path / "model.pt")
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    out = subprocess.run(
+        [sys.executable, "-c", CHAIN],
+        cwd=tmp_path,
+        env=environment,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    peaks = {target: int(count) for target, count in map(str.split, out.splitlines())}
+    assert list(peaks) == ["ckpt", "model.safetensors", "hf", "ckpt2", "again.pt"]
+    # 192 MiB in tensors of 16 MiB; two are held at once, and what reading and writing take.
+    assert max(peaks.values()) < 96 << 20, peaks
+    read = loaded(tmp_path / "again.pt")
+    assert_equal({name: read[name] for name in state}, state)
