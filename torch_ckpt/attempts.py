@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from torch_ckpt.coordination import Meeting
 from torch_ckpt.deletions import Deletions
 from torch_ckpt.failures import of_torch
-from torch_ckpt.lease import EXPIRY_SECONDS, Lease
+from torch_ckpt.lease import TIMES, Lease
 from torch_ckpt.multihost.calls import Call, Disagreement
 from torch_ckpt.retention import Retention
 from torch_ckpt.saving import tell_the_others
@@ -238,7 +238,7 @@ def agree_on_name(
     def mine() -> tuple[str, str]:
         # It may wait for as long as another run's lease takes to expire.
         begun = time.monotonic()
-        with call.alive(lambda: int(min(time.monotonic() - begun, 2 * EXPIRY_SECONDS))):
+        with call.alive(lambda: int(min(time.monotonic() - begun, 2 * TIMES.expiry))):
             before()
         return root, new_name()
 

@@ -37,18 +37,29 @@ from torch_ckpt.metrics import LOGGER
 
 LEASE_NAME = ".lease"
 
-#: How often a run touches its lease.
-RENEW_SECONDS = 10.0
-#: A lease of another host that was not touched for so long is that of a dead run.
-EXPIRY_SECONDS = 60.0
-#: Between looks at a lease of which nobody knows whether its run lives.
-LOOK_SECONDS = 1.0
-
 #: More is not a lease of ours.
 _MOST_BYTES = 4096
 
 #: (device, inode) of a file.
 _Identity = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Times:
+    """How long things take, in seconds.
+
+    Attributes:
+        renew: from one touch of a lease by its run to the next.
+        expiry: after which a lease of another host that was not touched is that of a dead run.
+        look: between looks at a lease of which nobody knows whether its run lives.
+    """
+
+    renew: float = 10.0
+    expiry: float = 60.0
+    look: float = 1.0
+
+
+TIMES = Times()
 
 
 class Lease:
@@ -59,11 +70,13 @@ class Lease:
     Args:
         root: a local directory. None: nothing is held, and every method does nothing.
         takeover: whether the lease of a run that lives is replaced.
+        times: see :class:`Times`.
     """
 
-    def __init__(self, root: str | None, *, takeover: bool = False) -> None:
+    def __init__(self, root: str | None, *, takeover: bool = False, times: Times = TIMES) -> None:
         self._root = root
         self._takeover = takeover
+        self._times = times
         self._held: _Held | None = None
 
     def try_to_take(self) -> None:
@@ -87,7 +100,7 @@ class Lease:
         if self._root is None:
             return
         if self._held is None:
-            self._held = _take(self._root, self._takeover)
+            self._held = _take(self._root, self._takeover, self._times)
         self._held.require()
 
     def release(self) -> None:
@@ -100,8 +113,9 @@ class Lease:
 class _Held:
     """The lease of this process on one root, for as long as it has users."""
 
-    def __init__(self, path: str, fd: int, has_made_root: bool) -> None:
+    def __init__(self, path: str, fd: int, has_made_root: bool, renew_seconds: float) -> None:
         self.users = 1
+        self._renew_seconds = renew_seconds
         self._path = path
         self._fd = fd
         self._has_made_root = has_made_root
@@ -164,7 +178,7 @@ class _Held:
         return None if there.identity == self._identity else there
 
     def _renew(self) -> None:
-        while not self._ends.wait(RENEW_SECONDS):
+        while not self._ends.wait(self._renew_seconds):
             with suppress(OSError):
                 os.utime(self._fd)
 
@@ -262,7 +276,7 @@ _lock = threading.Lock()
 _all: dict[_Identity, _Held] = {}
 
 
-def _take(root: str, takeover: bool) -> _Held:
+def _take(root: str, takeover: bool, times: Times) -> _Held:
     path = os.path.join(root, LEASE_NAME)
     has_made_root = False
     first: _Found | None = None
@@ -272,7 +286,8 @@ def _take(root: str, takeover: bool) -> _Held:
         _C.make_directories(root)
         try:
             with _lock, _in_turn(root):
-                taken, found = _look(path, first, time.monotonic() - begun, takeover, has_made_root)
+                waited = time.monotonic() - begun
+                taken, found = _look(path, first, waited, takeover, has_made_root, times)
         except (FileNotFoundError, FileExistsError):
             # Another manager was released meanwhile, perhaps with its root, or came first.
             continue
@@ -284,13 +299,19 @@ def _take(root: str, takeover: bool) -> _Held:
                 "%s has a lease of %s: waiting for up to %.0f s to learn whether it still runs",
                 root,
                 found,
-                EXPIRY_SECONDS,
+                times.expiry,
             )
-        time.sleep(LOOK_SECONDS)
+        _C.fault_point("wait for a lease", path)
+        time.sleep(times.look)
 
 
 def _look(
-    path: str, first: _Found | None, waited: float, takeover: bool, has_made_root: bool
+    path: str,
+    first: _Found | None,
+    waited: float,
+    takeover: bool,
+    has_made_root: bool,
+    times: Times,
 ) -> tuple[_Held | None, _Found | None]:
     """The lease, once it is taken; else whose it is while nobody knows whether that lives."""
     try:
@@ -320,9 +341,9 @@ def _look(
             if lives is None and first is not None and found.identity == first.identity:
                 lives = True if found.touched_at != first.touched_at else None
             if lives is None and (
-                waited > EXPIRY_SECONDS
+                waited > times.expiry
                 # Both by the file system's clock.
-                or os.fstat(fd).st_mtime - found.touched_at > EXPIRY_SECONDS
+                or os.fstat(fd).st_mtime - found.touched_at > times.expiry
             ):
                 lives = False
             if lives and not takeover:
@@ -335,7 +356,7 @@ def _look(
                 os.unlink(temporary)
                 return None, found
             os.rename(temporary, path)
-        return _Held(path, fd, has_made_root), None
+        return _Held(path, fd, has_made_root, times.renew), None
     except BaseException:
         with suppress(OSError):
             os.close(fd)
@@ -364,7 +385,7 @@ def _in_turn(root: str) -> Iterator[None]:
     """One process at a time, where the file system has locks."""
     opened = OpenDirectory(root)
     try:
-        until = time.monotonic() + LOOK_SECONDS
+        until = time.monotonic() + TIMES.look
         while not opened.take_alone() and time.monotonic() < until:
             time.sleep(0.005)
         yield

@@ -3,27 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from torch_ckpt import CheckpointManager
-
-LATER = "and there are later ones"
-
-
-def state_of(step: int) -> dict[str, Any]:
-    return {"x": torch.full((3,), float(step))}
-
-
-@contextmanager
-def manager_of(root: Path, **options: Any) -> Iterator[CheckpointManager]:
-    with CheckpointManager(root, preemption_signals=(), **options) as made:
-        yield made
+from tests.managers import LATER, finish, manager_of, state_of
 
 
 def run_of(root: Path, steps: Any, **options: Any) -> None:
@@ -31,12 +16,6 @@ def run_of(root: Path, steps: Any, **options: Any) -> None:
     with manager_of(root, **options) as made:
         for step in steps:
             made.save(step, state_of(step))
-
-
-def finish(made: CheckpointManager) -> None:
-    """Waits for the save and the deletions under way."""
-    made.wait_until_finished()
-    made._deletions.settle()
 
 
 def restored(root: Path) -> float:

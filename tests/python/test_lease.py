@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
 import signal
+import subprocess
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,25 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.async_saves import LIMIT, Gate, eventually
+from tests.fault_hooks import before
+from tests.managers import manager_of, state_of
 from tests.support import cause_of
-from torch_ckpt import CheckpointManager, RootInUse, lease, steps
-from torch_ckpt.lease import LEASE_NAME, Lease
+from torch_ckpt import CheckpointManager, RootInUse, lease
+from torch_ckpt.lease import LEASE_NAME, Lease, Times
 
 #: So much older than a lease may be, in seconds.
 LONG_AGO = 1000.0
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "run"
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease, "LOOK_SECONDS", 0.01)
 
 
 class Child:
@@ -161,21 +152,21 @@ def test_of_several_that_find_the_lease_of_a_dead_run_one_takes_it(root: Path) -
 
 
 def test_a_run_that_has_ended_leaves_nothing(root: Path) -> None:
-    with CheckpointManager(root, preemption_signals=()) as made:
+    with manager_of(root) as made:
         assert os.listdir(root) == [LEASE_NAME]
-        made.save(1, {"x": torch.ones(3)})
+        made.save(1, state_of(1))
     assert os.listdir(root) == ["0000000001"]
 
 
 def test_a_run_that_has_saved_nothing_leaves_no_root(root: Path) -> None:
-    with CheckpointManager(root, preemption_signals=()):
+    with manager_of(root):
         pass
     assert not root.exists()
 
 
 def test_managers_of_one_process_share_the_lease_until_the_last_one_ends(root: Path) -> None:
     with leased(root):
-        with leased(root), CheckpointManager(root, preemption_signals=()):
+        with leased(root), manager_of(root):
             pass
         assert "RootInUse" in tried_elsewhere(root)
     assert tried_elsewhere(root) == "done"
@@ -193,7 +184,7 @@ def tried_elsewhere(root: Path) -> str:
 def test_who_only_reads_takes_no_lease(root: Path) -> None:
     with (
         run_in_a_child(root),
-        CheckpointManager(root, read_only=True, preemption_signals=()) as made,
+        manager_of(root, read_only=True) as made,
     ):
         assert made.all_steps() == []
 
@@ -238,14 +229,14 @@ def test_a_forked_child_cannot_write_beside_its_parent(root: Path) -> None:
 
 
 def test_a_run_may_take_over_and_the_other_one_saves_no_more(root: Path) -> None:
-    with CheckpointManager(root, preemption_signals=()) as first:
-        first.save(1, {"x": torch.ones(3)})
+    with manager_of(root) as first:
+        first.save(1, state_of(1))
         first.wait_until_finished()
         child = Child(Lease(os.fspath(root), takeover=True).require)
         try:
             assert child.said() == "done"
             with pytest.raises(RootInUse, match=rf"process {child.pid} on .* has taken over"):
-                first.save(2, {"x": torch.ones(3)})
+                first.save(2, state_of(2))
             assert first.all_steps() == [1]
             with pytest.raises(RootInUse):
                 first.delete(1)
@@ -254,22 +245,15 @@ def test_a_run_may_take_over_and_the_other_one_saves_no_more(root: Path) -> None
 
 
 def test_a_save_under_way_is_not_committed_once_the_root_was_taken_over(
-    root: Path, monkeypatch: pytest.MonkeyPatch
+    root: Path, held_commits: Gate
 ) -> None:
-    gate, commit = Gate(), steps._StepWriter.commit
-
-    def commit_later(self: Any, data: bytes, files: set[str]) -> None:
-        gate()
-        commit(self, data, files)
-
-    monkeypatch.setattr(steps._StepWriter, "commit", commit_later)
-    with CheckpointManager(root, preemption_signals=()) as first:
-        first.save(1, {"x": torch.ones(3)})
-        gate.wait()
+    with manager_of(root) as first:
+        first.save(1, state_of(1))
+        held_commits.wait()
         child = Child(Lease(os.fspath(root), takeover=True).require)
         try:
             assert child.said() == "done"
-            gate.open()
+            held_commits.open()
             with pytest.raises(Exception, match="has taken over") as caught:
                 first.wait_until_finished()
             assert isinstance(cause_of(caught.value), RootInUse)
@@ -309,24 +293,21 @@ def test_a_lease_that_says_nothing_is_taken_once_nobody_touches_it(
 
 
 def test_a_lease_of_another_machine_is_waited_for_and_taken_if_it_is_not_touched(
-    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(lease, "EXPIRY_SECONDS", 0.05)
     record(root)
-    with leased(root):
+    with leased(root, times=Times(expiry=0.05, look=0.01)):
         pass
     assert "has a lease of process 123 on host elsewhere" in caplog.text
 
 
-def test_a_run_on_another_machine_that_touches_its_lease_lives(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_on_another_machine_that_touches_its_lease_lives(root: Path) -> None:
     path = record(root)
-    monkeypatch.setattr(
-        lease.time, "sleep", lambda _seconds: os.utime(path, (1e9, time.time() + 5))
-    )
-    with pytest.raises(RootInUse, match="process 123 on host elsewhere"):
-        Lease(os.fspath(root)).require()
+    with (
+        before("wait for a lease", lambda: os.utime(path, (1e9, time.time() + 5))),
+        pytest.raises(RootInUse, match="process 123 on host elsewhere"),
+    ):
+        Lease(os.fspath(root), times=Times(look=0.01)).require()
 
 
 def test_a_run_on_another_machine_whose_lock_is_seen_lives(root: Path) -> None:
@@ -344,11 +325,8 @@ def test_in_another_container_of_this_machine_the_lock_tells_at_once(root: Path)
         pass
 
 
-def test_a_lease_is_touched_while_its_run_lives(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lease, "RENEW_SECONDS", 0.01)
-    with leased(root):
+def test_a_lease_is_touched_while_its_run_lives(root: Path) -> None:
+    with leased(root, times=Times(renew=0.01)):
         path = root / LEASE_NAME
         touch_long_ago(path)
         eventually(lambda: path.stat().st_mtime > time.time() - LONG_AGO / 2)
@@ -358,20 +336,16 @@ def test_a_lease_is_touched_while_its_run_lives(
 
 
 def test_a_root_that_cannot_be_written_may_be_restored_from_and_the_save_says_why(
-    root: Path, monkeypatch: pytest.MonkeyPatch
+    small_disk: Path,
 ) -> None:
-    state = {"x": torch.ones(3)}
-    with CheckpointManager(root, preemption_signals=()) as made:
-        made.save(1, state)
-
-    def refuse(path: str) -> None:
-        raise OSError(errno.EROFS, "Read-only file system", path)
-
-    monkeypatch.setattr(lease._C, "make_directories", refuse)
-    with CheckpointManager(root, preemption_signals=()) as made:
-        assert made.restore(state) == 1
+    root = small_disk / "run"
+    with manager_of(root) as made:
+        made.save(1, state_of(1))
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with manager_of(root) as made:
+        assert made.restore(state_of(0)) == 1
         with pytest.raises(OSError, match="Read-only file system"):
-            made.save(2, state)
+            made.save(2, state_of(2))
 
 
 def test_a_manager_that_could_not_be_made_holds_no_lease(root: Path) -> None:

@@ -10,27 +10,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.async_saves import LIMIT
-from tests.support import cause_of, data_files, flip_bit
+from tests.managers import damage, finish, manager_of, state_of
+from tests.support import cause_of
 from torch_ckpt import CheckpointManager, OnCommitFailed
-
-
-def state_of(step: int) -> dict[str, Any]:
-    return {"x": torch.full((3,), float(step))}
-
-
-@contextmanager
-def manager_of(root: Path, **options: Any) -> Iterator[CheckpointManager]:
-    with CheckpointManager(root, preemption_signals=(), **options) as made:
-        yield made
-
 
 # --- on_commit -----------------------------------------------------------------------------------
 
@@ -62,7 +50,7 @@ def test_what_on_commit_raises_is_raised_by_the_next_save_and_the_step_stays(
         made.save(2, state_of(2))
         with pytest.raises(OnCommitFailed):
             made.wait_until_finished()
-        made._deletions.settle()
+        finish(made)
         assert made.all_steps() == [2]
 
 
@@ -116,8 +104,21 @@ def damaged_run(root: Path) -> None:
         for step in (1, 2, 3):
             made.save(step, state_of(step))
     for step in (2, 3):
-        [file] = data_files(root / f"{step:010d}")
-        flip_bit(file, file.stat().st_size // 2, 3)
+        damage(root, step)
+
+
+@pytest.fixture
+def own_logger() -> Iterator[logging.Logger]:
+    """As in a program that has set nothing up; pytest has, for the root logger."""
+    logger = logging.getLogger("torch_ckpt")
+    handlers, level = logger.handlers[:], logger.level
+    logger.handlers.clear()
+    logger.setLevel(logging.NOTSET)
+    logger.propagate = False
+    yield logger
+    logger.handlers[:] = handlers
+    logger.setLevel(level)
+    logger.propagate = True
 
 
 @pytest.mark.filterwarnings("ignore:.*the one before is restored")
@@ -125,15 +126,14 @@ def damaged_run(root: Path) -> None:
 def test_a_resume_is_shown_unless_logging_is_set_up(
     tmp_path: Path,
     set_up: str,
-    monkeypatch: pytest.MonkeyPatch,
+    own_logger: logging.Logger,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     damaged_run(tmp_path)
-    logger = logging.getLogger("torch_ckpt")
-    # pytest has set it up for the root logger.
-    monkeypatch.setattr(logger, "propagate", False)
-    monkeypatch.setattr(logger, "handlers", [logging.NullHandler()] if "handler" in set_up else [])
-    monkeypatch.setattr(logger, "level", logging.ERROR if "level" in set_up else logging.NOTSET)
+    if set_up == "a handler":
+        own_logger.addHandler(logging.NullHandler())
+    if set_up == "a level":
+        own_logger.setLevel(logging.ERROR)
     capsys.readouterr()
     with manager_of(tmp_path) as made:
         assert made.restore(state_of(0)) == 1
