@@ -107,7 +107,7 @@ def damaged_run(root: Path) -> None:
         damage(root, step)
 
 
-@pytest.fixture
+@contextmanager
 def own_logger() -> Iterator[logging.Logger]:
     """As in a program that has set nothing up; pytest has, for the root logger."""
     logger = logging.getLogger("torch_ckpt")
@@ -115,27 +115,26 @@ def own_logger() -> Iterator[logging.Logger]:
     logger.handlers.clear()
     logger.setLevel(logging.NOTSET)
     logger.propagate = False
-    yield logger
-    logger.handlers[:] = handlers
-    logger.setLevel(level)
-    logger.propagate = True
+    try:
+        yield logger
+    finally:
+        logger.handlers[:] = handlers
+        logger.setLevel(level)
+        logger.propagate = True
 
 
 @pytest.mark.filterwarnings("ignore:.*the one before is restored")
 @pytest.mark.parametrize("set_up", ["nothing", "a handler", "a level"])
 def test_a_resume_is_shown_unless_logging_is_set_up(
-    tmp_path: Path,
-    set_up: str,
-    own_logger: logging.Logger,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, set_up: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     damaged_run(tmp_path)
-    if set_up == "a handler":
-        own_logger.addHandler(logging.NullHandler())
-    if set_up == "a level":
-        own_logger.setLevel(logging.ERROR)
     capsys.readouterr()
-    with manager_of(tmp_path) as made:
+    with own_logger() as logger, manager_of(tmp_path) as made:
+        if set_up == "a handler":
+            logger.addHandler(logging.NullHandler())
+        if set_up == "a level":
+            logger.setLevel(logging.ERROR)
         assert made.restore(state_of(0)) == 1
     shown = f"torch_ckpt: restored step 1 of {tmp_path}, 2 damaged skipped, in "
     assert (shown in capsys.readouterr().err) == (set_up == "nothing")
