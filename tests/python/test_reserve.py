@@ -306,7 +306,7 @@ def test_leaving_ends_what_goes_on() -> None:
 
 
 def test_the_interpreter_leaves_amid_it(run_script: RunScript) -> None:
-    done = run_script(f"torch_ckpt.reserve_pool({200 * CHUNK_BYTES}, wait=False)")
+    done = run_script(f"import torch_ckpt; torch_ckpt.reserve_pool({200 * CHUNK_BYTES}, wait=False)")
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert "Traceback" not in done.stderr
 
