@@ -79,10 +79,11 @@ fi
 # Python compiles each file at its first import; tests import a small part of what is installed.
 pip_install() { "$venv/bin/pip" install -q --disable-pip-version-check --no-compile "$@"; }
 
-# clang-format is pinned: each version formats differently. The third line is what
-# torch_ckpt.integrations and remote checkpoints work with, the fourth builds the documentation.
+# clang-format is pinned: each version formats differently. The fourth line is what
+# torch_ckpt.integrations and remote checkpoints work with, the fifth builds the documentation.
 pip_install "torch${torch_version:+==$torch_version}" "numpy" "setuptools>=68" wheel safetensors \
-  pytest pytest-timeout hypothesis ruff==0.17.5 mypy==2.4.1 matplotlib tensorboard clang-format==14.0.6 \
+  pytest pytest-random-order pytest-timeout pytest-xdist hypothesis ruff==0.17.5 mypy==2.4.1 matplotlib \
+  tensorboard clang-format==14.0.6 \
   fsspec s3fs "moto[server]==5.2.5" transformers==5.23.0 accelerate==1.15.0 lightning==2.6.6 \
   mkdocs==1.6.1 mkdocs-material==9.8.1 "mkdocstrings[python]==1.0.8"
 
