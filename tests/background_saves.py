@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_ckpt
-from tests.async_saves import LIMIT, Gate
+from tests.async_saves import Gate
 from tests.fault_hooks import calling
 from tests.support import (
     StateDict,
@@ -23,21 +24,24 @@ from tests.support import (
     random_tensor,
     stock_load,
 )
-from torch_ckpt import AsyncSave, snapshot
+from torch_ckpt import AsyncSave, CheckpointError, snapshot
 from torch_ckpt.writer import CHUNK_BYTES
 
 STAGINGS = ["blocking", "overlapped"]
 
 
 @pytest.fixture
-def no_save_before() -> Iterator[None]:
-    """The test begins as a process does, and leaves nothing to the next one."""
-    runtime: Any = snapshot._runtime
-    runtime.__init__()
+def no_save_after() -> Iterator[None]:
+    """The test leaves no save under way to the next one, and no error that nobody has seen."""
     yield
-    if runtime.thread is not None:
-        runtime.thread.join(LIMIT)
-    runtime.__init__()
+    snapshot.join_saves()
+    has_error = True
+    while has_error:
+        try:
+            torch_ckpt.check_for_errors()
+            has_error = False
+        except (CheckpointException, CheckpointError):
+            pass
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ from torch_ckpt.writer import CHUNK_BYTES
 
 # Every checkpoint that is replaced makes torch say so.
 pytestmark = [
-    pytest.mark.usefixtures("no_save_before"),
+    pytest.mark.usefixtures("no_save_after"),
     pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
 ]
 

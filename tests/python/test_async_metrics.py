@@ -29,7 +29,7 @@ from tests.background_saves import (
     trained,
     unwritable,
 )
-from tests.forks import answer_of
+from tests.forks import answer_of, forked
 from tests.support import (
     StateDict,
     data_files,
@@ -42,7 +42,7 @@ from torch_ckpt.writer import CHUNK_BYTES
 
 # Every checkpoint that is replaced makes torch say so.
 pytestmark = [
-    pytest.mark.usefixtures("no_save_before"),
+    pytest.mark.usefixtures("no_save_after"),
     pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
 ]
 
@@ -51,6 +51,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("staging", STAGINGS)
+@forked
 def test_the_metrics_tell_what_the_save_took(tmp_path: Path, staging: str) -> None:
     begun = time.perf_counter()
     handle = torch_ckpt.async_save({"t": large()}, tmp_path / "c", staging=staging)
@@ -159,12 +160,17 @@ def training(step: int, model: float, optim: float = 0.0) -> StateDict:
 
 
 def warnings_of(tmp_path: Path, states: list[StateDict], **options: Any) -> list[str]:
-    """What saves of these states, one after the other, warn of."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for number, state in enumerate(states):
-            torch_ckpt.async_save(state, tmp_path / f"c{number}", **options).result()
-    return [text for w in caught if "bit for bit" in (text := str(w.message))]
+    """What saves of these states, the first of a process, warn of."""
+
+    def save() -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for number, state in enumerate(states):
+                torch_ckpt.async_save(state, tmp_path / f"c{number}", **options).result()
+        return [text for w in caught if "bit for bit" in (text := str(w.message))]
+
+    texts: list[str] = answer_of(save)
+    return texts
 
 
 def test_weights_that_stay_while_steps_are_counted_are_named(tmp_path: Path) -> None:
@@ -218,6 +224,7 @@ def test_each_group_is_named_once(tmp_path: Path) -> None:
     assert "optim.moment" in second
 
 
+@forked
 def test_a_warning_turned_into_an_error_says_that_the_checkpoint_is_committed(
     tmp_path: Path,
 ) -> None:
