@@ -1,43 +1,36 @@
-"""Scripts that run in an interpreter of their own to its very end, without its import of torch."""
+"""Scripts that run to the very end of an interpreter of their own, which has torch imported."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import pytest
-
 from tests.forked import server
 
-#: Runs a script with arguments.
-RunScript = Callable[..., "subprocess.CompletedProcess[str]"]
+_OUTPUTS = ("stdout", "stderr")
 
 
-@pytest.fixture
-def run_script(tmp_path_factory: pytest.TempPathFactory) -> RunScript:
-    """Runs a script with arguments, in an interpreter that has imported torch and torch_ckpt."""
-    directory = tmp_path_factory.mktemp("scripts")
-    outputs = [directory / name for name in ("stdout", "stderr")]
-
-    def run(script: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-        child = server().start(_run, script, outputs, [os.fspath(value) for value in arguments])
+def run_script(script: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Runs a script with arguments, without warnings; fails where it takes a minute."""
+    with tempfile.TemporaryDirectory() as directory:
+        child = server().start(_run, script, list(map(os.fspath, arguments)), directory)
         try:
             code = child.wait()
         finally:
             child.kill()
-        return subprocess.CompletedProcess(script, code, *(path.read_text() for path in outputs))
+        stdout, stderr = (Path(directory, name).read_text() for name in _OUTPUTS)
+    return subprocess.CompletedProcess(script, code, stdout, stderr)
 
-    return run
 
-
-def _run(_connection: Connection, script: str, outputs: list[Path], arguments: list[str]) -> None:
-    for number, path in enumerate(outputs, 1):
-        with path.open("w") as stream:
-            os.dup2(stream.fileno(), number)
+def _run(_connection: Connection, script: str, arguments: list[str], directory: str) -> None:
     sys.argv[1:] = arguments
+    for number, name in enumerate(_OUTPUTS, start=1):
+        file = os.open(os.path.join(directory, name), os.O_WRONLY | os.O_CREAT)
+        os.dup2(file, number)
+        os.close(file)
     # What the script makes lives to the end.
     exec(script, vars(sys.modules["__main__"]))

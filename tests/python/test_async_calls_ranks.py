@@ -21,8 +21,8 @@ from tests.async_saves import (
     request_of,
     small_state,
 )
+from tests.children import context, on_ranks
 from tests.fault_hooks import calling
-from tests.forks import context, on_ranks
 from tests.support import cause_of
 from torch_ckpt.megatron import (
     AsyncCallsQueue,

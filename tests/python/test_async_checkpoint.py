@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import torch_ckpt
 from tests.async_saves import Gate
 from tests.fault_hooks import at_fault_points, before
-from tests.interpreters import RunScript
+from tests.interpreters import run_script
 from tests.support import assert_equal
 from torch_ckpt.async_checkpoint import AsyncCheckpoint
 from torch_ckpt.errors import CheckpointError
@@ -230,7 +230,7 @@ def test_a_state_that_cannot_be_read_is_told_by_the_write(tmp_path: Path) -> Non
     checkpoint.sync()
 
 
-def test_leaving_the_interpreter_waits_for_the_write(tmp_path: Path, run_script: RunScript) -> None:
+def test_leaving_the_interpreter_waits_for_the_write(tmp_path: Path) -> None:
     program = f"""
 import torch
 from torch_ckpt.async_checkpoint import AsyncCheckpoint

@@ -25,9 +25,9 @@ from tests.background_saves import (
     trained,
     unwritable,
 )
+from tests.children import Answering, end_of, in_fork
 from tests.fault_hooks import before
-from tests.forks import Answering, end_of, in_fork
-from tests.interpreters import RunScript
+from tests.interpreters import run_script
 from torch_ckpt import (
     CheckpointError,
 )
@@ -51,7 +51,7 @@ print("done" if handle.done() else "under way")
 """
 
 
-def test_leaving_the_interpreter_waits_for_the_save(tmp_path: Path, run_script: RunScript) -> None:
+def test_leaving_the_interpreter_waits_for_the_save(tmp_path: Path) -> None:
     done = run_script(LEAVES_EARLY, tmp_path / "c")
     assert (done.returncode, done.stdout, done.stderr) == (0, "under way\n", "")
     assert_checkpoint(tmp_path / "c", {"t": torch.arange(9)})
@@ -63,9 +63,7 @@ handle = torch_ckpt.async_save({"t": torch.ones(3)}, sys.argv[1])
 """
 
 
-def test_leaving_the_interpreter_logs_an_unseen_error(
-    tmp_path: Path, run_script: RunScript
-) -> None:
+def test_leaving_the_interpreter_logs_an_unseen_error(tmp_path: Path) -> None:
     path = unwritable(tmp_path)
     done = run_script(LEAVES_AN_ERROR, path)
     assert done.returncode == 0
@@ -86,9 +84,7 @@ reached.wait()
 """
 
 
-def test_leaving_the_interpreter_waits_no_longer_than_the_limit(
-    tmp_path: Path, run_script: RunScript
-) -> None:
+def test_leaving_the_interpreter_waits_no_longer_than_the_limit(tmp_path: Path) -> None:
     done = run_script(LEAVES_A_SAVE_THAT_HANGS, tmp_path / "c")
     assert done.returncode == 0
     assert f"the save to {tmp_path / 'c'} has not ended within" in done.stderr
@@ -105,9 +101,7 @@ except CheckpointException:
 """
 
 
-def test_an_error_that_was_seen_is_not_logged_at_the_end(
-    tmp_path: Path, run_script: RunScript
-) -> None:
+def test_an_error_that_was_seen_is_not_logged_at_the_end(tmp_path: Path) -> None:
     done = run_script(SEES_AN_ERROR, unwritable(tmp_path))
     assert (done.returncode, done.stdout, done.stderr) == (0, "seen\n", "")
 
@@ -174,7 +168,7 @@ sys.exit(os.waitstatus_to_exitcode(status))
 """
 
 
-def test_a_forked_child_leaves_without_waiting(tmp_path: Path, run_script: RunScript) -> None:
+def test_a_forked_child_leaves_without_waiting(tmp_path: Path) -> None:
     done = run_script(LEAVES_IN_A_FORK, tmp_path / "c")
     assert (done.returncode, done.stderr) == (7, "")
     assert_checkpoint(tmp_path / "c", {"t": torch.ones(3)})

@@ -29,7 +29,7 @@ from tests.background_saves import (
     trained,
     unwritable,
 )
-from tests.forks import answer_of, forked
+from tests.children import answer_of, forked
 from tests.support import (
     StateDict,
     data_files,

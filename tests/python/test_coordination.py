@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_ckpt
+from tests.children import context, on_ranks
 from tests.fault_hooks import at_fault_points, before
-from tests.forks import context, on_ranks
 from torch_ckpt.coordination import Meeting, Ranks, ask_store
 
 #: Seconds after which a rank of a test is given up, where one is; else tests do not wait for it.

@@ -32,8 +32,8 @@ from torch.distributed.checkpoint.filesystem import _StoragePrefix
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 import torch_ckpt
+from tests.children import in_fork
 from tests.cpp.stock_metadata import rich, small
-from tests.forks import in_fork
 from tests.support import DTYPES, assert_equal, emptied, save, stock_load, stock_save, zeros
 from torch_ckpt import _C
 from torch_ckpt.errors import Corrupt, Unsafe

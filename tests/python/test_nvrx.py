@@ -26,7 +26,7 @@ from tests.async_saves import (
     small_state,
     state_of,
 )
-from tests.forks import forked
+from tests.children import forked
 from tests.support import StateDict, assert_equal, cause_of, emptied, load
 from torch_ckpt import megatron, nvrx
 from torch_ckpt.nvrx import (

@@ -22,8 +22,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import torch_ckpt
+from tests.children import Answering, context, end_of, fork
 from tests.fault_hooks import at_fault_points, before, failing
-from tests.forks import Answering, context, end_of, fork
 from tests.support import assert_equal, cause_of, data_files, load, save, save_with, stock_load
 from torch_ckpt import CheckpointError, Corrupt, NotCommitted
 from torch_ckpt.directory import OpenDirectory

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from tests.async_saves import in_thread
 from tests.fault_hooks import calling
-from tests.interpreters import RunScript
+from tests.interpreters import run_script
 from torch_ckpt import multihost
 from torch_ckpt.coordination import Meeting
 from torch_ckpt.multihost import PreemptionWatch
@@ -153,7 +153,7 @@ def test_forked_children_are_ended_by_the_signal() -> None:
         assert not watch.reached(0)
 
 
-def test_the_first_call_watches_for_sigterm_and_python_ends_well(run_script: RunScript) -> None:
+def test_the_first_call_watches_for_sigterm_and_python_ends_well() -> None:
     program = """
 import os, signal
 from torch_ckpt.multihost import reached_preemption_sync_point as reached

@@ -17,9 +17,9 @@ import torch
 
 import torch_ckpt
 from tests.async_saves import LIMIT, Gate, eventually, in_thread
+from tests.children import in_fork
 from tests.fault_hooks import at_fault_points, failing
-from tests.forks import in_fork
-from tests.interpreters import RunScript
+from tests.interpreters import run_script
 from tests.support import random_tensor
 from torch_ckpt import _C, host_memory
 from torch_ckpt.background import Background
@@ -305,8 +305,10 @@ def test_leaving_ends_what_goes_on() -> None:
     assert _C.pool_bytes() == 3 * CHUNK_BYTES, "the step that was under way, and no more"
 
 
-def test_the_interpreter_leaves_amid_it(run_script: RunScript) -> None:
-    done = run_script(f"import torch_ckpt; torch_ckpt.reserve_pool({200 * CHUNK_BYTES}, wait=False)")
+def test_the_interpreter_leaves_amid_it() -> None:
+    done = run_script(
+        f"import torch_ckpt; torch_ckpt.reserve_pool({200 * CHUNK_BYTES}, wait=False)"
+    )
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert "Traceback" not in done.stderr
 
