@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.async_saves import LIMIT, Gate, planned, request_of, small_state
+from tests.async_saves import planned, request_of, small_state
+from tests.gates import LIMIT, Gate
 from tests.support import assert_equal, data_files, emptied, load
 from torch_ckpt.megatron import AsyncCallsQueue, AsyncRequest, FileSystemWriterAsync
 

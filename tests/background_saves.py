@@ -14,8 +14,8 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_ckpt
-from tests.async_saves import Gate
 from tests.fault_hooks import calling
+from tests.gates import Gate
 from tests.support import (
     StateDict,
     assert_equal,

@@ -19,6 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Who imports another one comes after it, or its assertions would not be rewritten.
 pytest_plugins = [
+    "tests.gates",
     "tests.async_saves",
     "tests.async_calls",
     "tests.background_saves",

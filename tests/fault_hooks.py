@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from tests.async_saves import Gate
+from tests.gates import Gate
 from torch_ckpt import _C
 
 #: Gets operation and path. Returns None or 0, or the errno that the call fails with.

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.async_saves import Gate
 from tests.fault_hooks import failing, held
+from tests.gates import Gate
 from tests.support import assert_equal, data_files, flip_bit
 from torch_ckpt import CheckpointManager
 from torch_ckpt.events import Event

@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.async_saves import Gate
 from tests.distributed.cases import Launch
 from tests.distributed.launcher import on, on_ranks, takes_several
 from tests.distributed.managers import (
@@ -30,6 +29,7 @@ from tests.distributed.managers import (
     saved,
     state_of,
 )
+from tests.gates import Gate
 from torch_ckpt import CheckpointManager, intervals, steps
 from torch_ckpt.errors import CheckpointError, NotCommitted
 from torch_ckpt.events import Event

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tests.async_saves import LIMIT
 from tests.distributed.cases import Launch
 from tests.distributed.launcher import on, on_ranks, takes_several
 from tests.distributed.managers import (
@@ -27,6 +26,7 @@ from tests.distributed.managers import (
     saved,
     state_of,
 )
+from tests.gates import LIMIT
 from tests.support import data_files, flip_bit
 from torch_ckpt import CheckpointManager, restoring, steps
 from torch_ckpt.app_state import PerRank

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 import torch_ckpt
-from tests.async_saves import LIMIT, Gate, is_committed
+from tests.async_saves import is_committed
 from tests.background_saves import (
     SEEN,
     STAGINGS,
@@ -26,6 +26,7 @@ from tests.background_saves import (
     large,
     unwritable,
 )
+from tests.gates import LIMIT, Gate
 from tests.support import (
     cause_of,
     data_files,

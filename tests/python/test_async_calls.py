@@ -12,13 +12,8 @@ import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.async_calls import assert_saved, fail, request, schedule, wait_for_end
-from tests.async_saves import (
-    Gate,
-    eventually,
-    planned,
-    request_of,
-    small_state,
-)
+from tests.async_saves import planned, request_of, small_state
+from tests.gates import Gate, eventually
 from tests.support import cause_of
 from torch_ckpt.megatron import (
     AsyncCallsQueue,

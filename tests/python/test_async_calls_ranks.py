@@ -13,16 +13,10 @@ import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.async_calls import fail, is_empty, request, schedule
-from tests.async_saves import (
-    LIMIT,
-    Gate,
-    eventually,
-    planned,
-    request_of,
-    small_state,
-)
+from tests.async_saves import planned, request_of, small_state
 from tests.children import context, on_ranks
 from tests.fault_hooks import calling
+from tests.gates import LIMIT, Gate, eventually
 from tests.support import cause_of
 from torch_ckpt.megatron import (
     AsyncCallsQueue,

@@ -16,11 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.async_calls import assert_saved, is_empty, request, schedule, wait_for_end
 from tests.async_saves import (
-    LIMIT,
-    Gate,
     assert_priorities,
-    eventually,
-    in_thread,
     is_committed,
     open_in_python,
     planned,
@@ -29,6 +25,7 @@ from tests.async_saves import (
     small_state,
 )
 from tests.fault_hooks import before, calling
+from tests.gates import LIMIT, Gate, eventually, in_thread
 from tests.support import data_files
 from torch_ckpt import Background
 from torch_ckpt.megatron import (

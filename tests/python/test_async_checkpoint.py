@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_ckpt
-from tests.async_saves import Gate
 from tests.fault_hooks import at_fault_points, before
+from tests.gates import Gate
 from tests.interpreters import run_script
 from tests.support import assert_equal
 from torch_ckpt.async_checkpoint import AsyncCheckpoint

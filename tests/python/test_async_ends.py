@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.utils.data import DataLoader
 
 import torch_ckpt
-from tests.async_saves import LIMIT, Gate, is_committed
+from tests.async_saves import is_committed
 from tests.background_saves import (
     SEEN,
     assert_checkpoint,
@@ -27,6 +27,7 @@ from tests.background_saves import (
 )
 from tests.children import Answering, end_of, in_fork
 from tests.fault_hooks import before
+from tests.gates import LIMIT, Gate
 from tests.interpreters import run_script
 from torch_ckpt import (
     CheckpointError,

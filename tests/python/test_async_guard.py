@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import torch_ckpt
-from tests.async_saves import LIMIT, Gate, eventually
 from tests.background_saves import (
     assert_checkpoint,
     copied,
@@ -26,6 +25,7 @@ from tests.background_saves import (
     unwritable,
 )
 from tests.fault_hooks import calling
+from tests.gates import LIMIT, Gate, eventually
 from tests.support import (
     StateDict,
     files_limited_to,

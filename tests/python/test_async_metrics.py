@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
 
 import torch_ckpt
-from tests.async_saves import Gate
 from tests.background_saves import (
     STAGINGS,
     assert_checkpoint,
@@ -30,6 +29,7 @@ from tests.background_saves import (
     unwritable,
 )
 from tests.children import answer_of, forked
+from tests.gates import Gate
 from tests.support import (
     StateDict,
     data_files,

@@ -19,15 +19,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 import torch_ckpt
-from tests.async_saves import (
-    DecentralizedPlanner,
-    assert_checkpoint,
-    eventually,
-    here,
-    small_state,
-    state_of,
-)
+from tests.async_saves import DecentralizedPlanner, assert_checkpoint, here, small_state, state_of
 from tests.fault_hooks import at_fault_points, failing
+from tests.gates import eventually
 from tests.support import StateDict, data_files
 from torch_ckpt.megatron import (
     CachedMetadataFileSystemReader,

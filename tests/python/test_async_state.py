@@ -15,7 +15,6 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_ckpt
-from tests.async_saves import LIMIT, Gate
 from tests.background_saves import (
     STAGINGS,
     OwnMapping,
@@ -29,6 +28,7 @@ from tests.background_saves import (
     trained,
 )
 from tests.fault_hooks import before
+from tests.gates import LIMIT, Gate
 from tests.support import (
     DTYPES,
     StateDict,

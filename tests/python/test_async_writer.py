@@ -24,12 +24,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 import torch_ckpt
 from tests.async_saves import (
     Caller,
-    Gate,
     assert_checkpoint,
     failure_of,
     here,
     in_child,
-    in_thread,
     is_committed,
     names_in,
     open_in_python,
@@ -40,6 +38,7 @@ from tests.async_saves import (
     state_of,
 )
 from tests.fault_hooks import at_fault_points, calling
+from tests.gates import Gate, in_thread
 from tests.support import (
     StateDict,
     assert_tables_match,

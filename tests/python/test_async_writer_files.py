@@ -20,10 +20,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from tests.async_saves import (
     Caller,
     DecentralizedPlanner,
-    Gate,
     assert_checkpoint,
     here,
-    in_thread,
     is_committed,
     names_in,
     open_in_python,
@@ -33,6 +31,7 @@ from tests.async_saves import (
     state_of,
 )
 from tests.fault_hooks import calling
+from tests.gates import Gate, in_thread
 from tests.support import (
     assert_equal,
     cause_of,

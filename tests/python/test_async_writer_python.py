@@ -19,11 +19,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.async_saves import (
     Caller,
-    Gate,
     assert_checkpoint,
     failure_of,
     here,
-    in_thread,
     is_committed,
     names_in,
     open_in_python,
@@ -32,6 +30,7 @@ from tests.async_saves import (
     small_state,
     state_of,
 )
+from tests.gates import Gate, in_thread
 from tests.support import (
     assert_equal,
     files_limited_to,

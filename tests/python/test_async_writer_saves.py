@@ -17,10 +17,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.async_saves import (
     DecentralizedPlanner,
-    Gate,
     assert_checkpoint,
     begun,
-    eventually,
     failure_of,
     here,
     names_in,
@@ -33,6 +31,7 @@ from tests.async_saves import (
     state_of,
 )
 from tests.faults.disks import failing_disk
+from tests.gates import Gate, eventually
 from tests.interposed import Order, Server
 from tests.support import (
     StateDict,

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests.async_saves import LIMIT, Gate, eventually
 from tests.fault_hooks import before
+from tests.gates import LIMIT, Gate, eventually
 from tests.managers import manager_of, state_of
 from tests.support import cause_of
 from torch_ckpt import CheckpointManager, RootInUse, lease

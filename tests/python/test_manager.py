@@ -18,7 +18,7 @@ import numpy
 import pytest
 import torch
 
-from tests.async_saves import LIMIT, Gate
+from tests.gates import LIMIT, Gate
 from tests.managers import (
     Make,
     Training,

@@ -14,8 +14,8 @@ import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_ckpt
-from tests.async_saves import LIMIT
 from tests.fault_hooks import failing, held
+from tests.gates import LIMIT
 from tests.managers import (
     BROKEN,
     Make,

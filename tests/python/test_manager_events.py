@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tests.async_saves import LIMIT
+from tests.gates import LIMIT
 from tests.managers import (
     BROKEN,
     Make,

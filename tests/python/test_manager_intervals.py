@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.async_saves import LIMIT, Gate, eventually
 from tests.fault_hooks import before
+from tests.gates import LIMIT, Gate, eventually
 from tests.managers import (
     LATER,
     Make,

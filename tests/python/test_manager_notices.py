@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.async_saves import LIMIT
+from tests.gates import LIMIT
 from tests.managers import damage, finish, manager_of, state_of
 from tests.support import cause_of
 from torch_ckpt import CheckpointManager, OnCommitFailed

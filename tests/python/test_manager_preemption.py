@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.async_saves import LIMIT, Gate
+from tests.gates import LIMIT, Gate
 from tests.managers import (
     Make,
     Training,

@@ -16,9 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from tests.async_saves import (
-    LIMIT,
     DecentralizedPlanner,
-    Gate,
     Priority,
     assert_priorities,
     here,
@@ -27,6 +25,7 @@ from tests.async_saves import (
     state_of,
 )
 from tests.children import forked
+from tests.gates import LIMIT, Gate
 from tests.support import StateDict, assert_equal, cause_of, emptied, load
 from torch_ckpt import megatron, nvrx
 from torch_ckpt.nvrx import (

@@ -19,8 +19,8 @@ from typing import Any, cast
 import pytest
 import torch.distributed as dist
 
-from tests.async_saves import in_thread
 from tests.fault_hooks import calling
+from tests.gates import in_thread
 from tests.interpreters import run_script
 from torch_ckpt import multihost
 from torch_ckpt.coordination import Meeting

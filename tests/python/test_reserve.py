@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import torch_ckpt
-from tests.async_saves import LIMIT, Gate, eventually, in_thread
 from tests.children import in_fork
 from tests.fault_hooks import at_fault_points, failing
+from tests.gates import LIMIT, Gate, eventually, in_thread
 from tests.interpreters import run_script
 from tests.support import random_tensor
 from torch_ckpt import _C, host_memory
