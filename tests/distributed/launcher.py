@@ -30,7 +30,7 @@ from tests.ranks import Ranks, ranks
 #: Of one case. Ranks give up a silent process group before.
 CASE_SECONDS = 120.0
 
-#: For the others in it, once one has failed.
+#: For the others, once a rank has failed.
 GRACE_SECONDS = 10.0
 
 #: For the process group, and for the interpreters' ends.
@@ -285,7 +285,7 @@ def by_fork(
                 running.remove(child)
                 code = code or child.wait()
             if code != 0:
-                until = min(until, time.monotonic() + ENDING_SECONDS)
+                until = min(until, time.monotonic() + GRACE_SECONDS)
                 for child in running:
                     child.signal(signal.SIGTERM)
         if running and code == 0:
