@@ -76,6 +76,7 @@ class Ranks:
         try:
             return self.children[rank].receive(timeout)
         except TimeoutError:
+            self.where([rank])
             raise AssertionError(f"rank {rank} hangs\n{self.said()}") from None
         except EOFError:
             raise AssertionError(f"rank {rank} {self.end_of(rank)}\n{self.said()}") from None

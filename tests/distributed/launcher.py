@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,14 +27,11 @@ from tests.distributed.cases import serve
 from tests.forked import ENVIRONMENT, REPOSITORY, Child
 from tests.ranks import Ranks, ranks
 
-#: Of one case. Ranks give up a silent process group before.
+#: Of one case, and of the ends of ranks. Ranks give up a silent process group before.
 CASE_SECONDS = 120.0
 
 #: For the others, once a rank has failed.
 GRACE_SECONDS = 10.0
-
-#: For the process group, and for the interpreters' ends.
-PATIENCE_SECONDS = 60.0
 
 #: Of one run of torchrun or a script.
 TIMEOUT_SECONDS = 240
@@ -134,9 +131,11 @@ class Launches:
         self._groups[size].run(case)
 
     def end(self) -> None:
-        """Ends all ranks; fails where some do not end well."""
-        for group in self._groups.values():
-            group.end()
+        """Ends all ranks, at the same time; fails where some do not end well."""
+        with ExitStack() as ends:
+            for group in self._groups.values():
+                group.tell_to_end()
+                ends.callback(group.end)
 
 
 class Group:
@@ -196,17 +195,20 @@ class Group:
             group.kill()
         raise AssertionError("\n".join(told))
 
+    def tell_to_end(self) -> None:
+        """Lets the ranks begin to end; :meth:`end` comes next."""
+        with suppress(OSError):
+            for child in self._ranks.children if self._ranks is not None else ():
+                child.connection.send(None)
+
     def end(self) -> None:
-        """Ends the ranks; fails where they do not end as a program that went well, interpreter and
-        the engine's threads included."""
+        """Waits for the ends of the ranks; fails where they do not end as a program that went well,
+        interpreter and the engine's threads included."""
         if self._ranks is None:
             return
         group, self._ranks = self._ranks, None
         try:
-            with suppress(OSError):
-                for child in group.children:
-                    child.connection.send(None)
-            codes = group.codes(PATIENCE_SECONDS)
+            codes = group.codes(CASE_SECONDS)
             assert codes == [0] * self._size, f"exit codes {codes}\n{group.said()}"
         finally:
             group.kill()
@@ -265,8 +267,12 @@ class Outcomes:
     def _sent(self, rank: int) -> Iterator[tuple[str, Any]]:
         child = self.ranks.children[rank]
         with suppress(EOFError):
-            while True:
-                yield child.receive(CASE_SECONDS)
+            try:
+                while True:
+                    yield child.receive(CASE_SECONDS)
+            except TimeoutError:
+                self.ranks.where([rank])
+                raise AssertionError(f"rank {rank} hangs\n{self.ranks.said()}") from None
 
 
 def by_fork(

@@ -58,6 +58,7 @@ def test_ranks_that_hang_are_ended_and_what_they_said_is_shown(
 def group(tmp_path: Path) -> Iterator[Group]:
     made = Group(MODULE, RANKS, tmp_path, case_seconds=5, grace_seconds=1)
     yield made
+    made.tell_to_end()
     made.end()
 
 
@@ -98,6 +99,7 @@ def test_a_case_in_which_ranks_part_fails_alone_with_what_all_have_said(
 def test_ranks_that_do_not_end_well_are_told(tmp_path: Path) -> None:
     group = Group(MODULE, RANKS, tmp_path)
     group.run("one_will_not_end_well")
+    group.tell_to_end()
     with pytest.raises(AssertionError, match=r"exit codes \[0, 3\]"):
         group.end()
 
