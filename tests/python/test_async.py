@@ -411,7 +411,7 @@ def test_a_callback_of_the_future_may_save(tmp_path: Path) -> None:
         ({"storage_writer": "mine", "thread_count": 2}, "belong to the FileSystemWriter"),
         ({"_extensions": [object()]}, "use dcp.async_save with this writer"),
     ],
-    ids=lambda value: str(value) if isinstance(value, dict) else "",
+    ids=lambda value: " and ".join(value) if isinstance(value, dict) else "",
 )
 def test_contradicting_options_are_one_sentence(
     tmp_path: Path, arguments: dict[str, Any], message: str
