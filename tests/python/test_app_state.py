@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import random
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
 
+from benchmarks.ranks import mesh_without_peers
 from tests.fresh import in_fresh_process
 from tests.programs import OPTIMIZERS, State, kept, model, outcome, program, restore, save, train
 from tests.support import assert_equal, cause_of
@@ -136,11 +139,15 @@ def test_a_compiled_model_and_a_plain_one_take_each_others_state(tmp_path: Path)
     assert_equal(list(other.state_dict().values()), list(plain.state_dict().values()))
 
 
-def test_modules_of_fsdp1_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A real one takes ranks.
-    monkeypatch.setattr("torch_ckpt.app_state.FullyShardedDataParallel", nn.Dropout)
-    with pytest.raises(CheckpointError, match=r"^model: .*FSDP1. is not supported; fully_shard is"):
-        AppState({"model": model()}).state_dict()
+def test_modules_of_fsdp1_are_refused() -> None:
+    refused = pytest.raises(
+        CheckpointError, match=r"^model: .*FSDP1. is not supported; fully_shard"
+    )
+    with mesh_without_peers(2, 0), refused:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            sharded = FullyShardedDataParallel(model(), device_id=torch.device("cpu"))
+        AppState({"model": sharded}).state_dict()
 
 
 class _WithExtraState(nn.Module):
@@ -245,14 +252,12 @@ def test_a_data_loader_of_torchdata_is_each_ranks_own(tmp_path: Path) -> None:
     assert restored["loader"].position == 7
 
 
-def test_a_rank_of_which_nothing_was_saved_keeps_what_it_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_of_which_nothing_was_saved_keeps_what_it_has(tmp_path: Path) -> None:
     save({"own": PerRank(1), "other": PerRank(2), "steps": 3}, tmp_path)
-    monkeypatch.setattr("torch_ckpt.app_state.own_rank", lambda: 4)
     state: State = {"own": PerRank(10), "other": PerRank(20), "steps": 0}
-    with pytest.warns(UserWarning, match="own, other: no state of rank 4") as caught:
-        restore(state, tmp_path)
+    told = pytest.warns(UserWarning, match="own, other: no state of rank 4")
+    with mesh_without_peers(5, 4), told as caught:
+        restore(state, tmp_path, no_dist=True)
     assert len(caught) == 1
     assert (state["own"].value, state["other"].value, state["steps"]) == (10, 20, 3)
 
@@ -268,12 +273,12 @@ def test_each_ranks_own_that_the_checkpoint_lacks_altogether_is_missing(tmp_path
 
 @pytest.mark.parametrize("rank", [0, 4])
 def test_each_ranks_own_that_is_not_to_be_loaded_stays_without_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+    tmp_path: Path, rank: int
 ) -> None:
     save({"own": PerRank(1), "steps": 3}, tmp_path)
-    monkeypatch.setattr("torch_ckpt.app_state.own_rank", lambda: rank)
     state: State = {"own": PerRank(10), "steps": 0}
-    restore(state, tmp_path, names=["steps"])
+    with mesh_without_peers(5, rank):
+        restore(state, tmp_path, names=["steps"], no_dist=True)
     assert (state["own"].value, state["steps"]) == (10, 3)
 
 

@@ -254,21 +254,14 @@ def test_a_tensor_is_filled_in_place(tmp_path: Path) -> None:
 
 
 class _OfThisTest:
-    pass
+    """What is named is named once in a process, for each name and class."""
 
 
-@pytest.fixture
-def nothing_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch_ckpt.objects._checked", set())
-
-
-@pytest.mark.usefixtures("nothing_looked_at")
 def test_what_will_not_load_is_named_at_the_save() -> None:
     with pytest.warns(UserWarning, match=r"config\.0: .*_OfThisTest.*add_safe_globals"):
         AppState({"config": [_OfThisTest()]}).state_dict()
 
 
-@pytest.mark.usefixtures("nothing_looked_at")
 def test_what_comes_later_and_will_not_load_is_named_once() -> None:
     config: State = {"nested": [{"a": 1}]}
     app_state = AppState({"config": config})
@@ -283,7 +276,6 @@ class _Phase(enum.IntEnum):
     WARM_UP = 1
 
 
-@pytest.mark.usefixtures("nothing_looked_at")
 def test_a_number_that_is_more_than_that_is_looked_at_too() -> None:
     with pytest.warns(UserWarning, match=r"phase: .*_Phase.*add_safe_globals"):
         AppState({"phase": _Phase.WARM_UP}).state_dict()

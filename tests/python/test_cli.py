@@ -24,7 +24,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import torch_ckpt
-from torch_ckpt import cli, listing
+from tests.fault_hooks import failing
+from torch_ckpt import cli
 from torch_ckpt.text import size
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -265,16 +266,14 @@ def test_ls_does_not_follow_a_link_in_the_place_of_a_file(
 
 
 def test_ls_does_not_take_an_error_of_the_machine_for_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     commit(tmp_path, two_shards(tmp_path))
-
-    def fail(*_: object) -> int:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), "file")
-
-    monkeypatch.setattr(listing, "length_of", fail)
-    message = fails_with_one_sentence(capsys, ["ls", str(tmp_path)])
-    assert message == "torch-ckpt: file: Too many open files\n"
+    file = next(tmp_path.glob("*.distcp"))
+    with failing("openat2", errno.EMFILE, file):
+        message = fails_with_one_sentence(capsys, ["ls", str(tmp_path)])
+    assert message.startswith(f"torch-ckpt: {file}: ")
+    assert "Too many open files" in message
 
 
 def test_ls_shows_a_link_to_nowhere_as_what_nobody_names(

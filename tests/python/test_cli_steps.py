@@ -136,19 +136,16 @@ def test_a_dry_run_does_not_say_that_a_leftover_would_go(
     assert f"leftover that would be looked at: {name}" in lines
 
 
-def test_gc_leaves_a_step_that_is_pinned_while_it_deletes_others(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gc_leaves_a_step_that_is_pinned_while_it_deletes_others(root: Path) -> None:
     for step in (1, 2, 3):
         save_step(root, step)
-    delete = LocalSteps.delete
 
-    def pin_another(self: LocalSteps, step: int) -> bool:
-        self.set_pinned(2, True)
-        return delete(self, step)
+    class Pinning(LocalSteps):
+        def delete(self, step: int) -> bool:
+            self.set_pinned(2, True)
+            return super().delete(step)
 
-    monkeypatch.setattr(LocalSteps, "delete", pin_another)
-    report = collect(LocalSteps(root), Retention(keep_last=1))
+    report = collect(Pinning(root), Retention(keep_last=1))
     assert [entry.step for entry in report.deleted] == [1]
     assert report.kept == {2: ["pinned"], 3: ["the newest", "last 1"]}
     assert steps_of(root) == [2, 3]

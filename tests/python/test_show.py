@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import torch_ckpt
+from tests.fault_hooks import failing
 from tests.python.test_diff import shards
 from tests.support import (
     DTYPES,
@@ -208,16 +209,10 @@ def test_what_was_in_a_missing_file_is_named(tmp_path: Path) -> None:
     assert all(what.endswith("No such file or directory") for _, what in report.damaged)
 
 
-def test_an_error_of_the_machine_is_not_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_the_machine_is_not_damage(tmp_path: Path) -> None:
     save(STATE, tmp_path)
-
-    def fail(*_: object) -> None:
-        raise OSError(errno.EMFILE, "Too many open files", "file")
-
-    monkeypatch.setattr(showing, "_shown", fail)
-    with pytest.raises(OSError, match="Too many open files"):
+    too_many = pytest.raises(OSError, match="Too many open files")
+    with failing("openat2", errno.EMFILE, data_files(tmp_path)[0]), too_many:
         torch_ckpt.show(tmp_path)
 
 

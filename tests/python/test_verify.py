@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
 import torch_ckpt
+from tests.fault_hooks import failing
 from tests.fresh import in_fresh_process
 from tests.support import (
     DTYPES,
@@ -30,8 +31,7 @@ from tests.support import (
     save,
     stock_save,
 )
-from torch_ckpt import cli, verifying
-from torch_ckpt.beneath import length_of
+from torch_ckpt import cli
 from torch_ckpt.metadata import read_metadata
 from torch_ckpt.progress import Progress
 
@@ -400,25 +400,25 @@ def test_an_error_of_the_machine_is_not_damage(
 
 
 def test_what_could_not_be_read_is_named_and_what_is_damaged_counts_more(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = place(checkpoint, "blocks")[0]
-
-    def refuse(directory: Any, name: str) -> int:
-        if name == file.name:
-            raise PermissionError(errno.EACCES, "Permission denied")
-        return length_of(directory, name)
-
-    monkeypatch.setattr(verifying, "length_of", refuse)
-    report = torch_ckpt.verify(checkpoint)
-    assert [(unread.name, unread.file) for unread in report.unread] == [(None, file.name)]
-    assert (report.ok, report.has_damage) == (False, False)
-    assert cli.main(["verify", str(checkpoint)]) == 2
+    with failing("openat2", errno.EACCES, file):
+        report = torch_ckpt.verify(checkpoint)
+        assert [(unread.name, unread.file) for unread in report.unread] == [(None, file.name)]
+        assert (report.ok, report.has_damage) == (False, False)
+        assert cli.main(["verify", str(checkpoint)]) == 2
     output = capsys.readouterr()
-    assert f"not read: {file.name}: it cannot be opened: Permission denied" in output.out
-    assert "was not read whole: it cannot be opened: Permission denied" in output.err
+    assert (
+        f"not read: {file.name}: it cannot be opened: openat2 failed: Permission denied"
+        in output.out
+    )
+    assert (
+        "was not read whole: it cannot be opened: openat2 failed: Permission denied" in output.err
+    )
     next(other for other in data_files(checkpoint) if other != file).unlink()
-    assert cli.main(["verify", str(checkpoint)]) == 1
+    with failing("openat2", errno.EACCES, file):
+        assert cli.main(["verify", str(checkpoint)]) == 1
 
 
 def test_files_that_nothing_names_are_told_and_are_no_damage(checkpoint: Path) -> None:
