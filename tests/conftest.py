@@ -106,23 +106,23 @@ def scratch(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 8 MiB."""
-    with _mounted(tmp_path / "small", "8m") as mount_point:
+    with _mounted(tmp_path / "small", "tmpfs", "-o", "size=8m") as mount_point:
         yield mount_point
 
 
 @pytest.fixture
-def silent_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system that does not say how many bytes are free."""
-    with _mounted(tmp_path / "silent", "0") as mount_point:
+def ram_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system that has no direct I/O, and does not say how many bytes are free."""
+    with _mounted(tmp_path / "ram", "ramfs") as mount_point:
         yield mount_point
 
 
 @contextmanager
-def _mounted(mount_point: Path, size: str) -> Iterator[Path]:
+def _mounted(mount_point: Path, *kind: str) -> Iterator[Path]:
     mount_point.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(mount_point)]
+    command = ["mount", "-t", *kind, "none", str(mount_point)]
     mounted = subprocess.run(command, capture_output=True, text=True)
     if mounted.returncode != 0:
-        pytest.skip(f"mounting a tmpfs takes root: {mounted.stderr.strip()}")
+        pytest.skip(f"mounting a file system takes root: {mounted.stderr.strip()}")
     yield mount_point
     subprocess.run(["umount", "-l", str(mount_point)], check=True)

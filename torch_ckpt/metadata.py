@@ -155,6 +155,7 @@ def decode_metadata(data: bytes, source: str, *, allow_pickle: bool = False) -> 
             what it says cannot be.
         MemoryError: the process has no memory for it, which says nothing about the bytes.
     """
+    _C.fault_point("decode metadata", source)
     try:
         with no_gc():
             metadata = _unpickled(data, allow_pickle)

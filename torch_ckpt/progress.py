@@ -33,15 +33,31 @@ ProgressOption = bool | Callable[[Progress], None] | None
 
 
 class Reporter:
-    """Shows the progress of one save or load, as the option says. A context manager."""
+    """Shows the progress of one save or load, as the option says. A context manager.
 
-    def __init__(self, option: ProgressOption, title: str, rank: int | None, total: int) -> None:
+    Args:
+        option: see :data:`ProgressOption`.
+        title: of the bar.
+        rank: this process's; None: there is no other one.
+        total: bytes.
+        seconds_between: from one drawing of the bar to the next, at least.
+    """
+
+    def __init__(
+        self,
+        option: ProgressOption,
+        title: str,
+        rank: int | None,
+        total: int,
+        *,
+        seconds_between: float = 0.1,
+    ) -> None:
         self._callback: Callable[[Progress], None] | None = None
         self._bar: _Bar | None = None
         if callable(option):
             self._callback = option
         elif option and not rank:
-            self._bar = _Bar(title, total)
+            self._bar = _Bar(title, total, seconds_between)
 
     @property
     def active(self) -> bool:
@@ -71,11 +87,10 @@ def wants_bar() -> bool:
 class _Bar:
     """One line on standard error: redrawn on a terminal, written once, at the end, elsewhere."""
 
-    _SECONDS_BETWEEN = 0.1
-
-    def __init__(self, title: str, total: int) -> None:
+    def __init__(self, title: str, total: int, seconds_between: float) -> None:
         self._title = printable(title)
         self._total = total
+        self._seconds_between = seconds_between
         self._done = 0
         self._begun = time.monotonic()
         self._drawn = -math.inf
@@ -84,7 +99,7 @@ class _Bar:
     def update(self, done: int) -> None:
         self._done = done
         now = time.monotonic()
-        if self._redraws and now - self._drawn >= self._SECONDS_BETWEEN:
+        if self._redraws and now - self._drawn >= self._seconds_between:
             self._drawn = now
             self._write("")
 

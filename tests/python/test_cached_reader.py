@@ -13,26 +13,26 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tests import async_saves
+from tests.fault_hooks import at_fault_points
 from tests.support import NO_CHECKPOINT, assert_equal, emptied, flip_bit, load, save
-from torch_ckpt import Corrupt, reader
+from torch_ckpt import Corrupt
 from torch_ckpt.megatron import CachedMetadataFileSystemReader
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
 
 
 @pytest.fixture(autouse=True)
-def decoded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The files that have been decoded; nothing is kept before and after."""
+def decoded() -> Iterator[list[str]]:
+    """The metadata that has been decoded; nothing is kept before and after."""
     files: list[str] = []
-    decode = reader.decode_metadata
 
-    def counted(data: bytes, source: str, **options: Any) -> Any:
-        files.append(source)
-        return decode(data, source, **options)
+    def note(operation: str, path: str) -> None:
+        if operation == "decode metadata":
+            files.append(path)
 
-    monkeypatch.setattr(reader, "decode_metadata", counted)
     CachedMetadataFileSystemReader.clear_metadata_cache()
-    yield files
+    with at_fault_points(note):
+        yield files
     CachedMetadataFileSystemReader.clear_metadata_cache()
 
 

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import torch_ckpt
+from tests.fault_hooks import before
 from torch_ckpt import cli
 from torch_ckpt.collecting import collect, step_lines
 from torch_ckpt.directory import OpenDirectory
@@ -139,13 +140,8 @@ def test_a_dry_run_does_not_say_that_a_leftover_would_go(
 def test_gc_leaves_a_step_that_is_pinned_while_it_deletes_others(root: Path) -> None:
     for step in (1, 2, 3):
         save_step(root, step)
-
-    class Pinning(LocalSteps):
-        def delete(self, step: int) -> bool:
-            self.set_pinned(2, True)
-            return super().delete(step)
-
-    report = collect(Pinning(root), Retention(keep_last=1))
+    with before("rmtree", lambda: LocalSteps(root).set_pinned(2, True)):
+        report = collect(LocalSteps(root), Retention(keep_last=1))
     assert [entry.step for entry in report.deleted] == [1]
     assert report.kept == {2: ["pinned"], 3: ["the newest", "last 1"]}
     assert steps_of(root) == [2, 3]

@@ -2,14 +2,15 @@
 
 import json
 import os
+import signal
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.fault_hooks import at_fault_points, before
 from torch_ckpt import cli, doctor
 from torch_ckpt.directory import OpenDirectory
 from torch_ckpt.doctor import (
@@ -64,32 +65,25 @@ def test_locks_and_exclusive_renames_are_found_where_tests_run(tmp_path: Path) -
     assert report.exclusive_rename
 
 
-def test_an_interruption_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_arguments: Any, **_options: Any) -> None:
-        assert len(list(tmp_path.iterdir())) == 1
-        raise KeyboardInterrupt
+def test_an_interruption_leaves_nothing(tmp_path: Path) -> None:
+    there: list[list[Path]] = []
 
-    monkeypatch.setattr(doctor, "load", interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    def interrupt() -> None:
+        there.append(list(tmp_path.iterdir()))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with before("pread", interrupt), pytest.raises(KeyboardInterrupt):
         diagnose(tmp_path, measured_bytes=SMALL)
+    assert list(map(len, there)) == [1]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_direct_io_only_the_other_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = os.open
-
-    def without_direct(path: Any, flags: int, *rest: Any, **options: Any) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(22, "Invalid argument", path)
-        return real(path, flags, *rest, **options)
-
-    monkeypatch.setattr(os, "open", without_direct)
-    report = diagnose(tmp_path, measured_bytes=SMALL)
+def test_without_direct_io_and_known_space_the_rest_is_measured(ram_disk: Path) -> None:
+    report = diagnose(ram_disk, measured_bytes=SMALL)
     assert report.alignment is None
-    assert not any(one.direct for one in report.bandwidths)
-    assert "direct I/O: no" in list(report.lines())
+    assert {one.direct for one in report.bandwidths} == {False}
+    assert report.free_bytes is None
+    assert {"direct I/O: no", "free: not known"} <= set(report.lines())
 
 
 def test_the_alignment_is_the_smallest_that_is_read(
@@ -100,6 +94,7 @@ def test_the_alignment_is_the_smallest_that_is_read(
             raise OSError(22, "Invalid argument")
         return len(targets[0])
 
+    # Disks with such sectors are rare.
     monkeypatch.setattr(os, "O_DIRECT", 0)
     monkeypatch.setattr(os, "preadv", reading)
     assert direct_alignment(str(tmp_path)) == 4096
@@ -112,6 +107,7 @@ def test_locks_that_keep_nobody_out_are_none(
         def take_alone(self) -> bool:
             return True
 
+    # Every file system keeps descriptors of one machine apart.
     monkeypatch.setattr(doctor, "OpenDirectory", Unlocked)
     report = diagnose(tmp_path, measured_bytes=SMALL)
     assert not report.locks
@@ -119,16 +115,13 @@ def test_locks_that_keep_nobody_out_are_none(
     assert not report.ok
 
 
-def test_a_rename_that_replaces_what_it_must_not_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def replacing(
-        directory: OpenDirectory, name: str, data: bytes, _sync: bool, replace: bool = True
-    ) -> None:
-        Path(directory.path, name).write_bytes(data)
+def test_a_rename_that_replaces_what_it_must_not_is_found(tmp_path: Path) -> None:
+    def make_way(operation: str, path: str) -> None:
+        if operation == "rename" and path.endswith("/exclusive"):
+            Path(path).unlink(missing_ok=True)
 
-    monkeypatch.setattr(doctor, "_C", SimpleNamespace(commit_metadata=replacing))
-    report = diagnose(tmp_path, measured_bytes=SMALL)
+    with at_fault_points(make_way):
+        report = diagnose(tmp_path, measured_bytes=SMALL)
     assert not report.exclusive_rename
     assert states(report)[2] == "fails"
 
@@ -250,15 +243,3 @@ def test_more_than_is_free_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     assert cli.main(["doctor", str(tmp_path), "--size", "1000000TB"]) == 2
     assert "choose a smaller size" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_file_system_that_does_not_say_what_is_free_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def silent(_path: str) -> SimpleNamespace:
-        return SimpleNamespace(f_blocks=0, f_frsize=0, f_bavail=0, f_files=0, f_favail=0)
-
-    monkeypatch.setattr(os, "statvfs", silent)
-    report = diagnose(tmp_path, measured_bytes=SMALL)
-    assert report.free_bytes is None
-    assert "free: not known" in list(report.lines())

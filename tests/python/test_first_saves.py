@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.managers import LATER, finish, manager_of, state_of
+from tests.managers import LATER, Training, finish, manager_of, state_of, until_told
 
 
 def run_of(root: Path, steps: Any, **options: Any) -> None:
@@ -180,14 +181,12 @@ def test_steps_without_a_number_stay_until_enough_have_one_and_that_is_said_once
 def test_the_last_save_before_the_end_is_made_without_the_metric(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    notice = tmp_path / "notice"
-    with manager_of(tmp_path / "run", interval=100, preemption_file=notice, **BEST) as made:
-        made._notice.reached = lambda step: step == 3  # type: ignore[method-assign]
-        for step in (1, 2, 3):
-            made.save(step, state_of(step))
-        assert made.should_stop
+    with manager_of(tmp_path, interval=10**6, preemption_signals=(signal.SIGUSR1,), **BEST) as made:
+        signal.raise_signal(signal.SIGUSR1)
+        stopped = until_told(made, 1, Training())
     assert "there is no metric 'eval_los'" in caplog.text
-    assert restored(tmp_path / "run") == 3
+    with manager_of(tmp_path, read_only=True) as made:
+        assert made.all_steps() == [stopped]
 
 
 def test_an_integer_that_no_float_can_hold_is_refused_by_its_name(tmp_path: Path) -> None:

@@ -8,7 +8,9 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from errno import ENOSPC
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_ckpt
+from tests.fault_hooks import at_fault_points, failing, held
 from tests.support import stock_load
 
 NAMES = [
@@ -210,13 +213,10 @@ def test_a_save_that_has_returned_does_not_see_later_changes(io: Any, tmp_path: 
 
 
 @pytest.fixture
-def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+def full_disk() -> Iterator[Callable[[], None]]:
     """From its call on nothing can be committed."""
-
-    def no_space(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    return lambda: monkeypatch.setattr(torch_ckpt.FileSystemWriter, "commit", no_space)
+    with ExitStack() as stack:
+        yield lambda: stack.enter_context(failing("rename", ENOSPC, "*/.metadata"))
 
 
 def test_teardown_raises_the_error_of_a_save_once(
@@ -251,54 +251,37 @@ def test_an_old_checkpoint_stays_where_the_new_one_fails(
     assert_same(io.load_checkpoint(tmp_path / "old"), checkpoint_of(0.5))
 
 
-def test_a_link_to_a_save_that_has_not_ended_is_named(
-    io: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    may_commit = threading.Event()
-    commit = torch_ckpt.FileSystemWriter.commit
-
-    def commit_later(self: Any, *arguments: Any, **options: Any) -> Any:
-        assert may_commit.wait(60)
-        return commit(self, *arguments, **options)
-
-    monkeypatch.setattr(torch_ckpt.FileSystemWriter, "commit", commit_later)
-    io.save_checkpoint(checkpoint_of(0.5), tmp_path / "new")
-    (tmp_path / "last.ckpt").symlink_to("new")
-    with pytest.raises(FileNotFoundError, match="it links to new, of which the save has not ended"):
-        plugin().load_checkpoint(tmp_path / "last.ckpt")
-    may_commit.set()
-    io.teardown()
+def test_a_link_to_a_save_that_has_not_ended_is_named(io: Any, tmp_path: Path) -> None:
+    with held("rename", "*/new/.metadata") as may_commit:
+        io.save_checkpoint(checkpoint_of(0.5), tmp_path / "new")
+        (tmp_path / "last.ckpt").symlink_to("new")
+        with pytest.raises(FileNotFoundError, match="links to new, of which the save has not end"):
+            plugin().load_checkpoint(tmp_path / "last.ckpt")
+        may_commit.open()
+        io.teardown()
     assert_same(plugin().load_checkpoint(tmp_path / "last.ckpt"), checkpoint_of(0.5))
 
 
-def test_an_old_checkpoint_goes_after_the_new_one_is_durable(
-    io: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_old_checkpoint_goes_after_the_new_one_is_durable(io: Any, tmp_path: Path) -> None:
     io.save_checkpoint(checkpoint_of(0.5), tmp_path / "old")
     io.wait_until_finished()
-    there: list[bool] = []
+    calls: list[str] = []
     removal_waits = threading.Event()
-    commit, result = torch_ckpt.FileSystemWriter.commit, torch_ckpt.AsyncSave.result
 
-    def look(self: Any, *arguments: Any, **options: Any) -> Any:
-        # Or its thread might only come to the directory when this has looked.
-        assert removal_waits.wait(60)
-        there.append((tmp_path / "old").exists())
-        committed = commit(self, *arguments, **options)
-        there.append((tmp_path / "old").exists())
-        return committed
-
-    def wait(self: Any, *arguments: Any) -> Any:
-        if threading.current_thread() is not threading.main_thread():
+    def note(operation: str, path: str) -> None:
+        if operation == "wait for the save before a removal":
             removal_waits.set()
-        return result(self, *arguments)
+        if (operation, path) == ("rename", f"{tmp_path}/new/.metadata"):
+            # Or the removal's thread might come to the directory only later.
+            assert removal_waits.wait(60)
+        if operation in ("rename", "fsync_directory", "rmtree"):
+            calls.append(f"{operation} {os.path.relpath(path, tmp_path)}")
 
-    monkeypatch.setattr(torch_ckpt.FileSystemWriter, "commit", look)
-    monkeypatch.setattr(torch_ckpt.AsyncSave, "result", wait)
-    io.save_checkpoint(checkpoint_of(0.25), tmp_path / "new")
-    io.remove_checkpoint(tmp_path / "old")
-    io.teardown()
-    assert there == [True, True]
+    with at_fault_points(note):
+        io.save_checkpoint(checkpoint_of(0.25), tmp_path / "new")
+        io.remove_checkpoint(tmp_path / "old")
+        io.teardown()
+    assert calls[-3:] == ["rename new/.metadata", "fsync_directory new", "rmtree old"]
     assert not (tmp_path / "old").exists()
 
 

@@ -6,22 +6,14 @@ import io
 
 import pytest
 
-from torch_ckpt import progress
+from tests.support import Terminal
 from torch_ckpt.progress import Progress, Reporter
-
-
-class Terminal(io.StringIO):
-    """Standard error that somebody looks at."""
-
-    def isatty(self) -> bool:
-        return True
 
 
 def drawn(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, title: str = "save x") -> str:
     """What a save of 2 MB draws that is told of twice."""
     monkeypatch.setattr("sys.stderr", stream)
-    monkeypatch.setattr(progress._Bar, "_SECONDS_BETWEEN", 0.0)
-    with Reporter(True, title, 0, 2_000_000) as shown:
+    with Reporter(True, title, 0, 2_000_000, seconds_between=0.0) as shown:
         for done in (500_000, 2_000_000):
             shown.update(Progress(2_000_000, done, done))
     return stream.getvalue()
@@ -52,7 +44,6 @@ def test_a_closed_standard_error_fails_nothing(monkeypatch: pytest.MonkeyPatch) 
     stream = Terminal()
     stream.close()
     monkeypatch.setattr("sys.stderr", stream)
-    monkeypatch.setattr(progress, "wants_bar", lambda: True)
     with Reporter(True, "save x", 0, 1) as shown:
         shown.update(Progress(1, 1, 1))
 

@@ -227,8 +227,8 @@ def test_a_load_without_room_in_the_staging_directory_says_so(
     assert str(cause.filename).startswith(str(small_disk))
 
 
-def test_a_staging_directory_that_does_not_say_what_is_free_is_tried(silent_disk: Path) -> None:
-    steps = RemoteSteps(hooked_url(), silent_disk)
+def test_a_staging_directory_that_does_not_say_what_is_free_is_tried(ram_disk: Path) -> None:
+    steps = RemoteSteps(hooked_url(), ram_disk)
     save(steps, 1, state_of())
     assert steps.verify(1).ok
     assert_equal(loaded(steps, 1), state_of())

@@ -292,8 +292,8 @@ def test_room_is_made_before_a_save_is_refused(small_disk: Path) -> None:
     assert listed(store) == [(3, "complete")]
 
 
-def test_a_file_system_that_does_not_say_what_is_free_is_tried(silent_disk: Path) -> None:
-    store = LocalSteps(silent_disk / "run")
+def test_a_file_system_that_does_not_say_what_is_free_is_tried(ram_disk: Path) -> None:
+    store = LocalSteps(ram_disk / "run")
     saved(store, 3, expected_bytes=100)
     assert listed(store) == [(3, "complete")]
 

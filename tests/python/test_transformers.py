@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from errno import ENOSPC
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_ckpt
-import torch_ckpt.steps
+from tests.fault_hooks import at_fault_points
+from torch_ckpt.steps import MARKER_NAME
 
 transformers = pytest.importorskip("transformers", reason="no transformers")
 pytest.importorskip("accelerate", reason="Trainer needs accelerate")
@@ -183,15 +185,19 @@ def test_callback_states_are_restored(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def full_disk_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def full_disk_once() -> Iterator[None]:
     """The next save fails, in the background."""
-    write_marker = torch_ckpt.steps.write_marker
+    has_failed: list[bool] = []
 
-    def fail(directory: str, *_: object) -> None:
-        monkeypatch.setattr(torch_ckpt.steps, "write_marker", write_marker)
-        raise OSError(ENOSPC, "No space left on device", directory)
+    def fail_once(operation: str, path: str) -> int:
+        if has_failed or operation != "rename" or not path.endswith(f"/{MARKER_NAME}"):
+            return 0
+        has_failed.append(True)
+        return ENOSPC
 
-    monkeypatch.setattr(torch_ckpt.steps, "write_marker", fail)
+    with at_fault_points(fail_once):
+        yield
+    assert has_failed
 
 
 def complete_steps(root: Path) -> list[int]:
