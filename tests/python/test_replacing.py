@@ -351,17 +351,19 @@ def test_uninstall_leaves_what_somebody_else_has_replaced(
 
 
 def test_a_queue_of_ours_with_saves_under_way_is_put_back_once_they_are_finalized(
-    packages: Packages, monkeypatch: pytest.MonkeyPatch
+    packages: Packages,
 ) -> None:
     packages.write_both()
     base = strategy("base")
     theirs = base.async_calls
     install()
     ours = base.async_calls
-    monkeypatch.setattr(ours, "get_num_unfinalized_calls", lambda: 1)
+    ours.schedule_async_request(
+        megatron.AsyncRequest(async_fn=None, async_fn_args=(), finalize_fns=[])
+    )
     uninstall()
     assert base.async_calls is ours
-    monkeypatch.setattr(ours, "get_num_unfinalized_calls", lambda: 0)
+    assert ours.maybe_finalize_async_calls(blocking=True) == [0]
     uninstall()
     assert base.async_calls is theirs
 

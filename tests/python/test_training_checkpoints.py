@@ -273,6 +273,7 @@ def test_max_io_threads_reaches_the_reader(directory: str, monkeypatch: pytest.M
         counts.append(self.thread_count)
         return read(self, *args, **kwargs)
 
+    # The reader is made within the call, and what it was given shows nowhere else.
     monkeypatch.setattr(FileSystemReader, "read_metadata", recorded)
     load_checkpoint_if_it_exists(directory, blank(), max_io_threads=3)
     assert counts == [3]
