@@ -1,9 +1,6 @@
 """What ``convert`` leaves behind where it ends early, and how much memory it takes."""
 
 import errno
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ import torch
 import torch_ckpt
 from tests.conversions import loaded, names_in, refused
 from tests.fault_hooks import failing
+from tests.interpreters import run_script
 from tests.support import (
     assert_equal,
     files_limited_to,
@@ -153,6 +151,7 @@ def test_other_files_of_a_directory_are_never_replaced(tmp_path: Path) -> None:
 
 
 CHAIN = """
+import os
 import sys
 import zipfile
 from pathlib import Path
@@ -170,6 +169,7 @@ def step(source, target, **options):
     convert(source, target, max_host_bytes=32 << 20, **options)
     print(target, peak() - before)
 
+os.chdir(sys.argv[1])
 # Threads and libraries come with the first of all loads and saves.
 torch.save({"t": torch.ones(1 << 20)}, "small.pt")
 convert("small.pt", "small")
@@ -185,16 +185,9 @@ step("ckpt2", "again.pt")
 def test_the_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     state = {f"t{n}": torch.full((4 << 20,), float(n)) for n in range(12)}
     torch.save(state, tmp_path / "model.pt")
-    environment = os.environ | {"PYTHONPATH": os.getcwd()}
-    out = subprocess.run(
-        [sys.executable, "-c", CHAIN],
-        cwd=tmp_path,
-        env=environment,
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout
-    peaks = {target: int(count) for target, count in map(str.split, out.splitlines())}
+    run = run_script(CHAIN, tmp_path)
+    assert run.returncode == 0, run.stderr
+    peaks = {target: int(count) for target, count in map(str.split, run.stdout.splitlines())}
     assert list(peaks) == ["ckpt", "model.safetensors", "hf", "ckpt2", "again.pt"]
     # 192 MiB in tensors of 16 MiB; two are held at once, and what reading and writing take.
     assert max(peaks.values()) < 96 << 20, peaks

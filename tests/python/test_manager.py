@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -19,6 +17,7 @@ import pytest
 import torch
 
 from tests.gates import LIMIT, Gate
+from tests.interpreters import run_script
 from tests.managers import (
     Make,
     Training,
@@ -285,15 +284,8 @@ def test_an_interpreter_that_ends_without_close_saves_and_is_quiet(root: Path) -
         "made = torch_ckpt.CheckpointManager(sys.argv[1], keep_last=1)\n"
         "for step in (1, 2): made.save(step, {'w': torch.ones(1000)})\n"
     )
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program, str(root)],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        cwd=Path(__file__).parents[2],
-        check=True,
-    )
-    assert run.stderr == ""
+    run = run_script(program, root)
+    assert (run.returncode, run.stderr) == (0, "")
     assert CheckpointManager(root, read_only=True).latest_step() == 2
 
 

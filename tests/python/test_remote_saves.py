@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
+import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 import uuid
@@ -21,6 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import torch_ckpt
+from tests.interpreters import run_script
 from tests.remote_steps import (
     ATTEMPT,
     PATIENCE,
@@ -164,8 +164,7 @@ torch_ckpt.save({"t": torch.arange(9)}, storage_writer=writer, no_dist=True)
 def left_by_a_killed_save(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A root in which the save of step 2 was killed before its marker."""
     place = tmp_path_factory.mktemp("killed")
-    command = [sys.executable, "-c", KILLED, f"file://{place}/run", str(place)]
-    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    assert run_script(KILLED, f"file://{place}/run", place).returncode == -signal.SIGKILL
     return place / "run"
 
 
@@ -201,8 +200,9 @@ def test_a_save_replaces_what_a_killed_one_left(killed: RemoteSteps) -> None:
 
 
 AT_EXIT = """
-import sys, torch, torch_ckpt
+import json, sys, fsspec, torch, torch_ckpt
 from torch_ckpt.remote import RemoteSteps
+fsspec.config.conf["s3"] = json.loads(sys.argv[2])
 writer = RemoteSteps(sys.argv[1]).writer(1, attempt="0123abcd")
 handle = torch_ckpt.async_save({"t": torch.arange(9)}, storage_writer=writer, no_dist=True)
 """
@@ -210,8 +210,8 @@ handle = torch_ckpt.async_save({"t": torch.arange(9)}, storage_writer=writer, no
 
 def test_the_interpreters_end_waits_for_the_upload(s3: dict[str, str]) -> None:
     url = f"s3://{BUCKET}/{uuid.uuid4().hex}"
-    environment = {f"FSSPEC_S3_{key.upper()}": value for key, value in s3.items()}
-    subprocess.run([sys.executable, "-c", AT_EXIT, url], check=True, env=os.environ | environment)
+    run = run_script(AT_EXIT, url, json.dumps(s3))
+    assert run.returncode == 0, run.stderr
     names = fsspec.filesystem("s3", **s3).find(url)
     assert any(name.endswith(f"/0000000001/{MARKER_NAME}") for name in names)
 
