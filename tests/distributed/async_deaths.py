@@ -1,4 +1,4 @@
-"""What becomes of a save when one of its ranks falls silent; run by test_async_ends.py.
+"""What becomes of a save when one of its ranks falls silent; run by test_async_rank_ends.py.
 
 Every rank runs all cases, in their order, and sends what each returned. One rank is stopped in one
 case and killed in the last.

@@ -56,7 +56,7 @@ def test_it_is_whole_also_where_a_rank_that_ends_hosts_the_store(tmp_path: Path)
 
 
 def test_it_is_whole_also_under_torchrun(tmp_path: Path) -> None:
-    done = torchrun(2, "-m", "tests.distributed.test_async_ends", tmp_path)
+    done = torchrun(2, "-m", "tests.distributed.test_async_rank_ends", tmp_path)
     assert done.returncode == 0, done.stdout
     assert_left_whole(tmp_path, 2)
 
