@@ -122,7 +122,7 @@ SEED := $(or $(SEED),$(shell date +%s))
 torture: build ## every call of a save fails and kills, power cuts, attacks, fuzzing, all of clang-tidy
 	@echo "SEED=$(SEED)"
 	TORCH_CKPT_TORTURE=1 TORCH_CKPT_SEED=$(SEED) \
-	  $(BIN)/python -m pytest $(wildcard tests/faults tests/crash tests/attacks tests/python/test_benchmark_runs.py) $(ARGS) \
+	  $(BIN)/python -m pytest $(wildcard tests/faults tests/crash tests/distributed tests/attacks tests/python/test_benchmark_runs.py) $(ARGS) \
 	  || { echo "make torture SEED=$(SEED) replays it"; exit 1; }
 	$(MAKE) fuzz py-tsan
 	scripts/tidy.sh all
