@@ -102,8 +102,9 @@ class Child:
         return self._code is None and not wait([self], 0)
 
     def signal(self, number: int) -> None:
-        """Sends a signal to it alone."""
-        os.kill(self.pid, number)
+        """Sends a signal to it alone, if it lives."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, number)
 
     def kill(self) -> None:
         """Ends it and the processes that it has started, and forgets it. Again it does nothing."""

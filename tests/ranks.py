@@ -112,9 +112,9 @@ class Ranks:
             child = self.children[rank]
             before = len(child.said())
             child.signal(WHERE_SIGNAL)
-            deadline = time.monotonic() + 1
+            deadline = time.monotonic() + 5
             while len(child.said()) == before and time.monotonic() < deadline:
-                time.sleep(0.02)
+                time.sleep(0.1)
 
     def kill(self) -> None:
         """Ends what is left of them, and what they have started."""

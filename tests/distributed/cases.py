@@ -308,8 +308,10 @@ def launched(module: str, workdir: Path) -> Iterator[tuple[ModuleType, Launch]]:
 
 
 def serve(connection: Connection, module: str, workdir: Path) -> None:
-    """A rank's: runs the cases whose names it is told; sends for each None, or the traceback."""
+    """A rank's: sends that it is ready, and runs the cases whose names it is told; sends for each
+    None, or the traceback."""
     with launched(module, workdir) as (cases, launch):
+        connection.send("ready")
         while (name := connection.recv()) is not None:
             connection.send(attempt(launch, name, getattr(cases, f"case_{name}")))
 

@@ -35,12 +35,14 @@ def case_all_fail(launch: Launch) -> None:
 
 def case_one_fails(launch: Launch) -> None:
     print(f"{launch.rank} has begun")
+    dist.barrier()
     assert launch.rank == 0, "on purpose"
     signal.pause()
 
 
 def case_one_dies(launch: Launch) -> None:
     print(f"{launch.rank} has begun")
+    dist.barrier()
     if launch.rank == 1:
         os._exit(7)
     signal.pause()
@@ -48,6 +50,7 @@ def case_one_dies(launch: Launch) -> None:
 
 def case_one_hangs(launch: Launch) -> None:
     print(f"{launch.rank} has begun")
+    dist.barrier()
     if launch.rank == 1:
         signal.pause()
 

@@ -175,8 +175,7 @@ class Group:
                 step, what all have said.
         """
         if self._ranks is None:
-            arguments = (self._module, self.workdir)
-            self._ranks = Ranks(self._size, serve, *arguments, modules=self._modules)
+            self._ranks = self._started()
         group = self._ranks
         said = [len(child.said()) for child in group.children]
         failures: dict[int, str] = {}
@@ -194,6 +193,17 @@ class Group:
             self._ranks = None
             group.kill()
         raise AssertionError("\n".join(told))
+
+    def _started(self) -> Ranks:
+        arguments = (self._module, self.workdir)
+        group = Ranks(self._size, serve, *arguments, modules=self._modules)
+        try:
+            for rank in range(self._size):
+                group.answer(rank, CASE_SECONDS)
+        except BaseException:
+            group.kill()
+            raise
+        return group
 
     def tell_to_end(self) -> None:
         """Lets the ranks begin to end; :meth:`end` comes next."""
