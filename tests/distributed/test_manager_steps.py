@@ -172,7 +172,7 @@ def case_ranks_that_save_different_steps_are_told(launch: Launch) -> None:
 @takes_several
 def case_a_root_that_is_another_one_on_a_rank_is_no_step(launch: Launch) -> None:
     with manager_of(launch) as made:
-        patience, steps._PATIENCE_SECONDS = steps._PATIENCE_SECONDS, 0.1
+        made._store.patience = 0.1
         made_writer = made._store.writer
 
         def elsewhere(*args: Any, **options: Any) -> Any:
@@ -195,7 +195,6 @@ def case_a_root_that_is_another_one_on_a_rank_is_no_step(launch: Launch) -> None
             made._store.writer = elsewhere  # type: ignore[method-assign]
         made.save(1, state_of(launch, 1))
         failures = failures_of(made.wait_until_finished)
-        steps._PATIENCE_SECONDS = patience
         assert isinstance(failures[0], NotCommitted)
         assert "all ranks must see the same directory" in str(failures[0])
     assert manager_sees(launch) == []
