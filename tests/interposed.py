@@ -163,7 +163,10 @@ class Server:
         os.truncate(memory, ctypes.sizeof(_Block))
         self._block = _Block.from_buffer(mmap.mmap(memory, ctypes.sizeof(_Block)))
         block = f"/proc/{os.getpid()}/fd/{memory}"
-        self._server = forked.Server(environment={"LD_PRELOAD": str(library), "SHIM_BLOCK": block})
+        # No more than saves need: a larger process takes longer to fork.
+        modules = ("torch", "torch.distributed.checkpoint", "torch_ckpt")
+        environment = {"LD_PRELOAD": str(library), "SHIM_BLOCK": block}
+        self._server = forked.Server(modules, environment)
         os.close(memory)
         for work, arguments in examples:
             self._server.imports_as(work, *arguments)
