@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import functools
 import os
 import warnings
@@ -282,6 +283,9 @@ def _work(connection: Connection) -> None:
             outcome = ""
         except BaseException as error:
             outcome = f"{type(error).__name__}: {error}"
+        if outcome:
+            # Frames of the failure have the directory open, and are in cycles.
+            gc.collect()
         connection.send(("end", outcome))
 
 

@@ -42,10 +42,14 @@ from tests.crash.savers import (
     whole_state,
 )
 from tests.crash.tally import SEED, TORTURE, Tally
+from tests.fault_hooks import before
 from torch_ckpt import _C, CheckpointManager
 from torch_ckpt.steps import _StepWriter
 
 NOTHING = 0
+
+#: Of an unrelated checkpoint, which somebody exchanges for the save's.
+OTHER = 31
 
 #: Saved after a crash, in every SAVED_AGAIN-th state: what a crash has left must not be in the way.
 NEXT = 9
@@ -89,6 +93,8 @@ class Scenario:
         steps: what is there before, NOTHING or a step, and what is saved one after the other.
         ranks: that save together.
         synced: the writer's ``sync_files``.
+        exchanged_before: a fault point of the save. Before it is reached first, somebody exchanges
+            the save's directory for that of an unrelated checkpoint.
     """
 
     kind: str
@@ -96,6 +102,7 @@ class Scenario:
     steps: tuple[int, ...]
     ranks: int = 1
     synced: bool = True
+    exchanged_before: str = ""
 
     @property
     def place(self) -> str:
@@ -105,7 +112,8 @@ class Scenario:
     def __str__(self) -> str:
         ranks = "2 ranks" if self.ranks == 2 else "1 rank"
         synced = "" if self.synced else ", sync_files=False"
-        return f"{self.kind}, {self.way}, {_NAMES[self.steps]}, {ranks}{synced}"
+        exchanged = f", exchanged before {self.exchanged_before}" if self.exchanged_before else ""
+        return f"{self.kind}, {self.way}, {_NAMES[self.steps]}, {ranks}{synced}{exchanged}"
 
 
 # --- recording -----------------------------------------------------------------------------------
@@ -132,14 +140,35 @@ def save_and_tell(rank: int, way: str, step: int, path: Path, options: dict[str,
         mark(f"reported {step}")
 
 
+def save_amid_an_exchange(
+    rank: int, way: str, step: int, path: Path, options: dict[str, Any], operation: str
+) -> None:
+    """The same, and somebody exchanges the directory before the operation is reached first."""
+    if rank > 0:
+        return save_and_tell(rank, way, step, path, options)
+    with before(operation, lambda: exchange(path, path.with_name("other")), f"{path}*"):
+        save_and_tell(rank, way, step, path, options)
+
+
+def exchange(one: Path, other: Path) -> None:
+    between = one.with_name("between")
+    one.rename(between)
+    other.rename(one)
+    between.rename(other)
+
+
 def record(shop: Workshop, scenario: Scenario) -> Log:
     disk = shop.disk(scenario.kind)
-    before, *saved = scenario.steps
+    first, *saved = scenario.steps
     with savers(scenario.ranks) as group:
-        if before != NOTHING:
+        if first != NOTHING:
             disk.mount()
-            errors = group.do(save_only, scenario.way, before, disk.point / scenario.place, {})
-            assert errors == [""] * scenario.ranks
+            there = {scenario.place: first}
+            if scenario.exchanged_before:
+                there["other"] = OTHER
+            for place, step in there.items():
+                errors = group.do(save_only, scenario.way, step, disk.point / place, {})
+                assert errors == [""] * scenario.ranks
             disk.unmount()
         with recorded(disk) as log:
             for step in saved:
@@ -153,8 +182,17 @@ def record(shop: Workshop, scenario: Scenario) -> Log:
 def _save_recorded(group: Savers, scenario: Scenario, step: int, disk: Disk, log: Log) -> None:
     path = disk.point / scenario.place
     options = {} if scenario.synced else {"sync_files": False}
-    errors = group.do(save_and_tell, scenario.way, step, path, options, marked=log.mark)
-    assert errors == [""] * scenario.ranks
+    work, *more = (
+        (save_amid_an_exchange, scenario.exchanged_before)
+        if scenario.exchanged_before
+        else (save_and_tell,)
+    )
+    errors = group.do(work, scenario.way, step, path, options, *more, marked=log.mark)
+    if f"reported {step}" in log.marks:
+        assert errors == [""] * scenario.ranks
+    else:
+        assert scenario.exchanged_before, errors
+        assert all("NotCommitted" in error for error in errors), errors
 
 
 # --- judging -------------------------------------------------------------------------------------
@@ -164,12 +202,14 @@ def may_be_there(scenario: Scenario, log: Log, position: int) -> set[str]:
     """What a load may find after a crash at a moment.
 
     From the commit on, what it committed: before the save is reported it may already rely on that,
-    and removes the old files.
+    and removes the old files. Of a save that says that it is not committed, nothing.
     """
     settled = scenario.steps[0]
     begun: set[int] = set()
     for step in scenario.steps[1:]:
-        done = log.marks.get(f"committed {step}", log.marks[f"reported {step}"])
+        done = log.marks.get(f"committed {step}", log.marks.get(f"reported {step}"))
+        if done is None:
+            continue
         if position >= done:
             settled = step
             begun.clear()
@@ -236,6 +276,8 @@ class Sweep:
         try:
             if is_managed(scenario.way):
                 return self._found_by_a_manager(path, steps)
+            if scenario.exchanged_before:
+                return self._found_beside_the_other(engine, steps)
             found = what_is_there(path, engine, steps, scenario.ranks)
             if engine == "torch_ckpt" and scenario.synced and self.checked % SAVED_AGAIN == 0:
                 with warnings.catch_warnings():
@@ -247,6 +289,17 @@ class Sweep:
             return found
         finally:
             self._disk.unmount()
+
+    def _found_beside_the_other(self, engine: str, steps: list[int]) -> str:
+        """What is in the save's directory, wherever that is, if the other is as it was."""
+        places = [place for place in self._disk.point.iterdir() if place.name != "lost+found"]
+        found = [
+            what_is_there(place, engine, [*steps, OTHER], self._scenario.ranks) for place in places
+        ]
+        if found.count(f"step {OTHER}") != 1 or len(found) != 2:
+            return " and ".join(sorted(found))
+        found.remove(f"step {OTHER}")
+        return found[0]
 
     def _found_by_a_manager(self, root: Path, steps: list[int]) -> str:
         ranks = self._scenario.ranks
@@ -270,6 +323,8 @@ OURS = [
     Scenario("xfs", "torch_ckpt.save", (0, 1)),
     Scenario("ext4", "CheckpointManager", (1, 12)),
     Scenario("xfs", "CheckpointManager, one step", (1, 2), ranks=2),
+    Scenario("ext4", "torch_ckpt.save", (1, 12), exchanged_before="rename"),
+    Scenario("ext4", "dcp.save", (1, 2), ranks=2, exchanged_before="pwrite"),
 ]
 OURS_IN_FULL = [
     Scenario("ext4", "torch_ckpt.save", (1, 2)),
@@ -283,6 +338,10 @@ OURS_IN_FULL = [
     Scenario("ext4", "CheckpointManager", (0, 1), ranks=2),
     Scenario("xfs", "CheckpointManager", (1, 2, 3)),
     Scenario("ext4", "CheckpointManager, one step", (1, 2, 3)),
+    Scenario("xfs", "torch_ckpt.save", (1, 2), exchanged_before="fsync_directory"),
+    Scenario("ext4", "torch_ckpt.async_save", (1, 2), exchanged_before="rename"),
+    Scenario("xfs", "torch_ckpt.async_save", (1, 12), ranks=2, exchanged_before="unlink"),
+    Scenario("xfs", "dcp.save", (1, 2), exchanged_before="rename"),
 ]
 # Nothing is asserted of stock torch: one scenario shows that the states are those of crashes.
 STOCK = [
