@@ -76,12 +76,12 @@ cpp-test: $(VENV)/.ready ## GoogleTest over the core, which needs no torch
 cpp-asan: $(VENV)/.ready ## the same under AddressSanitizer and UndefinedBehaviorSanitizer
 	cmake --preset asan
 	$(TIMED) "build: C++ tests, ASan" cmake --build build/asan
-	$(TIMED) "C++ tests, ASan" timeout 1200 build/asan/torch_ckpt_tests --gtest_brief=1 $(ARGS)
+	$(TIMED) "C++ tests, ASan" scripts/gtest.sh build/asan/torch_ckpt_tests $(ARGS)
 
 cpp-tsan: $(VENV)/.ready ## those of what has threads, under ThreadSanitizer
 	cmake --preset tsan
 	$(TIMED) "build: C++ tests, TSan" cmake --build build/tsan
-	$(TIMED) "C++ tests, TSan" timeout 1200 build/tsan/torch_ckpt_tests --gtest_brief=1 $(ARGS)
+	$(TIMED) "C++ tests, TSan" scripts/gtest.sh build/tsan/torch_ckpt_tests $(ARGS)
 
 # Against the extension's objects: some forks are not for sanitizers.
 PY_BUILD = build/python-$(shell $(BIN)/python -c 'import sys; print("%d.%d" % sys.version_info[:2])')

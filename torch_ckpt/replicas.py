@@ -48,7 +48,7 @@ def read_once(
     digests: list[tuple[bytes | None, int]] = []
     try:
         reading = prepare()
-        _cut_large(reader, reading)
+        _cut_large(reader, reading, BATCH_BYTES)
         files = list(reading.files)
         with no_gc():
             digests = _digests(reader.identity, files, reading.rows)
@@ -159,7 +159,7 @@ def _is_its_bytes(tensor: torch.Tensor) -> bool:
     )
 
 
-def _cut_large(reader: FileSystemReader, reading: Reading, most: int = BATCH_BYTES) -> None:
+def _cut_large(reader: FileSystemReader, reading: Reading, most: int) -> None:
     files = list(reading.files)
     rows: list[Row] = []
     for row in reading.rows:

@@ -92,7 +92,7 @@ def test_only_what_is_verified_in_parts_is_cut(
     saver({"t": tensor}, tmp_path)
     target = torch.zeros(100, 1000)
     reader, reading = reading_of(tmp_path, target, verify=verify)
-    _cut_large(reader, reading, most=40_000)
+    _cut_large(reader, reading, 40_000)
     assert len(reading.rows) == parts
     reader.read(reading)
     assert bytes_of(target) == bytes_of(tensor)
@@ -102,7 +102,7 @@ def test_a_tensor_of_one_row_or_none_is_not_cut(tmp_path: Path) -> None:
     for number, shape in enumerate([(), (1, 500), (0, 5)]):
         save({"t": random_tensor(shape, torch.float32)}, tmp_path / str(number))
         reader, reading = reading_of(tmp_path / str(number), torch.zeros(shape))
-        _cut_large(reader, reading, most=1)
+        _cut_large(reader, reading, 1)
         assert len(reading.rows) <= 1
 
 
