@@ -30,9 +30,9 @@ pytest_plugins = [
     "tests.sweeps",
 ]
 
-#: Directories whose tests start several processes each, end them, or use loop devices and users'
-#: limits: ``make py-test`` runs them one after the other, as it does tests marked ``alone``.
-ALONE = {"crash", "distributed", "faults"}
+#: Directories whose tests fail every call of a save, one after the other, or use users' limits:
+#: ``make py-test`` runs them one after the other, as it does tests marked ``alone``.
+ALONE = {"faults"}
 
 # A hang is a failure. The slowest test here takes well under a minute, and machines differ.
 TIMEOUT_SECONDS = 300

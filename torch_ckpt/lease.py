@@ -1,7 +1,7 @@
 """Who may write beneath a root: one run at a time.
 
-1. Rank 0 of a run that writes makes ``.lease`` in the root, holds a ``flock`` of it, and says in it
-   which process it is: host, pid, and when the process began.
+1. Rank 0 of a run that writes makes a file, holds a ``flock`` of it, and says in it which process
+   it is: host, pid, and when the process began. Then it names the file ``.lease``.
 2. It touches the file every ten seconds.
 3. Who finds a lease asks whether its process lives. On the same host ``/proc`` tells. For another
    host the lock tells where it reaches there. Elsewhere the process lives if the file is touched
@@ -231,10 +231,15 @@ class _Found:
         except BlockingIOError:
             return True
         except OSError:
-            return None
+            has_locks = False
+        else:
+            has_locks = True
+        # A run writes it before it gives it its name.
+        if not self._record:
+            return False
         # The lock is let go of with the descriptor. One kernel knows all of its locks.
         boot = process.where.get("boot")
-        return False if boot is not None and self._record.get("boot") == boot else None
+        return False if has_locks and boot and self._record.get("boot") == boot else None
 
 
 @dataclass(frozen=True)
@@ -288,8 +293,8 @@ def _take(root: str, takeover: bool, times: Times) -> _Held:
             with _lock, _in_turn(root):
                 waited = time.monotonic() - begun
                 taken, found = _look(path, first, waited, takeover, has_made_root, times)
-        except (FileNotFoundError, FileExistsError):
-            # Another manager was released meanwhile, perhaps with its root, or came first.
+        except FileNotFoundError:
+            # Another manager was released meanwhile, perhaps with its root, or was in this turn.
             continue
         if taken is not None:
             return taken
@@ -324,7 +329,7 @@ def _look(
         held.users += 1
         return held, None
     _remove_temporaries(path)
-    temporary = path if found is None else f"{path}.{uuid.uuid4().hex[:8]}"
+    temporary = f"{path}.{uuid.uuid4().hex[:8]}"
     try:
         fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     except BaseException:
@@ -336,6 +341,8 @@ def _look(
             # A file system without locks has the record.
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.write(fd, _Process.of_this().record())
+        # Whoever finds it by its name, be it after a crash of the machine, finds it whole.
+        os.fsync(fd)
         if found is not None:
             lives = found.lives()
             if lives is None and first is not None and found.identity == first.identity:
@@ -355,7 +362,7 @@ def _look(
                 os.close(fd)
                 os.unlink(temporary)
                 return None, found
-            os.rename(temporary, path)
+        os.rename(temporary, path)
         return _Held(path, fd, has_made_root, times.renew), None
     except BaseException:
         with suppress(OSError):

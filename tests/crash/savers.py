@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import functools
+import gc
 import os
 import warnings
 from collections.abc import Callable, Iterator
