@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.fault_hooks import before
+from tests.fault_hooks import at_fault_points, before
 from tests.gates import LIMIT, Gate, eventually
 from tests.managers import manager_of, state_of
 from tests.support import cause_of
@@ -125,6 +125,14 @@ def test_what_a_run_left_that_was_killed_while_it_took_the_lease_goes(
     (root / f"{LEASE_NAME}.5f0c19ab").write_text("{}")
     with leased(root):
         assert os.listdir(root) == [LEASE_NAME]
+
+
+def test_nobody_waits_for_a_run_whose_lease_a_crash_of_the_machine_has_emptied(root: Path) -> None:
+    root.mkdir(exist_ok=True)
+    (root / LEASE_NAME).touch()
+    reached: list[str] = []
+    with at_fault_points(lambda operation, _path: reached.append(operation)), leased(root):
+        assert "wait for a lease" not in reached
 
 
 def test_a_process_with_the_number_of_a_dead_one_does_not_block(root: Path) -> None:
