@@ -122,9 +122,9 @@ class _Held:
         self._identity = _identity(os.fstat(fd))
         self._pid = os.getpid()
         self._ends = threading.Event()
-        _all[self._identity] = self
         self._thread = threading.Thread(target=self._renew, name="torch_ckpt lease", daemon=True)
         self._thread.start()
+        _all[self._identity] = self
 
     def require(self) -> None:
         if os.getpid() != self._pid:
@@ -363,6 +363,7 @@ def _look(
                 os.unlink(temporary)
                 return None, found
         os.rename(temporary, path)
+        temporary = path
         return _Held(path, fd, has_made_root, times.renew), None
     except BaseException:
         with suppress(OSError):

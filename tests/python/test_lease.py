@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -133,6 +134,23 @@ def test_nobody_waits_for_a_run_whose_lease_a_crash_of_the_machine_has_emptied(r
     reached: list[str] = []
     with at_fault_points(lambda operation, _path: reached.append(operation)), leased(root):
         assert "wait for a lease" not in reached
+
+
+def test_a_lease_that_no_thread_can_touch_is_not_left_behind(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    root.mkdir(exist_ok=True)
+    with monkeypatch.context() as patched:
+        # Python's own; a limit on threads would be one for those of the tests, too.
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            Lease(os.fspath(root)).require()
+    assert os.listdir(root) == []
+    with leased(root):
+        assert os.listdir(root) == [LEASE_NAME]
 
 
 def test_a_process_with_the_number_of_a_dead_one_does_not_block(root: Path) -> None:
