@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.distributed.launcher import by_fork, torchrun
+from tests.distributed.launcher import by_fork
 from tests.support import stock_load
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "megatron_training.py"
 
 
-def train(
-    *arguments: str | Path, launch: Callable[..., Any] = by_fork
-) -> subprocess.CompletedProcess[str]:
-    done: subprocess.CompletedProcess[str] = launch(4, SCRIPT, *arguments)
-    return done
+def train(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return by_fork(4, SCRIPT, *arguments)
 
 
 def losses(path: Path) -> dict[int, set[float]]:
@@ -39,7 +34,7 @@ def test_a_training_that_is_killed_while_it_saves_goes_on_bit_for_bit(tmp_path: 
     again = ("--checkpoints", tmp_path / "b", "--losses", tmp_path / "b.l")
     first = train("--steps", "4", *again)
     assert first.returncode == 0, first.stdout
-    killed = train("--steps", "10", "--kill-after", "6", *again, launch=torchrun)
+    killed = train("--steps", "10", "--kill-after", "6", *again)
     assert killed.returncode != 0
     assert "goes on after step 4" in killed.stdout
     resumed = train("--steps", "10", *again)

@@ -84,18 +84,22 @@ def started_at(output: str) -> int:
 
 @pytest.mark.timeout(4 * TIMEOUT_SECONDS)
 @pytest.mark.parametrize(
-    ("script", "options"),
+    ("script", "options", "launch"),
     [
-        pytest.param("ddp.py", [], id="ddp"),
+        # One of the recipes as a user starts it.
+        pytest.param("ddp.py", [], torchrun, id="ddp"),
         pytest.param(
-            "titan_loop.py", ["--checkpoint.async_mode", "overlapped"], id="titan_loop, overlapped"
+            "titan_loop.py",
+            ["--checkpoint.async_mode", "overlapped"],
+            by_fork,
+            id="titan_loop, overlapped",
         ),
     ],
 )
 def test_a_killed_run_resumes_and_ends_as_one_that_was_not(
-    tmp_path: Path, script: str, options: list[str]
+    tmp_path: Path, script: str, options: list[str], launch: Callable[..., Any]
 ) -> None:
-    whole = Recipe(script, tmp_path / "whole", *options, launch=torchrun)
+    whole = Recipe(script, tmp_path / "whole", *options, launch=launch)
     killed = Recipe(script, tmp_path / "killed", *options)
     assert whole.run(2) == 0
     assert killed.run(2, kill=True) == 0
@@ -105,7 +109,7 @@ def test_a_killed_run_resumes_and_ends_as_one_that_was_not(
 
 @pytest.mark.timeout(4 * TIMEOUT_SECONDS)
 def test_a_killed_run_of_four_ranks_resumes_on_two(tmp_path: Path) -> None:
-    whole = Recipe("fsdp2.py", tmp_path / "whole", launch=torchrun)
+    whole = Recipe("fsdp2.py", tmp_path / "whole")
     killed = Recipe("fsdp2.py", tmp_path / "killed")
     assert whole.run(2) == 0
     assert killed.run(4, kill=True) == 0
@@ -115,7 +119,7 @@ def test_a_killed_run_of_four_ranks_resumes_on_two(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(4 * TIMEOUT_SECONDS)
 def test_a_run_resumes_in_another_layout(tmp_path: Path) -> None:
-    whole = Recipe("tensor_parallel.py", tmp_path / "whole", launch=torchrun)
+    whole = Recipe("tensor_parallel.py", tmp_path / "whole")
     killed = Recipe("tensor_parallel.py", tmp_path / "killed")
     assert whole.run(2, "--tensor", "1") == 0
     assert killed.run(2, "--tensor", "2", kill=True) == 0

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import torch_ckpt
-from tests.distributed.launcher import TIMEOUT_SECONDS, by_fork, torchrun
+from tests.distributed.launcher import TIMEOUT_SECONDS, by_fork
 
 RANKS = 2
 STEP = 6
@@ -22,15 +20,9 @@ STEP = 6
 run_forked = partial(by_fork, modules=["transformers.trainer", "lightning.pytorch"])
 
 
-def run(
-    which: str,
-    folder: Path,
-    weights: Path,
-    end_before: int = 0,
-    launch: Callable[..., Any] = run_forked,
-) -> None:
+def run(which: str, folder: Path, weights: Path, end_before: int = 0) -> None:
     program = ("-m", "tests.distributed.trainer_cases", which, folder, weights, str(end_before))
-    done = launch(RANKS, *program)
+    done = run_forked(RANKS, *program)
     assert (done.returncode != 0) is (end_before > 0), done.stdout
 
 
@@ -41,9 +33,7 @@ def test_a_run_that_ended_in_the_middle_resumes_and_ends_as_one_that_did_not(
 ) -> None:
     if importlib.util.find_spec(which) is None:
         pytest.skip(f"no {which}")
-    # One of them as it is started.
-    launch = torchrun if which == "transformers" else run_forked
-    run(which, tmp_path / "whole", tmp_path / "weights", launch=launch)
+    run(which, tmp_path / "whole", tmp_path / "weights")
     run(which, tmp_path / "parts", tmp_path / "none", end_before=STEP)
     assert not list(tmp_path.glob("none-*"))
     run(which, tmp_path / "parts", tmp_path / "resumed")
