@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import nn
 
 import torch_ckpt
-from torch_ckpt.app_state import AppState
-from torch_ckpt.replica_check import differing_replicas
+from torch_ckpt.saving.replica_check import differing_replicas
+from torch_ckpt.state.app_state import AppState
 
 from . import ranks, states
 from .measure import CallSample, alternate, settle

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 
 import torch_ckpt
-from torch_ckpt.writer import CHUNK_BYTES
+from torch_ckpt.saving.background import CHUNK_BYTES
 
 from . import fresh_process, no_cuda, peers, processes, states
 from .background import MOST_SAVES_PER_SAMPLE

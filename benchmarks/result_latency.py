@@ -27,8 +27,8 @@ from typing import Any
 import torch
 
 from torch_ckpt import _C, megatron
-from torch_ckpt.background import Background, EngineOptions
-from torch_ckpt.results import ResultsQueue
+from torch_ckpt.megatron.results_queue import ResultsQueue
+from torch_ckpt.saving.background import Background, EngineOptions
 
 from . import machine
 

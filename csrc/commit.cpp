@@ -4,7 +4,7 @@
 // descriptor (os/directory.h), so that a save stays in one directory whatever becomes of its path.
 //
 // 1. The coordinator shares the directory, so that nobody removes unused files in it meanwhile, and
-//    gives the save's files names that nobody uses (torch_ckpt/generations.py).
+//    gives the save's files names that nobody uses (torch_ckpt/checkpoint/generations.py).
 // 2. Every rank writes its data files, fsyncs and closes each, then fsyncs the directory
 //    (engine/save_session.cpp). All ranks' results arrive at the coordinator. One missing or failed
 //    result aborts: nothing below runs, and there is no checkpoint but the old one.
@@ -20,8 +20,8 @@
 //    reported. If this one call fails the checkpoint is visible but perhaps not durable:
 //    CommitState::durability_uncertain.
 // 8. Data files that no metadata names any more are removed, unless somebody else shares the
-//    directory (torch_ckpt/generations.py). A crash before or amid this leaves unused files, never
-//    a missing one.
+//    directory (torch_ckpt/checkpoint/generations.py). A crash before or amid this leaves unused
+//    files, never a missing one.
 
 #include "commit.h"
 

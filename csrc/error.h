@@ -35,7 +35,7 @@ enum class Errc {
   checksum_mismatch,
   // Intact, but not a checksum table that this version reads.
   table_inconsistent,
-  // The pickle of the metadata is no program that makes metadata. Each has a code of its own:
+  // The pickle of the metadata is not a program that makes metadata. Each has a code of its own:
   // it ends before STOP, or within an opcode,
   pickle_truncated,
   // an opcode that metadata does not need,
@@ -44,7 +44,7 @@ enum class Errc {
   pickle_stack,
   // a name that is not on the list of what metadata may contain,
   pickle_forbidden,
-  // a call of what is no function, or not with these arguments,
+  // a call of something that is not a function, or not with these arguments,
   pickle_call,
   // a state for what takes none, or not of this form,
   pickle_state,

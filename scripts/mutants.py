@@ -135,6 +135,13 @@ def python_code(path: Path) -> list[str]:
     return ["".join(line) for line in code]
 
 
+CMAKE = ["cmake", "-G", "Ninja", "-S", ".", "-DCMAKE_BUILD_TYPE=Release"]
+
+
+class DoesNotCompile(Exception):
+    """What was changed is not a program any more."""
+
+
 class Copy:
     """A copy of the tree with builds of its own."""
 
@@ -148,34 +155,34 @@ class Copy:
     def reset(self) -> None:
         subprocess.run(["git", "checkout", "-q", "."], cwd=self.root, check=True)
 
+    def restore(self, mutant: Mutant) -> None:
+        """The tree as it was, and what is built from it."""
+        self.reset()
+        if mutant.file.startswith("csrc"):
+            self.build()
+
     def build(self) -> bool:
-        """Whether it compiles: the C++ tests and the extension."""
-        cmake = ["cmake", "-G", "Ninja", "-S", ".", "-DCMAKE_BUILD_TYPE=Release"]
-        extension = [
-            *(*cmake, "-B", "build/extension", "-DTORCH_CKPT_BUILD_PYTHON=ON"),
-            *(f"-DPYTHON_EXECUTABLE={self._python}", "-DCMAKE_INSTALL_PREFIX=torch_ckpt"),
-        ]
-        return all(
-            self._run(command, 3600)[0] == 0
-            for command in (
-                [*cmake, "-B", "build/test", "-DTORCH_CKPT_BUILD_TESTS=ON"],
-                ["cmake", "--build", "build/test"],
-                extension,
-                ["cmake", "--build", "build/extension"],
-                ["cmake", "--install", "build/extension"],
-            )
-        )
+        """Whether all of it compiles as it is."""
+        return self._build_tests() and self._build_extension()
 
     def first_failure(self, mutant: Mutant, seconds: float) -> str | None:
-        """The test that notices the mutant, or what else went wrong; None: nothing did."""
+        """The test that notices the mutant, or what else went wrong; None: nothing did.
+
+        Raises:
+            DoesNotCompile: it is no mutant.
+        """
         until = time.monotonic() + seconds
         if mutant.file.startswith("csrc"):
-            code, output = self._run(
-                ["build/test/torch_ckpt_tests", "--gtest_brief=1", "--gtest_fail_fast"], seconds
-            )
+            is_core = not mutant.file.startswith("csrc/python")
+            if is_core and not self._build_tests():
+                raise DoesNotCompile
+            tests = ["build/test/torch_ckpt_tests", "--gtest_brief=1", "--gtest_fail_fast"]
+            code, output = self._run(tests, seconds) if is_core else (0, "")
             if code != 0:
                 failed = re.search(r"FAILED +\] (\S+?),? ", output)
                 return failed.group(1) if failed else f"exit {code} of the C++ tests"
+            if not self._build_extension():
+                raise DoesNotCompile
         for files in self._tests_of(mutant):
             left = until - time.monotonic()
             if left <= 0:
@@ -186,6 +193,21 @@ class Copy:
                 failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
                 return failed.group(1) if failed else f"exit {code} of {files[0]}"
         return None
+
+    def _build_tests(self) -> bool:
+        configure = [*CMAKE, "-B", "build/test", "-DTORCH_CKPT_BUILD_TESTS=ON"]
+        return self._succeed(configure, ["cmake", "--build", "build/test"])
+
+    def _build_extension(self) -> bool:
+        configure = [
+            *(*CMAKE, "-B", "build/extension", "-DTORCH_CKPT_BUILD_PYTHON=ON"),
+            *(f"-DPYTHON_EXECUTABLE={self._python}", "-DCMAKE_INSTALL_PREFIX=torch_ckpt"),
+        ]
+        build = ["cmake", "--build", "build/extension"]
+        return self._succeed(configure, build, ["cmake", "--install", "build/extension"])
+
+    def _succeed(self, *commands: list[str]) -> bool:
+        return all(self._run(command, 3600)[0] == 0 for command in commands)
 
     def _tests_of(self, mutant: Mutant) -> Iterator[list[str]]:
         files = [
@@ -264,15 +286,17 @@ def main() -> None:
             print(f"gone: {mutant.file}: {mutant.before.strip()}", flush=True)
             continue
         begun = time.monotonic()
-        # Also for Python: the build before may be another mutant's.
-        if copy.build():
+        try:
             noticed = copy.first_failure(mutant, arguments.seconds)
-            seconds = round(time.monotonic() - begun)
-            results.append({**asdict(mutant), "caught_by": noticed, "seconds": seconds})
-            arguments.results.write_text(json.dumps(results, indent=1) + "\n")
-            print(f"{noticed or 'SURVIVED'}: {mutant.file}", flush=True)
-            print(f"-{mutant.before}\n+{mutant.after}", flush=True)
-        copy.reset()
+        except DoesNotCompile:
+            copy.restore(mutant)
+            continue
+        seconds = round(time.monotonic() - begun)
+        results.append({**asdict(mutant), "caught_by": noticed, "seconds": seconds})
+        arguments.results.write_text(json.dumps(results, indent=1) + "\n")
+        print(f"{noticed or 'SURVIVED'}: {mutant.file}", flush=True)
+        print(f"-{mutant.before}\n+{mutant.after}", flush=True)
+        copy.restore(mutant)
     caught = sum(result["caught_by"] is not None for result in results)
     print(f"seed {arguments.seed}: {caught} of {len(results)} mutants are noticed")
 

@@ -24,8 +24,9 @@ from tests.support import (
     random_tensor,
     stock_load,
 )
-from torch_ckpt import AsyncSave, CheckpointError, snapshot
-from torch_ckpt.writer import CHUNK_BYTES
+from torch_ckpt import AsyncSave, CheckpointError
+from torch_ckpt.saving import async_save
+from torch_ckpt.saving.background import CHUNK_BYTES
 
 STAGINGS = ["blocking", "overlapped"]
 
@@ -34,7 +35,7 @@ STAGINGS = ["blocking", "overlapped"]
 def no_save_after() -> Iterator[None]:
     """The test leaves no save under way to the next one, and no error that nobody has seen."""
     yield
-    snapshot.join_saves()
+    async_save.join_saves()
     has_error = True
     while has_error:
         try:

@@ -30,10 +30,6 @@ pytest_plugins = [
     "tests.sweeps",
 ]
 
-#: Directories whose tests fail every call of a save, one after the other, or use users' limits:
-#: ``make py-test`` runs them one after the other, as it does tests marked ``alone``.
-ALONE = {"faults"}
-
 # A hang is a failure. The slowest test here takes well under a minute, and machines differ.
 TIMEOUT_SECONDS = 300
 
@@ -62,8 +58,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if has_timeouts and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(TIMEOUT_SECONDS))
-        if _directory_of(item.nodeid) in ALONE:
-            item.add_marker(pytest.mark.alone)
     left_out = [item for item in items if item.get_closest_marker("torture") and not TORTURE]
     if left_out:
         config.hook.pytest_deselected(items=left_out)

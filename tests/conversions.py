@@ -9,7 +9,7 @@ import torch
 from tests.support import (
     random_tensor,
 )
-from torch_ckpt.converting import convert
+from torch_ckpt.conversion.convert import convert
 
 STATE = {
     "model": {

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 import torch_ckpt
 from tests.support import StateDict, cause_of, stock_save
+from torch_ckpt.checkpoint.metadata import encode_metadata, read_metadata
 from torch_ckpt.errors import LoadMismatch
-from torch_ckpt.metadata import encode_metadata, read_metadata
 
 Shape = tuple[int, ...]
 

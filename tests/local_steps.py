@@ -12,10 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_ckpt
 from tests.support import assert_equal, cause_of, load
-from torch_ckpt.steps import (
-    MARKER_NAME,
-    LocalSteps,
-)
+from torch_ckpt.steps import MARKER_NAME, LocalSteps
 
 ATTEMPT = "0a1b2c3d"
 

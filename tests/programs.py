@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import torch_ckpt
-from torch_ckpt.app_state import AppState, RNGState
+from torch_ckpt.state.app_state import AppState, RNGState
 
 State = dict[str, Any]
 Parameters = Iterator[nn.Parameter]

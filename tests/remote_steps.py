@@ -17,8 +17,8 @@ import torch.distributed.checkpoint as dcp
 import torch_ckpt
 from tests.remote_stores import BUCKET, Hooked, hooked, hooked_url, s3_server
 from tests.support import assert_equal, random_tensor
-from torch_ckpt.remote import LEFTOVER_SECONDS, RemoteSteps
 from torch_ckpt.steps import MARKER_NAME
+from torch_ckpt.steps.remote import LEFTOVER_SECONDS, RemoteSteps
 
 ATTEMPT = "0123abcd"
 

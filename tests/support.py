@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 import torch_ckpt
-from torch_ckpt.metadata import checksum_tables
+from torch_ckpt.checkpoint.metadata import checksum_tables
 
 StateDict = dict[str, Any]
 

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from torch_ckpt.background import Background, EngineOptions
+from torch_ckpt.saving.background import Background, EngineOptions
 
 #: Whether this build can stage from CUDA devices.
 has_cuda: bool
@@ -54,7 +54,7 @@ class Directory:
         milliseconds unless that process is stopped. False where that was too short; nothing is
         kept from anybody then.
         """
-    def take_alone(self) -> bool:
+    def try_lock_exclusive(self) -> bool:
         """Whether nobody else works in the directory; a share of this descriptor's is given up."""
     def identity(self) -> tuple[int, int, int, int]:
         """Device, inode, and seconds and nanoseconds of birth where the file system keeps it."""
@@ -127,7 +127,7 @@ class Save:
         """The same, once no source is needed any more."""
     def wait_submitted(self, seconds: float) -> bool:
         """The same, once all copies from devices have been started."""
-    def hold_back(self, device: int, stream: int) -> None:
+    def make_stream_wait(self, device: int, stream: int) -> None:
         """After wait_submitted(): what is queued on the stream waits for the device's copies."""
     def release_sources(self) -> None:
         """Lets go of the values; after wait_staged()."""

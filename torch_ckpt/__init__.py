@@ -5,17 +5,14 @@
 ``async_save`` saves while training goes on. ``CheckpointManager`` is what a training loop needs.
 """
 
-import atexit
-
 import torch  # noqa: F401  (its libraries must be there before the extension is loaded)
 
+from torch_ckpt._base.life_cycle import watch_exit
+from torch_ckpt._base.version import __version__
 from torch_ckpt._C import trim_pool
 from torch_ckpt.api import async_save, estimate_read_memory, load, preflight, save
-from torch_ckpt.app_state import AppState, PerRank, RNGState
-from torch_ckpt.async_checkpoint import AsyncCheckpoint
-from torch_ckpt.background import Background
-from torch_ckpt.comparing import DiffReport, TensorDifference, diff
-from torch_ckpt.converting import ConvertReport, convert
+from torch_ckpt.checkpoint.generations import remove_leftovers
+from torch_ckpt.conversion.convert import ConvertReport, convert
 from torch_ckpt.errors import (
     CheckpointError,
     Corrupt,
@@ -27,18 +24,20 @@ from torch_ckpt.errors import (
     SourceChanged,
     Unsafe,
 )
-from torch_ckpt.generations import remove_leftovers
-from torch_ckpt.host_memory import reserve_pool
-from torch_ckpt.loading import LoadReport, ReadMemory
+from torch_ckpt.inspection.diff import diff
+from torch_ckpt.inspection.diff_report import DiffReport, TensorDifference
+from torch_ckpt.inspection.show import ShownObject, ShownTensor, ShowReport, show
+from torch_ckpt.inspection.verify import Damage, VerifyReport, verify
+from torch_ckpt.loading.reader import FileSystemReader
+from torch_ckpt.loading.report import LoadReport, ReadMemory
 from torch_ckpt.manager import CheckpointManager
-from torch_ckpt.metrics import SaveMetrics
-from torch_ckpt.reader import FileSystemReader
-from torch_ckpt.showing import ShownObject, ShownTensor, ShowReport, show
-from torch_ckpt.snapshot import AsyncSave, check_for_errors, leave_at_exit
-from torch_ckpt.verifying import Damage, VerifyReport, verify
-from torch_ckpt.writer import FileSystemWriter
-
-__version__ = "0.1.0"
+from torch_ckpt.manager.async_checkpoint import AsyncCheckpoint
+from torch_ckpt.saving.async_save import AsyncSave, check_for_errors
+from torch_ckpt.saving.background import Background
+from torch_ckpt.saving.host_memory import reserve_pool
+from torch_ckpt.saving.metrics import SaveMetrics
+from torch_ckpt.saving.writer import FileSystemWriter
+from torch_ckpt.state.app_state import AppState, PerRank, RNGState
 
 __all__ = [
     "AppState",
@@ -87,4 +86,4 @@ __all__ = [
 ]
 
 # While the interpreter still stands: a save under way ends, and the engine's threads with it.
-atexit.register(leave_at_exit)
+watch_exit()

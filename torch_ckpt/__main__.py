@@ -1,4 +1,4 @@
-"""``python -m torch_ckpt``: the command line of cli.py."""
+"""``python -m torch_ckpt``: the command line."""
 
 import sys
 

@@ -1,20 +1,19 @@
 """``save``, ``async_save`` and ``load``: as torch's, with less Python for each tensor.
 
 The files are the same. What differs is the way there: a plain tensor is one short tuple in a plan
-instead of some ten objects, plans and results travel between ranks in that form (saving.py), and a
-load (loading.py) needs no exchange of plans at all. Everything that is not a plain tensor (DTensor,
-ShardedTensor, objects) goes through torch's own planners.
+instead of some ten objects, plans and results travel between ranks in that form
+(saving/session.py), and a load (loading/load.py) needs no exchange of plans at all. Everything that
+is not a plain tensor (DTensor, ShardedTensor, objects) goes through torch's own planners.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
@@ -24,29 +23,26 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from torch_ckpt.collector import no_gc
-from torch_ckpt.coordination import TIMEOUT_SECONDS, Meeting, Ranks
-from torch_ckpt.failures import CheckpointFailed, raised_as_ours
-from torch_ckpt.loading import (
-    Load,
-    LoadReport,
-    Names,
-    ReadMemory,
-    Strict,
+from torch_ckpt._base.cycle_collector import no_gc
+from torch_ckpt._base.options import refuse_unknown, require_choice
+from torch_ckpt.loading.load import Load, Strict
+from torch_ckpt.loading.reader import FileSystemReader
+from torch_ckpt.loading.renaming import Rename
+from torch_ckpt.loading.report import LoadReport, Names, ReadMemory
+from torch_ckpt.loading.values import (
     estimate,
     is_stateful,
     load_values,
     load_values_freeing,
     value_of,
 )
-from torch_ckpt.options import refuse_unknown, require_choice
-from torch_ckpt.reader import FileSystemReader
-from torch_ckpt.renaming import Rename
-from torch_ckpt.replica_check import MODES as REPLICA_CHECKS
-from torch_ckpt.saving import PlanCache, StateDict, save_state, tell_the_others
-from torch_ckpt.snapshot import AsyncSave, Job, alone, check_for_errors, spawn, start
-from torch_ckpt.sources import Sources
-from torch_ckpt.writer import FileSystemWriter
+from torch_ckpt.ranks.failures import CheckpointFailed, raised_as_ours
+from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS, Meeting, Ranks
+from torch_ckpt.saving.async_save import AsyncSave, Job, alone, check_for_errors, spawn, start
+from torch_ckpt.saving.replica_check import MODES as REPLICA_CHECKS
+from torch_ckpt.saving.session import PlanCache, StateDict, save_state, tell_the_others
+from torch_ckpt.saving.sources import Sources
+from torch_ckpt.saving.writer import FileSystemWriter
 
 CheckpointId = str | os.PathLike[str]
 
@@ -97,8 +93,8 @@ def save(
     # Before anything can fail: the ranks count their saves alike.
     ranks = Meeting.of(process_group, no_dist).ranks(timeout)
     try:
-        with contextlib.ExitStack() as stack:
-            try:
+        with ExitStack() as stack:
+            with _telling_the_others(ranks):
                 require_choice("check_replicas", check_replicas, REPLICA_CHECKS)
                 writer = _made(
                     save, FileSystemWriter, storage_writer, checkpoint_id, writer_options
@@ -107,17 +103,7 @@ def save(
                 # theirs.
                 stack.enter_context(alone(ranks=ranks))
                 writer.reset(checkpoint_id)
-            except BaseException as error:
-                spawn(functools.partial(tell_the_others, ranks, error))
-                raise
-
-            def close(_kind: object, error: BaseException | None, _frames: object) -> None:
-                # A rank that dies after its part is done is waited for no longer than others are.
-                # Who interrupts a save that waits does not want to wait for the same ranks again.
-                is_interrupted = isinstance(error, KeyboardInterrupt)
-                ranks.close(1.0 if is_interrupted else min(timeout, 60.0))
-
-            stack.push(close)
+            stack.push(_closing(ranks, timeout))
             # Of dcp.save, which does not tell a writer that the save has failed.
             stack.callback(writer.abandon)
             if planner is None and writer.engine_can_write():
@@ -266,6 +252,7 @@ def load(
     names: Names = None,
     rename: Rename = None,
     free_before_read: bool = False,
+    timeout: float = TIMEOUT_SECONDS,
     **reader_options: Any,
 ) -> LoadReport | None:
     """Loads a checkpoint into a state dict, in place; any sharding into any other.
@@ -294,6 +281,9 @@ def load(
             the old name. ``names`` and reports have the new names.
         free_before_read: for a state that fits into memory only once: values are loaded key by key,
             and each is let go of before its replacement is read. After a failure they are lost.
+        timeout: seconds after which a rank that gives no sign of life is given up: the load fails
+            on all ranks and names it. A rank that reads gives signs of life for as long as bytes
+            move.
         reader_options: passed to :class:`FileSystemReader`.
 
     Returns:
@@ -301,47 +291,54 @@ def load(
 
     Raises:
         CheckpointException: on every rank, with the cause of each rank that failed:
-            ``LoadMismatch``, ``Corrupt``, ``Unsafe``, ``OSError``.
+            ``LoadMismatch``, ``Corrupt``, ``Unsafe``, ``OSError``; ``TimeoutError`` for one that
+            was silent.
         ValueError: contradicting options.
     """
-    _require_dict(state_dict)
-    ranks = Ranks(process_group, no_dist)
-    reader = _made(load, FileSystemReader, storage_reader, checkpoint_id, reader_options)
-    reader.reset(checkpoint_id)
+    # Before anything can fail: the ranks count their loads alike.
+    ranks = Meeting.of(process_group, no_dist).ranks(timeout, kind="load")
     try:
-        if planner is not None or not reader.engine_can_read():
-            if not strict or names is not None or rename is not None or free_before_read:
-                raise ValueError(
-                    "strict, names, rename and free_before_read do not go with a planner, nor with "
-                    "a file system that is not local"
+        with ExitStack() as stack:
+            with _telling_the_others(ranks):
+                _require_dict(state_dict)
+                reader = _made(
+                    load, FileSystemReader, storage_reader, checkpoint_id, reader_options
                 )
-            reader.process_group = process_group
-            with raised_as_ours(ranks.rank):
-                dcp_load(
-                    state_dict,
-                    storage_reader=reader,
-                    planner=planner,
-                    process_group=process_group,
-                    no_dist=not ranks.distributed,
+                is_by_dcp = planner is not None or not reader.engine_can_read()
+                is_plain = strict and names is None and rename is None and not free_before_read
+                if is_by_dcp and not is_plain:
+                    raise ValueError(
+                        "strict, names, rename and free_before_read do not go with a planner, nor "
+                        "with a file system that is not local"
+                    )
+                if free_before_read and reader.read_once:
+                    raise ValueError("free_before_read and read_once do not go together")
+                reader.reset(checkpoint_id)
+            stack.push(_closing(ranks, timeout))
+            stack.callback(reader.release)
+            if is_by_dcp:
+                reader.process_group = process_group
+                with raised_as_ours(ranks.rank):
+                    dcp_load(
+                        state_dict,
+                        storage_reader=reader,
+                        planner=planner,
+                        process_group=process_group,
+                        no_dist=not ranks.distributed,
+                    )
+                return None
+            one_load = Load(reader, ranks, names, rename)
+            if free_before_read:
+                report = load_values_freeing(state_dict, one_load, ranks, strict=strict)
+            else:
+                report = load_values(
+                    state_dict, one_load, ranks, strict=strict, process_group=process_group
                 )
-            return None
-        one_load = Load(reader, ranks, names, rename)
-
-        if free_before_read and reader.read_once:
-            raise ValueError("free_before_read and read_once do not go together")
-        if free_before_read:
-            report = load_values_freeing(state_dict, one_load, ranks, strict=strict)
-        else:
-            report = load_values(
-                state_dict, one_load, ranks, strict=strict, process_group=process_group
-            )
-        reader.warn_of_lost_precision()
-        return report
+            reader.warn_of_lost_precision()
+            return report
     except CheckpointFailed as error:
         # As in save.
         raise error.with_traceback(None) from error.__cause__
-    finally:
-        reader.release()
 
 
 def preflight(
@@ -393,12 +390,35 @@ def _alone(
     """For what this rank asks for itself."""
     reader = FileSystemReader(checkpoint_id, **reader_options)
     try:
-        yield Load(reader, Ranks(None, no_dist=True), names, rename)
+        yield Load(reader, Ranks(), names, rename)
     finally:
         reader.release()
 
 
 # --- both ----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _telling_the_others(ranks: Ranks) -> Iterator[None]:
+    """What fails within it on this rank is raised here at once, and on the others at their first
+    step."""
+    try:
+        yield
+    except BaseException as error:
+        spawn(functools.partial(tell_the_others, ranks, error))
+        raise
+
+
+def _closing(ranks: Ranks, timeout: float) -> Callable[..., None]:
+    """Ends the meeting, at the end of an ExitStack."""
+
+    def close(_kind: object, error: BaseException | None, _frames: object) -> None:
+        # A rank that dies after its part is done is waited for no longer than others are. Who
+        # interrupts a save or load that waits does not want to wait for the same ranks again.
+        is_interrupted = isinstance(error, KeyboardInterrupt)
+        ranks.close(1.0 if is_interrupted else min(timeout, 60.0))
+
+    return close
 
 
 def _made(

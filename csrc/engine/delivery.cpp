@@ -54,7 +54,7 @@ ScratchLayout lay_out_scratch(std::span<const Region* const> regions,
 }
 
 Result<std::unique_ptr<Scratch>> Scratch::make(const ScratchLayout& layout,
-                                               const std::vector<staging::DeviceMoment>& ready) {
+                                               const std::vector<staging::ReadyEvent>& ready) {
   std::unique_ptr<Scratch> scratch(new Scratch(layout, ready));
   for (Slot& slot : scratch->slots_) {
     slot.chunk = staging::ChunkPool::instance().take_kept(layout.chunk_bytes);
@@ -70,7 +70,7 @@ Result<std::unique_ptr<Scratch>> Scratch::make(const ScratchLayout& layout,
 }
 
 Scratch::~Scratch() {
-  static_cast<void>(settle());
+  static_cast<void>(wait_all());
   for (Slot& slot : slots_) {
     if (slot.chunk == nullptr) continue;
     staging::ChunkPool& pool = staging::ChunkPool::instance();
@@ -91,7 +91,7 @@ Result<> Scratch::free(Slot& slot) {
   return status;
 }
 
-Result<std::span<std::byte>> Scratch::room() {
+Result<std::span<std::byte>> Scratch::next_buffer() {
   current_ = (current_ + 1) % slots_.size();
   packed_ = 0;
   if (auto freed = free(slots_[current_]); !freed) return freed.error();
@@ -138,7 +138,7 @@ Result<std::uint64_t> Scratch::send(const Region& region, const Target& target,
     // Several regions want the same bytes. Submissions are waited for in their order, and those of
     // the other chunk came first.
     if (auto submitted = submit(); !submitted) return submitted.error();
-    if (auto settled = settle(); !settled) return settled.error();
+    if (auto settled = wait_all(); !settled) return settled.error();
     packed_ = 0;
   }
   const std::span<std::byte> packed =
@@ -168,7 +168,7 @@ Result<> Scratch::submit() {
   return submitted;
 }
 
-Result<> Scratch::settle() {
+Result<> Scratch::wait_all() {
   Result<> status;
   // The oldest submissions are those of the slot that is used next.
   for (std::size_t i = 1; i <= slots_.size(); ++i) {

@@ -58,7 +58,7 @@ class Scratch {
  public:
   /// `ready` outlives it.
   static Result<std::unique_ptr<Scratch>> make(const ScratchLayout& layout,
-                                               const std::vector<staging::DeviceMoment>& ready);
+                                               const std::vector<staging::ReadyEvent>& ready);
   /// Waits for all copies and gives the memory back to the chunk pool.
   ~Scratch();
   Scratch(const Scratch&) = delete;
@@ -66,7 +66,7 @@ class Scratch {
 
   /// Page-aligned room for what is read next; what was read before may be on its way to a device
   /// meanwhile, but not what was read before that.
-  Result<std::span<std::byte>> room();
+  Result<std::span<std::byte>> next_buffer();
 
   std::size_t step_bytes() const { return layout_.step_bytes(); }
 
@@ -76,11 +76,11 @@ class Scratch {
   Result<std::uint64_t> deliver(const planning::Region& region, const Target& target,
                                 std::uint64_t position, std::span<const std::byte> bytes);
 
-  /// Starts the copies to devices that have been delivered. Before the next room().
+  /// Starts the copies to devices that have been delivered. Before the next next_buffer().
   Result<> submit();
 
   /// Waits for all copies.
-  Result<> settle();
+  Result<> wait_all();
 
  private:
   struct Slot {
@@ -89,14 +89,14 @@ class Scratch {
     std::size_t in_flight = 0;  // submissions
   };
 
-  Scratch(const ScratchLayout& layout, const std::vector<staging::DeviceMoment>& ready)
+  Scratch(const ScratchLayout& layout, const std::vector<staging::ReadyEvent>& ready)
       : layout_(layout), ready_(ready), slots_(layout.chunks) {}
   Result<> free(Slot& slot);
   Result<std::uint64_t> send(const planning::Region& region, const Target& target,
                              std::uint64_t position, std::span<const std::byte> bytes);
 
   const ScratchLayout layout_;
-  const std::vector<staging::DeviceMoment>& ready_;
+  const std::vector<staging::ReadyEvent>& ready_;
   std::vector<Slot> slots_;
   std::size_t current_ = 0;
   std::size_t packed_ = 0;  // bytes in the current chunk, behind what is read

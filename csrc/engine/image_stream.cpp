@@ -26,13 +26,13 @@ bool on_device(const ImageItem& item) { return item.source.device != staging::So
 
 }  // namespace
 
-const std::vector<staging::DeviceMoment>& ImageStream::no_moments() {
-  static const std::vector<staging::DeviceMoment> none;
+const std::vector<staging::ReadyEvent>& ImageStream::no_events() {
+  static const std::vector<staging::ReadyEvent> none;
   return none;
 }
 
 ImageStream::ImageStream(const FileImage& image, bool snapshot,
-                         const std::vector<staging::DeviceMoment>& ready)
+                         const std::vector<staging::ReadyEvent>& ready)
     : image_(image),
       snapshot_(snapshot),
       ready_(ready),
@@ -122,17 +122,17 @@ Result<ImageStream::Piece> ImageStream::begin(std::span<std::byte> out) {
       count = std::min<std::size_t>(out.size(), payload_end - position_);
       if (on_device(item)) {
         runs.push_back({&item.source, position_ - head, out.first(count)});
-        piece.late_.push_back({item_, true, position_ - head, out.first(count)});
+        piece.pending_.push_back({item_, true, position_ - head, out.first(count)});
       } else if (snapshot_) {
         staging::copy_past_caches(item.source, position_ - head, out.first(count));
-        piece.late_.push_back({item_, true, position_ - head, out.first(count)});
+        piece.pending_.push_back({item_, true, position_ - head, out.first(count)});
       } else {
         copy_and_checksum(item, position_ - head, out.first(count));
       }
     } else if (record != nullptr && position_ < item.bytes) {
       count = std::min<std::size_t>(out.size(), item.bytes - position_);
       if (snapshot_ || on_device(item)) {
-        piece.late_.push_back({item_, false, position_ - payload_end, out.first(count)});
+        piece.pending_.push_back({item_, false, position_ - payload_end, out.first(count)});
       } else {
         copy_tail(item_, position_ - payload_end, out.first(count));
       }
@@ -162,7 +162,7 @@ bool ImageStream::has_arrived(const Piece& piece) const {
 }
 
 void ImageStream::complete(const Piece& piece) {
-  for (const Piece::Late& late : piece.late_) {
+  for (const Piece::PendingChecksum& late : piece.pending_) {
     if (late.is_payload) {
       add_to_checksums(late.item, late.position, late.bytes);
     } else {

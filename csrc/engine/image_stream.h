@@ -25,24 +25,23 @@ namespace torch_ckpt::engine {
 // each is called for the pieces in order. The image, its sources and `ready` outlive it.
 class ImageStream {
  public:
-  explicit ImageStream(const FileImage& image) : ImageStream(image, false, no_moments()) {}
+  explicit ImageStream(const FileImage& image) : ImageStream(image, false, no_events()) {}
 
   /// snapshot: many pieces are begun before the first is completed. Host memory is then copied past
   /// the caches and checksummed by complete(); else both happen at once, while it is in a cache.
-  ImageStream(const FileImage& image, bool snapshot,
-              const std::vector<staging::DeviceMoment>& ready);
+  ImageStream(const FileImage& image, bool snapshot, const std::vector<staging::ReadyEvent>& ready);
 
   /// What is left to do for a piece that was begun.
   class Piece {
    private:
     friend class ImageStream;
-    struct Late {
+    struct PendingChecksum {
       std::size_t item = 0;
       bool is_payload = false;     // else a part of the record's tail
       std::uint64_t position = 0;  // within the payload or the tail
       std::span<std::byte> bytes;
     };
-    std::vector<Late> late_;
+    std::vector<PendingChecksum> pending_;
     bool submitted_ = false;
   };
 
@@ -66,7 +65,7 @@ class ImageStream {
   const std::shared_ptr<staging::DeviceCopier>& copier() const { return copier_; }
 
  private:
-  static const std::vector<staging::DeviceMoment>& no_moments();
+  static const std::vector<staging::ReadyEvent>& no_events();
   void copy_and_checksum(const ImageItem& item, std::uint64_t offset, std::span<std::byte> out);
   void add_to_checksums(std::size_t item, std::uint64_t position,
                         std::span<const std::byte> payload);
@@ -75,7 +74,7 @@ class ImageStream {
 
   const FileImage& image_;
   const bool snapshot_;
-  const std::vector<staging::DeviceMoment>& ready_;
+  const std::vector<staging::ReadyEvent>& ready_;
   std::vector<std::uint32_t> checksums_;
   std::vector<format::RecordSums> sums_;
   std::size_t item_ = 0;

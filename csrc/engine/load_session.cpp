@@ -29,7 +29,7 @@ Result<> check_raw(const ReadRequest& request, std::span<const std::byte> bytes)
 }
 
 // What the archive says against what is asked; `done` where the payload can be used as it lies.
-Result<ReadStatus> judge(const ReadRequest& request, const format::RecordIndex& index) {
+Result<ReadStatus> check_header(const ReadRequest& request, const format::RecordIndex& index) {
   // A planner may store another dtype than the metadata says (a cast in its transform_object), and
   // stock torch converts it on the way in.
   if (index.header.dtype != request.dtype) return ReadStatus::unknown_record;
@@ -236,7 +236,7 @@ void LoadSession::run_task(std::shared_ptr<const void> threads) {
     auto scratch = Scratch::make(scratch_layout_, options_.ready);
     if (scratch) {
       run_units(**scratch);
-      if (auto settled = (*scratch)->settle(); !settled) status = settled;
+      if (auto settled = (*scratch)->wait_all(); !settled) status = settled;
     } else {
       status = scratch.error();
     }
@@ -333,7 +333,7 @@ Result<LoadSession::Payload> LoadSession::open_payload(const Record& record,
       if (!intact) return intact.error();
     }
     for (const std::size_t index : record.requests) {
-      auto status = judge(requests_[index], *archive);
+      auto status = check_header(requests_[index], *archive);
       if (!status) return status.error();
       payload.status = *status;
       if (*status == ReadStatus::other_layout) outcomes_[index].header = archive->header;
@@ -352,7 +352,7 @@ Result<LoadSession::Payload> LoadSession::open_payload(const Record& record,
 
 Result<> LoadSession::run_batch(const planning::ReadUnit& unit, const DataFile& file,
                                 Scratch& scratch, std::size_t& culprit) {
-  auto room = scratch.room();
+  auto room = scratch.next_buffer();
   if (!room) return room.error();
   auto bytes =
       file.fetch(*room, unit.begin, unit.length, file.goes_direct(unit.begin, unit.length));
@@ -410,14 +410,14 @@ Result<> LoadSession::run_piece(const planning::ReadUnit& unit, const DataFile& 
   if (large.error) return *large.error;
   const Payload& payload = large.payload;
   const format::RecordSums* blocks = blocks_of(record.sums, request.kind == ReadKind::raw);
-  const bool in_all = options_.verify && blocks == nullptr &&
-                      large.bytes_from_begin == payload.bytes && request.kind != ReadKind::raw &&
-                      is_known(payload.crc, payload.bytes);
+  const bool is_whole = options_.verify && blocks == nullptr &&
+                        large.bytes_from_begin == payload.bytes && request.kind != ReadKind::raw &&
+                        is_known(payload.crc, payload.bytes);
 
   if (payload.status == ReadStatus::done) {
     PayloadCheck check;
     if (blocks != nullptr) check = PayloadCheck::by_blocks(*blocks, payload.bytes);
-    if (in_all) check = PayloadCheck::in_all();
+    if (is_whole) check = PayloadCheck::whole_payload();
     for (const ByteRange& range : unit.ranges) {
       if (auto read = read_range(record, range, file, scratch, check); !read) return read;
     }
@@ -425,7 +425,7 @@ Result<> LoadSession::run_piece(const planning::ReadUnit& unit, const DataFile& 
   }
   if (--large.pieces_left > 0 || cancelled_) return {};
 
-  if (in_all && payload.status == ReadStatus::done) {
+  if (is_whole && payload.status == ReadStatus::done) {
     std::uint32_t found = 0;
     for (const auto& [crc, bytes] : large.pieces) found = format::crc32_join(found, crc, bytes);
     if (found != payload.crc) return checksum_error(payload.crc, found, "the archive");
@@ -473,7 +473,7 @@ Result<> LoadSession::read_range(const Record& record, ByteRange range, const Da
         range.begin = end;
         continue;
       }
-      auto room = scratch.room();
+      auto room = scratch.next_buffer();
       if (!room) return room.error();
       auto fetched = file.fetch(*room, begin_in_file + range.begin, bytes, direct);
       if (!fetched) return fetched.error();

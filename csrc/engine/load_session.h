@@ -30,7 +30,7 @@ struct LoadOptions {
   std::size_t max_scratch_bytes = std::size_t{1} << 30;
   DirectIo direct_io = DirectIo::automatic;
   bool verify = true;
-  std::vector<staging::DeviceMoment> ready;  // when targets on devices may be written
+  std::vector<staging::ReadyEvent> ready;  // when targets on devices may be written
 };
 
 /// A data file beneath the checkpoint's directory, and what the metadata knows of its checksums.

@@ -59,7 +59,7 @@ PayloadCheck PayloadCheck::by_blocks(const format::RecordSums& sums, std::uint64
   return check;
 }
 
-PayloadCheck PayloadCheck::in_all() {
+PayloadCheck PayloadCheck::whole_payload() {
   PayloadCheck check;
   check.active_ = true;
   return check;

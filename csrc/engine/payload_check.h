@@ -20,13 +20,13 @@ class PayloadCheck {
   PayloadCheck() = default;
   /// `sums` outlive it.
   static PayloadCheck by_blocks(const format::RecordSums& sums, std::uint64_t payload_bytes);
-  static PayloadCheck in_all();
+  static PayloadCheck whole_payload();
 
   /// Fails with checksum_mismatch at the end of a block that is damaged; the error's offset is that
   /// of the block in the payload.
   Result<> take(std::uint64_t position, std::span<const std::byte> bytes);
 
-  /// CRC-32 and number of the bytes taken; in_all() only.
+  /// CRC-32 and number of the bytes taken; whole_payload() only.
   std::pair<std::uint32_t, std::uint64_t> sum() const { return {crc_, taken_}; }
 
  private:

@@ -592,11 +592,11 @@ bool SaveSession::wait_submitted(std::chrono::milliseconds timeout) {
   return submitted_.wait_for(timeout);
 }
 
-Result<> SaveSession::hold_back(int device, void* stream) {
+Result<> SaveSession::make_stream_wait(int device, void* stream) {
   for (const auto& state : files_) {
     const auto& copier = state->stream.copier();
     if (copier == nullptr) continue;
-    if (auto held = copier->hold_back(device, stream); !held) return held;
+    if (auto held = copier->make_stream_wait(device, stream); !held) return held;
   }
   return {};
 }

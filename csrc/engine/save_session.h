@@ -42,7 +42,7 @@ struct SaveOptions {
   Threads stagers;        // that copy from the sources
   Threads writers;
   std::uint64_t max_bytes_per_second = 0;  // to the disk; 0: no limit
-  std::vector<staging::DeviceMoment> ready;
+  std::vector<staging::ReadyEvent> ready;
   bool trace = false;
 
   // Gets the results as well, for children that are forked meanwhile; may be null.
@@ -127,7 +127,7 @@ class SaveSession : public std::enable_shared_from_this<SaveSession> {
 
   /// After wait_submitted(): makes the work that is queued on a device's stream from now on wait,
   /// there, for the copies from that device.
-  Result<> hold_back(int device, void* stream);
+  Result<> make_stream_wait(int device, void* stream);
 
   /// Waits until every file has sent its result; false when `timeout` passed before. In a forked
   /// child, which has no part in its parent's save, it is over at once and has failed.

@@ -206,7 +206,7 @@ bool VerifySession::lies_in_file(std::size_t record, const DataFile& file) {
 
 Result<> VerifySession::run_batch(const planning::ReadUnit& unit, const DataFile& file,
                                   Scratch& scratch) {
-  auto room = scratch.room();
+  auto room = scratch.next_buffer();
   if (!room) return room.error();
   auto all = file.fetch(*room, unit.begin, unit.length, file.goes_direct(unit.begin, unit.length));
   for (const std::size_t record : unit.records) {
@@ -215,7 +215,7 @@ Result<> VerifySession::run_batch(const planning::ReadUnit& unit, const DataFile
       check_in_memory(record, all->subspan(named.offset - unit.begin, named.length));
       continue;
     }
-    // One that cannot be read, or lies behind the file's end, is no reason not to read the others.
+    // The others are read also where one cannot be read, or lies behind the end of the file.
     if (!lies_in_file(record, file)) continue;
     auto bytes = file.fetch(*room, named.offset, named.length, false);
     if (bytes) {
@@ -253,7 +253,7 @@ Result<> VerifySession::run_piece(const planning::ReadUnit& unit, const DataFile
   if (payload.check == Payload::Check::none) return {};
   PayloadCheck check = payload.check == Payload::Check::blocks
                            ? PayloadCheck::by_blocks(*sums_[record], payload.bytes)
-                           : PayloadCheck::in_all();
+                           : PayloadCheck::whole_payload();
   for (ByteRange range : unit.ranges) {
     range.end = std::min(range.end, payload.bytes);
     if (range.begin >= range.end) continue;
@@ -273,7 +273,7 @@ Result<> VerifySession::run_piece(const planning::ReadUnit& unit, const DataFile
 Result<> VerifySession::check_range(std::size_t record, const Payload& payload, ByteRange range,
                                     const DataFile& file, Scratch& scratch, PayloadCheck& check) {
   const std::uint64_t begin_in_file = records_[record].offset + payload.offset;
-  auto room = scratch.room();
+  auto room = scratch.next_buffer();
   if (!room) return room.error();
   std::uint64_t buffered_until = range.begin;
   while (range.begin < range.end && !cancelled_) {

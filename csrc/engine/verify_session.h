@@ -130,7 +130,7 @@ class VerifySession : public std::enable_shared_from_this<VerifySession> {
   const VerifyOptions options_;
   DataFiles files_;
   ScratchLayout scratch_layout_;
-  const std::vector<staging::DeviceMoment> no_devices_;
+  const std::vector<staging::ReadyEvent> no_devices_;
   std::vector<std::optional<format::RecordSums>> sums_;  // by record
   std::vector<std::unique_ptr<LargeRecord>> large_;      // by record; null: a small one
   std::vector<planning::ReadUnit> units_;

@@ -433,7 +433,7 @@ class Verifier {
     const Value& target = stack_[place];
     if (target.kind != Kind::object ||
         (objects_[target.index].kind != kind && objects_[target.index].kind != or_kind)) {
-      bad_stack("items are put into what is no container of them");
+      bad_stack("items are put into something that cannot hold them");
       return nullptr;
     }
     Object& object = objects_[target.index];
@@ -526,7 +526,7 @@ class Verifier {
     const Value name = pop();
     const Value module = pop();
     if (name.kind != Kind::text || module.kind != Kind::text) {
-      return bad_stack("a name is no text");
+      return bad_stack("a name is not a string");
     }
     if (std::max(name.index, module.index) > Limits::kNameBytes) {
       return too_large("a name is longer than any of metadata's");
@@ -552,7 +552,8 @@ class Verifier {
     const Value arguments = pop();
     const Value callee = pop();
     if (callee.kind != Kind::global || arguments.kind != Kind::tuple) {
-      return fail(Errc::pickle_call, "what is called is no function, or its arguments no tuple");
+      return fail(Errc::pickle_call,
+                  "something is called that is not a function, or its arguments are not a tuple");
     }
     if (callee.role == GlobalRole::mapping && arguments.weight == 1) {
       return push_object(ObjectKind::mapping);
@@ -588,7 +589,8 @@ class Verifier {
     const Value state = pop();
     const Value& target = stack_.back();
     if (target.kind != Kind::object || objects_[target.index].kind != ObjectKind::instance) {
-      return fail(Errc::pickle_state, "a state is given to what is no instance of a class");
+      return fail(Errc::pickle_state,
+                  "a state is given to something that is not an instance of a class");
     }
     Object& object = objects_[target.index];
     if (object.fetched) {

@@ -31,7 +31,7 @@ enum class GlobalRole : std::uint8_t {
   slots_class,  // be made without arguments, and be given (None, dict) as state; ShardMetadata
 };
 
-/// nullopt for a word that is no role.
+/// nullopt for a word that is not a role.
 std::optional<GlobalRole> role_named(std::string_view word);
 
 /// By "module name", with one space.

@@ -44,7 +44,7 @@ struct EntriesFound {
 Result<EntriesFound> check_entries(RecordBytes& record, std::string_view skip = {});
 
 /// Compares the entries of an archive of anything with their CRC-32s. Fails with checksum_mismatch
-/// alone: what is no archive, or one that cannot be walked, is for its reader to judge.
+/// alone: its reader judges a file that is not an archive, or that cannot be walked.
 Result<> check_archive(RecordBytes& record);
 
 }  // namespace torch_ckpt::format

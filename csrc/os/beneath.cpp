@@ -69,7 +69,7 @@ Result<int> step_by_step(int directory_fd, const std::string& name, int flags,
     const int next = uninterrupted(
         [&] { return ::openat(at, step.c_str(), O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC); });
     if (next < 0) {
-      // Of a link the kernel says here only that it is no directory.
+      // The kernel says of a link here only that it is not a directory.
       const int failed = errno;
       struct stat status {};
       const bool link = failed == ENOTDIR &&
@@ -123,7 +123,7 @@ Result<File> open_beneath(int directory_fd, const std::string& directory_path,
                           const std::string& name, IoMode mode) {
   const std::string path = directory_path + "/" + name;
   if (!names_file_beneath(name)) {
-    return outside(path, "it is no name of a file in the checkpoint's directory");
+    return outside(path, "it is not the name of a file in the checkpoint's directory");
   }
   TC_FAULT("open", path);
   // O_NONBLOCK so that a FIFO in the place of a data file cannot hang the load before it is

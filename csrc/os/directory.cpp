@@ -240,7 +240,7 @@ std::string Directory::current_path() const {
 
 Result<bool> Directory::try_share() { return lock(LOCK_SH); }
 
-Result<bool> Directory::try_take_alone() { return lock(LOCK_EX); }
+Result<bool> Directory::try_lock_exclusive() { return lock(LOCK_EX); }
 
 Result<bool> Directory::lock(int kind) {
   TC_FAULT("flock", path_);

@@ -86,7 +86,7 @@ class Directory {
   Result<bool> try_share();
   /// Without waiting; false where somebody else shares the directory. A share of this descriptor's
   /// is given up.
-  Result<bool> try_take_alone();
+  Result<bool> try_lock_exclusive();
 
  private:
   Directory(int fd, std::string path) : fd_(fd), path_(std::move(path)) {}

@@ -37,8 +37,8 @@ class File {
   /// Opens an existing regular file for reading; anything else (FIFO, device, directory) is
   /// refused.
   static Result<File> open_for_read(const std::string& path, IoMode mode = IoMode::buffered);
-  /// Takes a descriptor that was opened for reading over; what is no regular file is closed and
-  /// refused. Files beneath a directory come so (os/beneath.h).
+  /// Takes a descriptor that was opened for reading over; one that is not a regular file is closed
+  /// and refused. Files beneath a directory come so (os/beneath.h).
   static Result<File> adopt(int fd, std::string path, bool direct);
 
   File(File&& other) noexcept;

@@ -154,7 +154,7 @@ Result<Mailbox::Contents> Mailbox::contents(bool takes) {
   }
   head = Head{};
   if (auto emptied = locked->write_head(); !emptied) return emptied.error();
-  // Memory that is not given back is no reason to lose the messages.
+  // Memory that is not given back is not a reason to lose the messages.
   static_cast<void>(file.truncate(sizeof(Head)));
   return contents;
 }

@@ -10,7 +10,7 @@ namespace torch_ckpt::planning {
 namespace {
 
 // Of one record. Larger records have larger pieces, so that metadata that gives an impossible size
-// is no reason to run out of memory.
+// is not a reason to run out of memory.
 constexpr std::uint64_t kMostPieces = 4096;
 
 bool is_small(const WantedRecord& record, const ReadPlanLimits& limits) {

@@ -82,7 +82,7 @@ void bind_directory(py::module_& module) {
       .def("reopen",
            [](const Directory& self) { return without_gil([&] { return self.reopen(); }); })
       .def("share", &share, py::arg("patience") = 10.0)
-      .def("take_alone", [](Directory& self) { return unwrap(self.try_take_alone()); })
+      .def("try_lock_exclusive", [](Directory& self) { return unwrap(self.try_lock_exclusive()); })
       .def("identity", &identity)
       .def("is_at_path",
            [](const Directory& self) { return without_gil([&] { return self.is_at_path(); }); })

@@ -89,7 +89,7 @@ void raise(const CommitOutcome& outcome) {
 
 void pass_on_warnings() {
   for (const std::string& text : engine::take_warnings()) {
-    py::module_::import("torch_ckpt.metrics").attr("warn")(text);
+    py::module_::import("torch_ckpt._base.log").attr("warn")(text);
   }
 }
 

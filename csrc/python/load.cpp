@@ -448,8 +448,8 @@ Options make_options(std::size_t threads, std::uint64_t max_inflight_bytes,
   options.engine.verify = verify;
   options.max_inflight_bytes = max_inflight_bytes;
   options.progress = std::move(progress);
-  for (const py::handle moment : ready) {
-    const auto [device, event] = moment.cast<std::pair<int, std::uintptr_t>>();
+  for (const py::handle event_of : ready) {
+    const auto [device, event] = event_of.cast<std::pair<int, std::uintptr_t>>();
     options.engine.ready.push_back({device, reinterpret_cast<void*>(event)});
   }
   return options;
@@ -568,7 +568,7 @@ std::vector<std::size_t> load_tensors(const py::list& files, const py::list& row
   return unknown;
 }
 
-/// Before room is made for a record: a length that the metadata makes up is no reason for it.
+/// Before room is made for a record: the metadata may make up a length.
 void require_in_file(const std::string& name, const os::Directory& directory,
                      const std::string& file_name, const engine::ReadRequest& request) {
   const os::File file = unwrap(directory.open_for_read(file_name), name);

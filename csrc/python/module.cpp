@@ -61,7 +61,7 @@ std::size_t check_metadata_pickle(const py::buffer& data,
   format::Globals allowed;
   for (const auto& [name, word] : roles) {
     const auto role = format::role_named(word);
-    if (!role) throw py::value_error(name + ": '" + word + "' is no role");
+    if (!role) throw py::value_error(name + ": '" + word + "' is not a role");
     allowed.emplace(name, *role);
   }
   const Memory memory(data);

@@ -64,8 +64,8 @@ class Save {
     return wait_by(&engine::SaveSession::wait_submitted, seconds);
   }
 
-  void hold_back(int device, std::uintptr_t stream) {
-    unwrap(session_->hold_back(device, reinterpret_cast<void*>(stream)));
+  void make_stream_wait(int device, std::uintptr_t stream) {
+    unwrap(session_->make_stream_wait(device, reinterpret_cast<void*>(stream)));
   }
 
   void release_sources() {
@@ -157,15 +157,15 @@ engine::Threads threads_of(const py::handle& background) {
   return threads;
 }
 
-// From a torch_ckpt.snapshot.EngineOptions.
+// From a torch_ckpt.saving.background.EngineOptions.
 void add_background(engine::SaveOptions& options, const py::object& background) {
   options.snapshot = background.attr("snapshot").cast<bool>();
   options.writers = threads_of(background.attr("writers"));
   if (background.attr("quiet_stagers").cast<bool>()) options.stagers = options.writers;
   options.max_bytes_per_second =
       background.attr("writers").attr("max_bytes_per_second").cast<std::uint64_t>();
-  for (const py::handle moment : background.attr("ready")) {
-    const auto [device, event] = moment.cast<std::pair<int, std::uintptr_t>>();
+  for (const py::handle event_of : background.attr("ready")) {
+    const auto [device, event] = event_of.cast<std::pair<int, std::uintptr_t>>();
     options.ready.push_back({device, reinterpret_cast<void*>(event)});
   }
   options.trace = background.attr("trace").cast<bool>();
@@ -332,7 +332,7 @@ void bind_save(py::module_& module) {
       .def("wait", &Save::wait, py::arg("seconds"))
       .def("wait_staged", &Save::wait_staged, py::arg("seconds"))
       .def("wait_submitted", &Save::wait_submitted, py::arg("seconds"))
-      .def("hold_back", &Save::hold_back, py::arg("device"), py::arg("stream"))
+      .def("make_stream_wait", &Save::make_stream_wait, py::arg("device"), py::arg("stream"))
       .def("release_sources", &Save::release_sources)
       .def("elapsed", &Save::elapsed)
       .def("timing", &Save::timing)

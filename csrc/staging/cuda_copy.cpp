@@ -162,14 +162,14 @@ Result<> copy_batch(Batch& batch, int device, cudaStream_t stream) {
 
 class CudaCopier final : public DeviceCopier {
  public:
-  explicit CudaCopier(const std::vector<DeviceMoment>& ready) : ready_(ready) {}
+  explicit CudaCopier(const std::vector<ReadyEvent>& ready) : ready_(ready) {}
 
   ~CudaCopier() override {
-    for (auto& [device, lane] : lanes_) {
+    for (auto& [device, side] : streams_) {
       const OnDevice on(device);
-      cudaStreamSynchronize(lane.stream);
-      for (cudaEvent_t event : lane.events) cudaEventDestroy(event);
-      cudaStreamDestroy(lane.stream);
+      cudaStreamSynchronize(side.stream);
+      for (cudaEvent_t event : side.events) cudaEventDestroy(event);
+      cudaStreamDestroy(side.stream);
     }
   }
 
@@ -216,9 +216,9 @@ class CudaCopier final : public DeviceCopier {
                        });
   }
 
-  Result<> hold_back(int device, void* stream) override {
-    const auto lane = lanes_.find(device);
-    if (lane == lanes_.end() || lane->second.events.empty()) return {};
+  Result<> make_stream_wait(int device, void* stream) override {
+    const auto side = streams_.find(device);
+    if (side == streams_.end() || side->second.events.empty()) return {};
     TC_ON_DEVICE(device);
     const auto waiting = static_cast<cudaStream_t>(stream);
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
@@ -229,14 +229,14 @@ class CudaCopier final : public DeviceCopier {
                           "a CUDA graph is being captured on the stream that should wait for the "
                           "copies");
     }
-    TC_CUDA(cudaStreamWaitEvent(waiting, lane->second.events.back(), 0));
+    TC_CUDA(cudaStreamWaitEvent(waiting, side->second.events.back(), 0));
     return {};
   }
 
  private:
-  struct Lane {
+  struct DeviceStream {
     cudaStream_t stream = nullptr;
-    // Kept to the end: hold_back() may use the last one at any time.
+    // Kept to the end: make_stream_wait() may use the last one at any time.
     std::vector<cudaEvent_t> events;
   };
   using Submission = std::vector<std::pair<int, cudaEvent_t>>;
@@ -267,38 +267,38 @@ class CudaCopier final : public DeviceCopier {
 
   Result<> submit_to(int device, Batch& batch, Submission& submission) {
     TC_ON_DEVICE(device);
-    auto lane = lane_of(device);
-    if (!lane) return lane.error();
-    if (auto copied = copy_batch(batch, device, (*lane)->stream); !copied) return copied;
+    auto side = stream_of(device);
+    if (!side) return side.error();
+    if (auto copied = copy_batch(batch, device, (*side)->stream); !copied) return copied;
     cudaEvent_t event = nullptr;
     TC_CUDA(cudaEventCreateWithFlags(&event, cudaEventDisableTiming | cudaEventBlockingSync));
-    (*lane)->events.push_back(event);
-    TC_CUDA(cudaEventRecord(event, (*lane)->stream));
+    (*side)->events.push_back(event);
+    TC_CUDA(cudaEventRecord(event, (*side)->stream));
     submission.emplace_back(device, event);
     return {};
   }
 
   void wait_for_all() {
-    for (auto& [device, lane] : lanes_) {
+    for (auto& [device, side] : streams_) {
       const OnDevice on(device);
-      cudaStreamSynchronize(lane.stream);
+      cudaStreamSynchronize(side.stream);
     }
   }
 
   // On that device.
-  Result<Lane*> lane_of(int device) {
-    Lane& lane = lanes_[device];
-    if (lane.stream == nullptr) {
-      TC_CUDA(cudaStreamCreateWithFlags(&lane.stream, cudaStreamNonBlocking));
-      for (const DeviceMoment& moment : ready_) {
-        TC_CUDA(cudaStreamWaitEvent(lane.stream, static_cast<cudaEvent_t>(moment.event), 0));
+  Result<DeviceStream*> stream_of(int device) {
+    DeviceStream& side = streams_[device];
+    if (side.stream == nullptr) {
+      TC_CUDA(cudaStreamCreateWithFlags(&side.stream, cudaStreamNonBlocking));
+      for (const ReadyEvent& event : ready_) {
+        TC_CUDA(cudaStreamWaitEvent(side.stream, static_cast<cudaEvent_t>(event.event), 0));
       }
     }
-    return &lane;
+    return &side;
   }
 
-  const std::vector<DeviceMoment>& ready_;
-  std::map<int, Lane> lanes_;  // by device ordinal
+  const std::vector<ReadyEvent>& ready_;
+  std::map<int, DeviceStream> streams_;  // by device ordinal
   std::deque<Submission> submissions_;
 };
 
@@ -314,7 +314,7 @@ void unpin(std::span<std::byte> memory, int device) {
 }
 
 constexpr DeviceSupport kCuda{
-    [](const std::vector<DeviceMoment>& ready) {
+    [](const std::vector<ReadyEvent>& ready) {
       return std::unique_ptr<DeviceCopier>(std::make_unique<CudaCopier>(ready));
     },
     pin, unpin};

@@ -28,7 +28,7 @@ struct HostRun {
 /// A moment in a stream of the caller's, after which the sources on `device` are complete, or
 /// targets may be written. `event` is the device's own handle (cudaEvent_t); the caller keeps it
 /// alive until the save has staged or the load has ended.
-struct DeviceMoment {
+struct ReadyEvent {
   int device = Source::kHost;
   void* event = nullptr;
 };
@@ -56,12 +56,12 @@ class DeviceCopier {
   /// Makes the work that is queued on `stream` from now on wait, on the device, for all that has
   /// been submitted; the host does not wait. For any thread, once nothing more is submitted. Fails
   /// where a CUDA graph is being captured on `stream`, and leaves the capture as it is.
-  virtual Result<> hold_back(int device, void* stream) = 0;
+  virtual Result<> make_stream_wait(int device, void* stream) = 0;
 };
 
 struct DeviceSupport {
   /// A copier whose copies begin after `ready`, which lives for as long as the copier.
-  std::unique_ptr<DeviceCopier> (*make_copier)(const std::vector<DeviceMoment>& ready);
+  std::unique_ptr<DeviceCopier> (*make_copier)(const std::vector<ReadyEvent>& ready);
   /// Page-locks host memory, so that copies into it run at the bus's speed. The device is the one
   /// that the copies come from: without it CUDA would set up its first device, used or not.
   Result<> (*pin)(std::span<std::byte>, int device);

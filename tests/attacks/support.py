@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 import torch_ckpt
 from tests.support import assert_equal, cause_of, save, stock_save
 from torch_ckpt import cli
-from torch_ckpt.metadata import read_metadata
+from torch_ckpt.checkpoint.metadata import read_metadata
 
 #: A reader that has not answered by then hangs.
 PATIENCE_SECONDS = 5

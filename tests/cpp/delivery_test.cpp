@@ -20,8 +20,8 @@ namespace {
 
 using planning::Region;
 using staging::ChunkPool;
-using staging::DeviceMoment;
 using staging::HostRun;
+using staging::ReadyEvent;
 using test::bytes_of;
 using test::fails;
 using test::FakeDevice;
@@ -122,7 +122,7 @@ TEST(ScratchLayout, OfNothingIsOneForTheHost) {
 
 // --- to the host ---------------------------------------------------------------------------------
 
-const std::vector<DeviceMoment> kAtOnce;
+const std::vector<ReadyEvent> kAtOnce;
 
 std::unique_ptr<Scratch> make_scratch(const ScratchLayout& layout) {
   auto scratch = Scratch::make(layout, kAtOnce);
@@ -135,7 +135,7 @@ Target to(std::string& memory) { return {reinterpret_cast<std::byte*>(memory.dat
 TEST(Scratch, HasRoomForWholeBlocksAroundEachStep) {
   for (const std::size_t pages : {1, 2, 3, 10}) {
     const auto scratch = make_scratch({pages * kPage, pages * kPage, 1, -1});
-    const auto room = scratch->room();
+    const auto room = scratch->next_buffer();
     ASSERT_TRUE(ok(room));
     EXPECT_EQ(room->size(), pages * kPage);
     EXPECT_EQ(reinterpret_cast<std::uintptr_t>(room->data()) % kPage, 0);
@@ -196,7 +196,7 @@ TEST(Scratch, ToTheHostOnlyUsesNoDevice) {
   const auto scratch = make_scratch({kPage, kPage, 1, -1});
   ASSERT_TRUE(ok(scratch->deliver(Region::of_bytes(0, 5), to(out), 0, bytes_of("hello"))));
   ASSERT_TRUE(ok(scratch->submit()));
-  ASSERT_TRUE(ok(scratch->settle()));
+  ASSERT_TRUE(ok(scratch->wait_all()));
   EXPECT_EQ(device.copiers(), 0);
   EXPECT_EQ(device.pins(), 0);
 }
@@ -207,7 +207,7 @@ class ScratchToDevice : public ::testing::Test {
  protected:
   /// Reads, as it were, `text` into the next chunk.
   std::span<const std::byte> read(Scratch& scratch, std::string_view text) {
-    auto room = scratch.room();
+    auto room = scratch.next_buffer();
     EXPECT_TRUE(ok(room));
     EXPECT_LE(text.size(), room->size());
     std::memcpy(room->data(), text.data(), text.size());
@@ -235,7 +235,7 @@ TEST_F(ScratchToDevice, CopiesDenseBytesFromWhereTheyWereRead) {
   ASSERT_TRUE(ok(delivered));
   EXPECT_EQ(*delivered, 2000);
   ASSERT_TRUE(ok(scratch->submit()));
-  ASSERT_TRUE(ok(scratch->settle()));
+  ASSERT_TRUE(ok(scratch->wait_all()));
   EXPECT_EQ(from, std::vector<const std::byte*>{bytes.data() + 500});
   EXPECT_EQ(device_.contents(out.address), payload.substr(500, 2000));
 }
@@ -263,7 +263,7 @@ TEST_F(ScratchToDevice, PacksElementsThatLieApart) {
   ASSERT_TRUE(ok(delivered));
   EXPECT_EQ(*delivered, kPage / 2);
   ASSERT_TRUE(ok(scratch->submit()));
-  ASSERT_TRUE(ok(scratch->settle()));
+  ASSERT_TRUE(ok(scratch->wait_all()));
   EXPECT_TRUE(device_.contents(out.address) == every_other_of(payload));
 }
 
@@ -274,7 +274,7 @@ TEST_F(ScratchToDevice, ConvertsOnTheHost) {
   out.convert = widen;
   ASSERT_TRUE(ok(scratch->deliver(wide(kPage / 2), out, 0, read(*scratch, payload))));
   ASSERT_TRUE(ok(scratch->submit()));
-  ASSERT_TRUE(ok(scratch->settle()));
+  ASSERT_TRUE(ok(scratch->wait_all()));
   EXPECT_TRUE(device_.contents(out.address) == widened(payload));
 }
 
@@ -287,7 +287,7 @@ TEST_F(ScratchToDevice, SubmitsAllThatWasDeliveredAtOnce) {
   ASSERT_TRUE(ok(scratch->deliver(Region::of_bytes(0, kPage), dense, 0, bytes)));
   ASSERT_TRUE(ok(scratch->deliver(every_other(kPage / 4), packed, 0, bytes)));
   ASSERT_TRUE(ok(scratch->submit()));
-  ASSERT_TRUE(ok(scratch->settle()));
+  ASSERT_TRUE(ok(scratch->wait_all()));
   EXPECT_EQ(device_.submissions(), 1);
   EXPECT_TRUE(device_.contents(dense.address) == payload);
   EXPECT_TRUE(device_.contents(packed.address) == every_other_of(payload));
@@ -308,7 +308,7 @@ TEST_F(ScratchToDevice, RegionsThatWantTheSameBytesTakeTurnsWithTheRoomForWhatIs
     }
     ASSERT_TRUE(ok(scratch->submit()));
   }
-  ASSERT_TRUE(ok(scratch->settle()));
+  ASSERT_TRUE(ok(scratch->wait_all()));
   for (std::size_t i = 0; i < targets.size(); ++i) {
     EXPECT_TRUE(device_.contents(targets[i].address) == every_other_of(payload, first(i))) << i;
   }
@@ -330,7 +330,7 @@ TEST_F(ScratchToDevice, WaitsForTheCopiesOfAChunkAndNotOfTheOtherBeforeItIsUsedA
   ASSERT_TRUE(ok(scratch->submit()));
   read(*scratch, "d");
   EXPECT_EQ(device_.contents(out.address), "ab??");
-  ASSERT_TRUE(ok(scratch->settle()));
+  ASSERT_TRUE(ok(scratch->wait_all()));
   EXPECT_EQ(device_.contents(out.address), "abc?");
 }
 
@@ -374,7 +374,7 @@ TEST_F(ScratchToDevice, AnErrorOfASubmissionIsGivenAndNothingOfItIsWaitedFor) {
   device_.on_write([](const HostRun&) -> Result<> { return system_error(EIO, "copy", ""); });
   ASSERT_TRUE(ok(scratch->deliver(region, out, 5, read(*scratch, "world"))));
   EXPECT_TRUE(fails(scratch->submit(), Errc::system));
-  EXPECT_TRUE(ok(scratch->settle()));
+  EXPECT_TRUE(ok(scratch->wait_all()));
   EXPECT_EQ(device_.contents(out.address), "hello?????");
 }
 
@@ -397,9 +397,9 @@ TEST_F(ScratchToDevice, AnErrorOfACopyIsGivenToWhoeverWaitsForIt) {
   ASSERT_TRUE(ok(scratch->deliver(region, out, 0, read(*scratch, "hello"))));
   ASSERT_TRUE(ok(scratch->submit()));
   device_.fail_waits(system_error(EIO, "wait", ""));
-  ASSERT_TRUE(ok(scratch->room())) << "the other chunk";
-  EXPECT_TRUE(fails(scratch->room(), Errc::system));
-  EXPECT_TRUE(ok(scratch->settle())) << "nothing is left to be waited for";
+  ASSERT_TRUE(ok(scratch->next_buffer())) << "the other chunk";
+  EXPECT_TRUE(fails(scratch->next_buffer(), Errc::system));
+  EXPECT_TRUE(ok(scratch->wait_all())) << "nothing is left to be waited for";
 }
 
 TEST_F(ScratchToDevice, AnErrorOfACopyIsGivenByTheEndAtTheLatest) {
@@ -408,7 +408,7 @@ TEST_F(ScratchToDevice, AnErrorOfACopyIsGivenByTheEndAtTheLatest) {
   ASSERT_TRUE(ok(scratch->deliver(Region::of_bytes(0, 5), out, 0, read(*scratch, "hello"))));
   ASSERT_TRUE(ok(scratch->submit()));
   device_.fail_waits(system_error(EIO, "wait", ""));
-  EXPECT_TRUE(fails(scratch->settle(), Errc::system));
+  EXPECT_TRUE(fails(scratch->wait_all(), Errc::system));
 }
 
 TEST_F(ScratchToDevice, TheHostIsServedBesideTheDevice) {
@@ -420,7 +420,7 @@ TEST_F(ScratchToDevice, TheHostIsServedBesideTheDevice) {
   ASSERT_TRUE(ok(scratch->deliver(region, out, 0, bytes)));
   ASSERT_TRUE(ok(scratch->deliver(region, to(host), 0, bytes)));
   ASSERT_TRUE(ok(scratch->submit()));
-  ASSERT_TRUE(ok(scratch->settle()));
+  ASSERT_TRUE(ok(scratch->wait_all()));
   EXPECT_EQ(host, "hello");
   EXPECT_EQ(device_.contents(out.address), "hello");
 }
@@ -428,7 +428,7 @@ TEST_F(ScratchToDevice, TheHostIsServedBesideTheDevice) {
 TEST(Scratch, WithoutSupportForDevicesSaysSo) {
   test::NoDevice none;
   const auto scratch = make_scratch({kPage, kPage, 2, 0});
-  auto room = scratch->room();
+  auto room = scratch->next_buffer();
   ASSERT_TRUE(ok(room));
   ASSERT_TRUE(ok(scratch->deliver(Region::of_bytes(0, 5), {nullptr, 0, {}}, 0, room->first(5))));
   EXPECT_TRUE(fails(scratch->submit(), Errc::invalid_argument));
@@ -477,7 +477,7 @@ TEST_F(ScratchToDevice, AnyStepsOfAnyRegionsArriveAsTheyLie) {
       ASSERT_TRUE(ok(scratch->submit()));
       at += bytes;
     }
-    ASSERT_TRUE(ok(scratch->settle()));
+    ASSERT_TRUE(ok(scratch->wait_all()));
     for (std::size_t i = 0; i < regions.size(); ++i) {
       ASSERT_TRUE(device_.contents(targets[i].address) == expected[i]) << "region " << i;
     }

@@ -281,14 +281,14 @@ TEST(Directory, ReopenedHasALockOfItsOwnAndADuplicateTheSame) {
   Directory second = *first.reopen();
   EXPECT_TRUE(*first.try_share());
   EXPECT_TRUE(*second.try_share());
-  EXPECT_FALSE(*second.try_take_alone());
+  EXPECT_FALSE(*second.try_lock_exclusive());
   {
     Directory same = *first.duplicate();
     EXPECT_TRUE(*same.identity() == *first.identity());
   }
-  EXPECT_FALSE(*second.try_take_alone()) << "a duplicate that is closed lets go of nothing";
+  EXPECT_FALSE(*second.try_lock_exclusive()) << "a duplicate that is closed lets go of nothing";
   first.close();
-  EXPECT_TRUE(*second.try_take_alone());
+  EXPECT_TRUE(*second.try_lock_exclusive());
 }
 
 TEST(Directory, AForkedChildThatClosesItsCopyLetsGoOfNothing) {
@@ -303,7 +303,7 @@ TEST(Directory, AForkedChildThatClosesItsCopyLetsGoOfNothing) {
   int status = 0;
   ASSERT_EQ(::waitpid(child, &status, 0), child);
   Directory second = opened(above.path());
-  EXPECT_FALSE(*second.try_take_alone());
+  EXPECT_FALSE(*second.try_lock_exclusive());
 }
 
 TEST(Directory, AfterItsEndEachCallFails) {

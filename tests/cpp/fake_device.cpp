@@ -31,7 +31,7 @@ constexpr std::uintptr_t kMostMemory = std::uintptr_t{1} << 40;
 // A stream of its own: submissions arrive one after another, late, in a thread.
 class FakeDevice::Copier final : public staging::DeviceCopier {
  public:
-  explicit Copier(const std::vector<staging::DeviceMoment>& ready) : ready_(ready) {}
+  explicit Copier(const std::vector<staging::ReadyEvent>& ready) : ready_(ready) {}
   ~Copier() override {
     while (!submissions_.empty()) static_cast<void>(wait_oldest());
   }
@@ -62,7 +62,7 @@ class FakeDevice::Copier final : public staging::DeviceCopier {
 
   bool oldest_has_arrived() override { return *submissions_.front().arrived; }
 
-  Result<> hold_back(int device, void* stream) override {
+  Result<> make_stream_wait(int device, void* stream) override {
     std::lock_guard lock(current->mutex_);
     current->held_back_.emplace_back(device, stream);
     return {};
@@ -147,7 +147,7 @@ class FakeDevice::Copier final : public staging::DeviceCopier {
     std::shared_ptr<std::atomic<bool>> arrived;
   };
 
-  const std::vector<staging::DeviceMoment> ready_;
+  const std::vector<staging::ReadyEvent> ready_;
   std::deque<Submission> submissions_;
   std::atomic<bool> busy_{false};
 };
@@ -221,7 +221,7 @@ FakeDevice::FakeDevice() : before_(staging::device_support()) {
   // Chunks that another device pinned must not be unpinned by this one.
   staging::ChunkPool::instance().trim(0);
   static constexpr staging::DeviceSupport kSupport{
-      [](const std::vector<staging::DeviceMoment>& ready) {
+      [](const std::vector<staging::ReadyEvent>& ready) {
         std::lock_guard lock(current->mutex_);
         ++current->copiers_;
         return std::unique_ptr<staging::DeviceCopier>(std::make_unique<Copier>(ready));

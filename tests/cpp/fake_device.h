@@ -53,7 +53,7 @@ class FakeDevice {
   void wait_for_arrivals(std::size_t count) const;
   std::size_t copiers() const;
   std::size_t submissions() const;
-  /// (device, stream) of each call of hold_back.
+  /// (device, stream) of each call of make_stream_wait.
   std::vector<std::pair<int, void*>> held_back() const;
   std::size_t pins() const;
   std::size_t pinned_now() const;

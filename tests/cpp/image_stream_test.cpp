@@ -238,7 +238,7 @@ TEST(ImageStream, AFailedDeviceCopyIsTheError) {
 
 // --- in steps -------------------------------------------------------------------------------
 
-const std::vector<staging::DeviceMoment> kNoMoments;
+const std::vector<staging::ReadyEvent> kNoMoments;
 
 // Pieces of an image, one behind the other in memory of their own.
 class Pieces {
@@ -545,7 +545,7 @@ TEST_P(ImageStreamSteps, WaitForTheMomentsThatTheyAreGiven) {
   device.on_arrival([&] {
     if (!ready.try_wait()) early = true;
   });
-  const std::vector<staging::DeviceMoment> moments{{0, &ready}};
+  const std::vector<staging::ReadyEvent> moments{{0, &ready}};
   ImageStream stream(sample.image, GetParam(), moments);
   Pieces pieces(sample.image.bytes(), [] { return 600; });
   begin_all(stream, pieces);

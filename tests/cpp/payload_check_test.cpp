@@ -118,7 +118,7 @@ TEST(PayloadCheck, InAllSumsUpWhatItTakes) {
   Random random(7);
   SCOPED_TRACE(random.seed_text());
   const std::string payload = random.bytes(20'000);
-  PayloadCheck check = PayloadCheck::in_all();
+  PayloadCheck check = PayloadCheck::whole_payload();
   ASSERT_TRUE(ok(take_in_pieces(check, random, payload, 0, payload.size())));
   EXPECT_EQ(check.sum().first, format::crc32(0, bytes_of(payload)));
   EXPECT_EQ(check.sum().second, payload.size());
@@ -131,7 +131,7 @@ TEST(PayloadCheck, SumsOfPiecesAreJoinedToThatOfTheWhole) {
   std::uint32_t joined = 0;
   for (std::uint64_t begin = 0; begin < payload.size(); begin += 7000) {
     const std::uint64_t end = std::min<std::uint64_t>(payload.size(), begin + 7000);
-    PayloadCheck check = PayloadCheck::in_all();
+    PayloadCheck check = PayloadCheck::whole_payload();
     ASSERT_TRUE(ok(take_in_pieces(check, random, payload, begin, end)));
     joined = format::crc32_join(joined, check.sum().first, check.sum().second);
   }

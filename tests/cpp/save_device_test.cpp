@@ -240,7 +240,7 @@ TEST_P(SaveFromDevice, HoldsAStreamBackOnceForEachFileWithTensorsOnIt) {
   make_memory();
   const auto session = start(options());
   EXPECT_TRUE(session->wait_submitted(kLongest));
-  EXPECT_TRUE(ok(session->hold_back(7, &stream)));
+  EXPECT_TRUE(ok(session->make_stream_wait(7, &stream)));
   EXPECT_EQ(device_.held_back(),
             (std::vector<std::pair<int, void*>>(3, std::pair<int, void*>(7, &stream))));
   arrival.open();
@@ -251,7 +251,7 @@ TEST_P(SaveFromDevice, OfHostMemoryHoldsNothingBack) {
   files_.add_file("on the host");
   const auto session = start(options());
   EXPECT_TRUE(session->wait_submitted(kLongest));
-  EXPECT_TRUE(ok(session->hold_back(0, nullptr)));
+  EXPECT_TRUE(ok(session->make_stream_wait(0, nullptr)));
   EXPECT_TRUE(device_.held_back().empty());
   expect_saved(*session);
 }

@@ -4,7 +4,7 @@
     clang-format -i tests/cpp/stock_metadata.cpp
 
 The C++ tests and the fuzzers need no torch; they begin with these constants. The table of names is
-that of torch_ckpt/metadata.py.
+that of torch_ckpt/checkpoint/metadata.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from tests.cpp.stock_records import literal
-from torch_ckpt.metadata import ROLES, encode_metadata, with_checksum_tables
+from torch_ckpt.checkpoint.metadata import ROLES, encode_metadata, with_checksum_tables
 
 
 def small() -> Metadata:

@@ -44,7 +44,7 @@ from tests.crash.savers import (
 from tests.crash.tally import SEED, TORTURE, Tally
 from tests.fault_hooks import before
 from torch_ckpt import _C, CheckpointManager
-from torch_ckpt.steps import _StepWriter
+from torch_ckpt.steps.local import _StepWriter
 
 NOTHING = 0
 

@@ -34,7 +34,7 @@ from tests.crash.savers import TIMEOUT_SECONDS, Savers, savers
 from tests.crash.tally import SEED, TORTURE, Tally
 from tests.interposed import KINDS, Order, Server
 from tests.sweeps import points
-from torch_ckpt.text import plural
+from torch_ckpt._base.formatting import plural
 
 pytestmark = [
     pytest.mark.timeout(3600 if TORTURE else 300),

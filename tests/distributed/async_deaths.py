@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_ckpt
 from torch_ckpt import Background
-from torch_ckpt.progress import Progress
+from torch_ckpt._base.progress import Progress
 
 #: Seconds after which a silent rank is given up.
 TIMEOUT = 3.0

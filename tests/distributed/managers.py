@@ -18,7 +18,7 @@ from tests.distributed import cases
 from tests.distributed.cases import Launch, mesh_1d, tensor_of
 from tests.support import assert_equal
 from torch_ckpt import CheckpointManager
-from torch_ckpt.app_state import PerRank
+from torch_ckpt.state.app_state import PerRank
 
 # For what nothing should be waiting, in seconds.
 PATIENCE = 60.0

@@ -22,13 +22,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.ranks import ranks
 from torch_ckpt import Background
-from torch_ckpt.async_writer import FileSystemWriterAsync
 from torch_ckpt.megatron import (
     AsyncCallsQueue,
     AsyncRequest,
     save_state_dict_async_finalize,
     save_state_dict_async_plan,
 )
+from torch_ckpt.megatron.writer import FileSystemWriterAsync
 
 #: Seconds after which a silent or stuck rank is given up.
 TIMEOUT = 2.0

@@ -26,8 +26,8 @@ from tests.support import (
     data_files,
     random_tensor,
 )
+from torch_ckpt.checkpoint.metadata import read_metadata
 from torch_ckpt.megatron import install, uninstall
-from torch_ckpt.metadata import read_metadata
 
 
 def lacking(*modules: str) -> str:

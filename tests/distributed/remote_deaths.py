@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_ckpt
-from torch_ckpt.remote import RemoteSteps
-from torch_ckpt.remote_files import RemoteFiles
+from torch_ckpt.steps.remote import RemoteSteps
+from torch_ckpt.steps.remote_files import RemoteFiles
 
 #: Seconds after which a silent rank is given up.
 TIMEOUT = 3.0

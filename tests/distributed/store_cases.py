@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torch_ckpt.coordination import Meeting, Ranks
+from torch_ckpt.ranks.meeting import Meeting, Ranks
 
 #: Seconds after which a silent rank is given up.
 TIMEOUT = 2.0
@@ -62,12 +62,11 @@ def silent_ranks(work: Callable[[], Any]) -> dict[str, Any]:
     raise AssertionError("no CheckpointException was raised")
 
 
-def case_steps_give_what_they_give_over_the_process_group() -> list[Any]:
-    over_group = steps(Ranks(None, no_dist=False))
+def case_each_kind_of_step_gives_what_the_ranks_brought() -> list[Any]:
     ranks = Meeting.of(None, no_dist=False).ranks(PATIENCE_SECONDS)
-    over_store = steps(ranks)
+    results = steps(ranks)
     ranks.close()
-    return [over_group, over_store]
+    return results
 
 
 def case_ranks_of_a_subgroup_are_numbered_within_it() -> list[Any]:

@@ -47,7 +47,8 @@ from tests.distributed.cases import (
 )
 from tests.distributed.launcher import on, on_ranks
 from tests.support import assert_equal, emptied
-from torch_ckpt import Background, CheckpointError, OnCommitFailed, saving
+from torch_ckpt import Background, CheckpointError, OnCommitFailed
+from torch_ckpt.saving import session
 
 # --- replicas that differ -------------------------------------------------------------------------
 
@@ -290,7 +291,7 @@ def case_saves_of_one_structure_are_planned_once_and_hold_their_own_values(launc
             return super().create_global_plan(all_plans)
 
     mesh, whole = cases.mesh_1d(launch), torch.arange(35.0).reshape(7, 5)
-    with replaced(saving, "DefaultSavePlanner", Planner):
+    with replaced(session, "DefaultSavePlanner", Planner):
         for step in range(3):
             path = launch.path(str(step))
             sharded = distribute_tensor(whole + step, mesh, [Shard(0)])

@@ -43,7 +43,7 @@ from tests.support import (
     assert_tables_match,
     data_files,
 )
-from torch_ckpt.metadata import read_metadata
+from torch_ckpt.checkpoint.metadata import read_metadata
 
 # --- interoperation and sharding ------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import torch_ckpt
-import torch_ckpt.writer as writer_module
+import torch_ckpt.saving.writer as writer_module
 from tests.distributed.cases import (
     OURS,
     PAIRS,

@@ -28,12 +28,13 @@ from tests.distributed.managers import (
 )
 from tests.gates import LIMIT
 from tests.support import data_files, flip_bit
-from torch_ckpt import CheckpointManager, restoring, steps
-from torch_ckpt.app_state import PerRank
+from torch_ckpt import CheckpointManager
 from torch_ckpt.errors import CheckpointError, LoadMismatch, NotCommitted
-from torch_ckpt.events import Event
+from torch_ckpt.manager import restoring
 from torch_ckpt.multihost import RanksDisagree
-from torch_ckpt.steps import MARKER_NAME
+from torch_ckpt.saving.events import Event
+from torch_ckpt.state.app_state import PerRank
+from torch_ckpt.steps import MARKER_NAME, marker
 
 
 def step_path(launch: Launch, step: int) -> Path:
@@ -62,9 +63,9 @@ def case_the_marker_has_rank_0s_metrics_and_the_number_of_ranks(launch: Launch) 
         made.wait_until_finished()
         [info] = made.steps()
     assert (info.metrics, info.notes) == ({"rank": 0.0}, {"rank": 0})
-    marker = steps.read_marker(info.path)
-    assert marker is not None
-    assert marker["ranks"] == launch.size
+    written = marker.read_marker(info.path)
+    assert written is not None
+    assert written["ranks"] == launch.size
 
 
 def case_what_the_first_saves_may_not_do_is_refused_on_all_ranks(launch: Launch) -> None:
@@ -346,9 +347,9 @@ def case_a_group_saves_without_the_other_ranks(launch: Launch) -> None:
         assert made.restore(state) == 2 + number
         assert state["w"].tolist() == [2.0 + number] * 3
     dist.barrier()
-    marker = steps.read_marker(str(root / "0000000001"))
-    assert marker is not None
-    assert marker["ranks"] == half
+    written = marker.read_marker(str(root / "0000000001"))
+    assert written is not None
+    assert written["ranks"] == half
 
 
 # --- looking on -----------------------------------------------------------------------------------

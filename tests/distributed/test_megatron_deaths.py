@@ -22,7 +22,7 @@ from tests.distributed.megatron_deaths import (
 )
 from tests.ranks import ranks
 from tests.support import assert_equal, emptied, stock_load
-from torch_ckpt.metadata import read_metadata
+from torch_ckpt.checkpoint.metadata import read_metadata
 
 #: Groups of ranks at the same time.
 GROUPS_AT_ONCE = 3

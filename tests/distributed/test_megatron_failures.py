@@ -43,12 +43,10 @@ from tests.distributed.megatron_training import (
     waits_for,
 )
 from torch_ckpt import Background
-from torch_ckpt.calls import _Agreement, _Call
+from torch_ckpt.checkpoint.metadata import read_metadata
 from torch_ckpt.errors import NotCommitted
-from torch_ckpt.megatron import (
-    AsyncCallsQueue,
-)
-from torch_ckpt.metadata import read_metadata
+from torch_ckpt.megatron import AsyncCallsQueue
+from torch_ckpt.megatron.call import Agreement, Call
 
 # --- a training in Megatron's shape ---------------------------------------------------------------
 
@@ -393,7 +391,7 @@ def case_an_abort_on_one_rank_is_told_to_those_that_have_polled(launch: Launch) 
         queue.maybe_finalize_async_calls()
         dist.barrier()
         if launch.rank == aborting:
-            call: _Call = queue._calls[0]
+            call: Call = queue._calls[0]
             call.abort()
         else:
             event.set()
@@ -411,9 +409,9 @@ def case_an_abort_by_another_thread_while_ranks_wait_for_one_that_does_not_come(
 ) -> None:
     # Nobody would be given up.
     queue, event, waits = queue_of(timeout=1e6), threading.Event(), threading.Event()
-    wait = _Agreement.wait
+    wait = Agreement.wait
 
-    def watched(agreement: _Agreement) -> None:
+    def watched(agreement: Agreement) -> None:
         waits.set()
         wait(agreement)
 
@@ -427,7 +425,7 @@ def case_an_abort_by_another_thread_while_ranks_wait_for_one_that_does_not_come(
         queue.close(abort=True)
     else:
         thread = threading.Thread(target=abort)
-        with replaced(_Agreement, "wait", watched):
+        with replaced(Agreement, "wait", watched):
             thread.start()
             try:
                 queue.close()

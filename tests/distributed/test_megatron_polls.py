@@ -35,8 +35,8 @@ from tests.distributed.megatron_training import (
     state_at,
     waits_for,
 )
-from torch_ckpt.lockstep import Lockstep
-from torch_ckpt.metadata import read_metadata
+from torch_ckpt.checkpoint.metadata import read_metadata
+from torch_ckpt.ranks.lockstep import Lockstep
 
 # --- polls ----------------------------------------------------------------------------------------
 

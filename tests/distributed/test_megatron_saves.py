@@ -40,18 +40,19 @@ from tests.distributed.megatron_training import (
     state_at,
 )
 from tests.support import assert_equal, data_files
-from torch_ckpt import async_plan, nvrx
+from torch_ckpt.checkpoint.generations import remove_leftovers
+from torch_ckpt.checkpoint.metadata import read_metadata
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.generations import remove_leftovers
 from torch_ckpt.megatron import (
     AsyncCallsQueue,
     AsyncRequest,
     CachedMetadataFileSystemReader,
     FileSystemWriterAsync,
+    nvrx,
+    plan,
     save_state_dict_async_finalize,
     save_state_dict_async_plan,
 )
-from torch_ckpt.metadata import read_metadata
 
 # --- what is saved --------------------------------------------------------------------------------
 
@@ -230,7 +231,7 @@ def meetings_watched() -> Iterator[list[str]]:
     """What ranks meet for."""
     seen: list[str] = []
 
-    class Watched(async_plan._Meetings):
+    class Watched(plan._Meetings):
         def reduce_scatter(self, step: str, *args: Any) -> Any:
             seen.append(step)
             return super().reduce_scatter(step, *args)
@@ -239,7 +240,7 @@ def meetings_watched() -> Iterator[list[str]]:
             seen.append(step)
             return super().all_reduce(step, *args)
 
-    with replaced(async_plan, "_Meetings", Watched):
+    with replaced(plan, "_Meetings", Watched):
         yield seen
 
 

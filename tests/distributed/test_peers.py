@@ -43,8 +43,8 @@ from tests.support import (
     files_limited_to,
     random_tensor,
 )
+from torch_ckpt.checkpoint.metadata import checksum_tables, read_metadata
 from torch_ckpt.megatron import install, uninstall
-from torch_ckpt.metadata import checksum_tables, read_metadata
 
 IMPORTED = ["tests.distributed.peers_imported"]
 

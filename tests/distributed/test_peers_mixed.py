@@ -40,7 +40,7 @@ from tests.support import (
     files_limited_to,
     random_tensor,
 )
-from torch_ckpt.metadata import read_metadata
+from torch_ckpt.checkpoint.metadata import read_metadata
 
 IMPORTED = ["tests.distributed.peers_imported"]
 
@@ -336,7 +336,7 @@ def case_four_nvrx_saves_of_one_structure_reuse_its_plan(launch: Launch) -> None
 
 
 def save_by_nvrxs_queue(launch: Launch, persistent: bool) -> None:
-    from torch_ckpt import nvrx as ours
+    from torch_ckpt.megatron import nvrx as ours
 
     queue = nvrx("core").AsyncCallsQueue(persistent=persistent)
     for seed in (1, 2):
@@ -359,7 +359,7 @@ def case_our_writer_writes_in_a_process_that_nvrx_spawns(launch: Launch) -> None
 
 
 def case_our_writer_writes_where_nvrx_executes_its_request_at_once(launch: Launch) -> None:
-    from torch_ckpt import nvrx as ours
+    from torch_ckpt.megatron import nvrx as ours
 
     path = launch.path()
     nvrx_request(launch, ours.FileSystemWriterAsync(path), seed=1).execute_sync()
@@ -368,7 +368,7 @@ def case_our_writer_writes_where_nvrx_executes_its_request_at_once(launch: Launc
 
 
 def case_nvrxs_writer_writes_through_our_queue(launch: Launch) -> None:
-    from torch_ckpt import nvrx as ours
+    from torch_ckpt.megatron import nvrx as ours
 
     path = launch.path()
     writer = nvrx("filesystem_async").FileSystemWriterAsync(path, thread_count=2)
@@ -377,7 +377,7 @@ def case_nvrxs_writer_writes_through_our_queue(launch: Launch) -> None:
 
 
 def case_files_are_named_and_filled_as_nvrxs(launch: Launch) -> None:
-    from torch_ckpt import nvrx as ours
+    from torch_ckpt.megatron import nvrx as ours
 
     for threads, hint in LAYOUTS:
         paths = []

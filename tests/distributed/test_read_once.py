@@ -40,9 +40,10 @@ from tests.distributed.loads import (
     stock_save,
 )
 from tests.support import assert_equal, place_of, random_tensor
-from torch_ckpt import loading, reader, replicas
+from torch_ckpt.checkpoint.metadata import read_metadata
 from torch_ckpt.errors import Corrupt
-from torch_ckpt.metadata import read_metadata
+from torch_ckpt.loading import load as load_module
+from torch_ckpt.loading import reader, shared_reads
 
 
 def of_all(launch: Launch, value: Any) -> list[Any]:
@@ -57,7 +58,7 @@ def of_all(launch: Launch, value: Any) -> list[Any]:
 @contextmanager
 def batches_of(count: int) -> Iterator[None]:
     """So many bytes are sent at once, and are the parts of large tensors."""
-    with mock.patch.object(replicas, "BATCH_BYTES", count):
+    with mock.patch.object(shared_reads, "BATCH_BYTES", count):
         yield
 
 
@@ -343,7 +344,7 @@ def failing_on(launch: Launch, rank: int, name: str) -> Iterator[None]:
     def fail(*_: Any, **__: Any) -> Any:
         raise RuntimeError(f"{name} failed on purpose")
 
-    places = [torch_ckpt.FileSystemReader, reader, loading]
+    places = [torch_ckpt.FileSystemReader, reader, load_module]
     having = [place for place in places if hasattr(place, name)]
     assert having
     with ExitStack() as patches:

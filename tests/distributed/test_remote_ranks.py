@@ -32,9 +32,9 @@ from tests.ranks import ranks
 from tests.remote_stores import BUCKET, s3_server
 from tests.support import assert_equal
 from torch_ckpt.multihost import RanksDisagree
-from torch_ckpt.remote import RemoteSteps
-from torch_ckpt.remote_files import RemoteFiles
-from torch_ckpt.remote_reader import RemoteReader
+from torch_ckpt.steps.remote import RemoteSteps
+from torch_ckpt.steps.remote_files import RemoteFiles
+from torch_ckpt.steps.remote_reader import RemoteReader
 from torch_ckpt.training import load_checkpoint_if_it_exists, save_checkpoint
 
 ATTEMPT = "0123abcd"

@@ -1,4 +1,4 @@
-"""torch_ckpt.app_state and async_checkpoint on ranks, and what other numbers of ranks have left."""
+"""AppState and AsyncCheckpoint on ranks, and what other numbers of ranks have left."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ import torch_ckpt
 from tests.distributed.cases import Launch, mesh_1d
 from tests.distributed.launcher import between, on, on_ranks
 from tests.support import assert_equal
-from torch_ckpt.app_state import AppState, PerRank, RNGState
-from torch_ckpt.async_checkpoint import AsyncCheckpoint
 from torch_ckpt.errors import CheckpointError
+from torch_ckpt.manager.async_checkpoint import AsyncCheckpoint
+from torch_ckpt.state.app_state import AppState, PerRank, RNGState
 
 State = dict[str, Any]
 

@@ -26,10 +26,11 @@ def launch(request: pytest.FixtureRequest, outcomes: dict[int, Outcomes]) -> Out
     return outcomes[request.param]
 
 
-def test_steps_give_what_they_give_over_the_process_group(launch: Outcomes) -> None:
-    for over_group, over_store in launch.found("steps_give_what_they_give_over_the_process_group"):
-        assert len(over_group) == 4
-        assert over_store == over_group
+def test_each_kind_of_step_gives_what_the_ranks_brought(launch: Outcomes) -> None:
+    size = launch.ranks.size
+    failures = [[rank, repr(OSError(f"on {rank}"))] for rank in range(1, size)]
+    for rank, results in enumerate(launch.found("each_kind_of_step_gives_what_the_ranks_brought")):
+        assert results == [rank + 10, list(range(size)), rank, failures]
 
 
 def test_ranks_of_a_subgroup_are_numbered_within_it(launch: Outcomes) -> None:

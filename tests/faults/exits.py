@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import torch_ckpt
 from torch_ckpt import _C, multihost
-from torch_ckpt.progress import Progress
+from torch_ckpt._base.progress import Progress
 
 #: By whether there is a process group, which is there when a rank ends or not: how many ranks.
 GROUPS = {"alone": 1, "kept": 2, "destroyed": 2}

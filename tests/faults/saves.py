@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 import torch_ckpt
 from tests.sweeps import SAVES, save_alone, state_of
-from torch_ckpt import attempts
+from torch_ckpt.manager import attempts
 
 #: In the names of what a manager writes.
 ATTEMPT = "0123abcd"

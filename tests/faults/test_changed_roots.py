@@ -32,8 +32,8 @@ from tests.sweeps import (
     state_of,
 )
 from torch_ckpt.errors import NotCommitted
-from torch_ckpt.lease import LEASE_NAME
 from torch_ckpt.steps import LocalSteps
+from torch_ckpt.steps.lease import LEASE_NAME
 
 pytestmark = SWEEPING
 

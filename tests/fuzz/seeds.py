@@ -16,7 +16,7 @@ import torch
 
 import torch_ckpt
 from tests.cpp.stock_metadata import rich, small
-from torch_ckpt.metadata import checksum_tables, encode_metadata, read_metadata
+from torch_ckpt.checkpoint.metadata import checksum_tables, encode_metadata, read_metadata
 
 TENSORS = {
     "scalar": torch.tensor(3),

@@ -24,8 +24,8 @@ from tests.support import (
     stock_save,
     zeros,
 )
-from torch_ckpt.metadata import encode_metadata
-from torch_ckpt.saving import _choose_owners
+from torch_ckpt.checkpoint.metadata import encode_metadata
+from torch_ckpt.saving.session import _choose_owners
 
 StateDict = dict[str, Any]
 

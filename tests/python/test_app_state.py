@@ -1,4 +1,4 @@
-"""torch_ckpt.app_state: what is saved of a program, and that it goes on as if nothing had been."""
+"""AppState: what is saved of a program, and that it goes on as if nothing had been."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from benchmarks.ranks import mesh_without_peers
 from tests.fresh import in_fresh_process
 from tests.programs import OPTIMIZERS, State, kept, model, outcome, program, restore, save, train
 from tests.support import assert_equal, cause_of
-from torch_ckpt.app_state import AppState, BeforeSave, PerRank, RNGState
 from torch_ckpt.errors import CheckpointError, LoadMismatch
+from torch_ckpt.state.app_state import AppState, BeforeSave, PerRank, RNGState
 
 pytestmark = pytest.mark.filterwarnings("error")
 

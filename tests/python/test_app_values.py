@@ -1,4 +1,4 @@
-"""torch_ckpt.app_state: schedulers, plain values, and tensors among them."""
+"""torch_ckpt.state.app_state: schedulers, plain values, and tensors among them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torch.optim import lr_scheduler
 
 from tests.programs import State, kept, restore, save
 from tests.support import assert_equal, cause_of
-from torch_ckpt.app_state import AppState
 from torch_ckpt.errors import CheckpointError, LoadMismatch
+from torch_ckpt.state.app_state import AppState
 
 pytestmark = pytest.mark.filterwarnings("error")
 

@@ -32,12 +32,9 @@ from tests.support import (
     data_files,
     files_limited_to,
 )
-from torch_ckpt import (
-    CheckpointError,
-    OnCommitFailed,
-)
-from torch_ckpt.progress import Progress
-from torch_ckpt.writer import CHUNK_BYTES
+from torch_ckpt import CheckpointError, OnCommitFailed
+from torch_ckpt._base.progress import Progress
+from torch_ckpt.saving.background import CHUNK_BYTES
 
 # Every checkpoint that is replaced makes torch say so.
 pytestmark = [

@@ -15,11 +15,7 @@ from tests.async_calls import assert_saved, fail, request, schedule, wait_for_en
 from tests.async_saves import planned, request_of, small_state
 from tests.gates import Gate, eventually
 from tests.support import cause_of
-from torch_ckpt.megatron import (
-    AsyncCallsQueue,
-    AsyncRequest,
-    FileSystemWriterAsync,
-)
+from torch_ckpt.megatron import AsyncCallsQueue, AsyncRequest, FileSystemWriterAsync
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
 

@@ -18,10 +18,7 @@ from tests.children import context, on_ranks
 from tests.fault_hooks import calling
 from tests.gates import LIMIT, Gate, eventually
 from tests.support import cause_of
-from torch_ckpt.megatron import (
-    AsyncCallsQueue,
-    FileSystemWriterAsync,
-)
+from torch_ckpt.megatron import AsyncCallsQueue, FileSystemWriterAsync
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
 

@@ -1,4 +1,4 @@
-"""torch_ckpt.async_checkpoint: numbered writes in the background, and reading them back."""
+"""torch_ckpt.manager.async_checkpoint: numbered writes in the background, and reading them back."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.fault_hooks import at_fault_points, before
 from tests.gates import Gate
 from tests.interpreters import run_script
 from tests.support import assert_equal
-from torch_ckpt.async_checkpoint import AsyncCheckpoint
 from torch_ckpt.errors import CheckpointError
+from torch_ckpt.manager.async_checkpoint import AsyncCheckpoint
 
 
 @pytest.fixture(autouse=True)
@@ -233,7 +233,7 @@ def test_a_state_that_cannot_be_read_is_told_by_the_write(tmp_path: Path) -> Non
 def test_leaving_the_interpreter_waits_for_the_write(tmp_path: Path) -> None:
     program = f"""
 import torch
-from torch_ckpt.async_checkpoint import AsyncCheckpoint
+from torch_ckpt.manager.async_checkpoint import AsyncCheckpoint
 checkpoint = AsyncCheckpoint(w=torch.ones(1 << 22))
 checkpoint.save({str(tmp_path / "ckpt")!r})
 """

@@ -30,12 +30,9 @@ from tests.support import (
     StateDict,
     files_limited_to,
 )
-from torch_ckpt import (
-    AsyncSave,
-    Background,
-)
-from torch_ckpt.progress import Progress
-from torch_ckpt.writer import CHUNK_BYTES
+from torch_ckpt import AsyncSave, Background
+from torch_ckpt._base.progress import Progress
+from torch_ckpt.saving.background import CHUNK_BYTES
 
 # Every checkpoint that is replaced makes torch say so.
 pytestmark = [

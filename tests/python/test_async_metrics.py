@@ -34,11 +34,8 @@ from tests.support import (
     StateDict,
     data_files,
 )
-from torch_ckpt import (
-    Background,
-    CheckpointError,
-)
-from torch_ckpt.writer import CHUNK_BYTES
+from torch_ckpt import Background, CheckpointError
+from torch_ckpt.saving.background import CHUNK_BYTES
 
 # Every checkpoint that is replaced makes torch say so.
 pytestmark = [

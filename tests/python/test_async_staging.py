@@ -31,10 +31,8 @@ from tests.support import (
     bytes_of,
     random_tensor,
 )
-from torch_ckpt import (
-    Background,
-)
-from torch_ckpt.writer import CHUNK_BYTES
+from torch_ckpt import Background
+from torch_ckpt.saving.background import CHUNK_BYTES
 
 # Every checkpoint that is replaced makes torch say so.
 pytestmark = [

@@ -38,11 +38,8 @@ from tests.support import (
     emptied,
     random_tensor,
 )
-from torch_ckpt import (
-    Background,
-    SourceChanged,
-)
-from torch_ckpt.writer import CHUNK_BYTES
+from torch_ckpt import Background, SourceChanged
+from torch_ckpt.saving.background import CHUNK_BYTES
 
 # Every checkpoint that is replaced makes torch say so.
 pytestmark = [

@@ -51,7 +51,7 @@ from torch_ckpt.megatron import (
     get_write_results_queue,
     save_state_dict_async_finalize,
 )
-from torch_ckpt.staged import NotBegun, Stage
+from torch_ckpt.megatron.staged_write import NotBegun, Stage
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),

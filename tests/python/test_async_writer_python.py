@@ -37,10 +37,7 @@ from tests.support import (
     stock_save,
 )
 from torch_ckpt import CheckpointError
-from torch_ckpt.megatron import (
-    FileSystemWriterAsync,
-    save_state_dict_async_finalize,
-)
+from torch_ckpt.megatron import FileSystemWriterAsync, save_state_dict_async_finalize
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),

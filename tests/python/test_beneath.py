@@ -16,9 +16,9 @@ import torch.distributed.checkpoint as dcp
 import torch_ckpt
 from tests.fresh import in_fresh_process
 from tests.support import StateDict, assert_equal, cause_of, data_files, emptied, place_of, save
-from torch_ckpt.directory import OpenDirectory
+from torch_ckpt.checkpoint.directory import OpenDirectory
+from torch_ckpt.checkpoint.metadata import MAX_METADATA_BYTES, read_metadata
 from torch_ckpt.errors import Corrupt, Unsafe
-from torch_ckpt.metadata import MAX_METADATA_BYTES, read_metadata
 
 STATE: StateDict = {
     "weight": torch.arange(12000, dtype=torch.float32).view(40, 300),
@@ -61,7 +61,7 @@ def is_in_use(path: Path) -> bool:
     """Whether somebody shares the directory, as a process that wants to remove files would see."""
     directory = OpenDirectory(path)
     try:
-        return not directory.take_alone()
+        return not directory.try_lock_exclusive()
     finally:
         directory.close()
 

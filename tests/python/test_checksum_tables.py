@@ -29,7 +29,7 @@ from tests.support import (
     stock_load,
     stock_save,
 )
-from torch_ckpt.metadata import (
+from torch_ckpt.checkpoint.metadata import (
     checksum_tables,
     decode_metadata,
     encode_metadata,

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 import torch_ckpt
 from tests.fault_hooks import failing
 from torch_ckpt import cli
-from torch_ckpt.text import size
+from torch_ckpt._base.formatting import size
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

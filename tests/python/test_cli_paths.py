@@ -12,8 +12,8 @@ import torch
 import torch_ckpt
 from tests.support import save
 from torch_ckpt import cli
+from torch_ckpt.cli.locating import checkpoint_at
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.locating import checkpoint_at
 from torch_ckpt.steps import LocalSteps
 
 

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 import torch_ckpt
 from tests.fault_hooks import before
 from torch_ckpt import cli
-from torch_ckpt.collecting import collect, step_lines
-from torch_ckpt.directory import OpenDirectory
-from torch_ckpt.remote import RemoteSteps
-from torch_ckpt.retention import Retention
+from torch_ckpt._base.formatting import duration
+from torch_ckpt.checkpoint.directory import OpenDirectory
+from torch_ckpt.cli.steps import collect, step_lines
+from torch_ckpt.manager.retention import Retention
 from torch_ckpt.steps import LocalSteps, StepInfo, open_steps
-from torch_ckpt.text import duration
+from torch_ckpt.steps.remote import RemoteSteps
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

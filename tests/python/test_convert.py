@@ -35,8 +35,9 @@ from tests.support import (
     stock_save,
 )
 from torch_ckpt import cli
-from torch_ckpt.converting import ConvertReport, convert
-from torch_ckpt.safetensors_format import DTYPES as SAFETENSORS_DTYPES
+from torch_ckpt.cli import arguments
+from torch_ckpt.conversion.convert import ConvertReport, convert
+from torch_ckpt.conversion.safetensors_header import DTYPES as SAFETENSORS_DTYPES
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -209,7 +210,7 @@ def test_what_a_checkpoint_cannot_say_is_noted(tmp_path: Path) -> None:
     report = convert(tmp_path / "a.pt", tmp_path / "ckpt")
     assert report.notes == [
         "empty dicts, which have no name: nothing",
-        "keys that are no texts become texts: state.0",
+        "keys that are not strings become strings: state.0",
     ]
 
 
@@ -256,7 +257,7 @@ def sharded(tmp_path: Path, weight_map: Any) -> None:
 
 def test_an_index_that_names_a_file_elsewhere_is_unsafe(tmp_path: Path) -> None:
     sharded(tmp_path, {"a": "../x.safetensors"})
-    refused(tmp_path, torch_ckpt.Unsafe, "no file in the checkpoint's directory", "hf", "m.pt")
+    refused(tmp_path, torch_ckpt.Unsafe, "not a file in the checkpoint's directory", "hf", "m.pt")
 
 
 def test_an_index_that_names_a_tensor_which_is_not_there_is_corrupt(tmp_path: Path) -> None:
@@ -319,13 +320,13 @@ def test_the_command_refuses_in_one_sentence(
     ("text", "count"), [("5GB", 5 * 10**9), ("1.5 MiB", 3 << 19), ("800", 800), ("2k", 2000)]
 )
 def test_sizes_are_read_in_the_usual_units(text: str, count: int) -> None:
-    assert cli._bytes(text) == count
+    assert arguments._bytes(text) == count
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-1", "0", "1e9", "5 bytes"])
 def test_other_texts_are_no_sizes(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
-        cli._bytes(text)
+        arguments._bytes(text)
 
 
 def test_a_report_escapes_what_a_terminal_would_act_on(tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ from tests.support import (
     stock_save,
 )
 from torch_ckpt import cli
-from torch_ckpt.converting import convert
-from torch_ckpt.safetensors_format import DTYPES as SAFETENSORS_DTYPES
+from torch_ckpt.conversion.convert import convert
+from torch_ckpt.conversion.safetensors_header import DTYPES as SAFETENSORS_DTYPES
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -42,7 +42,7 @@ def test_objects_are_refused_by_name_in_safetensors(tmp_path: Path) -> None:
 def test_tensors_only_leaves_objects_out_and_says_so(tmp_path: Path) -> None:
     save(STATE, tmp_path / "ckpt")
     report = convert(tmp_path / "ckpt", tmp_path / "m.safetensors", tensors_only=True)
-    assert report.notes == ["left out, since they are no tensors: epoch, rng"]
+    assert report.notes == ["left out, since they are not tensors: epoch, rng"]
     assert "model.weight" in safetensors.torch.load_file(tmp_path / "m.safetensors")
 
 
@@ -325,7 +325,7 @@ def test_a_header_that_is_too_long_is_refused_before_anything_is_written(
     # In JSON each of these characters takes six.
     torch.save({"a": torch.ones(1), "\x01" * (17 << 20): torch.ones(1)}, tmp_path / "a.pt")
     target = tmp_path / ("hf" if options else "m.safetensors")
-    written: list[torch_ckpt.progress.Progress] = []
+    written: list[torch_ckpt._base.progress.Progress] = []
     with pytest.raises(torch_ckpt.CheckpointError, match="header of a safetensors file"):
         convert(tmp_path / "a.pt", target, progress=written.append, **options)
     assert written == []

@@ -15,9 +15,9 @@ from torch import nn
 import torch_ckpt
 from tests.support import assert_equal, save
 from torch_ckpt import cli
-from torch_ckpt.app_state import AppState, PerRank, RNGState
-from torch_ckpt.converting import ConvertReport, convert
+from torch_ckpt.conversion.convert import ConvertReport, convert
 from torch_ckpt.errors import CheckpointError
+from torch_ckpt.state.app_state import AppState, PerRank, RNGState
 
 STATE = {
     "model": {"layer.weight": torch.randn(4, 3), "layer.count": torch.arange(3)},

@@ -17,7 +17,7 @@ from tests.support import (
     files_limited_to,
     save,
 )
-from torch_ckpt.converting import convert
+from torch_ckpt.conversion.convert import convert
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -94,7 +94,7 @@ def test_overwrite_replaces_the_target(tmp_path: Path, target: str) -> None:
 def test_an_interruption_leaves_nothing_of_a_new_target(tmp_path: Path, target: str) -> None:
     source = source_for(tmp_path, target)
 
-    def interrupt(_progress: torch_ckpt.progress.Progress) -> None:
+    def interrupt(_progress: torch_ckpt._base.progress.Progress) -> None:
         raise KeyboardInterrupt
 
     options = {"max_host_bytes": 400, "progress": interrupt, **TARGETS[target]}
@@ -109,7 +109,7 @@ def test_an_interruption_leaves_the_old_target(tmp_path: Path, target: str) -> N
     before = names_in(tmp_path)
     source = source_for(tmp_path, target, 2.0)
 
-    def interrupt(_progress: torch_ckpt.progress.Progress) -> None:
+    def interrupt(_progress: torch_ckpt._base.progress.Progress) -> None:
         raise KeyboardInterrupt
 
     options = {"max_host_bytes": 400, "progress": interrupt, **TARGETS[target]}
@@ -157,7 +157,7 @@ import zipfile
 from pathlib import Path
 import torch
 import torch_ckpt
-from torch_ckpt.converting import convert
+from torch_ckpt.conversion.convert import convert
 
 def peak():
     text = Path("/proc/self/status").read_text()

@@ -22,7 +22,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 import torch_ckpt
 from tests.children import context, on_ranks
 from tests.fault_hooks import at_fault_points, before
-from torch_ckpt.coordination import Meeting, Ranks, ask_store
+from torch_ckpt.ranks.meeting import Meeting, Ranks
+from torch_ckpt.ranks.store_thread import StoreThread
 
 #: Seconds after which a rank of a test is given up, where one is; else tests do not wait for it.
 SHORT = 0.4
@@ -538,7 +539,7 @@ def test_an_error_of_the_store_without_a_text_is_told_by_its_type() -> None:
         raise ConnectionResetError
 
     with pytest.raises(CheckpointException, match=r"store in 'write' \(ConnectionResetError\)"):
-        ask_store("write", 0, PATIENCE_SECONDS, lose)
+        StoreThread().ask("write", 0, PATIENCE_SECONDS, lose)
 
 
 class StoppedStore(dist.Store):  # type: ignore[misc]

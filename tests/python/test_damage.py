@@ -36,8 +36,8 @@ from tests.support import (
     stock_load,
     stock_save,
 )
+from torch_ckpt.checkpoint.metadata import read_metadata
 from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
-from torch_ckpt.metadata import read_metadata
 
 
 class Tagged(torch.Tensor):

@@ -33,9 +33,9 @@ from tests.support import (
     stock_save,
 )
 from torch_ckpt import cli
-from torch_ckpt.metadata import read_metadata
-from torch_ckpt.progress import Progress
-from torch_ckpt.stored import boxes
+from torch_ckpt._base.progress import Progress
+from torch_ckpt.checkpoint.metadata import read_metadata
+from torch_ckpt.inspection.stored_tensors import boxes
 
 MIB = 1 << 20
 

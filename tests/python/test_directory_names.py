@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 import torch_ckpt
 from tests.support import cause_of
 from torch_ckpt import _C
-from torch_ckpt.directory import OpenDirectory
+from torch_ckpt.checkpoint.directory import OpenDirectory
 
 STATE = {"weight": torch.arange(10.0), "step": 3}
 

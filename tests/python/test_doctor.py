@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fault_hooks import at_fault_points, before
-from torch_ckpt import cli, doctor
-from torch_ckpt.directory import OpenDirectory
-from torch_ckpt.doctor import (
+from torch_ckpt import cli
+from torch_ckpt.checkpoint.directory import OpenDirectory
+from torch_ckpt.cli import doctor
+from torch_ckpt.cli.doctor import (
     THREADS,
     Bandwidth,
     DoctorReport,
@@ -104,7 +105,7 @@ def test_locks_that_keep_nobody_out_are_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Unlocked(OpenDirectory):
-        def take_alone(self) -> bool:
+        def try_lock_exclusive(self) -> bool:
             return True
 
     # Every file system keeps descriptors of one machine apart.

@@ -29,9 +29,7 @@ from tests.children import Answering, end_of, in_fork
 from tests.fault_hooks import before
 from tests.gates import LIMIT, Gate
 from tests.interpreters import run_script
-from torch_ckpt import (
-    CheckpointError,
-)
+from torch_ckpt import CheckpointError
 
 # Every checkpoint that is replaced makes torch say so.
 pytestmark = [
@@ -74,7 +72,7 @@ def test_leaving_the_interpreter_logs_an_unseen_error(tmp_path: Path) -> None:
 
 LEAVES_A_SAVE_THAT_HANGS = """
 import sys, threading, torch, torch_ckpt
-torch_ckpt.snapshot.EXIT_LIMIT_SECONDS = 0.05
+torch_ckpt.saving.async_save.EXIT_LIMIT_SECONDS = 0.05
 reached = threading.Event()
 def hang():
     reached.set()

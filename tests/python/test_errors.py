@@ -28,8 +28,8 @@ from tests.support import (
     stock_load,
     stock_save,
 )
+from torch_ckpt._base.progress import Progress
 from torch_ckpt.errors import CheckpointError, DurabilityUncertain, NotCommitted
-from torch_ckpt.progress import Progress
 
 # --- without strace: real full disks, limits and directories -------------------------------------
 

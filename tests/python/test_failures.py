@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 
 import torch_ckpt
 from tests.python.test_coordination import ranks_of, save, together
-from torch_ckpt.failures import CheckpointFailed, failed_on
+from torch_ckpt.ranks.failures import CheckpointFailed, failed_on
 
 NOTHING = traceback.StackSummary()
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.fault_hooks import at_fault_points, before, failing, held
 from torch_ckpt import _C
-from torch_ckpt.directory import OpenDirectory
+from torch_ckpt.checkpoint.directory import OpenDirectory
 
 
 def test_a_system_call_of_the_engine_is_told_with_its_path(tmp_path: Path) -> None:

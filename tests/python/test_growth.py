@@ -31,10 +31,10 @@ from tests.loads import (
     save,
 )
 from tests.support import StateDict, assert_equal, pairwise, random_tensor
-from torch_ckpt.cover import Box, gap_in
+from torch_ckpt.checkpoint.coverage import Box, gap_in
+from torch_ckpt.checkpoint.metadata import encode_metadata, read_metadata
 from torch_ckpt.errors import Corrupt
-from torch_ckpt.growth import GrowingSize
-from torch_ckpt.metadata import encode_metadata, read_metadata
+from torch_ckpt.loading.zero_fill import GrowingSize
 
 GROWTHS: list[tuple[Shape, Shape]] = [
     ((), ()),

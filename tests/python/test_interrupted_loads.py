@@ -19,17 +19,19 @@ import pytest
 import torch
 
 import torch_ckpt
-from torch_ckpt import beneath, directory, metadata, reader, verifying
+from torch_ckpt.checkpoint import directory, files, metadata
+from torch_ckpt.inspection import verify
+from torch_ckpt.loading import reader
 
-_FILES = {module.__file__ for module in (beneath, directory)}
+_FILES = {module.__file__ for module in (files, directory)}
 _FUNCTIONS = {
     (metadata.__file__, "metadata_bytes_in"),
     (metadata.__file__, "open_checkpoint"),
     (reader.__file__, "_read_metadata"),
     (reader.__file__, "_opened"),
     (reader.__file__, "shared"),
-    (verifying.__file__, "verify"),
-    (verifying.__file__, "_length_of"),
+    (verify.__file__, "verify"),
+    (verify.__file__, "_length_of"),
 }
 
 

@@ -14,9 +14,9 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torch_ckpt.coordination import Meeting
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.intervals import AutoInterval, Interval, Schedule
+from torch_ckpt.manager.intervals import AutoInterval, Interval, Schedule
+from torch_ckpt.ranks.meeting import Meeting
 
 #: For what nothing should be waiting, in seconds.
 PATIENCE = 60.0

@@ -17,7 +17,7 @@ import torch_ckpt
 from tests.loads import LOADERS, SAVERS, Boxes, dcp_load, load, refusal, save
 from tests.support import DTYPES, StateDict, bytes_of, pairwise, random_tensor, zeros
 from torch_ckpt import _C
-from torch_ckpt.precision import loses_precision
+from torch_ckpt.loading.dtypes import loses_precision
 
 
 def permuted(choice: random.Random, tensor: torch.Tensor) -> torch.Tensor:

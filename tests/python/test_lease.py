@@ -21,8 +21,9 @@ from tests.fault_hooks import at_fault_points, before
 from tests.gates import LIMIT, Gate, eventually
 from tests.managers import manager_of, state_of
 from tests.support import cause_of
-from torch_ckpt import CheckpointManager, RootInUse, lease
-from torch_ckpt.lease import LEASE_NAME, Lease, Times
+from torch_ckpt import CheckpointManager, RootInUse
+from torch_ckpt.steps import lease
+from torch_ckpt.steps.lease import LEASE_NAME, Lease, Times
 
 #: So much older than a lease may be, in seconds.
 LONG_AGO = 1000.0

@@ -18,7 +18,7 @@ from tests.fresh import forget_peak_of_memory, in_fresh_process, memory_of_proce
 from tests.loads import MIB, load, mismatch, refusal, save
 from tests.support import StateDict, assert_equal, bytes_of, data_files, emptied, random_tensor
 from torch_ckpt.errors import LoadMismatch
-from torch_ckpt.loading import ReadMemory
+from torch_ckpt.loading.report import ReadMemory
 
 # --- memory --------------------------------------------------------------------------------------
 

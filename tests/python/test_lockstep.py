@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torch_ckpt.coordination import Meeting
-from torch_ckpt.lockstep import _NEAR as NEAR
-from torch_ckpt.lockstep import Lockstep
+from torch_ckpt.ranks.lockstep import _NEAR as NEAR
+from torch_ckpt.ranks.lockstep import Lockstep
+from torch_ckpt.ranks.meeting import Meeting
 
 #: For what nothing should be waiting, in seconds.
 LIMIT = 60.0

@@ -22,9 +22,9 @@ from tests.managers import (
     run_of,
     train,
 )
-from torch_ckpt.directory import OpenDirectory
+from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.events import Event
+from torch_ckpt.saving.events import Event
 
 # --- by rules -------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ from tests.managers import (
 )
 from tests.support import assert_equal, cause_of, data_files, flip_bit
 from torch_ckpt.errors import CheckpointError, LoadMismatch
-from torch_ckpt.events import Event
+from torch_ckpt.saving.events import Event
 from torch_ckpt.steps import MARKER_NAME
 
 # --- going back -----------------------------------------------------------------------------------

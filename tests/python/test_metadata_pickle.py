@@ -36,8 +36,7 @@ from tests.children import in_fork
 from tests.cpp.stock_metadata import rich, small
 from tests.support import DTYPES, assert_equal, emptied, save, stock_load, stock_save, zeros
 from torch_ckpt import _C
-from torch_ckpt.errors import Corrupt, Unsafe
-from torch_ckpt.metadata import (
+from torch_ckpt.checkpoint.metadata import (
     ROLES,
     _AllowListUnpickler,
     _unpickled,
@@ -45,6 +44,7 @@ from torch_ckpt.metadata import (
     encode_metadata,
     read_metadata,
 )
+from torch_ckpt.errors import Corrupt, Unsafe
 
 SEAL_BYTES = 16
 PROTOCOLS = [2, 3, 4, 5]
@@ -193,7 +193,7 @@ def test_the_engine_is_tested_and_fuzzed_with_the_same_names_and_roles() -> None
 
 
 def test_a_role_that_is_none_is_refused() -> None:
-    with pytest.raises(ValueError, match="torch Size: 'guest' is no role"):
+    with pytest.raises(ValueError, match="torch Size: 'guest' is not a role"):
         _C.check_metadata_pickle(b"N.", {"torch Size": "guest"})
 
 
@@ -210,9 +210,9 @@ ENUM = name_of(_MEM_FORMAT_ENCODING)
 STATE = b"}X\1\0\0\0xK\1s"  # {"x": 1}
 TWICE = b"".join(b"h%c\x86\x94" % i for i in range(40))  # a value in a tuple twice, and again
 PROGRAMS: dict[str, tuple[bytes, str]] = {
-    "a state for a class": (METADATA + b"N" + STATE + b"\x86b.", "no instance"),
-    "a state for a member of an enum": (ENUM + b"K\0\x85R" + STATE + b"b.", "no instance"),
-    "a state for a size": (b"ctorch\nSize\n)\x85R" + STATE + b"b.", "no instance"),
+    "a state for a class": (METADATA + b"N" + STATE + b"\x86b.", "not an instance"),
+    "a state for a member of an enum": (ENUM + b"K\0\x85R" + STATE + b"b.", "not an instance"),
+    "a state for a size": (b"ctorch\nSize\n)\x85R" + STATE + b"b.", "not an instance"),
     "a second state": (METADATA + b")\x81" + STATE + b"b" + STATE + b"b.", "second state"),
     "slots for what has none": (METADATA + b")\x81N" + STATE + b"\x86b.", "its class's form"),
     "a name of Python's": (METADATA + b")\x81}X\7\0\0\0__doc__K\1sb.", "its class's form"),

@@ -14,8 +14,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from tests.support import DTYPES, random_tensor
 from torch_ckpt import multihost
-from torch_ckpt.multihost import RanksDisagree, calls, layout, trees
-from torch_ckpt.text import ranks_text
+from torch_ckpt._base import trees
+from torch_ckpt._base.formatting import ranks_text
+from torch_ckpt.multihost import RanksDisagree, layout
+from torch_ckpt.ranks import calls
 
 #: For what nothing should be waiting.
 PATIENCE = 60.0

@@ -30,7 +30,7 @@ import torch_ckpt
 from tests.attacks.support import with_entry
 from tests.support import cause_of, load, save, stock_save
 from torch_ckpt import CheckpointError, Corrupt, Unsafe
-from torch_ckpt.objects import decode
+from torch_ckpt.checkpoint.objects import decode
 
 
 def record_of(value: Any, **options: Any) -> bytes:
@@ -472,9 +472,9 @@ def test_importing_and_loading_imports_no_numpy() -> None:
     program = """
 import sys
 sys.modules["numpy"] = None
-import torch_ckpt.objects, torch, io
+import torch_ckpt.checkpoint.objects, torch, io
 stream = io.BytesIO()
 torch.save({"a": 1}, stream)
-assert torch_ckpt.objects.decode(stream.getvalue(), "name", "file") == {"a": 1}
+assert torch_ckpt.checkpoint.objects.decode(stream.getvalue(), "name", "file") == {"a": 1}
 """
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=60)

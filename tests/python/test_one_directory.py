@@ -26,9 +26,9 @@ from tests.children import Answering, context, end_of, fork
 from tests.fault_hooks import at_fault_points, before, failing
 from tests.support import assert_equal, cause_of, data_files, load, save, save_with, stock_load
 from torch_ckpt import CheckpointError, Corrupt, NotCommitted
-from torch_ckpt.directory import OpenDirectory
-from torch_ckpt.generations import Claim
-from torch_ckpt.metadata import read_metadata
+from torch_ckpt.checkpoint.directory import OpenDirectory
+from torch_ckpt.checkpoint.generations import Claim
+from torch_ckpt.checkpoint.metadata import read_metadata
 
 PATIENCE_SECONDS = 60
 
@@ -209,13 +209,13 @@ def test_a_save_does_not_begin_where_it_cannot_keep_its_files_from_being_removed
     tmp_path: Path,
 ) -> None:
     remover = OpenDirectory(tmp_path)
-    assert remover.take_alone()
+    assert remover.try_lock_exclusive()
     with pytest.raises(CheckpointError, match="had the directory for itself") as raised:
         Claim(OpenDirectory(tmp_path), None, patience=0.0)
     assert str(tmp_path) in str(raised.value)
     remover.close()
     # The error is kept, and the descriptor is not.
-    assert OpenDirectory(tmp_path).take_alone()
+    assert OpenDirectory(tmp_path).try_lock_exclusive()
 
 
 def test_a_kept_error_of_a_directory_that_cannot_be_listed_keeps_no_lock(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_a_kept_error_of_a_directory_that_cannot_be_listed_keeps_no_lock(tmp_pat
         pytest.raises(OSError, match="readdir") as kept,
     ):
         Claim(OpenDirectory(tmp_path), None)
-    assert OpenDirectory(tmp_path).take_alone()
+    assert OpenDirectory(tmp_path).try_lock_exclusive()
     assert kept.value.errno == errno.EIO
 
 
@@ -232,9 +232,9 @@ def test_a_copy_of_a_writer_has_no_part_in_its_save(tmp_path: Path) -> None:
     writer = torch_ckpt.FileSystemWriter(tmp_path)
     writer.set_up_for_save(0)
     copies = [pickle.loads(pickle.dumps(writer)), copy.deepcopy(writer), copy.copy(writer)]
-    assert not OpenDirectory(tmp_path).take_alone()
+    assert not OpenDirectory(tmp_path).try_lock_exclusive()
     writer.abandon()
-    assert OpenDirectory(tmp_path).take_alone()
+    assert OpenDirectory(tmp_path).try_lock_exclusive()
     for number, each in enumerate(copies):
         save_with(each, state_of(number))
         assert_holds(tmp_path, number)
@@ -248,7 +248,7 @@ def test_a_file_that_cannot_be_removed_fails_no_save_where_warnings_are_errors(
         warnings.filterwarnings("error", message="(an )?unused file")
         save_with(torch_ckpt.FileSystemWriter(tmp_path), state_of(1))
     assert_holds(tmp_path, 1)
-    assert OpenDirectory(tmp_path).take_alone()
+    assert OpenDirectory(tmp_path).try_lock_exclusive()
 
 
 def test_a_first_save_into_an_empty_directory_has_the_plain_names(tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ def fail_to_save(path: Path) -> None:
 
 def test_a_failed_save_lets_go_of_the_directory_at_once(tmp_path: Path) -> None:
     fail_to_save(tmp_path)
-    assert OpenDirectory(tmp_path).take_alone()
+    assert OpenDirectory(tmp_path).try_lock_exclusive()
 
 
 def test_a_failed_save_with_a_planner_and_a_writer_that_are_kept_lets_go_of_the_directory(
@@ -285,7 +285,7 @@ def test_a_failed_save_with_a_planner_and_a_writer_that_are_kept_lets_go_of_the_
     writer = torch_ckpt.FileSystemWriter(tmp_path)
     with pytest.raises(dcp.CheckpointException, match="no plan"):
         torch_ckpt.save(state_of(9), storage_writer=writer, planner=CannotPlan(), no_dist=True)
-    assert OpenDirectory(tmp_path).take_alone()
+    assert OpenDirectory(tmp_path).try_lock_exclusive()
 
 
 def test_a_claim_that_is_dropped_takes_the_files_of_all_ranks_with_it(tmp_path: Path) -> None:
@@ -349,7 +349,7 @@ def test_a_forked_childs_copy_of_a_claim_neither_removes_nor_keeps_anything(
     # The child lives on, as a worker of a DataLoader does.
     claim.begin_commit()
     claim.committed(b"", {mine.name})
-    assert OpenDirectory(tmp_path).take_alone()
+    assert OpenDirectory(tmp_path).try_lock_exclusive()
     os.close(may_end)
     os.close(end)
     _pid, status = os.waitpid(child, 0)
@@ -487,7 +487,7 @@ def test_a_load_that_has_ended_lets_go_of_the_directory(tmp_path: Path, how: str
     else:
         with pytest.raises(dcp.CheckpointException):
             torch_ckpt.load({"absent": 1}, storage_reader=reader, no_dist=True)
-    assert OpenDirectory(tmp_path).take_alone()
+    assert OpenDirectory(tmp_path).try_lock_exclusive()
 
 
 SAVES_EACH = 12

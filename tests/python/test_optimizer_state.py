@@ -1,4 +1,4 @@
-"""torch_ckpt.app_state: the state of optimizers."""
+"""torch_ckpt.state.app_state: the state of optimizers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import torch_ckpt
 from tests.programs import OPTIMIZERS, State, kept, program, restore, save
 from tests.support import assert_equal
-from torch_ckpt.app_state import AppState
 from torch_ckpt.errors import CheckpointError
+from torch_ckpt.state.app_state import AppState
 
 pytestmark = pytest.mark.filterwarnings("error")
 

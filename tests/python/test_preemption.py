@@ -23,8 +23,8 @@ from tests.fault_hooks import calling
 from tests.gates import in_thread
 from tests.interpreters import run_script
 from torch_ckpt import multihost
-from torch_ckpt.coordination import Meeting
 from torch_ckpt.multihost import PreemptionWatch
+from torch_ckpt.ranks.meeting import Meeting
 
 #: For what nothing should be waiting.
 PATIENCE = 60.0

@@ -7,7 +7,7 @@ import io
 import pytest
 
 from tests.support import Terminal
-from torch_ckpt.progress import Progress, Reporter
+from torch_ckpt._base.progress import Progress, Reporter
 
 
 def drawn(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, title: str = "save x") -> str:

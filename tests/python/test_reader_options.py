@@ -19,7 +19,7 @@ from benchmarks.limits import direct_io_works
 from benchmarks.measure import bytes_read
 from tests.fresh import in_fresh_process
 from tests.support import assert_equal, data_files, emptied, f32, load, pairwise, save
-from torch_ckpt.progress import Progress
+from torch_ckpt._base.progress import Progress
 
 OPTIONS_STATE = {
     "large": f32(1500, 700),

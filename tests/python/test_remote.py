@@ -23,9 +23,9 @@ from tests.remote_steps import (
     state_of,
 )
 from tests.support import assert_equal, cause_of, random_tensor
-from torch_ckpt.remote import RemoteSteps
-from torch_ckpt.remote_files import RemoteFile, age, modified
 from torch_ckpt.steps import MARKER_NAME, LocalSteps, open_steps
+from torch_ckpt.steps.remote import RemoteSteps
+from torch_ckpt.steps.remote_files import RemoteFile, age, modified
 
 
 def test_a_step_makes_the_round_trip(steps: RemoteSteps) -> None:

@@ -12,7 +12,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-import torch_ckpt
 from tests.remote_steps import (
     fail_at,
     loaded,
@@ -22,12 +21,13 @@ from tests.remote_steps import (
 )
 from tests.remote_stores import Hooked, hooked, hooked_url
 from tests.support import assert_equal, cause_of, random_tensor
+from torch_ckpt.checkpoint.metadata import encode_metadata
 from torch_ckpt.errors import Corrupt, Unsafe
-from torch_ckpt.ranges import box_ranges, coalesced
-from torch_ckpt.remote import RemoteSteps
-from torch_ckpt.remote_files import _callback
-from torch_ckpt.remote_reader import RemoteReader
 from torch_ckpt.steps import MARKER_NAME
+from torch_ckpt.steps.remote import RemoteSteps
+from torch_ckpt.steps.remote_files import _callback
+from torch_ckpt.steps.remote_ranges import box_ranges, coalesced
+from torch_ckpt.steps.remote_reader import RemoteReader
 
 
 def bytes_read(part: str = ".distcp") -> int:
@@ -274,7 +274,7 @@ def test_metadata_that_names_a_file_elsewhere_is_refused(flaky: RemoteSteps, sta
     metadata = flaky.metadata(1)
     [info] = metadata.storage_data.values()
     info.relative_path = "../../elsewhere.distcp"
-    flaky._files.write("0000000001/.metadata", torch_ckpt.metadata.encode_metadata(metadata))
+    flaky._files.write("0000000001/.metadata", encode_metadata(metadata))
     with pytest.raises(dcp.CheckpointException) as caught:
         flaky.load(1, {"t": torch.zeros(9)}, no_dist=True)
     assert isinstance(cause_of(caught.value), Unsafe)

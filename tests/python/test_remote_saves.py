@@ -35,9 +35,9 @@ from tests.remote_steps import (
 from tests.remote_stores import BUCKET, Hooked, hooked, hooked_url
 from tests.support import assert_equal, cause_of
 from torch_ckpt.errors import NotCommitted
-from torch_ckpt.remote import LEFTOVER_SECONDS, RemoteSteps
-from torch_ckpt.remote_reader import RemoteReader
 from torch_ckpt.steps import MARKER_NAME, MOST_MARKER_BYTES
+from torch_ckpt.steps.remote import LEFTOVER_SECONDS, RemoteSteps
+from torch_ckpt.steps.remote_reader import RemoteReader
 
 
 def test_an_upload_that_fails_fails_the_save_with_the_url(flaky: RemoteSteps) -> None:
@@ -146,7 +146,7 @@ KILLED = """
 import os, signal, sys
 import torch, torch_ckpt
 from fsspec.implementations.local import LocalFileSystem
-from torch_ckpt.remote import RemoteSteps
+from torch_ckpt.steps.remote import RemoteSteps
 
 def until_the_marker(self, path, data):
     if path.endswith("/write_completed"):
@@ -201,7 +201,7 @@ def test_a_save_replaces_what_a_killed_one_left(killed: RemoteSteps) -> None:
 
 AT_EXIT = """
 import json, sys, fsspec, torch, torch_ckpt
-from torch_ckpt.remote import RemoteSteps
+from torch_ckpt.steps.remote import RemoteSteps
 fsspec.config.conf["s3"] = json.loads(sys.argv[2])
 writer = RemoteSteps(sys.argv[1]).writer(1, attempt="0123abcd")
 handle = torch_ckpt.async_save({"t": torch.arange(9)}, storage_writer=writer, no_dist=True)

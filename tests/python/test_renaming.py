@@ -12,7 +12,7 @@ from torch import nn
 
 import torch_ckpt
 from tests.support import assert_equal, cause_of, save
-from torch_ckpt.renaming import Rename, new_names, new_path
+from torch_ckpt.loading.renaming import Rename, new_names, new_path
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

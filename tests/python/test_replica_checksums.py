@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import torch_ckpt
-from torch_ckpt.replica_check import checksums_of, differing_tensors
+from torch_ckpt.saving.replica_check import checksums_of, differing_tensors
 
 
 @pytest.mark.parametrize("mode", ["warn", "error"])

@@ -11,9 +11,10 @@ import torch.distributed.checkpoint as dcp
 
 import torch_ckpt
 from tests.support import bytes_of, random_tensor, save, stock_save
-from torch_ckpt import replicas
-from torch_ckpt.reader import FileSystemReader, Reading
-from torch_ckpt.replicas import _batches, _choose_owners, _cut_large, _digests
+from torch_ckpt.loading import shared_reads
+from torch_ckpt.loading.reader import FileSystemReader
+from torch_ckpt.loading.reading import Reading
+from torch_ckpt.loading.shared_reads import _batches, _choose_owners, _cut_large, _digests
 
 Plan = list[tuple[bytes | None, int]]
 
@@ -172,4 +173,4 @@ def test_bytes_are_sent_from_where_the_backend_can(
     # torch's: no machine of ours has all of these backends and devices.
     monkeypatch.setattr(torch.distributed, "get_backend_config", lambda _group: config)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    assert replicas._device_of(None, torch.device(wanted)) == torch.device(expected)
+    assert shared_reads._device_of(None, torch.device(wanted)) == torch.device(expected)

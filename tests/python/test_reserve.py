@@ -21,10 +21,10 @@ from tests.fault_hooks import at_fault_points, failing
 from tests.gates import LIMIT, Gate, eventually, in_thread
 from tests.interpreters import run_script
 from tests.support import random_tensor
-from torch_ckpt import _C, host_memory
-from torch_ckpt.background import Background
-from torch_ckpt.host_memory import Reserve
-from torch_ckpt.writer import CHUNK_BYTES
+from torch_ckpt import _C
+from torch_ckpt.saving import host_memory
+from torch_ckpt.saving.background import CHUNK_BYTES, Background
+from torch_ckpt.saving.host_memory import Reserve
 
 
 @pytest.fixture(autouse=True, scope="module")

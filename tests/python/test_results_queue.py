@@ -20,7 +20,7 @@ import pytest
 
 from tests.children import answer_of, in_fork
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.results import ResultsQueue
+from torch_ckpt.megatron.results_queue import ResultsQueue
 
 #: No wait here is meant to be long, in seconds. What waits so long has failed.
 LIMIT = 60.0
@@ -405,7 +405,7 @@ import multiprocessing, os
 from multiprocessing import util
 reading, writing = os.pipe()
 util.Finalize(None, os.close, args=(writing,), exitpriority=0)
-from torch_ckpt.results import ResultsQueue
+from torch_ckpt.megatron.results_queue import ResultsQueue
 results = ResultsQueue()
 
 def child():

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_ckpt.retention import Retention
+from torch_ckpt.manager.retention import Retention
 from torch_ckpt.steps import StepInfo
 
 HOUR = 3600.0

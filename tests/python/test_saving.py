@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_ckpt
 from tests.fault_hooks import at_fault_points
-from torch_ckpt.coordination import Meeting
-from torch_ckpt.saving import PlanCache
+from torch_ckpt.ranks.meeting import Meeting
+from torch_ckpt.saving.session import PlanCache
 
 StateDict = dict[str, Any]
 

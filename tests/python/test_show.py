@@ -24,8 +24,9 @@ from tests.support import (
     save,
     stock_save,
 )
-from torch_ckpt import ShownObject, ShownTensor, cli, showing
-from torch_ckpt.metadata import read_metadata
+from torch_ckpt import ShownObject, ShownTensor, cli
+from torch_ckpt.checkpoint.metadata import read_metadata
+from torch_ckpt.inspection import show
 
 STATE: StateDict = {
     "layers.10.weight": torch.arange(600, dtype=torch.float32).view(20, 30),
@@ -61,7 +62,7 @@ def test_a_tensor_is_shown_with_its_statistics_first_values_and_places(
     assert (item.dtype, item.shape, item.bytes) == ("float32", (20, 30), 2400)
     assert item.first == [0.0, 1.0, 2.0]
     assert item.places == [
-        showing.Place(info.relative_path, info.offset, info.length, (0, 0), (20, 30))
+        show.Place(info.relative_path, info.offset, info.length, (0, 0), (20, 30))
     ]
     assert (item.statistics.min, item.statistics.max, item.statistics.zeros) == (0, 599, 1)
     assert item.statistics.mean == pytest.approx(299.5)
@@ -86,12 +87,12 @@ def test_a_tensor_of_many_boxes_and_shards_has_the_statistics_of_the_whole(tmp_p
 def test_values_that_are_not_finite_are_counted_and_left_out(tmp_path: Path) -> None:
     values = [math.nan, math.inf, -math.inf, -1.0, 3.0, 0.0, -0.0]
     statistics = shown_tensor(tmp_path, torch.tensor(values)).statistics
-    assert statistics == showing.Statistics(-1.0, 3.0, 0.5, 1.5, 2, 1, 2)
+    assert statistics == show.Statistics(-1.0, 3.0, 0.5, 1.5, 2, 1, 2)
 
 
 def test_a_tensor_without_a_finite_value_has_no_mean(tmp_path: Path) -> None:
     item = shown_tensor(tmp_path, torch.tensor([math.nan, math.inf]))
-    assert item.statistics == showing.Statistics(None, None, None, None, 0, 1, 1)
+    assert item.statistics == show.Statistics(None, None, None, None, 0, 1, 1)
     assert "  no finite value, 1 NaN, 1 infinite value" in list(item.lines())
 
 

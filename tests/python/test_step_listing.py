@@ -15,16 +15,9 @@ import pytest
 from tests.fault_hooks import at_fault_points, before, failing
 from tests.local_steps import ATTEMPT, listed, names, saved, state, unfinished, value_of
 from tests.support import assert_equal, data_files
-from torch_ckpt.directory import OpenDirectory
-from torch_ckpt.steps import (
-    MARKER_NAME,
-    PINNED_NAME,
-    LocalSteps,
-    StepInfo,
-    open_steps,
-    put_aside,
-    step_name,
-)
+from torch_ckpt.checkpoint.directory import OpenDirectory
+from torch_ckpt.steps import MARKER_NAME, PINNED_NAME, LocalSteps, StepInfo, open_steps, step_name
+from torch_ckpt.steps.local import put_aside
 
 
 @pytest.fixture

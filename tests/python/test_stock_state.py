@@ -22,8 +22,8 @@ from torch.optim import lr_scheduler
 
 import torch_ckpt
 from tests.support import assert_equal, cause_of, stock_load, stock_save
-from torch_ckpt.app_state import AppState
 from torch_ckpt.errors import CheckpointError, LoadMismatch
+from torch_ckpt.state.app_state import AppState
 
 State = dict[str, Any]
 

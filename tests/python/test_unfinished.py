@@ -15,9 +15,8 @@ import torch
 
 from tests.support import random_tensor
 from torch_ckpt import _C
-from torch_ckpt.background import Background, EngineOptions
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.writer import CHUNK_BYTES
+from torch_ckpt.saving.background import CHUNK_BYTES, Background, EngineOptions
 
 #: No wait here is meant to be long, in seconds.
 LIMIT = 60.0

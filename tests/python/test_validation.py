@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.metadata import (
 import torch_ckpt
 from tests.support import assert_equal, emptied, load, save, stock_save
 from torch_ckpt import Corrupt
-from torch_ckpt.metadata import read_metadata
-from torch_ckpt.validation import check_metadata, lies_beneath
+from torch_ckpt.checkpoint.metadata import read_metadata
+from torch_ckpt.checkpoint.validation import check_metadata, lies_beneath
 
 STATE: dict[str, Any] = {
     "weight": torch.arange(12.0).reshape(3, 4),

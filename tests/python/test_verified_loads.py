@@ -24,8 +24,8 @@ from tests.support import (
     random_tensor,
     stock_save,
 )
+from torch_ckpt.checkpoint.metadata import checksum_tables, encode_metadata, read_metadata
 from torch_ckpt.errors import Corrupt
-from torch_ckpt.metadata import checksum_tables, encode_metadata, read_metadata
 
 BLOCK = 64 << 10
 

@@ -62,7 +62,7 @@ class TorchCkptIO(*_bases()):  # type: ignore[misc]
     durable; where that one fails, it stays.
 
     ``ModelCheckpoint(save_last="link")`` needs ``async_saves=False``: it moves the link when a save
-    returns, and a crash before that save is durable would leave it on what is no checkpoint.
+    returns, and a crash before that save is durable would leave it without a checkpoint.
 
     Not thread-safe, as all of Lightning's plugins. Works on local directories.
 
@@ -221,7 +221,7 @@ def _remove(path: str) -> None:
     if os.path.islink(path) or os.path.isfile(path):
         os.remove(path)
     elif os.path.isdir(path):
-        # Without it the directory is no checkpoint, whatever happens on the way.
+        # Without it the directory is not a checkpoint, whatever happens on the way.
         metadata = os.path.join(path, ".metadata")
         if os.path.exists(metadata):
             os.remove(metadata)

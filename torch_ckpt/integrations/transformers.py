@@ -135,7 +135,7 @@ class CheckpointCallback(transformers.TrainerCallback):
             self.manager.wait_until_finished()
         finally:
             # Whether a save has failed all ranks know alike at its end only; an earlier one's error
-            # is no reason to lose the last step.
+            # is not a reason to lose the last step.
             if self.manager.last_step != state.global_step:
                 self._save(force=True)
                 self.manager.wait_until_finished()
@@ -174,7 +174,7 @@ class CheckpointCallback(transformers.TrainerCallback):
         metrics = self._metrics if self._evaluated_at == step else {}
         best = self.manager.best_metric
         if not metrics and isinstance(best, str):
-            # It has not been evaluated: that is no error.
+            # It has not been evaluated: that is not an error.
             metrics = {best: math.nan}
         # On several ranks it is a collective: while the state is read, the others would wait in it
         # for a rank that has failed before.

@@ -1,6 +1,7 @@
-"""What the ranks of a training job do together, for whole trees of values: agree on a name, a tree
-or the step to stop at, send a tree from one rank to all, gather and compare the trees of all, and
-make DTensors of local tensors.
+"""What the ranks of a training job do together, for whole trees of values.
+
+They agree on a name, a tree or the step to stop at, send a tree from one rank to all, gather and
+compare the trees of all, and make DTensors of local tensors.
 
 In the meaning of ``jax.experimental.multihost_utils``, in the terms of ``torch.distributed``.
 Without that every function works too, with one rank. Names, checksums and steps go through the
@@ -8,11 +9,11 @@ process group's store, so that a rank that is dead or does something else is nam
 place of a hang; tensors go by its collectives. docs/multihost.md has more.
 """
 
-from torch_ckpt.multihost.calls import RanksDisagree
-from torch_ckpt.multihost.comparing import assert_equal, sync_global_devices
+from torch_ckpt.multihost.comparison import assert_equal, sync_global_devices
 from torch_ckpt.multihost.layout import global_to_local, local_to_global
 from torch_ckpt.multihost.moving import broadcast_one_to_all, process_allgather
-from torch_ckpt.multihost.preemption import (
+from torch_ckpt.ranks.calls import RanksDisagree
+from torch_ckpt.ranks.preemption import (
     PreemptionWatch,
     reached_preemption_sync_point,
     watch_for_preemption,

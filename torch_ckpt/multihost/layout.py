@@ -9,9 +9,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from torch_ckpt.coordination import TIMEOUT_SECONDS
-from torch_ckpt.multihost.calls import Call, Disagreement
-from torch_ckpt.multihost.trees import Tree, children, differences, digest, is_array
+from torch_ckpt._base.trees import Tree, children, differences, digest, is_array
+from torch_ckpt.ranks.calls import Call, Disagreement
+from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS
 
 #: What a leaf's placements are: one for each dimension of the mesh; None: the leaf stays as it is.
 Placements = Sequence[Placement] | None

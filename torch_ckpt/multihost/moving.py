@@ -17,9 +17,8 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch.distributed.tensor import DTensor
 
-from torch_ckpt.coordination import TIMEOUT_SECONDS, first_line
-from torch_ckpt.multihost.calls import Call, Disagreement
-from torch_ckpt.multihost.trees import (
+from torch_ckpt._base.formatting import ranks_text
+from torch_ckpt._base.trees import (
     Tree,
     array_bytes,
     as_bytes,
@@ -30,8 +29,10 @@ from torch_ckpt.multihost.trees import (
     is_strided,
     kind,
 )
-from torch_ckpt.replicas import _batches, _current_index, _device_of
-from torch_ckpt.text import ranks_text
+from torch_ckpt.loading.shared_reads import _batches, _current_index, _device_of
+from torch_ckpt.ranks.calls import Call, Disagreement
+from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS
+from torch_ckpt.ranks.outcomes import first_line
 
 #: Bytes that are sent at once.
 BATCH_BYTES = 64 << 20

@@ -1,6 +1,6 @@
-"""What a training loop needs beside the engine: logs, profiles, peak rates, pictures of graphs, and
-steps saved and loaded in one call.
+"""What a training loop needs beside the engine.
 
+That is logs, profiles, peak rates, pictures of graphs, and steps saved and loaded in one call.
 Separate from the engine: nothing in ``torch_ckpt`` imports it. Every rank calls the same functions;
 rank 0 writes, and no rank waits for another except in :func:`log`, for the values of DTensors, and
 for steps, which all ranks write and read. Without ``torch.distributed`` the process is rank 0.

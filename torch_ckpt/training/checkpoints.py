@@ -1,7 +1,7 @@
 """Steps saved and found again by two functions, for loops that need no more.
 
 A :class:`torch_ckpt.CheckpointManager` over the same directory sees the same steps, and loads them
-into the same state: all three take it through :class:`torch_ckpt.app_state.AppState`.
+into the same state: all three take it through :class:`torch_ckpt.state.app_state.AppState`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch_ckpt.training.files import StrPath, join
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from torch_ckpt.loading import LoadReport
+    from torch_ckpt.loading.report import LoadReport
     from torch_ckpt.steps import StepStore
 
 _TIMEOUT_SECONDS = 300.0
@@ -57,7 +57,7 @@ def save_checkpoint(
         overwrite: whether a complete step may be replaced; it stays until the new one is complete.
         process_group: the ranks that save together; the default group if None.
         timeout: seconds after which a rank that gives no sign of life is given up.
-        staging_dir: as for :class:`torch_ckpt.remote.RemoteSteps`.
+        staging_dir: as for :class:`torch_ckpt.steps.remote.RemoteSteps`.
         max_io_threads: the writer's ``thread_count``; None chooses for the machine.
         writer_options: passed to :class:`torch_ckpt.FileSystemWriter`.
 
@@ -71,8 +71,8 @@ def save_checkpoint(
         ImportError, ValueError: of the URL, or of options that contradict each other.
     """
     from torch_ckpt.api import save
-    from torch_ckpt.app_state import AppState
-    from torch_ckpt.multihost.calls import Call
+    from torch_ckpt.ranks.calls import Call
+    from torch_ckpt.state.app_state import AppState
     from torch_ckpt.steps import open_steps, step_name
 
     options = _with_threads(writer_options, max_io_threads)
@@ -125,7 +125,7 @@ def load_checkpoint_if_it_exists(
         state: as for :func:`save_checkpoint`; plain values in it are replaced.
         process_group: the ranks that load together; the default group if None.
         timeout: seconds after which a rank that has not come is given up.
-        staging_dir: as for :class:`torch_ckpt.remote.RemoteSteps`.
+        staging_dir: as for :class:`torch_ckpt.steps.remote.RemoteSteps`.
         max_io_threads: the reader's ``thread_count``: reads under way at once; None: 8.
         strict: raise ``LoadMismatch`` where something in the state is missing in the step, or has
             another shape or dtype there. False: load what fits, and convert dtypes.
@@ -141,10 +141,10 @@ def load_checkpoint_if_it_exists(
         OSError: the directory cannot be listed; ``RuntimeError`` on the other ranks.
         ImportError, ValueError: of the URL, or of options that contradict each other.
     """
-    from torch_ckpt.app_state import AppState
-    from torch_ckpt.multihost.calls import Call
+    from torch_ckpt._base.formatting import some_of
+    from torch_ckpt.ranks.calls import Call
+    from torch_ckpt.state.app_state import AppState
     from torch_ckpt.steps import open_steps
-    from torch_ckpt.text import some_of
 
     options = _with_threads(load_options, max_io_threads)
     opened: list[StepStore] = []
@@ -171,7 +171,8 @@ def load_checkpoint_if_it_exists(
 
         def load(target: dict[str, Any]) -> None:
             options["strict"] = "dtypes" if strict else False
-            reports.append(steps.load(newest, target, process_group=process_group, **options))
+            told = {"process_group": process_group, "timeout": timeout, **options}
+            reports.append(steps.load(newest, target, **told))
 
         AppState(state).restore(load, call=_LOAD, process_group=process_group, timeout=timeout)
         if load_options.get("names") is None:

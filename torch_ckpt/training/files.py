@@ -89,7 +89,7 @@ def _is_url(path: str) -> bool:
 def _resolve(url: str) -> tuple[Any, str]:
     """The file system of a URL, and the path on it."""
     # Not before it is needed, as fsspec itself.
-    from torch_ckpt.remote_files import resolve
+    from torch_ckpt.steps.remote_files import resolve
 
     return resolve(url)
 

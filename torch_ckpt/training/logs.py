@@ -23,7 +23,7 @@ import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
-from torch_ckpt.text import printable
+from torch_ckpt._base.formatting import printable
 from torch_ckpt.training.ranks import rank
 
 # More of them would hide each other.
@@ -90,7 +90,7 @@ def log(step: SupportsIndex, logger: Logger, output: Any) -> None:
 
     Raises:
         ValueError: the tree holds what cannot be logged; it is named, and nothing was logged.
-        TypeError: ``logger`` is none of the above (on rank 0), or ``step`` is no integer.
+        TypeError: ``logger`` is none of the above (on rank 0), or ``step`` is not an integer.
     """
     number = operator.index(step)
     refusals: list[str] = []

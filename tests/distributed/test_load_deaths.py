@@ -1,0 +1,180 @@
+"""Ranks that are killed or stopped in each phase of a load or a restore: the others say so, in time
+and by name."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+import torch_ckpt
+from tests.fault_hooks import before
+from tests.ranks import ranks
+
+#: Seconds after which a silent rank is given up.
+TIMEOUT = 2.0
+
+#: For what nothing should be waiting.
+PATIENCE_SECONDS = 60.0
+
+#: Groups at the same time; they mostly wait.
+GROUPS_AT_ONCE = 4
+
+STEP = 3
+
+#: By phase the step that the others see fail.
+STEPS = {"comparing": "plan", "reading": "load", "taking": "finish"}
+
+
+@dataclass(frozen=True)
+class Death:
+    """One case.
+
+    Attributes:
+        how: "killed" or "stopped".
+        phase: of ``STEPS``.
+        victim: the rank; 0 is the coordinator.
+        by: "load" or "restore".
+    """
+
+    how: str
+    phase: str
+    victim: int
+    by: str
+
+    def __str__(self) -> str:
+        return f"rank {self.victim} {self.how} while {self.phase} in {self.by}"
+
+
+# What a state does itself manager.restore looks after in calls of its own.
+CASES = [
+    Death(how, phase, victim, by)
+    for by, phases in (("load", list(STEPS)), ("restore", ["reading"]))
+    for phase in phases
+    for how in ("killed", "stopped")
+    for victim in (0, 1)
+]
+
+
+class Dying:
+    """A ``Stateful`` that dies in one of its methods."""
+
+    def __init__(self, phase: str, die: Callable[[], None]) -> None:
+        self._acts = {phase: die}
+        self._value = torch.zeros(10)
+
+    def state_dict(self) -> dict[str, Any]:
+        self._acts.get("comparing", lambda: None)()
+        return {"t": self._value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._acts.get("taking", lambda: None)()
+
+
+def state() -> dict[str, Any]:
+    return {"t": torch.ones(1000), "s": {"t": torch.ones(10)}}
+
+
+def save(root: Path) -> None:
+    with torch_ckpt.CheckpointManager(root, timeout=PATIENCE_SECONDS) as manager:
+        manager.save(STEP, state())
+
+
+def load(root: Path, by: str, timeout: float, dying: Any = None) -> None:
+    target = state() | ({} if dying is None else {"s": dying})
+    if by == "restore":
+        with torch_ckpt.CheckpointManager(root, timeout=timeout, read_only=True) as manager:
+            manager.restore(target)
+    else:
+        torch_ckpt.load(target, root / f"{STEP:010d}", timeout=timeout)
+
+
+def run_rank(results: Connection, root: Path, death: Death) -> None:
+    """One rank: sends who failed, the text, and how long it took; None where nobody did."""
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=PATIENCE_SECONDS))
+    # To connect and to import what is imported late takes time that the case has not.
+    load(root, death.by, PATIENCE_SECONDS)
+    begun = time.monotonic()
+    with ExitStack() as stack:
+        dying = None
+        if dist.get_rank() == death.victim:
+            number = signal.SIGKILL if death.how == "killed" else signal.SIGSTOP
+
+            def die() -> None:
+                results.send("dies")
+                os.kill(os.getpid(), number)
+
+            if death.phase == "reading":
+                stack.enter_context(before("open", die, "*.distcp"))
+            else:
+                dying = Dying(death.phase, die)
+        outcome: Any = None
+        try:
+            load(root, death.by, TIMEOUT, dying)
+        except CheckpointException as error:
+            outcome = sorted(error.failures), str(error), time.monotonic() - begun
+        results.send(outcome)
+        results.recv()  # the group may end
+        os._exit(0)
+
+
+@dataclass
+class Found:
+    """What came of a case on the rank that lives, and on the one that was stopped."""
+
+    other: Any
+    victim: Any = None
+
+
+def play(root: Path, death: Death) -> Found:
+    with ranks(2, run_rank, root, death) as group:
+        assert group.answer(death.victim) == "dies"
+        found = Found(group.answer(1 - death.victim))
+        if death.how == "stopped":
+            group.children[death.victim].signal(signal.SIGCONT)
+            found.victim = group.answer(death.victim)
+        return found
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Death, Future[Found]]]:
+    """All cases, some at a time, from one checkpoint."""
+    root = tmp_path_factory.mktemp("deaths")
+    save(root)
+    with ThreadPoolExecutor(GROUPS_AT_ONCE) as pool:
+        yield {death: pool.submit(play, root, death) for death in CASES}
+
+
+@pytest.mark.parametrize("death", CASES, ids=str)
+def test_a_rank_that_falls_silent_fails_the_load_by_name_in_time(
+    played: dict[Death, Future[Found]], death: Death
+) -> None:
+    silent, text, seconds = played[death].result().other
+    # The others wait for the coordinator for longer than it waits for them.
+    patience = 1.25 * TIMEOUT if death.victim == 0 else TIMEOUT
+    assert silent == [death.victim]
+    assert f"gave no sign of life for {patience:g} s in '{STEPS[death.phase]}'" in text
+    assert seconds < PATIENCE_SECONDS / 2
+
+
+@pytest.mark.parametrize("death", [d for d in CASES if d.how == "stopped"], ids=str)
+def test_a_rank_that_goes_on_after_it_was_given_up_fails_too(
+    played: dict[Death, Future[Found]], death: Death
+) -> None:
+    silent, _text, _seconds = played[death].result().victim
+    assert silent == [death.victim]

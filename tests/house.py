@@ -1,0 +1,200 @@
+"""The packages of torch_ckpt and the folders of csrc: which may use which, and which does.
+
+``python -m tests.house`` writes the picture in docs/design.md anew.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[1]
+DESIGN = REPOSITORY / "docs" / "design.md"
+BEGIN, END = "<!-- the house: begin -->\n", "<!-- the house: end -->\n"
+
+#: Packages and modules of torch_ckpt, from the top down. Each uses those of lower floors alone. ""
+#: is torch_ckpt itself, whose names are the public ones.
+FLOORS: tuple[tuple[str, ...], ...] = (
+    ("integrations",),
+    ("",),
+    ("__main__", "events", "intervals", "nvrx", "retention"),
+    ("cli", "training"),
+    ("conversion", "manager"),
+    ("steps",),
+    ("state",),
+    ("api",),
+    ("inspection", "megatron", "multihost"),
+    ("loading", "saving"),
+    ("checkpoint", "ranks"),
+    ("_base", "errors"),
+)
+
+#: Folders of csrc and files beside them, likewise.
+CSRC_FLOORS: tuple[tuple[str, ...], ...] = (
+    ("python",),
+    ("commit", "engine"),
+    ("staging",),
+    ("format", "os", "planning"),
+    ("checked_math", "error"),
+)
+
+Graph = dict[str, set[str]]
+
+
+def imports(package: Path) -> Graph:
+    """By module of a package which of its modules that imports, also within functions and by a
+    string that ``import_module`` gets."""
+    root = package.name
+    files = {_module_of(path, package.parent): path for path in package.rglob("*.py")}
+    graph: Graph = {}
+    for name, path in files.items():
+        tree = ast.parse(path.read_text())
+        within = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        found = {_file_of(used, files) for used in _used(tree, within)}
+        # The extension, and what it has, is not a module here.
+        graph[name] = {
+            used
+            for used in found - {name}
+            if used.partition(".")[0] == root and not used.startswith(f"{root}._C")
+        }
+    return graph
+
+
+def _module_of(path: Path, above: Path) -> str:
+    return ".".join(path.relative_to(above).with_suffix("").parts).removesuffix(".__init__")
+
+
+def _file_of(used: str, files: Mapping[str, Path]) -> str:
+    """The module of a name that may be a module or a name within one."""
+    parent = used.rpartition(".")[0]
+    return parent if used not in files and parent in files and not used.endswith("._C") else used
+
+
+def _used(tree: ast.AST, within: str) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = within.split(".")[: -(node.level - 1) or None] if node.level else []
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            function = node.func
+            called = getattr(function, "attr", getattr(function, "id", None))
+            if called in ("import_module", "__import__") and isinstance(node.args[0].value, str):
+                yield node.args[0].value
+
+
+def includes(folder: Path) -> Graph:
+    """By source or header of csrc, without its ending, which of them that includes."""
+    graph: Graph = defaultdict(set)
+    for path in (*folder.rglob("*.h"), *folder.rglob("*.cpp")):
+        name = str(path.relative_to(folder).with_suffix(""))
+        text = path.read_text()
+        found = re.findall(r'^ *#include "([^"]+)"', text, re.M)
+        graph[name] |= {str(Path(other).with_suffix("")) for other in found} - {name}
+    return dict(graph)
+
+
+def part_of(module: str) -> str:
+    """The package or folder of a module, or the module itself where it is in none."""
+    names = module.removeprefix("torch_ckpt.").replace("/", ".").split(".")
+    return "" if names[0] == "torch_ckpt" else names[0]
+
+
+def upward(graph: Graph, floors: tuple[tuple[str, ...], ...]) -> list[str]:
+    """What uses something that is not on a lower floor, and not in the same package."""
+    floor_of = {part: floor for floor, parts in enumerate(floors) for part in parts}
+    return [
+        f"{name} uses {used}"
+        for name, all_used in sorted(graph.items())
+        for used in sorted(all_used)
+        if part_of(name) != part_of(used) and floor_of[part_of(used)] <= floor_of[part_of(name)]
+    ]
+
+
+def circles(graph: Graph) -> list[str]:
+    """One for each module at which a walk comes back to where it is."""
+    found: list[str] = []
+    ended: set[str] = set()
+
+    def walk(name: str, way: list[str]) -> None:
+        if name in way:
+            found.append(" -> ".join([*way[way.index(name) :], name]))
+        elif name not in ended:
+            for used in sorted(graph.get(name, ())):
+                walk(used, [*way, name])
+            ended.add(name)
+
+    for name in sorted(graph):
+        walk(name, [])
+    return found
+
+
+def picture() -> str:
+    """The floors from the top down: what is in each part, and which parts it uses."""
+    lines = ["```"]
+    graph = imports(REPOSITORY / "torch_ckpt")
+    for floor in FLOORS:
+        for part in floor:
+            lines += _lines_of(
+                f"torch_ckpt/{part}".rstrip("/"), _sentence(part), _parts(graph, part)
+            )
+        lines.append("")
+    lines.append("csrc")
+    graph = includes(REPOSITORY / "csrc")
+    for floor in CSRC_FLOORS:
+        for part in floor:
+            lines += _lines_of(f"csrc/{part}", CSRC[part], _parts(graph, part))
+    return "\n".join([*lines, "```", ""])
+
+
+#: One sentence for each part of csrc.
+CSRC = {
+    "python": "Bindings: they parse, release the GIL, call and translate.",
+    "engine": "File images, the sessions of saves, loads and verifications, results, thread pools.",
+    "commit": "The commit of a checkpoint, numbered.",
+    "staging": "Sources, copies from host and device, the pool of chunks.",
+    "format": "What the bytes are: records, pickles, checksum tables, CRC-32.",
+    "os": "The only folder with system calls, and the fault points for tests.",
+    "planning": "Who goes where: buckets, regions, read units.",
+    "checked_math": "The only place that adds or compares offsets from outside.",
+    "error": "One code for each defect, and Result<T>.",
+}
+
+
+def _lines_of(part: str, sentence: str, used: list[str]) -> list[str]:
+    return [f"{part:<26}{sentence}", *([f"{'':<28}uses {', '.join(used)}"] if used else [])]
+
+
+def _parts(graph: Graph, part: str) -> list[str]:
+    used = {
+        part_of(other)
+        for name, others in graph.items()
+        if part_of(name) == part
+        for other in others
+    }
+    return sorted(used - {part, ""})
+
+
+def _sentence(part: str) -> str:
+    """The first of a package's or module's docstring."""
+    package = REPOSITORY / "torch_ckpt" / part
+    file = package / "__init__.py" if package.is_dir() else package.with_suffix(".py")
+    text = ast.get_docstring(ast.parse(file.read_text())) or ""
+    return " ".join(text.split("\n\n")[0].split())
+
+
+def drawn(text: str) -> str:
+    """A document with the picture of now between its marks."""
+    before, rest = text.split(BEGIN)
+    return before + BEGIN + picture() + END + rest.split(END)[1]
+
+
+if __name__ == "__main__":
+    DESIGN.write_text(drawn(DESIGN.read_text()))
+    sys.exit(0)

@@ -1,0 +1,90 @@
+"""The house that docs/design.md draws: arrows point down, and nothing goes round in a circle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.house import (
+    CSRC_FLOORS,
+    DESIGN,
+    FLOORS,
+    REPOSITORY,
+    circles,
+    drawn,
+    imports,
+    includes,
+    part_of,
+    upward,
+)
+
+
+@pytest.fixture(scope="module")
+def modules() -> dict[str, set[str]]:
+    return imports(REPOSITORY / "torch_ckpt")
+
+
+@pytest.fixture(scope="module")
+def sources() -> dict[str, set[str]]:
+    return includes(REPOSITORY / "csrc")
+
+
+def test_every_module_is_in_a_package_that_has_a_floor(modules: dict[str, set[str]]) -> None:
+    known = {part for floor in FLOORS for part in floor}
+    assert {part_of(name) for name in modules} == known
+
+
+def test_imports_point_down(modules: dict[str, set[str]]) -> None:
+    assert upward(modules, FLOORS) == []
+
+
+def test_no_imports_go_round_in_a_circle(modules: dict[str, set[str]]) -> None:
+    assert circles(modules) == []
+
+
+def test_there_are_at_most_a_dozen_modules_beside_the_packages() -> None:
+    assert len(list((REPOSITORY / "torch_ckpt").glob("*.py"))) <= 12
+
+
+def test_includes_point_down(sources: dict[str, set[str]]) -> None:
+    assert {part_of(name) for name in sources} == {part for floor in CSRC_FLOORS for part in floor}
+    assert upward(sources, CSRC_FLOORS) == []
+
+
+def test_no_includes_go_round_in_a_circle(sources: dict[str, set[str]]) -> None:
+    assert circles(sources) == []
+
+
+def test_the_picture_in_the_design_is_that_of_the_imports() -> None:
+    text = DESIGN.read_text()
+    assert drawn(text) == text, "python -m tests.house draws it anew"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from torch_ckpt.low import thing",
+        "import torch_ckpt.low",
+        "from . import low",
+        "from .low import thing",
+        "from torch_ckpt import low",
+        "def f():\n    from torch_ckpt.low import thing",
+        "import importlib\nimportlib.import_module('torch_ckpt.low')",
+        "if TYPE_CHECKING:\n    from torch_ckpt.low import Kind",
+    ],
+)
+def test_an_import_is_found_however_it_is_written(tmp_path: Path, line: str) -> None:
+    package = tmp_path / "torch_ckpt"
+    package.mkdir()
+    for name, text in (("__init__", ""), ("low", ""), ("high", line)):
+        (package / f"{name}.py").write_text(text + "\n")
+    graph = imports(package)
+    assert graph["torch_ckpt.high"] - {"torch_ckpt"} == {"torch_ckpt.low"}
+    assert "torch_ckpt.high uses torch_ckpt.low" in upward(graph, (("",), ("low",), ("high",)))
+    assert upward(graph, (("high",), ("",), ("low",))) == []
+
+
+def test_a_circle_is_found() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}
+    assert circles(graph) == ["a -> b -> c -> a"]

@@ -1,0 +1,1 @@
+"""What every part uses: the log, words for people, progress, options and paths."""

@@ -1,0 +1,149 @@
+"""Whether what is stored of a tensor is all of it: a save that lost a shard is not loaded.
+
+Counting elements is enough where there is one shard. Two that overlap have as many as there are,
+and do not reach all: then shards are looked at as boxes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
+from torch.distributed.tensor import DTensor
+
+from torch_ckpt.errors import Corrupt
+
+#: Offsets and sizes, by dimension.
+Box = tuple[Sequence[int], Sequence[int]]
+
+# A box has two to this many corners; nobody cuts tensors in as many dimensions.
+_MOST_CUT = 6
+
+
+def require_cover(
+    metadata: Metadata, targets: Mapping[str, Any], items: Iterable[ReadItem]
+) -> None:
+    """Raises Corrupt where a plan does not read all that a target has room for.
+
+    Args:
+        targets: tensors and other values by fully qualified name; all are in the metadata.
+        items: the plan.
+    """
+    planned: dict[tuple[str, Any], list[Box]] = defaultdict(list)
+    for item in items:
+        index = item.dest_index
+        planned[index.fqn, index.offset].append((item.dest_offsets, item.lengths))
+    for name, target in targets.items():
+        stored = metadata.state_dict_metadata[name]
+        if not isinstance(stored, TensorStorageMetadata):
+            continue
+        for chunk in chunks_here(target):
+            places = zip(chunk.offsets, chunk.sizes, tuple(stored.size), strict=True)
+            wanted = tuple(
+                max(min(begin + length, end) - begin, 0) for begin, length, end in places
+            )
+            require_all(name, wanted, planned[name, chunk.offsets], chunk.offsets)
+
+
+def require_all(
+    name: str, wanted: Sequence[int], boxes: Sequence[Box], offsets: Sequence[int]
+) -> None:
+    """Raises Corrupt where boxes do not fill what is wanted of a tensor.
+
+    Args:
+        wanted: its size.
+        boxes: what is stored of it, counted from where it begins.
+        offsets: where it begins in the tensor.
+    """
+    count = math.prod(wanted)
+    planned = sum(math.prod(sizes) for _, sizes in boxes)
+    if planned < count:
+        raise Corrupt(
+            f"{name}: the metadata has shards with {planned} of the {count} elements that are "
+            "wanted; the save that wrote it was incomplete"
+        )
+    if len(boxes) > 1:
+        gap = gap_in(tuple(wanted), boxes)
+        if gap is not None:
+            place = [begin + inner for begin, inner in zip(offsets, gap, strict=True)]
+            raise Corrupt(
+                f"{name}: the metadata has shards that overlap, and none with element {place}; the "
+                "save that wrote it was incomplete"
+            )
+
+
+def gap_in(whole: tuple[int, ...], boxes: Sequence[Box]) -> list[int] | None:
+    """The first element that none of the boxes has, all of which lie in a tensor of that size."""
+    if 0 in whole or _tile(whole, boxes):
+        return None
+    return _gap(whole, [tuple(zip(*box, strict=True)) for box in boxes])
+
+
+def _tile(whole: tuple[int, ...], boxes: Sequence[Box]) -> bool:
+    """Whether boxes fill it, each element once; False where that is hard to tell.
+
+    They do if, and only if, their corners cancel out but for those of the whole, where a corner
+    counts -1 for each dimension in which it is the far end. Other than comparing boxes with each
+    other this takes no longer for each where there are many.
+    """
+    cut = [d for d, size in enumerate(whole) if any(sizes[d] != size for _, sizes in boxes)]
+    if len(cut) > _MOST_CUT:
+        return False
+    if not cut:
+        return len(boxes) == 1
+    corners: dict[tuple[int, ...], int] = defaultdict(int)
+    signs = [math.prod(signs) for signs in product((1, -1), repeat=len(cut))]
+    for offsets, sizes in boxes:
+        if 0 in sizes:
+            continue
+        ends = [(offsets[d], offsets[d] + sizes[d]) for d in cut]
+        for corner, sign in zip(product(*ends), signs, strict=True):
+            corners[corner] += sign
+    for corner, sign in zip(product(*((0, whole[d]) for d in cut)), signs, strict=True):
+        corners[corner] -= sign
+    return not any(corners.values())
+
+
+def _gap(whole: tuple[int, ...], boxes: list[tuple[tuple[int, int], ...]]) -> list[int] | None:
+    """The same; offset and length of a box, by dimension."""
+    if 0 in whole:
+        return None
+    if not boxes:
+        return [0] * len(whole)
+    if not whole:
+        return None
+    # Between two cuts across the first dimension the same boxes lie side by side.
+    cuts = sorted({0, *(edge for box in boxes for edge in (box[0][0], sum(box[0])))} - {whole[0]})
+    seen: dict[frozenset[tuple[tuple[int, int], ...]], list[int] | None] = {}
+    for begin in cuts:
+        across = frozenset(b[1:] for b in boxes if b[0][0] <= begin < sum(b[0]))
+        if not across:
+            return [begin] + [0] * (len(whole) - 1)
+        if across not in seen:
+            seen[across] = _gap(whole[1:], list(across))
+        inner = seen[across]
+        if inner is not None:
+            return [begin, *inner]
+    return None
+
+
+def chunks_here(value: Any) -> list[ChunkStorageMetadata]:
+    """Which parts of a tensor this rank has.
+
+    Raises:
+        ValueError: it is not a tensor.
+    """
+    # torch makes up an element for ranks outside of the mesh.
+    if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
+        return []
+    return _create_chunk_list(value)

@@ -1,0 +1,218 @@
+"""Objects of a checkpoint, without running what they ask for.
+
+An object is stored as ``torch.save`` writes it: an archive with a pickle, which is a program, and
+the data of the tensors in it. DCP's planner runs that program. Here it goes through an interpreter
+that knows a list of names, what each may be called with, and what may be done to the result:
+
+1. The archive holds its entries uncompressed, and nothing that is a program for TorchScript.
+2. A name is looked up in the list, or among those that the user has declared to be safe
+   (``torch.serialization.add_safe_globals``). It is never imported because a pickle asks for it.
+3. A listed callable is called through a function of ours, which checks the arguments: what is made
+   is never larger than what is stored.
+4. State is set only on what this very load has made: never on a class, a function or a singleton.
+5. What is copied is counted: a pickle may name one text a million times, and ask for a copy each.
+
+``torch.load(weights_only=True)`` is not used: its list can be extended only for the whole process
+(other threads' loads too, and leaving ``safe_globals`` removes what the user had added), it has no
+deque, no defaultdict and no limit for what a constructor allocates, and before torch 2.15 it does
+not validate sparse tensors.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from torch_ckpt._base.formatting import printable
+from torch_ckpt._base.log import warn
+from torch_ckpt.checkpoint.unpickler import Archive, NoSuchDevice, Unpickler
+from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
+
+#: Types of what loads whatever it holds, and needs no look.
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+_CONTAINERS = (list, tuple, set, frozenset, deque)
+
+# (name, types) of what has been looked at.
+_checked: set[tuple[str, frozenset[type]]] = set()
+# Types of what has been found to load without allow_pickle.
+_known_to_load: set[frozenset[type]] = set()
+
+# Characters of an error that come from the pickle.
+_LONGEST_REASON = 400
+
+
+def decode(data: bytes | memoryview, name: str, file: str) -> Any:
+    """An object from the bytes that ``torch.save`` made of it.
+
+    Tensors in it go to the devices that they were saved from, as with ``torch.load``.
+
+    Args:
+        data: its record.
+        name: the fully qualified name, for messages.
+        file: where the record lies, for messages.
+
+    Raises:
+        Unsafe: it names something that is neither on the list nor declared safe by the user.
+        Corrupt: it is not what ``torch.save`` writes.
+        CheckpointError: a tensor in it was saved from a device that this process does not have.
+    """
+    try:
+        archive = Archive(data)
+        return Unpickler(archive).load()
+    except Unsafe as error:
+        raise Unsafe(
+            f"{name}: the object in {file} {_told(error)}; pass allow_pickle=True only if you "
+            "trust its writer, or torch.serialization.add_safe_globals([...]) types of your own"
+        ) from None
+    except NoSuchDevice as error:
+        raise CheckpointError(
+            f"{name}: the object in {file} has a tensor for {error}; load it where that device is, "
+            "or, if you trust its writer, with allow_pickle=True and a planner whose load_bytes "
+            "calls torch.load(map_location=...)"
+        ) from None
+    except Exception as error:
+        raise Corrupt(
+            f"{name}: the object in {file} is not one that torch.save has written: "
+            f"{_told(error)}; with allow_pickle=True the planner gets it unread"
+        ) from error
+
+
+def unpicklable(name: str, value: Any, error: Exception) -> CheckpointError:
+    """What to raise for an object that cannot be saved.
+
+    Args:
+        name: its fully qualified name.
+        error: why it can neither be pickled nor copied.
+    """
+    name, value = _culprit(name, value, _record)
+    return CheckpointError(
+        f"{name}: an object of type {type(value).__qualname__} cannot be saved "
+        f"({type(error).__name__}: {error}); leave it out of the state, or save the tensors, "
+        "numbers and strings that it is made of"
+    )
+
+
+def warn_of_what_will_not_load(
+    name: str, value: Any, data: bytes | memoryview | None = None
+) -> None:
+    """Warns where an object of a state dict will be refused by a load. Looks once for each name and
+    what the object consists of.
+
+    Args:
+        name: its fully qualified name.
+        data: its record, where that is known.
+
+    Raises:
+        CheckpointError: it cannot be pickled.
+    """
+    if type(value) in PLAIN:
+        return
+    types: set[type] = set()
+    _add_types(value, types, set())
+    looked_at = name, frozenset(types)
+    if looked_at in _checked or looked_at[1] in _known_to_load:
+        return
+    try:
+        data = _record(value) if data is None else data
+    except Exception as error:
+        raise unpicklable(name, value, error) from None
+    _checked.add(looked_at)
+    try:
+        _require_loadable(name, value, data)
+    except CheckpointError:
+        name, value = _culprit(name, value, lambda part: _require_loadable("", part, _record(part)))
+        try:
+            _require_loadable(name, value, _record(value))
+        except CheckpointError as error:
+            warn(f"what is saved will not load: {error}", stacklevel=3)
+    else:
+        _known_to_load.add(looked_at[1])
+
+
+def _record(value: Any) -> memoryview:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getbuffer()
+
+
+def _require_loadable(name: str, value: Any, data: bytes | memoryview) -> None:
+    if isinstance(value, torch.Tensor):
+        _require_loadable_tensor(name, data)
+    else:
+        decode(data, name, "its checkpoint")
+
+
+def _culprit(name: str, value: Any, work: Callable[[Any], object]) -> tuple[str, Any]:
+    """The innermost part for which ``work`` fails, as it does for the whole, and its name."""
+    seen: set[int] = set()
+    while id(value) not in seen:
+        seen.add(id(value))
+        for inner, part in _parts(name, value):
+            try:
+                work(part)
+            except Exception:
+                name, value = inner, part
+                break
+    return name, value
+
+
+def _parts(name: str, value: Any) -> Iterable[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        return [(f"{name}.{key}", part) for key, part in value.items()]
+    if isinstance(value, _CONTAINERS):
+        return [(f"{name}.{index}", part) for index, part in enumerate(value)]
+    own = getattr(value, "__dict__", None)
+    if not isinstance(own, dict) or isinstance(value, type | ModuleType | FunctionType):
+        return []
+    # A value of an AppState is wrapped in a namespace, which has no name.
+    is_wrapper = type(value) is SimpleNamespace
+    return [
+        (name if is_wrapper else f"{name}.{key}", part)
+        for key, part in own.items()
+        if not key.startswith("__")  # what Python itself keeps there, as of a member of an enum
+    ]
+
+
+def _require_loadable_tensor(name: str, data: bytes | memoryview) -> None:
+    stream = io.BytesIO(data)
+    unsafe = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(stream))
+    if unsafe:
+        raise Unsafe(
+            f"{name}: a tensor of a class of its own, which names {unsafe}; save a plain tensor, "
+            "or declare the class safe where it is loaded "
+            "(torch.serialization.add_safe_globals([...]))"
+        )
+
+
+def _add_types(value: Any, types: set[type], seen: set[int]) -> None:
+    """Adds the types of what a value consists of, as far as Python tells."""
+    types.add(type(value))
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    parts: list[Any] = []
+    if isinstance(value, dict):
+        parts += [*value.keys(), *value.values()]
+    elif isinstance(value, _CONTAINERS):
+        parts += value
+    own = getattr(value, "__dict__", None)
+    if isinstance(own, dict):
+        parts += own.values()
+    kinds = set(map(type, parts))
+    types |= kinds
+    if not kinds.issubset(PLAIN):
+        for part in parts:
+            if type(part) not in PLAIN:
+                _add_types(part, types, seen)
+
+
+def _told(error: Exception) -> str:
+    """What an error says. It may quote the pickle, and so be as long, for every rank to get."""
+    text = str(error) or type(error).__name__
+    return printable(text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}...")

@@ -1,0 +1,125 @@
+"""What ``convert`` reads: tensors of a file or a checkpoint by name, a few at a time.
+
+A source is opened by its metadata alone. Tensors are read into memory of their own, never mapped: a
+mapped file that somebody cuts off ends the process, and its pages count as the process's.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, TypeGuard
+
+import torch
+
+from torch_ckpt._base.formatting import some_of
+from torch_ckpt.checkpoint.metadata import METADATA_NAME
+from torch_ckpt.conversion.safetensors_source import SafetensorsDirectory, SafetensorsFile
+from torch_ckpt.conversion.source import Entry, Path, Source, empty_tensor
+from torch_ckpt.conversion.torch_source import TorchSource
+from torch_ckpt.errors import CheckpointError
+from torch_ckpt.inspection.stored_tensors import QUANTIZED, StoredTensors
+
+# What reading tensors from a checkpoint takes beyond them.
+_INFLIGHT_BYTES = 64 << 20
+
+
+def open_source(path: str, allow_pickle: bool) -> Source:
+    """Opens a checkpoint directory, a file of ``torch.save``, or safetensors, by what is there.
+
+    Raises:
+        FileNotFoundError: there is nothing.
+        CheckpointError: it is none of these.
+        Corrupt, Unsafe, OSError: it cannot be read.
+    """
+    if os.path.isdir(path):
+        names = os.listdir(path)
+        if any(name.endswith(".safetensors") for name in names) and METADATA_NAME not in names:
+            return SafetensorsDirectory(path, names)
+        return DcpSource(path, allow_pickle)
+    kind = format_of(path)
+    if kind == "torch":
+        return TorchSource(path, allow_pickle)
+    if kind == "safetensors":
+        return SafetensorsFile(path)
+    raise CheckpointError(
+        f"{path} is neither a safetensors file nor an archive of torch.save; a file of torch.save "
+        "from before torch 1.6 must be loaded and saved again first"
+    )
+
+
+def format_of(path: str) -> str | None:
+    """The format of a file by its first bytes: "torch", "safetensors", or None for others.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    # Opening a FIFO waits for its writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with open(descriptor, "rb") as stream:
+        begin = stream.read(9) or b""
+    if begin.startswith(b"PK\3\4"):
+        return "torch"
+    return "safetensors" if begin[8:] == b"{" else None
+
+
+class DcpSource(Source):
+    """A checkpoint directory, in any sharding."""
+
+    format = "dcp"
+
+    def __init__(self, path: str, allow_pickle: bool) -> None:
+        super().__init__()
+        self._stored = StoredTensors(path, _INFLIGHT_BYTES, allow_pickle)
+        try:
+            self._list()
+        except BaseException:
+            self.close()
+            raise
+
+    def _list(self) -> None:
+        metadata = self._stored.metadata
+        for name in metadata.state_dict_metadata:
+            tensor = self._stored.tensor(name)
+            if tensor is None:
+                self.objects.append(name)
+                continue
+            if tensor.properties.dtype in QUANTIZED:
+                raise CheckpointError(
+                    f"{name}: a quantized tensor ({tensor.properties.dtype}) has no place in other "
+                    "formats; dequantize it, or store its integers and scales as tensors"
+                )
+            self.tensors[name] = Entry(tensor.properties.dtype, tuple(tensor.size))
+        paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+        for name in metadata.state_dict_metadata:
+            path = paths.get(name)
+            # Of another planner this may be anything.
+            self.paths[name] = path if _is_path(path) else (name,)
+
+    def read(self, names: list[str]) -> list[torch.Tensor]:
+        files: dict[str, int] = {}
+        rows = []
+        targets = []
+        for name in names:
+            entry = self.tensors[name]
+            target = empty_tensor(entry)
+            whole = (0,) * len(entry.shape), entry.shape
+            rows += self._stored.rows(name, whole, target, files)
+            targets.append(target)
+        if not rows:
+            return targets
+        try:
+            self._stored.reader.read_rows(list(files), rows)
+        except ValueError as error:
+            # A record that only torch.load knows, and that has more bytes than the limit.
+            raise CheckpointError(f"{some_of(names)}: cannot be read in parts: {error}") from error
+        return targets
+
+    def object(self, name: str) -> Any:
+        return self._stored.object(name)
+
+    def close(self) -> None:
+        self._stored.reader.release()
+
+
+def _is_path(path: Any) -> TypeGuard[Path]:
+    return type(path) is tuple and bool(path) and all(type(part) in (str, int) for part in path)

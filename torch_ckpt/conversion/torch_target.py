@@ -1,0 +1,171 @@
+"""Files of torch.save as targets."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any, BinaryIO
+
+import torch
+from torch.distributed.checkpoint._traverse import set_element
+
+from torch_ckpt._base.formatting import some_of
+from torch_ckpt.conversion.publishing import published_file
+from torch_ckpt.conversion.source import Entry, Source
+from torch_ckpt.conversion.targets import Wrote, each_in_waves
+from torch_ckpt.errors import Corrupt
+from torch_ckpt.state.trees import as_states
+
+# --- torch.save ----------------------------------------------------------------------------------
+
+
+class _Storage:
+    """The storage of a tensor that is written later."""
+
+    def __init__(self, key: int, entry: Entry) -> None:
+        self.key = key
+        self.entry = entry
+
+    def persistent_id(self) -> tuple[str, Any, str, str, int]:
+        """What torch's unpickler makes a storage of."""
+        if self.entry.dtype in _UNTYPED:
+            return "storage", torch.UntypedStorage, str(self.key), "cpu", self.entry.nbytes
+        kind = getattr(torch, _TYPED[self.entry.dtype])
+        return "storage", kind, str(self.key), "cpu", self.entry.nbytes // self.entry.dtype.itemsize
+
+
+_UNTYPED = torch.storage._new_dtypes()
+_TYPED: dict[torch.dtype, str] = torch.storage._dtype_to_storage_type_map()
+
+
+class _Later:
+    """Takes the place of a tensor until it is pickled."""
+
+    def __init__(self, name: str, entry: Entry) -> None:
+        self.name = name
+        self.entry = entry
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles as torch.save does; tensors only by where their data will be.
+
+    Attributes:
+        storages: names of tensors, and storages of tensors within objects, by their keys.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        # torch.save's own protocol, which torch.load(weights_only=True) reads.
+        super().__init__(stream, protocol=2)
+        self.storages: list[str | torch.UntypedStorage] = []
+        self._keys: dict[int, int] = {}
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, _Later):
+            return NotImplemented
+        entry = value.entry
+        storage = _Storage(len(self.storages), entry)
+        self.storages.append(value.name)
+        strides = torch.empty(entry.shape, device="meta").stride()
+        hooks: OrderedDict[Any, Any] = OrderedDict()
+        arguments = (storage, 0, entry.shape, strides, False, hooks)
+        if entry.dtype in _UNTYPED:
+            return torch._utils._rebuild_tensor_v3, (*arguments, entry.dtype)
+        return torch._utils._rebuild_tensor_v2, arguments
+
+    def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, _Storage):
+            return value.persistent_id()
+        # Of tensors within objects, as torch.save has it; none of this has types.
+        storage: Any = value
+        if isinstance(value, torch.storage.TypedStorage):
+            kind, count, storage = _TYPED[value.dtype], storage._size(), value._untyped_storage
+        elif torch.is_storage(value):
+            kind, count = "UntypedStorage", storage.nbytes()
+        else:
+            return None
+        key = self._keys.setdefault(storage._cdata, len(self.storages))
+        if key == len(self.storages):
+            self.storages.append(storage.cpu())
+        return "storage", getattr(torch, kind), str(key), "cpu", count
+
+
+def write_torch(
+    source: Source, target: str, *, overwrite: bool, wave_bytes: int, wrote: Wrote
+) -> list[str]:
+    """Writes one file that torch.load reads, nested as the source is; returns its path."""
+    objects = {name: source.object(name) for name in source.objects}
+    # Before they get their tensors.
+    refused = [name for name, value in objects.items() if not _is_plain(as_states(value))]
+    if refused:
+        source.notes.append(
+            "torch.load takes these with weights_only=False alone, so leave them out where that is "
+            f"not wanted: {some_of(refused)}"
+        )
+    pickled = io.BytesIO()
+    pickler = _Pickler(pickled)
+    pickler.dump(as_states(_nested(source, objects)))
+    with published_file(target, overwrite) as stream, _archive(stream) as archive:
+        data = pickled.getvalue()
+        archive.write_record("data.pkl", data, len(data))
+        for name, text in (
+            (".format_version", "1"),
+            (".storage_alignment", "64"),
+            ("byteorder", sys.byteorder),
+        ):
+            archive.write_record(name, text.encode(), len(text))
+        keys = {stored: key for key, stored in enumerate(pickler.storages) if type(stored) is str}
+        tensors = {name: source.tensors[name] for name in keys}
+        for name, tensor in each_in_waves(source, tensors, wave_bytes):
+            storage = tensor.untyped_storage()
+            assert storage.nbytes() == tensor.nbytes
+            archive.write_record(f"data/{keys[name]}", storage, tensor.nbytes)
+            wrote(tensor.nbytes)
+        for key, stored in enumerate(pickler.storages):
+            if isinstance(stored, torch.UntypedStorage):
+                archive.write_record(f"data/{key}", stored, stored.nbytes())
+    return [target]
+
+
+@contextmanager
+def _archive(stream: BinaryIO) -> Iterator[Any]:
+    archive = torch._C.PyTorchFileWriter(stream)
+    try:
+        yield archive
+    except BaseException:
+        # Its destructor would do it, where an exception ends the process.
+        with suppress(Exception):
+            archive.write_end_of_file()
+        raise
+    archive.write_end_of_file()
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether ``torch.load(weights_only=True)`` takes an object."""
+    stored = io.BytesIO()
+    torch.save(value, stored)
+    stored.seek(0)
+    try:
+        torch.load(stored, weights_only=True, map_location="cpu")
+    except pickle.UnpicklingError:
+        return False
+    return True
+
+
+def _nested(source: Source, objects: Mapping[str, Any]) -> dict[Any, Any]:
+    """Tensors, which are written later, and objects where they belong."""
+    nested: dict[Any, Any] = {}
+    known = {*source.tensors, *objects}
+    for name in filter(known.__contains__, source.paths):
+        entry = source.tensors.get(name)
+        value = objects[name] if entry is None else _Later(name, entry)
+        try:
+            set_element(nested, source.paths[name], value)
+        except (TypeError, AttributeError, KeyError, IndexError, AssertionError) as error:
+            raise Corrupt(
+                f"{name}: its path {source.paths[name]} does not go with those of others: {error}"
+            ) from error
+    return nested

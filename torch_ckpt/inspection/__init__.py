@@ -1,0 +1,1 @@
+"""What a checkpoint holds, whether it is whole, and how two differ."""

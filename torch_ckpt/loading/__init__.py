@@ -1,0 +1,1 @@
+"""From a checkpoint into the tensors of a state dict."""

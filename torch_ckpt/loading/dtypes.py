@@ -1,0 +1,53 @@
+"""Which conversions between dtypes lose something."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+
+
+@functools.cache
+def loses_precision(stored: torch.dtype, target: torch.dtype) -> bool:
+    """Whether the target cannot hold every finite number of the stored dtype.
+
+    Bits types, which have no values, are taken to hold whatever they are converted from.
+    """
+    if stored == target:
+        return False
+    if target == torch.bool or (stored.is_complex and not target.is_complex):
+        return True
+    try:
+        has, holds = _reach(stored), _reach(target)
+    except (TypeError, RuntimeError):
+        return False
+    return (
+        has.digits > holds.digits
+        or has.least < holds.least
+        or has.low < holds.low
+        or has.high > holds.high
+    )
+
+
+class _Reach(NamedTuple):
+    """Significant binary digits, the smallest step above 0, the lowest and the highest number."""
+
+    digits: float
+    least: float
+    low: float
+    high: float
+
+
+def _reach(dtype: torch.dtype) -> _Reach:
+    if dtype == torch.bool:
+        return _Reach(1, 1, 0, 1)
+    if dtype.is_complex:
+        dtype = dtype.to_real()
+    if dtype.is_floating_point:
+        floating = torch.finfo(dtype)
+        digits = 1 - math.log2(floating.eps)
+        return _Reach(digits, floating.tiny * floating.eps, floating.min, floating.max)
+    whole = torch.iinfo(dtype)
+    return _Reach(math.log2(whole.max + 1), 1, whole.min, whole.max)

@@ -1,0 +1,717 @@
+"""The StorageReader: DCP's contract on one side, the C++ engine on the other."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader as StockReader
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from torch_ckpt import _C
+from torch_ckpt._base.cycle_collector import RelaxedGc, no_gc
+from torch_ckpt._base.formatting import MOST_NAMES
+from torch_ckpt._base.paths import refuse_url
+from torch_ckpt._base.planner_hooks import keeps_methods
+from torch_ckpt._base.progress import Progress, ProgressOption, Reporter
+from torch_ckpt.checkpoint.coverage import require_cover
+from torch_ckpt.checkpoint.directory import OpenDirectory
+from torch_ckpt.checkpoint.files import FilesBeneath, lies_beneath, outside
+from torch_ckpt.checkpoint.metadata import (
+    MAX_METADATA_BYTES,
+    METADATA_NAME,
+    checksum_tables,
+    decode_metadata,
+    metadata_bytes_in,
+    open_checkpoint,
+)
+from torch_ckpt.checkpoint.objects import decode
+from torch_ckpt.errors import CheckpointError, Corrupt
+from torch_ckpt.loading.dtypes import loses_precision
+from torch_ckpt.loading.reading import ByteRow, BytesMoved, Reading, Row
+from torch_ckpt.loading.shared_reads import read_alone, read_once
+from torch_ckpt.loading.zero_fill import (
+    AnySize,
+    GrowingSize,
+    let_sizes_differ,
+    writable,
+    zero_what_is_not_stored,
+)
+
+#: With less a load would be all overhead.
+LEAST_INFLIGHT_BYTES = 1 << 20
+
+#: Threads that read at once: they wait for the disk, so there may be more than cores.
+DEFAULT_THREADS = 8
+
+
+class FileSystemReader(StockReader):
+    """Reads distributed checkpoints, stock torch's too; a drop-in for torch's class of the name.
+
+    Of each tensor only the rows that are wanted are read, straight into its memory where that is
+    contiguous CPU memory of the stored dtype; otherwise a few MB at a time are converted, spread or
+    sent to the device. What is read is verified: all of it in checkpoints of ours, and in others
+    the records that are read whole.
+
+    A tensor of another dtype than the stored one is converted as by ``Tensor.copy_``; a warning
+    names those that lose precision or range, once for each load.
+
+    From ``read_metadata`` to the end of the load the directory is held open and shared: files are
+    opened beneath that very directory, never through links, and a save into it meanwhile removes
+    none of them, so that a load sees one checkpoint whole.
+
+    Args:
+        path: directory of the checkpoint.
+        thread_count: reads under way at once, as far as there is so much to read (a read of its
+            own has 1 MiB or more). None: 8.
+        max_inflight_bytes: most memory in bytes that a load holds beyond its targets. What cannot
+            be read in parts (objects, tensors that only ``torch.load`` knows) is refused above it.
+        verify: check CRC-32s.
+        direct_io: True, False, or "auto": for what the page cache does not hold.
+        zero_fill: a tensor may be larger than the stored one; outside of that it is filled with
+            zeros.
+        allow_shape_mismatch: the same, and a tensor may be smaller than the stored one, too, in any
+            dimension: the region that both have is loaded. The number of dimensions must be the
+            same.
+        read_once: contiguous tensors that several ranks want are read by one of them and sent to
+            the others, over the process group, all ranks of which must load with it.
+        process_group: that of the load, where ``dcp.load`` gets one; None: the default group.
+            ``torch_ckpt.load`` sets it.
+        progress: see :data:`torch_ckpt._base.progress.ProgressOption`.
+        allow_pickle: accept metadata that names more than metadata, and hand objects to the planner
+            unread, of which torch's unpickles whatever it gets; only from trusted writers.
+            Without, objects are tensors, builtin types and others that are harmless (see
+            SECURITY.md), and what ``torch.serialization.add_safe_globals`` has declared safe.
+
+    Raises:
+        ValueError: contradicting options; or ``path`` is a URL (docs/remote.md).
+
+    Raises (from ``dcp.load``, on every rank, inside a ``CheckpointException``):
+        Corrupt: a file is damaged or shorter than the metadata says; named with tensor and offset.
+        Unsafe: the metadata or an object would run code, or names files outside the checkpoint's
+            directory.
+        OSError: a system call failed.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *args: Any,
+        thread_count: int | None = None,
+        max_inflight_bytes: int = 32 * 10**9,
+        verify: bool = True,
+        direct_io: bool | str = "auto",
+        zero_fill: bool = False,
+        allow_shape_mismatch: bool = False,
+        read_once: bool = False,
+        process_group: dist.ProcessGroup | None = None,
+        progress: ProgressOption = None,
+        allow_pickle: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if type(self) is FileSystemReader:
+            # Others may put another file system in the place of the local one, as FsspecReader.
+            refuse_url(path)
+        super().__init__(path, *args, **kwargs)
+        self._given_path: str | os.PathLike[str] = path
+        if thread_count is not None and thread_count < 1:
+            raise ValueError(f"thread_count must be at least 1, got {thread_count}")
+        if max_inflight_bytes < LEAST_INFLIGHT_BYTES:
+            raise ValueError(
+                f"max_inflight_bytes must be at least {LEAST_INFLIGHT_BYTES}, "
+                f"got {max_inflight_bytes}"
+            )
+        if direct_io not in (True, False, "auto"):
+            raise ValueError(f'direct_io must be True, False or "auto", got {direct_io!r}')
+        self.thread_count = thread_count or DEFAULT_THREADS
+        self.max_inflight_bytes = max_inflight_bytes
+        self.verify = verify
+        self.direct_io = direct_io
+        self.zero_fill = zero_fill or allow_shape_mismatch
+        self.allow_shape_mismatch = allow_shape_mismatch
+        self.read_once = read_once
+        self.process_group = process_group
+        self.progress = progress
+        self.allow_pickle = allow_pickle
+        self._metadata: Metadata | None = None
+        self._directory: OpenDirectory | None = None
+        self._refused: Exception | None = None
+        self._identity: tuple[Metadata | None, bytes] = (None, b"")
+        self._is_alone = False
+        self._narrowed: dict[str, tuple[torch.dtype, torch.dtype]] = {}
+        #: Of all loads with this reader.
+        self.moved = BytesMoved()
+
+    # --- DCP's contract, in the order of a load -------------------------------------------------
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self.release()
+        self._given_path = checkpoint_id or self._given_path
+        self._refuse_url()
+        super().reset(checkpoint_id)
+
+    @property
+    def version(self) -> str | None:
+        """What all ranks of a load must have read alike; None: their directories may differ."""
+        return None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        rank = kwargs.get("rank")
+        if rank is not None and self._refused is not None:
+            # Whatever has failed, torch tries the rank's own file next and drops the reason. With
+            # this it goes on to set_up_storage_reader, which raises that.
+            return Metadata({}, storage_data={})
+        self._refused = None
+        name = METADATA_NAME if rank is None else f"__{rank}{METADATA_NAME}"
+        self.release()
+        try:
+            self._refuse_url()
+            return self._read_metadata(name)
+        except FileNotFoundError:
+            raise
+        except Exception as error:
+            self._refused = error
+            raise
+
+    def _read_metadata(self, name: str) -> Metadata:
+        if not self._is_local():
+            return self._decoded(self._remote_bytes(name), os.path.join(self.path, name))
+        # Shared before it is read: what it names then is still there.
+        directory = shared(open_checkpoint(self.path))
+        try:
+            data = metadata_bytes_in(directory, name)
+            metadata = self._decoded(data, os.path.join(directory.path, name))
+        except BaseException:
+            directory.close()
+            raise
+        self._directory = directory
+        return metadata
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        refused, self._refused = self._refused, None
+        if refused is not None:
+            raise refused
+        # torch passes the rank only to a method that has a parameter of the name `kwargs`.
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+        self._metadata = metadata
+        self._narrowed = {}  # of a load that failed
+        self._is_alone = False
+        RelaxedGc.begin()
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        if self.read_once and dist.is_initialized():
+            # With no_dist torch calls this on every rank, with the plan of that rank.
+            self._is_alone = len(plans) == 1
+            size = dist.get_world_size(self.process_group)
+            if len(plans) not in (1, size):
+                raise ValueError(
+                    f"{len(plans)} ranks load with read_once, but the reader's process group has "
+                    f"{size}; pass process_group to the reader, too"
+                )
+        return super().prepare_global_plan(plans)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        try:
+            future = self._read_data(plan, planner)
+            self.warn_of_lost_precision()
+            return future
+        finally:
+            self.release()
+
+    def _read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        RelaxedGc.end()
+        if not self._is_local() or self._metadata is None:
+            return super().read_data(plan, self._guarded(planner))
+        # There all that may fail on one rank is told to the others.
+        together = self.read_once and dist.is_initialized() and not self._is_alone
+
+        def prepare() -> Reading:
+            self._require_cover(planner, plan.items)
+            self._fill_with_zeros(planner)
+            return self.reading(planner, plan.items)
+
+        def read_by_hooks() -> None:
+            self._fill_with_zeros(planner)
+            # Hooks of the user's own run on this thread, in the plan's order, in pairs.
+            for item in plan.items:
+                self.read(self.reading(planner, [item]))
+
+        if not _keeps_default_hooks(planner):
+            if together:
+                read_alone(self, read_by_hooks, self.process_group)
+            else:
+                read_by_hooks()
+        elif together:
+            read_once(self, prepare, self.process_group)
+        else:
+            self.read(prepare())
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @property
+    def wave_bytes(self) -> int:
+        """The most that objects which are held in memory together have, unless it is a single one.
+
+        Half of the limit, but what a load never does without is left.
+        """
+        limit = self.max_inflight_bytes
+        return min(limit // 2, limit - _C.least_scratch_bytes)
+
+    # --- shared with torch_ckpt.load -------------------------------------------------------------
+
+    def engine_can_read(self) -> bool:
+        """False where a remote file system needs torch's own reading."""
+        return self._is_local()
+
+    def release(self) -> None:
+        """Lets go of the checkpoint's directory, at the end of a load; further calls do nothing.
+
+        The next ``read_metadata`` takes it again.
+        """
+        directory, self._directory = self._directory, None
+        if directory is not None:
+            directory.close()
+
+    def set_up_for_load(self, metadata: Metadata, rank: int) -> None:
+        """What DCP does by set_up_storage_reader."""
+        self.storage_data = metadata.storage_data
+        self.rank = rank  # type: ignore[assignment]  # torch declares None
+        self._metadata = metadata
+        self._narrowed = {}  # of a load that failed
+
+    def reading(self, planner: LoadPlanner, items: list[ReadItem]) -> Reading:
+        """What a plan reads, and where it goes.
+
+        Raises:
+            Corrupt: the metadata does not say where an item is stored.
+        """
+        reading = Reading(planner)
+        direct = _keeps_default_hooks(planner)
+        with no_gc():
+            for item in items:
+                info = self._place(item)
+                if info.transform_descriptors:
+                    if not lies_beneath(info.relative_path):
+                        raise outside(item.storage_index.fqn, info.relative_path)
+                    reading.transformed.append(item)
+                    continue
+                if item.type == LoadItemType.BYTE_IO:
+                    if not lies_beneath(info.relative_path):
+                        raise outside(item.storage_index.fqn, info.relative_path)
+                    reading.byte_items.append((item, info))
+                    continue
+                target = _whole_target(planner, item) if direct else None
+                if target is None:
+                    target = planner.resolve_tensor(item).detach()
+                dtype, chunk = self._stored(item.storage_index)
+                reading.rows.append(
+                    (
+                        item.storage_index.fqn,
+                        reading.number(info.relative_path, item.storage_index.fqn),
+                        info.offset,
+                        info.length,
+                        dtype,
+                        chunk.sizes,
+                        item.storage_offsets,
+                        item.lengths,
+                        target,
+                    )
+                )
+                if not direct:
+                    reading.to_commit.append((item, target))
+        return reading
+
+    def read(self, reading: Reading) -> None:
+        """Reads all of it and hands it to the planner.
+
+        Raises:
+            Corrupt, Unsafe, OSError, ValueError: see the class.
+        """
+        self.read_all_but_rows(reading)
+        if reading.rows:
+            self.read_rows(list(reading.files), reading.rows)
+        for item, target in reading.to_commit:
+            reading.planner.commit_tensor(item, target)
+
+    def read_all_but_rows(self, reading: Reading) -> None:
+        """Objects, and what a stream transform was at work on."""
+        if reading.transformed:
+            with self._opened() as directory, self.moved.elsewhere():
+                before, self.fs = self.fs, FilesBeneath(directory)
+                try:
+                    super().read_data(LoadPlan(reading.transformed), self._guarded(reading.planner))
+                finally:
+                    self.fs = before
+        for wave in self._waves(reading.byte_items):
+            files: dict[str, int] = {}
+            rows = [
+                (
+                    item.storage_index.fqn,
+                    files.setdefault(info.relative_path, len(files)),
+                    info.offset,
+                    info.length,
+                )
+                for item, info in wave
+            ]
+            stored = self.read_bytes(list(files), rows)[::-1]
+            for item, _info in wave:
+                # BytesIO copies, so that what was read goes before it becomes an object.
+                data = stored.pop()
+                self.moved.add(len(data))
+                self._hand_out(reading.planner, item, io.BytesIO(data))
+                del data
+
+    def read_rows(self, files: list[str], rows: list[Row]) -> None:
+        """Reads tensors into their targets.
+
+        Args:
+            files: names relative to the checkpoint's directory; a row's file number counts these.
+            rows: what to read.
+
+        Raises:
+            Corrupt, Unsafe, OSError, ValueError: see the class.
+        """
+        places = self._places(files, rows)
+        events = _current_events(row[8] for row in rows)
+        planned = sum(row[8].numel() * row[4].itemsize for row in rows) if self.progress else 0
+        title = f"load {Path(self.path).name}"
+        told = 0
+
+        def tell(done: int) -> None:
+            nonlocal told
+            self.moved.add(done - told)
+            told = done
+            shown.update(Progress(planned, 0, done))
+
+        with (
+            self._opened() as directory,
+            Reporter(self.progress, title, self.rank, planned) as shown,
+        ):
+            unknown = _C.load_tensors(
+                places,
+                _with_names_as_utf8(rows),
+                directory=directory,
+                threads=self.thread_count,
+                max_inflight_bytes=self.max_inflight_bytes,
+                direct_io=self.direct_io,
+                verify=self.verify,
+                progress=tell,
+                ready=[(device, event.cuda_event) for device, event in events],
+            )
+        self.note_lost_precision(rows)
+        for index in unknown:
+            with self.moved.elsewhere():
+                self._read_with_torch(files, rows[index])
+
+    def read_bytes(self, files: list[str], rows: list[ByteRow]) -> list[bytes]:
+        """The stored bytes of (name, file number, offset, length) each."""
+        places = self._places(files, rows)
+        with self._opened() as directory:
+            return _C.load_bytes(
+                places,
+                _with_names_as_utf8(rows),
+                directory=directory,
+                threads=self.thread_count,
+                max_inflight_bytes=self.max_inflight_bytes,
+                direct_io=self.direct_io,
+                verify=self.verify,
+            )
+
+    @property
+    def identity(self) -> bytes | None:
+        """Of the checkpoint being read: the same on another rank only where that reads the same
+        one. None: not known, since the metadata is not what ``read_metadata`` returned."""
+        metadata, identity = self._identity
+        return identity if metadata is self._metadata else None
+
+    def can_verify_parts(self, file: str) -> bool:
+        """Whether a part of a record in a file is verified as the whole of it is."""
+        return not self.verify or file in checksum_tables(self._metadata)
+
+    def note_lost_precision(self, rows: Iterable[Row]) -> None:
+        """Keeps in mind which rows are narrowed, for the warning at the end."""
+        for row in rows:
+            if row[4] is not row[8].dtype and loses_precision(row[4], row[8].dtype):
+                self._narrowed[row[0]] = (row[4], row[8].dtype)
+
+    def warn_of_lost_precision(self) -> None:
+        """At the end of a load: one warning for all tensors that were narrowed."""
+        narrowed, self._narrowed = self._narrowed, {}
+        if not narrowed:
+            return
+        some = [f"{name} ({a} to {b})" for name, (a, b) in list(narrowed.items())[:MOST_NAMES]]
+        more = f" and {len(narrowed) - len(some)} more" if len(narrowed) > len(some) else ""
+        warnings.warn(
+            f"loading converts to dtypes that hold less than the stored ones: {', '.join(some)}"
+            f"{more}",
+            stacklevel=3,
+        )
+
+    # --- private ---------------------------------------------------------------------------------
+
+    def _decoded(self, data: bytes, source: str) -> Metadata:
+        metadata = decode_metadata(data, source, allow_pickle=self.allow_pickle)
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = StorageMeta()
+        if self.allow_shape_mismatch:
+            let_sizes_differ(metadata, AnySize)
+        elif self.zero_fill:
+            let_sizes_differ(metadata, GrowingSize)
+        return self._with_identity(metadata, data)
+
+    def _with_identity(self, metadata: Metadata, data: bytes) -> Metadata:
+        """For this load, of the checkpoint whose metadata has these bytes."""
+        if self.read_once:
+            self._identity = metadata, hashlib.blake2b(data, digest_size=16).digest()
+        assert metadata.storage_meta is not None
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    def _require_cover(self, planner: LoadPlanner, items: list[ReadItem]) -> None:
+        """Raises Corrupt where torch's own planner has found less than the whole of a tensor."""
+        hooks = ("create_local_plan", "create_global_plan", "finish_plan")
+        if not keeps_methods(planner, DefaultLoadPlanner, hooks):
+            return  # which may want a part
+        assert isinstance(planner, DefaultLoadPlanner)
+        assert self._metadata is not None
+        known = self._metadata.state_dict_metadata
+        targets = planner.state_dict
+        plain = (torch.Tensor, torch.nn.Parameter)
+        whole = set()
+        for item in items:
+            name = item.dest_index.fqn
+            value: Any = targets.get(name)
+            is_whole = type(value) in plain and value.shape == item.lengths
+            if is_whole or item.type == LoadItemType.BYTE_IO:
+                whole.add(name)
+        rest = {
+            name: value for name, value in targets.items() if name not in whole and name in known
+        }
+        if rest:
+            require_cover(self._metadata, rest, (i for i in items if i.dest_index.fqn in rest))
+
+    def _hand_out(self, planner: LoadPlanner, item: ReadItem, stored: io.BytesIO) -> None:
+        """Gives an object to the planner, without running code of the checkpoint's.
+
+        torch's own load_bytes unpickles whatever it gets, so what that would do is done here; one
+        of the user's own gets the bytes once they have turned out to be harmless.
+        """
+        if self.allow_pickle:
+            planner.load_bytes(item, stored)
+            return
+        name = item.storage_index.fqn
+        value = decode(stored.getbuffer(), name, self._place(item).relative_path)
+        if not keeps_methods(planner, DefaultLoadPlanner, ("load_bytes",)):
+            planner.load_bytes(item, stored)
+            return
+        assert isinstance(planner, DefaultLoadPlanner)
+        target = item.dest_index.fqn
+        if planner.flatten_state_dict:
+            set_element(planner.original_state_dict, planner.mappings[target], value)
+        else:
+            planner.state_dict[target] = value
+
+    def _guarded(self, planner: LoadPlanner) -> LoadPlanner:
+        """For torch's own code, which hands objects to the planner itself."""
+        return cast(LoadPlanner, _GuardedPlanner(planner, self._hand_out))
+
+    def _remote_bytes(self, name: str) -> bytes:
+        """The metadata from a file system of torch's or the user's."""
+        with self.fs.create_stream(self.fs.concat_path(self.path, name), "rb") as stream:
+            data: bytes = stream.read(MAX_METADATA_BYTES + 1)
+        if len(data) > MAX_METADATA_BYTES:
+            raise CheckpointError(f"{name} in {self.path} has more than {MAX_METADATA_BYTES} bytes")
+        return data
+
+    def _fill_with_zeros(self, planner: LoadPlanner) -> None:
+        if not self.zero_fill:
+            return
+        assert self._metadata is not None
+        state_dict = getattr(planner, "state_dict", None)
+        if not isinstance(state_dict, dict):
+            raise CheckpointError(
+                "zero_fill needs a planner with a state_dict, as torch's planners have"
+            )
+        zero_what_is_not_stored(state_dict, self._metadata)
+
+    def _waves(
+        self, items: list[tuple[ReadItem, _StorageInfo]]
+    ) -> Iterator[list[tuple[ReadItem, _StorageInfo]]]:
+        """Splits bytes items into runs that are held in memory together."""
+        wave: list[tuple[ReadItem, _StorageInfo]] = []
+        held = 0
+        for item, info in items:
+            if wave and held + info.length > self.wave_bytes:
+                yield wave
+                wave, held = [], 0
+            wave.append((item, info))
+            held += info.length
+        if wave:
+            yield wave
+
+    def _place(self, item: ReadItem) -> _StorageInfo:
+        index = item.storage_index
+        info = self.storage_data.get(index)
+        if info is None:
+            raise Corrupt(
+                f"{index.fqn}: the metadata says where no data of the shard at "
+                f"{tuple(index.offset) if index.offset else 0} is stored; "
+                "the save that wrote it was incomplete"
+            )
+        return cast(_StorageInfo, info)
+
+    def _refuse_url(self) -> None:
+        if self._is_local():
+            refuse_url(self._given_path)
+
+    def _is_local(self) -> bool:
+        return type(self.fs) is FileSystem
+
+    def _places(
+        self, files: list[str], rows: Sequence[Row] | Sequence[ByteRow]
+    ) -> list[tuple[str, bytes]]:
+        """The files, and their checksum tables."""
+        for number, file in enumerate(files):
+            if not lies_beneath(file):
+                raise outside(next((row[0] for row in rows if row[1] == number), "a tensor"), file)
+        tables = checksum_tables(self._metadata)
+        return [(file, tables.get(file, b"")) for file in files]
+
+    @contextmanager
+    def _opened(self) -> Iterator[OpenDirectory]:
+        """The directory that the metadata was read in; of metadata from elsewhere, as it is now."""
+        if self._directory is not None:
+            yield self._directory
+            return
+        directory = shared(OpenDirectory(self.path))
+        try:
+            yield directory
+        finally:
+            directory.close()
+
+    def _stored(self, index: MetadataIndex) -> tuple[torch.dtype, ChunkStorageMetadata]:
+        """The dtype of a stored shard and its place in the whole tensor."""
+        assert self._metadata is not None
+        stored = self._metadata.state_dict_metadata.get(index.fqn)
+        if not isinstance(stored, TensorStorageMetadata):
+            raise Corrupt(f"{index.fqn}: the metadata does not describe it as a tensor")
+        chunks = stored.chunks
+        hint = index.index
+        if index.offset is None and len(chunks) == 1:
+            return stored.properties.dtype, chunks[0]
+        if hint is not None and hint < len(chunks) and chunks[hint].offsets == index.offset:
+            return stored.properties.dtype, chunks[hint]
+        for chunk in chunks:
+            if chunk.offsets == index.offset:
+                return stored.properties.dtype, chunk
+        raise Corrupt(f"{index.fqn}: the metadata has no shard at offset {index.offset}")
+
+    def _read_with_torch(self, files: list[str], row: Row) -> None:
+        """Quantized tensors, subclasses and the like: what only torch.load knows to read."""
+        name, number, offset, length, _dtype, sizes, region_offsets, region_lengths, target = row
+        (data,) = self.read_bytes(files, [(name, number, offset, length)])
+        try:
+            stored = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise Corrupt(
+                f"{name}: the record in {files[number]} at byte {offset} is neither a plain tensor "
+                f"nor one that torch.load reads safely: {error}"
+            ) from error
+        if not isinstance(stored, torch.Tensor) or tuple(stored.shape) != tuple(sizes):
+            kind = type(stored).__name__
+            found = f"a {kind} of {list(stored.shape)}" if hasattr(stored, "shape") else f"a {kind}"
+            raise Corrupt(
+                f"{name}: the record in {files[number]} at byte {offset} holds {found}, "
+                f"the metadata says a tensor of {list(sizes)}"
+            )
+        if region_lengths:
+            stored = narrow_tensor_by_index(stored, region_offsets, region_lengths)
+        if target.size() != stored.size():
+            raise CheckpointError(
+                f"{name}: mismatch sizes: the target has {list(target.size())}, "
+                f"the record {list(stored.size())}"
+            )
+        with writable(target):
+            target.copy_(stored)
+
+
+def shared(directory: OpenDirectory) -> OpenDirectory:
+    """The same, in which nobody removes a file while it is open."""
+    if not directory.share():
+        warnings.warn(
+            f"another process has had {directory.path} for itself for long; files that it removes "
+            "may be missing in this load",
+            stacklevel=3,
+        )
+    return directory
+
+
+def _with_names_as_utf8(rows: list[Any]) -> list[Any]:
+    """The engine has names for messages only, as UTF-8, and keys may have what that cannot say."""
+    if all(row[0].isascii() for row in rows):
+        return rows
+    return [(row[0].encode(errors="backslashreplace").decode(), *row[1:]) for row in rows]
+
+
+class _GuardedPlanner:
+    """What torch's reader wants of a planner, with objects handed out in another way."""
+
+    def __init__(
+        self,
+        planner: LoadPlanner,
+        hand_out: Callable[[LoadPlanner, ReadItem, io.BytesIO], None],
+    ) -> None:
+        self._planner = planner
+        self._hand_out = hand_out
+        self.resolve_tensor = planner.resolve_tensor
+        self.commit_tensor = planner.commit_tensor
+
+    def load_bytes(self, item: ReadItem, stored: io.BytesIO) -> None:
+        self._hand_out(self._planner, item, stored)
+
+
+def _current_events(targets: Iterable[torch.Tensor]) -> list[tuple[int, Any]]:
+    """For each CUDA device, an event behind what its current stream does with the targets."""
+    events = []
+    for device in {target.device for target in targets if target.is_cuda}:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
+        events.append((event.device.index, event))
+    return events
+
+
+def _keeps_default_hooks(planner: LoadPlanner) -> bool:
+    """Whether nobody but torch sees the tensors; its own commit_tensor does nothing."""
+    hooks = ("resolve_tensor", "lookup_tensor", "transform_tensor", "commit_tensor")
+    return keeps_methods(planner, DefaultLoadPlanner, hooks)
+
+
+def _whole_target(planner: LoadPlanner, item: ReadItem) -> torch.Tensor | None:
+    """What resolve_tensor returns for a whole plain tensor, at a tenth of its time."""
+    value = planner.state_dict.get(item.dest_index.fqn)  # type: ignore[attr-defined]
+    if type(value) in (torch.Tensor, torch.nn.Parameter) and value.shape == item.lengths:
+        return cast(torch.Tensor, value.detach())
+    return None

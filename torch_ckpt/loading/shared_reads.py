@@ -1,0 +1,310 @@
+"""Reading once what several ranks want (``read_once``).
+
+1. Every rank lists what it will read, as digests, and whether it can. Ranks that cannot keep the
+   others from reading. The smallest memory limit of all holds for what is sent.
+2. What several ranks want is given to one of them, so that each reads about as many bytes. All
+   ranks come to the same result on their own.
+3. Every rank reads what is its own, or nobody else's, into its targets.
+4. All ranks tell whether that succeeded. Where it did not nothing is sent.
+5. Owner by owner, the bytes go to the others in batches.
+
+Contiguous tensors are shared; objects, and tensors of other layouts, are read by each rank. So is
+all of a rank whose planner has hooks of its own: it takes part with nothing to share.
+
+A large tensor of which any part can be verified is cut into rows first, so that ranks share it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from torch_ckpt._base.cycle_collector import no_gc
+from torch_ckpt.loading.reading import BytesMoved, Reading, Row
+
+#: Bytes that are sent at once, and into which large tensors are cut.
+BATCH_BYTES = 64 << 20
+
+_FAILED = "failed"
+
+
+class RankReader(Protocol):
+    """What shared reads take of a ``FileSystemReader``."""
+
+    max_inflight_bytes: int
+    moved: BytesMoved
+
+    @property
+    def identity(self) -> bytes | None:
+        """The same on ranks that read the same checkpoint."""
+
+    def can_verify_parts(self, file: str) -> bool:
+        """Whether a part of a record in it can be verified."""
+
+    def read_all_but_rows(self, reading: Reading) -> None:
+        """Reads objects, and tensors that torch's code reads."""
+
+    def read_rows(self, files: list[str], rows: list[Row]) -> None:
+        """Reads tensors into their targets."""
+
+    def note_lost_precision(self, rows: Iterable[Row]) -> None:
+        """Notes which rows lose precision."""
+
+
+def read_once(
+    reader: RankReader, prepare: Callable[[], Reading], group: dist.ProcessGroup | None
+) -> None:
+    """Reads what ``prepare`` says, each byte by one of the ranks of the group; collective.
+
+    A rank on which something fails raises that; on the others the load has not happened, and
+    nothing is raised: who calls this tells them.
+    """
+    failure: BaseException | None = None
+    reading: Reading | None = None
+    digests: list[tuple[bytes | None, int]] = []
+    try:
+        reading = prepare()
+        _cut_large(reader, reading, BATCH_BYTES)
+        files = list(reading.files)
+        with no_gc():
+            digests = _digests(reader.identity, files, reading.rows)
+    except BaseException as error:
+        failure = error
+    plans = _gather(reader, _FAILED if failure else (digests, reader.max_inflight_bytes), group)
+    if failure is not None:
+        raise failure
+    if _FAILED in plans:
+        return
+    assert reading is not None
+    owners = _choose_owners([digests for digests, _limit in plans])
+    rank = dist.get_rank(group)
+    try:
+        reader.read_all_but_rows(reading)
+        own = [
+            row
+            for row, (digest, _bytes) in zip(reading.rows, digests, strict=True)
+            if digest is None or owners.get(digest, (rank, ()))[0] == rank
+        ]
+        reader.read_rows(list(reading.files), own)
+    except BaseException as error:
+        failure = error
+    states = _gather(reader, _FAILED if failure else None, group)
+    if failure is not None:
+        raise failure
+    if _FAILED in states:
+        return
+    # Of what others have read, too.
+    reader.note_lost_precision(reading.rows)
+    targets = {
+        digest: row[8]
+        for row, (digest, _bytes) in zip(reading.rows, digests, strict=True)
+        if digest is not None
+    }
+    with reader.moved.elsewhere():
+        _send_all(owners, targets, min(limit for _digests, limit in plans), group)
+
+
+def read_alone(
+    reader: RankReader, read: Callable[[], None], group: dist.ProcessGroup | None
+) -> None:
+    """For a rank that wants to read by itself, while others may be in :func:`read_once`."""
+    if _FAILED in _gather(reader, ([], reader.max_inflight_bytes), group):
+        return
+    failure: BaseException | None = None
+    try:
+        read()
+    except BaseException as error:
+        failure = error
+    _gather(reader, _FAILED if failure else None, group)
+    if failure is not None:
+        raise failure
+
+
+def _gather(reader: RankReader, value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    with reader.moved.elsewhere():
+        dist.all_gather_object(gathered, value, group=group)
+    return gathered
+
+
+def _bytes_of(row: Row) -> int:
+    return row[8].numel() * row[8].itemsize
+
+
+def _digests(
+    checkpoint: bytes | None, files: list[str], rows: list[Row]
+) -> list[tuple[bytes | None, int]]:
+    """What each row reads and how many bytes that is; nothing that is for others comes twice."""
+    digests: list[tuple[bytes | None, int]] = []
+    seen: set[bytes] = set()
+    for row in rows:
+        digest = _digest(checkpoint, files, row) if checkpoint else None
+        if digest in seen:
+            digest = None
+        if digest is not None:
+            seen.add(digest)
+        digests.append((digest, _bytes_of(row)))
+    return digests
+
+
+def _digest(checkpoint: bytes, files: list[str], row: Row) -> bytes | None:
+    """Of the bytes that a row reads and what becomes of them; None: they are for nobody else."""
+    _name, file, offset, length, _dtype, _sizes, region_offsets, region_lengths, target = row
+    if type(target) not in (torch.Tensor, torch.nn.Parameter) or not _is_its_bytes(target):
+        return None
+    what = (
+        # Ranks may read different checkpoints, whose files have the same names.
+        checkpoint,
+        files[file],
+        offset,
+        length,
+        tuple(region_offsets),
+        tuple(region_lengths),
+        str(target.dtype),
+        target.device.type,
+    )
+    return hashlib.blake2b(repr(what).encode(), digest_size=16).digest()
+
+
+def _is_its_bytes(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's values are its memory, which may be written as bytes."""
+    lazy = tensor.is_conj() or tensor.is_neg()
+    return (
+        tensor.is_contiguous()
+        and not lazy
+        and not tensor.is_quantized
+        and not tensor.is_inference()
+    )
+
+
+def _cut_large(reader: RankReader, reading: Reading, most: int) -> None:
+    files = list(reading.files)
+    rows: list[Row] = []
+    for row in reading.rows:
+        target = row[8]
+        lines = target.size(0) if target.dim() else 1
+        is_large = _bytes_of(row) > most and lines > 1
+        if not is_large or not reader.can_verify_parts(files[row[1]]):
+            rows.append(row)
+            continue
+        offsets = row[6] or (0,) * target.dim()
+        step = max(1, most * lines // _bytes_of(row))
+        for begin in range(0, lines, step):
+            count = min(step, lines - begin)
+            part_offsets = (offsets[0] + begin, *offsets[1:])
+            part_lengths = (count, *target.shape[1:])
+            part = target.narrow(0, begin, count)
+            rows.append((*row[:6], part_offsets, part_lengths, part))
+    reading.rows[:] = rows
+
+
+def _choose_owners(
+    plans: list[list[tuple[bytes | None, int]]],
+) -> dict[bytes, tuple[int, tuple[int, ...]]]:
+    """Who reads what several ranks want, and for whom: by digest, in the same order everywhere."""
+    wanted: dict[bytes, list[int]] = defaultdict(list)
+    sizes: dict[bytes, int] = {}
+    load = [0] * len(plans)
+    for rank, plan in enumerate(plans):
+        for digest, size in plan:
+            if digest is None:
+                load[rank] += size
+            else:
+                wanted[digest].append(rank)
+                sizes[digest] = size
+    owners = {}
+    for digest, ranks in sorted(wanted.items(), key=lambda entry: (-sizes[entry[0]], entry[0])):
+        owner = min(ranks, key=lambda rank: load[rank])
+        load[owner] += sizes[digest]
+        if len(ranks) > 1:
+            owners[digest] = (owner, tuple(ranks))
+    return owners
+
+
+def _send_all(
+    owners: dict[bytes, tuple[int, tuple[int, ...]]],
+    targets: dict[bytes, torch.Tensor],
+    max_bytes: int,
+    group: dist.ProcessGroup | None,
+) -> None:
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    routes: dict[tuple[int, tuple[int, ...]], list[bytes]] = defaultdict(list)
+    for digest, route in owners.items():
+        routes[route].append(digest)
+    for (owner, ranks), digests in sorted(routes.items()):
+        if rank not in ranks:
+            continue
+        parts = _batches((_as_bytes(targets[d]) for d in digests), min(BATCH_BYTES, max_bytes // 4))
+        for batch in parts:
+            device = _device_of(group, batch[0].device)
+            buffer = torch.empty(sum(p.numel() for p in batch), dtype=torch.uint8, device=device)
+            if rank == owner:
+                torch.cat([p.to(buffer.device) for p in batch], out=buffer)
+            _send(buffer, owner, ranks, world_size, group)
+            if rank == owner:
+                continue
+            begin = 0
+            for part in batch:
+                part.copy_(buffer[begin : begin + part.numel()])
+                begin += part.numel()
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _batches(tensors: Iterable[torch.Tensor], most: int) -> Iterator[list[torch.Tensor]]:
+    batch: list[torch.Tensor] = []
+    held = 0
+    for tensor in tensors:
+        for begin in range(0, tensor.numel(), most):
+            part = tensor[begin : begin + most]
+            if held + part.numel() > most:
+                yield batch
+                batch, held = [], 0
+            batch.append(part)
+            held += part.numel()
+    if batch:
+        yield batch
+
+
+def _send(
+    buffer: torch.Tensor,
+    owner: int,
+    ranks: tuple[int, ...],
+    world_size: int,
+    group: dist.ProcessGroup | None,
+) -> None:
+    source = dist.get_global_rank(group, owner) if group is not None else owner
+    if len(ranks) == world_size:
+        dist.broadcast(buffer, src=source, group=group)
+    elif dist.get_rank(group) != owner:
+        dist.recv(buffer, src=source, group=group)
+    else:
+        for other in ranks:
+            if other != owner:
+                to = dist.get_global_rank(group, other) if group is not None else other
+                dist.send(buffer, dst=to, group=group)
+
+
+def _device_of(group: dist.ProcessGroup | None, wanted: torch.device) -> torch.device:
+    """From where the group sends what lies on a device: NCCL from there, others from the CPU."""
+    config = dist.get_backend_config(group)
+    backends = dict(pair.split(":") for pair in config.split(",") if ":" in pair)
+    if not backends:
+        backends = {"cuda" if config == "nccl" else "cpu": config}
+    if backends.get(wanted.type) in ("nccl", "xccl"):
+        return wanted
+    if "cpu" in backends:
+        return torch.device("cpu")
+    kind = wanted.type if wanted.type in backends else next(iter(backends))
+    return wanted if wanted.type == kind else torch.device(kind, _current_index(kind))
+
+
+def _current_index(kind: str) -> int:
+    return int(torch.get_device_module(kind).current_device())

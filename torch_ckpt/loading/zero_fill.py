@@ -1,0 +1,86 @@
+"""Loading into tensors that are larger than the stored ones (``zero_fill``), or of any size of as
+many dimensions (``allow_shape_mismatch``)."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.utils import find_state_dict_object
+
+from torch_ckpt.checkpoint.coverage import chunks_here
+
+
+class GrowingSize(tuple[int, ...]):
+    """The size of a stored tensor, equal to every size that has room for it.
+
+    torch's planners compare sizes and refuse those that differ, before a reader is asked.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, tuple)
+            and len(other) == len(self)
+            and all(has <= wants for has, wants in zip(self, other, strict=True))
+        )
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = tuple.__hash__
+
+    def numel(self) -> int:
+        """As torch.Size has it."""
+        return torch.Size(self).numel()
+
+
+class AnySize(GrowingSize):
+    """The same, equal to every size of as many dimensions."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, tuple) and len(other) == len(self)
+
+    __hash__ = tuple.__hash__
+
+
+def let_sizes_differ(metadata: Metadata, kind: type[GrowingSize]) -> None:
+    """Lets all sizes of the metadata be equal to others."""
+    for stored in metadata.state_dict_metadata.values():
+        if isinstance(stored, TensorStorageMetadata):
+            stored.size = kind(stored.size)  # type: ignore[assignment]
+
+
+def zero_what_is_not_stored(state_dict: dict[str, Any], metadata: Metadata) -> None:
+    """Fills tensors of a flat state dict with zeros outside of what is stored of them."""
+    for name, value in state_dict.items():
+        stored = metadata.state_dict_metadata.get(name)
+        if not isinstance(stored, TensorStorageMetadata) or not hasattr(value, "size"):
+            continue
+        size = tuple(stored.size)
+        if size == tuple(value.size()):
+            continue
+        for number, chunk in enumerate(chunks_here(value)):
+            index = MetadataIndex(name, chunk.offsets, number)
+            local = find_state_dict_object({name: value}, index)
+            with writable(local):
+                _zero_outside(local.detach(), chunk.offsets, size)
+
+
+def writable(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """Lets torch write into it: into inference tensors it does so only in inference mode."""
+    return torch.inference_mode() if tensor.is_inference() else nullcontext()
+
+
+def _zero_outside(local: torch.Tensor, offsets: torch.Size, size: tuple[int, ...]) -> None:
+    """Of a shard at ``offsets`` of the whole tensor, of which [0, size) is stored."""
+    for dim, (offset, stored) in enumerate(zip(offsets, size, strict=True)):
+        length = local.size(dim)
+        kept = min(max(stored - offset, 0), length)
+        local.narrow(dim, kept, length - kept).zero_()
+        local = local.narrow(dim, 0, kept)

@@ -1,0 +1,80 @@
+"""What plans are compared by, so that those of an earlier save are used again."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+import zlib
+
+from torch.distributed.checkpoint.filesystem import _StoragePrefix
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+
+from torch_ckpt.checkpoint.metadata import stored_properties
+from torch_ckpt.errors import CheckpointError
+from torch_ckpt.saving.structure import Structure
+
+
+class _Structures:
+    """What plans depend on, for as long as somebody has the plan."""
+
+    def __init__(self) -> None:
+        # By id: plans are compared by value, and have no hash.
+        self._kept: dict[int, tuple[weakref.ref[SavePlan], Structure]] = {}
+
+    def of(self, plan: SavePlan) -> Structure | None:
+        if id(plan) not in self._kept:
+            return None
+        reference, structure = self._kept[id(plan)]
+        return structure if reference() is plan else None
+
+    def keep(self, plan: SavePlan, structure: Structure) -> None:
+        key = id(plan)
+        self._kept[key] = weakref.ref(plan, lambda _: self._kept.pop(key, None)), structure
+
+
+kept_structures = _Structures()
+
+
+def named_plan(plan: SavePlan, rank: int) -> SavePlan:
+    return dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{rank}_"))
+
+
+def same_plans(plan: SavePlan, loaded: SavePlan) -> bool:
+    """Whether plans are equal, but for the names of files and for what metadata does not keep."""
+    fields = {field.name for field in dataclasses.fields(plan)} - {"storage_data", "items"}
+    return (
+        all(getattr(plan, name) == getattr(loaded, name, None) for name in fields)
+        and len(plan.items) == len(loaded.items)
+        and all(map(_same_item, plan.items, loaded.items))
+    )
+
+
+def digest_of(plan: SavePlan) -> int:
+    """Of the names and offsets of a plan's items."""
+    named = [(item.index.fqn, tuple(item.index.offset or ())) for item in plan.items]
+    return zlib.crc32(repr(named).encode())
+
+
+def require_same(plan: SavePlan, cached: SavePlan) -> None:
+    if same_plans(plan, cached):
+        return
+    before = {item.index for item in cached.items}
+    now = {item.index for item in plan.items}
+    changed = sorted({index.fqn for index in before ^ now})
+    what = ", ".join(changed[:5]) or "shapes, dtypes, offsets or nesting of the same names"
+    raise CheckpointError(
+        f"the state dict is not the one of the cached plan ({what}); plan without "
+        "cached_ckpt_structure when it changes"
+    )
+
+
+def _same_item(item: WriteItem, loaded: WriteItem) -> bool:
+    ours, theirs = item.tensor_data, loaded.tensor_data
+    if ours is None or theirs is None:
+        return item == loaded
+    return (
+        (item.index, item.type, item.bytes_io_data)
+        == (loaded.index, loaded.type, loaded.bytes_io_data)
+        and (ours.chunk, ours.size) == (theirs.chunk, theirs.size)
+        and stored_properties(ours.properties) == stored_properties(theirs.properties)
+    )

@@ -1,0 +1,1 @@
+"""How ranks meet in the process group's store, with signs of life, and what their failures are."""

@@ -1,0 +1,153 @@
+"""What a checkpoint manager does, as it does it: for a function, the log and TensorBoard."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch_ckpt._base.formatting import size
+from torch_ckpt._base.log import LOGGER
+from torch_ckpt.saving.metrics import SaveMetrics
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that a :class:`torch_ckpt.CheckpointManager` has done.
+
+    Attributes:
+        kind: one of
+
+            - "saving": the state has been taken; training goes on.
+            - "saved": the step is complete, on all ranks.
+            - "save_failed": nothing was saved.
+            - "restored": the state is that of the step.
+            - "damaged": the step could not be loaded, and is passed over.
+            - "differing_replicas": ranks have different values of what would be saved once.
+            - "deleted": the step has gone, as retention says.
+            - "leftovers": what crashes have left has gone.
+            - "preempted": all ranks stop at this step.
+        step: its number; -1 where it is about none.
+        rank: this process's.
+        seconds: it took: until training went on ("saving"), or until the end. 0 where nothing did.
+        bytes: that this rank has moved; for "saving", of the whole state.
+        message: what a log would say.
+        metrics: of a save that has ended.
+    """
+
+    kind: str
+    step: int
+    rank: int
+    seconds: float = 0.0
+    bytes: int = 0
+    message: str = ""
+    metrics: SaveMetrics | None = None
+
+
+_LEVELS = {
+    "saving": logging.DEBUG,
+    **dict.fromkeys(("save_failed", "damaged", "differing_replicas", "leftovers"), logging.WARNING),
+}
+
+
+class Reporters:
+    """Passes events on. Safe for several threads at once.
+
+    Args:
+        rank: this process's; the log and TensorBoard are rank 0's.
+        on_event: called with each, on every rank. What it raises goes to the log.
+        tensorboard: a ``SummaryWriter``, anything else that has ``add_scalar``, or a directory.
+
+    Raises:
+        ValueError: a directory, and TensorBoard is not installed.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        on_event: Callable[[Event], None] | None,
+        tensorboard: Any,
+    ) -> None:
+        self._rank = rank
+        self._on_event = on_event
+        self._writer: Any = None
+        self._is_own = isinstance(tensorboard, str | os.PathLike)
+        self._lock = threading.Lock()
+        if rank == 0 and tensorboard is not None:
+            self._writer = _summary_writer(tensorboard) if self._is_own else tensorboard
+
+    def __call__(self, event: Event) -> None:
+        # A failure also on the others: it is said nowhere else where nobody asks for it.
+        if self._rank == 0 or event.kind == "save_failed":
+            _log(event)
+        try:
+            with self._lock:
+                if self._writer is not None:
+                    self._add_scalars(event)
+            # Without the lock: it may call the manager, and wait for another thread's event.
+            if self._on_event is not None:
+                self._on_event(event)
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
+            # The save or load that it is about has not failed.
+            LOGGER.exception("an event (%s) could not be passed on", event.kind)
+
+    def close(self) -> None:
+        """Closes what was opened here."""
+        with self._lock:
+            if self._is_own and self._writer is not None:
+                self._writer.close()
+                self._writer = None
+
+    def _add_scalars(self, event: Event) -> None:
+        values: dict[str, float] = {}
+        if event.kind == "saved" and event.metrics is not None:
+            metrics = event.metrics
+            values = {
+                "blocked_seconds": metrics.blocked_s,
+                "background_seconds": metrics.total_s - metrics.blocked_s,
+                "training_seconds_between_saves": metrics.interval_s,
+                "bytes": float(event.bytes),
+            }
+        elif event.kind in ("restored", "save_failed"):
+            values = {f"{event.kind}_seconds": event.seconds}
+        for name, value in values.items():
+            self._writer.add_scalar(f"checkpoint/{name}", value, event.step)
+
+
+def _log(event: Event) -> None:
+    extra: dict[str, Any] = {"event": event}
+    if event.metrics is not None:
+        extra["metrics"] = asdict(event.metrics)
+    LOGGER.log(_LEVELS.get(event.kind, logging.INFO), "%s", event.message, extra=extra)
+    # Where nobody has set logging up Python shows warnings alone. Where training goes on from is
+    # shown, too: a run that begins anew looks no different for hours.
+    is_set_up = LOGGER.hasHandlers() or LOGGER.level != logging.NOTSET
+    if event.kind == "restored" and not is_set_up and sys.stderr is not None:
+        with suppress(OSError, ValueError):
+            print(f"torch_ckpt: {event.message}", file=sys.stderr, flush=True)
+
+
+def saved_message(step: int, metrics: SaveMetrics) -> str:
+    """A line on a save that has ended well."""
+    return (
+        f"step {step} is saved: {size(metrics.bytes)} by this rank in {metrics.total_s:.2f} s, "
+        f"training waited {metrics.blocked_s * 1000:.0f} ms"
+    )
+
+
+def _summary_writer(directory: str | os.PathLike[str]) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ValueError(
+            "a directory for TensorBoard needs its package (pip install "
+            "'torch_ckpt[tensorboard]'); or pass anything that has add_scalar"
+        ) from None
+    return SummaryWriter(os.fspath(directory))

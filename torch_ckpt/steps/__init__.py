@@ -1,0 +1,57 @@
+"""The steps of a run beneath one root: a local directory, or a URL."""
+
+from __future__ import annotations
+
+import os
+
+from torch_ckpt.steps.local import LocalSteps
+from torch_ckpt.steps.marker import (
+    MARKER_NAME,
+    MOST_MARKER_BYTES,
+    PINNED_NAME,
+    encoded_marker,
+    parsed_marker,
+)
+from torch_ckpt.steps.store import LARGEST_STEP, STEP_NAME, StepInfo, StepStore, step_name
+
+__all__ = [
+    "LARGEST_STEP",
+    "MARKER_NAME",
+    "MOST_MARKER_BYTES",
+    "PINNED_NAME",
+    "STEP_NAME",
+    "LocalSteps",
+    "StepInfo",
+    "StepStore",
+    "encoded_marker",
+    "open_steps",
+    "parsed_marker",
+    "step_name",
+]
+
+
+def open_steps(
+    root: str | os.PathLike[str], *, staging_dir: str | os.PathLike[str] | None = None
+) -> StepStore:
+    """The steps beneath a root.
+
+    Args:
+        root: a local directory, or a URL that fsspec knows.
+        staging_dir: local directory for what is on its way to or from a remote root; a temporary
+            one if None.
+
+    Raises:
+        ImportError: the URL's file system is in a package that is not installed; says which.
+        ValueError: ``staging_dir`` is given for a local root, or fsspec does not know the URL's
+            protocol.
+    """
+    path = os.fspath(root)
+    scheme, separator, rest = path.partition("://")
+    if separator and scheme not in ("file", "local"):
+        from torch_ckpt.steps.remote import RemoteSteps
+
+        remote: StepStore = RemoteSteps(path, staging_dir)
+        return remote
+    if staging_dir is not None:
+        raise ValueError(f"staging_dir is for remote roots, and {path} is a local one")
+    return LocalSteps(rest if separator else path)

@@ -1,0 +1,287 @@
+"""The steps of a run beneath a URL that fsspec knows: object stores, and other file systems.
+
+1. A step has its ten digits from the start: ``0000000100/`` with the files of a checkpoint. It is
+   complete once it has the marker ``write_completed``, which comes last (remote_writer.py).
+2. A deletion first puts ``deleted`` there, then removes the marker, the rest, and ``deleted`` last.
+3. The sweep ends deletions, and removes steps without a marker that this process does not save and
+   whose newest file is older than an hour. A save by somebody else that is slower than that fails
+   by itself: it looks for its files before it puts the marker.
+4. A load fetches ranges of bytes (remote_reader.py). It holds nothing: where a step is deleted or
+   replaced meanwhile, it fails, since the files of the other save have other names.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from torch_ckpt._base.life_cycle import before_thread_pools_end
+from torch_ckpt._base.log import LOGGER
+from torch_ckpt._base.options import names_of
+from torch_ckpt.api import load
+from torch_ckpt.checkpoint.files import lies_beneath
+from torch_ckpt.checkpoint.metadata import METADATA_NAME
+from torch_ckpt.inspection.verify import VerifyReport, verify
+from torch_ckpt.loading.report import LoadReport
+from torch_ckpt.saving.async_save import join_saves
+from torch_ckpt.saving.writer import FileSystemWriter
+from torch_ckpt.steps.marker import MARKER_NAME, MOST_MARKER_BYTES, PINNED_NAME, parsed_marker
+from torch_ckpt.steps.remote_files import RemoteFile, RemoteFiles, age, require_staging_room
+from torch_ckpt.steps.remote_reader import RemoteReader
+from torch_ckpt.steps.remote_writer import DELETED_NAME, RemoteWriter, busy
+from torch_ckpt.steps.store import STEP_NAME, StepInfo, StepStore, info_of, step_name
+
+#: A step without a marker that nobody has written to for so long is what a dead save left.
+LEFTOVER_SECONDS = 3600.0
+
+_OWN_NAMES = {METADATA_NAME, MARKER_NAME, PINNED_NAME, DELETED_NAME}
+
+# File systems resolve names in threads of such a pool.
+before_thread_pools_end(join_saves)
+
+
+class RemoteSteps(StepStore):
+    """The steps beneath a URL.
+
+    Args:
+        root: the URL; settings such as credentials are fsspec's own.
+        staging_dir: a local directory. A save needs room there for what its rank writes; a load for
+            1 GiB, or for what it wants of the largest record; verify for 4 GiB, or the largest
+            file. The system's temporary directory if None.
+        verified_at_once: ``verify`` stages at most so many bytes at once, but for a single file
+            that is larger.
+
+    Raises:
+        ImportError: the URL's file system is in a package that is not installed.
+        ValueError: fsspec does not know the URL's protocol.
+    """
+
+    sweeps_what_lacks_markers = True
+
+    def __init__(
+        self,
+        root: str,
+        staging_dir: str | os.PathLike[str] | None = None,
+        *,
+        verified_at_once: int = 4 << 30,
+    ) -> None:
+        super().__init__(root.rstrip("/"))
+        self._verified_at_once = verified_at_once
+        self._files = RemoteFiles(self.root)
+        self._staging_dir = None if staging_dir is None else os.fspath(staging_dir)
+
+    def entries(self, *, leftovers: bool = True) -> list[StepInfo]:
+        steps = self._listed()
+        markers: dict[str, dict[str, Any]] = {}
+
+        def read(name: str) -> None:
+            if steps[name][MARKER_NAME].bytes > MOST_MARKER_BYTES:
+                # That it is there is what counts.
+                markers[name] = {}
+                return
+            # Without it the step has been deleted meanwhile.
+            with suppress(FileNotFoundError):
+                data = self._files.read(f"{name}/{MARKER_NAME}")
+                markers[name] = parsed_marker(data)
+
+        complete = [name for name, files in steps.items() if _is_complete(files)]
+        self._files.for_each(read, ((name,) for name in complete))
+        found = []
+        for name, files in sorted(steps.items()):
+            url = self._files.url_of(name)
+            total = sum(file.bytes for file in files.values())
+            if name in markers:
+                pinned = PINNED_NAME in files
+                bytes_of = partial(int, total)
+                found.append(info_of(int(name), url, markers[name], pinned, bytes_of))
+            elif leftovers:
+                state = "deleted" if DELETED_NAME in files else "unfinished"
+                found.append(StepInfo(int(name), url, state, bytes=total))
+        return found
+
+    def sweep(self, *, deleted_only: bool = False, attempt: str = "") -> list[str]:
+        swept = []
+        for name, seen in sorted(self._listed().items()):
+            if not _is_leftover(seen, deleted_only):
+                continue
+            with busy.reserved(self._files.url_of(name)) as is_free:
+                # A save may have ended since the listing.
+                files = self._files.below(name).list() if is_free else {}
+                if not _is_leftover(files, deleted_only):
+                    continue
+                try:
+                    self._remove(name, files)
+                except OSError as error:
+                    # The others still may go.
+                    LOGGER.warning("a leftover could not be removed, and is tried again: %s", error)
+                else:
+                    swept.append(name)
+        return swept
+
+    def writer(
+        self,
+        step: int,
+        *,
+        attempt: str,
+        overwrite: bool = False,
+        marker: Callable[[], dict[str, Any]] = dict,
+        expected_bytes: int = 0,
+        make_room: Callable[[], None] | None = None,
+        **options: Any,
+    ) -> FileSystemWriter:
+        """See :meth:`StepStore.writer`. Names are told apart without ``attempt``, and how much is
+        free there a remote file system does not say; the staging directory is looked at."""
+        return RemoteWriter(
+            self._files.below(step_name(step)), step, self._staging_dir, overwrite, marker, options
+        )
+
+    def load(self, step: int, state_dict: dict[str, Any], **options: Any) -> LoadReport | None:
+        of_load = {name: options.pop(name) for name in names_of(load) & options.keys()}
+        files = self._files.below(step_name(step))
+        reader = RemoteReader(files, self._staging_dir, **options)
+        busy.begin(files.url)
+        try:
+            return load(state_dict, storage_reader=reader, **of_load)
+        finally:
+            busy.end(files.url)
+
+    def metadata(self, step: int) -> Metadata:
+        reader = RemoteReader(self._files.below(step_name(step)), self._staging_dir)
+        try:
+            return reader.read_metadata()
+        finally:
+            reader.release()
+
+    def verify(self, step: int) -> VerifyReport:
+        begun = time.perf_counter()
+        files = self._files.below(step_name(step))
+        listing = files.list()
+        for needed in (METADATA_NAME, MARKER_NAME):
+            if needed not in listing:
+                raise FileNotFoundError(
+                    errno.ENOENT, f"no complete checkpoint: there is no {needed}", files.url
+                )
+        total = VerifyReport(files.url)
+        unverifiable: set[str] = set()
+        busy.begin(files.url)
+        try:
+            for batch in _batches(listing, self._verified_at_once):
+                with tempfile.TemporaryDirectory(
+                    prefix="torch_ckpt-", dir=self._staging_dir
+                ) as staging:
+                    wanted = sum(listing[name].bytes for name in (METADATA_NAME, *batch))
+                    require_staging_room(staging, wanted, files.url)
+                    _download(files, [METADATA_NAME, *batch], staging)
+                    part = verify(staging)
+                total.records += part.records
+                total.bytes += part.bytes
+                total.damaged += part.damaged
+                total.unread += part.unread
+                total.unreferenced += part.unreferenced
+                unverifiable.update(part.unverifiable)
+                # Of the metadata alone.
+                total.incomplete = part.incomplete
+                total.missing = [entry for entry in part.missing if entry[0] not in listing]
+        finally:
+            busy.end(files.url)
+        total.unverifiable = sorted(unverifiable)
+        total.unreferenced += [name for name in listing if not lies_beneath(name)]
+        total.seconds = time.perf_counter() - begun
+        return total
+
+    def delete(self, step: int) -> bool:
+        name = step_name(step)
+        with busy.reserved(self._files.url_of(name)) as is_free:
+            files = self._files.below(name).list() if is_free else {}
+            if files:
+                self._files.write(f"{name}/{DELETED_NAME}", b"")
+                self._remove(name, files)
+        return is_free
+
+    def contents(self, name: str) -> tuple[int, int]:
+        files = self._files.below(name).list()
+        return len(files), sum(file.bytes for file in files.values())
+
+    def is_complete(self, step: int) -> bool:
+        return _is_complete(self._files.below(step_name(step)).list())
+
+    def is_pinned(self, step: int) -> bool:
+        return PINNED_NAME in self._files.below(step_name(step)).list()
+
+    def set_pinned(self, step: int, pinned: bool) -> None:
+        files = self._files.below(step_name(step))
+        if not _is_complete(files.list()):
+            raise FileNotFoundError(errno.ENOENT, "there is no complete step to pin", files.url)
+        if pinned:
+            files.write(PINNED_NAME, b"")
+        else:
+            files.remove([PINNED_NAME])
+
+    # --- private ---------------------------------------------------------------------------------
+
+    def _listed(self) -> dict[str, dict[str, RemoteFile]]:
+        """The files of each step, by its ten digits."""
+        steps: dict[str, dict[str, RemoteFile]] = defaultdict(dict)
+        for name, file in self._files.list().items():
+            step, _slash, rest = name.partition("/")
+            if rest and STEP_NAME.match(step):
+                steps[step][rest] = file
+        return steps
+
+    def _remove(self, name: str, files: dict[str, RemoteFile]) -> None:
+        """Removes all of a step, in the order of the head of this file."""
+        step = self._files.below(name)
+        step.remove({MARKER_NAME} & files.keys())
+        step.remove(files.keys() - {MARKER_NAME, DELETED_NAME})
+        step.remove([DELETED_NAME])
+        step.remove_directory()
+
+
+def _is_complete(files: dict[str, RemoteFile]) -> bool:
+    return MARKER_NAME in files and DELETED_NAME not in files
+
+
+def _is_leftover(files: dict[str, RemoteFile], deleted_only: bool) -> bool:
+    if DELETED_NAME in files:
+        return True
+    if not files or deleted_only or _is_complete(files):
+        return False
+    return age(files.values()) > LEFTOVER_SECONDS
+
+
+def _batches(listing: dict[str, RemoteFile], most: int) -> Iterator[list[str]]:
+    """The data files in runs that are staged together; a single empty one where there are none.
+
+    Args:
+        most: bytes of a run, but for a single file that is larger.
+    """
+    batch: list[str] = []
+    held = 0
+    for name in sorted(listing.keys() - _OWN_NAMES):
+        # Others are of no name that metadata may have.
+        if not lies_beneath(name):
+            continue
+        if batch and held + listing[name].bytes > most:
+            yield batch
+            batch, held = [], 0
+        batch.append(name)
+        held += listing[name].bytes
+    yield batch
+
+
+def _download(files: RemoteFiles, names: list[str], directory: str) -> None:
+    def download(name: str) -> None:
+        target = os.path.join(directory, name)
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        files.download(name, target)
+
+    files.for_each(download, ((name,) for name in names))
