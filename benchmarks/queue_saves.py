@@ -36,7 +36,6 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 
 import torch_ckpt
-from torch_ckpt.saving.background import CHUNK_BYTES
 
 from . import fresh_process, no_cuda, peers, processes, states
 from .background import MOST_SAVES_PER_SAMPLE
@@ -48,6 +47,8 @@ from .training import Training, one_thread
 
 #: Files that a rank writes.
 THREAD_COUNT = 2
+# A chunk of the engine's for each, of which a part may stay unused.
+_SPARE_BYTES = 4 << 20
 #: How torch hands small tensors to a worker. By default each takes a file descriptor on both sides.
 SHARING_OF_SMALL = "file_system"
 _WARM_UP_STEPS = 10
@@ -237,7 +238,7 @@ class _Bench:
     def warm_up(self) -> None:
         """Makes memory for snapshots, where the saver does; returns when it is there."""
         if self._saver.warms_up:
-            size = states.payload_bytes(self.state) + THREAD_COUNT * CHUNK_BYTES
+            size = states.payload_bytes(self.state) + THREAD_COUNT * _SPARE_BYTES
             self._api.queue.warmup_persistent_caller(self._rank, reserve_bytes=size)
             torch_ckpt.reserve_pool(size)
 

@@ -30,13 +30,14 @@ from typing import Any
 THIS_TREE = Path(__file__).parents[1]
 
 
-def _work(size: int, small: int, directory: Path) -> None:
+def work(size: int, small: int, folder: str) -> None:
     """The process of one tree: reads what to do line by line, answers with seconds and CPU time."""
     import torch  # noqa: F401  (first, for its libraries)
 
     import torch_ckpt
     from benchmarks import measure, pagecache, states
 
+    directory = Path(folder)
     large = states.training_state(size, 120)
     many = states.small_tensors_state(small)
 
@@ -77,12 +78,12 @@ class _Tree:
     def __init__(self, path: Path, size: int, small: int, directory: Path) -> None:
         # Before the installed package; the benchmarks are always this tree's.
         paths = [str(path), str(THIS_TREE)]
-        arguments = ["--size", str(size), "--small-tensors", str(small), "--dir", str(directory)]
-        code = "from benchmarks.trees import main; main()"
+        # Without what the other benchmarks import, which the other tree may not have.
+        code = f"from benchmarks.trees import work; work({size}, {small}, {str(directory)!r})"
         if path != THIS_TREE:
             code = f"import sys; import torch_ckpt; sys.path.remove({paths[0]!r}); {code}"
         self._process = subprocess.Popen(
-            [sys.executable, "-c", code, "--work", *arguments],
+            [sys.executable, "-c", code],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONWARNINGS": "ignore"},
             cwd=directory,
             stdin=subprocess.PIPE,
@@ -183,11 +184,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--dir", type=Path, default=Path("build/bench"))
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.work:
-        _work(arguments.size, arguments.small_tensors, arguments.dir)
-        return
     if arguments.other is None:
         parser.error("which other tree?")
     arguments.dir.mkdir(parents=True, exist_ok=True)
