@@ -292,7 +292,7 @@ def read_metadata(path: Path) -> Metadata:
 
 
 def failure_of(writer: FileSystemWriterAsync) -> BaseException:
-    """What ``retrieve_write_results`` returns in the place of results."""
+    """What ``retrieve_write_results`` returns instead of results."""
     outcome = writer.retrieve_write_results()
     assert isinstance(outcome, tuple), outcome
     assert isinstance(outcome[0], RuntimeError)

@@ -1,5 +1,5 @@
 """Children forked from a process that has torch imported and no threads, so that a child costs tens
-of milliseconds in the place of an import of torch.
+of milliseconds instead of an import of torch.
 
 1. A :class:`Server` is such a process. For each child it gets two descriptors: an end of a
    connection, and a pipe for the exit code.

@@ -70,7 +70,7 @@ def save(
             raises fails the save on all ranks at once.
         checkpoint_id: directory of the checkpoint; URLs are for :class:`CheckpointManager` and
             ``torch_ckpt.training``.
-        storage_writer: a writer to use, in the place of one made for ``checkpoint_id``.
+        storage_writer: a writer to use, instead of one made for ``checkpoint_id``.
         planner: a planner of the caller's own; the save then is ``dcp.save`` with our writer.
         process_group: the ranks that save together; the default group if None.
         no_dist: save from this process alone.
@@ -153,7 +153,7 @@ def async_save(
             may change. "overlapped" returns at once; the sources must not change before ``staged``:
             see :meth:`AsyncSave.guard`. A change that is noticed fails the save with
             :class:`SourceChanged`, on all ranks.
-        storage_writer: a writer to use, in the place of one made for ``checkpoint_id``. Its
+        storage_writer: a writer to use, instead of one made for ``checkpoint_id``. Its
             ``max_host_bytes`` bounds the snapshot's memory; below the state's size the save goes in
             waves, and ``staged`` comes later. None: half of the free memory of the machine, shared
             by its ranks.
@@ -262,7 +262,7 @@ def load(
     Args:
         state_dict: as for ``dcp.load``: its tensors receive the values, other values are replaced.
         checkpoint_id: directory of the checkpoint.
-        storage_reader: a reader to use, in the place of one made for ``checkpoint_id``.
+        storage_reader: a reader to use, instead of one made for ``checkpoint_id``.
         planner: a planner of the caller's own; the load then is ``dcp.load`` with our reader, and
             the last four options do not go with it. So it is with a reader for a file system that
             is not local.

@@ -16,7 +16,7 @@ namespace torch_ckpt::format {
 // The metadata of a checkpoint is a pickle, which is a program for Python's unpickler. A list of
 // names that it may use does not make it harmless: BUILD sets attributes of whatever a name stands
 // for, lengths and memo indices make the unpickler allocate, and tuples that hold each other twice
-// make it hash for ever. So the program is walked first, with kinds in the place of values; nothing
+// make it hash for ever. So the program is walked first, with kinds instead of values; nothing
 // of it runs, and Python runs what has passed.
 
 /// What a program may do with what a name stands for. Classes and functions can be put nowhere,

@@ -126,7 +126,7 @@ Result<File> open_beneath(int directory_fd, const std::string& directory_path,
     return outside(path, "it is not the name of a file in the checkpoint's directory");
   }
   TC_FAULT("open", path);
-  // O_NONBLOCK so that a FIFO in the place of a data file cannot hang the load before it is
+  // O_NONBLOCK so that a FIFO instead of a data file cannot hang the load before it is
   // refused.
   const int flags = O_RDONLY | O_CLOEXEC | O_NONBLOCK;
   bool direct = mode == IoMode::direct;

@@ -85,7 +85,7 @@ Result<File> File::create_at(int directory, const std::string& name, const std::
 
 Result<File> File::open_for_read(const std::string& path, IoMode mode) {
   TC_FAULT("open", path);
-  // O_NONBLOCK so that a FIFO in the place of a data file cannot hang the load before it is
+  // O_NONBLOCK so that a FIFO instead of a data file cannot hang the load before it is
   // refused.
   const int flags = O_RDONLY | O_CLOEXEC | O_NONBLOCK;
   bool direct = mode == IoMode::direct;

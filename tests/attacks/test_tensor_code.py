@@ -46,7 +46,7 @@ def endless_program(c: Checkpoint) -> None:
 
 ATTACKS: dict[str, Attack] = {
     "tensor: os.system": os_system,
-    "tensor: os.system in the place of the hooks": amid_the_tensor,
+    "tensor: os.system instead of the hooks": amid_the_tensor,
     "tensor: the format before zip": old_format,
     "tensor: a TorchScript program": torch_script,
     "tensor: a million marks": endless_program,

@@ -72,7 +72,7 @@ TEST(Pages, InAForkedChildLeaveItsMemoryAlone) {
   ASSERT_TRUE(ok(pages));
   const pid_t child = ::fork();
   if (child == 0) {
-    // What the child has in the place of the pages, which it does not inherit.
+    // What the child has instead of the pages, which it does not inherit.
     void* const own = ::mmap(pages->bytes().data(), 4096, PROT_READ | PROT_WRITE,
                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
     { const Pages gone(std::move(*pages)); }

@@ -280,7 +280,7 @@ def case_where_all_steps_are_damaged_all_ranks_raise(launch: Launch) -> None:
 def case_a_step_that_is_not_there_is_refused_on_all_ranks(launch: Launch) -> None:
     run_of(launch, [1, 2])
     with manager_of(launch) as made:
-        with pytest.raises(FileNotFoundError, match=r"step 7 is not there; complete are \[1, 2\]"):
+        with pytest.raises(FileNotFoundError, match=r"7 is not there; complete steps are \[1, 2\]"):
             made.restore(state_of(launch, 0), 7)
         assert restored(launch, made, 1) == 1
 

@@ -1,4 +1,4 @@
-"""Reports and charts: made here of the results that are committed, in the place of a run's."""
+"""Reports and charts: made here of the results that are committed, instead of a run's."""
 
 from __future__ import annotations
 

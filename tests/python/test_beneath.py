@@ -66,7 +66,7 @@ def is_in_use(path: Path) -> bool:
         directory.close()
 
 
-# --- links and other things in the place of files ------------------------------------------------
+# --- links and other things instead of files ------------------------------------------------
 
 
 @pytest.mark.parametrize("loader", LOADERS)

@@ -408,7 +408,7 @@ def test_commands_on_directories_say_that_they_take_no_urls(
         (["show", "c", "--first=-1"], "--first: must be at least 0, got -1"),
         (["diff", "a", "b", "--atol", "x"], "--atol: must be a number, got 'x'"),
         (["diff", "a", "b", "--rtol=-1"], "--rtol: must be at least 0, got '-1'"),
-        (["convert", "a", "b", "--max-shard-size", "5X"], "must be a size as 5GB or 512MiB"),
+        (["convert", "a", "b", "--max-shard-size", "5X"], "must be a size such as 5GB or 512MiB"),
         (["convert", "a", "b", "--max-shard-size", "0"], "must be at least 1 byte, got '0'"),
         (["doctor", "c", "--size", "1kB"], "--size: must be at least 32768 bytes, got '1kB'"),
     ],

@@ -36,7 +36,7 @@ pytestmark = [
 def test_objects_are_refused_by_name_in_safetensors(tmp_path: Path) -> None:
     save(STATE, tmp_path / "ckpt")
     error = torch_ckpt.CheckpointError
-    refused(tmp_path, error, "these are none: epoch, rng", "ckpt", "m.safetensors")
+    refused(tmp_path, error, "these are not tensors: epoch, rng", "ckpt", "m.safetensors")
 
 
 def test_tensors_only_leaves_objects_out_and_says_so(tmp_path: Path) -> None:

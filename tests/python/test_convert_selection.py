@@ -87,8 +87,8 @@ def test_a_checkpoint_of_a_part_is_one(step: Path, tmp_path: Path) -> None:
         ({"strip_prefix": "model*"}, "strip_prefix must be a text"),
         ({"rename": {"net.*": "x.*"}}, r"rename: no name matches 'net\.\*'"),
         ({"rename": {"*.weight": "*.count"}}, r"rename: both .* would be model\.layer\.count"),
-        ({"dtype": "int8"}, "dtype must be one of floating point numbers"),
-        ({"dtype": "bf17"}, "dtype must be one of floating point numbers"),
+        ({"dtype": "int8"}, "dtype must be a floating-point dtype"),
+        ({"dtype": "bf17"}, "dtype must be a floating-point dtype"),
     ],
     ids=str,
 )

@@ -326,7 +326,7 @@ class TestGapIn:
         whole = tuple(generator.randint(1, 5) for _ in range(generator.randint(1, 3)))
         boxes = self.boxes_of(whole, generator)
         assert gap_in(whole, boxes) is None
-        # One in the place of another, so that there are overlaps and often a gap.
+        # One instead of another, so that there are overlaps and often a gap.
         boxes[generator.randrange(len(boxes))] = boxes[generator.randrange(len(boxes))]
         seen = torch.zeros(whole, dtype=torch.bool)
         for offsets, sizes in boxes:

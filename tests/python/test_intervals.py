@@ -28,7 +28,7 @@ DAY = 86400.0
 
 
 class Clock:
-    """In the place of the time that passes."""
+    """Instead of the time that passes."""
 
     def __init__(self) -> None:
         self.now = 1000.0

@@ -115,10 +115,10 @@ def test_a_replaced_step_is_no_more_one_of_before(make: Make) -> None:
 
 def test_a_step_that_is_not_there_is_refused_and_those_that_are_are_named(make: Make) -> None:
     made = make()
-    with pytest.raises(FileNotFoundError, match="step 7 is not there; complete are none"):
+    with pytest.raises(FileNotFoundError, match="step 7 is not there; no step is complete"):
         restored(made, 7)
     train(made, [1, 2])
-    with pytest.raises(FileNotFoundError, match=r"step 7 is not there; complete are \[1, 2\]"):
+    with pytest.raises(FileNotFoundError, match=r"7 is not there; complete steps are \[1, 2\]"):
         restored(made, 7)
 
 
@@ -262,5 +262,7 @@ def test_what_a_crash_has_left_is_not_named_when_a_step_is_restored(make: Make, 
 
 def test_a_step_that_is_asked_for_and_has_no_marker_says_so(make: Make, root: Path) -> None:
     (root / "0000000002").mkdir(parents=True)
-    with pytest.raises(FileNotFoundError, match=f"step 2 has no {MARKER_NAME}; complete are none"):
+    with pytest.raises(
+        FileNotFoundError, match=f"step 2 has no {MARKER_NAME}; no step is complete"
+    ):
         make().restore({}, 2)

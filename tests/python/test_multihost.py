@@ -211,8 +211,8 @@ def test_wrong_placements_are_told_by_leaf() -> None:
         ([Shard(0), Shard(0)], "a has 2 placements for a mesh of 1"),
         ([Shard(1)], "a has 1 dimensions and cannot be sharded"),
         ({"a": [Shard(0)]}, "the tree and its placements do not have the same keys: b"),
-        ({"a": [Shard(0)], "b": "x"}, "b has 'x' in the place of placements"),
-        ({"a": [Shard(0)], "b": {"c": []}}, r"b.c has \[\] in the place of placements"),
+        ({"a": [Shard(0)], "b": "x"}, "b has 'x' instead of placements"),
+        ({"a": [Shard(0)], "b": {"c": []}}, r"b.c has \[\] instead of placements"),
     ]
     for placements, text in wrong:
         with pytest.raises(ValueError, match=text):

@@ -103,7 +103,7 @@ def _check_items(stored: dict[Any, Any]) -> None:
         except AttributeError as error:
             raise Corrupt(f"{name}: the metadata does not have all of its description") from error
         if type(chunks) is not list:
-            raise Corrupt(f"{name}: the metadata has {_kind(chunks)} in the place of its shards")
+            raise Corrupt(f"{name}: the metadata has {_kind(chunks)} instead of its shards")
         if len(chunks) == 1:
             key = id(properties), id(size), id(chunks[0])
             if key in checked:
@@ -143,9 +143,7 @@ def _is_whole(chunk: Any, size: Any) -> bool:
 
 def _check_properties(name: str, properties: Any) -> None:
     if type(properties) not in (TensorProperties, OldProperties):
-        raise Corrupt(
-            f"{name}: the metadata has {_kind(properties)} in the place of its properties"
-        )
+        raise Corrupt(f"{name}: the metadata has {_kind(properties)} instead of its properties")
     dtype = getattr(properties, "dtype", None)
     if type(dtype) is not torch.dtype:
         raise Corrupt(f"{name}: the metadata says that its dtype is {_kind(dtype)}")
@@ -154,7 +152,7 @@ def _check_properties(name: str, properties: Any) -> None:
 def _check_size(name: str, size: Any, what: str) -> int:
     """The product of numbers that are sizes or offsets."""
     if type(size) is not torch.Size and type(size) is not tuple:
-        raise Corrupt(f"{name}: the metadata has {_kind(size)} in the place of {what}")
+        raise Corrupt(f"{name}: the metadata has {_kind(size)} instead of {what}")
     if len(size) > MOST_DIMENSIONS:
         raise Corrupt(
             f"{name}: the metadata has {what} of {len(size)} dimensions, "
@@ -188,7 +186,7 @@ def _check_chunks(name: str, size: Any, count: int, chunks: Any) -> None:
     held = 0
     for chunk in chunks:
         if type(chunk) is not ChunkStorageMetadata:
-            raise Corrupt(f"{name}: the metadata has {_kind(chunk)} in the place of a shard")
+            raise Corrupt(f"{name}: the metadata has {_kind(chunk)} instead of a shard")
         try:
             offsets, sizes = chunk.offsets, chunk.sizes
         except AttributeError as error:
@@ -232,7 +230,7 @@ def _check_places(metadata: Metadata) -> None:
         if type(name) is not str:
             raise Corrupt(f"storage_data has an index whose name is {_kind(name)}")
         if type(info) is not _StorageInfo:
-            raise Corrupt(f"{name}: the metadata has {_kind(info)} in the place of its place")
+            raise Corrupt(f"{name}: the metadata has {_kind(info)}, not its place in a file")
         try:
             file, offset, length = info.relative_path, info.offset, info.length
         except AttributeError as error:
@@ -275,9 +273,7 @@ def _check_transforms(name: str, transforms: Any) -> None:
             f"{name}: the metadata has {len(transforms)} transforms, more than {MOST_TRANSFORMS}"
         )
     if type(transforms) not in (list, tuple) or not all(type(t) is str for t in transforms):
-        raise Corrupt(
-            f"{name}: the metadata has {_kind(transforms)} in the place of its transforms"
-        )
+        raise Corrupt(f"{name}: the metadata has {_kind(transforms)} instead of its transforms")
 
 
 def _check_overlaps(file: str, ranges: list[_Range]) -> None:

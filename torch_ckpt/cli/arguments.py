@@ -72,7 +72,7 @@ def _at_least_one(text: str) -> int:
 def _bytes(text: str) -> int:
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([kKMGT]?)(i?)B?", text)
     if match is None:
-        raise argparse.ArgumentTypeError(f"must be a size as 5GB or 512MiB, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a size such as 5GB or 512MiB, got {text!r}")
     number, prefix, is_binary = match.groups()
     step = 1024 if is_binary else 1000
     count = int(float(number) * step ** " KMGT".index(prefix.upper() or " "))

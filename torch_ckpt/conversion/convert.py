@@ -235,7 +235,7 @@ def _left_out(source: Source, target_format: str, tensors_only: bool) -> list[st
         source.objects.clear()
     elif source.objects and target_format == "safetensors":
         raise CheckpointError(
-            f"safetensors files hold tensors only, and these are none: {names}; "
+            f"safetensors files hold tensors only, and these are not tensors: {names}; "
             "tensors_only=True (--tensors-only) leaves them out"
         )
     if source.metadata and target_format != "safetensors":

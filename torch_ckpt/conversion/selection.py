@@ -53,7 +53,7 @@ class Selection(Source):
         new = dict(zip(names, names, strict=True))
         if strip_prefix:
             if "*" in strip_prefix:
-                raise ValueError(f"strip_prefix must be a text without '*', got {strip_prefix!r}")
+                raise ValueError(f"strip_prefix must be a string without '*', got {strip_prefix!r}")
             new = new_names(names, {f"{strip_prefix}*": "*"}, "strip_prefix")
         renamed = new_names(new.values(), rename)
         #: The old name of each new one.
@@ -120,6 +120,6 @@ def dtype_of(dtype: torch.dtype | str) -> torch.dtype:
     found = getattr(torch, _SHORT.get(dtype, dtype), None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ValueError(
-            f"dtype must be one of floating point numbers, as bf16, fp16, fp32, got {dtype!r}"
+            f"dtype must be a floating-point dtype such as bf16, fp16 or fp32, got {dtype!r}"
         )
     return found

@@ -92,7 +92,9 @@ def require_safetensors(source: Source) -> None:
         raise CheckpointError(f"safetensors files do not hold these dtypes: {some_of(others)}")
     for name, entry in source.tensors.items():
         if entry.dtype == DTYPES.get("F4") and not entry.shape:
-            raise CheckpointError(f"{name}: safetensors files hold {entry.dtype} by pairs in a row")
+            raise CheckpointError(
+                f"{name}: safetensors files pack {entry.dtype} in pairs along a row"
+            )
         if len(entry.shape) > MOST_DIMENSIONS:
             raise CheckpointError(
                 f"{name}: it has {len(entry.shape)} dimensions; tensors of safetensors files have "

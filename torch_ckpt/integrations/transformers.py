@@ -142,7 +142,7 @@ class CheckpointCallback(transformers.TrainerCallback):
         if self._resume_dir is not None:
             self._resume_dir.cleanup()
 
-    # --- in the place of Trainer's methods -------------------------------------------------------
+    # --- instead of Trainer's methods -------------------------------------------------------
 
     def _replace(self, name: str, method: Callable[..., None]) -> Callable[..., None]:
         """Returns what it replaced."""

@@ -94,7 +94,7 @@ class _Planner(DefaultLoadPlanner):
         self.state_dict, self.mappings = flatten_state_dict(_flatten_sharded_tensors(values))
 
     def make_real(self, names: Iterable[str]) -> None:
-        """Puts tensors with memory in the place of meta tensors, in the caller's dicts too."""
+        """Puts tensors with memory instead of meta tensors, in the caller's dicts too."""
         for name in names:
             self.state_dict[name] = _real(self.state_dict[name])
             set_element(self.original_state_dict, self.mappings[name], self.state_dict[name])
@@ -176,7 +176,7 @@ class Load:
         return self._prepared(planner, report)
 
     def made_real(self, prepared: Prepared) -> Prepared:
-        """With tensors that have memory in the place of the meta tensors that are loaded."""
+        """With tensors that have memory instead of the meta tensors that are loaded."""
         meta = [name for name, value in prepared.chosen.items() if _is_meta(value)]
         if not meta:
             return prepared

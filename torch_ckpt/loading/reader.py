@@ -130,7 +130,7 @@ class FileSystemReader(StockReader):
         **kwargs: Any,
     ) -> None:
         if type(self) is FileSystemReader:
-            # Others may put another file system in the place of the local one, as FsspecReader.
+            # Others may put another file system instead of the local one, as FsspecReader.
             refuse_url(path)
         super().__init__(path, *args, **kwargs)
         self._given_path: str | os.PathLike[str] = path

@@ -157,9 +157,8 @@ class Restorer:
             return [step], unmarked
         found = [path for path in unmarked if path.endswith(f"/{step_name(step)}")]
         what = f"has no {MARKER_NAME}" if found else "is not there"
-        raise FileNotFoundError(
-            2, f"step {step} {what}; complete are {there or 'none'}", self._store.root
-        )
+        complete = f"complete steps are {there}" if there else "no step is complete"
+        raise FileNotFoundError(2, f"step {step} {what}; {complete}", self._store.root)
 
     def _load_patiently(
         self, step: int, state: MutableMapping[str, Any], load_options: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Our classes in the place of Megatron-core's and nvidia-resiliency-ext's.
+"""Our classes instead of Megatron-core's and nvidia-resiliency-ext's.
 
 Neither package has a plug-in point: both look their writer, reader, queue and functions up by name,
 some when they are imported and some at each save. So the names are what is replaced:

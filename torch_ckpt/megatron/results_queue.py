@@ -114,7 +114,7 @@ class ResultsQueue:
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         """Takes the oldest item; in the process that made the queue.
 
-        In the place of an item that a process owes and that has died there is a CheckpointError.
+        Instead of an item that a process owes and that has died there is a CheckpointError.
 
         Raises:
             queue.Empty: there is none, or none came within ``timeout`` seconds.

@@ -65,7 +65,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         separation_hint: items whose fully qualified name begins with it go into files of their own,
             whose names begin with it. Needs ``thread_count >= 2``; each side has half of them.
         use_msc: write through the package ``multistorageclient``; ``path`` is what that takes.
-        open_file: called with a path and ``"wb"`` in the place of ``open``. With another function
+        open_file: called with a path and ``"wb"`` instead of ``open``. With another function
             than that, with ``use_msc`` and with ``_extensions`` the files are written by torch's
             own code, in Python threads.
         on_failure: ``"return"`` makes ``retrieve_write_results`` return a wrapped exception, which

@@ -34,7 +34,7 @@ def local_to_global(
     Args:
         mesh: a tensor must be on its kind of device.
         placements: one list of Shard, Replicate or Partial, with one for each dimension of the
-            mesh, for all leaves; or a tree that has such a list, or None, in the place of leaves
+            mesh, for all leaves; or a tree that has such a list, or None, instead of leaves
             or of whole subtrees. None leaves the leaf as it is.
         timeout: seconds; a rank that has not come by then is given up.
 
@@ -162,7 +162,7 @@ def _resolve(name: str, node: Any, placements: Any, found: list[Placements]) -> 
     given = children(placements)
     if inside is None or given is None:
         raise ValueError(
-            f"{name or 'the tree'} has {placements!r} in the place of placements: give a list of "
+            f"{name or 'the tree'} has {placements!r} instead of placements: give a list of "
             "Placement, or None"
         )
     by_key = dict(given)

@@ -528,7 +528,7 @@ class _OverStore(_Alone):
             self._delete(self._key("from", self.rank))
 
     def _give_up(self, answer: str) -> RankFailures:
-        """Decides in the place of a silent coordinator, unless somebody has decided."""
+        """Decides instead of a silent coordinator, unless somebody has decided."""
         others = range(1, self.size)
         silent = [r for r in others if not self._store.check([self._key("from", r)])]
         failures = no_sign_of_life(self._step, [0, *silent], self._limit)

@@ -111,7 +111,7 @@ def _ordinal(device: torch.device | str | int | None) -> int:
     # torch takes a number for a device of its current kind of accelerator.
     given = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     if given.type != "cuda" or not _C.has_cuda:
-        raise ValueError(f"device must be one of CUDA, in a build with CUDA; got {given}")
+        raise ValueError(f"device must be a CUDA device, in a build with CUDA; got {given}")
     return given.index if given.index is not None else torch.cuda.current_device()
 
 

@@ -136,7 +136,7 @@ class FileSystemWriter(StockWriter):
         if max_host_bytes is not None and max_host_bytes < 4096:
             raise ValueError(f"max_host_bytes must be at least 4096, got {max_host_bytes}")
         if type(self) is FileSystemWriter:
-            # Others may put another file system in the place of the local one, as FsspecWriter.
+            # Others may put another file system instead of the local one, as FsspecWriter.
             refuse_url(path)
         super().__init__(
             path,
@@ -400,7 +400,7 @@ class FileSystemWriter(StockWriter):
         return self._is_coordinator or not self.use_collectives
 
     def _make_absolute(self) -> None:
-        # Others may put another file system in the place of the local one, as FsspecWriter.
+        # Others may put another file system instead of the local one, as FsspecWriter.
         if type(self.fs) is FileSystem and not is_url(self._given_path):
             self.path = absolute(self.path)
 

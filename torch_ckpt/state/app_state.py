@@ -123,7 +123,7 @@ class RNGState:
 
 
 def _without_arrays(state: Any) -> Any:
-    """With lists in the place of arrays, which ``torch.load(weights_only=True)`` refuses."""
+    """With lists instead of arrays, which ``torch.load(weights_only=True)`` refuses."""
     if isinstance(state, dict):
         return {key: _without_arrays(part) for key, part in state.items()}
     return state.tolist() if hasattr(state, "tolist") else state
@@ -266,7 +266,7 @@ class AppState:
         # Not when it is made, but where what a rank raises is told to the others.
         if not isinstance(self.state, Mapping):
             kind = type(self.state).__name__
-            raise TypeError(f'the state must be a dict, as {{"model": model}}, got a {kind}')
+            raise TypeError(f'the state must be a dict such as {{"model": model}}, got a {kind}')
 
     def _tell_values(self) -> None:
         for key, value in list(self.state.items()):

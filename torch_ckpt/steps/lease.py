@@ -168,7 +168,7 @@ class _Held:
             os.close(self._fd)
 
     def _other(self) -> _Found | None:
-        """Whose lease is there in the place of this one."""
+        """Whose lease is there instead of this one."""
         try:
             there = _Found(self._path)
         except OSError:

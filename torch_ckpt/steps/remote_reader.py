@@ -154,7 +154,7 @@ class RemoteReader(FileSystemReader):
 
     @contextmanager
     def _told(self) -> Iterator[None]:
-        """Errors with the URL in the place of the staging directory, which nobody knows."""
+        """Errors with the URL instead of the staging directory, which nobody knows."""
         staged = str(self._staged_path)
         try:
             yield
