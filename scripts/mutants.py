@@ -65,6 +65,9 @@ PYTHON = [
     (r"\b(raise|continue)\b.*[^(,]$", "pass"),
 ]
 
+#: The slowest test takes a third of it.
+HANGS_AFTER_SECONDS = 150
+
 #: In the order in which they are tried.
 TESTS = ("tests/python", "tests/attacks", "tests/faults", "tests/distributed", "tests/crash")
 
@@ -187,7 +190,9 @@ class Copy:
             left = until - time.monotonic()
             if left <= 0:
                 return None
-            pytest = [self._python, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *files]
+            # A test that hangs has noticed it, too.
+            options = ["-x", "-q", "-p", "no:cacheprovider", f"--timeout={HANGS_AFTER_SECONDS}"]
+            pytest = [self._python, "-m", "pytest", *options, *files]
             code, output = self._run(pytest, left)
             if code not in (0, 5) and not (code == TIMED_OUT and time.monotonic() >= until):
                 failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
