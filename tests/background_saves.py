@@ -25,7 +25,7 @@ from tests.support import (
     stock_load,
 )
 from torch_ckpt import AsyncSave, CheckpointError
-from torch_ckpt.saving import async_save
+from torch_ckpt.saving import running_saves
 from torch_ckpt.saving.background import CHUNK_BYTES
 
 STAGINGS = ["blocking", "overlapped"]
@@ -35,7 +35,7 @@ STAGINGS = ["blocking", "overlapped"]
 def no_save_after() -> Iterator[None]:
     """The test leaves no save under way to the next one, and no error that nobody has seen."""
     yield
-    async_save.join_saves()
+    running_saves.join_saves()
     has_error = True
     while has_error:
         try:

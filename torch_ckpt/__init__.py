@@ -32,10 +32,11 @@ from torch_ckpt.loading.reader import FileSystemReader
 from torch_ckpt.loading.report import LoadReport, ReadMemory
 from torch_ckpt.manager import CheckpointManager
 from torch_ckpt.manager.async_checkpoint import AsyncCheckpoint
-from torch_ckpt.saving.async_save import AsyncSave, check_for_errors
+from torch_ckpt.saving.async_save import AsyncSave
 from torch_ckpt.saving.background import Background
 from torch_ckpt.saving.host_memory import reserve_pool
 from torch_ckpt.saving.metrics import SaveMetrics
+from torch_ckpt.saving.running_saves import check_for_errors
 from torch_ckpt.saving.writer import FileSystemWriter
 from torch_ckpt.state.app_state import AppState, PerRank, RNGState
 

@@ -38,8 +38,10 @@ from torch_ckpt.loading.values import (
 )
 from torch_ckpt.ranks.failures import CheckpointFailed, raised_as_ours
 from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS, Meeting, Ranks
-from torch_ckpt.saving.async_save import AsyncSave, Job, alone, check_for_errors, spawn, start
+from torch_ckpt.saving.async_save import AsyncSave
+from torch_ckpt.saving.job import Job
 from torch_ckpt.saving.replica_check import MODES as REPLICA_CHECKS
+from torch_ckpt.saving.running_saves import alone, check_for_errors, spawn, start
 from torch_ckpt.saving.session import PlanCache, StateDict, save_state, tell_the_others
 from torch_ckpt.saving.sources import Sources
 from torch_ckpt.saving.writer import FileSystemWriter

@@ -27,7 +27,7 @@ from tests.ranks import ranks
 from tests.support import assert_equal, emptied, stock_load
 from torch_ckpt import _C
 from torch_ckpt.checkpoint.metadata import read_metadata
-from torch_ckpt.ranks import meeting
+from torch_ckpt.ranks import transport
 from torch_ckpt.saving.writer import FileSystemWriter
 
 #: Seconds after which a silent rank is given up.
@@ -115,7 +115,7 @@ def arm(phase: str, die: Callable[[], None]) -> dict[str, Any]:
         dies_in(_C, "commit_metadata")
     else:
         # The first answer that it waits for is the plan.
-        dies_in(meeting._OverStore, "_receive", nth=2)
+        dies_in(transport.OverStore, "_receive", nth=2)
     return {}
 
 

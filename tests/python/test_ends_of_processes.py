@@ -72,7 +72,7 @@ def test_leaving_the_interpreter_logs_an_unseen_error(tmp_path: Path) -> None:
 
 LEAVES_A_SAVE_THAT_HANGS = """
 import sys, threading, torch, torch_ckpt
-torch_ckpt.saving.async_save.EXIT_LIMIT_SECONDS = 0.05
+torch_ckpt.saving.running_saves.EXIT_LIMIT_SECONDS = 0.05
 reached = threading.Event()
 def hang():
     reached.set()

@@ -29,7 +29,7 @@ from torch_ckpt.manager.retention import Retention
 from torch_ckpt.ranks.calls import Call, Disagreement
 from torch_ckpt.ranks.failures import of_torch
 from torch_ckpt.ranks.meeting import Meeting
-from torch_ckpt.saving.async_save import spawn
+from torch_ckpt.saving.running_saves import spawn
 from torch_ckpt.saving.session import tell_the_others
 from torch_ckpt.saving.writer import FileSystemWriter
 from torch_ckpt.steps import StepStore, encoded_marker, parsed_marker

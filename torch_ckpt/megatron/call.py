@@ -22,8 +22,8 @@ from torch_ckpt.ranks.failures import failed_on, of_torch
 from torch_ckpt.ranks.lockstep import Lockstep
 from torch_ckpt.ranks.meeting import Meeting, own_rank
 from torch_ckpt.ranks.outcomes import attempt, drop_frames, failed
-from torch_ckpt.saving.async_save import let_go, spawn
 from torch_ckpt.saving.background import Background
+from torch_ckpt.saving.running_saves import let_go, spawn
 
 # How often it is looked whether a function moves, at most; or ten times in a short timeout.
 _LOOK_SECONDS = 1.0

@@ -40,7 +40,7 @@ from torch_ckpt.megatron.writer import FileSystemWriterAsync
 from torch_ckpt.ranks.failures import raised_as_ours
 from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS, Meeting, Ranks, is_distributed
 from torch_ckpt.ranks.outcomes import attempt, failed
-from torch_ckpt.saving.async_save import spawn
+from torch_ckpt.saving.running_saves import spawn
 from torch_ckpt.saving.structure import Structure, structure_of
 
 T = TypeVar("T")

@@ -11,8 +11,8 @@ from torch_ckpt.errors import CheckpointError
 from torch_ckpt.megatron.peers import PEERS
 from torch_ckpt.megatron.staged_write import Stage
 from torch_ckpt.ranks.meeting import Meeting
-from torch_ckpt.saving.async_save import spawn
 from torch_ckpt.saving.background import Background
+from torch_ckpt.saving.running_saves import spawn
 
 STEP = "write"
 

@@ -32,9 +32,9 @@ from torch_ckpt.megatron.staged_write import (
 )
 from torch_ckpt.megatron.task import ADVICE, Task, watched_in
 from torch_ckpt.megatron.torch_write import PythonWrite
-from torch_ckpt.saving.async_save import spawn
 from torch_ckpt.saving.items import Written, results_of
 from torch_ckpt.saving.rank_write import RankWrite
+from torch_ckpt.saving.running_saves import spawn
 
 
 @dataclasses.dataclass

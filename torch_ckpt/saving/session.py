@@ -41,8 +41,8 @@ from torch_ckpt.checkpoint.metadata import encode_metadata, with_checksum_tables
 from torch_ckpt.checkpoint.objects import unpicklable, warn_of_what_will_not_load
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.ranks.meeting import Meeting, Ranks
-from torch_ckpt.saving.async_save import Job
 from torch_ckpt.saving.items import Written, as_value, resolve
+from torch_ckpt.saving.job import Job
 from torch_ckpt.saving.replica_check import checksums_of, differing_tensors, told
 from torch_ckpt.saving.structure import structure_of
 from torch_ckpt.saving.unchanged import Fingerprint

@@ -32,7 +32,7 @@ from torch_ckpt.checkpoint.files import lies_beneath
 from torch_ckpt.checkpoint.metadata import METADATA_NAME
 from torch_ckpt.inspection.verify import VerifyReport, verify
 from torch_ckpt.loading.report import LoadReport
-from torch_ckpt.saving.async_save import join_saves
+from torch_ckpt.saving.running_saves import join_saves
 from torch_ckpt.saving.writer import FileSystemWriter
 from torch_ckpt.steps.marker import MARKER_NAME, MOST_MARKER_BYTES, PINNED_NAME, parsed_marker
 from torch_ckpt.steps.remote_files import RemoteFile, RemoteFiles, age, require_staging_room

@@ -1,0 +1,325 @@
+"""How the values of a step travel between ranks; meeting.py has the protocol."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any, TypeVar, cast
+
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.checkpoint.api import WRAPPED_EXCEPTION, CheckpointException
+
+from torch_ckpt import _C
+from torch_ckpt.ranks.failures import failed_on
+from torch_ckpt.ranks.outcomes import (
+    RankFailures,
+    attempt,
+    failed,
+    no_sign_of_life,
+)
+from torch_ckpt.ranks.store_thread import StoreThread
+
+T = TypeVar("T")
+
+# By this factor the others wait longer for the coordinator than it waits for them; or they would
+# give it up while it gives up somebody else.
+_LONGER = 1.25
+
+# Signs of life are given and looked for this often, or ten times in a short timeout.
+_PULSE_SECONDS = 5.0
+
+# TCPStore closes the connection over a value of more than 8 MiB.
+_PIECE_BYTES = 4 << 20
+
+_DECIDED = b"the coordinator goes on"
+
+
+class Alone:
+    """Moves values between ranks; here, where there is one. Each step begins with a gather."""
+
+    distributed = False
+    rank = 0
+    size = 1
+
+    def gather(self, step: str, value: Any) -> list[Any] | None:
+        """Every rank's value, or why there is none, on the coordinator; None elsewhere."""
+        return [value]
+
+    def scatter(self, parts: list[Any] | None) -> Any:
+        """To each rank its part of what the coordinator has."""
+        return parts[0] if parts is not None else None
+
+    def broadcast(self, value: Any) -> Any:
+        """To each rank what the coordinator has."""
+        return value
+
+    def alive(self, counter: Callable[[], int]) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def cancel(self, failure: WRAPPED_EXCEPTION) -> None:
+        pass
+
+    def hurry(self) -> None:
+        pass
+
+    def close(self, timeout: float) -> None:
+        pass
+
+
+class OverStore(Alone):
+    """Through the keys of a store, as the head of this file says. For one thread.
+
+    Whatever uses the store raises CheckpointException where it is lost.
+    """
+
+    distributed = True
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        connect: Callable[[], Store],
+        asker: StoreThread,
+        prefix: str,
+        timeout: float,
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self._connection = connect
+        self._asker = asker
+        self._prefix = prefix
+        self._store: Any = None  # until it is needed; typed for str values, but it takes bytes
+        self._timeout = timeout
+        self._limit = _LONGER * timeout
+        self._pulse = min(timeout / 10, _PULSE_SECONDS)
+        self._steps = 0
+        self._step = ""
+        self._given_up = False  # this rank, the coordinator, by another one that has answered
+        self._cancelled: WRAPPED_EXCEPTION | None = None
+        self._hurried = threading.Event()
+        self._absent: list[int] = []  # ranks that come late, if at all
+        self._verdicts: list[str] = []
+        self._answers: list[str] = []
+
+    def gather(self, step: str, value: Any) -> list[Any] | None:
+        self._step = step
+        self._steps += 1
+        self._ask(self._connect)
+        if self.rank != 0:
+            data = attempt(pickle.dumps, value)
+            data = pickle.dumps(data) if failed(data) else data
+            self._ask(self._set, self._key("from", self.rank), data)
+            return None
+        keys = {rank: self._key("from", rank) for rank in range(1, self.size)}
+        silent = self._await(keys, self._timeout)
+        self._verdicts.append(self._key("verdict"))
+        verdict = self._ask(self._store.compare_set, self._key("verdict"), "", _DECIDED)
+        self._given_up = verdict != _DECIDED
+        if self._given_up:
+            failures = pickle.loads(verdict).by_rank
+        else:
+            failures = no_sign_of_life(step, silent, self._timeout)
+        if self._cancelled is not None:
+            value = self._cancelled
+        gathered = [value] + [None] * (self.size - 1)
+        for rank, data in self._ask(self._take_all, keys).items():
+            gathered[rank] = attempt(pickle.loads, data)
+        for rank, failure in failures.items():
+            gathered[rank] = failure
+        return gathered
+
+    def scatter(self, parts: list[Any] | None) -> Any:
+        if parts is None:
+            return self._receive(self._key("to", self.rank))
+        keys = [self._key("to", rank) for rank in range(1, self.size)]
+        return self._answer(keys, parts[1:]) or parts[0]
+
+    def broadcast(self, value: Any) -> Any:
+        key = self._key("to", "all")
+        if self.rank != 0:
+            return self._receive(key)
+        self._answers.append(key)
+        return self._answer([key], [value]) or value
+
+    @contextmanager
+    def alive(self, counter: Callable[[], int]) -> Iterator[None]:
+        begun, done = time.monotonic(), threading.Event()
+
+        def beat() -> None:
+            while not done.wait(self._pulse):
+                sign = f"{begun}/{counter()}"
+                with suppress(RuntimeError):  # that the store is lost the next step will say
+                    self._connect()
+                    self._store.set(f"alive/{self.rank}", sign)
+
+        thread = threading.Thread(target=beat, name="torch_ckpt alive", daemon=True)
+        with suppress(RuntimeError):  # as in _ask
+            thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            if thread.ident is not None:
+                thread.join(self._pulse)  # and no longer: a store that is stopped does not answer
+
+    def cancel(self, failure: WRAPPED_EXCEPTION) -> None:
+        self._cancelled = failure
+
+    def hurry(self) -> None:
+        self._hurried.set()
+
+    def close(self, timeout: float) -> None:
+        self._limit = min(self._limit, timeout)
+        others = [rank for rank in range(1, self.size) if rank not in self._absent]
+        with suppress(CheckpointException):
+            self._ask(self._connect)
+            if self.rank != 0:
+                self._ask(self._store.set, f"bye/{self.rank}", "bye")
+            elif not self._await({rank: f"bye/{rank}" for rank in others}, timeout):
+                self._ask(self._tidy, [0, *others])
+
+    # --- private ---------------------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        if self._store is None:
+            self._store = PrefixStore(self._prefix, self._connection())
+
+    def _key(self, kind: str, rank: int | str = "") -> str:
+        return f"{self._steps}.{self._step}/{kind}/{rank}"
+
+    def _await(self, keys: dict[int, str], patience: float) -> list[int]:
+        """Waits for a key of each rank, unless that is cancelled; the ranks silent for too long.
+
+        By asking now and then: the store's own wait prints two warnings when its time is up, and
+        keeps other threads off the connection.
+        """
+        calm_since = looked = time.monotonic()
+        heard = dict.fromkeys(keys, looked)
+        signs = dict.fromkeys(keys, b"")
+        pulse = min(self._pulse, patience / 10)
+        while not self._ask(self._store.check, [keys[rank] for rank in signs]):
+            if self._cancelled is not None:
+                return []
+            now = time.monotonic()
+            if now >= looked + pulse:
+                looked, before = now, signs
+                signs = self._ask(self._signs, {rank: keys[rank] for rank in before})
+                heard = {r: heard[r] if signs[r] == before[r] else now for r in signs}
+                if any(now - then >= patience for then in heard.values()):
+                    # With those that fell silent a little later.
+                    return [rank for rank, then in heard.items() if now - then >= patience / 2]
+            _C.fault_point("wait for ranks", self._step)
+            if self._hurried.wait(min(1.0, pulse, max(0.001, (now - calm_since) / 10))):
+                self._hurried.clear()
+                calm_since = time.monotonic()
+        return []
+
+    def _signs(self, keys: dict[int, str]) -> dict[int, bytes]:
+        """The last sign of life of each rank whose key is not there."""
+        if self.rank == 0:
+            # The others are to wait for it for as long as it waits for one of them.
+            self._store.set("alive/0", str(time.monotonic()))
+        signs = {}
+        for rank, key in keys.items():
+            if not self._store.check([key]):
+                sign = f"alive/{rank}"
+                signs[rank] = self._store.get(sign) if self._store.check([sign]) else b""
+        return signs
+
+    def _answer(self, keys: list[str], values: list[Any]) -> RankFailures | None:
+        """Posts the coordinator's answers; returns what it answered instead, if it had to."""
+        if self._given_up:
+            return None
+        data = attempt(lambda: [pickle.dumps(value) for value in values])
+        if failed(data):
+            failures = RankFailures({0: data}, combining=True)
+            self._answer(keys, [failures] * len(keys))
+            return failures
+        for key, value in zip(keys, data, strict=True):
+            self._ask(self._set, key, value)
+        return None
+
+    def _receive(self, key: str) -> Any:
+        """The coordinator's answer under a key, or that of the rank that gave it up."""
+        if self._await({0: key}, self._limit):
+            return self._ask(self._give_up, key)
+        if self._cancelled is not None:
+            raise failed_on(self._step, {self.rank: self._cancelled})
+        received = pickle.loads(self._ask(self._get, key))
+        self._ask(self._clear, key, isinstance(received, RankFailures))
+        return received
+
+    def _clear(self, answer: str, failed: bool) -> None:
+        if answer != self._key("to", "all"):
+            self._delete(answer)
+        if failed and self._store.get(self._key("verdict")) == _DECIDED:
+            # What came late nobody reads.
+            self._delete(self._key("from", self.rank))
+
+    def _give_up(self, answer: str) -> RankFailures:
+        """Decides instead of a silent coordinator, unless somebody has decided."""
+        others = range(1, self.size)
+        silent = [r for r in others if not self._store.check([self._key("from", r)])]
+        failures = no_sign_of_life(self._step, [0, *silent], self._limit)
+        mine = pickle.dumps(RankFailures(failures, combining=False))
+        verdict = self._store.compare_set(self._key("verdict"), "", mine)
+        if verdict == _DECIDED:
+            error = TimeoutError(
+                f"rank 0, the coordinator, decided on '{self._step}' and then gave no sign of life "
+                f"for {self._limit:g} s: look whether its process still runs and, as it may have "
+                "committed, whether the checkpoint is there"
+            )
+            return RankFailures({0: (error, traceback.StackSummary())}, combining=True)
+        if verdict == mine and answer == self._key("to", "all"):
+            self._set(answer, mine)
+        elif verdict == mine:
+            for rank in others:
+                if rank != self.rank:
+                    self._set(self._key("to", rank), mine)
+        return cast(RankFailures, pickle.loads(verdict))
+
+    def _set(self, key: str, data: bytes) -> None:
+        starts = range(0, len(data), _PIECE_BYTES)
+        for number, start in enumerate(starts):
+            self._store.set(f"{key}/{number}", data[start : start + _PIECE_BYTES])
+        # Last, because it is what is waited for.
+        self._store.set(key, str(len(starts)))
+
+    def _get(self, key: str) -> bytes:
+        pieces = range(int(self._store.get(key)))
+        return b"".join(self._store.get(f"{key}/{number}") for number in pieces)
+
+    def _delete(self, key: str) -> None:
+        if self._store.check([key]):
+            for number in range(int(self._store.get(key))):
+                self._store.delete_key(f"{key}/{number}")
+            self._store.delete_key(key)
+
+    def _take_all(self, keys: dict[int, str]) -> dict[int, bytes]:
+        """What the ranks have posted, of which nothing stays."""
+        taken = {r: self._get(key) for r, key in keys.items() if self._store.check([key])}
+        for rank in taken:
+            self._delete(keys[rank])
+        self._absent = [rank for rank in keys if rank not in taken]
+        return taken
+
+    def _tidy(self, ranks: list[int]) -> None:
+        if self._cancelled is not None:
+            # Who has not come yet will look for the answer.
+            return
+        for rank in ranks:
+            self._store.delete_key(f"alive/{rank}")
+            self._store.delete_key(f"bye/{rank}")
+        # A rank that was given up and comes after all reads there that it was.
+        if not self._absent:
+            for key in self._verdicts:
+                self._store.delete_key(key)
+            for key in self._answers:
+                self._delete(key)
+
+    def _ask(self, work: Callable[..., T], *args: Any) -> T:
+        return self._asker.ask(self._step, self.rank, self._limit, work, *args)
