@@ -93,6 +93,8 @@ struct Value {
   bool key = false;
   // Of tuples: (None, dict of attribute names), the state of a class with slots.
   bool slots = false;
+  // Of tuples: (an enum, a text), with which one of its members is looked up.
+  bool names_member = false;
   std::uint8_t depth = 0;
   GlobalRole role = GlobalRole::value;
   std::uint32_t weight = 1;
@@ -216,9 +218,10 @@ class Verifier {
     return true;
   }
 
-  /// Classes and functions are called and nothing else.
+  /// Classes and functions are called and nothing else; nor does a tuple with one go elsewhere.
   bool can_be_part(const Value& value) {
-    if (value.kind != Kind::global || value.role == GlobalRole::value) return true;
+    const bool is_called = value.kind == Kind::global && value.role != GlobalRole::value;
+    if (!is_called && !value.names_member) return true;
     fail(Errc::pickle_stack, "a class or function lies where a value belongs");
     return false;
   }
@@ -417,9 +420,13 @@ class Verifier {
     made.plain = true;
     made.key = true;
     const std::size_t first = stack_.size() - count;
+    made.names_member = count == 2 && stack_[first].kind == Kind::global &&
+                        stack_[first].role == GlobalRole::enumeration &&
+                        stack_[first + 1].kind == Kind::text;
     for (std::size_t i = first; i < stack_.size(); ++i) {
       const Value& part = stack_[i];
-      if (!can_be_part(part) || !count_in(part, made.depth, made.weight)) return;
+      if (!made.names_member && !can_be_part(part)) return;
+      if (!count_in(part, made.depth, made.weight)) return;
       made.plain = made.plain && is_plain(part);
       made.key = made.key && part.key && is_plain(part);
     }
@@ -558,7 +565,10 @@ class Verifier {
     if (callee.role == GlobalRole::mapping && arguments.weight == 1) {
       return push_object(ObjectKind::mapping);
     }
-    if (callee.role != GlobalRole::function || !arguments.plain) {
+    const bool is_function =
+        callee.role == GlobalRole::function || callee.role == GlobalRole::enumeration;
+    const bool is_lookup = callee.role == GlobalRole::member && arguments.names_member;
+    if (!is_lookup && (!is_function || !arguments.plain)) {
       return fail(Errc::pickle_call, "a call that metadata never makes");
     }
     if (arguments.weight > Limits::kArgumentsWeight) {
@@ -603,6 +613,7 @@ class Verifier {
     if (count_in(state, object.depth, object.weight)) object.built = true;
   }
   bool is_state(const Value& state, GlobalRole role) const {
+    if (state.names_member) return false;
     if (role == GlobalRole::tuple_class) return state.kind == Kind::tuple;
     if (role == GlobalRole::slots_class) return state.kind == Kind::tuple && state.slots;
     return is_state_dict(state);
@@ -640,9 +651,11 @@ class Verifier {
 }  // namespace
 
 std::optional<GlobalRole> role_named(std::string_view word) {
-  static constexpr std::array<std::pair<std::string_view, GlobalRole>, 7> kWords = {{
+  static constexpr std::array<std::pair<std::string_view, GlobalRole>, 9> kWords = {{
       {"value", GlobalRole::value},
       {"function", GlobalRole::function},
+      {"enumeration", GlobalRole::enumeration},
+      {"member", GlobalRole::member},
       {"mapping", GlobalRole::mapping},
       {"dict_class", GlobalRole::dict_class},
       {"key_class", GlobalRole::key_class},

@@ -23,7 +23,10 @@ namespace torch_ckpt::format {
 /// only called, so that no state ever reaches one of them, nor a member of an enum.
 enum class GlobalRole : std::uint8_t {
   value,        // be part of other values; a dtype
-  function,     // be called with one tuple of scalars and tuples; torch.Size, paths, enums
+  function,     // be called with one tuple of scalars and tuples; torch.Size, paths
+  enumeration,  // as function; or be one of the two that `member` is called with; enums
+  member,       // be called with an enum and a member's name; getattr, as Python 3.11.0 to 3.11.3
+                // pickle a member
   mapping,      // be called with nothing, and the result be given items; OrderedDict
   dict_class,   // be made without arguments, and be given a dict as state, once
   key_class,    // as dict_class; its instances may be keys of dicts; MetadataIndex

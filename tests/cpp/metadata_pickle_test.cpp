@@ -20,6 +20,7 @@ using test::StockMetadata;
 const Globals& globals() {
   static const Globals kGlobals = {
       {"m value", GlobalRole::value},      {"m function", GlobalRole::function},
+      {"m Enum", GlobalRole::enumeration}, {"m member", GlobalRole::member},
       {"m mapping", GlobalRole::mapping},  {"m Plain", GlobalRole::dict_class},
       {"m Key", GlobalRole::key_class},    {"m Tuple", GlobalRole::tuple_class},
       {"m Slots", GlobalRole::slots_class}};
@@ -95,6 +96,23 @@ TEST(MetadataPickle, OfProtocols2To5IsAccepted) {
   for (const char protocol : {'\2', '\3', '\4', '\5'}) {
     EXPECT_TRUE(accepts("\x80"s + protocol + "N.")) << static_cast<int>(protocol);
   }
+}
+
+TEST(MetadataPickle, AMemberOfAnEnumIsCalledForOrLookedUp) {
+  const std::string text = "X\1\0\0\0a"s;
+  const std::string looked_up = "cm\nmember\ncm\nEnum\n" + text + "\x86";
+  EXPECT_TRUE(accepts("\x80\4cm\nEnum\nK\1\x85R."s));
+  EXPECT_TRUE(accepts("\x80\4"s + looked_up + "R."));
+  EXPECT_TRUE(accepts("\x80\4]"s + looked_up + "Ra."));
+  // Not of a class, by no text, of three, as another value, for another function, as a state.
+  EXPECT_TRUE(refuses("\x80\4cm\nmember\ncm\nPlain\n"s + text + "\x86R.", Errc::pickle_stack));
+  EXPECT_TRUE(refuses("\x80\4cm\nmember\ncm\nEnum\nK\1\x86R."s, Errc::pickle_stack));
+  EXPECT_TRUE(refuses("\x80\4cm\nmember\ncm\nEnum\n"s + text + "N\x87R.", Errc::pickle_stack));
+  EXPECT_TRUE(refuses("\x80\4]cm\nEnum\n"s + text + "\x86" + "a.", Errc::pickle_stack));
+  EXPECT_TRUE(refuses("\x80\4cm\nfunction\ncm\nEnum\n"s + text + "\x86R.", Errc::pickle_call));
+  EXPECT_TRUE(refuses("\x80\4cm\nmember\nK\1\x85R."s, Errc::pickle_call));
+  EXPECT_TRUE(
+      refuses("\x80\4"s + kTuple + "cm\nEnum\n" + text + "\x86" + "b.", Errc::pickle_state));
 }
 
 TEST(MetadataPickle, OfScalarsIsAccepted) {

@@ -223,12 +223,57 @@ const std::vector<StockMetadata>& stock_metadata() {
        "\224\205\224R\224ububh\235)\201\224}\224(h\240h\242)\201\224}\224(h\245hFh\240Nubh\252h"
        "\254K\003\205\224R\224h\257Nh\260NubehwNhJ}\224(h\007h\007\205\224hFhF\205\224u\214\006u"
        "sable\224\210ubaub."sv},
+      {"rich_looked_up",
+       "\200\004\225\367\007\000\000\000\000\000\000\214%torch.distributed.checkpoint.metadata"
+       "\224\214\010Metadata\224\223\224)\201\224}\224(\214\023state_dict_metadata\224}\224(\214"
+       "\006weight\224h\000\214\025TensorStorageMetadata\224\223\224)\201\224}\224(\214\npropert"
+       "ies\224h\000\214\020TensorProperties\224\223\224)\201\224(\214\005torch\224\214\007float"
+       "32\224\223\224\214\023torch.serialization\224\214\013_get_layout\224\223\224\214\015torc"
+       "h.strided\224\205\224R\224\211\214\010builtins\224\214\007getattr\224\223\224h\000\214"
+       "\024_MEM_FORMAT_ENCODING\224\223\224\214\027TORCH_CONTIGUOUS_FORMAT\224\206\224R\224\211"
+       "M,\001K\001\206\224t\224b\214\004size\224\214\005torch\224\214\004Size\224\223\224K\002M"
+       ",\001\206\224\205\224R\224\214\006chunks\224]\224h\000\214\024ChunkStorageMetadata\224"
+       "\223\224)\201\224}\224(\214\007offsets\224h&K\000K\000\206\224\205\224R\224\214\005sizes"
+       "\224h&K\002M,\001\206\224\205\224R\224ubaub\214\004bias\224h\011)\201\224}\224(h\014h"
+       "\016)\201\224(h\022h\030\211h \211K\001\205\224t\224bh#h&K\002\205\224\205\224R\224h*]"
+       "\224h-)\201\224}\224(h0h&K\000\205\224\205\224R\224h4h&K\002\205\224\205\224R\224ubaub"
+       "\214\004step\224h\000\214\024BytesStorageMetadata\224\223\224)\201\224u\214\014planner_d"
+       "ata\224}\224(\214\006shards\224\2140torch.distributed._shard.sharded_tensor.metadata\224"
+       "\214\025ShardedTensorMetadata\224\223\224)\201\224}\224(\214\017shards_metadata\224]\224"
+       "\214!torch.distributed._shard.metadata\224\214\015ShardMetadata\224\223\224)\201\224N}"
+       "\224(\214\015shard_offsets\224]\224(K\000K\000e\214\013shard_sizes\224]\224(K\002K\003e"
+       "\214\011placement\224Nu\206\224bah#h&K\002K\003\206\224\205\224R\224\214\021tensor_prope"
+       "rties\224hQh\015\223\224)\201\224(h\022h\030\211hQ\214\023MEM_FORMAT_ENCODING\224\223"
+       "\224K\000\205\224R\224\211Nt\224bub\214\005other\224]\224(N\210\212\006\000\000\000\000"
+       "\000\001G?\340\000\000\000\000\000\000K\001\214\003two\224\205\224\206\224}\224K\003}"
+       "\224s\214\013collections\224\214\013OrderedDict\224\223\224)R\224\214\001a\224K\001sX,"
+       "\001\000\000xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx"
+       "xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx"
+       "xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx"
+       "xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx\224eu\214\014storage_data\224]\224\214'"
+       "torch.distributed.checkpoint.filesystem\224\214\016_StoragePrefix\224\223\224)\201\224}"
+       "\224\214\006prefix\224\214\004__0_\224sba\214\014storage_meta\224h\000\214\013StorageMet"
+       "a\224\223\224)\201\224}\224(\214\015checkpoint_id\224\214\007pathlib\224\214\011PosixPat"
+       "h\224\223\224\214\001/\224\214\013checkpoints\224\214\0011\224\207\224R\224\214\007save_"
+       "id\224N\214\007load_id\224N\214\007modules\224]\224ub\214\007version\224N\214\017all_loc"
+       "al_plans\224]\224\214$torch.distributed.checkpoint.planner\224\214\010SavePlan\224\223"
+       "\224)\201\224}\224(\214\005items\224]\224(h\231\214\011WriteItem\224\223\224)\201\224}"
+       "\224(\214\005index\224h\000\214\015MetadataIndex\224\223\224)\201\224}\224(\214\003fqn"
+       "\224h\007h\244N\214\006offset\224h&K\000\205\224\205\224R\224ub\214\004type\224h\033h"
+       "\231\214\015WriteItemType\224\223\224\214\006TENSOR\224\206\224R\224\214\015bytes_io_dat"
+       "a\224N\214\013tensor_data\224h\231\214\017TensorWriteData\224\223\224)\201\224}\224(\214"
+       "\005chunk\224h-)\201\224}\224(h0h&K\000\205\224\205\224R\224h4h&K\002\205\224\205\224R"
+       "\224ubh\014h\016)\201\224(h\022h\030\211h \211K\001\205\224t\224bh#h&K\002\205\224\205"
+       "\224R\224ububh\241)\201\224}\224(h\244h\246)\201\224}\224(h\251hJh\244Nubh\256h\033h\260"
+       "\214\007BYTE_IO\224\206\224R\224h\264Nh\265Nubeh{NhN}\224(h\007h\007\205\224hJhJ\205\224"
+       "u\214\006usable\224\210ubaub."sv},
   };
   return kMetadata;
 }
 
 const format::Globals& stock_globals() {
   static const format::Globals kGlobals = {
+      {"builtins getattr", format::GlobalRole::member},
       {"pathlib Path", format::GlobalRole::function},
       {"pathlib PosixPath", format::GlobalRole::function},
       {"pathlib PurePosixPath", format::GlobalRole::function},
@@ -305,21 +350,22 @@ const format::Globals& stock_globals() {
        format::GlobalRole::dict_class},
       {"torch.distributed.checkpoint.metadata MetadataIndex", format::GlobalRole::key_class},
       {"torch.distributed.checkpoint.metadata TensorProperties", format::GlobalRole::tuple_class},
-      {"torch.distributed.checkpoint.metadata _MEM_FORMAT_ENCODING", format::GlobalRole::function},
+      {"torch.distributed.checkpoint.metadata _MEM_FORMAT_ENCODING",
+       format::GlobalRole::enumeration},
       {"torch.distributed.checkpoint.filesystem _StorageInfo", format::GlobalRole::dict_class},
       {"torch.distributed.checkpoint.filesystem _StoragePrefix", format::GlobalRole::dict_class},
       {"torch.distributed.checkpoint.planner BytesIOWriteData", format::GlobalRole::dict_class},
       {"torch.distributed.checkpoint.planner SavePlan", format::GlobalRole::dict_class},
       {"torch.distributed.checkpoint.planner TensorWriteData", format::GlobalRole::dict_class},
       {"torch.distributed.checkpoint.planner WriteItem", format::GlobalRole::dict_class},
-      {"torch.distributed.checkpoint.planner WriteItemType", format::GlobalRole::function},
+      {"torch.distributed.checkpoint.planner WriteItemType", format::GlobalRole::enumeration},
       {"torch.distributed._shard.metadata ShardMetadata", format::GlobalRole::slots_class},
       {"torch.distributed._shard.sharded_tensor.metadata ShardedTensorMetadata",
        format::GlobalRole::dict_class},
       {"torch.distributed._shard.sharded_tensor.metadata TensorProperties",
        format::GlobalRole::tuple_class},
       {"torch.distributed._shard.sharded_tensor.metadata MEM_FORMAT_ENCODING",
-       format::GlobalRole::function},
+       format::GlobalRole::enumeration},
   };
   return kGlobals;
 }

@@ -9,6 +9,8 @@ that of torch_ckpt/checkpoint/metadata.py.
 
 from __future__ import annotations
 
+import copyreg
+import io
 import pickle
 from collections import OrderedDict
 from pathlib import Path
@@ -18,7 +20,8 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import WriteItemType
 
 from tests.cpp.stock_records import literal
 from torch_ckpt.checkpoint.metadata import ROLES, encode_metadata, with_checksum_tables
@@ -50,6 +53,18 @@ def rich() -> Metadata:
     return metadata
 
 
+def with_looked_up_members(metadata: Metadata, protocol: int) -> bytes:
+    """As Python 3.11.0 to 3.11.3 pickles members of enums: by getattr."""
+    stream = io.BytesIO()
+    pickler = pickle.Pickler(stream, protocol)
+    pickler.dispatch_table = copyreg.dispatch_table | {
+        kind: lambda member: (getattr, (type(member), member.name))
+        for kind in (_MEM_FORMAT_ENCODING, WriteItemType)
+    }
+    pickler.dump(metadata)
+    return stream.getvalue()
+
+
 def main() -> None:
     tables = {"__0_0.distcp": bytes(range(40))}
     sealed = encode_metadata(with_checksum_tables(small(), tables))
@@ -57,6 +72,7 @@ def main() -> None:
         "ours": sealed[:-16],
         **{f"small_{protocol}": pickle.dumps(small(), protocol) for protocol in (2, 5)},
         **{f"rich_{protocol}": pickle.dumps(rich(), protocol) for protocol in (2, 3, 4)},
+        "rich_looked_up": with_looked_up_members(rich(), 4),
     }
     print(f"// Printed by stock_metadata.py from torch {torch.__version__}; do not edit.\n")
     print('#include "stock_metadata.h"\n')

@@ -29,11 +29,11 @@ from torch.distributed._shard.sharded_tensor.metadata import (
 )
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StoragePrefix
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, TensorProperties
 
 import torch_ckpt
 from tests.children import in_fork
-from tests.cpp.stock_metadata import rich, small
+from tests.cpp.stock_metadata import rich, small, with_looked_up_members
 from tests.support import DTYPES, assert_equal, emptied, save, stock_load, stock_save, zeros
 from torch_ckpt import _C
 from torch_ckpt.checkpoint.metadata import (
@@ -174,6 +174,10 @@ def test_every_name_has_the_role_that_its_object_asks_for() -> None:
         value = getattr(importlib.import_module(module), attribute)
         if role == "value":
             assert isinstance(value, torch.dtype), name
+        elif role == "enumeration":
+            assert isinstance(value, EnumMeta), name
+        elif role == "member":
+            assert value is getattr
         elif role in ("function", "mapping"):
             assert callable(value), name
         else:
@@ -208,6 +212,7 @@ PROTO = b"\x80\x04"
 METADATA = name_of(Metadata)
 ENUM = name_of(_MEM_FORMAT_ENCODING)
 STATE = b"}X\1\0\0\0xK\1s"  # {"x": 1}
+GETATTR = b"cbuiltins\ngetattr\n"
 TWICE = b"".join(b"h%c\x86\x94" % i for i in range(40))  # a value in a tuple twice, and again
 PROGRAMS: dict[str, tuple[bytes, str]] = {
     "a state for a class": (METADATA + b"N" + STATE + b"\x86b.", "not an instance"),
@@ -216,6 +221,18 @@ PROGRAMS: dict[str, tuple[bytes, str]] = {
     "a second state": (METADATA + b")\x81" + STATE + b"b" + STATE + b"b.", "second state"),
     "slots for what has none": (METADATA + b")\x81N" + STATE + b"\x86b.", "its class's form"),
     "a name of Python's": (METADATA + b")\x81}X\7\0\0\0__doc__K\1sb.", "its class's form"),
+    "an attribute of a class": (
+        GETATTR + METADATA + b"X\4\0\0\0copy\x86R.",
+        "where a value belongs",
+    ),
+    "an attribute by no name": (GETATTR + ENUM + b"K\1\x86R.", "where a value belongs"),
+    "an attribute of three": (GETATTR + ENUM + b"X\1\0\0\0aN\x87R.", "where a value belongs"),
+    "a lookup as a value": (b"]" + ENUM + b"X\1\0\0\0a\x86a.", "where a value belongs"),
+    "a lookup as a state": (
+        name_of(TensorProperties) + b")\x81" + ENUM + b"X\1\0\0\0a\x86b.",
+        "its class's form",
+    ),
+    "a lookup as an argument": (ENUM + b"\x94" + ENUM + b"X\1\0\0\0a\x86R.", "never makes"),
     "a class among the values": (b"]" + METADATA + b"a.", "where a value belongs"),
     "a class that is called": (METADATA + b")R.", "a call that metadata never makes"),
     "a text of 2^40 bytes": (b"\x8d" + struct.pack("<Q", 1 << 40) + b"a.", "ends before its end"),
@@ -253,6 +270,33 @@ def test_no_program_changes_what_the_process_shares() -> None:
         with pytest.raises(Corrupt):
             decode_metadata(PROTO + program, "here")
     assert before == (dict(vars(Metadata)), vars(_MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST))
+
+
+@pytest.mark.parametrize("metadata", [small, rich])
+def test_metadata_of_a_python_that_looks_members_up_by_getattr_is_read(
+    metadata: Callable[[], Metadata],
+) -> None:
+    data = with_looked_up_members(metadata(), 4)
+    assert b"getattr" in data
+    read = _unpickled(data, False)
+    assert read.state_dict_metadata == metadata().state_dict_metadata
+
+
+@pytest.mark.parametrize("name", ["__class__", "mro", "nothing"])
+def test_an_attribute_of_an_enum_that_is_not_a_member_is_unsafe(name: str) -> None:
+    program = GETATTR + ENUM + b"X" + struct.pack("<I", len(name)) + name.encode() + b"\x86R."
+    with pytest.raises(Unsafe, match=f"looks up '{name}'"):
+        decode_metadata(PROTO + program, "here")
+
+
+def test_ours_names_no_member_by_getattr(monkeypatch: pytest.MonkeyPatch) -> None:
+    def by_getattr(member: Any, protocol: int) -> Any:
+        return getattr, (type(member), member.name)
+
+    # As Python 3.11.0 to 3.11.3 have it.
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", by_getattr)
+    assert b"getattr" in pickle.dumps(small(), 4)
+    assert b"getattr" not in encode_metadata(small())
 
 
 def shared_by_the_process() -> dict[str, dict[str, Any]]:

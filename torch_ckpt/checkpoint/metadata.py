@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import copyreg
+import enum
 import errno
 import io
 import os
@@ -23,6 +24,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
     Metadata,
     TensorProperties,
@@ -52,6 +54,8 @@ _SHARD = "torch.distributed._shard"
 # What metadata may name, and what its program may do with each: the roles of
 # csrc/format/metadata_pickle.h, which walks the program before Python runs it.
 _NAMES: dict[str, dict[str, tuple[str, ...]]] = {
+    # Only to look up a member of an enum: so pickle Python 3.11.0 to 3.11.3.
+    "builtins": {"member": ("getattr",)},
     "pathlib": {"function": ("Path", "PosixPath", "PurePosixPath")},
     "pathlib._local": {"function": ("Path", "PosixPath", "PurePosixPath")},
     "collections": {"mapping": ("OrderedDict",)},
@@ -70,20 +74,20 @@ _NAMES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "key_class": ("MetadataIndex",),
         "tuple_class": ("TensorProperties",),
-        "function": ("_MEM_FORMAT_ENCODING",),
+        "enumeration": ("_MEM_FORMAT_ENCODING",),
     },
     f"{_DCP}.filesystem": {"dict_class": ("_StorageInfo", "_StoragePrefix")},
     # The plans that Megatron keeps beside the metadata (`all_local_plans`).
     f"{_DCP}.planner": {
         "dict_class": ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem"),
-        "function": ("WriteItemType",),
+        "enumeration": ("WriteItemType",),
     },
     # ShardedTensor checkpoints of older torch.
     f"{_SHARD}.metadata": {"slots_class": ("ShardMetadata",)},
     f"{_SHARD}.sharded_tensor.metadata": {
         "dict_class": ("ShardedTensorMetadata",),
         "tuple_class": ("TensorProperties",),
-        "function": ("MEM_FORMAT_ENCODING",),
+        "enumeration": ("MEM_FORMAT_ENCODING",),
     },
 }
 #: The same by "module name", as the engine takes it.
@@ -108,7 +112,18 @@ class _AllowListUnpickler(pickle.Unpickler):
                 f"the metadata names {module_name}.{global_name}, which is not on the list of what "
                 "a checkpoint may contain"
             )
+        if (module_name, global_name) == ("builtins", "getattr"):
+            return _member
         return super().find_class(module_name, global_name)
+
+
+def _member(kind: Any, name: Any) -> enum.Enum:
+    """What the metadata looks up by getattr."""
+    if not (isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__):
+        raise Unsafe(
+            f"the metadata looks up {name!r} of {kind!r}, which is not a member of an enum"
+        )
+    return kind[name]
 
 
 def _sealed_bytes(data: bytes) -> int | None:
@@ -291,6 +306,11 @@ def _reduce_properties(properties: TensorProperties) -> tuple[Any, ...]:
     return copyreg.__newobj__, (TensorProperties,), state  # type: ignore[attr-defined]
 
 
+def _reduce_member(member: enum.Enum) -> tuple[Any, ...]:
+    # As nearly all versions of Python do it; the others by getattr, which readers may refuse.
+    return type(member), (member.value,)
+
+
 def _share_equal_parts(metadata: Metadata) -> None:
     """Lets equal properties, chunks and sizes be one object each, which a pickle holds only once.
 
@@ -315,7 +335,10 @@ def encode_metadata(metadata: Metadata) -> bytes:
     _share_equal_parts(metadata)
     stream = io.BytesIO()
     pickler = pickle.Pickler(stream, protocol=4)
-    pickler.dispatch_table = copyreg.dispatch_table | {TensorProperties: _reduce_properties}
+    pickler.dispatch_table = copyreg.dispatch_table | {
+        TensorProperties: _reduce_properties,
+        _MEM_FORMAT_ENCODING: _reduce_member,
+    }
     with no_gc():
         pickler.dump(metadata)
     length = stream.tell()
