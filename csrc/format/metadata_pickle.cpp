@@ -567,7 +567,14 @@ class Verifier {
     }
     const bool is_function =
         callee.role == GlobalRole::function || callee.role == GlobalRole::enumeration;
-    const bool is_lookup = callee.role == GlobalRole::member && arguments.names_member;
+    const bool is_lookup = callee.role == GlobalRole::member;
+    if (is_lookup && !arguments.names_member) {
+      error_ =
+          format_error(Errc::pickle_forbidden,
+                       "the metadata calls getattr for something that is not a member of an enum, "
+                       "which is not on the list of what a checkpoint may contain");
+      return;
+    }
     if (!is_lookup && (!is_function || !arguments.plain)) {
       return fail(Errc::pickle_call, "a call that metadata never makes");
     }

@@ -110,7 +110,7 @@ TEST(MetadataPickle, AMemberOfAnEnumIsCalledForOrLookedUp) {
   EXPECT_TRUE(refuses("\x80\4cm\nmember\ncm\nEnum\n"s + text + "N\x87R.", Errc::pickle_stack));
   EXPECT_TRUE(refuses("\x80\4]cm\nEnum\n"s + text + "\x86" + "a.", Errc::pickle_stack));
   EXPECT_TRUE(refuses("\x80\4cm\nfunction\ncm\nEnum\n"s + text + "\x86R.", Errc::pickle_call));
-  EXPECT_TRUE(refuses("\x80\4cm\nmember\nK\1\x85R."s, Errc::pickle_call));
+  EXPECT_TRUE(refuses("\x80\4cm\nmember\nK\1\x85R."s, Errc::pickle_forbidden));
   EXPECT_TRUE(
       refuses("\x80\4"s + kTuple + "cm\nEnum\n" + text + "\x86" + "b.", Errc::pickle_state));
 }

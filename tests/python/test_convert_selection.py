@@ -84,7 +84,7 @@ def test_a_checkpoint_of_a_part_is_one(step: Path, tmp_path: Path) -> None:
         ({"select": ["modle.*"]}, r"select: no name matches 'modle\.\*'; there are model"),
         ({"select": "model.*"}, "select must be a list of patterns"),
         ({"strip_prefix": "net."}, r"strip_prefix: no name matches 'net\.\*'"),
-        ({"strip_prefix": "model*"}, "strip_prefix must be a text"),
+        ({"strip_prefix": "model*"}, "strip_prefix must be a string"),
         ({"rename": {"net.*": "x.*"}}, r"rename: no name matches 'net\.\*'"),
         ({"rename": {"*.weight": "*.count"}}, r"rename: both .* would be model\.layer\.count"),
         ({"dtype": "int8"}, "dtype must be a floating-point dtype"),

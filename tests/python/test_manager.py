@@ -149,7 +149,7 @@ def test_a_module_in_the_place_of_a_state_is_refused(make: Make) -> None:
     train(made, [1])
     calls: list[Callable[[Any], Any]] = [lambda state: made.save(2, state), made.restore]
     for call in calls:
-        with pytest.raises(TypeError, match=r'a dict, as \{"model": model\}, got a Linear'):
+        with pytest.raises(TypeError, match=r'a dict such as \{"model": model\}, got a Linear'):
             call(torch.nn.Linear(2, 2))
     assert made.all_steps() == [1]
 

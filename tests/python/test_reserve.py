@@ -80,7 +80,7 @@ def test_a_fraction_is_refused() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", torch.device("meta")])
 def test_only_cuda_devices_have_memory_page_locked(device: torch.device | str) -> None:
-    with pytest.raises(ValueError, match="device must be one of CUDA"):
+    with pytest.raises(ValueError, match="device must be a CUDA device"):
         torch_ckpt.reserve_pool(CHUNK_BYTES, device=device)
     assert _C.reserve_bytes() == 0
 
