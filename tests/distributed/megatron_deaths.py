@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import itertools
 import os
-import signal
 import time
 import warnings
 from collections.abc import Callable
@@ -18,8 +17,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 
+from tests.distributed.silent_ranks import (
+    PATIENCE_SECONDS,
+    TIMEOUT,
+    Found,
+    falls_silent,
+    outcome_of,
+    outcomes_of,
+)
 from tests.ranks import ranks
 from torch_ckpt import Background
 from torch_ckpt.megatron import (
@@ -29,12 +35,6 @@ from torch_ckpt.megatron import (
     save_state_dict_async_plan,
 )
 from torch_ckpt.megatron.writer import FileSystemWriterAsync
-
-#: Seconds after which a silent or stuck rank is given up.
-TIMEOUT = 2.0
-
-#: For what nothing should be waiting.
-PATIENCE_SECONDS = 60.0
 
 #: Ranks that save together.
 SIZE = 3
@@ -117,24 +117,14 @@ class Training:
 
 
 def run_rank(results: Connection, path: Path, seed: int, death: Death | None = None) -> None:
-    """One rank: saves, and sends what came of it: None, or who failed, and the text; then again."""
+    """One rank: saves, and sends what came of it; then again."""
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=PATIENCE_SECONDS))
-
-    def die() -> None:
-        results.send("dies")
-        if death is not None and death.how != "stuck":
-            os.kill(os.getpid(), signal.SIGKILL if death.how == "killed" else signal.SIGSTOP)
-
+    die = falls_silent(results, death) if death is not None else _nothing
     # To connect and to import what is imported late takes time that the case has not.
     Training(path.with_name(f"{path.name}-warm"), PATIENCE_SECONDS).save(0, None, die)
-    outcome: Any = None
     training = Training(path, TIMEOUT)
-    try:
-        training.save(seed, death, die)
-    except CheckpointException as error:
-        outcome = sorted(error.failures), str(error)
-    results.send(outcome)
+    results.send(outcome_of(lambda: training.save(seed, death, die)))
     if results.recv() == "again":
         # By the same queue.
         training.timeout = PATIENCE_SECONDS
@@ -145,35 +135,16 @@ def run_rank(results: Connection, path: Path, seed: int, death: Death | None = N
     os._exit(0)
 
 
-@dataclass
-class Found:
-    """What came of a case.
-
-    Attributes:
-        outcomes: by rank, what the save raised: who failed, and the text.
-        published: when the others were told.
-        left: names in the directory when all that live were told.
-    """
-
-    outcomes: dict[int, Any]
-    published: bool
-    left: list[str]
+def _nothing() -> None:
+    pass
 
 
 def play(path: Path, death: Death) -> Found:
     """One case; where the victim lives on, all ranks then save again, into the same directory."""
     with ranks(SIZE, run_rank, path, 1, death) as group:
-        assert group.answer(death.victim) == "dies"
-        others = [rank for rank in range(SIZE) if rank != death.victim]
-        outcomes = {rank: group.answer(rank) for rank in others}
-        published = (path / ".metadata").exists()
-        if death.how == "stopped":
-            group.children[death.victim].signal(signal.SIGCONT)
-        if death.how != "killed":
-            outcomes[death.victim] = group.answer(death.victim)
-        left = sorted(os.listdir(path)) if path.exists() else []
+        found = outcomes_of(group, path, death)
         if death.how != "killed":
             for child in group.children:
                 child.connection.send("again")
             assert [group.answer(rank) for rank in range(SIZE)] == [None] * SIZE
-        return Found(outcomes, published, left)
+        return found

@@ -8,10 +8,9 @@ import datetime
 import itertools
 import os
 import signal
-import time
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,24 +19,25 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_ckpt
+from tests.distributed.silent_ranks import (
+    PATIENCE_SECONDS,
+    TIMEOUT,
+    Found,
+    falls_silent,
+    given_up_after,
+    is_victim,
+    outcome_of,
+    outcomes_of,
+    some_at_a_time,
+)
 from tests.ranks import ranks
 from tests.support import assert_equal, emptied, stock_load
 from torch_ckpt import _C
 from torch_ckpt.checkpoint.metadata import read_metadata
 from torch_ckpt.ranks import transport
 from torch_ckpt.saving.writer import FileSystemWriter
-
-#: Seconds after which a silent rank is given up.
-TIMEOUT = 2.0
-
-#: For what nothing should be waiting.
-PATIENCE_SECONDS = 60.0
-
-#: Groups at the same time; they mostly wait.
-GROUPS_AT_ONCE = 4
 
 
 @dataclass(frozen=True)
@@ -129,47 +129,25 @@ def run_rank(results: Connection, path: Path, seed: int, death: Death | None = N
         {"t": torch.zeros(1)}, path.with_name(f"{path.name}-warm"), timeout=PATIENCE_SECONDS
     )
     options: dict[str, Any] = {}
-    if death is not None and rank == death.victim:
-        number = signal.SIGKILL if death.how == "killed" else signal.SIGSTOP
+    if death is not None and is_victim(death):
+        options = arm(death.phase, falls_silent(results, death))
 
-        def die() -> None:
-            results.send("dies")
-            os.kill(os.getpid(), number)
-
-        options = arm(death.phase, die)
-    begun = time.monotonic()
-    try:
+    def save() -> None:
         state = state_of(rank, seed)
         if death is not None and death.by == "async_save":
             handle = torch_ckpt.async_save(state, path, timeout=TIMEOUT, **options)
             handle.result(PATIENCE_SECONDS)
         else:
             torch_ckpt.save(state, path, timeout=TIMEOUT, **options)
-        outcome: Any = None
-    except CheckpointException as error:
-        outcome = sorted(error.failures), str(error), time.monotonic() - begun
-    results.send(outcome)
+
+    results.send(outcome_of(save))
     results.recv()  # the group may end
     os._exit(0)
 
 
-@dataclass
-class Found:
-    """What came of a case: by rank what the save raised, and the directory."""
-
-    outcomes: dict[int, Any]
-    published: bool
-
-
 def play(path: Path, death: Death) -> Found:
     with ranks(2, run_rank, path, 1, death) as group:
-        assert group.answer(death.victim) == "dies"
-        outcomes = {1 - death.victim: group.answer(1 - death.victim)}
-        published = (path / ".metadata").exists()
-        if death.how == "stopped":
-            group.children[death.victim].signal(signal.SIGCONT)
-            outcomes[death.victim] = group.answer(death.victim)
-        return Found(outcomes, published)
+        return outcomes_of(group, path, death)
 
 
 @pytest.fixture(scope="module")
@@ -179,9 +157,9 @@ def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def played(workdir: Path) -> Iterator[dict[Death, Future[Found]]]:
-    """All cases, each in a directory of its own, some at a time."""
-    with ThreadPoolExecutor(GROUPS_AT_ONCE) as pool:
-        yield {death: pool.submit(play, workdir / str(death), death) for death in CASES}
+    """All cases, each in a directory of its own."""
+    with some_at_a_time(CASES, lambda death: play(workdir / str(death), death)) as found:
+        yield found
 
 
 @pytest.mark.parametrize("death", [d for d in CASES if d.step], ids=str)
@@ -189,12 +167,10 @@ def test_a_rank_that_falls_silent_fails_the_save_by_name_and_nothing_is_publishe
     played: dict[Death, Future[Found]], workdir: Path, death: Death
 ) -> None:
     found = played[death].result()
-    # The others wait for the coordinator for longer than it waits for them.
-    patience = 1.25 * TIMEOUT if death.victim == 0 else TIMEOUT
     ranks, text, seconds = found.outcomes[1 - death.victim]
     assert ranks == [death.victim]
     assert f"rank {death.victim}" in text
-    assert f"gave no sign of life for {patience:g} s" in text
+    assert given_up_after(death.victim) in text
     assert f"'{death.step}'" in text
     assert seconds < PATIENCE_SECONDS
     assert not found.published

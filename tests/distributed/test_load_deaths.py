@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import datetime
 import os
-import signal
-import time
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -19,20 +17,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_ckpt
+from tests.distributed.silent_ranks import (
+    PATIENCE_SECONDS,
+    TIMEOUT,
+    Found,
+    falls_silent,
+    given_up_after,
+    is_victim,
+    outcome_of,
+    outcomes_of,
+    some_at_a_time,
+)
 from tests.fault_hooks import before
 from tests.ranks import ranks
-
-#: Seconds after which a silent rank is given up.
-TIMEOUT = 2.0
-
-#: For what nothing should be waiting.
-PATIENCE_SECONDS = 60.0
-
-#: Groups at the same time; they mostly wait.
-GROUPS_AT_ONCE = 4
 
 STEP = 3
 
@@ -104,71 +103,45 @@ def load(root: Path, by: str, timeout: float, dying: Any = None) -> None:
 
 
 def run_rank(results: Connection, root: Path, death: Death) -> None:
-    """One rank: sends who failed, the text, and how long it took; None where nobody did."""
+    """One rank: loads, and sends what came of it."""
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=PATIENCE_SECONDS))
     # To connect and to import what is imported late takes time that the case has not.
     load(root, death.by, PATIENCE_SECONDS)
-    begun = time.monotonic()
     with ExitStack() as stack:
         dying = None
-        if dist.get_rank() == death.victim:
-            number = signal.SIGKILL if death.how == "killed" else signal.SIGSTOP
-
-            def die() -> None:
-                results.send("dies")
-                os.kill(os.getpid(), number)
-
+        if is_victim(death):
+            die = falls_silent(results, death)
             if death.phase == "reading":
                 stack.enter_context(before("open", die, "*.distcp"))
             else:
                 dying = Dying(death.phase, die)
-        outcome: Any = None
-        try:
-            load(root, death.by, TIMEOUT, dying)
-        except CheckpointException as error:
-            outcome = sorted(error.failures), str(error), time.monotonic() - begun
-        results.send(outcome)
+        results.send(outcome_of(lambda: load(root, death.by, TIMEOUT, dying)))
         results.recv()  # the group may end
         os._exit(0)
 
 
-@dataclass
-class Found:
-    """What came of a case on the rank that lives, and on the one that was stopped."""
-
-    other: Any
-    victim: Any = None
-
-
 def play(root: Path, death: Death) -> Found:
     with ranks(2, run_rank, root, death) as group:
-        assert group.answer(death.victim) == "dies"
-        found = Found(group.answer(1 - death.victim))
-        if death.how == "stopped":
-            group.children[death.victim].signal(signal.SIGCONT)
-            found.victim = group.answer(death.victim)
-        return found
+        return outcomes_of(group, root, death)
 
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Death, Future[Found]]]:
-    """All cases, some at a time, from one checkpoint."""
+    """All cases, from one checkpoint."""
     root = tmp_path_factory.mktemp("deaths")
     save(root)
-    with ThreadPoolExecutor(GROUPS_AT_ONCE) as pool:
-        yield {death: pool.submit(play, root, death) for death in CASES}
+    with some_at_a_time(CASES, lambda death: play(root, death)) as found:
+        yield found
 
 
 @pytest.mark.parametrize("death", CASES, ids=str)
 def test_a_rank_that_falls_silent_fails_the_load_by_name_in_time(
     played: dict[Death, Future[Found]], death: Death
 ) -> None:
-    silent, text, seconds = played[death].result().other
-    # The others wait for the coordinator for longer than it waits for them.
-    patience = 1.25 * TIMEOUT if death.victim == 0 else TIMEOUT
+    silent, text, seconds = played[death].result().outcomes[1 - death.victim]
     assert silent == [death.victim]
-    assert f"gave no sign of life for {patience:g} s in '{STEPS[death.phase]}'" in text
+    assert f"{given_up_after(death.victim)} in '{STEPS[death.phase]}'" in text
     assert seconds < PATIENCE_SECONDS / 2
 
 
@@ -176,5 +149,5 @@ def test_a_rank_that_falls_silent_fails_the_load_by_name_in_time(
 def test_a_rank_that_goes_on_after_it_was_given_up_fails_too(
     played: dict[Death, Future[Found]], death: Death
 ) -> None:
-    silent, _text, _seconds = played[death].result().victim
+    silent, _text, _seconds = played[death].result().outcomes[death.victim]
     assert silent == [death.victim]

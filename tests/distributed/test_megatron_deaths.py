@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -13,19 +13,15 @@ import torch_ckpt
 from tests.distributed.megatron_deaths import (
     DEATHS,
     SIZE,
-    TIMEOUT,
     Death,
-    Found,
     play,
     run_rank,
     state_of,
 )
+from tests.distributed.silent_ranks import TIMEOUT, Found, given_up_after, some_at_a_time
 from tests.ranks import ranks
 from tests.support import assert_equal, emptied, stock_load
 from torch_ckpt.checkpoint.metadata import read_metadata
-
-#: Groups of ranks at the same time.
-GROUPS_AT_ONCE = 3
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +31,9 @@ def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def played(workdir: Path) -> Iterator[dict[Death, Future[Found]]]:
-    """All cases, some at a time, for they mostly wait."""
-    with ThreadPoolExecutor(GROUPS_AT_ONCE) as pool:
-        yield {death: pool.submit(play, workdir / str(death), death) for death in DEATHS}
+    """All cases, each in a directory of its own."""
+    with some_at_a_time(DEATHS, lambda death: play(workdir / str(death), death)) as found:
+        yield found
 
 
 @pytest.mark.parametrize("death", [d for d in DEATHS if d.how != "stuck"], ids=str)
@@ -45,11 +41,9 @@ def test_a_rank_that_falls_silent_is_named_on_all_others_and_nothing_is_publishe
     played: dict[Death, Future[Found]], death: Death
 ) -> None:
     found = played[death].result()
-    # The others wait for the coordinator for longer than it waits for them.
-    patience = 1.25 * TIMEOUT if death.victim == 0 else TIMEOUT
-    reason = f"rank {death.victim} gave no sign of life for {patience:g} s in '{death.step}'"
+    reason = f"rank {death.victim} {given_up_after(death.victim)} in '{death.step}'"
     for rank in set(range(SIZE)) - {death.victim}:
-        ranks, text = found.outcomes[rank]
+        ranks, text, _seconds = found.outcomes[rank]
         assert ranks == [death.victim]
         assert reason in text
     assert not found.published
@@ -57,7 +51,7 @@ def test_a_rank_that_falls_silent_is_named_on_all_others_and_nothing_is_publishe
 
 @pytest.mark.parametrize("death", [d for d in DEATHS if d.how == "stopped"], ids=str)
 def test_a_rank_that_goes_on_fails_too(played: dict[Death, Future[Found]], death: Death) -> None:
-    ranks, text = played[death].result().outcomes[death.victim]
+    ranks, text, _seconds = played[death].result().outcomes[death.victim]
     assert ranks == [death.victim], text
 
 
@@ -67,7 +61,7 @@ def test_a_stuck_write_is_named_on_all_ranks_with_rank_file_and_phase(
 ) -> None:
     found = played[death].result()
     for rank in range(SIZE):
-        ranks, text = found.outcomes[rank]
+        ranks, text, _seconds = found.outcomes[rank]
         assert ranks == [death.victim]
         assert f"rank {death.victim}: call 0 has not moved for {TIMEOUT:g} s" in text
         assert f"__{death.victim}_0.distcp in {workdir / str(death)}: writing" in text

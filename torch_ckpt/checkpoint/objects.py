@@ -1,16 +1,9 @@
 """Objects of a checkpoint, without running what they ask for.
 
 An object is stored as ``torch.save`` writes it: an archive with a pickle, which is a program, and
-the data of the tensors in it. DCP's planner runs that program. Here it goes through an interpreter
-that knows a list of names, what each may be called with, and what may be done to the result:
-
-1. The archive holds its entries uncompressed, and nothing that is a program for TorchScript.
-2. A name is looked up in the list, or among those that the user has declared to be safe
-   (``torch.serialization.add_safe_globals``). It is never imported because a pickle asks for it.
-3. A listed callable is called through a function of ours, which checks the arguments: what is made
-   is never larger than what is stored.
-4. State is set only on what this very load has made: never on a class, a function or a singleton.
-5. What is copied is counted: a pickle may name one text a million times, and ask for a copy each.
+the data of the tensors in it. DCP's planner runs that program. Here it goes through the interpreter
+of checkpoint/unpickler.py, which knows a list of names, what each may be called with, and what may
+be done to the result.
 
 ``torch.load(weights_only=True)`` is not used: its list can be extended only for the whole process
 (other threads' loads too, and leaving ``safe_globals`` removes what the user had added), it has no

@@ -14,8 +14,6 @@ import torch
 from torch_ckpt.checkpoint.safe_values import attributes, make_size, require, untyped_torch
 from torch_ckpt.errors import Unsafe
 
-# --- tensors -------------------------------------------------------------------------------------
-
 
 def _require_room(storage: Any, offset: Any, size: Any, stride: Any) -> None:
     """Raises where a tensor reaches past its storage: torch would enlarge that."""

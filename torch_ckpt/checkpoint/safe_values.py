@@ -23,8 +23,6 @@ _LARGEST_KEY = 1024
 # Much of what torch's pickles name has no types.
 untyped_torch = cast(Any, torch)
 
-# --- builtin types -------------------------------------------------------------------------------
-
 
 def require(holds: bool, what: str) -> None:
     if not holds:

@@ -1,4 +1,11 @@
-"""Files and directories that appear under their names when they are whole."""
+"""Files and directories that appear under their names when they are whole.
+
+1. A file is written under a temporary name beside its own, fsynced, renamed, and the directory
+   fsynced; several files in a directory of a temporary name that is renamed.
+2. After a failure, or Ctrl-C, what was written is removed. Where only the last fsync of the
+   directory has failed, the target stays.
+3. What a killed process leaves has a name that begins with a dot and holds ``.tmp-``.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +25,6 @@ from torch_ckpt.errors import DurabilityUncertain
 _OUR_NAME = re.compile(
     r"^model(-\d{5,}-of-\d{5,})?\.safetensors$|^model\.safetensors\.index\.json$|^config\.json$"
 )
-
-
-# --- publishing ----------------------------------------------------------------------------------
 
 
 def require_absent(target: str, overwrite: bool) -> None:

@@ -1,11 +1,6 @@
-"""What ``convert`` writes. A target is complete, or it is not there.
-
-1. A file is written under a temporary name beside its own, fsynced, renamed, and the directory
-   fsynced; several files in a directory of a temporary name that is renamed.
-2. A checkpoint directory is committed as any save (``saving/writer.py``).
-3. After a failure, or Ctrl-C, what was written is removed; but where only the last fsync of the
-   directory has failed, the target stays. What a killed process leaves has a name
-   that begins with a dot and holds ``.tmp-``.
+"""What ``convert`` writes. A target is complete, or it is not there: files of safetensors and of
+``torch.save`` are published by conversion/publishing.py, a checkpoint directory is committed as
+any save.
 """
 
 from __future__ import annotations

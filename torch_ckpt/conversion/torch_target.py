@@ -20,8 +20,6 @@ from torch_ckpt.conversion.targets import Wrote, each_in_waves
 from torch_ckpt.errors import Corrupt
 from torch_ckpt.state.trees import as_states
 
-# --- torch.save ----------------------------------------------------------------------------------
-
 
 class _Storage:
     """The storage of a tensor that is written later."""

@@ -5,18 +5,7 @@ tensors, loading/shared_reads.py and multihost/moving.py, use these.
 
 Each step runs on every rank; its outcomes, errors included, are exchanged before anybody goes on,
 so that a failure anywhere raises the same ``CheckpointFailed`` everywhere and no rank waits for one
-that has given up. Who was interrupted raises that instead. Values move as keys of the store, which
-also tell who has died:
-
-1. Every rank posts its value as ``{step}/from/{rank}``; the coordinator waits for all of them.
-2. It sets ``{step}/verdict`` where there is none yet. Only then may it combine, which may commit.
-3. It posts its answer as ``{step}/to/{rank}`` or ``{step}/to/all``; the others wait for it.
-4. Who is waited for and gives no sign of life is given up, and the step fails. A silent coordinator
-   is given up by who has waited longest, who sets the verdict and answers in its place. Should the
-   coordinator come back, it finds the verdict and does not commit.
-5. ``alive/{rank}`` is a sign of life when its value is another than at the last look.
-6. Who reads a key removes it. What several read is removed by the coordinator once ``bye/{rank}``
-   says of each that it has read all it will.
+that has given up. Who was interrupted raises that instead. ranks/transport.py has the protocol.
 """
 
 from __future__ import annotations

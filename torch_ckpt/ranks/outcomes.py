@@ -18,10 +18,9 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-# --- outcomes ------------------------------------------------------------------------------------
-
-
 class RankFailures:
+    """Why a step failed, by rank; ``combining``: on the coordinator, of what all ranks had sent."""
+
     def __init__(self, by_rank: dict[int, _Failure], combining: bool) -> None:
         self.by_rank = by_rank
         self.combining = combining

@@ -1,4 +1,15 @@
-"""How the values of a step travel between ranks; meeting.py has the protocol."""
+"""How the values of a step travel between ranks: as keys of a store, which also tell who has died.
+
+1. Every rank posts its value as ``{step}/from/{rank}``; the coordinator waits for all of them.
+2. It sets ``{step}/verdict`` where there is none yet. Only then may it combine, which may commit.
+3. It posts its answer as ``{step}/to/{rank}`` or ``{step}/to/all``; the others wait for it.
+4. Who is waited for and gives no sign of life is given up, and the step fails. A silent coordinator
+   is given up by who has waited longest, who sets the verdict and answers in its place. Should the
+   coordinator come back, it finds the verdict and does not commit.
+5. ``alive/{rank}`` is a sign of life when its value is another than at the last look.
+6. Who reads a key removes it. What several read is removed by the coordinator once ``bye/{rank}``
+   says of each that it has read all it will.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +82,7 @@ class Alone:
 
 
 class OverStore(Alone):
-    """Through the keys of a store, as the head of this file says. For one thread.
+    """By the protocol at the head of this file. For one thread.
 
     Whatever uses the store raises CheckpointException where it is lost.
     """

@@ -1,17 +1,4 @@
-"""The life of a save in the background, and the handle to it.
-
-1. The call copies the state dict's containers and takes aliases and versions of its tensors
-   (saving/sources.py); contents are not read.
-2. A thread of this process plans with the other ranks, over a store and never over the training's
-   process group, and starts the engine.
-3. The engine copies all contents into its chunks. Then the versions are compared: a tensor that
-   was written to meanwhile fails the save by its name. Else the save is *staged*, and every source
-   is let go of.
-4. The engine's quiet threads write, the coordinator commits: the save is *committed*.
-
-One save at a time and process. Its error is told once: by ``result()`` or the futures, else by the
-next call, else by ``check_for_errors()``, at the latest by the log when the interpreter ends.
-"""
+"""The handle to a save in the background; saving/job.py has the life of one."""
 
 from __future__ import annotations
 

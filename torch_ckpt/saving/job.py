@@ -1,4 +1,17 @@
-"""One save in the background, as its thread and its handle share it."""
+"""The life of a save in the background.
+
+1. The call copies the state dict's containers and takes aliases and versions of its tensors
+   (saving/sources.py); contents are not read.
+2. A thread of this process plans with the other ranks, over a store and never over the training's
+   process group, and starts the engine.
+3. The engine copies all contents into its chunks. Then the versions are compared: a tensor that
+   was written to meanwhile fails the save by its name. Else the save is *staged*, and every source
+   is let go of.
+4. The engine's quiet threads write, the coordinator commits: the save is *committed*.
+
+One save at a time and process. Its error is told once: by ``result()`` or the futures, else by the
+next call, else by ``check_for_errors()``, at the latest by the log when the interpreter ends.
+"""
 
 from __future__ import annotations
 

@@ -77,7 +77,6 @@ class RankWrite:
         on_staged: called when the sources may change.
 
     Attributes:
-        planned_bytes: to write; 0 before the engine has begun.
         begun: when the engine began, by ``time.perf_counter()``; None before.
         timing: of the engine at the end; see ``_C.Save.timing``. None where it has not begun.
         stretches: of work, at the end of a write that was traced; see ``_C.Save.trace``.

@@ -41,9 +41,6 @@ _NO_OPTIONS = ("params", "param_names")
 _MOST_NAMES = 10
 
 
-# --- optimizers ----------------------------------------------------------------------------------
-
-
 def optimizer_state(optimizer: Optimizer, names: list[str], for_load: bool) -> StateDict:
     """An optimizer's state by names. Parameters that have none yet are listed, and have the state
     of zeros that a first step would start from: so a checkpoint's names depend on no step."""

@@ -12,8 +12,6 @@ from torch.distributed.checkpoint.state_dict import _get_fqns
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
-# --- names ---------------------------------------------------------------------------------------
-
 # Of each module: its names and what torch calls them on any number of ranks. Each costs some
 # microseconds to find out, and none of them changes.
 _known: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()

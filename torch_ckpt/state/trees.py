@@ -65,9 +65,6 @@ def holds_tensors(value: Any) -> bool:
     return any(map(holds_tensors, value)) if type(value) is list else torch.is_tensor(value)
 
 
-# --- tensors and other values --------------------------------------------------------------------
-
-
 def split_state(key: str, state: Any, for_load: bool) -> StateDict:
     """A state as a tree of tensors, and one object of what else there is."""
     rest, tensors = parts_of(state)
