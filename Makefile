@@ -114,15 +114,15 @@ py-tsan: $(VENV)/.ready ## a part of pytest with the extension under ThreadSanit
 	LD_PRELOAD=$$(g++ -print-file-name=libtsan.so) \
 	  TSAN_OPTIONS="ignore_noninstrumented_modules=1 halt_on_error=1 report_signal_unsafe=0 die_after_fork=0" \
 	  timeout 1200 $(BIN)/pytest -o pythonpath="$(TSAN)/package ." -p no:cacheprovider \
-	  tests/python/test_api.py tests/python/test_saving.py tests/python/test_load_engine.py \
-	  tests/python/test_one_directory.py $(ARGS)
+	  tests/python/api/test_api.py tests/python/saving/test_kept_agreements.py tests/python/loading/test_load_engine.py \
+	  tests/python/api/test_one_directory.py $(ARGS)
 
 # Sampled in `make test`, or of what changed; here all of it.
 SEED := $(or $(SEED),$(shell date +%s))
 torture: build ## every call of a save fails and kills, power cuts, attacks, fuzzing, all of clang-tidy
 	@echo "SEED=$(SEED)"
 	TORCH_CKPT_TORTURE=1 TORCH_CKPT_SEED=$(SEED) \
-	  $(BIN)/python -m pytest $(wildcard tests/faults tests/crash tests/distributed tests/attacks tests/python/test_benchmark_runs.py) $(ARGS) \
+	  $(BIN)/python -m pytest $(wildcard tests/faults tests/crash tests/distributed tests/attacks tests/python/project/test_benchmark_runs.py) $(ARGS) \
 	  || { echo "make torture SEED=$(SEED) replays it"; exit 1; }
 	$(MAKE) fuzz py-tsan
 	scripts/tidy.sh all

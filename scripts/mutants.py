@@ -218,7 +218,7 @@ class Copy:
         files = [
             file
             for directory in TESTS
-            for file in sorted((self.root / directory).glob("test_*.py"))
+            for file in sorted((self.root / directory).rglob("test_*.py"))
         ]
         name = re.compile(rf"\b{Path(mutant.file).stem}\b|test_{Path(mutant.file).stem}")
         near = [file for file in files if name.search(file.name) or name.search(file.read_text())]

@@ -25,7 +25,7 @@ class Ended(BaseException):
 def train_transformers(folder: Path, end_before: int) -> torch.nn.Module:
     import transformers
 
-    from tests.python.test_transformers import trainer_for
+    from tests.python.integrations.test_transformers import trainer_for
     from torch_ckpt.integrations.transformers import CheckpointCallback
 
     class End(transformers.TrainerCallback):
@@ -43,7 +43,7 @@ def train_transformers(folder: Path, end_before: int) -> torch.nn.Module:
 
 def train_failing(folder: Path, end_before: int) -> torch.nn.Module:
     """The first save is of the last step, and of it one rank's state cannot be read."""
-    from tests.python.test_transformers import trainer_for
+    from tests.python.integrations.test_transformers import trainer_for
     from torch_ckpt.integrations.transformers import CheckpointCallback
 
     trainer = trainer_for(folder, ddp_backend="gloo", max_steps=2, logging_strategy="no")
@@ -69,7 +69,7 @@ def train_failing(folder: Path, end_before: int) -> torch.nn.Module:
 def train_lightning(folder: Path, end_before: int) -> torch.nn.Module:
     import lightning.pytorch as pl
 
-    from tests.python.test_lightning import fit, plugin
+    from tests.python.integrations.test_lightning import fit, plugin
 
     class End(pl.Callback):
         def on_train_batch_start(self, trainer, *_):

@@ -1,7 +1,7 @@
 """Saves onto disks that are really full, and onto one that really fails.
 
 Quotas are injected (test_every_call.py); full tmpfs, limits on file sizes and read-only file
-systems are in ../python/test_errors.py.
+systems are in ../python/saving/test_failed_saves.py.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import pickle
 import random
@@ -20,10 +19,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 import torch_ckpt
 from tests.fault_hooks import failing
-from tests.fresh import in_fresh_process
 from tests.support import (
     DTYPES,
-    StateDict,
     data_files,
     flip_bit,
     place_of,
@@ -31,65 +28,12 @@ from tests.support import (
     save,
     stock_save,
 )
+from tests.verified_checkpoints import STATE, payload_offset, place
 from torch_ckpt import cli
 from torch_ckpt._base.progress import Progress
 from torch_ckpt.checkpoint.metadata import read_metadata
 
 MIB = 1 << 20
-
-STATE: StateDict = {
-    "small": random_tensor((40, 3), torch.float32),
-    "blocks": random_tensor((400, 250), torch.float32, seed=1),
-    "many blocks": random_tensor((700, 250), torch.int32, seed=2),
-    "transposed": random_tensor((200, 300), torch.int16, seed=3).t(),
-    "scalar": torch.tensor(3.5),
-    "empty": torch.empty(0, 4),
-    "note": "the quick brown fox " * 20,
-    "long note": "jumps over the lazy dog " * 6000,
-    "nothing": None,
-}
-
-
-@pytest.fixture(scope="module")
-def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("ours")
-    save(STATE, path, thread_count=2)
-    return path
-
-
-@pytest.fixture(scope="module")
-def stocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("stocks")
-    stock_save(STATE, path, thread_count=2)
-    return path
-
-
-@pytest.fixture(params=["ours", "stocks"])
-def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A copy to damage."""
-    path = tmp_path / "checkpoint"
-    shutil.copytree(request.getfixturevalue(request.param), path)
-    return path
-
-
-@pytest.fixture
-def our_copy(ours: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(ours, tmp_path / "checkpoint"))
-
-
-def place(path: Path, name: str) -> tuple[Path, int, int]:
-    """The file of a record, its offset and its length."""
-    info = place_of(read_metadata(path), name)
-    return path / info.relative_path, info.offset, info.length
-
-
-def payload_offset(path: Path, name: str) -> int:
-    """Of a contiguous tensor, in its file."""
-    file, offset, length = place(path, name)
-    payload = STATE[name].reshape(-1).view(torch.uint8).numpy().tobytes()
-    at = file.read_bytes().index(payload, offset)
-    assert at + len(payload) <= offset + length
-    return at
 
 
 def change(path: Path, edit: Callable[[Metadata], None]) -> None:
@@ -568,74 +512,3 @@ def test_checkpoints_of_single_ranks_are_verified_too(tmp_path: Path) -> None:
     assert report.ok
     assert report.records == len(STATE)
     assert not report.unreferenced
-
-
-# --- the command line ----------------------------------------------------------------------------
-
-
-def test_the_command_says_what_it_comes_to(ours: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["verify", str(ours)]) == 0
-    output = capsys.readouterr()
-    assert output.err == ""
-    (line,) = output.out.splitlines()
-    assert line.startswith(f"{ours}: 9 records, ")
-    assert line.endswith("GB/s: all is sound")
-
-
-def test_the_command_names_all_damage(our_copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("small", "blocks"):
-        flip_bit(place(our_copy, name)[0], payload_offset(our_copy, name), 0)
-    place(our_copy, "many blocks")
-    assert cli.main(["verify", str(our_copy), "--threads", "2"]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert sorted(line.split(": ")[1] for line in lines[:-1]) == ["blocks", "small"]
-    assert lines[-1].endswith("2 places damaged")
-
-
-def test_the_quiet_command_says_only_what_is_wrong(
-    our_copy: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["verify", "--quiet", str(our_copy)]) == 0
-    assert capsys.readouterr().out == ""
-    flip_bit(place(our_copy, "small")[0], payload_offset(our_copy, "small"), 0)
-    assert cli.main(["verify", "--quiet", str(our_copy)]) == 1
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("damaged: small: ")
-
-
-def test_the_command_gives_json(our_copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data_files(our_copy)[0].unlink()
-    assert cli.main(["verify", "--json", str(our_copy)]) == 1
-    document = json.loads(capsys.readouterr().out)
-    assert document["ok"] is False
-    assert [entry["file"] for entry in document["missing"]] == ["__0_0.distcp"]
-
-
-def test_the_command_escapes_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save({"\x1b[2Jname": torch.zeros(3)}, tmp_path, thread_count=1)
-    data_files(tmp_path)[0].unlink()
-    assert cli.main(["verify", str(tmp_path)]) == 1
-    output = capsys.readouterr().out
-    assert "\x1b" not in output
-    assert r"\x1b[2Jname" in output
-
-
-def test_of_no_checkpoint_the_command_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["verify", str(tmp_path)]) == 2
-    output = capsys.readouterr()
-    assert output.out == ""
-    assert "is not a checkpoint: there is no .metadata" in output.err
-    assert output.err.count("\n") == 1
-
-
-def verify_and_diff(path: str) -> tuple[int, int, bool]:
-    """The exit codes, and whether CUDA has been initialized."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    codes = cli.main(["verify", path]), cli.main(["diff", path, path])
-    return *codes, torch.cuda.is_initialized()
-
-
-def test_the_commands_leave_cuda_alone(ours: Path) -> None:
-    assert in_fresh_process(verify_and_diff, str(ours)) == (0, 0, False)

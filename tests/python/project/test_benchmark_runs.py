@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import peers, run, suites
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 
 # A run starts dozens of processes that import torch, which takes minutes where all cores are busy.
 pytestmark = pytest.mark.timeout(900)

@@ -25,7 +25,7 @@ STATE = {
     "step": 5,
 }
 
-SAMPLES = Path(__file__).parent / "samples"
+SAMPLES = Path(__file__).parents[1] / "samples"
 
 
 @pytest.fixture(autouse=True)

@@ -27,7 +27,7 @@ from torch_ckpt.state.app_state import AppState
 
 State = dict[str, Any]
 
-SAMPLES = Path(__file__).parent / "samples"
+SAMPLES = Path(__file__).parents[1] / "samples"
 
 BOTH_SHAPES = pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flattened"])
 

@@ -187,7 +187,7 @@ def test_every_name_has_the_role_that_its_object_asks_for() -> None:
 
 
 def test_the_engine_is_tested_and_fuzzed_with_the_same_names_and_roles() -> None:
-    printed = Path(__file__).parent.parent / "cpp" / "stock_metadata.cpp"
+    printed = Path(__file__).parents[2] / "cpp" / "stock_metadata.cpp"
     pairs = re.findall(r'\{"(\S+ \S+)",\s*format::GlobalRole::(\w+)\}', printed.read_text())
     # Each torch has dtypes of its own.
     dtypes = {name for name, role in ROLES.items() if role == "value"}

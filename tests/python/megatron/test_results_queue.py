@@ -38,7 +38,7 @@ def by_multiprocessing(how: str, work: Callable[..., None], *args: Any) -> None:
 
 def python(program: str, *args: str, **options: Any) -> str:
     """What a program prints, which has this package and must succeed."""
-    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-c", program, *args],
         capture_output=True,

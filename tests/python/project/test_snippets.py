@@ -13,7 +13,7 @@ import pytest
 
 from tests.snippets import Snippet, commands_of, snippets_of
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 DOCUMENTS = [
     REPOSITORY / "README.md",
     *sorted(REPOSITORY.glob("docs/*.md")),

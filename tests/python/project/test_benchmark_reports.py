@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import report, results
 
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ from benchmarks.contenders import Running
 from benchmarks.training import Training, one_thread
 from tests.fresh import in_fresh_process
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 def test_time_added_to_a_save_is_in_milliseconds_beyond_the_same_round_without_a_manager() -> None:

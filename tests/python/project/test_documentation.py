@@ -18,7 +18,7 @@ import pytest
 
 from tests.snippets import snippets_of
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 
 PAGES = {
     "torch_ckpt": "torch_ckpt",

@@ -1,0 +1,52 @@
+"""Threads as ranks that meet through a store of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from torch_ckpt.ranks.meeting import Meeting, Ranks
+
+#: Seconds after which a rank of a test is given up, where one is; else tests do not wait for it.
+SHORT = 0.4
+
+#: For what nothing should be waiting.
+PATIENCE_SECONDS = 60.0
+
+
+def tcp_store() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def ranks_of(store: dist.Store, size: int, timeout: float = PATIENCE_SECONDS) -> list[Ranks]:
+    return [Meeting(store, rank, size, "test").ranks(timeout) for rank in range(size)]
+
+
+def together(ranks: list[Ranks], work: Callable[[Ranks], Any]) -> dict[int, Any]:
+    """By rank what each one's work returned or raised."""
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        futures = {one.rank: pool.submit(work, one) for one in ranks}
+        return {r: f.exception(PATIENCE_SECONDS) or f.result() for r, f in futures.items()}
+
+
+def causes_of(outcome: Any) -> dict[int, str]:
+    """By rank the causes of the CheckpointException that a rank must have raised."""
+    assert isinstance(outcome, CheckpointException), repr(outcome)
+    return {rank: repr(cause) for rank, (cause, _stack) in outcome.failures.items()}
+
+
+def save(
+    ranks: Ranks,
+    local: Callable[[], Any] = lambda: "part",
+    combine: Callable[[list[Any]], Any] = list,
+    undo: Callable[[Any], None] = lambda part: None,
+) -> Any:
+    return ranks.all_reduce("write", local, combine, undo)
+
+
+def fail(text: str) -> Any:
+    raise OSError(text)

@@ -1,0 +1,156 @@
+"""What becomes of a meeting whose save, store or group ends early."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+import torch_ckpt
+from tests.children import context, on_ranks
+from tests.fault_hooks import before
+from tests.meetings import (
+    PATIENCE_SECONDS,
+    SHORT,
+    causes_of,
+    ranks_of,
+    save,
+    tcp_store,
+    together,
+)
+from torch_ckpt.ranks.meeting import Meeting
+from torch_ckpt.ranks.store_thread import StoreThread
+
+
+@pytest.mark.parametrize("by", [torch_ckpt.save, torch_ckpt.async_save])
+def test_options_that_are_wrong_on_one_rank_fail_the_save_of_the_others_at_once(
+    by: Callable[..., Any], tmp_path: Path
+) -> None:
+    other_is_through = context.Event()
+
+    def work(rank: int) -> Any:
+        if rank == 1:
+            with pytest.raises(ValueError, match="max_host_bytes"):
+                by({"n": 1}, tmp_path, max_host_bytes=1)
+            # Long before this rank would be given up.
+            return other_is_through.wait(PATIENCE_SECONDS / 2)
+        try:
+            return by({"n": 1}, tmp_path, timeout=PATIENCE_SECONDS).result()
+        finally:
+            other_is_through.set()
+
+    failed, was_told = on_ranks(2, work)
+    assert set(causes_of(failed)) == {1}
+    assert "max_host_bytes" in causes_of(failed)[1]
+    assert was_told
+
+
+def test_a_coordinator_that_is_interrupted_does_not_wait_for_the_others_again(
+    tmp_path: Path,
+) -> None:
+    def work(rank: int) -> float:
+        if rank == 1:
+            return 0.0  # which does not come
+        main = threading.get_ident()
+        later = threading.Timer(0.1, signal.pthread_kill, (main, signal.SIGINT))
+        # While it waits, and not in the hook.
+        with before("wait for ranks", later.start), pytest.raises(KeyboardInterrupt):
+            torch_ckpt.save({"n": 1}, tmp_path, timeout=PATIENCE_SECONDS)
+        return time.monotonic()
+
+    begun = time.monotonic()
+    ended, _ = on_ranks(2, work)
+    assert ended - begun < PATIENCE_SECONDS / 2
+
+
+def test_a_store_whose_server_has_gone_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:
+    servers = [tcp_store()]
+    ranks = ranks_of(servers[0].clone(), 2)
+    together(ranks, save)
+
+    def local() -> None:
+        servers.clear()
+
+    for rank, outcome in together(ranks, lambda r: save(r, local if r.rank else str)).items():
+        [cause] = causes_of(outcome).values()
+        assert f"rank {rank} lost the process group's store in 'write'" in cause
+        assert cause.startswith("ConnectionError")
+    capfd.readouterr()  # of the store's own complaints
+
+
+def test_an_error_of_the_store_without_a_text_is_told_by_its_type() -> None:
+    def lose() -> None:
+        raise ConnectionResetError
+
+    with pytest.raises(CheckpointException, match=r"store in 'write' \(ConnectionResetError\)"):
+        StoreThread().ask("write", 0, PATIENCE_SECONDS, lose)
+
+
+class StoppedStore(dist.Store):  # type: ignore[misc]
+    """As TCPStore while its server is stopped; and one that has no clone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.goes_on = threading.Event()
+
+    def set(self, key: str, value: str) -> None:
+        pass
+
+    def check(self, keys: list[str]) -> bool:
+        return self.goes_on.wait(PATIENCE_SECONDS)
+
+
+def test_a_store_that_does_not_answer_is_an_error() -> None:
+    stopped = StoppedStore()
+    [outcome] = together([Meeting(stopped, 1, 2, "test").ranks(SHORT)], save).values()
+    stopped.goes_on.set()
+    assert "ConnectionError" in causes_of(outcome)[1]
+    assert "no answer for 0.5 s" in causes_of(outcome)[1]
+
+
+# --- meetings ------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("default_group")
+def test_a_group_has_one_meeting() -> None:
+    meeting = Meeting.of(None, no_dist=False)
+    assert meeting is Meeting.of(dist.group.WORLD, no_dist=False)
+    assert meeting is not Meeting.of(dist.new_group([0]), no_dist=False)
+    assert (meeting.rank, meeting.size, meeting.distributed) == (0, 1, True)
+
+
+def test_a_new_default_group_has_a_new_meeting_with_other_keys() -> None:
+    store = dist.HashStore()
+    for number in range(2):
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        save(Meeting.of(None, no_dist=False).ranks())
+        dist.destroy_process_group()
+        assert len([key for key in store.list_keys() if "/verdict" in key]) == number + 1
+
+
+@pytest.mark.usefixtures("default_group")
+def test_a_save_under_way_goes_on_without_its_group() -> None:
+    ranks = Meeting.of(None, no_dist=False).ranks()
+    dist.destroy_process_group()
+    gc.collect()
+    assert save(ranks) == ["part"]
+    ranks.close()
+
+
+@pytest.mark.usefixtures("default_group")
+def test_a_meeting_goes_with_its_group() -> None:
+    # Or the next group on the port would find the keys of this one in the server.
+    meeting = weakref.ref(Meeting.of(None, no_dist=False))
+    assert meeting() is not None
+    dist.destroy_process_group()
+    gc.collect()
+    assert meeting() is None
