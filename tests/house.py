@@ -36,7 +36,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 #: Folders of csrc and files beside them, likewise.
 CSRC_FLOORS: tuple[tuple[str, ...], ...] = (
     ("python",),
-    ("commit", "engine"),
+    ("directory", "engine"),
     ("staging",),
     ("format", "os", "planning"),
     ("checked_math", "error"),
@@ -157,7 +157,7 @@ def picture() -> str:
 CSRC = {
     "python": "Bindings: they parse, release the GIL, call and translate.",
     "engine": "File images, the sessions of saves, loads and verifications, results, thread pools.",
-    "commit": "The commit of a checkpoint, numbered.",
+    "directory": "A directory's protocol, numbered: leases, the commit, what may go.",
     "staging": "Sources, copies from host and device, the pool of chunks.",
     "format": "What the bytes are: records, pickles, checksum tables, CRC-32.",
     "os": "The only folder with system calls, and the fault points for tests.",

@@ -1,7 +1,7 @@
 """The compiled extension; see csrc/python. No decisions are made there."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Set
 from typing import Any
 
 from torch_ckpt.saving.background import Background, EngineOptions
@@ -228,9 +228,86 @@ def verify_records(
 def names_file_beneath(name: str) -> bool:
     """Whether it may be the name of a file beneath a directory, as far as its text can tell."""
 
-def commit_metadata(
-    directory: Directory, name: str, contents: bytes, sync: bool, replace: bool = True
-) -> None: ...
+class DirectoryLease:
+    """A save's part in a directory; csrc/directory/lease.h has the protocol.
+
+    ``named`` gives the data files that metadata names. It gets the directory and the metadata's
+    name; what it raises keeps every file, with a warning. What cannot be removed is warned of.
+    """
+
+    def __init__(self, directory: Directory, rank: int | None, patience: float) -> None:
+        """``rank``: whose metadata it will be; None: that of all ranks. ``patience``: in seconds.
+
+        Raises OSError, and CheckpointError where somebody has had the directory alone for so long.
+        """
+    @property
+    def tag(self) -> str: ...
+    def commit(
+        self, metadata: bytes, files: list[str], sync: bool, replace: bool, named: _NamedFiles
+    ) -> None:
+        """Publishes, removes what no metadata names, ends the lease.
+
+        Raises NotCommitted, DurabilityUncertain.
+        """
+    def abandon(self, named: _NamedFiles) -> None:
+        """Ends it; the save's files go."""
+    def remove(self, names: list[str]) -> None: ...
+    def close(self) -> None:
+        """Ends it and removes nothing."""
+
+_NamedFiles = Callable[[Directory, str], Iterable[str]]
+
+def metadata_name(rank: int | None) -> str: ...
+def choose_prefix(directory: Directory, prefix: str, taken: Set[str] = ...) -> str:
+    """The prefix of one rank's data files: ``prefix``, tagged where files of this kind are there.
+
+    ``prefix`` is ``__{rank}_``, and the tag of the save where it has one. ``taken`` are those of
+    other saves of this process that may not have made their files yet. Raises OSError.
+    """
+
+def remove_files(directory: Directory, names: list[str]) -> None:
+    """Removes files that are known to be named by no metadata; warns where that fails."""
+
+def remove_own(directory: Directory, names: list[str], named: _NamedFiles) -> None:
+    """Removes files of a save that failed, while nobody works in the directory; warns likewise."""
+
+def remove_leftovers(directory: Directory, named: _NamedFiles) -> list[str] | None:
+    """Removes what dead saves have left, and returns it; None while somebody works there.
+
+    Raises OSError, and what ``named`` raises.
+    """
+
+def publish(
+    directory: Directory,
+    temporary: str,
+    name: str,
+    aside: str | None = None,
+    *,
+    renamed: Directory | None = None,
+    sync: bool = True,
+    replace: bool = True,
+    sync_above: bool = True,
+) -> None:
+    """Gives a durable file or directory its name, in one step; csrc/directory/publish.h.
+
+    ``aside`` is what a directory is named that has the name; ``renamed`` the directory that
+    ``temporary`` must be; ``sync_above`` is False where the directories above are durable.
+
+    Raises OSError, CheckpointError where something was moved, and
+    DurabilityUncertain.
+    """
+
+def publish_contents(
+    directory: Directory,
+    name: str,
+    contents: bytes,
+    *,
+    sync: bool = True,
+    replace: bool = True,
+    sync_above: bool = True,
+) -> None:
+    """The same of a new file with these contents."""
+
 def check_metadata_pickle(data: bytes, roles: dict[str, str]) -> int:
     """Walks the program of a metadata pickle without running it.
 

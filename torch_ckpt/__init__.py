@@ -11,7 +11,7 @@ from torch_ckpt._base.life_cycle import watch_exit
 from torch_ckpt._base.version import __version__
 from torch_ckpt._C import trim_pool
 from torch_ckpt.api import async_save, estimate_read_memory, load, preflight, save
-from torch_ckpt.checkpoint.generations import remove_leftovers
+from torch_ckpt.checkpoint.lease import remove_leftovers
 from torch_ckpt.conversion.convert import ConvertReport, convert
 from torch_ckpt.errors import (
     CheckpointError,

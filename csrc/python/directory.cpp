@@ -4,14 +4,19 @@
 #include <pybind11/stl.h>
 #include <pybind11/stl/filesystem.h>
 
-#include <chrono>
 #include <filesystem>
 #include <memory>
+#include <optional>
+#include <set>
 #include <string>
-#include <thread>
 #include <utility>
+#include <vector>
 
+#include "directory/file_names.h"
+#include "directory/lease.h"
+#include "directory/publish.h"
 #include "python/bindings.h"
+#include "python/buffer.h"
 #include "python/errors.h"
 #include "python/gil.h"
 
@@ -25,28 +30,86 @@ using os::Directory;
 // As an argument it is what os.fsencode makes of it.
 using Path = std::filesystem::path;
 
-constexpr std::chrono::milliseconds kLookAgain{5};
+/// Python's part in what the engine does without the GIL, and what that has raised there. Made,
+/// asked and dropped with the GIL.
+class Asked {
+ public:
+  explicit Asked(py::function named = {}) : named_(std::move(named)) {}
 
-bool share(Directory& directory, double patience) {
-  using Clock = std::chrono::steady_clock;
-  const auto until = Clock::now() + std::chrono::duration<double>(patience);
-  while (!unwrap(directory.try_share())) {
-    if (Clock::now() >= until) return false;
-    {
-      const ReleasedGil released;
-      std::this_thread::sleep_for(kLookAgain);
-    }
-    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  directory::NamedFiles named() {
+    return [this](const Directory& opened, const std::string& name) {
+      std::set<std::string> found;
+      auto done = ask([&] {
+        for (const py::handle file :
+             named_(py::cast(opened, py::return_value_policy::reference), os_text(name))) {
+          found.insert(py::cast<Path>(file).native());
+        }
+      });
+      return done ? Result<std::set<std::string>>(std::move(found)) : done.error();
+    };
   }
-  return true;
+  directory::Between between() {
+    return [this] {
+      return ask([] {
+        if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+      });
+    };
+  }
+
+  /// The value of `function`, which is called without the GIL; raises what Python has raised in it.
+  template <class Function>
+  auto run(Function function) {
+    auto result = [&] {
+      const ReleasedGil released;
+      return function();
+    }();
+    if (!result && raised_) throw std::move(*raised_);
+    return unwrap(std::move(result));
+  }
+  /// Raises an interrupt; any other error has become a warning.
+  void raise_interrupt() {
+    if (raised_ && !raised_->matches(PyExc_Exception)) throw std::move(*raised_);
+  }
+
+ private:
+  template <class Function>
+  Result<> ask(Function function) {
+    const py::gil_scoped_acquire acquired;
+    try {
+      function();
+      return {};
+    } catch (py::error_already_set& error) {
+      raised_.emplace(std::move(error));
+      return format_error(Errc::system, py::str(raised_->value()));
+    }
+  }
+
+  py::function named_;
+  std::optional<py::error_already_set> raised_;
+};
+
+void warn(const directory::Warnings& warnings) {
+  for (const std::string& text : warnings) {
+    py::module_::import("torch_ckpt._base.log").attr("warn")(os_text(text));
+  }
 }
 
-py::list names(const Directory& directory) {
+std::vector<std::string> native(const std::vector<Path>& paths) {
+  std::vector<std::string> names;
+  names.reserve(paths.size());
+  for (const Path& path : paths) names.push_back(path.native());
+  return names;
+}
+
+py::list texts(const std::vector<std::string>& names) {
   py::list found;
-  for (const std::string& name : without_gil([&] { return directory.names(); })) {
-    found.append(os_text(name));
-  }
+  for (const std::string& name : names) found.append(os_text(name));
   return found;
+}
+
+bool share(Directory& directory, double patience) {
+  Asked asked;
+  return asked.run([&] { return directory::share(directory, patience, asked.between()); });
 }
 
 py::tuple identity(const Directory& directory) {
@@ -68,6 +131,78 @@ int open_for_read(const Directory& directory, const Path& name, int) {
   return without_gil([&] { return directory.open_for_read(name.native()); }).release();
 }
 
+directory::Lease take_lease(const Directory& opened, std::optional<int> rank, double patience) {
+  Asked asked;
+  return asked.run([&] { return directory::Lease::take(opened, rank, patience, asked.between()); });
+}
+
+void commit(directory::Lease& lease, const py::buffer& metadata, const std::vector<Path>& files,
+            bool sync, bool replace, py::function named) {
+  const Memory memory(metadata);
+  const auto names = native(files);
+  Asked asked(std::move(named));
+  directory::Warnings warnings;
+  directory::PublishOutcome outcome;
+  {
+    const ReleasedGil released;
+    outcome = lease.commit(memory.bytes(), {names.begin(), names.end()},
+                           {.sync = sync, .replace = replace}, asked.named(), warnings);
+  }
+  warn(warnings);
+  if (outcome.state != directory::PublishState::published) raise(outcome);
+  asked.raise_interrupt();
+}
+
+/// Of what removes files and never fails.
+template <class Function>
+void warning_of(py::function named, Function function) {
+  Asked asked(std::move(named));
+  directory::Warnings warnings;
+  {
+    const ReleasedGil released;
+    function(asked.named(), warnings);
+  }
+  warn(warnings);
+  asked.raise_interrupt();
+}
+
+std::optional<py::list> remove_leftovers(Directory& opened, py::function named) {
+  Asked asked(std::move(named));
+  const auto gone = asked.run([&] { return directory::remove_leftovers(opened, asked.named()); });
+  return gone ? std::optional(texts(*gone)) : std::nullopt;
+}
+
+/// What is not published is an error of the system, as of os.rename.
+void raise_unpublished(const directory::PublishOutcome& outcome) {
+  if (outcome.state == directory::PublishState::not_published) raise(outcome.error);
+  if (outcome.state == directory::PublishState::durability_uncertain) raise(outcome);
+}
+
+void publish(const Directory& opened, const Path& temporary, const Path& name,
+             const std::optional<Path>& aside, const Directory* renamed,
+             directory::PublishMode mode) {
+  directory::Publication publication{
+      temporary.native(), name.native(), aside ? aside->native() : std::string(), {}};
+  if (renamed != nullptr) publication.identity = without_gil([&] { return renamed->identity(); });
+  directory::PublishOutcome outcome;
+  {
+    const ReleasedGil released;
+    outcome = directory::publish(opened, publication, mode);
+  }
+  raise_unpublished(outcome);
+}
+
+void publish_contents(const Directory& opened, const Path& name, const py::buffer& contents,
+                      directory::PublishMode mode) {
+  const Memory memory(contents);
+  directory::PublishOutcome outcome;
+  {
+    const ReleasedGil released;
+    outcome = directory::publish_contents(opened, name.native(), memory.bytes(), mode);
+  }
+  raise_unpublished(outcome);
+}
+
 }  // namespace
 
 void bind_directory(py::module_& module) {
@@ -86,7 +221,8 @@ void bind_directory(py::module_& module) {
       .def("identity", &identity)
       .def("is_at_path",
            [](const Directory& self) { return without_gil([&] { return self.is_at_path(); }); })
-      .def("names", &names)
+      .def("names",
+           [](const Directory& self) { return texts(without_gil([&] { return self.names(); })); })
       .def("length_of", &length_of, py::arg("name"))
       .def("open_for_read", &open_for_read, py::arg("name"), py::arg("flags") = 0)
       .def(
@@ -103,6 +239,71 @@ void bind_directory(py::module_& module) {
           py::arg("source"), py::arg("target"))
       .def("sync", [](const Directory& self) { without_gil([&] { return self.sync(); }); })
       .def("close", &Directory::close);
+  py::class_<directory::Lease>(module, "DirectoryLease")
+      .def(py::init(&take_lease), py::arg("directory"), py::arg("rank"), py::arg("patience"))
+      .def_property_readonly("tag", &directory::Lease::tag)
+      .def("commit", &commit, py::arg("metadata"), py::arg("files"), py::arg("sync"),
+           py::arg("replace"), py::arg("named"))
+      .def(
+          "abandon",
+          [](directory::Lease& self, py::function named) {
+            warning_of(std::move(named), [&](const auto& reader, directory::Warnings& warnings) {
+              self.abandon(reader, warnings);
+            });
+          },
+          py::arg("named"))
+      .def(
+          "remove",
+          [](const directory::Lease& self, const std::vector<Path>& names) {
+            warning_of({}, [&](const auto&, directory::Warnings& warnings) {
+              directory::remove_files(self.directory(), native(names), warnings);
+            });
+          },
+          py::arg("names"))
+      .def("close", &directory::Lease::close);
+  module.def("metadata_name", &directory::metadata_name, py::arg("rank"));
+  module.def(
+      "choose_prefix",
+      [](const Directory& opened, const std::string& prefix, const std::set<std::string>& taken) {
+        return without_gil([&] { return directory::choose_prefix(opened, prefix, taken); });
+      },
+      py::arg("directory"), py::arg("prefix"), py::arg("taken") = std::set<std::string>());
+  module.def(
+      "remove_files",
+      [](const Directory& opened, const std::vector<Path>& names) {
+        warning_of({}, [&](const auto&, directory::Warnings& warnings) {
+          directory::remove_files(opened, native(names), warnings);
+        });
+      },
+      py::arg("directory"), py::arg("names"));
+  module.def(
+      "remove_own",
+      [](const Directory& opened, const std::vector<Path>& names, py::function named) {
+        warning_of(std::move(named), [&](const auto& reader, directory::Warnings& warnings) {
+          const auto own = native(names);
+          directory::remove_own(opened, {own.begin(), own.end()}, reader, warnings);
+        });
+      },
+      py::arg("directory"), py::arg("names"), py::arg("named"));
+  module.def("remove_leftovers", &remove_leftovers, py::arg("directory"), py::arg("named"));
+  module.def(
+      "publish",
+      [](const Directory& opened, const Path& temporary, const Path& name,
+         const std::optional<Path>& aside, const Directory* renamed, bool sync, bool replace,
+         bool sync_above) {
+        publish(opened, temporary, name, aside, renamed, {sync, replace, sync_above});
+      },
+      py::arg("directory"), py::arg("temporary"), py::arg("name"), py::arg("aside") = py::none(),
+      py::kw_only(), py::arg("renamed") = nullptr, py::arg("sync") = true,
+      py::arg("replace") = true, py::arg("sync_above") = true);
+  module.def(
+      "publish_contents",
+      [](const Directory& opened, const Path& name, const py::buffer& contents, bool sync,
+         bool replace, bool sync_above) {
+        publish_contents(opened, name, contents, {sync, replace, sync_above});
+      },
+      py::arg("directory"), py::arg("name"), py::arg("contents"), py::kw_only(),
+      py::arg("sync") = true, py::arg("replace") = true, py::arg("sync_above") = true);
   module.def("names_file_beneath", &os::names_file_beneath, py::arg("name"));
   module.def(
       "make_directories",

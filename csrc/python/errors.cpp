@@ -81,8 +81,8 @@ void raise(const Error& error, const std::string& subject) {
   throw_python(py::reinterpret_borrow<py::object>(PyExc_RuntimeError)(os_text(text)));
 }
 
-void raise(const CommitOutcome& outcome) {
-  const bool uncertain = outcome.state == CommitState::durability_uncertain;
+void raise(const directory::PublishOutcome& outcome) {
+  const bool uncertain = outcome.state == directory::PublishState::durability_uncertain;
   throw_python(error_class(uncertain ? "DurabilityUncertain" : "NotCommitted")(
       os_text(outcome.error.message()), outcome.error.sys_errno));
 }

@@ -2,7 +2,7 @@
 
 #include <pybind11/pybind11.h>
 
-#include "commit.h"
+#include "directory/publish.h"
 #include "error.h"
 
 namespace torch_ckpt::python {
@@ -10,7 +10,7 @@ namespace torch_ckpt::python {
 /// Throws the Python exception that stands for `error` (the table is in docs/design.md). `subject`,
 /// where given, names the item that it happened to.
 [[noreturn]] void raise(const Error& error, const std::string& subject = {});
-[[noreturn]] void raise(const CommitOutcome& outcome);
+[[noreturn]] void raise(const directory::PublishOutcome& outcome);
 
 /// A path or a text with paths in it, whose bytes need not be UTF-8; as os.fsdecode.
 pybind11::str os_text(const std::string& bytes);

@@ -4,12 +4,11 @@
 #include <map>
 #include <string>
 
-#include "commit.h"
 #include "engine/executor.h"
 #include "format/crc32.h"
 #include "format/metadata_pickle.h"
-#include "os/directory.h"
 #include "python/bindings.h"
+#include "python/buffer.h"
 #include "python/errors.h"
 #include "python/gil.h"
 #include "staging/device_copy.h"
@@ -18,36 +17,6 @@ namespace py = pybind11;
 
 namespace torch_ckpt::python {
 namespace {
-
-/// The memory of an object, which stays where it is as long as this lives.
-class Memory {
- public:
-  explicit Memory(const py::buffer& object) {
-    // Strided memory is refused.
-    if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_SIMPLE) != 0) throw py::error_already_set();
-  }
-  ~Memory() { PyBuffer_Release(&view_); }
-  Memory(const Memory&) = delete;
-  Memory& operator=(const Memory&) = delete;
-
-  std::span<const std::byte> bytes() const {
-    return {static_cast<const std::byte*>(view_.buf), static_cast<std::size_t>(view_.len)};
-  }
-
- private:
-  Py_buffer view_{};
-};
-
-void commit(const os::Directory& directory, const std::string& name, const py::buffer& contents,
-            bool sync, bool replace) {
-  const Memory memory(contents);
-  CommitOutcome outcome;
-  {
-    const ReleasedGil released;
-    outcome = commit_metadata(directory, name, memory.bytes(), {.sync = sync, .replace = replace});
-  }
-  if (outcome.state != CommitState::committed) raise(outcome);
-}
 
 std::uint32_t crc32(const py::buffer& data, std::uint32_t crc) {
   const Memory memory(data);
@@ -79,8 +48,6 @@ PYBIND11_MODULE(_C, module) {
   python::bind_save(module);
   python::bind_load(module);
   python::bind_verify(module);
-  module.def("commit_metadata", &python::commit, py::arg("directory"), py::arg("name"),
-             py::arg("contents"), py::arg("sync"), py::arg("replace") = true);
   module.def("check_metadata_pickle", &python::check_metadata_pickle, py::arg("data"),
              py::arg("roles"));
   module.def("crc32", &python::crc32, py::arg("data"), py::arg("crc") = 0);

@@ -7,7 +7,9 @@ new one. Stock torch goes through the same, and is counted.
 
 from __future__ import annotations
 
+import os
 import random
+import re
 import warnings
 import zlib
 from collections.abc import Iterator
@@ -42,9 +44,8 @@ from tests.crash.savers import (
     whole_state,
 )
 from tests.crash.tally import SEED, TORTURE, Tally
-from tests.fault_hooks import before
-from torch_ckpt import _C, CheckpointManager
-from torch_ckpt.steps.local import _StepWriter
+from tests.fault_hooks import at_fault_points, before
+from torch_ckpt import CheckpointManager
 
 NOTHING = 0
 
@@ -121,21 +122,21 @@ class Scenario:
 
 def save_and_tell(rank: int, way: str, step: int, path: Path, options: dict[str, Any]) -> None:
     """Saves; the test hears when the save begins, has been committed, and has been reported."""
-    owner, name = (_StepWriter, "commit") if is_managed(way) else (_C, "commit_metadata")
-    commit = getattr(owner, name)
+    published = re.compile(r"\d{10}" if is_managed(way) else r"\.metadata")
+    reached: list[str] = []
 
-    def commit_and_tell(*arguments: Any, **options: Any) -> Any:
-        returned = commit(*arguments, **options)
-        mark(f"committed {step}")
-        return returned
+    def tell(operation: str, where: str) -> None:
+        if operation == "rename" and published.fullmatch(os.path.basename(where)):
+            reached[:] = ["renamed"]
+        elif reached == ["renamed"] and operation != "fsync_directory":
+            # What follows the last fsync.
+            reached[:] = ["told"]
+            mark(f"committed {step}")
 
     if rank == 0:
         mark(f"began {step}")
-    setattr(owner, name, commit_and_tell)
-    try:
+    with at_fault_points(tell):
         save(way, step, path, rank, **options)
-    finally:
-        setattr(owner, name, commit)
     if rank == 0:
         mark(f"reported {step}")
 

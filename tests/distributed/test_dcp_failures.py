@@ -174,15 +174,15 @@ def case_a_failed_commit_fails_all_ranks(launch: Launch) -> None:
 def led_elsewhere(launch: Launch, path: Path, other: Path, name: str) -> Iterator[None]:
     """Rank 1 opens ``path`` while ``other`` has that name, after rank 0 has opened it."""
     store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
-    claim, opened = writer_module.Claim, writer_module.OpenDirectory
+    lease, opened = writer_module.DirectoryLease, writer_module.OpenDirectory
 
-    def claimed(*arguments: Any) -> Any:
-        made = claim(*arguments)
-        store.set("claimed", "")
+    def leased(*arguments: Any) -> Any:
+        made = lease(*arguments)
+        store.set("leased", "")
         return made
 
     def opened_late(given: Path) -> Any:
-        store.wait(["claimed"], datetime.timedelta(seconds=PATIENCE_SECONDS))
+        store.wait(["leased"], datetime.timedelta(seconds=PATIENCE_SECONDS))
         aside = path.with_name("aside")
         path.rename(aside)
         other.rename(path)
@@ -193,13 +193,13 @@ def led_elsewhere(launch: Launch, path: Path, other: Path, name: str) -> Iterato
 
     patched: Any = writer_module
     if launch.rank == 0:
-        patched.Claim = claimed
+        patched.DirectoryLease = leased
     if launch.rank == 1:
         patched.OpenDirectory = opened_late
     try:
         yield
     finally:
-        patched.Claim, patched.OpenDirectory = claim, opened
+        patched.DirectoryLease, patched.OpenDirectory = lease, opened
 
 
 def case_ranks_that_have_opened_different_directories_publish_nothing(launch: Launch) -> None:

@@ -32,9 +32,9 @@ from tests.distributed.silent_ranks import (
     outcomes_of,
     some_at_a_time,
 )
+from tests.fault_hooks import before
 from tests.ranks import ranks
 from tests.support import assert_equal, emptied, stock_load
-from torch_ckpt import _C
 from torch_ckpt.checkpoint.metadata import read_metadata
 from torch_ckpt.ranks import transport
 from torch_ckpt.saving.writer import FileSystemWriter
@@ -112,7 +112,7 @@ def arm(phase: str, die: Callable[[], None]) -> dict[str, Any]:
     elif phase == "having written":
         dies_in(FileSystemWriter, "write_values", after=True)
     elif phase == "committing":
-        dies_in(_C, "commit_metadata")
+        before("open", die, "*/.metadata.tmp-*").__enter__()
     else:
         # The first answer that it waits for is the plan.
         dies_in(transport.OverStore, "_receive", nth=2)

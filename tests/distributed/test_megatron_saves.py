@@ -40,7 +40,7 @@ from tests.distributed.megatron_training import (
     state_at,
 )
 from tests.support import assert_equal, data_files
-from torch_ckpt.checkpoint.generations import remove_leftovers
+from torch_ckpt.checkpoint.lease import remove_leftovers
 from torch_ckpt.checkpoint.metadata import read_metadata
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.megatron import (

@@ -6,7 +6,6 @@ for a signal that ends the process at once.
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import re
@@ -26,7 +25,6 @@ from torch_ckpt._base.formatting import printable, size, table
 from torch_ckpt._base.free_space import free_bytes, require_room
 from torch_ckpt.api import load, save
 from torch_ckpt.checkpoint.directory import OpenDirectory
-from torch_ckpt.errors import NotCommitted
 
 #: Threads with which bandwidth is measured.
 THREADS = (1, 2, 4, 8)
@@ -211,7 +209,7 @@ def diagnose(path: str | os.PathLike[str], *, measured_bytes: int = DEFAULT_BYTE
         report.fsync_ms = _median_ms(_fsync_of(directory))
         with closing(OpenDirectory(directory)) as opened:
             report.commit_ms = _median_ms(
-                lambda: _C.commit_metadata(opened, "metadata", b"x" * 4096, True)
+                lambda: _C.publish_contents(opened, "metadata", b"x" * 4096)
             )
         report.exclusive_rename = _renames_exclusively(directory)
         report.locks = _has_locks(directory)
@@ -325,11 +323,11 @@ def _median_ms(action: Callable[[], None]) -> float:
 def _renames_exclusively(directory: str) -> bool:
     try:
         with closing(OpenDirectory(directory)) as opened:
-            _C.commit_metadata(opened, "exclusive", b"old", True, replace=False)
-            _C.commit_metadata(opened, "exclusive", b"new", True, replace=False)
-    except NotCommitted as error:
+            _C.publish_contents(opened, "exclusive", b"old", replace=False)
+            _C.publish_contents(opened, "exclusive", b"new", replace=False)
+    except FileExistsError:
         with open(os.path.join(directory, "exclusive"), "rb") as stream:
-            return error.errno == errno.EEXIST and stream.read() == b"old"
+            return stream.read() == b"old"
     except OSError:
         return False
     return False

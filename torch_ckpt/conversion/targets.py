@@ -16,14 +16,10 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
+from torch_ckpt import _C
 from torch_ckpt._base.formatting import some_of
-from torch_ckpt.checkpoint.generations import choose_prefix
-from torch_ckpt.conversion.publishing import (
-    new_file,
-    published_directory,
-    published_file,
-    require_absent,
-)
+from torch_ckpt.checkpoint.publishing import new_file, require_absent
+from torch_ckpt.conversion.publishing import published_directory, published_file
 from torch_ckpt.conversion.safetensors_header import (
     DTYPES,
     METADATA_KEY,
@@ -212,7 +208,7 @@ def write_dcp(
     writer.set_up_for_save(0)
 
     def write(names: list[str], values: list[Any]) -> None:
-        prefix = choose_prefix(writer.directory, f"__0_{writer.tag}")
+        prefix = _C.choose_prefix(writer.directory, f"__0_{writer.tag}")
         written = writer.write_values(prefix, names, values)
         results.extend(results_of([items[name] for name in names], written))
 

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Collection
 from typing import Any, TypeVar
 
-from torch_ckpt.checkpoint.generations import Claim
+from torch_ckpt.checkpoint.lease import DirectoryLease
 from torch_ckpt.errors import CheckpointError
 
 T = TypeVar("T")
@@ -20,18 +20,18 @@ class Ending:
     whether the results were taken.
 
     Args:
-        claims: that protect them; a writer that is dropped ends them as ever.
+        leases: that protect them; a writer that is dropped ends them as ever.
     """
 
-    def __init__(self, claims: Collection[Claim] = ()) -> None:
-        self._claims = [weakref.ref(claim) for claim in claims]
+    def __init__(self, leases: Collection[DirectoryLease] = ()) -> None:
+        self._leases = [weakref.ref(lease) for lease in leases]
         self._lock = threading.Lock()
         self._is_writing = False
         self._is_taken = False
         self._is_aborted = False
         self._files: Collection[str] = ()
         # Of an abort: another save may have the files' names once they have ended.
-        self._held: list[Claim] = []
+        self._held: list[DirectoryLease] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _elsewhere, ()
@@ -74,8 +74,8 @@ class Ending:
             if self._is_taken or self._is_aborted:
                 return
             self._is_aborted = True
-            claims = [reference() for reference in self._claims]
-            self._held = [claim for claim in claims if claim is not None and claim.is_open]
+            leases = [reference() for reference in self._leases]
+            self._held = [lease for lease in leases if lease is not None and lease.is_open]
             if not self._is_writing:
                 self._withdraw()
 
@@ -84,8 +84,8 @@ class Ending:
         if held:
             # By name: the directory may be shared for long, by ranks that have yet to abort.
             held[0].remove(self._files)
-        for claim in held:
-            claim.abandon()
+        for lease in held:
+            lease.abandon()
 
 
 def _aborted() -> CheckpointError:

@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.filesystem import (
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from torch_ckpt import _C
 from torch_ckpt.checkpoint.files import FilesBeneath
-from torch_ckpt.checkpoint.generations import remove_files
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.megatron.staged_write import (
     Results,
@@ -110,7 +110,7 @@ class PythonWrite(Staged):
             self._refuse_if_cancelled()
         except BaseException:
             if task.opened is not None:
-                remove_files(task.opened, [name for name, _ in files])
+                _C.remove_files(task.opened, [name for name, _ in files])
             raise
         results = {number: future.result() for number, future in enumerate(futures)}
         if task.opened is not None and task.options.sync_files:

@@ -33,11 +33,12 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from torch_ckpt import _C
 from torch_ckpt._base.cycle_collector import RelaxedGc, no_gc
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt._base.options import require_choice
 from torch_ckpt.checkpoint.directory import Place
-from torch_ckpt.checkpoint.generations import Claim, choose_prefix
+from torch_ckpt.checkpoint.lease import DirectoryLease
 from torch_ckpt.checkpoint.metadata import METADATA_NAME
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.megatron.part import Ending
@@ -112,7 +113,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         self.prefix = ""
         self._given_tag = ""
         self._task: WriteTask | None = None
-        self._part: Claim | None = None
+        self._part: DirectoryLease | None = None
         self._ending = Ending()
         self._failure: Exception | None = None
 
@@ -125,7 +126,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         # Megatron's plan gives only the bool. The save before may be under way then, and commits
         # first; with dcp.save it has failed.
-        self.ends_earlier_claims = self.rank is not None
+        self.ends_earlier_leases = self.rank is not None
         if self.rank is None:
             self.rank = own_rank()
 
@@ -147,7 +148,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         return dataclasses.replace(local_plan, storage_data=_StoragePrefix(f"__{own_rank()}_"))
 
     def use_tag(self, tag: str) -> None:
-        """What the coordinator's claim puts into the names of all ranks' files, if anything."""
+        """What the coordinator's lease puts into the names of all ranks' files, if anything."""
         self._given_tag = tag
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
@@ -172,8 +173,8 @@ class FileSystemWriterAsync(FileSystemWriter):
                 values = [resolve(planner, item, direct, whole=_whole) for item in items]
             else:
                 values = [_whole(planner.resolve_data(item)) for item in items]
-        claims = [claim for claim in (self._claim, self._part) if claim is not None]
-        self._ending = Ending(claims)
+        leases = [lease for lease in (self._lease, self._part) if lease is not None]
+        self._ending = Ending(leases)
         self._task = WriteTask(
             directory=str(self.checkpoint_dir if self.use_msc else self.path),
             prefix=self.prefix,
@@ -404,14 +405,14 @@ class FileSystemWriterAsync(FileSystemWriter):
     def _take_part(self) -> None:
         """Keeps others from removing this rank's files before the coordinator commits.
 
-        A cached plan is written without the coordinator, which then has perhaps no claim yet, or
+        A cached plan is written without the coordinator, which then has perhaps no lease yet, or
         gives up the one of the save before.
 
         Raises:
             CheckpointError: another process does not end to remove files there.
         """
-        if self._is_local() and self._claim is None and self._part is None:
-            self._part = Claim(self.directory, None, ends_earlier=False)
+        if self._is_local() and self._lease is None and self._part is None:
+            self._part = DirectoryLease(self.directory, None, ends_earlier=False)
 
     def _hand_over(self) -> None:
         """The coordinator protects this rank's files from here on."""
@@ -451,7 +452,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             for writer in self._made
             if writer is not self and os.path.realpath(writer.path) == here
         }
-        return choose_prefix(self.directory, prefix, others)
+        return _C.choose_prefix(self.directory, prefix, others)
 
     def _results_of_worker(self) -> list[WriteResult]:
         where = f"rank {own_rank()}, files {self.prefix}* in {self.checkpoint_id}"

@@ -29,7 +29,6 @@ from torch_ckpt import _C
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.progress import Progress, ProgressOption, Reporter
 from torch_ckpt.checkpoint.directory import OpenDirectory, Place
-from torch_ckpt.checkpoint.generations import remove_files
 from torch_ckpt.saving.background import CHUNK_BYTES, Background, EngineOptions
 from torch_ckpt.saving.host_memory import default_snapshot_bytes
 from torch_ckpt.saving.items import Written
@@ -349,7 +348,7 @@ def _give_up(save: _C.Save, directory: OpenDirectory) -> None:
             pass
     except Exception:
         return  # and what ends so has removed its files
-    remove_files(directory, save.file_names)
+    _C.remove_files(directory, save.file_names)
 
 
 def _wait_for(wait: Callable[[float], bool], rest: float, between: Callable[[], None]) -> None:

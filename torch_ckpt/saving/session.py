@@ -36,7 +36,6 @@ from torch_ckpt import _C
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.log import warn
 from torch_ckpt.checkpoint.directory import Place, require_one_directory
-from torch_ckpt.checkpoint.generations import choose_prefix
 from torch_ckpt.checkpoint.metadata import encode_metadata, with_checksum_tables
 from torch_ckpt.checkpoint.objects import unpicklable, warn_of_what_will_not_load
 from torch_ckpt.errors import CheckpointError
@@ -269,7 +268,7 @@ def _save_state(
 
     def write() -> Written:
         names, values = find_values()
-        prefix = choose_prefix(writer.directory, f"__{ranks.rank}_{tag}")
+        prefix = _C.choose_prefix(writer.directory, f"__{ranks.rank}_{tag}")
         if job is None:
             return writer.write_values(prefix, names, values)
         job.planned()

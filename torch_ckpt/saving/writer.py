@@ -29,16 +29,12 @@ from torch_ckpt._base.paths import absolute, is_url, refuse_url
 from torch_ckpt._base.progress import ProgressOption
 from torch_ckpt.checkpoint.directory import OpenDirectory, Place, require_one_directory
 from torch_ckpt.checkpoint.files import FilesBeneath
-from torch_ckpt.checkpoint.generations import (
-    Claim,
-    choose_prefix,
-    metadata_name,
+from torch_ckpt.checkpoint.lease import (
+    DirectoryLease,
     refuse_hidden_save,
-    remove_files,
     remove_own,
 )
 from torch_ckpt.checkpoint.metadata import encode_metadata, with_checksum_tables
-from torch_ckpt.errors import DurabilityUncertain, NotCommitted
 from torch_ckpt.saving.background import Background
 from torch_ckpt.saving.items import Written, brought_with, keeps_default_lookup, resolve, results_of
 from torch_ckpt.saving.rank_write import RankWrite, WriteOptions
@@ -91,8 +87,8 @@ class FileSystemWriter(StockWriter):
         NotCommitted, DurabilityUncertain: the commit itself failed.
     """
 
-    #: See :class:`torch_ckpt.checkpoint.generations.Claim`.
-    ends_earlier_claims = True
+    #: See :class:`torch_ckpt.checkpoint.lease.DirectoryLease`.
+    ends_earlier_leases = True
 
     #: Whoever has a background save made with it tells how that ends: it is not logged then, and
     #: neither the next save nor check_for_errors() raises its error.
@@ -161,12 +157,12 @@ class FileSystemWriter(StockWriter):
         self._is_coordinator = False
         self._is_alone = False
         self._directory: OpenDirectory | None = None
-        self._claim: Claim | None = None
+        self._lease: DirectoryLease | None = None
         self._write: RankWrite | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy, in another process perhaps, has no part in the save that is under way.
-        return self.__dict__ | {"_directory": None, "_claim": None, "_write": None}
+        return self.__dict__ | {"_directory": None, "_lease": None, "_write": None}
 
     # --- DCP's contract, in the order of a save -------------------------------------------------
 
@@ -191,18 +187,18 @@ class FileSystemWriter(StockWriter):
         refuse_hidden_save(self.directory, self._own_rank())
         # Not torch's own, which warns that a checkpoint is replaced: here that stays loadable until
         # the new one is committed.
-        if not self.overwrite and metadata_name(self._own_rank()) in self.directory.names():
+        if not self.overwrite and _C.metadata_name(self._own_rank()) in self.directory.names():
             raise RuntimeError(f"Checkpoint already exists in {self.path}, and overwrite=False")
         if self.rank is not None and not self.use_collectives:
             plan = dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{self.rank}_"))
         if self._commits:
-            self._claim = Claim(self.directory, self._own_rank(), self.ends_earlier_claims)
+            self._lease = DirectoryLease(self.directory, self._own_rank(), self.ends_earlier_leases)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         plans = super().prepare_global_plan(plans)
         self._is_alone = len(plans) == 1
-        if self._claim is None or not self.use_collectives:
+        if self._lease is None or not self.use_collectives:
             return plans
         # Whatever prefix they have: a cached plan has that of an earlier save.
         return [
@@ -226,7 +222,7 @@ class FileSystemWriter(StockWriter):
         RelaxedGc.end()
         prefix: str = plan.storage_data.prefix
         if self._is_local():
-            prefix = choose_prefix(self.directory, prefix)
+            prefix = _C.choose_prefix(self.directory, prefix)
         if not self.engine_can_write():
             return self._write_through_torch(plan, planner, prefix)
         items = list(plan.items)
@@ -313,7 +309,7 @@ class FileSystemWriter(StockWriter):
     @property
     def tag(self) -> str:
         """On the coordinator: what all ranks put behind ``__{rank}_`` in names of data files."""
-        return self._claim.tag if self._claim is not None and self.use_collectives else ""
+        return self._lease.tag if self._lease is not None and self.use_collectives else ""
 
     def bytes_moved(self) -> int:
         """Grows for as long as this rank moves anything."""
@@ -325,7 +321,7 @@ class FileSystemWriter(StockWriter):
 
         A writer that is dropped does the same.
         """
-        self._claim = None
+        self._lease = None
         self._directory = None
 
     def write_values(
@@ -372,26 +368,10 @@ class FileSystemWriter(StockWriter):
                 another directory than when the save began; nothing is touched there.
             DurabilityUncertain: the checkpoint is visible, but the last fsync failed.
         """
-        directory = self.directory
-        own_rank = self._own_rank()
         # Where somebody calls this by itself.
-        claim = self._claim or Claim(directory, own_rank)
-        self._claim = self._directory = None
-        claim.begin_commit()
-        try:
-            _C.commit_metadata(
-                directory, metadata_name(own_rank), data, self.sync_files, replace=self.overwrite
-            )
-        except NotCommitted:
-            # Their names are this save's alone: see checkpoint/generations.py.
-            remove_files(directory, files)
-            claim.not_committed()
-            raise
-        except DurabilityUncertain:
-            # A power cut may bring back the old checkpoint, which then needs its files.
-            claim.leave()
-            raise
-        claim.committed(data, files)
+        lease = self._lease or DirectoryLease(self.directory, self._own_rank())
+        self._lease = self._directory = None
+        lease.commit(data, files, sync=self.sync_files, replace=self.overwrite)
 
     # --- private ---------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ A crash at any point leaves each step either complete or not there, and a leftov
 its name.
 
 1. Step 100 is written into ``0000000100.tmp-{attempt}``, as any checkpoint (saving/session.py,
-   checkpoint/generations.py). The attempt is 8 hex digits that the ranks of a run have agreed on,
+   csrc/directory/lease.h). The attempt is 8 hex digits that the ranks of a run have agreed on,
    so that nothing that is left of an earlier run, or still runs, is in the way.
 2. When the files of all ranks are durable and the metadata is committed, the coordinator writes
    ``write_completed`` beside them: a JSON document of what the step is. The file is fsynced, then
@@ -43,7 +43,7 @@ from torch_ckpt._base.free_space import require_room
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt.api import load
 from torch_ckpt.checkpoint.directory import OpenDirectory
-from torch_ckpt.errors import DurabilityUncertain, NotCommitted
+from torch_ckpt.errors import CheckpointError, DurabilityUncertain, NotCommitted
 from torch_ckpt.inspection.verify import VerifyReport, verify
 from torch_ckpt.loading.reader import FileSystemReader
 from torch_ckpt.loading.report import LoadReport
@@ -95,7 +95,7 @@ class LocalSteps(StepStore):
         for name in names:
             if deleted_only and ".deleted-" not in name:
                 continue
-            # Between the making of a directory and the claim nobody works in it.
+            # Between the making of a directory and the lease nobody works in it.
             if attempt and name.endswith(f".tmp-{attempt}"):
                 continue
             try:
@@ -191,7 +191,8 @@ class LocalSteps(StepStore):
             if not opened.try_lock_exclusive():
                 return False
             if ".deleted-" not in name:
-                aside = put_aside(root, name)
+                aside = aside_of(name)
+                root.rename(name, aside)
                 if not is_named(opened, root, aside):
                     # A save has named its step so since it was opened; that one is not alone here.
                     root.rename(aside, name)
@@ -310,21 +311,13 @@ class _StepWriter(FileSystemWriter):
             self._tidies = rank == 0
 
     def commit(self, data: bytes, files: set[str]) -> None:
-        # The claim ends with the metadata; no sweep may come between that and the name.
+        # The lease ends with the metadata; no sweep may come between that and the name.
         with (
             closing(self.directory.reopen()) as opened,
             closing(OpenDirectory(self._steps.root)) as root,
         ):
             opened.share()
             replaced = self._name(opened, root, data, files)
-            self._steps.saved_in(root)
-            if self.sync_files:
-                try:
-                    root.sync()
-                except OSError as error:
-                    raise DurabilityUncertain(
-                        f"{self._final}: {error}", error.errno or 0
-                    ) from error
         if replaced is not None:
             # Who loads it keeps it until the next sweep; and the save has not failed.
             with suppress(OSError), self._working():
@@ -353,49 +346,50 @@ class _StepWriter(FileSystemWriter):
         self, opened: OpenDirectory, root: OpenDirectory, data: bytes, files: set[str]
     ) -> str | None:
         """Makes the step complete; the name of what it has replaced."""
-        attempt = os.path.basename(self.path)
-        replaced = None
+        attempt, aside = os.path.basename(self.path), aside_of(self._step)
+        uncertain: DurabilityUncertain | None = None
         try:
             with self._working():
                 self._refuse_if_missing(opened, files)
             super().commit(data, files)
             self._mark(opened)
             self._refuse_if_there()
-            if not (opened.is_at_path() and root.is_at_path()):
-                raise self._moved()
-            if os.path.lexists(self._final):
-                if os.path.lexists(os.path.join(self._final, PINNED_NAME)):
-                    pin(opened)
-                replaced = put_aside(root, self._step)
-            root.rename(attempt, self._step)
-            if not is_named(opened, root, self._step):
-                # What has come to the attempt's place is somebody else's.
-                root.rename(self._step, attempt)
-                raise self._moved()
+            is_there = os.path.lexists(self._final)
+            if os.path.lexists(os.path.join(self._final, PINNED_NAME)):
+                pin(opened)
+            try:
+                _C.publish(
+                    root,
+                    attempt,
+                    self._step,
+                    aside,
+                    renamed=opened,
+                    sync=self.sync_files,
+                    sync_above=False,
+                )
+            except DurabilityUncertain as error:
+                uncertain = error
         except BaseException as error:
-            if replaced is not None:
-                try:
-                    root.rename(replaced, self._step)
-                except OSError as other:
+            with suppress(OSError):
+                if aside in root.names():
                     raise NotCommitted(
                         f"{self._final}: {error}; the step is complete in {self.path}, and the "
                         "next sweep names it"
-                    ) from other
-            with suppress(OSError):
+                    ) from error
                 self._discard(opened, root)
             if isinstance(error, FileExistsError):
                 raise
-            # Metadata that may not last does not make a step either.
-            if isinstance(error, OSError | DurabilityUncertain):
-                raise NotCommitted(f"{self._final}: {error}", error.errno or 0) from error
+            # Metadata that may not last does not make a step either; nor what somebody has moved.
+            if isinstance(error, OSError | DurabilityUncertain) or type(error) is CheckpointError:
+                number = getattr(error, "errno", None) or 0
+                raise NotCommitted(f"{self._final}: {error}", number) from error
             raise
-        return replaced
-
-    def _moved(self) -> NotCommitted:
-        return NotCommitted(
-            f"{self.path}: somebody has renamed this directory, or one above it, while the step "
-            "was being saved there; save it again"
-        )
+        self._steps.saved_in(root)
+        if uncertain is not None:
+            raise DurabilityUncertain(
+                f"{self._final}: {uncertain.args[0]}", uncertain.errno
+            ) from uncertain
+        return aside if is_there else None
 
     def _discard(self, opened: OpenDirectory, root: OpenDirectory) -> None:
         """Removes what the save has written, wherever its directory is now."""
@@ -442,11 +436,9 @@ class _StepWriter(FileSystemWriter):
             )
 
 
-def put_aside(root: OpenDirectory, name: str) -> str:
-    """Renames a step's directory to what is not a step; returns its new name."""
-    aside = f"{name[:10]}.deleted-{uuid.uuid4().hex[:8]}"
-    root.rename(name, aside)
-    return aside
+def aside_of(name: str) -> str:
+    """What a directory of a step is named that is not a step any more."""
+    return f"{name[:10]}.deleted-{uuid.uuid4().hex[:8]}"
 
 
 def is_named(opened: OpenDirectory, root: OpenDirectory, name: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 from typing import Any
@@ -59,18 +58,14 @@ def encoded_marker(document: dict[str, Any]) -> bytes:
 
 
 def write_marker(directory: OpenDirectory, document: dict[str, Any], sync: bool) -> None:
-    """Writes the marker, durably if wanted."""
-    opener = functools.partial(os.open, mode=0o666, dir_fd=directory.fd)
-    # By a rename: an empty one would be a step's that has no metrics.
-    with open(f"{MARKER_NAME}.tmp", "wb", opener=opener) as file:
-        file.write(encoded_marker(document))
-        file.flush()
-        if sync:
-            _C.fault_point("fsync", os.path.join(directory.path, file.name))
-            os.fsync(file.fileno())
-    directory.rename(f"{MARKER_NAME}.tmp", MARKER_NAME)
-    if sync:
-        directory.sync()
+    """Writes the marker whole, since an empty one is that of a step that has no metrics.
+
+    Durably if wanted.
+    """
+    # The commit of the metadata has made durable what lies above.
+    _C.publish_contents(
+        directory, MARKER_NAME, encoded_marker(document), sync=sync, sync_above=False
+    )
 
 
 def pin(directory: OpenDirectory) -> None:

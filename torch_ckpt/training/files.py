@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from torch_ckpt.checkpoint.publishing import published_file
 
 StrPath = str | os.PathLike[str]
 
@@ -70,16 +71,9 @@ def put(source: Path, target: StrPath) -> None:
 
 
 def _put_local(source: Path, target: str) -> None:
-    directory, name = os.path.split(target)
-    os.makedirs(directory or ".", exist_ok=True)
-    temporary = os.path.join(directory, f".{name}.{os.getpid()}.tmp")
-    try:
-        shutil.copyfile(source, temporary)
-        os.replace(temporary, target)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
+    os.makedirs(os.path.dirname(target) or ".", exist_ok=True)
+    with source.open("rb") as copied, published_file(target, sync=False) as stream:
+        shutil.copyfileobj(copied, stream)
 
 
 def _is_url(path: str) -> bool:

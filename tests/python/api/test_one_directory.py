@@ -27,7 +27,7 @@ from tests.fault_hooks import at_fault_points, before, failing
 from tests.support import assert_equal, cause_of, data_files, load, save, save_with, stock_load
 from torch_ckpt import CheckpointError, Corrupt, NotCommitted
 from torch_ckpt.checkpoint.directory import OpenDirectory
-from torch_ckpt.checkpoint.generations import Claim
+from torch_ckpt.checkpoint.lease import DirectoryLease
 from torch_ckpt.checkpoint.metadata import read_metadata
 
 PATIENCE_SECONDS = 60
@@ -72,7 +72,7 @@ class HeldPlanner(DefaultSavePlanner):
 
 @contextmanager
 def held_save(path: Path, number: int, **options: Any) -> Iterator[list[BaseException]]:
-    """A save that has claimed the directory and written nothing; it goes on after the block.
+    """A save that has leased the directory and written nothing; it goes on after the block.
 
     What it raises is in the list after the block.
     """
@@ -182,8 +182,8 @@ def test_a_save_that_was_given_up_commits_nothing(tmp_path: Path) -> None:
     kept = names_in(tmp_path)
     with held_save(tmp_path, 1) as raised:
         # As the end of the interpreter does, beside a daemon thread that saves.
-        for claim in list(Claim._last.values()):
-            claim.abandon()
+        for lease in list(DirectoryLease._last.values()):
+            lease.abandon()
     (error,) = raised
     assert isinstance(error, dcp.CheckpointException)
     assert isinstance(cause_of(error), NotCommitted)
@@ -195,10 +195,10 @@ def test_a_save_that_is_being_committed_can_no_longer_be_given_up(tmp_path: Path
     save(state_of(0), tmp_path)
 
     def give_up() -> None:
-        claims = list(Claim._last.values())
-        assert claims
-        for claim in claims:
-            claim.abandon()
+        leases = list(DirectoryLease._last.values())
+        assert leases
+        for lease in leases:
+            lease.abandon()
 
     with before("rename", give_up):
         save(state_of(1), tmp_path)
@@ -211,7 +211,7 @@ def test_a_save_does_not_begin_where_it_cannot_keep_its_files_from_being_removed
     remover = OpenDirectory(tmp_path)
     assert remover.try_lock_exclusive()
     with pytest.raises(CheckpointError, match="had the directory for itself") as raised:
-        Claim(OpenDirectory(tmp_path), None, patience=0.0)
+        DirectoryLease(OpenDirectory(tmp_path), None, patience=0.0)
     assert str(tmp_path) in str(raised.value)
     remover.close()
     # The error is kept, and the descriptor is not.
@@ -223,7 +223,7 @@ def test_a_kept_error_of_a_directory_that_cannot_be_listed_keeps_no_lock(tmp_pat
         failing("readdir", errno.EIO, tmp_path),
         pytest.raises(OSError, match="readdir") as kept,
     ):
-        Claim(OpenDirectory(tmp_path), None)
+        DirectoryLease(OpenDirectory(tmp_path), None)
     assert OpenDirectory(tmp_path).try_lock_exclusive()
     assert kept.value.errno == errno.EIO
 
@@ -288,26 +288,26 @@ def test_a_failed_save_with_a_planner_and_a_writer_that_are_kept_lets_go_of_the_
     assert OpenDirectory(tmp_path).try_lock_exclusive()
 
 
-def test_a_claim_that_is_dropped_takes_the_files_of_all_ranks_with_it(tmp_path: Path) -> None:
+def test_a_lease_that_is_dropped_takes_the_files_of_all_ranks_with_it(tmp_path: Path) -> None:
     save(state_of(0), tmp_path)
     kept = names_in(tmp_path)
-    claim = Claim(OpenDirectory(tmp_path), None)
+    lease = DirectoryLease(OpenDirectory(tmp_path), None)
     for rank in (0, 1, 7):
-        (tmp_path / f"__{rank}_{claim.tag}0.distcp").write_bytes(b"written before another failed")
-    del claim
+        (tmp_path / f"__{rank}_{lease.tag}0.distcp").write_bytes(b"written before another failed")
+    del lease
     assert names_in(tmp_path) == kept
 
 
 def test_the_next_save_of_the_thread_ends_a_failed_one_that_somebody_keeps(tmp_path: Path) -> None:
-    failed = Claim(OpenDirectory(tmp_path), None)
+    failed = DirectoryLease(OpenDirectory(tmp_path), None)
     (tmp_path / f"__1_{failed.tag}0.distcp").write_bytes(b"written before another rank failed")
     save(state_of(1), tmp_path)
     assert names_in(tmp_path) == named_by_metadata(tmp_path) | {".metadata"}
 
 
-def test_a_claim_of_another_thread_is_not_taken_for_one_that_failed(tmp_path: Path) -> None:
-    claim = Claim(OpenDirectory(tmp_path), None)
-    mine = tmp_path / f"__1_{claim.tag}0.distcp"
+def test_a_lease_of_another_thread_is_not_taken_for_one_that_failed(tmp_path: Path) -> None:
+    lease = DirectoryLease(OpenDirectory(tmp_path), None)
+    mine = tmp_path / f"__1_{lease.tag}0.distcp"
     mine.write_bytes(b"being written")
     thread = threading.Thread(target=save, args=(state_of(1), tmp_path))
     thread.start()
@@ -316,39 +316,38 @@ def test_a_claim_of_another_thread_is_not_taken_for_one_that_failed(tmp_path: Pa
     assert_holds(tmp_path, 1)
 
 
-def test_a_claim_that_is_dropped_late_leaves_the_directorys_successor_alone(
+def test_a_lease_that_is_dropped_late_leaves_the_directorys_successor_alone(
     tmp_path: Path,
 ) -> None:
     path, old = tmp_path / "ck", tmp_path / "old"
     path.mkdir()
-    claim = Claim(OpenDirectory(path), None)
+    lease = DirectoryLease(OpenDirectory(path), None)
     path.rename(old)
     path.mkdir()
     for directory in (path, old):
         (directory / "__0_0.distcp").write_bytes(b"of somebody else, in the one")
-    del claim
+    del lease
     assert names_in(path) == {"__0_0.distcp"}
     assert names_in(old) == set()
 
 
-def test_a_forked_childs_copy_of_a_claim_neither_removes_nor_keeps_anything(
+def test_a_forked_childs_copy_of_a_lease_neither_removes_nor_keeps_anything(
     tmp_path: Path,
 ) -> None:
-    claim = Claim(OpenDirectory(tmp_path), None)
-    mine = tmp_path / f"__0_{claim.tag}0.distcp"
+    lease = DirectoryLease(OpenDirectory(tmp_path), None)
+    mine = tmp_path / f"__0_{lease.tag}0.distcp"
     mine.write_bytes(b"being written")
     may_end, end = os.pipe()
     child = os.fork()
     if child == 0:
-        del claim
+        del lease
         gc.collect()
         found = mine.exists()
         os.close(end)
         os.read(may_end, 1)
         os._exit(0 if found else 1)
     # The child lives on, as a worker of a DataLoader does.
-    claim.begin_commit()
-    claim.committed(b"", {mine.name})
+    lease.commit(b"", {mine.name}, sync=True, replace=True)
     assert OpenDirectory(tmp_path).try_lock_exclusive()
     os.close(may_end)
     os.close(end)
@@ -435,9 +434,9 @@ def test_nothing_is_removed_where_the_metadata_cannot_be_read(tmp_path: Path) ->
     before = names_in(tmp_path)
     with pytest.raises(Corrupt):
         torch_ckpt.remove_leftovers(tmp_path)
-    claim = Claim(OpenDirectory(tmp_path), None)
+    lease = DirectoryLease(OpenDirectory(tmp_path), None)
     with pytest.warns(UserWarning, match="unused files are left"):
-        del claim
+        del lease
     assert names_in(tmp_path) == before
 
 

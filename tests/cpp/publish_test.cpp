@@ -1,4 +1,4 @@
-#include "commit.h"
+#include "directory/publish.h"
 
 #include <gtest/gtest.h>
 #include <unistd.h>
@@ -10,7 +10,7 @@
 #include "os/fault.h"
 #include "support.h"
 
-namespace torch_ckpt {
+namespace torch_ckpt::directory {
 namespace {
 
 namespace fs = std::filesystem;
@@ -26,27 +26,27 @@ using test::write_file;
 
 using Names = std::vector<std::string>;
 
-CommitOutcome commit(const TempDir& directory, std::string_view contents, CommitMode mode = {}) {
-  return commit_metadata(open_directory(directory), ".metadata", bytes_of(contents), mode);
+PublishOutcome commit(const TempDir& directory, std::string_view contents, PublishMode mode = {}) {
+  return publish_contents(open_directory(directory), ".metadata", bytes_of(contents), mode);
 }
 
-TEST(Commit, MakesTheMetadataAppear) {
+TEST(Publish, MakesTheMetadataAppear) {
   TempDir directory;
   const auto outcome = commit(directory, "contents");
-  EXPECT_EQ(outcome.state, CommitState::committed) << outcome.error.message();
+  EXPECT_EQ(outcome.state, PublishState::published) << outcome.error.message();
   EXPECT_EQ(directory.names(), Names{".metadata"});
   EXPECT_EQ(read_file(directory.file(".metadata")), "contents");
 }
 
-TEST(Commit, ReplacesTheOldMetadata) {
+TEST(Publish, ReplacesTheOldMetadata) {
   TempDir directory;
   write_file(directory.file(".metadata"), "old and longer");
-  EXPECT_EQ(commit(directory, "new").state, CommitState::committed);
+  EXPECT_EQ(commit(directory, "new").state, PublishState::published);
   EXPECT_EQ(directory.names(), Names{".metadata"});
   EXPECT_EQ(read_file(directory.file(".metadata")), "new");
 }
 
-TEST(Commit, OldContentsAreThereUntilTheNewOnesAreComplete) {
+TEST(Publish, OldContentsAreThereUntilTheNewOnesAreComplete) {
   TempDir directory;
   const std::string path = directory.file(".metadata");
   write_file(path, "old");
@@ -57,16 +57,16 @@ TEST(Commit, OldContentsAreThereUntilTheNewOnesAreComplete) {
     ++looks;
     return 0;
   });
-  EXPECT_EQ(commit(directory, "new").state, CommitState::committed);
+  EXPECT_EQ(commit(directory, "new").state, PublishState::published);
   EXPECT_GE(looks, 6);
 }
 
-TEST(Commit, SyncsTheFileThenAllAboveThenRenamesThenSyncsTheDirectory) {
+TEST(Publish, SyncsTheFileThenAllAboveThenRenamesThenSyncsTheDirectory) {
   TempDir directory;
   CallCounter counter;
   {
     ScopedFaultHook hook(counter);
-    EXPECT_EQ(commit(directory, "contents").state, CommitState::committed);
+    EXPECT_EQ(commit(directory, "contents").state, PublishState::published);
   }
   Names operations;
   for (const std::string& line : counter.log()) {
@@ -79,32 +79,32 @@ TEST(Commit, SyncsTheFileThenAllAboveThenRenamesThenSyncsTheDirectory) {
   EXPECT_EQ(counter.log().back(), "fsync_directory " + directory.path());
 }
 
-TEST(Commit, WithoutSyncStillReplacesInOneStep) {
+TEST(Publish, WithoutSyncStillReplacesInOneStep) {
   TempDir directory;
   write_file(directory.file(".metadata"), "old");
   CallCounter counter;
   {
     ScopedFaultHook hook(counter);
-    EXPECT_EQ(commit(directory, "new", {.sync = false}).state, CommitState::committed);
+    EXPECT_EQ(commit(directory, "new", {.sync = false}).state, PublishState::published);
   }
   EXPECT_EQ(counter.calls("fsync"), 0);
   EXPECT_EQ(counter.calls("fsync_directory"), 0);
   EXPECT_EQ(read_file(directory.file(".metadata")), "new");
 }
 
-TEST(Commit, OfNothingIsAnEmptyFile) {
+TEST(Publish, OfNothingIsAnEmptyFile) {
   TempDir directory;
-  EXPECT_EQ(commit(directory, "").state, CommitState::committed);
+  EXPECT_EQ(commit(directory, "").state, PublishState::published);
   EXPECT_EQ(read_file(directory.file(".metadata")), "");
 }
 
-TEST(Commit, IntoADirectoryThatWasRemovedIsNotCommitted) {
+TEST(Publish, IntoADirectoryThatWasRemovedIsNotCommitted) {
   TempDir directory;
   fs::create_directory(directory.file("gone"));
   const auto opened = os::Directory::open(directory.file("gone"));
   fs::remove(directory.file("gone"));
-  const auto outcome = commit_metadata(*opened, ".metadata", bytes_of("new"), {});
-  EXPECT_EQ(outcome.state, CommitState::not_committed);
+  const auto outcome = publish_contents(*opened, ".metadata", bytes_of("new"), {});
+  EXPECT_EQ(outcome.state, PublishState::not_published);
   EXPECT_EQ(outcome.error.sys_errno, ENOENT);
 }
 
@@ -122,8 +122,8 @@ class PathThatIsChanged : public ::testing::Test {
     const auto opened = os::Directory::open(path);
     ASSERT_TRUE(test::ok(opened));
     change();
-    const auto outcome = commit_metadata(*opened, ".metadata", bytes_of("new"), {});
-    EXPECT_EQ(outcome.state, CommitState::not_committed);
+    const auto outcome = publish_contents(*opened, ".metadata", bytes_of("new"), {});
+    EXPECT_EQ(outcome.state, PublishState::not_published);
     EXPECT_EQ(outcome.error.code, Errc::directory_moved);
     EXPECT_EQ(outcome.error.path, path);
     EXPECT_NE(outcome.error.detail.find("is now " + now), std::string::npos)
@@ -165,11 +165,11 @@ TEST_F(PathThatIsChanged, ToNothingIsNotCommitted) {
       above_.file("moved"));
 }
 
-TEST(Commit, OfADirectoryWhosePathCannotBeLookedUpReportsTheReason) {
+TEST(Publish, OfADirectoryWhosePathCannotBeLookedUpReportsTheReason) {
   TempDir directory;
   ScopedFaultHook hook(NthCallFails("statx", 1, EIO));
   const auto outcome = commit(directory, "new");
-  EXPECT_EQ(outcome.state, CommitState::not_committed);
+  EXPECT_EQ(outcome.state, PublishState::not_published);
   EXPECT_TRUE(is_system_error(outcome.error, EIO, "statx", directory.path()));
   EXPECT_EQ(directory.names(), Names{});
 }
@@ -183,7 +183,7 @@ TEST_P(FaultBeforeTheCommitPoint, LeavesTheOldMetadataAndNothingElse) {
   NthCallFails fault(GetParam(), 1, ENOSPC);
   ScopedFaultHook hook(fault);
   const auto outcome = commit(directory, "new");
-  EXPECT_EQ(outcome.state, CommitState::not_committed);
+  EXPECT_EQ(outcome.state, PublishState::not_published);
   EXPECT_TRUE(is_system_error(outcome.error, ENOSPC, GetParam(), fault.path()));
   EXPECT_EQ(directory.names(), Names{".metadata"});
   EXPECT_EQ(read_file(directory.file(".metadata")), "old");
@@ -192,7 +192,7 @@ TEST_P(FaultBeforeTheCommitPoint, LeavesTheOldMetadataAndNothingElse) {
 TEST_P(FaultBeforeTheCommitPoint, LeavesNothingWhereThereWasNothing) {
   TempDir directory;
   ScopedFaultHook hook(NthCallFails(GetParam(), 1, EIO));
-  EXPECT_EQ(commit(directory, "new").state, CommitState::not_committed);
+  EXPECT_EQ(commit(directory, "new").state, PublishState::not_published);
   EXPECT_EQ(directory.names(), Names{});
 }
 
@@ -201,67 +201,67 @@ INSTANTIATE_TEST_SUITE_P(Operations, FaultBeforeTheCommitPoint,
                                            "rename"),
                          [](const auto& operation) { return std::string(operation.param); });
 
-TEST(Commit, FirstCauseIsReportedWhenTheTemporaryFileCannotBeRemovedEither) {
+TEST(Publish, FirstCauseIsReportedWhenTheTemporaryFileCannotBeRemovedEither) {
   TempDir directory;
   ScopedFaultHook hook([](std::string_view operation, std::string_view) {
     if (operation == "fsync") return EIO;
     return operation == "unlink" ? EROFS : 0;
   });
   const auto outcome = commit(directory, "new");
-  EXPECT_EQ(outcome.state, CommitState::not_committed);
+  EXPECT_EQ(outcome.state, PublishState::not_published);
   EXPECT_EQ(outcome.error.sys_errno, EIO);
 }
 
-TEST(Commit, AFailedSyncAfterTheRenameIsUncertainAndKeepsTheNewMetadata) {
+TEST(Publish, AFailedSyncAfterTheRenameIsUncertainAndKeepsTheNewMetadata) {
   TempDir directory;
   write_file(directory.file(".metadata"), "old");
   ScopedFaultHook hook([&](std::string_view operation, std::string_view at) {
     return operation == "fsync_directory" && at == directory.path() ? EIO : 0;
   });
   const auto outcome = commit(directory, "new");
-  EXPECT_EQ(outcome.state, CommitState::durability_uncertain);
+  EXPECT_EQ(outcome.state, PublishState::durability_uncertain);
   EXPECT_TRUE(is_system_error(outcome.error, EIO, "fsync_directory", directory.path()));
   EXPECT_EQ(directory.names(), Names{".metadata"});
   EXPECT_EQ(read_file(directory.file(".metadata")), "new");
 }
 
-TEST(Commit, AParentThatMayNotBeOpenedIsNotOursToSync) {
+TEST(Publish, AParentThatMayNotBeOpenedIsNotOursToSync) {
   TempDir directory;
   for (const int refusal : {EACCES, EPERM}) {
     ScopedFaultHook hook(NthCallFails("fsync_directory", 1, refusal));
-    EXPECT_EQ(commit(directory, "new").state, CommitState::committed);
+    EXPECT_EQ(commit(directory, "new").state, PublishState::published);
   }
 }
 
-TEST(Commit, ThatMayNotReplaceKeepsWhatIsThere) {
+TEST(Publish, ThatMayNotReplaceKeepsWhatIsThere) {
   TempDir directory;
   write_file(directory.file(".metadata"), "old");
   const auto outcome = commit(directory, "new", {.replace = false});
-  EXPECT_EQ(outcome.state, CommitState::not_committed);
+  EXPECT_EQ(outcome.state, PublishState::not_published);
   EXPECT_TRUE(is_system_error(outcome.error, EEXIST, "rename", directory.file(".metadata")));
   EXPECT_EQ(directory.names(), Names{".metadata"});
   EXPECT_EQ(read_file(directory.file(".metadata")), "old");
 }
 
-TEST(Commit, ThatMayNotReplaceMakesTheMetadataAppear) {
+TEST(Publish, ThatMayNotReplaceMakesTheMetadataAppear) {
   TempDir directory;
-  EXPECT_EQ(commit(directory, "new", {.replace = false}).state, CommitState::committed);
+  EXPECT_EQ(commit(directory, "new", {.replace = false}).state, PublishState::published);
   EXPECT_EQ(directory.names(), Names{".metadata"});
   EXPECT_EQ(read_file(directory.file(".metadata")), "new");
 }
 
-TEST(Commit, ALinkUnderTheMetadatasNameIsReplacedAndNotFollowed) {
+TEST(Publish, ALinkUnderTheMetadatasNameIsReplacedAndNotFollowed) {
   TempDir directory;
   TempDir elsewhere;
   write_file(elsewhere.file("victim"), "untouched");
   fs::create_symlink(elsewhere.file("victim"), directory.file(".metadata"));
-  EXPECT_EQ(commit(directory, "new").state, CommitState::committed);
+  EXPECT_EQ(commit(directory, "new").state, PublishState::published);
   EXPECT_EQ(read_file(elsewhere.file("victim")), "untouched");
   EXPECT_TRUE(fs::is_regular_file(fs::symlink_status(directory.file(".metadata"))));
   EXPECT_EQ(read_file(directory.file(".metadata")), "new");
 }
 
-TEST(Commit, ALinkUnderTheTemporaryNameIsNotFollowed) {
+TEST(Publish, ALinkUnderTheTemporaryNameIsNotFollowed) {
   TempDir directory;
   TempDir elsewhere;
   write_file(elsewhere.file("victim"), "untouched");
@@ -271,20 +271,20 @@ TEST(Commit, ALinkUnderTheTemporaryNameIsNotFollowed) {
     return 0;
   });
   const auto outcome = commit(directory, "new");
-  EXPECT_EQ(outcome.state, CommitState::not_committed);
+  EXPECT_EQ(outcome.state, PublishState::not_published);
   EXPECT_EQ(outcome.error.sys_errno, EEXIST);
   EXPECT_EQ(read_file(elsewhere.file("victim")), "untouched");
 }
 
-TEST(Commit, UsesAnotherTemporaryNameEachTime) {
+TEST(Publish, UsesAnotherTemporaryNameEachTime) {
   TempDir directory;
   Names seen;
   ScopedFaultHook hook([&](std::string_view operation, std::string_view path) {
     if (operation == "open") seen.emplace_back(path);
     return 0;
   });
-  EXPECT_EQ(commit(directory, "one").state, CommitState::committed);
-  EXPECT_EQ(commit(directory, "two").state, CommitState::committed);
+  EXPECT_EQ(commit(directory, "one").state, PublishState::published);
+  EXPECT_EQ(commit(directory, "two").state, PublishState::published);
   ASSERT_EQ(seen.size(), 2);
   EXPECT_NE(seen[0], seen[1]);
   for (const std::string& path : seen) {
@@ -292,16 +292,16 @@ TEST(Commit, UsesAnotherTemporaryNameEachTime) {
   }
 }
 
-TEST(Commit, ThroughALinkToTheDirectorySyncsTheParentOfItsTarget) {
+TEST(Publish, ThroughALinkToTheDirectorySyncsTheParentOfItsTarget) {
   TempDir elsewhere;
   TempDir directory;
   fs::create_directory(elsewhere.file("real"));
   fs::create_directory_symlink(elsewhere.file("real"), directory.file("link"));
   const auto opened = os::Directory::open(directory.file("link"));
-  EXPECT_EQ(commit_metadata(*opened, ".metadata", bytes_of("new"), {}).state,
-            CommitState::committed);
+  EXPECT_EQ(publish_contents(*opened, ".metadata", bytes_of("new"), {}).state,
+            PublishState::published);
   EXPECT_EQ(read_file(elsewhere.file("real/.metadata")), "new");
 }
 
 }  // namespace
-}  // namespace torch_ckpt
+}  // namespace torch_ckpt::directory

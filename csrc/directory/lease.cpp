@@ -1,0 +1,226 @@
+#include "directory/lease.h"
+
+#include <algorithm>
+#include <chrono>
+#include <exception>
+#include <sstream>
+#include <thread>
+#include <utility>
+
+#include "directory/file_names.h"
+#include "os/file.h"
+
+namespace torch_ckpt::directory {
+namespace {
+
+constexpr std::chrono::milliseconds kLookAgain{5};
+constexpr int kTagDigits = 8;
+
+/// Data files and temporary ones that no metadata names, sorted.
+///
+/// `rank`: whose; nullopt: all ranks'. `used`: what the metadata of `rank` names; null: look into
+/// it.
+Result<std::vector<std::string>> unnamed_files(const os::Directory& directory,
+                                               std::optional<int> rank,
+                                               const std::set<std::string>* used,
+                                               const NamedFiles& named) {
+  auto names = directory.names();
+  if (!names) return names.error();
+  std::sort(names->begin(), names->end());
+  std::vector<std::string> unnamed;
+  for (const std::string& name : *names) {
+    const FileName file = parse_file_name(name);
+    const bool may_go = file.kind == FileKind::data || file.kind == FileKind::temporary;
+    const bool is_of_rank = !rank || file.rank == std::to_string(*rank);
+    if (may_go && is_of_rank && (used == nullptr || !used->contains(name))) unnamed.push_back(name);
+  }
+  if (unnamed.empty()) return unnamed;
+  for (const std::string& name : *names) {
+    if (parse_file_name(name).kind != FileKind::metadata) continue;
+    if (used != nullptr && name == metadata_name(rank)) continue;
+    auto others = named(directory, name);
+    if (!others) return others.error();
+    std::erase_if(unnamed, [&](const std::string& file) { return others->contains(file); });
+  }
+  return unnamed;
+}
+
+/// Whether a file is there with these contents.
+Result<bool> holds(const os::Directory& directory, const std::string& name,
+                   std::span<const std::byte> contents) {
+  auto file = directory.open_for_read(name);
+  if (!file) return file.error();
+  auto size = file->size();
+  if (!size) return size.error();
+  if (*size != contents.size()) return false;
+  std::vector<std::byte> found(contents.size());
+  if (auto read = file->read_at(found, 0); !read) return read.error();
+  return std::equal(found.begin(), found.end(), contents.begin());
+}
+
+void warn_of_unused(const os::Directory& directory, const Error& error, Warnings& warnings) {
+  warnings.push_back("unused files are left in " + directory.path() + ": " + error.message());
+}
+
+}  // namespace
+
+Result<bool> share(os::Directory& directory, double patience_s, const Between& between) {
+  using Clock = std::chrono::steady_clock;
+  const auto until = Clock::now() + std::chrono::duration<double>(patience_s);
+  while (true) {
+    auto shared = directory.try_share();
+    if (!shared || *shared) return shared;
+    if (Clock::now() >= until) return false;
+    std::this_thread::sleep_for(kLookAgain);
+    if (auto goes_on = between(); !goes_on) return goes_on.error();
+  }
+}
+
+Lease::Lease(os::Directory directory, std::optional<int> rank, std::string tag)
+    : directory_(std::move(directory)), rank_(rank), tag_(std::move(tag)) {}
+
+Result<Lease> Lease::take(const os::Directory& directory, std::optional<int> rank,
+                          double patience_s, const Between& between) {
+  auto opened = directory.reopen();
+  if (!opened) return opened.error();
+  // Of two that begin at the same time one is alone.
+  auto is_alone = opened->try_lock_exclusive();
+  if (!is_alone) return is_alone.error();
+  auto names = opened->names();
+  if (!names) return names.error();
+  const bool is_empty = std::none_of(names->begin(), names->end(), [](const std::string& name) {
+    const FileKind kind = parse_file_name(name).kind;
+    return kind == FileKind::data || kind == FileKind::metadata;
+  });
+  auto shared = share(*opened, patience_s, between);
+  if (!shared) return shared.error();
+  if (!*shared) {
+    // Going on without a share, this save's files could be removed before its commit.
+    std::ostringstream text;
+    text << directory.path() << ": another process has had the directory for itself for "
+         << patience_s
+         << " s, to remove files that no metadata names; look whether it is stopped (/proc/locks "
+            "has its number), and save again";
+    return format_error(Errc::system, text.str());
+  }
+  return Lease(std::move(*opened), rank,
+               *is_alone && is_empty ? std::string() : random_hex(kTagDigits) + "_");
+}
+
+PublishOutcome Lease::commit(std::span<const std::byte> contents,
+                             const std::set<std::string>& files, PublishMode mode,
+                             const NamedFiles& named, Warnings& warnings) {
+  auto outcome = publish_contents(directory_, metadata_name(rank_), contents, mode);
+  switch (outcome.state) {
+    case PublishState::published: {
+      const Committed committed{contents, files};
+      sweep(&committed, named, warnings);
+      break;
+    }
+    case PublishState::not_published:
+      // Their names are this save's alone.
+      remove_files(directory_, {files.begin(), files.end()}, warnings);
+      sweep(nullptr, named, warnings);
+      break;
+    case PublishState::durability_uncertain:
+      close();
+      break;
+  }
+  return outcome;
+}
+
+void Lease::abandon(const NamedFiles& named, Warnings& warnings) {
+  sweep(nullptr, named, warnings);
+}
+
+void Lease::sweep(const Committed* committed, const NamedFiles& named, Warnings& warnings) {
+  // Nothing that is needed is lost, whatever fails.
+  try {
+    const auto is_alone = directory_.try_lock_exclusive();
+    const Result<> done = !is_alone   ? is_alone.error()
+                          : *is_alone ? remove_unnamed(committed, named, warnings)
+                                      : Result<>();
+    if (!done) warn_of_unused(directory_, done.error(), warnings);
+  } catch (...) {
+    warn_of_unused(directory_, exception_error(std::current_exception(), "sweep"), warnings);
+  }
+  close();
+}
+
+Result<> Lease::remove_unnamed(const Committed* committed, const NamedFiles& named,
+                               Warnings& warnings) {
+  if (committed != nullptr && !rank_) {
+    // The metadata of single ranks, which a common one has superseded.
+    auto names = directory_.names();
+    if (!names) return names.error();
+    std::erase_if(*names, [](const std::string& name) {
+      const FileName file = parse_file_name(name);
+      return file.kind != FileKind::metadata || file.rank.empty();
+    });
+    remove_files(directory_, *names, warnings);
+    if (!names->empty()) {
+      // A power cut must not bring them back after their data files have gone.
+      if (auto synced = directory_.sync(); !synced) return synced;
+    }
+  }
+  auto unnamed =
+      unnamed_files(directory_, rank_, committed != nullptr ? &committed->files : nullptr, named);
+  if (!unnamed) return unnamed.error();
+  if (!unnamed->empty() && committed != nullptr) {
+    auto counts = holds(directory_, metadata_name(rank_), committed->contents);
+    if (!counts) return counts.error();
+    if (!*counts) {
+      // Another save has committed since, and has ended.
+      committed = nullptr;
+      unnamed = unnamed_files(directory_, rank_, nullptr, named);
+      if (!unnamed) return unnamed.error();
+    }
+  }
+  if (!unnamed->empty() && committed == nullptr) {
+    // The metadata may be that of a save whose last fsync failed, or never was.
+    if (auto synced = directory_.sync(); !synced) return synced;
+  }
+  remove_files(directory_, *unnamed, warnings);
+  return {};
+}
+
+void remove_files(const os::Directory& directory, const std::vector<std::string>& names,
+                  Warnings& warnings) {
+  for (const std::string& name : names) {
+    if (auto removed = directory.remove(name); !removed) {
+      warnings.push_back("an unused file could not be removed: " + removed.error().message());
+    }
+  }
+}
+
+void remove_own(const os::Directory& directory, const std::set<std::string>& names,
+                const NamedFiles& named, Warnings& warnings) {
+  const auto done = [&]() -> Result<> {
+    auto opened = directory.reopen();
+    if (!opened) return opened.error();
+    auto is_alone = opened->try_lock_exclusive();
+    if (!is_alone || !*is_alone) return is_alone ? Result<>() : is_alone.error();
+    auto unnamed = unnamed_files(*opened, std::nullopt, nullptr, named);
+    if (!unnamed) return unnamed.error();
+    std::erase_if(*unnamed, [&](const std::string& name) { return !names.contains(name); });
+    remove_files(*opened, *unnamed, warnings);
+    return {};
+  }();
+  if (!done) warn_of_unused(directory, done.error(), warnings);
+}
+
+Result<std::optional<std::vector<std::string>>> remove_leftovers(os::Directory& directory,
+                                                                 const NamedFiles& named) {
+  auto is_alone = directory.try_lock_exclusive();
+  if (!is_alone) return is_alone.error();
+  if (!*is_alone) return std::optional<std::vector<std::string>>();
+  if (auto synced = directory.sync(); !synced) return synced.error();
+  auto unnamed = unnamed_files(directory, std::nullopt, nullptr, named);
+  if (!unnamed) return unnamed.error();
+  for (const std::string& name : *unnamed) {
+    if (auto removed = directory.remove(name); !removed) return removed.error();
+  }
+  return std::optional(*std::move(unnamed));
+}
+
+}  // namespace torch_ckpt::directory
