@@ -303,5 +303,141 @@ TEST(Publish, ThroughALinkToTheDirectorySyncsTheParentOfItsTarget) {
   EXPECT_EQ(read_file(elsewhere.file("real/.metadata")), "new");
 }
 
+// A directory that is complete under a temporary name, and one that has the name.
+class DirectoryToPublish : public ::testing::Test {
+ protected:
+  DirectoryToPublish() {
+    fs::create_directory(above_.file("new"));
+    write_file(above_.file("new/file"), "new");
+  }
+  void has_old() {
+    fs::create_directory(above_.file("name"));
+    write_file(above_.file("name/file"), "old");
+  }
+  Publication publication() {
+    const auto written = os::Directory::open(above_.file("new"));
+    return {"new", "name", "aside", *written->identity()};
+  }
+
+  TempDir above_;
+};
+
+TEST_F(DirectoryToPublish, GetsTheName) {
+  const auto outcome = publish(open_directory(above_), publication(), {});
+  EXPECT_EQ(outcome.state, PublishState::published);
+  EXPECT_EQ(above_.names(), (Names{"name", "name/file"}));
+}
+
+TEST_F(DirectoryToPublish, GetsTheNameOfAnotherWhichIsPutAside) {
+  has_old();
+  const auto outcome = publish(open_directory(above_), publication(), {});
+  EXPECT_EQ(outcome.state, PublishState::published);
+  EXPECT_EQ(read_file(above_.file("name/file")), "new");
+  EXPECT_EQ(read_file(above_.file("aside/file")), "old");
+  EXPECT_FALSE(fs::exists(above_.file("new")));
+}
+
+TEST_F(DirectoryToPublish, LeavesTheOldOneItsNameWhereARenameFails) {
+  for (int failing = 1; failing <= 2; ++failing) {
+    TempDir above;
+    for (const char* name : {"new", "name"}) {
+      fs::create_directory(above.file(name));
+      write_file(above.file(name) + "/file", name);
+    }
+    ScopedFaultHook hook(NthCallFails("rename", failing, EIO));
+    const auto outcome = publish(open_directory(above), {"new", "name", "aside", {}}, {});
+    EXPECT_EQ(outcome.state, PublishState::not_published);
+    EXPECT_EQ(outcome.error.sys_errno, EIO);
+    EXPECT_EQ(read_file(above.file("name/file")), "name");
+    EXPECT_EQ(read_file(above.file("new/file")), "new");
+  }
+}
+
+TEST_F(DirectoryToPublish, TellsWhereTheOldOneIsIfItCannotHaveItsNameBack) {
+  has_old();
+  int renames = 0;
+  ScopedFaultHook hook([&](std::string_view operation, std::string_view) {
+    return operation == "rename" && ++renames > 1 ? EIO : 0;
+  });
+  const auto outcome = publish(open_directory(above_), publication(), {});
+  EXPECT_EQ(outcome.state, PublishState::not_published);
+  EXPECT_NE(outcome.error.detail.find("name is now named aside"), std::string::npos);
+  EXPECT_EQ(read_file(above_.file("aside/file")), "old");
+  EXPECT_EQ(read_file(above_.file("new/file")), "new");
+}
+
+TEST_F(DirectoryToPublish, IsNotTakenForWhatSomebodyHasPutInItsPlace) {
+  has_old();
+  const Publication of = publication();
+  fs::rename(above_.file("new"), above_.file("elsewhere"));
+  fs::create_directory(above_.file("new"));
+  const auto outcome = publish(open_directory(above_), of, {});
+  EXPECT_EQ(outcome.state, PublishState::not_published);
+  EXPECT_EQ(outcome.error.code, Errc::directory_moved);
+  EXPECT_EQ(read_file(above_.file("name/file")), "old");
+  EXPECT_FALSE(fs::exists(above_.file("aside")));
+}
+
+TEST_F(DirectoryToPublish, GivesTheNameBackThatSomebodysDirectoryGotInItsPlace) {
+  has_old();
+  const Publication of = publication();
+  int renames = 0;
+  bool is_exchanged = false;
+  ScopedFaultHook hook([&](std::string_view operation, std::string_view) {
+    if (operation == "rename" && ++renames == 2 && !is_exchanged) {
+      is_exchanged = true;
+      fs::rename(above_.file("new"), above_.file("elsewhere"));
+      fs::create_directory(above_.file("new"));
+    }
+    return 0;
+  });
+  const auto outcome = publish(open_directory(above_), of, {});
+  EXPECT_TRUE(is_exchanged);
+  EXPECT_EQ(outcome.error.code, Errc::directory_moved);
+  EXPECT_EQ(read_file(above_.file("name/file")), "old");
+  EXPECT_EQ(read_file(above_.file("elsewhere/file")), "new");
+  EXPECT_TRUE(fs::is_empty(above_.file("new")));
+}
+
+TEST_F(DirectoryToPublish, OnlyTheLastFsyncMayLeaveItsDurabilityUncertain) {
+  ScopedFaultHook hook([&](std::string_view operation, std::string_view path) {
+    return operation == "fsync_directory" && path == above_.path() ? EIO : 0;
+  });
+  const auto outcome = publish(open_directory(above_), publication(), {});
+  EXPECT_EQ(outcome.state, PublishState::durability_uncertain);
+  EXPECT_EQ(read_file(above_.file("name/file")), "new");
+}
+
+TEST_F(DirectoryToPublish, TheDirectoriesAboveAreFsyncedUnlessTheyAreDurable) {
+  CallCounter counter;
+  {
+    ScopedFaultHook hook(counter);
+    EXPECT_EQ(publish(open_directory(above_), publication(), {.sync_above = false}).state,
+              PublishState::published);
+  }
+  EXPECT_EQ(counter.calls("fsync_directory"), 1);
+}
+
+TEST(PublishFile, DoesNotReplaceAnotherWhereThatIsNotWanted) {
+  TempDir directory;
+  write_file(directory.file("new"), "new");
+  write_file(directory.file("name"), "old");
+  const auto outcome =
+      publish(open_directory(directory), {"new", "name", {}, {}}, {.replace = false});
+  EXPECT_EQ(outcome.state, PublishState::not_published);
+  EXPECT_EQ(outcome.error.sys_errno, EEXIST);
+  EXPECT_EQ(read_file(directory.file("name")), "old");
+}
+
+TEST(PublishFile, ReplacesAnother) {
+  TempDir directory;
+  write_file(directory.file("new"), "new");
+  write_file(directory.file("name"), "old");
+  EXPECT_EQ(publish(open_directory(directory), {"new", "name", {}, {}}, {}).state,
+            PublishState::published);
+  EXPECT_EQ(directory.names(), Names{"name"});
+  EXPECT_EQ(read_file(directory.file("name")), "new");
+}
+
 }  // namespace
 }  // namespace torch_ckpt::directory

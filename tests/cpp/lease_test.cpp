@@ -1,0 +1,278 @@
+#include "directory/lease.h"
+
+#include <gtest/gtest.h>
+
+#include <cerrno>
+
+#include "os/fault.h"
+#include "support.h"
+
+namespace torch_ckpt::directory {
+namespace {
+
+using os::ScopedFaultHook;
+using test::bytes_of;
+using test::fails;
+using test::NthCallFails;
+using test::ok;
+using test::open_directory;
+using test::read_file;
+using test::TempDir;
+using test::write_file;
+
+using Names = std::vector<std::string>;
+
+// Metadata of these tests is a list of the files that it names, one a line; "damaged" cannot be
+// read.
+Result<std::set<std::string>> named(const os::Directory& directory, const std::string& name) {
+  const std::string contents = read_file(directory.path_of(name));
+  if (contents == "damaged") return format_error(Errc::pickle_truncated, "cannot be read");
+  std::set<std::string> files;
+  for (std::size_t begin = 0; begin < contents.size();) {
+    const std::size_t end = contents.find('\n', begin);
+    files.insert(contents.substr(begin, end - begin));
+    begin = end + 1;
+  }
+  return files;
+}
+
+Result<> goes_on() { return {}; }
+
+class LeaseTest : public ::testing::Test {
+ protected:
+  Lease take(std::optional<int> rank = {}) {
+    auto lease = Lease::take(open_directory(directory_), rank, 0.0, goes_on);
+    EXPECT_TRUE(ok(lease));
+    return std::move(*lease);
+  }
+  void has(const std::string& name, std::string_view contents = "") {
+    write_file(directory_.file(name), contents);
+  }
+  PublishOutcome commit(Lease lease, std::string_view contents, const std::set<std::string>& files,
+                        PublishMode mode = {}) {
+    return lease.commit(bytes_of(contents), files, mode, named, warnings_);
+  }
+  bool is_free() {
+    auto directory = open_directory(directory_);
+    return *directory.try_lock_exclusive();
+  }
+
+  TempDir directory_;
+  Warnings warnings_;
+};
+
+TEST_F(LeaseTest, InAnEmptyDirectoryHasNoTag) { EXPECT_EQ(take().tag(), ""); }
+
+TEST_F(LeaseTest, HasATagWhereACheckpointOrAFileOfOneIs) {
+  for (const char* name : {".metadata", "__0_0.distcp", "__5.metadata"}) {
+    has(name);
+    EXPECT_EQ(take().tag().size(), 9) << name;
+    EXPECT_EQ(take().tag().back(), '_') << name;
+    ASSERT_TRUE(ok(open_directory(directory_).remove(name)));
+  }
+}
+
+TEST_F(LeaseTest, HasATagBesideAnotherLease) {
+  const Lease first = take();
+  const Lease second = take();
+  EXPECT_EQ(first.tag(), "");
+  EXPECT_NE(second.tag(), "");
+}
+
+TEST_F(LeaseTest, KeepsTheDirectoryFromBeingHadAloneUntilItEnds) {
+  Lease lease = take();
+  EXPECT_FALSE(is_free());
+  lease.close();
+  EXPECT_TRUE(is_free());
+}
+
+TEST_F(LeaseTest, IsNotToBeHadWhileAnotherHasTheDirectoryAlone) {
+  auto other = open_directory(directory_);
+  ASSERT_TRUE(*other.try_lock_exclusive());
+  const auto lease = Lease::take(open_directory(directory_), {}, 0.0, goes_on);
+  ASSERT_TRUE(fails(lease, Errc::system));
+  EXPECT_NE(lease.error().detail.find("had the directory for itself for 0 s"), std::string::npos);
+}
+
+TEST_F(LeaseTest, WaitsForWhoHasTheDirectoryAlone) {
+  auto other = open_directory(directory_);
+  ASSERT_TRUE(*other.try_lock_exclusive());
+  const auto lease = Lease::take(open_directory(directory_), {}, 60.0, [&]() -> Result<> {
+    other.close();
+    return {};
+  });
+  EXPECT_TRUE(ok(lease));
+}
+
+TEST_F(LeaseTest, StopsWaitingWhereThatIsInterrupted) {
+  auto other = open_directory(directory_);
+  ASSERT_TRUE(*other.try_lock_exclusive());
+  const auto lease = Lease::take(open_directory(directory_), {}, 60.0, []() -> Result<> {
+    return format_error(Errc::cancelled, "interrupted");
+  });
+  EXPECT_TRUE(fails(lease, Errc::cancelled));
+}
+
+TEST_F(LeaseTest, ACommitRemovesWhatNoMetadataNames) {
+  has("__0_0.distcp", "old");
+  has(".metadata", "__0_0.distcp\n");
+  has("__1_0.distcp", "left by a dead save");
+  has(".metadata.tmp", "left, too");
+  has("notes.txt", "somebody's");
+  has("__0_5f0c19ab_0.distcp", "new");
+  const auto outcome = commit(take(), "__0_5f0c19ab_0.distcp\n", {"__0_5f0c19ab_0.distcp"});
+  EXPECT_EQ(outcome.state, PublishState::published);
+  EXPECT_EQ(directory_.names(), (Names{".metadata", "__0_5f0c19ab_0.distcp", "notes.txt"}));
+  EXPECT_EQ(warnings_, Warnings());
+  EXPECT_TRUE(is_free());
+}
+
+TEST_F(LeaseTest, ACommitRemovesNothingBesideAnotherSave) {
+  has("__0_0.distcp", "of the other");
+  const Lease other = take();
+  has("__1_0.distcp", "new");
+  EXPECT_EQ(commit(take(), "__1_0.distcp\n", {"__1_0.distcp"}).state, PublishState::published);
+  EXPECT_EQ(directory_.names(), (Names{".metadata", "__0_0.distcp", "__1_0.distcp"}));
+}
+
+TEST_F(LeaseTest, ACommonCommitSupersedesTheMetadataOfSingleRanks) {
+  has("__3_0.distcp", "old");
+  has("__3.metadata", "__3_0.distcp\n");
+  has("__0_0.distcp", "new");
+  EXPECT_EQ(commit(take(), "__0_0.distcp\n", {"__0_0.distcp"}).state, PublishState::published);
+  EXPECT_EQ(directory_.names(), (Names{".metadata", "__0_0.distcp"}));
+}
+
+TEST_F(LeaseTest, ACommitOfOneRankLeavesTheFilesOfOthers) {
+  has("__3_0.distcp", "left by a dead save of rank 3");
+  has("__4_0.distcp", "being written, perhaps");
+  has("__3_5f0c19ab_0.distcp", "new");
+  EXPECT_EQ(commit(take(3), "__3_5f0c19ab_0.distcp\n", {"__3_5f0c19ab_0.distcp"}).state,
+            PublishState::published);
+  EXPECT_EQ(directory_.names(), (Names{"__3.metadata", "__3_5f0c19ab_0.distcp", "__4_0.distcp"}));
+}
+
+TEST_F(LeaseTest, WhatAnotherSaveHasCommittedMeanwhileCounts) {
+  has("__0_0.distcp", "mine");
+  has("__1_0.distcp", "of the other");
+  has(".metadata", "");
+  bool is_replaced = false;
+  ScopedFaultHook hook([&](std::string_view operation, std::string_view) {
+    // The lock with which the removal begins.
+    if (operation == "flock" && read_file(directory_.file(".metadata")) == "__0_0.distcp\n") {
+      is_replaced = true;
+      has(".metadata", "__1_0.distcp\n");
+    }
+    return 0;
+  });
+  EXPECT_EQ(commit(take(), "__0_0.distcp\n", {"__0_0.distcp"}).state, PublishState::published);
+  EXPECT_TRUE(is_replaced);
+  EXPECT_EQ(directory_.names(), (Names{".metadata", "__1_0.distcp"}));
+}
+
+TEST_F(LeaseTest, ACommitThatPublishesNothingRemovesTheFilesOfTheSave) {
+  has("__0_0.distcp", "old");
+  has(".metadata", "__0_0.distcp\n");
+  has("__0_5f0c19ab_0.distcp", "new");
+  const auto outcome =
+      commit(take(), "__0_5f0c19ab_0.distcp\n", {"__0_5f0c19ab_0.distcp"}, {.replace = false});
+  EXPECT_EQ(outcome.state, PublishState::not_published);
+  EXPECT_EQ(outcome.error.sys_errno, EEXIST);
+  EXPECT_EQ(directory_.names(), (Names{".metadata", "__0_0.distcp"}));
+  EXPECT_TRUE(is_free());
+}
+
+TEST_F(LeaseTest, ACommitThatMayNotLastRemovesNothing) {
+  has("__0_0.distcp", "old");
+  has(".metadata", "__0_0.distcp\n");
+  has("__0_5f0c19ab_0.distcp", "new");
+  bool is_renamed = false;
+  ScopedFaultHook hook([&](std::string_view operation, std::string_view) {
+    is_renamed = is_renamed || operation == "rename";
+    return is_renamed && operation == "fsync_directory" ? EIO : 0;
+  });
+  const auto outcome = commit(take(), "__0_5f0c19ab_0.distcp\n", {"__0_5f0c19ab_0.distcp"});
+  EXPECT_EQ(outcome.state, PublishState::durability_uncertain);
+  EXPECT_EQ(directory_.names(), (Names{".metadata", "__0_0.distcp", "__0_5f0c19ab_0.distcp"}));
+  EXPECT_TRUE(is_free());
+}
+
+TEST_F(LeaseTest, AnAbandonedSaveLosesItsFilesAndNoOthers) {
+  has("__0_0.distcp", "old");
+  has(".metadata", "__0_0.distcp\n");
+  Lease lease = take();
+  has("__0_" + lease.tag() + "0.distcp", "new");
+  lease.abandon(named, warnings_);
+  EXPECT_EQ(directory_.names(), (Names{".metadata", "__0_0.distcp"}));
+  EXPECT_EQ(warnings_, Warnings());
+}
+
+TEST_F(LeaseTest, NothingGoesWhereMetadataCannotBeRead) {
+  has("__0_0.distcp", "perhaps named");
+  has("__7.metadata", "damaged");
+  take().abandon(named, warnings_);
+  EXPECT_EQ(directory_.names(), (Names{"__0_0.distcp", "__7.metadata"}));
+  ASSERT_EQ(warnings_.size(), 1);
+  EXPECT_EQ(warnings_[0], "unused files are left in " + directory_.path() + ": cannot be read");
+}
+
+TEST_F(LeaseTest, NothingGoesBeforeTheDirectoryIsDurable) {
+  has("__0_0.distcp", "which a power cut may bring back the need of");
+  ScopedFaultHook hook(NthCallFails("fsync_directory", 1, EIO));
+  take().abandon(named, warnings_);
+  EXPECT_EQ(directory_.names(), Names{"__0_0.distcp"});
+  EXPECT_EQ(warnings_.size(), 1);
+}
+
+TEST_F(LeaseTest, AFileThatCannotBeRemovedIsToldAndTheOthersGo) {
+  has("__0_0.distcp");
+  has("__1_0.distcp");
+  ScopedFaultHook hook(NthCallFails("unlink", 1, EACCES));
+  take().abandon(named, warnings_);
+  EXPECT_EQ(directory_.names(), Names{"__0_0.distcp"});
+  ASSERT_EQ(warnings_.size(), 1);
+  EXPECT_TRUE(warnings_[0].starts_with("an unused file could not be removed: unlink " +
+                                       directory_.file("__0_0.distcp")))
+      << warnings_[0];
+}
+
+TEST_F(LeaseTest, RemovingOnesOwnLeavesWhatIsNamedOrOthers) {
+  has("__0_0.distcp");
+  has("__0_1.distcp");
+  has("__1_0.distcp");
+  has(".metadata", "__0_1.distcp\n");
+  remove_own(open_directory(directory_), {"__0_0.distcp", "__0_1.distcp"}, named, warnings_);
+  EXPECT_EQ(directory_.names(), (Names{".metadata", "__0_1.distcp", "__1_0.distcp"}));
+}
+
+TEST_F(LeaseTest, RemovingOnesOwnWaitsForNobody) {
+  has("__0_0.distcp");
+  const Lease other = take();
+  remove_own(open_directory(directory_), {"__0_0.distcp"}, named, warnings_);
+  EXPECT_EQ(directory_.names(), Names{"__0_0.distcp"});
+  EXPECT_EQ(warnings_, Warnings());
+}
+
+TEST_F(LeaseTest, LeftoversAreNamedWhenTheyHaveGone) {
+  has("__1_0.distcp");
+  has("__0_0.distcp");
+  has(".metadata", "__1_0.distcp\n");
+  auto directory = open_directory(directory_);
+  const auto gone = remove_leftovers(directory, named);
+  ASSERT_TRUE(ok(gone));
+  EXPECT_EQ(*gone, Names{"__0_0.distcp"});
+  EXPECT_EQ(directory_.names(), (Names{".metadata", "__1_0.distcp"}));
+}
+
+TEST_F(LeaseTest, LeftoversStayWhileASaveIsUnderWay) {
+  has("__0_0.distcp");
+  const Lease other = take();
+  auto directory = open_directory(directory_);
+  const auto gone = remove_leftovers(directory, named);
+  ASSERT_TRUE(ok(gone));
+  EXPECT_FALSE(gone->has_value());
+  EXPECT_EQ(directory_.names(), Names{"__0_0.distcp"});
+}
+
+}  // namespace
+}  // namespace torch_ckpt::directory
