@@ -11,6 +11,7 @@ import signal
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -86,6 +87,10 @@ def state_of(rank: int, seed: int) -> dict[str, Any]:
     return {f"of rank {rank}": numbers + 10 * seed + rank, "seed": seed}
 
 
+#: For as long as the process lives.
+_armed = ExitStack()
+
+
 def arm(phase: str, die: Callable[[], None]) -> dict[str, Any]:
     """Makes this process die in a phase of its next save; returns options of the save."""
 
@@ -112,7 +117,7 @@ def arm(phase: str, die: Callable[[], None]) -> dict[str, Any]:
     elif phase == "having written":
         dies_in(FileSystemWriter, "write_values", after=True)
     elif phase == "committing":
-        before("open", die, "*/.metadata.tmp-*").__enter__()
+        _armed.enter_context(before("open", die, "*/.metadata.tmp-*"))
     else:
         # The first answer that it waits for is the plan.
         dies_in(transport.OverStore, "_receive", nth=2)

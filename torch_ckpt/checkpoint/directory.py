@@ -1,20 +1,9 @@
-"""A checkpoint's directory, held open; who works in it; and whether all ranks opened the same one.
+"""A checkpoint's directory, held open, and whether all ranks opened the same one.
 
 A path leads to a directory only for as long as nobody renames one, retargets a link or changes the
 working directory. So a save, a load and a verification open the directory once, and make each call
-by that descriptor: ``OpenDirectory`` is csrc/os/directory.h.
-
-No lock decides what a checkpoint is: the commit's rename does. The locks (``flock`` of the
-directory itself, so that nothing is left behind) only keep files from being removed under
-somebody's hands:
-
-1. Who saves or loads shares the directory for as long: one descriptor for each save, of the
-   coordinator, and one for each load.
-2. Who removes files that no metadata names must have the directory alone; otherwise they stay for
-   the next save, or for :func:`torch_ckpt.remove_leftovers`.
-3. A process that dies lets go of its locks, once the children have ended that it forked meanwhile.
-   Where the file system has no such locks, or keeps them within one machine (some network file
-   systems), rule 2 does not protect.
+by that descriptor: ``OpenDirectory`` is csrc/os/directory.h. csrc/directory/lease.h says who locks
+it when, and what may be removed.
 """
 
 from __future__ import annotations
