@@ -115,6 +115,10 @@ TEST(ReadPlan, APieceSmallerThanTheCutSizeGrowsToTheRange) {
   const WantedRecord record{0, 0, 10 << 20, {{5, 1000}, {2000, 3000}}};
   EXPECT_EQ(pieces_of(plan_reads(std::vector{record}, limits)),
             (std::vector<Ranges>{{{5, 1000}}, {{2000, 3000}}}));
+  // Also where it begins at what it may be cut at.
+  const WantedRecord aligned{0, 0, 10 << 20, {{1 << 20, (1 << 20) + 1000}}};
+  EXPECT_EQ(pieces_of(plan_reads(std::vector{aligned}, limits)),
+            (std::vector<Ranges>{{{1 << 20, (1 << 20) + 1000}}}));
 }
 
 TEST(ReadPlan, AMultipleOfThePieceSizeLeavesNoEmptyPiece) {

@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <cerrno>
+
 #include "checked_math.h"
 #include "engine/record_reader.h"
 #include "format/crc32.h"
@@ -293,6 +295,40 @@ TEST(RecordIndex, ElementsOutsideTheStorageAreInconsistent) {
   header.strides = {~std::uint64_t{0}, 1};
   header.storage_bytes = 5;
   EXPECT_TRUE(fails(index(record_of(header, "hello")), Errc::zip_inconsistent));
+  // Neither step is too large, and their sum is.
+  header = row_major("uint8", {2, 2});
+  header.strides = {std::uint64_t{1} << 63, std::uint64_t{1} << 63};
+  header.storage_bytes = 5;
+  EXPECT_TRUE(fails(index(record_of(header, "hello")), Errc::zip_inconsistent));
+}
+
+// A record of which one read fails.
+class FailingRecord final : public RecordBytes {
+ public:
+  FailingRecord(std::string_view bytes, int nth) : record_(bytes_of(bytes)), left_(nth) {}
+  std::uint64_t size() const override { return record_.size(); }
+  Result<std::span<const std::byte>> at(std::uint64_t offset, std::uint64_t length) override {
+    if (--left_ == 0) return system_error(EIO, "pread", "file", offset);
+    return record_.at(offset, length);
+  }
+
+ private:
+  engine::RecordInMemory record_;
+  int left_;
+};
+
+TEST(RecordIndex, AReadThatFailsIsToldWhicheverItIs) {
+  const std::string record = small_record();
+  int failed = 0;
+  while (true) {
+    FailingRecord failing(record, failed + 1);
+    const auto found = index_record(failing);
+    if (found) break;
+    EXPECT_EQ(found.error().sys_errno, EIO) << found.error().message();
+    ASSERT_LT(++failed, 100);
+  }
+  // The end, the zip64 locator and end, the directory, and at least the pickle.
+  EXPECT_GE(failed, 5);
 }
 
 TEST(RecordIndex, AnExpandedTensorReachesOnlyItsStorage) {

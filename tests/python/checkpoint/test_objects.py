@@ -245,6 +245,28 @@ def test_a_subclass_of_tensors_is_refused_until_the_user_declares_it_safe() -> N
     assert found.tag == "mine"
 
 
+class AsTensor:
+    """What says that it is a tensor of a type."""
+
+    def __init__(self, kind: type, state: Any) -> None:
+        self.kind = kind
+        self.state = state
+
+    def __reduce__(self) -> Any:
+        arguments = torch.ones(1).storage(), 0, (1,), (1,), False, OrderedDict()
+        tensor = torch._utils._rebuild_tensor_v2
+        return torch._tensor._rebuild_from_type_v2, (tensor, self.kind, arguments, self.state)
+
+
+def test_only_what_is_a_tensor_and_declared_safe_is_rebuilt_as_its_class_says() -> None:
+    with torch.serialization.safe_globals([Own]), pytest.raises(Unsafe, match=r"makes .*Own"):
+        again(AsTensor(Own, {}))
+    # A plain one has attributes, and no slots that a state may set.
+    assert again(AsTensor(torch.Tensor, {"tag": 1})).tag == 1
+    with pytest.raises(Corrupt, match="does not consist of attributes"):
+        again(AsTensor(torch.Tensor, (None, {"requires_grad": True})))
+
+
 class StartsGroup:
     def __reduce__(self) -> Any:
         return DeviceMesh, ("cpu", [0])

@@ -97,6 +97,15 @@ def test_views_with_gaps_are_filled_at_the_smallest_limit(tmp_path: Path, column
     assert around[:, -3:].unique().tolist() == [-1.0]
 
 
+def test_elements_that_overlap_in_the_record_come_through_memory_of_our_own(tmp_path: Path) -> None:
+    values = torch.arange(5.0).as_strided((3, 3), (1, 1))
+    stock_save({"t": values}, tmp_path)
+    # The engine cannot write into a negated view.
+    target = torch.zeros(3, 3)._neg_view()
+    load({"t": target}, tmp_path)
+    assert torch.equal(target, values)
+
+
 def test_a_target_whose_elements_overlap_is_refused(tmp_path: Path) -> None:
     save({"t": torch.ones(4, 3)}, tmp_path)
     with pytest.raises(dcp.CheckpointException, match="more than one element"):

@@ -24,6 +24,7 @@ from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.errors import DurabilityUncertain, NotCommitted
 from torch_ckpt.steps import LARGEST_STEP, MARKER_NAME, LocalSteps, StepInfo
 from torch_ckpt.steps.marker import read_marker
+from torch_ckpt.steps.store import step_name
 
 
 @pytest.fixture
@@ -118,6 +119,12 @@ def test_the_metadata_names_the_step_not_the_place_it_was_written_in(store: Loca
     meta = store.metadata(5).storage_meta
     assert meta is not None
     assert meta.checkpoint_id == str(path)
+
+
+@pytest.mark.parametrize("step", ["5", 5.0, None])
+def test_what_is_not_an_integer_is_not_a_step(step: Any) -> None:
+    with pytest.raises(TypeError, match="a step must be an int"):
+        step_name(step)
 
 
 @pytest.mark.parametrize("step", [0, LARGEST_STEP])
