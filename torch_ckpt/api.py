@@ -234,7 +234,7 @@ def async_save(
     try:
         if staging == "blocking":
             job.go()
-            job.wait_until_staged()
+            job.write.wait_staged()
         job.metrics.blocked_s = time.perf_counter() - begun
         return handle
     finally:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import WRAPPED_EXCEPTION, CheckpointExcept
 from torch_ckpt._base.life_cycle import Part, register
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.megatron.request import STEP, AsyncRequest, check_same
-from torch_ckpt.megatron.staged_write import Stage
+from torch_ckpt.megatron.write_task import Stage
 from torch_ckpt.ranks.failures import failed_on, of_torch
 from torch_ckpt.ranks.lockstep import Lockstep
 from torch_ckpt.ranks.meeting import Meeting, own_rank

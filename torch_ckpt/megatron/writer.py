@@ -40,15 +40,17 @@ from torch_ckpt.checkpoint.directory import Place
 from torch_ckpt.checkpoint.generations import Claim, choose_prefix
 from torch_ckpt.checkpoint.metadata import METADATA_NAME
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.megatron.part import Ending
 from torch_ckpt.megatron.results_queue import ResultsQueue
-from torch_ckpt.megatron.staged_write import Nothing, Results, Staged, portable
-from torch_ckpt.megatron.write_task import WriteTask
+from torch_ckpt.megatron.torch_write import Results
+from torch_ckpt.megatron.write_task import WriteTask, portable
 from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS, is_distributed, own_rank
 from torch_ckpt.ranks.outcomes import attempt
 from torch_ckpt.saving.items import keeps_default_lookup, resolve
 from torch_ckpt.saving.rank_write import WriteOptions
 from torch_ckpt.saving.writer import DCP_VERSION, FileSystemWriter
+
+#: A task, in a list or not; nothing where that is empty.
+Staged = WriteTask | Sequence[WriteTask]
 
 #: What all versions of their function take in this order, the last of all.
 _MULTIPROC_ARGUMENTS = ("rank", "write_buckets", "global_results_queue")
@@ -113,7 +115,6 @@ class FileSystemWriterAsync(FileSystemWriter):
         self._given_tag = ""
         self._task: WriteTask | None = None
         self._part: Claim | None = None
-        self._ending = Ending()
         self._failure: Exception | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -136,7 +137,6 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         self._task = self.results_queue = self._failure = None
-        self._ending = Ending()
         if self.use_msc:
             _msc().os.makedirs(str(self.checkpoint_dir), exist_ok=True)
             return plan
@@ -172,8 +172,6 @@ class FileSystemWriterAsync(FileSystemWriter):
                 values = [resolve(planner, item, direct, whole=_whole) for item in items]
             else:
                 values = [_whole(planner.resolve_data(item)) for item in items]
-        claims = [claim for claim in (self._claim, self._part) if claim is not None]
-        self._ending = Ending(claims)
         self._task = WriteTask(
             directory=str(self.checkpoint_dir if self.use_msc else self.path),
             prefix=self.prefix,
@@ -185,9 +183,9 @@ class FileSystemWriterAsync(FileSystemWriter):
             options=WriteOptions.of(self),
             background=self.background,
             open_file=self.open_file,
-            ending=self._ending,
             place=Place.of(self.directory) if self._is_local() else None,
             opened=self.directory if self._is_local() else None,
+            claims=[weakref.ref(claim) for claim in (self._claim, self._part) if claim is not None],
         )
         self.results_queue = ResultsQueue() if items else None
 
@@ -238,9 +236,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         )
 
     @staticmethod
-    def preload_tensors(
-        write_buckets: Staged | WriteTask | Sequence[WriteTask], non_blocking: bool = True
-    ) -> Staged:
+    def preload_tensors(write_buckets: Staged, non_blocking: bool = True) -> Staged:
         """Stages a task: returns when its sources may change. Its files are being written by then.
 
         Args:
@@ -253,25 +249,23 @@ class FileSystemWriterAsync(FileSystemWriter):
         Raises:
             ValueError: several tasks.
         """
-        if isinstance(write_buckets, Staged):
-            return write_buckets
         if isinstance(write_buckets, WriteTask):
             return write_buckets.stage()
         if not write_buckets:
-            return Nothing()
+            return write_buckets
         if len(write_buckets) > 1:
             raise ValueError(
                 "write_buckets of one writer are one task, which is staged as a whole; got "
                 f"{len(write_buckets)}"
             )
-        return FileSystemWriterAsync.preload_tensors(write_buckets[0])
+        return write_buckets[0].stage()
 
     @staticmethod
     def write_preloaded_data_multithread(
         transform_list: list[_StorageWriterTransforms],
         use_msc: bool,
         rank: int,
-        staged: Staged | WriteTask | Sequence[WriteTask],
+        staged: Staged,
         results_queue: Any,
     ) -> None:
         """Waits for the end of a staged task and puts its outcome, one item; raises nothing.
@@ -316,7 +310,7 @@ class FileSystemWriterAsync(FileSystemWriter):
     def write_preloaded_data(
         transform_list: list[_StorageWriterTransforms],
         local_proc_idx: int,
-        write_bucket: Staged | WriteTask,
+        write_bucket: WriteTask,
         results_queue: Any,
         count_queue: Any,
         use_fsync: bool = True,
@@ -460,23 +454,25 @@ class FileSystemWriterAsync(FileSystemWriter):
         if self.results_queue is None:
             self._hand_over()
             return []
+        task = self._task
         try:
             outcome = self.results_queue.get_nowait()
         except queue.Empty:
-            if not self._ending.is_aborted:
+            if task is None or not task.is_cancelled:
                 raise RuntimeError(
                     f"results_queue should not be empty: {where}: the worker has ended without a "
                     "word, or has not begun; look whether it was killed"
                 ) from None
             outcome = None
-        outcome = self._ending.take(outcome)
+        if task is not None:
+            outcome = task.take(outcome)
         # Whatever it has written is there by now, or has gone.
         self._made.discard(self)
         if isinstance(outcome, BaseException):
             raise RuntimeError(f"Worker failure: {outcome} ({where})") from outcome
         results = [result for of_file in outcome.values() for result in of_file]
         self._hand_over()
-        expected = len(self._task.items) if self._task is not None else 0
+        expected = len(task.items) if task is not None else 0
         if len(results) != expected:
             raise RuntimeError(
                 f"Incomplete worker results (expected {expected}, got {len(results)}): {where}; "
@@ -486,13 +482,14 @@ class FileSystemWriterAsync(FileSystemWriter):
 
 
 def _outcome_of(
-    staged: Staged | WriteTask | Sequence[WriteTask],
-    transform_list: list[_StorageWriterTransforms],
+    staged: Staged, transform_list: list[_StorageWriterTransforms]
 ) -> Results | Exception:
     """Waits for the end of what is staged, or stages it; never raises."""
     try:
-        staged = FileSystemWriterAsync.preload_tensors(staged)
-        return staged.outcome(transform_list[0] if transform_list else None)
+        task = FileSystemWriterAsync.preload_tensors(staged)
+        if not isinstance(task, WriteTask):
+            return {}
+        return task.outcome(transform_list[0] if transform_list else None)
     except Exception as error:
         return portable(error)
 

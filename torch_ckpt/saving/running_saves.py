@@ -17,7 +17,8 @@ from torch_ckpt.errors import CheckpointError
 from torch_ckpt.ranks.meeting import Ranks
 from torch_ckpt.saving import host_memory
 from torch_ckpt.saving.async_save import AsyncSave
-from torch_ckpt.saving.job import Job, wait_for, wait_quietly
+from torch_ckpt.saving.job import Job, wait_for
+from torch_ckpt.saving.rank_write import wait_quietly
 from torch_ckpt.saving.unchanged import UnchangedDetector
 
 #: How long leaving the interpreter waits for the save that is under way, in seconds.

@@ -273,7 +273,7 @@ def _save_state(
         if job is None:
             return writer.write_values(prefix, names, values)
         job.planned()
-        job.forget_with(forget)
+        job.sources.forget_with(forget)
         written = writer.write_values(prefix, names, values, job.write)
         try:
             job.written()

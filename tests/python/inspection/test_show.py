@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.python.inspection.test_diff import shards
 
 import torch_ckpt
 from tests.fault_hooks import failing
+from tests.python.inspection.test_diff import shards
 from tests.support import (
     DTYPES,
     StateDict,
