@@ -336,7 +336,7 @@ def load(
                 report = load_values(
                     state_dict, one_load, ranks, strict=strict, process_group=process_group
                 )
-            reader.warn_of_lost_precision()
+            reader.lost_precision.warn()
             return report
     except CheckpointFailed as error:
         # As in save.

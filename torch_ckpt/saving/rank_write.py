@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from torch_ckpt import _C
+from torch_ckpt._base.cuda_events import events_of_now
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.progress import Progress, ProgressOption, Reporter
 from torch_ckpt.checkpoint.directory import OpenDirectory, Place
@@ -114,8 +115,7 @@ class RankWrite:
         self._changed: list[str] | None = None
         # The engine has begun, or will not.
         self._started = threading.Event()
-        devices = sources.devices if sources is not None else ()
-        self._ready = [_event_of_now(device) for device in devices]
+        self._ready = events_of_now(sources.devices if sources is not None else ())
 
     # --- by the thread that writes ---------------------------------------------------------------
 
@@ -340,13 +340,6 @@ class RankWrite:
 def wait_quietly(future: Future[Any]) -> None:
     """Waits for the end, whatever it is, and leaves an error unseen."""
     Future.exception(future)
-
-
-def _event_of_now(device: torch.device) -> tuple[torch.cuda.Event, torch.device]:
-    """After it the work is done that the device's current stream has been given by now."""
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-    return event, device
 
 
 def _wait_for_devices(values: list[Any]) -> None:
