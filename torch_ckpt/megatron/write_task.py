@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import pickle
 import threading
@@ -145,13 +146,17 @@ class WriteTask:
         writes = _stage.get(Stage()).writes
         if self._write is None and self._outcome is None:
             try:
-                self._begin()
+                self._begin(writes)
             except Exception as error:
                 self._outcome = portable(error)
+                if isinstance(self._write, RankWrite):
+                    # No thread could be started.
+                    self._write.end(self._outcome)
+                    self._ended.set()
             finally:
                 self.values = []
                 self.opened = None
-        if self._write is not None and self not in writes:
+        elif self._write is not None and self not in writes:
             writes.append(self)
         # A forked child has got what was staged before.
         if isinstance(self._write, RankWrite) and self._pid == os.getpid():
@@ -211,7 +216,7 @@ class WriteTask:
 
     # --- private ---------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
+    def _begin(self, writes: list[WriteTask]) -> None:
         if len(self.values) != len(self.items):
             raise CheckpointError(
                 f"files {self.prefix}* in {self.directory}: the values were let go of when "
@@ -234,12 +239,13 @@ class WriteTask:
                 opened,
                 self.open_file,
             )
+            writes.append(self)
             return
         self._pid = os.getpid()
         # A save without children needs none.
         with contextlib.suppress(OSError):
             self._children = _C.ProcessChannel()
-        write = RankWrite(
+        write = self._write = RankWrite(
             watched,
             background=_stage.get(Stage()).background or self.background,
             # The caller waits for them.
@@ -249,8 +255,9 @@ class WriteTask:
             children=self._children,
         )
         self._opened, self._values = opened, values
+        # Before there is a thread: whoever interrupts this cancels what has begun.
+        writes.append(self)
         spawn(partial(self._run_beside, write))
-        self._write = write
 
     def _open(self) -> OpenDirectory | None:
         """The save's directory, in whichever process this is.
@@ -315,9 +322,10 @@ class WriteTask:
 
     def _withdraw(self) -> None:
         held, self._held = self._held, []
-        if held:
+        if held and isinstance(self._outcome, dict):
             # By name: the directory may be shared for long, by ranks that have yet to cancel.
-            held[0].remove(files_of(self._outcome))
+            results = itertools.chain.from_iterable(self._outcome.values())
+            held[0].remove({result.storage_data.relative_path for result in results})
         for claim in held:
             claim.abandon()
 
@@ -351,13 +359,6 @@ class WriteTask:
             return CheckpointError(f"{files}: {error}")
         except Exception as error:
             return portable(error)
-
-
-def files_of(outcome: Results | Exception | None) -> set[str]:
-    """The names of the files that a write has left."""
-    if not isinstance(outcome, dict):
-        return set()
-    return {result.storage_data.relative_path for of in outcome.values() for result in of}
 
 
 def portable(error: BaseException) -> Exception:

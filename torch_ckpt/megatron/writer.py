@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import pickle
 import queue
@@ -27,7 +26,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import WRAPPED_EXCEPTION
-from torch.distributed.checkpoint.filesystem import _StoragePrefix, _StorageWriterTransforms
+from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
@@ -41,13 +40,14 @@ from torch_ckpt.checkpoint.generations import Claim, choose_prefix
 from torch_ckpt.checkpoint.metadata import METADATA_NAME
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.megatron.results_queue import ResultsQueue
+from torch_ckpt.megatron.structures import named_plan
 from torch_ckpt.megatron.torch_write import Results
 from torch_ckpt.megatron.write_task import WriteTask, portable
 from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS, is_distributed, own_rank
 from torch_ckpt.ranks.outcomes import attempt
 from torch_ckpt.saving.items import keeps_default_lookup, resolve
 from torch_ckpt.saving.rank_write import WriteOptions
-from torch_ckpt.saving.writer import DCP_VERSION, FileSystemWriter
+from torch_ckpt.saving.writer import DCP_VERSION, FileSystemWriter, completed
 
 #: A task, in a list or not; nothing where that is empty.
 Staged = WriteTask | Sequence[WriteTask]
@@ -144,7 +144,7 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     def prepare_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
         """The plan with this rank's file names, which no other rank has; no collective."""
-        return dataclasses.replace(local_plan, storage_data=_StoragePrefix(f"__{own_rank()}_"))
+        return named_plan(local_plan, own_rank())
 
     def use_tag(self, tag: str) -> None:
         """What the coordinator's claim puts into the names of all ranks' files, if anything."""
@@ -198,9 +198,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         self._made.discard(self)
         if isinstance(outcome, Exception):
             raise outcome
-        future: Future[list[WriteResult]] = Future()
-        future.set_result([result for of_file in outcome.values() for result in of_file])
-        return future
+        return completed([result for of_file in outcome.values() for result in of_file])
 
     def abandon(self) -> None:
         super().abandon()
