@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,8 @@ from torch_ckpt.saving.session import tell_the_others
 from torch_ckpt.saving.writer import FileSystemWriter
 from torch_ckpt.steps import encoded_marker, parsed_marker
 from torch_ckpt.steps.lease import TIMES, Lease
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -85,17 +87,11 @@ class Attempt:
                 :class:`torch_ckpt.ranks.calls.Call`.
         """
 
-        def mine() -> int | None:
-            if call.rank != 0:
-                return None
+        def newest() -> int | None:
             complete = (info.step for info in self._run.store.entries(leftovers=False))
             return max(complete, default=None)
 
-        def of_rank_0(seen: list[int | None]) -> int | Disagreement | None:
-            return seen[0]
-
-        with self._call("CheckpointManager.save") as call:
-            return call.exchange(mine, of_rank_0)
+        return self._of_rank_0("CheckpointManager.save", newest)
 
     def lacks_metric(self, retention: Retention, metrics: dict[str, Any]) -> str | None:
         """As of :meth:`Retention.lacks_metric`, for a step that is to be saved.
@@ -107,17 +103,11 @@ class Attempt:
             TimeoutError, ConnectionError, RuntimeError: as of :meth:`newest_step`.
         """
 
-        def mine() -> str | None:
-            if call.rank != 0:
-                return None
+        def problem() -> str | None:
             others = (info.metrics for info in self._run.store.entries(leftovers=False))
             return retention.lacks_metric(numbers(metrics), others)
 
-        def of_rank_0(problems: list[str | None]) -> str | Disagreement | None:
-            return problems[0]
-
-        with self._call("CheckpointManager.save metrics") as call:
-            return call.exchange(mine, of_rank_0)
+        return self._of_rank_0("CheckpointManager.save metrics", problem)
 
     def prepare(
         self,
@@ -165,8 +155,14 @@ class Attempt:
             raise
         return Prepared(values, size, writer)
 
-    def _call(self, name: str) -> Call:
-        return Call(name, self._run.process_group, self._run.timeout)
+    def _of_rank_0(self, name: str, look: Callable[[], T | None]) -> T | None:
+        """What rank 0 finds, on all ranks."""
+
+        def of_rank_0(found: list[T | None]) -> T | Disagreement | None:
+            return found[0]
+
+        with Call(name, self._run.process_group, self._run.timeout) as call:
+            return call.exchange(lambda: look() if call.rank == 0 else None, of_rank_0)
 
     def _marker(self, metrics: dict[str, float], notes: dict[str, Any]) -> dict[str, Any]:
         """A copy, since the caller may go on with theirs."""

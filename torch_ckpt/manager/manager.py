@@ -340,7 +340,8 @@ class CheckpointManager:
     @property
     def is_saving(self) -> bool:
         """Whether a save is under way."""
-        return self._saver.is_saving
+        pending = self._saver.pending
+        return pending is not None and not pending.handle.done()
 
     @property
     def last_step(self) -> int | None:
@@ -376,7 +377,11 @@ class CheckpointManager:
         Raises:
             CheckpointException: the save has failed before, and ``on_save_error`` is "raise".
         """
-        self._saver.wait_until_staged()
+        pending = self._saver.pending
+        if pending is not None and pending.is_here:
+            pending.handle.wait_staged_quietly()
+            if pending.handle.done():
+                self.wait_until_finished()
 
     def wait_until_finished(self, timeout: float | None = None) -> None:
         """Waits for the save under way, and raises its error.
@@ -385,7 +390,10 @@ class CheckpointManager:
             TimeoutError: ``timeout`` seconds have passed; the save goes on.
             CheckpointException: the save has failed, and ``on_save_error`` is "raise".
         """
-        self._saver.wait_until_finished(timeout)
+        pending = self._saver.pending
+        if pending is not None and not pending.wait(timeout):
+            raise TimeoutError(f"the save of step {pending.step} has not ended in {timeout} s")
+        self.check_for_errors()
 
     def check_for_errors(self) -> None:
         """Raises the error of a save that has ended, once. Does not wait.

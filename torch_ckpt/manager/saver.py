@@ -45,15 +45,8 @@ class Saver:
     """Begins saves and tells of their ends. All ranks make the same calls, in the same order.
 
     Attributes:
-        run: that is saved.
         owner: lives until a save has ended; the save needs its lease.
-        course: says which steps may be replaced.
-        attempt: prepares the saves.
-        schedule: learns what they cost.
-        deletions: after each of them.
-        replicas: compares them.
         retention: needs a metric, perhaps.
-        before_save: called before the state is read.
         on_commit: called with the step on rank 0, in the save's thread.
         raises: whether errors are raised; else they are counted.
         deadline: seconds that the process has for a last save, for the log.
@@ -122,11 +115,6 @@ class Saver:
         self.check_for_errors()
         return False
 
-    @property
-    def is_saving(self) -> bool:
-        """Whether a save is under way."""
-        return self.pending is not None and not self.pending.handle.done()
-
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
         """See :meth:`torch_ckpt.CheckpointManager.guard`."""
         self._guarded.add(optimizer)
@@ -137,21 +125,6 @@ class Saver:
         """For the save under way, whose error is left to the next call that raises it."""
         if self.pending is not None:
             self.pending.wait()
-
-    def wait_until_staged(self) -> None:
-        """See :meth:`torch_ckpt.CheckpointManager.wait_until_staged`."""
-        if self.pending is not None and self.pending.is_here:
-            self.pending.handle.wait_staged_quietly()
-            if self.pending.handle.done():
-                self.wait()
-                self.check_for_errors()
-
-    def wait_until_finished(self, timeout: float | None = None) -> None:
-        """See :meth:`torch_ckpt.CheckpointManager.wait_until_finished`."""
-        pending = self.pending
-        if pending is not None and not pending.wait(timeout):
-            raise TimeoutError(f"the save of step {pending.step} has not ended in {timeout} s")
-        self.check_for_errors()
 
     def check_for_errors(self) -> None:
         """See :meth:`torch_ckpt.CheckpointManager.check_for_errors`."""
@@ -220,7 +193,8 @@ class Saver:
             ended = functools.partial(self._ended, self.owner(), pending, blocked)
             handle.committed.add_done_callback(Once(ended))
         if not self.async_saves:
-            self.wait_until_finished()
+            self.wait()
+            self.check_for_errors()
         return True
 
     def _require_metric(self, metrics: dict[str, float], is_last: bool) -> None:
