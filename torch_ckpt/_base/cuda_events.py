@@ -11,9 +11,4 @@ def events_of_now(
     devices: Iterable[torch.device],
 ) -> list[tuple[torch.cuda.Event, torch.device]]:
     """For each device an event after the work that its current stream has been given by now."""
-    events = []
-    for device in devices:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(device))
-        events.append((event, device))
-    return events
+    return [(torch.cuda.current_stream(device).record_event(), device) for device in devices]
