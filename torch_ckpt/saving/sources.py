@@ -245,6 +245,8 @@ def _mapped(value: Any, of_leaf: Callable[[Any, str], Any], name: str = "") -> A
     are to torch's planners.
     """
     kind = type(value)
+    if isinstance(value, torch.Tensor):
+        return of_leaf(value, name)  # most values are tensors, and to ask an ABC is slow
     if kind is list or kind is tuple:
         return kind(_mapped(item, of_leaf, f"{name}.{i}") for i, item in enumerate(value))
     if kind is dict or isinstance(value, Mapping):
