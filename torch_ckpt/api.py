@@ -106,12 +106,11 @@ def save(
                 stack.enter_context(alone(ranks=ranks))
                 writer.reset(checkpoint_id)
             stack.push(_closing(ranks, timeout))
-            # Of dcp.save, which does not tell a writer that the save has failed.
+            # dcp.save does not tell a writer that the save has failed.
             stack.callback(writer.abandon)
             if planner is None and writer.engine_can_write():
-                return save_state(
-                    lambda: _values_of(state_dict), writer, ranks, check_replicas=check_replicas
-                )
+                values = functools.partial(_values_of, state_dict)
+                return save_state(values, writer, ranks, PlanCache(), check_replicas)
             with raised_as_ours(ranks.rank):
                 metadata: Metadata = dcp_save(
                     _given(state_dict),
@@ -221,9 +220,14 @@ def async_save(
                 warn_unchanged=warn_unchanged,
             )
             job.reported = writer.reported_elsewhere
-            handle = start(
-                job, lambda job: save_state(job.values, writer, ranks, job, plans, check_replicas)
-            )
+
+            def run(job: Job) -> Metadata:
+                try:
+                    return save_state(job.values, writer, ranks, plans, check_replicas, job)
+                finally:
+                    writer.abandon()
+
+            handle = start(job, run)
     except BaseException as error:
         # The other ranks are told by whoever has the job, or they would wait for this one.
         if job is None or job.take():
@@ -234,7 +238,7 @@ def async_save(
     try:
         if staging == "blocking":
             job.go()
-            job.wait_until_staged()
+            job.write.wait_staged()
         job.metrics.blocked_s = time.perf_counter() - begun
         return handle
     finally:
@@ -336,7 +340,7 @@ def load(
                 report = load_values(
                     state_dict, one_load, ranks, strict=strict, process_group=process_group
                 )
-            reader.warn_of_lost_precision()
+            reader.lost_precision.warn()
             return report
     except CheckpointFailed as error:
         # As in save.

@@ -44,17 +44,6 @@ def outside(name: str, file: object) -> Unsafe:
     )
 
 
-def length_of(directory: OpenDirectory, file: str) -> int:
-    """The length of a file in bytes.
-
-    Raises:
-        OSError: there is none, or it may not be opened.
-        Unsafe: it lies elsewhere, or is a link.
-        ValueError: it is not a regular file.
-    """
-    return directory.length_of(file)
-
-
 class FilesBeneath(FileSystem):
     """For torch's own reading and writing: files beneath a directory that is open."""
 

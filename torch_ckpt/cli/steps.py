@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import torch.utils._pytree as pytree
+
 from torch_ckpt._base.formatting import duration, plural, printable, size, table
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.manager.retention import Retention
@@ -261,13 +263,9 @@ def step_lines(entries: Iterable[StepInfo], now: float | None = None) -> Iterato
 
 def steps_document(root: str, entries: Iterable[StepInfo]) -> dict[str, Any]:
     """All of it, for JSON, which has no infinity: that is a string there."""
-    steps = [_finite(asdict(entry)) for entry in entries]
+    steps = [pytree.tree_map(_finite, asdict(entry)) for entry in entries]
     return {"root": root, "steps": steps}
 
 
 def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_finite(inner) for inner in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -29,6 +29,7 @@ from torch_ckpt.conversion.safetensors_header import (
 )
 from torch_ckpt.conversion.source import Entry, Path, Source
 from torch_ckpt.errors import CheckpointError
+from torch_ckpt.loading.reading import in_waves
 from torch_ckpt.saving.items import resolve, results_of
 from torch_ckpt.saving.writer import FileSystemWriter
 
@@ -48,28 +49,18 @@ class Write(Protocol):
 CONFIG_NAME = "config.json"
 
 
-def in_waves(tensors: Mapping[str, Entry], wave_bytes: int) -> Iterator[list[str]]:
-    """Names whose tensors are held in memory together: so many bytes, or one that is larger."""
-    wave: list[str] = []
-    held = 0
-    for name, entry in tensors.items():
-        if wave and held + entry.nbytes > wave_bytes:
-            yield wave
-            wave, held = [], 0
-        wave.append(name)
-        held += entry.nbytes
-    if wave:
-        yield wave
-
-
 def each_in_waves(
     source: Source, tensors: Mapping[str, Entry], wave_bytes: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Reads tensors in waves, and lets go of each when the next one is taken."""
-    for wave in in_waves(tensors, wave_bytes):
+    for wave in in_waves(_sizes(tensors), wave_bytes):
         read = source.read(wave)[::-1]
         for name in wave:
             yield name, read.pop()
+
+
+def _sizes(tensors: Mapping[str, Entry]) -> Iterator[tuple[str, int]]:
+    return ((name, entry.nbytes) for name, entry in tensors.items())
 
 
 # --- safetensors ---------------------------------------------------------------------------------
@@ -119,7 +110,7 @@ def write_safetensors_shards(
 ) -> list[str]:
     """Writes a directory of files of at most so many bytes of tensors, or one tensor, their index,
     and a configuration; returns the paths."""
-    shards = list(in_waves(source.tensors, max_shard_size)) or [[]]
+    shards = list(in_waves(_sizes(source.tensors), max_shard_size)) or [[]]
     count = len(shards)
     names = [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
     if count == 1:
@@ -214,7 +205,7 @@ def write_dcp(
 
     try:
         write(source.objects, [resolve(planner, items[name]) for name in source.objects])
-        for wave in in_waves(source.tensors, wave_bytes):
+        for wave in in_waves(_sizes(source.tensors), wave_bytes):
             write(wave, source.read(wave))
             wrote(sum(source.tensors[name].nbytes for name in wave))
         writer.finish(metadata, [results])

@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from torch_ckpt._base.formatting import plural, printable, size, table
 from torch_ckpt.checkpoint.directory import OpenDirectory
-from torch_ckpt.checkpoint.files import length_of
 from torch_ckpt.checkpoint.metadata import METADATA_NAME, open_checkpoint, read_metadata_in
 from torch_ckpt.errors import CheckpointError, Unsafe
 from torch_ckpt.inspection.verify import is_damage
@@ -147,7 +146,7 @@ def _look_at_file(
 ) -> _File:
     """Compares a file with what the metadata says of it; its last record ends at byte `end`."""
     try:
-        length = length_of(directory, name)
+        length = directory.length_of(name)
     except FileNotFoundError:
         return _File(name, records, stored, None, "missing")
     except (OSError, Unsafe, ValueError) as error:

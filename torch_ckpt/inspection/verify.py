@@ -34,7 +34,6 @@ from torch_ckpt._base.formatting import plural, printable, size
 from torch_ckpt._base.progress import Progress, ProgressOption, Reporter
 from torch_ckpt.checkpoint.coverage import gap_in
 from torch_ckpt.checkpoint.directory import OpenDirectory
-from torch_ckpt.checkpoint.files import length_of
 from torch_ckpt.checkpoint.metadata import (
     METADATA_NAME,
     checksum_tables,
@@ -375,7 +374,7 @@ class _Look:
 
     def _length_of(self, file: str) -> int | None:
         try:
-            return length_of(self._directory, file)
+            return self._directory.length_of(file)
         except FileNotFoundError:
             self._missing[file] = []
         except OSError as error:

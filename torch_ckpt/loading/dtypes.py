@@ -1,12 +1,43 @@
-"""Which conversions between dtypes lose something."""
+"""Which conversions between dtypes lose something, and the warning of it."""
 
 from __future__ import annotations
 
 import functools
 import math
+import warnings
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
+
+from torch_ckpt._base.formatting import MOST_NAMES
+from torch_ckpt.loading.reading import Row
+
+
+class LostPrecision:
+    """The tensors that one load narrows."""
+
+    def __init__(self) -> None:
+        self._narrowed: dict[str, tuple[torch.dtype, torch.dtype]] = {}
+
+    def note(self, rows: Iterable[Row]) -> None:
+        """Keeps in mind which rows are narrowed."""
+        for row in rows:
+            if row[4] is not row[8].dtype and loses_precision(row[4], row[8].dtype):
+                self._narrowed[row[0]] = (row[4], row[8].dtype)
+
+    def warn(self) -> None:
+        """At the end of the load: one warning for all of them."""
+        narrowed, self._narrowed = self._narrowed, {}
+        if not narrowed:
+            return
+        some = [f"{name} ({a} to {b})" for name, (a, b) in list(narrowed.items())[:MOST_NAMES]]
+        more = f" and {len(narrowed) - len(some)} more" if len(narrowed) > len(some) else ""
+        warnings.warn(
+            f"loading converts to dtypes that hold less than the stored ones: {', '.join(some)}"
+            f"{more}",
+            stacklevel=3,
+        )
 
 
 @functools.cache

@@ -6,37 +6,28 @@ import hashlib
 import io
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 import torch.distributed as dist
-from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.filesystem import FileSystemReader as StockReader
 from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
     StorageMeta,
-    TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from torch_ckpt import _C
+from torch_ckpt._base.cuda_events import events_of_now
 from torch_ckpt._base.cycle_collector import RelaxedGc, no_gc
-from torch_ckpt._base.formatting import MOST_NAMES
 from torch_ckpt._base.paths import refuse_url
-from torch_ckpt._base.planner_hooks import keeps_methods
 from torch_ckpt._base.progress import Progress, ProgressOption, Reporter
-from torch_ckpt.checkpoint.coverage import require_cover
 from torch_ckpt.checkpoint.directory import OpenDirectory
-from torch_ckpt.checkpoint.files import FilesBeneath, lies_beneath, outside
+from torch_ckpt.checkpoint.files import FilesBeneath
 from torch_ckpt.checkpoint.metadata import (
     MAX_METADATA_BYTES,
     METADATA_NAME,
@@ -45,16 +36,24 @@ from torch_ckpt.checkpoint.metadata import (
     metadata_bytes_in,
     open_checkpoint,
 )
-from torch_ckpt.checkpoint.objects import decode
-from torch_ckpt.errors import CheckpointError, Corrupt
-from torch_ckpt.loading.dtypes import loses_precision
-from torch_ckpt.loading.reading import ByteRow, BytesMoved, Reading, Row
+from torch_ckpt.errors import CheckpointError
+from torch_ckpt.loading.dtypes import LostPrecision
+from torch_ckpt.loading.planners import SafePlanner, keeps_default_hooks, require_whole
+from torch_ckpt.loading.reading import (
+    ByteRow,
+    BytesMoved,
+    Reading,
+    Row,
+    copy_by_torch,
+    in_waves,
+    places_of,
+    with_names_as_utf8,
+)
 from torch_ckpt.loading.shared_reads import read_alone, read_once
 from torch_ckpt.loading.zero_fill import (
     AnySize,
     GrowingSize,
     let_sizes_differ,
-    writable,
     zero_what_is_not_stored,
 )
 
@@ -158,7 +157,7 @@ class FileSystemReader(StockReader):
         self._refused: Exception | None = None
         self._identity: tuple[Metadata | None, bytes] = (None, b"")
         self._is_alone = False
-        self._narrowed: dict[str, tuple[torch.dtype, torch.dtype]] = {}
+        self.lost_precision = LostPrecision()
         #: Of all loads with this reader.
         self.moved = BytesMoved()
 
@@ -194,7 +193,7 @@ class FileSystemReader(StockReader):
             raise
 
     def _read_metadata(self, name: str) -> Metadata:
-        if not self._is_local():
+        if not self.engine_can_read():
             return self._decoded(self._remote_bytes(name), os.path.join(self.path, name))
         # Shared before it is read: what it names then is still there.
         directory = shared(open_checkpoint(self.path))
@@ -216,7 +215,7 @@ class FileSystemReader(StockReader):
         # torch passes the rank only to a method that has a parameter of the name `kwargs`.
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
         self._metadata = metadata
-        self._narrowed = {}  # of a load that failed
+        self.lost_precision = LostPrecision()  # not of a load that failed
         self._is_alone = False
         RelaxedGc.begin()
 
@@ -235,20 +234,21 @@ class FileSystemReader(StockReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         try:
             future = self._read_data(plan, planner)
-            self.warn_of_lost_precision()
+            self.lost_precision.warn()
             return future
         finally:
             self.release()
 
     def _read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         RelaxedGc.end()
-        if not self._is_local() or self._metadata is None:
+        if not self.engine_can_read() or self._metadata is None:
             return super().read_data(plan, self._guarded(planner))
         # There all that may fail on one rank is told to the others.
         together = self.read_once and dist.is_initialized() and not self._is_alone
 
         def prepare() -> Reading:
-            self._require_cover(planner, plan.items)
+            assert self._metadata is not None
+            require_whole(planner, plan.items, self._metadata)
             self._fill_with_zeros(planner)
             return self.reading(planner, plan.items)
 
@@ -258,7 +258,7 @@ class FileSystemReader(StockReader):
             for item in plan.items:
                 self.read(self.reading(planner, [item]))
 
-        if not _keeps_default_hooks(planner):
+        if not keeps_default_hooks(planner):
             if together:
                 read_alone(self, read_by_hooks, self.process_group)
             else:
@@ -284,7 +284,7 @@ class FileSystemReader(StockReader):
 
     def engine_can_read(self) -> bool:
         """False where a remote file system needs torch's own reading."""
-        return self._is_local()
+        return type(self.fs) is FileSystem
 
     def release(self) -> None:
         """Lets go of the checkpoint's directory, at the end of a load; further calls do nothing.
@@ -300,7 +300,7 @@ class FileSystemReader(StockReader):
         self.storage_data = metadata.storage_data
         self.rank = rank  # type: ignore[assignment]  # torch declares None
         self._metadata = metadata
-        self._narrowed = {}  # of a load that failed
+        self.lost_precision = LostPrecision()  # not of a load that failed
 
     def reading(self, planner: LoadPlanner, items: list[ReadItem]) -> Reading:
         """What a plan reads, and where it goes.
@@ -308,40 +308,10 @@ class FileSystemReader(StockReader):
         Raises:
             Corrupt: the metadata does not say where an item is stored.
         """
+        assert self._metadata is not None
         reading = Reading(planner)
-        direct = _keeps_default_hooks(planner)
         with no_gc():
-            for item in items:
-                info = self._place(item)
-                if info.transform_descriptors:
-                    if not lies_beneath(info.relative_path):
-                        raise outside(item.storage_index.fqn, info.relative_path)
-                    reading.transformed.append(item)
-                    continue
-                if item.type == LoadItemType.BYTE_IO:
-                    if not lies_beneath(info.relative_path):
-                        raise outside(item.storage_index.fqn, info.relative_path)
-                    reading.byte_items.append((item, info))
-                    continue
-                target = _whole_target(planner, item) if direct else None
-                if target is None:
-                    target = planner.resolve_tensor(item).detach()
-                dtype, chunk = self._stored(item.storage_index)
-                reading.rows.append(
-                    (
-                        item.storage_index.fqn,
-                        reading.number(info.relative_path, item.storage_index.fqn),
-                        info.offset,
-                        info.length,
-                        dtype,
-                        chunk.sizes,
-                        item.storage_offsets,
-                        item.lengths,
-                        target,
-                    )
-                )
-                if not direct:
-                    reading.to_commit.append((item, target))
+            reading.add_items(items, self._metadata, self.storage_data)
         return reading
 
     def read(self, reading: Reading) -> None:
@@ -365,7 +335,9 @@ class FileSystemReader(StockReader):
                     super().read_data(LoadPlan(reading.transformed), self._guarded(reading.planner))
                 finally:
                     self.fs = before
-        for wave in self._waves(reading.byte_items):
+        planner = self._guarded(reading.planner)
+        sizes = ((entry, entry[1].length) for entry in reading.byte_items)
+        for wave in in_waves(sizes, self.wave_bytes):
             files: dict[str, int] = {}
             rows = [
                 (
@@ -381,7 +353,7 @@ class FileSystemReader(StockReader):
                 # BytesIO copies, so that what was read goes before it becomes an object.
                 data = stored.pop()
                 self.moved.add(len(data))
-                self._hand_out(reading.planner, item, io.BytesIO(data))
+                planner.load_bytes(item, io.BytesIO(data))
                 del data
 
     def read_rows(self, files: list[str], rows: list[Row]) -> None:
@@ -394,10 +366,9 @@ class FileSystemReader(StockReader):
         Raises:
             Corrupt, Unsafe, OSError, ValueError: see the class.
         """
-        places = self._places(files, rows)
-        events = _current_events(row[8] for row in rows)
+        places = places_of(files, rows, self._metadata)
+        events = events_of_now({row[8].device for row in rows if row[8].is_cuda})
         planned = sum(row[8].numel() * row[4].itemsize for row in rows) if self.progress else 0
-        title = f"load {Path(self.path).name}"
         told = 0
 
         def tell(done: int) -> None:
@@ -408,31 +379,35 @@ class FileSystemReader(StockReader):
 
         with (
             self._opened() as directory,
-            Reporter(self.progress, title, self.rank, planned) as shown,
+            Reporter(self.progress, f"load {Path(self.path).name}", self.rank, planned) as shown,
         ):
             unknown = _C.load_tensors(
                 places,
-                _with_names_as_utf8(rows),
+                with_names_as_utf8(rows),
                 directory=directory,
                 threads=self.thread_count,
                 max_inflight_bytes=self.max_inflight_bytes,
                 direct_io=self.direct_io,
                 verify=self.verify,
                 progress=tell,
-                ready=[(device, event.cuda_event) for device, event in events],
+                ready=[(device.index, event.cuda_event) for event, device in events],
             )
-        self.note_lost_precision(rows)
+        self.lost_precision.note(rows)
         for index in unknown:
+            name, number, offset, length, *_rest = row = rows[index]
             with self.moved.elsewhere():
-                self._read_with_torch(files, rows[index])
+                # A record is let go of before the next one is read.
+                copy_by_torch(
+                    self.read_bytes(files, [(name, number, offset, length)])[0], row, files[number]
+                )
 
     def read_bytes(self, files: list[str], rows: list[ByteRow]) -> list[bytes]:
         """The stored bytes of (name, file number, offset, length) each."""
-        places = self._places(files, rows)
+        places = places_of(files, rows, self._metadata)
         with self._opened() as directory:
             return _C.load_bytes(
                 places,
-                _with_names_as_utf8(rows),
+                with_names_as_utf8(rows),
                 directory=directory,
                 threads=self.thread_count,
                 max_inflight_bytes=self.max_inflight_bytes,
@@ -450,25 +425,6 @@ class FileSystemReader(StockReader):
     def can_verify_parts(self, file: str) -> bool:
         """Whether a part of a record in a file is verified as the whole of it is."""
         return not self.verify or file in checksum_tables(self._metadata)
-
-    def note_lost_precision(self, rows: Iterable[Row]) -> None:
-        """Keeps in mind which rows are narrowed, for the warning at the end."""
-        for row in rows:
-            if row[4] is not row[8].dtype and loses_precision(row[4], row[8].dtype):
-                self._narrowed[row[0]] = (row[4], row[8].dtype)
-
-    def warn_of_lost_precision(self) -> None:
-        """At the end of a load: one warning for all tensors that were narrowed."""
-        narrowed, self._narrowed = self._narrowed, {}
-        if not narrowed:
-            return
-        some = [f"{name} ({a} to {b})" for name, (a, b) in list(narrowed.items())[:MOST_NAMES]]
-        more = f" and {len(narrowed) - len(some)} more" if len(narrowed) > len(some) else ""
-        warnings.warn(
-            f"loading converts to dtypes that hold less than the stored ones: {', '.join(some)}"
-            f"{more}",
-            stacklevel=3,
-        )
 
     # --- private ---------------------------------------------------------------------------------
 
@@ -490,53 +446,11 @@ class FileSystemReader(StockReader):
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
-    def _require_cover(self, planner: LoadPlanner, items: list[ReadItem]) -> None:
-        """Raises Corrupt where torch's own planner has found less than the whole of a tensor."""
-        hooks = ("create_local_plan", "create_global_plan", "finish_plan")
-        if not keeps_methods(planner, DefaultLoadPlanner, hooks):
-            return  # which may want a part
-        assert isinstance(planner, DefaultLoadPlanner)
-        assert self._metadata is not None
-        known = self._metadata.state_dict_metadata
-        targets = planner.state_dict
-        plain = (torch.Tensor, torch.nn.Parameter)
-        whole = set()
-        for item in items:
-            name = item.dest_index.fqn
-            value: Any = targets.get(name)
-            is_whole = type(value) in plain and value.shape == item.lengths
-            if is_whole or item.type == LoadItemType.BYTE_IO:
-                whole.add(name)
-        rest = {
-            name: value for name, value in targets.items() if name not in whole and name in known
-        }
-        if rest:
-            require_cover(self._metadata, rest, (i for i in items if i.dest_index.fqn in rest))
-
-    def _hand_out(self, planner: LoadPlanner, item: ReadItem, stored: io.BytesIO) -> None:
-        """Gives an object to the planner, without running code of the checkpoint's.
-
-        torch's own load_bytes unpickles whatever it gets, so what that would do is done here; one
-        of the user's own gets the bytes once they have turned out to be harmless.
-        """
-        if self.allow_pickle:
-            planner.load_bytes(item, stored)
-            return
-        name = item.storage_index.fqn
-        value = decode(stored.getbuffer(), name, self._place(item).relative_path)
-        if not keeps_methods(planner, DefaultLoadPlanner, ("load_bytes",)):
-            planner.load_bytes(item, stored)
-            return
-        assert isinstance(planner, DefaultLoadPlanner)
-        target = item.dest_index.fqn
-        if planner.flatten_state_dict:
-            set_element(planner.original_state_dict, planner.mappings[target], value)
-        else:
-            planner.state_dict[target] = value
-
     def _guarded(self, planner: LoadPlanner) -> LoadPlanner:
-        """For torch's own code, which hands objects to the planner itself."""
-        return cast(LoadPlanner, _GuardedPlanner(planner, self._hand_out))
+        """Without the code of a checkpoint's objects, unless that is allowed."""
+        if self.allow_pickle:
+            return planner
+        return cast(LoadPlanner, SafePlanner(planner, self.storage_data))
 
     def _remote_bytes(self, name: str) -> bytes:
         """The metadata from a file system of torch's or the user's."""
@@ -557,48 +471,9 @@ class FileSystemReader(StockReader):
             )
         zero_what_is_not_stored(state_dict, self._metadata)
 
-    def _waves(
-        self, items: list[tuple[ReadItem, _StorageInfo]]
-    ) -> Iterator[list[tuple[ReadItem, _StorageInfo]]]:
-        """Splits bytes items into runs that are held in memory together."""
-        wave: list[tuple[ReadItem, _StorageInfo]] = []
-        held = 0
-        for item, info in items:
-            if wave and held + info.length > self.wave_bytes:
-                yield wave
-                wave, held = [], 0
-            wave.append((item, info))
-            held += info.length
-        if wave:
-            yield wave
-
-    def _place(self, item: ReadItem) -> _StorageInfo:
-        index = item.storage_index
-        info = self.storage_data.get(index)
-        if info is None:
-            raise Corrupt(
-                f"{index.fqn}: the metadata says where no data of the shard at "
-                f"{tuple(index.offset) if index.offset else 0} is stored; "
-                "the save that wrote it was incomplete"
-            )
-        return cast(_StorageInfo, info)
-
     def _refuse_url(self) -> None:
-        if self._is_local():
+        if self.engine_can_read():
             refuse_url(self._given_path)
-
-    def _is_local(self) -> bool:
-        return type(self.fs) is FileSystem
-
-    def _places(
-        self, files: list[str], rows: Sequence[Row] | Sequence[ByteRow]
-    ) -> list[tuple[str, bytes]]:
-        """The files, and their checksum tables."""
-        for number, file in enumerate(files):
-            if not lies_beneath(file):
-                raise outside(next((row[0] for row in rows if row[1] == number), "a tensor"), file)
-        tables = checksum_tables(self._metadata)
-        return [(file, tables.get(file, b"")) for file in files]
 
     @contextmanager
     def _opened(self) -> Iterator[OpenDirectory]:
@@ -612,51 +487,6 @@ class FileSystemReader(StockReader):
         finally:
             directory.close()
 
-    def _stored(self, index: MetadataIndex) -> tuple[torch.dtype, ChunkStorageMetadata]:
-        """The dtype of a stored shard and its place in the whole tensor."""
-        assert self._metadata is not None
-        stored = self._metadata.state_dict_metadata.get(index.fqn)
-        if not isinstance(stored, TensorStorageMetadata):
-            raise Corrupt(f"{index.fqn}: the metadata does not describe it as a tensor")
-        chunks = stored.chunks
-        hint = index.index
-        if index.offset is None and len(chunks) == 1:
-            return stored.properties.dtype, chunks[0]
-        if hint is not None and hint < len(chunks) and chunks[hint].offsets == index.offset:
-            return stored.properties.dtype, chunks[hint]
-        for chunk in chunks:
-            if chunk.offsets == index.offset:
-                return stored.properties.dtype, chunk
-        raise Corrupt(f"{index.fqn}: the metadata has no shard at offset {index.offset}")
-
-    def _read_with_torch(self, files: list[str], row: Row) -> None:
-        """Quantized tensors, subclasses and the like: what only torch.load knows to read."""
-        name, number, offset, length, _dtype, sizes, region_offsets, region_lengths, target = row
-        (data,) = self.read_bytes(files, [(name, number, offset, length)])
-        try:
-            stored = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except Exception as error:
-            raise Corrupt(
-                f"{name}: the record in {files[number]} at byte {offset} is neither a plain tensor "
-                f"nor one that torch.load reads safely: {error}"
-            ) from error
-        if not isinstance(stored, torch.Tensor) or tuple(stored.shape) != tuple(sizes):
-            kind = type(stored).__name__
-            found = f"a {kind} of {list(stored.shape)}" if hasattr(stored, "shape") else f"a {kind}"
-            raise Corrupt(
-                f"{name}: the record in {files[number]} at byte {offset} holds {found}, "
-                f"the metadata says a tensor of {list(sizes)}"
-            )
-        if region_lengths:
-            stored = narrow_tensor_by_index(stored, region_offsets, region_lengths)
-        if target.size() != stored.size():
-            raise CheckpointError(
-                f"{name}: mismatch sizes: the target has {list(target.size())}, "
-                f"the record {list(stored.size())}"
-            )
-        with writable(target):
-            target.copy_(stored)
-
 
 def shared(directory: OpenDirectory) -> OpenDirectory:
     """The same, in which nobody removes a file while it is open."""
@@ -667,51 +497,3 @@ def shared(directory: OpenDirectory) -> OpenDirectory:
             stacklevel=3,
         )
     return directory
-
-
-def _with_names_as_utf8(rows: list[Any]) -> list[Any]:
-    """The engine has names for messages only, as UTF-8, and keys may have what that cannot say."""
-    if all(row[0].isascii() for row in rows):
-        return rows
-    return [(row[0].encode(errors="backslashreplace").decode(), *row[1:]) for row in rows]
-
-
-class _GuardedPlanner:
-    """What torch's reader wants of a planner, with objects handed out in another way."""
-
-    def __init__(
-        self,
-        planner: LoadPlanner,
-        hand_out: Callable[[LoadPlanner, ReadItem, io.BytesIO], None],
-    ) -> None:
-        self._planner = planner
-        self._hand_out = hand_out
-        self.resolve_tensor = planner.resolve_tensor
-        self.commit_tensor = planner.commit_tensor
-
-    def load_bytes(self, item: ReadItem, stored: io.BytesIO) -> None:
-        self._hand_out(self._planner, item, stored)
-
-
-def _current_events(targets: Iterable[torch.Tensor]) -> list[tuple[int, Any]]:
-    """For each CUDA device, an event behind what its current stream does with the targets."""
-    events = []
-    for device in {target.device for target in targets if target.is_cuda}:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(device))
-        events.append((event.device.index, event))
-    return events
-
-
-def _keeps_default_hooks(planner: LoadPlanner) -> bool:
-    """Whether nobody but torch sees the tensors; its own commit_tensor does nothing."""
-    hooks = ("resolve_tensor", "lookup_tensor", "transform_tensor", "commit_tensor")
-    return keeps_methods(planner, DefaultLoadPlanner, hooks)
-
-
-def _whole_target(planner: LoadPlanner, item: ReadItem) -> torch.Tensor | None:
-    """What resolve_tensor returns for a whole plain tensor, at a tenth of its time."""
-    value = planner.state_dict.get(item.dest_index.fqn)  # type: ignore[attr-defined]
-    if type(value) in (torch.Tensor, torch.nn.Parameter) and value.shape == item.lengths:
-        return cast(torch.Tensor, value.detach())
-    return None

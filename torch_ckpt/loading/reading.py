@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import io
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from torch_ckpt.checkpoint.files import lies_beneath, outside
+from torch_ckpt.checkpoint.metadata import checksum_tables
+from torch_ckpt.errors import CheckpointError, Corrupt
+from torch_ckpt.loading.planners import keeps_default_hooks, place_of, target_of
+from torch_ckpt.loading.zero_fill import writable
+
+T = TypeVar("T")
 
 #: One tensor to read: name, file number, offset and length of its record in bytes, dtype and shape
 #: of the stored tensor, offsets and lengths of the wanted region (empty: all of it), target.
@@ -63,6 +78,51 @@ class Reading:
             self.files[file] = len(self.files)
         return self.files[file]
 
+    def add_items(
+        self,
+        items: Iterable[ReadItem],
+        metadata: Metadata,
+        storage: Mapping[MetadataIndex, _StorageInfo],
+    ) -> None:
+        """Adds items of the planner's plan.
+
+        Args:
+            storage: of the metadata: where items are stored.
+
+        Raises:
+            Corrupt: the metadata does not say where an item is stored.
+            Unsafe: it is stored outside of the checkpoint's directory.
+        """
+        direct = keeps_default_hooks(self.planner)
+        for item in items:
+            name = item.storage_index.fqn
+            info = place_of(item, storage)
+            if info.transform_descriptors or item.type == LoadItemType.BYTE_IO:
+                if not lies_beneath(info.relative_path):
+                    raise outside(name, info.relative_path)
+                if info.transform_descriptors:
+                    self.transformed.append(item)
+                else:
+                    self.byte_items.append((item, info))
+                continue
+            target = target_of(self.planner, item, direct)
+            dtype, chunk = _stored(item.storage_index, metadata)
+            self.rows.append(
+                (
+                    name,
+                    self.number(info.relative_path, name),
+                    info.offset,
+                    info.length,
+                    dtype,
+                    chunk.sizes,
+                    item.storage_offsets,
+                    item.lengths,
+                    target,
+                )
+            )
+            if not direct:
+                self.to_commit.append((item, target))
+
     def add(self, other: Reading) -> None:
         """Adds what another one reads, for a planner of its own no more."""
         names = list(other.files)
@@ -99,3 +159,90 @@ class BytesMoved:
             yield
         finally:
             self._is_elsewhere = False
+
+
+def copy_by_torch(data: bytes, row: Row, file: str) -> None:
+    """Quantized tensors, subclasses and the like: what only torch.load knows to read.
+
+    Args:
+        data: the record of the row.
+        file: that it lies in.
+
+    Raises:
+        Corrupt: torch.load does not know it, either, or the metadata has another shape.
+        CheckpointError: it does not fit the target.
+    """
+    name, _number, offset, _length, _dtype, sizes, region_offsets, region_lengths, target = row
+    where = f"{name}: the record in {file} at byte {offset}"
+    try:
+        stored = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise Corrupt(
+            f"{where} is neither a plain tensor nor one that torch.load reads safely: {error}"
+        ) from error
+    if not isinstance(stored, torch.Tensor) or tuple(stored.shape) != tuple(sizes):
+        kind = type(stored).__name__
+        found = f"a {kind} of {list(stored.shape)}" if hasattr(stored, "shape") else f"a {kind}"
+        raise Corrupt(f"{where} holds {found}, the metadata says a tensor of {list(sizes)}")
+    if region_lengths:
+        stored = narrow_tensor_by_index(stored, region_offsets, region_lengths)
+    if target.size() != stored.size():
+        raise CheckpointError(
+            f"{name}: mismatch sizes: the target has {list(target.size())}, "
+            f"the record {list(stored.size())}"
+        )
+    with writable(target):
+        target.copy_(stored)
+
+
+def _stored(index: MetadataIndex, metadata: Metadata) -> tuple[torch.dtype, ChunkStorageMetadata]:
+    """The dtype of a stored shard and its place in the whole tensor."""
+    stored = metadata.state_dict_metadata.get(index.fqn)
+    if not isinstance(stored, TensorStorageMetadata):
+        raise Corrupt(f"{index.fqn}: the metadata does not describe it as a tensor")
+    chunks = stored.chunks
+    hint = index.index
+    if index.offset is None and len(chunks) == 1:
+        return stored.properties.dtype, chunks[0]
+    if hint is not None and hint < len(chunks) and chunks[hint].offsets == index.offset:
+        return stored.properties.dtype, chunks[hint]
+    for chunk in chunks:
+        if chunk.offsets == index.offset:
+            return stored.properties.dtype, chunk
+    raise Corrupt(f"{index.fqn}: the metadata has no shard at offset {index.offset}")
+
+
+def places_of(
+    files: list[str], rows: Sequence[Row] | Sequence[ByteRow], metadata: Metadata | None
+) -> list[tuple[str, bytes]]:
+    """The files, and their checksum tables.
+
+    Raises:
+        Unsafe: one of them lies outside of the checkpoint's directory.
+    """
+    for number, file in enumerate(files):
+        if not lies_beneath(file):
+            raise outside(next((row[0] for row in rows if row[1] == number), "a tensor"), file)
+    tables = checksum_tables(metadata)
+    return [(file, tables.get(file, b"")) for file in files]
+
+
+def with_names_as_utf8(rows: list[Any]) -> list[Any]:
+    """The engine has names for messages only, as UTF-8, and keys may have what that cannot say."""
+    if all(row[0].isascii() for row in rows):
+        return rows
+    return [(row[0].encode(errors="backslashreplace").decode(), *row[1:]) for row in rows]
+
+
+def in_waves(sizes: Iterable[tuple[T, int]], most: int) -> Iterator[list[T]]:
+    """Runs of things that are held in memory together: so many bytes, or one that has more."""
+    wave: list[T] = []
+    held = 0
+    for thing, size in sizes:
+        if wave and held + size > most:
+            yield wave
+            wave, held = [], 0
+        wave.append(thing)
+        held += size
+    if wave:
+        yield wave

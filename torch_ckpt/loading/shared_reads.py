@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from torch_ckpt._base.cycle_collector import no_gc
+from torch_ckpt.loading.dtypes import LostPrecision
 from torch_ckpt.loading.reading import BytesMoved, Reading, Row
 
 #: Bytes that are sent at once, and into which large tensors are cut.
@@ -38,6 +39,7 @@ class RankReader(Protocol):
 
     max_inflight_bytes: int
     moved: BytesMoved
+    lost_precision: LostPrecision
 
     @property
     def identity(self) -> bytes | None:
@@ -51,9 +53,6 @@ class RankReader(Protocol):
 
     def read_rows(self, files: list[str], rows: list[Row]) -> None:
         """Reads tensors into their targets."""
-
-    def note_lost_precision(self, rows: Iterable[Row]) -> None:
-        """Notes which rows lose precision."""
 
 
 def read_once(
@@ -99,7 +98,7 @@ def read_once(
     if _FAILED in states:
         return
     # Of what others have read, too.
-    reader.note_lost_precision(reading.rows)
+    reader.lost_precision.note(reading.rows)
     targets = {
         digest: row[8]
         for row, (digest, _bytes) in zip(reading.rows, digests, strict=True)

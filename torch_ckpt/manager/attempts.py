@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,14 +26,17 @@ from torch.utils import _pytree as pytree
 from torch_ckpt._base.version import __version__
 from torch_ckpt.manager.deletions import Deletions
 from torch_ckpt.manager.retention import Retention
+from torch_ckpt.manager.run import Run
 from torch_ckpt.ranks.calls import Call, Disagreement
 from torch_ckpt.ranks.failures import of_torch
 from torch_ckpt.ranks.meeting import Meeting
 from torch_ckpt.saving.running_saves import spawn
 from torch_ckpt.saving.session import tell_the_others
 from torch_ckpt.saving.writer import FileSystemWriter
-from torch_ckpt.steps import StepStore, encoded_marker, parsed_marker
+from torch_ckpt.steps import encoded_marker, parsed_marker
 from torch_ckpt.steps.lease import TIMES, Lease
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -56,34 +59,24 @@ class Attempt:
 
     Args:
         name: that they have agreed on.
-        store: where the steps are.
+        run: theirs.
         lease: this rank's, on the root.
         deletions: that are waited for where there is no room.
-        ranks: how many there are.
-        process_group: None for the default group.
-        timeout: seconds after which a rank that shows no sign of life is given up.
         writer_options: passed to :class:`torch_ckpt.FileSystemWriter`.
     """
 
     def __init__(
         self,
         name: str,
-        store: StepStore,
+        run: Run,
         lease: Lease,
         deletions: Deletions,
-        *,
-        ranks: int,
-        process_group: dist.ProcessGroup | None,
-        timeout: float,
         writer_options: dict[str, Any],
     ) -> None:
-        self.name = name
-        self._store = store
+        self._name = name
+        self._run = run
         self._lease = lease
         self._deletions = deletions
-        self._ranks = ranks
-        self._group = process_group
-        self._timeout = timeout
         self._writer_options = writer_options
 
     def newest_step(self) -> int | None:
@@ -94,17 +87,11 @@ class Attempt:
                 :class:`torch_ckpt.ranks.calls.Call`.
         """
 
-        def mine() -> int | None:
-            if call.rank != 0:
-                return None
-            complete = (info.step for info in self._store.entries(leftovers=False))
+        def newest() -> int | None:
+            complete = (info.step for info in self._run.store.entries(leftovers=False))
             return max(complete, default=None)
 
-        def of_rank_0(seen: list[int | None]) -> int | Disagreement | None:
-            return seen[0]
-
-        with Call("CheckpointManager.save", self._group, self._timeout) as call:
-            return call.exchange(mine, of_rank_0)
+        return self._of_rank_0("CheckpointManager.save", newest)
 
     def lacks_metric(self, retention: Retention, metrics: dict[str, Any]) -> str | None:
         """As of :meth:`Retention.lacks_metric`, for a step that is to be saved.
@@ -116,17 +103,11 @@ class Attempt:
             TimeoutError, ConnectionError, RuntimeError: as of :meth:`newest_step`.
         """
 
-        def mine() -> str | None:
-            if call.rank != 0:
-                return None
-            others = (info.metrics for info in self._store.entries(leftovers=False))
+        def problem() -> str | None:
+            others = (info.metrics for info in self._run.store.entries(leftovers=False))
             return retention.lacks_metric(numbers(metrics), others)
 
-        def of_rank_0(problems: list[str | None]) -> str | Disagreement | None:
-            return problems[0]
-
-        with Call("CheckpointManager.save metrics", self._group, self._timeout) as call:
-            return call.exchange(mine, of_rank_0)
+        return self._of_rank_0("CheckpointManager.save metrics", problem)
 
     def prepare(
         self,
@@ -155,24 +136,33 @@ class Attempt:
             marker = self._marker(metrics, notes)
             values = read()
             size = _whole_bytes(values)
-            writer = self._store.writer(
+            writer = self._run.store.writer(
                 step,
-                attempt=self.name,
+                attempt=self._name,
                 overwrite=overwrite,
                 marker=marked,
                 expected_bytes=size,
                 # The other ranks wait for this one's plan.
-                make_room=functools.partial(self._deletions.settle, self._timeout / 2),
+                make_room=functools.partial(self._deletions.settle, self._run.timeout / 2),
                 **self._writer_options,
             )
         except BaseException as error:
-            ranks = Meeting.of(self._group, no_dist=False).ranks(self._timeout)
+            ranks = Meeting.of(self._run.process_group, no_dist=False).ranks(self._run.timeout)
             spawn(functools.partial(tell_the_others, ranks, error))
             if isinstance(error, CheckpointException):
                 # What was read may have used dcp.
                 raise of_torch(error) from None
             raise
         return Prepared(values, size, writer)
+
+    def _of_rank_0(self, name: str, look: Callable[[], T | None]) -> T | None:
+        """What rank 0 finds, on all ranks."""
+
+        def of_rank_0(found: list[T | None]) -> T | Disagreement | None:
+            return found[0]
+
+        with Call(name, self._run.process_group, self._run.timeout) as call:
+            return call.exchange(lambda: look() if call.rank == 0 else None, of_rank_0)
 
     def _marker(self, metrics: dict[str, float], notes: dict[str, Any]) -> dict[str, Any]:
         """A copy, since the caller may go on with theirs."""
@@ -181,7 +171,7 @@ class Attempt:
                 {
                     "metrics": numbers(metrics),
                     "notes": _known_to_json(notes),
-                    "ranks": self._ranks,
+                    "ranks": self._run.ranks,
                     "torch_ckpt": __version__,
                 }
             )

@@ -4,8 +4,8 @@
    alike: by the step, by rank 0's decision (intervals.py), or because a rank was told to stop
    (ranks/preemption.py).
 2. The save before has ended by then, on all ranks, and its error is raised or counted on all.
-3. The state is copied, and a save in the background writes the step's directory (attempts.py,
-   steps/local.py, saving/async_save.py). The step is complete when it has its name.
+3. The state is copied, and a save in the background writes the step's directory (saver.py,
+   attempts.py, steps/local.py). The step is complete when it has its name.
 4. A thread of rank 0 then deletes the steps that no rule keeps (deletions.py, retention.py).
 5. ``restore(state)`` loads the newest complete step that rank 0 sees. Where it is damaged, all
    ranks go on to the one before (restoring.py).
@@ -13,16 +13,11 @@
 
 from __future__ import annotations
 
-import errno
-import functools
-import logging
 import os
-import threading
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, MutableMapping
-from concurrent.futures import Future
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
@@ -32,30 +27,28 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.utils.hooks import RemovableHandle
 
-from torch_ckpt._base.formatting import size
-from torch_ckpt._base.log import LOGGER, warn
+from torch_ckpt._base.log import LOGGER
 from torch_ckpt._base.options import refuse_unknown, require_choice
 from torch_ckpt._base.progress import wants_bar
-from torch_ckpt.api import async_save
-from torch_ckpt.errors import CheckpointError, OnCommitFailed
+from torch_ckpt.errors import CheckpointError
 from torch_ckpt.inspection.verify import VerifyReport
 from torch_ckpt.loading.renaming import Rename
 from torch_ckpt.loading.report import LoadReport, Names
 from torch_ckpt.manager.attempts import Attempt, agree_on_name, new_name
+from torch_ckpt.manager.course import Course
 from torch_ckpt.manager.deletions import Deletions
 from torch_ckpt.manager.intervals import Interval, Schedule
-from torch_ckpt.manager.pending import Once, OnCommit, Pending
 from torch_ckpt.manager.restoring import Restorer
 from torch_ckpt.manager.retention import Retention
+from torch_ckpt.manager.run import Run
+from torch_ckpt.manager.saver import Saver
 from torch_ckpt.manager.stop_notice import StopNotice
-from torch_ckpt.ranks.calls import group_now, meeting_of
-from torch_ckpt.ranks.failures import causes
+from torch_ckpt.ranks.calls import meeting_of
 from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS
-from torch_ckpt.saving.events import Event, Reporters, saved_message
-from torch_ckpt.saving.metrics import SaveMetrics
+from torch_ckpt.saving.events import Event, Reporters
 from torch_ckpt.saving.replica_check import ReplicaCheck
 from torch_ckpt.saving.writer import FileSystemWriter
-from torch_ckpt.state.app_state import AppState, BeforeSave
+from torch_ckpt.state.app_state import BeforeSave
 from torch_ckpt.steps import StepInfo, open_steps, step_name
 from torch_ckpt.steps.lease import Lease
 
@@ -173,20 +166,14 @@ class CheckpointManager:
         require_choice("if_busy", if_busy, ("wait", "skip"))
         require_choice("on_save_error", on_save_error, ("raise", "warn_and_continue"))
         require_choice("staging", staging, ("blocking", "overlapped"))
-        self._replicas = ReplicaCheck(
-            check_replicas, check_replicas_every, process_group=process_group, timeout=timeout
-        )
         self._retention = Retention(
             keep_last, keep_every, keep_every_hours, keep_best, best_metric, best_mode, should_keep
         )
+        replicas = ReplicaCheck(
+            check_replicas, check_replicas_every, process_group=process_group, timeout=timeout
+        )
         self._store = open_steps(root, staging_dir=staging_dir)
-        self._group = process_group
-        self._timeout = timeout
         self._deadline = preemption_deadline
-        self._raises = on_save_error == "raise"
-        self._async_saves = async_saves
-        self._staging = staging
-        self._on_commit = on_commit
         self._read_only = read_only
         writer_options = {"progress": wants_bar(), **writer_options}
         # Where one of them is wrong this raises, and not the first save.
@@ -195,28 +182,11 @@ class CheckpointManager:
         )
         self._before_save = BeforeSave()
         meeting = meeting_of(process_group, "manager")
-        self._rank, self._size = meeting.rank, meeting.size
-        self._made_with = group_now(process_group)
-
-        self._stops = False
-        self._asks = False  # somebody for should_stop
-        self._goes_on = False
+        self._rank = meeting.rank
         self._closed = False
-        self._called_with: int | None = None  # save() last, or the step that was restored since
-        self._knows_metric = self._retention.keep_best is None
-        self._last_step: int | None = None  # that a save has begun of, or that was restored
-        self._committed: int | None = None  # that this manager has saved last
-        self._last_complete: int | None = None  # that or what was restored since
         self._pid = os.getpid()
-        self._guarded: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._restored: int | None = None
-        self._pending: Pending | None = None
-        self._last_seconds = 0.0
         self._returned_at: float | None = None
         self._was_saving = False
-        self._lock = threading.Lock()  # for these two, which the save's thread sets, too
-        self._failure: BaseException | None = None
-        self.save_errors = 0
 
         # Of a run rank 0 writes what all ranks have agreed on, and deletes.
         writes = not read_only and self._rank == 0
@@ -236,26 +206,11 @@ class CheckpointManager:
                 name = agree_on_name(
                     self._store.root, begin, process_group=process_group, timeout=timeout
                 )
+            run = self._run = Run(
+                self._store, meeting.rank, meeting.size, process_group, timeout, self._report
+            )
             self._deletions = Deletions(self._store, self._retention, self._report)
-            self._attempt = Attempt(
-                name,
-                self._store,
-                self._lease,
-                self._deletions,
-                ranks=meeting.size,
-                process_group=process_group,
-                timeout=timeout,
-                writer_options=writer_options,
-            )
-            self._restorer = Restorer(
-                self._store,
-                self._deletions,
-                self._rank,
-                self._report,
-                process_group=process_group,
-                timeout=timeout,
-                load_options=load_options or {},
-            )
+            self._restorer = Restorer(run, self._deletions, load_options or {})
             self._schedule = Schedule(
                 interval,
                 save_on_steps,
@@ -264,6 +219,24 @@ class CheckpointManager:
                 skip_if_busy=if_busy == "skip",
                 meeting=meeting.apart(name),
                 timeout=timeout,
+            )
+            attempt = Attempt(name, run, self._lease, self._deletions, writer_options)
+            self._course = Course(run, self._deletions, attempt.newest_step)
+            self._saver = Saver(
+                run,
+                weakref.ref(self),
+                self._course,
+                attempt,
+                self._schedule,
+                self._deletions,
+                replicas,
+                self._retention,
+                self._before_save,
+                on_commit=on_commit,
+                raises=on_save_error == "raise",
+                deadline=preemption_deadline,
+                async_saves=async_saves,
+                staging=staging,
             )
             self._notice = StopNotice(
                 () if read_only else preemption_signals,
@@ -326,27 +299,27 @@ class CheckpointManager:
         self._refuse("save")
         # From now on an int, be it numpy's.
         step = int(step_name(step))
+        saver, notice = self._saver, self._notice
         try:
-            self._come_to(step, overwrite)
+            self._course.come_to(step, overwrite, saver.wait)
         except (FileExistsError, ValueError):
             raise
         except Exception as error:
-            return self._not_begun(step, error, begun)
-        if self._stops and not self._asks:
-            self._go_on()
+            return saver.not_begun(step, error, begun)
+        notice.look_whether_ignored(self._rank, saver.wait)
         if self._schedule.auto is not None and self._returned_at is not None:
             is_slow = self._was_saving or self.is_saving
             self._schedule.auto.stepped(begun - self._returned_at, is_slow)
         try:
-            stops = self._notice.reached(step)
+            stops = notice.reached(step)
             wanted = self._schedule.wants(step, lambda: self.is_saving)
-            if step == self._last_step:
+            if step == self._course.last_step:
                 # Whether it has failed all ranks know only at its end.
-                self._wait_quietly()
-            is_new = step != self._last_step
+                saver.wait()
+            is_new = step != self._course.last_step
             saves = force or (is_new and (wanted or stops))
             try:
-                return saves and self._save(step, state, metrics or {}, notes or {}, stops)
+                return saves and saver.save(step, state, metrics or {}, notes or {}, stops)
             finally:
                 # Be it that the save has failed: nobody is told twice.
                 if stops:
@@ -361,13 +334,14 @@ class CheckpointManager:
         A loop that never asks goes on. From its next :meth:`save` on, SIGTERM is not a notice any
         more, and ends the process as it would without a manager.
         """
-        self._asks = True
-        return self._stops
+        self._notice.is_asked = True
+        return self._notice.stops
 
     @property
     def is_saving(self) -> bool:
         """Whether a save is under way."""
-        return self._pending is not None and not self._pending.handle.done()
+        pending = self._saver.pending
+        return pending is not None and not pending.handle.done()
 
     @property
     def last_step(self) -> int | None:
@@ -376,7 +350,12 @@ class CheckpointManager:
         A step counts when its save has ended well, which ranks see at different moments: after
         :meth:`wait_until_finished` they see the same.
         """
-        return self._last_complete
+        return self._course.last_complete
+
+    @property
+    def save_errors(self) -> int:
+        """Saves, or their ``on_commit``, that have failed, where training goes on after that."""
+        return self._saver.errors
 
     def before_save(self, hook: Callable[[], None]) -> RemovableHandle:
         """Has ``hook()`` called before the state is read for a save, as for embeddings that are
@@ -390,9 +369,7 @@ class CheckpointManager:
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
         """With ``staging="overlapped"``, from now on: has the optimizer's step after a save wait
         until it may change the state; see :meth:`torch_ckpt.AsyncSave.guard`."""
-        self._guarded.add(optimizer)
-        if self._pending is not None:
-            self._pending.handle.guard(optimizer)
+        self._saver.guard(optimizer)
 
     def wait_until_staged(self) -> None:
         """With ``staging="overlapped"``, waits until the state may change.
@@ -400,11 +377,11 @@ class CheckpointManager:
         Raises:
             CheckpointException: the save has failed before, and ``on_save_error`` is "raise".
         """
-        if self._pending is not None and self._pending.is_here:
-            self._pending.handle.wait_staged_quietly()
-            if self._pending.handle.done():
-                self._wait_quietly()
-                self.check_for_errors()
+        pending = self._saver.pending
+        if pending is not None and pending.is_here:
+            pending.handle.wait_staged_quietly()
+            if pending.handle.done():
+                self.wait_until_finished()
 
     def wait_until_finished(self, timeout: float | None = None) -> None:
         """Waits for the save under way, and raises its error.
@@ -413,7 +390,7 @@ class CheckpointManager:
             TimeoutError: ``timeout`` seconds have passed; the save goes on.
             CheckpointException: the save has failed, and ``on_save_error`` is "raise".
         """
-        pending = self._pending
+        pending = self._saver.pending
         if pending is not None and not pending.wait(timeout):
             raise TimeoutError(f"the save of step {pending.step} has not ended in {timeout} s")
         self.check_for_errors()
@@ -427,9 +404,7 @@ class CheckpointManager:
         Raises:
             CheckpointException: with the cause of each rank that failed.
         """
-        failure = self._take_failure()
-        if failure is not None:
-            raise failure
+        self._saver.check_for_errors()
 
     def close(self) -> None:
         """Waits for the save and the deletions under way; then nothing can be saved any more.
@@ -439,7 +414,7 @@ class CheckpointManager:
         """
         if self._closed or os.getpid() != self._pid:
             return
-        self._wait_quietly()
+        self._saver.wait()
         self._closed = True
         self._notice.close()
         self._deletions.close()
@@ -511,20 +486,13 @@ class CheckpointManager:
                 was not there yet.
         """
         begun = time.perf_counter()
-        self._require_group("restore")
-        self._wait_quietly()
+        self._run.require_group("restore")
+        self._saver.wait()
         restored = self._restorer.restore(state, step, names=names, strict=strict, rename=rename)
+        self._course.restored(restored, is_chosen=step is not None)
         if restored is None:
-            # Whatever comes is of this run.
-            self._restored, self._called_with = 0, None
             return 0
-        self._last_step = self._last_complete = self._restored = restored
-        self._called_with = restored
         self._returned_at = None
-        if self._rank == 0:
-            self._deletions.restored(restored)
-        if step is not None and self._rank == 0:
-            self._warn_of_later_steps(f"step {restored} is restored", restored, stacklevel=3)
         seconds = time.perf_counter() - begun
         skipped = self._restorer.skipped
         damaged = f", {skipped} damaged skipped" if skipped else ""
@@ -646,292 +614,21 @@ class CheckpointManager:
         if self._rank == 0 and not self._deletions.in_turn(lambda: self._store.delete(step)):
             raise CheckpointError(f"step {step} is being saved or loaded: try again later")
 
-    # --- private: saving -------------------------------------------------------------------------
-
-    def _save(
-        self,
-        step: int,
-        state: State,
-        metrics: dict[str, float],
-        notes: dict[str, Any],
-        stops: bool,
-    ) -> bool:
-        """Whether it was begun. Raises the error of the save before, but begins this one first."""
-        self._wait_quietly()
-        self._pending = None
-        earlier = self._take_failure()
-        # Waiting for the save before does not count as its cost.
-        ready = time.perf_counter()
-        try:
-            has_begun = self._begin(step, state, metrics, notes, ready, stops)
-        except Exception as error:
-            if earlier is None:
-                raise
-            LOGGER.error("step %d was not begun, either: %s", step, causes(error))
-            raise earlier from error
-        if earlier is not None:
-            raise earlier
-        return has_begun
-
-    def _begin(
-        self,
-        step: int,
-        state: State,
-        metrics: dict[str, float],
-        notes: dict[str, Any],
-        begun: float,
-        stops: bool,
-    ) -> bool:
-        self._schedule.begun()
-        read = functools.cache(AppState(state, before_save=self._before_save).state_dict)
-        if self._replicas.is_due():
-            try:
-                differ = self._replicas.look(step, read, self._rank, self._report)
-            except Exception as error:
-                # All ranks know of it, and none of them begins.
-                return self._not_begun(step, error, begun)
-            if differ and self._replicas.raises:
-                raise CheckpointError(differ)
-        try:
-            self._require_metric(metrics, stops)
-            overwrite = self._may_replace(step)
-            ready = self._attempt.prepare(step, read, metrics, notes, overwrite=overwrite)
-        except (ValueError, TypeError):
-            raise
-        except Exception as error:
-            return self._not_begun(step, error, begun)
-        if stops:
-            self._log_expected_time(step, ready.bytes)
-        on_commit = None if self._on_commit is None else OnCommit(self._on_commit, step)
-        try:
-            handle = async_save(
-                ready.values,
-                storage_writer=ready.writer,
-                staging=self._staging,
-                process_group=self._group,
-                timeout=self._timeout,
-                on_commit=on_commit,
-                # Looked at already, and as often as this manager was told.
-                check_replicas="off",
-            )
-        except Exception as error:
-            return self._not_begun(step, error, begun)
-        self._last_step = step
-        pending = self._pending = Pending(step, handle, self._schedule.decided, on_commit)
-        for optimizer in self._guarded:
-            handle.guard(optimizer)
-        blocked = time.perf_counter() - begun
-        message = f"step {step}: {size(ready.bytes)}, training waited {blocked * 1000:.0f} ms"
-        try:
-            # What is called may not wait for the save: its end is not looked for yet.
-            pending.thread = threading.get_ident()
-            self._report(Event("saving", step, self._rank, blocked, ready.bytes, message))
-        finally:
-            pending.thread = None
-            handle.committed.add_done_callback(
-                Once(functools.partial(self._ended, pending, blocked))
-            )
-        if not self._async_saves:
-            self.wait_until_finished()
-        return True
-
-    def _take_failure(self) -> BaseException | None:
-        with self._lock:
-            failure, self._failure = self._failure, None
-        return failure
-
-    def _not_begun(self, step: int, error: BaseException, begun: float) -> bool:
-        self._failed(step, error, time.perf_counter() - begun)
-        self.check_for_errors()
-        return False
-
-    def _ended(self, pending: Pending, blocked: float, future: Future[Metadata]) -> None:
-        """By the save's thread."""
-        pending.thread = threading.get_ident()
-        error = future.exception()
-        metrics = pending.handle.metrics()
-        try:
-            if error is None or isinstance(error, OnCommitFailed):
-                self._saved(pending, blocked, metrics)
-            else:
-                if self._schedule.auto is not None:
-                    self._schedule.auto.failed()
-                self._failed(pending.step, error, metrics.total_s)
-            if isinstance(error, OnCommitFailed):
-                self._count(error)
-                LOGGER.error("step %d: %s", pending.step, causes(error))
-        finally:
-            pending.ended.set()
-
-    def _saved(self, pending: Pending, blocked: float, metrics: SaveMetrics) -> None:
-        if self._schedule.auto is not None:
-            self._schedule.auto.saved(blocked, metrics.total_s)
-        self._committed = self._last_complete = pending.step
-        self._deletions.saved(pending.step)
-        self._last_seconds = metrics.total_s
-        message = saved_message(pending.step, metrics)
-        self._report(
-            Event(
-                "saved",
-                pending.step,
-                self._rank,
-                metrics.total_s,
-                metrics.bytes,
-                message,
-                metrics,
-            )
-        )
-        if self._rank == 0:
-            forget = functools.partial(self._schedule.forget, pending.decided)
-            self._deletions.after_commit(pending.step, forget)
-
-    def _count(self, error: BaseException) -> None:
-        with self._lock:
-            self.save_errors += 1
-            self._failure = error if self._raises else None
-
-    def _failed(self, step: int, error: BaseException, seconds: float) -> None:
-        self._count(error)
-        if self._last_step == step:
-            # It may be tried again.
-            self._last_step = None
-        message = f"step {step} could not be saved: {causes(error)}"
-        self._report(Event("save_failed", step, self._rank, seconds, message=message))
+    # --- private ---------------------------------------------------------------------------------
 
     def _stop(self, step: int) -> None:
-        self._stops = True
+        self._notice.stops = True
         message = f"all ranks stop at step {step}, by {self._notice.reason}"
         self._report(Event("preempted", step, self._rank, message=message))
         if self._deadline is not None:
             self.wait_until_finished()
-
-    def _go_on(self) -> None:
-        """The loop has been told to stop, and does not listen."""
-        if not self._goes_on:
-            self._goes_on = True
-            # What was saved for the stop is there before a signal may end the process.
-            self._wait_quietly()
-            self._notice.ignored()
-            LOGGER.warning(
-                "rank %d was to stop, by %s, and goes on: the loop does not ask should_stop. The "
-                "next SIGTERM ends this process",
-                self._rank,
-                self._notice.reason,
-            )
-
-    def _log_expected_time(self, step: int, bytes_of_state: int) -> None:
-        if self._deadline is None or self._rank != 0:
-            return
-        expected = (
-            f"the last one took {self._last_seconds:.1f} s"
-            if self._last_seconds
-            else f"it is the first one, of {size(bytes_of_state)}"
-        )
-        level = logging.WARNING if self._last_seconds > self._deadline else logging.INFO
-        LOGGER.log(
-            level,
-            "step %d is saved before the end, %.0f s from the notice: %s",
-            step,
-            self._deadline,
-            expected,
-        )
-
-    def _come_to(self, step: int, overwrite: bool) -> None:
-        """Refuses a step that would mix two courses of training, and goes back where that is meant.
-
-        All ranks make the same calls, so only the first one has to ask rank 0.
-        """
-        before = self._called_with
-        if before is None and self._restored is None:
-            newest = self._attempt.newest_step()
-            goes_back = newest is not None and step <= newest
-            if goes_back and not overwrite:
-                raise FileExistsError(
-                    errno.EEXIST,
-                    f"step {step} would be saved, and the root has steps up to {newest}: call "
-                    "restore() before the first save(), or use another root; save(overwrite=True) "
-                    "where training has gone back on purpose",
-                    self._store.root,
-                )
-        else:
-            goes_back = before is not None and step < before
-            if goes_back and not overwrite:
-                raise ValueError(
-                    f"step {step} comes after step {before}: steps must not decrease. Where "
-                    f"training has gone back, restore(state, step=...) or save({step}, state, "
-                    "overwrite=True)"
-                )
-        if goes_back:
-            self._go_back(step)
-        self._called_with = step
-
-    def _go_back(self, step: int) -> None:
-        # The step that is being saved is one of before, too.
-        self._wait_quietly()
-        self._restored = step
-        self._last_step = None
-        if self._rank != 0:
-            return
-        self._deletions.settle()
-        self._deletions.went_back(step - 1)
-        self._warn_of_later_steps(f"training goes on from step {step}", step, stacklevel=4)
-
-    def _require_metric(self, metrics: dict[str, float], stops: bool) -> None:
-        """Refuses a save while no step has what retention compares: the first one loses nothing."""
-        if self._knows_metric:
-            return
-        problem = self._attempt.lacks_metric(self._retention, metrics)
-        self._knows_metric = problem is None
-        if problem and stops:
-            # The last save before the end is worth more than the rule.
-            LOGGER.error("%s", problem)
-        elif problem:
-            raise ValueError(
-                f"{problem}. Give it in save(metrics=...), and math.nan where a step has none yet"
-            )
-
-    def _may_replace(self, step: int) -> bool:
-        """Whether a complete step of the number is this manager's, or training came back to it."""
-        return step == self._committed or (self._restored is not None and step >= self._restored)
-
-    def _wait_quietly(self) -> None:
-        if self._pending is not None:
-            self._pending.wait()
 
     def _refuse(self, what: str) -> None:
         if self._closed:
             raise ValueError(f"the manager is closed: it cannot {what}")
         if self._read_only:
             raise ValueError(f"the manager is read_only: it cannot {what}")
-        self._require_group(what)
-
-    def _require_group(self, what: str) -> None:
-        """Where the ranks have gone, each would take itself for the only one."""
-        now, made_with = group_now(self._group), self._made_with
-        if self._size > 1 and (now is None or made_with is None or now() is not made_with()):
-            raise RuntimeError(
-                f"the process group of the {self._size} ranks that made this manager has been "
-                f"destroyed: it cannot {what}. Let save(), restore() and close() come before "
-                "destroy_process_group(), and make another manager after init_process_group()"
-            )
-        if made_with is None and now is not None and dist.get_world_size(now()) > 1:
-            raise RuntimeError(
-                f"this manager was made before init_process_group(), where every rank takes itself "
-                f"for the only one: it cannot {what}. Make it afterwards"
-            )
-
-    # --- private: restoring ----------------------------------------------------------------------
-
-    def _warn_of_later_steps(self, why: str, step: int, stacklevel: int) -> None:
-        later = [one for one in self.all_steps() if one > step]
-        if later:
-            warn(
-                f"{why}, and there are later ones ({later}): they are replaced when training comes "
-                "to them; until then a restart finds them, unless you delete() them",
-                stacklevel=stacklevel + 1,
-            )
-
-    # --- private: the rest -----------------------------------------------------------------------
+        self._run.require_group(what)
 
     def _info(self, step: int) -> StepInfo:
         for info in self._store.entries(leftovers=False):

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_ckpt._base.formatting import some_of
@@ -22,11 +21,12 @@ from torch_ckpt._base.log import warn
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.loading.report import LoadReport
 from torch_ckpt.manager.deletions import Deletions
+from torch_ckpt.manager.run import Run
 from torch_ckpt.ranks.calls import Call, Disagreement
 from torch_ckpt.ranks.failures import causes, is_damage, is_elsewhere
 from torch_ckpt.saving.events import Event
 from torch_ckpt.state.app_state import AppState
-from torch_ckpt.steps import MARKER_NAME, StepStore, step_name
+from torch_ckpt.steps import MARKER_NAME, step_name
 
 #: Between attempts to load a step that rank 0 sees and other ranks do not, in seconds: network file
 #: systems remember for a minute what was not there.
@@ -39,12 +39,8 @@ class Restorer:
     """Restores a state from one of the steps. All ranks make the same calls, in the same order.
 
     Args:
-        store: where the steps are.
+        run: whose steps they are.
         deletions: that leave alone what is being read.
-        rank: this process's.
-        report: called with the event of each step that is passed over.
-        process_group: None for the default group.
-        timeout: seconds after which a rank that shows no sign of life is given up.
         load_options: passed to :func:`torch_ckpt.load`.
 
     Attributes:
@@ -53,23 +49,9 @@ class Restorer:
             the load was torch's own.
     """
 
-    def __init__(
-        self,
-        store: StepStore,
-        deletions: Deletions,
-        rank: int,
-        report: Callable[[Event], None],
-        *,
-        process_group: dist.ProcessGroup | None,
-        timeout: float,
-        load_options: dict[str, Any],
-    ) -> None:
-        self._store = store
+    def __init__(self, run: Run, deletions: Deletions, load_options: dict[str, Any]) -> None:
+        self._run = run
         self._deletions = deletions
-        self._rank = rank
-        self._report = report
-        self._group = process_group
-        self._timeout = timeout
         self._load_options = load_options
         self.skipped = 0
         self.report: LoadReport | None = None
@@ -84,7 +66,7 @@ class Restorer:
         """
         self.skipped, self.report = 0, None
         candidates, unmarked = self._agree_on_candidates(step)
-        if unmarked and self._rank == 0:
+        if unmarked and self._run.rank == 0:
             # It names the line that calls the manager.
             warn(self._of_unmarked(unmarked), stacklevel=3)
         if not candidates:
@@ -103,13 +85,13 @@ class Restorer:
             self.skipped, self.report = len(damages), report
             return candidate
         raise CheckpointError(
-            f"none of the steps in {self._store.root} can be loaded, so training does not begin "
-            f"anew by itself: {'; '.join(damages)}"
+            f"none of the steps in {self._run.store.root} can be loaded, so training does not "
+            f"begin anew by itself: {'; '.join(damages)}"
         )
 
     def _pass_over(self, step: int, damage: str) -> None:
-        self._report(Event("damaged", step, self._rank, message=f"{damage}; passed over"))
-        if self._rank == 0:
+        self._run.report(Event("damaged", step, self._run.rank, message=f"{damage}; passed over"))
+        if self._run.rank == 0:
             # It names the line that calls the manager.
             warn(f"{damage}; the one before is restored", stacklevel=4)
 
@@ -118,7 +100,7 @@ class Restorer:
         why = (
             "they are being saved, or were when their ranks died, or were put there without it; a "
             "sweep removes those that nobody has written to for an hour"
-            if self._store.sweeps_what_lacks_markers
+            if self._run.store.sweeps_what_lacks_markers
             else "they were saved or copied without it, and stay until training comes to their step"
         )
         return (
@@ -130,12 +112,12 @@ class Restorer:
         """The steps to try, in this order, as rank 0 sees them; and what only lacks the marker."""
 
         def mine() -> tuple[int | None, tuple[list[int], list[str]]]:
-            if self._rank != 0:
+            if self._run.rank != 0:
                 return step, ([], [])
             # Or a step could go that is being chosen.
             with call.alive(time.monotonic_ns):
                 self._deletions.settle()
-            entries = self._store.entries()
+            entries = self._run.store.entries()
             complete = [info.step for info in entries if info.complete]
             return step, (complete, [info.path for info in entries if info.lacks_marker])
 
@@ -149,7 +131,7 @@ class Restorer:
                 )
             return brought[0][1]
 
-        with Call(_CALL, self._group, self._timeout) as call:
+        with Call(_CALL, self._run.process_group, self._run.timeout) as call:
             there, unmarked = call.exchange(mine, of_rank_0)
         if step is None:
             return there[::-1], unmarked
@@ -158,7 +140,7 @@ class Restorer:
         found = [path for path in unmarked if path.endswith(f"/{step_name(step)}")]
         what = f"has no {MARKER_NAME}" if found else "is not there"
         complete = f"complete steps are {there}" if there else "no step is complete"
-        raise FileNotFoundError(2, f"step {step} {what}; {complete}", self._store.root)
+        raise FileNotFoundError(2, f"step {step} {what}; {complete}", self._run.store.root)
 
     def _load_patiently(
         self, step: int, state: MutableMapping[str, Any], load_options: dict[str, Any]
@@ -178,11 +160,11 @@ class Restorer:
         self, step: int, state: MutableMapping[str, Any], load_options: dict[str, Any]
     ) -> LoadReport | None:
         load = functools.partial(
-            self._store.load,
+            self._run.store.load,
             step,
-            process_group=self._group,
-            **({"timeout": self._timeout} | load_options | self._load_options),
+            process_group=self._run.process_group,
+            **({"timeout": self._run.timeout} | load_options | self._load_options),
         )
         return AppState(state).restore(
-            load, call=_CALL, process_group=self._group, timeout=self._timeout
+            load, call=_CALL, process_group=self._run.process_group, timeout=self._run.timeout
         )

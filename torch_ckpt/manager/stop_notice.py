@@ -1,11 +1,16 @@
-"""When a job is to stop: one watch for notices, used by several managers."""
+"""When a job is to stop: one watch for notices, used by several managers.
+
+1. A notice comes to a rank. All ranks agree on the step to stop at (ranks/preemption.py).
+2. At that step a manager saves, and says so where it is asked.
+3. Where nobody has asked by the next save, the loop goes on, and the next SIGTERM ends the process.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 from weakref import WeakKeyDictionary
@@ -38,6 +43,10 @@ class StopNotice:
         process_group: None for the default group.
         timeout: see :func:`torch_ckpt.multihost.watch_for_preemption`.
 
+    Attributes:
+        stops: all ranks have come to a step at which this one was to save and stop.
+        is_asked: somebody looks at ``stops``.
+
     Raises:
         ValueError: signals were asked for outside the main thread.
     """
@@ -51,6 +60,9 @@ class StopNotice:
         process_group: dist.ProcessGroup | None,
         timeout: float,
     ) -> None:
+        self.stops = False
+        self.is_asked = False
+        self._is_ignored = False
         self._watch: PreemptionWatch | None = None
         numbers = (signal.SIGTERM,) if signals is None else tuple(signals)
         if not numbers and file is None:
@@ -100,10 +112,24 @@ class StopNotice:
         self._seen = shared.agreed
         return True
 
-    def ignored(self) -> None:
-        """Nobody acts on it: the next SIGTERM does what it did before the watch."""
+    def look_whether_ignored(self, rank: int, wait: Callable[[], None]) -> None:
+        """Where nobody acts on it, the next SIGTERM does what it did before the watch.
+
+        Args:
+            wait: until what was saved for the stop is there: a signal may end the process then.
+        """
+        if not self.stops or self.is_asked or self._is_ignored:
+            return
+        self._is_ignored = True
+        wait()
         if self._watch is not None:
             self._watch.ignored()
+        LOGGER.warning(
+            "rank %d was to stop, by %s, and goes on: the loop does not ask should_stop. The "
+            "next SIGTERM ends this process",
+            rank,
+            self.reason,
+        )
 
     def close(self) -> None:
         """Ends this user's part, and with the last one the watch."""

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import WRAPPED_EXCEPTION, CheckpointExcept
 from torch_ckpt._base.life_cycle import Part, register
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.megatron.request import STEP, AsyncRequest, check_same
-from torch_ckpt.megatron.staged_write import Stage
+from torch_ckpt.megatron.write_task import Stage
 from torch_ckpt.ranks.failures import failed_on, of_torch
 from torch_ckpt.ranks.lockstep import Lockstep
 from torch_ckpt.ranks.meeting import Meeting, own_rank
@@ -73,7 +73,7 @@ class Call:
             try:
                 self._thread = spawn(run)
             except RuntimeError as error:
-                self.end(attempt(_raise, error))
+                self.end(_wrapped(error))
 
     def end(self, failure: WRAPPED_EXCEPTION | None) -> None:
         """The first to call it decides."""
@@ -113,9 +113,7 @@ class Call:
 
     def aborted(self) -> WRAPPED_EXCEPTION:
         """Why it is not finalized once it was aborted."""
-        error = CheckpointError(f"call {self.request.call_idx} was aborted")
-        wrapped: WRAPPED_EXCEPTION = attempt(_raise, error)
-        return wrapped
+        return _wrapped(CheckpointError(f"call {self.request.call_idx} was aborted"))
 
     def wait(self, timeout: float) -> None:
         """Waits for the end; fails the call where it does not move for ``timeout`` seconds."""
@@ -134,7 +132,7 @@ class Call:
                     f"{timeout:g} s ({what}): look at the disk and at what the process waits for, "
                     "or allow more time: AsyncCallsQueue(timeout=...)"
                 )
-                self._give_up(attempt(_raise, error))
+                self._give_up(_wrapped(error))
 
     def finalize(self) -> Exception | None:
         """Runs the finalize functions; returns what one of them raises."""
@@ -260,7 +258,7 @@ class Agreement:
         except CheckpointException as error:
             agreed = _Agreed(error.failures, self._ranks.rank in error.failures)
         except BaseException as error:
-            agreed = _Agreed({self._ranks.rank: attempt(_raise, error)}, True)
+            agreed = _Agreed({self._ranks.rank: _wrapped(error)}, True)
         self.lockstep.over()
         self._result.set_result(agreed)
         self._ranks.close()
@@ -309,8 +307,12 @@ def _processor_time(thread: threading.Thread | None) -> int:
     return int(nanoseconds) // 10_000_000
 
 
-def _raise(error: BaseException) -> None:
-    raise error
+def _wrapped(error: BaseException) -> WRAPPED_EXCEPTION:
+    def fail() -> None:
+        raise error
+
+    wrapped: WRAPPED_EXCEPTION = attempt(fail)
+    return wrapped
 
 
 register(Part.CALLS, at_exit=Agreement.leave)

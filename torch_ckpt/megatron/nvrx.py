@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from torch_ckpt.megatron import shapes
 from torch_ckpt.megatron.cached_reader import CachedMetadataFileSystemReader
-from torch_ckpt.megatron.plan import Finalizing, plan_save, save_state_dict_async_finalize
+from torch_ckpt.megatron.plan import Finalizing, save_state_dict_async_finalize
 from torch_ckpt.megatron.request import AsyncRequest, priorities
-from torch_ckpt.megatron.shapes import get_write_results_queue
+from torch_ckpt.megatron.results_queue import get_write_results_queue
 from torch_ckpt.saving.sources import copy_by_pickle
 
 __all__ = [
@@ -275,7 +275,7 @@ def save_state_dict_async_plan(
     enable_cache: bool = False,
     metadata_cache: CheckpointMetadataCache | None = None,
 ) -> Finalizing:
-    """The first part of a save; see :func:`torch_ckpt.megatron.plan.plan_save`.
+    """The first part of a save; see :func:`torch_ckpt.megatron.save_state_dict_async_plan`.
 
     Args:
         enable_cache: use the plans of the save before, as soon as two were equal.
@@ -288,19 +288,11 @@ def save_state_dict_async_plan(
         CheckpointException: on every rank, with the cause of each rank that failed.
     """
     cache = metadata_cache if metadata_cache is not None else _checkpoint_metadata_cache
+    of_save = (state_dict, storage_writer, process_group, coordinator_rank, planner)
     if not enable_cache or cache is None:
-        planned = plan_save(state_dict, storage_writer, process_group, coordinator_rank, planner)
-        return planned.finalizing
+        return shapes.save_state_dict_async_plan(*of_save).finalizing
     central, local, is_valid, loaded = cache.get_cache_metadata()
-    planned = plan_save(
-        state_dict,
-        storage_writer,
-        process_group,
-        coordinator_rank,
-        planner,
-        (central, local, is_valid),
-        loaded,
-    )
+    planned = shapes.save_state_dict_async_plan(*of_save, (central, local, is_valid), loaded)
     cache.set_cache_metadata(
         planned.central_plan, planned.local_plan, planned.is_as_loaded, planned.is_as_cached
     )

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from torch_ckpt import _C
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.planner_hooks import keeps_methods
+from torch_ckpt.checkpoint.lease import remove_own
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.megatron.structures import (
     digest_of,
@@ -54,16 +55,7 @@ CachedStructure = tuple[SavePlan | None, SavePlan | None, bool]
 
 
 class Planned(NamedTuple):
-    """What a plan has come to.
-
-    Attributes:
-        finalizing: for :func:`save_state_dict_async_finalize`; its metadata is None but on the
-            coordinator, and there, too, where that of an earlier save is to be used again.
-        central_plan: what this rank writes.
-        local_plan: what this rank has.
-        is_as_cached: the plans of all ranks are the cached ones.
-        is_as_loaded: all ranks' plans are those of the loaded checkpoint.
-    """
+    """What a plan has come to; see :func:`save_state_dict_async_plan`. Sites unpack it."""
 
     finalizing: Finalizing
     central_plan: SavePlan
@@ -72,16 +64,16 @@ class Planned(NamedTuple):
     is_as_loaded: bool
 
 
-def plan_save(
+def save_state_dict_async_plan(
     state_dict: dict[str, Any],
     storage_writer: FileSystemWriterAsync,
     process_group: dist.ProcessGroup | None = None,
     coordinator_rank: int = 0,
     planner: SavePlanner | None = None,
-    cached: CachedStructure = (None, None, False),
+    cached_ckpt_structure: CachedStructure | None = None,
     loaded_all_plans: list[SavePlan] | None = None,
 ) -> Planned:
-    """Plans a save and gives the writer the values to write.
+    """Plans a save and gives the writer the values to write; every rank calls it.
 
     Args:
         state_dict: what to save. Values are found here, and copied when the writer's preload
@@ -91,18 +83,24 @@ def plan_save(
         coordinator_rank: in the group; makes and commits the metadata.
         planner: torch's ``DefaultSavePlanner`` if None. Where it and the writer can run a
             decentralized global plan, ranks name their files themselves.
-        cached: central plan, local plan, and whether those of all ranks are known to stay the same:
-            then nothing is exchanged. Each rank still compares its state dict with its plan; one
-            that has changed fails the save, since others rely on the plan.
+        cached_ckpt_structure: central plan, local plan, and whether those of all ranks are known to
+            stay the same: then nothing is exchanged. Each rank still compares its state dict with
+            its plan; one that has changed fails the save, since others rely on the plan.
         loaded_all_plans: of all ranks, as a loaded checkpoint's metadata has them. Where every
             rank's plan is that one, the loaded metadata may be used again.
+
+    Returns:
+        What :func:`save_state_dict_async_finalize` takes (its metadata is None where that of an
+        earlier save is to be used again, and on ranks that are not the coordinator); central plan
+        and local plan, to be passed with the next save; whether the central plan is the one that
+        was passed; whether all plans are those of ``loaded_all_plans``.
 
     Raises:
         CheckpointException: on every rank, with the cause of each rank that failed.
     """
     wrapper = _DistWrapper(process_group, is_distributed(), coordinator_rank)
     planner = planner or DefaultSavePlanner()
-    central_cached, local_cached, is_valid = cached
+    central_cached, local_cached, is_valid = cached_ckpt_structure or (None, None, False)
     meetings = _Meetings(wrapper, _timeout_of(storage_writer))
     # It travels with the wrapper, which finalizing gets.
     wrapper.torch_ckpt_meetings = meetings  # type: ignore[attr-defined]
@@ -112,7 +110,13 @@ def plan_save(
         agreed = _Agreed(central_cached, local_cached, as_cached=True, as_loaded=False)
         problem = save.compare(local_cached)
     else:
-        agreed = save.agree(meetings, loaded_all_plans or [], local_cached)
+        try:
+            agreed = save.agree(meetings, loaded_all_plans or [], local_cached)
+        except BaseException:
+            _abandon(storage_writer)
+            raise
+        finally:
+            meetings.close()
         problem = None
         save.remember(agreed.local)
     central = save.hand_over(agreed.central, problem)
@@ -154,7 +158,7 @@ def save_state_dict_async_finalize(
     def undo(results: list[WriteResult]) -> None:
         if isinstance(storage_writer, FileSystemWriterAsync) and not storage_writer.use_msc:
             files = {result.storage_data.relative_path for result in results}
-            storage_writer.remove_own(files)
+            remove_own(storage_writer.directory, files)
 
     try:
         # That of the plan, where ours has planned: it knows the ranks, whatever has become of the
@@ -249,60 +253,6 @@ class _Save:
             loaded: the plans of all ranks in a loaded checkpoint.
             cached: this rank's local plan in the save before.
         """
-        try:
-            return self._agree(meetings, loaded, cached)
-        except BaseException:
-            _abandon(self._writer)
-            raise
-        finally:
-            meetings.close()
-
-    def remember(self, local: SavePlan) -> None:
-        """Keeps what the plan depends on, for a save that uses it again."""
-        structure = attempt(self._structure)
-        if structure is not None and not failed(structure):
-            kept_structures.keep(local, structure)
-
-    def hand_over(self, central: SavePlan, problem: Exception | None) -> SavePlan:
-        """Gives the writer its values; what fails is the writer's to tell."""
-        try:
-            if problem is not None:
-                raise problem
-            central = self._planner.finish_plan(central)
-            self._writer.prepare_write_data(central, self._planner)
-        except Exception as error:
-            if not isinstance(self._writer, FileSystemWriterAsync):
-                raise
-            self._writer.fail(error)
-        return central
-
-    # --- private ---------------------------------------------------------------------------------
-
-    def _set_up(self) -> None:
-        # By name: torch 2.4 put another argument before it.
-        self._planner.set_up_planner(self._state_dict, is_coordinator=self._wrapper.is_coordinator)
-        self._writer.set_up_storage_writer(self._wrapper.is_coordinator)
-
-    def _final(self, local: SavePlan) -> SavePlan:
-        """What becomes of a local plan without the others, where that can be."""
-        if not self._is_decentralized:
-            return local
-        central = self._planner.create_decentralized_global_plan(local)  # type: ignore[attr-defined]
-        return self._writer.prepare_decentralized_global_plan(central)
-
-    def _structure(self) -> Structure | None:
-        """Of what torch's planner plans; None where somebody else does."""
-        if not keeps_methods(self._planner, DefaultSavePlanner, ("set_up_planner",)):
-            return None
-        assert isinstance(self._planner, DefaultSavePlanner)
-        known = structure_of(self._planner.state_dict)
-        # How the names are nested goes into the metadata, too.
-        mappings = getattr(self._planner, "mappings", {})
-        return None if known is None else [*known, ("", dict(mappings))]
-
-    def _agree(
-        self, meetings: _Meetings, loaded: list[SavePlan], cached: SavePlan | None
-    ) -> _Agreed:
         rank, size = self._wrapper.get_rank(), self._wrapper.get_world_size()
         local: list[SavePlan] = []
 
@@ -353,6 +303,49 @@ class _Save:
         if answer.central is not None:
             return _Agreed(answer.central, local[0], answer.as_cached, False)
         return _Agreed(own[0], own[0], answer.as_cached, answer.as_loaded)
+
+    def remember(self, local: SavePlan) -> None:
+        """Keeps what the plan depends on, for a save that uses it again."""
+        structure = attempt(self._structure)
+        if structure is not None and not failed(structure):
+            kept_structures.keep(local, structure)
+
+    def hand_over(self, central: SavePlan, problem: Exception | None) -> SavePlan:
+        """Gives the writer its values; what fails is the writer's to tell."""
+        try:
+            if problem is not None:
+                raise problem
+            central = self._planner.finish_plan(central)
+            self._writer.prepare_write_data(central, self._planner)
+        except Exception as error:
+            if not isinstance(self._writer, FileSystemWriterAsync):
+                raise
+            self._writer.fail(error)
+        return central
+
+    # --- private ---------------------------------------------------------------------------------
+
+    def _set_up(self) -> None:
+        # By name: torch 2.4 put another argument before it.
+        self._planner.set_up_planner(self._state_dict, is_coordinator=self._wrapper.is_coordinator)
+        self._writer.set_up_storage_writer(self._wrapper.is_coordinator)
+
+    def _final(self, local: SavePlan) -> SavePlan:
+        """What becomes of a local plan without the others, where that can be."""
+        if not self._is_decentralized:
+            return local
+        central = self._planner.create_decentralized_global_plan(local)  # type: ignore[attr-defined]
+        return self._writer.prepare_decentralized_global_plan(central)
+
+    def _structure(self) -> Structure | None:
+        """Of what torch's planner plans; None where somebody else does."""
+        if not keeps_methods(self._planner, DefaultSavePlanner, ("set_up_planner",)):
+            return None
+        assert isinstance(self._planner, DefaultSavePlanner)
+        known = structure_of(self._planner.state_dict)
+        # How the names are nested goes into the metadata, too.
+        mappings = getattr(self._planner, "mappings", {})
+        return None if known is None else [*known, ("", dict(mappings))]
 
 
 class _Meetings:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.megatron.peers import PEERS
-from torch_ckpt.megatron.staged_write import Stage
+from torch_ckpt.megatron.write_task import Stage
 from torch_ckpt.ranks.meeting import Meeting
 from torch_ckpt.saving.background import Background
 from torch_ckpt.saving.running_saves import spawn

@@ -175,3 +175,18 @@ def _queue_of(owner: int, name: str, address: _C.ChannelAddress) -> ResultsQueue
         known = ResultsQueue.__new__(ResultsQueue)
         known._become(owner, name, _C.ProcessChannel.at(address))
     return known
+
+
+_queue: ResultsQueue | None = None
+
+
+def get_write_results_queue(mp_mode: str = "spawn") -> ResultsQueue:
+    """A queue of this process to which its children may put. Writers have queues of their own.
+
+    Args:
+        mp_mode: accepted as Megatron's; children of any kind may use it.
+    """
+    global _queue
+    if _queue is None:
+        _queue = ResultsQueue()
+    return _queue

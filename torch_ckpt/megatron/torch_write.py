@@ -1,4 +1,4 @@
-"""A write task by torch's own code, for what the engine does not write.
+"""One rank's write by torch's own code, for what the engine does not write.
 
 Streams and transforms of others, which only Python can call: see ``engine_can_write`` in
 saving/writer.py.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any
@@ -25,81 +25,92 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_ckpt import _C
+from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.files import FilesBeneath
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.megatron.staged_write import (
-    Results,
-    Staged,
-    current_stage,
-    files_of,
-    portable,
-)
-from torch_ckpt.megatron.task import ADVICE, Task, watched_in
-from torch_ckpt.saving.sources import source_changed
+from torch_ckpt.saving.rank_write import WriteOptions
+from torch_ckpt.saving.sources import Watched, source_changed
+
+#: By file: its number, and what was written to it.
+Results = dict[int, list[WriteResult]]
+
+#: What to do about a source that was written to while it was staged.
+ADVICE = "No other thread may change it before the save is scheduled"
 
 
-class PythonWrite(Staged):
-    """One task by torch's own code in Python threads, from copies."""
+class TorchWrite:
+    """A write in Python threads, from copies.
 
-    def __init__(self, task: Task) -> None:
-        self._task = task
-        watched = watched_in(task)
+    Args:
+        items: of the plan.
+        values: theirs, copied here.
+        watched: the tensors among them.
+        options: how the files are written.
+        directory: of the checkpoint.
+        prefix: of the names of the files.
+        opened: the directory, where it is local.
+        open_file: opens files by their paths.
+    """
+
+    def __init__(
+        self,
+        items: list[WriteItem],
+        values: list[Any],
+        watched: Watched,
+        options: WriteOptions,
+        directory: str,
+        prefix: str,
+        opened: OpenDirectory | None,
+        open_file: Callable[..., Any],
+    ) -> None:
+        self._items = items
         self._values = [
             value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
-            for value in task.values
+            for value in values
         ]
         self._changed = watched.changed()
-        task.values = []
+        self._options = options
+        self._directory = directory
+        self._prefix = prefix
+        self._opened = opened
+        self._open_file = open_file
         self._moved = 0
         self._items_written = 0
         self._lock = threading.Lock()
         self._is_cancelled = False
         self._first_error: BaseException | None = None
-        self._outcome: Results | Exception | None = None
-        # Only the first who asks for the outcome has values to write.
-        self._once = threading.Lock()
-        current_stage().writes.append(self)
 
-    def outcome(self, transforms: _StorageWriterTransforms | None) -> Results | Exception:
-        with self._once:
-            if self._outcome is None:
-                self._outcome = self._outcome_of_first(transforms or _StorageWriterTransforms())
-            return self._outcome
+    def run(self, transforms: _StorageWriterTransforms) -> Results:
+        """Writes, and waits for the end; once.
 
-    def cancel(self) -> None:
-        self._is_cancelled = True
-        self._task.ending.abort()
-
-    def moved(self) -> int:
-        return self._moved
-
-    def state(self) -> str:
-        task = self._task
-        return (
-            f"files {task.prefix}* in {task.directory}: writing in Python, "
-            f"{self._items_written} of {len(task.items)} items written"
-        )
-
-    def _outcome_of_first(self, transforms: _StorageWriterTransforms) -> Results | Exception:
-        task = self._task
-        files: set[str] = set()
+        Raises:
+            SourceChanged: a source was written to before it was copied.
+        """
         try:
-            task.ending.begin()
             if self._changed:
                 raise source_changed(self._changed, ADVICE)
-            results = self._write_all(transforms)
-            files = files_of(results) if task.opened else files
-            return results
-        except Exception as error:
-            return portable(error)
+            return self._write_all(transforms)
         finally:
-            task.ending.end(files)
-            task.opened = None
+            self._opened = None
+
+    def cancel(self) -> None:
+        """Makes it fail, and leave no file, if it has not ended."""
+        self._is_cancelled = True
+
+    def moved(self) -> int:
+        """Grows for as long as anything moves."""
+        return self._moved
+
+    def state(self, where: str, prefix: str) -> str:
+        """What it is doing, for a message."""
+        return (
+            f"files {prefix}* in {where}: writing in Python, "
+            f"{self._items_written} of {len(self._items)} items written"
+        )
 
     def _write_all(self, transforms: _StorageWriterTransforms) -> Results:
-        task = self._task
         files = self._files()
-        with ThreadPoolExecutor(max_workers=task.options.thread_count) as threads:
+        with ThreadPoolExecutor(max_workers=self._options.thread_count) as threads:
             futures = [
                 threads.submit(self._write_file, transforms, name, indices)
                 for name, indices in files
@@ -109,12 +120,12 @@ class PythonWrite(Staged):
                 raise self._first_error
             self._refuse_if_cancelled()
         except BaseException:
-            if task.opened is not None:
-                _C.remove_files(task.opened, [name for name, _ in files])
+            if self._opened is not None:
+                _C.remove_files(self._opened, [name for name, _ in files])
             raise
         results = {number: future.result() for number, future in enumerate(futures)}
-        if task.opened is not None and task.options.sync_files:
-            task.opened.sync()
+        if self._opened is not None and self._options.sync_files:
+            self._opened.sync()
         return results
 
     def wrote(self, count: int) -> None:
@@ -129,23 +140,21 @@ class PythonWrite(Staged):
 
     def _refuse_if_cancelled(self) -> None:
         if self._is_cancelled:
-            task = self._task
-            raise CheckpointError(f"files {task.prefix}* in {task.directory}: cancelled")
+            raise CheckpointError(f"files {self._prefix}* in {self._directory}: cancelled")
 
     def _files(self) -> list[tuple[str, list[int]]]:
         """Names, and what goes there: numbers of items."""
-        task = self._task
-        hint = task.options.separation_hint or ""
-        numbers = {id(item): number for number, item in enumerate(task.items)}
-        sides: list[tuple[str, list[WriteItem]]] = [("", task.items)]
-        bins = task.options.thread_count
+        hint = self._options.separation_hint or ""
+        numbers = {id(item): number for number, item in enumerate(self._items)}
+        sides: list[tuple[str, list[WriteItem]]] = [("", self._items)]
+        bins = self._options.thread_count
         if hint:
-            mine = [item for item in task.items if item.index.fqn.startswith(hint)]
-            rest = [item for item in task.items if not item.index.fqn.startswith(hint)]
+            mine = [item for item in self._items if item.index.fqn.startswith(hint)]
+            rest = [item for item in self._items if not item.index.fqn.startswith(hint)]
             sides, bins = [("", rest), (hint, mine)], bins // 2
         files: list[tuple[str, list[int]]] = []
         for start, items in sides:
-            if task.options.single_file_per_rank:
+            if self._options.single_file_per_rank:
                 buckets = _split_by_size_and_type(bins, items)
             else:
                 buckets = [[item] for item in items]
@@ -153,7 +162,7 @@ class PythonWrite(Staged):
                 # Objects first; a bucket alone keeps the plan's order.
                 bucket = sorted(bucket, key=lambda item: item.type != WriteItemType.BYTE_IO)
                 if bucket:
-                    name = f"{start}{task.prefix}{len(files)}.distcp"
+                    name = f"{start}{self._prefix}{len(files)}.distcp"
                     files.append((name, [numbers[id(item)] for item in bucket]))
         return files
 
@@ -173,7 +182,6 @@ class PythonWrite(Staged):
         self, transforms: _StorageWriterTransforms, name: str, indices: Sequence[int]
     ) -> list[WriteResult]:
         self._refuse_if_cancelled()
-        task = self._task
         results = []
         with self._stream(name) as stream:
             counted = _Counted(stream, self)
@@ -182,7 +190,7 @@ class PythonWrite(Staged):
                     transforms,
                     counted,
                     self._values[index],
-                    task.items[index],
+                    self._items[index],
                     name,
                     SerializationFormat.TORCH_SAVE,
                 )
@@ -190,17 +198,16 @@ class PythonWrite(Staged):
                 self._values[index] = None
                 with self._lock:
                     self._items_written += 1
-            if task.options.sync_files:
+            if self._options.sync_files:
                 _sync(stream)
         return results
 
     def _stream(self, name: str) -> AbstractContextManager[Any]:
-        task = self._task
-        if task.opened is not None and task.open_file is open:
-            return FilesBeneath(task.opened).create_stream(name, "wb")
+        if self._opened is not None and self._open_file is open:
+            return FilesBeneath(self._opened).create_stream(name, "wb")
         # A function of the caller's knows paths alone.
-        stream: AbstractContextManager[Any] = task.open_file(
-            os.path.join(task.directory, name), "wb"
+        stream: AbstractContextManager[Any] = self._open_file(
+            os.path.join(self._directory, name), "wb"
         )
         return stream
 
@@ -208,7 +215,7 @@ class PythonWrite(Staged):
 class _Counted(io.RawIOBase):
     """A stream whose bytes are told."""
 
-    def __init__(self, stream: Any, write: PythonWrite) -> None:
+    def __init__(self, stream: Any, write: TorchWrite) -> None:
         self._stream = stream
         self._write = write
 

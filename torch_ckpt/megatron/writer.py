@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import pickle
 import queue
@@ -27,7 +26,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import WRAPPED_EXCEPTION
-from torch.distributed.checkpoint.filesystem import _StoragePrefix, _StorageWriterTransforms
+from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
@@ -41,15 +40,18 @@ from torch_ckpt.checkpoint.directory import Place
 from torch_ckpt.checkpoint.lease import DirectoryLease
 from torch_ckpt.checkpoint.metadata import METADATA_NAME
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.megatron.part import Ending
 from torch_ckpt.megatron.results_queue import ResultsQueue
-from torch_ckpt.megatron.staged_write import Nothing, Results, Staged, portable
-from torch_ckpt.megatron.write_task import WriteTask
+from torch_ckpt.megatron.structures import named_plan
+from torch_ckpt.megatron.torch_write import Results
+from torch_ckpt.megatron.write_task import WriteTask, portable
 from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS, is_distributed, own_rank
 from torch_ckpt.ranks.outcomes import attempt
 from torch_ckpt.saving.items import keeps_default_lookup, resolve
 from torch_ckpt.saving.rank_write import WriteOptions
-from torch_ckpt.saving.writer import DCP_VERSION, FileSystemWriter
+from torch_ckpt.saving.writer import DCP_VERSION, FileSystemWriter, completed
+
+#: A task, in a list or not; nothing where that is empty.
+Staged = WriteTask | Sequence[WriteTask]
 
 #: What all versions of their function take in this order, the last of all.
 _MULTIPROC_ARGUMENTS = ("rank", "write_buckets", "global_results_queue")
@@ -114,7 +116,6 @@ class FileSystemWriterAsync(FileSystemWriter):
         self._given_tag = ""
         self._task: WriteTask | None = None
         self._part: DirectoryLease | None = None
-        self._ending = Ending()
         self._failure: Exception | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -137,7 +138,6 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         self._task = self.results_queue = self._failure = None
-        self._ending = Ending()
         if self.use_msc:
             _msc().os.makedirs(str(self.checkpoint_dir), exist_ok=True)
             return plan
@@ -145,7 +145,7 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     def prepare_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
         """The plan with this rank's file names, which no other rank has; no collective."""
-        return dataclasses.replace(local_plan, storage_data=_StoragePrefix(f"__{own_rank()}_"))
+        return named_plan(local_plan, own_rank())
 
     def use_tag(self, tag: str) -> None:
         """What the coordinator's lease puts into the names of all ranks' files, if anything."""
@@ -173,8 +173,6 @@ class FileSystemWriterAsync(FileSystemWriter):
                 values = [resolve(planner, item, direct, whole=_whole) for item in items]
             else:
                 values = [_whole(planner.resolve_data(item)) for item in items]
-        leases = [lease for lease in (self._lease, self._part) if lease is not None]
-        self._ending = Ending(leases)
         self._task = WriteTask(
             directory=str(self.checkpoint_dir if self.use_msc else self.path),
             prefix=self.prefix,
@@ -186,9 +184,9 @@ class FileSystemWriterAsync(FileSystemWriter):
             options=WriteOptions.of(self),
             background=self.background,
             open_file=self.open_file,
-            ending=self._ending,
             place=Place.of(self.directory) if self._is_local() else None,
             opened=self.directory if self._is_local() else None,
+            leases=[weakref.ref(lease) for lease in (self._lease, self._part) if lease is not None],
         )
         self.results_queue = ResultsQueue() if items else None
 
@@ -201,9 +199,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         self._made.discard(self)
         if isinstance(outcome, Exception):
             raise outcome
-        future: Future[list[WriteResult]] = Future()
-        future.set_result([result for of_file in outcome.values() for result in of_file])
-        return future
+        return completed([result for of_file in outcome.values() for result in of_file])
 
     def abandon(self) -> None:
         super().abandon()
@@ -239,9 +235,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         )
 
     @staticmethod
-    def preload_tensors(
-        write_buckets: Staged | WriteTask | Sequence[WriteTask], non_blocking: bool = True
-    ) -> Staged:
+    def preload_tensors(write_buckets: Staged, non_blocking: bool = True) -> Staged:
         """Stages a task: returns when its sources may change. Its files are being written by then.
 
         Args:
@@ -254,25 +248,23 @@ class FileSystemWriterAsync(FileSystemWriter):
         Raises:
             ValueError: several tasks.
         """
-        if isinstance(write_buckets, Staged):
-            return write_buckets
         if isinstance(write_buckets, WriteTask):
             return write_buckets.stage()
         if not write_buckets:
-            return Nothing()
+            return write_buckets
         if len(write_buckets) > 1:
             raise ValueError(
                 "write_buckets of one writer are one task, which is staged as a whole; got "
                 f"{len(write_buckets)}"
             )
-        return FileSystemWriterAsync.preload_tensors(write_buckets[0])
+        return write_buckets[0].stage()
 
     @staticmethod
     def write_preloaded_data_multithread(
         transform_list: list[_StorageWriterTransforms],
         use_msc: bool,
         rank: int,
-        staged: Staged | WriteTask | Sequence[WriteTask],
+        staged: Staged,
         results_queue: Any,
     ) -> None:
         """Waits for the end of a staged task and puts its outcome, one item; raises nothing.
@@ -317,7 +309,7 @@ class FileSystemWriterAsync(FileSystemWriter):
     def write_preloaded_data(
         transform_list: list[_StorageWriterTransforms],
         local_proc_idx: int,
-        write_bucket: Staged | WriteTask,
+        write_bucket: WriteTask,
         results_queue: Any,
         count_queue: Any,
         use_fsync: bool = True,
@@ -461,23 +453,25 @@ class FileSystemWriterAsync(FileSystemWriter):
         if self.results_queue is None:
             self._hand_over()
             return []
+        task = self._task
         try:
             outcome = self.results_queue.get_nowait()
         except queue.Empty:
-            if not self._ending.is_aborted:
+            if task is None or not task.is_cancelled:
                 raise RuntimeError(
                     f"results_queue should not be empty: {where}: the worker has ended without a "
                     "word, or has not begun; look whether it was killed"
                 ) from None
             outcome = None
-        outcome = self._ending.take(outcome)
+        if task is not None:
+            outcome = task.take(outcome)
         # Whatever it has written is there by now, or has gone.
         self._made.discard(self)
         if isinstance(outcome, BaseException):
             raise RuntimeError(f"Worker failure: {outcome} ({where})") from outcome
         results = [result for of_file in outcome.values() for result in of_file]
         self._hand_over()
-        expected = len(self._task.items) if self._task is not None else 0
+        expected = len(task.items) if task is not None else 0
         if len(results) != expected:
             raise RuntimeError(
                 f"Incomplete worker results (expected {expected}, got {len(results)}): {where}; "
@@ -487,13 +481,14 @@ class FileSystemWriterAsync(FileSystemWriter):
 
 
 def _outcome_of(
-    staged: Staged | WriteTask | Sequence[WriteTask],
-    transform_list: list[_StorageWriterTransforms],
+    staged: Staged, transform_list: list[_StorageWriterTransforms]
 ) -> Results | Exception:
     """Waits for the end of what is staged, or stages it; never raises."""
     try:
-        staged = FileSystemWriterAsync.preload_tensors(staged)
-        return staged.outcome(transform_list[0] if transform_list else None)
+        task = FileSystemWriterAsync.preload_tensors(staged)
+        if not isinstance(task, WriteTask):
+            return {}
+        return task.outcome(transform_list[0] if transform_list else None)
     except Exception as error:
         return portable(error)
 

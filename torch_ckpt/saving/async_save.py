@@ -25,7 +25,7 @@ class AsyncSave:
     @property
     def staged(self) -> Future[None]:
         """Done when the sources may change; fails where the save did so before."""
-        return self._job.staged
+        return self._job.write.staged
 
     @property
     def committed(self) -> Future[Metadata]:
@@ -68,7 +68,7 @@ class AsyncSave:
         A step that is replayed as a CUDA graph asks nobody. So for an optimizer that is
         ``capturable`` this call itself waits until CUDA tensors have been copied.
         """
-        if self._job.has_devices and any(
+        if self._job.sources.devices and any(
             group.get("capturable") for group in optimizer.param_groups
         ):
             self.wait_staged_quietly()
@@ -82,7 +82,7 @@ class AsyncSave:
     def wait_staged_quietly(self) -> None:
         """Waits until the sources may change, be it that the save has failed."""
         with self._job.blocking():
-            self._job.wait_until_staged()
+            self._job.write.wait_staged()
 
     def metrics(self) -> SaveMetrics:
         """What the save took on this rank; complete once it is done."""

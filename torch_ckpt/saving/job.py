@@ -85,7 +85,7 @@ class Job:
         warn_unchanged: bool = True,
     ) -> None:
         self.ranks = ranks
-        self.has_devices = bool(sources.devices)
+        self.sources = sources
         self.write = RankWrite(
             sources,
             background=background,
@@ -94,7 +94,7 @@ class Job:
             advice="Call guard(optimizer) or wait_staged() before the next step, or save with "
             'staging="blocking"',
             trace=trace is not None,
-            on_staged=lambda: self.staged.set_result(None),
+            staged=_Reporting(self),
         )
         #: Somebody else tells how it ends.
         self.reported = False
@@ -103,7 +103,6 @@ class Job:
         self.inherited = False
         #: Values that have been found; counts as a sign of life.
         self.resolved = 0
-        self.staged: Future[None] = _Reporting(self)
         self.committed: Future[Metadata] = _Reporting(self)
         self.metrics = SaveMetrics(path=path, rank=ranks.rank)
         self.write_done = write_done
@@ -114,7 +113,6 @@ class Job:
         self._is_calling_back = False
         self._warn_unchanged = warn_unchanged
         self._warning: str | None = None
-        self._sources = sources
         self._lock = threading.Lock()
         self._taken = False
         self._abandoned: BaseException | None = None
@@ -150,8 +148,6 @@ class Job:
                 assert metadata is not None
                 self.committed.set_result(metadata)
             else:
-                if not self.staged.done():
-                    self.staged.set_exception(failure)
                 self.committed.set_exception(failure)
         try:
             self.ranks.close()
@@ -166,16 +162,12 @@ class Job:
         """
         if self._abandoned is not None:
             raise self._abandoned
-        return self._sources.values
+        return self.sources.values
 
     def planned(self) -> None:
         """This rank knows what to write."""
         self.metrics.planning_s = self._now()
         self._spans.append(("python", "plan", 0.0, self.metrics.planning_s))
-
-    def forget_with(self, forget: Callable[[], None]) -> None:
-        """Also calls ``forget`` when the sources are let go of."""
-        self._sources.forget_with(forget)
 
     def bytes_moved(self) -> int:
         """Grows for as long as anything moves."""
@@ -225,20 +217,16 @@ class Job:
         self.reported = True
         self.go()
 
-    def wait_until_staged(self) -> None:
-        """Returns when the sources may change, be it that the save has failed."""
-        wait_quietly(self.staged)
-
     # --- by the handle ---------------------------------------------------------------------------
 
     def hold_back(self) -> None:
         """What a guarded step does first."""
-        if self.staged.done() or self.inherited:
+        if self.write.staged.done() or self.inherited:
             return
         _C.fault_point("wait until staged", self.metrics.path)
         with self.blocking():
             if not self.write.hold_back(self.committed.done):
-                wait_quietly(self.staged)
+                self.write.wait_staged()
 
     @contextlib.contextmanager
     def blocking(self) -> Iterator[None]:
@@ -254,10 +242,9 @@ class Job:
         self.inherited = True
         error = CheckpointError("the save is that of the process that forked this one")
         # Their locks may have been held at the fork.
-        for name in ("staged", "committed"):
-            future: Future[Any] = Future()
-            future.set_exception(error)
-            setattr(self, name, future)
+        self.write.staged, self.committed = Future(), Future()
+        self.write.staged.set_exception(error)
+        self.committed.set_exception(error)
 
     # --- private ---------------------------------------------------------------------------------
 
@@ -278,7 +265,7 @@ class Job:
 
     def _end(self, failure: BaseException | None) -> None:
         write = self.write
-        write.end()
+        write.end(failure)
         metrics = self.metrics
         metrics.total_s = self._now()
         metrics.python_s = time.thread_time()
@@ -323,8 +310,3 @@ def wait_for(future: Future[T], timeout: float | None, what: str, job: Job) -> T
         raise TimeoutError(
             f"the save to {job.metrics.path} was not {what} within {timeout} s; it goes on"
         ) from None
-
-
-def wait_quietly(future: Future[Any]) -> None:
-    """Waits for the end, whatever it is, and leaves an error unseen."""
-    Future.exception(future)

@@ -21,11 +21,13 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 
 from torch_ckpt import _C
+from torch_ckpt._base.cuda_events import events_of_now
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.progress import Progress, ProgressOption, Reporter
 from torch_ckpt.checkpoint.directory import OpenDirectory, Place
@@ -73,9 +75,10 @@ class RankWrite:
         advice: what to do about a source that was written to, for the error.
         trace: record each stretch of work.
         children: gets the results as well, for children that are forked meanwhile.
-        on_staged: called when the sources may change.
+        staged: becomes the attribute.
 
     Attributes:
+        staged: done when the sources may change; fails where the write does before.
         begun: when the engine began, by ``time.perf_counter()``; None before.
         timing: of the engine at the end; see ``_C.Save.timing``. None where it has not begun.
         stretches: of work, at the end of a write that was traced; see ``_C.Save.trace``.
@@ -91,8 +94,9 @@ class RankWrite:
         advice: str = "",
         trace: bool = False,
         children: _C.ProcessChannel | None = None,
-        on_staged: Callable[[], None] = lambda: None,
+        staged: Future[None] | None = None,
     ) -> None:
+        self.staged: Future[None] = Future() if staged is None else staged
         self.begun: float | None = None
         self.timing: tuple[float, ...] | None = None
         self.stretches: list[tuple[str, int, float, float]] = []
@@ -103,7 +107,6 @@ class RankWrite:
         self._advice = advice
         self._trace = trace
         self._children = children
-        self._on_staged = on_staged
         self._save: _C.Save | None = None
         self._progress = Progress(0, 0, 0)
         self._is_cancelled = False
@@ -111,8 +114,7 @@ class RankWrite:
         self._changed: list[str] | None = None
         # The engine has begun, or will not.
         self._started = threading.Event()
-        devices = sources.devices if sources is not None else ()
-        self._ready = [_event_of_now(device) for device in devices]
+        self._ready = events_of_now(sources.devices if sources is not None else ())
 
     # --- by the thread that writes ---------------------------------------------------------------
 
@@ -203,14 +205,24 @@ class RankWrite:
         with no_gc():
             return Written(*save.results(), place)
 
-    def end(self) -> None:
-        """Lets go of the sources, and of who waits: the write has ended, or will not begin."""
+    def end(self, error: BaseException | None) -> None:
+        """Lets go of the sources, and of who waits: the write has ended, or will not begin.
+
+        Args:
+            error: why it has failed, if it has.
+        """
         if self._sources is not None:
             self._sources.release()
         self._ready = []
         self._started.set()
+        if error is not None and not self.staged.done():
+            self.staged.set_exception(error)
 
     # --- by any thread ---------------------------------------------------------------------------
+
+    def wait_staged(self) -> None:
+        """Returns when the sources may change, be it that the write has failed."""
+        wait_quietly(self.staged)
 
     def progress(self) -> Progress:
         """Bytes so far."""
@@ -313,7 +325,7 @@ class RankWrite:
         self._sources.release()
         if changed:
             raise source_changed(changed, self._advice)
-        self._on_staged()
+        self.staged.set_result(None)
 
     def _has_ended(self, save: _C.Save) -> None:
         self.progress()
@@ -324,11 +336,9 @@ class RankWrite:
         self._save = None
 
 
-def _event_of_now(device: torch.device) -> tuple[torch.cuda.Event, torch.device]:
-    """After it the work is done that the device's current stream has been given by now."""
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-    return event, device
+def wait_quietly(future: Future[Any]) -> None:
+    """Waits for the end, whatever it is, and leaves an error unseen."""
+    Future.exception(future)
 
 
 def _wait_for_devices(values: list[Any]) -> None:

@@ -17,152 +17,142 @@ from torch_ckpt.errors import CheckpointError
 from torch_ckpt.ranks.meeting import Ranks
 from torch_ckpt.saving import host_memory
 from torch_ckpt.saving.async_save import AsyncSave
-from torch_ckpt.saving.job import Job, wait_for, wait_quietly
+from torch_ckpt.saving.job import Job, wait_for
+from torch_ckpt.saving.rank_write import wait_quietly
 from torch_ckpt.saving.unchanged import UnchangedDetector
 
 #: How long leaving the interpreter waits for the save that is under way, in seconds.
 EXIT_LIMIT_SECONDS = 3600.0
 
 
-class _Runtime:
+class _RunningSaves:
     """The saves of this process."""
 
     def __init__(self) -> None:
         # Held by the one thread that starts a save.
-        self.lock = threading.RLock()
+        self._lock = threading.RLock()
         # For moments, of the fields below.
         self._fields = threading.Lock()
-        self.job: Job | None = None
-        self.thread: threading.Thread | None = None
-        self.threads: list[threading.Thread] = []
-        self.failed: list[Job] = []
-        self.unchanged = UnchangedDetector()
-        self.last_call: float | None = None
+        self._job: Job | None = None
+        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
+        self._failed: list[Job] = []
+        self._unchanged = UnchangedDetector()
+        self._last_call: float | None = None
 
-    def make_room(self, if_busy: str, ranks: Ranks) -> None:
-        """Waits for the save under way, or refuses."""
-        job = self.job
-        if job is not None and not job.committed.done():
-            if if_busy == "raise":
-                raise CheckpointError(f"the save to {job.metrics.path} has not ended yet")
-            _C.fault_point("wait for the save before", job.metrics.path)
-            # Other ranks may have begun the next one already.
-            with ranks.alive(job.bytes_moved):
-                wait_quietly(job.committed)
+    @contextlib.contextmanager
+    def alone(self, if_busy: str = "wait", *, ranks: Ranks) -> Iterator[None]:
+        """A block in which this process starts or makes one save; one thread at a time is in it.
 
-    def is_calling(self) -> bool:
-        """Whether the save under way calls from its own thread, which cannot wait for it."""
-        job = self.job
-        mine = threading.current_thread() is self.thread
-        return mine and job is not None and not job.committed.done()
+        Waits for the save under way, or refuses where ``if_busy`` is "raise".
 
-    def check(self) -> None:
-        """Raises an error that nobody has seen, once."""
+        Args:
+            ranks: of the save that is to come.
+
+        Raises:
+            CheckpointError: a save is under way, and was not to be waited for, or calls this
+                itself.
+        """
+        if threading.current_thread() is self._thread and self._under_way() is not None:
+            raise CheckpointError("write_done and on_commit cannot save: their save is under way")
+        with self._lock:
+            job = self._under_way()
+            if job is not None:
+                if if_busy == "raise":
+                    raise CheckpointError(f"the save to {job.metrics.path} has not ended yet")
+                _C.fault_point("wait for the save before", job.metrics.path)
+                # Other ranks may have begun the next one already.
+                with ranks.alive(job.bytes_moved):
+                    wait_quietly(job.committed)
+            yield
+
+    def start(self, job: Job, save: Callable[[Job], Metadata]) -> AsyncSave:
+        """Runs ``save`` in a thread of its own."""
         self.collect()
-        while self.failed:
-            job = self.failed.pop(0)
-            if not job.reported:
-                wait_for(job.committed, None, "committed", job)
-
-    def start(self, job: Job, save: Callable[[Job], Metadata]) -> None:
-        self.collect()
-        job.unchanged = self.unchanged
-        if self.last_call is not None:
-            job.metrics.interval_s = time.perf_counter() - self.last_call
-        self.last_call = time.perf_counter()
+        job.unchanged = self._unchanged
+        if self._last_call is not None:
+            job.metrics.interval_s = time.perf_counter() - self._last_call
+        self._last_call = time.perf_counter()
         thread = self.spawn(lambda: job.run(save))
         # Not before there is a thread that ends it.
         with self._fields:
-            self.job, self.thread = job, thread
+            self._job, self._thread = job, thread
+        return AsyncSave(job)
 
     def spawn(self, function: Callable[[], None]) -> threading.Thread:
         """Runs ``function`` in a thread that the interpreter's end waits for."""
         thread = threading.Thread(target=function, name="torch_ckpt save", daemon=True)
         thread.start()
         with self._fields:
-            self.threads = [t for t in self.threads if t.is_alive()] + [thread]
+            self._threads = [t for t in self._threads if t.is_alive()] + [thread]
         return thread
 
     def let_go(self, thread: threading.Thread) -> None:
+        """The interpreter's end does not wait any more for a thread that :meth:`spawn` has made."""
         with self._fields:
-            self.threads = [t for t in self.threads if t is not thread]
+            self._threads = [t for t in self._threads if t is not thread]
+
+    def next_failed(self) -> Job | None:
+        """One that has failed, each once."""
+        self.collect()
+        return self._failed.pop(0) if self._failed else None
 
     def join(self) -> bool:
-        """Waits for all threads, with a limit; whether they have ended."""
-        deadline = time.monotonic() + EXIT_LIMIT_SECONDS
-        for thread in self.threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in self.threads)
+        """Waits for the saves under way, with a limit; whether they have ended.
 
-    def leave(self) -> bool:
-        """At the interpreter's end; whether everything has ended."""
+        At the interpreter's end before other threads are shut down, where a save needs them.
+        """
+        deadline = time.monotonic() + EXIT_LIMIT_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def leave(self) -> None:
+        """Waits for the save under way, then for the engine's threads; for the interpreter's
+        end."""
+        host_memory.leave()
         if not self.join():
-            path = self.job.metrics.path if self.job is not None else "a directory"
+            path = self._job.metrics.path if self._job is not None else "a directory"
             LOGGER.error(
                 "the save to %s has not ended within %.0f s and is given up",
                 path,
                 EXIT_LIMIT_SECONDS,
             )
-            return False
+            return
         self.collect()
-        for job in self.failed:
+        for job in self._failed:
             if not job.reported:
                 LOGGER.error(
                     "the save to %s failed: %s", job.metrics.path, job.committed.exception()
                 )
-        return True
+        _C.join_executor()
 
     def collect(self) -> None:
         """Puts a save that has ended aside; before a fork, too, since it is then the child's."""
         with self._fields:
-            job = self.job
+            job = self._job
             if job is not None and job.committed.done():
-                self.job = None
+                self._job = None
                 if Future.exception(job.committed) is not None:
-                    self.failed.append(job)
+                    self._failed.append(job)
 
     def forget_in_child(self) -> None:
-        if self.job is not None:
-            self.job.disown()
+        """A forked child has no save."""
+        if self._job is not None:
+            self._job.disown()
         self.__init__()  # type: ignore[misc]
 
-
-_runtime = _Runtime()
-
-
-@contextlib.contextmanager
-def alone(if_busy: str = "wait", *, ranks: Ranks) -> Iterator[None]:
-    """A block in which this process starts or makes one save; one thread at a time is in it.
-
-    Waits for the save under way, or refuses where ``if_busy`` is "raise".
-
-    Args:
-        ranks: of the save that is to come.
-
-    Raises:
-        CheckpointError: a save is under way, and was not to be waited for, or calls this itself.
-    """
-    if _runtime.is_calling():
-        raise CheckpointError("write_done and on_commit cannot save: their save is under way")
-    with _runtime.lock:
-        _runtime.make_room(if_busy, ranks)
-        yield
+    def _under_way(self) -> Job | None:
+        job = self._job
+        return None if job is None or job.committed.done() else job
 
 
-def start(job: Job, save: Callable[[Job], Metadata]) -> AsyncSave:
-    """Runs ``save`` in a thread of its own."""
-    _runtime.start(job, save)
-    return AsyncSave(job)
-
-
-def spawn(function: Callable[[], None]) -> threading.Thread:
-    """Runs ``function`` in a thread that the interpreter's end waits for."""
-    return _runtime.spawn(function)
-
-
-def let_go(thread: threading.Thread) -> None:
-    """The interpreter's end does not wait for a thread any more; it was made by :func:`spawn`."""
-    _runtime.let_go(thread)
+_saves = _RunningSaves()
+alone = _saves.alone
+start = _saves.start
+spawn = _saves.spawn
+let_go = _saves.let_go
+join_saves = _saves.join
 
 
 def check_for_errors() -> None:
@@ -173,25 +163,14 @@ def check_for_errors() -> None:
     Raises:
         CheckpointException, CheckpointError: see :meth:`AsyncSave.result`.
     """
-    _runtime.check()
-
-
-def join_saves() -> None:
-    """Waits for the saves under way; at the interpreter's end before other threads are shut down,
-    where a save needs them."""
-    _runtime.join()
-
-
-def leave_at_exit() -> None:
-    """Waits for the save under way, then for the engine's threads; for the interpreter's end."""
-    host_memory.leave()
-    if _runtime.leave():
-        _C.join_executor()
+    while (job := _saves.next_failed()) is not None:
+        if not job.reported:
+            wait_for(job.committed, None, "committed", job)
 
 
 register(
     Part.SAVES,
-    at_exit=leave_at_exit,
-    before_fork=_runtime.collect,
-    in_child=_runtime.forget_in_child,
+    at_exit=_saves.leave,
+    before_fork=_saves.collect,
+    in_child=_saves.forget_in_child,
 )

@@ -123,34 +123,20 @@ def save_state(
     state_dict: Callable[[], StateDict],
     writer: FileSystemWriter,
     ranks: Ranks,
+    cache: PlanCache,
+    check_replicas: str,
     job: Job | None = None,
-    cache: PlanCache | None = None,
-    check_replicas: str = "off",
 ) -> Metadata:
-    """Saves; in the background, where there is a job.
+    """Saves; in the background, where there is a job. The caller abandons the writer then.
 
     Args:
         state_dict: gives it, without ``Stateful`` values. What it raises fails the save.
-        cache: plans of earlier saves of the same ranks; must be given on all of them or on none.
+        cache: plans of earlier saves of the same ranks; all of them have one, or a new one.
         check_replicas: as for :func:`torch_ckpt.save`.
 
     Raises:
         CheckpointException: on every rank, with the cause of each rank that failed.
     """
-    try:
-        return _save_state(state_dict, writer, ranks, job, cache or PlanCache(), check_replicas)
-    finally:
-        writer.abandon()
-
-
-def _save_state(
-    state_dict: Callable[[], StateDict],
-    writer: FileSystemWriter,
-    ranks: Ranks,
-    job: Job | None,
-    cache: PlanCache,
-    check_replicas: str,
-) -> Metadata:
     whole = DefaultSavePlanner()
     rest_planner = DefaultSavePlanner(flatten_state_dict=False)
     plain: dict[str, torch.Tensor] = {}
@@ -272,7 +258,7 @@ def _save_state(
         if job is None:
             return writer.write_values(prefix, names, values)
         job.planned()
-        job.forget_with(forget)
+        job.sources.forget_with(forget)
         written = writer.write_values(prefix, names, values, job.write)
         try:
             job.written()

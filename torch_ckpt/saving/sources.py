@@ -85,7 +85,7 @@ class Sources(Watched):
         super().__init__()
         self._forgets: list[Callable[[], None]] = []
         self.values: dict[str, Any] = {
-            key: self._take(value, str(key)) for key, value in state_dict.items()
+            key: _mapped(value, self._taken, str(key)) for key, value in state_dict.items()
         }
 
     def forget_with(self, forget: Callable[[], None]) -> None:
@@ -101,19 +101,15 @@ class Sources(Watched):
 
     # --- private ---------------------------------------------------------------------------------
 
-    def _take(self, value: Any, name: str) -> Any:
-        kind = type(value)
-        if kind is torch.Tensor or kind is torch.nn.Parameter:
-            return self._take_plain(value, name)
+    def _taken(self, value: Any, name: str) -> Any:
+        if type(value) in (torch.Tensor, torch.nn.Parameter):
+            alias = value.detach()
+            if value.requires_grad:
+                alias.requires_grad_(True)
+            self.watch(name, alias)
+            return alias
         if isinstance(value, _IMMUTABLE):
             return value
-        if kind is dict:
-            return {key: self._take(item, f"{name}.{key}") for key, item in value.items()}
-        if kind is list or kind is tuple:
-            return kind(self._take(item, f"{name}.{i}") for i, item in enumerate(value))
-        if isinstance(value, Mapping):
-            items = {key: self._take(item, f"{name}.{key}") for key, item in value.items()}
-            return _with_items(value, items)
         if isinstance(value, DTensor):
             self.watch(name, value._local_tensor.detach(), lambda: value._local_tensor)
             return value
@@ -130,13 +126,6 @@ class Sources(Watched):
             return copy.deepcopy(value)
         except Exception as error:
             raise unpicklable(name, value, error) from None
-
-    def _take_plain(self, value: torch.Tensor, name: str) -> torch.Tensor:
-        alias = value.detach()
-        if value.requires_grad:
-            alias.requires_grad_(True)
-        self.watch(name, alias)
-        return alias
 
 
 def copy_of_state(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -158,11 +147,11 @@ def copy_of_state(state_dict: dict[str, Any]) -> dict[str, Any]:
         copied: torch.Tensor = tensor.detach().to("cpu", copy=True)
         return copied
 
-    _map_tensors(state_dict, collect, lambda value: value)
+    _with_tensors(state_dict, collect, lambda value: value)
     copies: Iterator[torch.Tensor] = iter(
         _C.copy_to_pool([tensor.detach() for tensor in originals])
     )
-    copied = _map_tensors(state_dict, replace, copy.deepcopy)
+    copied = _with_tensors(state_dict, replace, copy.deepcopy)
     assert isinstance(copied, dict)
     return copied
 
@@ -217,41 +206,53 @@ def _is_pooled(tensor: torch.Tensor) -> bool:
     )
 
 
-def _map_tensors(
+def _with_tensors(
     value: Any,
     of_tensor: Callable[[torch.Tensor], torch.Tensor],
     of_object: Callable[[Any], Any],
 ) -> Any:
-    """The same structure with other tensors and objects in it, visited in a fixed order."""
+    """The same nest with other tensors and objects in it."""
+
+    def changed(leaf: Any, _name: str) -> Any:
+        if isinstance(leaf, DTensor):
+            return DTensor.from_local(
+                of_tensor(leaf._local_tensor),
+                leaf.device_mesh,
+                leaf.placements,
+                run_check=False,
+                shape=leaf.shape,
+                stride=leaf.stride(),
+            )
+        if isinstance(leaf, ShardedTensor):
+            return ShardedTensor._init_from_local_shards_and_global_metadata(
+                [Shard(of_tensor(shard.tensor), shard.metadata) for shard in leaf.local_shards()],
+                leaf.metadata(),
+                process_group=leaf._process_group,
+                init_rrefs=False,
+                sharding_spec=leaf.sharding_spec(),
+            )
+        if isinstance(leaf, torch.Tensor):
+            return of_tensor(leaf)
+        return leaf if isinstance(leaf, _IMMUTABLE) else of_object(leaf)
+
+    return _mapped(value, changed)
+
+
+def _mapped(value: Any, of_leaf: Callable[[Any, str], Any], name: str = "") -> Any:
+    """The same nest of dicts, lists and tuples with other leaves, visited in a fixed order.
+
+    Not by torch's pytree: named tuples, and what others register there, are leaves here, as they
+    are to torch's planners.
+    """
     kind = type(value)
-    if isinstance(value, DTensor):
-        return DTensor.from_local(
-            of_tensor(value._local_tensor),
-            value.device_mesh,
-            value.placements,
-            run_check=False,
-            shape=value.shape,
-            stride=value.stride(),
-        )
-    if isinstance(value, ShardedTensor):
-        shards = [Shard(of_tensor(shard.tensor), shard.metadata) for shard in value.local_shards()]
-        return ShardedTensor._init_from_local_shards_and_global_metadata(
-            shards,
-            value.metadata(),
-            process_group=value._process_group,
-            init_rrefs=False,
-            sharding_spec=value.sharding_spec(),
-        )
     if isinstance(value, torch.Tensor):
-        return of_tensor(value)
+        return of_leaf(value, name)  # most values are tensors, and to ask an ABC is slow
     if kind is list or kind is tuple:
-        return kind(_map_tensors(item, of_tensor, of_object) for item in value)
-    if kind is dict:
-        return {key: _map_tensors(item, of_tensor, of_object) for key, item in value.items()}
-    if isinstance(value, Mapping):
-        items = {key: _map_tensors(item, of_tensor, of_object) for key, item in value.items()}
-        return _with_items(value, items)
-    return value if isinstance(value, _IMMUTABLE) else of_object(value)
+        return kind(_mapped(item, of_leaf, f"{name}.{i}") for i, item in enumerate(value))
+    if kind is dict or isinstance(value, Mapping):
+        items = {key: _mapped(item, of_leaf, f"{name}.{key}") for key, item in value.items()}
+        return items if kind is dict else _with_items(value, items)
+    return of_leaf(value, name)
 
 
 def _with_items(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:

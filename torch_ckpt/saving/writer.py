@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -231,7 +231,7 @@ class FileSystemWriter(StockWriter):
             direct = keeps_default_lookup(planner)
             values = [resolve(planner, item, direct) for item in items]
         written = self.write_values(prefix, names, values)
-        return _completed(results_of(items, written))
+        return completed(results_of(items, written))
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         if not self._is_local():
@@ -349,11 +349,7 @@ class FileSystemWriter(StockWriter):
 
     def undo(self, written: Written) -> None:
         """Removes what this rank has written, of a save that has failed on another one."""
-        self.remove_own({place[0] for place in written.places})
-
-    def remove_own(self, files: Iterable[str]) -> None:
-        """Removes files of this rank, of a save that has failed on another one."""
-        remove_own(self.directory, files)
+        remove_own(self.directory, {place[0] for place in written.places})
 
     def commit(self, data: bytes, files: set[str]) -> None:
         """Publishes ``data`` as the metadata; then removes what no metadata names any more.
@@ -414,7 +410,8 @@ class FileSystemWriter(StockWriter):
         return future
 
 
-def _completed(value: list[WriteResult]) -> Future[list[WriteResult]]:
+def completed(value: list[WriteResult]) -> Future[list[WriteResult]]:
+    """What has been written."""
     future: Future[list[WriteResult]] = Future()
     future.set_result(value)
     return future

@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.utils._pytree as pytree
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -108,7 +109,11 @@ class RNGState:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             state["cuda"] = torch.cuda.get_rng_state_all()
         if "numpy" in sys.modules:
-            state["numpy"] = _without_arrays(sys.modules["numpy"].random.get_state(legacy=False))
+            # Lists in the place of arrays, which torch.load(weights_only=True) refuses.
+            state["numpy"] = pytree.tree_map(
+                lambda part: part.tolist() if hasattr(part, "tolist") else part,
+                sys.modules["numpy"].random.get_state(legacy=False),
+            )
         return state
 
     def load_state_dict(self, state: StateDict) -> None:
@@ -120,13 +125,6 @@ class RNGState:
                 torch.cuda.set_rng_state(of_device, device)
         if "numpy" in state and "numpy" in sys.modules:
             sys.modules["numpy"].random.set_state(state["numpy"])
-
-
-def _without_arrays(state: Any) -> Any:
-    """With lists instead of arrays, which ``torch.load(weights_only=True)`` refuses."""
-    if isinstance(state, dict):
-        return {key: _without_arrays(part) for key, part in state.items()}
-    return state.tolist() if hasattr(state, "tolist") else state
 
 
 class AppState:

@@ -21,7 +21,6 @@ from torch_ckpt.loading.load import Discovered
 from torch_ckpt.state.trees import (
     OBJECTS,
     StateDict,
-    holds_tensors,
     joined,
     parts_of,
     python_number,
@@ -104,10 +103,10 @@ def as_stock_state(key: str, state: StateDict) -> StateDict:
     torch would take apart, and so lose types or keys of, is wrapped."""
 
     def stored(name: str, value: Any) -> Any:
-        if type(value) in (dict, OrderedDict) and holds_tensors(value):
+        if type(value) in (dict, OrderedDict) and tensor_count(value):
             require_distinct_names(value)
             return {place: stored(f"{name}.{place}", part) for place, part in value.items()}
-        if type(value) is list and holds_tensors(value):
+        if type(value) is list and tensor_count(value):
             return [stored(f"{name}.{place}", part) for place, part in enumerate(value)]
         return stored_leaf(name, value)
 
@@ -178,7 +177,7 @@ class OptimizerState(Discovered):
 
     def _add_leaves(self, value: Any, *path: Any) -> None:
         is_slots = len(path) == 2 and path[0] == "state"
-        if is_slots or (type(value) in (dict, OrderedDict, list) and holds_tensors(value)):
+        if is_slots or (type(value) in (dict, OrderedDict, list) and tensor_count(value)):
             parts = enumerate(value) if isinstance(value, list) else value.items()
             for place, part in parts:
                 self._add_leaves(part, *path, place)

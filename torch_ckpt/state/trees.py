@@ -59,12 +59,6 @@ def _on_cpu(state: Any) -> Any:
     return state
 
 
-def holds_tensors(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(map(holds_tensors, value.values()))
-    return any(map(holds_tensors, value)) if type(value) is list else torch.is_tensor(value)
-
-
 def split_state(key: str, state: Any, for_load: bool) -> StateDict:
     """A state as a tree of tensors, and one object of what else there is."""
     rest, tensors = parts_of(state)
@@ -227,6 +221,7 @@ def joined(rest: Any, tensors: Any) -> Any:
 
 
 def tensor_count(tree: Any) -> int:
+    """How many tensors there are in nested dicts and lists."""
     if isinstance(tree, torch.Tensor):
         return 1
     parts = tree.values() if isinstance(tree, dict) else tree if type(tree) is list else ()

@@ -32,8 +32,9 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from torch_ckpt.checkpoint.metadata import MAX_METADATA_BYTES, checksum_tables
 from torch_ckpt.errors import CheckpointError
+from torch_ckpt.loading.planners import place_of
 from torch_ckpt.loading.reader import FileSystemReader
-from torch_ckpt.loading.reading import ByteRow, Reading, Row
+from torch_ckpt.loading.reading import ByteRow, Reading, Row, places_of
 from torch_ckpt.steps.marker import MARKER_NAME
 from torch_ckpt.steps.remote_files import RemoteFiles, require_staging_room
 from torch_ckpt.steps.remote_ranges import (
@@ -105,13 +106,13 @@ class RemoteReader(FileSystemReader):
     def read_all_but_rows(self, reading: Reading) -> None:
         wanted: _Wanted = defaultdict(list)
         for item in reading.transformed:
-            info = self._place(item)
+            info = place_of(item, self.storage_data)
             wanted[info.relative_path].append((info.offset, info.offset + info.length))
         with self._staged(wanted):
             super().read_all_but_rows(reading)
 
     def read_bytes(self, files: list[str], rows: list[ByteRow]) -> list[bytes]:
-        self._places(files, rows)  # refuses files outside of the directory
+        places_of(files, rows, self._metadata)  # refuses files outside of the directory
         wanted: _Wanted = defaultdict(list)
         for _name, file, offset, length in rows:
             wanted[files[file]].append((offset, offset + length))
@@ -119,7 +120,7 @@ class RemoteReader(FileSystemReader):
             return super().read_bytes(files, rows)
 
     def read_rows(self, files: list[str], rows: list[Row]) -> None:
-        self._places(files, rows)
+        places_of(files, rows, self._metadata)
         for wave, wanted in self._waves_of_rows(files, rows):
             with self._staged(wanted):
                 super().read_rows(files, wave)

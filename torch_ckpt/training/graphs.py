@@ -15,8 +15,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import _get_qualified_name
 
+from torch_ckpt.ranks.meeting import own_rank
 from torch_ckpt.training.files import StrPath, put
-from torch_ckpt.training.ranks import rank
 
 #: What compiles a graph: of a graph module and example inputs it makes a function.
 Backend = Callable[..., Callable[..., Any]]
@@ -97,7 +97,7 @@ def save_graph(
     suffix = Path(path).suffix
     if suffix not in (".svg", ".dot"):
         raise ValueError(f"save_graph: {path} must end in .svg or .dot")
-    if rank() != 0:
+    if own_rank() != 0:
         return
     dot = shutil.which("dot") if suffix == ".svg" else None
     if suffix == ".svg" and dot is None:

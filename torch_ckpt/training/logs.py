@@ -24,7 +24,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 from torch_ckpt._base.formatting import printable
-from torch_ckpt.training.ranks import rank
+from torch_ckpt.ranks.meeting import own_rank
 
 # More of them would hide each other.
 _MOST_REFUSALS = 10
@@ -95,7 +95,7 @@ def log(step: SupportsIndex, logger: Logger, output: Any) -> None:
     number = operator.index(step)
     refusals: list[str] = []
     entries = list(_entries(output, refusals))
-    here = rank() == 0
+    here = own_rank() == 0
     values = _values(entries, here)
     if refusals:
         raise ValueError(_refusal(number, refusals))

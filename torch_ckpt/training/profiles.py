@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from torch_ckpt.ranks.meeting import own_rank
 from torch_ckpt.training.files import StrPath, check, join, put
-from torch_ckpt.training.ranks import rank
 
 if TYPE_CHECKING:
     from torch.profiler import ProfilerActivity, profile
@@ -61,7 +61,7 @@ def start_profile(
         if _taken is not None:
             raise RuntimeError("start_profile: a profile is being taken; call stop_profile first")
         profiler = None
-        if all_ranks or rank() == 0:
+        if all_ranks or own_rank() == 0:
             # torch would cancel that one, and say so only in its log.
             if torch.autograd.profiler._is_profiler_enabled:
                 raise RuntimeError(
@@ -77,7 +77,7 @@ def start_profile(
                 with_flops=with_flops,
             )
             profiler.start()
-        _taken = _Taken(profiler, rank(), threading.get_ident())
+        _taken = _Taken(profiler, own_rank(), threading.get_ident())
 
 
 def stop_profile(directory: StrPath) -> str | None:

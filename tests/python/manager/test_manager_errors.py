@@ -36,7 +36,7 @@ def test_the_error_of_a_save_is_raised_once(
 ) -> None:
     made, training = make(), Training()
     train(made, [1], training)
-    pending = made._pending
+    pending = made._saver.pending
     assert pending is not None
     assert pending.ended.wait(LIMIT)
     broken()
@@ -120,8 +120,8 @@ def test_a_failed_save_before_the_stop_does_not_lose_the_stop(
     with make(preemption_signals=(signal.SIGUSR1,)) as made:
         training = Training()
         train(made, [1], training)
-        assert made._pending is not None
-        assert made._pending.ended.wait(LIMIT)
+        assert made._saver.pending is not None
+        assert made._saver.pending.ended.wait(LIMIT)
         broken()
         os.kill(os.getpid(), signal.SIGUSR1)
         with pytest.raises(CheckpointException):

@@ -51,7 +51,7 @@ from torch_ckpt.megatron import (
     get_write_results_queue,
     save_state_dict_async_finalize,
 )
-from torch_ckpt.megatron.staged_write import NotBegun, Stage
+from torch_ckpt.megatron.write_task import Stage
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
@@ -492,7 +492,10 @@ def test_a_bucket_that_cannot_be_written_is_told_with_its_number(tmp_path: Path)
     results: queue.Queue[Any] = queue.Queue()
     count: queue.Queue[int] = queue.Queue()
     count.put(5)
-    bucket = NotBegun(OSError(errno.EIO, "Input/output error"))
+    writer = FileSystemWriterAsync(tmp_path / "c")
+    planned(small_state(), writer)
+    (bucket,) = pickle.loads(pickle.dumps(writer.write_buckets))
+    (tmp_path / "c").rename(tmp_path / "gone")
     FileSystemWriterAsync.write_preloaded_data([], 5, bucket, results, count, True)
     count.join()
     number, error = results.get_nowait()
