@@ -83,21 +83,6 @@ Result<File> File::create_at(int directory, const std::string& name, const std::
   return File(fd, path, false);
 }
 
-Result<File> File::open_for_read(const std::string& path, IoMode mode) {
-  TC_FAULT("open", path);
-  // O_NONBLOCK so that a FIFO instead of a data file cannot hang the load before it is
-  // refused.
-  const int flags = O_RDONLY | O_CLOEXEC | O_NONBLOCK;
-  bool direct = mode == IoMode::direct;
-  int fd = ::open(path.c_str(), direct ? flags | O_DIRECT : flags);
-  if (fd < 0 && direct && errno == EINVAL) {
-    direct = false;
-    fd = ::open(path.c_str(), flags);
-  }
-  if (fd < 0) return system_error(errno, "open", path);
-  return adopt(fd, path, direct);
-}
-
 Result<File> File::adopt(int fd, std::string path, bool direct) {
   File file(fd, std::move(path), direct);
   struct stat status {};

@@ -34,11 +34,8 @@ class File {
   /// The same, of a name in the directory that is open as `directory`; `path` is for messages.
   static Result<File> create_at(int directory, const std::string& name, const std::string& path,
                                 IoMode mode);
-  /// Opens an existing regular file for reading; anything else (FIFO, device, directory) is
-  /// refused.
-  static Result<File> open_for_read(const std::string& path, IoMode mode = IoMode::buffered);
-  /// Takes a descriptor that was opened for reading over; one that is not a regular file is closed
-  /// and refused. Files beneath a directory come so (os/beneath.h).
+  /// Takes a descriptor over that was opened for reading (os/beneath.h). One of anything but a
+  /// regular file (FIFO, device, directory) is closed and refused.
   static Result<File> adopt(int fd, std::string path, bool direct);
 
   File(File&& other) noexcept;

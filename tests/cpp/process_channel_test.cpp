@@ -173,7 +173,7 @@ TEST_F(ProcessChannelTest, WhatHasTheNumberOfAChannelThatIsGoneIsNotTouched) {
     address = gone.address();
   }
   test::write_file(path, "somebody's data");
-  auto other = os::File::open_for_read(path).value();
+  auto other = test::open_for_read(path).value();
   const int fd = std::move(other).release();
   ASSERT_EQ(::dup2(fd, address.memory), address.memory);
   const auto sent = ProcessChannel(address).send_object(bytes_of("an object"));

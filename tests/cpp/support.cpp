@@ -95,6 +95,13 @@ os::Directory open_directory(const TempDir& directory) {
   return std::move(*opened);
 }
 
+Result<os::File> open_for_read(const std::string& path, os::IoMode mode) {
+  const std::filesystem::path whole(path);
+  auto directory = os::Directory::open(whole.parent_path().native());
+  if (!directory) return directory.error();
+  return directory->open_for_read(whole.filename().native(), mode);
+}
+
 std::string read_file(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   EXPECT_TRUE(file.is_open()) << path;

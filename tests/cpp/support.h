@@ -18,6 +18,7 @@
 #include "format/checksum_table.h"
 #include "format/tensor_pickle.h"
 #include "os/directory.h"
+#include "os/file.h"
 #include "staging/source.h"
 
 namespace torch_ckpt {
@@ -70,6 +71,9 @@ class TempDir {
 
 /// The directory as a session takes it.
 os::Directory open_directory(const TempDir& directory);
+
+/// A file as a load opens it, in its directory.
+Result<os::File> open_for_read(const std::string& path, os::IoMode mode = os::IoMode::buffered);
 
 std::string read_file(const std::string& path);
 void write_file(const std::string& path, std::string_view contents);

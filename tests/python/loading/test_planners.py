@@ -299,6 +299,14 @@ def test_another_file_system_is_written_and_read_through_torchs_code(thread_coun
             torch_ckpt.load(loaded, storage_reader=reader(path), no_dist=True, **option)
 
 
+def test_values_that_go_before_they_are_read_cannot_be_read_once_for_all_ranks(
+    tmp_path: Path,
+) -> None:
+    save(nested_state(), tmp_path)
+    with pytest.raises(ValueError, match="do not go together"):
+        torch_ckpt.load(nested_state(), tmp_path, free_before_read=True, read_once=True)
+
+
 def test_a_failing_file_system_of_another_kind_fails_the_save(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
