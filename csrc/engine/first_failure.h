@@ -28,10 +28,11 @@ class FirstFailure {
     return failure_;
   }
 
-  /// Lets what there is, or that there is none, stand.
-  void end() {
+  /// Lets it stand whether there has been one, and says so.
+  bool end() {
     const os::MutexLock lock(mutex_);
     has_ended_ = true;
+    return is_set_;
   }
   bool has_ended() const {
     const os::MutexLock lock(mutex_);
