@@ -129,13 +129,13 @@ bool SavePipeline::stage_file(Stager& stager) noexcept {
       while (!stager.begun.empty() && file.stream.has_arrived(stager.begun.front().piece)) {
         pass_on_oldest(stager);
       }
-      if (stager.buffer.empty() && !buffers_.take(stager)) {
-        if (!stager.begun.empty()) {
-          pass_on_oldest(stager);
-          continue;
-        }
-        waits = !buffers_.take_or_wait(stager);
+      // What has been begun comes first.
+      const bool may_wait = stager.begun.empty();
+      if (stager.buffer.empty() && !buffers_.take(stager, may_wait)) {
+        waits = may_wait;
         if (waits) return {};
+        pass_on_oldest(stager);
+        continue;
       }
       if (auto begun = begin_next(stager); !begun) return begun;
     }

@@ -17,17 +17,10 @@ StagingBuffers::StagingBuffers(std::size_t count, std::size_t chunk_bytes, int d
   }
 }
 
-bool StagingBuffers::take(BufferWaiter& waiter) noexcept {
-  const os::MutexLock lock(mutex_);
-  if (free_.empty()) return false;
-  waiter.buffer.splice(waiter.buffer.end(), free_, free_.begin());
-  return true;
-}
-
-bool StagingBuffers::take_or_wait(BufferWaiter& waiter) noexcept {
+bool StagingBuffers::take(BufferWaiter& waiter, bool waits) noexcept {
   const os::MutexLock lock(mutex_);
   if (free_.empty()) {
-    waiting_.push_back(&waiter);
+    if (waits) waiting_.push_back(&waiter);
     return false;
   }
   waiter.buffer.splice(waiter.buffer.end(), free_, free_.begin());

@@ -44,10 +44,9 @@ class StagingBuffers {
   /// Chunks are page-locked for `device`, if it is one. At most `waiters` wait at a time.
   StagingBuffers(std::size_t count, std::size_t chunk_bytes, int device, std::size_t waiters);
 
-  /// Whether there is a free buffer; the waiter has it then.
-  bool take(BufferWaiter& waiter) noexcept;
-  /// The same; where there is none the waiter is resumed once it has been given one.
-  bool take_or_wait(BufferWaiter& waiter) noexcept;
+  /// Whether there is a free buffer, which the waiter has then. Where there is none, and it waits,
+  /// it is resumed once it has been given one.
+  bool take(BufferWaiter& waiter, bool waits) noexcept;
   void release(StagingBufferList buffer) noexcept;
 
   std::size_t unmade() const;
