@@ -241,6 +241,7 @@ class Copy:
                 env=os.environ | {"PYTHONPATH": str(self.root)},
                 capture_output=True,
                 text=True,
+                errors="replace",
                 timeout=seconds,
             )
         except subprocess.TimeoutExpired:

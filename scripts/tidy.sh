@@ -34,4 +34,4 @@ fi
 echo "clang-tidy: ${#files[@]} files (since: $since)"
 cmake --preset lint > /dev/null
 ((${#files[@]} == 0)) || printf '%s\n' "${files[@]}" | xargs -n 2 -P "$(nproc)" \
-  clang-tidy -quiet -p "$build" --extra-arg=-Wno-unknown-warning-option
+  clang-tidy -quiet -p "$build" --extra-arg=-Wno-unknown-warning-option --extra-arg=-Wthread-safety

@@ -21,7 +21,7 @@
 //     that nothing is left behind). Where the names of the save's files might be taken, by what is
 //     there or by another save, they get a tag that nobody else has.
 //  3. Every rank writes its data files, fsyncs and closes each, then fsyncs the directory
-//     (engine/save_session.cpp). All ranks' results arrive at the coordinator. One missing or
+//     (engine/output_file.h). All ranks' results arrive at the coordinator. One missing or
 //     failed result aborts: nothing below runs, and there is no checkpoint but the old one.
 //  4. The coordinator writes the metadata under a temporary name that nobody can guess and that
 //     does not exist (O_EXCL, no links), fsyncs and closes it.

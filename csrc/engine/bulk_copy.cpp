@@ -4,13 +4,12 @@
 #include <atomic>
 #include <boost/asio/post.hpp>
 #include <latch>
-#include <mutex>
-#include <optional>
 #include <thread>
 #include <utility>
 
 #include "checked_math.h"
 #include "engine/executor.h"
+#include "engine/first_failure.h"
 #include "os/file.h"
 #include "os/fork_guard.h"
 #include "staging/host_copy.h"
@@ -72,21 +71,16 @@ Result<std::vector<PooledCopy>> copy_to_pool(std::span<const staging::Source> so
       std::min<std::size_t>(blocks.size(), std::max(1U, std::thread::hardware_concurrency()));
   if (auto there = need_threads({}, 0); !there) return there.error();
   std::atomic<std::size_t> next{0};
-  std::mutex mutex;
-  std::optional<Error> failure;  // guarded by mutex
+  FirstFailure<> failure;
   std::latch done(static_cast<std::ptrdiff_t>(threads));
-  const auto fail = [&](Error error) {
-    const std::lock_guard lock(mutex);
-    failure = std::move(error);
-  };
   const auto copy_blocks = [&] {
     try {
       for (std::size_t n = next++; n < blocks.size(); n = next++) {
         auto copied = copy_block(sources, blocks[n], copies);
-        if (!copied) return fail(copied.error());
+        if (!copied) return failure.set(copied.error());
       }
     } catch (...) {
-      fail(exception_error(std::current_exception(), "copy"));
+      failure.set(exception_error(std::current_exception(), "copy"));
     }
   };
   for (std::size_t t = 0; t < threads; ++t) {
@@ -97,12 +91,12 @@ Result<std::vector<PooledCopy>> copy_to_pool(std::span<const staging::Source> so
       });
     } catch (...) {
       // Those before it use what is here.
-      fail(exception_error(std::current_exception(), "copy"));
+      failure.set(exception_error(std::current_exception(), "copy"));
       done.count_down();
     }
   }
   done.wait();
-  if (failure) return *failure;
+  if (auto error = failure.get()) return *error;
   return copies;
 }
 

@@ -4,7 +4,7 @@ namespace torch_ckpt::engine {
 
 Result<std::shared_ptr<DataFile>> DataFiles::acquire(std::size_t number) {
   State& state = files_[number];
-  std::lock_guard lock(state.mutex);
+  const os::MutexLock lock(state.mutex);
   if (state.file == nullptr) {
     auto opened = DataFile::open(directory_, names_[number], direct_io_);
     if (!opened) return opened.error();
@@ -16,7 +16,7 @@ Result<std::shared_ptr<DataFile>> DataFiles::acquire(std::size_t number) {
 void DataFiles::release(std::size_t number) {
   State& state = files_[number];
   if (--state.units_left > 0) return;
-  std::lock_guard lock(state.mutex);
+  const os::MutexLock lock(state.mutex);
   state.file.reset();
 }
 

@@ -2,7 +2,6 @@
 
 #include <atomic>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -11,6 +10,7 @@
 #include "engine/record_reader.h"
 #include "error.h"
 #include "os/directory.h"
+#include "os/mutex.h"
 
 namespace torch_ckpt::engine {
 
@@ -38,8 +38,8 @@ class DataFiles {
 
  private:
   struct State {
-    std::mutex mutex;
-    std::shared_ptr<DataFile> file;  // guarded by mutex
+    os::Mutex mutex;
+    std::shared_ptr<DataFile> file TC_GUARDED_BY(mutex);
     std::atomic<std::size_t> units_left{0};
   };
 

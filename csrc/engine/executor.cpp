@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <boost/asio/executor_work_guard.hpp>
 #include <boost/asio/post.hpp>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -13,6 +12,7 @@
 
 #include "engine/warnings.h"
 #include "os/fork_guard.h"
+#include "os/mutex.h"
 #include "os/thread.h"
 
 namespace torch_ckpt::engine {
@@ -38,19 +38,18 @@ struct Pool {
   const Threads of;
   asio::io_context context;
   std::optional<asio::executor_work_guard<asio::io_context::executor_type>> work;
-  std::vector<std::thread> threads;  // guarded by Holder::mutex
+  std::vector<std::thread> threads;  // of a pool in Holder::pools, guarded by Holder::mutex
 };
 
 struct Holder {
-  std::mutex mutex;
-  std::vector<std::unique_ptr<Pool>> pools;  // guarded by mutex
+  os::Mutex mutex;
+  std::vector<std::unique_ptr<Pool>> pools TC_GUARDED_BY(mutex);
   // Pools without threads: the channels of sessions that outlive them still refer to them.
-  std::vector<std::unique_ptr<Pool>> joined;  // guarded by mutex
-  std::size_t long_tasks = 0;                 // guarded by mutex
+  std::vector<std::unique_ptr<Pool>> joined TC_GUARDED_BY(mutex);
+  std::size_t long_tasks TC_GUARDED_BY(mutex) = 0;
 };
 
-// With the holder's mutex held, as what follows.
-Pool& find_or_make(Holder& holder, const Threads& threads) {
+Pool& find_or_make(Holder& holder, const Threads& threads) TC_REQUIRES(holder.mutex) {
   for (const auto& pool : holder.pools) {
     if (pool->of == threads) return *pool;
   }
@@ -58,7 +57,8 @@ Pool& find_or_make(Holder& holder, const Threads& threads) {
 }
 
 /// How many threads a pool should have beside `waiting` ones that wait for a disk.
-std::size_t wanted_threads(const Holder& holder, const Pool& pool, std::size_t waiting) {
+std::size_t wanted_threads(const Holder& holder, const Pool& pool, std::size_t waiting)
+    TC_REQUIRES(holder.mutex) {
   std::size_t wanted = pool.least();
   if (pool.of.count == 0) wanted = std::max(wanted, wanted / 2 + waiting);
   if (pool.of == Threads{}) wanted += holder.long_tasks;
@@ -79,7 +79,7 @@ Result<> enlarge(Pool& pool, std::size_t wanted) {
   return {};
 }
 
-Pool* pool_with_threads(Holder& holder, Pool& preferred) {
+Pool* pool_with_threads(Holder& holder, Pool& preferred) TC_REQUIRES(holder.mutex) {
   if (!preferred.threads.empty()) return &preferred;
   for (const auto& pool : holder.pools) {
     if (!pool->threads.empty()) return pool.get();
@@ -87,7 +87,8 @@ Pool* pool_with_threads(Holder& holder, Pool& preferred) {
   return nullptr;
 }
 
-Result<> need_threads(Holder& holder, const Threads& threads, std::size_t waiting) {
+Result<> need_threads(Holder& holder, const Threads& threads, std::size_t waiting)
+    TC_REQUIRES(holder.mutex) {
   Pool& pool = find_or_make(holder, threads);
   const std::size_t wanted = wanted_threads(holder, pool, waiting);
   auto enlarged = enlarge(pool, wanted);
@@ -109,7 +110,7 @@ std::size_t executor_threads() {
 
 asio::io_context& executor(const Threads& threads) {
   Holder& holder = os::ForkLocal<Holder>::get();
-  std::lock_guard lock(holder.mutex);
+  const os::MutexLock lock(holder.mutex);
   Pool& pool = find_or_make(holder, threads);
   // need_threads() tells that there is none.
   if (pool.threads.empty()) static_cast<void>(need_threads(holder, threads, 0));
@@ -119,7 +120,7 @@ asio::io_context& executor(const Threads& threads) {
 
 Result<> need_threads(const Threads& threads, std::size_t waiting) {
   Holder& holder = os::ForkLocal<Holder>::get();
-  std::lock_guard lock(holder.mutex);
+  const os::MutexLock lock(holder.mutex);
   return need_threads(holder, threads, waiting);
 }
 
@@ -128,7 +129,7 @@ Result<> post_long_tasks(std::size_t count, std::string_view operation, const Lo
   if (count == 0) return {};
   Holder& holder = os::ForkLocal<Holder>::get();
   const auto add = [&holder](std::size_t more) {
-    std::lock_guard lock(holder.mutex);
+    const os::MutexLock lock(holder.mutex);
     holder.long_tasks += more;
   };
   add(count);
@@ -151,7 +152,7 @@ void join_executor() {
   if (holder == nullptr) return;
   std::vector<std::unique_ptr<Pool>> pools;
   {
-    std::lock_guard lock(holder->mutex);
+    const os::MutexLock lock(holder->mutex);
     pools = std::move(holder->pools);
     holder->pools.clear();
   }
@@ -164,7 +165,7 @@ void join_executor() {
     pool->threads.clear();
   }
   forget_warning(kThreadsTopic);
-  std::lock_guard lock(holder->mutex);
+  const os::MutexLock lock(holder->mutex);
   for (auto& pool : pools) holder->joined.push_back(std::move(pool));
 }
 

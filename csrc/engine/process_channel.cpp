@@ -30,7 +30,7 @@ Result<ProcessChannel> ProcessChannel::create() {
 // --- a save's own --------------------------------------------------------------------------------
 
 void ProcessChannel::send(const Result<format::FileResult>& result, std::size_t files) {
-  const std::lock_guard lock(mutex_);
+  const os::MutexLock lock(mutex_);
   Result<> sent;
   try {
     const std::string frame = result
@@ -121,7 +121,7 @@ Result<> ProcessChannel::receive() {
 }
 
 Result<std::vector<std::string>> ProcessChannel::take_objects() {
-  const std::lock_guard lock(mutex_);
+  const os::MutexLock lock(mutex_);
   if (auto received = receive(); !received) return received.error();
   return std::exchange(objects_, {});
 }
@@ -129,14 +129,14 @@ Result<std::vector<std::string>> ProcessChannel::take_objects() {
 Result<> ProcessChannel::wait(std::chrono::milliseconds timeout) {
   std::vector<os::ProcessId> senders;
   {
-    const std::lock_guard lock(mutex_);
+    const os::MutexLock lock(mutex_);
     for (const Begun& begun : begun_) senders.push_back(begun.sender);
   }
   return mailbox_.wait(timeout, senders);
 }
 
 Result<std::vector<std::pair<std::int64_t, std::string>>> ProcessChannel::take_missed() {
-  const std::lock_guard lock(mutex_);
+  const os::MutexLock lock(mutex_);
   std::vector<Begun> dead;
   for (const Begun& begun : begun_) {
     if (!os::is_alive(begun.sender)) dead.push_back(begun);

@@ -2,7 +2,6 @@
 
 #include <chrono>
 #include <cstdint>
-#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
@@ -13,6 +12,7 @@
 #include "error.h"
 #include "format/result_frame.h"
 #include "os/mailbox.h"
+#include "os/mutex.h"
 #include "os/process.h"
 
 namespace torch_ckpt::engine {
@@ -72,14 +72,14 @@ class ProcessChannel {
 
   explicit ProcessChannel(os::Mailbox mailbox)
       : mailbox_(std::move(mailbox)), owner_(os::own_process()) {}
-  Result<> receive();
+  Result<> receive() TC_REQUIRES(mutex_);
 
   os::Mailbox mailbox_;
   os::ProcessId owner_;
-  std::mutex mutex_;
-  std::vector<Begun> begun_;          // guarded by mutex_
-  std::vector<std::string> objects_;  // guarded by mutex_
-  std::size_t good_ = 0;              // guarded by mutex_; files whose results were sent
+  os::Mutex mutex_;
+  std::vector<Begun> begun_ TC_GUARDED_BY(mutex_);
+  std::vector<std::string> objects_ TC_GUARDED_BY(mutex_);
+  std::size_t good_ TC_GUARDED_BY(mutex_) = 0;  // files whose results were sent
 };
 
 }  // namespace torch_ckpt::engine

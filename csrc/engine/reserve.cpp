@@ -4,10 +4,9 @@
 #include <boost/asio/post.hpp>
 #include <functional>
 #include <latch>
-#include <mutex>
-#include <optional>
 #include <thread>
 
+#include "engine/first_failure.h"
 #include "staging/chunk_pool.h"
 
 namespace torch_ckpt::engine {
@@ -23,15 +22,11 @@ Result<std::size_t> grow_reserve(std::size_t most_bytes, const Threads& threads,
   if (auto there = need_threads(threads, 0); !there) return there.error();
   boost::asio::io_context& executor = engine::executor(threads);
   const unsigned at_once = std::clamp(std::thread::hardware_concurrency(), 1U, kMostThreads);
-  std::mutex mutex;
-  std::optional<Error> failure;  // guarded by mutex
+  FirstFailure<> failure;
   std::latch done(static_cast<std::ptrdiff_t>(at_once));
   // A task of its own for each chunk, so that a save's work on the same threads comes in between.
-  const auto end = [&](std::optional<Error> error) {
-    if (error) {
-      const std::lock_guard lock(mutex);
-      failure = std::move(error);
-    }
+  const auto end = [&](Error error) {
+    failure.set(std::move(error));
     done.count_down();
   };
   std::function<void()> grow;
@@ -50,11 +45,12 @@ Result<std::size_t> grow_reserve(std::size_t most_bytes, const Threads& threads,
       grown = exception_error(std::current_exception(), "grow_reserve");
     }
     if (grown && *grown) return begin();
-    end(grown ? std::nullopt : std::optional<Error>(grown.error()));
+    if (!grown) return end(grown.error());
+    done.count_down();
   };
   for (unsigned i = 0; i < at_once; ++i) begin();
   done.wait();
-  if (failure) return *failure;
+  if (auto error = failure.get()) return *error;
   // Those of another caller who makes the same reserve.
   pool.wait_until_grown();
   return pool.reserved_bytes();

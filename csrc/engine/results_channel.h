@@ -1,14 +1,13 @@
 #pragma once
 
 #include <chrono>
-#include <condition_variable>
 #include <cstddef>
-#include <mutex>
 #include <utility>
 #include <vector>
 
 #include "error.h"
 #include "os/fork_guard.h"
+#include "os/mutex.h"
 
 namespace torch_ckpt::engine {
 
@@ -26,7 +25,7 @@ class ResultsChannel {
   /// A part that sends twice is a bug; its second message would be another part's.
   void send(Result<T> message) noexcept {
     // Under the lock to the end: whoever waits may destroy the channel as soon as he has the lock.
-    const std::lock_guard lock(mutex_);
+    const os::MutexLock lock(mutex_);
     if (sent_ == parts_) return;
     messages_[sent_++] = std::move(message);
     if (sent_ == parts_) complete_.notify_all();
@@ -36,13 +35,15 @@ class ResultsChannel {
   /// in a forked child, where the threads that would send them do not exist.
   bool wait_for(std::chrono::milliseconds timeout) {
     if (inherited()) return true;
-    std::unique_lock lock(mutex_);
-    return complete_.wait_for(lock, timeout, [this] { return sent_ == parts_; });
+    const auto deadline = std::chrono::steady_clock::now() + timeout;
+    const os::MutexLock lock(mutex_);
+    while (sent_ < parts_ && complete_.wait_until(mutex_, deadline)) continue;
+    return sent_ == parts_;
   }
 
   /// In the order in which they were sent; after wait_for() has returned true, and not in a forked
   /// child.
-  const std::vector<Result<T>>& messages() const { return messages_; }
+  const std::vector<Result<T>>& messages() const TC_NOT_ANALYZED { return messages_; }
 
   /// Whether this is such a child. A session has then failed, whatever its members say: they were
   /// copied at some moment of the parent's work, locks included.
@@ -51,10 +52,10 @@ class ResultsChannel {
  private:
   const os::ProcessMark process_;
   const std::size_t parts_;
-  std::mutex mutex_;
-  std::condition_variable complete_;
-  std::vector<Result<T>> messages_;  // guarded by mutex_ until all have been sent
-  std::size_t sent_ = 0;             // guarded by mutex_
+  os::Mutex mutex_;
+  os::CondVar complete_;
+  std::vector<Result<T>> messages_ TC_GUARDED_BY(mutex_);  // until all have been sent
+  std::size_t sent_ TC_GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace torch_ckpt::engine

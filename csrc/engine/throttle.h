@@ -3,7 +3,8 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
-#include <mutex>
+
+#include "os/mutex.h"
 
 namespace torch_ckpt::engine {
 
@@ -20,7 +21,7 @@ class Throttle {
 
   /// When a write of `bytes` may begin; it counts as made then.
   Clock::time_point reserve(std::uint64_t bytes, Clock::time_point now = Clock::now()) {
-    std::lock_guard lock(mutex_);
+    const os::MutexLock lock(mutex_);
     const Clock::time_point begin = std::max(now, free_from_);
     const std::chrono::duration<double> takes(static_cast<double>(bytes) /
                                               static_cast<double>(bytes_per_second_));
@@ -30,8 +31,8 @@ class Throttle {
 
  private:
   const std::uint64_t bytes_per_second_;
-  std::mutex mutex_;
-  Clock::time_point free_from_{};  // guarded by mutex_
+  os::Mutex mutex_;
+  Clock::time_point free_from_ TC_GUARDED_BY(mutex_){};
 };
 
 }  // namespace torch_ckpt::engine

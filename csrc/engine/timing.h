@@ -4,8 +4,9 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <mutex>
 #include <vector>
+
+#include "os/mutex.h"
 
 namespace torch_ckpt::engine {
 
@@ -34,7 +35,7 @@ class Timing {
   void add(Activity activity, std::size_t file, std::int64_t begin_ns, std::int64_t end_ns) {
     busy_ns_[static_cast<std::size_t>(activity)] += end_ns - begin_ns;
     if (!trace_) return;
-    std::lock_guard lock(mutex_);
+    const os::MutexLock lock(mutex_);
     events_.push_back({activity, file, begin_ns, end_ns});
   }
 
@@ -44,7 +45,7 @@ class Timing {
   }
 
   std::vector<TraceEvent> events() const {
-    std::lock_guard lock(mutex_);
+    const os::MutexLock lock(mutex_);
     return events_;
   }
 
@@ -55,8 +56,8 @@ class Timing {
   const std::chrono::steady_clock::time_point begun_ = std::chrono::steady_clock::now();
   const bool trace_;
   std::atomic<std::int64_t> busy_ns_[kActivities] = {};
-  mutable std::mutex mutex_;
-  std::vector<TraceEvent> events_;  // guarded by mutex_
+  mutable os::Mutex mutex_;
+  std::vector<TraceEvent> events_ TC_GUARDED_BY(mutex_);
 };
 
 // Counts the time until it goes out of scope.

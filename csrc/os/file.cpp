@@ -71,16 +71,19 @@ Result<File> File::create_at(int directory, const std::string& name, const std::
     return uninterrupted(
         [&] { return ::openat(directory, name.c_str(), flags | more, kFileMode); });
   };
+  // What needs memory comes before there is a file, which would be left behind.
+  File file(-1, path, mode == IoMode::direct);
   if (mode == IoMode::direct) {
-    const int fd = open_with(O_DIRECT);
-    if (fd >= 0) return File(fd, path, true);
+    file.fd_ = open_with(O_DIRECT);
+    if (file.fd_ >= 0) return file;
     if (errno != EINVAL) return system_error(errno, "open", path);
     // Some kernels create the file before they find that O_DIRECT is not to be had.
     ::unlinkat(directory, name.c_str(), 0);
+    file.direct_ = false;
   }
-  const int fd = open_with(0);
-  if (fd < 0) return system_error(errno, "open", path);
-  return File(fd, path, false);
+  file.fd_ = open_with(0);
+  if (file.fd_ < 0) return system_error(errno, "open", path);
+  return file;
 }
 
 Result<File> File::adopt(int fd, std::string path, bool direct) {

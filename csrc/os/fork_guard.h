@@ -4,7 +4,7 @@
 #include <sys/types.h>
 #include <unistd.h>
 
-#include <mutex>
+#include "os/mutex.h"
 
 namespace torch_ckpt::os {
 
@@ -16,38 +16,35 @@ template <class T>
 class ForkLocal {
  public:
   static T& get() {
-    std::lock_guard lock(mutex());
-    if (slot() == nullptr) {
+    const MutexLock lock(mutex_);
+    if (instance_ == nullptr) {
       register_fork_handler();
-      slot() = new T();
+      instance_ = new T();
     }
-    return *slot();
+    return *instance_;
   }
 
   /// The object if there is one; for clean-up at exit.
   static T* existing() {
-    std::lock_guard lock(mutex());
-    return slot();
+    const MutexLock lock(mutex_);
+    return instance_;
   }
 
  private:
-  static std::mutex& mutex() {
-    static std::mutex instance;
-    return instance;
-  }
-  static T*& slot() {
-    static T* instance = nullptr;
-    return instance;
-  }
   static void register_fork_handler() {
     // Held across fork so that the child never inherits the mutex locked by a thread it lacks.
-    static const int registered = ::pthread_atfork([] { mutex().lock(); }, [] { mutex().unlock(); },
-                                                   [] {
-                                                     slot() = nullptr;
-                                                     mutex().unlock();
-                                                   });
+    static const int registered = ::pthread_atfork(hold, let_go, begin_child);
     static_cast<void>(registered);
   }
+  static void hold() TC_NOT_ANALYZED { mutex_.lock(); }
+  static void let_go() TC_NOT_ANALYZED { mutex_.unlock(); }
+  static void begin_child() TC_NOT_ANALYZED {
+    instance_ = nullptr;
+    mutex_.unlock();
+  }
+
+  static inline Mutex mutex_;
+  static inline T* instance_ TC_GUARDED_BY(mutex_) = nullptr;
 };
 
 // Made part of an object that threads of this process work on: tells a forked child, which has a

@@ -13,6 +13,9 @@ namespace {
 // is not a reason to run out of memory.
 constexpr std::uint64_t kMostPieces = 4096;
 
+// Of one record: above this, more is read than is wanted.
+constexpr std::size_t kMostRanges = std::size_t{1} << 20;
+
 bool is_small(const WantedRecord& record, const ReadPlanLimits& limits) {
   if (record.length > std::min(limits.small_bytes, limits.batch_bytes)) return false;
   return record.length <= limits.gap_bytes || record.wanted() >= record.length / 8 * 7;
@@ -71,6 +74,25 @@ void add_pieces(std::vector<ReadUnit>& units, std::size_t index, const WantedRec
 }
 
 }  // namespace
+
+std::vector<ByteRange> ranges_of(const WantedPayload& payload) {
+  const std::uint64_t gap_bytes = ReadPlanLimits().gap_bytes;
+  std::vector<ByteRange> ranges;
+  for (const Region* region : payload.regions) {
+    if (region->covering().end > payload.bytes) continue;
+    const auto of_region = region->ranges(gap_bytes, kMostRanges);
+    ranges.insert(ranges.end(), of_region.begin(), of_region.end());
+  }
+  if (payload.is_whole) ranges = {{0, payload.bytes}};
+  if (payload.block_bytes != 0) {
+    const std::uint64_t last_block = align_down(payload.bytes, payload.block_bytes);
+    for (ByteRange& range : ranges) {
+      range.begin = align_down(range.begin, payload.block_bytes);
+      range.end = range.end > last_block ? payload.bytes : align_up(range.end, payload.block_bytes);
+    }
+  }
+  return ranges.size() > 1 ? coalesce(std::move(ranges), gap_bytes) : ranges;
+}
 
 std::uint64_t piece_bytes_for(std::uint64_t wanted, std::size_t threads) {
   const ReadPlanLimits usual;

@@ -22,6 +22,19 @@ struct WantedRecord {
   }
 };
 
+/// What is wanted of one record's payload.
+struct WantedPayload {
+  std::uint64_t bytes = 0;        // of the payload
+  std::uint64_t block_bytes = 0;  // of which each is wanted wholly or not at all, a power of two;
+                                  // 0: there are no blocks
+  bool is_whole = false;          // all of it is wanted
+  std::vector<const Region*> regions;
+};
+
+/// The ranges to read. A region that is not within the payload has none: it is refused once the
+/// record has been opened.
+std::vector<ByteRange> ranges_of(const WantedPayload& payload);
+
 /// One step of a load: either a run of small records that lie close together and are read at once,
 /// or one piece of the wanted bytes of one large record.
 struct ReadUnit {

@@ -27,7 +27,7 @@ Result<> Chunk::pin(int device) {
 ChunkPool& ChunkPool::instance() { return os::ForkLocal<ChunkPool>::get(); }
 
 std::unique_ptr<Chunk> ChunkPool::take_kept(std::size_t bytes) {
-  const std::lock_guard lock(mutex_);
+  const os::MutexLock lock(mutex_);
   const auto found = kept_.find(bytes);
   if (found == kept_.end() || found->second.empty()) return nullptr;
   std::unique_ptr<Chunk> chunk = std::move(found->second.back());
@@ -40,7 +40,7 @@ Result<std::unique_ptr<Chunk>> ChunkPool::take(std::size_t bytes) {
   if (auto chunk = take_kept(bytes)) return chunk;
   {
     Chunks freed;
-    const std::lock_guard lock(mutex_);
+    const os::MutexLock lock(mutex_);
     // Chunks of other sizes make room, or changing the size would exceed the budget of both.
     for (std::size_t room = 0; room < bytes;) {
       auto chunk = remove_one();
@@ -51,13 +51,13 @@ Result<std::unique_ptr<Chunk>> ChunkPool::take(std::size_t bytes) {
   }
   auto made = Chunk::allocate(bytes);
   if (!made) return made;
-  const std::lock_guard lock(mutex_);
+  const os::MutexLock lock(mutex_);
   ++lent_[bytes];
   return made;
 }
 
 void ChunkPool::give_back(std::unique_ptr<Chunk> chunk) {
-  const std::lock_guard lock(mutex_);
+  const os::MutexLock lock(mutex_);
   count_back(*chunk);
   kept_[chunk->bytes().size()].push_back(std::move(chunk));
 }
@@ -68,7 +68,7 @@ void ChunkPool::give_back_within(std::unique_ptr<Chunk> chunk, std::size_t most_
 }
 
 void ChunkPool::discard(std::unique_ptr<Chunk> chunk) {
-  const std::lock_guard lock(mutex_);
+  const os::MutexLock lock(mutex_);
   count_back(*chunk);
   const std::size_t bytes = chunk->bytes().size();
   if (bytes == reserve_chunk_bytes_ && reserved_now() < reserve_chunks_) {
@@ -78,7 +78,7 @@ void ChunkPool::discard(std::unique_ptr<Chunk> chunk) {
 
 void ChunkPool::trim(std::size_t bytes) {
   Chunks freed;
-  const std::lock_guard lock(mutex_);
+  const os::MutexLock lock(mutex_);
   if (reserve_chunks_ > 0) {
     reserve_chunks_ = std::min(reserve_chunks_, bytes / reserve_chunk_bytes_);
   }
@@ -87,17 +87,17 @@ void ChunkPool::trim(std::size_t bytes) {
 
 void ChunkPool::trim_to_budget(std::size_t bytes) {
   Chunks freed;
-  const std::lock_guard lock(mutex_);
+  const os::MutexLock lock(mutex_);
   freed = remove_down_to(bytes);
 }
 
 std::size_t ChunkPool::kept_bytes() const {
-  const std::lock_guard lock(mutex_);
+  const os::MutexLock lock(mutex_);
   return kept_now();
 }
 
 void ChunkPool::set_reserve(std::size_t bytes, std::size_t chunk_bytes) {
-  const std::lock_guard lock(mutex_);
+  const os::MutexLock lock(mutex_);
   const std::size_t chunks = bytes / chunk_bytes + (bytes % chunk_bytes != 0 ? 1 : 0);
   reserve_chunks_ =
       chunk_bytes == reserve_chunk_bytes_ ? std::max(reserve_chunks_, chunks) : chunks;
@@ -107,7 +107,7 @@ void ChunkPool::set_reserve(std::size_t bytes, std::size_t chunk_bytes) {
 Result<bool> ChunkPool::grow_reserve(std::size_t most_bytes, int device) {
   std::size_t bytes = 0;
   {
-    const std::lock_guard lock(mutex_);
+    const os::MutexLock lock(mutex_);
     bytes = reserve_chunk_bytes_;
     // The first comparison is for the second's sake: without a reserve a chunk has no bytes.
     const std::size_t there = reserved_now() + growing_;
@@ -117,7 +117,7 @@ Result<bool> ChunkPool::grow_reserve(std::size_t most_bytes, int device) {
   auto made = Chunk::allocate(bytes);
   Result<> pinned;
   if (made && device != Source::kHost) pinned = (*made)->pin(device);
-  const std::lock_guard lock(mutex_);
+  const os::MutexLock lock(mutex_);
   --growing_;
   grown_.notify_all();
   if (!made || !pinned) {
@@ -132,22 +132,22 @@ Result<bool> ChunkPool::grow_reserve(std::size_t most_bytes, int device) {
 }
 
 void ChunkPool::wait_until_grown() {
-  std::unique_lock lock(mutex_);
-  grown_.wait(lock, [&] { return growing_ == 0; });
+  const os::MutexLock lock(mutex_);
+  while (growing_ > 0) grown_.wait(mutex_);
 }
 
 void ChunkPool::end_reserve() {
-  const std::lock_guard lock(mutex_);
+  const os::MutexLock lock(mutex_);
   reserve_chunks_ = std::min(reserve_chunks_, reserved_now() + growing_);
 }
 
 std::size_t ChunkPool::reserve_bytes() const {
-  const std::lock_guard lock(mutex_);
+  const os::MutexLock lock(mutex_);
   return reserve_chunks_ * reserve_chunk_bytes_;
 }
 
 std::size_t ChunkPool::reserved_bytes() const {
-  const std::lock_guard lock(mutex_);
+  const os::MutexLock lock(mutex_);
   return reserved_now() * reserve_chunk_bytes_;
 }
 

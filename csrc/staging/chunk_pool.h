@@ -1,14 +1,13 @@
 #pragma once
 
-#include <condition_variable>
 #include <cstddef>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <span>
 #include <vector>
 
 #include "error.h"
+#include "os/mutex.h"
 #include "os/pages.h"
 #include "staging/source.h"
 
@@ -81,20 +80,20 @@ class ChunkPool {
  private:
   using Chunks = std::vector<std::unique_ptr<Chunk>>;
 
-  // With mutex_ held. What is to be freed comes by value, so that it goes without the lock.
-  std::size_t kept_now() const;
-  std::size_t reserved_now() const;
-  std::unique_ptr<Chunk> remove_one();
-  Chunks remove_down_to(std::size_t bytes);
-  void count_back(const Chunk& chunk);
+  // What is to be freed comes by value, so that it goes without the lock.
+  std::size_t kept_now() const TC_REQUIRES(mutex_);
+  std::size_t reserved_now() const TC_REQUIRES(mutex_);
+  std::unique_ptr<Chunk> remove_one() TC_REQUIRES(mutex_);
+  Chunks remove_down_to(std::size_t bytes) TC_REQUIRES(mutex_);
+  void count_back(const Chunk& chunk) TC_REQUIRES(mutex_);
 
-  mutable std::mutex mutex_;
-  std::condition_variable grown_;
-  std::map<std::size_t, Chunks> kept_;       // by size; guarded by mutex_
-  std::map<std::size_t, std::size_t> lent_;  // how many are out, by size; guarded by mutex_
-  std::size_t reserve_chunks_ = 0;           // guarded by mutex_
-  std::size_t reserve_chunk_bytes_ = 0;      // guarded by mutex_
-  std::size_t growing_ = 0;                  // chunks being made; guarded by mutex_
+  mutable os::Mutex mutex_;
+  os::CondVar grown_;
+  std::map<std::size_t, Chunks> kept_ TC_GUARDED_BY(mutex_);       // by size
+  std::map<std::size_t, std::size_t> lent_ TC_GUARDED_BY(mutex_);  // how many are out, by size
+  std::size_t reserve_chunks_ TC_GUARDED_BY(mutex_) = 0;
+  std::size_t reserve_chunk_bytes_ TC_GUARDED_BY(mutex_) = 0;
+  std::size_t growing_ TC_GUARDED_BY(mutex_) = 0;  // chunks being made
 };
 
 }  // namespace torch_ckpt::staging

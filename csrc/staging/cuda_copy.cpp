@@ -5,9 +5,8 @@
 // 2. The side stream first waits, on the device, for the moment at which the caller's stream had
 //    produced the sources, or had done what it does with the targets.
 // 3. The runs of a chunk are one submission (cudaMemcpyBatchAsync where the runtime has it), with
-// an
-//    event behind it. Waiting for that event is the only time that a thread of ours waits for the
-//    device.
+//    an event behind it. Waiting for that event is the only time that a thread of ours waits for
+//    the device.
 // 4. Sources are kept alive by their owner until the last event has been waited for, so that the
 //    caching allocator cannot hand their memory to anybody else meanwhile; nothing needs
 //    record_stream.

@@ -1,7 +1,8 @@
-// Every allocation of a load and of a verification fails once, alone and with all that follow.
+// Every allocation of a save, a load and a verification fails once, alone and with all that follow.
 #include <gtest/gtest.h>
 
 #include <cerrno>
+#include <filesystem>
 #include <limits>
 #include <new>
 #include <optional>
@@ -10,6 +11,7 @@
 
 #include "engine/executor.h"
 #include "engine/load_session.h"
+#include "engine/save_session.h"
 #include "engine/verify_session.h"
 #include "failing_allocations.h"
 #include "support.h"
@@ -78,6 +80,10 @@ class AllocationFailures : public ::testing::TestWithParam<Failures> {
   static std::optional<Error> failure_of(const Result<std::shared_ptr<VerifySession>>& started) {
     return started ? (*started)->failure() : started.error();
   }
+  static std::optional<Error> failure_of(const Result<std::shared_ptr<SaveSession>>& started) {
+    const Result<> outcome = started ? (*started)->outcome() : started.error();
+    return outcome ? std::nullopt : std::optional(outcome.error());
+  }
 
   static void expect_success(const LoadSession& session) {
     for (const ReadOutcome& outcome : session.outcomes())
@@ -86,12 +92,20 @@ class AllocationFailures : public ::testing::TestWithParam<Failures> {
   static void expect_success(const VerifySession& session) {
     ASSERT_TRUE(session.findings().empty());
   }
+  void expect_success(const SaveSession& session) const {
+    const auto results = session.results();
+    ASSERT_EQ(results->size(), 2);
+    for (const auto& file : *results) {
+      ASSERT_TRUE(std::filesystem::remove(directory_.file(file.name)));
+    }
+  }
 
   const format::TensorHeader header_ = row_major("float32", {1000});
 
- private:
   Random random_{1};
   TempDir directory_;
+
+ private:
   std::string record_;
 };
 
@@ -121,6 +135,29 @@ TEST_P(AllocationFailures, AVerificationEndsAndSaysSo) {
     }
     return VerifySession::start(std::move(directory), {{"a", {}}}, std::move(records), {});
   });
+}
+
+TEST_P(AllocationFailures, ASaveEndsAndSaysSo) {
+  const std::string payload = random_.bytes(header_.storage_bytes);
+  std::size_t saves = 0;
+  sweep([&](os::Directory directory, std::size_t) {
+    const std::string number = std::to_string(saves++);
+    std::vector<FileJob> files(2);
+    for (FileJob& file : files) {
+      file.name = (&file == &files[0] ? "first" : "second") + number;
+      staging::Source source;
+      source.address = reinterpret_cast<const std::byte*>(payload.data());
+      source.bytes = payload.size();
+      for (int i = 0; i < 5; ++i) file.image.add_tensor(header_, source);
+    }
+    SaveOptions options;
+    options.chunk_bytes = 4096;
+    return SaveSession::start(std::move(directory), std::move(files), options);
+  });
+  // Where there is memory again, nothing is left of a save that has failed.
+  if (GetParam().at_once == 1) {
+    EXPECT_EQ(directory_.names(), std::vector<std::string>{"a"});
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Memory, AllocationFailures,

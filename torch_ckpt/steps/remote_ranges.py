@@ -1,6 +1,6 @@
 """Which bytes of a record a load touches, for those who must have them at hand before.
 
-The engine decides what it reads in csrc/planning and csrc/engine/load_session.cpp. What is found
+The engine decides what it reads in csrc/planning and csrc/engine/read_pipeline.cpp. What is found
 here is never less: gaps that it reads over are read over here, and whole checksummed blocks are
 taken, wherever in the record the payload begins.
 """
@@ -26,7 +26,7 @@ _ENDS_BYTES = 2048
 # More than this around a payload is not a record of a tensor as torch writes it.
 _MOST_ENVELOPE_BYTES = 1 << 20
 
-# Of one record: above this, more is read than is wanted (kMostRanges of load_session.cpp).
+# Of one record: above this, more is read than is wanted (kMostRanges of read_plan.cpp).
 _MOST_RANGES = 1 << 20
 
 _TABLE_HEAD = struct.Struct("<4sI")

@@ -1,0 +1,36 @@
+#include "engine/file_save.h"
+
+#include "format/checksum_table.h"
+
+namespace torch_ckpt::engine {
+
+Result<format::FileResult> FileSave::result() const try {
+  const std::vector<ImageItem>& items = job.image.items();
+  format::FileResult result;
+  result.name = job.name;
+  result.items.reserve(items.size());
+  std::vector<format::RecordSums> records;
+  records.reserve(items.size());
+  for (std::size_t i = 0; i < items.size(); ++i) {
+    const std::size_t item = job.items.empty() ? i : job.items[i];
+    result.items.push_back({item, items[i].offset, items[i].bytes, stream.checksums()[i]});
+    // Of nothing there is nothing to check, and it lies where the next item does.
+    if (items[i].bytes > 0) records.push_back(stream.sums()[i]);
+  }
+  result.checksum_table = format::encode_checksum_table(records);
+  return result;
+} catch (...) {
+  return exception_error(std::current_exception(), "save");
+}
+
+FilePhase FileSave::phase() const {
+  // In this order, since what is written was staged before.
+  const std::uint64_t written = bytes_written;
+  const std::uint64_t staged_so_far = bytes_staged;
+  if (has_writer && staged_so_far > written) return FilePhase::writing;
+  if (has_writer && staged_so_far == job.image.bytes()) return FilePhase::fsync;
+  if (has_stager && staged_so_far < job.image.bytes()) return FilePhase::staging;
+  return FilePhase::waiting;
+}
+
+}  // namespace torch_ckpt::engine

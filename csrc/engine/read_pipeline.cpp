@@ -1,0 +1,298 @@
+#include "engine/read_pipeline.h"
+
+#include <algorithm>
+#include <exception>
+
+#include "checked_math.h"
+#include "engine/executor.h"
+#include "engine/record_reader.h"
+#include "format/crc32.h"
+
+namespace torch_ckpt::engine {
+namespace {
+
+using planning::ByteRange;
+
+// Read and then checksummed while it is still in the second-level cache.
+constexpr std::uint64_t kFusedBytes = std::uint64_t{256} << 10;
+
+std::vector<std::string> names_of(const std::vector<LoadFile>& files) {
+  std::vector<std::string> names;
+  names.reserve(files.size());
+  for (const LoadFile& file : files) names.push_back(file.name);
+  return names;
+}
+
+PayloadCheck check_of(const Payload& payload) {
+  if (payload.blocks != nullptr) return PayloadCheck::by_blocks(*payload.blocks, payload.bytes);
+  return payload.crc ? PayloadCheck::whole_payload() : PayloadCheck();
+}
+
+}  // namespace
+
+Result<std::optional<format::ChecksumTable>> checksum_table_of(const LoadFile& file) {
+  if (file.checksum_table.empty()) return std::optional<format::ChecksumTable>();
+  auto table = format::ChecksumTable::decode(std::as_bytes(std::span(file.checksum_table)));
+  if (table) return std::optional(std::move(*table));
+  Error error = table.error();
+  error.offset = Error::kNoOffset;
+  error.detail = "its checksums in the metadata are damaged: " + error.detail;
+  return error;
+}
+
+Result<ScratchLayout> scratch_for(ReadOptions& options,
+                                  std::span<const planning::Region* const> regions,
+                                  std::span<const Target* const> targets, std::string_view user) {
+  ScratchLayout layout = lay_out_scratch(
+      regions, targets,
+      scratch_chunk_bytes(options.chunk_bytes, options.max_scratch_bytes, options.threads),
+      options.max_scratch_bytes);
+  if (layout.chunk_bytes == 0 || options.threads == 0) {
+    return format_error(
+        Errc::invalid_argument,
+        std::string(user) + " needs at least one thread and 4096 bytes of scratch memory");
+  }
+  options.threads = std::min(options.threads, options.max_scratch_bytes / layout.bytes());
+  layout.most_kept = layout.bytes() * options.threads;
+  return layout;
+}
+
+ReadPipeline::ReadPipeline(os::Directory directory, const std::vector<LoadFile>& files,
+                           const ReadOptions& options, const ScratchLayout& scratch_layout,
+                           const std::vector<staging::ReadyEvent>& ready, ReadSink& sink,
+                           bool goes_on)
+    : files_(std::move(directory), names_of(files), options.direct_io),
+      threads_(options.threads),
+      scratch_layout_(scratch_layout),
+      ready_(ready),
+      sink_(sink),
+      goes_on_(goes_on) {}
+
+void ReadPipeline::plan(std::vector<planning::WantedRecord> wanted, std::uint64_t bytes,
+                        std::uint64_t block_bytes) {
+  records_ = std::move(wanted);
+  large_.resize(records_.size());
+  planning::ReadPlanLimits limits;
+  // With room for the ends of the blocks that a direct read takes.
+  limits.batch_bytes = scratch_layout_.step_bytes();
+  // A block is checked within one piece.
+  limits.cut_bytes = std::max(limits.cut_bytes, block_bytes);
+  limits.piece_bytes = std::max(planning::piece_bytes_for(bytes, threads_), limits.cut_bytes);
+  units_ = planning::plan_reads(records_, limits);
+  for (const planning::ReadUnit& unit : units_) {
+    files_.expect_unit(unit.file);
+    if (unit.is_batch || unit.piece != 0) continue;
+    auto large = std::make_unique<LargeRecord>();
+    const std::size_t record = unit.records.front();
+    const std::vector<ByteRange>& ranges = records_[record].ranges;
+    if (ranges.size() == 1 && ranges[0].begin == 0) large->bytes_from_begin = ranges[0].end;
+    large->pieces.resize(unit.pieces);
+    large->pieces_left = unit.pieces;
+    large_[record] = std::move(large);
+  }
+}
+
+// --- tasks ---------------------------------------------------------------------------------------
+
+Result<> ReadPipeline::start(std::shared_ptr<const void> owner, std::string_view operation) {
+  const std::size_t tasks = std::min(threads_, units_.size());
+  results_.emplace(tasks);
+  return post_long_tasks(
+      tasks, operation,
+      [this, owner, operation](std::shared_ptr<const void> threads) {
+        run_task(std::move(threads), operation);
+      },
+      [this, owner](Error error) { end_task(std::move(error)); });
+}
+
+void ReadPipeline::run_task(std::shared_ptr<const void> threads,
+                            std::string_view operation) noexcept {
+  Result<> status;
+  try {
+    auto scratch = Scratch::make(scratch_layout_, ready_);
+    if (scratch) {
+      while (!failure_.is_set()) {
+        const std::size_t next = next_unit_++;
+        if (next >= units_.size()) break;
+        run_unit(units_[next], **scratch);
+      }
+      status = (*scratch)->wait_all();
+    } else {
+      status = scratch.error();
+    }
+  } catch (...) {
+    status = exception_error(std::current_exception(), operation);
+  }
+  threads.reset();
+  end_task(std::move(status));
+}
+
+void ReadPipeline::end_task(Result<> status) noexcept {
+  if (!status) fail({std::move(status).error()});
+  results_->send({});
+}
+
+void ReadPipeline::run_unit(const planning::ReadUnit& unit, Scratch& scratch) {
+  auto file = files_.acquire(unit.file);
+  Result<> done;
+  if (file) {
+    done = unit.is_batch ? run_batch(unit, **file, scratch) : run_piece(unit, **file, scratch);
+    file->reset();
+  } else {
+    done = file.error();
+  }
+  files_.release(unit.file);
+  for (const std::size_t record : unit.records) {
+    if (unit.is_batch) bytes_read_ += records_[record].length;
+    // Of several pieces of a record that fail so, one tells.
+    const bool told = done || (!unit.is_batch && large_[record]->has_unread.exchange(true));
+    if (!told) sink_.fail(record, done.error());
+  }
+  for (const ByteRange& range : unit.ranges) bytes_read_ += range.bytes();
+}
+
+bool ReadPipeline::lies_in_file(std::size_t record, const DataFile& file) {
+  const planning::WantedRecord& wanted = records_[record];
+  if (inside(wanted.offset, wanted.length, file.bytes())) return true;
+  sink_.fail(record,
+             format_error(Errc::range_past_end,
+                          "the metadata gives a record of " + std::to_string(wanted.length) +
+                              " bytes, but the file has " + std::to_string(file.bytes())));
+  return false;
+}
+
+// --- small records -------------------------------------------------------------------------------
+
+Result<> ReadPipeline::run_batch(const planning::ReadUnit& unit, const DataFile& file,
+                                 Scratch& scratch) {
+  auto room = scratch.next_buffer();
+  if (!room) return room.error();
+  bool is_in_file = true;
+  for (const std::size_t record : unit.records) is_in_file &= lies_in_file(record, file);
+  if (failure_.is_set()) return {};
+  Result<std::span<std::byte>> all = Error();
+  if (is_in_file) {
+    all = file.fetch(*room, unit.begin, unit.length, file.goes_direct(unit.begin, unit.length));
+    if (!all && !goes_on_) return all.error();
+  }
+  for (const std::size_t record : unit.records) {
+    const planning::WantedRecord& wanted = records_[record];
+    if (!inside(wanted.offset, wanted.length, file.bytes())) continue;
+    // Others are read also where one cannot be read, or lies behind the end of the file.
+    const Result<std::span<std::byte>> bytes =
+        all ? all->subspan(wanted.offset - unit.begin, wanted.length)
+            : file.fetch(*room, wanted.offset, wanted.length, false);
+    const Result<> taken = bytes ? take_whole(record, *bytes, scratch) : bytes.error();
+    if (!taken) sink_.fail(record, taken.error());
+    if (failure_.is_set()) return {};
+  }
+  return scratch.submit();
+}
+
+Result<> ReadPipeline::take_whole(std::size_t record, std::span<const std::byte> bytes,
+                                  Scratch& scratch) {
+  RecordInMemory archive(bytes);
+  auto payload = sink_.open(record, archive);
+  if (!payload) return payload.error();
+  if (!payload->is_read) return {};
+  const auto contents = bytes.subspan(payload->offset, payload->bytes);
+  PayloadCheck check = check_of(*payload);
+  if (auto taken = sink_.take(record, *payload, 0, contents, check, &scratch); !taken) return taken;
+  std::optional<std::uint32_t> crc;
+  if (payload->crc) crc = check.sum().first;
+  return sink_.end(record, *payload, crc, contents);
+}
+
+// --- large records -------------------------------------------------------------------------------
+
+Result<> ReadPipeline::run_piece(const planning::ReadUnit& unit, const DataFile& file,
+                                 Scratch& scratch) {
+  const std::size_t record = unit.records.front();
+  LargeRecord& large = *large_[record];
+  const Payload& payload = large.payload;
+  std::call_once(large.once, [&] {
+    if (!lies_in_file(record, file)) return;
+    RecordInFile archive(file, records_[record].offset, records_[record].length);
+    auto opened = sink_.open(record, archive);
+    if (!opened) return sink_.fail(record, opened.error());
+    large.payload = *opened;
+    if (large.bytes_from_begin < payload.bytes) large.payload.crc.reset();
+  });
+  if (!payload.is_read) return {};
+  PayloadCheck check = check_of(payload);
+  for (ByteRange range : unit.ranges) {
+    range.end = std::min(range.end, payload.bytes);
+    if (range.begin >= range.end) continue;
+    if (auto read = read_range(record, range, file, scratch, check); !read) return read;
+  }
+  large.pieces[unit.piece] = check.sum();
+  if (--large.pieces_left > 0 || failure_.is_set()) return {};
+  std::optional<std::uint32_t> crc;
+  if (payload.crc && !large.has_unread) {
+    crc = 0;
+    for (const auto& [sum, bytes] : large.pieces) crc = format::crc32_join(*crc, sum, bytes);
+  }
+  return sink_.end(record, payload, crc, {});
+}
+
+Result<> ReadPipeline::read_range(std::size_t record, ByteRange range, const DataFile& file,
+                                  Scratch& scratch, PayloadCheck& check) {
+  const Payload& payload = large_[record]->payload;
+  const std::uint64_t begin_in_file = records_[record].offset + payload.offset;
+  std::uint64_t buffered_until = range.begin;
+  while (range.begin < range.end && !failure_.is_set()) {
+    std::uint64_t bytes = std::min<std::uint64_t>(range.bytes(), scratch.step_bytes());
+    bool direct = false;
+    if (range.begin >= buffered_until) {
+      direct = file.goes_direct(begin_in_file + range.begin, bytes);
+      if (!direct) buffered_until = range.begin + bytes;
+    }
+    // Of a direct read the first and last blocks may hold other bytes, too.
+    std::span<std::byte> place;
+    if (!direct) {
+      bytes = std::min(kFusedBytes, buffered_until - range.begin);
+      place = sink_.place(record, range.begin, bytes);
+    }
+    Result<std::span<std::byte>> fetched = place;
+    if (!place.empty()) {
+      if (auto read = file.read(place, begin_in_file + range.begin); !read) fetched = read.error();
+    } else {
+      auto room = scratch.next_buffer();
+      if (!room) return room.error();
+      fetched = file.fetch(*room, begin_in_file + range.begin, bytes, direct);
+    }
+    if (!fetched && !goes_on_) return fetched.error();
+    if (!fetched && direct) {
+      // Smaller reads tell better which bytes are lost.
+      buffered_until = range.begin + bytes;
+      continue;
+    }
+    if (!fetched) {
+      large_[record]->has_unread = true;
+      const ByteRange lost{range.begin, range.begin + bytes};
+      range.begin +=
+          std::min(sink_.leave_out(record, payload, lost, fetched.error()), range.bytes());
+      continue;
+    }
+    for (std::span<const std::byte> left = *fetched; !left.empty();) {
+      const auto part = left.first(std::min<std::uint64_t>(left.size(), kFusedBytes));
+      auto taken =
+          sink_.take(record, payload, range.begin, part, check, place.empty() ? &scratch : nullptr);
+      if (!taken) return taken;
+      range.begin += part.size();
+      left = left.subspan(part.size());
+    }
+    if (place.empty()) {
+      if (auto submitted = scratch.submit(); !submitted) return submitted;
+    }
+  }
+  return {};
+}
+
+bool ReadPipeline::wait_for(std::chrono::milliseconds timeout) {
+  if (!results_->wait_for(timeout)) return false;
+  files_.close_directory();
+  return true;
+}
+
+}  // namespace torch_ckpt::engine
