@@ -23,7 +23,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import WRAPPED_EXCEPTION
 from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
@@ -42,7 +41,7 @@ from torch_ckpt.checkpoint.metadata import METADATA_NAME
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.megatron.results_queue import ResultsQueue
 from torch_ckpt.megatron.structures import named_plan
-from torch_ckpt.megatron.torch_write import Results
+from torch_ckpt.megatron.torch_write import Results, whole
 from torch_ckpt.megatron.write_task import WriteTask, portable
 from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS, is_distributed, own_rank
 from torch_ckpt.ranks.outcomes import attempt
@@ -50,8 +49,7 @@ from torch_ckpt.saving.items import keeps_default_lookup, resolve
 from torch_ckpt.saving.rank_write import WriteOptions
 from torch_ckpt.saving.writer import DCP_VERSION, FileSystemWriter, completed
 
-#: A task, in a list or not; nothing where that is empty.
-Staged = WriteTask | Sequence[WriteTask]
+Staged = WriteTask | Sequence[WriteTask]  # an empty one is nothing to write
 
 #: What all versions of their function take in this order, the last of all.
 _MULTIPROC_ARGUMENTS = ("rank", "write_buckets", "global_results_queue")
@@ -170,9 +168,9 @@ class FileSystemWriterAsync(FileSystemWriter):
         with no_gc():
             direct = keeps_default_lookup(planner)
             if self.engine_can_write():
-                values = [resolve(planner, item, direct, whole=_whole) for item in items]
+                values = [resolve(planner, item, direct, whole=whole) for item in items]
             else:
-                values = [_whole(planner.resolve_data(item)) for item in items]
+                values = [whole(planner.resolve_data(item)) for item in items]
         self._task = WriteTask(
             directory=str(self.checkpoint_dir if self.use_msc else self.path),
             prefix=self.prefix,
@@ -491,14 +489,6 @@ def _outcome_of(
         return task.outcome(transform_list[0] if transform_list else None)
     except Exception as error:
         return portable(error)
-
-
-def _whole(value: Any) -> Any:
-    """What torch's format can hold of a quantized tensor of somebody's own class."""
-    kind = type(value)
-    if isinstance(value, torch.Tensor) and kind.dequantize is not torch.Tensor.dequantize:
-        return value.dequantize()
-    return value
 
 
 def _msc() -> Any:
