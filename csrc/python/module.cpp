@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 
 #include <map>
+#include <span>
 #include <string>
 
 #include "commit.h"
@@ -12,6 +13,7 @@
 #include "python/bindings.h"
 #include "python/errors.h"
 #include "python/gil.h"
+#include "python/memory.h"
 #include "staging/device_copy.h"
 
 namespace py = pybind11;
@@ -19,53 +21,25 @@ namespace py = pybind11;
 namespace torch_ckpt::python {
 namespace {
 
-/// The memory of an object, which stays where it is as long as this lives.
-class Memory {
- public:
-  explicit Memory(const py::buffer& object) {
-    // Strided memory is refused.
-    if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_SIMPLE) != 0) throw py::error_already_set();
-  }
-  ~Memory() { PyBuffer_Release(&view_); }
-  Memory(const Memory&) = delete;
-  Memory& operator=(const Memory&) = delete;
-
-  std::span<const std::byte> bytes() const {
-    return {static_cast<const std::byte*>(view_.buf), static_cast<std::size_t>(view_.len)};
-  }
-
- private:
-  Py_buffer view_{};
-};
-
-void commit(const os::Directory& directory, const std::string& name, const py::buffer& contents,
-            bool sync, bool replace) {
-  const Memory memory(contents);
-  CommitOutcome outcome;
-  {
-    const ReleasedGil released;
-    outcome = commit_metadata(directory, name, memory.bytes(), {.sync = sync, .replace = replace});
-  }
+void commit(const os::Directory& directory, const std::string& name,
+            std::span<const std::byte> contents, bool sync, bool replace) {
+  const CommitOutcome outcome = without_gil([&] {
+    return commit_metadata(directory, name, contents, {.sync = sync, .replace = replace});
+  });
   if (outcome.state != CommitState::committed) raise(outcome);
 }
 
-std::uint32_t crc32(const py::buffer& data, std::uint32_t crc) {
-  const Memory memory(data);
-  const ReleasedGil released;
-  return format::crc32(crc, memory.bytes());
-}
-
 /// Where the program ends. `roles` are by "module name".
-std::size_t check_metadata_pickle(const py::buffer& data,
-                                  const std::map<std::string, std::string>& roles) {
+Result<std::size_t> check_metadata_pickle(std::span<const std::byte> data,
+                                          const std::map<std::string, std::string>& roles) {
   format::Globals allowed;
   for (const auto& [name, word] : roles) {
     const auto role = format::role_named(word);
     if (!role) throw py::value_error(name + ": '" + word + "' is not a role");
     allowed.emplace(name, *role);
   }
-  const Memory memory(data);
-  return without_gil([&] { return format::check_metadata_pickle(memory.bytes(), allowed); });
+  const ReleasedGil released;
+  return format::check_metadata_pickle(data, allowed);
 }
 
 }  // namespace
@@ -73,6 +47,7 @@ std::size_t check_metadata_pickle(const py::buffer& data,
 
 PYBIND11_MODULE(_C, module) {
   using namespace torch_ckpt;
+  python::bind_errors();
   python::bind_fault(module);
   python::bind_directory(module);
   python::bind_results(module);
@@ -83,13 +58,10 @@ PYBIND11_MODULE(_C, module) {
              py::arg("contents"), py::arg("sync"), py::arg("replace") = true);
   module.def("check_metadata_pickle", &python::check_metadata_pickle, py::arg("data"),
              py::arg("roles"));
-  module.def("crc32", &python::crc32, py::arg("data"), py::arg("crc") = 0);
   module.def(
-      "join_executor",
-      [] {
-        const python::ReleasedGil released;
-        engine::join_executor();
-      },
-      "Ends the engine's threads after the work they have; for interpreter exit.");
+      "crc32",
+      [](std::span<const std::byte> data, std::uint32_t crc) { return format::crc32(crc, data); },
+      py::arg("data"), py::arg("crc") = 0, python::NoGil());
+  module.def("join_executor", &engine::join_executor, python::NoGil());
   module.attr("has_cuda") = staging::device_support() != nullptr;
 }
