@@ -3,7 +3,6 @@
 #include <cerrno>
 #include <cstring>
 #include <new>
-#include <stdexcept>
 #include <utility>
 
 namespace torch_ckpt {
@@ -74,7 +73,7 @@ std::string Error::message() const {
   if (offset != kNoOffset) text += " at byte " + std::to_string(offset);
   if (!detail.empty()) text += (text.empty() ? "" : ": ") + detail;
   if (sys_errno != 0) text += std::string(": ") + std::strerror(sys_errno);
-  return text;
+  return subject.empty() ? text : subject + ": " + text;
 }
 
 Error system_error(int sys_errno, std::string_view operation, std::string_view path,
@@ -107,7 +106,7 @@ Error exception_error(const std::exception_ptr& exception, std::string_view oper
 }
 
 void throw_exception_from_error(const Error& error, const boost::source_location&) {
-  throw std::logic_error("value() of a failed Result: " + error.message());
+  throw Failure(error);
 }
 
 }  // namespace torch_ckpt

@@ -3,8 +3,10 @@
 #include <boost/system/result.hpp>
 #include <cstdint>
 #include <exception>
+#include <stdexcept>
 #include <string>
 #include <string_view>
+#include <utility>
 
 namespace torch_ckpt {
 
@@ -66,19 +68,19 @@ enum class Errc {
 
 std::string_view name(Errc code);
 
-/// What failed, on which object, at which byte, and the system's reason. Never thrown inside the
-/// core; csrc/python turns it into an exception.
+/// What failed, on which object, at which byte, and the system's reason. The core never throws it.
 struct Error {
   Errc code = Errc::internal;
   int sys_errno = 0;
   std::string operation;  // the system call, or the step that failed
   std::string path;
   std::uint64_t offset = kNoOffset;
-  std::string detail;  // one clause for the reader; empty where errno says it all
+  std::string detail;        // one clause for the reader; empty where errno says it all
+  std::string subject = {};  // the item that it happened to, where it is one
 
   static constexpr std::uint64_t kNoOffset = ~std::uint64_t{0};
 
-  /// "pwrite /ckpt/__0_1.distcp at byte 8388608: No space left on device"
+  /// "weight: pwrite /ckpt/__0_1.distcp at byte 8388608: No space left on device"
   std::string message() const;
 };
 
@@ -92,7 +94,19 @@ Error exception_error(const std::exception_ptr& exception, std::string_view oper
 template <class T = void>
 using Result = boost::system::result<T, Error>;
 
-// Required by boost::system::result::value(); the core never lets a failed value() happen.
+/// An Error where ATen throws as well: csrc/torch and csrc/python take results by value(), and
+/// csrc/python turns it into Python's exception.
+class Failure : public std::logic_error {
+ public:
+  explicit Failure(Error error) : std::logic_error(error.message()), error_(std::move(error)) {}
+
+  const Error& error() const { return error_; }
+
+ private:
+  Error error_;
+};
+
+// What boost::system::result::value() calls; throws Failure.
 [[noreturn]] void throw_exception_from_error(const Error& error, const boost::source_location&);
 
 }  // namespace torch_ckpt

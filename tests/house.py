@@ -36,6 +36,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 #: Folders of csrc and files beside them, likewise.
 CSRC_FLOORS: tuple[tuple[str, ...], ...] = (
     ("python",),
+    ("torch",),
     ("directory", "engine"),
     ("staging",),
     ("format", "os", "planning"),
@@ -156,6 +157,7 @@ def picture() -> str:
 #: One sentence for each part of csrc.
 CSRC = {
     "python": "Bindings: they parse, release the GIL, call and translate.",
+    "torch": "Tensors as sources and targets, load waves, conversions by ATen; no pybind11.",
     "engine": "File images, the sessions of saves, loads and verifications, results, thread pools.",
     "directory": "A directory's protocol, numbered: leases, the commit, what may go.",
     "staging": "Sources, copies from host and device, the pool of chunks.",

@@ -5,6 +5,7 @@
 #include <string_view>
 
 #include "format/crc32.h"
+#include "format/little_endian.h"
 
 namespace torch_ckpt::format {
 namespace {
@@ -21,21 +22,6 @@ constexpr std::size_t kCrcBytes = 4;
 constexpr std::uint64_t kMaxLog2 = 63;
 constexpr std::uint64_t kRawFlag = 0x80;  // beside the logarithm
 
-void put(std::string& out, std::uint64_t value, std::size_t bytes) {
-  char digits[8];
-  for (std::size_t i = 0; i < bytes; ++i) digits[i] = static_cast<char>(value >> (8 * i));
-  out.append(digits, bytes);
-}
-
-/// The range must lie within `bytes`.
-std::uint64_t number_at(std::span<const std::byte> bytes, std::size_t at, std::size_t count) {
-  std::uint64_t value = 0;
-  for (std::size_t i = 0; i < count; ++i) {
-    value |= static_cast<std::uint64_t>(bytes[at + i]) << (8 * i);
-  }
-  return value;
-}
-
 struct Entry {
   std::uint64_t offset = 0;
   std::uint32_t envelope_crc = 0;
@@ -46,9 +32,10 @@ struct Entry {
 
 Entry entry_at(std::span<const std::byte> entries, std::size_t index) {
   const auto bytes = entries.subspan(index * kEntryBytes, kEntryBytes);
-  return {number_at(bytes, 0, 8), static_cast<std::uint32_t>(number_at(bytes, 8, 4)),
-          (number_at(bytes, 12, 1) & kRawFlag) != 0, number_at(bytes, 12, 1) & ~kRawFlag,
-          number_at(bytes, 13, 3)};
+  return {little_endian(bytes.subspan(0, 8)),
+          static_cast<std::uint32_t>(little_endian(bytes.subspan(8, 4))),
+          (little_endian(bytes.subspan(12, 1)) & kRawFlag) != 0,
+          little_endian(bytes.subspan(12, 1)) & ~kRawFlag, little_endian(bytes.subspan(13, 3))};
 }
 
 Error damaged() {
@@ -92,11 +79,11 @@ Result<ChecksumTable> ChecksumTable::decode(std::span<const std::byte> bytes) {
   if (bytes.size() < kHeadBytes + kCrcBytes) return damaged();
   // First, so that whatever is found below was written so.
   const auto body = bytes.first(bytes.size() - kCrcBytes);
-  if (crc32(0, body) != number_at(bytes, body.size(), kCrcBytes)) return damaged();
+  if (crc32(0, body) != little_endian(bytes.subspan(body.size(), kCrcBytes))) return damaged();
   if (!std::ranges::equal(body.first(kMagic.size()), std::as_bytes(std::span(kMagic)))) {
     return inconsistent("a checksum table of another version");
   }
-  const std::uint64_t count = number_at(body, kMagic.size(), 4);
+  const std::uint64_t count = little_endian(body.subspan(kMagic.size(), 4));
   if (count > (body.size() - kHeadBytes) / kEntryBytes) {
     return inconsistent("a checksum table names more records than it has");
   }
@@ -148,7 +135,8 @@ std::optional<RecordSums> ChecksumTable::find(std::uint64_t offset) const {
   sums.block_crcs.reserve(entry.blocks);
   for (std::uint64_t i = 0; i < entry.blocks; ++i) {
     const std::size_t at = (first_blocks_[low] + i) * kCrcBytes;
-    sums.block_crcs.push_back(static_cast<std::uint32_t>(number_at(crcs_, at, kCrcBytes)));
+    sums.block_crcs.push_back(
+        static_cast<std::uint32_t>(little_endian(crcs_.subspan(at, kCrcBytes))));
   }
   return sums;
 }

@@ -23,48 +23,6 @@ namespace {
 
 using Limits = MetadataLimits;
 
-namespace op {
-constexpr unsigned char kMark = '(';
-constexpr unsigned char kStop = '.';
-constexpr unsigned char kBinint = 'J';
-constexpr unsigned char kBinint1 = 'K';
-constexpr unsigned char kBinint2 = 'M';
-constexpr unsigned char kNone = 'N';
-constexpr unsigned char kReduce = 'R';
-constexpr unsigned char kBinunicode = 'X';
-constexpr unsigned char kAppend = 'a';
-constexpr unsigned char kBuild = 'b';
-constexpr unsigned char kGlobal = 'c';
-constexpr unsigned char kEmptyDict = '}';
-constexpr unsigned char kAppends = 'e';
-constexpr unsigned char kBinget = 'h';
-constexpr unsigned char kLongBinget = 'j';
-constexpr unsigned char kEmptyList = ']';
-constexpr unsigned char kBinput = 'q';
-constexpr unsigned char kLongBinput = 'r';
-constexpr unsigned char kSetitem = 's';
-constexpr unsigned char kTuple = 't';
-constexpr unsigned char kEmptyTuple = ')';
-constexpr unsigned char kSetitems = 'u';
-constexpr unsigned char kBinfloat = 'G';
-constexpr unsigned char kBinbytes = 'B';
-constexpr unsigned char kShortBinbytes = 'C';
-constexpr unsigned char kProto = 0x80;
-constexpr unsigned char kNewobj = 0x81;
-constexpr unsigned char kTuple1 = 0x85;
-constexpr unsigned char kTuple2 = 0x86;
-constexpr unsigned char kTuple3 = 0x87;
-constexpr unsigned char kNewtrue = 0x88;
-constexpr unsigned char kNewfalse = 0x89;
-constexpr unsigned char kLong1 = 0x8a;
-constexpr unsigned char kShortBinunicode = 0x8c;
-constexpr unsigned char kBinunicode8 = 0x8d;
-constexpr unsigned char kBinbytes8 = 0x8e;
-constexpr unsigned char kStackGlobal = 0x93;
-constexpr unsigned char kMemoize = 0x94;
-constexpr unsigned char kFrame = 0x95;
-}  // namespace op
-
 constexpr std::uint64_t kOldestProtocol = 2;
 constexpr std::uint64_t kNewestProtocol = 5;
 
@@ -123,21 +81,21 @@ std::string printable(std::string_view text) {
 class Verifier {
  public:
   Verifier(std::span<const std::byte> bytes, const Globals& allowed)
-      : bytes_(reinterpret_cast<const char*>(bytes.data()), bytes.size()), allowed_(allowed) {}
+      : bytes_(reinterpret_cast<const char*>(bytes.data()), bytes.size()),
+        allowed_(allowed),
+        reader_(bytes) {}
 
   Result<std::size_t> run() {
     // About what metadata has; memory that is not used stays untouched.
     memo_.reserve(std::min(bytes_.size() / 12, kUsualMostMemo));
     objects_.reserve(std::min(bytes_.size() / 24, kUsualMostMemo));
     while (!error_ && !stopped_) {
-      opcode_at_ = at_;
-      const auto code = static_cast<unsigned char>(number(1));
-      if (error_) break;
-      step(code);
+      if (!reader_.next(token_)) return *reader_.error();
+      step();
       if (stack_.size() > Limits::kStack) too_large("holds more values than metadata ever does");
     }
     if (error_) return std::move(*error_);
-    return at_;
+    return reader_.position();
   }
 
  private:
@@ -145,48 +103,10 @@ class Verifier {
 
   void fail(Errc code, std::string detail) {
     if (error_) return;
-    error_ = Error{code, 0, "pickle", {}, opcode_at_, std::move(detail)};
+    error_ = Error{code, 0, "pickle", {}, token_.at, std::move(detail)};
   }
   void bad_stack(std::string detail) { fail(Errc::pickle_stack, std::move(detail)); }
   void too_large(std::string detail) { fail(Errc::pickle_too_large, std::move(detail)); }
-
-  // --- bytes ---
-
-  std::string_view take(std::uint64_t count) {
-    if (error_ || !inside(at_, count, bytes_.size())) {
-      fail(Errc::pickle_truncated, "the program ends before its end");
-      return {};
-    }
-    const auto taken = bytes_.substr(at_, count);
-    at_ += count;
-    return taken;
-  }
-  std::uint64_t number(std::size_t count) {
-    if (!inside(at_, count, bytes_.size())) {
-      take(count);
-      return 0;
-    }
-    std::uint64_t value = 0;
-    for (std::size_t i = 0; i < count; ++i) {
-      value |= static_cast<std::uint64_t>(static_cast<unsigned char>(bytes_[at_ + i])) << (8 * i);
-    }
-    at_ += count;
-    return value;
-  }
-  std::string_view line() {
-    const auto rest = bytes_.substr(at_, Limits::kNameBytes + 1);
-    const auto end = rest.find('\n');
-    if (end == std::string_view::npos) {
-      if (rest.size() > Limits::kNameBytes) {
-        too_large("a name is longer than any of metadata's");
-      } else {
-        fail(Errc::pickle_truncated, "a name has no end");
-      }
-      return {};
-    }
-    at_ += end + 1;
-    return rest.substr(0, end);
-  }
 
   // --- values ---
 
@@ -245,17 +165,11 @@ class Verifier {
     // Indices have 32 bits.
     if (objects_.size() >= Limits::kWeight) too_large("has more objects than metadata ever does");
   }
-  void push_text(std::uint64_t count) {
-    const std::uint64_t begin = at_;
-    take(count);
+  void push_text() {
     push_key(Kind::text);
-    stack_.back().at = begin;
+    stack_.back().at = static_cast<std::uint64_t>(token_.bytes.data() - bytes_.data());
     stack_.back().index =
-        static_cast<std::uint32_t>(std::min<std::uint64_t>(count, Limits::kNameBytes + 1));
-  }
-  void push_bytes(std::uint64_t count) {
-    take(count);
-    push(Kind::bytes);
+        static_cast<std::uint32_t>(std::min(token_.bytes.size(), Limits::kNameBytes + 1));
   }
   std::string_view text(const Value& value) const { return bytes_.substr(value.at, value.index); }
 
@@ -285,12 +199,12 @@ class Verifier {
 
   // --- opcodes ---
 
-  void step(unsigned char code) {
-    switch (code) {
+  void step() {
+    switch (token_.code) {
       case op::kProto:
-        return protocol(number(1));
+        return protocol(token_.number);
       case op::kFrame:
-        return frame(number(8));
+        return frame(token_.number);
       case op::kStop:
         return stop();
       case op::kMark:
@@ -302,31 +216,20 @@ class Verifier {
       case op::kNewfalse:
         return push_key(Kind::scalar);
       case op::kBinint:
-        take(4);
-        return push_key(Kind::small_integer);
       case op::kBinint1:
-        take(1);
-        return push_key(Kind::small_integer);
       case op::kBinint2:
-        take(2);
         return push_key(Kind::small_integer);
       case op::kLong1:
-        return long_integer(number(1));
       case op::kBinfloat:
-        take(8);
         return push(Kind::scalar);
       case op::kShortBinunicode:
-        return push_text(number(1));
       case op::kBinunicode:
-        return push_text(number(4));
       case op::kBinunicode8:
-        return push_text(number(8));
+        return push_text();
       case op::kShortBinbytes:
-        return push_bytes(number(1));
       case op::kBinbytes:
-        return push_bytes(number(4));
       case op::kBinbytes8:
-        return push_bytes(number(8));
+        return push(Kind::bytes);
       case op::kEmptyTuple:
         return tuple(0);
       case op::kTuple1:
@@ -350,7 +253,7 @@ class Verifier {
       case op::kSetitems:
         return marked_set_items();
       case op::kGlobal:
-        return global_line();
+        return global(token_.bytes, token_.name);
       case op::kStackGlobal:
         return stack_global();
       case op::kReduce:
@@ -362,45 +265,38 @@ class Verifier {
       case op::kMemoize:
         return memoize(memo_.size());
       case op::kBinput:
-        return memoize(number(1));
       case op::kLongBinput:
-        return memoize(number(4));
+        return memoize(token_.number);
       case op::kBinget:
-        return fetch(number(1));
       case op::kLongBinget:
-        return fetch(number(4));
+        return fetch(token_.number);
       default:
         return fail(Errc::pickle_opcode,
-                    "opcode " + std::to_string(code) + " is none that metadata needs");
+                    "opcode " + std::to_string(token_.code) + " is none that metadata needs");
     }
   }
 
   void protocol(std::uint64_t version) {
-    if (opcode_at_ != 0) return fail(Errc::pickle_opcode, "the protocol is named in the middle");
+    if (token_.at != 0) return fail(Errc::pickle_opcode, "the protocol is named in the middle");
     if (version >= kOldestProtocol && version <= kNewestProtocol) return;
     fail(Errc::pickle_opcode, "protocol " + std::to_string(version) + " is not known");
   }
 
   // The unpickler may read a frame's bytes at once, whatever the opcodes in it say.
   void frame(std::uint64_t count) {
-    if (!inside(at_, count, bytes_.size())) {
+    if (!inside(reader_.position(), count, bytes_.size())) {
       return fail(Errc::pickle_truncated, "a frame ends outside");
     }
-    frames_end_ = std::max(frames_end_, at_ + static_cast<std::size_t>(count));
+    frames_end_ = std::max(frames_end_, reader_.position() + static_cast<std::size_t>(count));
   }
 
   void stop() {
     if (!marks_.empty() || stack_.size() != 1) {
       return bad_stack("it ends with more or fewer than one value");
     }
-    if (frames_end_ > at_) return fail(Errc::pickle_truncated, "a frame ends behind STOP");
+    if (frames_end_ > reader_.position())
+      return fail(Errc::pickle_truncated, "a frame ends behind STOP");
     if (can_be_part(stack_.back())) stopped_ = true;
-  }
-
-  void long_integer(std::uint64_t count) {
-    if (count > Limits::kIntegerBytes) return too_large("an integer has too many bytes");
-    take(count);
-    push(Kind::scalar);
   }
 
   void marked_tuple() {
@@ -522,12 +418,6 @@ class Verifier {
            objects_[value.index].attribute_names;
   }
 
-  void global_line() {
-    const auto module = line();
-    if (error_) return;
-    const auto name = line();
-    if (!error_) global(module, name);
-  }
   void stack_global() {
     if (!needs(2)) return;
     const Value name = pop();
@@ -627,14 +517,13 @@ class Verifier {
   }
 
   void memoize(std::uint64_t index) {
-    if (error_ || !needs(1)) return;
+    if (!needs(1)) return;
     if (index != memo_.size()) {
       return fail(Errc::pickle_stack, "a memo index is not the next one");
     }
     memo_.push_back(stack_.back());
   }
   void fetch(std::uint64_t index) {
-    if (error_) return;
     if (index >= memo_.size()) return bad_stack("nothing is memoized at an index");
     const Value& value = memo_[index];
     if (value.kind == Kind::object) objects_[value.index].fetched = true;
@@ -643,8 +532,8 @@ class Verifier {
 
   std::string_view bytes_;
   const Globals& allowed_;
-  std::size_t at_ = 0;
-  std::size_t opcode_at_ = 0;
+  PickleReader reader_;
+  PickleToken token_;
   std::size_t frames_end_ = 0;
   bool stopped_ = false;
   std::optional<Error> error_;

@@ -10,6 +10,7 @@
 #include <string_view>
 
 #include "error.h"
+#include "format/pickle_reader.h"
 
 namespace torch_ckpt::format {
 
@@ -44,8 +45,7 @@ using Globals = std::map<std::string, GlobalRole, std::less<>>;
 struct MetadataLimits {
   static constexpr std::size_t kDepth = 64;  // of values within values
   static constexpr std::size_t kStack = std::size_t{1} << 20;
-  static constexpr std::size_t kNameBytes = 256;  // of a module, and of a name in it
-  static constexpr std::size_t kIntegerBytes = 16;
+  static constexpr std::size_t kNameBytes = PickleReader::kNameBytes;
   // Values that one holds, each counted as often as it is reached: what hashing or printing costs.
   static constexpr std::uint32_t kKeyWeight = 128;
   static constexpr std::uint32_t kArgumentsWeight = 4096;

@@ -7,6 +7,7 @@
 
 #include "checked_math.h"
 #include "format/crc32.h"
+#include "format/little_endian.h"
 #include "format/zip.h"
 
 namespace torch_ckpt::format {
@@ -28,42 +29,6 @@ struct Entry {
   std::uint32_t crc = 0;
 };
 
-class Cursor {
- public:
-  explicit Cursor(std::span<const std::byte> bytes) : bytes_(bytes) {}
-
-  /// A little-endian number of at most eight bytes.
-  std::uint64_t take(std::size_t count) {
-    const auto raw = take_bytes(count);
-    std::uint64_t value = 0;
-    for (std::size_t i = 0; i < raw.size(); ++i) {
-      value |= static_cast<std::uint64_t>(raw[i]) << (8 * i);
-    }
-    return value;
-  }
-  std::string_view take_text(std::size_t count) {
-    const auto raw = take_bytes(count);
-    return {reinterpret_cast<const char*>(raw.data()), raw.size()};
-  }
-  std::span<const std::byte> take_bytes(std::size_t count) {
-    if (!inside(at_, count, bytes_.size())) {
-      failed_ = true;
-      return {};
-    }
-    const auto raw = bytes_.subspan(at_, count);
-    at_ += count;
-    return raw;
-  }
-  void skip(std::size_t count) { take_bytes(count); }
-  bool failed() const { return failed_; }
-  std::size_t left() const { return bytes_.size() - at_; }
-
- private:
-  std::span<const std::byte> bytes_;
-  std::size_t at_ = 0;
-  bool failed_ = false;
-};
-
 struct DirectoryPlace {
   std::uint64_t offset = 0;
   std::uint64_t bytes = 0;
@@ -79,39 +44,39 @@ Result<DirectoryPlace> find_directory(RecordBytes& record, const Limits& limits)
   }
   auto end = record.at(size - zip::kEndBytes, zip::kEndBytes);
   if (!end) return end.error();
-  Cursor cursor(*end);
-  if (cursor.take(4) != zip::kEnd) {
+  ByteReader cursor(*end);
+  if (cursor.number(4) != zip::kEnd) {
     return format_error(Errc::not_a_zip, "no end-of-directory record where the record ends",
                         size - zip::kEndBytes);
   }
-  cursor.skip(4 + 2);
+  cursor.take(4 + 2);
   DirectoryPlace place;
-  place.entries = cursor.take(2);
-  place.bytes = cursor.take(4);
-  place.offset = cursor.take(4);
+  place.entries = cursor.number(2);
+  place.bytes = cursor.number(4);
+  place.offset = cursor.number(4);
 
   constexpr std::uint64_t kLocatorBack = zip::kEndBytes + zip::kEnd64LocatorBytes;
   if (size >= kLocatorBack + zip::kEnd64Bytes) {
     auto locator = record.at(size - kLocatorBack, zip::kEnd64LocatorBytes);
     if (!locator) return locator.error();
-    Cursor locator_cursor(*locator);
-    if (locator_cursor.take(4) == zip::kEnd64Locator) {
-      locator_cursor.skip(4);
-      const std::uint64_t end64_at = locator_cursor.take(8);
+    ByteReader locator_cursor(*locator);
+    if (locator_cursor.number(4) == zip::kEnd64Locator) {
+      locator_cursor.take(4);
+      const std::uint64_t end64_at = locator_cursor.number(8);
       if (!inside(end64_at, zip::kEnd64Bytes, size)) {
         return format_error(Errc::zip_inconsistent, "the zip64 end record lies outside");
       }
       auto end64 = record.at(end64_at, zip::kEnd64Bytes);
       if (!end64) return end64.error();
-      Cursor cursor64(*end64);
-      if (cursor64.take(4) != zip::kEnd64) {
+      ByteReader cursor64(*end64);
+      if (cursor64.number(4) != zip::kEnd64) {
         return format_error(Errc::zip_inconsistent, "no zip64 end record where its locator points",
                             end64_at);
       }
-      cursor64.skip(8 + 2 + 2 + 4 + 4 + 8);
-      place.entries = cursor64.take(8);
-      place.bytes = cursor64.take(8);
-      place.offset = cursor64.take(8);
+      cursor64.take(8 + 2 + 2 + 4 + 4 + 8);
+      place.entries = cursor64.number(8);
+      place.bytes = cursor64.number(8);
+      place.offset = cursor64.number(8);
     }
   }
   if (place.entries > limits.entries || place.bytes > limits.directory_bytes) {
@@ -123,37 +88,37 @@ Result<DirectoryPlace> find_directory(RecordBytes& record, const Limits& limits)
   return place;
 }
 
-Result<Entry> read_entry(Cursor& cursor, std::uint64_t record_bytes) {
+Result<Entry> read_entry(ByteReader& cursor, std::uint64_t record_bytes) {
   Entry entry;
-  if (cursor.take(4) != zip::kDirectoryEntry) {
+  if (cursor.number(4) != zip::kDirectoryEntry) {
     return format_error(Errc::zip_inconsistent, "a central directory entry has no signature");
   }
-  cursor.skip(2 + 2 + 2);
-  const std::uint64_t method = cursor.take(2);
-  cursor.skip(2 + 2);
-  entry.crc = static_cast<std::uint32_t>(cursor.take(4));
-  std::uint64_t stored = cursor.take(4);
-  entry.bytes = cursor.take(4);
-  const std::uint64_t name_bytes = cursor.take(2);
-  const std::uint64_t extra_bytes = cursor.take(2);
-  const std::uint64_t comment_bytes = cursor.take(2);
-  cursor.skip(2 + 2 + 4);
-  entry.header_offset = cursor.take(4);
-  entry.name = cursor.take_text(name_bytes);
-  Cursor extra(cursor.take_bytes(extra_bytes));
-  cursor.skip(comment_bytes);
+  cursor.take(2 + 2 + 2);
+  const std::uint64_t method = cursor.number(2);
+  cursor.take(2 + 2);
+  entry.crc = static_cast<std::uint32_t>(cursor.number(4));
+  std::uint64_t stored = cursor.number(4);
+  entry.bytes = cursor.number(4);
+  const std::uint64_t name_bytes = cursor.number(2);
+  const std::uint64_t extra_bytes = cursor.number(2);
+  const std::uint64_t comment_bytes = cursor.number(2);
+  cursor.take(2 + 2 + 4);
+  entry.header_offset = cursor.number(4);
+  entry.name = cursor.text(name_bytes);
+  ByteReader extra(cursor.take(extra_bytes));
+  cursor.take(comment_bytes);
   while (extra.left() >= 4) {
-    const std::uint64_t id = extra.take(2);
-    Cursor field(extra.take_bytes(extra.take(2)));
+    const std::uint64_t id = extra.number(2);
+    ByteReader field(extra.take(extra.number(2)));
     if (id != zip::kExtraZip64) continue;
-    if (entry.bytes == zip::kMax32) entry.bytes = field.take(8);
-    if (stored == zip::kMax32) stored = field.take(8);
-    if (entry.header_offset == zip::kMax32) entry.header_offset = field.take(8);
-    if (field.failed()) {
+    if (entry.bytes == zip::kMax32) entry.bytes = field.number(8);
+    if (stored == zip::kMax32) stored = field.number(8);
+    if (entry.header_offset == zip::kMax32) entry.header_offset = field.number(8);
+    if (field.has_failed()) {
       return format_error(Errc::zip_inconsistent, "a zip64 field is cut short");
     }
   }
-  if (cursor.failed() || extra.failed()) {
+  if (cursor.has_failed() || extra.has_failed()) {
     return format_error(Errc::zip_inconsistent, "a central directory entry is cut short");
   }
   if (method != 0 || stored != entry.bytes) {
@@ -172,7 +137,7 @@ Result<std::vector<Entry>> read_directory(RecordBytes& record, const Limits& lim
   if (!place) return place.error();
   auto bytes = record.at(place->offset, place->bytes);
   if (!bytes) return bytes.error();
-  Cursor cursor(*bytes);
+  ByteReader cursor(*bytes);
   std::vector<Entry> entries;
   std::string prefix;
   for (std::uint64_t i = 0; i < place->entries; ++i) {
@@ -195,13 +160,13 @@ Result<std::vector<Entry>> read_directory(RecordBytes& record, const Limits& lim
 Result<std::uint64_t> data_offset(RecordBytes& record, const Entry& entry) {
   auto header = record.at(entry.header_offset, zip::kLocalHeaderBytes);
   if (!header) return header.error();
-  Cursor cursor(*header);
-  if (cursor.take(4) != zip::kLocalHeader) {
+  ByteReader cursor(*header);
+  if (cursor.number(4) != zip::kLocalHeader) {
     return format_error(Errc::zip_inconsistent, "entry '" + entry.name + "' has no local header",
                         entry.header_offset);
   }
-  cursor.skip(22);
-  const std::uint64_t name_and_extra = cursor.take(2) + cursor.take(2);
+  cursor.take(22);
+  const std::uint64_t name_and_extra = cursor.number(2) + cursor.number(2);
   // The header lies inside (read_entry), so neither sum can overflow.
   const std::uint64_t offset = entry.header_offset + zip::kLocalHeaderBytes + name_and_extra;
   if (!inside(offset, entry.bytes, record.size())) {
@@ -307,7 +272,7 @@ Result<EntriesFound> check_entries(RecordBytes& record, std::string_view skip) {
   const auto begins_with = [&](std::uint64_t offset, std::uint32_t signature) -> Result<bool> {
     auto bytes = record.at(offset, 4);
     if (!bytes) return bytes.error();
-    return Cursor(*bytes).take(4) == signature;
+    return ByteReader(*bytes).number(4) == signature;
   };
   // One of them may be what is damaged.
   auto head = begins_with(0, zip::kLocalHeader);

@@ -15,194 +15,175 @@
 
 #include "format/tensor_pickle.h"
 
-#include <cstring>
-#include <limits>
+#include <algorithm>
 #include <string_view>
+#include <utility>
 
 #include "checked_math.h"
+#include "format/pickle_reader.h"
 
 namespace torch_ckpt::format {
 namespace {
 
-constexpr std::string_view kRebuildV2 = "torch._utils\n_rebuild_tensor_v2\n";
-constexpr std::string_view kRebuildV3 = "torch._utils\n_rebuild_tensor_v3\n";
-constexpr std::string_view kUntypedStorage = "torch.storage\nUntypedStorage\n";
-constexpr std::string_view kOrderedDict = "collections\nOrderedDict\n";
+constexpr std::string_view kUtils = "torch._utils";
+constexpr std::string_view kRebuildV2 = "_rebuild_tensor_v2";
+constexpr std::string_view kRebuildV3 = "_rebuild_tensor_v3";
+
+constexpr unsigned char kProtocol = 2;
 
 // More dimensions than torch itself supports (64) are refused before anything is allocated.
 constexpr std::size_t kMaxDims = 64;
 
+/// The opcode that ends a tuple of so many values.
+unsigned char closing(bool marked, std::size_t count) {
+  return marked ? op::kTuple : static_cast<unsigned char>(op::kTuple1 - 1 + count);
+}
+
 class Emitter {
  public:
-  void op(char code) { out_ += code; }
-  void global(std::string_view text) {
-    out_ += 'c';
-    out_ += text;
+  void op(unsigned char code) { put(out_, code, 1); }
+  void global(std::string_view module, std::string_view name) {
+    op(op::kGlobal);
+    out_.append(module).append("\n").append(name).append("\n");
     memoize();
   }
   void string(std::string_view text) {
-    out_ += 'X';
-    little_endian(text.size(), 4);
+    op(op::kBinunicode);
+    put(out_, text.size(), 4);
     out_ += text;
     memoize();
   }
   void integer(std::uint64_t value) {
     if (value <= 0xff) {
-      out_ += 'K';
-      little_endian(value, 1);
+      op(op::kBinint1);
+      put(out_, value, 1);
     } else if (value <= 0xffff) {
-      out_ += 'M';
-      little_endian(value, 2);
+      op(op::kBinint2);
+      put(out_, value, 2);
     } else if (value <= 0x7fffffff) {
-      out_ += 'J';
-      little_endian(value, 4);
+      op(op::kBinint);
+      put(out_, value, 4);
     } else {
       // LONG1: two's complement with as few bytes as keep the sign bit clear.
       std::size_t bytes = 4;
       while (bytes < 8 && (value >> (8 * bytes - 1)) != 0) ++bytes;
       if (bytes == 8 && (value >> 63) != 0) bytes = 9;
-      out_ += '\x8a';
-      little_endian(bytes, 1);
-      little_endian(value, bytes < 8 ? bytes : 8);
+      op(op::kLong1);
+      put(out_, bytes, 1);
+      put(out_, value, bytes < 8 ? bytes : 8);
       if (bytes == 9) out_ += '\0';
     }
   }
   void tuple(const std::vector<std::uint64_t>& values) {
-    if (values.empty()) {
-      out_ += ')';
-      return;
-    }
-    if (values.size() > 3) out_ += '(';
+    if (values.empty()) return op(op::kEmptyTuple);
+    if (values.size() > 3) op(op::kMark);
     for (const std::uint64_t value : values) integer(value);
-    out_ += values.size() > 3 ? 't' : static_cast<char>(0x84 + static_cast<int>(values.size()));
+    op(closing(values.size() > 3, values.size()));
     memoize();
   }
   void memoize() {
-    out_ += 'q';
-    little_endian(memo_++, 1);
+    op(op::kBinput);
+    put(out_, memo_++, 1);
   }
   std::string take() { return std::move(out_); }
 
  private:
-  void little_endian(std::uint64_t value, std::size_t bytes) {
-    for (std::size_t i = 0; i < bytes; ++i) out_ += static_cast<char>((value >> (8 * i)) & 0xff);
-  }
-
   std::string out_;
   std::size_t memo_ = 0;
 };
 
 class Parser {
  public:
-  explicit Parser(std::span<const std::byte> bytes)
-      : bytes_(reinterpret_cast<const char*>(bytes.data()), bytes.size()) {}
+  explicit Parser(std::span<const std::byte> bytes) : reader_(bytes) {}
 
   bool failed() const { return failed_; }
   void fail() { failed_ = true; }
 
-  bool accept(std::string_view expected) {
-    if (failed_ || !bytes_.substr(at_).starts_with(expected)) return false;
-    at_ += expected.size();
+  /// Takes the next token where it has that opcode. Each of them is followed by another until STOP
+  /// is taken, so that looking at the next one asks for nothing that may be missing.
+  bool accept(unsigned char code) {
+    if (!failed_ && !std::exchange(is_ahead_, true)) failed_ = !reader_.next(token_);
+    if (failed_ || token_.code != code) return false;
+    is_ahead_ = false;
     return true;
   }
-  void expect(std::string_view expected) {
-    if (!accept(expected)) fail();
+  void expect(unsigned char code) {
+    if (!accept(code)) fail();
   }
   void skip_memo() {
-    if (accept("q")) {
-      take(1);
-    } else if (accept("r")) {
-      take(4);
-    }
+    if (!accept(op::kBinput)) accept(op::kLongBinput);
   }
-  void expect_global(std::string_view text) {
-    expect("c");
-    expect(text);
+  void expect_protocol() {
+    expect(op::kProto);
+    if (token_.number != kProtocol) fail();
+  }
+  /// The name; what it names must lie in `module`.
+  std::string_view global_of(std::string_view module) {
+    expect(op::kGlobal);
+    if (token_.bytes != module) fail();
+    const std::string_view name = token_.name;
     skip_memo();
+    return name;
+  }
+  void expect_global(std::string_view module, std::string_view name) {
+    if (global_of(module) != name) fail();
+  }
+  std::string_view string() {
+    expect(op::kBinunicode);
+    const std::string_view text = token_.bytes;
+    skip_memo();
+    return text;
   }
   void expect_string(std::string_view text) {
-    expect("X");
-    if (little_endian(4) != text.size()) fail();
-    expect(text);
-    skip_memo();
+    if (string() != text) fail();
   }
-  /// The rest of a line up to '\n', at most 64 characters.
-  std::string_view line() {
-    const auto rest = bytes_.substr(at_, 65);
-    const auto end = rest.find('\n');
-    if (failed_ || end == std::string_view::npos) {
-      fail();
-      return {};
+  bool accept_integer(std::uint64_t& value) {
+    if (accept(op::kBinint1) || accept(op::kBinint2)) {
+      value = token_.number;
+    } else if (accept(op::kBinint)) {
+      value = token_.number;
+      if (value > 0x7fffffff) fail();  // negative
+    } else if (accept(op::kLong1)) {
+      value = long_integer(token_.bytes);
+    } else {
+      return false;
     }
-    at_ += end + 1;
-    return rest.substr(0, end);
-  }
-  bool next_is_integer() const {
-    if (failed_ || at_ >= bytes_.size()) return false;
-    const char code = bytes_[at_];
-    return code == 'K' || code == 'M' || code == 'J' || code == '\x8a';
+    return true;
   }
   std::uint64_t integer() {
-    if (accept("K")) return little_endian(1);
-    if (accept("M")) return little_endian(2);
-    if (accept("J")) {
-      const std::uint64_t value = little_endian(4);
-      if (value > 0x7fffffff) fail();  // negative
-      return value;
-    }
-    if (accept("\x8a")) {
-      const std::uint64_t bytes = little_endian(1);
-      if (bytes == 0 || bytes > 9) {
-        fail();
-        return 0;
-      }
-      const std::uint64_t value = little_endian(bytes < 8 ? bytes : 8);
-      const bool negative = bytes < 9 ? (value >> (8 * bytes - 1)) != 0 : little_endian(1) != 0;
-      if (negative) fail();
-      return value;
-    }
-    fail();
-    return 0;
+    std::uint64_t value = 0;
+    if (!accept_integer(value)) fail();
+    return value;
   }
   std::vector<std::uint64_t> tuple() {
     std::vector<std::uint64_t> values;
-    if (accept(")")) return values;
-    const bool marked = accept("(");
-    while (next_is_integer() && values.size() <= kMaxDims) values.push_back(integer());
-    if (values.size() > kMaxDims) fail();
-    if (marked) {
-      expect("t");
-    } else if (values.empty() || values.size() > 3) {
-      fail();
-    } else {
-      const char close = static_cast<char>(0x84 + static_cast<int>(values.size()));
-      expect({&close, 1});
-    }
+    if (accept(op::kEmptyTuple)) return values;
+    const bool marked = accept(op::kMark);
+    std::uint64_t value = 0;
+    while (values.size() <= kMaxDims && accept_integer(value)) values.push_back(value);
+    if (values.size() > kMaxDims || (!marked && (values.empty() || values.size() > 3))) fail();
+    expect(closing(marked, values.size()));
     skip_memo();
     return values;
   }
 
  private:
-  std::uint64_t little_endian(std::uint64_t count) {
-    const std::string_view raw = take(count);
-    std::uint64_t value = 0;
-    for (std::size_t i = 0; i < raw.size(); ++i) {
-      value |= static_cast<std::uint64_t>(static_cast<unsigned char>(raw[i])) << (8 * i);
+  std::uint64_t long_integer(std::string_view digits) {
+    const auto bytes = std::as_bytes(std::span(digits));
+    if (bytes.empty() || bytes.size() > 9) {
+      fail();
+      return 0;
     }
+    const std::uint64_t value = little_endian(bytes.first(std::min<std::size_t>(bytes.size(), 8)));
+    const bool negative =
+        bytes.size() < 9 ? (value >> (8 * bytes.size() - 1)) != 0 : bytes[8] != std::byte{0};
+    if (negative) fail();
     return value;
   }
-  std::string_view take(std::uint64_t count) {
-    if (failed_ || !inside(at_, count, bytes_.size())) {
-      fail();
-      return {};
-    }
-    const auto raw = bytes_.substr(at_, count);
-    at_ += count;
-    return raw;
-  }
 
-  std::string_view bytes_;
-  std::size_t at_ = 0;
+  PickleReader reader_;
+  PickleToken token_;
+  bool is_ahead_ = false;  // token_ has not been taken
   bool failed_ = false;
 };
 
@@ -226,112 +207,107 @@ bool TensorHeader::is_plain_row_major() const {
 std::string encode_tensor_pickle(const TensorHeader& header) {
   const bool v3 = header.dtype->storage.empty();
   Emitter emit;
-  emit.op('\x80');
-  emit.op('\x02');
-  emit.global(v3 ? kRebuildV3 : kRebuildV2);
-  emit.op('(');
-  emit.op('(');
+  emit.op(op::kProto);
+  emit.op(kProtocol);
+  emit.global(kUtils, v3 ? kRebuildV3 : kRebuildV2);
+  emit.op(op::kMark);
+  emit.op(op::kMark);
   emit.string("storage");
   if (v3) {
-    emit.global(kUntypedStorage);
+    emit.global("torch.storage", "UntypedStorage");
   } else {
-    emit.global("torch\n" + std::string(header.dtype->storage) + "\n");
+    emit.global("torch", header.dtype->storage);
   }
   emit.string("0");
   emit.string("cpu");
   emit.integer(v3 ? header.storage_bytes : header.storage_bytes / header.dtype->item_bytes);
-  emit.op('t');
+  emit.op(op::kTuple);
   emit.memoize();
-  emit.op('Q');
+  emit.op(op::kBinpersid);
   emit.integer(header.storage_offset);
   emit.tuple(header.sizes);
   emit.tuple(header.strides);
-  emit.op('\x89');
-  emit.global(kOrderedDict);
-  emit.op(')');
-  emit.op('R');
+  emit.op(op::kNewfalse);
+  emit.global("collections", "OrderedDict");
+  emit.op(op::kEmptyTuple);
+  emit.op(op::kReduce);
   emit.memoize();
-  if (v3) emit.global("torch\n" + std::string(header.dtype->name) + "\n");
+  if (v3) emit.global("torch", header.dtype->name);
   if (header.conj || header.neg) {
-    emit.op('}');
+    emit.op(op::kEmptyDict);
     emit.memoize();
     const bool both = header.conj && header.neg;
-    if (both) emit.op('(');
+    if (both) emit.op(op::kMark);
     // "neg" before "conj", as torch's unordered_map gives them out.
     if (header.neg) {
       emit.string("neg");
-      emit.op('\x88');
+      emit.op(op::kNewtrue);
     }
     if (header.conj) {
       emit.string("conj");
-      emit.op('\x88');
+      emit.op(op::kNewtrue);
     }
-    emit.op(both ? 'u' : 's');
+    emit.op(both ? op::kSetitems : op::kSetitem);
   }
-  emit.op('t');
+  emit.op(op::kTuple);
   emit.memoize();
-  emit.op('R');
+  emit.op(op::kReduce);
   emit.memoize();
-  emit.op('.');
+  emit.op(op::kStop);
   return emit.take();
 }
 
 Result<TensorHeader> decode_tensor_pickle(std::span<const std::byte> bytes) {
   TensorHeader header;
   Parser parse(bytes);
-  parse.expect("\x80\x02");
-  parse.expect("c");
-  const bool v3 = parse.accept(kRebuildV3);
-  if (!v3) parse.expect(kRebuildV2);
-  parse.skip_memo();
-  parse.expect("((");
+  parse.expect_protocol();
+  const std::string_view rebuild = parse.global_of(kUtils);
+  const bool v3 = rebuild == kRebuildV3;
+  if (!v3 && rebuild != kRebuildV2) parse.fail();
+  parse.expect(op::kMark);
+  parse.expect(op::kMark);
   parse.expect_string("storage");
-  parse.expect("c");
   if (v3) {
-    parse.expect(kUntypedStorage);
+    parse.expect_global("torch.storage", "UntypedStorage");
   } else {
-    parse.expect("torch\n");
-    header.dtype = find_dtype_of_storage(parse.line());
+    header.dtype = find_dtype_of_storage(parse.global_of("torch"));
   }
-  parse.skip_memo();
   parse.expect_string("0");
   parse.expect_string("cpu");
   const std::uint64_t numel = parse.integer();
-  parse.expect("t");
+  parse.expect(op::kTuple);
   parse.skip_memo();
-  parse.expect("Q");
+  parse.expect(op::kBinpersid);
   header.storage_offset = parse.integer();
   header.sizes = parse.tuple();
   header.strides = parse.tuple();
-  parse.expect("\x89");
-  parse.expect_global(kOrderedDict);
-  parse.expect(")R");
+  parse.expect(op::kNewfalse);
+  parse.expect_global("collections", "OrderedDict");
+  parse.expect(op::kEmptyTuple);
+  parse.expect(op::kReduce);
   parse.skip_memo();
-  if (v3) {
-    parse.expect("ctorch\n");
-    header.dtype = find_dtype(parse.line());
+  if (v3) header.dtype = find_dtype(parse.global_of("torch"));
+  if (parse.accept(op::kEmptyDict)) {
     parse.skip_memo();
-  }
-  if (parse.accept("}")) {
-    parse.skip_memo();
-    const bool both = parse.accept("(");
-    for (int i = 0; i < (both ? 2 : 1) && !parse.failed(); ++i) {
-      if (parse.accept(std::string_view("X\x04\0\0\0conj", 9))) {
+    const bool both = parse.accept(op::kMark);
+    for (int i = 0; i < (both ? 2 : 1); ++i) {
+      const std::string_view flag = parse.string();
+      if (flag == "conj") {
         header.conj = true;
-      } else {
-        parse.expect(std::string_view("X\x03\0\0\0neg", 8));
+      } else if (flag == "neg") {
         header.neg = true;
+      } else {
+        parse.fail();
       }
-      parse.skip_memo();
-      parse.expect("\x88");
+      parse.expect(op::kNewtrue);
     }
-    parse.expect(both ? "u" : "s");
+    parse.expect(both ? op::kSetitems : op::kSetitem);
   }
-  parse.expect("t");
+  parse.expect(op::kTuple);
   parse.skip_memo();
-  parse.expect("R");
+  parse.expect(op::kReduce);
   parse.skip_memo();
-  parse.expect(".");
+  parse.expect(op::kStop);
   if (parse.failed() || header.dtype == nullptr || header.sizes.size() != header.strides.size()) {
     return format_error(Errc::pickle_unknown, "data.pkl is not that of a plain CPU tensor");
   }

@@ -4,6 +4,7 @@
 
 #include "checked_math.h"
 #include "format/crc32.h"
+#include "format/little_endian.h"
 #include "format/zip.h"
 
 namespace torch_ckpt::format {
@@ -25,12 +26,6 @@ struct Entry {
 
 std::span<const std::byte> as_bytes(std::string_view text) {
   return std::as_bytes(std::span(text.data(), text.size()));
-}
-
-void put(std::string& out, std::uint64_t value, std::size_t bytes) {
-  char digits[8];
-  for (std::size_t i = 0; i < bytes; ++i) digits[i] = static_cast<char>(value >> (8 * i));
-  out.append(digits, bytes);
 }
 
 // Builds the archive; the payload's bytes are counted and never held.

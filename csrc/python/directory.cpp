@@ -8,6 +8,7 @@
 #include <memory>
 #include <optional>
 #include <set>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -16,9 +17,9 @@
 #include "directory/lease.h"
 #include "directory/publish.h"
 #include "python/bindings.h"
-#include "python/buffer.h"
 #include "python/errors.h"
 #include "python/gil.h"
+#include "python/memory.h"
 
 namespace py = pybind11;
 
@@ -117,18 +118,18 @@ py::tuple identity(const Directory& directory) {
   return py::make_tuple(found.device, found.number, found.born_s, found.born_ns);
 }
 
-std::uint64_t length_of(const Directory& directory, const Path& name) {
-  return without_gil([&]() -> Result<std::uint64_t> {
-    auto file = directory.open_for_read(name.native());
-    if (!file) return file.error();
-    return file->size();
-  });
+Result<std::uint64_t> length_of(const Directory& directory, const Path& name) {
+  auto file = directory.open_for_read(name.native());
+  if (!file) return file.error();
+  return file->size();
 }
 
 // To be the opener of io.open: no bytecode runs between here and the file that owns the descriptor,
 // and so no signal handler.
-int open_for_read(const Directory& directory, const Path& name, int) {
-  return without_gil([&] { return directory.open_for_read(name.native()); }).release();
+Result<int> open_for_read(const Directory& directory, const Path& name, int) {
+  auto file = directory.open_for_read(name.native());
+  if (!file) return file.error();
+  return std::move(*file).release();
 }
 
 directory::Lease take_lease(const Directory& opened, std::optional<int> rank, double patience) {
@@ -136,16 +137,15 @@ directory::Lease take_lease(const Directory& opened, std::optional<int> rank, do
   return asked.run([&] { return directory::Lease::take(opened, rank, patience, asked.between()); });
 }
 
-void commit(directory::Lease& lease, const py::buffer& metadata, const std::vector<Path>& files,
-            bool sync, bool replace, py::function named) {
-  const Memory memory(metadata);
+void commit(directory::Lease& lease, std::span<const std::byte> metadata,
+            const std::vector<Path>& files, bool sync, bool replace, py::function named) {
   const auto names = native(files);
   Asked asked(std::move(named));
   directory::Warnings warnings;
   directory::PublishOutcome outcome;
   {
     const ReleasedGil released;
-    outcome = lease.commit(memory.bytes(), {names.begin(), names.end()},
+    outcome = lease.commit(metadata, {names.begin(), names.end()},
                            {.sync = sync, .replace = replace}, asked.named(), warnings);
   }
   warn(warnings);
@@ -174,7 +174,7 @@ std::optional<py::list> remove_leftovers(Directory& opened, py::function named) 
 
 /// What is not published is an error of the system, as of os.rename.
 void raise_unpublished(const directory::PublishOutcome& outcome) {
-  if (outcome.state == directory::PublishState::not_published) raise(outcome.error);
+  if (outcome.state == directory::PublishState::not_published) throw Failure(outcome.error);
   if (outcome.state == directory::PublishState::durability_uncertain) raise(outcome);
 }
 
@@ -192,13 +192,12 @@ void publish(const Directory& opened, const Path& temporary, const Path& name,
   raise_unpublished(outcome);
 }
 
-void publish_contents(const Directory& opened, const Path& name, const py::buffer& contents,
-                      directory::PublishMode mode) {
-  const Memory memory(contents);
+void publish_contents(const Directory& opened, const Path& name,
+                      std::span<const std::byte> contents, directory::PublishMode mode) {
   directory::PublishOutcome outcome;
   {
     const ReleasedGil released;
-    outcome = directory::publish_contents(opened, name.native(), memory.bytes(), mode);
+    outcome = directory::publish_contents(opened, name.native(), contents, mode);
   }
   raise_unpublished(outcome);
 }
@@ -207,37 +206,30 @@ void publish_contents(const Directory& opened, const Path& name, const py::buffe
 
 void bind_directory(py::module_& module) {
   py::class_<Directory>(module, "Directory")
-      .def(py::init([](const Path& path) {
-             return std::make_unique<Directory>(
-                 without_gil([&] { return Directory::open(path.native()); }));
-           }),
-           py::arg("path"))
+      .def(py::init([](const Path& path) { return unwrap(Directory::open(path.native())); }),
+           py::arg("path"), NoGil())
       .def_property_readonly("path", [](const Directory& self) { return os_text(self.path()); })
       .def_property_readonly("fd", &Directory::fd)
-      .def("reopen",
-           [](const Directory& self) { return without_gil([&] { return self.reopen(); }); })
+      .def("reopen", &Directory::reopen, NoGil())
       .def("share", &share, py::arg("patience") = 10.0)
-      .def("try_lock_exclusive", [](Directory& self) { return unwrap(self.try_lock_exclusive()); })
+      .def("try_lock_exclusive", &Directory::try_lock_exclusive, NoGil())
       .def("identity", &identity)
-      .def("is_at_path",
-           [](const Directory& self) { return without_gil([&] { return self.is_at_path(); }); })
+      .def("is_at_path", &Directory::is_at_path, NoGil())
       .def("names",
            [](const Directory& self) { return texts(without_gil([&] { return self.names(); })); })
-      .def("length_of", &length_of, py::arg("name"))
-      .def("open_for_read", &open_for_read, py::arg("name"), py::arg("flags") = 0)
+      .def("length_of", &length_of, py::arg("name"), NoGil())
+      .def("open_for_read", &open_for_read, py::arg("name"), py::arg("flags") = 0, NoGil())
       .def(
           "remove",
-          [](const Directory& self, const Path& name) {
-            without_gil([&] { return self.remove(name.native()); });
-          },
-          py::arg("name"))
+          [](const Directory& self, const Path& name) { return self.remove(name.native()); },
+          py::arg("name"), NoGil())
       .def(
           "rename",
           [](const Directory& self, const Path& source, const Path& target) {
-            without_gil([&] { return self.rename(source.native(), target.native()); });
+            return self.rename(source.native(), target.native());
           },
-          py::arg("source"), py::arg("target"))
-      .def("sync", [](const Directory& self) { without_gil([&] { return self.sync(); }); })
+          py::arg("source"), py::arg("target"), NoGil())
+      .def("sync", &Directory::sync, NoGil())
       .def("close", &Directory::close);
   py::class_<directory::Lease>(module, "DirectoryLease")
       .def(py::init(&take_lease), py::arg("directory"), py::arg("rank"), py::arg("patience"))
@@ -262,12 +254,8 @@ void bind_directory(py::module_& module) {
           py::arg("names"))
       .def("close", &directory::Lease::close);
   module.def("metadata_name", &directory::metadata_name, py::arg("rank"));
-  module.def(
-      "choose_prefix",
-      [](const Directory& opened, const std::string& prefix, const std::set<std::string>& taken) {
-        return without_gil([&] { return directory::choose_prefix(opened, prefix, taken); });
-      },
-      py::arg("directory"), py::arg("prefix"), py::arg("taken") = std::set<std::string>());
+  module.def("choose_prefix", &directory::choose_prefix, py::arg("directory"), py::arg("prefix"),
+             py::arg("taken") = std::set<std::string>(), NoGil());
   module.def(
       "remove_files",
       [](const Directory& opened, const std::vector<Path>& names) {
@@ -298,7 +286,7 @@ void bind_directory(py::module_& module) {
       py::arg("replace") = true, py::arg("sync_above") = true);
   module.def(
       "publish_contents",
-      [](const Directory& opened, const Path& name, const py::buffer& contents, bool sync,
+      [](const Directory& opened, const Path& name, std::span<const std::byte> contents, bool sync,
          bool replace, bool sync_above) {
         publish_contents(opened, name, contents, {sync, replace, sync_above});
       },
@@ -306,13 +294,11 @@ void bind_directory(py::module_& module) {
       py::arg("sync") = true, py::arg("replace") = true, py::arg("sync_above") = true);
   module.def("names_file_beneath", &os::names_file_beneath, py::arg("name"));
   module.def(
-      "make_directories",
-      [](const Path& path) { without_gil([&] { return os::make_directories(path.native()); }); },
-      py::arg("path"));
+      "make_directories", [](const Path& path) { return os::make_directories(path.native()); },
+      py::arg("path"), NoGil());
   module.def(
-      "sync_directory",
-      [](const Path& path) { without_gil([&] { return os::sync_directory(path.native()); }); },
-      py::arg("path"));
+      "sync_directory", [](const Path& path) { return os::sync_directory(path.native()); },
+      py::arg("path"), NoGil());
 }
 
 }  // namespace torch_ckpt::python

@@ -1,7 +1,9 @@
 #include "python/errors.h"
 
 #include <cstring>
+#include <exception>
 #include <string>
+#include <utility>
 
 #include "engine/warnings.h"
 
@@ -20,34 +22,24 @@ py::object error_class(const char* name) {
 }
 
 // errno and filename are attributes of OSError, so the text repeats neither.
-[[noreturn]] void throw_os_error(const Error& error, const std::string& subject) {
+[[noreturn]] void throw_os_error(const Error& error) {
   std::string text = error.operation + " failed";
   if (error.offset != Error::kNoOffset) text += " at byte " + std::to_string(error.offset);
-  if (!subject.empty()) text += " (" + subject + ")";
+  if (!error.subject.empty()) text += " (" + error.subject + ")";
   if (!error.detail.empty()) text += ": " + error.detail;
   text += std::string(": ") + std::strerror(error.sys_errno);
-  const py::object os_error = py::reinterpret_borrow<py::object>(PyExc_OSError);
+  const py::handle os_error = PyExc_OSError;
   if (error.path.empty()) throw_python(os_error(error.sys_errno, os_text(text)));
   throw_python(os_error(error.sys_errno, os_text(text), os_text(error.path)));
 }
 
-}  // namespace
-
-py::str os_text(const std::string& bytes) {
-  PyObject* text =
-      PyUnicode_DecodeFSDefaultAndSize(bytes.data(), static_cast<Py_ssize_t>(bytes.size()));
-  if (text == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::str>(text);
-}
-
-void raise(const Error& error, const std::string& subject) {
-  if (error.sys_errno != 0) throw_os_error(error, subject);
-  const std::string text = subject.empty() ? error.message() : subject + ": " + error.message();
-  switch (error.code) {
+py::object class_of(Errc code) {
+  switch (code) {
     case Errc::invalid_argument:
-      throw_python(py::reinterpret_borrow<py::object>(PyExc_ValueError)(os_text(text)));
+      return py::reinterpret_borrow<py::object>(PyExc_ValueError);
     case Errc::outside_directory:
-      throw_python(error_class("Unsafe")(os_text(text)));
+    case Errc::pickle_forbidden:
+      return error_class("Unsafe");
     case Errc::range_past_end:
     case Errc::not_a_zip:
     case Errc::zip_compressed:
@@ -66,19 +58,45 @@ void raise(const Error& error, const std::string& subject) {
     case Errc::pickle_shared:
     case Errc::pickle_too_deep:
     case Errc::pickle_too_large:
-      throw_python(error_class("Corrupt")(os_text(text)));
-    case Errc::pickle_forbidden:
-      throw_python(error_class("Unsafe")(os_text(text)));
+      return error_class("Corrupt");
     case Errc::system:
     case Errc::cancelled:
     case Errc::directory_moved:
     case Errc::frame_damaged:
     case Errc::result_missing:
-      throw_python(error_class("CheckpointError")(os_text(text)));
+      return error_class("CheckpointError");
     case Errc::internal:
       break;
   }
-  throw_python(py::reinterpret_borrow<py::object>(PyExc_RuntimeError)(os_text(text)));
+  return py::reinterpret_borrow<py::object>(PyExc_RuntimeError);
+}
+
+[[noreturn]] void raise(const Error& error) {
+  if (error.sys_errno != 0) throw_os_error(error);
+  throw_python(class_of(error.code)(os_text(error.message())));
+}
+
+}  // namespace
+
+py::str os_text(const std::string& bytes) {
+  PyObject* text =
+      PyUnicode_DecodeFSDefaultAndSize(bytes.data(), static_cast<Py_ssize_t>(bytes.size()));
+  if (text == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::str>(text);
+}
+
+void bind_errors() {
+  py::register_local_exception_translator([](std::exception_ptr thrown) {
+    try {
+      std::rethrow_exception(std::move(thrown));
+    } catch (const Failure& failure) {
+      try {
+        raise(failure.error());
+      } catch (py::error_already_set& error) {
+        error.restore();
+      }
+    }
+  });
 }
 
 void raise(const directory::PublishOutcome& outcome) {

@@ -4,7 +4,6 @@
 #include <pybind11/stl/filesystem.h>
 
 #include <filesystem>
-#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -48,11 +47,8 @@ class FaultHook {
 
 void fault_point(const std::string& operation, const std::filesystem::path& path) {
   if (!ScopedFaultHook::is_installed()) return;
-  const int number = [&] {
-    const ReleasedGil released;
-    return os::injected_fault(operation, path.native());
-  }();
-  if (number != 0) raise(system_error(number, operation, path.native()));
+  const int number = without_gil([&] { return os::injected_fault(operation, path.native()); });
+  if (number != 0) throw Failure(system_error(number, operation, path.native()));
 }
 
 }  // namespace

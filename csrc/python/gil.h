@@ -1,45 +1,28 @@
 #pragma once
 
-#include <Python.h>
+#include <pybind11/pybind11.h>
 
-#include <chrono>
-#include <thread>
 #include <utility>
 
 #include "python/errors.h"
+#include "torch/gil.h"
 
 namespace torch_ckpt::python {
 
-/// Without the GIL while it lives. If the interpreter ends meanwhile, the thread sleeps until the
-/// process has ended.
-class ReleasedGil {
- public:
-  ReleasedGil() : state_(PyEval_SaveThread()) {}
-  ~ReleasedGil() {
-    try {
-      PyEval_RestoreThread(state_);
-    } catch (...) {
-      // Before 3.14 Python ends a daemon's thread here by unwinding its stack. That must not go
-      // through a destructor: std::terminate would end the process.
-      for (;;) std::this_thread::sleep_for(std::chrono::hours(1));
-    }
-  }
-  ReleasedGil(const ReleasedGil&) = delete;
-  ReleasedGil& operator=(const ReleasedGil&) = delete;
+using tensors::ReleasedGil;
+using tensors::TakenGil;
 
- private:
-  PyThreadState* const state_;
-};
+/// For functions that are called without the GIL. The disk may take seconds (a large file's blocks
+/// are freed by unlink), so other threads go on.
+using NoGil = pybind11::call_guard<ReleasedGil>;
 
-/// The value of the Result of `function`, which is called without the GIL; raises its error. The
-/// disk may take seconds (a large file's blocks are freed by unlink), so other threads go on.
+/// What `function` returns, which is called without the GIL; raises its error where it is a Result.
 template <class Function>
 auto without_gil(Function function) {
-  auto result = [&] {
+  return unwrap([&] {
     const ReleasedGil released;
     return function();
-  }();
-  return unwrap(std::move(result));
+  }());
 }
 
 }  // namespace torch_ckpt::python

@@ -2,7 +2,12 @@
 
 #include <pybind11/pybind11.h>
 
-#include "engine/save_session.h"
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "engine/load_session.h"
 
 namespace torch_ckpt::python {
 
@@ -16,6 +21,28 @@ inline engine::DirectIo direct_io_option(const pybind11::object& value) {
   }
   throw pybind11::value_error("direct_io must be True, False or \"auto\", got " +
                               std::string(pybind11::repr(value)));
+}
+
+/// (CUDA device, event handle) of each.
+using Events = std::vector<std::pair<int, std::uintptr_t>>;
+inline std::vector<staging::ReadyEvent> ready_events(const Events& events) {
+  std::vector<staging::ReadyEvent> ready;
+  for (const auto& [device, event] : events) {
+    ready.push_back({device, reinterpret_cast<void*>(event)});
+  }
+  return ready;
+}
+
+/// (name, checksum table) of each.
+using FileRows = std::vector<std::pair<std::string, std::string>>;
+inline std::vector<engine::LoadFile> files_of(FileRows& rows) {
+  std::vector<engine::LoadFile> files;
+  for (auto& [name, table] : rows) files.push_back({std::move(name), std::move(table)});
+  return files;
+}
+
+inline void check_file(std::size_t number, const std::vector<engine::LoadFile>& files) {
+  if (number >= files.size()) throw pybind11::index_error("no file of that number");
 }
 
 }  // namespace torch_ckpt::python

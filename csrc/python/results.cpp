@@ -11,6 +11,7 @@
 #include "python/bindings.h"
 #include "python/errors.h"
 #include "python/gil.h"
+#include "python/memory.h"
 
 namespace py = pybind11;
 
@@ -25,50 +26,31 @@ std::chrono::milliseconds milliseconds_of(double seconds) {
       static_cast<std::int64_t>(std::clamp(seconds, 0.0, kLongest) * 1000.0));
 }
 
-std::shared_ptr<ProcessChannel> create() {
-  return std::make_shared<ProcessChannel>(without_gil([] { return ProcessChannel::create(); }));
+// As Python has an address.
+auto fields(auto& address) {
+  return std::tie(address.process, address.memory, address.wake, address.wake_pipe,
+                  address.memory_file.device, address.memory_file.number,
+                  address.memory_file.born_s, address.memory_file.born_ns);
 }
-
 using Address = std::tuple<std::int64_t, int, int, std::uint64_t, std::uint64_t, std::uint64_t,
                            std::int64_t, std::uint32_t>;
 
-Address address(const ProcessChannel& channel) {
-  const os::Mailbox::Address& of = channel.address();
-  return {of.process,
-          of.memory,
-          of.wake,
-          of.wake_pipe,
-          of.memory_file.device,
-          of.memory_file.number,
-          of.memory_file.born_s,
-          of.memory_file.born_ns};
-}
-
 std::shared_ptr<ProcessChannel> at(const Address& given) {
-  os::Mailbox::Address of;
-  std::tie(of.process, of.memory, of.wake, of.wake_pipe, of.memory_file.device,
-           of.memory_file.number, of.memory_file.born_s, of.memory_file.born_ns) = given;
-  return std::make_shared<ProcessChannel>(of);
-}
-
-void send_object(ProcessChannel& channel, const py::bytes& object) {
-  const std::string_view bytes = object;
-  without_gil([&] { return channel.send_object(std::as_bytes(std::span(bytes))); });
-}
-
-void begin(ProcessChannel& channel, const std::string& what) {
-  without_gil([&] { return channel.begin(what); });
+  os::Mailbox::Address address;
+  fields(address) = given;
+  return std::make_shared<ProcessChannel>(address);
 }
 
 py::list take_objects(ProcessChannel& channel) {
-  const auto objects = without_gil([&] { return channel.take_objects(); });
   py::list taken;
-  for (const std::string& object : objects) taken.append(py::bytes(object));
+  for (const std::string& object : without_gil([&] { return channel.take_objects(); })) {
+    taken.append(py::bytes(object));
+  }
   return taken;
 }
 
-void wait(ProcessChannel& channel, double seconds) {
-  without_gil([&] { return channel.wait(milliseconds_of(seconds)); });
+Result<> wait(ProcessChannel& channel, double seconds) {
+  return channel.wait(milliseconds_of(seconds));
 }
 
 /// None where the time passed; the results, or the object that says why there are none.
@@ -105,18 +87,16 @@ std::shared_ptr<ProcessChannel> channel_of(const py::object& channel) {
 
 void bind_results(py::module_& module) {
   py::class_<ProcessChannel, std::shared_ptr<ProcessChannel>>(module, "ProcessChannel")
-      .def(py::init(&create))
+      .def(py::init([] { return unwrap(ProcessChannel::create()); }), NoGil())
       .def_static("at", &at, py::arg("address"))
-      .def_property_readonly("address", &address)
-      .def("send_object", &send_object, py::arg("pickled"))
-      .def("begin", &begin, py::arg("what"))
+      .def_property_readonly(
+          "address", [](ProcessChannel& channel) -> Address { return fields(channel.address()); })
+      .def("send_object", &ProcessChannel::send_object, py::arg("pickled"), NoGil())
+      .def("begin", &ProcessChannel::begin, py::arg("what"), NoGil())
       .def("take_objects", &take_objects)
-      .def("take_missed",
-           [](ProcessChannel& channel) {
-             return without_gil([&] { return channel.take_missed(); });
-           })
-      .def("wait", &wait, py::arg("seconds"))
-      .def("wake", [](ProcessChannel& channel) { without_gil([&] { return channel.wake(); }); })
+      .def("take_missed", &ProcessChannel::take_missed, NoGil())
+      .def("wait", &wait, py::arg("seconds"), NoGil())
+      .def("wake", &ProcessChannel::wake, NoGil())
       .def("wait_for_files", &wait_for_files, py::arg("seconds"));
 }
 

@@ -1,5 +1,5 @@
 #include <pybind11/stl.h>
-#include <torch/csrc/Dtype.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <memory>
 #include <optional>
@@ -9,76 +9,71 @@
 #include <vector>
 
 #include "engine/verify_session.h"
-#include "format/dtype.h"
 #include "os/directory.h"
 #include "python/bindings.h"
 #include "python/errors.h"
 #include "python/gil.h"
 #include "python/options.h"
 #include "python/waiting.h"
+#include "torch/tensor_checks.h"
 
 namespace py = pybind11;
 
 namespace torch_ckpt::python {
 namespace {
 
-/// Row: (file, offset, length, dtype, sizes); dtype and sizes are None for bytes.
-engine::NamedRecord record_of(const py::tuple& row) {
-  engine::NamedRecord record;
-  record.file = row[0].cast<std::size_t>();
-  record.offset = row[1].cast<std::uint64_t>();
-  record.length = row[2].cast<std::uint64_t>();
-  if (row[4].is_none()) return record;
-  record.tensor = true;
-  record.sizes = row[4].cast<std::vector<std::uint64_t>>();
-  const py::handle dtype = row[3];
-  if (!THPDtype_Check(dtype.ptr())) throw py::type_error("not a torch.dtype");
-  record.dtype = format::find_dtype(reinterpret_cast<THPDtype*>(dtype.ptr())->name);
-  return record;
+// File, offset, length, dtype, sizes; the last two are None for bytes.
+using RecordRow =
+    std::tuple<std::size_t, std::uint64_t, std::uint64_t, std::optional<at::ScalarType>,
+               std::optional<std::vector<std::uint64_t>>>;
+// File, row or None, offset or None, damaged bytes, what, errno or 0.
+using FindingRow = std::tuple<std::size_t, std::optional<std::size_t>, std::optional<std::uint64_t>,
+                              std::uint64_t, std::string, int>;
+
+FindingRow row_of(engine::Finding& finding) {
+  std::optional<std::size_t> row;
+  if (finding.record != engine::Finding::kWholeFile) row = finding.record;
+  std::optional<std::uint64_t> offset;
+  if (finding.error.offset != Error::kNoOffset) offset = finding.error.offset;
+  // What is left of the message: file and offset are told beside it.
+  finding.error.path.clear();
+  finding.error.offset = Error::kNoOffset;
+  return {finding.file,           row, offset, finding.bytes, finding.error.message(),
+          finding.error.sys_errno};
 }
 
-/// (file, row or None, offset or None, damaged bytes, what, errno or 0) of each finding; rows
-/// without checksums.
-py::tuple verify_records(const std::vector<std::pair<std::string, std::string>>& files,
-                         const py::list& rows, const os::Directory& directory, std::size_t threads,
-                         std::uint64_t max_inflight_bytes, const py::object& direct_io,
-                         const py::object& progress) {
-  std::vector<engine::LoadFile> named;
-  for (const auto& [name, table] : files) named.push_back({name, table});
+/// What is wrong, and the rows without checksums.
+std::pair<std::vector<FindingRow>, std::vector<std::size_t>> verify_records(
+    FileRows file_rows, const std::vector<RecordRow>& rows, const os::Directory& directory,
+    std::size_t threads, std::uint64_t max_inflight_bytes, const py::object& direct_io,
+    const py::object& progress) {
+  std::vector<engine::LoadFile> files = files_of(file_rows);
   std::vector<engine::NamedRecord> records;
   records.reserve(rows.size());
-  for (const py::handle row : rows) {
-    records.push_back(record_of(py::reinterpret_borrow<py::tuple>(row)));
-    if (records.back().file >= named.size()) throw py::index_error("no file of that number");
+  for (const auto& [file, offset, length, dtype, sizes] : rows) {
+    check_file(file, files);
+    engine::NamedRecord& record = records.emplace_back();
+    record.file = file;
+    record.offset = offset;
+    record.length = length;
+    record.tensor = sizes.has_value();
+    if (dtype) record.dtype = tensors::dtype_of(*dtype);
+    if (sizes) record.sizes = *sizes;
   }
   engine::VerifyOptions options;
   options.threads = threads;
   options.max_scratch_bytes = max_inflight_bytes;
   options.direct_io = direct_io_option(direct_io);
-
-  const auto session = without_gil([&]() -> Result<std::shared_ptr<engine::VerifySession>> {
-    auto own = directory.duplicate();
-    if (!own) return own.error();
-    return engine::VerifySession::start(std::move(*own), std::move(named), std::move(records),
-                                        options);
+  const auto session = without_gil([&] {
+    auto started = engine::VerifySession::start(unwrap(directory.duplicate()), std::move(files),
+                                                std::move(records), options);
+    if (started) wait_for(**started, progress);
+    return started;
   });
-  wait_for(*session, progress);
-  pass_on_warnings();
-  if (auto failure = session->failure()) raise(*failure);
-
-  py::list findings;
-  for (engine::Finding& finding : session->findings()) {
-    std::optional<std::size_t> row;
-    if (finding.record != engine::Finding::kWholeFile) row = finding.record;
-    std::optional<std::uint64_t> offset;
-    if (finding.error.offset != Error::kNoOffset) offset = finding.error.offset;
-    // What is left of the message: file and offset are told beside it.
-    finding.error.path.clear();
-    finding.error.offset = Error::kNoOffset;
-    findings.append(py::make_tuple(finding.file, row, offset, finding.bytes,
-                                   finding.error.message(), finding.error.sys_errno));
-  }
-  return py::make_tuple(findings, session->unverifiable());
+  if (auto failure = session->failure()) throw Failure(*failure);
+  std::vector<FindingRow> findings;
+  for (engine::Finding& finding : session->findings()) findings.push_back(row_of(finding));
+  return {std::move(findings), session->unverifiable()};
 }
 
 }  // namespace

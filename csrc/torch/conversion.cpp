@@ -1,20 +1,18 @@
-#include "python/conversion.h"
+#include "torch/conversion.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
-#include <pybind11/pybind11.h>
-#include <torch/csrc/Dtype.h>
-#include <torch/csrc/DynamicTypes.h>
 
 #include <algorithm>
 #include <array>
 #include <cstring>
 #include <exception>
 
+#include "error.h"
 #include "format/convert.h"
-#include "format/dtype.h"
+#include "torch/tensor_checks.h"
 
-namespace torch_ckpt::python {
+namespace torch_ckpt::tensors {
 namespace {
 
 // Elements at a time: few enough that ATen does not spread them over threads of its own, of which
@@ -53,10 +51,9 @@ void copy_by_torch(std::byte* out, const std::byte* in, std::size_t count, at::S
 
 staging::Convert conversion_between(const std::string& name, at::ScalarType from, at::ScalarType to,
                                     bool conj, bool neg) {
-  const auto name_of = [](at::ScalarType type) { return torch::getTHPDtype(type)->name; };
   if (!conj && !neg) {
-    const format::Dtype* const source = format::find_dtype(name_of(from));
-    const format::Dtype* const target = format::find_dtype(name_of(to));
+    const format::Dtype* const source = dtype_of(from);
+    const format::Dtype* const target = dtype_of(to);
     if (source != nullptr && target != nullptr) {
       if (const format::Conversion known = format::find_conversion(*source, *target)) return known;
     }
@@ -70,10 +67,10 @@ staging::Convert conversion_between(const std::string& name, at::ScalarType from
     std::array<std::byte, kMaxItemBytes> out{};
     convert(out.data(), zero.data(), 1);
   } catch (const std::exception&) {
-    throw pybind11::value_error(name + ": torch has no conversion from " + name_of(from) + " to " +
-                                name_of(to));
+    throw Failure(format_error(Errc::invalid_argument, name + ": torch has no conversion from " +
+                                                           name_of(from) + " to " + name_of(to)));
   }
   return convert;
 }
 
-}  // namespace torch_ckpt::python
+}  // namespace torch_ckpt::tensors

@@ -1,0 +1,16 @@
+#pragma once
+
+#include <chrono>
+
+namespace torch_ckpt::engine {
+
+/// Cancels a session that has not ended, and waits for its end.
+template <class Session>
+void end_session(Session& session) {
+  if (session.wait_for(std::chrono::milliseconds(0))) return;
+  session.cancel();
+  while (!session.wait_for(std::chrono::hours(1))) {
+  }
+}
+
+}  // namespace torch_ckpt::engine

@@ -1,0 +1,86 @@
+#include "engine/limited_loads.h"
+
+#include <map>
+#include <utility>
+
+#include "checked_math.h"
+#include "os/file.h"
+
+namespace torch_ckpt::engine {
+namespace {
+
+Error about(const std::string& name, Error error) {
+  error.subject = name;
+  return error;
+}
+
+}  // namespace
+
+Result<LimitedLoads> LimitedLoads::make(const os::Directory& directory, std::vector<LoadFile> files,
+                                        const LoadOptions& options, Wait wait) {
+  if (options.max_scratch_bytes < kLeastScratchBytes) {
+    return format_error(Errc::invalid_argument, "max_inflight_bytes must be at least " +
+                                                    std::to_string(kLeastScratchBytes));
+  }
+  return LimitedLoads(directory, std::move(files), options, std::move(wait));
+}
+
+Result<> LimitedLoads::check_limit(const std::string& name, std::uint64_t bytes) const {
+  const std::uint64_t most = limit() - kLeastScratchBytes;
+  if (bytes <= most) return {};
+  return about(name, format_error(Errc::invalid_argument,
+                                  "reading it takes " + std::to_string(bytes) +
+                                      " bytes at once, and max_inflight_bytes=" +
+                                      std::to_string(limit()) + " leaves " + std::to_string(most)));
+}
+
+Result<> LimitedLoads::check_room(const std::vector<ReadRequest>& records,
+                                  const std::vector<std::string>& names) const {
+  std::map<std::size_t, std::pair<std::string, std::uint64_t>> opened;  // path and length
+  std::uint64_t held = 0;
+  for (std::size_t i = 0; i < records.size(); ++i) {
+    const ReadRequest& record = records[i];
+    const auto [place, is_new] = opened.try_emplace(record.file);
+    auto& [path, bytes] = place->second;
+    if (is_new) {
+      const auto file = directory_->open_for_read(files_[record.file].name);
+      if (!file) return about(names[i], file.error());
+      const auto size = file->size();
+      if (!size) return about(names[i], size.error());
+      path = file->path();
+      bytes = *size;
+    }
+    if (!inside(record.offset, record.length, bytes)) {
+      Error error = format_error(Errc::range_past_end,
+                                 "the metadata gives a record of " + std::to_string(record.length) +
+                                     " bytes, but the file has " + std::to_string(bytes),
+                                 record.offset);
+      error.path = path;
+      return about(names[i], std::move(error));
+    }
+    if (auto enough = check_limit(names[i], record.length); !enough) return enough;
+    held += record.length;
+    if (auto enough = check_limit(names[i], held); !enough) return enough;
+  }
+  return {};
+}
+
+Result<std::shared_ptr<LoadSession>> LimitedLoads::run(std::vector<ReadRequest> requests,
+                                                       const std::vector<std::string>& names,
+                                                       std::uint64_t held_bytes,
+                                                       std::uint64_t done_before) {
+  LoadOptions options = options_;
+  options.max_scratch_bytes -= held_bytes;
+  auto own = directory_->duplicate();
+  if (!own) return own.error();
+  auto session = LoadSession::start(std::move(*own), files_, std::move(requests), options);
+  if (!session) return session;
+  wait_(**session, done_before);
+  if (auto failure = (*session)->failure()) {
+    if (failure->request >= names.size()) return std::move(failure->error);
+    return about(names[failure->request], std::move(failure->error));
+  }
+  return session;
+}
+
+}  // namespace torch_ckpt::engine

@@ -1,0 +1,47 @@
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstddef>
+#include <optional>
+#include <span>
+
+namespace torch_ckpt::python {
+
+/// The memory of an object, which stays where it is as long as this lives. Strided memory is
+/// refused unless the flags ask for it.
+class Memory {
+ public:
+  explicit Memory(pybind11::handle object, int flags = PyBUF_SIMPLE) {
+    if (PyObject_GetBuffer(object.ptr(), &view_, flags) != 0) throw pybind11::error_already_set();
+  }
+  ~Memory() { PyBuffer_Release(&view_); }
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+
+  bool is_contiguous() const { return PyBuffer_IsContiguous(&view_, 'C') != 0; }
+  std::span<const std::byte> bytes() const {
+    return {static_cast<const std::byte*>(view_.buf), static_cast<std::size_t>(view_.len)};
+  }
+
+ private:
+  Py_buffer view_{};
+};
+
+}  // namespace torch_ckpt::python
+
+/// An argument that is bytes in one piece; they stay where they are during the call.
+template <>
+struct pybind11::detail::type_caster<std::span<const std::byte>> {
+  template <class>
+  using cast_op_type = std::span<const std::byte>;
+  static constexpr auto name = const_name("bytes");
+
+  bool load(handle object, bool) {
+    memory.emplace(object);
+    return true;
+  }
+  operator std::span<const std::byte>() const { return memory->bytes(); }
+
+  std::optional<torch_ckpt::python::Memory> memory;
+};

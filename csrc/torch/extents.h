@@ -1,0 +1,18 @@
+#pragma once
+
+#include <c10/util/ArrayRef.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace torch_ckpt::tensors {
+
+/// Sizes, strides or offsets as the core has them: none is negative.
+using Extents = std::vector<std::uint64_t>;
+
+inline Extents unsigned_of(c10::IntArrayRef values) { return {values.begin(), values.end()}; }
+inline std::vector<std::int64_t> signed_of(const Extents& values) {
+  return {values.begin(), values.end()};
+}
+
+}  // namespace torch_ckpt::tensors

@@ -1,0 +1,40 @@
+#include "torch/filled_memory.h"
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+namespace torch_ckpt::tensors {
+namespace {
+
+/// The memory that a tensor's elements lie in, by address.
+std::pair<std::uintptr_t, std::uintptr_t> extent_of(const at::Tensor& tensor) {
+  if (tensor.numel() == 0 || !tensor.has_storage()) return {0, 0};
+  std::int64_t last = 0;
+  for (std::int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
+  const auto begin = reinterpret_cast<std::uintptr_t>(tensor.unsafeGetTensorImpl()->data());
+  return {begin, begin + (static_cast<std::uintptr_t>(last) + 1) * tensor.itemsize()};
+}
+
+}  // namespace
+
+bool FilledMemory::add(const std::string& name, const at::Tensor& tensor) {
+  auto [begin, end] = extent_of(tensor);
+  if (begin == end) return true;
+  auto next = spans_.lower_bound(begin);
+  if (next != spans_.begin() && std::prev(next)->second.end > begin) --next;
+  auto last = next;
+  for (; last != spans_.end() && last->first < end; ++last) {
+    if (last->second.name != name) return false;
+  }
+  // Parts of one tensor may lie interleaved.
+  for (auto span = next; span != last; ++span) {
+    begin = std::min(begin, span->first);
+    end = std::max(end, span->second.end);
+  }
+  spans_.erase(next, last);
+  spans_.emplace(begin, Span{end, name});
+  return true;
+}
+
+}  // namespace torch_ckpt::tensors

@@ -1,0 +1,233 @@
+#include "torch/load_waves.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <optional>
+#include <set>
+#include <string>
+
+#include "planning/region.h"
+#include "staging/device_copy.h"
+#include "torch/conversion.h"
+#include "torch/tensor_checks.h"
+
+namespace torch_ckpt::tensors {
+namespace {
+
+// Of copies that are spread on the device.
+constexpr std::uint64_t kMostOnDevice = std::uint64_t{256} << 20;
+
+engine::ReadRequest request_for(const TensorTarget& target, engine::ReadKind kind) {
+  engine::ReadRequest request;
+  request.kind = kind;
+  request.file = target.file;
+  request.offset = target.offset;
+  request.length = target.length;
+  request.dtype = target.dtype;
+  request.sizes = target.sizes;
+  return request;
+}
+
+staging::Convert conversion_for(const TensorTarget& target, at::ScalarType to,
+                                const format::TensorHeader* layout) {
+  const bool conj = layout != nullptr && layout->conj;
+  const bool neg = layout != nullptr && layout->neg;
+  if (to == target.scalar_type && !conj && !neg) return {};
+  return conversion_between(target.name, target.scalar_type, to, conj, neg);
+}
+
+[[noreturn]] void fail_as_changed() {
+  throw Failure(format_error(Errc::internal, "a record has changed while it was read"));
+}
+
+}  // namespace
+
+std::vector<std::size_t> LoadWaves::run() {
+  // Inference tensors may only be changed inside inference mode, and the others may be there too.
+  std::optional<c10::InferenceMode> guard;
+  std::vector<std::size_t> unknown;
+  for (std::size_t i = 0; i < targets_.size(); ++i) {
+    if (targets_[i].dtype == nullptr) {
+      unknown.push_back(i);
+    } else if (!guard && targets_[i].tensor.is_inference()) {
+      guard.emplace(true);
+    }
+  }
+  for (std::size_t i = 0; i < targets_.size(); ++i) {
+    const TensorTarget& target = targets_[i];
+    if (target.dtype == nullptr) continue;
+    if (!filled_.add(target.name, target.tensor)) {
+      run_all_waves();
+      filled_.add(target.name, target.tensor);
+    }
+    if (!add(i, nullptr)) {
+      throw Failure(format_error(Errc::invalid_argument,
+                                 target.name + ": the stored tensor's size overflows 64 bits"));
+    }
+  }
+  run_all_waves();
+  unknown.insert(unknown.end(), unknown_.begin(), unknown_.end());
+  return unknown;
+}
+
+void LoadWaves::run_all_waves() {
+  run_wave();
+  for (const auto& [index, header] : std::exchange(layouts_, {})) {
+    if (add(index, header)) continue;
+    run_wave();
+    read_storage(targets_[index], *header);
+  }
+  run_wave();
+  if (!layouts_.empty()) fail_as_changed();
+  filled_.clear();
+}
+
+// False where the stored elements overlap.
+bool LoadWaves::add(std::size_t index, const Layout& layout) {
+  const at::Tensor& tensor = targets_[index].tensor;
+  // On a device elements arrive in the order in which they are stored.
+  if (can_be_filled(tensor) && (layout == nullptr || tensor.is_cpu())) {
+    return add_rows(index, layout, 0, 0, tensor, at::Tensor());
+  }
+  const bool on_device = tensor.is_cuda() && staging::device_support() != nullptr &&
+                         layout == nullptr && dtype_of(tensor.scalar_type()) != nullptr;
+  return add_with_temporary(index, layout, on_device);
+}
+
+// In so many parts that each of them stays within the limit.
+bool LoadWaves::add_with_temporary(std::size_t index, const Layout& layout, bool on_device) {
+  const TensorTarget& target = targets_[index];
+  const std::uint64_t rows = target.sizes.empty() ? 1 : target.region_lengths[0];
+  const std::uint64_t bytes =
+      target.region_bytes(on_device ? target.tensor.itemsize() : target.dtype->item_bytes);
+  if (bytes == 0) return true;
+  const std::uint64_t row_bytes = bytes / rows;
+  if (!on_device) loads_.check_limit(target.name, row_bytes).value();
+  const std::uint64_t most = on_device ? kMostOnDevice : loads_.limit() / 2;
+  std::uint64_t& held = on_device ? held_on_device_ : held_;
+  const std::uint64_t part = std::max<std::uint64_t>(1, most / row_bytes);
+  for (std::uint64_t begin = 0; begin < rows; begin += part) {
+    const std::uint64_t count = std::min(part, rows - begin);
+    if (held > 0 && held + count * row_bytes > most) run_wave();
+    Extents lengths = target.region_lengths;
+    at::Tensor tensor = target.tensor;
+    if (!lengths.empty()) {
+      lengths[0] = count;
+      tensor = tensor.narrow(0, static_cast<std::int64_t>(begin), static_cast<std::int64_t>(count));
+    }
+    const at::Tensor temporary =
+        on_device ? at::empty(signed_of(lengths), target.tensor.options())
+                  : mapped_tensor(lengths, target.scalar_type, count * row_bytes);
+    held += count * row_bytes;
+    if (!add_rows(index, layout, begin, count, tensor, temporary)) return false;
+  }
+  return true;
+}
+
+// Some rows of a target's region; all of them where `count` is 0.
+bool LoadWaves::add_rows(std::size_t index, const Layout& layout, std::uint64_t begin,
+                         std::uint64_t count, const at::Tensor& tensor,
+                         const at::Tensor& temporary) {
+  const TensorTarget& target = targets_[index];
+  const at::Tensor& written = temporary.defined() ? temporary : tensor;
+  Step step{index, request_for(target, engine::ReadKind::tensor), tensor, temporary};
+  engine::ReadRequest& request = step.request;
+  Extents offsets = target.region_offsets;
+  Extents lengths = target.region_lengths;
+  if (count > 0 && !lengths.empty()) {
+    // Only the archive's checksum of the whole may be known, and no later part sees all of it.
+    request.whole = begin == 0 && count < lengths[0] && lengths == target.sizes;
+    offsets[0] += begin;
+    lengths[0] = count;
+  }
+  request.layout = layout;
+  auto region = planning::Region::of_box(
+      target.sizes, layout == nullptr ? Extents{} : layout->strides, offsets, lengths,
+      written.strides().vec(), target.dtype->item_bytes, written.itemsize());
+  if (!region || (layout != nullptr && layout->storage_offset != 0)) return false;
+  request.region = std::move(*region);
+  request.target.convert = conversion_for(target, written.scalar_type(), layout.get());
+  if (written.is_cuda()) request.target.device = written.get_device();
+  if (written.numel() > 0) {
+    request.target.address = static_cast<std::byte*>(written.mutable_data_ptr());
+  }
+  wave_.push_back(std::move(step));
+  return true;
+}
+
+void LoadWaves::run_wave() {
+  if (wave_.empty()) return;
+  std::vector<Step> wave = std::exchange(wave_, {});
+  const std::uint64_t held = std::exchange(held_, 0);
+  const bool spread_on_device = std::exchange(held_on_device_, 0) > 0;
+  std::vector<engine::ReadRequest> requests;
+  std::vector<std::string> names;
+  requests.reserve(wave.size());
+  names.reserve(wave.size());
+  for (Step& step : wave) {
+    names.push_back(targets_[step.target].name);
+    requests.push_back(std::move(step.request));
+  }
+  const auto session = loads_.run(std::move(requests), names, held, bytes_done_).value();
+  bytes_done_ += session->bytes_done();
+  std::set<int> devices;
+  for (std::size_t i = 0; i < wave.size(); ++i) {
+    Step& step = wave[i];
+    const engine::ReadOutcome& outcome = session->outcomes()[i];
+    if (step.tensor.is_cuda()) devices.insert(step.tensor.get_device());
+    switch (outcome.status) {
+      case engine::ReadStatus::done:
+        step.finish();
+        break;
+      case engine::ReadStatus::other_layout:
+        // Once for all the parts that a target was read in.
+        if (layouts_.empty() || layouts_.back().first != step.target) {
+          layouts_.emplace_back(step.target,
+                                std::make_shared<format::TensorHeader>(*outcome.header));
+        }
+        break;
+      case engine::ReadStatus::unknown_record:
+        if (unknown_.empty() || unknown_.back() != step.target) unknown_.push_back(step.target);
+        break;
+      case engine::ReadStatus::pending:
+        throw Failure(format_error(Errc::internal, "a read ended without a result"));
+    }
+  }
+  if (!spread_on_device) return;
+  // Until the copies have been spread their memory must not be that of others, which the next
+  // wave's streams write to without waiting for this one.
+  const c10::impl::VirtualGuardImpl cuda(c10::DeviceType::CUDA);
+  for (const int device : devices) {
+    const auto number = static_cast<c10::DeviceIndex>(device);
+    cuda.synchronizeStream(cuda.getStream({c10::DeviceType::CUDA, number}));
+  }
+}
+
+void LoadWaves::Step::finish() {
+  if (temporary.defined()) {
+    tensor.copy_(temporary);
+    temporary = at::Tensor();
+  } else if (!tensor.is_inference()) {
+    // Written behind autograd's back; the version tells it that the values changed.
+    tensor.unsafeGetTensorImpl()->bump_version();
+  }
+}
+
+void LoadWaves::read_storage(const TensorTarget& target, const format::TensorHeader& header) {
+  loads_.check_limit(target.name, header.storage_bytes).value();
+  const at::Tensor bytes = mapped_tensor({header.storage_bytes}, at::kByte,
+                                         std::max<std::uint64_t>(header.storage_bytes, 1));
+  engine::ReadRequest request = request_for(target, engine::ReadKind::storage);
+  request.region = planning::Region::of_bytes(0, header.storage_bytes);
+  request.target.address = static_cast<std::byte*>(bytes.mutable_data_ptr());
+  const auto session =
+      loads_.run({std::move(request)}, {target.name}, header.storage_bytes, bytes_done_).value();
+  if (session->outcomes()[0].status != engine::ReadStatus::done) fail_as_changed();
+  bytes_done_ += target.region_bytes(target.dtype->item_bytes);
+  target.tensor.copy_(region_in_storage(target, bytes, header));
+}
+
+}  // namespace torch_ckpt::tensors

@@ -1,0 +1,112 @@
+#include "torch/tensor_save.h"
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+#include "engine/end_session.h"
+#include "torch/gil.h"
+#include "torch/tensor_source.h"
+
+namespace torch_ckpt::tensors {
+namespace {
+
+constexpr const char* kActivityNames[engine::kActivities] = {"stage", "checksum", "write", "fsync"};
+constexpr const char* kPhaseNames[] = {"waiting", "staging", "writing", "fsync"};
+
+double seconds_of(std::int64_t nanoseconds) { return static_cast<double>(nanoseconds) * 1e-9; }
+
+}  // namespace
+
+void SaveSources::add(std::string name, const at::Tensor& tensor) {
+  TensorSource found = source_of(tensor);
+  items_.push_back({std::move(name), std::move(found.source), std::move(found.header)});
+  storages_.push_back(found.owner.storage());
+  tensors_.push_back(std::move(found.owner));
+}
+
+void SaveSources::add(std::string name, std::span<const std::byte> bytes,
+                      std::shared_ptr<const void> owner) {
+  engine::SaveItem& item = items_.emplace_back();
+  item.name = std::move(name);
+  item.source.address = bytes.data();
+  item.source.bytes = bytes.size();
+  owners_.push_back(std::move(owner));
+}
+
+TensorSave::TensorSave(const os::Directory& directory, SaveSources& sources,
+                       const engine::NamingOptions& naming, const engine::SaveOptions& options) {
+  engine::SavePlan plan = engine::plan_save(std::exchange(sources.items_, {}), naming).value();
+  file_names_ = std::move(plan.file_names);
+  session_ =
+      engine::SaveSession::start(directory.duplicate().value(), std::move(plan.files), options)
+          .value();
+  std::swap(sources_, sources);
+}
+
+TensorSave::~TensorSave() {
+  const ReleasedGil released;
+  engine::end_session(*session_);
+}
+
+Result<bool> TensorSave::wait(double seconds) {
+  return wait_by(&engine::SaveSession::wait_for, seconds);
+}
+Result<bool> TensorSave::wait_staged(double seconds) {
+  return wait_by(&engine::SaveSession::wait_staged, seconds);
+}
+Result<bool> TensorSave::wait_submitted(double seconds) {
+  return wait_by(&engine::SaveSession::wait_submitted, seconds);
+}
+
+Result<bool> TensorSave::wait_by(Event event, double seconds) {
+  // Bounded, since the clock's arithmetic overflows where somebody waits for ever.
+  constexpr double kLongest = 1e9;
+  const std::chrono::milliseconds timeout(
+      static_cast<std::int64_t>(std::min(seconds, kLongest) * 1000.0));
+  if (!((*session_).*event)(timeout)) return false;
+  if (auto outcome = session_->outcome(); !outcome) return outcome.error();
+  return true;
+}
+
+Result<> TensorSave::make_stream_wait(int device, std::uintptr_t stream) {
+  return session_->make_stream_wait(device, reinterpret_cast<void*>(stream));
+}
+
+double TensorSave::elapsed() const { return seconds_of(session_->timing().now_ns()); }
+
+std::tuple<double, double, double, double, double, double> TensorSave::timing() const {
+  const engine::Timing& timing = session_->timing();
+  const auto busy = [&](engine::Activity activity) { return seconds_of(timing.busy_ns(activity)); };
+  return {seconds_of(timing.staged_ns),  seconds_of(timing.ended_ns),
+          busy(engine::Activity::stage), busy(engine::Activity::checksum),
+          busy(engine::Activity::write), busy(engine::Activity::fsync)};
+}
+
+std::vector<std::tuple<const char*, std::size_t, double, double>> TensorSave::trace() const {
+  std::vector<std::tuple<const char*, std::size_t, double, double>> rows;
+  for (const engine::TraceEvent& event : session_->timing().events()) {
+    rows.emplace_back(kActivityNames[static_cast<std::size_t>(event.activity)], event.file,
+                      seconds_of(event.begin_ns), seconds_of(event.end_ns));
+  }
+  return rows;
+}
+
+std::tuple<std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t>
+TensorSave::progress() const {
+  const engine::SaveProgress now = session_->progress();
+  return {now.bytes_planned, now.bytes_staged, now.bytes_written, now.files_planned,
+          now.files_done};
+}
+
+std::vector<std::tuple<std::string, const char*, std::uint64_t, std::uint64_t>>
+TensorSave::unfinished() const {
+  std::vector<std::tuple<std::string, const char*, std::uint64_t, std::uint64_t>> rows;
+  for (const engine::FileProgress& file : session_->unfinished()) {
+    rows.emplace_back(file_names_[file.file], kPhaseNames[static_cast<std::size_t>(file.phase)],
+                      file.bytes_written, file.bytes);
+  }
+  return rows;
+}
+
+}  // namespace torch_ckpt::tensors

@@ -1,0 +1,77 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "engine/save_plan.h"
+#include "engine/save_session.h"
+#include "os/directory.h"
+
+namespace torch_ckpt::tensors {
+
+// What a save writes, and what keeps that alive.
+class SaveSources {
+ public:
+  void add(std::string name, const at::Tensor& tensor);
+  void add(std::string name, std::span<const std::byte> bytes, std::shared_ptr<const void> owner);
+
+ private:
+  friend class TensorSave;
+
+  std::vector<engine::SaveItem> items_;
+  std::vector<at::Tensor> tensors_;
+  // Of their own, since somebody may give a tensor another one (`tensor.data = ...`).
+  std::vector<c10::Storage> storages_;
+  std::vector<std::shared_ptr<const void>> owners_;
+};
+
+// A save under way, with its sources. Times are in seconds since it began. Only release_sources()
+// and the destructor need the GIL, since they drop objects of Python.
+class TensorSave {
+ public:
+  TensorSave(const os::Directory& directory, SaveSources& sources,
+             const engine::NamingOptions& naming, const engine::SaveOptions& options);
+  /// Ends a save that has not ended: the engine reads the sources until then.
+  ~TensorSave();
+  TensorSave(const TensorSave&) = delete;
+  TensorSave& operator=(const TensorSave&) = delete;
+
+  // As the session's, and with its failure; `seconds` may be without end.
+  Result<bool> wait(double seconds);
+  Result<bool> wait_staged(double seconds);
+  Result<bool> wait_submitted(double seconds);
+
+  Result<> make_stream_wait(int device, std::uintptr_t stream);
+  void release_sources() { sources_ = {}; }
+  void cancel() { session_->cancel(); }
+
+  double elapsed() const;
+  /// Until staged and until the end; thread seconds of staging, checksums, writes and fsyncs.
+  std::tuple<double, double, double, double, double, double> timing() const;
+  /// Activity, file, begin and end.
+  std::vector<std::tuple<const char*, std::size_t, double, double>> trace() const;
+  /// Bytes planned, staged and written; files planned and done.
+  std::tuple<std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t> progress()
+      const;
+  /// File name, phase, bytes written and bytes of each file that has not sent its result.
+  std::vector<std::tuple<std::string, const char*, std::uint64_t, std::uint64_t>> unfinished()
+      const;
+  Result<std::vector<format::FileResult>> results() const { return session_->results(); }
+  const std::vector<std::string>& file_names() const { return file_names_; }
+
+ private:
+  using Event = bool (engine::SaveSession::*)(std::chrono::milliseconds);
+  Result<bool> wait_by(Event event, double seconds);
+
+  SaveSources sources_;
+  std::vector<std::string> file_names_;
+  std::shared_ptr<engine::SaveSession> session_;
+};
+
+}  // namespace torch_ckpt::tensors

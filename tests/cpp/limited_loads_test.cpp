@@ -1,0 +1,77 @@
+#include "engine/limited_loads.h"
+
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <string>
+#include <vector>
+
+#include "support.h"
+
+namespace torch_ckpt::engine {
+namespace {
+
+using test::fails;
+using test::ok;
+
+constexpr std::uint64_t kLimit = LimitedLoads::kLeastScratchBytes + 100;
+
+class LimitedLoadsTest : public ::testing::Test {
+ protected:
+  LimitedLoadsTest() { test::write_file(temporary_.file("data"), std::string(1000, 'x')); }
+
+  Result<LimitedLoads> loads(std::uint64_t limit) {
+    LoadOptions options;
+    options.max_scratch_bytes = limit;
+    return LimitedLoads::make(directory_, {{"data", {}}}, options,
+                              [](LoadSession& session, std::uint64_t) {
+                                while (!session.wait_for(std::chrono::hours(1))) {
+                                }
+                              });
+  }
+  static ReadRequest record(std::uint64_t offset, std::uint64_t length) {
+    ReadRequest request;
+    request.offset = offset;
+    request.length = length;
+    request.region = planning::Region::of_bytes(0, length);
+    return request;
+  }
+
+  test::TempDir temporary_;
+  os::Directory directory_ = test::open_directory(temporary_);
+};
+
+TEST_F(LimitedLoadsTest, ALimitBelowTheLeastScratchMemoryIsRefused) {
+  EXPECT_TRUE(fails(loads(LimitedLoads::kLeastScratchBytes - 1), Errc::invalid_argument));
+}
+
+TEST_F(LimitedLoadsTest, RecordsMustFitTogether) {
+  const auto limited = loads(kLimit);
+  ASSERT_TRUE(ok(limited));
+  EXPECT_TRUE(ok(limited->check_room({record(0, 50), record(50, 50)}, {"a", "b"})));
+  const auto result = limited->check_room({record(0, 50), record(50, 51)}, {"a", "b"});
+  ASSERT_TRUE(fails(result, Errc::invalid_argument));
+  EXPECT_EQ(result.error().subject, "b");
+}
+
+TEST_F(LimitedLoadsTest, ARecordBehindTheEndOfItsFileIsRefusedByName) {
+  const auto limited = loads(kLimit);
+  ASSERT_TRUE(ok(limited));
+  const auto result = limited->check_room({record(999, 2)}, {"a"});
+  ASSERT_TRUE(fails(result, Errc::range_past_end));
+  EXPECT_EQ(result.error().subject, "a");
+}
+
+TEST_F(LimitedLoadsTest, AnErrorOfALoadNamesItsRecord) {
+  auto limited = loads(kLimit);
+  ASSERT_TRUE(ok(limited));
+  std::string room(2, '?');
+  ReadRequest request = record(999, 2);
+  request.target.address = reinterpret_cast<std::byte*>(room.data());
+  const auto session = limited->run({std::move(request)}, {"a"}, 2, 0);
+  ASSERT_TRUE(session.has_error());
+  EXPECT_EQ(session.error().subject, "a");
+}
+
+}  // namespace
+}  // namespace torch_ckpt::engine
