@@ -8,8 +8,8 @@
 #include "error.h"
 #include "os/directory.h"
 
-// How a name comes to stand for new contents, in one step, be it a file's or a directory's. Steps 3
-// to 7 of the commit of a checkpoint, whose protocol is in lease.h.
+// How a name comes to stand for new contents, in one step, be it a file's or a directory's. Steps 4
+// to 8 of the commit of a checkpoint, whose protocol is in lease.h.
 
 namespace torch_ckpt::directory {
 

@@ -69,7 +69,7 @@ VALUES: list[Any] = [
     [1, [2]],
     {"a": {1: (2,)}},
     set(),
-    {1, (2, "a")},
+    {1, (2, 3)},
     frozenset({1, frozenset({2})}),
     slice(1, None, 2),
     range(1, 10, 3),
