@@ -78,11 +78,11 @@ std::string Error::message() const {
 
 Error system_error(int sys_errno, std::string_view operation, std::string_view path,
                    std::uint64_t offset) {
-  return Error{Errc::system, sys_errno, std::string(operation), std::string(path), offset, {}};
+  return Error{Errc::system, sys_errno, operation, path, offset};
 }
 
 Error format_error(Errc code, std::string detail, std::uint64_t offset) {
-  return Error{code, 0, {}, {}, offset, std::move(detail)};
+  return Error{.code = code, .offset = offset, .detail = std::move(detail)};
 }
 
 Error exception_error(const std::exception_ptr& exception, std::string_view operation) noexcept {

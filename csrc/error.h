@@ -3,6 +3,8 @@
 #include <boost/system/result.hpp>
 #include <cstdint>
 #include <exception>
+#include <memory>
+#include <ostream>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -68,15 +70,47 @@ enum class Errc {
 
 std::string_view name(Errc code);
 
+// Words of an error. Copies share them, so that an error can be told where there is no memory.
+class Text {
+ public:
+  Text() = default;
+  Text(std::string text) {
+    if (!text.empty()) text_ = std::make_shared<const std::string>(std::move(text));
+  }
+  Text(std::string_view text) : Text(std::string(text)) {}
+  Text(const char* text) : Text(std::string(text)) {}
+
+  const std::string& str() const noexcept {
+    static const std::string none;
+    return text_ == nullptr ? none : *text_;
+  }
+  operator const std::string&() const noexcept { return str(); }
+  Text& operator+=(std::string_view more) { return *this = *this + more; }
+  bool empty() const noexcept { return text_ == nullptr; }
+  friend bool operator==(const Text& text, std::string_view other) { return text.str() == other; }
+  friend std::string operator+(const Text& text, std::string_view other) {
+    return text.str() + std::string(other);
+  }
+  friend std::string operator+(std::string_view other, const Text& text) {
+    return std::string(other) + text.str();
+  }
+  friend std::ostream& operator<<(std::ostream& stream, const Text& text) {
+    return stream << text.str();
+  }
+
+ private:
+  std::shared_ptr<const std::string> text_;
+};
+
 /// What failed, on which object, at which byte, and the system's reason. The core never throws it.
 struct Error {
   Errc code = Errc::internal;
   int sys_errno = 0;
-  std::string operation;  // the system call, or the step that failed
-  std::string path;
+  Text operation = {};  // the system call, or the step that failed
+  Text path = {};
   std::uint64_t offset = kNoOffset;
-  std::string detail;        // one clause for the reader; empty where errno says it all
-  std::string subject = {};  // the item that it happened to, where it is one
+  Text detail = {};   // one clause for the reader; empty where errno says it all
+  Text subject = {};  // the item that it happened to, where it is one
 
   static constexpr std::uint64_t kNoOffset = ~std::uint64_t{0};
 

@@ -1,6 +1,7 @@
 #include "engine/process_channel.h"
 
 #include <algorithm>
+#include <new>
 
 namespace torch_ckpt::engine {
 namespace {
@@ -17,6 +18,16 @@ os::ProcessId process_of(const format::Sender& sender) {
   return {static_cast<std::int64_t>(sender.process), sender.start};
 }
 
+/// False where there is no memory, too.
+template <class Function>
+bool succeeds(const Function& function) noexcept {
+  try {
+    return function().has_value();
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
+}
+
 Error missing(std::string text) { return format_error(Errc::result_missing, std::move(text)); }
 
 }  // namespace
@@ -31,19 +42,16 @@ Result<ProcessChannel> ProcessChannel::create() {
 
 void ProcessChannel::send(const Result<format::FileResult>& result, std::size_t files) {
   const os::MutexLock lock(mutex_);
-  Result<> sent;
-  try {
+  const auto put = [&] {
     const std::string frame = result
                                   ? format::encode_file(*result, static_cast<std::uint32_t>(files))
                                   : format::encode_failure(result.error());
     if (result) ++good_;
     // Who waits has nothing to do before that.
-    sent = mailbox_.put(bytes_of(frame), !result || good_ == files);
-  } catch (const std::exception&) {
-    sent = format_error(Errc::internal, "no memory for a result");
-  }
-  // Without that, too, the child learns of it when this process ends.
-  if (!sent) static_cast<void>(mailbox_.put_lost());
+    return mailbox_.put(bytes_of(frame), !result || good_ == files);
+  };
+  // Where both fail the child learns of it when this process ends.
+  if (!succeeds(put)) succeeds([&] { return mailbox_.put_lost(); });
 }
 
 Result<std::optional<ProcessChannel::Outcome>> ProcessChannel::wait_for_files(

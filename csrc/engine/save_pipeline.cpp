@@ -36,7 +36,9 @@ SavePipeline::SavePipeline(const SaveOptions& options,
 
 void SavePipeline::start(const std::shared_ptr<const void>& owner) noexcept {
   owner_ = owner;
-  if (!files_.empty()) writers_needed_.emplace(writers_.get_executor());
+  if (files_.empty()) return;
+  stagers_needed_.emplace(stagers_.get_executor());
+  writers_needed_.emplace(writers_.get_executor());
   for (Task& task : maker_tasks_) {
     post(task, stagers_, [this, &task] { make_buffers(task, false); });
   }
@@ -51,6 +53,7 @@ void SavePipeline::start(const std::shared_ptr<const void>& owner) noexcept {
 
 void SavePipeline::end() noexcept {
   buffers_.close();
+  stagers_needed_.reset();
   writers_needed_.reset();
 }
 
@@ -240,7 +243,10 @@ void SavePipeline::wait_for_turn(FileSave& file, FileWriter::Write& write) noexc
       return {};
     }));
   }
-  if (!waits) this->write(file, write);
+  if (waits) return;
+  // Its end takes a lock of Asio's, which a forked child that drops the save may find taken.
+  write.timer.reset();
+  this->write(file, write);
 }
 
 void SavePipeline::write(FileSave& file, FileWriter::Write& write) noexcept {

@@ -138,10 +138,11 @@ class SavePipeline {
   // They have threads before the session begins: it must not fail half-way for want of them.
   boost::asio::io_context& stagers_;
   boost::asio::io_context& writers_;
-  // Until the save has ended: join_executor() may find the writers without work while the next
-  // buffer for them is still being staged.
-  std::optional<boost::asio::executor_work_guard<boost::asio::io_context::executor_type>>
-      writers_needed_;
+  // Until the save has ended: join_executor() may find a pool without work while the next buffer
+  // for it is with the other.
+  using PoolGuard = boost::asio::executor_work_guard<boost::asio::io_context::executor_type>;
+  std::optional<PoolGuard> stagers_needed_;
+  std::optional<PoolGuard> writers_needed_;
   std::weak_ptr<const void> owner_;
 
   const std::size_t at_once_;

@@ -44,9 +44,8 @@ Result<std::shared_ptr<SaveSession>> SaveSession::start(os::Directory directory,
   if (!options.snapshot) {
     most_chunks = std::min(most_chunks, (kWritesInFlight + 1) * options.parallel_files);
   }
-  most_chunks = std::max<std::size_t>(most_chunks, 1);
   if (options.max_host_bytes == 0) {
-    options.max_host_bytes = options.chunk_bytes * most_chunks;
+    options.max_host_bytes = options.chunk_bytes * std::max<std::size_t>(most_chunks, 1);
   } else {
     // What an earlier save with a larger budget left must not come on top of this one's.
     staging::ChunkPool::instance().trim_to_budget(options.max_host_bytes);
@@ -68,6 +67,8 @@ Result<std::shared_ptr<SaveSession>> SaveSession::start(os::Directory directory,
   std::shared_ptr<SaveSession> session(
       new SaveSession(std::move(directory), std::move(files), options, chunks));
   session->pipeline_.start(session);
+  // There is no last file that would do it.
+  if (session->files_.empty()) session->end();
   return session;
 }
 
@@ -113,7 +114,7 @@ void SaveSession::end_file(FileSave& file, Result<> status) noexcept {
 // After the last file: no stager and no write is left.
 void SaveSession::end() noexcept {
   try {
-    if (!failure_.is_set() && options_.sync) {
+    if (!failure_.is_set() && options_.sync && !files_.empty()) {
       const Timed timed(timing_, Activity::fsync, 0);
       if (auto synced = directory_.sync(); !synced) failure_.set(synced.error());
     }

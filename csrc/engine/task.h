@@ -39,6 +39,7 @@ class Task {
     Allocator(const Allocator<U>& other) : task(other.task) {}
 
     T* allocate(std::size_t count) {
+      static_assert(sizeof(T) <= kBytes);
       return static_cast<T*>(task->allocate(count * sizeof(T), std::align_val_t(alignof(T))));
     }
     void deallocate(T* memory, std::size_t) {
@@ -73,9 +74,11 @@ class Task {
     is_used_ = false;
   }
 
+  static constexpr std::size_t kBytes = 192;
+
   // Asio frees it before it calls the handler, which may post the task again.
   bool is_used_ = false;
-  alignas(std::max_align_t) std::byte memory_[192];
+  alignas(std::max_align_t) std::byte memory_[kBytes];
 };
 
 }  // namespace torch_ckpt::engine

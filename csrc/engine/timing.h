@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <new>
 #include <vector>
 
 #include "os/mutex.h"
@@ -36,7 +37,11 @@ class Timing {
     busy_ns_[static_cast<std::size_t>(activity)] += end_ns - begin_ns;
     if (!trace_) return;
     const os::MutexLock lock(mutex_);
-    events_.push_back({activity, file, begin_ns, end_ns});
+    try {
+      events_.push_back({activity, file, begin_ns, end_ns});
+    } catch (const std::bad_alloc&) {
+      // The save goes on, and its trace lacks the event.
+    }
   }
 
   /// Nanoseconds of thread time; of threads that work at the same time the sum.

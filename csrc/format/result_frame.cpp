@@ -103,9 +103,9 @@ std::string encode_failure(const Error& error) {
   put(payload, static_cast<std::uint32_t>(error.code), 4);
   put(payload, static_cast<std::uint32_t>(error.sys_errno), 4);
   put(payload, error.offset, 8);
-  put_text(payload, error.operation);
-  put_text(payload, error.path);
-  put_text(payload, error.detail);
+  put_text(payload, error.operation.str());
+  put_text(payload, error.path.str());
+  put_text(payload, error.detail.str());
   return frame_of(FrameKind::failure, payload);
 }
 

@@ -101,9 +101,11 @@ py::list load_bytes(FileRows file_rows, const std::vector<ByteRow>& rows,
   py::list values;
   for (engine::ReadRequest& request : requests) {
     // bytes, which io.BytesIO shares with whoever reads them.
-    py::bytes value(nullptr, request.length);
+    const auto value = py::reinterpret_steal<py::bytes>(
+        PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(request.length)));
+    if (!value) throw py::error_already_set();
     request.target.address = reinterpret_cast<std::byte*>(PyBytes_AS_STRING(value.ptr()));
-    values.append(std::move(value));
+    values.append(value);
   }
   without_gil([&] { return loads.run(std::move(requests), names, held, 0); });
   return values;

@@ -36,7 +36,7 @@ FindingRow row_of(engine::Finding& finding) {
   std::optional<std::uint64_t> offset;
   if (finding.error.offset != Error::kNoOffset) offset = finding.error.offset;
   // What is left of the message: file and offset are told beside it.
-  finding.error.path.clear();
+  finding.error.path = {};
   finding.error.offset = Error::kNoOffset;
   return {finding.file,           row, offset, finding.bytes, finding.error.message(),
           finding.error.sys_errno};

@@ -28,67 +28,67 @@ ChunkPool& ChunkPool::instance() { return os::ForkLocal<ChunkPool>::get(); }
 
 std::unique_ptr<Chunk> ChunkPool::take_kept(std::size_t bytes) {
   const os::MutexLock lock(mutex_);
-  const auto found = kept_.find(bytes);
-  if (found == kept_.end() || found->second.empty()) return nullptr;
-  std::unique_ptr<Chunk> chunk = std::move(found->second.back());
-  found->second.pop_back();
-  ++lent_[bytes];
+  const auto found = sizes_.find(bytes);
+  if (found == sizes_.end() || found->second.kept.empty()) return nullptr;
+  std::unique_ptr<Chunk> chunk = std::move(found->second.kept.back());
+  found->second.kept.pop_back();
+  ++found->second.lent;
   return chunk;
 }
 
 Result<std::unique_ptr<Chunk>> ChunkPool::take(std::size_t bytes) {
   if (auto chunk = take_kept(bytes)) return chunk;
-  {
-    Chunks freed;
-    const os::MutexLock lock(mutex_);
-    // Chunks of other sizes make room, or changing the size would exceed the budget of both.
-    for (std::size_t room = 0; room < bytes;) {
-      auto chunk = remove_one();
-      if (chunk == nullptr) break;
-      room += chunk->bytes().size();
-      freed.push_back(std::move(chunk));
-    }
+  // Chunks of other sizes make room, or changing the size would exceed the budget of both.
+  for (std::size_t room = 0; room < bytes;) {
+    const auto chunk = remove_above(0);
+    if (chunk == nullptr) break;
+    room += chunk->bytes().size();
   }
   auto made = Chunk::allocate(bytes);
   if (!made) return made;
   const os::MutexLock lock(mutex_);
-  ++lent_[bytes];
+  OfSize& of = sizes_[bytes];
+  of.make_room_to_lend();
+  ++of.lent;
   return made;
 }
 
-void ChunkPool::give_back(std::unique_ptr<Chunk> chunk) {
-  const os::MutexLock lock(mutex_);
-  count_back(*chunk);
-  kept_[chunk->bytes().size()].push_back(std::move(chunk));
+/// For one more.
+void ChunkPool::OfSize::make_room_to_lend() {
+  const std::size_t needed = kept.size() + lent + 1;
+  if (kept.capacity() < needed) kept.reserve(std::max(needed, 2 * kept.capacity()));
 }
 
-void ChunkPool::give_back_within(std::unique_ptr<Chunk> chunk, std::size_t most_kept) {
+void ChunkPool::give_back(std::unique_ptr<Chunk> chunk) noexcept {
+  const os::MutexLock lock(mutex_);
+  count_back(*chunk).kept.push_back(std::move(chunk));
+}
+
+void ChunkPool::give_back_within(std::unique_ptr<Chunk> chunk, std::size_t most_kept) noexcept {
   const bool has_room = kept_bytes() + chunk->bytes().size() <= most_kept;
   has_room ? give_back(std::move(chunk)) : discard(std::move(chunk));
 }
 
-void ChunkPool::discard(std::unique_ptr<Chunk> chunk) {
+void ChunkPool::discard(std::unique_ptr<Chunk> chunk) noexcept {
   const os::MutexLock lock(mutex_);
-  count_back(*chunk);
-  const std::size_t bytes = chunk->bytes().size();
-  if (bytes == reserve_chunk_bytes_ && reserved_now() < reserve_chunks_) {
-    kept_[bytes].push_back(std::move(chunk));
+  OfSize& of = count_back(*chunk);
+  if (chunk->bytes().size() == reserve_chunk_bytes_ && reserved_now() < reserve_chunks_) {
+    of.kept.push_back(std::move(chunk));
   }
 }
 
 void ChunkPool::trim(std::size_t bytes) {
-  Chunks freed;
-  const os::MutexLock lock(mutex_);
-  if (reserve_chunks_ > 0) {
-    reserve_chunks_ = std::min(reserve_chunks_, bytes / reserve_chunk_bytes_);
+  {
+    const os::MutexLock lock(mutex_);
+    if (reserve_chunks_ > 0) {
+      reserve_chunks_ = std::min(reserve_chunks_, bytes / reserve_chunk_bytes_);
+    }
   }
-  freed = remove_down_to(bytes);
+  trim_to_budget(bytes);
 }
 
-void ChunkPool::trim_to_budget(std::size_t bytes) {
-  Chunks freed;
-  const os::MutexLock lock(mutex_);
-  freed = remove_down_to(bytes);
+void ChunkPool::trim_to_budget(std::size_t bytes) noexcept {
+  while (remove_above(bytes) != nullptr) continue;
 }
 
 std::size_t ChunkPool::kept_bytes() const {
@@ -126,7 +126,9 @@ Result<bool> ChunkPool::grow_reserve(std::size_t most_bytes, int device) {
   }
   // Unless the reserve was trimmed meanwhile.
   if (bytes == reserve_chunk_bytes_ && reserved_now() < reserve_chunks_) {
-    kept_[bytes].push_back(std::move(*made));
+    OfSize& of = sizes_[bytes];
+    of.make_room_to_lend();
+    of.kept.push_back(std::move(*made));
   }
   return true;
 }
@@ -153,43 +155,34 @@ std::size_t ChunkPool::reserved_bytes() const {
 
 std::size_t ChunkPool::kept_now() const {
   std::size_t kept = 0;
-  for (const auto& [bytes, chunks] : kept_) kept += bytes * chunks.size();
+  for (const auto& [bytes, of] : sizes_) kept += bytes * of.kept.size();
   return kept;
 }
 
 /// Chunks of the reserve's size, kept and lent.
 std::size_t ChunkPool::reserved_now() const {
-  const auto kept = kept_.find(reserve_chunk_bytes_);
-  const auto lent = lent_.find(reserve_chunk_bytes_);
-  return (kept == kept_.end() ? 0 : kept->second.size()) + (lent == lent_.end() ? 0 : lent->second);
+  const auto found = sizes_.find(reserve_chunk_bytes_);
+  return found == sizes_.end() ? 0 : found->second.kept.size() + found->second.lent;
 }
 
-/// A kept chunk that is not of the reserve, or nullptr.
-std::unique_ptr<Chunk> ChunkPool::remove_one() {
-  for (auto& [bytes, chunks] : kept_) {
-    if (chunks.empty()) continue;
-    if (bytes == reserve_chunk_bytes_ && reserved_now() <= reserve_chunks_) continue;
-    std::unique_ptr<Chunk> chunk = std::move(chunks.back());
-    chunks.pop_back();
+/// A kept chunk that is not of the reserve, where more than so many bytes are kept, or nullptr.
+std::unique_ptr<Chunk> ChunkPool::remove_above(std::size_t bytes) {
+  const os::MutexLock lock(mutex_);
+  if (kept_now() <= bytes) return nullptr;
+  for (auto& [size, of] : sizes_) {
+    if (of.kept.empty()) continue;
+    if (size == reserve_chunk_bytes_ && reserved_now() <= reserve_chunks_) continue;
+    std::unique_ptr<Chunk> chunk = std::move(of.kept.back());
+    of.kept.pop_back();
     return chunk;
   }
   return nullptr;
 }
 
-ChunkPool::Chunks ChunkPool::remove_down_to(std::size_t bytes) {
-  Chunks freed;
-  for (std::size_t kept = kept_now(); kept > bytes;) {
-    auto chunk = remove_one();
-    if (chunk == nullptr) break;
-    kept -= chunk->bytes().size();
-    freed.push_back(std::move(chunk));
-  }
-  return freed;
-}
-
-void ChunkPool::count_back(const Chunk& chunk) {
-  const auto lent = lent_.find(chunk.bytes().size());
-  if (lent != lent_.end() && lent->second > 0) --lent->second;
+ChunkPool::OfSize& ChunkPool::count_back(const Chunk& chunk) {
+  OfSize& of = sizes_[chunk.bytes().size()];
+  if (of.lent > 0) --of.lent;
+  return of;
 }
 
 }  // namespace torch_ckpt::staging

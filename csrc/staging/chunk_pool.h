@@ -49,16 +49,17 @@ class ChunkPool {
   /// A kept chunk of just this size, or nullptr.
   std::unique_ptr<Chunk> take_kept(std::size_t bytes);
   /// Every chunk that was taken comes back by one of these. The second frees it, unless it is of
-  /// the reserve; the third where more than `most_kept` bytes would be kept with it.
-  void give_back(std::unique_ptr<Chunk> chunk);
-  void discard(std::unique_ptr<Chunk> chunk);
-  void give_back_within(std::unique_ptr<Chunk> chunk, std::size_t most_kept);
+  /// the reserve; the third where more than `most_kept` bytes would be kept with it. They need no
+  /// memory: that was made when the chunk was taken.
+  void give_back(std::unique_ptr<Chunk> chunk) noexcept;
+  void discard(std::unique_ptr<Chunk> chunk) noexcept;
+  void give_back_within(std::unique_ptr<Chunk> chunk, std::size_t most_kept) noexcept;
 
   /// Frees kept chunks until at most `bytes` are kept. A reserve shrinks to that, also one that is
   /// being made.
   void trim(std::size_t bytes);
   /// The same as far as what is kept is not of the reserve: for who has a budget of his own.
-  void trim_to_budget(std::size_t bytes);
+  void trim_to_budget(std::size_t bytes) noexcept;
   std::size_t kept_bytes() const;
 
   /// Lets the reserve be `bytes` of chunks of `chunk_bytes`, rounded up to whole ones; it never
@@ -78,19 +79,23 @@ class ChunkPool {
   std::size_t reserved_bytes() const;
 
  private:
-  using Chunks = std::vector<std::unique_ptr<Chunk>>;
+  // Chunks of one size.
+  struct OfSize {
+    std::vector<std::unique_ptr<Chunk>> kept;  // with room for those that are lent
+    std::size_t lent = 0;
 
-  // What is to be freed comes by value, so that it goes without the lock.
+    void make_room_to_lend();
+  };
+
   std::size_t kept_now() const TC_REQUIRES(mutex_);
   std::size_t reserved_now() const TC_REQUIRES(mutex_);
-  std::unique_ptr<Chunk> remove_one() TC_REQUIRES(mutex_);
-  Chunks remove_down_to(std::size_t bytes) TC_REQUIRES(mutex_);
-  void count_back(const Chunk& chunk) TC_REQUIRES(mutex_);
+  // What is to be freed comes by value, so that it goes without the lock.
+  std::unique_ptr<Chunk> remove_above(std::size_t bytes);
+  OfSize& count_back(const Chunk& chunk) TC_REQUIRES(mutex_);
 
   mutable os::Mutex mutex_;
   os::CondVar grown_;
-  std::map<std::size_t, Chunks> kept_ TC_GUARDED_BY(mutex_);       // by size
-  std::map<std::size_t, std::size_t> lent_ TC_GUARDED_BY(mutex_);  // how many are out, by size
+  std::map<std::size_t, OfSize> sizes_ TC_GUARDED_BY(mutex_);
   std::size_t reserve_chunks_ TC_GUARDED_BY(mutex_) = 0;
   std::size_t reserve_chunk_bytes_ TC_GUARDED_BY(mutex_) = 0;
   std::size_t growing_ TC_GUARDED_BY(mutex_) = 0;  // chunks being made

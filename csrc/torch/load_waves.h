@@ -14,10 +14,9 @@ namespace torch_ckpt::tensors {
 
 // Fills tensors, in waves of reads that each stay within the limit of memory.
 //
-//   1. The engine reads straight into tensors that it may write to. Others are read into
-//   temporaries
-//      and copied from there by torch, in parts where a temporary would be too large; on a device
-//      that spreads the elements itself, too.
+//   1. The engine reads straight into tensors that it may write to. Others are read into temporary
+//      tensors and copied from there by torch, in parts where a temporary tensor would be too
+//      large; on a device that spreads the elements itself, too.
 //   2. Where two names fill the same memory the later one waits for the wave of the earlier one.
 //   3. What turns out to be stored transposed, conjugated or otherwise not row-major is read again,
 //      as its record says. Where the stored elements overlap, all of the storage is read.

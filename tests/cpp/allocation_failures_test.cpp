@@ -11,9 +11,11 @@
 
 #include "engine/executor.h"
 #include "engine/load_session.h"
+#include "engine/process_channel.h"
 #include "engine/save_session.h"
 #include "engine/verify_session.h"
 #include "failing_allocations.h"
+#include "os/fault.h"
 #include "support.h"
 
 namespace torch_ckpt::engine {
@@ -41,9 +43,10 @@ class AllocationFailures : public ::testing::TestWithParam<Failures> {
     test::write_file(directory_.file("a"), record_ + record_);
   }
 
-  /// Runs what `start` starts again and again, until all allocations have failed once.
+  /// Runs what `start` starts again and again, until all allocations have failed once. `expected`
+  /// is the errno that the session may fail with although there is memory.
   template <class Start>
-  void sweep(const Start& start) {
+  void sweep(const Start& start, int expected = 0) {
     bool has_come = true;
     for (std::size_t first = 1; has_come; ++first) {
       SCOPED_TRACE("allocation " + std::to_string(first));
@@ -63,13 +66,29 @@ class AllocationFailures : public ::testing::TestWithParam<Failures> {
         has_come = FailingAllocations::has_come();
       }
       if (const std::optional<Error> failure = failure_of(started)) {
-        ASSERT_TRUE(has_come);
         ASSERT_EQ(failure->code, Errc::system) << failure->message();
+        if (expected != 0 && failure->sys_errno == expected) continue;
+        ASSERT_TRUE(has_come);
         ASSERT_EQ(failure->sys_errno, ENOMEM) << failure->message();
       } else {
         expect_success(**started);
       }
     }
+  }
+
+  /// Of two files, with names of their own for each save.
+  Result<std::shared_ptr<SaveSession>> start_save(os::Directory directory, SaveOptions options) {
+    const std::string number = std::to_string(saves_++);
+    std::vector<FileJob> files(2);
+    for (FileJob& file : files) {
+      file.name = (&file == &files[0] ? "first" : "second") + number;
+      staging::Source source;
+      source.address = reinterpret_cast<const std::byte*>(payload_.data());
+      source.bytes = payload_.size();
+      for (int i = 0; i < 5; ++i) file.image.add_tensor(header_, source);
+    }
+    options.chunk_bytes = 4096;
+    return SaveSession::start(std::move(directory), std::move(files), options);
   }
 
   static std::optional<Error> failure_of(const Result<std::shared_ptr<LoadSession>>& started) {
@@ -106,6 +125,8 @@ class AllocationFailures : public ::testing::TestWithParam<Failures> {
   TempDir directory_;
 
  private:
+  const std::string payload_ = random_.bytes(header_.storage_bytes);
+  std::size_t saves_ = 0;
   std::string record_;
 };
 
@@ -138,26 +159,23 @@ TEST_P(AllocationFailures, AVerificationEndsAndSaysSo) {
 }
 
 TEST_P(AllocationFailures, ASaveEndsAndSaysSo) {
-  const std::string payload = random_.bytes(header_.storage_bytes);
-  std::size_t saves = 0;
-  sweep([&](os::Directory directory, std::size_t) {
-    const std::string number = std::to_string(saves++);
-    std::vector<FileJob> files(2);
-    for (FileJob& file : files) {
-      file.name = (&file == &files[0] ? "first" : "second") + number;
-      staging::Source source;
-      source.address = reinterpret_cast<const std::byte*>(payload.data());
-      source.bytes = payload.size();
-      for (int i = 0; i < 5; ++i) file.image.add_tensor(header_, source);
-    }
-    SaveOptions options;
-    options.chunk_bytes = 4096;
-    return SaveSession::start(std::move(directory), std::move(files), options);
-  });
+  sweep([&](os::Directory directory, std::size_t) { return start_save(std::move(directory), {}); });
   // Where there is memory again, nothing is left of a save that has failed.
   if (GetParam().at_once == 1) {
     EXPECT_EQ(directory_.names(), std::vector<std::string>{"a"});
   }
+}
+
+TEST_P(AllocationFailures, ASaveWhoseDiskIsFullEndsAndSaysSo) {
+  SaveOptions options;
+  options.children = std::make_shared<ProcessChannel>(ProcessChannel::create().value());
+  options.trace = true;
+  const os::ScopedFaultHook hook([](std::string_view operation, std::string_view) {
+    return operation == "pwrite" ? ENOSPC : 0;
+  });
+  sweep([&](os::Directory directory,
+            std::size_t) { return start_save(std::move(directory), options); },
+        ENOSPC);
 }
 
 INSTANTIATE_TEST_SUITE_P(Memory, AllocationFailures,

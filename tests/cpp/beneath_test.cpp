@@ -66,7 +66,7 @@ class Beneath : public ::testing::TestWithParam<int> {
     const auto file = open(name);
     if (auto refused = fails(file, Errc::outside_directory); !refused) return refused;
     if (file.error().path != checkpoint(name) ||
-        file.error().detail.find("copy the files themselves") == std::string::npos) {
+        file.error().detail.str().find("copy the files themselves") == std::string::npos) {
       return ::testing::AssertionFailure() << file.error().message();
     }
     return ::testing::AssertionSuccess();

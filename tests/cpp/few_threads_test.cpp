@@ -153,8 +153,8 @@ TEST(Executor, WithoutAThreadIsAnErrorThatSaysWhatToDo) {
   const ScopedFaultHook hook(threads_up_to(0));
   const auto refused = need_threads({}, 0);
   ASSERT_FALSE(refused);
-  EXPECT_TRUE(refused.error().detail.find("ulimit -u") != std::string::npos);
-  EXPECT_TRUE(refused.error().detail.find("pids.max") != std::string::npos);
+  EXPECT_TRUE(refused.error().detail.str().find("ulimit -u") != std::string::npos);
+  EXPECT_TRUE(refused.error().detail.str().find("pids.max") != std::string::npos);
   EXPECT_TRUE(take_warnings().empty()) << "beside the error";
 }
 

@@ -91,7 +91,8 @@ TEST_F(LeaseTest, IsNotToBeHadWhileAnotherHasTheDirectoryAlone) {
   ASSERT_TRUE(*other.try_lock_exclusive());
   const auto lease = Lease::take(open_directory(directory_), {}, 0.0, goes_on);
   ASSERT_TRUE(fails(lease, Errc::system));
-  EXPECT_NE(lease.error().detail.find("had the directory for itself for 0 s"), std::string::npos);
+  EXPECT_NE(lease.error().detail.str().find("had the directory for itself for 0 s"),
+            std::string::npos);
 }
 
 TEST_F(LeaseTest, WaitsForWhoHasTheDirectoryAlone) {

@@ -108,9 +108,9 @@ TEST(PayloadCheck, SaysWhatWasExpectedAndWhatWasFound) {
   PayloadCheck check = PayloadCheck::by_blocks(sums, payload.size());
   const auto taken = check.take(0, bytes_of(payload));
   ASSERT_TRUE(fails(taken, Errc::checksum_mismatch));
-  EXPECT_NE(taken.error().detail.find("metadata says 0x0000abcd"), std::string::npos)
+  EXPECT_NE(taken.error().detail.str().find("metadata says 0x0000abcd"), std::string::npos)
       << taken.error().detail;
-  EXPECT_NE(taken.error().detail.find("CRC-32 0x3610a686"), std::string::npos)
+  EXPECT_NE(taken.error().detail.str().find("CRC-32 0x3610a686"), std::string::npos)
       << taken.error().detail;
 }
 

@@ -126,7 +126,7 @@ class PathThatIsChanged : public ::testing::Test {
     EXPECT_EQ(outcome.state, PublishState::not_published);
     EXPECT_EQ(outcome.error.code, Errc::directory_moved);
     EXPECT_EQ(outcome.error.path, path);
-    EXPECT_NE(outcome.error.detail.find("is now " + now), std::string::npos)
+    EXPECT_NE(outcome.error.detail.str().find("is now " + now), std::string::npos)
         << outcome.error.detail;
     EXPECT_FALSE(fs::exists(now + "/.metadata"));
     EXPECT_TRUE(fs::is_empty(now));
@@ -361,7 +361,7 @@ TEST_F(DirectoryToPublish, TellsWhereTheOldOneIsIfItCannotHaveItsNameBack) {
   });
   const auto outcome = publish(open_directory(above_), publication(), {});
   EXPECT_EQ(outcome.state, PublishState::not_published);
-  EXPECT_NE(outcome.error.detail.find("name is now named aside"), std::string::npos);
+  EXPECT_NE(outcome.error.detail.str().find("name is now named aside"), std::string::npos);
   EXPECT_EQ(read_file(above_.file("aside/file")), "old");
   EXPECT_EQ(read_file(above_.file("new/file")), "new");
 }

@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "failing_allocations.h"
 #include "fake_device.h"
 #include "gate.h"
 #include "os/fault.h"
@@ -115,6 +116,25 @@ TEST_F(Reserve, CountsWhatASaveHasTaken) {
   EXPECT_EQ(pool_.kept_bytes(), 2 * kPage);
   pool_.give_back(std::move(taken));
   EXPECT_EQ(pool_.kept_bytes(), 3 * kPage);
+}
+
+TEST_F(Reserve, TakesChunksBackWhereThereIsNoMemory) {
+  staging::ChunkPool fresh;
+  auto kept = fresh.take(kPage).value();
+  auto discarded = fresh.take(2 * kPage).value();
+  auto limited = fresh.take(kPage).value();
+  {
+    const test::FailingAllocations failing(1, kAll);
+    fresh.give_back(std::move(kept));
+    fresh.discard(std::move(discarded));
+    fresh.give_back_within(std::move(limited), 2 * kPage);
+  }
+  EXPECT_EQ(fresh.kept_bytes(), 2 * kPage);
+  {
+    const test::FailingAllocations failing(1, kAll);
+    fresh.trim_to_budget(kPage);
+  }
+  EXPECT_EQ(fresh.kept_bytes(), kPage);
 }
 
 TEST_F(Reserve, KeepsWhatIsDiscardedAsFarAsItLacksThat) {

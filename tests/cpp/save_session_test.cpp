@@ -122,6 +122,8 @@ TEST(SaveSession, OfNoFilesSucceedsAndTouchesNothing) {
   wait_for_end(**session);
   EXPECT_TRUE(ok((*session)->outcome()));
   EXPECT_EQ(counter.log(), Names{});
+  (*session)->cancel();
+  EXPECT_TRUE(ok((*session)->outcome())) << "it had ended";
 }
 
 TEST(SaveSession, OfEmptyPayloadsAndEmptyFilesMakesThem) {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import torch_ckpt
+from tests.children import in_fork
 from tests.fresh import forget_peak_of_memory, in_fresh_process, memory_of_process
 from tests.support import cause_of, data_files, flip_bit, place_of, stock_save
+from torch_ckpt import _C
 from torch_ckpt.errors import Corrupt, Unsafe
 
 MIB = 1 << 20
@@ -31,6 +34,27 @@ def refusal(state: dict[str, Any], path: Path, **options: Any) -> BaseException:
     with pytest.raises(dcp.CheckpointException) as error:
         load(state, path, **options)
     return cause_of(error.value)
+
+
+def test_want_of_memory_for_an_object_is_a_memory_error(tmp_path: Path) -> None:
+    large = 1 << 40
+    with open(tmp_path / "a", "wb") as file:
+        file.truncate(large)
+
+    def work() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (large // 2,) * 2)
+        with pytest.raises(MemoryError):
+            _C.load_bytes(
+                [("a", b"")],
+                [("object", 0, 0, large)],
+                directory=_C.Directory(tmp_path),
+                threads=1,
+                max_inflight_bytes=2 * large,
+                direct_io=False,
+                verify=False,
+            )
+
+    in_fork(work)
 
 
 # --- targets that share memory -------------------------------------------------------------------
