@@ -18,16 +18,6 @@ os::ProcessId process_of(const format::Sender& sender) {
   return {static_cast<std::int64_t>(sender.process), sender.start};
 }
 
-/// False where there is no memory, too.
-template <class Function>
-bool succeeds(const Function& function) noexcept {
-  try {
-    return function().has_value();
-  } catch (const std::bad_alloc&) {
-    return false;
-  }
-}
-
 Error missing(std::string text) { return format_error(Errc::result_missing, std::move(text)); }
 
 }  // namespace
@@ -42,16 +32,23 @@ Result<ProcessChannel> ProcessChannel::create() {
 
 void ProcessChannel::send(const Result<format::FileResult>& result, std::size_t files) {
   const os::MutexLock lock(mutex_);
-  const auto put = [&] {
+  bool sent = false;
+  try {
     const std::string frame = result
                                   ? format::encode_file(*result, static_cast<std::uint32_t>(files))
                                   : format::encode_failure(result.error());
     if (result) ++good_;
     // Who waits has nothing to do before that.
-    return mailbox_.put(bytes_of(frame), !result || good_ == files);
-  };
-  // Where both fail the child learns of it when this process ends.
-  if (!succeeds(put)) succeeds([&] { return mailbox_.put_lost(); });
+    sent = mailbox_.put(bytes_of(frame), !result || good_ == files).has_value();
+  } catch (const std::bad_alloc&) {
+    // Lost, as a message that the mailbox has no memory for.
+  }
+  // Where this fails, too, the child learns of it when this process ends.
+  try {
+    if (!sent) static_cast<void>(mailbox_.put_lost());
+  } catch (const std::bad_alloc&) {
+    return;
+  }
 }
 
 Result<std::optional<ProcessChannel::Outcome>> ProcessChannel::wait_for_files(
