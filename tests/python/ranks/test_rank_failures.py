@@ -21,8 +21,20 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 import torch_ckpt
 from tests.meetings import ranks_of, save, together
 from torch_ckpt.ranks.failures import CheckpointFailed, failed_on
+from torch_ckpt.ranks.outcomes import attempt
 
 NOTHING = traceback.StackSummary()
+
+
+def fails() -> None:
+    raise OSError("of this line")
+
+
+def test_the_stack_of_a_rank_that_failed_ends_at_the_line_that_raised() -> None:
+    _, stack = attempt(fails)
+    last = stack[-1]
+    assert (last.filename, last.name) == (__file__, "fails")
+    assert last.lineno == fails.__code__.co_firstlineno + 1
 
 
 def raised(*causes: BaseException) -> CheckpointFailed:
