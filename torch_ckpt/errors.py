@@ -27,10 +27,14 @@ class NotCommitted(_CommitError):
 
 
 class DurabilityUncertain(_CommitError):
-    """The checkpoint is visible, but the last fsync failed: a power cut may undo it."""
+    """The checkpoint is visible, but the last fsync failed: a power cut may undo it.
+
+    Or the rename that makes it visible has failed in a way (``EIO``, ``ETIMEDOUT``) that does not
+    tell whether it was carried out. Neither the old checkpoint's files nor the new one's have gone.
+    """
 
     def __str__(self) -> str:
-        return f"{self.args[0]} (the checkpoint is visible now, but a power cut may undo it)"
+        return f"{self.args[0]} (the checkpoint may be visible now, and a power cut may undo it)"
 
 
 class Corrupt(CheckpointError):

@@ -8,16 +8,27 @@
 #include "error.h"
 #include "os/directory.h"
 
-// How a name comes to stand for new contents, in one step, be it a file's or a directory's. Steps 4
-// to 8 of the commit of a checkpoint, whose protocol is in lease.h.
+// How a name comes to stand for new contents, be it a file's or a directory's. Steps 4 to 8 of the
+// commit of a checkpoint, whose protocol is in lease.h.
+//
+// It is one rename, and a crash leaves what had the name or what was published. Only where
+// something is put aside there are two, and a crash between them leaves nothing under the name:
+// what was published is complete under its temporary name, and what had the name is whole under
+// `aside`. The sweep of a root names a step that a crash has left so (torch_ckpt/steps/local.py).
+// After a conversion nothing does: what had the name stays under its temporary one.
+//
+// What a rename says of its failure is not believed alone: a file system of another machine's may
+// have carried it out. What has the name then tells.
 
 namespace torch_ckpt::directory {
 
 /// How an attempt left the directory.
 enum class PublishState {
   published,
-  not_published,         // the old state, untouched
-  durability_uncertain,  // visible now, but a power cut may undo it
+  not_published,  // the old state, untouched
+  // Visible now, but a power cut may undo it; or a rename has failed in a way that does not tell
+  // whether it was, or yet will be, carried out. Nothing was removed.
+  durability_uncertain,
 };
 
 struct [[nodiscard]] PublishOutcome {
@@ -44,14 +55,16 @@ struct Publication {
   std::string temporary;
   std::string name;
   /// What has the name gets this one before, and its own back where the rest fails: a directory is
-  /// replaced so. Empty: a file, which a rename replaces.
+  /// replaced so. Only with PublishMode::replace. Empty: a rename replaces a file, or a directory
+  /// that is empty.
   std::string aside;
   /// What it must be, where anybody may rename it meanwhile.
   std::optional<os::FileIdentity> identity;
 };
 
 /// Not published, with Errc::directory_moved, where the directory's path leads elsewhere by now, or
-/// something else has the temporary name.
+/// something else has the temporary name. With Errc::invalid_argument where `aside` is given and
+/// nothing may be replaced.
 PublishOutcome publish(const os::Directory& directory, const Publication& of, PublishMode mode);
 
 }  // namespace torch_ckpt::directory

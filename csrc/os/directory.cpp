@@ -140,7 +140,7 @@ Result<> Directory::remove(const std::string& name) const {
 }
 
 Result<> Directory::remove(const std::string& name, const FileIdentity& identity) const {
-  auto found = identity_at(fd_, name.c_str(), AT_SYMLINK_NOFOLLOW, path_of(name));
+  auto found = identity_of(name);
   if (!found) return found.error().sys_errno == ENOENT ? Result<>() : found.error();
   if (*found != identity) return {};
   return remove(name);
@@ -217,6 +217,12 @@ Result<FileIdentity> Directory::identity() const {
   return identity_at(fd_, "", AT_EMPTY_PATH, path_);
 }
 
+Result<FileIdentity> Directory::identity_of(const std::string& name) const {
+  const std::string path = path_of(name);
+  TC_FAULT("statx", path);
+  return identity_at(fd_, name.c_str(), AT_SYMLINK_NOFOLLOW, path);
+}
+
 Result<bool> Directory::is_at_path() const {
   auto own = identity();
   if (!own) return own.error();
@@ -245,11 +251,23 @@ Result<bool> Directory::try_lock_exclusive() { return lock(LOCK_EX); }
 Result<bool> Directory::lock(int kind) {
   TC_FAULT("flock", path_);
   if (fd_ < 0) return system_error(EBADF, "flock", path_);
-  if (::flock(fd_, kind | LOCK_NB) == 0) {
+  if (uninterrupted([&] { return ::flock(fd_, kind | LOCK_NB); }) == 0) {
     locked_by_ = ::getpid();
     return true;
   }
-  return errno != EWOULDBLOCK;
+  switch (errno) {
+    case EWOULDBLOCK:
+      return false;
+    case ENOSYS:
+    case EOPNOTSUPP:
+    case EINVAL:
+      return true;
+    case ENOLCK:
+      // Others may have theirs, whose files would be removed.
+      return kind == LOCK_SH;
+    default:
+      return system_error(errno, "flock", path_);
+  }
 }
 
 }  // namespace torch_ckpt::os

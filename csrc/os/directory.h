@@ -76,16 +76,18 @@ class Directory {
   Result<std::vector<std::string>> names() const;
 
   Result<FileIdentity> identity() const;
+  /// Of what has the name; of a link itself.
+  Result<FileIdentity> identity_of(const std::string& name) const;
   /// Whether path() leads to this directory now.
   Result<bool> is_at_path() const;
   /// Where the directory is now; empty where it is not known, or the directory has been removed.
   std::string current_path() const;
 
   /// Without waiting; false where somebody else has the directory for itself. A file system without
-  /// locks grants all.
+  /// locks grants all, and one that has no locks left (ENOLCK) grants a share.
   Result<bool> try_share();
-  /// Without waiting; false where somebody else shares the directory. A share of this descriptor's
-  /// is given up.
+  /// Without waiting; false where somebody else shares the directory, or may share it for all that
+  /// the file system tells (ENOLCK). A share of this descriptor's is given up.
   Result<bool> try_lock_exclusive();
 
  private:

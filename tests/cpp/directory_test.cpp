@@ -1,15 +1,36 @@
 #include "os/directory.h"
 
 #include <gtest/gtest.h>
+#include <sys/file.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <filesystem>
+#include <utility>
+#include <vector>
 
 #include "os/fault.h"
 #include "support.h"
+
+namespace {
+
+// What the next calls of flock fail with, the last one first.
+thread_local std::vector<int> flock_errors;
+thread_local int flock_calls = 0;
+
+}  // namespace
+
+// In libc's place: a signal cannot be sent so that it comes amid a call that does not wait.
+extern "C" int flock(int fd, int operation) noexcept {
+  ++flock_calls;
+  if (flock_errors.empty()) return static_cast<int>(::syscall(SYS_flock, fd, operation));
+  errno = flock_errors.back();
+  flock_errors.pop_back();
+  return -1;
+}
 
 namespace torch_ckpt::os {
 namespace {
@@ -289,6 +310,47 @@ TEST(Directory, ReopenedHasALockOfItsOwnAndADuplicateTheSame) {
   EXPECT_FALSE(*second.try_lock_exclusive()) << "a duplicate that is closed lets go of nothing";
   first.close();
   EXPECT_TRUE(*second.try_lock_exclusive());
+}
+
+TEST(Directory, ALockThatASignalInterruptsIsAskedForAgain) {
+  TempDir above;
+  Directory directory = opened(above.path());
+  Directory other = opened(above.path());
+  for (auto lock : {&Directory::try_share, &Directory::try_lock_exclusive}) {
+    flock_calls = 0;
+    flock_errors = {EINTR, EINTR};
+    EXPECT_TRUE(*(directory.*lock)());
+    EXPECT_EQ(flock_calls, 3);
+    EXPECT_FALSE(*other.try_lock_exclusive());
+  }
+  flock_errors = {EINTR};
+  EXPECT_FALSE(*other.try_share()) << "an interrupt is taken for a lock";
+}
+
+TEST(Directory, WhereTheFileSystemHasNoLocksAllAreGranted) {
+  TempDir above;
+  Directory directory = opened(above.path());
+  for (const int refusal : {ENOSYS, EOPNOTSUPP, EINVAL}) {
+    flock_errors = {refusal, refusal};
+    EXPECT_TRUE(*directory.try_share());
+    EXPECT_TRUE(*directory.try_lock_exclusive());
+  }
+}
+
+TEST(Directory, WhereNoLocksAreLeftNobodyHasItAlone) {
+  TempDir above;
+  Directory directory = opened(above.path());
+  flock_errors = {ENOLCK, ENOLCK};
+  EXPECT_TRUE(*directory.try_share());
+  EXPECT_FALSE(*directory.try_lock_exclusive());
+}
+
+TEST(Directory, AnyOtherRefusalOfALockIsAnError) {
+  TempDir above;
+  Directory directory = opened(above.path());
+  flock_errors = {EIO, EIO};
+  EXPECT_TRUE(is_system_error(directory.try_share().error(), EIO, "flock", above.path()));
+  EXPECT_TRUE(is_system_error(directory.try_lock_exclusive().error(), EIO, "flock", above.path()));
 }
 
 TEST(Directory, AForkedChildThatClosesItsCopyLetsGoOfNothing) {

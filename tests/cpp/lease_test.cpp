@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cerrno>
+#include <filesystem>
 
 #include "os/fault.h"
 #include "support.h"
@@ -195,6 +196,35 @@ TEST_F(LeaseTest, ACommitThatMayNotLastRemovesNothing) {
   const auto outcome = commit(take(), "__0_5f0c19ab_0.distcp\n", {"__0_5f0c19ab_0.distcp"});
   EXPECT_EQ(outcome.state, PublishState::durability_uncertain);
   EXPECT_EQ(directory_.names(), (Names{".metadata", "__0_0.distcp", "__0_5f0c19ab_0.distcp"}));
+  EXPECT_TRUE(is_free());
+}
+
+TEST_F(LeaseTest, ACommitWhoseRenameReportsAnErrorKeepsTheFilesOfTheMetadataThatIsThere) {
+  has("__0_0.distcp", "old");
+  has(".metadata", "__0_0.distcp\n");
+  has("__0_5f0c19ab_0.distcp", "new");
+  ScopedFaultHook hook([&](std::string_view operation, std::string_view) {
+    if (operation != "rename") return 0;
+    for (const std::string& name : directory_.names()) {
+      if (!name.starts_with(".metadata.tmp-")) continue;
+      std::filesystem::rename(directory_.file(name), directory_.file(".metadata"));
+    }
+    return ENOENT;
+  });
+  const auto outcome = commit(take(), "__0_5f0c19ab_0.distcp\n", {"__0_5f0c19ab_0.distcp"});
+  EXPECT_EQ(outcome.state, PublishState::published) << outcome.error.message();
+  EXPECT_EQ(directory_.names(), (Names{".metadata", "__0_5f0c19ab_0.distcp"}));
+}
+
+TEST_F(LeaseTest, ACommitWhoseRenameMayStillBeCarriedOutRemovesNothing) {
+  has("__0_0.distcp", "old");
+  has(".metadata", "__0_0.distcp\n");
+  has("__0_5f0c19ab_0.distcp", "new");
+  ScopedFaultHook hook(NthCallFails("rename", 1, EIO));
+  const auto outcome = commit(take(), "__0_5f0c19ab_0.distcp\n", {"__0_5f0c19ab_0.distcp"});
+  EXPECT_EQ(outcome.state, PublishState::durability_uncertain);
+  EXPECT_EQ(directory_.names().size(), 4) << "the new metadata's temporary file is the fourth";
+  EXPECT_EQ(read_file(directory_.file(".metadata")), "__0_0.distcp\n");
   EXPECT_TRUE(is_free());
 }
 

@@ -73,9 +73,9 @@ TEST(Publish, SyncsTheFileThenAllAboveThenRenamesThenSyncsTheDirectory) {
     const std::string operation = line.substr(0, line.find(' '));
     if (operations.empty() || operations.back() != operation) operations.push_back(operation);
   }
-  ASSERT_EQ(operations, (Names{"open_directory", "open", "pwrite", "fsync", "close",
+  ASSERT_EQ(operations, (Names{"open_directory", "open", "statx", "pwrite", "fsync", "close",
                                "fsync_directory", "statx", "rename", "fsync_directory"}));
-  EXPECT_EQ(counter.log()[5], "fsync_directory " + directory.path() + "/..");
+  EXPECT_EQ(counter.log()[6], "fsync_directory " + directory.path() + "/..");
   EXPECT_EQ(counter.log().back(), "fsync_directory " + directory.path());
 }
 
@@ -167,7 +167,7 @@ TEST_F(PathThatIsChanged, ToNothingIsNotCommitted) {
 
 TEST(Publish, OfADirectoryWhosePathCannotBeLookedUpReportsTheReason) {
   TempDir directory;
-  ScopedFaultHook hook(NthCallFails("statx", 1, EIO));
+  ScopedFaultHook hook(NthCallFails("statx", 2, EIO));
   const auto outcome = commit(directory, "new");
   EXPECT_EQ(outcome.state, PublishState::not_published);
   EXPECT_TRUE(is_system_error(outcome.error, EIO, "statx", directory.path()));
@@ -191,7 +191,7 @@ TEST_P(FaultBeforeTheCommitPoint, LeavesTheOldMetadataAndNothingElse) {
 
 TEST_P(FaultBeforeTheCommitPoint, LeavesNothingWhereThereWasNothing) {
   TempDir directory;
-  ScopedFaultHook hook(NthCallFails(GetParam(), 1, EIO));
+  ScopedFaultHook hook(NthCallFails(GetParam(), 1, EDQUOT));
   EXPECT_EQ(commit(directory, "new").state, PublishState::not_published);
   EXPECT_EQ(directory.names(), Names{});
 }
@@ -200,6 +200,76 @@ INSTANTIATE_TEST_SUITE_P(Operations, FaultBeforeTheCommitPoint,
                          ::testing::Values("open", "pwrite", "fsync", "close", "fsync_directory",
                                            "rename"),
                          [](const auto& operation) { return std::string(operation.param); });
+
+// What a file system of another machine's may do with a rename that it says has failed.
+class RenameWithAnError {
+ public:
+  RenameWithAnError(std::string above, int sys_errno, std::function<void()> carry_out)
+      : above_(std::move(above)), sys_errno_(sys_errno), carry_out_(std::move(carry_out)) {}
+
+  int operator()(std::string_view operation, std::string_view path) const {
+    if (operation != "rename" || path != above_) return 0;
+    if (carry_out_) carry_out_();
+    return sys_errno_;
+  }
+
+ private:
+  std::string above_;
+  int sys_errno_;
+  std::function<void()> carry_out_;
+};
+
+/// Renames the temporary file of the metadata.
+void rename_temporary(const TempDir& directory) {
+  for (const std::string& name : directory.names()) {
+    if (name.starts_with(".metadata.tmp-")) {
+      fs::rename(directory.file(name), directory.file(".metadata"));
+    }
+  }
+}
+
+TEST(Publish, ARenameThatWasCarriedOutAndReportsAnErrorIsPublishedAndMadeDurable) {
+  for (const int failed : {EIO, ETIMEDOUT, EINTR, ENOENT, ESTALE}) {
+    TempDir directory;
+    write_file(directory.file(".metadata"), "old");
+    CallCounter counter;
+    const RenameWithAnError fault(directory.file(".metadata"), failed,
+                                  [&] { rename_temporary(directory); });
+    ScopedFaultHook hook([&](std::string_view operation, std::string_view path) {
+      counter(operation, path);
+      return fault(operation, path);
+    });
+    const auto outcome = commit(directory, "new");
+    EXPECT_EQ(outcome.state, PublishState::published) << outcome.error.message();
+    EXPECT_EQ(read_file(directory.file(".metadata")), "new");
+    EXPECT_EQ(counter.log().back(), "fsync_directory " + directory.path());
+  }
+}
+
+TEST(Publish, ARenameThatMayStillBeCarriedOutIsUncertainAndNothingIsRemoved) {
+  for (const int failed : {EIO, ETIMEDOUT, EINTR}) {
+    TempDir directory;
+    write_file(directory.file(".metadata"), "old");
+    ScopedFaultHook hook(RenameWithAnError(directory.file(".metadata"), failed, {}));
+    const auto outcome = commit(directory, "new");
+    EXPECT_EQ(outcome.state, PublishState::durability_uncertain);
+    EXPECT_EQ(outcome.error.sys_errno, failed);
+    EXPECT_EQ(outcome.error.detail, "whether the rename was carried out is not known");
+    EXPECT_EQ(directory.names().size(), 2) << "the temporary file has gone";
+    EXPECT_EQ(read_file(directory.file(".metadata")), "old");
+  }
+}
+
+TEST(Publish, AFailedRenameAfterWhichNothingCanBeLookedUpIsUncertain) {
+  TempDir directory;
+  const std::string path = directory.file(".metadata");
+  ScopedFaultHook hook([&](std::string_view operation, std::string_view at) {
+    if (at != path) return 0;
+    return operation == "rename" ? ESTALE : operation == "statx" ? EACCES : 0;
+  });
+  EXPECT_EQ(commit(directory, "new").state, PublishState::durability_uncertain);
+  EXPECT_EQ(directory.names().size(), 1) << "the temporary file has gone";
+}
 
 TEST(Publish, FirstCauseIsReportedWhenTheTemporaryFileCannotBeRemovedEither) {
   TempDir directory;
@@ -346,7 +416,7 @@ TEST_F(DirectoryToPublish, LeavesTheOldOneItsNameWhereARenameFails) {
     }
     ScopedFaultHook hook(NthCallFails("rename", failing, EIO));
     const auto outcome = publish(open_directory(above), {"new", "name", "aside", {}}, {});
-    EXPECT_EQ(outcome.state, PublishState::not_published);
+    EXPECT_EQ(outcome.state, PublishState::not_published) << "the name is taken";
     EXPECT_EQ(outcome.error.sys_errno, EIO);
     EXPECT_EQ(read_file(above.file("name/file")), "name");
     EXPECT_EQ(read_file(above.file("new/file")), "new");
@@ -357,12 +427,45 @@ TEST_F(DirectoryToPublish, TellsWhereTheOldOneIsIfItCannotHaveItsNameBack) {
   has_old();
   int renames = 0;
   ScopedFaultHook hook([&](std::string_view operation, std::string_view) {
-    return operation == "rename" && ++renames > 1 ? EIO : 0;
+    return operation == "rename" && ++renames > 1 ? ENOSPC : 0;
   });
   const auto outcome = publish(open_directory(above_), publication(), {});
   EXPECT_EQ(outcome.state, PublishState::not_published);
   EXPECT_NE(outcome.error.detail.str().find("name is now named aside"), std::string::npos);
   EXPECT_EQ(read_file(above_.file("aside/file")), "old");
+  EXPECT_EQ(read_file(above_.file("new/file")), "new");
+}
+
+TEST_F(DirectoryToPublish, IsPublishedByRenamesThatWereCarriedOutAndReportErrors) {
+  has_old();
+  const RenameWithAnError puts(above_.file("aside"), EIO,
+                               [&] { fs::rename(above_.file("name"), above_.file("aside")); });
+  const RenameWithAnError names(above_.file("name"), EIO,
+                                [&] { fs::rename(above_.file("new"), above_.file("name")); });
+  ScopedFaultHook hook([&](std::string_view operation, std::string_view path) {
+    const int put = puts(operation, path);
+    return put != 0 ? put : names(operation, path);
+  });
+  const auto outcome = publish(open_directory(above_), publication(), {});
+  EXPECT_EQ(outcome.state, PublishState::published) << outcome.error.message();
+  EXPECT_EQ(read_file(above_.file("name/file")), "new");
+  EXPECT_EQ(read_file(above_.file("aside/file")), "old");
+}
+
+TEST_F(DirectoryToPublish, IsUncertainWhereItsRenameMayStillBeCarriedOut) {
+  ScopedFaultHook hook(RenameWithAnError(above_.file("name"), ETIMEDOUT, {}));
+  const auto outcome = publish(open_directory(above_), publication(), {});
+  EXPECT_EQ(outcome.state, PublishState::durability_uncertain);
+  EXPECT_EQ(outcome.error.sys_errno, ETIMEDOUT);
+  EXPECT_EQ(read_file(above_.file("new/file")), "new");
+}
+
+TEST_F(DirectoryToPublish, PutsNothingAsideThatMayNotBeReplaced) {
+  has_old();
+  const auto outcome = publish(open_directory(above_), publication(), {.replace = false});
+  EXPECT_EQ(outcome.state, PublishState::not_published);
+  EXPECT_EQ(outcome.error.code, Errc::invalid_argument);
+  EXPECT_EQ(read_file(above_.file("name/file")), "old");
   EXPECT_EQ(read_file(above_.file("new/file")), "new");
 }
 
@@ -427,6 +530,16 @@ TEST(PublishFile, DoesNotReplaceAnotherWhereThatIsNotWanted) {
   EXPECT_EQ(outcome.state, PublishState::not_published);
   EXPECT_EQ(outcome.error.sys_errno, EEXIST);
   EXPECT_EQ(read_file(directory.file("name")), "old");
+}
+
+TEST(PublishFile, IsPublishedByARenameThatWasCarriedOutAndReportsAnError) {
+  TempDir directory;
+  write_file(directory.file("new"), "new");
+  ScopedFaultHook hook(RenameWithAnError(directory.file("name"), EIO, [&] {
+    fs::rename(directory.file("new"), directory.file("name"));
+  }));
+  EXPECT_EQ(publish(open_directory(directory), {"new", "name", {}, {}}, {}).state,
+            PublishState::published);
 }
 
 TEST(PublishFile, ReplacesAnother) {

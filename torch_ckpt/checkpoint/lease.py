@@ -98,7 +98,8 @@ class DirectoryLease:
         Raises:
             NotCommitted: nothing was published, and ``files`` are gone; or the lease has ended
                 before, and files of the save may have been removed.
-            DurabilityUncertain: the last fsync failed.
+            DurabilityUncertain: the last fsync failed, or whether the rename was carried out is not
+                known; nothing is removed.
         """
         if self._abandon.detach() is None:
             raise NotCommitted(
@@ -123,7 +124,8 @@ def named_files(directory: OpenDirectory, name: str) -> set[str]:
         CheckpointError, OSError: it cannot be read whole.
     """
     storage = read_metadata_in(directory, name).storage_data
-    return {info.relative_path for info in storage.values()}
+    # "./__0_0.distcp" is a name for it, too, to all who load it.
+    return {os.path.normpath(info.relative_path) for info in storage.values()}
 
 
 def remove_own(directory: OpenDirectory, names: Iterable[str]) -> None:

@@ -4,7 +4,8 @@
 2. The directory is opened before, and the file gets its name by csrc/directory/publish.h: nothing
    appears in a directory that has taken the path's place meanwhile. The directory is fsynced.
 3. After a failure, or Ctrl-C, what was written is removed. Where only the last fsync of the
-   directory has failed, the target stays.
+   directory has failed, or the rename in a way that does not tell whether it was carried out, all
+   stays.
 4. What a killed process leaves has a name that begins with a dot and holds ``.tmp-``.
 """
 
@@ -64,7 +65,7 @@ def published_file(
         FileExistsError: the name is taken, and ``overwrite`` is False.
         OSError: a system call failed.
         CheckpointError: the path leads to another directory than when this began.
-        DurabilityUncertain: it is there, and may not last.
+        DurabilityUncertain: it is complete, and may not be there after a power cut.
     """
     directory, name = split(target)
     require_absent(target, overwrite)
@@ -75,6 +76,9 @@ def published_file(
                 yield stream
             with told_of_durability(target, advice):
                 _C.publish(opened, temporary, name, sync=sync, replace=overwrite)
+        except DurabilityUncertain:
+            # The rename may yet be carried out.
+            raise
         except BaseException:
             with suppress(OSError):
                 opened.remove(temporary)
@@ -96,7 +100,7 @@ def told_of_durability(target: str, advice: str) -> Iterator[None]:
         yield
     except DurabilityUncertain as error:
         raise DurabilityUncertain(
-            f"{target} is there and complete, but the fsync of its directory failed "
-            f"({error.args[0]}): a power cut may undo it{advice}",
+            f"{target} is complete, but may not be there after a power cut "
+            f"({error.args[0]}){advice}",
             error.errno,
         ) from error

@@ -144,7 +144,7 @@ def convert(
             hold what the source has, which is named; or ``config`` is not a JSON object.
         Corrupt, Unsafe: the source is damaged, or would run code.
         OSError: a system call failed. Nothing is left of the target.
-        DurabilityUncertain: the target is there and complete, but the last fsync failed.
+        DurabilityUncertain: the target is complete, but may not be there after a power cut.
         ValueError: an option is out of range, a pattern matches no name, or two names become one.
     """
     for title, value in (("max_shard_size", max_shard_size), ("max_host_bytes", max_host_bytes)):

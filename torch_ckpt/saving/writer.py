@@ -362,7 +362,7 @@ class FileSystemWriter(StockWriter):
             NotCommitted: what was in the directory before is still there and whole. The new data
                 files that this process can see are gone. So it is, too, where the path leads to
                 another directory than when the save began; nothing is touched there.
-            DurabilityUncertain: the checkpoint is visible, but the last fsync failed.
+            DurabilityUncertain: the checkpoint may be visible, and may not last.
         """
         # Where somebody calls this by itself.
         lease = self._lease or DirectoryLease(self.directory, self._own_rank())

@@ -13,7 +13,7 @@ its name.
    on every rank. A step that is replaced is renamed as in 5 just before.
 4. A step is complete if its name is ten digits and the marker is in it. Who lists the root sees
    nothing else as a step.
-5. A deletion needs the directory for itself (checkpoint/directory.py), so no step goes that is
+5. A deletion needs the directory for itself (csrc/directory/lease.h), so no step goes that is
    being loaded. It is renamed to ``0000000100.deleted-{8 hex digits}``, the root fsynced, then its
    files go: a power cut brings back all of it or nothing.
 6. A directory of ten digits without the marker is of no save of a manager: somebody has put it
@@ -362,9 +362,11 @@ class _StepWriter(FileSystemWriter):
                     root,
                     attempt,
                     self._step,
-                    aside,
+                    # Only what was looked at is put aside, and removed.
+                    aside if is_there else None,
                     renamed=opened,
                     sync=self.sync_files,
+                    replace=is_there,
                     sync_above=False,
                 )
             except DurabilityUncertain as error:

@@ -28,7 +28,7 @@ from tests.support import assert_equal, cause_of, data_files, load, save, save_w
 from torch_ckpt import CheckpointError, Corrupt, NotCommitted
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.lease import DirectoryLease
-from torch_ckpt.checkpoint.metadata import read_metadata
+from torch_ckpt.checkpoint.metadata import encode_metadata, read_metadata
 
 PATIENCE_SECONDS = 60
 
@@ -353,6 +353,19 @@ def test_a_forked_childs_copy_of_a_lease_neither_removes_nor_keeps_anything(
     os.close(end)
     _pid, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_a_file_that_metadata_names_by_another_spelling_stays(tmp_path: Path) -> None:
+    save(state_of(1), tmp_path)
+    metadata = read_metadata(tmp_path)
+    del metadata.torch_ckpt  # type: ignore[attr-defined]
+    for info in metadata.storage_data.values():
+        info.relative_path = f"./{info.relative_path}"
+    (tmp_path / ".metadata").write_bytes(encode_metadata(metadata))
+    before = names_in(tmp_path)
+    assert torch_ckpt.remove_leftovers(tmp_path) == []
+    assert names_in(tmp_path) == before
+    assert_holds(tmp_path, 1)
 
 
 def test_what_the_old_checkpoint_needs_stays_where_a_power_cut_may_bring_it_back(

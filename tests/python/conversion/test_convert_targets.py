@@ -10,7 +10,7 @@ import torch
 
 import torch_ckpt
 from tests.conversions import loaded, names_in, refused
-from tests.fault_hooks import failing
+from tests.fault_hooks import at_fault_points, failing
 from tests.interpreters import run_script
 from tests.support import (
     assert_equal,
@@ -62,7 +62,7 @@ def test_a_target_whose_last_fsync_fails_is_there_and_said_to_be(
     options: dict[str, Any] = {"max_shard_size": 100} if target == "hf" else {}
     with (
         failing("fsync_directory", errno.EIO, tmp_path),
-        pytest.raises(torch_ckpt.DurabilityUncertain, match=f"{target} is there and complete"),
+        pytest.raises(torch_ckpt.DurabilityUncertain, match=f"{target} is complete, but may not"),
     ):
         convert(tmp_path / "ckpt", tmp_path / target, **options)
     suffix = ".safetensors" if target == "m.pt" else ".pt"
@@ -148,6 +148,47 @@ def test_other_files_of_a_directory_are_never_replaced(tmp_path: Path) -> None:
     options = {"overwrite": True, "max_shard_size": 100}
     refused(tmp_path, FileExistsError, match, source.name, "hf", **options)
     assert names_in(tmp_path / "hf") == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_directory_that_somebody_makes_meanwhile_stays(tmp_path: Path, overwrite: bool) -> None:
+    source = source_for(tmp_path, "hf")
+    target = tmp_path / "hf"
+
+    def hook(operation: str, path: str) -> int:
+        if (operation, path) == ("rename", str(target)):
+            target.mkdir()
+            (target / "model.safetensors").write_text("somebody's")
+        return 0
+
+    with at_fault_points(hook), pytest.raises(FileExistsError, match="made it meanwhile"):
+        convert(source, target, overwrite=overwrite, max_shard_size=100)
+    assert names_in(tmp_path) == sorted([source.name, "hf"])
+    assert (target / "model.safetensors").read_text() == "somebody's"
+
+
+def test_what_somebody_puts_into_a_directory_that_is_replaced_stays(tmp_path: Path) -> None:
+    source = source_for(tmp_path, "hf")
+    target = tmp_path / "hf"
+    convert(source, target, max_shard_size=100)
+
+    def put_before_the_first_rename(operation: str, path: str) -> int:
+        if operation == "rename" and path != str(target):
+            (target / "thesis.tex").write_text("the only copy")
+        return 0
+
+    with at_fault_points(put_before_the_first_rename), pytest.warns(match="is kept as"):
+        convert(source, target, overwrite=True, max_shard_size=100)
+    (kept,) = tmp_path.glob(".hf.tmp-*/thesis.tex")
+    assert kept.read_text() == "the only copy"
+    assert len(names_in(kept.parent)) == 1 + len(names_in(target))
+
+
+def test_an_empty_directory_becomes_the_target(tmp_path: Path) -> None:
+    source = source_for(tmp_path, "hf")
+    (tmp_path / "hf").mkdir()
+    convert(source, tmp_path / "hf", max_shard_size=100)
+    assert "model.safetensors.index.json" in names_in(tmp_path / "hf")
 
 
 CHAIN = """

@@ -152,11 +152,39 @@ def test_a_marker_that_is_no_json_fails_the_save(store: LocalSteps) -> None:
 
 
 def test_a_rename_that_fails_is_a_step_that_is_not_there(store: LocalSteps) -> None:
-    with failing("rename", EIO, store.path_of(2)):
+    with failing("rename", ENOSPC, store.path_of(2)):
         error = failure(store, 2)
     assert isinstance(error, NotCommitted)
+    assert error.errno == ENOSPC
+    assert names(store) == []
+
+
+def test_a_rename_that_may_yet_be_carried_out_leaves_the_step_to_the_next_sweep(
+    store: LocalSteps,
+) -> None:
+    with failing("rename", EIO, store.path_of(2)):
+        error = failure(store, 2, value=2.0)
+    assert isinstance(error, DurabilityUncertain)
     assert error.errno == EIO
-    assert listed(store) == []
+    assert store.sweep() == []
+    assert listed(store) == [(2, "complete")]
+    assert value_of(Path(store.path_of(2))) == 2.0
+
+
+def test_a_directory_that_takes_the_steps_name_meanwhile_stays(store: LocalSteps) -> None:
+    final = Path(store.path_of(2))
+
+    def hook(operation: str, path: str) -> int:
+        if (operation, path) == ("rename", str(final)) and not final.exists():
+            final.mkdir()
+            (final / "somebodys").write_text("the only copy")
+        return 0
+
+    with at_fault_points(hook):
+        error = failure(store, 2)
+    assert isinstance(error, FileExistsError)
+    assert names(store) == [final.name]
+    assert (final / "somebodys").read_text() == "the only copy"
 
 
 def test_a_replacing_rename_that_fails_keeps_the_old_step(store: LocalSteps) -> None:
