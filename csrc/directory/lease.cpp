@@ -62,6 +62,16 @@ void warn_of_unused(const os::Directory& directory, const Error& error, Warnings
   warnings.push_back("unused files are left in " + directory.path() + ": " + error.message());
 }
 
+/// Runs what removes files. Nothing that is needed is lost, whatever fails.
+template <class Remove>
+void warn_unless_done(const os::Directory& directory, Warnings& warnings, Remove remove) {
+  try {
+    if (const Result<> done = remove(); !done) warn_of_unused(directory, done.error(), warnings);
+  } catch (const std::exception&) {
+    warn_of_unused(directory, exception_error(std::current_exception(), "sweep"), warnings);
+  }
+}
+
 }  // namespace
 
 Result<bool> share(os::Directory& directory, double patience_s, const Between& between) {
@@ -134,16 +144,11 @@ void Lease::abandon(const NamedFiles& named, Warnings& warnings) {
 }
 
 void Lease::sweep(const Committed* committed, const NamedFiles& named, Warnings& warnings) {
-  // Nothing that is needed is lost, whatever fails.
-  try {
+  warn_unless_done(directory_, warnings, [&]() -> Result<> {
     const auto is_alone = directory_.try_lock_exclusive();
-    const Result<> done = !is_alone   ? is_alone.error()
-                          : *is_alone ? remove_unnamed(committed, named, warnings)
-                                      : Result<>();
-    if (!done) warn_of_unused(directory_, done.error(), warnings);
-  } catch (...) {
-    warn_of_unused(directory_, exception_error(std::current_exception(), "sweep"), warnings);
-  }
+    if (!is_alone) return is_alone.error();
+    return *is_alone ? remove_unnamed(committed, named, warnings) : Result<>();
+  });
   close();
 }
 
@@ -195,7 +200,7 @@ void remove_files(const os::Directory& directory, const std::vector<std::string>
 
 void remove_own(const os::Directory& directory, const std::set<std::string>& names,
                 const NamedFiles& named, Warnings& warnings) {
-  const auto done = [&]() -> Result<> {
+  warn_unless_done(directory, warnings, [&]() -> Result<> {
     auto opened = directory.reopen();
     if (!opened) return opened.error();
     auto is_alone = opened->try_lock_exclusive();
@@ -205,8 +210,7 @@ void remove_own(const os::Directory& directory, const std::set<std::string>& nam
     std::erase_if(*unnamed, [&](const std::string& name) { return !names.contains(name); });
     remove_files(*opened, *unnamed, warnings);
     return {};
-  }();
-  if (!done) warn_of_unused(directory, done.error(), warnings);
+  });
 }
 
 Result<std::optional<std::vector<std::string>>> remove_leftovers(os::Directory& directory,

@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 #include <pybind11/stl/filesystem.h>
 
+#include <exception>
 #include <filesystem>
 #include <memory>
 #include <optional>
@@ -31,6 +32,18 @@ using os::Directory;
 // As an argument it is what os.fsencode makes of it.
 using Path = std::filesystem::path;
 
+/// What an exception of Python's says, as os.fsencode makes it: a path in it may have any bytes.
+std::string said(const py::error_already_set& raised) {
+  const py::object value = raised.value();
+  const auto text = py::reinterpret_steal<py::object>(PyObject_Str(value.ptr()));
+  const auto bytes =
+      py::reinterpret_steal<py::object>(text ? PyUnicode_EncodeFSDefault(text.ptr()) : nullptr);
+  if (bytes) return PyBytes_AsString(bytes.ptr());
+  // Its own __str__ has failed, or no file system could have the text.
+  PyErr_Clear();
+  return Py_TYPE(value.ptr())->tp_name;
+}
+
 /// Python's part in what the engine does without the GIL, and what that has raised there. Made,
 /// asked and dropped with the GIL.
 class Asked {
@@ -41,10 +54,14 @@ class Asked {
     return [this](const Directory& opened, const std::string& name) {
       std::set<std::string> found;
       auto done = ask([&] {
-        for (const py::handle file :
-             named_(py::cast(opened, py::return_value_policy::reference), os_text(name))) {
-          found.insert(py::cast<Path>(file).native());
-        }
+        // One of its own: whoever keeps the frames of an exception keeps it.
+        const py::object directory = py::cast(unwrap(opened.duplicate()));
+        const py::object text = os_text(name);
+        const auto files = owned([&] {
+          return PyObject_CallFunctionObjArgs(named_.ptr(), directory.ptr(), text.ptr(), nullptr);
+        });
+        const auto list = owned([&] { return PySequence_List(files.ptr()); });
+        for (const py::handle file : list) found.insert(py::cast<Path>(file).native());
       });
       return done ? Result<std::set<std::string>>(std::move(found)) : done.error();
     };
@@ -67,22 +84,39 @@ class Asked {
     if (!result && raised_) throw std::move(*raised_);
     return unwrap(std::move(result));
   }
-  /// Raises an interrupt; any other error has become a warning.
-  void raise_interrupt() {
-    if (raised_ && !raised_->matches(PyExc_Exception)) throw std::move(*raised_);
+  /// Raises an interrupt, amid the handling of `failed` where that is given; any other error has
+  /// become a warning.
+  void raise_interrupt(const py::object& failed = {}) {
+    if (!raised_ || raised_->matches(PyExc_Exception)) return;
+    // The reference is taken.
+    if (failed) PyException_SetContext(raised_->value().ptr(), py::object(failed).release().ptr());
+    throw std::move(*raised_);
   }
 
  private:
   template <class Function>
   Result<> ask(Function function) {
-    const py::gil_scoped_acquire acquired;
-    try {
-      function();
-      return {};
-    } catch (py::error_already_set& error) {
-      raised_.emplace(std::move(error));
-      return format_error(Errc::system, py::str(raised_->value()));
-    }
+    const TakenGil taken;
+    return outlasting_python([&]() -> Result<> {
+      try {
+        function();
+        return {};
+      } catch (py::error_already_set& error) {
+        raised_.emplace(std::move(error));
+        return format_error(Errc::system, said(*raised_));
+      } catch (const Failure& failure) {
+        return failure.error();
+      } catch (const std::exception&) {
+        return exception_error(std::current_exception(), "look which files metadata names");
+      }
+    });
+  }
+  /// The object that `call` makes by Python code, which a thread may not come back from.
+  template <class Call>
+  static py::object owned(Call call) {
+    PyObject* const made = outlasting_python(call);
+    if (made == nullptr) throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(made);
   }
 
   py::function named_;
@@ -149,13 +183,18 @@ void commit(directory::Lease& lease, std::span<const std::byte> metadata,
                            {.sync = sync, .replace = replace}, asked.named(), warnings);
   }
   warn(warnings);
-  if (outcome.state != directory::PublishState::published) raise(outcome);
+  try {
+    if (outcome.state != directory::PublishState::published) raise(outcome);
+  } catch (const py::error_already_set& failed) {
+    asked.raise_interrupt(failed.value());
+    throw;
+  }
   asked.raise_interrupt();
 }
 
-/// Of what removes files and never fails.
+/// Runs what removes files and never fails, and warns of what stays.
 template <class Function>
-void warning_of(py::function named, Function function) {
+void run_and_warn(py::function named, Function function) {
   Asked asked(std::move(named));
   directory::Warnings warnings;
   {
@@ -239,7 +278,7 @@ void bind_directory(py::module_& module) {
       .def(
           "abandon",
           [](directory::Lease& self, py::function named) {
-            warning_of(std::move(named), [&](const auto& reader, directory::Warnings& warnings) {
+            run_and_warn(std::move(named), [&](const auto& reader, directory::Warnings& warnings) {
               self.abandon(reader, warnings);
             });
           },
@@ -247,7 +286,7 @@ void bind_directory(py::module_& module) {
       .def(
           "remove",
           [](const directory::Lease& self, const std::vector<Path>& names) {
-            warning_of({}, [&](const auto&, directory::Warnings& warnings) {
+            run_and_warn({}, [&](const auto&, directory::Warnings& warnings) {
               directory::remove_files(self.directory(), native(names), warnings);
             });
           },
@@ -259,7 +298,7 @@ void bind_directory(py::module_& module) {
   module.def(
       "remove_files",
       [](const Directory& opened, const std::vector<Path>& names) {
-        warning_of({}, [&](const auto&, directory::Warnings& warnings) {
+        run_and_warn({}, [&](const auto&, directory::Warnings& warnings) {
           directory::remove_files(opened, native(names), warnings);
         });
       },
@@ -267,7 +306,7 @@ void bind_directory(py::module_& module) {
   module.def(
       "remove_own",
       [](const Directory& opened, const std::vector<Path>& names, py::function named) {
-        warning_of(std::move(named), [&](const auto& reader, directory::Warnings& warnings) {
+        run_and_warn(std::move(named), [&](const auto& reader, directory::Warnings& warnings) {
           const auto own = native(names);
           directory::remove_own(opened, {own.begin(), own.end()}, reader, warnings);
         });

@@ -9,6 +9,7 @@
 
 namespace torch_ckpt::python {
 
+using tensors::outlasting_python;
 using tensors::ReleasedGil;
 using tensors::TakenGil;
 

@@ -3,19 +3,29 @@
 #include <Python.h>
 
 #include <chrono>
+#include <exception>
 #include <thread>
 
 namespace torch_ckpt::tensors {
 
-/// If the interpreter ends meanwhile, the thread sleeps until the process has ended.
-inline void take_gil(PyThreadState* state) {
+/// What `call` returns, which takes the GIL or runs Python code. If the interpreter ends meanwhile,
+/// the thread sleeps until the process has ended.
+template <class Call>
+auto outlasting_python(Call call) {
   try {
-    PyEval_RestoreThread(state);
+    return call();
+  } catch (const std::exception&) {
+    throw;
   } catch (...) {
-    // Before 3.14 Python ends a daemon's thread here by unwinding its stack. That must not go
-    // through a destructor: std::terminate would end the process.
+    // Before 3.14 Python ends a daemon's thread in `call` by unwinding its stack. That must not go
+    // through a destructor: std::terminate would end the process, or an object be let go of without
+    // the GIL.
     for (;;) std::this_thread::sleep_for(std::chrono::hours(1));
   }
+}
+
+inline void take_gil(PyThreadState* state) {
+  outlasting_python([state] { PyEval_RestoreThread(state); });
 }
 
 /// Without the GIL while it lives.

@@ -4,6 +4,7 @@
 
 #include <cerrno>
 #include <filesystem>
+#include <stdexcept>
 
 #include "os/fault.h"
 #include "support.h"
@@ -274,6 +275,21 @@ TEST_F(LeaseTest, RemovingOnesOwnLeavesWhatIsNamedOrOthers) {
   has(".metadata", "__0_1.distcp\n");
   remove_own(open_directory(directory_), {"__0_0.distcp", "__0_1.distcp"}, named, warnings_);
   EXPECT_EQ(directory_.names(), (Names{".metadata", "__0_1.distcp", "__1_0.distcp"}));
+}
+
+TEST_F(LeaseTest, AnExceptionAmidTheRemovalIsTold) {
+  has("__0_0.distcp");
+  has(".metadata");
+  const NamedFiles throws = [](const os::Directory&,
+                               const std::string&) -> Result<std::set<std::string>> {
+    throw std::runtime_error("thrown");
+  };
+  remove_own(open_directory(directory_), {"__0_0.distcp"}, throws, warnings_);
+  take().abandon(throws, warnings_);
+  EXPECT_EQ(warnings_, (Warnings(2, "unused files are left in " + directory_.path() +
+                                        ": sweep: thrown")));
+  EXPECT_EQ(directory_.names(), (Names{".metadata", "__0_0.distcp"}));
+  EXPECT_TRUE(is_free());
 }
 
 TEST_F(LeaseTest, RemovingOnesOwnWaitsForNobody) {

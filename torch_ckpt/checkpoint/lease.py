@@ -57,9 +57,10 @@ class DirectoryLease:
             other.abandon()
         self._held = _C.DirectoryLease(directory, rank, patience)
         self._path = directory.path
-        self._abandon: weakref.finalize[[_C.DirectoryLease, int], DirectoryLease] = (
-            weakref.finalize(self, _abandon, self._held, os.getpid())
-        )
+        # A thread that removes a cancelled save's files goes by the descriptor which another one,
+        # that begins the next save, closes. Reentrant: a signal handler may begin one.
+        self._lock = threading.RLock()
+        self._abandon = weakref.finalize(self, _abandon, self._held, self._lock, os.getpid())
         if ends_earlier:
             self._last[place] = self
 
@@ -80,11 +81,17 @@ class DirectoryLease:
     def hand_over(self) -> None:
         """Ends it and removes nothing: another rank, whose lease protects all, commits."""
         if self._abandon.detach() is not None:
-            self._held.close()
+            with self._lock:
+                self._held.close()
 
     def remove(self, names: Iterable[str]) -> None:
-        """Removes files of the save, which goes on; warns where that fails."""
-        self._held.remove(list(names))
+        """Removes files of the save, which goes on; warns where that fails.
+
+        Does nothing where the lease has ended, whose save's files have gone by then.
+        """
+        with self._lock:
+            if self.is_open:
+                self._held.remove(list(names))
 
     def commit(self, metadata: bytes, files: Collection[str], *, sync: bool, replace: bool) -> None:
         """Publishes the metadata, removes what no metadata names any more, and ends it.
@@ -109,12 +116,14 @@ class DirectoryLease:
         self._held.commit(metadata, list(files), sync, replace, named_files)
 
 
-def _abandon(held: _C.DirectoryLease, pid: int) -> None:
-    # A forked child has a copy of the lease, and its parent may go on with the save.
-    if os.getpid() == pid:
-        held.abandon(named_files)
-    else:
+def _abandon(held: _C.DirectoryLease, lock: threading.RLock, pid: int) -> None:
+    # A forked child has a copy of the lease, and its parent may go on with the save. There the lock
+    # may be that of a thread which the child does not have.
+    if os.getpid() != pid:
         held.close()
+        return
+    with lock:
+        held.abandon(named_files)
 
 
 def named_files(directory: OpenDirectory, name: str) -> set[str]:
