@@ -9,8 +9,6 @@ namespace {
 constexpr std::string_view kMetadata = ".metadata";
 constexpr std::string_view kData = ".distcp";
 constexpr std::string_view kTemporary = ".tmp";
-constexpr std::size_t kTagDigits = 8;
-constexpr std::size_t kSuffixDigits = 32;
 
 bool is_digit(char c) { return c >= '0' && c <= '9'; }
 bool is_hex(char c) { return is_digit(c) || (c >= 'a' && c <= 'f'); }
@@ -71,7 +69,7 @@ std::string metadata_name(std::optional<int> rank) {
   return (rank ? "__" + std::to_string(*rank) : std::string()) + std::string(kMetadata);
 }
 
-std::string random_hex(int digits) {
+std::string random_hex(std::size_t digits) {
   std::random_device entropy;
   constexpr char kDigits[] = "0123456789abcdef";
   std::string text;

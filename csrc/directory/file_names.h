@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstddef>
 #include <optional>
 #include <set>
 #include <string>
@@ -24,13 +25,17 @@ struct FileName {
   std::string_view rank;  // its digits, in the name that was looked at; empty where it has none
 };
 
+/// Hexadecimal digits of a save's tag, and at the end of a temporary name.
+inline constexpr std::size_t kTagDigits = 8;
+inline constexpr std::size_t kSuffixDigits = 32;
+
 FileName parse_file_name(std::string_view name);
 
 /// The metadata's file name; of one rank's own where ranks save on their own.
 std::string metadata_name(std::optional<int> rank);
 
 /// `digits` hexadecimal digits that nobody can guess.
-std::string random_hex(int digits);
+std::string random_hex(std::size_t digits);
 
 /// The prefix of one rank's data files: `prefix`, tagged where files of this kind are there.
 ///

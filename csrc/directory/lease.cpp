@@ -14,7 +14,6 @@ namespace torch_ckpt::directory {
 namespace {
 
 constexpr std::chrono::milliseconds kLookAgain{5};
-constexpr int kTagDigits = 8;
 
 /// Data files and temporary ones that no metadata names, sorted.
 ///

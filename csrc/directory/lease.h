@@ -36,20 +36,24 @@
 //     reported. If this one call fails the checkpoint is visible but perhaps not durable:
 //     PublishState::durability_uncertain. Then no file goes: a power cut may bring back the old
 //     checkpoint, which needs its files.
-//  9. Data files that no metadata names any more are removed. A crash before or amid this leaves
-//     unused files, never a missing one.
+//  9. A commit of all ranks removes the metadata of single ranks, which it has superseded, and
+//     fsyncs the directory. Then temporary files go, and data files that no metadata names any
+//     more. A crash before or amid this leaves unused files, never a missing one.
 //
-// What may be removed, here and where a save has failed or died:
+// What may be removed, in step 9 and where a save has failed or died:
 //
-//  a. Nothing else removes a data file that it has not made itself.
+//  a. A save knows the files as its own that it has made under names of its own. Before its commit
+//     it may remove those at any time. For all other files b to d hold.
 //  b. A file that any metadata in the directory names stays. Metadata that cannot be read may name
 //     any file, so then all stay.
-//  c. Nothing goes while somebody else shares the directory, as every save and load does; it stays
-//     for the next save, or for remove_leftovers.
-//  d. Nothing goes before the directory is durable: the rename of the metadata that counts may not
-//     be. What a save has committed may have been replaced by the time it has the directory alone,
-//     so what counts is the metadata that is there then.
-//  e. A save whose lease has ended, and whose files may have gone, commits nothing.
+//  c. A file goes only while nobody else shares the directory, as every save and load does. What
+//     stays is for the next save, or for remove_leftovers.
+//  d. What counts is the metadata that is there once the save has the directory alone: its own may
+//     have been replaced by then. The rename of metadata that counts is fsynced before a file goes
+//     (with PublishMode::sync false, only the metadata of others).
+//  e. A rank that was given up (remove_own) may find files of another save under its names. So b
+//     and c hold for them, too.
+//  f. A save whose lease has ended, and whose files may have gone, commits nothing.
 //
 // A process that dies lets go of its locks, once the children have ended that it forked meanwhile.
 // Where the file system has no such locks, or keeps them within one machine (some network file

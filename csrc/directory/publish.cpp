@@ -10,8 +10,6 @@
 namespace torch_ckpt::directory {
 namespace {
 
-constexpr int kSuffixDigits = 32;
-
 /// Which file it is; nullopt where the system does not say.
 using MaybeIdentity = std::optional<os::FileIdentity>;
 
@@ -41,10 +39,10 @@ Error moved(const os::Directory& directory) {
   const std::string now = directory.current_path();
   Error error = format_error(
       Errc::directory_moved,
-      "the path leads to another directory than when the save began, or to none: the directory was "
-      "renamed or removed, or a link in the path was changed. The save's own directory " +
+      "the path no longer leads to the directory that was opened by it: the directory was "
+      "renamed or removed, or a link in the path was changed. The opened directory " +
           (now.empty() ? "is gone" : "is now " + now) +
-          ". Nothing was published in either; save again");
+          ". Nothing was published in either; try again");
   error.operation = "commit";
   error.path = directory.path();
   return error;
@@ -108,11 +106,12 @@ PublishOutcome made_durable(const os::Directory& directory, PublishMode mode) {
   return {PublishState::published, {}};
 }
 
-}  // namespace
-
+/// A name beside `name` that nobody can guess.
 std::string temporary_name(const std::string& name) {
   return name + ".tmp-" + random_hex(kSuffixDigits);
 }
+
+}  // namespace
 
 PublishOutcome publish_contents(const os::Directory& directory, const std::string& name,
                                 std::span<const std::byte> contents, PublishMode mode) {

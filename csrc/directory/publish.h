@@ -42,9 +42,6 @@ struct PublishMode {
   bool sync_above = true;  // false: the directories above are durable already
 };
 
-/// A name beside `name` that nobody can guess.
-std::string temporary_name(const std::string& name);
-
 /// Makes `contents` appear as `name`, which a file had, if any.
 /// Not published, with Errc::directory_moved, where the directory's path leads elsewhere by now.
 PublishOutcome publish_contents(const os::Directory& directory, const std::string& name,

@@ -38,8 +38,8 @@ std::string said(const py::error_already_set& raised) {
   const auto text = py::reinterpret_steal<py::object>(PyObject_Str(value.ptr()));
   const auto bytes =
       py::reinterpret_steal<py::object>(text ? PyUnicode_EncodeFSDefault(text.ptr()) : nullptr);
-  if (bytes) return PyBytes_AsString(bytes.ptr());
-  // Its own __str__ has failed, or no file system could have the text.
+  if (bytes && PyBytes_Size(bytes.ptr()) > 0) return PyBytes_AsString(bytes.ptr());
+  // It has no text, its own __str__ has failed, or no file system could have the text.
   PyErr_Clear();
   return Py_TYPE(value.ptr())->tp_name;
 }

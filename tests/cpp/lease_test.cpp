@@ -286,8 +286,8 @@ TEST_F(LeaseTest, AnExceptionAmidTheRemovalIsTold) {
   };
   remove_own(open_directory(directory_), {"__0_0.distcp"}, throws, warnings_);
   take().abandon(throws, warnings_);
-  EXPECT_EQ(warnings_, (Warnings(2, "unused files are left in " + directory_.path() +
-                                        ": sweep: thrown")));
+  EXPECT_EQ(warnings_,
+            (Warnings(2, "unused files are left in " + directory_.path() + ": sweep: thrown")));
   EXPECT_EQ(directory_.names(), (Names{".metadata", "__0_0.distcp"}));
   EXPECT_TRUE(is_free());
 }

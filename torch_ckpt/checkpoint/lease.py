@@ -113,7 +113,8 @@ class DirectoryLease:
                 f"{self._path}: this save was given up before its commit, because the "
                 "interpreter ends or its thread began another save into the directory; save again"
             )
-        self._held.commit(metadata, list(files), sync, replace, named_files)
+        with self._lock:
+            self._held.commit(metadata, list(files), sync, replace, named_files)
 
 
 def _abandon(held: _C.DirectoryLease, lock: threading.RLock, pid: int) -> None:

@@ -106,7 +106,10 @@ def test_the_callback_may_keep_its_directory(
 
 def test_an_interrupt_goes_before_what_the_commit_says(directory: OpenDirectory) -> None:
     lease = _C.DirectoryLease(directory, None, 1.0)
-    with pytest.raises(KeyboardInterrupt) as raised:
+    with (
+        pytest.warns(UserWarning, match="unused files are left in .*: KeyboardInterrupt"),
+        pytest.raises(KeyboardInterrupt) as raised,
+    ):
         lease.commit(b"new", [], True, False, raising(KeyboardInterrupt()))
     assert isinstance(raised.value.__context__, NotCommitted)
 
