@@ -13,7 +13,7 @@ import pytest
 
 from tests.gates import LIMIT
 from tests.interpreters import run_script
-from torch_ckpt import NotCommitted, _C
+from torch_ckpt import _C, NotCommitted
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.lease import DirectoryLease
 
