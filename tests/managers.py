@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from errno import EIO
+from errno import EROFS
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ PASSED = "the one before is restored"
 UNMARKED = "not restored, since there is no write_completed in them"
 
 #: In the error of a save that is ``broken``.
-BROKEN = "rename failed: Input/output error"
+BROKEN = "rename failed: Read-only file system"
 
 
 class Training:
@@ -108,7 +108,7 @@ def held_commits() -> Iterator[Gate]:
 def broken() -> Iterator[Callable[[], None]]:
     """The marker of saves cannot be written, until it is called."""
     with ExitStack() as stack:
-        stack.enter_context(failing("rename", EIO, "*/write_completed"))
+        stack.enter_context(failing("rename", EROFS, "*/write_completed"))
         yield stack.close
 
 

@@ -112,6 +112,8 @@ def reason_for_success(scenario: Scenario, run: Run, call: Call, path: Path) -> 
     was_made = any(c.kind == "mkdir" and c.path == call.path and c.errno == 0 for c in before)
     if call.kind == "stat" and is_directory:
         return "whether a directory is there mkdir says, too"
+    if call.kind == "stat" and ".metadata.tmp-" in call.path:
+        return "which file it is would be asked only if its rename failed"
     if call.kind == "mkdir" and (was_made or scenario.overwrites):
         return "torch makes the directory once more, and looks whether it is there"
     if call.kind == "close" and is_directory:

@@ -372,10 +372,12 @@ class _StepWriter(FileSystemWriter):
             except DurabilityUncertain as error:
                 uncertain = error
         except BaseException as error:
+            # What may be visible is an unfinished step's part, which goes.
+            said = error.args[0] if isinstance(error, DurabilityUncertain) else error
             with suppress(OSError):
                 if aside in root.names():
                     raise NotCommitted(
-                        f"{self._final}: {error}; the step is complete in {self.path}, and the "
+                        f"{self._final}: {said}; the step is complete in {self.path}, and the "
                         "next sweep names it"
                     ) from error
                 self._discard(opened, root)
@@ -384,7 +386,7 @@ class _StepWriter(FileSystemWriter):
             # Metadata that may not last does not make a step either; nor what somebody has moved.
             if isinstance(error, OSError | DurabilityUncertain) or type(error) is CheckpointError:
                 number = getattr(error, "errno", None) or 0
-                raise NotCommitted(f"{self._final}: {error}", number) from error
+                raise NotCommitted(f"{self._final}: {said}", number) from error
             raise
         self._steps.saved_in(root)
         if uncertain is not None:

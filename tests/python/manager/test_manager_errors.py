@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable
-from errno import EIO
+from errno import EIO, EROFS
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,22 @@ def test_the_error_of_a_save_is_raised_once(
         assert made.all_steps() == ([2, 3] if how == "save" else [3])
     made.close()
     assert made.save_errors == 1
+
+
+def test_a_step_whose_marker_may_yet_appear_is_removed_and_not_committed(
+    make: Make, tmp_path: Path
+) -> None:
+    made = make()
+    with failing("rename", EIO, "*/write_completed"):
+        train(made, [1])
+        with pytest.raises(CheckpointException) as caught:
+            made.wait_until_finished()
+    said = str(cause_of(caught.value))
+    assert "whether the rename was carried out is not known" in said
+    assert "may be visible" not in said
+    assert isinstance(cause_of(caught.value), NotCommitted)
+    assert made.all_steps() == []
+    assert not list(tmp_path.glob("**/*.tmp-*"))
 
 
 def test_training_may_go_on_without_the_saves_that_fail(
@@ -170,7 +186,7 @@ def test_the_error_of_one_manager_is_not_the_others(make: Make, tmp_path: Path) 
         other.wait_until_finished()
 
     one = make(tmp_path / "one", on_event=of_kind("saving", save_other))
-    with failing("rename", EIO, tmp_path / "one/*/write_completed"):
+    with failing("rename", EROFS, tmp_path / "one/*/write_completed"):
         train(one, [1])
         assert (other.save_errors, other.all_steps()) == (0, [1])
         with pytest.raises(CheckpointException, match=BROKEN):
