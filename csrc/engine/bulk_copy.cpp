@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "checked_math.h"
-#include "engine/executor.h"
 #include "engine/first_failure.h"
 #include "os/file.h"
 #include "os/fork_guard.h"
@@ -40,17 +39,17 @@ std::vector<Block> blocks_of(std::span<const staging::Source> sources) {
   return blocks;
 }
 
-Result<> copy_block(std::span<const staging::Source> sources, const Block& block,
-                    std::vector<PooledCopy>& copies) {
+Result<> copy_block(staging::ChunkPool& pool, std::span<const staging::Source> sources,
+                    const Block& block, std::vector<PooledCopy>& copies) {
   const std::uint64_t bytes =
       align_up(std::max(block.bytes, kAlignment), std::uint64_t{os::kDirectAlignment});
-  auto taken = staging::ChunkPool::instance().take(bytes);
+  auto taken = pool.take(bytes);
   if (!taken) return taken.error();
   const std::shared_ptr<staging::Chunk> memory(
-      taken->release(), [process = os::ProcessMark()](staging::Chunk* chunk) {
+      taken->release(), [&pool, process = os::ProcessMark()](staging::Chunk* chunk) {
         // A forked child does not have the memory, and may have other memory in its place.
         if (process.inherited()) return;
-        staging::ChunkPool::instance().give_back(std::unique_ptr<staging::Chunk>(chunk));
+        pool.give_back(std::unique_ptr<staging::Chunk>(chunk));
       });
   std::uint64_t offset = 0;
   for (std::size_t i = block.first; i < block.last; ++i) {
@@ -64,19 +63,20 @@ Result<> copy_block(std::span<const staging::Source> sources, const Block& block
 
 }  // namespace
 
-Result<std::vector<PooledCopy>> copy_to_pool(std::span<const staging::Source> sources) {
+Result<std::vector<PooledCopy>> copy_to_pool(Context& context,
+                                             std::span<const staging::Source> sources) {
   const std::vector<Block> blocks = blocks_of(sources);
   std::vector<PooledCopy> copies(sources.size());
   const std::size_t threads =
       std::min<std::size_t>(blocks.size(), std::max(1U, std::thread::hardware_concurrency()));
-  if (auto there = need_threads({}, 0); !there) return there.error();
+  if (auto there = context.executor.need_threads({}, 0); !there) return there.error();
   std::atomic<std::size_t> next{0};
   FirstFailure<> failure;
   std::latch done(static_cast<std::ptrdiff_t>(threads));
   const auto copy_blocks = [&] {
     try {
       for (std::size_t n = next++; n < blocks.size(); n = next++) {
-        auto copied = copy_block(sources, blocks[n], copies);
+        auto copied = copy_block(context.chunks, sources, blocks[n], copies);
         if (!copied) return failure.set(copied.error());
       }
     } catch (...) {
@@ -85,7 +85,7 @@ Result<std::vector<PooledCopy>> copy_to_pool(std::span<const staging::Source> so
   };
   for (std::size_t t = 0; t < threads; ++t) {
     try {
-      boost::asio::post(executor(), [&] {
+      boost::asio::post(context.executor.pool(), [&] {
         copy_blocks();
         done.count_down();
       });

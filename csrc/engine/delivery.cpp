@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "checked_math.h"
-#include "engine/warnings.h"
 #include "os/file.h"
 
 namespace torch_ckpt::engine {
@@ -21,12 +20,13 @@ std::size_t packed_for_each(const Region& region, const Target& target) {
 
 }  // namespace
 
-void pin_or_warn(staging::Chunk& chunk, int device) {
+void pin_or_warn(Warnings& warnings, staging::Chunk& chunk, int device) {
   auto pinned = chunk.pin(device);
   if (pinned) return;
-  warn_once("page-locking", "host memory cannot be page-locked (" + pinned.error().message() +
-                                "), so that copies from and to the device are slower; see the "
-                                "limit on locked memory (ulimit -l)");
+  warnings.add_once("page-locking",
+                    "host memory cannot be page-locked (" + pinned.error().message() +
+                        "), so that copies from and to the device are slower; see the "
+                        "limit on locked memory (ulimit -l)");
 }
 
 std::size_t scratch_chunk_bytes(std::size_t chunk_bytes, std::size_t most_bytes,
@@ -53,18 +53,19 @@ ScratchLayout lay_out_scratch(std::span<const Region* const> regions,
   return layout;
 }
 
-Result<std::unique_ptr<Scratch>> Scratch::make(const ScratchLayout& layout,
+Result<std::unique_ptr<Scratch>> Scratch::make(Context& context, const ScratchLayout& layout,
                                                const std::vector<staging::ReadyEvent>& ready) {
-  std::unique_ptr<Scratch> scratch(new Scratch(layout, ready));
+  std::unique_ptr<Scratch> scratch(new Scratch(context, layout, ready));
   for (Slot& slot : scratch->slots_) {
-    slot.chunk = staging::ChunkPool::instance().take_kept(layout.chunk_bytes);
+    slot.chunk = context.chunks.take_kept(layout.chunk_bytes);
     slot.was_kept = slot.chunk != nullptr;
     if (!slot.was_kept) {
-      auto chunk = staging::ChunkPool::instance().take(layout.chunk_bytes);
+      auto chunk = context.chunks.take(layout.chunk_bytes);
       if (!chunk) return chunk.error();
       slot.chunk = std::move(*chunk);
     }
-    if (layout.device != staging::Source::kHost) pin_or_warn(*slot.chunk, layout.device);
+    if (layout.device != staging::Source::kHost)
+      pin_or_warn(context.warnings, *slot.chunk, layout.device);
   }
   return scratch;
 }
@@ -73,11 +74,10 @@ Scratch::~Scratch() {
   static_cast<void>(wait_all());
   for (Slot& slot : slots_) {
     if (slot.chunk == nullptr) continue;
-    staging::ChunkPool& pool = staging::ChunkPool::instance();
     if (slot.was_kept) {
-      pool.give_back(std::move(slot.chunk));
+      pool_.give_back(std::move(slot.chunk));
     } else {
-      pool.give_back_within(std::move(slot.chunk), layout_.most_kept);
+      pool_.give_back_within(std::move(slot.chunk), layout_.most_kept);
     }
   }
 }

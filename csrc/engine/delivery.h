@@ -7,6 +7,7 @@
 #include <span>
 #include <vector>
 
+#include "engine/context.h"
 #include "error.h"
 #include "planning/region.h"
 #include "staging/chunk_pool.h"
@@ -24,7 +25,7 @@ struct Target {
 };
 
 /// Page-locks a chunk for copies from or to a device, which are slower where that fails.
-void pin_or_warn(staging::Chunk& chunk, int device);
+void pin_or_warn(Warnings& warnings, staging::Chunk& chunk, int device);
 
 /// How the tasks of a load use their scratch memory.
 struct ScratchLayout {
@@ -56,8 +57,8 @@ ScratchLayout lay_out_scratch(std::span<const planning::Region* const> regions,
 // The memory of one task of a load, and the way from there to targets. For one thread.
 class Scratch {
  public:
-  /// `ready` outlives it.
-  static Result<std::unique_ptr<Scratch>> make(const ScratchLayout& layout,
+  /// `context` and `ready` outlive it.
+  static Result<std::unique_ptr<Scratch>> make(Context& context, const ScratchLayout& layout,
                                                const std::vector<staging::ReadyEvent>& ready);
   /// Waits for all copies and gives the memory back to the chunk pool.
   ~Scratch();
@@ -89,12 +90,14 @@ class Scratch {
     std::size_t in_flight = 0;  // submissions
   };
 
-  Scratch(const ScratchLayout& layout, const std::vector<staging::ReadyEvent>& ready)
-      : layout_(layout), ready_(ready), slots_(layout.chunks) {}
+  Scratch(Context& context, const ScratchLayout& layout,
+          const std::vector<staging::ReadyEvent>& ready)
+      : pool_(context.chunks), layout_(layout), ready_(ready), slots_(layout.chunks) {}
   Result<> free(Slot& slot);
   Result<std::uint64_t> send(const planning::Region& region, const Target& target,
                              std::uint64_t position, std::span<const std::byte> bytes);
 
+  staging::ChunkPool& pool_;
   const ScratchLayout layout_;
   const std::vector<staging::ReadyEvent>& ready_;
   std::vector<Slot> slots_;

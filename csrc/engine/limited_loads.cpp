@@ -16,13 +16,14 @@ Error about(const std::string& name, Error error) {
 
 }  // namespace
 
-Result<LimitedLoads> LimitedLoads::make(const os::Directory& directory, std::vector<LoadFile> files,
-                                        const LoadOptions& options, Wait wait) {
+Result<LimitedLoads> LimitedLoads::make(Context& context, const os::Directory& directory,
+                                        std::vector<LoadFile> files, const LoadOptions& options,
+                                        Wait wait) {
   if (options.max_scratch_bytes < kLeastScratchBytes) {
     return format_error(Errc::invalid_argument, "max_inflight_bytes must be at least " +
                                                     std::to_string(kLeastScratchBytes));
   }
-  return LimitedLoads(directory, std::move(files), options, std::move(wait));
+  return LimitedLoads(context, directory, std::move(files), options, std::move(wait));
 }
 
 Result<> LimitedLoads::check_limit(const std::string& name, std::uint64_t bytes) const {
@@ -73,7 +74,8 @@ Result<std::shared_ptr<LoadSession>> LimitedLoads::run(std::vector<ReadRequest> 
   options.max_scratch_bytes -= held_bytes;
   auto own = directory_->duplicate();
   if (!own) return own.error();
-  auto session = LoadSession::start(std::move(*own), files_, std::move(requests), options);
+  auto session =
+      LoadSession::start(*context_, std::move(*own), files_, std::move(requests), options);
   if (!session) return session;
   wait_(**session, done_before);
   if (auto failure = (*session)->failure()) {

@@ -13,7 +13,8 @@
 namespace torch_ckpt::engine {
 
 // Loads from the same files, one after another, within one limit of memory: that of the targets
-// which are made for a load, and scratch memory. For one thread. The directory outlives it.
+// which are made for a load, and scratch memory. For one thread. The context and the directory
+// outlive it.
 class LimitedLoads {
  public:
   /// Scratch memory that a load always takes.
@@ -24,8 +25,9 @@ class LimitedLoads {
   using Wait = std::function<void(LoadSession& session, std::uint64_t done_before)>;
 
   /// The limit is `options.max_scratch_bytes`.
-  static Result<LimitedLoads> make(const os::Directory& directory, std::vector<LoadFile> files,
-                                   const LoadOptions& options, Wait wait);
+  static Result<LimitedLoads> make(Context& context, const os::Directory& directory,
+                                   std::vector<LoadFile> files, const LoadOptions& options,
+                                   Wait wait);
 
   std::uint64_t limit() const { return options_.max_scratch_bytes; }
 
@@ -44,13 +46,15 @@ class LimitedLoads {
                                            std::uint64_t held_bytes, std::uint64_t done_before);
 
  private:
-  LimitedLoads(const os::Directory& directory, std::vector<LoadFile> files,
+  LimitedLoads(Context& context, const os::Directory& directory, std::vector<LoadFile> files,
                const LoadOptions& options, Wait wait)
-      : directory_(&directory),
+      : context_(&context),
+        directory_(&directory),
         files_(std::move(files)),
         options_(options),
         wait_(std::move(wait)) {}
 
+  Context* context_;
   const os::Directory* directory_;
   std::vector<LoadFile> files_;
   LoadOptions options_;

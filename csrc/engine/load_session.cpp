@@ -4,7 +4,7 @@
 
 namespace torch_ckpt::engine {
 
-Result<std::shared_ptr<LoadSession>> LoadSession::start(os::Directory directory,
+Result<std::shared_ptr<LoadSession>> LoadSession::start(Context& context, os::Directory directory,
                                                         std::vector<LoadFile> files,
                                                         std::vector<ReadRequest> requests,
                                                         const LoadOptions& given) {
@@ -19,8 +19,8 @@ Result<std::shared_ptr<LoadSession>> LoadSession::start(os::Directory directory,
   }
   auto scratch = scratch_for(options, regions, targets, "a load");
   if (!scratch) return scratch.error();
-  std::shared_ptr<LoadSession> session(
-      new LoadSession(std::move(directory), files, std::move(requests), options, *scratch));
+  std::shared_ptr<LoadSession> session(new LoadSession(context, std::move(directory), files,
+                                                       std::move(requests), options, *scratch));
   if (auto planned = session->plan(files); !planned) return planned.error();
   if (auto begun = session->pipeline_.start(session, "load"); !begun) return begun.error();
   return session;

@@ -32,7 +32,7 @@ struct LoadFailure {
 // true; after a failure their contents are unspecified.
 class LoadSession {
  public:
-  static Result<std::shared_ptr<LoadSession>> start(os::Directory directory,
+  static Result<std::shared_ptr<LoadSession>> start(Context& context, os::Directory directory,
                                                     std::vector<LoadFile> files,
                                                     std::vector<ReadRequest> requests,
                                                     const LoadOptions& options);
@@ -53,13 +53,13 @@ class LoadSession {
   std::uint64_t bytes_done() const { return delivery_.bytes_done(); }
 
  private:
-  LoadSession(os::Directory directory, const std::vector<LoadFile>& files,
+  LoadSession(Context& context, os::Directory directory, const std::vector<LoadFile>& files,
               std::vector<ReadRequest> requests, const LoadOptions& options,
               const ScratchLayout& scratch_layout)
       : options_(options),
         delivery_(std::move(requests), options.verify),
-        pipeline_(std::move(directory), files, options_, scratch_layout, options_.ready, delivery_,
-                  false) {
+        pipeline_(context, std::move(directory), files, options_, scratch_layout, options_.ready,
+                  delivery_, false) {
     delivery_.set_pipeline(pipeline_);
   }
   Result<> plan(const std::vector<LoadFile>& files);

@@ -4,7 +4,6 @@
 #include <exception>
 
 #include "checked_math.h"
-#include "engine/executor.h"
 #include "engine/record_reader.h"
 #include "format/crc32.h"
 
@@ -57,11 +56,13 @@ Result<ScratchLayout> scratch_for(ReadOptions& options,
   return layout;
 }
 
-ReadPipeline::ReadPipeline(os::Directory directory, const std::vector<LoadFile>& files,
-                           const ReadOptions& options, const ScratchLayout& scratch_layout,
+ReadPipeline::ReadPipeline(Context& context, os::Directory directory,
+                           const std::vector<LoadFile>& files, const ReadOptions& options,
+                           const ScratchLayout& scratch_layout,
                            const std::vector<staging::ReadyEvent>& ready, ReadSink& sink,
                            bool goes_on)
-    : files_(std::move(directory), names_of(files), options.direct_io),
+    : context_(context),
+      files_(std::move(directory), names_of(files), options.direct_io),
       threads_(options.threads),
       scratch_layout_(scratch_layout),
       ready_(ready),
@@ -97,7 +98,7 @@ void ReadPipeline::plan(std::vector<planning::WantedRecord> wanted, std::uint64_
 Result<> ReadPipeline::start(std::shared_ptr<const void> owner, std::string_view operation) {
   const std::size_t tasks = std::min(threads_, units_.size());
   results_.emplace(tasks);
-  return post_long_tasks(
+  return context_.executor.post_long_tasks(
       tasks, operation,
       [this, owner, operation](std::shared_ptr<const void> threads) {
         run_task(std::move(threads), operation);
@@ -109,7 +110,7 @@ void ReadPipeline::run_task(std::shared_ptr<const void> threads,
                             std::string_view operation) noexcept {
   Result<> status;
   try {
-    auto scratch = Scratch::make(scratch_layout_, ready_);
+    auto scratch = Scratch::make(context_, scratch_layout_, ready_);
     if (scratch) {
       while (!failure_.is_set()) {
         const std::size_t next = next_unit_++;

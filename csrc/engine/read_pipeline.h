@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "engine/context.h"
 #include "engine/data_files.h"
 #include "engine/delivery.h"
 #include "engine/direct_io.h"
@@ -109,9 +110,9 @@ class ReadPipeline {
     std::size_t record = kNoRecord;  // the culprit, where it is one
   };
 
-  /// `ready` and `sink` outlive it. With `goes_on` an error of reading is the sink's affair, and as
-  /// much as possible is read beside it.
-  ReadPipeline(os::Directory directory, const std::vector<LoadFile>& files,
+  /// `context`, `ready` and `sink` outlive it. With `goes_on` an error of reading is the sink's
+  /// affair, and as much as possible is read beside it.
+  ReadPipeline(Context& context, os::Directory directory, const std::vector<LoadFile>& files,
                const ReadOptions& options, const ScratchLayout& scratch_layout,
                const std::vector<staging::ReadyEvent>& ready, ReadSink& sink, bool goes_on);
 
@@ -155,6 +156,7 @@ class ReadPipeline {
                       Scratch& scratch, PayloadCheck& check);
   bool lies_in_file(std::size_t record, const DataFile& file);
 
+  Context& context_;
   DataFiles files_;
   const std::size_t threads_;
   const ScratchLayout scratch_layout_;

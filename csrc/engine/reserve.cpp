@@ -7,7 +7,6 @@
 #include <thread>
 
 #include "engine/first_failure.h"
-#include "staging/chunk_pool.h"
 
 namespace torch_ckpt::engine {
 namespace {
@@ -17,10 +16,11 @@ constexpr unsigned kMostThreads = 16;
 
 }  // namespace
 
-Result<std::size_t> grow_reserve(std::size_t most_bytes, const Threads& threads, int device) {
-  staging::ChunkPool& pool = staging::ChunkPool::instance();
-  if (auto there = need_threads(threads, 0); !there) return there.error();
-  boost::asio::io_context& executor = engine::executor(threads);
+Result<std::size_t> grow_reserve(Context& context, std::size_t most_bytes, const Threads& threads,
+                                 int device) {
+  staging::ChunkPool& pool = context.chunks;
+  if (auto there = context.executor.need_threads(threads, 0); !there) return there.error();
+  boost::asio::io_context& executor = context.executor.pool(threads);
   const unsigned at_once = std::clamp(std::thread::hardware_concurrency(), 1U, kMostThreads);
   FirstFailure<> failure;
   std::latch done(static_cast<std::ptrdiff_t>(at_once));

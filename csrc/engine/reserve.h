@@ -2,16 +2,16 @@
 
 #include <cstddef>
 
-#include "engine/executor.h"
+#include "engine/context.h"
 #include "error.h"
 #include "staging/source.h"
 
 namespace torch_ckpt::engine {
 
-/// Makes chunks of the process's chunk pool until its reserve (staging/chunk_pool.h), or
+/// Makes chunks of the context's pool until its reserve (staging/chunk_pool.h), or
 /// `most_bytes` of it, are there, by several of these threads, and waits for them. They are
 /// page-locked for `device`, if one is given. The bytes of the reserve that are there.
-Result<std::size_t> grow_reserve(std::size_t most_bytes, const Threads& threads,
+Result<std::size_t> grow_reserve(Context& context, std::size_t most_bytes, const Threads& threads,
                                  int device = staging::Source::kHost);
 
 }  // namespace torch_ckpt::engine

@@ -14,7 +14,7 @@ constexpr std::chrono::milliseconds kCancelPoll{100};
 
 }  // namespace
 
-SavePipeline::SavePipeline(const SaveOptions& options,
+SavePipeline::SavePipeline(Context& context, const SaveOptions& options,
                            std::vector<std::unique_ptr<FileSave>>& files, std::size_t buffers,
                            int device, FirstFailure<>& failure, Timing& timing, FileEnded ended)
     : options_(options),
@@ -22,10 +22,10 @@ SavePipeline::SavePipeline(const SaveOptions& options,
       failure_(failure),
       timing_(timing),
       ended_(std::move(ended)),
-      stagers_(executor(options.stagers)),
-      writers_(executor(options.writers)),
+      stagers_(context.executor.pool(options.stagers)),
+      writers_(context.executor.pool(options.writers)),
       at_once_(std::min(options.parallel_files, files.size())),
-      buffers_(buffers, options.chunk_bytes, device, at_once_),
+      buffers_(context, buffers, options.chunk_bytes, device, at_once_),
       stager_tasks_(at_once_),
       writer_tasks_(at_once_),
       maker_tasks_(std::min(at_once_, buffers_.unmade())),

@@ -11,8 +11,8 @@
 #include <optional>
 #include <vector>
 
+#include "engine/context.h"
 #include "engine/direct_io.h"
-#include "engine/executor.h"
 #include "engine/file_save.h"
 #include "engine/first_failure.h"
 #include "engine/process_channel.h"
@@ -89,9 +89,9 @@ class SavePipeline {
 
   /// `ended` must not throw. All that is given by reference outlives the pipeline, and so does the
   /// owner that start() gets: it lives until all files have ended.
-  SavePipeline(const SaveOptions& options, std::vector<std::unique_ptr<FileSave>>& files,
-               std::size_t buffers, int device, FirstFailure<>& failure, Timing& timing,
-               FileEnded ended);
+  SavePipeline(Context& context, const SaveOptions& options,
+               std::vector<std::unique_ptr<FileSave>>& files, std::size_t buffers, int device,
+               FirstFailure<>& failure, Timing& timing, FileEnded ended);
   void start(const std::shared_ptr<const void>& owner) noexcept;
   /// After the last file has ended.
   void end() noexcept;
@@ -138,7 +138,7 @@ class SavePipeline {
   // They have threads before the session begins: it must not fail half-way for want of them.
   boost::asio::io_context& stagers_;
   boost::asio::io_context& writers_;
-  // Until the save has ended: join_executor() may find a pool without work while the next buffer
+  // Until the save has ended: Executor::join() may find a pool without work while the next buffer
   // for it is with the other.
   using PoolGuard = boost::asio::executor_work_guard<boost::asio::io_context::executor_type>;
   std::optional<PoolGuard> stagers_needed_;

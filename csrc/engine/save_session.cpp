@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "checked_math.h"
-#include "engine/executor.h"
 #include "staging/chunk_pool.h"
 
 namespace torch_ckpt::engine {
@@ -24,7 +23,7 @@ int device_of(const std::vector<std::unique_ptr<FileSave>>& files) {
 
 }  // namespace
 
-Result<std::shared_ptr<SaveSession>> SaveSession::start(os::Directory directory,
+Result<std::shared_ptr<SaveSession>> SaveSession::start(Context& context, os::Directory directory,
                                                         std::vector<FileJob> files,
                                                         const SaveOptions& given) {
   SaveOptions options = given;
@@ -48,7 +47,7 @@ Result<std::shared_ptr<SaveSession>> SaveSession::start(os::Directory directory,
     options.max_host_bytes = options.chunk_bytes * std::max<std::size_t>(most_chunks, 1);
   } else {
     // What an earlier save with a larger budget left must not come on top of this one's.
-    staging::ChunkPool::instance().trim_to_budget(options.max_host_bytes);
+    context.chunks.trim_to_budget(options.max_host_bytes);
   }
   // A budget below one chunk gets one smaller chunk.
   options.chunk_bytes =
@@ -62,25 +61,27 @@ Result<std::shared_ptr<SaveSession>> SaveSession::start(os::Directory directory,
   const std::size_t chunks = std::min(options.max_host_bytes / options.chunk_bytes, most_chunks);
   options.keep_host_bytes = given.max_host_bytes;
   for (const Threads& threads : {options.stagers, options.writers}) {
-    if (auto there = need_threads(threads, options.parallel_files); !there) return there.error();
+    if (auto there = context.executor.need_threads(threads, options.parallel_files); !there)
+      return there.error();
   }
   std::shared_ptr<SaveSession> session(
-      new SaveSession(std::move(directory), std::move(files), options, chunks));
+      new SaveSession(context, std::move(directory), std::move(files), options, chunks));
   session->pipeline_.start(session);
   // There is no last file that would do it.
   if (session->files_.empty()) session->end();
   return session;
 }
 
-SaveSession::SaveSession(os::Directory directory, std::vector<FileJob> jobs,
+SaveSession::SaveSession(Context& context, os::Directory directory, std::vector<FileJob> jobs,
                          const SaveOptions& options, std::size_t buffers)
-    : directory_(std::move(directory)),
+    : context_(context),
+      directory_(std::move(directory)),
       options_(options),
       files_(files_of(std::move(jobs), directory_, options_)),
       timing_(options.trace),
       running_(files_.size()),
       results_(files_.size()),
-      pipeline_(options_, files_, buffers, device_of(files_), failure_, timing_,
+      pipeline_(context, options_, files_, buffers, device_of(files_), failure_, timing_,
                 [this](FileSave& file, Result<> status) { end_file(file, std::move(status)); }) {}
 
 std::vector<std::unique_ptr<FileSave>> SaveSession::files_of(std::vector<FileJob> jobs,
@@ -130,7 +131,7 @@ void SaveSession::end() noexcept {
   timing_.ended_ns = timing_.now_ns();
   pipeline_.end();
   if (options_.keep_host_bytes != 0) {
-    staging::ChunkPool::instance().trim_to_budget(options_.keep_host_bytes);
+    context_.chunks.trim_to_budget(options_.keep_host_bytes);
   }
 }
 

@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "engine/context.h"
 #include "engine/file_save.h"
 #include "engine/first_failure.h"
 #include "engine/results_channel.h"
@@ -45,7 +46,7 @@ class SaveSession {
  public:
   /// Fails with invalid_argument where the options contradict themselves. All files lie in
   /// `directory`, whatever becomes of its path.
-  static Result<std::shared_ptr<SaveSession>> start(os::Directory directory,
+  static Result<std::shared_ptr<SaveSession>> start(Context& context, os::Directory directory,
                                                     std::vector<FileJob> files,
                                                     const SaveOptions& options);
 
@@ -79,14 +80,15 @@ class SaveSession {
   void cancel();
 
  private:
-  SaveSession(os::Directory directory, std::vector<FileJob> jobs, const SaveOptions& options,
-              std::size_t buffers);
+  SaveSession(Context& context, os::Directory directory, std::vector<FileJob> jobs,
+              const SaveOptions& options, std::size_t buffers);
   static std::vector<std::unique_ptr<FileSave>> files_of(std::vector<FileJob> jobs,
                                                          const os::Directory& directory,
                                                          const SaveOptions& options);
   void end_file(FileSave& file, Result<> status) noexcept;
   void end() noexcept;
 
+  Context& context_;
   os::Directory directory_;
   const SaveOptions options_;
   std::vector<std::unique_ptr<FileSave>> files_;

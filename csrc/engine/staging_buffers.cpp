@@ -6,13 +6,13 @@
 
 namespace torch_ckpt::engine {
 
-StagingBuffers::StagingBuffers(std::size_t count, std::size_t chunk_bytes, int device,
-                               std::size_t waiters)
-    : chunk_bytes_(chunk_bytes), device_(device) {
+StagingBuffers::StagingBuffers(Context& context, std::size_t count, std::size_t chunk_bytes,
+                               int device, std::size_t waiters)
+    : context_(context), chunk_bytes_(chunk_bytes), device_(device) {
   waiting_.reserve(waiters);
   for (std::size_t i = 0; i < count; ++i) {
     unmade_.emplace_back();
-    unmade_.back().chunk = staging::ChunkPool::instance().take_kept(chunk_bytes);
+    unmade_.back().chunk = context_.chunks.take_kept(chunk_bytes);
     if (unmade_.back().chunk != nullptr) free_.splice(free_.end(), unmade_, --unmade_.end());
   }
 }
@@ -35,7 +35,7 @@ void StagingBuffers::release(StagingBufferList buffer) noexcept {
     if (is_closed_) {
       // The budget is the next save's.
       if (auto& chunk = buffer.front().chunk; chunk != nullptr) {
-        staging::ChunkPool::instance().discard(std::move(chunk));
+        context_.chunks.discard(std::move(chunk));
       }
     } else if (waiting_.empty()) {
       free_.splice(free_.end(), buffer);
@@ -62,10 +62,10 @@ StagingBufferList StagingBuffers::take_unmade() {
 
 Result<> StagingBuffers::make(StagingBuffer& buffer) noexcept {
   try {
-    auto taken = staging::ChunkPool::instance().take(chunk_bytes_);
+    auto taken = context_.chunks.take(chunk_bytes_);
     if (!taken) return taken.error();
     // Here, where nothing waits for it but who waits for the buffer.
-    if (device_ != staging::Source::kHost) pin_or_warn(**taken, device_);
+    if (device_ != staging::Source::kHost) pin_or_warn(context_.warnings, **taken, device_);
     buffer.chunk = std::move(*taken);
     return {};
   } catch (...) {
@@ -82,7 +82,7 @@ void StagingBuffers::close() noexcept {
   }
   for (StagingBuffer& buffer : all) {
     if (buffer.chunk == nullptr) continue;
-    staging::ChunkPool::instance().give_back(std::move(buffer.chunk));
+    context_.chunks.give_back(std::move(buffer.chunk));
   }
 }
 

@@ -7,6 +7,7 @@
 #include <span>
 #include <vector>
 
+#include "engine/context.h"
 #include "engine/image_stream.h"
 #include "error.h"
 #include "os/mutex.h"
@@ -42,7 +43,8 @@ class BufferWaiter {
 class StagingBuffers {
  public:
   /// Chunks are page-locked for `device`, if it is one. At most `waiters` wait at a time.
-  StagingBuffers(std::size_t count, std::size_t chunk_bytes, int device, std::size_t waiters);
+  StagingBuffers(Context& context, std::size_t count, std::size_t chunk_bytes, int device,
+                 std::size_t waiters);
 
   /// Whether there is a free buffer, which the waiter has then. Where there is none, and it waits,
   /// it is resumed once it has been given one.
@@ -59,6 +61,7 @@ class StagingBuffers {
   void close() noexcept;
 
  private:
+  Context& context_;
   const std::size_t chunk_bytes_;
   const int device_;
   mutable os::Mutex mutex_;

@@ -2,15 +2,16 @@
 
 namespace torch_ckpt::engine {
 
-Result<std::shared_ptr<VerifySession>> VerifySession::start(os::Directory directory,
+Result<std::shared_ptr<VerifySession>> VerifySession::start(Context& context,
+                                                            os::Directory directory,
                                                             std::vector<LoadFile> files,
                                                             std::vector<NamedRecord> records,
                                                             const VerifyOptions& given) {
   VerifyOptions options = given;
   auto scratch = scratch_for(options, {}, {}, "verifying");
   if (!scratch) return scratch.error();
-  std::shared_ptr<VerifySession> session(
-      new VerifySession(std::move(directory), files, std::move(records), options, *scratch));
+  std::shared_ptr<VerifySession> session(new VerifySession(context, std::move(directory), files,
+                                                           std::move(records), options, *scratch));
   auto wanted = session->verifier_.wanted();
   for (const planning::WantedRecord& record : wanted) session->bytes_planned_ += record.length;
   session->pipeline_.plan(std::move(wanted), session->bytes_planned_,

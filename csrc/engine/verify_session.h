@@ -20,7 +20,7 @@ using VerifyOptions = ReadOptions;
 // a RecordVerifier. start() and wait_for() are for one thread.
 class VerifySession {
  public:
-  static Result<std::shared_ptr<VerifySession>> start(os::Directory directory,
+  static Result<std::shared_ptr<VerifySession>> start(Context& context, os::Directory directory,
                                                       std::vector<LoadFile> files,
                                                       std::vector<NamedRecord> records,
                                                       const VerifyOptions& options);
@@ -40,12 +40,12 @@ class VerifySession {
   std::vector<std::size_t> unverifiable() const { return verifier_.unverifiable(); }
 
  private:
-  VerifySession(os::Directory directory, const std::vector<LoadFile>& files,
+  VerifySession(Context& context, os::Directory directory, const std::vector<LoadFile>& files,
                 std::vector<NamedRecord> records, const VerifyOptions& options,
                 const ScratchLayout& scratch_layout)
       : verifier_(files, std::move(records)),
-        pipeline_(std::move(directory), files, options, scratch_layout, no_devices_, verifier_,
-                  true) {}
+        pipeline_(context, std::move(directory), files, options, scratch_layout, no_devices_,
+                  verifier_, true) {}
 
   const std::vector<staging::ReadyEvent> no_devices_;
   RecordVerifier verifier_;

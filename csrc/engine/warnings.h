@@ -1,21 +1,31 @@
 #pragma once
 
+#include <set>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "os/mutex.h"
+
 namespace torch_ckpt::engine {
 
-// What the engine has to tell people although it goes on, each once in a process. The bindings take
-// it and tell it. Safe for concurrent use by multiple threads.
+// What the engine has to tell people although it goes on, each once. The bindings take it and tell
+// it. Safe for concurrent use by multiple threads.
+class Warnings {
+ public:
+  /// Only the first text on a topic is kept.
+  void add_once(std::string_view topic, const std::string& text);
 
-/// Only the first text on a topic is kept.
-void warn_once(std::string_view topic, const std::string& text);
+  /// All that nobody has taken yet, in order.
+  std::vector<std::string> take();
 
-/// All that nobody has taken yet, in order.
-std::vector<std::string> take_warnings();
+  /// Whatever there was on the topic, it may be told again.
+  void forget(std::string_view topic);
 
-/// Whatever there was on the topic, it may be told again.
-void forget_warning(std::string_view topic);
+ private:
+  os::Mutex mutex_;
+  std::set<std::string, std::less<>> topics_ TC_GUARDED_BY(mutex_);
+  std::vector<std::string> texts_ TC_GUARDED_BY(mutex_);  // not taken yet
+};
 
 }  // namespace torch_ckpt::engine

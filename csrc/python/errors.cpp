@@ -5,7 +5,7 @@
 #include <string>
 #include <utility>
 
-#include "engine/warnings.h"
+#include "engine/context.h"
 
 namespace py = pybind11;
 
@@ -106,7 +106,7 @@ void raise(const directory::PublishOutcome& outcome) {
 }
 
 void pass_on_warnings() {
-  for (const std::string& text : engine::take_warnings()) {
+  for (const std::string& text : engine::Context::process().warnings.take()) {
     py::module_::import("torch_ckpt._base.log").attr("warn")(text);
   }
 }

@@ -51,7 +51,7 @@ engine::LimitedLoads loads_of(const os::Directory& directory, std::vector<engine
   options.verify = verify;
   options.ready = ready_events(ready);
   return unwrap(engine::LimitedLoads::make(
-      directory, std::move(files), options,
+      engine::Context::process(), directory, std::move(files), options,
       [&progress](engine::LoadSession& session, std::uint64_t done_before) {
         wait_for(session, progress, done_before);
       }));

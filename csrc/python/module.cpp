@@ -5,7 +5,7 @@
 #include <span>
 #include <string>
 
-#include "engine/executor.h"
+#include "engine/context.h"
 #include "format/crc32.h"
 #include "format/metadata_pickle.h"
 #include "python/bindings.h"
@@ -50,6 +50,7 @@ PYBIND11_MODULE(_C, module) {
       "crc32",
       [](std::span<const std::byte> data, std::uint32_t crc) { return format::crc32(crc, data); },
       py::arg("data"), py::arg("crc") = 0, python::NoGil());
-  module.def("join_executor", &engine::join_executor, python::NoGil());
+  module.def(
+      "join_executor", [] { engine::Context::process().executor.join(); }, python::NoGil());
   module.attr("has_cuda") = staging::device_support() != nullptr;
 }

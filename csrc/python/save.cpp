@@ -26,6 +26,7 @@ namespace py = pybind11;
 namespace torch_ckpt::python {
 namespace {
 
+using engine::Context;
 using tensors::TensorSave;
 
 engine::Threads threads_of(const py::handle& background) {
@@ -82,8 +83,9 @@ std::unique_ptr<TensorSave> start_save(const os::Directory& directory, const std
   options.direct_io = direct_io_option(direct_io);
   options.sync = sync;
   if (!background.is_none()) add_background(options, background);
-  auto save = without_gil(
-      [&] { return std::make_unique<TensorSave>(directory, sources, naming, options); });
+  auto save = without_gil([&] {
+    return std::make_unique<TensorSave>(Context::process(), directory, sources, naming, options);
+  });
   pass_on_warnings();
   return save;
 }
@@ -101,7 +103,7 @@ bool wait_by(TensorSave& save, double seconds) {
 Result<std::size_t> grow_reserve(std::size_t most_bytes, int device, const py::object& background) {
   const engine::Threads threads = background.is_none() ? engine::Threads{} : threads_of(background);
   const ReleasedGil released;
-  return engine::grow_reserve(most_bytes, threads, device);
+  return engine::grow_reserve(Context::process(), most_bytes, threads, device);
 }
 
 void set_reserve(std::size_t bytes, std::size_t chunk_bytes) {
@@ -109,7 +111,7 @@ void set_reserve(std::size_t bytes, std::size_t chunk_bytes) {
     throw py::value_error("chunk_bytes must be a positive multiple of " +
                           std::to_string(os::kDirectAlignment));
   }
-  staging::ChunkPool::instance().set_reserve(bytes, chunk_bytes);
+  Context::process().chunks.set_reserve(bytes, chunk_bytes);
 }
 
 bool is_plain(const py::handle& value) {
@@ -142,18 +144,22 @@ void bind_save(py::module_& module) {
              py::arg("most_bytes"), py::arg("stripes"));
   module.def("is_plain", &is_plain, py::arg("value"));
   module.def("is_dense", &is_dense, py::arg("tensor"));
-  module.def("copy_to_pool", &tensors::copies_in_pool, py::arg("tensors"), NoGil());
+  module.def(
+      "copy_to_pool",
+      [](const std::vector<at::Tensor>& given) {
+        return tensors::copies_in_pool(Context::process(), given);
+      },
+      py::arg("tensors"), NoGil());
   module.def("set_reserve", &set_reserve, py::arg("bytes"), py::arg("chunk_bytes"));
   module.def("grow_reserve", &grow_reserve, py::arg("most_bytes"), py::arg("device"),
              py::arg("background"));
-  using Pool = staging::ChunkPool;
-  module.def("end_reserve", [] { Pool::instance().end_reserve(); });
-  module.def("pool_bytes", [] { return Pool::instance().kept_bytes(); });
-  module.def("reserve_bytes", [] { return Pool::instance().reserve_bytes(); });
-  module.def("reserved_bytes", [] { return Pool::instance().reserved_bytes(); });
+  module.def("end_reserve", [] { Context::process().chunks.end_reserve(); });
+  module.def("pool_bytes", [] { return Context::process().chunks.kept_bytes(); });
+  module.def("reserve_bytes", [] { return Context::process().chunks.reserve_bytes(); });
+  module.def("reserved_bytes", [] { return Context::process().chunks.reserved_bytes(); });
   module.def(
-      "trim_pool", [](std::size_t bytes) { Pool::instance().trim(bytes); }, py::arg("bytes") = 0,
-      NoGil());
+      "trim_pool", [](std::size_t bytes) { Context::process().chunks.trim(bytes); },
+      py::arg("bytes") = 0, NoGil());
   module.def("start_save", &start_save, py::arg("directory"), py::arg("prefix"), py::arg("names"),
              py::arg("values"), py::kw_only(), py::arg("buckets"), py::arg("file_per_item"),
              py::arg("separation_hint"), py::arg("chunk_bytes"), py::arg("max_host_bytes"),

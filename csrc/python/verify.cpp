@@ -65,8 +65,9 @@ std::pair<std::vector<FindingRow>, std::vector<std::size_t>> verify_records(
   options.max_scratch_bytes = max_inflight_bytes;
   options.direct_io = direct_io_option(direct_io);
   const auto session = without_gil([&] {
-    auto started = engine::VerifySession::start(unwrap(directory.duplicate()), std::move(files),
-                                                std::move(records), options);
+    auto started =
+        engine::VerifySession::start(engine::Context::process(), unwrap(directory.duplicate()),
+                                     std::move(files), std::move(records), options);
     if (started) wait_for(**started, progress);
     return started;
   });

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "os/fork_guard.h"
 #include "staging/device_copy.h"
 
 namespace torch_ckpt::staging {
@@ -23,8 +22,6 @@ Result<> Chunk::pin(int device) {
   if (done) pinned_for_ = device;
   return done;
 }
-
-ChunkPool& ChunkPool::instance() { return os::ForkLocal<ChunkPool>::get(); }
 
 std::unique_ptr<Chunk> ChunkPool::take_kept(std::size_t bytes) {
   const os::MutexLock lock(mutex_);

@@ -40,9 +40,6 @@ class Chunk {
 // Safe for concurrent use by multiple threads.
 class ChunkPool {
  public:
-  /// The process's pool; made anew, and without a reserve, in a forked child.
-  static ChunkPool& instance();
-
   /// A kept chunk of just this size, or a new one, for which kept chunks of other sizes are freed,
   /// as far as they are not of the reserve.
   Result<std::unique_ptr<Chunk>> take(std::size_t bytes);

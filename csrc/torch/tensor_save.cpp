@@ -34,13 +34,14 @@ void SaveSources::add(std::string name, std::span<const std::byte> bytes,
   owners_.push_back(std::move(owner));
 }
 
-TensorSave::TensorSave(const os::Directory& directory, SaveSources& sources,
-                       const engine::NamingOptions& naming, const engine::SaveOptions& options) {
+TensorSave::TensorSave(engine::Context& context, const os::Directory& directory,
+                       SaveSources& sources, const engine::NamingOptions& naming,
+                       const engine::SaveOptions& options) {
   engine::SavePlan plan = engine::plan_save(std::exchange(sources.items_, {}), naming).value();
   file_names_ = std::move(plan.file_names);
-  session_ =
-      engine::SaveSession::start(directory.duplicate().value(), std::move(plan.files), options)
-          .value();
+  session_ = engine::SaveSession::start(context, directory.duplicate().value(),
+                                        std::move(plan.files), options)
+                 .value();
   std::swap(sources_, sources);
 }
 

@@ -35,7 +35,7 @@ class SaveSources {
 // and the destructor need the GIL, since they drop objects of Python.
 class TensorSave {
  public:
-  TensorSave(const os::Directory& directory, SaveSources& sources,
+  TensorSave(engine::Context& context, const os::Directory& directory, SaveSources& sources,
              const engine::NamingOptions& naming, const engine::SaveOptions& options);
   /// Ends a save that has not ended: the engine reads the sources until then.
   ~TensorSave();

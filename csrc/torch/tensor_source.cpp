@@ -90,14 +90,15 @@ TensorSource source_of(const at::Tensor& tensor) {
   return found;
 }
 
-std::vector<at::Tensor> copies_in_pool(const std::vector<at::Tensor>& tensors) {
+std::vector<at::Tensor> copies_in_pool(engine::Context& context,
+                                       const std::vector<at::Tensor>& tensors) {
   std::vector<staging::Source> sources;
   for (const at::Tensor& tensor : tensors) {
     staging::Source& source = sources.emplace_back();
     source.address = static_cast<const std::byte*>(tensor.const_data_ptr());
     source.bytes = tensor.nbytes();
   }
-  std::vector<engine::PooledCopy> placed = engine::copy_to_pool(sources).value();
+  std::vector<engine::PooledCopy> placed = engine::copy_to_pool(context, sources).value();
   std::vector<at::Tensor> copies;
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     copies.push_back(at::from_blob(

@@ -24,7 +24,8 @@ struct TensorSource {
 TensorSource source_of(const at::Tensor& tensor);
 
 /// Copies of dense CPU tensors, with their strides, in memory of the chunk pool.
-std::vector<at::Tensor> copies_in_pool(const std::vector<at::Tensor>& tensors);
+std::vector<at::Tensor> copies_in_pool(engine::Context& context,
+                                       const std::vector<at::Tensor>& tensors);
 
 /// The CRC-32 of a sample (format/crc32.h) of a tensor that is plain and lies in the host's memory
 /// as one piece; nullopt for others.

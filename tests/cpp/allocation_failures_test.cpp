@@ -9,7 +9,7 @@
 #include <ostream>
 #include <string>
 
-#include "engine/executor.h"
+#include "engine/context.h"
 #include "engine/load_session.h"
 #include "engine/process_channel.h"
 #include "engine/save_session.h"
@@ -50,7 +50,7 @@ class AllocationFailures : public ::testing::TestWithParam<Failures> {
     bool has_come = true;
     for (std::size_t first = 1; has_come; ++first) {
       SCOPED_TRACE("allocation " + std::to_string(first));
-      if (!GetParam().has_threads) join_executor();
+      if (!GetParam().has_threads) context().executor.join();
       os::Directory opened = test::open_directory(directory_);
       decltype(start(std::move(opened), std::size_t{})) started = Error();
       {
@@ -88,7 +88,7 @@ class AllocationFailures : public ::testing::TestWithParam<Failures> {
       for (int i = 0; i < 5; ++i) file.image.add_tensor(header_, source);
     }
     options.chunk_bytes = 4096;
-    return SaveSession::start(std::move(directory), std::move(files), options);
+    return SaveSession::start(context(), std::move(directory), std::move(files), options);
   }
 
   static std::optional<Error> failure_of(const Result<std::shared_ptr<LoadSession>>& started) {
@@ -143,7 +143,8 @@ TEST_P(AllocationFailures, ALoadEndsAndSaysSo) {
       requests[i].target.address =
           reinterpret_cast<std::byte*>(target.data() + i * header_.storage_bytes);
     }
-    return LoadSession::start(std::move(directory), {{"a", {}}}, std::move(requests), {});
+    return LoadSession::start(context(), std::move(directory), {{"a", {}}}, std::move(requests),
+                              {});
   });
 }
 
@@ -154,7 +155,8 @@ TEST_P(AllocationFailures, AVerificationEndsAndSaysSo) {
       records[i].offset = i * record_bytes;
       records[i].length = record_bytes;
     }
-    return VerifySession::start(std::move(directory), {{"a", {}}}, std::move(records), {});
+    return VerifySession::start(context(), std::move(directory), {{"a", {}}}, std::move(records),
+                                {});
   });
 }
 

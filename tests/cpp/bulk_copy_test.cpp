@@ -30,7 +30,7 @@ std::string copied(const PooledCopy& copy, std::size_t bytes) {
 std::vector<PooledCopy> copies_of(const std::vector<std::string>& payloads) {
   std::vector<Source> sources;
   for (const std::string& payload : payloads) sources.push_back(host_source(payload));
-  return copy_to_pool(sources).value();
+  return copy_to_pool(context(), sources).value();
 }
 
 TEST(BulkCopy, GivesEachSourcesBytes) {
@@ -49,7 +49,7 @@ TEST(BulkCopy, GathersStridedSources) {
   const std::string matrix = "abcdef";  // 2 x 3
   Source source = host_source(matrix);
   source.dims = {{3, 1}, {2, 3}};
-  const auto copies = copy_to_pool({&source, 1});
+  const auto copies = copy_to_pool(context(), {&source, 1});
   ASSERT_TRUE(ok(copies));
   EXPECT_EQ(copied(copies->front(), 6), "adbecf");
 }
@@ -57,7 +57,7 @@ TEST(BulkCopy, GathersStridedSources) {
 TEST(BulkCopy, NeedsNoSourceAfterwards) {
   std::string payload = "old";
   const Source source = host_source(payload);
-  const auto copies = copy_to_pool({&source, 1});
+  const auto copies = copy_to_pool(context(), {&source, 1});
   ASSERT_TRUE(ok(copies));
   payload = "new";
   EXPECT_EQ(copied(copies->front(), 3), "old");
@@ -72,7 +72,7 @@ TEST(BulkCopy, AlignsCopiesTo64Bytes) {
 }
 
 TEST(BulkCopy, SmallCopiesShareMemory) {
-  ChunkPool::instance().trim(0);
+  context().chunks.trim(0);
   CallCounter counter;
   ScopedFaultHook hook(counter);
   const auto copies = copies_of(std::vector<std::string>(100, std::string(50, 'x')));
@@ -82,17 +82,17 @@ TEST(BulkCopy, SmallCopiesShareMemory) {
 }
 
 TEST(BulkCopy, GivesItsMemoryBackWithTheLastCopyOfIt) {
-  ChunkPool::instance().trim(0);
+  context().chunks.trim(0);
   auto copies = copies_of({"one", "two"});
   PooledCopy last = copies.back();
   copies.clear();
-  EXPECT_EQ(ChunkPool::instance().kept_bytes(), 0);
+  EXPECT_EQ(context().chunks.kept_bytes(), 0);
   last = {};
-  EXPECT_EQ(ChunkPool::instance().kept_bytes(), 4096);
+  EXPECT_EQ(context().chunks.kept_bytes(), 4096);
 }
 
 TEST(BulkCopy, UsesTheMemoryOfTheOneBefore) {
-  ChunkPool::instance().trim(0);
+  context().chunks.trim(0);
   copies_of({"one", "two"});
   CallCounter counter;
   ScopedFaultHook hook(counter);
@@ -103,7 +103,7 @@ TEST(BulkCopy, UsesTheMemoryOfTheOneBefore) {
 TEST(BulkCopy, OfNoSourcesIsEmpty) {
   CallCounter counter;
   ScopedFaultHook hook(counter);
-  const auto copies = copy_to_pool({});
+  const auto copies = copy_to_pool(context(), {});
   ASSERT_TRUE(ok(copies));
   EXPECT_TRUE(copies->empty());
   EXPECT_EQ(counter.calls("mmap"), 0);
@@ -111,17 +111,17 @@ TEST(BulkCopy, OfNoSourcesIsEmpty) {
 
 TEST(BulkCopy, NeverTouchesTheAddressOfAnEmptySource) {
   const std::vector<Source> sources(3);
-  const auto copies = copy_to_pool(sources);
+  const auto copies = copy_to_pool(context(), sources);
   ASSERT_TRUE(ok(copies));
   EXPECT_EQ(copies->size(), 3);
 }
 
 TEST(BulkCopy, WithoutMemoryIsAnError) {
-  ChunkPool::instance().trim(0);
+  context().chunks.trim(0);
   const std::string payload = "x";
   const Source source = host_source(payload);
   ScopedFaultHook hook(NthCallFails("mmap", 1, ENOMEM));
-  const auto copies = copy_to_pool({&source, 1});
+  const auto copies = copy_to_pool(context(), {&source, 1});
   ASSERT_FALSE(copies.has_value());
   EXPECT_TRUE(is_system_error(copies.error(), ENOMEM, "mmap", ""));
 }
@@ -153,16 +153,16 @@ class LargeBulkCopy : public ::testing::Test {
     for (std::size_t i = 0; i < 4; ++i) {
       sources_.push_back(host_source(std::string_view(payload_).substr(i, kBytes)));
     }
-    ChunkPool::instance().trim(0);
+    context().chunks.trim(0);
   }
-  ~LargeBulkCopy() override { ChunkPool::instance().trim(0); }
+  ~LargeBulkCopy() override { context().chunks.trim(0); }
 
   const std::string payload_;
   std::vector<Source> sources_;
 };
 
 TEST_F(LargeBulkCopy, GivesEachSourcesBytes) {
-  const auto copies = copy_to_pool(sources_);
+  const auto copies = copy_to_pool(context(), sources_);
   ASSERT_TRUE(ok(copies));
   for (std::size_t i = 0; i < sources_.size(); ++i) {
     EXPECT_EQ(std::memcmp((*copies)[i].address, sources_[i].address, kBytes), 0) << i;
@@ -170,7 +170,7 @@ TEST_F(LargeBulkCopy, GivesEachSourcesBytes) {
 }
 
 TEST_F(LargeBulkCopy, SharesNoMemory) {
-  const auto copies = copy_to_pool(sources_);
+  const auto copies = copy_to_pool(context(), sources_);
   ASSERT_TRUE(ok(copies));
   EXPECT_NE((*copies)[0].memory, (*copies)[1].memory);
 }
@@ -183,11 +183,11 @@ TEST_F(LargeBulkCopy, ThatFailsGivesBackWhatItTook) {
       counter(operation, path);
       return fault(operation, path);
     });
-    const auto copies = copy_to_pool(sources_);
+    const auto copies = copy_to_pool(context(), sources_);
     ASSERT_FALSE(copies.has_value()) << n;
     EXPECT_TRUE(is_system_error(copies.error(), ENOMEM, "mmap", "")) << n;
-    EXPECT_EQ(ChunkPool::instance().kept_bytes(), (counter.calls("mmap") - 1) * kBytes) << n;
-    ChunkPool::instance().trim(0);
+    EXPECT_EQ(context().chunks.kept_bytes(), (counter.calls("mmap") - 1) * kBytes) << n;
+    context().chunks.trim(0);
   }
 }
 

@@ -99,8 +99,6 @@ TEST(ChunkPool, IsSharedByManyThreads) {
   EXPECT_LE(pool.kept_bytes(), 2 * 4096);
 }
 
-TEST(ChunkPool, OfTheProcessIsOne) { EXPECT_EQ(&ChunkPool::instance(), &ChunkPool::instance()); }
-
 TEST(Chunk, IsPinnedOnceAndUnpinnedWithItsMemory) {
   FakeDevice device;
   {

@@ -125,7 +125,7 @@ TEST(ScratchLayout, OfNothingIsOneForTheHost) {
 const std::vector<ReadyEvent> kAtOnce;
 
 std::unique_ptr<Scratch> make_scratch(const ScratchLayout& layout) {
-  auto scratch = Scratch::make(layout, kAtOnce);
+  auto scratch = Scratch::make(context(), layout, kAtOnce);
   EXPECT_TRUE(ok(scratch));
   return std::move(*scratch);
 }
@@ -145,9 +145,9 @@ TEST(Scratch, HasRoomForWholeBlocksAroundEachStep) {
 }
 
 TEST(Scratch, GivesItsMemoryBackToThePool) {
-  ChunkPool::instance().trim(0);
+  context().chunks.trim(0);
   make_scratch({3 * kPage, 3 * kPage, 2, -1}).reset();
-  EXPECT_EQ(ChunkPool::instance().kept_bytes(), 6 * kPage);
+  EXPECT_EQ(context().chunks.kept_bytes(), 6 * kPage);
 }
 
 TEST(Scratch, BringsToTheHostWhatOfARegionLiesInTheBytes) {
@@ -358,7 +358,7 @@ TEST_F(ScratchToDevice, PinsItsChunksForTheDevice) {
 }
 
 TEST_F(ScratchToDevice, ChunksThatCannotBePinnedAreUsedAsTheyAre) {
-  ChunkPool::instance().trim(0);
+  context().chunks.trim(0);
   device_.fail_pins(system_error(ENOMEM, "pin", ""));
   const auto scratch = make_scratch(dense_);
   EXPECT_EQ(device_.pinned_now(), 0);

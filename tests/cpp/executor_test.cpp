@@ -15,6 +15,8 @@
 #include <thread>
 #include <vector>
 
+#include "support.h"
+
 namespace torch_ckpt::engine {
 namespace {
 
@@ -29,7 +31,7 @@ void in_each_thread(const Threads& threads, std::size_t count, const std::functi
   std::latch all(static_cast<std::ptrdiff_t>(count));
   std::latch done(static_cast<std::ptrdiff_t>(count));
   for (std::size_t i = 0; i < count; ++i) {
-    asio::post(executor(threads), [&] {
+    asio::post(context().executor.pool(threads), [&] {
       all.arrive_and_wait();
       body();
       done.count_down();
@@ -42,7 +44,7 @@ TEST(Executor, IsOneForTheProcess) {
   std::vector<asio::io_context*> seen(8);
   {
     std::vector<std::jthread> threads;
-    for (auto& pool : seen) threads.emplace_back([&pool] { pool = &executor(); });
+    for (auto& pool : seen) threads.emplace_back([&pool] { pool = &context().executor.pool(); });
   }
   for (const auto* pool : seen) EXPECT_EQ(pool, seen.front());
 }
@@ -52,7 +54,7 @@ TEST(Executor, RunsAsManyTasksAtOnceAsItHasThreads) {
   std::latch all(count);
   std::latch done(count);
   for (std::ptrdiff_t i = 0; i < count; ++i) {
-    asio::post(executor(), [&] {
+    asio::post(context().executor.pool(), [&] {
       all.arrive_and_wait();
       done.count_down();
     });
@@ -62,23 +64,23 @@ TEST(Executor, RunsAsManyTasksAtOnceAsItHasThreads) {
 
 TEST(Executor, JoiningEndsTheWorkItHas) {
   std::atomic<int> done{0};
-  for (int i = 0; i < 100; ++i) asio::post(executor(), [&] { ++done; });
-  join_executor();
+  for (int i = 0; i < 100; ++i) asio::post(context().executor.pool(), [&] { ++done; });
+  context().executor.join();
   EXPECT_EQ(done, 100);
 }
 
 TEST(Executor, AfterJoiningThereIsANewOne) {
-  join_executor();
+  context().executor.join();
   std::latch done(1);
-  asio::post(executor(), [&] { done.count_down(); });
+  asio::post(context().executor.pool(), [&] { done.count_down(); });
   done.wait();
 }
 
 TEST(Executor, JoiningTwiceOrWithoutWorkIsFine) {
-  join_executor();
-  join_executor();
-  executor();
-  join_executor();
+  context().executor.join();
+  context().executor.join();
+  context().executor.pool();
+  context().executor.join();
 }
 
 TEST(Executor, OfEqualSettingsIsOne) {
@@ -87,7 +89,7 @@ TEST(Executor, OfEqualSettingsIsOne) {
   {
     std::vector<std::jthread> threads;
     for (auto& pool : seen) {
-      threads.emplace_back([&pool, quiet] { pool = &executor(quiet); });
+      threads.emplace_back([&pool, quiet] { pool = &context().executor.pool(quiet); });
     }
   }
   for (const auto* pool : seen) EXPECT_EQ(pool, seen.front());
@@ -97,7 +99,7 @@ TEST(Executor, OfOtherSettingsIsAnother) {
   const std::vector<Threads> settings{
       {}, {{0, false}, 2}, {{5, false}, 2}, {{5, true}, 2}, {{6, false}, 2}, {{5, false}, 3}};
   std::set<asio::io_context*> pools;
-  for (const Threads& threads : settings) pools.insert(&executor(threads));
+  for (const Threads& threads : settings) pools.insert(&context().executor.pool(threads));
   EXPECT_EQ(pools.size(), settings.size());
 }
 
@@ -114,7 +116,7 @@ TEST(Executor, HasAsManyThreadsAsAskedFor) {
   // However much there is to do.
   std::latch done(100);
   for (int i = 0; i < 100; ++i) {
-    asio::post(executor(three), [&] {
+    asio::post(context().executor.pool(three), [&] {
       remember();
       done.count_down();
     });
@@ -133,7 +135,7 @@ TEST(Executor, EachThreadOfAQuietOneIsQuiet) {
 
 TEST(Executor, NoThreadOfTheDefaultIsQuietBesideAQuietOne) {
   const int loud = nice_now();
-  executor({{19, true}, 2});
+  context().executor.pool({{19, true}, 2});
   std::atomic<std::size_t> alike{0};
   in_each_thread({}, executor_threads(),
                  [&] { alike += nice_now() == loud && !idle_io_now() ? 1 : 0; });
@@ -142,8 +144,8 @@ TEST(Executor, NoThreadOfTheDefaultIsQuietBesideAQuietOne) {
 
 TEST(Executor, AQuietOneThatIsMadeAnewIsQuietAgain) {
   const Threads threads{{19, false}, 2};
-  executor(threads);
-  join_executor();
+  context().executor.pool(threads);
+  context().executor.join();
   std::atomic<int> quiet{0};
   in_each_thread(threads, 2, [&] { quiet += nice_now() == 19 ? 1 : 0; });
   EXPECT_EQ(quiet, 2);
@@ -153,11 +155,12 @@ TEST(Executor, JoiningEndsTheWorkThatOneLeavesToAnother) {
   const Threads quiet{{19, true}, 2};
   std::atomic<int> done{0};
   for (int i = 0; i < 50; ++i) {
-    asio::post(executor(quiet), [&] { asio::post(executor(), [&] { ++done; }); });
+    asio::post(context().executor.pool(quiet),
+               [&] { asio::post(context().executor.pool(), [&] { ++done; }); });
   }
-  join_executor();
+  context().executor.join();
   // What was left to a pool that was made meanwhile.
-  join_executor();
+  context().executor.join();
   EXPECT_EQ(done, 50);
 }
 

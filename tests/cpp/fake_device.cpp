@@ -12,7 +12,7 @@
 #include <utility>
 
 #include "checked_math.h"
-#include "engine/executor.h"
+#include "engine/context.h"
 #include "staging/chunk_pool.h"
 
 namespace torch_ckpt::test {
@@ -219,7 +219,7 @@ FakeDevice::FakeDevice() : before_(staging::device_support()) {
   EXPECT_EQ(current, nullptr) << "one at a time";
   current = this;
   // Chunks that another device pinned must not be unpinned by this one.
-  staging::ChunkPool::instance().trim(0);
+  context().chunks.trim(0);
   static constexpr staging::DeviceSupport kSupport{
       [](const std::vector<staging::ReadyEvent>& ready) {
         std::lock_guard lock(current->mutex_);
@@ -231,8 +231,8 @@ FakeDevice::FakeDevice() : before_(staging::device_support()) {
 }
 
 FakeDevice::~FakeDevice() {
-  engine::join_executor();
-  staging::ChunkPool::instance().trim(0);
+  context().executor.join();
+  context().chunks.trim(0);
   EXPECT_EQ(pinned_now(), 0) << "chunks were freed and not unpinned";
   staging::register_device_support(before_);
   current = nullptr;

@@ -9,12 +9,11 @@
 #include <vector>
 
 #include "engine/bulk_copy.h"
-#include "engine/executor.h"
+#include "engine/context.h"
 #include "engine/load_session.h"
 #include "engine/reserve.h"
 #include "engine/save_session.h"
 #include "engine/verify_session.h"
-#include "engine/warnings.h"
 #include "gate.h"
 #include "os/fault.h"
 #include "reads.h"
@@ -43,8 +42,8 @@ os::FaultHook threads_up_to(std::size_t most) {
 
 class FewThreads : public ::testing::TestWithParam<std::size_t> {
  protected:
-  FewThreads() { join_executor(); }
-  ~FewThreads() override { join_executor(); }
+  FewThreads() { context().executor.join(); }
+  ~FewThreads() override { context().executor.join(); }
 
   /// Whether the work went as it must with so many threads.
   static ::testing::AssertionResult is_as_it_must(const Result<>& done) {
@@ -94,8 +93,8 @@ TEST_P(FewThreads, ALoadEnds) {
     reads.run_all();
     return;
   }
-  const auto started = LoadSession::start(test::open_directory(directory_), {{reads.name(0), {}}},
-                                          {reads.request(0)}, {});
+  const auto started = LoadSession::start(context(), test::open_directory(directory_),
+                                          {{reads.name(0), {}}}, {reads.request(0)}, {});
   EXPECT_TRUE(is_as_it_must(status_of(started)));
 }
 
@@ -106,7 +105,7 @@ TEST_P(FewThreads, VerifyingEnds) {
   named.length = record.size();
   const ScopedFaultHook hook(threads_up_to(GetParam()));
   const auto started =
-      VerifySession::start(test::open_directory(directory_), {{"f", {}}}, {named}, {});
+      VerifySession::start(context(), test::open_directory(directory_), {{"f", {}}}, {named}, {});
   EXPECT_TRUE(is_as_it_must(status_of(started)));
   if (!started) return;
   ASSERT_TRUE((*started)->wait_for(std::chrono::minutes(2)));
@@ -117,54 +116,55 @@ TEST_P(FewThreads, ACopyToThePoolEnds) {
   const std::string payload(100'000, 'x');
   const std::vector<staging::Source> sources(3, test::host_source(payload));
   const ScopedFaultHook hook(threads_up_to(GetParam()));
-  EXPECT_TRUE(is_as_it_must(status_of(copy_to_pool(sources))));
+  EXPECT_TRUE(is_as_it_must(status_of(copy_to_pool(context(), sources))));
 }
 
 TEST_P(FewThreads, GrowingTheReserveEnds) {
-  ChunkPool::instance().trim(0);
-  ChunkPool::instance().set_reserve(10 * 4096, 4096);
+  context().chunks.trim(0);
+  context().chunks.set_reserve(10 * 4096, 4096);
   const ScopedFaultHook hook(threads_up_to(GetParam()));
-  EXPECT_TRUE(is_as_it_must(status_of(grow_reserve(10 * 4096, Threads{{19, false}, 0}))));
-  ChunkPool::instance().trim(0);
+  EXPECT_TRUE(
+      is_as_it_must(status_of(grow_reserve(context(), 10 * 4096, Threads{{19, false}, 0}))));
+  context().chunks.trim(0);
 }
 
 INSTANTIATE_TEST_SUITE_P(Of, FewThreads, ::testing::Values(0, 1, 2, 17),
                          ::testing::PrintToStringParamName());
 
 TEST(Executor, WithFewerThreadsThanItWantsSaysSoOnce) {
-  join_executor();
-  static_cast<void>(take_warnings());
+  context().executor.join();
+  static_cast<void>(context().warnings.take());
   {
     const ScopedFaultHook hook(threads_up_to(3));
-    EXPECT_TRUE(ok(need_threads({}, 0)));
-    EXPECT_TRUE(ok(need_threads(Threads{{19, true}, 0}, 0)));
+    EXPECT_TRUE(ok(context().executor.need_threads({}, 0)));
+    EXPECT_TRUE(ok(context().executor.need_threads(Threads{{19, true}, 0}, 0)));
   }
-  const std::vector<std::string> warnings = take_warnings();
+  const std::vector<std::string> warnings = context().warnings.take();
   ASSERT_EQ(warnings.size(), 1);
   EXPECT_TRUE(warnings[0].find("3 of " + std::to_string(executor_threads())) != std::string::npos)
       << warnings[0];
   EXPECT_TRUE(warnings[0].find("ulimit -u") != std::string::npos) << warnings[0];
-  join_executor();
+  context().executor.join();
 }
 
 TEST(Executor, WithoutAThreadIsAnErrorThatSaysWhatToDo) {
-  join_executor();
-  static_cast<void>(take_warnings());
+  context().executor.join();
+  static_cast<void>(context().warnings.take());
   const ScopedFaultHook hook(threads_up_to(0));
-  const auto refused = need_threads({}, 0);
+  const auto refused = context().executor.need_threads({}, 0);
   ASSERT_FALSE(refused);
   EXPECT_TRUE(refused.error().detail.str().find("ulimit -u") != std::string::npos);
   EXPECT_TRUE(refused.error().detail.str().find("pids.max") != std::string::npos);
-  EXPECT_TRUE(take_warnings().empty()) << "beside the error";
+  EXPECT_TRUE(context().warnings.take().empty()) << "beside the error";
 }
 
 TEST(Executor, GetsItsThreadsOnceTheyAreToBeHad) {
-  join_executor();
+  context().executor.join();
   {
     const ScopedFaultHook hook(threads_up_to(0));
-    EXPECT_FALSE(need_threads({}, 0));
+    EXPECT_FALSE(context().executor.need_threads({}, 0));
   }
-  EXPECT_TRUE(ok(need_threads({}, 0)));
+  EXPECT_TRUE(ok(context().executor.need_threads({}, 0)));
 }
 
 // --- as many at once as asked for ----------------------------------------------------------------
@@ -212,7 +212,7 @@ TEST(SaveSession, HasAsManyWritesInFlightAsItWritesFiles) {
   Files files(directory);
   for (std::size_t i = 0; i < kFiles; ++i) files.add_file(std::string(5000, 'x'));
   HeldOperation held("pwrite");
-  auto session = SaveSession::start(test::open_directory(directory), files.jobs(), {});
+  auto session = SaveSession::start(context(), test::open_directory(directory), files.jobs(), {});
   ASSERT_TRUE(ok(session));
   held.wait_until_held(kFiles);
   held.open();

@@ -13,7 +13,7 @@
 #include <thread>
 
 #include "engine/bulk_copy.h"
-#include "engine/executor.h"
+#include "engine/context.h"
 #include "engine/load_session.h"
 #include "engine/reserve.h"
 #include "engine/save_session.h"
@@ -72,7 +72,7 @@ void let_every_thread_start(const engine::Threads& threads = {}) {
   std::latch running(static_cast<std::ptrdiff_t>(count));
   std::latch left(static_cast<std::ptrdiff_t>(count));
   for (std::size_t i = 0; i < count; ++i) {
-    boost::asio::post(engine::executor(threads), [&] {
+    boost::asio::post(context().executor.pool(threads), [&] {
       running.arrive_and_wait();
       left.count_down();
     });
@@ -100,8 +100,8 @@ engine::ReadRequest read_into(std::string& found) {
 
 bool load_file(const TempDir& directory, const std::string& name, const std::string& expected) {
   std::string found(expected.size(), '?');
-  auto session =
-      LoadSession::start(test::open_directory(directory), {{name, {}}}, {read_into(found)}, {});
+  auto session = LoadSession::start(context(), test::open_directory(directory), {{name, {}}},
+                                    {read_into(found)}, {});
   if (!session) return false;
   test::wait_for_end(**session);
   return !(*session)->failure() && found == expected;
@@ -170,7 +170,8 @@ TEST(Fork, AChildSavesWhileItsParentIsAmidASave) {
   std::vector<engine::FileJob> jobs(1);
   jobs[0].name = "parents";
   jobs[0].image.add_bytes(test::host_source(contents));
-  auto session = SaveSession::start(test::open_directory(directory), std::move(jobs), {});
+  auto session =
+      SaveSession::start(context(), test::open_directory(directory), std::move(jobs), {});
   ASSERT_TRUE(ok(session));
   writing.wait();
   EXPECT_TRUE(in_child([&] { return save_file(directory, "childs", contents); }));
@@ -193,8 +194,8 @@ bool save_in_background(const TempDir& directory, const std::string& name, std::
   std::vector<engine::FileJob> jobs(1);
   jobs[0].name = name;
   jobs[0].image.add_bytes(test::host_source(contents));
-  auto session =
-      SaveSession::start(test::open_directory(directory), std::move(jobs), in_background());
+  auto session = SaveSession::start(context(), test::open_directory(directory), std::move(jobs),
+                                    in_background());
   if (!session || !(*session)->wait_staged(std::chrono::minutes(1))) return false;
   contents.assign(contents.size(), '#');
   test::wait_for_end(**session);
@@ -233,8 +234,8 @@ TEST(Fork, AChildSavesInTheBackgroundWhileItsParentDoes) {
   std::vector<engine::FileJob> jobs(1);
   jobs[0].name = "parents";
   jobs[0].image.add_bytes(test::host_source(contents));
-  auto session =
-      SaveSession::start(test::open_directory(directory), std::move(jobs), in_background());
+  auto session = SaveSession::start(context(), test::open_directory(directory), std::move(jobs),
+                                    in_background());
   ASSERT_TRUE(ok(session));
   writing.wait();
   EXPECT_TRUE(in_child([&] {
@@ -254,12 +255,12 @@ TEST(Fork, AChildThatDropsItsParentsCopiesUsesNothingOfTheirMemory) {
   let_every_thread_start();
   const std::string payload(5000, 'x');
   const staging::Source source = test::host_source(payload);
-  auto copies = engine::copy_to_pool({&source, 1});
+  auto copies = engine::copy_to_pool(context(), {&source, 1});
   ASSERT_TRUE(ok(copies));
   const std::size_t bytes = copies->front().memory->bytes().size();
   EXPECT_TRUE(in_child([&] {
     copies->clear();
-    return staging::ChunkPool::instance().take_kept(bytes) == nullptr;
+    return context().chunks.take_kept(bytes) == nullptr;
   }));
   EXPECT_EQ(test::text_of({copies->front().address, payload.size()}), payload);
 }
@@ -271,7 +272,7 @@ TEST(Fork, AChildsQuietThreadsAreItsOwn) {
   let_every_thread_start(quiet);
   EXPECT_TRUE(in_child([&] {
     std::latch done(1);
-    boost::asio::post(engine::executor(quiet), [&] { done.count_down(); });
+    boost::asio::post(context().executor.pool(quiet), [&] { done.count_down(); });
     done.wait();
     return true;
   }));
@@ -295,7 +296,8 @@ TEST(Fork, AChildDoesNotWaitForItsParentsSave) {
   std::vector<engine::FileJob> jobs(1);
   jobs[0].name = "parents";
   jobs[0].image.add_bytes(test::host_source(contents));
-  auto session = SaveSession::start(test::open_directory(directory), std::move(jobs), {});
+  auto session =
+      SaveSession::start(context(), test::open_directory(directory), std::move(jobs), {});
   ASSERT_TRUE(ok(session));
   writing.wait();
   EXPECT_TRUE(in_child([&] {
@@ -324,8 +326,8 @@ TEST(Fork, AChildDoesNotWaitForItsParentsLoad) {
     }
     return 0;
   });
-  auto session =
-      LoadSession::start(test::open_directory(directory), {{"a", {}}}, {read_into(found)}, {});
+  auto session = LoadSession::start(context(), test::open_directory(directory), {{"a", {}}},
+                                    {read_into(found)}, {});
   ASSERT_TRUE(ok(session));
   reading.wait();
   EXPECT_TRUE(in_child([&] {
@@ -343,9 +345,9 @@ TEST(Fork, AChildDoesNotWaitForItsParentsLoad) {
 TEST(Fork, AChildJoinsNothingOfItsParents) {
   TC_SKIP_FORK_UNDER_TSAN();
   let_every_thread_start();
-  engine::executor();
+  context().executor.pool();
   EXPECT_TRUE(in_child([] {
-    engine::join_executor();
+    context().executor.join();
     return true;
   }));
 }
@@ -362,25 +364,25 @@ TEST(Fork, AChildHasNoPartInItsParentsChunks) {
 }
 
 TEST(Fork, AChildHasAChunkPoolOfItsOwn) {
-  auto& pool = staging::ChunkPool::instance();
+  auto& pool = context().chunks;
   auto chunk = pool.take(4096);
   ASSERT_TRUE(ok(chunk));
   pool.give_back(std::move(*chunk));
-  EXPECT_TRUE(in_child([] { return staging::ChunkPool::instance().kept_bytes() == 0; }));
+  EXPECT_TRUE(in_child([] { return context().chunks.kept_bytes() == 0; }));
 }
 
 TEST(Fork, AChildHasNoReserveAndMakesItsOwn) {
   TC_SKIP_FORK_UNDER_TSAN();
   let_every_thread_start();
-  auto& pool = staging::ChunkPool::instance();
+  auto& pool = context().chunks;
   pool.trim(0);
   pool.set_reserve(3 * 4096, 4096);
-  ASSERT_TRUE(ok(engine::grow_reserve(3 * 4096, {})));
+  ASSERT_TRUE(ok(engine::grow_reserve(context(), 3 * 4096, {})));
   EXPECT_TRUE(in_child([] {
-    auto& own = staging::ChunkPool::instance();
+    auto& own = context().chunks;
     if (own.reserve_bytes() != 0 || own.reserved_bytes() != 0) return false;
     own.set_reserve(2 * 4096, 4096);
-    const auto grown = engine::grow_reserve(2 * 4096, {});
+    const auto grown = engine::grow_reserve(context(), 2 * 4096, {});
     return grown && *grown == 2 * 4096;
   }));
   EXPECT_EQ(pool.reserved_bytes(), 3 * 4096);
@@ -391,7 +393,7 @@ TEST(Fork, AChildMakesAReserveWhileItsParentDoes) {
   TC_SKIP_FORK_UNDER_TSAN();
   TC_SKIP_FORK_OF_BUSY_THREADS_UNDER_ASAN();
   let_every_thread_start();
-  auto& pool = staging::ChunkPool::instance();
+  auto& pool = context().chunks;
   pool.trim(0);
   pool.set_reserve(3 * 4096, 4096);
   std::latch making(1);
@@ -405,11 +407,11 @@ TEST(Fork, AChildMakesAReserveWhileItsParentDoes) {
     }
     return 0;
   });
-  std::jthread maker([] { EXPECT_TRUE(ok(engine::grow_reserve(3 * 4096, {}))); });
+  std::jthread maker([] { EXPECT_TRUE(ok(engine::grow_reserve(context(), 3 * 4096, {}))); });
   making.wait();
   EXPECT_TRUE(in_child([] {
-    staging::ChunkPool::instance().set_reserve(2 * 4096, 4096);
-    const auto grown = engine::grow_reserve(2 * 4096, {});
+    context().chunks.set_reserve(2 * 4096, 4096);
+    const auto grown = engine::grow_reserve(context(), 2 * 4096, {});
     return grown && *grown == 2 * 4096;
   }));
   forked.count_down();

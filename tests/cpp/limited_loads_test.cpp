@@ -23,7 +23,7 @@ class LimitedLoadsTest : public ::testing::Test {
   Result<LimitedLoads> loads(std::uint64_t limit) {
     LoadOptions options;
     options.max_scratch_bytes = limit;
-    return LimitedLoads::make(directory_, {{"data", {}}}, options,
+    return LimitedLoads::make(context(), directory_, {{"data", {}}}, options,
                               [](LoadSession& session, std::uint64_t) {
                                 while (!session.wait_for(std::chrono::hours(1))) {
                                 }

@@ -330,13 +330,13 @@ TEST_P(LoadTables, ThatAreDamagedAreToldWithTheFile) {
   for (const std::size_t at :
        {std::size_t{0}, std::size_t{5}, table.size() / 2, table.size() - 1}) {
     const auto session =
-        LoadSession::start(open_directory(directory_), {{reads_.name(0), flipped(table, at)}},
-                           {part_of(stored_, 0, 0)}, {});
+        LoadSession::start(context(), open_directory(directory_),
+                           {{reads_.name(0), flipped(table, at)}}, {part_of(stored_, 0, 0)}, {});
     ASSERT_TRUE(fails(session, Errc::checksum_mismatch)) << "byte " << at;
     EXPECT_EQ(session.error().path, reads_.path(0));
   }
-  EXPECT_TRUE(fails(LoadSession::start(open_directory(directory_), {{reads_.name(0), "x"}},
-                                       {part_of(stored_, 0, 0)}, {}),
+  EXPECT_TRUE(fails(LoadSession::start(context(), open_directory(directory_),
+                                       {{reads_.name(0), "x"}}, {part_of(stored_, 0, 0)}, {}),
                     Errc::checksum_mismatch));
 }
 

@@ -128,7 +128,7 @@ TEST_P(LoadToDevice, TheLeastScratchMemoryIsEnough) {
   given.max_scratch_bytes = 2 * kPage;
   reads_.run_all(given);
   expect_arrived();
-  EXPECT_LE(staging::ChunkPool::instance().kept_bytes(), 2 * kPage);
+  EXPECT_LE(context().chunks.kept_bytes(), 2 * kPage);
 }
 
 TEST_P(LoadToDevice, LessThanTheLeastScratchMemoryIsRefused) {
@@ -136,9 +136,9 @@ TEST_P(LoadToDevice, LessThanTheLeastScratchMemoryIsRefused) {
   LoadOptions given;
   given.max_scratch_bytes = 6 * kPage - 1;
   const auto& request = reads_.request(0);
-  EXPECT_TRUE(fails(
-      LoadSession::start(open_directory(directory_), {{reads_.name(0), {}}}, {request}, given),
-      Errc::invalid_argument));
+  EXPECT_TRUE(fails(LoadSession::start(context(), open_directory(directory_),
+                                       {{reads_.name(0), {}}}, {request}, given),
+                    Errc::invalid_argument));
 }
 
 TEST_P(LoadToDevice, DamageIsFoundByBlocks) {

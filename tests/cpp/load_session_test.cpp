@@ -10,7 +10,7 @@
 #include <deque>
 #include <latch>
 
-#include "engine/executor.h"
+#include "engine/context.h"
 #include "format/torch_record.h"
 #include "format/zip.h"
 #include "os/fault.h"
@@ -192,7 +192,7 @@ INSTANTIATE_TEST_SUITE_P(AllModes, LoadSessionModes, test::all_direct_io(), test
 TEST(LoadSession, OfNothingEndsAtOnce) {
   TempDir directory;
   const Reads reads(directory);
-  executor();  // its threads are not what is counted here
+  context().executor.pool();  // its threads are not what is counted here
   CallCounter counter;
   ScopedFaultHook hook(counter);
   reads.run_all();
@@ -250,11 +250,11 @@ TEST(LoadSession, OptionsThatLeaveNoScratchMemoryAreRefused) {
   TempDir directory;
   LoadOptions too_small;
   too_small.max_scratch_bytes = kPage - 1;
-  EXPECT_TRUE(fails(LoadSession::start(open_directory(directory), {}, {}, too_small),
+  EXPECT_TRUE(fails(LoadSession::start(context(), open_directory(directory), {}, {}, too_small),
                     Errc::invalid_argument));
   LoadOptions no_threads;
   no_threads.threads = 0;
-  EXPECT_TRUE(fails(LoadSession::start(open_directory(directory), {}, {}, no_threads),
+  EXPECT_TRUE(fails(LoadSession::start(context(), open_directory(directory), {}, {}, no_threads),
                     Errc::invalid_argument));
 }
 
@@ -264,7 +264,7 @@ TEST(LoadSession, HoldsNoMoreScratchMemoryThanAllowed) {
   for (int i = 0; i < 20; ++i) {
     reads.add_whole(reads.add_file({test::byte_record("hello")}), "hello");
   }
-  ChunkPool::instance().trim(0);
+  context().chunks.trim(0);
   LoadOptions given;
   given.chunk_bytes = 4 * kPage;
   given.max_scratch_bytes = 10 * kPage;
@@ -272,14 +272,14 @@ TEST(LoadSession, HoldsNoMoreScratchMemoryThanAllowed) {
   ScopedFaultHook hook(counter);
   reads.run_all(given);
   EXPECT_LE(counter.calls("mmap"), 2);
-  EXPECT_LE(ChunkPool::instance().kept_bytes(), given.max_scratch_bytes);
+  EXPECT_LE(context().chunks.kept_bytes(), given.max_scratch_bytes);
 }
 
 TEST(LoadSession, LeavesTheMemoryOfOthersInTheChunkPool) {
   TempDir directory;
   Reads reads(directory);
   reads.add_whole(reads.add_file({test::byte_record("hello")}), "hello");
-  ChunkPool& pool = ChunkPool::instance();
+  ChunkPool& pool = context().chunks;
   pool.trim(0);
   constexpr std::size_t kChunks = 50;
   std::vector<std::unique_ptr<staging::Chunk>> chunks;
@@ -328,7 +328,7 @@ TEST(LoadSession, MoreFilesThanDescriptorsAreRead) {
     const std::string payload = "payload " + std::to_string(i);
     reads.add_whole(reads.add_file({test::byte_record(payload)}), payload);
   }
-  executor();  // its own descriptors, if any, are not what is counted here
+  context().executor.pool();  // its own descriptors, if any, are not what is counted here
   rlimit before{};
   ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
   rlimit limit = before;
@@ -672,7 +672,7 @@ TEST_P(LoadSessionFaults, AtAnyCallFailTheLoadAndSayWhy) {
     reads.add_whole(reads.add_file({test::byte_record(large)}), large);
     LoadOptions given = load_options(GetParam().mode);
     given.chunk_bytes = 256 << 10;
-    ChunkPool::instance().trim(0);
+    context().chunks.trim(0);
     NthCallFails fault(GetParam().operation, n, GetParam().sys_errno);
     std::shared_ptr<LoadSession> session;
     {
@@ -759,7 +759,7 @@ TEST(LoadSession, MayOutliveTheExecutor) {
     reads.add_whole(reads.add_file({test::byte_record("hello")}), "hello");
   }
   auto session = reads.start();
-  join_executor();
+  context().executor.join();
   wait_for_end(*session);
   EXPECT_FALSE(session->failure().has_value());
   session.reset();

@@ -67,7 +67,8 @@ std::uint64_t Reads::bytes() const {
 }
 
 std::shared_ptr<LoadSession> Reads::start(const LoadOptions& options) const {
-  auto session = LoadSession::start(open_directory(directory_), files_, requests_, options);
+  auto session =
+      LoadSession::start(context(), open_directory(directory_), files_, requests_, options);
   EXPECT_TRUE(ok(session));
   return *session;
 }

@@ -38,7 +38,7 @@ using test::TempDir;
 constexpr std::size_t kAll = std::numeric_limits<std::size_t>::max();
 
 std::size_t grow(std::size_t most_bytes = kAll, const Threads& threads = {}) {
-  auto there = grow_reserve(most_bytes, threads);
+  auto there = grow_reserve(context(), most_bytes, threads);
   EXPECT_TRUE(ok(there));
   return there ? *there : 0;
 }
@@ -64,11 +64,11 @@ class Reserve : public ::testing::Test {
     options.max_host_bytes = max_host_bytes;
     auto saved = run_save(directory, files.jobs(), options);
     // What was made beside the save.
-    join_executor();
+    context().executor.join();
     return saved;
   }
 
-  ChunkPool& pool_ = ChunkPool::instance();
+  ChunkPool& pool_ = context().chunks;
 };
 
 TEST_F(Reserve, IsMadeInWholeChunks) {
@@ -258,7 +258,7 @@ TEST_F(Reserve, ThatHasEndedIsWhatThereIsOfIt) {
 TEST_F(Reserve, WithoutMemoryIsAnErrorAndKeepsWhatThereIs) {
   pool_.set_reserve(50 * kPage, kPage);
   ScopedFaultHook hook(NthCallFails("mmap", 4, ENOMEM));
-  const auto grown = grow_reserve(kAll, {{0, false}, 1});
+  const auto grown = grow_reserve(context(), kAll, {{0, false}, 1});
   ASSERT_FALSE(grown.has_value());
   EXPECT_TRUE(is_system_error(grown.error(), ENOMEM, "mmap", ""));
   EXPECT_EQ(pool_.reserved_bytes(), 3 * kPage);
@@ -268,7 +268,7 @@ TEST_F(Reserve, WithoutMemoryIsAnErrorAndKeepsWhatThereIs) {
 TEST_F(Reserve, ForADeviceIsPageLocked) {
   FakeDevice device;
   pool_.set_reserve(4 * kPage, kPage);
-  EXPECT_TRUE(ok(grow_reserve(kAll, {}, 1)));
+  EXPECT_TRUE(ok(grow_reserve(context(), kAll, {}, 1)));
   EXPECT_EQ(device.pinned_now(), 4);
 }
 
@@ -276,7 +276,7 @@ TEST_F(Reserve, ThatCannotBePageLockedIsAnError) {
   FakeDevice device;
   device.fail_pins(system_error(ENOMEM, "cudaHostRegister", ""));
   pool_.set_reserve(4 * kPage, kPage);
-  const auto grown = grow_reserve(kAll, {}, 0);
+  const auto grown = grow_reserve(context(), kAll, {}, 0);
   ASSERT_FALSE(grown.has_value());
   EXPECT_EQ(grown.error().operation, "cudaHostRegister");
   EXPECT_EQ(pool_.kept_bytes(), 0);

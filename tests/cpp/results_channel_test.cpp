@@ -9,7 +9,8 @@
 #include <thread>
 #include <vector>
 
-#include "engine/executor.h"
+#include "engine/context.h"
+#include "support.h"
 
 namespace torch_ckpt::engine {
 namespace {
@@ -66,7 +67,7 @@ TEST(ResultsChannel, TakesEachResultOfManyThreadsOnce) {
 TEST(ResultsChannel, NeedsNoThreadOfTheExecutor) {
   ResultsChannel<> channel(2);
   channel.send({});
-  join_executor();
+  context().executor.join();
   channel.send({});
   EXPECT_TRUE(channel.wait_for(kLongest));
 }
@@ -75,7 +76,7 @@ TEST(ResultsChannel, IsCompleteWhileAllThreadsOfTheExecutorAreBusy) {
   std::latch busy(static_cast<std::ptrdiff_t>(executor_threads()));
   std::latch released(1);
   for (std::size_t i = 0; i < executor_threads(); ++i) {
-    boost::asio::post(executor(), [&] {
+    boost::asio::post(context().executor.pool(), [&] {
       busy.count_down();
       released.wait();
     });
@@ -86,7 +87,7 @@ TEST(ResultsChannel, IsCompleteWhileAllThreadsOfTheExecutorAreBusy) {
   channel.send({});
   EXPECT_TRUE(channel.wait_for(kLongest));
   released.count_down();
-  join_executor();
+  context().executor.join();
 }
 
 }  // namespace

@@ -9,9 +9,8 @@
 #include <utility>
 #include <vector>
 
-#include "engine/executor.h"
+#include "engine/context.h"
 #include "engine/save_session.h"
-#include "engine/warnings.h"
 #include "fake_device.h"
 #include "gate.h"
 #include "os/fault.h"
@@ -73,11 +72,12 @@ class SaveFromDevice : public ::testing::TestWithParam<bool> {
   /// has three for each file.)
   void make_memory() {
     std::vector<std::unique_ptr<Chunk>> chunks(files_.chunks(kPage));
-    for (auto& chunk : chunks) chunk = ChunkPool::instance().take(kPage).value();
-    for (auto& chunk : chunks) ChunkPool::instance().give_back(std::move(chunk));
+    for (auto& chunk : chunks) chunk = context().chunks.take(kPage).value();
+    for (auto& chunk : chunks) context().chunks.give_back(std::move(chunk));
   }
   std::shared_ptr<SaveSession> start(const SaveOptions& with) {
-    return SaveSession::start(test::open_directory(directory_), files_.jobs(), with).value();
+    return SaveSession::start(context(), test::open_directory(directory_), files_.jobs(), with)
+        .value();
   }
   void expect_saved(SaveSession& session) {
     wait_for_end(session);
@@ -110,7 +110,7 @@ TEST_P(SaveFromDevice, WhateverTheBudgetTheFilesGetTheirImages) {
     with.parallel_files = random.between(0, 3);
     with.direct_io = random.coin() ? DirectIo::on : DirectIo::off;
     const auto session =
-        SaveSession::start(test::open_directory(directory), files_.jobs(), with).value();
+        SaveSession::start(context(), test::open_directory(directory), files_.jobs(), with).value();
     wait_for_end(*session);
     EXPECT_TRUE(ok(session->outcome()));
     for (std::size_t i = 0; i < files_.jobs().size(); ++i) {
@@ -137,9 +137,9 @@ TEST_P(SaveFromDevice, LargerThanItsBudgetHoldsNoMoreThanThat) {
   test::CallCounter counter;
   os::ScopedFaultHook hook(counter);
   expect_saved(*start(options(5 * kPage)));
-  join_executor();
+  context().executor.join();
   EXPECT_LE(counter.calls("mmap"), 5);
-  EXPECT_LE(ChunkPool::instance().kept_bytes(), 5 * kPage);
+  EXPECT_LE(context().chunks.kept_bytes(), 5 * kPage);
 }
 
 TEST_P(SaveFromDevice, IsSubmittedWhileAllItsCopiesAreHeldBack) {
@@ -273,7 +273,8 @@ TEST_P(SaveFromDevice, FailedSubmissionFailsTheSave) {
     add_file(std::string(5 * kPage, 'x'));
     files_.add_file("another");
     const auto session =
-        SaveSession::start(test::open_directory(directory), files_.jobs(), options()).value();
+        SaveSession::start(context(), test::open_directory(directory), files_.jobs(), options())
+            .value();
     expect_failed(*session);
     EXPECT_EQ(session->outcome().error().detail, "the device fell off the bus");
     EXPECT_EQ(directory.names(), Names{});
@@ -290,8 +291,8 @@ TEST_P(SaveFromDevice, FailedArrivalFailsTheSave) {
 }
 
 TEST_P(SaveFromDevice, WritesFromMemoryThatCannotBePinnedAndSaysSo) {
-  forget_warning("page-locking");
-  static_cast<void>(take_warnings());
+  context().warnings.forget("page-locking");
+  static_cast<void>(context().warnings.take());
   device_.fail_pins(system_error(ENOMEM, "cudaHostRegister", ""));
   add_file(std::string(5 * kPage, 'x'));
   files_.add_file("another");
@@ -299,7 +300,7 @@ TEST_P(SaveFromDevice, WritesFromMemoryThatCannotBePinnedAndSaysSo) {
   wait_for_end(*session);
   EXPECT_TRUE(ok(session->outcome()));
   files_.expect_on_disk();
-  const std::vector<std::string> warnings = take_warnings();
+  const std::vector<std::string> warnings = context().warnings.take();
   ASSERT_EQ(warnings.size(), 1);
   EXPECT_TRUE(warnings[0].find("cudaHostRegister") != std::string::npos) << warnings[0];
   device_.fail_pins({});
@@ -344,7 +345,7 @@ TEST_P(SaveFromDevice, CancelledKeepsItsMemoryUntilTheCopiesIntoItHaveArrived) {
   std::atomic<std::size_t> given_back{0};
   device_.on_arrival([&, pass = arrival.passage()] {
     pass();
-    given_back += ChunkPool::instance().kept_bytes();
+    given_back += context().chunks.kept_bytes();
   });
   make_memory();
   const auto session = start(options());
@@ -365,7 +366,7 @@ TEST_P(SaveFromDevice, FailedElsewhereKeepsItsMemoryUntilTheCopiesIntoItHaveArri
   std::atomic<std::size_t> given_back{0};
   device_.on_arrival([&, pass = arrival.passage()] {
     pass();
-    given_back += ChunkPool::instance().kept_bytes();
+    given_back += context().chunks.kept_bytes();
   });
   HeldOperation writes("pwrite", 1, [](std::string_view operation, std::string_view) {
     return operation == "pwrite" ? EIO : 0;
@@ -398,7 +399,7 @@ TEST_P(SaveFromDevice, CancelledAtAnyMomentEndsAndLeavesAllFilesOrNone) {
     });
     const SaveOptions with = options(random.coin() ? 0 : kPage * random.between(1, 5));
     const auto session =
-        SaveSession::start(test::open_directory(directory), files_.jobs(), with).value();
+        SaveSession::start(context(), test::open_directory(directory), files_.jobs(), with).value();
     running = session.get();
     EXPECT_TRUE(session->wait_staged(kLongest));
     wait_for_end(*session);

@@ -10,7 +10,7 @@
 #include <latch>
 #include <new>
 
-#include "engine/executor.h"
+#include "engine/context.h"
 #include "fake_device.h"
 #include "os/fault.h"
 #include "save_files.h"
@@ -113,11 +113,11 @@ INSTANTIATE_TEST_SUITE_P(AllModes, SaveSessionModes, test::all_direct_io(), test
 
 TEST(SaveSession, OfNoFilesSucceedsAndTouchesNothing) {
   TempDir directory;
-  executor();  // its threads are not what is counted here
+  context().executor.pool();  // its threads are not what is counted here
   os::Directory opened = test::open_directory(directory);
   CallCounter counter;
   ScopedFaultHook hook(counter);
-  auto session = SaveSession::start(std::move(opened), {}, {});
+  auto session = SaveSession::start(context(), std::move(opened), {}, {});
   ASSERT_TRUE(ok(session));
   wait_for_end(**session);
   EXPECT_TRUE(ok((*session)->outcome()));
@@ -149,7 +149,8 @@ TEST(SaveSession, GivesTheChecksumTableOfEachFile) {
   files.add_bytes(random.bytes(100'000));
   files.add_bytes("");
   files.add_tensor(random.bytes(200'000));
-  auto session = SaveSession::start(test::open_directory(directory), files.jobs(), small_chunks());
+  auto session =
+      SaveSession::start(context(), test::open_directory(directory), files.jobs(), small_chunks());
   ASSERT_TRUE(ok(session));
   wait_for_end(**session);
   ASSERT_TRUE(ok((*session)->outcome()));
@@ -166,8 +167,8 @@ TEST(SaveSession, NumbersItemsAsThePlanDoes) {
   files.add_file("first");
   auto jobs = files.jobs();
   jobs[0].items = {7};
-  auto session =
-      SaveSession::start(test::open_directory(directory), std::move(jobs), small_chunks());
+  auto session = SaveSession::start(context(), test::open_directory(directory), std::move(jobs),
+                                    small_chunks());
   ASSERT_TRUE(ok(session));
   wait_for_end(**session);
   const auto results = (*session)->results();
@@ -179,8 +180,8 @@ TEST_P(SaveSessionModes, ProgressReachesWhatWasPlanned) {
   Random random(6);
   SCOPED_TRACE(random.seed_text());
   add_assorted_files(files_, random, 5);
-  auto session =
-      SaveSession::start(test::open_directory(directory_), files_.jobs(), small_chunks(GetParam()));
+  auto session = SaveSession::start(context(), test::open_directory(directory_), files_.jobs(),
+                                    small_chunks(GetParam()));
   ASSERT_TRUE(ok(session));
   EXPECT_EQ((*session)->progress().bytes_planned, files_.bytes());
   wait_for_end(**session);
@@ -217,7 +218,7 @@ TEST_P(ParallelFiles, AreTheMostThatAreOpenAtOnce) {
   for (int i = 0; i < 12; ++i) files.add_file(std::string(20'000, 'x'));
   SaveOptions options = small_chunks();
   options.parallel_files = GetParam();
-  ChunkPool::instance().trim(0);
+  context().chunks.trim(0);
   CallCounter counter;
   std::atomic<std::size_t> open{0};
   std::atomic<std::size_t> most{0};
@@ -245,9 +246,9 @@ TEST(SaveSession, OfSmallFilesTakesSmallChunks) {
   TempDir directory;
   Files files(directory);
   files.add_file("hello");
-  ChunkPool::instance().trim(0);
+  context().chunks.trim(0);
   ASSERT_TRUE(ok(run_save(directory, files.jobs(), {})));
-  EXPECT_EQ(ChunkPool::instance().kept_bytes(), kPage);
+  EXPECT_EQ(context().chunks.kept_bytes(), kPage);
 }
 
 TEST(SaveSession, SyncsEachFileBeforeItsCloseAndTheDirectoryLast) {
@@ -293,7 +294,7 @@ TEST(SaveSession, RefusesChunksThatAreNotWholeBlocks) {
   for (const std::size_t bytes : {std::size_t{0}, std::size_t{100}, kPage + 512}) {
     SaveOptions options;
     options.chunk_bytes = bytes;
-    EXPECT_TRUE(fails(SaveSession::start(test::open_directory(directory), {}, options),
+    EXPECT_TRUE(fails(SaveSession::start(context(), test::open_directory(directory), {}, options),
                       Errc::invalid_argument))
         << bytes;
   }
@@ -303,7 +304,7 @@ TEST(SaveSession, RefusesABudgetBelowOneBlock) {
   TempDir directory;
   SaveOptions options;
   options.max_host_bytes = kPage - 1;
-  const auto session = SaveSession::start(test::open_directory(directory), {}, options);
+  const auto session = SaveSession::start(context(), test::open_directory(directory), {}, options);
   ASSERT_TRUE(fails(session, Errc::invalid_argument));
   EXPECT_EQ(session.error().message(), "max_host_bytes must be at least 4096, got 4095");
 }
@@ -324,7 +325,7 @@ TEST(SaveSession, NeverHoldsMoreChunksThanItsBudget) {
   TempDir directory;
   Files files(directory);
   for (int i = 0; i < 10; ++i) files.add_file(random.bytes(100'000));
-  ChunkPool::instance().trim(0);
+  context().chunks.trim(0);
   SaveOptions options = small_chunks();
   options.max_host_bytes = 5 * options.chunk_bytes + 1000;
   CallCounter counter;
@@ -333,7 +334,7 @@ TEST(SaveSession, NeverHoldsMoreChunksThanItsBudget) {
     ASSERT_TRUE(ok(run_save(directory, files.jobs(), options)));
   }
   EXPECT_LE(counter.calls("mmap"), 5);
-  EXPECT_LE(ChunkPool::instance().kept_bytes(), options.max_host_bytes);
+  EXPECT_LE(context().chunks.kept_bytes(), options.max_host_bytes);
   files.expect_on_disk();
 }
 
@@ -353,12 +354,12 @@ TEST(SaveSession, HoldsNoMoreThanItsBudgetWithTheChunksOfALargerSaveAround) {
   // At every write: at least the chunk being written, and what the pool keeps besides.
   ScopedFaultHook hook([&](std::string_view operation, std::string_view) {
     if (operation == "pwrite") {
-      EXPECT_LE(ChunkPool::instance().kept_bytes() + options.chunk_bytes, options.max_host_bytes);
+      EXPECT_LE(context().chunks.kept_bytes() + options.chunk_bytes, options.max_host_bytes);
     }
     return 0;
   });
   ASSERT_TRUE(ok(run_save(other, small.jobs(), options)));
-  EXPECT_LE(ChunkPool::instance().kept_bytes(), options.max_host_bytes);
+  EXPECT_LE(context().chunks.kept_bytes(), options.max_host_bytes);
 }
 
 TEST(SaveSession, UsesTheChunksOfTheSaveBefore) {
@@ -387,7 +388,8 @@ TEST(SaveSession, WaitingForLessThanItTakesIsNotTheEnd) {
     if (operation == "pwrite") waited.wait();
     return 0;
   });
-  auto session = SaveSession::start(test::open_directory(directory), files.jobs(), small_chunks());
+  auto session =
+      SaveSession::start(context(), test::open_directory(directory), files.jobs(), small_chunks());
   ASSERT_TRUE(ok(session));
   EXPECT_FALSE((*session)->wait_for(std::chrono::milliseconds(0)));
   EXPECT_FALSE((*session)->wait_for(std::chrono::milliseconds(1)));
@@ -401,9 +403,9 @@ TEST(SaveSession, ThatNobodyWaitsForStillEnds) {
   TempDir directory;
   Files files(directory);
   files.add_file(std::string(50'000, 'x'));
-  ASSERT_TRUE(
-      ok(SaveSession::start(test::open_directory(directory), files.jobs(), one_small_chunk())));
-  join_executor();
+  ASSERT_TRUE(ok(SaveSession::start(context(), test::open_directory(directory), files.jobs(),
+                                    one_small_chunk())));
+  context().executor.join();
   files.expect_on_disk();
 }
 
@@ -411,10 +413,10 @@ TEST(SaveSession, MayOutliveTheExecutor) {
   TempDir directory;
   Files files(directory);
   for (int i = 0; i < 5; ++i) files.add_file(std::string(50'000, 'x'));
-  auto session =
-      SaveSession::start(test::open_directory(directory), files.jobs(), one_small_chunk());
+  auto session = SaveSession::start(context(), test::open_directory(directory), files.jobs(),
+                                    one_small_chunk());
   ASSERT_TRUE(ok(session));
-  join_executor();
+  context().executor.join();
   wait_for_end(**session);
   EXPECT_TRUE(ok((*session)->outcome()));
   session->reset();
@@ -429,8 +431,8 @@ TEST(SaveSession, SeveralAtOnceDoNotDisturbEachOther) {
   std::vector<std::shared_ptr<SaveSession>> sessions;
   for (const TempDir& directory : directories) {
     add_assorted_files(files.emplace_back(directory), random, 6);
-    auto session =
-        SaveSession::start(test::open_directory(directory), files.back().jobs(), one_small_chunk());
+    auto session = SaveSession::start(context(), test::open_directory(directory),
+                                      files.back().jobs(), one_small_chunk());
     ASSERT_TRUE(ok(session));
     sessions.push_back(*session);
   }
@@ -468,7 +470,7 @@ TEST_P(SaveSessionFaults, AtAnyCallFailTheSaveAndLeaveNoFile) {
     TempDir directory;
     Files files(directory);
     add_files(files);
-    ChunkPool::instance().trim(0);
+    context().chunks.trim(0);
     NthCallFails fault(GetParam().operation, n, GetParam().sys_errno);
     Result<> outcome;
     {
@@ -493,7 +495,7 @@ TEST_P(SaveSessionFaults, AtEveryCallLeaveNoFileEither) {
   TempDir directory;
   Files files(directory);
   add_files(files);
-  ChunkPool::instance().trim(0);
+  context().chunks.trim(0);
   ScopedFaultHook hook([](std::string_view operation, std::string_view) {
     return operation == GetParam().operation ? GetParam().sys_errno : 0;
   });
@@ -624,7 +626,8 @@ TEST(SaveSession, IntoADirectoryThatWasRemovedFails) {
   files.add_file("new");
   auto opened = test::open_directory(directory);
   std::filesystem::remove(directory.path());
-  const auto session = SaveSession::start(std::move(opened), files.jobs(), small_chunks()).value();
+  const auto session =
+      SaveSession::start(context(), std::move(opened), files.jobs(), small_chunks()).value();
   wait_for_end(*session);
   const auto outcome = session->outcome();
   ASSERT_FALSE(outcome.has_value());
@@ -640,7 +643,8 @@ TEST(SaveSession, WritesIntoTheDirectoryThatWasOpenedWhateverHasItsPath) {
   auto opened = os::Directory::open(above.file("a")).value();
   std::filesystem::rename(above.file("a"), above.file("moved"));
   std::filesystem::create_directory(above.file("a"));
-  const auto session = SaveSession::start(std::move(opened), files.jobs(), small_chunks()).value();
+  const auto session =
+      SaveSession::start(context(), std::move(opened), files.jobs(), small_chunks()).value();
   wait_for_end(*session);
   ASSERT_TRUE(ok(session->outcome()));
   EXPECT_EQ(above.names(), (Names{"a", "moved", "moved/f0"}));
@@ -674,8 +678,8 @@ TEST(SaveSession, CancelledAmidItsWritesEndsThemAndLeavesNoFile) {
     }
     return 0;
   });
-  auto session =
-      SaveSession::start(test::open_directory(directory), files.jobs(), one_small_chunk());
+  auto session = SaveSession::start(context(), test::open_directory(directory), files.jobs(),
+                                    one_small_chunk());
   ASSERT_TRUE(ok(session));
   writing.wait();
   (*session)->cancel();
@@ -690,7 +694,8 @@ TEST(SaveSession, CancelledAfterItsEndHasSucceeded) {
   TempDir directory;
   Files files(directory);
   files.add_file("hello");
-  auto session = SaveSession::start(test::open_directory(directory), files.jobs(), small_chunks());
+  auto session =
+      SaveSession::start(context(), test::open_directory(directory), files.jobs(), small_chunks());
   ASSERT_TRUE(ok(session));
   wait_for_end(**session);
   (*session)->cancel();
@@ -707,7 +712,8 @@ TEST(SaveSession, CancelledTwiceIsCancelledOnce) {
     if (operation == "open") cancelled.wait();
     return 0;
   });
-  auto session = SaveSession::start(test::open_directory(directory), files.jobs(), small_chunks());
+  auto session =
+      SaveSession::start(context(), test::open_directory(directory), files.jobs(), small_chunks());
   ASSERT_TRUE(ok(session));
   (*session)->cancel();
   (*session)->cancel();
@@ -731,7 +737,8 @@ TEST(SaveSession, CancelledAfterAFailureStillReportsTheFailure) {
     }
     return 0;
   });
-  auto session = SaveSession::start(test::open_directory(directory), files.jobs(), small_chunks());
+  auto session =
+      SaveSession::start(context(), test::open_directory(directory), files.jobs(), small_chunks());
   ASSERT_TRUE(ok(session));
   failed.wait();
   (*session)->cancel();
@@ -851,7 +858,7 @@ TEST(SaveSession, AnExceptionInOneFileLeavesItsChunkToTheOthers) {
 TEST(SaveSession, AnExceptionInAnyOperationEndsTheSaveAndLeavesNoFile) {
   for (const std::string operation : {"open", "fstat", "fallocate", "pwrite", "fsync", "mmap"}) {
     for (std::size_t n = 1; n <= 3; ++n) {
-      ChunkPool::instance().trim(0);
+      context().chunks.trim(0);
       TempDir directory;
       Files files(directory);
       for (int i = 0; i < 3; ++i) files.add_file(std::string(50'000, 'x'));

@@ -11,7 +11,7 @@
 #include <mutex>
 #include <thread>
 
-#include "engine/executor.h"
+#include "engine/context.h"
 #include "engine/save_session.h"
 #include "gate.h"
 #include "os/fault.h"
@@ -58,7 +58,8 @@ SaveOptions snapshot(std::size_t chunk_bytes = kPage, std::size_t max_host_bytes
 
 std::shared_ptr<SaveSession> start(const TempDir& directory, const Files& files,
                                    const SaveOptions& options) {
-  return SaveSession::start(test::open_directory(directory), files.jobs(), options).value();
+  return SaveSession::start(context(), test::open_directory(directory), files.jobs(), options)
+      .value();
 }
 
 void expect_saved(SaveSession& session, const Files& files) {
@@ -227,12 +228,12 @@ TEST_P(SnapshotModes, ABudgetBelowOneChunkGetsASmallerOne) {
   Random random(7);
   SCOPED_TRACE(random.seed_text());
   add_assorted_files(files_, random, 6);
-  ChunkPool::instance().trim(0);
+  context().chunks.trim(0);
   SaveOptions options = snapshot(std::size_t{4} << 20, kPage + 1);
   options.direct_io = GetParam();
   expect_saved(*start(directory_, files_, options), files_);
-  join_executor();
-  EXPECT_EQ(ChunkPool::instance().kept_bytes(), kPage);
+  context().executor.join();
+  EXPECT_EQ(context().chunks.kept_bytes(), kPage);
 }
 
 INSTANTIATE_TEST_SUITE_P(AllModes, SnapshotModes, test::all_direct_io(), test::direct_io_name);
@@ -259,7 +260,7 @@ TEST(Snapshot, LargerThanItsBudgetIsNotStagedBeforeWritesHaveEnded) {
   TempDir directory;
   Files files(directory);
   files.add_file(std::string(10 * kPage, 'x'));
-  ChunkPool::instance().trim(0);
+  context().chunks.trim(0);
   HeldOperation writes("pwrite");
   SaveOptions options = snapshot(kPage, 3 * kPage);
   options.trace = true;
@@ -283,14 +284,14 @@ TEST(Snapshot, HoldsNoMoreThanItsBudget) {
   TempDir directory;
   Files files(directory);
   for (int i = 0; i < 10; ++i) files.add_file(random.bytes(100'000));
-  ChunkPool::instance().trim(0);
+  context().chunks.trim(0);
   const SaveOptions options = snapshot(2 * kPage, 10 * kPage + 1000);
   CallCounter counter;
   ScopedFaultHook hook(counter);
   expect_saved(*start(directory, files, options), files);
-  join_executor();
+  context().executor.join();
   EXPECT_LE(counter.calls("mmap"), 5);
-  EXPECT_LE(ChunkPool::instance().kept_bytes(), options.max_host_bytes);
+  EXPECT_LE(context().chunks.kept_bytes(), options.max_host_bytes);
 }
 
 TEST(Snapshot, WithoutABudgetTakesNoMoreThanTheState) {
@@ -299,19 +300,19 @@ TEST(Snapshot, WithoutABudgetTakesNoMoreThanTheState) {
   for (const std::size_t bytes : {std::size_t{1}, kPage, 3 * kPage + 1}) {
     files.add_file(std::string(bytes, 'x'));
   }
-  ChunkPool::instance().trim(0);
+  context().chunks.trim(0);
   expect_saved(*start(directory, files, snapshot()), files);
-  join_executor();
-  EXPECT_LE(ChunkPool::instance().kept_bytes(), files.chunks(kPage) * kPage);
+  context().executor.join();
+  EXPECT_LE(context().chunks.kept_bytes(), files.chunks(kPage) * kPage);
 }
 
 TEST(Snapshot, HoldsNoMoreThanItsBudgetWithTheChunksOfALargerOneAround) {
   TempDir first;
   Files large(first);
   large.add_file(std::string(1 << 20, 'x'));
-  ChunkPool::instance().trim(0);
+  context().chunks.trim(0);
   expect_saved(*start(first, large, snapshot(128 << 10)), large);
-  join_executor();
+  context().executor.join();
   TempDir second;
   Files small(second);
   small.add_file(std::string(1 << 20, 'y'));
@@ -319,7 +320,7 @@ TEST(Snapshot, HoldsNoMoreThanItsBudgetWithTheChunksOfALargerOneAround) {
   // At every write: at least the chunk being written, and what the pool keeps besides.
   ScopedFaultHook hook([&](std::string_view operation, std::string_view) {
     if (operation == "pwrite") {
-      EXPECT_LE(ChunkPool::instance().kept_bytes() + options.chunk_bytes, options.max_host_bytes);
+      EXPECT_LE(context().chunks.kept_bytes() + options.chunk_bytes, options.max_host_bytes);
     }
     return 0;
   });
@@ -333,7 +334,7 @@ TEST(Snapshot, UsesTheChunksOfTheOneBefore) {
   Files files(first);
   files.add_file(std::string(100'000, 'x'));
   files.add_file(std::string(50'000, 'y'));
-  ChunkPool::instance().trim(0);
+  context().chunks.trim(0);
   {
     // Whatever is staged is then in a chunk of its own.
     HeldOperation writes("pwrite");
@@ -342,7 +343,7 @@ TEST(Snapshot, UsesTheChunksOfTheOneBefore) {
     writes.open();
     expect_saved(*session, files);
   }
-  EXPECT_EQ(ChunkPool::instance().kept_bytes(), files.chunks(kPage) * kPage);
+  EXPECT_EQ(context().chunks.kept_bytes(), files.chunks(kPage) * kPage);
   TempDir second;
   CallCounter counter;
   ScopedFaultHook hook(counter);
@@ -357,7 +358,7 @@ TEST(Snapshot, IsStagedThroughTheChunkThatThereIsWhileMoreAreMade) {
   TempDir directory;
   Files files(directory);
   add_assorted_files(files, random, 6);
-  ChunkPool::instance().trim(0);
+  context().chunks.trim(0);
   HeldOperation more("mmap", 2);
   const auto session = start(directory, files, snapshot());
   EXPECT_TRUE(session->wait_staged(kLongest));
@@ -368,21 +369,21 @@ TEST(Snapshot, ThatEndsBeforeItsMemoryIsMadeKeepsNoMoreThanItsBudget) {
   TempDir directory;
   Files files(directory);
   for (int i = 0; i < 3; ++i) files.add_file(std::string(20 * kPage, 'x'));
-  ChunkPool::instance().trim(0);
+  context().chunks.trim(0);
   {
     HeldOperation more("mmap", 2);
     expect_saved(*start(directory, files, snapshot(kPage, 10 * kPage)), files);
-    EXPECT_EQ(ChunkPool::instance().kept_bytes(), kPage) << "the one that all went through";
+    EXPECT_EQ(context().chunks.kept_bytes(), kPage) << "the one that all went through";
   }
-  join_executor();
-  EXPECT_LE(ChunkPool::instance().kept_bytes(), 10 * kPage);
+  context().executor.join();
+  EXPECT_LE(context().chunks.kept_bytes(), 10 * kPage);
 }
 
 TEST(Snapshot, MakesQuietlyWhatStagingDidNotWaitFor) {
   TempDir directory;
   Files files(directory);
   files.add_file(std::string(5 * kPage, 'x'));
-  ChunkPool::instance().trim(0);
+  context().chunks.trim(0);
   Gate second_chunk;
   Gate last_write;
   Seen<int> nice;
@@ -407,15 +408,15 @@ TEST(Snapshot, MakesQuietlyWhatStagingDidNotWaitFor) {
   }
   const int loud = nice_now();
   EXPECT_EQ(nice.values(), (std::vector<int>{loud, loud, 19, 19, 19}));
-  join_executor();
-  EXPECT_EQ(ChunkPool::instance().kept_bytes(), 5 * kPage);
+  context().executor.join();
+  EXPECT_EQ(context().chunks.kept_bytes(), 5 * kPage);
 }
 
 TEST(Snapshot, DoesNotFailForMemoryThatOnlyTheNextSaveNeeds) {
   TempDir directory;
   Files files(directory);
   files.add_file(std::string(5 * kPage, 'x'));
-  ChunkPool::instance().trim(0);
+  context().chunks.trim(0);
   Gate second_chunk;
   Gate last_write;
   std::atomic<int> mmaps{0};
@@ -482,7 +483,7 @@ TEST_P(SnapshotFaults, AtAnyCallFailTheSaveEndItsStagingAndLeaveNoFile) {
       TempDir directory;
       Files files(directory);
       add_files(files);
-      ChunkPool::instance().trim(0);
+      context().chunks.trim(0);
       const NthCallFails fault(GetParam().operation, n, GetParam().sys_errno);
       Result<> outcome;
       {
@@ -536,7 +537,7 @@ TEST(Snapshot, WithoutMemoryFailsAndEndsItsStaging) {
   TempDir directory;
   Files files(directory);
   for (int i = 0; i < 5; ++i) files.add_file(std::string(10 * kPage, 'x'));
-  ChunkPool::instance().trim(0);
+  context().chunks.trim(0);
   ScopedFaultHook hook([](std::string_view operation, std::string_view) {
     return operation == "mmap" ? ENOMEM : 0;
   });
@@ -567,7 +568,7 @@ TEST(Snapshot, WhateverFailsWheneverLeavesAllFilesOrNone) {
     TempDir directory;
     Files files(directory);
     add_assorted_files(files, random, 4);
-    if (random.coin()) ChunkPool::instance().trim(0);
+    if (random.coin()) context().chunks.trim(0);
     SaveOptions options = snapshot(kPage, random.coin() ? 0 : kPage * random.between(1, 10));
     options.parallel_files = random.between(0, 3);
     const NthCallFails fault(operations[random.between(0, 4)], random.between(1, 12), EIO);
@@ -609,7 +610,7 @@ TEST(Snapshot, CancelledBeforeItHasMemoryEndsItsStagingAndLeavesNoFile) {
   TempDir directory;
   Files files(directory);
   for (int i = 0; i < 5; ++i) files.add_file(std::string(10 * kPage, 'x'));
-  ChunkPool::instance().trim(0);
+  context().chunks.trim(0);
   HeldOperation memory("mmap");
   const auto session = start(directory, files, snapshot());
   memory.wait_until_held();
@@ -656,7 +657,7 @@ TEST(Snapshot, CancelledAtAnyMomentEndsAndLeavesAllFilesOrNone) {
     TempDir directory;
     Files files(directory);
     add_assorted_files(files, random, 4);
-    if (random.coin()) ChunkPool::instance().trim(0);
+    if (random.coin()) context().chunks.trim(0);
     HeldOperation calls(random.coin() ? "pwrite" : "mmap", random.between(1, 8));
     const auto session =
         start(directory, files, snapshot(kPage, random.coin() ? 0 : kPage * random.between(1, 5)));
@@ -843,7 +844,7 @@ TEST(Snapshot, IsEndedByJoiningTheExecutor) {
       SaveOptions options = snapshot(kPage, budget);
       options.stagers = stagers;
       const auto session = start(directory, files, options);
-      join_executor();
+      context().executor.join();
       EXPECT_TRUE(session->wait_for(kAtOnce));
       EXPECT_TRUE(ok(session->outcome()));
       files.expect_on_disk();
@@ -856,7 +857,7 @@ TEST(Snapshot, ThatNobodyWaitsForStillEnds) {
   Files files(directory);
   files.add_file(std::string(50'000, 'x'));
   start(directory, files, snapshot());
-  join_executor();
+  context().executor.join();
   files.expect_on_disk();
 }
 

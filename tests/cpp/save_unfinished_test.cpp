@@ -38,7 +38,8 @@ SaveOptions in_pages(std::size_t parallel_files = 0) {
 
 std::shared_ptr<SaveSession> start(const TempDir& directory, const Files& files,
                                    const SaveOptions& options) {
-  return SaveSession::start(test::open_directory(directory), files.jobs(), options).value();
+  return SaveSession::start(context(), test::open_directory(directory), files.jobs(), options)
+      .value();
 }
 
 void expect_file(const FileProgress& found, std::size_t file, FilePhase phase,

@@ -11,12 +11,14 @@
 #include <sstream>
 #include <utility>
 
-#include "engine/executor.h"
+#include "engine/context.h"
 #include "format/crc32.h"
 #include "format/torch_record.h"
 #include "staging/chunk_pool.h"
 
 namespace torch_ckpt {
+
+engine::Context& context() { return engine::Context::process(); }
 
 std::ostream& operator<<(std::ostream& out, Errc code) { return out << name(code); }
 
@@ -46,8 +48,8 @@ constexpr std::chrono::minutes kLongest{2};
 class JoinAtEnd final : public ::testing::Environment {
  public:
   void TearDown() override {
-    engine::join_executor();
-    staging::ChunkPool::instance().trim(0);
+    context().executor.join();
+    context().chunks.trim(0);
   }
 };
 
@@ -256,7 +258,8 @@ std::string direct_io_name(const ::testing::TestParamInfo<engine::DirectIo>& mod
 
 Result<> run_save(const TempDir& directory, std::vector<engine::FileJob> files,
                   const engine::SaveOptions& options) {
-  auto session = engine::SaveSession::start(open_directory(directory), std::move(files), options);
+  auto session =
+      engine::SaveSession::start(context(), open_directory(directory), std::move(files), options);
   if (!session) return session.error();
   wait_for_end(**session);
   return (*session)->outcome();

@@ -12,6 +12,7 @@
 #include <string_view>
 #include <vector>
 
+#include "engine/context.h"
 #include "engine/load_session.h"
 #include "engine/save_session.h"
 #include "error.h"
@@ -22,6 +23,9 @@
 #include "staging/source.h"
 
 namespace torch_ckpt {
+
+/// That of the process, which tests leave one another as it is after a save or load.
+engine::Context& context();
 
 // For GoogleTest's messages.
 std::ostream& operator<<(std::ostream& out, Errc code);

@@ -83,7 +83,8 @@ class Verified {
     return run_as_written();
   }
   std::shared_ptr<VerifySession> run_as_written() {
-    auto session = VerifySession::start(open_directory(directory_), files_, records_, options_);
+    auto session =
+        VerifySession::start(context(), open_directory(directory_), files_, records_, options_);
     EXPECT_TRUE(ok(session));
     EXPECT_TRUE((*session)->wait_for(std::chrono::minutes(2)));
     EXPECT_FALSE((*session)->failure().has_value());
@@ -351,7 +352,8 @@ TEST(VerifySession, TellsADamagedTableOnceAndChecksByTheArchive) {
   record.tensor = true;
   record.dtype = stored.header.dtype;
   record.sizes = {100};
-  auto session = VerifySession::start(open_directory(directory), {{"a", "no table"}}, {record}, {});
+  auto session =
+      VerifySession::start(context(), open_directory(directory), {{"a", "no table"}}, {record}, {});
   ASSERT_TRUE(ok(session));
   ASSERT_TRUE((*session)->wait_for(std::chrono::minutes(2)));
   const auto findings = (*session)->findings();
@@ -373,11 +375,11 @@ TEST(VerifySession, OptionsThatLeaveNoScratchMemoryAreRefused) {
   TempDir directory;
   VerifyOptions too_small;
   too_small.max_scratch_bytes = 4095;
-  EXPECT_TRUE(fails(VerifySession::start(open_directory(directory), {}, {}, too_small),
+  EXPECT_TRUE(fails(VerifySession::start(context(), open_directory(directory), {}, {}, too_small),
                     Errc::invalid_argument));
   VerifyOptions no_threads;
   no_threads.threads = 0;
-  EXPECT_TRUE(fails(VerifySession::start(open_directory(directory), {}, {}, no_threads),
+  EXPECT_TRUE(fails(VerifySession::start(context(), open_directory(directory), {}, {}, no_threads),
                     Errc::invalid_argument));
 }
 
@@ -398,7 +400,8 @@ TEST(VerifySession, ThatIsCancelledFails) {
     if (operation == "pread") cancelled.wait();
     return 0;
   });
-  auto session = VerifySession::start(open_directory(directory), {{"a", {}}}, {record}, {});
+  auto session =
+      VerifySession::start(context(), open_directory(directory), {{"a", {}}}, {record}, {});
   ASSERT_TRUE(ok(session));
   (*session)->cancel();
   cancelled.count_down();
