@@ -17,7 +17,8 @@ constexpr std::chrono::milliseconds kCancelPoll{100};
 SavePipeline::SavePipeline(Context& context, const SaveOptions& options,
                            std::vector<std::unique_ptr<FileSave>>& files, std::size_t buffers,
                            int device, FirstFailure<>& failure, Timing& timing, FileEnded ended)
-    : options_(options),
+    : warnings_(context.warnings),
+      options_(options),
       files_(files),
       failure_(failure),
       timing_(timing),
@@ -156,7 +157,8 @@ Result<> SavePipeline::begin_next(Stager& stager) {
   StagingBuffer& buffer = stager.buffer.front();
   // Of a save that has failed meanwhile.
   if (buffer.chunk == nullptr) return {};
-  if (image.device() != staging::Source::kHost) pin_or_warn(*buffer.chunk, image.device());
+  if (image.device() != staging::Source::kHost)
+    pin_or_warn(warnings_, *buffer.chunk, image.device());
   const std::span<std::byte> memory = buffer.chunk->bytes();
   const Timed timed(timing_, Activity::stage, stager.file->number);
   buffer.offset = stager.offset;

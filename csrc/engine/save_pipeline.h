@@ -130,6 +130,7 @@ class SavePipeline {
   template <class Run>
   void post(Task& task, boost::asio::io_context& pool, Run run) noexcept;
 
+  Warnings& warnings_;
   const SaveOptions& options_;
   std::vector<std::unique_ptr<FileSave>>& files_;
   FirstFailure<>& failure_;

@@ -6,6 +6,7 @@
 #include <optional>
 #include <vector>
 
+#include "engine/context.h"
 #include "format/tensor_pickle.h"
 #include "staging/source.h"
 

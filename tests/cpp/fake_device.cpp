@@ -219,7 +219,7 @@ FakeDevice::FakeDevice() : before_(staging::device_support()) {
   EXPECT_EQ(current, nullptr) << "one at a time";
   current = this;
   // Chunks that another device pinned must not be unpinned by this one.
-  context().chunks.trim(0);
+  engine::Context::process().chunks.trim(0);
   static constexpr staging::DeviceSupport kSupport{
       [](const std::vector<staging::ReadyEvent>& ready) {
         std::lock_guard lock(current->mutex_);
@@ -231,8 +231,8 @@ FakeDevice::FakeDevice() : before_(staging::device_support()) {
 }
 
 FakeDevice::~FakeDevice() {
-  context().executor.join();
-  context().chunks.trim(0);
+  engine::Context::process().executor.join();
+  engine::Context::process().chunks.trim(0);
   EXPECT_EQ(pinned_now(), 0) << "chunks were freed and not unpinned";
   staging::register_device_support(before_);
   current = nullptr;
