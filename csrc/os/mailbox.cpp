@@ -38,10 +38,25 @@ Error failed(const char* operation, const std::string& path) {
   return system_error(errno, operation, path);
 }
 
+// A lock on an open file. Closing the file is not enough to give it back: a child that another
+// thread forks meanwhile has the descriptor, too, and would wait for its own lock.
+class Lock {
+ public:
+  explicit Lock(int fd) : fd_(fd) {}
+  ~Lock() {
+    if (fd_ >= 0) ::flock(fd_, LOCK_UN);
+  }
+  Lock(Lock&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  Lock& operator=(Lock&&) = delete;
+
+ private:
+  int fd_;
+};
+
 }  // namespace
 
 // The file in memory, opened once more: so the lock is this one's alone, whoever shares the
-// descriptors. Closing it gives the lock back.
+// descriptors.
 class Mailbox::Locked {
  public:
   static Result<Locked> open(const Mailbox& mailbox) {
@@ -55,16 +70,18 @@ class Mailbox::Locked {
     if (!identity) return identity.error();
     if (*identity != mailbox.address_.memory_file) return system_error(ENOENT, "open", path);
     if (uninterrupted([&] { return ::flock(fd, LOCK_EX); }) != 0) return failed("flock", path);
+    Lock lock(fd);
     Head head;
     auto read = file->read_at(std::as_writable_bytes(std::span(&head, 1)), 0);
     if (!read) return read.error();
-    return Locked{std::move(*file), head};
+    return Locked{std::move(*file), head, std::move(lock)};
   }
 
   Result<> write_head() { return file.write_at(std::as_bytes(std::span(&head, 1)), 0); }
 
   File file;
   Head head;
+  Lock lock;  // given back while the file is open
 };
 
 Result<Mailbox> Mailbox::create() {
@@ -136,7 +153,7 @@ Result<Mailbox::Contents> Mailbox::read() { return contents(false); }
 Result<Mailbox::Contents> Mailbox::contents(bool takes) {
   auto locked = Locked::open(*this);
   if (!locked) return locked.error();
-  auto& [file, head] = *locked;
+  auto& [file, head, lock] = *locked;
   auto size = file.size();
   if (!size) return size.error();
   if (!inside(sizeof(Head), 0, head.end) || !inside(head.end, 0, *size)) {

@@ -215,6 +215,25 @@ TEST_F(ProcessChannelTest, ASenderThatDiesAmidItsMessageLeavesNone) {
   EXPECT_EQ(channel_.take_objects().value(), std::vector<std::string>{"whole"});
 }
 
+TEST_F(ProcessChannelTest, AChildThatIsForkedAmidAMessageDoesNotKeepTheLock) {
+  const Turn turn;
+  pid_t child = -1;
+  {
+    os::ScopedFaultHook hook([&](std::string_view operation, std::string_view) {
+      if (operation == "pwrite" && child < 0) {
+        child = fork_child([&] {
+          turn.wait();
+          return channel_.take_objects().value() == std::vector<std::string>{"message"};
+        });
+      }
+      return 0;
+    });
+    EXPECT_TRUE(ok(channel_.send_object(bytes_of("message"))));
+  }
+  turn.come();
+  EXPECT_TRUE(succeeds(child));
+}
+
 TEST_F(ProcessChannelTest, ASenderThatDiesBeforeItsObjectIsMissedOnce) {
   const pid_t child = fork_child([&] { return channel_.begin("files __0_*").has_value(); });
   EXPECT_TRUE(succeeds(child));

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_ckpt
+from tests.distributed.silent_ranks import stop_here
 from torch_ckpt import Background
 from torch_ckpt._base.progress import Progress
 
@@ -76,7 +77,7 @@ def case_first(case: Case) -> int:
 def case_stopped(case: Case) -> dict[str, Any]:
     def stop() -> None:
         case.store.set("stopped", str(os.getpid()))
-        os.kill(os.getpid(), signal.SIGSTOP)
+        stop_here()
 
     found = case.failure_of("stopped", write_done=stop if case.is_victim else None)
     if not case.is_victim and case.store.add("resumed", 1) == 1:

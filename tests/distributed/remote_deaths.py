@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_ckpt
+from tests.distributed.silent_ranks import stop_here
 from torch_ckpt.steps.remote import RemoteSteps
 from torch_ckpt.steps.remote_files import RemoteFiles
 
@@ -69,7 +70,7 @@ def case_stopped(steps: RemoteSteps) -> dict[str, Any]:
 
     def stop() -> None:
         store.set("stopped", str(os.getpid()))
-        os.kill(os.getpid(), signal.SIGSTOP)
+        stop_here()
 
     found = failure_of(steps, 2, stop)
     if dist.get_rank() == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -63,14 +64,23 @@ def given_up_after(victim: int) -> str:
     return f"gave no sign of life for {patience:g} s"
 
 
+def stop_here() -> None:
+    """Stops this process before the calling thread takes another step.
+
+    A signal to the process might be another thread's, and this one would go on for a moment.
+    """
+    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+
+
 def falls_silent(results: Connection, silence: Silence) -> Callable[[], None]:
     """What the victim calls to fall silent; the test hears of it just before."""
 
     def fall() -> None:
         results.send("dies")
-        number = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}.get(silence.how)
-        if number is not None:
-            os.kill(os.getpid(), number)
+        if silence.how == "stopped":
+            stop_here()
+        elif silence.how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
 
     return fall
 

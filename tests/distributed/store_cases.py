@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from tests.distributed.silent_ranks import stop_here
 from torch_ckpt.ranks.meeting import Meeting, Ranks
 
 #: Seconds after which a silent rank is given up.
@@ -86,7 +87,7 @@ def case_a_stopped_rank_is_given_up_and_fails_when_it_goes_on() -> dict[str, Any
     def local() -> None:
         if ranks.rank == ranks.size - 1:
             store.set("pid", str(os.getpid()))
-            os.kill(os.getpid(), signal.SIGSTOP)
+            stop_here()
 
     found = silent_ranks(lambda: ranks.all_reduce("write", local, list, lambda part: None))
     if ranks.rank == 0:

@@ -284,7 +284,7 @@ def assert_aborted(launch: Launch, queue: AsyncCallsQueue, path: Path) -> None:
     assert_saved(launch, path, 1)
     dist.barrier()
     named = {info.relative_path for info in read_metadata(path).storage_data.values()}
-    assert set(names_in(path)) == named | {".metadata"}
+    assert set(names_in(path)) == named | {".metadata"}, (names_in(path), named)
     dist.barrier()
     save(launch, path, 2)
     assert_saved(launch, path, 2)
