@@ -51,10 +51,12 @@ class Found:
     Attributes:
         outcomes: by rank what was raised; none of a rank that was killed.
         published: whether there was a checkpoint when the others were told.
+        published_later: whether there was one when a victim that goes on had been told, too.
     """
 
     outcomes: dict[int, Any]
     published: bool
+    published_later: bool
 
 
 def given_up_after(victim: int) -> str:
@@ -110,7 +112,7 @@ def outcomes_of(group: Ranks, path: Path, silence: Silence) -> Found:
         group.children[silence.victim].signal(signal.SIGCONT)
     if silence.how != "killed":
         outcomes[silence.victim] = group.answer(silence.victim)
-    return Found(outcomes, published)
+    return Found(outcomes, published, (path / ".metadata").exists())
 
 
 @contextmanager

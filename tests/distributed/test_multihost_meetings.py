@@ -64,6 +64,8 @@ def case_different_functions_are_told_on_every_rank(launch: Launch) -> None:
 def case_a_rank_that_does_not_come_is_named_on_the_others(launch: Launch) -> None:
     store = dist.PrefixStore("absent", dist.distributed_c10d._get_default_store())
     absent = launch.size - 1
+    # To connect to the store may take seconds, of which what follows has not many.
+    multihost.sync_global_devices("before", timeout=PATIENCE)
     if launch.rank == absent:
         store.wait([f"gave up {rank}" for rank in range(absent)])
     with pytest.raises(TimeoutError, match=rf"'late'\): rank {absent} did not come within 2 s"):
@@ -107,11 +109,6 @@ def steps_until_told(launch: Launch, told: Callable[[int], None], first: int = 0
     stopped: list[Any] = [None] * launch.size
     dist.all_gather_object(stopped, step)
     return stopped
-
-
-def first_true(steps: int) -> int | None:
-    points = map(multihost.reached_preemption_sync_point, range(steps))
-    return next((step for step, reached in enumerate(points) if reached), None)
 
 
 def case_a_signal_to_one_rank_stops_all_at_one_step(launch: Launch) -> None:
@@ -193,14 +190,19 @@ def case_a_rank_that_is_a_step_ahead_is_not_waited_for(launch: Launch) -> None:
 def case_a_rank_that_does_not_watch_is_named_after_a_notice(launch: Launch) -> None:
     absent = launch.size - 1
     store = dist.PrefixStore("unwatched", dist.distributed_c10d._get_default_store())
+    # The ranks that watch count one watch more: that of another group would not find theirs.
+    group = dist.new_group()
+    multihost.sync_global_devices("before", process_group=group, timeout=PATIENCE)
     if launch.rank == absent:
         store.wait([f"gave up {rank}" for rank in range(absent)])
         return
-    with multihost.watch_for_preemption((signal.SIGUSR1,), poll_seconds=0.05, timeout=SHORT):
+    with multihost.watch_for_preemption(
+        (signal.SIGUSR1,), process_group=group, poll_seconds=0.05, timeout=SHORT
+    ) as watch:
         if launch.rank == 0:
             os.kill(os.getpid(), signal.SIGUSR1)
         with pytest.raises(TimeoutError, match=f"rank {absent} did not come within 2 s"):
-            first_true(10_000_000)
+            any(map(watch.reached, range(10_000_000)))
     store.set(f"gave up {launch.rank}", "")
 
 
