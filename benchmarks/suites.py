@@ -23,6 +23,7 @@ from . import (
     peers,
     queue_saves,
     ranks,
+    slow_storage,
     states,
 )
 from .background import BackgroundSample, Effort, measure_beside_training
@@ -40,6 +41,8 @@ _SMALL_BACKGROUND_SAVERS = ("stock_thread", "ours_writer", "ours_blocking", "our
 
 # Each rank holds the expected values beside the targets; more does not fit everywhere.
 MOST_REPLICA_BYTES = 4 * 10**9
+# What a shared file system gives a node.
+SLOW_BYTES_PER_SECOND = 200_000_000
 
 SetCache = Callable[[Sequence[Path]], None]
 
@@ -416,6 +419,12 @@ def replicas(setup: Setup, results: Results) -> None:
 
         title = f"Load the same {readable_size(size)} on every rank"
         _warm_and_cold(setup, results, "replicas", title, measure)
+        slow = f"{title}, from storage of {readable_size(SLOW_BYTES_PER_SECOND)}/s"
+        try:
+            with slow_storage.limited_reads(scratch, SLOW_BYTES_PER_SECOND):
+                results.groups.append(measure("replicas_slow", slow, pagecache.evict))
+        except (slow_storage.NoLimitError, pagecache.CacheStateError) as error:
+            _skip(setup, results, slow, str(error))
 
 
 def _measure_ranks(

@@ -425,6 +425,7 @@ _RULES: dict[str, Callable[[Group], Iterable[Comparison]]] = {
     "reshard_cold": _reshard,
     "replicas_warm": _replicas,
     "replicas_cold": _replicas,
+    "replicas_slow": _replicas,
     "small_save": _small_save,
     "small_load": _small_load,
     "async": _async,
