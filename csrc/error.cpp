@@ -57,6 +57,8 @@ std::string_view name(Errc code) {
       return "pickle_too_deep";
     case Errc::pickle_too_large:
       return "pickle_too_large";
+    case Errc::metadata_inconsistent:
+      return "metadata_inconsistent";
     case Errc::frame_damaged:
       return "frame_damaged";
     case Errc::result_missing:

@@ -60,6 +60,8 @@ enum class Errc {
   pickle_too_deep,
   // more than a limit allows.
   pickle_too_large,
+  // The metadata is a program that makes metadata, and what it says cannot be.
+  metadata_inconsistent,
   // A message from another process was cut short or changed on its way.
   frame_damaged,
   // A process ended, or had no memory, before it sent its result.

@@ -38,9 +38,9 @@ CSRC_FLOORS: tuple[tuple[str, ...], ...] = (
     ("python",),
     ("torch",),
     ("directory", "engine"),
-    ("staging",),
+    ("index", "staging"),
     ("format", "os", "planning"),
-    ("checked_math", "error"),
+    ("checked_math", "error", "seeded_hash"),
 )
 
 Graph = dict[str, set[str]]
@@ -161,11 +161,13 @@ CSRC = {
     "engine": "File images, the sessions of saves, loads and verifications, results, thread pools.",
     "directory": "A directory's protocol, numbered: leases, the commit, what may go.",
     "staging": "Sources, copies from host and device, the pool of chunks.",
+    "index": "What a checkpoint holds: its metadata in arrays, decoded and checked.",
     "format": "What the bytes are: records, pickles, checksum tables, CRC-32.",
     "os": "The only folder with system calls, and the fault points for tests.",
     "planning": "Who goes where: buckets, regions, read units.",
     "checked_math": "The only place that adds or compares offsets from outside.",
     "error": "One code for each defect, and Result<T>.",
+    "seeded_hash": "Hashes for tables of what comes from others.",
 }
 
 

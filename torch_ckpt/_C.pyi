@@ -4,6 +4,8 @@ import os
 from collections.abc import Callable, Iterable, Set
 from typing import Any
 
+import torch
+
 from torch_ckpt.saving.background import Background, EngineOptions
 
 #: Whether this build can stage from CUDA devices.
@@ -198,6 +200,19 @@ def load_tensors(
     events, after which targets there may be written.
     """
 
+def load_matched(
+    match: LoadMatch,
+    *,
+    directory: Directory,
+    threads: int,
+    max_inflight_bytes: int,
+    direct_io: bool | str,
+    verify: bool,
+    progress: Callable[[int], None] | None,
+    ready: list[tuple[int, int]],
+) -> list[int]:
+    """The same of what a match has planned; returns numbers of its targets."""
+
 def load_bytes(
     files: list[tuple[str, bytes]],
     rows: list[tuple[str, int, int, int]],
@@ -308,13 +323,110 @@ def publish_contents(
 ) -> None:
     """The same of a new file with these contents."""
 
-def check_metadata_pickle(data: bytes, roles: dict[str, str]) -> int:
-    """Walks the program of a metadata pickle without running it.
+class CheckpointIndex:
+    """What a checkpoint holds, in arrays; all of it has been checked."""
+
+    def __len__(self) -> int: ...
+    def __contains__(self, name: str) -> bool: ...
+    def names(self) -> list[str]: ...
+    def files(self) -> list[str]: ...
+    def tensor(self, name: str) -> tuple[str, tuple[int, ...]] | None:
+        """The name of a tensor's dtype, without the module, and its size; None of an object."""
+
+    def place(self, name: str) -> tuple[str, int, int, bool] | None:
+        """Where an object is stored: file, offset and length in bytes, and whether a transform was
+        at work; None where that is not known, and of tensors."""
+
+    def tables(self) -> dict[str, bytes]:
+        """The encoded checksum tables by file."""
+
+    def rename(self, names: list[str]) -> None:
+        """Gives the entries other names, in their order."""
+
+class FlatState:
+    """A state dict as rows, one for each value, with the names that torch's planners give them.
+
+    ``chunks_here`` gives the ChunkStorageMetadata that this rank has of a DTensor. Raises
+    ValueError where two values have the same name.
+    """
+
+    def __init__(self, state_dict: Any, chunks_here: Callable[[Any], list[Any]]) -> None: ...
+    def __len__(self) -> int: ...
+    def names(self) -> list[str]: ...
+    def name(self, row: int) -> str: ...
+    def value(self, row: int) -> Any: ...
+    def path(self, row: int) -> tuple[str | int, ...]: ...
+    def others(self) -> list[int]:
+        """The rows that are neither plain tensors nor DTensors."""
+
+    def add(self, name: str, path: tuple[Any, ...], value: Any) -> None: ...
+    def remove(self, row: int) -> None: ...
+    def replace(self, row: int, value: Any) -> None: ...
+
+class LoadMatch:
+    """A state dict beside a checkpoint.
+
+    ``rule`` is "same", "growing" or "any": which sizes a stored tensor goes with. ``chosen`` says
+    of each row whether to look at it; empty: all. The status of a row is "loaded", "missing",
+    "shape", "kind" or "skipped", or pending until the caller sets it.
+    """
+
+    def __init__(
+        self, state: FlatState, index: CheckpointIndex, rule: str, chosen: list[bool]
+    ) -> None: ...
+    def pending(self) -> list[int]: ...
+    def set_status(self, row: int, status: str) -> None: ...
+    def rows_with(self, status: str) -> list[int]: ...
+    def names_with(self, status: str) -> list[str]: ...
+    def other_sizes(self, status: str) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+        """Names, stored and wanted sizes of tensors that differ in them."""
+
+    def other_dtypes(self) -> list[tuple[str, torch.dtype, torch.dtype]]: ...
+    def absent(self) -> list[str]:
+        """Keys at the top with values of which none is loaded."""
+
+    def unexpected(self) -> list[str]: ...
+    def keys(self) -> list[str]:
+        """Keys at the top of which something is loaded."""
+
+    def on_meta(self) -> list[int]:
+        """The loaded rows on the meta device, and those that are neither plain tensors nor
+        DTensors."""
+
+    def plan(self) -> list[int]:
+        """Finds the records to read, and returns the loaded rows that are left to the caller."""
+
+    def files(self) -> list[str]:
+        """Those of the index, which the rows' numbers count."""
+
+    def row(self, target: int) -> Any:
+        """A torch_ckpt.loading.reading.Row."""
+
+    def rows(self) -> list[Any]: ...
+    def conversions(self) -> list[tuple[str, torch.dtype, torch.dtype]]: ...
+    def cuda_devices(self) -> set[int]: ...
+    @property
+    def bytes(self) -> int: ...
+
+class MetadataProgram:
+    """A metadata pickle that is harmless: its program has been walked, and nothing of it has run.
 
     ``roles`` says by "module name" what the program may do with what a name stands for, in words
-    of csrc/format/metadata_pickle.h. Returns the number of bytes up to and including STOP.
-    Raises Unsafe for other names, Corrupt for all else, ValueError for a word that is no role.
+    of csrc/index/metadata_pickle.h. Raises Unsafe for other names, Corrupt for all else,
+    ValueError for a word that is not a role.
     """
+
+    def __init__(self, data: bytes, roles: dict[str, str]) -> None: ...
+    @property
+    def end(self) -> int:
+        """The number of bytes up to and including STOP."""
+
+    def index(self) -> CheckpointIndex:
+        """What the program says of a checkpoint.
+
+        Raises Corrupt for what cannot be, by the name of the entry, and Unsafe for data outside of
+        the checkpoint's directory.
+        """
 
 def crc32(data: Any, crc: int = 0) -> int:
     """As ``zlib.crc32``, at the speed of the memory. ``data`` has contiguous bytes as a buffer."""

@@ -8,6 +8,7 @@ void bind_fault(pybind11::module_& module);
 void bind_directory(pybind11::module_& module);
 void bind_results(pybind11::module_& module);
 void bind_save(pybind11::module_& module);
+void bind_index(pybind11::module_& module);
 void bind_load(pybind11::module_& module);
 void bind_verify(pybind11::module_& module);
 

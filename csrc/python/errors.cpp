@@ -58,6 +58,7 @@ py::object class_of(Errc code) {
     case Errc::pickle_shared:
     case Errc::pickle_too_deep:
     case Errc::pickle_too_large:
+    case Errc::metadata_inconsistent:
       return error_class("Corrupt");
     case Errc::system:
     case Errc::cancelled:

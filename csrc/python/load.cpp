@@ -14,6 +14,7 @@
 #include "python/gil.h"
 #include "python/options.h"
 #include "python/waiting.h"
+#include "torch/load_match.h"
 #include "torch/load_waves.h"
 #include "torch/tensor_target.h"
 
@@ -76,6 +77,31 @@ std::vector<std::size_t> load_tensors(FileRows file_rows, const std::vector<Tens
   return without_gil([&] { return tensors::LoadWaves(loads, targets).run(); });
 }
 
+/// Fills what a match has planned. The numbers of the targets that torch.load must read.
+std::vector<std::size_t> load_matched(const tensors::LoadMatch& match,
+                                      const os::Directory& directory, std::size_t threads,
+                                      std::uint64_t max_inflight_bytes, const py::object& direct_io,
+                                      bool verify, const py::object& progress,
+                                      const Events& ready) {
+  // Of all files those that are read.
+  const index::CheckpointIndex& index = match.index();
+  std::vector<std::size_t> numbers(index.files().size(), index.files().size());
+  std::vector<engine::LoadFile> files;
+  std::vector<tensors::TensorTarget> targets = match.targets();
+  for (tensors::TensorTarget& target : targets) {
+    std::size_t& number = numbers[target.file];
+    if (number == index.files().size()) {
+      number = files.size();
+      files.push_back({std::string(index.text(index.files()[target.file])),
+                       std::string(index.text(index.tables()[target.file]))});
+    }
+    target.file = number;
+  }
+  engine::LimitedLoads loads = loads_of(directory, std::move(files), threads, max_inflight_bytes,
+                                        direct_io, verify, progress, ready);
+  return without_gil([&] { return tensors::LoadWaves(loads, targets).run(); });
+}
+
 /// The bytes of each row.
 py::list load_bytes(FileRows file_rows, const std::vector<ByteRow>& rows,
                     const os::Directory& directory, std::size_t threads,
@@ -119,6 +145,9 @@ void bind_load(py::module_& module) {
   module.def("load_tensors", &load_tensors, py::arg("files"), py::arg("rows"), py::kw_only(),
              py::arg("directory"), py::arg("threads"), py::arg("max_inflight_bytes"),
              py::arg("direct_io"), py::arg("verify"), py::arg("progress"), py::arg("ready"));
+  module.def("load_matched", &load_matched, py::arg("match"), py::kw_only(), py::arg("directory"),
+             py::arg("threads"), py::arg("max_inflight_bytes"), py::arg("direct_io"),
+             py::arg("verify"), py::arg("progress"), py::arg("ready"));
   module.def("load_bytes", &load_bytes, py::arg("files"), py::arg("rows"), py::kw_only(),
              py::arg("directory"), py::arg("threads"), py::arg("max_inflight_bytes"),
              py::arg("direct_io"), py::arg("verify"));

@@ -1,4 +1,4 @@
-#include "format/metadata_pickle.h"
+#include "index/metadata_pickle.h"
 
 #include <gtest/gtest.h>
 
@@ -7,7 +7,7 @@
 #include "stock_metadata.h"
 #include "support.h"
 
-namespace torch_ckpt::format {
+namespace torch_ckpt::index {
 namespace {
 
 using namespace std::string_literals;
@@ -27,8 +27,11 @@ const Globals& globals() {
   return kGlobals;
 }
 
-Result<std::size_t> check(const std::string& program) {
-  return check_metadata_pickle(bytes_of(program), globals());
+/// Where a program ends.
+Result<std::size_t> check(std::string_view program, const Globals& allowed = globals()) {
+  auto values = walk_metadata_pickle(bytes_of(program), allowed);
+  if (!values) return std::move(values).error();
+  return values->end;
 }
 
 testing::AssertionResult accepts(const std::string& program) {
@@ -67,7 +70,7 @@ class StockMetadataPickle : public ::testing::TestWithParam<StockMetadata> {};
 
 TEST_P(StockMetadataPickle, IsAccepted) {
   const auto pickle = GetParam().pickle;
-  const auto end = check_metadata_pickle(bytes_of(pickle), test::stock_globals());
+  const auto end = check(pickle, test::stock_globals());
   ASSERT_TRUE(ok(end));
   EXPECT_EQ(*end, pickle.size());
 }
@@ -75,8 +78,7 @@ TEST_P(StockMetadataPickle, IsAccepted) {
 TEST_P(StockMetadataPickle, CutShortAnywhereIsTruncated) {
   const auto pickle = GetParam().pickle;
   for (std::size_t length = 0; length < pickle.size(); ++length) {
-    const auto end =
-        check_metadata_pickle(bytes_of(pickle.substr(0, length)), test::stock_globals());
+    const auto end = check(pickle.substr(0, length), test::stock_globals());
     ASSERT_TRUE(fails(end, Errc::pickle_truncated)) << "cut to " << length;
   }
 }
@@ -450,4 +452,4 @@ TEST(Role, HasTheNameThatTheTableUses) {
 }
 
 }  // namespace
-}  // namespace torch_ckpt::format
+}  // namespace torch_ckpt::index

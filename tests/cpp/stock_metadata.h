@@ -4,7 +4,7 @@
 #include <string_view>
 #include <vector>
 
-#include "format/metadata_pickle.h"
+#include "index/metadata_pickle.h"
 
 namespace torch_ckpt::test {
 
@@ -15,6 +15,6 @@ struct StockMetadata {
 };
 
 const std::vector<StockMetadata>& stock_metadata();
-const format::Globals& stock_globals();
+const index::Globals& stock_globals();
 
 }  // namespace torch_ckpt::test

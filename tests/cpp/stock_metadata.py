@@ -82,10 +82,10 @@ def main() -> None:
     for name, data in seeds.items():
         print(f'{{"{name}",\n{literal(data)}}},')
     print("};\nreturn kMetadata;\n}\n")
-    print("const format::Globals& stock_globals() {")
-    print("static const format::Globals kGlobals = {")
+    print("const index::Globals& stock_globals() {")
+    print("static const index::Globals kGlobals = {")
     for name, role in ROLES.items():
-        print(f'{{"{name}", format::GlobalRole::{role}}},')
+        print(f'{{"{name}", index::GlobalRole::{role}}},')
     print("};\nreturn kGlobals;\n}\n\n}  // namespace torch_ckpt::test")
 
 

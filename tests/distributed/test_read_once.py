@@ -32,6 +32,7 @@ from tests.distributed.launcher import on, on_ranks
 from tests.distributed.loads import (
     ALLOWANCE,
     LOADERS,
+    by_dcp,
     by_load,
     cost_of,
     damaged,
@@ -360,7 +361,8 @@ def case_a_failure_on_one_rank_fails_a_read_once_on_all(launch: Launch) -> None:
     save(state, path)
     last = launch.size - 1
     for load in LOADERS:
-        for method in ("read_rows", "read_bytes", "reading"):
+        planning = "reading" if load is by_dcp else "whole_metadata"
+        for method in ("read_rows", "read_bytes", planning):
             target = {name: torch.zeros(30, 20) for name in state if name != "step"} | {"step": 0}
             with failing_on(launch, last, method):
                 causes = failure_of(

@@ -190,20 +190,20 @@ def case_a_step_that_is_replaced_between_two_ranks_looks_is_loaded_by_none(launc
     save(steps, 1, {"t": torch.ones(3)})
     store = dist.distributed_c10d._get_default_store()
     target = {"t": torch.zeros(3)}
-    before = RemoteReader._read_metadata
+    before = RemoteReader._metadata_bytes
 
     def read_metadata(self: RemoteReader, name: str) -> Any:
         if launch.rank == 0:
-            metadata = before(self, name)
+            found = before(self, name)
             store.set("rank 0 has looked", "")
-            return metadata
+            return found
         store.wait(["rank 0 has looked"])
         writer = RemoteSteps(url_of(launch)).writer(1, attempt=ATTEMPT, overwrite=True)
         torch_ckpt.save({"t": torch.full((3,), 2.0)}, storage_writer=writer, no_dist=True)
         return before(self, name)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RemoteReader, "_read_metadata", read_metadata)
+        patch.setattr(RemoteReader, "_metadata_bytes", read_metadata)
         causes = failure_of(launch, lambda: steps.load(1, target))
     assert "the checkpoint was replaced meanwhile; load again" in str(causes[0])
     assert url_of(launch) in str(causes[0])

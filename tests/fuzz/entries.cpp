@@ -11,9 +11,10 @@
 #include "engine/record_reader.h"
 #include "format/checksum_table.h"
 #include "format/crc32.h"
-#include "format/metadata_pickle.h"
 #include "format/record_index.h"
 #include "format/tensor_pickle.h"
+#include "index/checkpoint_index.h"
+#include "index/metadata_pickle.h"
 #include "planning/region.h"
 
 namespace torch_ckpt::test {
@@ -139,20 +140,60 @@ std::string use_record(Bytes bytes) {
   return check_table(summed, bytes);
 }
 
-std::string use_metadata(Bytes bytes) {
-  const auto end = format::check_metadata_pickle(bytes, stock_globals());
-  if (!end) {
-    return name(end.error().code).starts_with("pickle_") ? "" : "a refusal has another's code";
-  }
-  if (*end == 0 || *end > bytes.size() || bytes[*end - 1] != std::byte{'.'}) {
-    return "a program does not end with STOP";
-  }
-  const auto again = format::check_metadata_pickle(bytes.first(*end), stock_globals());
-  if (!again || *again != *end) return "what follows STOP makes a difference";
-  if (format::check_metadata_pickle(bytes.first(*end - 1), stock_globals())) {
-    return "a program is accepted without its STOP";
+namespace {
+
+/// What is wrong with an index that was made of a program.
+std::string check_index(const index::CheckpointIndex& index) {
+  std::uint32_t number = 0;
+  for (const index::CheckpointIndex::Entry& entry : index.entries()) {
+    if (index.find(index.name(number)) != number) return "an entry is not found by its name";
+    ++number;
+    if (entry.is_tensor && entry.dtype >= index.dtypes().size()) return "a tensor has no dtype";
+    std::uint64_t elements = 0;
+    for (const index::CheckpointIndex::Shard& shard : index.shards(entry)) {
+      if (shard.file != index::CheckpointIndex::kNone && shard.file >= index.files().size()) {
+        return "a shard lies in a file that is not there";
+      }
+      if (shard.offset + shard.length > std::uint64_t{1} << 63) return "a record has no end";
+      if (!entry.is_tensor) continue;
+      const auto whole = index.extents(entry.size);
+      const auto offsets = index.extents(shard.offsets);
+      const auto sizes = index.extents(shard.sizes);
+      if (offsets.size() != whole.size() || sizes.size() != whole.size()) return "another rank";
+      for (std::size_t d = 0; d < whole.size(); ++d) {
+        if (offsets[d] < 0 || sizes[d] < 0 || sizes[d] > whole[d] - offsets[d]) {
+          return "a shard lies outside of its tensor";
+        }
+      }
+      elements += index.elements(shard.sizes);
+    }
+    if (entry.is_tensor && elements > index.elements(entry.size)) return "shards have too much";
   }
   return {};
+}
+
+}  // namespace
+
+std::string use_metadata(Bytes bytes) {
+  const auto values = index::walk_metadata_pickle(bytes, stock_globals());
+  if (!values) {
+    return name(values.error().code).starts_with("pickle_") ? "" : "a refusal has another's code";
+  }
+  const std::size_t end = values->end;
+  if (end == 0 || end > bytes.size() || bytes[end - 1] != std::byte{'.'}) {
+    return "a program does not end with STOP";
+  }
+  const auto again = index::walk_metadata_pickle(bytes.first(end), stock_globals());
+  if (!again || again->end != end) return "what follows STOP makes a difference";
+  if (index::walk_metadata_pickle(bytes.first(end - 1), stock_globals())) {
+    return "a program is accepted without its STOP";
+  }
+  const auto made = index::CheckpointIndex::of(*values);
+  if (made) return check_index(*made);
+  const Errc code = made.error().code;
+  return code == Errc::metadata_inconsistent || code == Errc::outside_directory
+             ? ""
+             : "what cannot be has another's code";
 }
 
 }  // namespace torch_ckpt::test

@@ -18,15 +18,16 @@ import pickle
 import stat
 import struct
 import zlib
-from collections.abc import Mapping
-from contextlib import closing, suppress
-from typing import Any
+from collections.abc import Iterator, Mapping, ValuesView
+from contextlib import closing, contextmanager, suppress
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
     Metadata,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -34,7 +35,6 @@ from torch.distributed.checkpoint.metadata import (
 from torch_ckpt import _C
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt.checkpoint.directory import OpenDirectory
-from torch_ckpt.checkpoint.validation import check_metadata
 from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
 
 #: Name of the file whose appearance is the commit of a checkpoint.
@@ -52,7 +52,7 @@ _DCP = "torch.distributed.checkpoint"
 _SHARD = "torch.distributed._shard"
 
 # What metadata may name, and what its program may do with each: the roles of
-# csrc/format/metadata_pickle.h, which walks the program before Python runs it.
+# csrc/index/metadata_pickle.h, which walks the program before Python runs it.
 _NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     # Only to look up a member of an enum: so pickle Python 3.11.0 to 3.11.3.
     "builtins": {"member": ("getattr",)},
@@ -140,40 +140,32 @@ def _sealed_bytes(data: bytes) -> int | None:
     return covered
 
 
-def _unpickled(data: bytes, allow_pickle: bool) -> Any:
+def _require_end(end: int, data: bytes, covered: int | None) -> None:
+    if end != (len(data) if covered is None else covered):
+        raise Corrupt(f"the pickle ends at byte {end}, and no intact seal follows")
+
+
+def _trusted(data: bytes) -> Any:
     covered = _sealed_bytes(data)
     stream = io.BytesIO(data)
-    if allow_pickle:
-        result = pickle.Unpickler(stream).load()
-        end = stream.tell()
-    else:
-        end = _C.check_metadata_pickle(data, ROLES)
-    expected = len(data) if covered is None else covered
-    if end != expected:
-        raise Corrupt(f"the pickle ends at byte {end}, and no intact seal follows")
-    return result if allow_pickle else _AllowListUnpickler(stream).load()
+    metadata = pickle.Unpickler(stream).load()
+    _require_end(stream.tell(), data, covered)
+    return metadata
 
 
-def decode_metadata(data: bytes, source: str, *, allow_pickle: bool = False) -> Metadata:
-    """Decodes the contents of a ``.metadata`` file.
+def _harmless(data: bytes) -> _C.MetadataProgram:
+    covered = _sealed_bytes(data)
+    program = _C.MetadataProgram(data, ROLES)
+    _require_end(program.end, data, covered)
+    return program
 
-    Args:
-        data: the file's bytes. Ours end in a seal; those of stock torch, where the pickle ends.
-        source: where they come from, for messages.
-        allow_pickle: accept whatever a pickle can name and do; only for checkpoints from trusted
-            writers. The seal is compared all the same.
 
-    Raises:
-        Unsafe: the pickle names something that is not metadata, or data outside of the
-            checkpoint's directory.
-        Corrupt: it is not a pickle of ``Metadata``, does what metadata's never do, is damaged, or
-            what it says cannot be.
-        MemoryError: the process has no memory for it, which says nothing about the bytes.
-    """
-    _C.fault_point("decode metadata", source)
+@contextmanager
+def _told_of(source: str, allow_pickle: bool) -> Iterator[None]:
+    """Makes of whatever fails an error that says where the bytes come from."""
     try:
         with no_gc():
-            metadata = _unpickled(data, allow_pickle)
+            yield
     except Unsafe as error:
         raise Unsafe(
             f"{source}: {error}; pass allow_pickle=True only if you trust its writer"
@@ -185,11 +177,94 @@ def decode_metadata(data: bytes, source: str, *, allow_pickle: bool = False) -> 
         raise Corrupt(
             f"{source} is damaged or not a checkpoint's metadata: {error or type(error).__name__}"
         ) from error
-    if not isinstance(metadata, Metadata):
-        raise Corrupt(f"{source} holds a {type(metadata).__name__}, not a checkpoint's metadata")
-    # Where the writer is trusted, too: disks are not.
-    with no_gc():
-        check_metadata(metadata, source)
+
+
+def _index(program: _C.MetadataProgram, source: str) -> _C.CheckpointIndex:
+    try:
+        return program.index()
+    except (Corrupt, Unsafe) as error:
+        raise type(error)(f"{error} ({source})") from None
+
+
+def decode_index(data: bytes, source: str) -> _C.CheckpointIndex:
+    """What the contents of a ``.metadata`` file say, without torch's objects.
+
+    Args:
+        data: the file's bytes. Ours end in a seal; those of stock torch, where the pickle ends.
+        source: where they come from, for messages.
+
+    Raises:
+        Unsafe: the pickle names something that is not metadata, or data outside of the
+            checkpoint's directory.
+        Corrupt: it is not a pickle of ``Metadata``, does what metadata's never do, is damaged, or
+            what it says cannot be.
+        MemoryError: the process has no memory for it, which says nothing about the bytes.
+    """
+    _C.fault_point("decode metadata", source)
+    with _told_of(source, False):
+        program = _harmless(data)
+    return _index(program, source)
+
+
+def index_of(metadata: Metadata, source: str) -> _C.CheckpointIndex:
+    """The same, of metadata that is here as torch's objects.
+
+    Raises:
+        Unsafe, Corrupt: see :func:`decode_index`.
+    """
+    paths = getattr(metadata, "planner_data", None)
+    meta = getattr(metadata, "storage_meta", None)
+    known = Metadata(
+        getattr(metadata, "state_dict_metadata", None),  # type: ignore[arg-type]
+        # Of paths only the places in lists are looked at.
+        {str(name): _numbers(path) for name, path in paths.items()}
+        if isinstance(paths, dict)
+        else None,
+        getattr(metadata, "storage_data", None),
+        StorageMeta() if isinstance(meta, StorageMeta) else meta,
+    )
+    if hasattr(metadata, _OURS):
+        setattr(known, _OURS, getattr(metadata, _OURS))
+    try:
+        program = _C.MetadataProgram(_pickled(known).getvalue(), ROLES)
+    except Exception as error:
+        raise Corrupt(f"it holds what is not metadata: {error} ({source})") from error
+    return _index(program, source)
+
+
+def _numbers(path: object) -> list[int]:
+    parts = path.values() if isinstance(path, dict) else path
+    if not isinstance(parts, (tuple, list, ValuesView)):
+        return []
+    return [part for part in parts if type(part) is int]
+
+
+def decode_metadata(data: bytes, source: str, *, allow_pickle: bool = False) -> Metadata:
+    """Decodes the contents of a ``.metadata`` file.
+
+    Args:
+        data, source: see :func:`decode_index`.
+        allow_pickle: accept whatever a pickle can name and do; only for checkpoints from trusted
+            writers. The seal is compared all the same, and what the metadata says is checked: disks
+            are not trusted.
+
+    Raises:
+        Unsafe, Corrupt, MemoryError: see :func:`decode_index`.
+    """
+    if allow_pickle:
+        _C.fault_point("decode metadata", source)
+        with _told_of(source, True):
+            metadata = _trusted(data)
+        if not isinstance(metadata, Metadata):
+            raise Corrupt(
+                f"{source} holds a {type(metadata).__name__}, not a checkpoint's metadata"
+            )
+        with no_gc():
+            index_of(metadata, source)
+    else:
+        decode_index(data, source)
+        with _told_of(source, False):
+            metadata = cast(Metadata, _AllowListUnpickler(io.BytesIO(data)).load())
     if metadata.storage_data is None:
         # torch's default, and the same: everything is missing.
         metadata.storage_data = {}
@@ -330,9 +405,7 @@ def _share_equal_parts(metadata: Metadata) -> None:
         stored.chunks = [chunks.setdefault((c.offsets, c.sizes), c) for c in stored.chunks]
 
 
-def encode_metadata(metadata: Metadata) -> bytes:
-    """The bytes of a ``.metadata`` file, readable by every torch from 2.6 on."""
-    _share_equal_parts(metadata)
+def _pickled(metadata: Metadata) -> io.BytesIO:
     stream = io.BytesIO()
     pickler = pickle.Pickler(stream, protocol=4)
     pickler.dispatch_table = copyreg.dispatch_table | {
@@ -341,6 +414,13 @@ def encode_metadata(metadata: Metadata) -> bytes:
     }
     with no_gc():
         pickler.dump(metadata)
+    return stream
+
+
+def encode_metadata(metadata: Metadata) -> bytes:
+    """The bytes of a ``.metadata`` file, readable by every torch from 2.6 on."""
+    _share_equal_parts(metadata)
+    stream = _pickled(metadata)
     length = stream.tell()
     stream.write(_SEAL.pack(_SEAL_MAGIC, zlib.crc32(stream.getbuffer()), length))
     return stream.getvalue()

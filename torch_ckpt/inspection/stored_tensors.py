@@ -58,7 +58,7 @@ class StoredTensors:
             path, max_inflight_bytes=max_inflight_bytes, allow_pickle=allow_pickle
         )
         self.metadata: Metadata = self.reader.read_metadata()
-        self.reader.set_up_for_load(self.metadata, 0)
+        self.reader.set_up_for_load(0, metadata=self.metadata)
         self.entries: dict[str, Any] = self.metadata.state_dict_metadata
 
     def tensor(self, name: str) -> TensorStorageMetadata | None:

@@ -22,9 +22,13 @@ class LostPrecision:
 
     def note(self, rows: Iterable[Row]) -> None:
         """Keeps in mind which rows are narrowed."""
-        for row in rows:
-            if row[4] is not row[8].dtype and loses_precision(row[4], row[8].dtype):
-                self._narrowed[row[0]] = (row[4], row[8].dtype)
+        self.note_conversions((row[0], row[4], row[8].dtype) for row in rows)
+
+    def note_conversions(self, conversions: Iterable[tuple[str, torch.dtype, torch.dtype]]) -> None:
+        """The same, by name, stored dtype and the target's."""
+        for name, stored, target in conversions:
+            if stored is not target and loses_precision(stored, target):
+                self._narrowed[name] = (stored, target)
 
     def warn(self) -> None:
         """At the end of the load: one warning for all of them."""

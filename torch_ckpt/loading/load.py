@@ -1,44 +1,49 @@
 """A load, by all ranks.
 
-1. Every rank flattens its state dict and compares it with the metadata: names, kinds, shapes and
-   dtypes. What does not fit is reported as a whole, on all ranks, before anything has been changed.
+1. Every rank flattens its state dict and compares it with the checkpoint's index: names, kinds,
+   shapes and dtypes. What does not fit is reported as a whole, on all ranks, before anything has
+   been changed.
 2. Meta tensors that are loaded get memory.
-3. Every rank reads its part: rows of its own for plain tensors, a plan of torch's planner for the
-   rest (DTensor, ShardedTensor, objects). No plans are exchanged, but for ``read_once``.
+3. Every rank reads its part. The engine plans plain tensors and DTensors, on the index; torch's
+   planner the rest of the tensors (ShardedTensor and others), and what the index does not have all
+   of. For these the metadata becomes torch's objects. No plans are exchanged, but for
+   ``read_once``.
 4. Tensors have received their values in place; other values are replaced, and ``Stateful`` ones get
    theirs by ``load_state_dict``.
 """
 
 from __future__ import annotations
 
-import abc
 import fnmatch
 import warnings
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._utils import _get_device_module
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint import _version
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.tensor import DTensor
 
+from torch_ckpt import _C
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.formatting import some_of
-from torch_ckpt.checkpoint.coverage import require_all, require_cover
+from torch_ckpt.checkpoint.coverage import chunks_here, require_cover
 from torch_ckpt.errors import LoadMismatch
 from torch_ckpt.loading.reader import FileSystemReader
 from torch_ckpt.loading.reading import Reading
-from torch_ckpt.loading.renaming import Rename, rename_in
+from torch_ckpt.loading.renaming import Rename, new_names, rename_in
 from torch_ckpt.loading.report import LoadReport, Names
-from torch_ckpt.loading.zero_fill import zero_what_is_not_stored
+from torch_ckpt.loading.zero_fill import SIZES, zero_what_is_not_stored
 from torch_ckpt.ranks.meeting import Ranks
 
 StateDict = dict[str, Any]
@@ -65,7 +70,35 @@ class IfStored:
         self.missing = False
 
 
-class Discovered(abc.ABC):
+class Stored:
+    """What a checkpoint has, for who must choose among it."""
+
+    def __init__(self, index: _C.CheckpointIndex, whole: Callable[[], Metadata]) -> None:
+        self._index = index
+        self._whole = whole
+        #: Fully qualified names, in the checkpoint's order.
+        self.names: list[str] = index.names()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._index
+
+    def is_tensor(self, name: str) -> bool:
+        """Whether it has a tensor of this name."""
+        return self._index.tensor(name) is not None
+
+    def meta_tensor(self, name: str) -> torch.Tensor:
+        """One without memory, as the stored one of this name."""
+        found = self._index.tensor(name)
+        assert found is not None
+        return torch.empty(found[1], dtype=getattr(torch, found[0]), device="meta")
+
+    def paths(self) -> Mapping[str, Any]:
+        """Where each value lay in the nested state dict, if its planner has told."""
+        paths = self._whole().planner_data
+        return paths if isinstance(paths, dict) else {}
+
+
+class Discovered:
     """Stands in a state dict to load for what is known by name only once the metadata is read.
 
     Attributes:
@@ -75,10 +108,10 @@ class Discovered(abc.ABC):
     def __init__(self) -> None:
         self.values: StateDict = {}
 
-    @abc.abstractmethod
-    def choose(self, metadata: Metadata) -> StateDict:
+    def choose(self, stored: Stored) -> StateDict:
         """What to load in its place, by fully qualified name: meta tensors, and anything else for
         objects. Names that the checkpoint does not have are reported as missing."""
+        raise NotImplementedError
 
     def __setitem__(self, name: str, value: Any) -> None:
         # As torch's set_element does it.
@@ -86,31 +119,17 @@ class Discovered(abc.ABC):
 
 
 class _Planner(DefaultLoadPlanner):
-    """torch's planner over a part of the state dict."""
+    """torch's planner over those values of a state dict that the engine does not plan."""
 
-    def look_at(self, values: StateDict, metadata: Metadata) -> None:
-        """As set_up_planner, which gives memory to all meta tensors, loaded or not."""
-        self.original_state_dict, self.metadata = values, metadata
-        self.state_dict, self.mappings = flatten_state_dict(_flatten_sharded_tensors(values))
+    def look_at(self, values: StateDict) -> None:
+        """As set_up_planner, of no value yet; nothing gets memory."""
+        self.original_state_dict = values
+        self.state_dict: StateDict = {}
+        self.mappings: dict[str, Any] = {}
 
-    def make_real(self, names: Iterable[str]) -> None:
-        """Puts tensors with memory instead of meta tensors, in the caller's dicts too."""
-        for name in names:
-            self.state_dict[name] = _real(self.state_dict[name])
-            set_element(self.original_state_dict, self.mappings[name], self.state_dict[name])
-
-    def discover(self) -> None:
-        """Exchanges what stands for names that only the metadata tells."""
-        assert self.metadata is not None
-        for name, value in list(self.state_dict.items()):
-            if isinstance(value, Discovered):
-                del self.state_dict[name]
-                path = self.mappings.pop(name)
-                for found, target in value.choose(self.metadata).items():
-                    self.state_dict[found] = target
-                    self.mappings[found] = (*path, found)
-
-    def plan_part(self, part: StateDict) -> LoadPlan:
+    def plan_part(self, part: StateDict, metadata: Metadata) -> LoadPlan:
+        """The plan of some tensors, which ``metadata`` has."""
+        self.metadata = metadata
         before = self.state_dict, self.flatten_state_dict
         # Flattening has been done. Left on, torch would take the names that are not in this part
         # for missing, and the checkpoint for one of torch 2.3.
@@ -128,14 +147,23 @@ class Prepared:
     Attributes:
         report: how it compares with the checkpoint.
         reading: what is to be read.
-        chosen: the flat tensors and objects that it goes to.
-        keys: of the values at the top which those belong to.
+        values: the state dict.
+        flat: its values, as rows.
+        match: these beside the checkpoint.
+        keys: of the values at the top of which something is loaded.
     """
 
     report: LoadReport
     reading: Reading
-    chosen: StateDict
+    values: StateDict
+    flat: _C.FlatState
+    match: _C.LoadMatch
     keys: set[Any]
+
+    def loaded(self) -> StateDict:
+        """The tensors and objects that are loaded, by fully qualified name."""
+        rows = self.match.rows_with("loaded")
+        return {self.flat.name(row): self.flat.value(row) for row in rows}
 
 
 class Load:
@@ -154,11 +182,13 @@ class Load:
         self._ranks = ranks
         self._rename = rename
         self._chosen = _Chosen(names)
+        self._index: _C.CheckpointIndex | None = None
         self._metadata: Metadata | None = None
 
+    @no_gc()
     def compare(self, values: StateDict) -> LoadReport:
         """Compares a state dict, or a part of it, with the checkpoint."""
-        return self._compare(self._planner(values))
+        return self._matched(values)[2]
 
     @property
     def unmatched(self) -> list[str]:
@@ -169,21 +199,25 @@ class Load:
         """Whether a value at the top is loaded; without ``names`` all are."""
         return self._chosen.all or key in prepared.keys
 
+    @no_gc()
     def prepare(self, values: StateDict) -> Prepared:
         """What is to be read for what fits. Changes nothing."""
-        planner = self._planner(values)
-        report = self._compare(planner)
-        return self._prepared(planner, report)
+        flat, match, report = self._matched(values)
+        keys = set(match.keys())
+        return Prepared(report, self._reading(values, flat, match), values, flat, match, keys)
 
     def made_real(self, prepared: Prepared) -> Prepared:
         """With tensors that have memory instead of the meta tensors that are loaded."""
-        meta = [name for name, value in prepared.chosen.items() if _is_meta(value)]
-        if not meta:
+        flat = prepared.flat
+        rows = [row for row in prepared.match.on_meta() if _is_meta(flat.value(row))]
+        if not rows:
             return prepared
-        planner = prepared.reading.planner
-        assert isinstance(planner, _Planner)
-        planner.make_real(meta)
-        return self._prepared(planner, prepared.report)
+        for row in rows:
+            real = _real(flat.value(row))
+            set_element(prepared.values, flat.path(row), real)
+            flat.replace(row, real)
+        prepared.reading = self._reading(prepared.values, flat, prepared.match)
+        return prepared
 
     def require_fit(self, report: LoadReport, strict: Strict) -> None:
         """Raises LoadMismatch where not all fits; without ``strict`` where nothing of a state does.
@@ -204,8 +238,11 @@ class Load:
         """The reading, with memory for all of it, and zeros where nothing is stored."""
         prepared = self.made_real(prepared)
         if self.reader.zero_fill:
-            assert self._metadata is not None
-            zero_what_is_not_stored(prepared.chosen, self._metadata)
+            zero_what_is_not_stored(prepared.loaded(), self._whole())
+        if self.reader.read_once:
+            # Which it reads with others, by their places.
+            self._whole()
+            prepared.reading.expand()
         return prepared.reading
 
     def read_freeing(self, reading: Reading, let_go: Callable[[], None]) -> None:
@@ -214,6 +251,8 @@ class Load:
         Args:
             let_go: called where an object is a value of the state dict itself.
         """
+        # It has the values, which shall go.
+        reading.expand()
         planner = reading.planner
         assert isinstance(planner, _Planner)
         for entry in reading.byte_items:
@@ -243,121 +282,164 @@ class Load:
 
     # --- private ---------------------------------------------------------------------------------
 
-    def _prepared(self, planner: _Planner, report: LoadReport) -> Prepared:
-        assert self._metadata is not None
-        reading = Reading(planner)
-        rest: StateDict = {}
-        chosen = {name: planner.state_dict[name] for name in report.loaded}
-        with no_gc():
-            for name, target in chosen.items():
-                if not self._add_plain(name, target, reading):
-                    rest[name] = target
-            if rest:
-                items = planner.plan_part(rest).items
-                require_cover(self._metadata, rest, items)
-                reading.add(self.reader.reading(planner, items))
-        keys = {planner.mappings[name][0] for name in chosen}
-        return Prepared(report, reading, chosen, keys)
+    def _opened(self) -> _C.CheckpointIndex:
+        if self._index is None:
+            index = _read_index(self.reader, self._ranks.rank)
+            if self._rename is not None:
+                index.rename(list(new_names(index.names(), self._rename).values()))
+            self._index = index
+            self.reader.set_up_for_load(self._ranks.rank, index=index)
+        return self._index
 
-    def _planner(self, values: StateDict) -> _Planner:
+    def _whole(self) -> Metadata:
+        """The metadata as torch's objects, for what torch does."""
         if self._metadata is None:
-            metadata = _read_metadata(self.reader, self._ranks.rank)
+            metadata = self.reader.whole_metadata()
             rename_in(metadata, self._rename)
             self._metadata = metadata
-            self.reader.set_up_for_load(self._metadata, self._ranks.rank)
-        planner = _Planner(allow_partial_load=True)
-        planner.look_at(values, self._metadata)
-        planner.discover()
-        known = self._metadata.state_dict_metadata
-        if any(name not in known for name in planner.state_dict):
-            # It exchanges the names for those of torch 2.3, where the checkpoint has these.
-            with suppress(ValueError):
-                planner.create_local_plan()
-        return planner
+            index, rank = self._opened(), self._ranks.rank
+            self.reader.set_up_for_load(rank, index=index, metadata=metadata)
+        return self._metadata
 
-    def _compare(self, planner: _Planner) -> LoadReport:
-        assert self._metadata is not None
-        known = self._metadata.state_dict_metadata
+    def _matched(self, values: StateDict) -> tuple[_C.FlatState, _C.LoadMatch, LoadReport]:
+        flat = _C.FlatState(values, chunks_here)
+        self._discover(flat)
+        match, report = self._compare(flat)
+        if report.missing and report.unexpected:
+            old = _flattened_as_2_3(values)
+            if not old.keys().isdisjoint(report.unexpected):
+                flat = _C.FlatState({}, chunks_here)
+                for name, (path, value) in old.items():
+                    flat.add(name, path, value)
+                match, report = self._compare(flat)
+        return flat, match, report
+
+    def _discover(self, flat: _C.FlatState) -> None:
+        """Exchanges what stands for names that only the metadata tells, and takes ShardedTensors of
+        ShardedTensors apart, as torch does."""
+        for row in flat.others():
+            value, path = flat.value(row), flat.path(row)
+            if isinstance(value, Discovered):
+                flat.remove(row)
+                for found, target in value.choose(Stored(self._opened(), self._whole)).items():
+                    flat.add(found, (*path, found), target)
+            elif isinstance(value, ShardedTensor):
+                name = flat.name(row)
+                flattened = _flatten_sharded_tensors({name: value})
+                if flattened.get(name) is not value:
+                    flat.remove(row)
+                    if name in flattened:
+                        flat.add(name, path, flattened[name])
+
+    def _rule(self) -> str:
+        if self.reader.allow_shape_mismatch:
+            return "any"
+        return "growing" if self.reader.zero_fill else "same"
+
+    def _compare(self, flat: _C.FlatState) -> tuple[_C.LoadMatch, LoadReport]:
+        index = self._opened()
+        chosen = [] if self._chosen.all else [self._chosen(name) for name in flat.names()]
+        match = _C.LoadMatch(flat, index, self._rule(), chosen)
         report = LoadReport()
-        found: dict[Any, bool] = {}
-        for name, value in planner.state_dict.items():
-            if not self._chosen(name):
-                continue
-            fitting = len(report.loaded)
-            stored = known.get(name)
-            if stored is None:
+        for row in match.pending():
+            name, value = flat.name(row), flat.value(row)
+            stored = index.tensor(name)
+            if name not in index:
                 if isinstance(value, IfStored):
                     value.missing = True
-                    continue
-                report.missing.append(name)
-            elif isinstance(stored, TensorStorageMetadata):
-                self._compare_tensor(name, value, stored, report)
-            elif _size_of(value):
-                # Of a tensor without dimensions an object takes the place: a counter may be either.
-                report.kinds.append((name, "an object", f"a {type(value).__name__}"))
+                status = "skipped" if isinstance(value, IfStored) else "missing"
+            elif stored is not None:
+                status = self._compare_tensor(name, value, stored, report)
             else:
-                report.loaded.append(name)
-            path = planner.mappings.get(name, ())
-            # Not a value at the top, by whichever name; nor what None stands for, which each rank
-            # has for itself.
-            if path and name != path[0] and value is not None:
-                found[path[0]] = found.get(path[0], False) or len(report.loaded) > fitting
-        report.absent = [str(key) for key, is_found in found.items() if not is_found]
-        report.unexpected = [name for name in known if name not in planner.state_dict]
-        return report
+                # Of a tensor without dimensions an object takes the place.
+                status = "kind" if _size_of(value) else "loaded"
+            match.set_status(row, status)
+        for name, has, wants in match.other_sizes("shape"):
+            report.shapes.append((name, torch.Size(has), torch.Size(wants)))
+        for name, has, wants in match.other_sizes("loaded"):
+            _note_sizes(name, torch.Size(has), torch.Size(wants), report)
+        report.dtypes += match.other_dtypes()
+        for row in match.rows_with("kind"):
+            name, kind = flat.name(row), f"a {type(flat.value(row)).__name__}"
+            if index.tensor(name) is None:
+                report.kinds.append((name, "an object", kind))
+            else:
+                is_to_come = isinstance(flat.value(row), Discovered)
+                report.kinds.append((name, "a tensor", "an object" if is_to_come else kind))
+        report.loaded = match.names_with("loaded")
+        report.missing = match.names_with("missing")
+        report.absent = match.absent()
+        report.unexpected = match.unexpected()
+        return match, report
 
     def _compare_tensor(
-        self, name: str, value: Any, stored: TensorStorageMetadata, report: LoadReport
-    ) -> None:
+        self, name: str, value: Any, stored: tuple[str, tuple[int, ...]], report: LoadReport
+    ) -> str:
         size = _size_of(value)
         if size is None:
-            wanted = "an object" if isinstance(value, Discovered) else f"a {type(value).__name__}"
-            report.kinds.append((name, "a tensor", wanted))
-            return
-        dtype = getattr(value, "dtype", stored.properties.dtype)
-        if dtype != stored.properties.dtype:
-            report.dtypes.append((name, stored.properties.dtype, dtype))
-        has = torch.Size(stored.size)
-        # Those of loading/zero_fill.py are equal to others that they go with.
-        fits = stored.size == size
-        if not fits:
+            return "kind"
+        stored_dtype, has = getattr(torch, stored[0]), torch.Size(stored[1])
+        dtype = getattr(value, "dtype", stored_dtype)
+        if dtype != stored_dtype:
+            report.dtypes.append((name, stored_dtype, dtype))
+        if SIZES[self._rule()](has) != size:
             report.shapes.append((name, has, size))
-        else:
-            if any(a < b for a, b in zip(has, size, strict=True)):
-                report.grown.append((name, has, size))
-            if any(a > b for a, b in zip(has, size, strict=True)):
-                report.truncated.append((name, has, size))
-        if fits:
-            report.loaded.append(name)
+            return "shape"
+        _note_sizes(name, has, size, report)
+        return "loaded"
 
-    def _add_plain(self, name: str, target: Any, reading: Reading) -> bool:
-        """Adds the rows that fill a plain tensor; False where torch's planner must look at it."""
-        assert self._metadata is not None
-        if type(target) not in (torch.Tensor, torch.nn.Parameter):
-            return False
-        stored = self._metadata.state_dict_metadata[name]
-        # One with a shape of its own for the whole is a shard.
-        if type(stored) is not TensorStorageMetadata or hasattr(target, "global_shape"):
-            return False
-        if any(has > wants for has, wants in zip(stored.size, target.shape, strict=True)):
-            return False
-        parts = [(chunk.offsets, chunk.sizes) for chunk in stored.chunks]
-        require_all(name, stored.size, parts, (0,) * len(stored.size))
-        whole = target.detach()
-        dtype = stored.properties.dtype
-        found = []
-        for chunk in stored.chunks:
-            info = self.reader.storage_data.get(MetadataIndex(name, chunk.offsets))
-            if info is None or info.transform_descriptors:
-                return False
-            part = whole
-            if chunk.sizes != whole.shape:
-                for dim, place in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-                    part = part.narrow(dim, *place)
-            number = reading.number(info.relative_path, name)
-            found.append((name, number, info.offset, info.length, dtype, chunk.sizes, (), (), part))
-        reading.rows.extend(found)
-        return True
+    def _reading(self, values: StateDict, flat: _C.FlatState, match: _C.LoadMatch) -> Reading:
+        index = self._opened()
+        planner = _Planner(allow_partial_load=True)
+        planner.look_at(values)
+        reading = Reading(planner)
+        left = match.plan()
+        reading.match = match
+        tensors: StateDict = {}
+        objects: list[ReadItem] = []
+        for row in left:
+            name = flat.name(row)
+            planner.state_dict[name], planner.mappings[name] = flat.value(row), flat.path(row)
+            if index.tensor(name) is not None:
+                tensors[name] = flat.value(row)
+                continue
+            place = index.place(name)
+            item = _object_item(name)
+            if place is None or place[3]:
+                objects.append(item)
+            else:
+                reading.byte_items.append((item, _StorageInfo(*place[:3])))
+        if tensors or objects:
+            metadata = self._whole()
+            items = planner.plan_part(tensors, metadata).items
+            require_cover(metadata, tensors, items)
+            reading.add(self.reader.reading(planner, [*items, *objects]))
+        return reading
+
+
+def _object_item(name: str) -> ReadItem:
+    index, nothing = MetadataIndex(name), torch.Size((0,))
+    return ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
+
+
+def _note_sizes(name: str, has: torch.Size, wants: torch.Size, report: LoadReport) -> None:
+    if any(a < b for a, b in zip(has, wants, strict=True)):
+        report.grown.append((name, has, wants))
+    if any(a > b for a, b in zip(has, wants, strict=True)):
+        report.truncated.append((name, has, wants))
+
+
+def _flattened_as_2_3(values: StateDict) -> dict[str, tuple[Any, Any]]:
+    """Path and value by the names that torch up to 2.3 gave them."""
+    before = _version._derived_version
+    _version._derived_version = "2_3"
+    try:
+        flat, paths = flatten_state_dict(values)
+    except ValueError:
+        return {}
+    finally:
+        _version._derived_version = before
+    return {name: (paths[name], value) for name, value in flat.items()}
 
 
 class _Chosen:
@@ -448,13 +530,13 @@ class _Freeing:
         storage.resize_(size)
 
 
-def _read_metadata(reader: FileSystemReader, rank: int) -> Metadata:
-    """The common metadata, or this rank's own where ranks saved without collectives."""
+def _read_index(reader: FileSystemReader, rank: int) -> _C.CheckpointIndex:
+    """The index of all ranks, or this rank's own where ranks saved without collectives."""
     try:
-        return reader.read_metadata()
+        return reader.read_index()
     except FileNotFoundError:
         try:
-            return reader.read_metadata(rank=rank)
+            return reader.read_index(rank=rank)
         except FileNotFoundError:
             pass
         raise

@@ -6,16 +6,18 @@ import hashlib
 import io
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 from torch.distributed.checkpoint.filesystem import FileSystemReader as StockReader
 from torch.distributed.checkpoint.metadata import (
     Metadata,
+    MetadataIndex,
     StorageMeta,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
@@ -32,7 +34,9 @@ from torch_ckpt.checkpoint.metadata import (
     MAX_METADATA_BYTES,
     METADATA_NAME,
     checksum_tables,
+    decode_index,
     decode_metadata,
+    index_of,
     metadata_bytes_in,
     open_checkpoint,
 )
@@ -153,6 +157,9 @@ class FileSystemReader(StockReader):
         self.progress = progress
         self.allow_pickle = allow_pickle
         self._metadata: Metadata | None = None
+        self._index: _C.CheckpointIndex | None = None
+        self._index_tables: Mapping[str, bytes] | None = None
+        self._contents: tuple[bytes, str] | None = None
         self._directory: OpenDirectory | None = None
         self._refused: Exception | None = None
         self._identity: tuple[Metadata | None, bytes] = (None, b"")
@@ -181,30 +188,34 @@ class FileSystemReader(StockReader):
             # this it goes on to set_up_storage_reader, which raises that.
             return Metadata({}, storage_data={})
         self._refused = None
-        name = METADATA_NAME if rank is None else f"__{rank}{METADATA_NAME}"
-        self.release()
         try:
-            self._refuse_url()
-            return self._read_metadata(name)
+            with self._opening():
+                return self._decoded(*self._metadata_bytes(_name_of(rank)))
         except FileNotFoundError:
             raise
         except Exception as error:
             self._refused = error
             raise
 
-    def _read_metadata(self, name: str) -> Metadata:
-        if not self.engine_can_read():
-            return self._decoded(self._remote_bytes(name), os.path.join(self.path, name))
-        # Shared before it is read: what it names then is still there.
-        directory = shared(open_checkpoint(self.path))
+    @contextmanager
+    def _opening(self) -> Iterator[None]:
+        """A block that reads the metadata; what it opens is let go of where it fails."""
+        self.release()
         try:
-            data = metadata_bytes_in(directory, name)
-            metadata = self._decoded(data, os.path.join(directory.path, name))
+            self._refuse_url()
+            yield
         except BaseException:
-            directory.close()
+            self.release()
             raise
-        self._directory = directory
-        return metadata
+
+    def _metadata_bytes(self, name: str) -> tuple[bytes, str]:
+        """The contents of the metadata, and where they come from. Opens the directory."""
+        if not self.engine_can_read():
+            return self._remote_bytes(name), os.path.join(self.path, name)
+        # Shared before it is read: what it names then is still there.
+        self._directory = shared(open_checkpoint(self.path))
+        data = metadata_bytes_in(self._directory, name)
+        return data, os.path.join(self._directory.path, name)
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -214,7 +225,7 @@ class FileSystemReader(StockReader):
             raise refused
         # torch passes the rank only to a method that has a parameter of the name `kwargs`.
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
-        self._metadata = metadata
+        self._metadata, self._index = metadata, None
         self.lost_precision = LostPrecision()  # not of a load that failed
         self._is_alone = False
         RelaxedGc.begin()
@@ -242,7 +253,7 @@ class FileSystemReader(StockReader):
     def _read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         RelaxedGc.end()
         if not self.engine_can_read() or self._metadata is None:
-            return super().read_data(plan, self._guarded(planner))
+            return super().read_data(plan, self._guarded(planner, self.storage_data))
         # There all that may fail on one rank is told to the others.
         together = self.read_once and dist.is_initialized() and not self._is_alone
 
@@ -292,14 +303,45 @@ class FileSystemReader(StockReader):
         The next ``read_metadata`` takes it again.
         """
         directory, self._directory = self._directory, None
+        self._contents = None
         if directory is not None:
             directory.close()
 
-    def set_up_for_load(self, metadata: Metadata, rank: int) -> None:
-        """What DCP does by set_up_storage_reader."""
-        self.storage_data = metadata.storage_data
+    def read_index(self, rank: int | None = None) -> _C.CheckpointIndex:
+        """What the checkpoint holds; as ``read_metadata``, without torch's objects."""
+        if self.allow_pickle or type(self).read_metadata is not FileSystemReader.read_metadata:
+            metadata = self.read_metadata() if rank is None else self.read_metadata(rank=rank)
+            self._metadata = metadata
+            return index_of(metadata, str(self.path))
+        with self._opening():
+            self._contents = self._metadata_bytes(_name_of(rank))
+            return decode_index(*self._contents)
+
+    def whole_metadata(self) -> Metadata:
+        """That of the last ``read_index``, as torch's objects."""
+        if self._contents is None:
+            assert self._metadata is not None
+            return self._metadata
+        return self._decoded(*self._contents)
+
+    def set_up_for_load(
+        self,
+        rank: int,
+        *,
+        index: _C.CheckpointIndex | None = None,
+        metadata: Metadata | None = None,
+    ) -> None:
+        """What DCP does by set_up_storage_reader.
+
+        Args:
+            index: where the engine plans.
+            metadata: the same, where torch's planner or code is at work.
+        """
+        self.storage_data = {} if metadata is None else metadata.storage_data
         self.rank = rank  # type: ignore[assignment]  # torch declares None
-        self._metadata = metadata
+        self._index, self._index_tables = index, None
+        if metadata is not None:
+            self._metadata = metadata
         self.lost_precision = LostPrecision()  # not of a load that failed
 
     def reading(self, planner: LoadPlanner, items: list[ReadItem]) -> Reading:
@@ -321,6 +363,8 @@ class FileSystemReader(StockReader):
             Corrupt, Unsafe, OSError, ValueError: see the class.
         """
         self.read_all_but_rows(reading)
+        if reading.match is not None:
+            self.read_match(reading.match)
         if reading.rows:
             self.read_rows(list(reading.files), reading.rows)
         for item, target in reading.to_commit:
@@ -332,10 +376,14 @@ class FileSystemReader(StockReader):
             with self._opened() as directory, self.moved.elsewhere():
                 before, self.fs = self.fs, FilesBeneath(directory)
                 try:
-                    super().read_data(LoadPlan(reading.transformed), self._guarded(reading.planner))
+                    super().read_data(
+                        LoadPlan(reading.transformed),
+                        self._guarded(reading.planner, self.storage_data),
+                    )
                 finally:
                     self.fs = before
-        planner = self._guarded(reading.planner)
+        files_of = {item.storage_index: info for item, info in reading.byte_items}
+        planner = self._guarded(reading.planner, files_of)
         sizes = ((entry, entry[1].length) for entry in reading.byte_items)
         for wave in in_waves(sizes, self.wave_bytes):
             files: dict[str, int] = {}
@@ -356,6 +404,22 @@ class FileSystemReader(StockReader):
                 planner.load_bytes(item, io.BytesIO(data))
                 del data
 
+    def read_match(self, match: _C.LoadMatch) -> None:
+        """Reads what the engine has planned.
+
+        Raises:
+            Corrupt, Unsafe, OSError, ValueError: see the class.
+        """
+        devices = {torch.device("cuda", number) for number in match.cuda_devices()}
+
+        def load(**options: Any) -> list[int]:
+            return _C.load_matched(match, **options)
+
+        unknown = self._load(load, match.bytes if self.progress else 0, devices)
+        self.lost_precision.note_conversions(match.conversions())
+        if unknown:
+            self._read_by_torch(match.files(), [match.row(number) for number in unknown])
+
     def read_rows(self, files: list[str], rows: list[Row]) -> None:
         """Reads tensors into their targets.
 
@@ -366,9 +430,21 @@ class FileSystemReader(StockReader):
         Raises:
             Corrupt, Unsafe, OSError, ValueError: see the class.
         """
-        places = places_of(files, rows, self._metadata)
-        events = events_of_now({row[8].device for row in rows if row[8].is_cuda})
+        places = places_of(files, rows, self._tables())
         planned = sum(row[8].numel() * row[4].itemsize for row in rows) if self.progress else 0
+
+        def load(**options: Any) -> list[int]:
+            return _C.load_tensors(places, with_names_as_utf8(rows), **options)
+
+        unknown = self._load(load, planned, {row[8].device for row in rows if row[8].is_cuda})
+        self.lost_precision.note(rows)
+        self._read_by_torch(files, [rows[index] for index in unknown])
+
+    def _load(
+        self, load: Callable[..., list[int]], planned: int, devices: set[torch.device]
+    ) -> list[int]:
+        """Calls the engine, and tells how far it is."""
+        events = events_of_now(devices)
         told = 0
 
         def tell(done: int) -> None:
@@ -381,9 +457,7 @@ class FileSystemReader(StockReader):
             self._opened() as directory,
             Reporter(self.progress, f"load {Path(self.path).name}", self.rank, planned) as shown,
         ):
-            unknown = _C.load_tensors(
-                places,
-                with_names_as_utf8(rows),
+            return load(
                 directory=directory,
                 threads=self.thread_count,
                 max_inflight_bytes=self.max_inflight_bytes,
@@ -392,9 +466,11 @@ class FileSystemReader(StockReader):
                 progress=tell,
                 ready=[(device.index, event.cuda_event) for event, device in events],
             )
-        self.lost_precision.note(rows)
-        for index in unknown:
-            name, number, offset, length, *_rest = row = rows[index]
+
+    def _read_by_torch(self, files: list[str], rows: list[Row]) -> None:
+        """What only torch.load knows to read."""
+        for row in rows:
+            name, number, offset, length, *_rest = row
             with self.moved.elsewhere():
                 # A record is let go of before the next one is read.
                 copy_by_torch(
@@ -403,7 +479,7 @@ class FileSystemReader(StockReader):
 
     def read_bytes(self, files: list[str], rows: list[ByteRow]) -> list[bytes]:
         """The stored bytes of (name, file number, offset, length) each."""
-        places = places_of(files, rows, self._metadata)
+        places = places_of(files, rows, self._tables())
         with self._opened() as directory:
             return _C.load_bytes(
                 places,
@@ -424,9 +500,17 @@ class FileSystemReader(StockReader):
 
     def can_verify_parts(self, file: str) -> bool:
         """Whether a part of a record in a file is verified as the whole of it is."""
-        return not self.verify or file in checksum_tables(self._metadata)
+        return not self.verify or file in self._tables()
 
     # --- private ---------------------------------------------------------------------------------
+
+    def _tables(self) -> Mapping[str, bytes]:
+        """The files' checksum tables."""
+        if self._index is None:
+            return checksum_tables(self._metadata)
+        if self._index_tables is None:
+            self._index_tables = self._index.tables()
+        return self._index_tables
 
     def _decoded(self, data: bytes, source: str) -> Metadata:
         metadata = decode_metadata(data, source, allow_pickle=self.allow_pickle)
@@ -446,11 +530,13 @@ class FileSystemReader(StockReader):
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
-    def _guarded(self, planner: LoadPlanner) -> LoadPlanner:
+    def _guarded(
+        self, planner: LoadPlanner, storage: Mapping[MetadataIndex, _StorageInfo]
+    ) -> LoadPlanner:
         """Without the code of a checkpoint's objects, unless that is allowed."""
         if self.allow_pickle:
             return planner
-        return cast(LoadPlanner, SafePlanner(planner, self.storage_data))
+        return cast(LoadPlanner, SafePlanner(planner, storage))
 
     def _remote_bytes(self, name: str) -> bytes:
         """The metadata from a file system of torch's or the user's."""
@@ -486,6 +572,10 @@ class FileSystemReader(StockReader):
             yield directory
         finally:
             directory.close()
+
+
+def _name_of(rank: int | None) -> str:
+    return METADATA_NAME if rank is None else f"__{rank}{METADATA_NAME}"
 
 
 def shared(directory: OpenDirectory) -> OpenDirectory:

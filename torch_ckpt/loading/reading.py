@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
+from torch_ckpt import _C
 from torch_ckpt.checkpoint.files import lies_beneath, outside
-from torch_ckpt.checkpoint.metadata import checksum_tables
 from torch_ckpt.errors import CheckpointError, Corrupt
 from torch_ckpt.loading.planners import keeps_default_hooks, place_of, target_of
 from torch_ckpt.loading.zero_fill import writable
@@ -51,8 +51,9 @@ class Reading:
 
     Attributes:
         planner: who gets objects, and tensors where it wants to see them.
+        match: what the engine has planned: tensors.
         files: names relative to the checkpoint's directory, with the numbers that rows use.
-        rows: tensors.
+        rows: other tensors.
         byte_items: objects, and where they are stored.
         transformed: what torch's own code reads, since a stream transform was at work.
         to_commit: tensors that the planner wants to see.
@@ -60,6 +61,7 @@ class Reading:
 
     def __init__(self, planner: LoadPlanner) -> None:
         self.planner = planner
+        self.match: _C.LoadMatch | None = None
         self.files: dict[str, int] = {}
         self.rows: list[Row] = []
         self.byte_items: list[tuple[ReadItem, _StorageInfo]] = []
@@ -77,6 +79,15 @@ class Reading:
                 raise outside(name, file)
             self.files[file] = len(self.files)
         return self.files[file]
+
+    def expand(self) -> None:
+        """Makes rows of what the engine has planned, for who reads them one by one."""
+        match, self.match = self.match, None
+        if match is not None:
+            files = match.files()
+            self.rows.extend(
+                (row[0], self.number(files[row[1]], row[0]), *row[2:]) for row in match.rows()
+            )
 
     def add_items(
         self,
@@ -213,7 +224,7 @@ def _stored(index: MetadataIndex, metadata: Metadata) -> tuple[torch.dtype, Chun
 
 
 def places_of(
-    files: list[str], rows: Sequence[Row] | Sequence[ByteRow], metadata: Metadata | None
+    files: list[str], rows: Sequence[Row] | Sequence[ByteRow], tables: Mapping[str, bytes]
 ) -> list[tuple[str, bytes]]:
     """The files, and their checksum tables.
 
@@ -223,7 +234,6 @@ def places_of(
     for number, file in enumerate(files):
         if not lies_beneath(file):
             raise outside(next((row[0] for row in rows if row[1] == number), "a tensor"), file)
-    tables = checksum_tables(metadata)
     return [(file, tables.get(file, b"")) for file in files]
 
 

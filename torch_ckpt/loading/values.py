@@ -193,7 +193,8 @@ def estimate(load: Load, values: StateDict) -> ReadMemory:
     prepared = load.prepare(values)
     require_matches(load.unmatched)
     load.require_fit(prepared.report, strict=True)
-    reading, chosen = prepared.reading, prepared.chosen
+    reading = prepared.reading
+    reading.expand()
     rows = [
         (
             dtype.itemsize,
@@ -217,7 +218,7 @@ def estimate(load: Load, values: StateDict) -> ReadMemory:
     held = min(sum(b for b, _t in copies), limit // 2)
     wave = min(sum(objects), max([load.reader.wave_bytes, *objects]))
     return ReadMemory(
-        target_bytes=sum(_local_bytes(value) for value in chosen.values()),
+        target_bytes=sum(_local_bytes(value) for value in prepared.loaded().values()),
         stored_bytes=stored + sum(objects),
         beyond_targets_bytes=min(max(scratch + held, wave), limit),
         least_inflight_bytes=max(least + _C.least_scratch_bytes, LEAST_INFLIGHT_BYTES),

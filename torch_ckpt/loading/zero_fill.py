@@ -49,6 +49,14 @@ class AnySize(GrowingSize):
     __hash__ = tuple.__hash__
 
 
+#: The type of stored sizes by the engine's rule of which others they go with.
+SIZES: dict[str, type[tuple[int, ...]]] = {
+    "same": torch.Size,
+    "growing": GrowingSize,
+    "any": AnySize,
+}
+
+
 def let_sizes_differ(metadata: Metadata, kind: type[GrowingSize]) -> None:
     """Lets all sizes of the metadata be equal to others."""
     for stored in metadata.state_dict_metadata.values():

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torch_ckpt._base.formatting import plural
 from torch_ckpt.checkpoint.objects import PLAIN
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.loading.load import Discovered
+from torch_ckpt.loading.load import Discovered, Stored
 from torch_ckpt.state.trees import (
     OBJECTS,
     StateDict,
@@ -184,17 +183,14 @@ class OptimizerState(Discovered):
         else:
             self._leaves[self._prefix + ".".join(map(str, path))] = path
 
-    def choose(self, metadata: Metadata) -> StateDict:
-        known = metadata.state_dict_metadata
+    def choose(self, stored: Stored) -> StateDict:
         is_tensor = {
-            name: isinstance(stored, TensorStorageMetadata)
-            for name, stored in known.items()
-            if name.startswith(self._prefix)
+            name: stored.is_tensor(name) for name in stored.names if name.startswith(self._prefix)
         }
         of_groups = f"{self._prefix}param_groups."
         of_state = f"{self._prefix}state."
-        is_one_object = self._prefix + OBJECTS in known
-        self._has_groups = f"{of_groups}0.params" in known
+        is_one_object = self._prefix + OBJECTS in stored
+        self._has_groups = f"{of_groups}0.params" in stored
         if not is_one_object and not any(name.startswith(of_groups) for name in is_tensor):
             return {of_groups[:-1]: self}
         of_parameters: dict[str, list[str]] = {}
@@ -207,7 +203,7 @@ class OptimizerState(Discovered):
             for parameter, names in of_parameters.items()
         }
         # Stock torch saves no state of what never had a gradient, where ours has zeros.
-        may_lack = not is_one_object and self._prefix + _WITHOUT_STATE not in known
+        may_lack = not is_one_object and self._prefix + _WITHOUT_STATE not in stored
         may_lack = may_lack and any(name in self.numbers for name in of_parameters)
         chosen: StateDict = {}
         for name, path in self._leaves.items():
@@ -223,9 +219,7 @@ class OptimizerState(Discovered):
             if not is_one:
                 chosen[name] = self
             elif name.startswith(of_groups):
-                stored: Any = known[name]
-                dtype = stored.properties.dtype
-                chosen[name] = torch.empty(tuple(stored.size), dtype=dtype, device="meta")
+                chosen[name] = stored.meta_tensor(name)
         return chosen
 
     def state(self) -> tuple[StateDict, bool]:

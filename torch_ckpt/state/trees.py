@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from torch_ckpt.checkpoint.objects import PLAIN, warn_of_what_will_not_load
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.loading.load import Discovered
+from torch_ckpt.loading.load import Discovered, Stored
 
 StateDict = dict[str, Any]
 
@@ -92,31 +91,26 @@ class _Objects(Discovered):
         self._state = state
         self._rest = rest
         self._tensors = flatten_state_dict({key: tensors})[0]
-        self._paths: dict[str, Any] = {}
+        self._paths: Mapping[str, Any] = {}
 
-    def choose(self, metadata: Metadata) -> StateDict:
-        known = metadata.state_dict_metadata
+    def choose(self, stored: Stored) -> StateDict:
         for name in (self._whole, self._key):
-            if name in known:
+            if name in stored:
                 return {name: self}
-        beneath = [name for name in known if name.startswith(f"{self._key}.")]
+        beneath = [name for name in stored.names if name.startswith(f"{self._key}.")]
         of_a_rank = re.compile(rf"{re.escape(self._key)}\.rank\d+")
         if not beneath or any(map(of_a_rank.fullmatch, beneath)):
             return {self._key if type(self._state) in PLAIN else self._whole: self}
         chosen: StateDict = {}
         here = flatten_state_dict({self._key: self._state})[0]
         for name in [*(here.keys() - {self._key}), *beneath]:
-            stored = known.get(name)
             if name in self._tensors:
                 continue
             chosen[name] = self
             # In containers that are one object, and have no place for its tensors.
-            if isinstance(here.get(name), torch.Tensor) and isinstance(
-                stored, TensorStorageMetadata
-            ):
-                dtype = stored.properties.dtype
-                chosen[name] = torch.empty(tuple(stored.size), dtype=dtype, device="meta")
-        self._paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+            if isinstance(here.get(name), torch.Tensor) and stored.is_tensor(name):
+                chosen[name] = stored.meta_tensor(name)
+        self._paths = stored.paths()
         return chosen
 
     def state(self, part: StateDict) -> Any:

@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.utils import _create_file_view
 
+from torch_ckpt import _C
 from torch_ckpt.checkpoint.metadata import MAX_METADATA_BYTES, checksum_tables
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.loading.planners import place_of
@@ -111,8 +111,11 @@ class RemoteReader(FileSystemReader):
         with self._staged(wanted):
             super().read_all_but_rows(reading)
 
+    def read_match(self, match: _C.LoadMatch) -> None:
+        self.read_rows(match.files(), match.rows())
+
     def read_bytes(self, files: list[str], rows: list[ByteRow]) -> list[bytes]:
-        places_of(files, rows, self._metadata)  # refuses files outside of the directory
+        places_of(files, rows, self._tables())  # refuses files outside of the directory
         wanted: _Wanted = defaultdict(list)
         for _name, file, offset, length in rows:
             wanted[files[file]].append((offset, offset + length))
@@ -120,14 +123,14 @@ class RemoteReader(FileSystemReader):
             return super().read_bytes(files, rows)
 
     def read_rows(self, files: list[str], rows: list[Row]) -> None:
-        places_of(files, rows, self._metadata)
+        places_of(files, rows, self._tables())
         for wave, wanted in self._waves_of_rows(files, rows):
             with self._staged(wanted):
                 super().read_rows(files, wave)
 
     # --- private ---------------------------------------------------------------------------------
 
-    def _read_metadata(self, name: str) -> Metadata:
+    def _metadata_bytes(self, name: str) -> tuple[bytes, str]:
         listing = self._files.list()
         for needed in (name, MARKER_NAME):
             if needed not in listing:
@@ -147,28 +150,34 @@ class RemoteReader(FileSystemReader):
         # The name is that of titles and messages.
         self.path = self._staged_path = Path(staging, os.path.basename(self._files.url))
         self._staged_path.mkdir()
-        with self._told():
-            data = self._files.read(name)
-            self._version = hashlib.sha256(data).hexdigest()
-            (self._staged_path / name).write_bytes(data)
-            return super()._read_metadata(name)
+        data = self._files.read(name)
+        self._version = hashlib.sha256(data).hexdigest()
+        (self._staged_path / name).write_bytes(data)
+        return super()._metadata_bytes(name)
+
+    @contextmanager
+    def _opening(self) -> Iterator[None]:
+        with super()._opening(), self._told():
+            yield
 
     @contextmanager
     def _told(self) -> Iterator[None]:
         """Errors with the URL instead of the staging directory, which nobody knows."""
-        staged = str(self._staged_path)
         try:
             yield
         except CheckpointError as error:
             error.args = tuple(
-                arg.replace(staged, self._files.url) if isinstance(arg, str) else arg
-                for arg in error.args
+                self._with_url(arg) if isinstance(arg, str) else arg for arg in error.args
             )
             raise
         except OSError as error:
             if isinstance(error.filename, str) and error.errno != errno.ENOSPC:
-                error.filename = error.filename.replace(staged, self._files.url)
+                error.filename = self._with_url(error.filename)
             raise
+
+    def _with_url(self, text: str) -> str:
+        staged = self._staged_path
+        return text.replace(str(staged), self._files.url) if staged.name else text
 
     @contextmanager
     def _staged(self, wanted: _Wanted) -> Iterator[None]:

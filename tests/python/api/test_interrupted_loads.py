@@ -27,7 +27,8 @@ _FILES = {module.__file__ for module in (files, directory)}
 _FUNCTIONS = {
     (metadata.__file__, "metadata_bytes_in"),
     (metadata.__file__, "open_checkpoint"),
-    (reader.__file__, "_read_metadata"),
+    (reader.__file__, "_metadata_bytes"),
+    (reader.__file__, "_opening"),
     (reader.__file__, "_opened"),
     (reader.__file__, "shared"),
     (verify.__file__, "verify"),

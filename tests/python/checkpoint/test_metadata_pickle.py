@@ -39,7 +39,6 @@ from torch_ckpt import _C
 from torch_ckpt.checkpoint.metadata import (
     ROLES,
     _AllowListUnpickler,
-    _unpickled,
     decode_metadata,
     encode_metadata,
     read_metadata,
@@ -84,8 +83,14 @@ STATES: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+def unpickled(data: bytes) -> Any:
+    """What a program makes, whether it can be or not."""
+    _C.MetadataProgram(data, ROLES)
+    return _AllowListUnpickler(io.BytesIO(data)).load()
+
+
 def accepts(data: bytes, metadata: Metadata) -> None:
-    assert _C.check_metadata_pickle(data, ROLES) <= len(data)
+    assert _C.MetadataProgram(data, ROLES).end <= len(data)
     assert decode_metadata(data, "here") == metadata
 
 
@@ -121,7 +126,7 @@ def test_plans_that_are_kept_beside_the_metadata_are_read(protocol: int) -> None
     plans, metadata = planner.create_global_plan([planner.create_local_plan()])
     metadata.all_local_plans = [*plans, *plans]  # type: ignore[attr-defined]
     metadata.storage_data = [_StoragePrefix("__0_")]
-    again = _unpickled(pickle.dumps(metadata, protocol), False)
+    again = unpickled(pickle.dumps(metadata, protocol))
     assert again == metadata
     assert again.all_local_plans == metadata.all_local_plans  # type: ignore[attr-defined]
 
@@ -134,7 +139,7 @@ def test_metadata_of_older_sharded_tensors_is_read(protocol: int) -> None:
         tensor_properties=OldTensorProperties(dtype=torch.float16),
     )
     metadata = Metadata({"a": old})  # type: ignore[dict-item]
-    assert _unpickled(pickle.dumps(metadata, protocol), False) == metadata
+    assert unpickled(pickle.dumps(metadata, protocol)) == metadata
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -188,7 +193,7 @@ def test_every_name_has_the_role_that_its_object_asks_for() -> None:
 
 def test_the_engine_is_tested_and_fuzzed_with_the_same_names_and_roles() -> None:
     printed = Path(__file__).parents[2] / "cpp" / "stock_metadata.cpp"
-    pairs = re.findall(r'\{"(\S+ \S+)",\s*format::GlobalRole::(\w+)\}', printed.read_text())
+    pairs = re.findall(r'\{"(\S+ \S+)",\s*index::GlobalRole::(\w+)\}', printed.read_text())
     # Each torch has dtypes of its own.
     dtypes = {name for name, role in ROLES.items() if role == "value"}
     again = "run tests/cpp/stock_metadata.py again"
@@ -198,7 +203,7 @@ def test_the_engine_is_tested_and_fuzzed_with_the_same_names_and_roles() -> None
 
 def test_a_role_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match="torch Size: 'guest' is not a role"):
-        _C.check_metadata_pickle(b"N.", {"torch Size": "guest"})
+        _C.MetadataProgram(b"N.", {"torch Size": "guest"})
 
 
 # --- programs that mean harm ---------------------------------------------------------------------
@@ -278,7 +283,7 @@ def test_metadata_of_a_python_that_looks_members_up_by_getattr_is_read(
 ) -> None:
     data = with_looked_up_members(metadata(), 4)
     assert b"getattr" in data
-    read = _unpickled(data, False)
+    read = unpickled(data)
     assert read.state_dict_metadata == metadata().state_dict_metadata
 
 
@@ -286,7 +291,7 @@ def test_metadata_of_a_python_that_looks_members_up_by_getattr_is_read(
 def test_an_attribute_of_an_enum_that_is_not_a_member_is_unsafe(name: str) -> None:
     program = GETATTR + ENUM + b"X" + struct.pack("<I", len(name)) + name.encode() + b"\x86R."
     with pytest.raises(Unsafe, match=f"looks up '{name}'"):
-        decode_metadata(PROTO + program, "here")
+        unpickled(PROTO + program)
 
 
 def test_ours_names_no_member_by_getattr(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,7 +322,7 @@ def test_a_damaged_program_that_passes_leaves_the_process_as_it_was(protocol: in
     seed = 7
     rng = random.Random(seed)
     pickles = [pickle.dumps(rich(), protocol), pickle.dumps(small(), protocol)]
-    _unpickled(pickles[0], False)  # fills what torch fills when it is first asked
+    unpickled(pickles[0])  # fills what torch fills when it is first asked
     before = shared_by_the_process()
     passed = 0
     for number in range(3000):
@@ -327,7 +332,7 @@ def test_a_damaged_program_that_passes_leaves_the_process_as_it_was(protocol: in
             # The bytes of a program are opcodes and small numbers, mostly.
             data[place] = rng.choice(pickles[0]) if rng.random() < 0.5 else rng.randrange(256)
         try:
-            _C.check_metadata_pickle(bytes(data), ROLES)
+            _C.MetadataProgram(bytes(data), ROLES)
         except (Corrupt, Unsafe):
             continue
         passed += 1

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.metadata import (
 import torch_ckpt
 from tests.support import assert_equal, emptied, load, save, stock_save
 from torch_ckpt import Corrupt
-from torch_ckpt.checkpoint.metadata import read_metadata
-from torch_ckpt.checkpoint.validation import check_metadata, lies_beneath
+from torch_ckpt.checkpoint.files import lies_beneath
+from torch_ckpt.checkpoint.metadata import index_of, read_metadata
 
 STATE: dict[str, Any] = {
     "weight": torch.arange(12.0).reshape(3, 4),
@@ -37,7 +37,7 @@ STATE: dict[str, Any] = {
 @pytest.mark.parametrize("saver", [save, stock_save])
 def test_metadata_of_a_save_passes(tmp_path: Path, saver: Any) -> None:
     saver(STATE, tmp_path)
-    check_metadata(read_metadata(tmp_path), "here")
+    index_of(read_metadata(tmp_path), "here")
     loaded = emptied(STATE)
     load(loaded, tmp_path)
     assert_equal(loaded["weight"], STATE["weight"])
@@ -55,29 +55,29 @@ def test_attributes_that_nobody_uses_are_left_alone(metadata: Metadata) -> None:
     metadata.version = "9.0"
     for info in metadata.storage_data.values():
         info.checksum = "unknown"
-    check_metadata(metadata, "here")
+    index_of(metadata, "here")
 
 
 def test_places_of_names_that_are_not_described_are_left_alone(metadata: Metadata) -> None:
     metadata.storage_data[MetadataIndex("other")] = _StorageInfo("other.distcp", 0, 10)
-    check_metadata(metadata, "here")
+    index_of(metadata, "here")
 
 
 def test_a_description_without_a_place_passes(metadata: Metadata) -> None:
     # What a save left out is refused where it is wanted, by name; the rest can be loaded.
     metadata.state_dict_metadata["lost"] = BytesStorageMetadata()
-    check_metadata(metadata, "here")
+    index_of(metadata, "here")
 
 
 def test_properties_of_older_torch_pass(metadata: Metadata) -> None:
     stored = metadata.state_dict_metadata["weight"]
     stored.properties = OldProperties(dtype=torch.float32)
-    check_metadata(metadata, "here")
+    index_of(metadata, "here")
 
 
 def test_no_storage_data_passes(metadata: Metadata) -> None:
     metadata.storage_data = None
-    check_metadata(metadata, "here")
+    index_of(metadata, "here")
 
 
 def test_empty_shards_may_be_many(metadata: Metadata) -> None:
@@ -85,19 +85,19 @@ def test_empty_shards_may_be_many(metadata: Metadata) -> None:
     stored = metadata.state_dict_metadata["weight"]
     nothing = ChunkStorageMetadata(torch.Size([3, 0]), torch.Size([0, 4]))
     stored.chunks = [*stored.chunks, nothing, nothing]
-    check_metadata(metadata, "here")
+    index_of(metadata, "here")
 
 
 @pytest.mark.parametrize("kept", [{"weight": ["of", "its", "own"]}, [], 3, "a"], ids=str)
 def test_a_planner_may_keep_what_it_likes(metadata: Metadata, kept: Any) -> None:
     metadata.planner_data = kept
-    check_metadata(metadata, "here")
+    index_of(metadata, "here")
 
 
 def test_errors_name_the_entry_and_the_file(metadata: Metadata) -> None:
     metadata.state_dict_metadata["weight"] = 3  # type: ignore[assignment]
     with pytest.raises(Corrupt, match=r"^weight: .* a int \(here\)$"):
-        check_metadata(metadata, "here")
+        index_of(metadata, "here")
 
 
 WRONG: dict[str, Any] = {
@@ -111,7 +111,7 @@ WRONG: dict[str, Any] = {
 def test_a_field_of_another_type_is_refused(metadata: Metadata, field: str, value: Any) -> None:
     setattr(metadata, field, value)
     with pytest.raises(Corrupt):
-        check_metadata(metadata, "here")
+        index_of(metadata, "here")
 
 
 @pytest.mark.parametrize("part", ["properties", "size", "chunks"])
@@ -120,7 +120,7 @@ def test_a_description_that_lacks_a_part_is_refused(metadata: Metadata, part: st
     delattr(stored, part)
     metadata.state_dict_metadata["weight"] = stored
     with pytest.raises(Corrupt, match=r"^weight: "):
-        check_metadata(metadata, "here")
+        index_of(metadata, "here")
 
 
 @pytest.mark.parametrize("part", ["offsets", "sizes"])
@@ -131,7 +131,7 @@ def test_a_shard_that_lacks_a_part_is_refused(metadata: Metadata, part: str) -> 
     stored = dataclasses.replace(stored, chunks=[chunk])
     metadata.state_dict_metadata["weight"] = stored
     with pytest.raises(Corrupt, match=r"^weight: "):
-        check_metadata(metadata, "here")
+        index_of(metadata, "here")
 
 
 def test_a_trusted_writers_metadata_is_checked_as_well(tmp_path: Path) -> None:
@@ -162,20 +162,20 @@ def test_two_tensors_may_not_share_their_list_of_shards(metadata: Metadata) -> N
     for name in ("nested.list.0", "nested.list.1"):
         metadata.state_dict_metadata[name].size = size
         metadata.state_dict_metadata[name].chunks = list(shards)
-    check_metadata(metadata, "here")
+    index_of(metadata, "here")
     for name in ("nested.list.0", "nested.list.1"):
         metadata.state_dict_metadata[name].chunks = shards
     with pytest.raises(Corrupt, match=r"nested.list.1: .* the shards of another tensor \(here\)"):
-        check_metadata(metadata, "here")
+        index_of(metadata, "here")
 
 
 def test_the_transforms_of_a_record_are_few(metadata: Metadata) -> None:
     info = next(iter(metadata.storage_data.values()))
     info.transform_descriptors = ["zlib"] * 64
-    check_metadata(metadata, "here")
+    index_of(metadata, "here")
     info.transform_descriptors = ["zlib"] * 65
     with pytest.raises(Corrupt, match="65 transforms, more than 64"):
-        check_metadata(metadata, "here")
+        index_of(metadata, "here")
 
 
 def test_the_reason_reaches_who_loads_with_dcp(tmp_path: Path) -> None:

@@ -267,14 +267,14 @@ def test_max_io_threads_bounds_the_files_that_are_written(tmp_path: Path) -> Non
 def test_max_io_threads_reaches_the_reader(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     save_checkpoint(directory, 1, state_of(1))
     counts: list[int] = []
-    read = FileSystemReader.read_metadata
+    read = FileSystemReader.read_index
 
     def recorded(self: FileSystemReader, *args: Any, **kwargs: Any) -> Any:
         counts.append(self.thread_count)
         return read(self, *args, **kwargs)
 
     # The reader is made within the call, and what it was given shows nowhere else.
-    monkeypatch.setattr(FileSystemReader, "read_metadata", recorded)
+    monkeypatch.setattr(FileSystemReader, "read_index", recorded)
     load_checkpoint_if_it_exists(directory, blank(), max_io_threads=3)
     assert counts == [3]
 

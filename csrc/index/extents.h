@@ -1,0 +1,29 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace torch_ckpt::index {
+
+/// Sizes and offsets, in elements: each list of numbers once, by an id. Equal ids are equal lists.
+class ExtentsTable {
+ public:
+  /// The id of these numbers; the same for equal ones.
+  std::uint32_t intern(std::span<const std::int64_t> numbers);
+
+  std::span<const std::int64_t> at(std::uint32_t id) const {
+    return std::span(numbers_).subspan(begins_[id], begins_[id + 1] - begins_[id]);
+  }
+  std::size_t size() const { return begins_.size() - 1; }
+
+ private:
+  void grow();
+
+  std::vector<std::int64_t> numbers_;
+  std::vector<std::uint64_t> begins_{0};
+  std::vector<std::uint32_t> slots_;  // id + 1; 0 is free
+};
+
+}  // namespace torch_ckpt::index

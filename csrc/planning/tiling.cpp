@@ -1,0 +1,50 @@
+#include "planning/tiling.h"
+
+#include <algorithm>
+#include <cstddef>
+
+#include "seeded_hash.h"
+
+namespace torch_ckpt::planning {
+namespace {
+
+// A box has two to this many corners; nobody cuts tensors in as many dimensions.
+constexpr std::size_t kMostCut = 6;
+
+/// The corners of a box in some dimensions, with their signs, as one number.
+std::uint64_t sum_of_corners(std::span<const std::size_t> dims,
+                             std::span<const std::int64_t> begins,
+                             std::span<const std::int64_t> lengths) {
+  std::uint64_t sum = 0;
+  std::int64_t corner[kMostCut];
+  for (std::size_t ends = 0; ends < std::size_t{1} << dims.size(); ++ends) {
+    bool is_negative = false;
+    for (std::size_t i = 0; i < dims.size(); ++i) {
+      const bool is_end = ((ends >> i) & 1) != 0;
+      corner[i] = begins[dims[i]] + (is_end ? lengths[dims[i]] : 0);
+      is_negative = is_negative != is_end;
+    }
+    const std::uint64_t hash = SeededHash()(std::span<const std::int64_t>(corner, dims.size()));
+    sum += is_negative ? -hash : hash;
+  }
+  return sum;
+}
+
+}  // namespace
+
+bool tile(std::span<const std::int64_t> whole, std::span<const Box> boxes) {
+  std::vector<std::size_t> cut;
+  for (std::size_t d = 0; d < whole.size(); ++d) {
+    const bool is_cut =
+        std::ranges::any_of(boxes, [&](const Box& box) { return box.lengths[d] != whole[d]; });
+    if (is_cut) cut.push_back(d);
+  }
+  if (cut.size() > kMostCut) return false;
+  if (cut.empty()) return boxes.size() == 1;
+  const std::vector<std::int64_t> zeros(whole.size());
+  std::uint64_t sum = 0;
+  for (const Box& box : boxes) sum += sum_of_corners(cut, box.offsets, box.lengths);
+  return sum == sum_of_corners(cut, zeros, whole);
+}
+
+}  // namespace torch_ckpt::planning

@@ -1,0 +1,318 @@
+#include "torch/flat_state.h"
+
+#include <Python.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <array>
+#include <utility>
+
+namespace torch_ckpt::tensors {
+namespace {
+
+// Held by Python for as long as the process lives, as names in code are.
+PyObject* interned(const char* name) {
+  PyObject* text = PyUnicode_InternFromString(name);
+  if (text == nullptr) throw python_error();
+  return text;
+}
+
+PythonRef checked(PyObject* object) {
+  if (object == nullptr) throw python_error();
+  return PythonRef(object);
+}
+
+PythonRef imported(const char* module, const char* name) {
+  const PythonRef loaded = checked(PyImport_ImportModule(module));
+  return checked(PyObject_GetAttrString(loaded.get(), name));
+}
+
+/// Raises RecursionError where a state dict holds itself.
+class Recursion {
+ public:
+  Recursion() {
+    if (Py_EnterRecursiveCall(" in a state dict") != 0) throw python_error();
+  }
+  ~Recursion() { Py_LeaveRecursiveCall(); }
+  Recursion(const Recursion&) = delete;
+  Recursion& operator=(const Recursion&) = delete;
+};
+
+/// As UTF-8, in which surrogates pass as they do in pickles.
+template <class Use>
+void with_utf8(PyObject* text, Use use) {
+  Py_ssize_t size = 0;
+  if (const char* bytes = PyUnicode_AsUTF8AndSize(text, &size)) {
+    use(std::string_view(bytes, static_cast<std::size_t>(size)));
+    return;
+  }
+  PyErr_Clear();
+  const PythonRef encoded = checked(PyUnicode_AsEncodedString(text, "utf-8", "surrogatepass"));
+  use(std::string_view(PyBytes_AS_STRING(encoded.get()),
+                       static_cast<std::size_t>(PyBytes_GET_SIZE(encoded.get()))));
+}
+
+/// Whether torch's planner asks the tensor itself what to make of it.
+bool plans_itself(PyObject* tensor) {
+  PyObject** dict = _PyObject_GetDictPtr(tensor);
+  if (dict == nullptr || *dict == nullptr || PyDict_GET_SIZE(*dict) == 0) return false;
+  static const std::array<PyObject*, 3> kNames = {interned("__create_write_items__"),
+                                                  interned("__create_chunk_list__"),
+                                                  interned("global_shape")};
+  for (PyObject* name : kNames) {
+    if (PyDict_GetItemWithError(*dict, name) != nullptr) return true;
+    if (PyErr_Occurred()) throw python_error();
+  }
+  return false;
+}
+
+/// The numbers of a tuple of sizes or offsets; false where it is another thing.
+bool numbers_of(PyObject* tuple, std::vector<std::int64_t>& numbers) {
+  numbers.clear();
+  if (!PyTuple_Check(tuple)) return false;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); ++i) {
+    const std::int64_t number = PyLong_AsLongLong(PyTuple_GET_ITEM(tuple, i));
+    if (number == -1 && PyErr_Occurred()) {
+      PyErr_Clear();
+      return false;
+    }
+    numbers.push_back(number);
+  }
+  return true;
+}
+
+}  // namespace
+
+FlatState::FlatState(PyObject* state_dict, PyObject* chunks_here)
+    : mapping_class_(imported("collections.abc", "Mapping")),
+      dtensor_class_(imported("torch.distributed.tensor", "DTensor")),
+      chunks_here_(PythonRef::to(chunks_here)),
+      placements_(checked(PyDict_New())) {
+  nodes_.emplace_back();
+  boxes_.emplace_back();  // for tensors that are not taken apart
+  const auto count = PyObject_Size(state_dict);
+  if (count < 0) throw python_error();
+  rows_.reserve(static_cast<std::size_t>(count));
+  visit_mapping(state_dict, kRoot);
+  prefix_.clear();
+}
+
+FlatState::Container FlatState::container_of(PyObject* value) {
+  const auto [known, is_new] = containers_.try_emplace(Py_TYPE(value), Container::none);
+  if (!is_new) return known->second;
+  Container found = Container::none;
+  if (THPVariable_Check(value)) {
+    found = Container::tensor;
+  } else if (PyDict_Check(value)) {
+    found = Container::mapping;
+  } else if (PyList_Check(value)) {
+    found = Container::list;
+  } else {
+    const int is_mapping = PyObject_IsInstance(value, mapping_class_.get());
+    if (is_mapping < 0) throw python_error();
+    if (is_mapping != 0) found = Container::mapping;
+  }
+  // The class stays while one of its instances is in the state dict.
+  return known->second = found;
+}
+
+bool FlatState::is_terminal(PyObject* list) {
+  const Recursion recursion;
+  bool found = true;
+  for (Py_ssize_t i = 0; found && i < PyList_GET_SIZE(list); ++i) {
+    PyObject* entry = PyList_GET_ITEM(list, i);
+    switch (container_of(entry)) {
+      case Container::tensor:
+      case Container::mapping:
+        found = false;
+        break;
+      case Container::list:
+        found = is_terminal(entry);
+        break;
+      case Container::none:
+        break;
+    }
+  }
+  return found;
+}
+
+std::uint32_t FlatState::add_node(std::uint32_t parent, PythonRef key) {
+  nodes_.push_back({parent, std::move(key)});
+  return static_cast<std::uint32_t>(nodes_.size() - 1);
+}
+
+void FlatState::visit_mapping(PyObject* mapping, std::uint32_t node) {
+  const PythonRef items = checked(PyMapping_Items(mapping));
+  const std::size_t before = prefix_.size();
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(items.get()); ++i) {
+    PyObject* item = PyList_GET_ITEM(items.get(), i);
+    if (!PyTuple_Check(item) || PyTuple_GET_SIZE(item) != 2) {
+      PyErr_SetString(PyExc_TypeError, "the items of a mapping are pairs of key and value");
+      throw python_error();
+    }
+    PythonRef key = checked(PyObject_Str(PyTuple_GET_ITEM(item, 0)));
+    // A name may begin with the empty key, whose dot torch writes.
+    if (node != kRoot) prefix_ += '.';
+    with_utf8(key.get(), [&](std::string_view bytes) { prefix_ += bytes; });
+    if (node == kRoot) key_ = keys_.add(prefix_).first;
+    visit(PyTuple_GET_ITEM(item, 1), add_node(node, std::move(key)));
+    prefix_.resize(before);
+  }
+}
+
+void FlatState::visit(PyObject* value, std::uint32_t node) {
+  const Container container = container_of(value);
+  if (container == Container::mapping || (container == Container::list && !is_terminal(value))) {
+    const Recursion recursion;
+    if (container == Container::mapping) {
+      visit_mapping(value, node);
+    } else {
+      const std::size_t before = prefix_.size();
+      for (Py_ssize_t i = 0; i < PyList_GET_SIZE(value); ++i) {
+        prefix_ += '.';
+        prefix_ += std::to_string(i);
+        const PythonRef entry = PythonRef::to(PyList_GET_ITEM(value, i));
+        visit(entry.get(), add_node(node, checked(PyLong_FromSsize_t(i))));
+        prefix_.resize(before);
+      }
+    }
+    return;
+  }
+  add_row(prefix_, value, node);
+}
+
+void FlatState::add_row(std::string_view name, PyObject* value, std::uint32_t node) {
+  const auto [number, is_new] = names_.add(name);
+  if (is_new) rows_.emplace_back();
+  Row& row = rows_[number];
+  if (!is_new && !row.is_removed) {
+    const std::string text = "duplicated flatten key " + std::string(name);
+    PyErr_SetString(PyExc_ValueError, text.c_str());
+    throw python_error();
+  }
+  row.is_removed = false;
+  row.node = node;
+  row.key = key_;
+  row.value = PythonRef::to(value);
+  fill(row);
+}
+
+void FlatState::fill(Row& row) {
+  PyObject* value = row.value.get();
+  row.kind = Kind::other;
+  row.local = at::Tensor();
+  if (THPVariable_CheckTypeExact(Py_TYPE(value))) {
+    if (plans_itself(value)) return;
+    row.kind = Kind::plain;
+    row.local = THPVariable_Unpack(value);
+    row.size = extents_.intern({row.local.sizes().data(), row.local.sizes().size()});
+    return;
+  }
+  if (reinterpret_cast<PyObject*>(Py_TYPE(value)) == dtensor_class_.get() && fill_dtensor(row)) {
+    row.kind = Kind::dtensor;
+  }
+}
+
+bool FlatState::fill_dtensor(Row& row) {
+  static PyObject* const kLocal = interned("_local_tensor");
+  PyObject* value = row.value.get();
+  const PythonRef local = checked(PyObject_GetAttr(value, kLocal));
+  if (!THPVariable_CheckTypeExact(Py_TYPE(local.get())) || plans_itself(local.get())) return false;
+  const at::Tensor& whole = THPVariable_Unpack(value);
+  row.size = extents_.intern({whole.sizes().data(), whole.sizes().size()});
+  row.box = box_of(value, row.size);
+  if (row.box == 0) return false;
+  row.local = THPVariable_Unpack(local.get());
+  const Box& box = boxes_[row.box];
+  if (!box.is_here) return true;
+  const auto sizes = extents_.at(box.sizes);
+  return row.local.sizes().equals(at::IntArrayRef(sizes.data(), sizes.size()));
+}
+
+std::uint32_t FlatState::box_of(PyObject* value, std::uint32_t size) {
+  static PyObject* const kSpec = interned("_spec");
+  static PyObject* const kMesh = interned("mesh");
+  static PyObject* const kPlacements = interned("placements");
+  const PythonRef spec = checked(PyObject_GetAttr(value, kSpec));
+  PythonRef mesh = checked(PyObject_GetAttr(spec.get(), kMesh));
+  const PythonRef placements = checked(PyObject_GetAttr(spec.get(), kPlacements));
+  PyObject* number = PyDict_GetItemWithError(placements_.get(), placements.get());
+  if (number == nullptr) {
+    if (PyErr_Occurred()) throw python_error();
+    const PythonRef next = checked(PyLong_FromSsize_t(PyDict_GET_SIZE(placements_.get())));
+    if (PyDict_SetItem(placements_.get(), placements.get(), next.get()) != 0) throw python_error();
+    number = PyDict_GetItemWithError(placements_.get(), placements.get());
+  }
+  const auto key = std::tuple(mesh.get(), static_cast<std::size_t>(PyLong_AsSize_t(number)), size);
+  if (const auto found = box_numbers_.find(key); found != box_numbers_.end()) return found->second;
+  const PythonRef chunks =
+      checked(PyObject_CallFunctionObjArgs(chunks_here_.get(), value, nullptr));
+  std::uint32_t box_number = 0;
+  if (PyList_Check(chunks.get()) && PyList_GET_SIZE(chunks.get()) <= 1) {
+    Box box;
+    box.is_here = PyList_GET_SIZE(chunks.get()) == 1;
+    bool is_box = true;
+    if (box.is_here) {
+      PyObject* chunk = PyList_GET_ITEM(chunks.get(), 0);
+      const PythonRef offsets = checked(PyObject_GetAttrString(chunk, "offsets"));
+      const PythonRef sizes = checked(PyObject_GetAttrString(chunk, "sizes"));
+      std::vector<std::int64_t> numbers;
+      is_box = numbers_of(offsets.get(), numbers);
+      box.offsets = extents_.intern(numbers);
+      is_box = is_box && numbers_of(sizes.get(), numbers);
+      box.sizes = extents_.intern(numbers);
+      is_box = is_box && extents_.at(box.offsets).size() == extents_.at(size).size() &&
+               extents_.at(box.sizes).size() == extents_.at(size).size();
+    }
+    if (is_box) {
+      box_number = static_cast<std::uint32_t>(boxes_.size());
+      boxes_.push_back(box);
+    }
+  }
+  box_numbers_.emplace(key, box_number);
+  meshes_.push_back(std::move(mesh));
+  return box_number;
+}
+
+PythonRef FlatState::path(const Row& row) const {
+  std::vector<std::uint32_t> nodes;
+  for (std::uint32_t node = row.node; node != kRoot; node = nodes_[node].parent) {
+    nodes.push_back(node);
+  }
+  PythonRef path = checked(PyTuple_New(static_cast<Py_ssize_t>(nodes.size())));
+  for (std::size_t i = 0; i < nodes.size(); ++i) {
+    PyObject* key = nodes_[nodes[nodes.size() - 1 - i]].key.get();
+    Py_INCREF(key);
+    PyTuple_SET_ITEM(path.get(), static_cast<Py_ssize_t>(i), key);
+  }
+  return path;
+}
+
+void FlatState::add(std::string_view name, PyObject* path, PyObject* value) {
+  if (!PyTuple_Check(path) || PyTuple_GET_SIZE(path) == 0) {
+    PyErr_SetString(PyExc_TypeError, "a path is a tuple of keys and numbers");
+    throw python_error();
+  }
+  std::uint32_t node = kRoot;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(path); ++i) {
+    node = add_node(node, PythonRef::to(PyTuple_GET_ITEM(path, i)));
+  }
+  const PythonRef key = checked(PyObject_Str(PyTuple_GET_ITEM(path, 0)));
+  with_utf8(key.get(), [&](std::string_view bytes) { key_ = keys_.add(bytes).first; });
+  add_row(name, value, node);
+}
+
+void FlatState::remove(std::size_t number) {
+  Row& row = rows_[number];
+  row.value = PythonRef();
+  row.local = at::Tensor();
+  row.kind = Kind::other;
+  row.is_removed = true;
+}
+
+void FlatState::replace(std::size_t number, PyObject* value) {
+  rows_[number].value = PythonRef::to(value);
+  fill(rows_[number]);
+}
+
+}  // namespace torch_ckpt::tensors

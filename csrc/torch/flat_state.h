@@ -1,0 +1,120 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <unordered_map>
+#include <vector>
+
+#include "index/extents.h"
+#include "index/name_table.h"
+#include "torch/python_ref.h"
+
+namespace torch_ckpt::tensors {
+
+// A state dict as rows, one for each value, with the names that torch's planners give them
+// (torch.distributed.checkpoint._nested_dict.flatten_state_dict):
+//
+//   1. Keys of dicts, as text, and numbers in lists are joined by dots.
+//   2. A list is looked into where it holds a tensor or a dict, or a list that does. Other lists,
+//      and tuples, are values.
+//
+// Plain tensors and DTensors are taken apart here. What a rank has of a DTensor depends on its
+// mesh, its placements and its size, so torch is asked once for each such three.
+//
+// All of it with the GIL.
+class FlatState {
+ public:
+  enum class Kind : std::uint8_t { plain, dtensor, other };
+
+  /// What this rank has of a tensor.
+  struct Box {
+    bool is_here = true;  // false where the rank is not in the mesh
+    std::uint32_t offsets = 0;
+    std::uint32_t sizes = 0;  // both in extents()
+  };
+  struct Row {
+    PythonRef value;
+    Kind kind = Kind::other;
+    bool is_removed = false;
+    std::uint32_t node = 0;
+    std::uint32_t key = 0;   // the number of the value at the top that it belongs to
+    std::uint32_t size = 0;  // of the whole tensor, in extents()
+    std::uint32_t box = 0;
+    at::Tensor local;  // undefined for others
+  };
+
+  /// `chunks_here(dtensor)` gives torch's list of the chunks that this rank has. Raises ValueError
+  /// where two values have the same name, and what keys and `chunks_here` raise.
+  FlatState(PyObject* state_dict, PyObject* chunks_here);
+  ~FlatState() = default;
+  FlatState(const FlatState&) = delete;
+  FlatState& operator=(const FlatState&) = delete;
+
+  std::size_t size() const { return rows_.size(); }
+  const Row& row(std::size_t number) const { return rows_[number]; }
+  std::string_view name(std::size_t number) const { return names_.at(number); }
+  const Box& box(const Row& row) const { return boxes_[row.box]; }
+  const index::ExtentsTable& extents() const { return extents_; }
+  bool has(std::string_view name) const {
+    const auto number = names_.find(name);
+    return number && !rows_[*number].is_removed;
+  }
+  /// The names of the values at the top.
+  const index::NameTable& keys() const { return keys_; }
+  /// Whether it is the value at the top itself, and not a part of it.
+  bool is_key(const Row& row) const { return nodes_[row.node].parent == kRoot; }
+
+  /// The keys and numbers that lead to a value; a new tuple.
+  PythonRef path(const Row& row) const;
+
+  /// Takes a value away; its row stays, without it.
+  void remove(std::size_t number);
+  /// Adds a value that is not in the state dict, at a path of its own.
+  void add(std::string_view name, PyObject* path, PyObject* value);
+  /// Puts another value in the place of one.
+  void replace(std::size_t number, PyObject* value);
+
+ private:
+  static constexpr std::uint32_t kRoot = 0;
+  struct Node {
+    std::uint32_t parent = kRoot;
+    PythonRef key;  // a str or an int
+  };
+  enum class Container : std::uint8_t { tensor, mapping, list, none };
+
+  Container container_of(PyObject* value);
+  bool is_terminal(PyObject* list);
+  void visit(PyObject* value, std::uint32_t node);
+  void visit_mapping(PyObject* mapping, std::uint32_t node);
+  void add_row(std::string_view name, PyObject* value, std::uint32_t node);
+  void fill(Row& row);
+  bool fill_dtensor(Row& row);
+  std::uint32_t add_node(std::uint32_t parent, PythonRef key);
+  /// The number of the box; 0 where torch has no box of it.
+  std::uint32_t box_of(PyObject* value, std::uint32_t size);
+
+  PythonRef mapping_class_;
+  PythonRef dtensor_class_;
+  PythonRef chunks_here_;
+  PythonRef placements_;  // a dict: equal placements to one number
+  std::unordered_map<PyTypeObject*, Container> containers_;
+  std::map<std::tuple<PyObject*, std::size_t, std::uint32_t>, std::uint32_t> box_numbers_;
+  std::vector<PythonRef> meshes_;  // kept, since boxes are known by their address
+
+  index::NameTable names_;
+  index::ExtentsTable extents_;
+  std::vector<Row> rows_;
+  std::vector<Node> nodes_;
+  std::vector<Box> boxes_;
+  index::NameTable keys_;
+  std::uint32_t key_ = 0;  // of the rows that are being added
+  std::string prefix_;
+};
+
+}  // namespace torch_ckpt::tensors

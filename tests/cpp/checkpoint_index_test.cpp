@@ -1,0 +1,65 @@
+#include "index/checkpoint_index.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "index/name_table.h"
+#include "stock_metadata.h"
+#include "support.h"
+
+namespace torch_ckpt::index {
+namespace {
+
+using test::bytes_of;
+using test::ok;
+
+TEST(CheckpointIndex, OfWhatIsNotACheckpointsMetadataIsRefused) {
+  const auto values = walk_metadata_pickle(bytes_of("\x80\x04]."), test::stock_globals());
+  ASSERT_TRUE(ok(values));
+  EXPECT_TRUE(test::fails(CheckpointIndex::of(*values), Errc::metadata_inconsistent));
+}
+
+TEST(NameTable, GivesEachNameOneNumber) {
+  NameTable table;
+  for (int round = 0; round < 2; ++round) {
+    for (std::uint32_t i = 0; i < 5000; ++i) {
+      const auto [number, is_new] = table.add("name." + std::to_string(i));
+      ASSERT_EQ(number, i);
+      ASSERT_EQ(is_new, round == 0);
+    }
+  }
+  EXPECT_EQ(table.size(), 5000u);
+  EXPECT_EQ(table.at(4321), "name.4321");
+  EXPECT_EQ(table.find("name.4321"), 4321u);
+  EXPECT_EQ(table.find("name.5000"), std::nullopt);
+  EXPECT_EQ(NameTable().find("name"), std::nullopt);
+}
+
+TEST(NameTable, TellsNamesApartThatBeginAlike) {
+  NameTable table;
+  std::string name;
+  for (std::uint32_t i = 0; i < 100; ++i, name += '\0') {
+    ASSERT_EQ(table.add(name).first, i);
+  }
+}
+
+TEST(ExtentsTable, GivesEqualExtentsOneId) {
+  ExtentsTable table;
+  std::vector<std::vector<std::int64_t>> added;
+  for (std::int64_t i = 0; i < 300; ++i) {
+    added.push_back(std::vector<std::int64_t>(static_cast<std::size_t>(i % 5), i));
+  }
+  std::vector<std::uint32_t> ids;
+  for (const auto& extents : added) ids.push_back(table.intern(extents));
+  for (std::size_t i = 0; i < added.size(); ++i) {
+    EXPECT_EQ(table.intern(added[i]), ids[i]);
+    EXPECT_TRUE(std::ranges::equal(table.at(ids[i]), added[i]));
+  }
+  // All empty ones are one.
+  EXPECT_EQ(table.size(), 241u);
+}
+
+}  // namespace
+}  // namespace torch_ckpt::index

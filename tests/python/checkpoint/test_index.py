@@ -1,0 +1,116 @@
+"""The index of a checkpoint says what its metadata says."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from tests.support import DTYPES, save, stock_save, zeros
+from torch_ckpt import _C, Corrupt
+from torch_ckpt.checkpoint.metadata import (
+    checksum_tables,
+    decode_index,
+    encode_metadata,
+    index_of,
+    read_metadata,
+)
+
+STATE: dict[str, Any] = {
+    **{str(dtype): zeros((2, 3), dtype) for dtype in DTYPES},
+    "scalar": torch.tensor(3),
+    "empty": torch.empty(0, 5),
+    "nested": {"list": [torch.ones(2), {"deep": torch.ones(1)}], "text": "a"},
+    "step": 3,
+}
+
+
+def assert_says_the_same(index: _C.CheckpointIndex, metadata: Metadata) -> None:
+    assert index.names() == list(metadata.state_dict_metadata)
+    assert index.tables() == checksum_tables(metadata)
+    for name, stored in metadata.state_dict_metadata.items():
+        assert name in index
+        if isinstance(stored, TensorStorageMetadata):
+            dtype = str(stored.properties.dtype).removeprefix("torch.")
+            assert index.tensor(name) == (dtype, tuple(stored.size))
+            assert index.place(name) is None
+        else:
+            assert index.tensor(name) is None
+            info = metadata.storage_data.get(MetadataIndex(name))
+            place = info and (info.relative_path, info.offset, info.length, False)
+            assert index.place(name) == place
+    assert set(index.files()) == {i.relative_path for i in metadata.storage_data.values()}
+
+
+@pytest.mark.parametrize("saver", [save, stock_save])
+def test_it_is_that_of_a_save(tmp_path: Path, saver: Any) -> None:
+    saver(STATE, tmp_path)
+    data = (tmp_path / ".metadata").read_bytes()
+    assert_says_the_same(decode_index(data, "here"), read_metadata(tmp_path))
+
+
+def random_metadata(choice: random.Random) -> Metadata:
+    """Of tensors in rows, and objects, over several files."""
+    stored: dict[str, Any] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    for number in range(choice.randint(0, 30)):
+        name = choice.choice(["é.", "a", "layers.", ""]) + str(number)
+        file, begin = f"__{choice.randint(0, 3)}_0.distcp", number * 10**6
+        if choice.random() < 0.3:
+            stored[name] = BytesStorageMetadata()
+            if choice.random() < 0.9:
+                places[MetadataIndex(name)] = _StorageInfo(file, begin, choice.randint(0, 500))
+            continue
+        rows, columns = choice.randint(0, 40), choice.randint(1, 9)
+        cuts = sorted({0, rows, *(choice.randint(0, rows) for _ in range(choice.randint(0, 9)))})
+        chunks = [
+            ChunkStorageMetadata(torch.Size([a, 0]), torch.Size([b - a, columns]))
+            for a, b in pairwise(cuts)
+        ]
+        properties = TensorProperties(dtype=choice.choice([torch.float32, torch.int8]))
+        stored[name] = TensorStorageMetadata(properties, torch.Size([rows, columns]), chunks)
+        for place, chunk in enumerate(chunks):
+            where = _StorageInfo(file, begin + place * 1000, 900)
+            places[MetadataIndex(name, chunk.offsets, place)] = where
+    order = list(places)
+    choice.shuffle(order)
+    return Metadata(stored, {}, {index: places[index] for index in order})
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_it_is_that_of_any_metadata(seed: int) -> None:
+    metadata = random_metadata(random.Random(seed))
+    index = decode_index(encode_metadata(metadata), "here")
+    assert_says_the_same(index, metadata)
+    assert_says_the_same(index_of(metadata, "here"), metadata)
+
+
+def test_another_name_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
+    save({"a": torch.ones(2), "b": torch.ones(3)}, tmp_path)
+    index = decode_index((tmp_path / ".metadata").read_bytes(), "here")
+    index.rename(["c", "a"])
+    assert index.names() == ["c", "a"]
+    assert index.tensor("a") == ("float32", (3,))
+    assert "b" not in index
+
+
+def test_what_a_trusted_writer_has_put_in_is_refused_where_it_cannot_be() -> None:
+    class Other:
+        pass
+
+    metadata = Metadata({"a": Other()})  # type: ignore[dict-item]
+    with pytest.raises(Corrupt, match=r"not metadata.*\(here\)"):
+        index_of(metadata, "here")
