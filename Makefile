@@ -95,9 +95,11 @@ fuzz: build ## fuzz what reads bytes from outside; SECONDS=60 for each of two fu
 # Two files at a time, and then by themselves the tests that measure or need the machine for
 # themselves. pytest ends with 5 where ARGS leaves nothing for one of the two.
 PYTEST := $(BIN)/python -m pytest --durations=20
+# In a mixed order, so that files that wait for ranks run beside files that compute.
+MIXED := -n 2 --dist loadfile --random-order --random-order-seed=14
 py-test: build ## pytest, torchrun tests included
 	@beside=0; alone=0; \
-	$(TIMED) "pytest, two files at a time" $(PYTEST) -m "not alone" -n 2 --dist loadfile $(ARGS) || beside=$$?; \
+	$(TIMED) "pytest, two files at a time" $(PYTEST) -m "not alone" $(MIXED) $(ARGS) || beside=$$?; \
 	$(TIMED) "pytest, one file at a time" $(PYTEST) -m alone $(ARGS) || alone=$$?; \
 	case $$beside$$alone in 00 | 05 | 50) ;; *) exit 1 ;; esac
 
