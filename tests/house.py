@@ -38,8 +38,10 @@ CSRC_FLOORS: tuple[tuple[str, ...], ...] = (
     ("python",),
     ("torch",),
     ("directory", "engine"),
-    ("index", "staging"),
-    ("format", "os", "planning"),
+    ("staging",),
+    ("planning",),
+    ("index",),
+    ("format", "os"),
     ("checked_math", "error", "seeded_hash"),
 )
 
@@ -164,7 +166,7 @@ CSRC = {
     "index": "What a checkpoint holds: its metadata in arrays, decoded and checked.",
     "format": "What the bytes are: records, pickles, checksum tables, CRC-32.",
     "os": "The only folder with system calls, and the fault points for tests.",
-    "planning": "Who goes where: buckets, regions, read units.",
+    "planning": "Who goes where: templates of states, owners, buckets, regions, read units.",
     "checked_math": "The only place that adds or compares offsets from outside.",
     "error": "One code for each defect, and Result<T>.",
     "seeded_hash": "Hashes for tables of what comes from others.",

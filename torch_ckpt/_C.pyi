@@ -1,7 +1,7 @@
 """The compiled extension; see csrc/python. No decisions are made there."""
 
 import os
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 import torch
@@ -200,6 +200,43 @@ def load_tensors(
     events, after which targets there may be written.
     """
 
+def template_of(state: FlatState) -> bytes:
+    """What a plan of a save depends on in a state dict."""
+
+def sources_of(state: FlatState, rows: Sequence[int]) -> tuple[list[str], list[Any], list[int]]:
+    """Names and values of rows, and the places of those that the engine does not write as they are.
+
+    Of DTensors the local tensor.
+    """
+
+class GlobalPlan:
+    """Which rank writes what, of the templates of all ranks.
+
+    Raises ValueError where ranks have different things under one name, or the shards of a tensor do
+    not make it up. ``places`` are file, offset, length and CRC-32 of what each rank has stored, in
+    the order of its rows; more of them is not looked at.
+    """
+
+    def __init__(self, templates: list[bytes]) -> None: ...
+    def owned(self, rank: int) -> list[int]:
+        """The rows of its template that a rank writes."""
+
+    def plans(self, name: str) -> bool: ...
+    def plain_names(self, rank: int) -> list[str]: ...
+    def paths(self) -> dict[str, tuple[str | int, ...]]: ...
+    def fingerprints(
+        self, places: list[list[tuple[str, int, int, int]]]
+    ) -> dict[str, tuple[bool, Any]]: ...
+    def encode(
+        self,
+        places: list[list[tuple[str, int, int, int]]],
+        tables: dict[str, bytes],
+        rest: CheckpointIndex | None,
+        storage_meta: list[tuple[str, str | None]],
+        version: str,
+    ) -> bytes:
+        """The pickle of the metadata, with the entries of names that torch plans from ``rest``."""
+
 def load_matched(
     match: LoadMatch,
     *,
@@ -358,6 +395,13 @@ class FlatState:
     def path(self, row: int) -> tuple[str | int, ...]: ...
     def others(self) -> list[int]:
         """The rows that are neither plain tensors nor DTensors."""
+
+    def plain(self) -> list[torch.Tensor]: ...
+    def on_meta(self) -> list[int]:
+        """The rows of plain tensors and DTensors without memory."""
+
+    def is_object(self, row: int) -> bool:
+        """Whether it is neither a tensor nor what torch's planner asks for its parts."""
 
     def add(self, name: str, path: tuple[Any, ...], value: Any) -> None: ...
     def remove(self, row: int) -> None: ...

@@ -112,7 +112,6 @@ class IndexBuilder {
       add_entries() && add_places() && check_paths() && check_storage_meta() && add_tables();
     }
     if (error_) return std::move(*error_);
-    index_.elements_ = std::move(products_);
     return std::move(index_);
   }
 
@@ -143,11 +142,6 @@ class IndexBuilder {
 
   // --- texts ---
 
-  Text add_text(std::string_view text) {
-    const Text added{index_.texts_.size(), static_cast<std::uint32_t>(text.size())};
-    index_.texts_ += text;
-    return added;
-  }
   /// Of a key that is no text what there is to show.
   std::string shown(const Value& key) const {
     if (key.kind == Kind::text) return std::string(values_.text(key));
@@ -411,7 +405,7 @@ class IndexBuilder {
         file_numbers_.try_emplace(file, static_cast<std::uint32_t>(index_.files_.size()));
     if (is_new) {
       if (!is_text(file) || !lies_beneath(file)) return fail_outside(name, quoted(file));
-      index_.files_.push_back(add_text(file));
+      index_.files_.push_back(index_.add_text(file));
       if (file.find('/') != std::string_view::npos) {
         const std::string spelled = plain(file);
         const auto same = spellings_.try_emplace(spelled, known->second).first;
@@ -516,7 +510,7 @@ class IndexBuilder {
     }
     if (shard == nullptr) {
       Stray& stray = index_.strays_.emplace_back();
-      stray.name = add_text(name);
+      stray.name = index_.add_text(name);
       stray.offsets = offsets;
       shard = &stray.shard;
     }
@@ -662,7 +656,7 @@ class IndexBuilder {
       }
       const auto number = file_numbers_.find(values_.text(file));
       if (number != file_numbers_.end()) {
-        index_.tables_[number->second] = add_text(values_.text(table));
+        index_.tables_[number->second] = index_.add_text(values_.text(table));
       }
     });
     return !error_;
@@ -695,6 +689,89 @@ class IndexBuilder {
   static constexpr int kKnownBits = 12;
   std::vector<Known> known_ = std::vector<Known>(std::size_t{1} << kKnownBits);
 };
+
+CheckpointIndex::Text CheckpointIndex::add_text(std::string_view text) {
+  const Text added{texts_.size(), static_cast<std::uint32_t>(text.size())};
+  texts_ += text;
+  return added;
+}
+
+std::uint32_t CheckpointIndex::add_dtype(std::string_view dtype) {
+  const auto found = std::ranges::find(dtypes_, dtype);
+  if (found != dtypes_.end()) return static_cast<std::uint32_t>(found - dtypes_.begin());
+  dtypes_.emplace_back(dtype);
+  return static_cast<std::uint32_t>(dtypes_.size() - 1);
+}
+
+std::uint32_t CheckpointIndex::file_number(std::string_view file) {
+  const auto [number, is_new] = file_names_.add(file);
+  if (is_new) {
+    files_.push_back(add_text(file));
+    tables_.emplace_back();
+  }
+  return number;
+}
+
+void CheckpointIndex::add_tensor(std::string_view name, std::string_view dtype, bool requires_grad,
+                                 std::span<const std::int64_t> size) {
+  names_.add(name);
+  entries_.push_back({true, requires_grad, add_dtype(dtype), extents_.intern(size),
+                      static_cast<std::uint32_t>(shards_.size()), 0});
+}
+
+void CheckpointIndex::add_object(std::string_view name) {
+  names_.add(name);
+  entries_.push_back({false, false, kNone, kNone, static_cast<std::uint32_t>(shards_.size()), 0});
+}
+
+std::uint32_t CheckpointIndex::add_shard(std::span<const std::int64_t> offsets,
+                                         std::span<const std::int64_t> sizes) {
+  Shard& shard = shards_.emplace_back();
+  if (entries_.back().is_tensor) {
+    shard.offsets = extents_.intern(offsets);
+    shard.sizes = extents_.intern(sizes);
+  }
+  return entries_.back().shard_count++;
+}
+
+void CheckpointIndex::place(Placed shard, std::string_view file, std::uint64_t offset,
+                            std::uint64_t length) {
+  Shard& placed = shards_[entries_[shard.entry].first_shard + shard.number];
+  placed.file = file_number(file);
+  placed.offset = offset;
+  placed.length = length;
+  placed_.push_back(shard);
+}
+
+void CheckpointIndex::add_from(const CheckpointIndex& other, std::string_view name) {
+  const auto found = other.find(name);
+  if (!found) return;
+  const Entry& entry = other.entries_[*found];
+  if (entry.is_tensor) {
+    add_tensor(name, other.dtypes_[entry.dtype], entry.requires_grad, other.extents(entry.size));
+  } else {
+    add_object(name);
+  }
+  const auto here = static_cast<std::uint32_t>(entries_.size() - 1);
+  for (const Shard& shard : other.shards(entry)) {
+    const bool has_extents = shard.offsets != kNone;
+    const std::uint32_t number =
+        has_extents ? add_shard(other.extents(shard.offsets), other.extents(shard.sizes))
+                    : add_shard({}, {});
+    if (shard.file == kNone) continue;
+    place({here, number}, other.text(other.files_[shard.file]), shard.offset, shard.length);
+  }
+}
+
+void CheckpointIndex::add_path(std::string_view name, std::span<const PathPart> parts) {
+  path_names_.add(name);
+  path_parts_.insert(path_parts_.end(), parts.begin(), parts.end());
+  path_begins_.push_back(path_parts_.size());
+}
+
+void CheckpointIndex::set_table(std::string_view file, std::string_view table) {
+  tables_[file_number(file)] = add_text(table);
+}
 
 void CheckpointIndex::rename(std::span<const std::string> names) {
   names_ = {};

@@ -59,7 +59,21 @@ class CheckpointIndex {
     std::uint32_t offsets = kNone;
     Shard shard;
   };
-  /// Checks and takes over what a metadata program makes.
+  /// A key or number on the way to a value in the nested state dict. The name is all of them,
+  /// joined by dots.
+  struct PathPart {
+    std::uint32_t bytes = 0;
+    bool is_number = false;
+
+    bool operator==(const PathPart&) const = default;
+  };
+  /// A shard that has a place, by its entry and its number in it.
+  struct Placed {
+    std::uint32_t entry = 0;
+    std::uint32_t number = 0;
+  };
+
+  /// Checks and takes over what a metadata program makes; all but paths and the order of places.
   ///
   /// Errc::metadata_inconsistent for what cannot be, by the name of the entry;
   /// Errc::outside_directory for data that lies outside of the checkpoint's directory.
@@ -83,12 +97,38 @@ class CheckpointIndex {
   /// As torch calls them, without the module.
   const std::vector<std::string>& dtypes() const { return dtypes_; }
   std::span<const std::int64_t> extents(std::uint32_t id) const { return extents_.at(id); }
-  std::uint64_t elements(std::uint32_t extents) const { return elements_[extents]; }
   /// The encoded checksum table of each file that has one; by the number of the file.
   std::span<const Text> tables() const { return tables_; }
 
+  // --- what is made here, and not read ---
+
+  void add_tensor(std::string_view name, std::string_view dtype, bool requires_grad,
+                  std::span<const std::int64_t> size);
+  void add_object(std::string_view name);
+  /// Of the last entry; of an object without extents. Its number there.
+  std::uint32_t add_shard(std::span<const std::int64_t> offsets,
+                          std::span<const std::int64_t> sizes);
+  void place(Placed shard, std::string_view file, std::uint64_t offset, std::uint64_t length);
+  /// Adds the entry of a name that another index has, with its places; nothing if it has none.
+  void add_from(const CheckpointIndex& other, std::string_view name);
+  void add_path(std::string_view name, std::span<const PathPart> parts);
+  void set_table(std::string_view file, std::string_view table);
+
+  /// In the order in which they were placed.
+  std::span<const Placed> placed() const { return placed_; }
+  std::size_t paths() const { return path_names_.size(); }
+  std::string_view path_name(std::size_t path) const { return path_names_.at(path); }
+  std::span<const PathPart> path(std::size_t path) const {
+    return std::span(path_parts_)
+        .subspan(path_begins_[path], path_begins_[path + 1] - path_begins_[path]);
+  }
+
  private:
   friend class IndexBuilder;
+
+  Text add_text(std::string_view text);
+  std::uint32_t add_dtype(std::string_view dtype);
+  std::uint32_t file_number(std::string_view file);
 
   NameTable names_;  // of entries
   std::string texts_;
@@ -99,7 +139,11 @@ class CheckpointIndex {
   std::vector<Text> tables_;
   std::vector<std::string> dtypes_;
   ExtentsTable extents_;
-  std::vector<std::uint64_t> elements_;  // by extents, of sizes and offsets of tensors
+  NameTable file_names_;  // of an index that is made here
+  NameTable path_names_;
+  std::vector<PathPart> path_parts_;
+  std::vector<std::size_t> path_begins_{0};
+  std::vector<Placed> placed_;
 };
 
 }  // namespace torch_ckpt::index

@@ -10,6 +10,7 @@ void bind_results(pybind11::module_& module);
 void bind_save(pybind11::module_& module);
 void bind_index(pybind11::module_& module);
 void bind_load(pybind11::module_& module);
+void bind_plan(pybind11::module_& module);
 void bind_verify(pybind11::module_& module);
 
 }  // namespace torch_ckpt::python

@@ -16,6 +16,7 @@
 #include "python/errors.h"
 #include "python/gil.h"
 #include "python/memory.h"
+#include "python/text.h"
 #include "torch/flat_state.h"
 #include "torch/load_match.h"
 
@@ -54,32 +55,11 @@ class MetadataProgram {
   index::PickleValues values_;
 };
 
-/// Names of state dicts may have surrogates.
-py::str text_of(std::string_view bytes) {
-  PyObject* text =
-      PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "surrogatepass");
-  if (text == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::str>(text);
-}
-
-std::string bytes_of(const py::str& text) {
-  const auto encoded = py::reinterpret_steal<py::bytes>(
-      PyUnicode_AsEncodedString(text.ptr(), "utf-8", "surrogatepass"));
-  if (!encoded) throw py::error_already_set();
-  return encoded;
-}
-
 template <class Values, class Make>
 py::list list_of(const Values& values, Make make) {
   py::list made(values.size());
   std::size_t i = 0;
   for (const auto& value : values) made[i++] = make(value);
-  return made;
-}
-
-py::tuple tuple_of(std::span<const std::int64_t> numbers) {
-  py::tuple made(numbers.size());
-  for (std::size_t i = 0; i < numbers.size(); ++i) made[i] = py::int_(numbers[i]);
   return made;
 }
 
@@ -304,6 +284,32 @@ void bind_index(py::module_& module) {
              }
              return rows;
            })
+      .def("plain",
+           [](const FlatState& state) {
+             py::list values;
+             for (std::size_t i = 0; i < state.size(); ++i) {
+               const FlatState::Row& row = state.row(i);
+               if (row.kind == FlatState::Kind::plain) {
+                 values.append(py::reinterpret_borrow<py::object>(row.value.get()));
+               }
+             }
+             return values;
+           })
+      .def("on_meta",
+           [](const FlatState& state) {
+             py::list rows;
+             for (std::size_t i = 0; i < state.size(); ++i) {
+               const FlatState::Row& row = state.row(i);
+               if (row.local.defined() && row.local.is_meta()) rows.append(i);
+             }
+             return rows;
+           })
+      .def(
+          "is_object",
+          [](const FlatState& state, std::size_t row) {
+            return state.is_object(row_of(state, row));
+          },
+          py::arg("row"))
       .def(
           "add",
           [](FlatState& state, const py::str& name, const py::tuple& path,

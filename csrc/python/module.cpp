@@ -22,6 +22,7 @@ PYBIND11_MODULE(_C, module) {
   python::bind_save(module);
   python::bind_index(module);
   python::bind_load(module);
+  python::bind_plan(module);
   python::bind_verify(module);
   module.def(
       "crc32",

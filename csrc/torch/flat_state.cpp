@@ -7,6 +7,8 @@
 #include <array>
 #include <utility>
 
+#include "torch/tensor_checks.h"
+
 namespace torch_ckpt::tensors {
 namespace {
 
@@ -86,6 +88,8 @@ bool numbers_of(PyObject* tuple, std::vector<std::int64_t>& numbers) {
 FlatState::FlatState(PyObject* state_dict, PyObject* chunks_here)
     : mapping_class_(imported("collections.abc", "Mapping")),
       dtensor_class_(imported("torch.distributed.tensor", "DTensor")),
+      sharded_tensor_class_(
+          imported("torch.distributed._shard.sharded_tensor.api", "ShardedTensor")),
       chunks_here_(PythonRef::to(chunks_here)),
       placements_(checked(PyDict_New())) {
   nodes_.emplace_back();
@@ -286,6 +290,66 @@ PythonRef FlatState::path(const Row& row) const {
     PyTuple_SET_ITEM(path.get(), static_cast<Py_ssize_t>(i), key);
   }
   return path;
+}
+
+bool FlatState::is_object(const Row& row) const {
+  PyObject* value = row.value.get();
+  if (row.kind != Kind::other || THPVariable_Check(value)) return false;
+  const int is_sharded = PyObject_IsInstance(value, sharded_tensor_class_.get());
+  if (is_sharded < 0) throw python_error();
+  return is_sharded == 0 && PyObject_HasAttrString(value, "__create_write_items__") == 0 &&
+         PyObject_HasAttrString(value, "global_shape") == 0;
+}
+
+planning::StateTemplate FlatState::to_template() const {
+  using planning::StateTemplate;
+  StateTemplate made;
+  std::vector<StateTemplate::PathPart> path;
+  std::vector<std::uint32_t> nodes;
+  std::map<at::ScalarType, std::uint32_t> dtypes;
+  for (std::size_t i = 0; i < rows_.size(); ++i) {
+    const Row& row = rows_[i];
+    StateTemplate::Row planned;
+    planned.is_here = !row.is_removed;
+    if (row.kind != Kind::other) {
+      const auto whole = extents_.at(row.size);
+      planned.kind =
+          row.kind == Kind::plain ? StateTemplate::Kind::tensor : StateTemplate::Kind::shard;
+      planned.requires_grad = THPVariable_Unpack(row.value.get()).requires_grad();
+      const auto [dtype, is_new] = dtypes.try_emplace(row.local.scalar_type(), 0);
+      if (is_new) dtype->second = made.add_dtype(name_of(row.local.scalar_type()));
+      planned.dtype = dtype->second;
+      planned.size = planned.sizes = made.add_extents(whole);
+      planned.offsets = made.add_extents(std::vector<std::int64_t>(whole.size()));
+      planned.bytes = static_cast<std::uint64_t>(row.local.numel()) * row.local.itemsize();
+      if (row.kind == Kind::dtensor) {
+        const Box& here = box(row);
+        planned.is_here = here.is_here;
+        if (here.is_here) {
+          planned.offsets = made.add_extents(extents_.at(here.offsets));
+          planned.sizes = made.add_extents(extents_.at(here.sizes));
+        }
+      }
+    } else if (!row.is_removed && is_object(row)) {
+      planned.kind = StateTemplate::Kind::object;
+    }
+    nodes.clear();
+    for (std::uint32_t node = row.node; node != kRoot; node = nodes_[node].parent) {
+      nodes.push_back(node);
+    }
+    path.clear();
+    for (auto node = nodes.rbegin(); node != nodes.rend(); ++node) {
+      PyObject* key = nodes_[*node].key.get();
+      const bool is_number = PyLong_Check(key) != 0;
+      const PythonRef text = checked(PyObject_Str(key));
+      std::uint32_t bytes = 0;
+      with_utf8(text.get(),
+                [&](std::string_view part) { bytes = static_cast<std::uint32_t>(part.size()); });
+      path.push_back({bytes, is_number});
+    }
+    made.add(names_.at(i), path, planned);
+  }
+  return made;
 }
 
 void FlatState::add(std::string_view name, PyObject* path, PyObject* value) {

@@ -13,6 +13,7 @@
 
 #include "index/extents.h"
 #include "index/name_table.h"
+#include "planning/state_template.h"
 #include "torch/python_ref.h"
 
 namespace torch_ckpt::tensors {
@@ -73,6 +74,12 @@ class FlatState {
   /// The keys and numbers that lead to a value; a new tuple.
   PythonRef path(const Row& row) const;
 
+  /// Whether it is saved as an object: neither a tensor nor what torch's planner asks for its
+  /// parts.
+  bool is_object(const Row& row) const;
+  /// What a plan of a save depends on. Raises ValueError for a tensor without values.
+  planning::StateTemplate to_template() const;
+
   /// Takes a value away; its row stays, without it.
   void remove(std::size_t number);
   /// Adds a value that is not in the state dict, at a path of its own.
@@ -101,6 +108,7 @@ class FlatState {
 
   PythonRef mapping_class_;
   PythonRef dtensor_class_;
+  PythonRef sharded_tensor_class_;
   PythonRef chunks_here_;
   PythonRef placements_;  // a dict: equal placements to one number
   std::unordered_map<PyTypeObject*, Container> containers_;

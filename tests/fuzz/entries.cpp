@@ -142,6 +142,12 @@ std::string use_record(Bytes bytes) {
 
 namespace {
 
+std::uint64_t elements_of(std::span<const std::int64_t> sizes) {
+  std::uint64_t elements = 1;
+  for (const std::int64_t size : sizes) elements *= static_cast<std::uint64_t>(size);
+  return elements;
+}
+
 /// What is wrong with an index that was made of a program.
 std::string check_index(const index::CheckpointIndex& index) {
   std::uint32_t number = 0;
@@ -165,9 +171,11 @@ std::string check_index(const index::CheckpointIndex& index) {
           return "a shard lies outside of its tensor";
         }
       }
-      elements += index.elements(shard.sizes);
+      elements += elements_of(sizes);
     }
-    if (entry.is_tensor && elements > index.elements(entry.size)) return "shards have too much";
+    if (entry.is_tensor && elements > elements_of(index.extents(entry.size))) {
+      return "shards have too much";
+    }
   }
   return {};
 }

@@ -420,7 +420,34 @@ def _pickled(metadata: Metadata) -> io.BytesIO:
 def encode_metadata(metadata: Metadata) -> bytes:
     """The bytes of a ``.metadata`` file, readable by every torch from 2.6 on."""
     _share_equal_parts(metadata)
-    stream = _pickled(metadata)
-    length = stream.tell()
-    stream.write(_SEAL.pack(_SEAL_MAGIC, zlib.crc32(stream.getbuffer()), length))
-    return stream.getvalue()
+    return sealed(_pickled(metadata).getvalue())
+
+
+def sealed(pickled: bytes) -> bytes:
+    """A pickle with the seal behind it."""
+    return pickled + _SEAL.pack(_SEAL_MAGIC, zlib.crc32(pickled), len(pickled))
+
+
+class _NotDecoded(Metadata):
+    """Metadata of which nobody has looked at anything: torch's objects take long to make."""
+
+    def __init__(self, data: bytes) -> None:
+        object.__setattr__(self, "data", data)
+
+    def __getattribute__(self, name: str) -> Any:
+        fields = object.__getattribute__(self, "__dict__")
+        data = fields.pop("data", None)
+        object.__setattr__(self, "__class__", Metadata)
+        if data is not None:
+            fields.update(vars(decode_metadata(data, "the metadata of this save")))
+        return getattr(self, name)
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self.__class__ is Metadata and self == other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def decoded_when_used(data: bytes) -> Metadata:
+    """The metadata in the contents of a ``.metadata`` file, decoded when somebody looks at it."""
+    return _NotDecoded(data)

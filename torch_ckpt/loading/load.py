@@ -23,10 +23,8 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch._utils import _get_device_module
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint import _version
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -38,6 +36,7 @@ from torch_ckpt import _C
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.formatting import some_of
 from torch_ckpt.checkpoint.coverage import chunks_here, require_cover
+from torch_ckpt.checkpoint.flat_state import flat_state
 from torch_ckpt.errors import LoadMismatch
 from torch_ckpt.loading.reader import FileSystemReader
 from torch_ckpt.loading.reading import Reading
@@ -302,7 +301,7 @@ class Load:
         return self._metadata
 
     def _matched(self, values: StateDict) -> tuple[_C.FlatState, _C.LoadMatch, LoadReport]:
-        flat = _C.FlatState(values, chunks_here)
+        flat = flat_state(values)
         self._discover(flat)
         match, report = self._compare(flat)
         if report.missing and report.unexpected:
@@ -315,21 +314,14 @@ class Load:
         return flat, match, report
 
     def _discover(self, flat: _C.FlatState) -> None:
-        """Exchanges what stands for names that only the metadata tells, and takes ShardedTensors of
-        ShardedTensors apart, as torch does."""
+        """Exchanges what stands for names that only the metadata tells."""
         for row in flat.others():
-            value, path = flat.value(row), flat.path(row)
+            value = flat.value(row)
             if isinstance(value, Discovered):
+                path = flat.path(row)
                 flat.remove(row)
                 for found, target in value.choose(Stored(self._opened(), self._whole)).items():
                     flat.add(found, (*path, found), target)
-            elif isinstance(value, ShardedTensor):
-                name = flat.name(row)
-                flattened = _flatten_sharded_tensors({name: value})
-                if flattened.get(name) is not value:
-                    flat.remove(row)
-                    if name in flattened:
-                        flat.add(name, path, flattened[name])
 
     def _rule(self) -> str:
         if self.reader.allow_shape_mismatch:

@@ -1,12 +1,12 @@
 """The plan of a save, its writing and its commit, by all ranks.
 
-1. Every rank flattens its state dict and lists what it has: short tuples for plain tensors, a plan
-   of torch's planner for the rest (DTensor, ShardedTensor, objects). A rank whose structure is that
-   of its last save says just that.
-2. The coordinator gives every replicated tensor to one rank, builds the rest's plan with torch's
+1. Every rank flattens its state dict and tells what it has: a template of plain tensors, DTensors
+   and objects (csrc/planning/state_template.h), and a plan of torch's planner for the rest
+   (ShardedTensor and others). A rank whose structure is that of its last save says just that.
+2. The coordinator gives what several ranks have to one of them, builds the rest's plan with torch's
    planner, and answers. Where no structure has changed, neither has the plan.
 3. Every rank writes its part through ``FileSystemWriter.write_values``.
-4. The coordinator builds the metadata from what was planned and what was written, checksum tables
+4. The coordinator makes the metadata of what was planned and what was written, checksum tables
    included, and commits it.
 """
 
@@ -22,13 +22,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
@@ -36,7 +30,8 @@ from torch_ckpt import _C
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.log import warn
 from torch_ckpt.checkpoint.directory import Place, require_one_directory
-from torch_ckpt.checkpoint.metadata import encode_metadata, with_checksum_tables
+from torch_ckpt.checkpoint.flat_state import flat_state
+from torch_ckpt.checkpoint.metadata import decoded_when_used, index_of, sealed
 from torch_ckpt.checkpoint.objects import unpicklable, warn_of_what_will_not_load
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.ranks.meeting import Meeting, Ranks
@@ -49,8 +44,6 @@ from torch_ckpt.saving.writer import DCP_VERSION, FileSystemWriter
 
 StateDict = dict[str, Any]
 
-#: (name, dtype, size, requires_grad) of one plain tensor.
-_PlainRow = tuple[str, torch.dtype, torch.Size, bool]
 #: (file name, offset, length, payload CRC-32) of one stored item, in bytes.
 _Place = tuple[str, int, int, int]
 
@@ -59,9 +52,8 @@ _Place = tuple[str, int, int, int]
 class _LocalPlan:
     """What one rank has."""
 
-    plain: list[_PlainRow]
-    rest: SavePlan  # of all that is not a plain tensor, by torch's planner
-    paths: dict[str, Any]  # flattened name -> path in the nested state dict
+    template: bytes  # of what the engine plans
+    rest: SavePlan  # of all else, by torch's planner
 
 
 class _Posted(NamedTuple):
@@ -77,7 +69,7 @@ class _Posted(NamedTuple):
 class _Task:
     """What one rank shall write."""
 
-    plain: Sequence[int]  # indices into its plain rows
+    rows: Sequence[int]  # of its template
     rest: SavePlan
     number: int  # of the plan
 
@@ -86,10 +78,9 @@ class _Task:
 class _GlobalPlan:
     """The coordinator's view; empty on other ranks."""
 
-    owned: list[list[_PlainRow]] = field(default_factory=list)  # by rank
+    engine: _C.GlobalPlan | None = None
     rest: list[SavePlan] = field(default_factory=list)  # by rank
     rest_metadata: Metadata | None = None
-    paths: dict[str, Any] = field(default_factory=dict)
 
 
 #: The answer to ranks that are to list what they have after all.
@@ -137,14 +128,13 @@ def save_state(
     Raises:
         CheckpointException: on every rank, with the cause of each rank that failed.
     """
-    whole = DefaultSavePlanner()
     rest_planner = DefaultSavePlanner(flatten_state_dict=False)
-    plain: dict[str, torch.Tensor] = {}
-    rows: list[_PlainRow] = []
+    flattened: list[_C.FlatState] = []
+    template = b""
     structure: list[Any] = []
 
     def local_plan() -> _LocalPlan:
-        return _LocalPlan(rows, rest_planner.create_local_plan(), whole.mappings)
+        return _LocalPlan(template, rest_planner.create_local_plan())
 
     def in_full() -> _Posted:
         return _Posted(local_plan(), checksums=checksums_of_rank())
@@ -158,10 +148,12 @@ def save_state(
         if check_replicas == "off" or ranks.size == 1:
             return None
         with job.write.device_streams() if job is not None else nullcontext():
-            return checksums_of(plain.values(), check_replicas)
+            return checksums_of(flattened[0].plain(), check_replicas)
 
     def compare_replicas(checksums: list[bytes | None]) -> None:
-        names = [[row[0] for row in of_rank.plain] for of_rank in cache.local]
+        engine = cache.agreed.engine
+        assert engine is not None
+        names = [engine.plain_names(rank) for rank in range(ranks.size)]
         lines = differing_tensors(names, checksums) if any(checksums) else []
         if lines and check_replicas == "error":
             raise CheckpointError(told(lines))
@@ -173,20 +165,23 @@ def save_state(
 
     @no_gc()
     def plan_locally() -> _LocalPlan | int:
-        whole.set_up_planner(state_dict(), writer.storage_meta(), ranks.is_coordinator)
+        nonlocal template
+        flat = flat_state(state_dict())
+        flattened.append(flat)
         rest = {}
-        for name, value in whole.state_dict.items():
+        for row in flat.others():
+            name, value = flat.name(row), flat.value(row)
             _require_values(name, value)
-            if type(value) in (torch.Tensor, torch.nn.Parameter):
-                plain[name] = value
-            else:
+            if not flat.is_object(row):
                 rest[name] = value
+        for row in flat.on_meta():
+            _require_values(flat.name(row), flat.value(row))
         rest_planner.set_up_planner(rest, writer.storage_meta(), ranks.is_coordinator)
         writer.set_up_for_save(ranks.rank)
-        rows.extend((name, t.dtype, t.size(), t.requires_grad) for name, t in plain.items())
+        template = _C.template_of(flat)
         known = structure_of(rest)
         if known is not None:
-            structure.extend((rows, known, whole.mappings))
+            structure.extend((template, known))
         if cache.task is not None and structure and structure == cache.structure:
             return cache.task.number
         return local_plan()
@@ -212,18 +207,13 @@ def save_state(
         local = [
             cache.local[rank] if isinstance(plan, int) else plan for rank, plan in enumerate(plans)
         ]
-        agreed = _GlobalPlan()
-        rest_plans, agreed.rest_metadata = rest_planner.create_global_plan([p.rest for p in local])
-        owned = _choose_owners([p.plain for p in local])
-        _check_no_name_is_both(owned, local, agreed.rest_metadata)
-        agreed.owned = [
-            [p.plain[i] for i in indices] for p, indices in zip(local, owned, strict=True)
-        ]
-        agreed.rest = list(rest_plans)
-        for plan in local:
-            agreed.paths.update(plan.paths)
+        engine = _engine_plan([plan.template for plan in local])
+        rest_plans, rest_metadata = rest_planner.create_global_plan([p.rest for p in local])
+        agreed = _GlobalPlan(engine, list(rest_plans), rest_metadata)
         cache.number, cache.local, cache.agreed = cache.number + 1, local, agreed
-        return [_Task(i, r, cache.number) for i, r in zip(owned, rest_plans, strict=True)]
+        return [
+            _Task(engine.owned(rank), rest, cache.number) for rank, rest in enumerate(rest_plans)
+        ]
 
     answer, tag = ranks.reduce_scatter("plan", plan_of_rank, plan_globally)
     if answer == _IN_FULL:
@@ -234,17 +224,24 @@ def save_state(
     assert task is not None
 
     def forget() -> None:
-        plain.clear()
-        whole.state_dict = {}
+        flattened.clear()
         rest_planner.state_dict = {}
 
     def find_values() -> tuple[list[str], list[Any]]:
-        names: list[str] = []
-        values: list[Any] = []
         with job.write.device_streams() if job is not None else nullcontext():
+            flat = flattened[0]
             with no_gc():
-                names.extend(rows[i][0] for i in task.plain)
-                values.extend(as_value(plain[name]) for name in names)
+                names, values, others = _C.sources_of(flat, task.rows)
+                objects = [number for number in others if flat.is_object(task.rows[number])]
+                for number in others:
+                    if isinstance(values[number], torch.Tensor):
+                        values[number] = as_value(values[number])
+            rest_planner.state_dict |= {names[number]: values[number] for number in objects}
+            for number in objects:
+                item = WriteItem(MetadataIndex(names[number]), WriteItemType.BYTE_IO)
+                values[number] = _found(rest_planner, item)
+                if job is not None:
+                    job.resolved += 1
             for item in rest_planner.finish_plan(task.rest).items:
                 names.append(item.index.fqn)
                 values.append(_found(rest_planner, item))
@@ -267,25 +264,24 @@ def save_state(
             raise
         return written
 
-    def commit(written: list[Written]) -> Metadata:
+    def commit(written: list[Written]) -> bytes:
         places = [of_rank.places for of_rank in written]
         tables = {name: table for of_rank in written for name, table in of_rank.tables.items()}
         with no_gc():
-            metadata = _build_metadata(cache.agreed, places, tables)
-            metadata.version = DCP_VERSION
-            metadata.storage_meta = writer.storage_meta()
-        files = {place[0] for of_rank in places for place in of_rank}
-        writer.commit(encode_metadata(metadata), files)
+            data = _encoded(cache.agreed, places, tables, writer.storage_meta())
+        writer.commit(data, {place[0] for of_rank in places for place in of_rank})
         if job is not None:
-            job.committed_items(_fingerprints(cache.agreed, places), cache.agreed.paths)
-            job.call_back(metadata)
-        return metadata
+            assert cache.agreed.engine is not None
+            engine = cache.agreed.engine
+            job.committed_items(_fingerprints(cache.agreed, places), engine.paths())
+            job.call_back(decoded_when_used(data))
+        return data
 
     def moved() -> int:
         return writer.bytes_moved() + (job.bytes_moved() if job is not None else 0)
 
     with ranks.alive(moved):
-        return ranks.all_reduce("write", write, commit, writer.undo)
+        return decoded_when_used(ranks.all_reduce("write", write, commit, writer.undo))
 
 
 def tell_the_others(ranks: Ranks, error: BaseException) -> None:
@@ -342,99 +338,63 @@ def _check_same_checkpoint(identities: list[str | None]) -> None:
         )
 
 
-def _choose_owners(plain: list[list[_PlainRow]]) -> list[list[int]]:
-    """Which of its plain tensors each rank writes: each name once, the bytes spread evenly.
-
-    What only one rank has comes first, then what several have goes to the emptiest of them (as
-    torch's dedup_save_plans, by bytes).
-
-    Raises:
-        CheckpointError: ranks have different tensors under one name.
-    """
-    if len(plain) == 1:
-        return [list(range(len(plain[0])))]
-    holders: dict[str, list[tuple[int, int]]] = {}
-    for rank, rows in enumerate(plain):
-        for index, row in enumerate(rows):
-            holders.setdefault(row[0], []).append((rank, index))
-    owned: list[list[int]] = [[] for _ in plain]
-    load = [0] * len(plain)
-    for several in (False, True):
-        for name, places in holders.items():
-            if (len(places) > 1) is not several:
-                continue
-            first = plain[places[0][0]][places[0][1]]
-            for other_rank, other_index in places[1:]:
-                other = plain[other_rank][other_index]
-                if other[1:3] != first[1:3]:
-                    raise CheckpointError(
-                        f"{name}: rank {places[0][0]} has {first[1]} {list(first[2])}, rank "
-                        f"{other_rank} has {other[1]} {list(other[2])}; a plain tensor is taken to "
-                        "be the same on all ranks, so only one of them would be saved"
-                    )
-            rank, index = min(places, key=lambda place: load[place[0]])
-            owned[rank].append(index)
-            load[rank] += first[2].numel() * first[1].itemsize
-    return owned
+def _engine_plan(templates: list[bytes]) -> _C.GlobalPlan:
+    try:
+        return _C.GlobalPlan(templates)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
 
 
-def _check_no_name_is_both(
-    owned: list[list[int]], plans: list[_LocalPlan], rest: Metadata | None
-) -> None:
-    if rest is None or not rest.state_dict_metadata:
-        return
-    for plan, indices in zip(plans, owned, strict=True):
-        for index in indices:
-            if plan.plain[index][0] in rest.state_dict_metadata:
+def _encoded(
+    agreed: _GlobalPlan,
+    places: list[list[_Place]],
+    tables: dict[str, bytes],
+    storage_meta: StorageMeta | None,
+) -> bytes:
+    """The contents of ``.metadata``."""
+    engine, rest = agreed.engine, agreed.rest_metadata
+    assert engine is not None
+    assert rest is not None
+    of_rest = None
+    if rest.state_dict_metadata:
+        for name in rest.state_dict_metadata:
+            if engine.plans(name):
                 raise CheckpointError(
-                    f"{plan.plain[index][0]}: a plain tensor on one rank and something else on "
-                    "another"
+                    f"{name}: ranks have different kinds of tensors or objects under this name"
                 )
+        storage = {
+            item.index: _StorageInfo(*place[:3])
+            for rank, plan in enumerate(agreed.rest)
+            for item, place in zip(plan.items, _of_rest(agreed, places, rank), strict=True)
+        }
+        of_rest = index_of(Metadata(rest.state_dict_metadata, storage_data=storage), "rest")
+    meta = (
+        []
+        if storage_meta is None
+        else [
+            (name, value)
+            for name, value in vars(storage_meta).items()
+            if value is None or isinstance(value, str)
+        ]
+    )
+    return sealed(engine.encode(places, tables, of_rest, meta, DCP_VERSION))
 
 
-def _build_metadata(
-    agreed: _GlobalPlan, places: list[list[_Place]], tables: dict[str, bytes]
-) -> Metadata:
-    assert agreed.rest_metadata is not None
-    # The plan's own stays as it is, for the next save.
-    metadata = with_checksum_tables(agreed.rest_metadata, tables)
-    stored = dict(metadata.state_dict_metadata)
-    storage: dict[MetadataIndex, _StorageInfo] = {}
-    properties: dict[tuple[torch.dtype, bool], TensorProperties] = {}
-    chunks: dict[torch.Size, ChunkStorageMetadata] = {}
-    for rows, rest, of_rank in zip(agreed.owned, agreed.rest, places, strict=True):
-        for (name, dtype, size, requires_grad), place in zip(rows, of_rank, strict=False):
-            key = (dtype, requires_grad)
-            if key not in properties:
-                properties[key] = TensorProperties(dtype=dtype, requires_grad=requires_grad)
-            chunk = chunks.get(size)
-            if chunk is None:
-                zeros = torch.Size([0] * len(size))
-                chunk = chunks[size] = ChunkStorageMetadata(offsets=zeros, sizes=size)
-            stored[name] = TensorStorageMetadata(properties[key], chunk.sizes, [chunk])
-            storage[MetadataIndex(name, chunk.offsets)] = _StorageInfo(*place[:3])
-        for item, place in zip(rest.items, of_rank[len(rows) :], strict=True):
-            storage[item.index] = _StorageInfo(*place[:3])
-    # The order of the flattened state dict, as stock torch has it.
-    metadata.state_dict_metadata = {n: stored[n] for n in agreed.paths if n in stored}
-    metadata.planner_data = dict(agreed.paths)
-    metadata.storage_data = storage
-    return metadata
+def _of_rest(agreed: _GlobalPlan, places: list[list[_Place]], rank: int) -> list[_Place]:
+    """Where a rank has stored what torch's planner plans: behind all else."""
+    assert agreed.engine is not None
+    return places[rank][len(agreed.engine.owned(rank)) :]
 
 
 @no_gc()
 def _fingerprints(agreed: _GlobalPlan, places: list[list[_Place]]) -> dict[str, Fingerprint]:
     """What the detector of unchanged states needs, from what was written anyway."""
-    found: dict[str, Fingerprint] = {}
+    assert agreed.engine is not None
+    found: dict[str, Fingerprint] = agreed.engine.fingerprints(places)
     parts: dict[str, list[tuple[tuple[int, ...], int]]] = {}
-    for rows, rest, of_rank in zip(agreed.owned, agreed.rest, places, strict=True):
-        for (name, _dtype, size, _grad), place in zip(rows, of_rank, strict=False):
-            found[name] = (size.numel() <= 1, place[3])
-        for item, place in zip(rest.items, of_rank[len(rows) :], strict=True):
-            name = item.index.fqn
-            if item.type == WriteItemType.BYTE_IO:
-                found[name] = (True, place[3])
-            else:
-                parts.setdefault(name, []).append((tuple(item.index.offset or ()), place[3]))
+    for rank, rest in enumerate(agreed.rest):
+        for item, place in zip(rest.items, _of_rest(agreed, places, rank), strict=True):
+            offset = tuple(item.index.offset or ())
+            parts.setdefault(item.index.fqn, []).append((offset, place[3]))
     found.update((name, (False, tuple(sorted(of_name)))) for name, of_name in parts.items())
     return found

@@ -24,8 +24,7 @@ from tests.support import (
     stock_save,
     zeros,
 )
-from torch_ckpt.checkpoint.metadata import encode_metadata
-from torch_ckpt.saving.session import _choose_owners
+from torch_ckpt.checkpoint.metadata import read_metadata
 
 StateDict = dict[str, Any]
 
@@ -130,7 +129,7 @@ def test_the_metadata_is_that_of_dcp_save(tmp_path: Path) -> None:
 
 def test_the_returned_metadata_is_the_stored_one(tmp_path: Path) -> None:
     returned = torch_ckpt.save(nested_state(), tmp_path / "c")
-    assert encode_metadata(returned) == (tmp_path / "c" / ".metadata").read_bytes()
+    assert returned == read_metadata(tmp_path / "c")
 
 
 def test_a_tensor_is_loaded_into_the_memory_it_has(tmp_path: Path) -> None:
@@ -356,22 +355,3 @@ def test_an_empty_state_is_a_checkpoint(tmp_path: Path) -> None:
     torch_ckpt.save({}, tmp_path / "c")
     torch_ckpt.load({}, tmp_path / "c")
     assert data_files(tmp_path / "c") == []
-
-
-def row(name: str, count: int) -> tuple[str, torch.dtype, torch.Size, bool]:
-    return name, torch.float32, torch.Size([count]), False
-
-
-def test_replicated_tensors_are_written_once_and_spread_by_bytes() -> None:
-    shared = [row(f"s{i}", 100) for i in range(8)]
-    plain = [[*shared, row("own", 350)], shared]
-    owned = _choose_owners(plain)
-    names = [[plain[rank][i][0] for i in indices] for rank, indices in enumerate(owned)]
-    assert sorted(names[0] + names[1]) == sorted(["own", *(f"s{i}" for i in range(8))])
-    assert len(names[0]) == 3  # 350 + 2 x 100 against 6 x 100
-    assert "own" in names[0]
-
-
-def test_one_name_for_different_tensors_is_refused_with_both_ranks() -> None:
-    with pytest.raises(torch_ckpt.CheckpointError, match=r"w: rank 0 has .*\[3\], rank 1 .*\[4\]"):
-        _choose_owners([[row("w", 3)], [row("w", 4)]])

@@ -1,0 +1,31 @@
+"""State dicts as rows, named as torch's planners name them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
+
+from torch_ckpt import _C
+from torch_ckpt.checkpoint.coverage import chunks_here
+
+
+def flat_state(state_dict: dict[str, Any]) -> _C.FlatState:
+    """The values of a nested state dict.
+
+    Raises:
+        ValueError: two values have the same name.
+    """
+    flat = _C.FlatState(state_dict, chunks_here)
+    for row in flat.others():
+        value = flat.value(row)
+        if isinstance(value, ShardedTensor):
+            # One whose shard is a ShardedTensor becomes one, or nothing where this rank has none.
+            name = flat.name(row)
+            flattened = _flatten_sharded_tensors({name: value})
+            if name not in flattened:
+                flat.remove(row)
+            elif flattened[name] is not value:
+                flat.replace(row, flattened[name])
+    return flat
