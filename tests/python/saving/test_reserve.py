@@ -27,17 +27,14 @@ from torch_ckpt.saving.background import CHUNK_BYTES, Background
 from torch_ckpt.saving.host_memory import Reserve
 
 
-@pytest.fixture(autouse=True, scope="module")
-def no_earlier_saves() -> None:
-    """Saves of earlier modules' tests that still end would put their memory into the pool."""
+@pytest.fixture(autouse=True)
+def empty_pool() -> Iterator[None]:
+    """Saves of earlier tests that still end, or are garbage, would put their memory into it."""
     for thread in threading.enumerate():
         if thread.name in ("torch_ckpt save", "torch_ckpt call", "torch_ckpt reserve"):
             thread.join(LIMIT)
     gc.collect()
-
-
-@pytest.fixture(autouse=True)
-def empty_pool() -> Iterator[None]:
+    _C.join_executor()
     _C.trim_pool(0)
     yield
     _C.trim_pool(0)
