@@ -436,10 +436,12 @@ class _NotDecoded(Metadata):
 
     def __getattribute__(self, name: str) -> Any:
         fields = object.__getattribute__(self, "__dict__")
-        data = fields.pop("data", None)
-        object.__setattr__(self, "__class__", Metadata)
+        data = fields.get("data")
         if data is not None:
             fields.update(vars(decode_metadata(data, "the metadata of this save")))
+            # Last: another thread may look at it meanwhile.
+            fields.pop("data", None)
+        object.__setattr__(self, "__class__", Metadata)
         return getattr(self, name)
 
     def __eq__(self, other: object) -> bool:

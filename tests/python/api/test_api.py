@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import errno
+import pickle
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
 
 import torch_ckpt
 from tests.support import (
@@ -355,3 +359,34 @@ def test_an_empty_state_is_a_checkpoint(tmp_path: Path) -> None:
     torch_ckpt.save({}, tmp_path / "c")
     torch_ckpt.load({}, tmp_path / "c")
     assert data_files(tmp_path / "c") == []
+
+
+@pytest.mark.parametrize(
+    "used",
+    [
+        lambda metadata: metadata,
+        copy.copy,
+        copy.deepcopy,
+        dataclasses.replace,
+        lambda metadata: pickle.loads(pickle.dumps(metadata)),
+    ],
+    ids=["itself", "copied", "copied deeply", "replaced", "pickled"],
+)
+def test_what_a_save_returns_is_torchs_metadata_however_it_is_used(
+    tmp_path: Path, used: Callable[[Metadata], Metadata]
+) -> None:
+    returned = torch_ckpt.save({"t": torch.ones(2), "step": 3}, tmp_path / "c", no_dist=True)
+    assert isinstance(returned, Metadata)
+    made = used(returned)
+    stored = read_metadata(tmp_path / "c")
+    assert made == stored
+    assert stored == returned
+    assert type(made) is Metadata
+
+
+def test_the_metadata_of_two_saves_differ(tmp_path: Path) -> None:
+    first, second = (
+        torch_ckpt.save({"t": torch.ones(2)}, tmp_path / name, no_dist=True) for name in "ab"
+    )
+    assert first != second
+    assert first != 3
