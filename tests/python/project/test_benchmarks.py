@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import random
@@ -27,6 +28,7 @@ from benchmarks import (
     no_cuda,
     pagecache,
     peers,
+    planning,
     processes,
     queue_saves,
     ranks,
@@ -466,3 +468,12 @@ def test_step_ratios_are_of_steps_beside_the_save_to_steps_before() -> None:
     assert sample.step_mean_ratio == 3.0
     assert sample.stall_s == 0.5
     assert sample.durable_s == sample.wall_s == 9.0
+
+
+def test_the_plan_of_many_ranks_is_simulated_beside_that_of_stock(tmp_path: Path) -> None:
+    out = tmp_path / "planning.json"
+    sizes = ["--ranks", "3", "--tensors", "2", "--rounds", "1"]
+    found = planning.main([*sizes, "--stock", "--out", str(out)])
+    assert found == json.loads(out.read_text())
+    assert {"plan", "metadata", "stock: plan"} <= found["seconds"].keys()
+    assert found["bytes"]["metadata"] > 0
