@@ -88,7 +88,9 @@ class Simulation:
             ]
             for rank, rows in enumerate(answers)
         ]
-        data = self._timed("metadata", lambda: sealed(plan.encode(places, {}, None, [], "1.0.0")))
+        data = self._timed(
+            "metadata", lambda: sealed(plan.encode(places, {}, None, [], "1.0.0", ""))
+        )
         self.bytes["metadata"] = len(data)
         index = self._timed("reading the metadata", lambda: decode_index(data, "simulation"))
         assert len(index) == len(plan.paths())

@@ -234,6 +234,7 @@ class GlobalPlan:
         rest: CheckpointIndex | None,
         storage_meta: list[tuple[str, str | None]],
         version: str,
+        phases: str,
     ) -> bytes:
         """The pickle of the metadata, with the entries of names that torch plans from ``rest``."""
 
@@ -360,6 +361,14 @@ def publish_contents(
 ) -> None:
     """The same of a new file with these contents."""
 
+def tile(whole: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
+    """Whether boxes, given as offsets and sizes and none of them empty, fill a tensor of that size,
+    each element once; False where that is hard to tell. See csrc/planning/tiling.h."""
+
+#: Offsets and sizes in elements, file, offset and length in bytes, and whether a stream transform
+#: was at work. The file is None where the metadata does not say it.
+StoredShard = tuple[tuple[int, ...], tuple[int, ...], str | None, int, int, bool]
+
 class CheckpointIndex:
     """What a checkpoint holds, in arrays; all of it has been checked."""
 
@@ -370,12 +379,24 @@ class CheckpointIndex:
     def tensor(self, name: str) -> tuple[str, tuple[int, ...]] | None:
         """The name of a tensor's dtype, without the module, and its size; None of an object."""
 
-    def place(self, name: str) -> tuple[str, int, int, bool] | None:
-        """Where an object is stored: file, offset and length in bytes, and whether a transform was
-        at work; None where that is not known, and of tensors."""
+    def shards(self, name: str) -> list[StoredShard]:
+        """The shards of a tensor, or an object as one without offsets and sizes.
+
+        Raises KeyError where there is no such name.
+        """
+
+    def strays(self) -> list[tuple[str, StoredShard]]:
+        """Names and places of records that the metadata does not describe."""
+
+    def uncovered(self) -> list[str]:
+        """Tensors that their shards do not fill, each element once, or for which that is hard to
+        tell."""
 
     def tables(self) -> dict[str, bytes]:
         """The encoded checksum tables by file."""
+
+    def phases(self) -> str:
+        """How long each rank took, as JSON that nobody has checked; "" where that is not known."""
 
     def rename(self, names: list[str]) -> None:
         """Gives the entries other names, in their order."""
@@ -433,10 +454,6 @@ class LoadMatch:
     def keys(self) -> list[str]:
         """Keys at the top of which something is loaded."""
 
-    def on_meta(self) -> list[int]:
-        """The loaded rows on the meta device, and those that are neither plain tensors nor
-        DTensors."""
-
     def plan(self) -> list[int]:
         """Finds the records to read, and returns the loaded rows that are left to the caller."""
 
@@ -479,6 +496,13 @@ def make_directories(path: str | os.PathLike[str]) -> None: ...
 def sync_directory(path: str | os.PathLike[str]) -> None: ...
 def join_executor() -> None:
     """Ends the engine's threads after the work they have; for interpreter exit."""
+
+def versions_of(tensors: list[torch.Tensor]) -> list[int]:
+    """Numbers that change whenever torch writes to the tensors; -1 of inference tensors, which have
+    none."""
+
+def seconds_without_gil() -> float:
+    """The processor time of this thread within calls of the engine that let go of the GIL."""
 
 def pool_bytes() -> int:
     """Host memory in bytes that the chunk pool keeps between saves."""

@@ -28,6 +28,7 @@ from torch_ckpt.inspection.diff import diff
 from torch_ckpt.inspection.diff_report import DiffReport, TensorDifference
 from torch_ckpt.inspection.show import ShownObject, ShownTensor, ShowReport, show
 from torch_ckpt.inspection.verify import Damage, VerifyReport, verify
+from torch_ckpt.loading.load_planner import LoadPlanner
 from torch_ckpt.loading.reader import FileSystemReader
 from torch_ckpt.loading.report import LoadReport, ReadMemory
 from torch_ckpt.manager import CheckpointManager
@@ -37,6 +38,7 @@ from torch_ckpt.saving.background import Background
 from torch_ckpt.saving.host_memory import reserve_pool
 from torch_ckpt.saving.metrics import SaveMetrics
 from torch_ckpt.saving.running_saves import check_for_errors
+from torch_ckpt.saving.save_planner import SavePlanner
 from torch_ckpt.saving.writer import FileSystemWriter
 from torch_ckpt.state.app_state import AppState, PerRank, RNGState
 
@@ -55,6 +57,7 @@ __all__ = [
     "FileSystemReader",
     "FileSystemWriter",
     "LoadMismatch",
+    "LoadPlanner",
     "LoadReport",
     "NotCommitted",
     "OnCommitFailed",
@@ -63,6 +66,7 @@ __all__ = [
     "ReadMemory",
     "RootInUse",
     "SaveMetrics",
+    "SavePlanner",
     "ShowReport",
     "ShownObject",
     "ShownTensor",

@@ -34,15 +34,16 @@ from torch_ckpt.loading.values import (
     is_stateful,
     load_values,
     load_values_freeing,
-    value_of,
+    values_of,
 )
 from torch_ckpt.ranks.failures import CheckpointFailed, raised_as_ours
 from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS, Meeting, Ranks
 from torch_ckpt.saving.async_save import AsyncSave
 from torch_ckpt.saving.job import Job
+from torch_ckpt.saving.plan import StateDict
 from torch_ckpt.saving.replica_check import MODES as REPLICA_CHECKS
 from torch_ckpt.saving.running_saves import alone, check_for_errors, spawn, start
-from torch_ckpt.saving.session import PlanCache, StateDict, save_state, tell_the_others
+from torch_ckpt.saving.session import PlanCache, save_state, tell_the_others
 from torch_ckpt.saving.sources import Sources
 from torch_ckpt.saving.writer import FileSystemWriter
 
@@ -93,7 +94,9 @@ def save(
         ValueError: contradicting options.
     """
     # Before anything can fail: the ranks count their saves alike.
-    ranks = Meeting.of(process_group, no_dist).ranks(timeout)
+    meeting = Meeting.of(process_group, no_dist)
+    plans = PlanCache.of(meeting)
+    ranks = meeting.ranks(timeout)
     try:
         with ExitStack() as stack:
             with _telling_the_others(ranks):
@@ -110,7 +113,7 @@ def save(
             stack.callback(writer.abandon)
             if planner is None and writer.engine_can_write():
                 values = functools.partial(_values_of, state_dict)
-                return save_state(values, writer, ranks, PlanCache(), check_replicas)
+                return save_state(values, writer, ranks, plans, check_replicas)
             with raised_as_ours(ranks.rank):
                 metadata: Metadata = dcp_save(
                     _given(state_dict),
@@ -471,4 +474,4 @@ def _require_dict(state_dict: object) -> None:
 
 
 def _values_of(state_dict: StateDict | Callable[[], StateDict]) -> StateDict:
-    return {key: value_of(value) for key, value in _given(state_dict).items()}
+    return values_of(_given(state_dict))

@@ -87,15 +87,6 @@ std::string quoted(std::string_view file) {
   return text + (file.size() > kMost ? "..." : "'");
 }
 
-std::string listed(std::span<const std::int64_t> numbers) {
-  std::string text = "[";
-  for (const std::int64_t number : numbers) {
-    if (text.size() > 1) text += ", ";
-    text += std::to_string(number);
-  }
-  return text + "]";
-}
-
 }  // namespace
 
 class IndexBuilder {
@@ -633,17 +624,22 @@ class IndexBuilder {
     const Object* dict = values_.object(*ours, ObjectKind::dict);
     std::optional<Value> version;
     std::optional<Value> checksums;
+    std::optional<Value> phases;
     if (dict != nullptr) {
       values_.for_each_pair(*dict, [&](const Value& key, const Value& value) {
         if (key.kind != Kind::text) return;
         if (values_.text(key) == "version") version = value;
         if (values_.text(key) == "checksums") checksums = value;
+        if (values_.text(key) == "phases") phases = value;
       });
     }
     if (!version || !is_integer(*version)) {
       return fail("torch_ckpt, which has the checksums, is damaged");
     }
     if (version->integer() != 1) return true;
+    if (phases && phases->kind == Kind::text) {
+      index_.phases_ = index_.add_text(values_.text(*phases));
+    }
     const Object* tables = checksums ? values_.object(*checksums, ObjectKind::dict) : nullptr;
     if (tables == nullptr) {
       return fail("the checksums are " + kind_or_none(checksums) + ", not a dict");

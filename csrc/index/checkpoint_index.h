@@ -99,6 +99,8 @@ class CheckpointIndex {
   std::span<const std::int64_t> extents(std::uint32_t id) const { return extents_.at(id); }
   /// The encoded checksum table of each file that has one; by the number of the file.
   std::span<const Text> tables() const { return tables_; }
+  /// How long each rank took, as JSON that nobody has checked; empty where that is not known.
+  std::string_view phases() const { return text(phases_); }
 
   // --- what is made here, and not read ---
 
@@ -137,6 +139,7 @@ class CheckpointIndex {
   std::vector<Stray> strays_;
   std::vector<Text> files_;
   std::vector<Text> tables_;
+  Text phases_;
   std::vector<std::string> dtypes_;
   ExtentsTable extents_;
   NameTable file_names_;  // of an index that is made here

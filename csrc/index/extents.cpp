@@ -6,6 +6,15 @@
 
 namespace torch_ckpt::index {
 
+std::string listed(std::span<const std::int64_t> numbers) {
+  std::string text = "[";
+  for (const std::int64_t number : numbers) {
+    if (text.size() > 1) text += ", ";
+    text += std::to_string(number);
+  }
+  return text + "]";
+}
+
 std::uint32_t ExtentsTable::intern(std::span<const std::int64_t> numbers) {
   if (2 * (size() + 1) > slots_.size()) grow();
   const std::size_t mask = slots_.size() - 1;

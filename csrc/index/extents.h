@@ -3,9 +3,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <string>
 #include <vector>
 
 namespace torch_ckpt::index {
+
+/// For messages: "[2, 3]".
+std::string listed(std::span<const std::int64_t> numbers);
 
 /// Sizes and offsets, in elements: each list of numbers once, by an id. Equal ids are equal lists.
 class ExtentsTable {

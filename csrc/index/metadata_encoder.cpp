@@ -42,7 +42,6 @@ class Encoder {
  private:
   using Entry = CheckpointIndex::Entry;
   using Shard = CheckpointIndex::Shard;
-  static constexpr std::uint32_t kNone = CheckpointIndex::kNone;
 
   // --- what occurs again and again is written once ---
 
@@ -69,6 +68,13 @@ class Encoder {
     pickle_.put(op::kSetitems);
     pickle_.put(op::kBuild);
   }
+  void begin_tuple(std::size_t size) {
+    if (size > 3) pickle_.put(op::kMark);
+  }
+  void end_tuple(std::size_t size) {
+    constexpr unsigned char kShort[] = {op::kEmptyTuple, op::kTuple1, op::kTuple2, op::kTuple3};
+    pickle_.put(size > 3 ? op::kTuple : kShort[size]);
+  }
   void name(std::uint32_t entry) {
     if (names_[entry] != 0) return pickle_.fetch(names_[entry] - 1);
     pickle_.text(index_.name(entry));
@@ -85,12 +91,11 @@ class Encoder {
     if (!is_new) return pickle_.fetch(known->second);
     global("torch", "Size");
     const auto numbers = index_.extents(id);
-    if (numbers.size() > 3) pickle_.put(op::kMark);
+    begin_tuple(numbers.size());
     for (const std::int64_t number : numbers) {
       pickle_.number(static_cast<std::uint64_t>(number));
     }
-    constexpr unsigned char kTuples[] = {op::kEmptyTuple, op::kTuple1, op::kTuple2, op::kTuple3};
-    pickle_.put(numbers.size() > 3 ? op::kTuple : kTuples[numbers.size()]);
+    end_tuple(numbers.size());
     pickle_.put(op::kTuple1);
     pickle_.put(op::kReduce);
     known->second = pickle_.memoize();
@@ -174,13 +179,9 @@ class Encoder {
   void put_paths() {
     items(index_.paths(), [&](std::size_t i) {
       const std::string_view text = index_.path_name(i);
-      if (const auto entry = index_.find(text)) {
-        name(*entry);
-      } else {
-        pickle_.text(text);
-      }
+      name_or_text(text);
       const auto parts = index_.path(i);
-      if (parts.size() > 3) pickle_.put(op::kMark);
+      begin_tuple(parts.size());
       std::size_t at = 0;
       for (const CheckpointIndex::PathPart& part : parts) {
         const std::string_view word = text.substr(at, part.bytes);
@@ -196,8 +197,7 @@ class Encoder {
           word_of_path(word);
         }
       }
-      constexpr unsigned char kTuples[] = {op::kEmptyTuple, op::kTuple1, op::kTuple2, op::kTuple3};
-      pickle_.put(parts.size() > 3 ? op::kTuple : kTuples[parts.size()]);
+      end_tuple(parts.size());
     });
   }
   void name_or_text(std::string_view text) {
@@ -265,7 +265,7 @@ class Encoder {
     for (std::uint32_t i = 0; i < index_.files().size(); ++i) {
       if (index_.tables()[i].bytes > 0) having.push_back(i);
     }
-    if (having.empty()) return;
+    if (having.empty() && extras_.phases.empty()) return;
     key("torch_ckpt");
     pickle_.put(op::kEmptyDict);
     pickle_.put(op::kMark);
@@ -276,6 +276,10 @@ class Encoder {
       file(having[i]);
       pickle_.bytes(index_.text(index_.tables()[having[i]]));
     });
+    if (!extras_.phases.empty()) {
+      key("phases");
+      pickle_.text(extras_.phases);
+    }
     pickle_.put(op::kSetitems);
   }
 

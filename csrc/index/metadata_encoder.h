@@ -13,7 +13,8 @@ namespace torch_ckpt::index {
 struct MetadataExtras {
   /// Attributes of the StorageMeta, by name; it is left out where there are none.
   std::vector<std::pair<std::string, std::optional<std::string>>> storage_meta;
-  std::string version;  // of DCP's format
+  std::string version;      // of DCP's format
+  std::string phases = {};  // how long each rank took, as JSON; empty: not known
 };
 
 /// The pickle of torch's Metadata, which every torch from 2.6 on reads. Equal parts are one object:

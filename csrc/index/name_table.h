@@ -24,11 +24,18 @@ class NameTable {
   void reserve(std::size_t names);
 
  private:
-  std::size_t slot_of(std::string_view name) const;
+  struct Slot {
+    std::uint32_t number = kFree;
+    std::uint32_t hash = 0;  // of the name, in part: most others differ in it
+  };
+  static constexpr std::uint32_t kFree = 0xffffffff;
+
+  /// That of the name, or the free one where it belongs.
+  std::size_t slot_of(std::string_view name, std::uint64_t hash) const;
 
   std::string texts_;
   std::vector<std::uint64_t> begins_{0};
-  std::vector<std::uint32_t> slots_;  // number + 1; 0 is free
+  std::vector<Slot> slots_;
 };
 
 }  // namespace torch_ckpt::index

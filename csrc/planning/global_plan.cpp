@@ -13,6 +13,8 @@ namespace {
 using Kind = StateTemplate::Kind;
 using Row = StateTemplate::Row;
 
+using index::listed;
+
 std::string_view kind_name(Kind kind) {
   switch (kind) {
     case Kind::tensor:
@@ -27,15 +29,6 @@ std::string_view kind_name(Kind kind) {
   return "another kind of tensor";
 }
 
-std::string listed(std::span<const std::int64_t> numbers) {
-  std::string text = "[";
-  for (const std::int64_t number : numbers) {
-    if (text.size() > 1) text += ", ";
-    text += std::to_string(number);
-  }
-  return text + "]";
-}
-
 std::uint64_t product(std::span<const std::int64_t> sizes) {
   std::uint64_t all = 1;
   for (const std::int64_t size : sizes) all *= static_cast<std::uint64_t>(size);
@@ -45,6 +38,8 @@ std::uint64_t product(std::span<const std::int64_t> sizes) {
 Error refused(std::string detail) {
   return format_error(Errc::invalid_argument, std::move(detail));
 }
+
+constexpr std::uint32_t kNone = 0xffffffff;
 
 /// Parts by their entry and their place in the whole.
 class PartTable {
@@ -57,7 +52,6 @@ class PartTable {
   void added() { ++used_; }
 
  private:
-  static constexpr std::uint32_t kFree = 0xffffffff;
   struct Key {
     std::uint32_t entry = 0;
     std::uint32_t offsets = 0;
@@ -66,7 +60,7 @@ class PartTable {
   };
   struct Slot {
     Key key;
-    std::uint32_t part = kFree;
+    std::uint32_t part = kNone;
   };
 
   std::uint32_t& find(const Key& key) {
@@ -74,7 +68,7 @@ class PartTable {
     const std::uint64_t hash =
         SeededHash()((std::uint64_t{key.entry} << 32) | key.offsets) + key.sizes;
     std::size_t at = hash & mask;
-    while (slots_[at].part != kFree && !(slots_[at].key == key)) at = (at + 1) & mask;
+    while (slots_[at].part != kNone && !(slots_[at].key == key)) at = (at + 1) & mask;
     slots_[at].key = key;
     return slots_[at].part;
   }
@@ -82,7 +76,7 @@ class PartTable {
     std::vector<Slot> before = std::exchange(slots_, {});
     slots_.resize(std::max<std::size_t>(64, 4 * before.size()));
     for (const Slot& slot : before) {
-      if (slot.part != kFree) find(slot.key) = slot.part;
+      if (slot.part != kNone) find(slot.key) = slot.part;
     }
   }
 
@@ -98,7 +92,6 @@ Result<GlobalPlan> GlobalPlan::of(std::vector<StateTemplate> templates) {
   plan.part_of_row_.resize(plan.ranks());
   PartTable known;
   index::ExtentsTable extents;
-  std::vector<std::uint32_t> ids;
   for (std::uint32_t rank = 0; rank < plan.ranks(); ++rank) {
     const StateTemplate& here = plan.templates_[rank];
     std::vector<std::uint32_t>& parts = plan.part_of_row_[rank];
@@ -144,17 +137,18 @@ Result<> GlobalPlan::check_same(const Entry& first, std::uint32_t rank, std::uin
   const StateTemplate& here = templates_[rank];
   const Row& a = there.row(first.row);
   const Row& b = here.row(row);
+  const bool has_size = a.kind == Kind::tensor || a.kind == Kind::shard;
+  if (a.kind == b.kind &&
+      (!has_size || (there.dtype(a) == here.dtype(b) &&
+                     std::ranges::equal(there.extents(a.size), here.extents(b.size))))) {
+    return {};
+  }
   const std::string name(here.name(row));
   const std::string ranks[2] = {"rank " + std::to_string(first.rank),
                                 "rank " + std::to_string(rank)};
   if (a.kind != b.kind) {
     return refused(name + ": " + ranks[0] + " has " + std::string(kind_name(a.kind)) + ", " +
                    ranks[1] + " " + std::string(kind_name(b.kind)));
-  }
-  if (a.kind != Kind::tensor && a.kind != Kind::shard) return {};
-  if (there.dtype(a) == here.dtype(b) &&
-      std::ranges::equal(there.extents(a.size), here.extents(b.size))) {
-    return {};
   }
   const std::string of[2] = {"torch." + there.dtype(a) + " " + listed(there.extents(a.size)),
                              "torch." + here.dtype(b) + " " + listed(here.extents(b.size))};

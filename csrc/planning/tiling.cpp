@@ -47,4 +47,25 @@ bool tile(std::span<const std::int64_t> whole, std::span<const Box> boxes) {
   return sum == sum_of_corners(cut, zeros, whole);
 }
 
+std::vector<std::uint32_t> uncovered(const index::CheckpointIndex& index) {
+  const auto is_empty = [](std::span<const std::int64_t> sizes) {
+    return std::ranges::any_of(sizes, [](std::int64_t size) { return size == 0; });
+  };
+  std::vector<std::uint32_t> found;
+  std::vector<Box> boxes;
+  for (std::uint32_t number = 0; number < index.entries().size(); ++number) {
+    const index::CheckpointIndex::Entry& entry = index.entries()[number];
+    if (!entry.is_tensor || is_empty(index.extents(entry.size))) continue;
+    boxes.clear();
+    for (const index::CheckpointIndex::Shard& shard : index.shards(entry)) {
+      const auto offsets = index.extents(shard.offsets);
+      const auto sizes = index.extents(shard.sizes);
+      if (is_empty(sizes)) continue;
+      boxes.push_back({{offsets.begin(), offsets.end()}, {sizes.begin(), sizes.end()}});
+    }
+    if (!tile(index.extents(entry.size), boxes)) found.push_back(number);
+  }
+  return found;
+}
+
 }  // namespace torch_ckpt::planning

@@ -4,6 +4,8 @@
 #include <span>
 #include <vector>
 
+#include "index/checkpoint_index.h"
+
 namespace torch_ckpt::planning {
 
 /// A part of a tensor, in elements.
@@ -20,5 +22,8 @@ struct Box {
 /// hashes with a seed of the process. Unlike a comparison of all pairs this takes no longer for
 /// each box where there are many.
 bool tile(std::span<const std::int64_t> whole, std::span<const Box> boxes);
+
+/// The entries whose shards do not fill their tensor, or for which that is hard to tell.
+std::vector<std::uint32_t> uncovered(const index::CheckpointIndex& index);
 
 }  // namespace torch_ckpt::planning

@@ -12,6 +12,7 @@
 
 #include "index/checkpoint_index.h"
 #include "index/metadata_pickle.h"
+#include "planning/tiling.h"
 #include "python/bindings.h"
 #include "python/errors.h"
 #include "python/gil.h"
@@ -74,14 +75,29 @@ const CheckpointIndex::Entry* entry_of(const CheckpointIndex& index, const py::s
   return number ? &index.entries()[*number] : nullptr;
 }
 
-/// Where an object is stored: file, offset, length, and whether a transform was at work.
-py::object place_of(const CheckpointIndex& index, const py::str& name) {
+/// What torch_ckpt.checkpoint.index.Shard has of a shard.
+py::tuple shard_of(const CheckpointIndex& index, const CheckpointIndex::Shard& shard) {
+  const auto extents = [&](std::uint32_t id) {
+    return id == CheckpointIndex::kNone ? py::tuple() : tuple_of(index.extents(id));
+  };
+  const py::object file = shard.file == CheckpointIndex::kNone
+                              ? py::object(py::none())
+                              : text_of(index.text(index.files()[shard.file]));
+  return py::make_tuple(extents(shard.offsets), extents(shard.sizes), file, shard.offset,
+                        shard.length, shard.is_transformed);
+}
+
+py::list shards_of(const CheckpointIndex& index, const py::str& name) {
   const CheckpointIndex::Entry* entry = entry_of(index, name);
-  if (entry == nullptr || entry->is_tensor) return py::none();
-  const CheckpointIndex::Shard& shard = index.shards(*entry)[0];
-  if (shard.file == CheckpointIndex::kNone) return py::none();
-  return py::make_tuple(text_of(index.text(index.files()[shard.file])), shard.offset, shard.length,
-                        shard.is_transformed);
+  if (entry == nullptr) throw py::key_error(bytes_of(name));
+  return list_of(index.shards(*entry), [&](const auto& shard) { return shard_of(index, shard); });
+}
+
+/// Names and shards of records that the metadata does not describe.
+py::list strays_of(const CheckpointIndex& index) {
+  return list_of(index.strays(), [&](const CheckpointIndex::Stray& stray) {
+    return py::make_tuple(text_of(index.text(stray.name)), shard_of(index, stray.shard));
+  });
 }
 
 py::list files_of(const CheckpointIndex& index) {
@@ -213,6 +229,16 @@ std::uint64_t bytes_of(const LoadMatch& match) {
 }  // namespace
 
 void bind_index(py::module_& module) {
+  module.def(
+      "tile",
+      [](const std::vector<std::int64_t>& whole,
+         const std::vector<std::pair<std::vector<std::int64_t>, std::vector<std::int64_t>>>& of) {
+        std::vector<planning::Box> boxes;
+        for (const auto& [offsets, sizes] : of) boxes.push_back({offsets, sizes});
+        return planning::tile(whole, boxes);
+      },
+      py::arg("whole"), py::arg("boxes"));
+
   py::class_<MetadataProgram>(module, "MetadataProgram")
       .def(py::init<py::object, const std::map<std::string, std::string>&>(), py::arg("data"),
            py::arg("roles"))
@@ -233,8 +259,15 @@ void bind_index(py::module_& module) {
            })
       .def("files", &files_of)
       .def("tensor", &tensor_of, py::arg("name"))
-      .def("place", &place_of, py::arg("name"))
+      .def("shards", &shards_of, py::arg("name"))
+      .def("strays", &strays_of)
+      .def("uncovered",
+           [](const CheckpointIndex& index) {
+             return list_of(planning::uncovered(index),
+                            [&](std::uint32_t entry) { return text_of(index.name(entry)); });
+           })
       .def("tables", &tables_of)
+      .def("phases", [](const CheckpointIndex& index) { return text_of(index.phases()); })
       .def(
           "rename",
           [](CheckpointIndex& index, const std::vector<py::str>& names) {
@@ -380,15 +413,11 @@ void bind_index(py::module_& module) {
                return text_of(match.state().keys().at(key));
              });
            })
-      .def("files", [](const LoadMatch& match) { return files_of(match.index()); })
-      .def("on_meta",
+      .def("files",
            [](const LoadMatch& match) {
-             py::list rows;
-             for (const std::size_t row : match.with(LoadMatch::Status::loaded)) {
-               const at::Tensor& local = match.state().row(row).local;
-               if (!local.defined() || local.is_meta()) rows.append(row);
-             }
-             return rows;
+             return list_of(match.files(), [&](std::uint32_t file) {
+               return text_of(match.index().text(match.index().files()[file]));
+             });
            })
       .def("plan", &LoadMatch::plan)
       .def("row", py::overload_cast<const LoadMatch&, std::size_t>(&row_of), py::arg("target"))

@@ -83,23 +83,15 @@ std::vector<std::size_t> load_matched(const tensors::LoadMatch& match,
                                       std::uint64_t max_inflight_bytes, const py::object& direct_io,
                                       bool verify, const py::object& progress,
                                       const Events& ready) {
-  // Of all files those that are read.
   const index::CheckpointIndex& index = match.index();
-  std::vector<std::size_t> numbers(index.files().size(), index.files().size());
   std::vector<engine::LoadFile> files;
-  std::vector<tensors::TensorTarget> targets = match.targets();
-  for (tensors::TensorTarget& target : targets) {
-    std::size_t& number = numbers[target.file];
-    if (number == index.files().size()) {
-      number = files.size();
-      files.push_back({std::string(index.text(index.files()[target.file])),
-                       std::string(index.text(index.tables()[target.file]))});
-    }
-    target.file = number;
+  for (const std::uint32_t file : match.files()) {
+    files.push_back({std::string(index.text(index.files()[file])),
+                     std::string(index.text(index.tables()[file]))});
   }
   engine::LimitedLoads loads = loads_of(directory, std::move(files), threads, max_inflight_bytes,
                                         direct_io, verify, progress, ready);
-  return without_gil([&] { return tensors::LoadWaves(loads, targets).run(); });
+  return without_gil([&] { return tensors::LoadWaves(loads, match.targets()).run(); });
 }
 
 /// The bytes of each row.

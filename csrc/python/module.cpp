@@ -30,5 +30,6 @@ PYBIND11_MODULE(_C, module) {
       py::arg("data"), py::arg("crc") = 0, python::NoGil());
   module.def(
       "join_executor", [] { engine::Context::process().executor.join(); }, python::NoGil());
+  module.def("seconds_without_gil", &tensors::FreeTime::seconds);
   module.attr("has_cuda") = staging::device_support() != nullptr;
 }

@@ -49,9 +49,10 @@ py::bytes encoded(const GlobalPlan& plan, const std::vector<Places>& places,
                   const std::map<std::string, std::string>& tables,
                   const index::CheckpointIndex* rest,
                   const std::vector<std::pair<std::string, std::optional<py::str>>>& meta,
-                  const std::string& version) {
+                  const std::string& version, const std::string& phases) {
   index::MetadataExtras extras;
   extras.version = version;
+  extras.phases = phases;
   for (const auto& [name, value] : meta) {
     extras.storage_meta.emplace_back(name, value ? std::optional(bytes_of(*value)) : std::nullopt);
   }
@@ -184,7 +185,7 @@ void bind_plan(py::module_& module) {
       .def("paths", &paths_of)
       .def("fingerprints", &fingerprints_of, py::arg("places"))
       .def("encode", &encoded, py::arg("places"), py::arg("tables"), py::arg("rest"),
-           py::arg("storage_meta"), py::arg("version"));
+           py::arg("storage_meta"), py::arg("version"), py::arg("phases"));
 }
 
 }  // namespace torch_ckpt::python

@@ -160,6 +160,17 @@ void bind_save(py::module_& module) {
   module.def(
       "trim_pool", [](std::size_t bytes) { Context::process().chunks.trim(bytes); },
       py::arg("bytes") = 0, NoGil());
+  module.def(
+      "versions_of",
+      [](const std::vector<at::Tensor>& tensors) {
+        std::vector<std::int64_t> versions;
+        for (const at::Tensor& tensor : tensors) {
+          const c10::VariableVersion& version = tensor.unsafeGetTensorImpl()->version_counter();
+          versions.push_back(version.enabled() ? version.current_version() : -1);
+        }
+        return versions;
+      },
+      py::arg("tensors"));
   module.def("start_save", &start_save, py::arg("directory"), py::arg("prefix"), py::arg("names"),
              py::arg("values"), py::kw_only(), py::arg("buckets"), py::arg("file_per_item"),
              py::arg("separation_hint"), py::arg("chunk_bytes"), py::arg("max_host_bytes"),

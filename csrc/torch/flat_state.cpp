@@ -4,6 +4,7 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
 #include <array>
 #include <utility>
 
@@ -97,6 +98,8 @@ FlatState::FlatState(PyObject* state_dict, PyObject* chunks_here)
   const auto count = PyObject_Size(state_dict);
   if (count < 0) throw python_error();
   rows_.reserve(static_cast<std::size_t>(count));
+  nodes_.reserve(static_cast<std::size_t>(count) + 1);
+  names_.reserve(static_cast<std::size_t>(count));
   visit_mapping(state_dict, kRoot);
   prefix_.clear();
 }
@@ -140,8 +143,8 @@ bool FlatState::is_terminal(PyObject* list) {
   return found;
 }
 
-std::uint32_t FlatState::add_node(std::uint32_t parent, PythonRef key) {
-  nodes_.push_back({parent, std::move(key)});
+std::uint32_t FlatState::add_node(std::uint32_t parent, PythonRef key, std::size_t bytes) {
+  nodes_.push_back({parent, std::move(key), static_cast<std::uint32_t>(bytes)});
   return static_cast<std::uint32_t>(nodes_.size() - 1);
 }
 
@@ -157,9 +160,10 @@ void FlatState::visit_mapping(PyObject* mapping, std::uint32_t node) {
     PythonRef key = checked(PyObject_Str(PyTuple_GET_ITEM(item, 0)));
     // A name may begin with the empty key, whose dot torch writes.
     if (node != kRoot) prefix_ += '.';
+    const std::size_t begin = prefix_.size();
     with_utf8(key.get(), [&](std::string_view bytes) { prefix_ += bytes; });
     if (node == kRoot) key_ = keys_.add(prefix_).first;
-    visit(PyTuple_GET_ITEM(item, 1), add_node(node, std::move(key)));
+    visit(PyTuple_GET_ITEM(item, 1), add_node(node, std::move(key), prefix_.size() - begin));
     prefix_.resize(before);
   }
 }
@@ -176,7 +180,8 @@ void FlatState::visit(PyObject* value, std::uint32_t node) {
         prefix_ += '.';
         prefix_ += std::to_string(i);
         const PythonRef entry = PythonRef::to(PyList_GET_ITEM(value, i));
-        visit(entry.get(), add_node(node, checked(PyLong_FromSsize_t(i))));
+        visit(entry.get(),
+              add_node(node, checked(PyLong_FromSsize_t(i)), prefix_.size() - before - 1));
         prefix_.resize(before);
       }
     }
@@ -278,14 +283,20 @@ std::uint32_t FlatState::box_of(PyObject* value, std::uint32_t size) {
   return box_number;
 }
 
-PythonRef FlatState::path(const Row& row) const {
-  std::vector<std::uint32_t> nodes;
+void FlatState::nodes_to(const Row& row, std::vector<const Node*>& nodes) const {
+  nodes.clear();
   for (std::uint32_t node = row.node; node != kRoot; node = nodes_[node].parent) {
-    nodes.push_back(node);
+    nodes.push_back(&nodes_[node]);
   }
+  std::ranges::reverse(nodes);
+}
+
+PythonRef FlatState::path(const Row& row) const {
+  std::vector<const Node*> nodes;
+  nodes_to(row, nodes);
   PythonRef path = checked(PyTuple_New(static_cast<Py_ssize_t>(nodes.size())));
   for (std::size_t i = 0; i < nodes.size(); ++i) {
-    PyObject* key = nodes_[nodes[nodes.size() - 1 - i]].key.get();
+    PyObject* key = nodes[i]->key.get();
     Py_INCREF(key);
     PyTuple_SET_ITEM(path.get(), static_cast<Py_ssize_t>(i), key);
   }
@@ -305,7 +316,7 @@ planning::StateTemplate FlatState::to_template() const {
   using planning::StateTemplate;
   StateTemplate made;
   std::vector<StateTemplate::PathPart> path;
-  std::vector<std::uint32_t> nodes;
+  std::vector<const Node*> nodes;
   std::map<at::ScalarType, std::uint32_t> dtypes;
   for (std::size_t i = 0; i < rows_.size(); ++i) {
     const Row& row = rows_[i];
@@ -333,19 +344,10 @@ planning::StateTemplate FlatState::to_template() const {
     } else if (!row.is_removed && is_object(row)) {
       planned.kind = StateTemplate::Kind::object;
     }
-    nodes.clear();
-    for (std::uint32_t node = row.node; node != kRoot; node = nodes_[node].parent) {
-      nodes.push_back(node);
-    }
+    nodes_to(row, nodes);
     path.clear();
-    for (auto node = nodes.rbegin(); node != nodes.rend(); ++node) {
-      PyObject* key = nodes_[*node].key.get();
-      const bool is_number = PyLong_Check(key) != 0;
-      const PythonRef text = checked(PyObject_Str(key));
-      std::uint32_t bytes = 0;
-      with_utf8(text.get(),
-                [&](std::string_view part) { bytes = static_cast<std::uint32_t>(part.size()); });
-      path.push_back({bytes, is_number});
+    for (const Node* node : nodes) {
+      path.push_back({node->bytes, PyLong_Check(node->key.get()) != 0});
     }
     made.add(names_.at(i), path, planned);
   }
@@ -359,7 +361,10 @@ void FlatState::add(std::string_view name, PyObject* path, PyObject* value) {
   }
   std::uint32_t node = kRoot;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(path); ++i) {
-    node = add_node(node, PythonRef::to(PyTuple_GET_ITEM(path, i)));
+    const PythonRef text = checked(PyObject_Str(PyTuple_GET_ITEM(path, i)));
+    std::size_t bytes = 0;
+    with_utf8(text.get(), [&](std::string_view part) { bytes = part.size(); });
+    node = add_node(node, PythonRef::to(PyTuple_GET_ITEM(path, i)), bytes);
   }
   const PythonRef key = checked(PyObject_Str(PyTuple_GET_ITEM(path, 0)));
   with_utf8(key.get(), [&](std::string_view bytes) { key_ = keys_.add(bytes).first; });

@@ -62,14 +62,8 @@ class FlatState {
   std::string_view name(std::size_t number) const { return names_.at(number); }
   const Box& box(const Row& row) const { return boxes_[row.box]; }
   const index::ExtentsTable& extents() const { return extents_; }
-  bool has(std::string_view name) const {
-    const auto number = names_.find(name);
-    return number && !rows_[*number].is_removed;
-  }
   /// The names of the values at the top.
   const index::NameTable& keys() const { return keys_; }
-  /// Whether it is the value at the top itself, and not a part of it.
-  bool is_key(const Row& row) const { return nodes_[row.node].parent == kRoot; }
 
   /// The keys and numbers that lead to a value; a new tuple.
   PythonRef path(const Row& row) const;
@@ -77,7 +71,7 @@ class FlatState {
   /// Whether it is saved as an object: neither a tensor nor what torch's planner asks for its
   /// parts.
   bool is_object(const Row& row) const;
-  /// What a plan of a save depends on. Raises ValueError for a tensor without values.
+  /// What a plan of a save depends on.
   planning::StateTemplate to_template() const;
 
   /// Takes a value away; its row stays, without it.
@@ -91,7 +85,8 @@ class FlatState {
   static constexpr std::uint32_t kRoot = 0;
   struct Node {
     std::uint32_t parent = kRoot;
-    PythonRef key;  // a str or an int
+    PythonRef key;            // a str or an int
+    std::uint32_t bytes = 0;  // of the key, as the name has it
   };
   enum class Container : std::uint8_t { tensor, mapping, list, none };
 
@@ -102,7 +97,10 @@ class FlatState {
   void add_row(std::string_view name, PyObject* value, std::uint32_t node);
   void fill(Row& row);
   bool fill_dtensor(Row& row);
-  std::uint32_t add_node(std::uint32_t parent, PythonRef key);
+  /// `bytes` are those of the key in a name.
+  std::uint32_t add_node(std::uint32_t parent, PythonRef key, std::size_t bytes);
+  /// The nodes from the top to the row's own.
+  void nodes_to(const Row& row, std::vector<const Node*>& nodes) const;
   /// The number of the box; 0 where torch has no box of it.
   std::uint32_t box_of(PyObject* value, std::uint32_t size);
 

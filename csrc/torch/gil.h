@@ -1,6 +1,7 @@
 #pragma once
 
 #include <Python.h>
+#include <time.h>
 
 #include <chrono>
 #include <exception>
@@ -28,11 +29,35 @@ inline void take_gil(PyThreadState* state) {
   outlasting_python([state] { PyEval_RestoreThread(state); });
 }
 
+/// The processor time of this thread while it did not hold the GIL, as far as that is let go of
+/// here, in seconds.
+class FreeTime {
+ public:
+  static double seconds() { return seconds_; }
+
+ private:
+  friend class ReleasedGil;
+  friend class TakenGil;
+
+  static double now() {
+    timespec time{};
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+    return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+  }
+  static void begin() { seconds_ -= now(); }
+  static void end() { seconds_ += now(); }
+
+  static inline thread_local double seconds_ = 0;
+};
+
 /// Without the GIL while it lives.
 class ReleasedGil {
  public:
-  ReleasedGil() : state_(PyEval_SaveThread()) {}
-  ~ReleasedGil() { take_gil(state_); }
+  ReleasedGil() : state_(PyEval_SaveThread()) { FreeTime::begin(); }
+  ~ReleasedGil() {
+    FreeTime::end();
+    take_gil(state_);
+  }
   ReleasedGil(const ReleasedGil&) = delete;
   ReleasedGil& operator=(const ReleasedGil&) = delete;
 
@@ -43,8 +68,14 @@ class ReleasedGil {
 /// With the GIL again while it lives, on a thread that has a ReleasedGil.
 class TakenGil {
  public:
-  TakenGil() { take_gil(PyGILState_GetThisThreadState()); }
-  ~TakenGil() { PyEval_SaveThread(); }
+  TakenGil() {
+    FreeTime::end();
+    take_gil(PyGILState_GetThisThreadState());
+  }
+  ~TakenGil() {
+    PyEval_SaveThread();
+    FreeTime::begin();
+  }
   TakenGil(const TakenGil&) = delete;
   TakenGil& operator=(const TakenGil&) = delete;
 };

@@ -36,12 +36,15 @@ LoadMatch::LoadMatch(const FlatState& state, const CheckpointIndex& index, SizeR
       index_(index),
       rule_(rule),
       statuses_(state.size(), Status::skipped),
-      entries_(state.size(), kNone) {
+      entries_(state.size(), kNone),
+      is_wanted_(index.entries().size()) {
   for (const std::string& name : index.dtypes()) dtypes_.push_back(scalar_type_named(name));
   for (std::size_t i = 0; i < state.size(); ++i) {
     const FlatState::Row& row = state.row(i);
-    if (row.is_removed || (!chosen.empty() && !chosen[i])) continue;
+    if (row.is_removed) continue;
     const auto entry = index.find(state.name(i));
+    if (entry) is_wanted_[*entry] = true;
+    if (!chosen.empty() && !chosen[i]) continue;
     entries_[i] = entry.value_or(kNone);
     if (row.kind == FlatState::Kind::other) {
       statuses_[i] = Status::pending;
@@ -80,7 +83,7 @@ std::vector<std::size_t> LoadMatch::with(Status status) const {
 std::vector<std::uint32_t> LoadMatch::unexpected() const {
   std::vector<std::uint32_t> found;
   for (std::uint32_t i = 0; i < index_.entries().size(); ++i) {
-    if (!state_.has(index_.name(i))) found.push_back(i);
+    if (!is_wanted_[i]) found.push_back(i);
   }
   return found;
 }
@@ -123,6 +126,8 @@ const LoadMatch::Entry* LoadMatch::tensor(std::size_t row) const {
 
 std::vector<std::size_t> LoadMatch::plan() {
   std::vector<std::size_t> left;
+  files_.clear();
+  file_numbers_.assign(index_.files().size(), kNone);
   targets_.clear();
   targets_.reserve(statuses_.size());
   for (std::size_t i = 0; i < statuses_.size(); ++i) {
@@ -133,6 +138,15 @@ std::vector<std::size_t> LoadMatch::plan() {
     left.push_back(i);
   }
   return left;
+}
+
+std::uint32_t LoadMatch::file_number(std::uint32_t file) {
+  std::uint32_t& number = file_numbers_[file];
+  if (number == kNone) {
+    number = static_cast<std::uint32_t>(files_.size());
+    files_.push_back(file);
+  }
+  return number;
 }
 
 /// False where it is left to the caller.
@@ -187,9 +201,10 @@ bool LoadMatch::plan_row(std::size_t number) {
       if (box.lengths[d] == room[d]) continue;
       part = part.narrow(static_cast<std::int64_t>(d), box.offsets[d], box.lengths[d]);
     }
-    targets_.push_back(make_target(
-        std::string(state_.name(number)), shard.file, shard.offset, shard.length, *scalar_type,
-        {sizes.data(), dims}, {region.data(), dims}, {box.lengths.data(), dims}, std::move(part)));
+    targets_.push_back(make_target(std::string(state_.name(number)), file_number(shard.file),
+                                   shard.offset, shard.length, *scalar_type, {sizes.data(), dims},
+                                   {region.data(), dims}, {box.lengths.data(), dims},
+                                   std::move(part)));
     boxes.push_back(std::move(box));
   }
   return found == elements && (boxes.size() == 1 || planning::tile(wanted, boxes));

@@ -55,6 +55,8 @@ class LoadMatch {
   /// Finds what is to be read, and gives the loaded rows that are left to the caller.
   std::vector<std::size_t> plan();
   const std::vector<TensorTarget>& targets() const { return targets_; }
+  /// Of the index those that are read; the targets' file numbers count them.
+  const std::vector<std::uint32_t>& files() const { return files_; }
 
   const FlatState& state() const { return state_; }
   const index::CheckpointIndex& index() const { return index_; }
@@ -66,14 +68,18 @@ class LoadMatch {
 
   Status compare(const FlatState::Row& row, const Entry& entry) const;
   bool plan_row(std::size_t number);
+  std::uint32_t file_number(std::uint32_t file);
 
   const FlatState& state_;
   const index::CheckpointIndex& index_;
   SizeRule rule_;
   std::vector<Status> statuses_;
   std::vector<std::uint32_t> entries_;
+  std::vector<bool> is_wanted_;                        // of the index's entries; chosen or not
   std::vector<std::optional<at::ScalarType>> dtypes_;  // of the index; none that this torch has not
   std::vector<TensorTarget> targets_;
+  std::vector<std::uint32_t> files_;
+  std::vector<std::uint32_t> file_numbers_;  // of the index's files among these
 };
 
 }  // namespace torch_ckpt::tensors

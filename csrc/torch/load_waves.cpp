@@ -20,6 +20,9 @@ namespace {
 // Of copies that are spread on the device.
 constexpr std::uint64_t kMostOnDevice = std::uint64_t{256} << 20;
 
+// Of small tensors; what is known of each while it is read takes more memory than it has.
+constexpr std::size_t kMostSteps = 1 << 16;
+
 engine::ReadRequest request_for(const TensorTarget& target, engine::ReadKind kind) {
   engine::ReadRequest request;
   request.kind = kind;
@@ -59,6 +62,7 @@ std::vector<std::size_t> LoadWaves::run() {
   for (std::size_t i = 0; i < targets_.size(); ++i) {
     const TensorTarget& target = targets_[i];
     if (target.dtype == nullptr) continue;
+    if (wave_.size() >= kMostSteps) run_all_waves();
     if (!filled_.add(target.name, target.tensor)) {
       run_all_waves();
       filled_.add(target.name, target.tensor);

@@ -19,10 +19,20 @@ double seconds_of(std::int64_t nanoseconds) { return static_cast<double>(nanosec
 }  // namespace
 
 void SaveSources::add(std::string name, const at::Tensor& tensor) {
-  TensorSource found = source_of(tensor);
-  items_.push_back({std::move(name), std::move(found.source), std::move(found.header)});
-  storages_.push_back(found.owner.storage());
-  tensors_.push_back(std::move(found.owner));
+  items_of_tensors_.push_back(items_.size());
+  items_.emplace_back().name = std::move(name);
+  tensors_.push_back(tensor);
+}
+
+void SaveSources::resolve() {
+  for (std::size_t i = 0; i < tensors_.size(); ++i) {
+    TensorSource found = source_of(tensors_[i]);
+    engine::SaveItem& item = items_[items_of_tensors_[i]];
+    item.source = std::move(found.source);
+    item.tensor = std::move(found.header);
+    storages_.push_back(found.owner.storage());
+    tensors_[i] = std::move(found.owner);
+  }
 }
 
 void SaveSources::add(std::string name, std::span<const std::byte> bytes,
@@ -37,6 +47,7 @@ void SaveSources::add(std::string name, std::span<const std::byte> bytes,
 TensorSave::TensorSave(engine::Context& context, const os::Directory& directory,
                        SaveSources& sources, const engine::NamingOptions& naming,
                        const engine::SaveOptions& options) {
+  sources.resolve();
   engine::SavePlan plan = engine::plan_save(std::exchange(sources.items_, {}), naming).value();
   file_names_ = std::move(plan.file_names);
   session_ = engine::SaveSession::start(context, directory.duplicate().value(),

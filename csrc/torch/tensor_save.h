@@ -24,8 +24,12 @@ class SaveSources {
  private:
   friend class TensorSave;
 
+  /// Finds what is written of the tensors, which somebody else holds meanwhile. Without the GIL.
+  void resolve();
+
   std::vector<engine::SaveItem> items_;
   std::vector<at::Tensor> tensors_;
+  std::vector<std::size_t> items_of_tensors_;
   // Of their own, since somebody may give a tensor another one (`tensor.data = ...`).
   std::vector<c10::Storage> storages_;
   std::vector<std::shared_ptr<const void>> owners_;

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import torch_ckpt
 from tests.distributed.cases import (
@@ -56,6 +56,40 @@ def case_sharded_tensors_make_the_round_trip_with_stock_torch(launch: Launch) ->
         loaded = zeroed(dtensors(mesh))
         load(loaded, path, reader)
         assert_whole(loaded)
+
+
+def case_dtensors_planned_by_the_engine_make_the_round_trip(launch: Launch) -> None:
+    mesh = mesh_1d(launch)
+    path = launch.path()
+    metadata = save(dtensors(mesh), path, planner=torch_ckpt.SavePlanner())
+    assert metadata == read_metadata(path)
+    for reader, options in ((OURS[1], {"planner": torch_ckpt.LoadPlanner()}), (STOCK[1], {})):
+        loaded = zeroed(dtensors(mesh))
+        load(loaded, path, reader, **options)
+        assert_whole(loaded)
+
+
+def case_a_rank_with_another_planner_is_named(launch: Launch) -> None:
+    planner = torch_ckpt.SavePlanner() if launch.rank == 0 else dcp.DefaultSavePlanner()
+    causes = failure_of(
+        launch, lambda: save(dtensors(mesh_1d(launch)), launch.path(), planner=planner)
+    )
+    assert "rank 1 plans with another planner" in str(causes[0])
+
+
+def case_a_state_that_does_not_fit_on_one_rank_changes_no_rank(launch: Launch) -> None:
+    mesh = mesh_1d(launch)
+    path = launch.path()
+    save(dtensors(mesh), path)
+    loaded: StateDict = dict(zeroed(dtensors(mesh)))
+    if launch.rank == 1:
+        loaded["of rank 1 alone"] = torch.zeros(2)
+    causes = failure_of(launch, lambda: load(loaded, path, planner=torch_ckpt.LoadPlanner()))
+    assert list(causes) == [1]
+    assert "of rank 1 alone" in str(causes[1])
+    for value in loaded.values():
+        local = value.to_local() if isinstance(value, DTensor) else value
+        assert not torch.count_nonzero(local)
 
 
 @on(4)

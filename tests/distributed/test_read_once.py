@@ -361,7 +361,7 @@ def case_a_failure_on_one_rank_fails_a_read_once_on_all(launch: Launch) -> None:
     save(state, path)
     last = launch.size - 1
     for load in LOADERS:
-        planning = "reading" if load is by_dcp else "whole_metadata"
+        planning = "reading" if load is by_dcp else "rename_in"
         for method in ("read_rows", "read_bytes", planning):
             target = {name: torch.zeros(30, 20) for name in state if name != "step"} | {"step": 0}
             with failing_on(launch, last, method):

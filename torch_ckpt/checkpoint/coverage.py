@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import product
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import (
@@ -21,13 +20,11 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.tensor import DTensor
 
+from torch_ckpt import _C
 from torch_ckpt.errors import Corrupt
 
 #: Offsets and sizes, by dimension.
 Box = tuple[Sequence[int], Sequence[int]]
-
-# A box has two to this many corners; nobody cuts tensors in as many dimensions.
-_MOST_CUT = 6
 
 
 def require_cover(
@@ -84,34 +81,9 @@ def require_all(
 
 def gap_in(whole: tuple[int, ...], boxes: Sequence[Box]) -> list[int] | None:
     """The first element that none of the boxes has, all of which lie in a tensor of that size."""
-    if 0 in whole or _tile(whole, boxes):
+    if 0 in whole or _C.tile(whole, [box for box in boxes if 0 not in box[1]]):
         return None
     return _gap(whole, [tuple(zip(*box, strict=True)) for box in boxes])
-
-
-def _tile(whole: tuple[int, ...], boxes: Sequence[Box]) -> bool:
-    """Whether boxes fill it, each element once; False where that is hard to tell.
-
-    They do if, and only if, their corners cancel out but for those of the whole, where a corner
-    counts -1 for each dimension in which it is the far end. Other than comparing boxes with each
-    other this takes no longer for each where there are many.
-    """
-    cut = [d for d, size in enumerate(whole) if any(sizes[d] != size for _, sizes in boxes)]
-    if len(cut) > _MOST_CUT:
-        return False
-    if not cut:
-        return len(boxes) == 1
-    corners: dict[tuple[int, ...], int] = defaultdict(int)
-    signs = [math.prod(signs) for signs in product((1, -1), repeat=len(cut))]
-    for offsets, sizes in boxes:
-        if 0 in sizes:
-            continue
-        ends = [(offsets[d], offsets[d] + sizes[d]) for d in cut]
-        for corner, sign in zip(product(*ends), signs, strict=True):
-            corners[corner] += sign
-    for corner, sign in zip(product(*((0, whole[d]) for d in cut)), signs, strict=True):
-        corners[corner] -= sign
-    return not any(corners.values())
 
 
 def _gap(whole: tuple[int, ...], boxes: list[tuple[tuple[int, int], ...]]) -> list[int] | None:

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from torch_ckpt import _C
 from torch_ckpt.checkpoint.directory import OpenDirectory
-from torch_ckpt.checkpoint.metadata import METADATA_NAME, read_metadata_in
+from torch_ckpt.checkpoint.metadata import METADATA_NAME, read_index_in
 from torch_ckpt.errors import CheckpointError, NotCommitted
 
 #: How long a save waits for a process that removes files, which takes seconds where they are large.
@@ -133,9 +133,8 @@ def named_files(directory: OpenDirectory, name: str) -> set[str]:
     Raises:
         CheckpointError, OSError: it cannot be read whole.
     """
-    storage = read_metadata_in(directory, name).storage_data
     # "./__0_0.distcp" is a name for it, too, to all who load it.
-    return {os.path.normpath(info.relative_path) for info in storage.values()}
+    return {os.path.normpath(file) for file in read_index_in(directory, name).files()}
 
 
 def remove_own(directory: OpenDirectory, names: Iterable[str]) -> None:

@@ -18,11 +18,13 @@ import pickle
 import stat
 import struct
 import zlib
-from collections.abc import Iterator, Mapping, ValuesView
+from collections.abc import Callable, Iterator, Mapping, ValuesView
 from contextlib import closing, contextmanager, suppress
-from typing import Any, cast
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
@@ -39,6 +41,9 @@ from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
 
 #: Name of the file whose appearance is the commit of a checkpoint.
 METADATA_NAME = ".metadata"
+
+#: The version of DCP's metadata that stock writers state; older torch had no name for it.
+DCP_VERSION: str = getattr(filesystem, "CURRENT_DCP_VERSION", "1.0.0")
 
 # A pickle's cost is bounded by its size; the metadata of a million tensors has about 200 MB.
 MAX_METADATA_BYTES = 4 << 30
@@ -200,7 +205,6 @@ def decode_index(data: bytes, source: str) -> _C.CheckpointIndex:
             what it says cannot be.
         MemoryError: the process has no memory for it, which says nothing about the bytes.
     """
-    _C.fault_point("decode metadata", source)
     with _told_of(source, False):
         program = _harmless(data)
     return _index(program, source)
@@ -212,6 +216,9 @@ def index_of(metadata: Metadata, source: str) -> _C.CheckpointIndex:
     Raises:
         Unsafe, Corrupt: see :func:`decode_index`.
     """
+    kept = index_kept(metadata)
+    if kept is not None:
+        return kept
     paths = getattr(metadata, "planner_data", None)
     meta = getattr(metadata, "storage_meta", None)
     known = Metadata(
@@ -251,20 +258,27 @@ def decode_metadata(data: bytes, source: str, *, allow_pickle: bool = False) -> 
     Raises:
         Unsafe, Corrupt, MemoryError: see :func:`decode_index`.
     """
-    if allow_pickle:
-        _C.fault_point("decode metadata", source)
-        with _told_of(source, True):
-            metadata = _trusted(data)
-        if not isinstance(metadata, Metadata):
-            raise Corrupt(
-                f"{source} holds a {type(metadata).__name__}, not a checkpoint's metadata"
-            )
-        with no_gc():
-            index_of(metadata, source)
-    else:
+    if not allow_pickle:
         decode_index(data, source)
-        with _told_of(source, False):
-            metadata = cast(Metadata, _AllowListUnpickler(io.BytesIO(data)).load())
+        return decode_indexed(data, source)
+    _C.fault_point("decode metadata", source)
+    with _told_of(source, True):
+        metadata = _trusted(data)
+    if not isinstance(metadata, Metadata):
+        raise Corrupt(f"{source} holds a {type(metadata).__name__}, not a checkpoint's metadata")
+    with no_gc():
+        index_of(metadata, source)
+    return _with_places(metadata)
+
+
+def decode_indexed(data: bytes, source: str) -> Metadata:
+    """The same, of contents of which :func:`decode_index` has made an index."""
+    _C.fault_point("decode metadata", source)
+    with _told_of(source, False):
+        return _with_places(cast(Metadata, _AllowListUnpickler(io.BytesIO(data)).load()))
+
+
+def _with_places(metadata: Metadata) -> Metadata:
     if metadata.storage_data is None:
         # torch's default, and the same: everything is missing.
         metadata.storage_data = {}
@@ -291,6 +305,15 @@ def read_metadata_in(
     """The same, of a directory that is open: what is read beneath it belongs together."""
     data = metadata_bytes_in(directory, name)
     return decode_metadata(data, os.path.join(directory.path, name), allow_pickle=allow_pickle)
+
+
+def read_index_in(directory: OpenDirectory, name: str = METADATA_NAME) -> _C.CheckpointIndex:
+    """What the metadata in an open directory says, without torch's objects.
+
+    Raises:
+        FileNotFoundError, Unsafe, Corrupt, CheckpointError: see :func:`read_metadata`.
+    """
+    return decode_index(metadata_bytes_in(directory, name), os.path.join(directory.path, name))
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> OpenDirectory:
@@ -428,28 +451,99 @@ def sealed(pickled: bytes) -> bytes:
     return pickled + _SEAL.pack(_SEAL_MAGIC, zlib.crc32(pickled), len(pickled))
 
 
-class _NotDecoded(Metadata):
+class _NotDecoded(NamedTuple):
+    decode: Callable[[], Metadata]
+    data: bytes | None  # of the file, where that is all
+    says: _C.CheckpointIndex | None
+    reader: Callable[[], Any]
+
+
+class _DecodedWhenUsed(Metadata):
     """Metadata of which nobody has looked at anything: torch's objects take long to make."""
 
-    def __init__(self, data: bytes) -> None:
-        object.__setattr__(self, "data", data)
+    def __init__(self, not_decoded: _NotDecoded) -> None:
+        object.__setattr__(self, "not_decoded", not_decoded)
 
     def __getattribute__(self, name: str) -> Any:
-        fields = object.__getattribute__(self, "__dict__")
-        data = fields.get("data")
-        if data is not None:
-            fields.update(vars(decode_metadata(data, "the metadata of this save")))
-            # Last: another thread may look at it meanwhile.
-            fields.pop("data", None)
-        object.__setattr__(self, "__class__", Metadata)
+        if name == "__class__":
+            return Metadata
+        _decode(self)
         return getattr(self, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        _decode(self)
+        setattr(self, name, value)
+
     def __eq__(self, other: object) -> bool:
-        return bool(self.__class__ is Metadata and self == other)
+        _decode(self)
+        return bool(self == other)
 
     __hash__ = None  # type: ignore[assignment]
 
 
+def _not_decoded(metadata: Metadata) -> _NotDecoded | None:
+    found: _NotDecoded | None = object.__getattribute__(metadata, "__dict__").get("not_decoded")
+    return found
+
+
+def _decode(metadata: Metadata) -> None:
+    not_decoded = _not_decoded(metadata)
+    if not_decoded is not None:
+        fields = object.__getattribute__(metadata, "__dict__")
+        fields.update(vars(not_decoded.decode()))
+        # Last: another thread may look at it meanwhile.
+        fields.pop("not_decoded", None)
+    object.__setattr__(metadata, "__class__", Metadata)
+
+
+def _reduce_not_decoded(metadata: Metadata) -> Any:
+    not_decoded = _not_decoded(metadata)
+    if not_decoded is not None and not_decoded.data is not None:
+        return decoded_when_used, (not_decoded.data,)
+    _decode(metadata)
+    return metadata.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+
+# Pickled, as to other ranks, and copied without being decoded.
+copyreg.pickle(_DecodedWhenUsed, _reduce_not_decoded)
+
+
+def _of_saved(data: bytes) -> _NotDecoded:
+    decode = partial(decode_metadata, data, "the metadata of this save")
+    return _NotDecoded(decode, data, None, lambda: None)
+
+
 def decoded_when_used(data: bytes) -> Metadata:
     """The metadata in the contents of a ``.metadata`` file, decoded when somebody looks at it."""
-    return _NotDecoded(data)
+    return _DecodedWhenUsed(_of_saved(data))
+
+
+def decode_when_used(metadata: Metadata, data: bytes) -> None:
+    """Lets metadata that is here become that of a ``.metadata`` file's contents."""
+    fields = vars(metadata)
+    fields.clear()
+    fields["not_decoded"] = _of_saved(data)
+    metadata.__class__ = _DecodedWhenUsed
+
+
+def indexed(
+    index: _C.CheckpointIndex, decode: Callable[[], Metadata], reader: Callable[[], Any]
+) -> Metadata:
+    """What an index says, as torch's objects, which are made when somebody looks at them.
+
+    Args:
+        reader: gives the reader of the checkpoint, while there is one.
+    """
+    return _DecodedWhenUsed(_NotDecoded(decode, None, index, reader))
+
+
+def index_kept(metadata: Metadata) -> _C.CheckpointIndex | None:
+    """That of metadata at which nobody has looked: then it has not been changed."""
+    not_decoded = _not_decoded(metadata)
+    return None if not_decoded is None else not_decoded.says
+
+
+def reader_kept(metadata: Metadata) -> Any:
+    """The reader of metadata at which nobody has looked; None where there is none."""
+    not_decoded = _not_decoded(metadata)
+    return None if not_decoded is None else not_decoded.reader()

@@ -13,6 +13,7 @@ from torch_ckpt.cli.commands import (
     delete_steps,
     diff_checkpoints,
     examine_directory,
+    explain_checkpoint,
     list_checkpoint,
     list_steps,
     pin_step,
@@ -168,6 +169,17 @@ def parser_of_all() -> argparse.ArgumentParser:
     form = ls.add_mutually_exclusive_group()
     form.add_argument("--files", action="store_true", help="one line per file instead of per item")
     _add_json(form)
+
+    why = command(
+        "explain",
+        explain_checkpoint,
+        help="say who wrote what of a checkpoint, and what took long",
+        description="Say for each rank what it wrote of a checkpoint directory and how long it "
+        "took, as far as the metadata tells, and what stands out. Reads the metadata alone. Exits "
+        "with 2 when there is no checkpoint that can be read.",
+    )
+    _add_directory(why)
+    _add_json(why)
 
     look = command(
         "show",

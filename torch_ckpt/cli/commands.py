@@ -14,6 +14,7 @@ from torch_ckpt.cli.steps import collect, delete, set_pinned, step_lines, steps_
 from torch_ckpt.conversion.convert import convert
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.inspection.diff import diff
+from torch_ckpt.inspection.explain import explain
 from torch_ckpt.inspection.listing import (
     Listing,
     document,
@@ -68,6 +69,12 @@ def _item_tables(listing: Listing) -> Iterator[Iterable[str]]:
     yield item_lines(listing)
     if parts := list(part_lines(listing)):
         yield parts
+
+
+def explain_checkpoint(arguments: argparse.Namespace) -> int:
+    """Says who wrote what of one checkpoint, and what took long."""
+    _tell(explain(checkpoint_at(arguments.directory)), arguments)
+    return 0
 
 
 def show_checkpoint(arguments: argparse.Namespace) -> int:

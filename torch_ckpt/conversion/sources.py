@@ -77,20 +77,19 @@ class DcpSource(Source):
             raise
 
     def _list(self) -> None:
-        metadata = self._stored.metadata
-        for name in metadata.state_dict_metadata:
+        for name in self._stored.names:
             tensor = self._stored.tensor(name)
             if tensor is None:
                 self.objects.append(name)
                 continue
-            if tensor.properties.dtype in QUANTIZED:
+            if tensor.dtype in QUANTIZED:
                 raise CheckpointError(
-                    f"{name}: a quantized tensor ({tensor.properties.dtype}) has no place in other "
+                    f"{name}: a quantized tensor ({tensor.dtype}) has no place in other "
                     "formats; dequantize it, or store its integers and scales as tensors"
                 )
-            self.tensors[name] = Entry(tensor.properties.dtype, tuple(tensor.size))
-        paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
-        for name in metadata.state_dict_metadata:
+            self.tensors[name] = Entry(tensor.dtype, tensor.shape)
+        paths = self._stored.paths()
+        for name in self._stored.names:
             path = paths.get(name)
             # Of another planner this may be anything.
             self.paths[name] = path if _is_path(path) else (name,)

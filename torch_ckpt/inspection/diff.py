@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from torch_ckpt._base.progress import Progress, ProgressOption, Reporter
 from torch_ckpt.errors import CheckpointError
@@ -23,6 +22,7 @@ from torch_ckpt.inspection.diff_report import DiffReport, TensorDifference
 from torch_ckpt.inspection.stored_tensors import (
     QUANTIZED,
     Box,
+    Record,
     StoredTensors,
     as_float64,
     as_int64,
@@ -96,6 +96,7 @@ class _Tally:
 
     name: str
     shape: tuple[int, ...]
+    dtypes: tuple[torch.dtype, torch.dtype]
     differing: int = 0
     outside: int = 0
     absolute: float | int = -1
@@ -125,14 +126,14 @@ class _Comparison:
     def run(self, progress: ProgressOption) -> None:
         """Compares everything."""
         report = self._report
-        report.only_in_a = [name for name in self._a.entries if name not in self._b.entries]
-        report.only_in_b = [name for name in self._b.entries if name not in self._a.entries]
+        report.only_in_a = [name for name in self._a.names if name not in self._b]
+        report.only_in_b = [name for name in self._b.names if name not in self._a]
         tensors: list[_Tally] = []
         by_record: list[str] = []
         objects: list[str] = []
         total = 0
-        for name in self._a.entries:
-            if name not in self._b.entries:
+        for name in self._a.names:
+            if name not in self._b:
                 continue
             of_a, of_b = self._a.tensor(name), self._b.tensor(name)
             if of_a is None and of_b is None:
@@ -140,23 +141,23 @@ class _Comparison:
             elif of_a is None or of_b is None:
                 kinds = ["an object" if side is None else "a tensor" for side in (of_a, of_b)]
                 report.kinds.append((name, kinds[0], kinds[1]))
-            elif tuple(of_a.size) != tuple(of_b.size):
-                report.shapes.append((name, tuple(of_a.size), tuple(of_b.size)))
+            elif of_a.shape != of_b.shape:
+                report.shapes.append((name, of_a.shape, of_b.shape))
             else:
-                dtypes = of_a.properties.dtype, of_b.properties.dtype
+                dtypes = of_a.dtype, of_b.dtype
                 if dtypes[0] != dtypes[1]:
                     in_a, in_b = (str(dtype).removeprefix("torch.") for dtype in dtypes)
                     report.dtypes.append((name, in_a, in_b))
                 if not any(dtype in QUANTIZED for dtype in dtypes):
-                    tensors.append(_Tally(name, tuple(of_a.size)))
-                    total += math.prod(of_a.size) * sum(d.itemsize for d in dtypes)
+                    tensors.append(_Tally(name, of_a.shape, dtypes))
+                    total += math.prod(of_a.shape) * sum(d.itemsize for d in dtypes)
                 else:
                     by_record.append(name)
         self._compare_all(tensors, total, progress)
         for name in by_record:
             self._compare_records(name)
         for name in objects:
-            if self._same_bytes(name, self._a.place(name), self._b.place(name)):
+            if self._same_bytes(name, self._a.places(name)[0], self._b.places(name)[0]):
                 report.same += 1
             else:
                 report.objects.append(name)
@@ -173,8 +174,7 @@ class _Comparison:
                     shown.update(Progress(total, 0, done))
 
             for tally in tallies:
-                of_a, of_b = self._a.entries[tally.name], self._b.entries[tally.name]
-                dtypes = of_a.properties.dtype, of_b.properties.dtype
+                dtypes = tally.dtypes
                 widest = max(dtype.itemsize for dtype in dtypes)
                 for box in boxes(tally.shape, max(1, self._at_once // widest)):
                     count = math.prod(box[1])
@@ -261,25 +261,24 @@ class _Comparison:
 
     def _compare_records(self, name: str) -> None:
         """For quantized tensors and the like: shard by shard, where these are the same."""
-        of_a, of_b = self._a.entries[name], self._b.entries[name]
-        shards = {(c.offsets, c.sizes) for c in of_a.chunks}
-        same = (
-            of_a.properties.dtype == of_b.properties.dtype
-            and shards == {(c.offsets, c.sizes) for c in of_b.chunks}
-            and all(
-                self._same_bytes(name, self._a.place(name, at), self._b.place(name, at))
-                for at, _sizes in shards
-            )
-        )
-        if same:
+        of_a, of_b = self._a.tensor(name), self._b.tensor(name)
+        assert of_a is not None
+        assert of_b is not None
+        in_a = {(place.offsets, place.sizes): place for place in self._a.places(name)}
+        in_b = {(place.offsets, place.sizes): place for place in self._b.places(name)}
+        if (
+            of_a.dtype == of_b.dtype
+            and in_a.keys() == in_b.keys()
+            and all(self._same_bytes(name, in_a[shard], in_b[shard]) for shard in in_a)
+        ):
             self._report.same += 1
             return
-        shape = tuple(of_a.size)
+        shape = of_a.shape
         self._report.tensors.append(
             TensorDifference(name, shape, math.prod(shape), None, 1, None, None, None)
         )
 
-    def _same_bytes(self, name: str, of_a: _StorageInfo, of_b: _StorageInfo) -> bool:
+    def _same_bytes(self, name: str, of_a: Record, of_b: Record) -> bool:
         if of_a.length != of_b.length:
             return False
         return all(

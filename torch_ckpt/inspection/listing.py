@@ -13,11 +13,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-
+from torch_ckpt import _C
 from torch_ckpt._base.formatting import plural, printable, size, table
 from torch_ckpt.checkpoint.directory import OpenDirectory
-from torch_ckpt.checkpoint.metadata import METADATA_NAME, open_checkpoint, read_metadata_in
+from torch_ckpt.checkpoint.metadata import METADATA_NAME, open_checkpoint, read_index_in
 from torch_ckpt.errors import CheckpointError, Unsafe
 from torch_ckpt.inspection.verify import is_damage
 
@@ -169,50 +168,46 @@ def _unreferenced(directory: Path, referenced: Iterable[str]) -> list[_File]:
     return found
 
 
-def _dtype_name(tensor: TensorStorageMetadata) -> str:
-    return str(tensor.properties.dtype).removeprefix("torch.")
-
-
 def _put_together(
-    directory: Path, opened: OpenDirectory, metadata: Metadata, patterns: Sequence[str] | None
+    directory: Path,
+    opened: OpenDirectory,
+    index: _C.CheckpointIndex,
+    patterns: Sequence[str] | None,
 ) -> Listing:
     """Puts together what the metadata says and what lies in the directory; reads no data file."""
-    chosen = matching(metadata.state_dict_metadata, patterns, directory)
-    is_chosen = set(chosen).__contains__ if patterns is not None else lambda name: True
-    item_records: dict[str, int] = {}
-    item_bytes: dict[str, int] = {}
-    item_files: dict[str, set[str]] = {}
+    chosen = matching(index.names(), patterns, directory)
     records: dict[str, int] = {}
     stored: dict[str, int] = {}
     ends: dict[str, int] = {}
-    for index, info in metadata.storage_data.items():
-        if not is_chosen(index.fqn):
-            continue
-        file = info.relative_path
-        item_records[index.fqn] = item_records.get(index.fqn, 0) + 1
-        item_bytes[index.fqn] = item_bytes.get(index.fqn, 0) + info.length
-        item_files.setdefault(index.fqn, set()).add(file)
-        records[file] = records.get(file, 0) + 1
-        stored[file] = stored.get(file, 0) + info.length
-        ends[file] = max(ends.get(file, 0), info.offset + info.length)
+
+    def count(places: Iterable[tuple[str, int, int]]) -> None:
+        for file, offset, length in places:
+            records[file] = records.get(file, 0) + 1
+            stored[file] = stored.get(file, 0) + length
+            ends[file] = max(ends.get(file, 0), offset + length)
 
     items = []
     for name in chosen:
-        entry = metadata.state_dict_metadata[name]
-        tensor = entry if isinstance(entry, TensorStorageMetadata) else None
+        tensor, shards = index.tensor(name), index.shards(name)
+        # Empty shards at one place have one record.
+        places = {(file, at, length) for _o, _s, file, at, length, _t in shards if file is not None}
+        count(places)
         items.append(
             _Item(
                 name=name,
                 kind="bytes" if tensor is None else "tensor",
-                dtype=None if tensor is None else _dtype_name(tensor),
-                shape=None if tensor is None else list(tensor.size),
-                parameters=0 if tensor is None else math.prod(tensor.size),
-                shards=1 if tensor is None else len(tensor.chunks),
-                stored_shards=item_records.get(name, 0),
-                stored_bytes=item_bytes.get(name, 0),
-                files=sorted(item_files.get(name, ()), key=natural),
+                dtype=None if tensor is None else tensor[0],
+                shape=None if tensor is None else list(tensor[1]),
+                parameters=0 if tensor is None else math.prod(tensor[1]),
+                shards=len(shards),
+                stored_shards=sum(shard[2] is not None for shard in shards),
+                stored_bytes=sum(length for _file, _at, length in places),
+                files=sorted({file for file, _at, _length in places}, key=natural),
             )
         )
+    if patterns is None:
+        strays = [shard for _name, shard in index.strays()]
+        count((file, at, length) for _o, _s, file, at, length, _t in strays if file is not None)
 
     named = [_look_at_file(opened, f, records[f], stored[f], ends[f]) for f in records]
     status = (directory / METADATA_NAME).stat()
@@ -239,7 +234,7 @@ def examine(path: str | os.PathLike[str], names: Sequence[str] | None = None) ->
             the patterns.
     """
     with closing(open_checkpoint(path)) as opened:
-        return _put_together(Path(path), opened, read_metadata_in(opened), names)
+        return _put_together(Path(path), opened, read_index_in(opened), names)
 
 
 def item_lines(listing: Listing) -> Iterable[str]:

@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torch_ckpt._base.formatting import plural, printable, sentence, size
 from torch_ckpt._base.progress import Progress, ProgressOption, Reporter
@@ -27,6 +26,7 @@ from torch_ckpt.inspection.listing import matching
 from torch_ckpt.inspection.stored_tensors import (
     QUANTIZED,
     Box,
+    StoredTensor,
     StoredTensors,
     as_float64,
     as_int64,
@@ -246,10 +246,8 @@ def show(
         raise ValueError(f"first must not be negative, got {first}")
     stored = StoredTensors(path, _INFLIGHT_BYTES, allow_pickle)
     try:
-        chosen = matching(
-            stored.entries, None if names is None else list(names), stored.reader.path
-        )
-        sizes = {name: _bytes_of(stored.entries[name]) for name in chosen}
+        chosen = matching(stored.names, None if names is None else list(names), stored.reader.path)
+        sizes = {name: stored.bytes_of(name) for name in chosen}
         total, done = sum(sizes.values()), 0
         report = ShowReport(os.fspath(path), [])
         with Reporter(progress, "show", None, total) as shown:
@@ -270,12 +268,6 @@ def show(
         stored.reader.release()
 
 
-def _bytes_of(entry: Any) -> int:
-    if not isinstance(entry, TensorStorageMetadata):
-        return 0
-    return math.prod(entry.size) * entry.properties.dtype.itemsize
-
-
 def _shown(stored: StoredTensors, name: str, first: int) -> ShownTensor | ShownObject:
     entry = stored.tensor(name)
     if entry is None:
@@ -284,30 +276,25 @@ def _shown(stored: StoredTensors, name: str, first: int) -> ShownTensor | ShownO
 
 
 def _shown_object(stored: StoredTensors, name: str) -> ShownObject:
-    info = stored.place(name)
-    place = Place(info.relative_path, info.offset, info.length)
+    (record,) = stored.places(name)
+    place = Place(record.file, record.offset, record.length)
     try:
         return ShownObject(name, place, stored.object(name))
     except Unsafe as error:
         return ShownObject(name, place, None, f"not unpickled: {error}")
 
 
-def _shown_tensor(
-    stored: StoredTensors, name: str, entry: TensorStorageMetadata, first: int
-) -> ShownTensor:
-    dtype, shape = entry.properties.dtype, tuple(entry.size)
-    places = []
-    for chunk in entry.chunks:
-        info = stored.place(name, chunk.offsets)
-        file, offset, length = info.relative_path, info.offset, info.length
-        places.append(Place(file, offset, length, tuple(chunk.offsets), tuple(chunk.sizes)))
+def _shown_tensor(stored: StoredTensors, name: str, entry: StoredTensor, first: int) -> ShownTensor:
+    dtype, shape = entry
+    # Their fields are in the same order.
+    places = [Place(*record) for record in stored.places(name)]
     statistics: Statistics | None = None
     values: list[Any] = []
     # Of those torch only knows to read all, with their scales.
     if dtype not in QUANTIZED:
         statistics, values = _looked_at(stored, name, shape, dtype, first)
     title = str(dtype).removeprefix("torch.")
-    return ShownTensor(name, title, shape, _bytes_of(entry), places, statistics, values)
+    return ShownTensor(name, title, shape, stored.bytes_of(name), places, statistics, values)
 
 
 def _looked_at(

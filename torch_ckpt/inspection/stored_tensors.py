@@ -7,15 +7,9 @@ import itertools
 import math
 import os
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
 
 from torch_ckpt.checkpoint.objects import decode
 from torch_ckpt.errors import CheckpointError, Corrupt
@@ -32,6 +26,23 @@ QUANTIZED = {
     for name in ("quint8", "qint8", "qint32", "quint4x2", "quint2x4")
     if hasattr(torch, name)
 }
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of a checkpoint, as its metadata says."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class Record(NamedTuple):
+    """A record, in bytes; of a tensor's shard its place in the tensor, too."""
+
+    file: str
+    offset: int
+    length: int
+    offsets: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
 
 
 class StoredTensors:
@@ -57,68 +68,92 @@ class StoredTensors:
         self.reader = FileSystemReader(
             path, max_inflight_bytes=max_inflight_bytes, allow_pickle=allow_pickle
         )
-        self.metadata: Metadata = self.reader.read_metadata()
-        self.reader.set_up_for_load(0, metadata=self.metadata)
-        self.entries: dict[str, Any] = self.metadata.state_dict_metadata
+        self._metadata, self._index = self.reader.read_index()
+        self.reader.set_up_for_load(0, self._metadata, self._index)
+        self._uncovered = set(self._index.uncovered())
+        #: Fully qualified names, in the checkpoint's order.
+        self.names: list[str] = self._index.names()
+        # Of a large tensor many boxes are asked for, one after the other.
+        self._last: tuple[str | None, list[Record]] = None, []
 
-    def tensor(self, name: str) -> TensorStorageMetadata | None:
+    def __contains__(self, name: str) -> bool:
+        return name in self._index
+
+    def paths(self) -> dict[str, Any]:
+        """Where each value lay in the nested state dict, if its planner has told."""
+        paths = self._metadata.planner_data
+        return paths if isinstance(paths, dict) else {}
+
+    def tensor(self, name: str) -> StoredTensor | None:
         """What is stored under the name, where it is a tensor.
 
         Raises:
             Corrupt: its shards do not cover it, which would compare what is not there.
         """
-        entry = self.entries[name]
-        if not isinstance(entry, TensorStorageMetadata):
+        found = self._index.tensor(name)
+        if found is None:
             return None
-        fault = fault_of_shards(tuple(entry.size), entry.chunks)
+        fault = None
+        if name in self._uncovered:
+            fault = fault_of_shards(found[1], self._index.shards(name))
         if fault:
             raise Corrupt(f"{self.reader.path}: {name}: {fault}; run torch-ckpt verify on it")
-        return entry
+        return StoredTensor(getattr(torch, found[0]), found[1])
 
-    def place(self, name: str, offsets: torch.Size | None = None) -> _StorageInfo:
-        """Where a shard, or an object, is stored.
+    def bytes_of(self, name: str) -> int:
+        """Of a tensor's elements; 0 of an object."""
+        found = self._index.tensor(name)
+        return 0 if found is None else math.prod(found[1]) * getattr(torch, found[0]).itemsize
+
+    def places(self, name: str) -> list[Record]:
+        """Where the shards of a tensor, or an object, are stored.
 
         Raises:
             Corrupt, CheckpointError: nowhere, or by way of a stream transform.
         """
-        info = (self.metadata.storage_data or {}).get(MetadataIndex(name, offsets))
-        if info is None:
-            raise Corrupt(
-                f"{self.reader.path}: {name}: the metadata does not say where it is stored; "
-                "run torch-ckpt verify on it"
-            )
-        if info.transform_descriptors:
-            raise CheckpointError(
-                f"{self.reader.path}: {name}: it is stored by way of a stream transform, which "
-                "only a load can undo"
-            )
-        return cast(_StorageInfo, info)
+        if self._last[0] == name:
+            return self._last[1]
+        places = []
+        for offsets, sizes, file, offset, length, is_transformed in self._index.shards(name):
+            if file is None:
+                raise Corrupt(
+                    f"{self.reader.path}: {name}: the metadata does not say where it is stored; "
+                    "run torch-ckpt verify on it"
+                )
+            if is_transformed:
+                raise CheckpointError(
+                    f"{self.reader.path}: {name}: it is stored by way of a stream transform, which "
+                    "only a load can undo"
+                )
+            places.append(Record(file, offset, length, offsets, sizes))
+        self._last = name, places
+        return places
 
     def rows(self, name: str, box: Box, target: torch.Tensor, files: dict[str, int]) -> list[Row]:
         """What fills the target with a box of a tensor."""
-        entry = self.entries[name]
+        found = self._index.tensor(name)
+        assert found is not None
         rows: list[Row] = []
-        for chunk in entry.chunks:
-            begins = [max(x, y) for x, y in zip(box[0], chunk.offsets, strict=True)]
+        for place in self.places(name):
+            begins = [max(x, y) for x, y in zip(box[0], place.offsets, strict=True)]
             ends = [
                 min(x + n, y + m)
-                for x, n, y, m in zip(*box, chunk.offsets, chunk.sizes, strict=True)
+                for x, n, y, m in zip(*box, place.offsets, place.sizes, strict=True)
             ]
             if any(begin >= end for begin, end in zip(begins, ends, strict=True)):
                 continue
             part = target
             for dim, (begin, end) in enumerate(zip(begins, ends, strict=True)):
                 part = part.narrow(dim, begin - box[0][dim], end - begin)
-            info = self.place(name, chunk.offsets)
             rows.append(
                 (
                     name,
-                    files.setdefault(info.relative_path, len(files)),
-                    info.offset,
-                    info.length,
-                    entry.properties.dtype,
-                    tuple(chunk.sizes),
-                    tuple(x - y for x, y in zip(begins, chunk.offsets, strict=True)),
+                    files.setdefault(place.file, len(files)),
+                    place.offset,
+                    place.length,
+                    getattr(torch, found[0]),
+                    place.sizes,
+                    tuple(x - y for x, y in zip(begins, place.offsets, strict=True)),
                     tuple(x - y for x, y in zip(ends, begins, strict=True)),
                     part,
                 )
@@ -131,32 +166,32 @@ class StoredTensors:
         Raises:
             Corrupt, Unsafe, CheckpointError, OSError: it cannot be read, or is of other types.
         """
-        info = self.place(name)
+        (place,) = self.places(name)
         before = self.reader.max_inflight_bytes
         # An object is read whole, whatever it takes.
-        self.reader.max_inflight_bytes = before + 2 * info.length
+        self.reader.max_inflight_bytes = before + 2 * place.length
         try:
-            row = (name, 0, info.offset, info.length)
-            (data,) = self.reader.read_bytes([info.relative_path], [row])
+            row = (name, 0, place.offset, place.length)
+            (data,) = self.reader.read_bytes([place.file], [row])
         finally:
             self.reader.max_inflight_bytes = before
         if self.reader.allow_pickle:
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
-        return decode(data, name, info.relative_path)
+        return decode(data, name, place.file)
 
-    def record_pieces(self, name: str, info: _StorageInfo, at_once: int) -> Iterator[bytes]:
+    def record_pieces(self, name: str, place: Record, at_once: int) -> Iterator[bytes]:
         """The stored bytes of a record, as they are."""
-        if info.length <= at_once // 2:
-            row = (name, 0, info.offset, info.length)
-            yield self.reader.read_bytes([info.relative_path], [row])[0]
+        if place.length <= at_once // 2:
+            row = (name, 0, place.offset, place.length)
+            yield self.reader.read_bytes([place.file], [row])[0]
             return
         # Of a part of an object nothing is known to compare it with.
         before, self.reader.verify = self.reader.verify, False
         try:
             step = at_once // 2
-            for begin in range(0, info.length, step):
-                row = (name, 0, info.offset + begin, min(step, info.length - begin))
-                yield self.reader.read_bytes([info.relative_path], [row])[0]
+            for begin in range(0, place.length, step):
+                row = (name, 0, place.offset + begin, min(step, place.length - begin))
+                yield self.reader.read_bytes([place.file], [row])[0]
         finally:
             self.reader.verify = before
 

@@ -22,24 +22,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+import torch
 
 from torch_ckpt import _C
 from torch_ckpt._base.formatting import plural, printable, size
 from torch_ckpt._base.progress import Progress, ProgressOption, Reporter
 from torch_ckpt.checkpoint.coverage import gap_in
 from torch_ckpt.checkpoint.directory import OpenDirectory
-from torch_ckpt.checkpoint.metadata import (
-    METADATA_NAME,
-    checksum_tables,
-    open_checkpoint,
-    read_metadata_in,
-)
+from torch_ckpt.checkpoint.metadata import METADATA_NAME, open_checkpoint, read_index_in
 from torch_ckpt.errors import Unsafe
 from torch_ckpt.loading.reader import DEFAULT_THREADS, LEAST_INFLIGHT_BYTES, shared
 
@@ -259,17 +249,18 @@ class _Look:
         self._numbers: dict[str, int] = {}
         self._tables: dict[str, bytes] = {}
         self._names: list[str] = []
-        self._sizes: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {}
         self._rows: list[tuple[int, int, int, Any, tuple[int, ...] | None]] = []
 
     def add(self, name: str) -> None:
         """Looks at what one metadata file says."""
         self._metadata_files.add(name)
-        metadata = read_metadata_in(self._directory, name)
-        self._tables.update(checksum_tables(metadata))
-        self._look_at_items(metadata)
-        for index, info in metadata.storage_data.items():
-            self._look_at_place(index, info, metadata)
+        index = read_index_in(self._directory, name)
+        self._tables.update(index.tables())
+        uncovered = set(index.uncovered())
+        for entry in index.names():
+            self._look_at_entry(entry, index, is_covered=entry not in uncovered)
+        for entry, shard in index.strays():
+            self._look_at_place(entry, None, shard)
 
     def find_unreferenced(self) -> None:
         """Files that no metadata names; directories are left alone."""
@@ -313,25 +304,31 @@ class _Look:
 
     # --- private ---------------------------------------------------------------------------------
 
-    def _look_at_items(self, metadata: Metadata) -> None:
-        stored = metadata.storage_data
-        for name, entry in metadata.state_dict_metadata.items():
-            if not isinstance(entry, TensorStorageMetadata):
-                if MetadataIndex(name) not in stored:
-                    self._incomplete(name, "the metadata does not say where it is stored")
-                continue
-            for chunk in entry.chunks:
-                if MetadataIndex(name, chunk.offsets) not in stored:
-                    at = list(chunk.offsets)
-                    self._incomplete(
-                        name, f"the metadata does not say where its shard at {at} is stored"
-                    )
-            fault = fault_of_shards(tuple(entry.size), entry.chunks)
+    def _look_at_entry(self, name: str, index: _C.CheckpointIndex, *, is_covered: bool) -> None:
+        tensor, shards = index.tensor(name), index.shards(name)
+        dtype = None if tensor is None else getattr(torch, tensor[0])
+        # Empty shards at one place have one record.
+        places: dict[Any, _C.StoredShard] = {}
+        for shard in shards:
+            if shard[2] is not None:
+                places[shard[2:5]] = shard
+            elif tensor is None:
+                self._incomplete(name, "the metadata does not say where it is stored")
+            else:
+                self._incomplete(
+                    name,
+                    f"the metadata does not say where its shard at {list(shard[0])} is stored",
+                )
+        if tensor is not None and not is_covered:
+            fault = fault_of_shards(tensor[1], shards)
             if fault:
                 self._incomplete(name, fault)
+        for shard in places.values():
+            self._look_at_place(name, dtype, shard)
 
-    def _look_at_place(self, index: MetadataIndex, info: Any, metadata: Metadata) -> None:
-        name, file, offset, length = index.fqn, info.relative_path, info.offset, info.length
+    def _look_at_place(self, name: str, dtype: Any, shard: _C.StoredShard) -> None:
+        _offsets, sizes, file, offset, length, is_transformed = shard
+        assert file is not None
         if file not in self._lengths:
             self._lengths[file] = self._length_of(file)
         has = self._lengths[file]
@@ -343,27 +340,12 @@ class _Look:
             what = f"the record has {length} bytes, but the file ends at byte {has}"
             self._damaged(name, file, offset, what)
             return
-        dtype, sizes = None, None
-        entry = metadata.state_dict_metadata.get(name)
         # A stream transform does not leave records of tensors.
-        if isinstance(entry, TensorStorageMetadata) and not info.transform_descriptors:
-            dtype = entry.properties.dtype
-            sizes = self._sizes_of(name, entry).get(index.offset or (0,) * len(entry.size))
-            if sizes is None:
-                dtype = None
+        is_tensor = dtype is not None and not is_transformed
         number = self._numbers.setdefault(file, len(self._numbers))
         self._names.append(name)
-        self._rows.append((number, offset, length, dtype, sizes))
-
-    def _sizes_of(
-        self, name: str, entry: TensorStorageMetadata
-    ) -> dict[tuple[int, ...], tuple[int, ...]]:
-        """The sizes of a tensor's shards by their offsets, of which it may have thousands."""
-        sizes = self._sizes.get(name)
-        if sizes is None:
-            sizes = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in entry.chunks}
-            self._sizes[name] = sizes
-        return sizes
+        kind, shape = (dtype, sizes) if is_tensor else (None, None)
+        self._rows.append((number, offset, length, kind, shape))
 
     def _is_file(self, name: str) -> bool:
         try:
@@ -394,9 +376,9 @@ class _Look:
         self.report.incomplete.append((name, what))
 
 
-def fault_of_shards(whole: tuple[int, ...], chunks: Sequence[ChunkStorageMetadata]) -> str | None:
+def fault_of_shards(whole: tuple[int, ...], shards: Sequence[_C.StoredShard]) -> str | None:
     """What is wrong with a tensor's shards, which all lie in it; None: they cover it."""
-    if not chunks and 0 not in whole:
+    if not shards and 0 not in whole:
         return "it has no shards"
-    gap = gap_in(whole, [(chunk.offsets, chunk.sizes) for chunk in chunks])
+    gap = gap_in(whole, [shard[:2] for shard in shards])
     return None if gap is None else f"no shard has its element {gap}"

@@ -172,17 +172,23 @@ class Load:
         reader: set up for the checkpoint by this class.
         names: which of the state dict's names to load; None: all.
         rename: gives what the checkpoint has the names of the state dict.
+        opened: what the reader has read, where it has been set up with it.
     """
 
     def __init__(
-        self, reader: FileSystemReader, ranks: Ranks, names: Names, rename: Rename = None
+        self,
+        reader: FileSystemReader,
+        ranks: Ranks,
+        names: Names = None,
+        rename: Rename = None,
+        opened: tuple[Metadata, _C.CheckpointIndex] | None = None,
     ) -> None:
         self.reader = reader
         self._ranks = ranks
         self._rename = rename
         self._chosen = _Chosen(names)
-        self._index: _C.CheckpointIndex | None = None
-        self._metadata: Metadata | None = None
+        self._opened = opened
+        self._is_renamed = False
 
     @no_gc()
     def compare(self, values: StateDict) -> LoadReport:
@@ -208,7 +214,9 @@ class Load:
     def made_real(self, prepared: Prepared) -> Prepared:
         """With tensors that have memory instead of the meta tensors that are loaded."""
         flat = prepared.flat
-        rows = [row for row in prepared.match.on_meta() if _is_meta(flat.value(row))]
+        loaded = set(prepared.match.rows_with("loaded"))
+        rows = [row for row in (*flat.on_meta(), *flat.others()) if _is_meta(flat.value(row))]
+        rows = [row for row in rows if row in loaded]
         if not rows:
             return prepared
         for row in rows:
@@ -281,24 +289,24 @@ class Load:
 
     # --- private ---------------------------------------------------------------------------------
 
-    def _opened(self) -> _C.CheckpointIndex:
-        if self._index is None:
-            index = _read_index(self.reader, self._ranks.rank)
+    def _index(self) -> _C.CheckpointIndex:
+        if self._opened is None:
+            metadata, index = _read_index(self.reader, self._ranks.rank)
             if self._rename is not None:
                 index.rename(list(new_names(index.names(), self._rename).values()))
-            self._index = index
-            self.reader.set_up_for_load(self._ranks.rank, index=index)
-        return self._index
+            self._opened = metadata, index
+            self.reader.set_up_for_load(self._ranks.rank, metadata, index)
+        return self._opened[1]
 
     def _whole(self) -> Metadata:
         """The metadata as torch's objects, for what torch does."""
-        if self._metadata is None:
-            metadata = self.reader.whole_metadata()
+        self._index()
+        assert self._opened is not None
+        metadata = self._opened[0]
+        if not self._is_renamed:
             rename_in(metadata, self._rename)
-            self._metadata = metadata
-            index, rank = self._opened(), self._ranks.rank
-            self.reader.set_up_for_load(rank, index=index, metadata=metadata)
-        return self._metadata
+            self._is_renamed = True
+        return metadata
 
     def _matched(self, values: StateDict) -> tuple[_C.FlatState, _C.LoadMatch, LoadReport]:
         flat = flat_state(values)
@@ -320,18 +328,13 @@ class Load:
             if isinstance(value, Discovered):
                 path = flat.path(row)
                 flat.remove(row)
-                for found, target in value.choose(Stored(self._opened(), self._whole)).items():
+                for found, target in value.choose(Stored(self._index(), self._whole)).items():
                     flat.add(found, (*path, found), target)
 
-    def _rule(self) -> str:
-        if self.reader.allow_shape_mismatch:
-            return "any"
-        return "growing" if self.reader.zero_fill else "same"
-
     def _compare(self, flat: _C.FlatState) -> tuple[_C.LoadMatch, LoadReport]:
-        index = self._opened()
+        index = self._index()
         chosen = [] if self._chosen.all else [self._chosen(name) for name in flat.names()]
-        match = _C.LoadMatch(flat, index, self._rule(), chosen)
+        match = _C.LoadMatch(flat, index, self.reader.size_rule, chosen)
         report = LoadReport()
         for row in match.pending():
             name, value = flat.name(row), flat.value(row)
@@ -374,14 +377,14 @@ class Load:
         dtype = getattr(value, "dtype", stored_dtype)
         if dtype != stored_dtype:
             report.dtypes.append((name, stored_dtype, dtype))
-        if SIZES[self._rule()](has) != size:
+        if SIZES[self.reader.size_rule](has) != size:
             report.shapes.append((name, has, size))
             return "shape"
         _note_sizes(name, has, size, report)
         return "loaded"
 
     def _reading(self, values: StateDict, flat: _C.FlatState, match: _C.LoadMatch) -> Reading:
-        index = self._opened()
+        index = self._index()
         planner = _Planner(allow_partial_load=True)
         planner.look_at(values)
         reading = Reading(planner)
@@ -395,12 +398,12 @@ class Load:
             if index.tensor(name) is not None:
                 tensors[name] = flat.value(row)
                 continue
-            place = index.place(name)
-            item = _object_item(name)
-            if place is None or place[3]:
+            ((_offsets, _sizes, file, offset, length, is_transformed),) = index.shards(name)
+            item = object_item(name)
+            if file is None or is_transformed:
                 objects.append(item)
             else:
-                reading.byte_items.append((item, _StorageInfo(*place[:3])))
+                reading.byte_items.append((item, _StorageInfo(file, offset, length)))
         if tensors or objects:
             metadata = self._whole()
             items = planner.plan_part(tensors, metadata).items
@@ -409,7 +412,8 @@ class Load:
         return reading
 
 
-def _object_item(name: str) -> ReadItem:
+def object_item(name: str) -> ReadItem:
+    """What torch's plans have of an object."""
     index, nothing = MetadataIndex(name), torch.Size((0,))
     return ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
 
@@ -522,8 +526,8 @@ class _Freeing:
         storage.resize_(size)
 
 
-def _read_index(reader: FileSystemReader, rank: int) -> _C.CheckpointIndex:
-    """The index of all ranks, or this rank's own where ranks saved without collectives."""
+def _read_index(reader: FileSystemReader, rank: int) -> tuple[Metadata, _C.CheckpointIndex]:
+    """Those of all ranks, or this rank's own where ranks saved without collectives."""
     try:
         return reader.read_index()
     except FileNotFoundError:

@@ -6,6 +6,7 @@ import hashlib
 import io
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,8 +36,11 @@ from torch_ckpt.checkpoint.metadata import (
     METADATA_NAME,
     checksum_tables,
     decode_index,
+    decode_indexed,
     decode_metadata,
+    index_kept,
     index_of,
+    indexed,
     metadata_bytes_in,
     open_checkpoint,
 )
@@ -46,6 +50,7 @@ from torch_ckpt.loading.planners import SafePlanner, keeps_default_hooks, requir
 from torch_ckpt.loading.reading import (
     ByteRow,
     BytesMoved,
+    PlansOnIndex,
     Reading,
     Row,
     copy_by_torch,
@@ -55,8 +60,7 @@ from torch_ckpt.loading.reading import (
 )
 from torch_ckpt.loading.shared_reads import read_alone, read_once
 from torch_ckpt.loading.zero_fill import (
-    AnySize,
-    GrowingSize,
+    SIZES,
     let_sizes_differ,
     zero_what_is_not_stored,
 )
@@ -159,7 +163,6 @@ class FileSystemReader(StockReader):
         self._metadata: Metadata | None = None
         self._index: _C.CheckpointIndex | None = None
         self._index_tables: Mapping[str, bytes] | None = None
-        self._contents: tuple[bytes, str] | None = None
         self._directory: OpenDirectory | None = None
         self._refused: Exception | None = None
         self._identity: tuple[Metadata | None, bytes] = (None, b"")
@@ -224,9 +227,8 @@ class FileSystemReader(StockReader):
         if refused is not None:
             raise refused
         # torch passes the rank only to a method that has a parameter of the name `kwargs`.
-        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
-        self._metadata, self._index = metadata, None
-        self.lost_precision = LostPrecision()  # not of a load that failed
+        self.use_collectives = kwargs.get("use_collectives", True)
+        self.set_up_for_load(kwargs.get("rank"), metadata, index_kept(metadata))
         self._is_alone = False
         RelaxedGc.begin()
 
@@ -254,10 +256,13 @@ class FileSystemReader(StockReader):
         RelaxedGc.end()
         if not self.engine_can_read() or self._metadata is None:
             return super().read_data(plan, self._guarded(planner, self.storage_data))
+        planned = isinstance(planner, PlansOnIndex) and planner.has_planned()
         # There all that may fail on one rank is told to the others.
         together = self.read_once and dist.is_initialized() and not self._is_alone
 
         def prepare() -> Reading:
+            if planned:
+                return cast(PlansOnIndex, planner).begun()
             assert self._metadata is not None
             require_whole(planner, plan.items, self._metadata)
             self._fill_with_zeros(planner)
@@ -269,7 +274,7 @@ class FileSystemReader(StockReader):
             for item in plan.items:
                 self.read(self.reading(planner, [item]))
 
-        if not keeps_default_hooks(planner):
+        if not planned and not keeps_default_hooks(planner):
             if together:
                 read_alone(self, read_by_hooks, self.process_group)
             else:
@@ -281,6 +286,13 @@ class FileSystemReader(StockReader):
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    @property
+    def size_rule(self) -> str:
+        """Which sizes of tensors stored ones go with: "same", "growing" or "any"."""
+        if self.allow_shape_mismatch:
+            return "any"
+        return "growing" if self.zero_fill else "same"
 
     @property
     def wave_bytes(self) -> int:
@@ -303,46 +315,36 @@ class FileSystemReader(StockReader):
         The next ``read_metadata`` takes it again.
         """
         directory, self._directory = self._directory, None
-        self._contents = None
         if directory is not None:
             directory.close()
 
-    def read_index(self, rank: int | None = None) -> _C.CheckpointIndex:
-        """What the checkpoint holds; as ``read_metadata``, without torch's objects."""
-        if self.allow_pickle or type(self).read_metadata is not FileSystemReader.read_metadata:
-            metadata = self.read_metadata() if rank is None else self.read_metadata(rank=rank)
-            self._metadata = metadata
-            return index_of(metadata, str(self.path))
-        with self._opening():
-            self._contents = self._metadata_bytes(_name_of(rank))
-            return decode_index(*self._contents)
-
-    def whole_metadata(self) -> Metadata:
-        """That of the last ``read_index``, as torch's objects."""
-        if self._contents is None:
-            assert self._metadata is not None
-            return self._metadata
-        return self._decoded(*self._contents)
+    def read_index(self, rank: int | None = None) -> tuple[Metadata, _C.CheckpointIndex]:
+        """What ``read_metadata`` returns, and what it says."""
+        metadata = self.read_metadata() if rank is None else self.read_metadata(rank=rank)
+        return metadata, index_of(metadata, str(self.path))
 
     def set_up_for_load(
-        self,
-        rank: int,
-        *,
-        index: _C.CheckpointIndex | None = None,
-        metadata: Metadata | None = None,
+        self, rank: int | None, metadata: Metadata, index: _C.CheckpointIndex | None = None
     ) -> None:
         """What DCP does by set_up_storage_reader.
 
         Args:
             index: where the engine plans.
-            metadata: the same, where torch's planner or code is at work.
         """
-        self.storage_data = {} if metadata is None else metadata.storage_data
-        self.rank = rank  # type: ignore[assignment]  # torch declares None
+        self._metadata = metadata
         self._index, self._index_tables = index, None
-        if metadata is not None:
-            self._metadata = metadata
+        self.rank = rank  # type: ignore[assignment]  # torch declares None
         self.lost_precision = LostPrecision()  # not of a load that failed
+
+    @property
+    def storage_data(self) -> dict[MetadataIndex, _StorageInfo]:
+        """Where the items of the checkpoint lie that is being loaded."""
+        return {} if self._metadata is None else self._metadata.storage_data or {}
+
+    @storage_data.setter
+    def storage_data(self, _none: dict[MetadataIndex, _StorageInfo]) -> None:
+        # torch's reader lets go of it where it begins anew.
+        self._metadata = None
 
     def reading(self, planner: LoadPlanner, items: list[ReadItem]) -> Reading:
         """What a plan reads, and where it goes.
@@ -513,22 +515,27 @@ class FileSystemReader(StockReader):
         return self._index_tables
 
     def _decoded(self, data: bytes, source: str) -> Metadata:
-        metadata = decode_metadata(data, source, allow_pickle=self.allow_pickle)
-        if getattr(metadata, "storage_meta", None) is None:
-            metadata.storage_meta = StorageMeta()
-        if self.allow_shape_mismatch:
-            let_sizes_differ(metadata, AnySize)
-        elif self.zero_fill:
-            let_sizes_differ(metadata, GrowingSize)
-        return self._with_identity(metadata, data)
+        if self.allow_pickle:
+            metadata = decode_metadata(data, source, allow_pickle=True)
+            _make_known(metadata, self.size_rule, self.load_id)
+        else:
+            index, unpickle = decode_index(data, source), self._unpickler()
+            size_rule, load_id = self.size_rule, self.load_id
 
-    def _with_identity(self, metadata: Metadata, data: bytes) -> Metadata:
-        """For this load, of the checkpoint whose metadata has these bytes."""
+            def decode() -> Metadata:
+                # Without the reader, which may be gone by then.
+                unpickled = unpickle(data, source)
+                _make_known(unpickled, size_rule, load_id)
+                return unpickled
+
+            metadata = indexed(index, decode, weakref.ref(self))
         if self.read_once:
             self._identity = metadata, hashlib.blake2b(data, digest_size=16).digest()
-        assert metadata.storage_meta is not None
-        metadata.storage_meta.load_id = self.load_id
         return metadata
+
+    def _unpickler(self) -> Callable[[bytes, str], Metadata]:
+        """Makes torch's objects of the contents of a metadata file that have been checked."""
+        return decode_indexed
 
     def _guarded(
         self, planner: LoadPlanner, storage: Mapping[MetadataIndex, _StorageInfo]
@@ -587,3 +594,13 @@ def shared(directory: OpenDirectory) -> OpenDirectory:
             stacklevel=3,
         )
     return directory
+
+
+def _make_known(metadata: Metadata, size_rule: str, load_id: str | None) -> None:
+    """Tells metadata of the load that it is for."""
+    if getattr(metadata, "storage_meta", None) is None:
+        metadata.storage_meta = StorageMeta()
+    assert metadata.storage_meta is not None
+    metadata.storage_meta.load_id = load_id
+    if size_rule != "same":
+        let_sizes_differ(metadata, SIZES[size_rule])

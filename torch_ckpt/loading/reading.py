@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -143,6 +144,18 @@ class Reading:
         self.byte_items.extend(other.byte_items)
         self.transformed.extend(other.transformed)
         self.to_commit.extend(other.to_commit)
+
+
+class PlansOnIndex(ABC):
+    """A planner that has the engine plan; its plans for torch are empty."""
+
+    @abstractmethod
+    def has_planned(self) -> bool:
+        """Whether it has; with the readers of others it is torch's planner."""
+
+    @abstractmethod
+    def begun(self) -> Reading:
+        """What is to be read, once there is memory for all of it."""
 
 
 class BytesMoved:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,14 @@ def value_of(value: Any) -> Any:
     return value.state_dict() if is_stateful(value) else value
 
 
+def values_of(state_dict: Mapping[str, Any]) -> StateDict:
+    """The values of a state dict, each as :func:`value_of`; ``Stateful`` ones in their order."""
+    values = dict(state_dict)
+    for key in [key for key, value in values.items() if is_stateful(value)]:
+        values[key] = values[key].state_dict()
+    return values
+
+
 def load_values(
     state_dict: StateDict,
     load: Load,
@@ -47,10 +55,12 @@ def load_values(
         CheckpointException: on every rank, with the cause of each rank that failed.
     """
     # What a Stateful does may be collective, so every rank asks in the same order.
-    keys = sorted(state_dict)
+    stateful = sorted(key for key, value in state_dict.items() if is_stateful(value))
 
     def prepare() -> tuple[StateDict, Prepared]:
-        values = {key: value_of(state_dict[key]) for key in keys}
+        values = dict(state_dict)
+        for key in stateful:
+            values[key] = state_dict[key].state_dict()
         prepared = load.prepare(values)
         load.require_fit(prepared.report, strict)
         return values, prepared
@@ -65,7 +75,10 @@ def load_values(
                 load.reader.read(load.begun(prepared))
 
     def take() -> None:
-        for key in keys:
+        # The others have been filled in place.
+        old_and_new = zip(state_dict.items(), values.values(), strict=True)
+        replaced = [key for (key, old), new in old_and_new if new is not old]
+        for key in sorted({*replaced, *stateful}):
             if load.takes(key, prepared):
                 _take(state_dict, key, values[key])
 

@@ -50,18 +50,18 @@ class AnySize(GrowingSize):
 
 
 #: The type of stored sizes by the engine's rule of which others they go with.
-SIZES: dict[str, type[tuple[int, ...]]] = {
+SIZES: dict[str, type[Any]] = {
     "same": torch.Size,
     "growing": GrowingSize,
     "any": AnySize,
 }
 
 
-def let_sizes_differ(metadata: Metadata, kind: type[GrowingSize]) -> None:
+def let_sizes_differ(metadata: Metadata, kind: type[Any]) -> None:
     """Lets all sizes of the metadata be equal to others."""
     for stored in metadata.state_dict_metadata.values():
         if isinstance(stored, TensorStorageMetadata):
-            stored.size = kind(stored.size)  # type: ignore[assignment]
+            stored.size = kind(stored.size)
 
 
 def zero_what_is_not_stored(state_dict: dict[str, Any], metadata: Metadata) -> None:

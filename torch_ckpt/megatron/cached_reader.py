@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch.distributed.checkpoint.metadata import Metadata
 
+from torch_ckpt.checkpoint.metadata import decode_indexed
 from torch_ckpt.loading.reader import FileSystemReader
 
 #: Metadata that is kept: that of the last checkpoint, and of the one before.
@@ -51,21 +53,25 @@ class CachedMetadataFileSystemReader(FileSystemReader):
             if path is None or os.path.dirname(source) == os.path.abspath(path):
                 cls._kept.pop(source, None)
 
-    def _decoded(self, data: bytes, source: str) -> Metadata:
-        # With these it is the caller's own: changed, or of a writer who is trusted.
-        if not self.cache_metadata or self.zero_fill or self.allow_pickle:
-            return super()._decoded(data, source)
+    def _unpickler(self) -> Callable[[bytes, str], Metadata]:
+        # With zero_fill it is changed for the caller.
+        if not self.cache_metadata or self.zero_fill:
+            return super()._unpickler()
+        return self._kept_or_decoded
+
+    @classmethod
+    def _kept_or_decoded(cls, data: bytes, source: str) -> Metadata:
         source = os.path.abspath(source)
         digest = hashlib.blake2b(data, digest_size=16).digest()
-        known = self._kept.pop(source, None)
+        known = cls._kept.pop(source, None)
         if known is None or known[0] != digest:
-            known = digest, super()._decoded(data, source)
-        self._kept[source] = known
-        for oldest in list(self._kept)[:-_MOST_KEPT]:
-            self._kept.pop(oldest, None)
+            known = digest, decode_indexed(data, source)
+        cls._kept[source] = known
+        for oldest in list(cls._kept)[:-_MOST_KEPT]:
+            cls._kept.pop(oldest, None)
         # Whoever saves with it again gives it other files.
         metadata = copy.copy(known[1])
         for name, value in vars(metadata).items():
             if name == "storage_meta" or isinstance(value, (dict, list)):
                 setattr(metadata, name, copy.copy(value))
-        return self._with_identity(metadata, data)
+        return metadata

@@ -37,7 +37,7 @@ from torch_ckpt._base.log import LOGGER
 from torch_ckpt._base.options import require_choice
 from torch_ckpt.checkpoint.directory import Place
 from torch_ckpt.checkpoint.lease import DirectoryLease
-from torch_ckpt.checkpoint.metadata import METADATA_NAME
+from torch_ckpt.checkpoint.metadata import DCP_VERSION, METADATA_NAME
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.megatron.results_queue import ResultsQueue
 from torch_ckpt.megatron.structures import named_plan
@@ -47,7 +47,7 @@ from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS, is_distributed, own_rank
 from torch_ckpt.ranks.outcomes import attempt
 from torch_ckpt.saving.items import keeps_default_lookup, resolve
 from torch_ckpt.saving.rank_write import WriteOptions
-from torch_ckpt.saving.writer import DCP_VERSION, FileSystemWriter, completed
+from torch_ckpt.saving.writer import FileSystemWriter, completed
 
 Staged = WriteTask | Sequence[WriteTask]  # an empty one is nothing to write
 

@@ -268,7 +268,8 @@ class Job:
         write.end(failure)
         metrics = self.metrics
         metrics.total_s = self._now()
-        metrics.python_s = time.thread_time()
+        # Of this thread, which the save has for itself.
+        metrics.python_s = time.thread_time() - _C.seconds_without_gil()
         if write.timing is not None:
             metrics.bytes = write.progress().bytes_planned
             staged, _ended, _stage, checksum, written, fsync = write.timing

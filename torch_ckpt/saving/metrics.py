@@ -29,7 +29,7 @@ class SaveMetrics:
         written_s: from the call until this rank's files were written and fsynced.
         commit_s: from then until the checkpoint was visible and durable, waits for others included.
         total_s: from the call until then.
-        python_s: processor time of the background's Python, which holds the GIL.
+        python_s: processor time for which the background has held the GIL.
         bytes: written by this rank.
         interval_s: since the call of the save before; 0 for the first.
     """

@@ -27,7 +27,7 @@ from torch_ckpt.errors import SourceChanged
 _IMMUTABLE = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
 
 # (fully qualified name, the tensor that will be read, its version, how to find it again)
-_Watched = tuple[str, torch.Tensor, int, Callable[[], torch.Tensor] | None]
+_Find = Callable[[], torch.Tensor]
 
 
 class Watched:
@@ -38,7 +38,10 @@ class Watched:
     """
 
     def __init__(self) -> None:
-        self._watched: list[_Watched] = []
+        self._names: list[str] = []
+        self._tensors: list[torch.Tensor] = []
+        self._versions: list[int] = []
+        self._finds: dict[int, _Find] = {}  # by the number of the tensor
         self.devices: set[torch.device] = set()
 
     def watch(
@@ -53,7 +56,11 @@ class Watched:
         """
         if tensor.is_cuda:
             self.devices.add(tensor.device)
-        self._watched.append((name, tensor, version_of(tensor), find))
+        if find is not None:
+            self._finds[len(self._tensors)] = find
+        self._names.append(name)
+        self._tensors.append(tensor)
+        self._versions.append(version_of(tensor))
 
     def changed(self) -> list[str]:
         """Names of the tensors that were written to since they are watched.
@@ -61,17 +68,18 @@ class Watched:
         What torch's version counters see: operations on tensors do count, those on ``.data`` or
         through NumPy do not, nor do all fused optimizers (their ``step`` tensors do).
         """
-        changed = (
-            name
-            for name, tensor, version, find in self._watched
-            if version_of(tensor) != version or (find is not None and _moved(find(), tensor))
-        )
+        changed: set[int] = set()
+        versions = _C.versions_of(self._tensors)
+        if versions != self._versions:
+            both = zip(versions, self._versions, strict=True)
+            changed.update(number for number, (now, then) in enumerate(both) if now != then)
+        changed.update(n for n, find in self._finds.items() if _moved(find(), self._tensors[n]))
         # Several shards may have one name.
-        return list(dict.fromkeys(changed))
+        return list(dict.fromkeys(self._names[number] for number in sorted(changed)))
 
     def release(self) -> None:
         """Lets go of them."""
-        self._watched.clear()
+        self._names, self._tensors, self._versions, self._finds = [], [], [], {}
 
 
 class Sources(Watched):

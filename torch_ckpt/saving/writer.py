@@ -7,19 +7,20 @@ protocol is at the top of csrc/commit.cpp.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import (
     FileSystem,
     _StoragePrefix,
 )
 from torch.distributed.checkpoint.filesystem import FileSystemWriter as StockWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlanner as TorchsSavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -34,14 +35,18 @@ from torch_ckpt.checkpoint.lease import (
     refuse_hidden_save,
     remove_own,
 )
-from torch_ckpt.checkpoint.metadata import encode_metadata, with_checksum_tables
+from torch_ckpt.checkpoint.metadata import (
+    DCP_VERSION,
+    decode_when_used,
+    encode_metadata,
+    with_checksum_tables,
+)
 from torch_ckpt.saving.background import Background
 from torch_ckpt.saving.items import Written, brought_with, keeps_default_lookup, resolve, results_of
+from torch_ckpt.saving.plan import GlobalPlan
 from torch_ckpt.saving.rank_write import RankWrite, WriteOptions
+from torch_ckpt.saving.save_planner import SavePlanner, global_plan_of
 from torch_ckpt.saving.sources import copy_of_state
-
-#: The version of DCP's metadata that stock writers state; older torch had no name for it.
-DCP_VERSION: str = getattr(filesystem, "CURRENT_DCP_VERSION", "1.0.0")
 
 _DEFAULT_BACKGROUND = Background()
 
@@ -206,7 +211,7 @@ class FileSystemWriter(StockWriter):
             for rank, plan in enumerate(plans)
         ]
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write_data(self, plan: SavePlan, planner: TorchsSavePlanner) -> Future[list[WriteResult]]:
         try:
             return self._write_data_of(plan, planner)
         except BaseException:
@@ -218,13 +223,18 @@ class FileSystemWriter(StockWriter):
                 # DCP calls no other method of it.
                 self._directory = None
 
-    def _write_data_of(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def _write_data_of(
+        self, plan: SavePlan, planner: TorchsSavePlanner
+    ) -> Future[list[WriteResult]]:
         RelaxedGc.end()
         prefix: str = plan.storage_data.prefix
         if self._is_local():
             prefix = _C.choose_prefix(self.directory, prefix)
         if not self.engine_can_write():
             return self._write_through_torch(plan, planner, prefix)
+        if isinstance(planner, SavePlanner):
+            # DCP hands on what a rank has written as it is.
+            return completed([planner.write(plan, functools.partial(self.write_values, prefix))])
         items = list(plan.items)
         names = [item.index.fqn for item in items]
         with no_gc():
@@ -236,6 +246,10 @@ class FileSystemWriter(StockWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         if not self._is_local():
             super().finish(metadata, results)
+            return
+        plan = global_plan_of(metadata)
+        if plan is not None:
+            self._finish_planned(plan, metadata, results)
             return
         with no_gc():
             metadata.version = DCP_VERSION
@@ -251,6 +265,17 @@ class FileSystemWriter(StockWriter):
             self.abandon()
             raise
         self.commit(data, {info.relative_path for info in metadata.storage_data.values()})
+
+    def _finish_planned(self, plan: GlobalPlan, metadata: Metadata, results: list[Any]) -> None:
+        written: list[Written] = [of_rank[0] for of_rank in results]
+        try:
+            require_one_directory([of_rank.directory for of_rank in written])
+            data = plan.encode(written, self.storage_meta())
+        except BaseException:
+            self.abandon()
+            raise
+        self.commit(data, {place[0] for of_rank in written for place in of_rank.places})
+        decode_when_used(metadata, data)
 
     def storage_meta(self) -> StorageMeta | None:
         # A str and not a Path: pickled paths do not load in every version of Python.
@@ -392,7 +417,7 @@ class FileSystemWriter(StockWriter):
         return None if self.use_collectives else self.rank
 
     def _write_through_torch(
-        self, plan: SavePlan, planner: SavePlanner, prefix: str
+        self, plan: SavePlan, planner: TorchsSavePlanner, prefix: str
     ) -> Future[list[WriteResult]]:
         # With more than one thread torch loses a worker's exception and reports success, so its own
         # writing gets one thread.
@@ -410,7 +435,7 @@ class FileSystemWriter(StockWriter):
         return future
 
 
-def completed(value: list[WriteResult]) -> Future[list[WriteResult]]:
+def completed(value: list[Any]) -> Future[list[WriteResult]]:
     """What has been written."""
     future: Future[list[WriteResult]] = Future()
     future.set_result(value)

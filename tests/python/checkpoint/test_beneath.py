@@ -246,7 +246,7 @@ def test_a_reader_whose_metadata_comes_from_elsewhere_opens_the_directory_itself
     save(STATE, tmp_path)
     metadata = torch_ckpt.FileSystemReader(tmp_path).read_metadata()
     reader = torch_ckpt.FileSystemReader(tmp_path)
-    reader.set_up_for_load(0, metadata=metadata)
+    reader.set_up_for_load(0, metadata)
     place = place_of(metadata, "note")
     (data,) = reader.read_bytes([place.relative_path], [("note", 0, place.offset, place.length)])
     assert b"the quick brown fox" in data

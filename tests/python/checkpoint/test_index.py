@@ -38,6 +38,13 @@ STATE: dict[str, Any] = {
 }
 
 
+def shard_of(stored: ChunkStorageMetadata | None, info: _StorageInfo | None) -> _C.StoredShard:
+    """What an index has of a shard, or of an object as None."""
+    box = (tuple(stored.offsets), tuple(stored.sizes)) if stored else ((), ())
+    place = (info.relative_path, info.offset, info.length) if info else (None, 0, 0)
+    return (*box, *place, False)
+
+
 def assert_says_the_same(index: _C.CheckpointIndex, metadata: Metadata) -> None:
     assert index.names() == list(metadata.state_dict_metadata)
     assert index.tables() == checksum_tables(metadata)
@@ -46,12 +53,15 @@ def assert_says_the_same(index: _C.CheckpointIndex, metadata: Metadata) -> None:
         if isinstance(stored, TensorStorageMetadata):
             dtype = str(stored.properties.dtype).removeprefix("torch.")
             assert index.tensor(name) == (dtype, tuple(stored.size))
-            assert index.place(name) is None
+            assert index.shards(name) == [
+                shard_of(chunk, metadata.storage_data.get(MetadataIndex(name, chunk.offsets)))
+                for chunk in stored.chunks
+            ]
         else:
             assert index.tensor(name) is None
             info = metadata.storage_data.get(MetadataIndex(name))
-            place = info and (info.relative_path, info.offset, info.length, False)
-            assert index.place(name) == place
+            assert index.shards(name) == [shard_of(None, info)]
+    assert index.strays() == []
     assert set(index.files()) == {i.relative_path for i in metadata.storage_data.values()}
 
 
@@ -96,6 +106,25 @@ def test_it_is_that_of_any_metadata(seed: int) -> None:
     index = decode_index(encode_metadata(metadata), "here")
     assert_says_the_same(index, metadata)
     assert_says_the_same(index_of(metadata, "here"), metadata)
+
+
+def test_a_record_that_nothing_describes_is_told_apart() -> None:
+    info = _StorageInfo("__0_0.distcp", 0, 900)
+    index = index_of(Metadata({}, {}, {MetadataIndex("lost"): info}), "here")
+    assert index.strays() == [("lost", shard_of(None, info))]
+
+
+@pytest.mark.parametrize(
+    ("rows", "whole"), [((0, 2, 3), True), ((0, 3), True), ((0, 1, 2), False), ((), False)]
+)
+def test_a_tensor_that_its_shards_do_not_fill_is_named(rows: tuple[int, ...], whole: bool) -> None:
+    chunks = [
+        ChunkStorageMetadata(torch.Size([a, 0]), torch.Size([b - a, 4])) for a, b in pairwise(rows)
+    ]
+    properties = TensorProperties(dtype=torch.float32)
+    stored = TensorStorageMetadata(properties, torch.Size([3, 4]), chunks)
+    index = index_of(Metadata({"w": stored, "step": BytesStorageMetadata()}), "here")
+    assert index.uncovered() == ([] if whole else ["w"])
 
 
 def test_another_name_takes_the_place_of_the_old_one(tmp_path: Path) -> None:

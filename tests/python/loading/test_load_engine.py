@@ -157,7 +157,7 @@ def memory_of_an_object(path: Path) -> int:
     """Bytes that reading it takes."""
     reader = torch_ckpt.FileSystemReader(path)
     metadata = reader.read_metadata()
-    reader.set_up_for_load(0, metadata=metadata)
+    reader.set_up_for_load(0, metadata)
     (place,) = metadata.storage_data.values()
     forget_peak_of_memory()
     before = memory_of_process("VmRSS")

@@ -75,7 +75,7 @@ def reading_of(
 ) -> tuple[FileSystemReader, Reading]:
     reader = torch_ckpt.FileSystemReader(path, **options)
     metadata = reader.read_metadata()
-    reader.set_up_for_load(0, metadata=metadata)
+    reader.set_up_for_load(0, metadata)
     planner = dcp.DefaultLoadPlanner()
     planner.set_up_planner({"t": target}, metadata, True)
     return reader, reader.reading(planner, planner.create_local_plan().items)
@@ -149,7 +149,7 @@ def test_the_same_places_in_two_checkpoints_have_two_digests(tmp_path: Path) -> 
 def test_nothing_is_shared_of_metadata_that_came_from_elsewhere(tmp_path: Path) -> None:
     save({"t": torch.ones(5, 4)}, tmp_path)
     reader, reading = reading_of(tmp_path, torch.zeros(5, 4), read_once=True)
-    reader.set_up_for_load(0, metadata=torch_ckpt.FileSystemReader(tmp_path).read_metadata())
+    reader.set_up_for_load(0, torch_ckpt.FileSystemReader(tmp_path).read_metadata())
     assert _digests(reader.identity, list(reading.files), reading.rows) == [(None, 80)]
 
 

@@ -22,6 +22,7 @@ import torch
 from benchmarks import (
     background,
     contenders,
+    dtensors,
     limits,
     measure,
     memory,
@@ -468,6 +469,17 @@ def test_step_ratios_are_of_steps_beside_the_save_to_steps_before() -> None:
     assert sample.step_mean_ratio == 3.0
     assert sample.stall_s == 0.5
     assert sample.durable_s == sample.wall_s == 9.0
+
+
+def test_every_way_through_a_planner_is_compared_with_stock(tmp_path: Path) -> None:
+    out = tmp_path / "dtensors.json"
+    sizes = ["--tensors", "3", "--plain", "4", "--rounds", "1"]
+    found = dtensors.main([*sizes, "--dir", str(tmp_path), "--out", str(out)])
+    assert found == json.loads(out.read_text())
+    ways = {f"save: {name}" for name in dtensors.SAVES} | {
+        f"load: {name}" for name in dtensors.LOADS
+    }
+    assert [set(state) for state in found["states"].values()] == [ways, ways]
 
 
 def test_the_plan_of_many_ranks_is_simulated_beside_that_of_stock(tmp_path: Path) -> None:

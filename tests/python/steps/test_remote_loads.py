@@ -86,7 +86,7 @@ PARTS = {
 def read_part(steps: RemoteSteps, name: str, shape: Shape, **options: Any) -> torch.Tensor:
     reader = RemoteReader(steps._files.below("0000000001"), None, **options)
     metadata = reader.read_metadata()
-    reader.set_up_for_load(0, metadata=metadata)
+    reader.set_up_for_load(0, metadata)
     info = metadata.storage_data[MetadataIndex(name, [0] * shape.tensor.dim())]
     stored = metadata.state_dict_metadata[name]
     target = torch.zeros(shape.lengths, dtype=shape.tensor.dtype)

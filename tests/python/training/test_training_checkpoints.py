@@ -150,8 +150,8 @@ def test_without_strict_every_conversion_is_named_once(directory: str) -> None:
         "loading converts to dtypes that hold less than the stored ones: "
         "narrow (torch.float32 to torch.int64)",
         "loaded into dtypes other than the stored ones: "
-        "kind (stored torch.uint8, here torch.float32), "
-        "wide (stored torch.float32, here torch.float64)",
+        "wide (stored torch.float32, here torch.float64), "
+        "kind (stored torch.uint8, here torch.float32)",
     ]
     assert_equal(state, {name: stored[name].to(state[name].dtype) for name in state})
 

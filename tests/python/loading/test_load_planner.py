@@ -1,0 +1,128 @@
+"""torch_ckpt.LoadPlanner: what dcp.load reads with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
+
+import torch_ckpt
+from tests.support import assert_equal, cause_of, f32, load, nested_state, save, stock_load
+
+
+def loaded_by(state: dict[str, Any], path: Path, **options: Any) -> None:
+    load(state, path, planner=torch_ckpt.LoadPlanner(**options))
+
+
+def test_nested_states_are_loaded_in_place(tmp_path: Path) -> None:
+    state = nested_state()
+    save(state, tmp_path)
+    loaded = nested_state()
+    weight = loaded["model"]["weight"]
+    weight.zero_()
+    loaded_by(loaded, tmp_path)
+    assert loaded["model"]["weight"] is weight
+    assert_equal(weight, state["model"]["weight"])
+
+
+def test_objects_are_replaced(tmp_path: Path) -> None:
+    save({"w": f32(2), "epoch": 4, "names": ["a", "b"]}, tmp_path)
+    loaded: dict[str, Any] = {"w": torch.zeros(2), "epoch": 0, "names": []}
+    loaded_by(loaded, tmp_path)
+    assert loaded["epoch"] == 4
+    assert loaded["names"] == ["a", "b"]
+
+
+def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    save({"a": f32(3), "b": f32(3)}, tmp_path)
+    loaded = {"a": torch.zeros(3), "b": torch.zeros(4)}
+    with pytest.raises(dcp.CheckpointException) as caught:
+        loaded_by(loaded, tmp_path)
+    assert isinstance(cause_of(caught.value), torch_ckpt.LoadMismatch)
+    assert_equal(loaded["a"], torch.zeros(3))
+
+
+def test_a_partial_load_leaves_what_is_missing(tmp_path: Path) -> None:
+    save({"a": f32(3)}, tmp_path)
+    loaded = {"a": torch.zeros(3), "new": torch.ones(2)}
+    loaded_by(loaded, tmp_path, allow_partial_load=True)
+    assert_equal(loaded["a"], f32(3))
+    assert_equal(loaded["new"], torch.ones(2))
+
+
+def test_with_the_reader_of_torch_it_is_torchs_planner(tmp_path: Path) -> None:
+    save({"w": f32(3), "epoch": 2}, tmp_path)
+    loaded = {"w": torch.zeros(3), "epoch": 0}
+    dcp.load(
+        loaded,
+        storage_reader=dcp.FileSystemReader(tmp_path),
+        planner=torch_ckpt.LoadPlanner(),
+        no_dist=True,
+    )
+    assert_equal(loaded["w"], f32(3))
+    assert loaded["epoch"] == 2
+
+
+def test_a_reader_that_borrows_our_metadata_fails_instead_of_loading_nothing(
+    tmp_path: Path,
+) -> None:
+    class Borrowing(dcp.FileSystemReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+            self.ours = torch_ckpt.FileSystemReader(tmp_path)
+            return self.ours.read_metadata()
+
+        def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+            return super().read_data(plan, planner)
+
+    save({"w": f32(3)}, tmp_path)
+    with pytest.raises(dcp.CheckpointException) as caught:
+        dcp.load(
+            {"w": torch.zeros(3)},
+            storage_reader=Borrowing(tmp_path),
+            planner=torch_ckpt.LoadPlanner(),
+            no_dist=True,
+        )
+    assert "torch_ckpt.LoadPlanner" in str(cause_of(caught.value))
+
+
+def test_larger_tensors_are_filled_with_zeros_where_the_reader_is_to(tmp_path: Path) -> None:
+    save({"w": torch.ones(3)}, tmp_path)
+    loaded = {"w": torch.full((5,), 7.0)}
+    reader = torch_ckpt.FileSystemReader(tmp_path, zero_fill=True)
+    dcp.load(loaded, storage_reader=reader, planner=torch_ckpt.LoadPlanner(), no_dist=True)
+    assert_equal(loaded["w"], torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0]))
+
+
+def test_one_planner_serves_loads_one_after_the_other(tmp_path: Path) -> None:
+    planner = torch_ckpt.LoadPlanner()
+    for number in range(2):
+        path = tmp_path / str(number)
+        save({"w": torch.full((3,), float(number))}, path)
+        loaded = {"w": torch.full((3,), -1.0)}
+        load(loaded, path, planner=planner)
+        assert_equal(loaded["w"], torch.full((3,), float(number)))
+
+
+def test_metadata_of_our_reader_is_torchs_for_whoever_looks_at_it(tmp_path: Path) -> None:
+    save({"w": f32(3)}, tmp_path)
+    # The reader is gone when somebody looks.
+    metadata = torch_ckpt.FileSystemReader(tmp_path).read_metadata()
+    assert list(metadata.state_dict_metadata) == ["w"]
+    assert type(metadata) is Metadata
+
+
+def test_stock_loads_with_our_reader_still_go_through_torchs_planner(tmp_path: Path) -> None:
+    state = nested_state()
+    save(state, tmp_path)
+    loaded = nested_state()
+    loaded["model"]["weight"].zero_()
+    load(loaded, tmp_path)
+    stock = nested_state()
+    stock_load(stock, tmp_path)
+    assert_equal(loaded["model"]["weight"], stock["model"]["weight"])

@@ -1,0 +1,73 @@
+"""A load through DCP that the engine plans."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan
+
+from torch_ckpt.checkpoint.metadata import index_kept, reader_kept
+from torch_ckpt.loading.load import Load, Prepared, object_item
+from torch_ckpt.loading.reading import PlansOnIndex, Reading
+from torch_ckpt.ranks.meeting import Ranks
+
+
+class LoadPlanner(DefaultLoadPlanner, PlansOnIndex):
+    """The planner of ``torch_ckpt.load``, for ``dcp.load`` with a
+    :class:`torch_ckpt.FileSystemReader`; with readers of others it is torch's DefaultLoadPlanner.
+
+    Whole DTensors and tensors only: hooks of torch's planner (``lookup_tensor``,
+    ``commit_tensor``, ``load_bytes`` and others) are not called, so a planner with hooks of its own
+    is to be derived from torch's.
+
+    Args:
+        allow_partial_load: skip what the checkpoint does not have or has in another shape.
+
+    Raises (from ``dcp.load``, on every rank, inside a ``CheckpointException``):
+        LoadMismatch: the state dict and the checkpoint do not fit; nothing has been changed.
+    """
+
+    def __init__(self, *, allow_partial_load: bool = False) -> None:
+        super().__init__(allow_partial_load=allow_partial_load)
+        self._load: Load | None = None
+        self._prepared: Prepared | None = None
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        self._load = self._prepared = None
+        index = None if metadata is None else index_kept(metadata)
+        reader = None if metadata is None else reader_kept(metadata)
+        if metadata is None or index is None or reader is None or not reader.engine_can_read():
+            super().set_up_planner(state_dict, metadata, is_coordinator)
+            return
+        self.is_coordinator = is_coordinator
+        self.original_state_dict = state_dict
+        self._load = Load(reader, Ranks(), opened=(metadata, index))
+
+    def create_local_plan(self) -> LoadPlan:
+        if self._load is None:
+            return super().create_local_plan()
+        prepared = self._load.prepare(self.original_state_dict)
+        self._load.require_fit(prepared.report, strict=not self.allow_partial_load)
+        self._prepared = prepared
+        # A reader that does not know this plan must fail: it would read nothing, without a word.
+        return LoadPlan([object_item("planned by torch_ckpt.LoadPlanner for another reader")])
+
+    # --- PlansOnIndex ----------------------------------------------------------------------------
+
+    def has_planned(self) -> bool:
+        return self._prepared is not None
+
+    def begun(self) -> Reading:
+        load, prepared = self._load, self._prepared
+        assert load is not None
+        assert prepared is not None
+        # Nothing but the caller holds on to the values any longer.
+        self._load = self._prepared = None
+        return load.begun(prepared)

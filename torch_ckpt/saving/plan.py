@@ -1,0 +1,263 @@
+"""What is written of a state dict: what one rank has, and what all ranks make of it.
+
+1. :class:`RankState` flattens the state dict of a rank. :meth:`RankState.told` is what other ranks
+   must know of it: a template of plain tensors, DTensors and objects
+   (csrc/planning/state_template.h), and a plan of torch's planner for the rest (ShardedTensor and
+   others).
+2. :class:`GlobalPlan` is made of what all ranks have told, on the coordinator. It gives what
+   several ranks have to one of them, and builds the rest's plan with torch's planner.
+3. :meth:`RankState.values` finds what a rank's part of the plan wants.
+4. :meth:`GlobalPlan.encode` makes the metadata of what was planned and what was written.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+
+from torch_ckpt import _C
+from torch_ckpt._base.cycle_collector import no_gc
+from torch_ckpt.checkpoint.flat_state import flat_state
+from torch_ckpt.checkpoint.metadata import DCP_VERSION, index_of, sealed
+from torch_ckpt.checkpoint.objects import unpicklable, warn_of_what_will_not_load
+from torch_ckpt.errors import CheckpointError
+from torch_ckpt.saving.items import Written, as_value, resolve
+from torch_ckpt.saving.structure import structure_of
+from torch_ckpt.saving.unchanged import Fingerprint
+
+StateDict = dict[str, Any]
+
+#: (file name, offset, length, payload CRC-32) of one stored item, in bytes.
+Place = tuple[str, int, int, int]
+
+
+@dataclass
+class Told:
+    """What one rank has, as the others must know it."""
+
+    template: bytes  # of what the engine plans
+    rest: SavePlan  # of all else, by torch's planner
+
+
+@dataclass
+class Task:
+    """What one rank shall write."""
+
+    rows: Sequence[int]  # of its template
+    rest: SavePlan
+
+
+class RankState:
+    """What one rank has.
+
+    Args:
+        state_dict: without ``Stateful`` values.
+        storage_meta: the writer's.
+
+    Raises:
+        CheckpointError: a tensor has no values.
+        ValueError: two values have the same name.
+    """
+
+    def __init__(
+        self, state_dict: StateDict, storage_meta: StorageMeta | None, is_coordinator: bool
+    ) -> None:
+        #: When it began, when it knew what to write, when it had found that.
+        self._moments = [time.perf_counter()]
+        self._flat = flat_state(state_dict)
+        rest = {}
+        for row in self._flat.others():
+            name, value = self._flat.name(row), self._flat.value(row)
+            _require_values(name, value)
+            if not self._flat.is_object(row):
+                rest[name] = value
+        for row in self._flat.on_meta():
+            _require_values(self._flat.name(row), self._flat.value(row))
+        self._planner = _torchs_planner()
+        self._planner.set_up_planner(rest, storage_meta, is_coordinator)
+        self._template = _C.template_of(self._flat)
+        known = structure_of(rest)
+        #: What a plan depends on; None where that is not known.
+        self.structure: Any = None if known is None else (self._template, known)
+
+    def told(self) -> Told:
+        """What other ranks must know of it."""
+        return Told(self._template, self._planner.create_local_plan())
+
+    def plain_tensors(self) -> list[torch.Tensor]:
+        """The tensors that are taken to be the same on all ranks."""
+        return self._flat.plain()
+
+    @no_gc()
+    def values(
+        self, task: Task, on_object: Callable[[], None] = lambda: None
+    ) -> tuple[list[str], list[Any]]:
+        """Names and values of what this rank writes: the rows, then the rest.
+
+        Args:
+            on_object: called after each value that is not a plain tensor has been found.
+
+        Raises:
+            CheckpointError: one cannot be pickled.
+        """
+        self._moments.append(time.perf_counter())
+        names, values, others = _C.sources_of(self._flat, task.rows)
+        for number in others:
+            name, value = names[number], values[number]
+            if self._flat.is_object(task.rows[number]):
+                values[number] = self._object(name, value)
+                on_object()
+            elif isinstance(value, torch.Tensor):
+                values[number] = as_value(value)
+        for item in self._planner.finish_plan(task.rest).items:
+            names.append(item.index.fqn)
+            values.append(self._found(item))
+            on_object()
+        self._moments.append(time.perf_counter())
+        return names, values
+
+    def add_seconds(self, written: Written) -> Written:
+        """Adds to what has been written how long it took until now."""
+        moments = [*self._moments, time.perf_counter()]
+        plan, find, write = (round(end - begin, 4) for begin, end in pairwise(moments))
+        written.seconds = plan, find, write
+        return written
+
+    def forget(self) -> None:
+        """Lets go of all values."""
+        del self._flat
+        self._planner.state_dict = {}
+
+    def _object(self, name: str, value: Any) -> Any:
+        self._planner.state_dict[name] = value
+        try:
+            found = resolve(self._planner, WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO))
+        except Exception as error:
+            raise unpicklable(name, value, error) from None
+        # AppState looks at what it wraps, by the caller's names.
+        if type(value) is not SimpleNamespace:
+            warn_of_what_will_not_load(name, value, found)
+        return found
+
+    def _found(self, item: WriteItem) -> Any:
+        name = item.index.fqn
+        value = self._planner.state_dict.get(name)
+        if item.type == WriteItemType.BYTE_IO:
+            return self._object(name, value)
+        found = resolve(self._planner, item)
+        if type(value) is not DTensor and not isinstance(found, torch.Tensor):
+            warn_of_what_will_not_load(name, value, found)
+        return found
+
+
+class GlobalPlan:
+    """What all ranks write.
+
+    Args:
+        told: by rank.
+
+    Raises:
+        CheckpointError: what ranks have does not go together; by name and ranks.
+    """
+
+    @no_gc()
+    def __init__(self, told: list[Told]) -> None:
+        try:
+            self._engine = _C.GlobalPlan([of_rank.template for of_rank in told])
+        except ValueError as error:
+            raise CheckpointError(str(error)) from None
+        rest, self._rest_metadata = _torchs_planner().create_global_plan([t.rest for t in told])
+        self._rest = list(rest)  # by rank
+
+    def tasks(self) -> list[Task]:
+        """By rank."""
+        return [Task(self._engine.owned(rank), rest) for rank, rest in enumerate(self._rest)]
+
+    def plain_names(self) -> list[list[str]]:
+        """By rank, the names of its :meth:`RankState.plain_tensors`."""
+        return [self._engine.plain_names(rank) for rank in range(len(self._rest))]
+
+    @functools.cached_property
+    def paths(self) -> dict[str, tuple[Any, ...]]:
+        """Where each name lies in the nested state dict."""
+        return self._engine.paths()
+
+    @no_gc()
+    def encode(self, written: list[Written], storage_meta: StorageMeta | None) -> bytes:
+        """The contents of ``.metadata``.
+
+        Args:
+            written: by rank.
+
+        Raises:
+            CheckpointError: ranks have different kinds of values under one name.
+        """
+        places = [of_rank.places for of_rank in written]
+        tables = {name: table for of_rank in written for name, table in of_rank.tables.items()}
+        meta = [] if storage_meta is None else [*vars(storage_meta).items()]
+        texts = [(name, text) for name, text in meta if text is None or isinstance(text, str)]
+        rest = self._index_of_rest(places)
+        phases = json.dumps([of_rank.seconds for of_rank in written], separators=(",", ":"))
+        data = self._engine.encode(places, tables, rest, texts, DCP_VERSION, phases)
+        return sealed(data)
+
+    @no_gc()
+    def fingerprints(self, written: list[Written]) -> dict[str, Fingerprint]:
+        """What the detector of unchanged states needs, from what was written anyway."""
+        places = [of_rank.places for of_rank in written]
+        found: dict[str, Fingerprint] = self._engine.fingerprints(places)
+        parts: dict[str, list[tuple[tuple[int, ...], int]]] = {}
+        for rank, rest in enumerate(self._rest):
+            for item, place in zip(rest.items, self._of_rest(places, rank), strict=True):
+                offset = tuple(item.index.offset or ())
+                parts.setdefault(item.index.fqn, []).append((offset, place[3]))
+        found.update((name, (False, tuple(sorted(of_name)))) for name, of_name in parts.items())
+        return found
+
+    def _index_of_rest(self, places: list[list[Place]]) -> _C.CheckpointIndex | None:
+        described = self._rest_metadata.state_dict_metadata
+        if not described:
+            return None
+        for name in described:
+            if self._engine.plans(name):
+                raise CheckpointError(
+                    f"{name}: ranks have different kinds of tensors or objects under this name"
+                )
+        storage = {
+            item.index: _StorageInfo(*place[:3])
+            for rank, plan in enumerate(self._rest)
+            for item, place in zip(plan.items, self._of_rest(places, rank), strict=True)
+        }
+        return index_of(Metadata(described, storage_data=storage), "rest")
+
+    def _of_rest(self, places: list[list[Place]], rank: int) -> list[Place]:
+        """Where a rank has stored what torch's planner plans: behind all else."""
+        return places[rank][len(self._engine.owned(rank)) :]
+
+
+def _torchs_planner() -> DefaultSavePlanner:
+    # Flattening has been done.
+    return DefaultSavePlanner(flatten_state_dict=False)
+
+
+def _require_values(name: str, value: Any) -> None:
+    # Not is_meta, which a ShardedTensor of several shards does not have.
+    local = getattr(value, "_local_tensor", value)
+    if isinstance(value, torch.Tensor) and local.device.type == "meta":
+        raise CheckpointError(
+            f"{name}: a tensor on the meta device has no values to save; give it memory and values "
+            "first (module.to_empty(device=...), then initialize or load it), or leave it out"
+        )
