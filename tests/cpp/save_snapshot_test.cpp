@@ -384,23 +384,30 @@ TEST(Snapshot, MakesQuietlyWhatStagingDidNotWaitFor) {
   Files files(directory);
   files.add_file(std::string(5 * kPage, 'x'));
   context().chunks.trim(0);
+  Gate first_write;
   Gate second_chunk;
   Gate last_write;
   Seen<int> nice;
   {
     std::atomic<int> mmaps{0};
     std::atomic<int> writes{0};
-    // Staged through the first chunk alone, and not over before all are made.
-    ScopedFaultHook hook([&, second = second_chunk.passage(), last = last_write.passage()](
-                             std::string_view operation, std::string_view) {
-      if (operation == "mmap") {
-        nice.add(nice_now());
-        if (++mmaps == 2) second();
-        if (mmaps == 5) last_write.open();
-      }
-      if (operation == "pwrite" && ++writes == 5) last();
-      return 0;
-    });
+    // Staged through the first chunk alone, but not before the second is being made; not over
+    // before all are.
+    ScopedFaultHook hook(
+        [&, first = first_write.passage(), second = second_chunk.passage(),
+         last = last_write.passage()](std::string_view operation, std::string_view) {
+          if (operation == "mmap") {
+            nice.add(nice_now());
+            if (++mmaps == 2) {
+              first_write.open();
+              second();
+            }
+            if (mmaps == 5) last_write.open();
+          }
+          if (operation == "pwrite") first();
+          if (operation == "pwrite" && ++writes == 5) last();
+          return 0;
+        });
     const auto session = start(directory, files, snapshot());
     EXPECT_TRUE(session->wait_staged(kLongest));
     second_chunk.open();
