@@ -83,10 +83,6 @@ class Directory:
     def close(self) -> None:
         """Closes the descriptor and lets go of the lock; once, further calls do nothing."""
 
-#: File name, offset and length in bytes there, and payload CRC-32 of each value; the checksum table
-#: of each file, by its name.
-FileResults = tuple[list[tuple[str, int, int, int]], dict[str, bytes]]
-
 #: Where another process finds a channel. Opaque; can be pickled.
 ChannelAddress = tuple[int, ...]
 
@@ -113,12 +109,33 @@ class ProcessChannel:
     def wait(self, seconds: float) -> None:
         """Waits for an object, a call of ``wake``, or the end of a process that has begun."""
     def wake(self) -> None: ...
-    def wait_for_files(self, seconds: float) -> FileResults | bytes | None:
+    def wait_for_files(self, seconds: float) -> WrittenFiles | bytes | None:
         """In a forked child: the results that a save of the parent's has sent.
 
         Bytes are an object that was sent in their place; None: the time passed before. Raises the
         save's failure, and CheckpointError where the parent has died.
         """
+
+class WrittenFiles:
+    """What one rank has written in one save; its length is the number of values.
+
+    It can be pickled.
+    """
+
+    @property
+    def names(self) -> list[str]:
+        """Of the files."""
+
+    @property
+    def tables(self) -> dict[str, bytes]:
+        """The checksum table of each file, by its name."""
+
+    def places(self, first: int = 0) -> list[tuple[str, int, int, int]]:
+        """Of each value from ``first`` on the file's name, offset and length in bytes there, and
+        its CRC-32.
+        """
+
+    def __len__(self) -> int: ...
 
 class Save:
     """A save under way. Keeps the sources alive; dropping it unfinished cancels it and waits."""
@@ -149,7 +166,7 @@ class Save:
         "writing" and "fsync" (for the disk). From any thread, at any time; none in a forked child.
         """
     def cancel(self) -> None: ...
-    def results(self) -> FileResults: ...
+    def results(self) -> WrittenFiles: ...
     @property
     def file_names(self) -> list[str]: ...
 
@@ -213,8 +230,8 @@ class GlobalPlan:
     """Which rank writes what, of the templates of all ranks.
 
     Raises ValueError where ranks have different things under one name, or the shards of a tensor do
-    not make it up. ``places`` are file, offset, length and CRC-32 of what each rank has stored, in
-    the order of its rows; more of them is not looked at.
+    not make it up. What ranks have written is by rank: the rows that each owns, by their order, and
+    behind them what torch plans.
     """
 
     def __init__(self, templates: list[bytes]) -> None: ...
@@ -224,19 +241,30 @@ class GlobalPlan:
     def plans(self, name: str) -> bool: ...
     def plain_names(self, rank: int) -> list[str]: ...
     def paths(self) -> dict[str, tuple[str | int, ...]]: ...
-    def fingerprints(
-        self, places: list[list[tuple[str, int, int, int]]]
-    ) -> dict[str, tuple[bool, Any]]: ...
+    def changes(
+        self, before: list[WrittenFiles], now: list[WrittenFiles], counter: str
+    ) -> tuple[str | None, list[str], dict[str, list[str]]]:
+        """The first number beside the ``counter`` that has changed, the groups of tensors of which
+        something has changed, and the names of each other group.
+
+        The two are empty where no number has changed.
+        """
+
+    def describe(self) -> None:
+        """Encodes what metadata says of the plan alone; ``encode`` does it where this was not."""
+
     def encode(
         self,
-        places: list[list[tuple[str, int, int, int]]],
-        tables: dict[str, bytes],
+        written: list[WrittenFiles],
         rest: CheckpointIndex | None,
         storage_meta: list[tuple[str, str | None]],
         version: str,
         phases: str,
     ) -> bytes:
-        """The pickle of the metadata, with the entries of names that torch plans from ``rest``."""
+        """The pickle of the metadata, with the entries of names that torch plans from ``rest``.
+
+        Raises CheckpointError where a rank has not told of each of its rows where it lies.
+        """
 
 def load_matched(
     match: LoadMatch,

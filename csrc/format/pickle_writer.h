@@ -9,10 +9,12 @@
 
 namespace torch_ckpt::format {
 
-/// Puts a pickle of protocol 4 together, opcode by opcode.
+/// Puts a pickle of protocol 4 together, opcode by opcode; in parts, for who asks for them.
 class PickleWriter {
  public:
   PickleWriter() { bytes_ = {static_cast<char>(op::kProto), 4}; }
+  /// Of a part that comes when so many values have been kept.
+  explicit PickleWriter(std::uint32_t memoized) : memoized_(memoized) {}
 
   void put(unsigned char code) { bytes_ += static_cast<char>(code); }
   void boolean(bool value) { put(value ? op::kNewtrue : op::kNewfalse); }
@@ -58,10 +60,10 @@ class PickleWriter {
     put(op::kStackGlobal);
   }
 
-  std::string take() && {
-    put(op::kStop);
-    return std::move(bytes_);
-  }
+  std::size_t size() const { return bytes_.size(); }
+  std::uint32_t memoized() const { return memoized_; }
+  /// The part that has been written; the next one goes on.
+  std::string take_part() { return std::exchange(bytes_, {}); }
 
  private:
   void little(std::uint64_t value, std::size_t bytes) {

@@ -699,15 +699,6 @@ std::uint32_t CheckpointIndex::add_dtype(std::string_view dtype) {
   return static_cast<std::uint32_t>(dtypes_.size() - 1);
 }
 
-std::uint32_t CheckpointIndex::file_number(std::string_view file) {
-  const auto [number, is_new] = file_names_.add(file);
-  if (is_new) {
-    files_.push_back(add_text(file));
-    tables_.emplace_back();
-  }
-  return number;
-}
-
 void CheckpointIndex::add_tensor(std::string_view name, std::string_view dtype, bool requires_grad,
                                  std::span<const std::int64_t> size) {
   names_.add(name);
@@ -730,13 +721,28 @@ std::uint32_t CheckpointIndex::add_shard(std::span<const std::int64_t> offsets,
   return entries_.back().shard_count++;
 }
 
-void CheckpointIndex::place(Placed shard, std::string_view file, std::uint64_t offset,
+void CheckpointIndex::set_files(
+    std::span<const std::pair<std::string_view, std::string_view>> files) {
+  texts_.clear();
+  files_.clear();
+  tables_.clear();
+  file_names_ = {};
+  for (const auto& [name, table] : files) {
+    files_.push_back(add_text(name));
+    tables_.push_back(add_text(table));
+    file_names_.add(name);
+  }
+}
+
+bool CheckpointIndex::place(Placed shard, std::uint32_t file, std::uint64_t offset,
                             std::uint64_t length) {
   Shard& placed = shards_[entries_[shard.entry].first_shard + shard.number];
-  placed.file = file_number(file);
+  if (placed.file == file && placed.offset == offset && placed.length == length) return false;
+  if (placed.file == kNone) placed_.push_back(shard);
+  placed.file = file;
   placed.offset = offset;
   placed.length = length;
-  placed_.push_back(shard);
+  return true;
 }
 
 void CheckpointIndex::add_from(const CheckpointIndex& other, std::string_view name) {
@@ -755,7 +761,9 @@ void CheckpointIndex::add_from(const CheckpointIndex& other, std::string_view na
         has_extents ? add_shard(other.extents(shard.offsets), other.extents(shard.sizes))
                     : add_shard({}, {});
     if (shard.file == kNone) continue;
-    place({here, number}, other.text(other.files_[shard.file]), shard.offset, shard.length);
+    if (const auto file = file_names_.find(other.text(other.files_[shard.file]))) {
+      place({here, number}, *file, shard.offset, shard.length);
+    }
   }
 }
 
@@ -763,10 +771,6 @@ void CheckpointIndex::add_path(std::string_view name, std::span<const PathPart> 
   path_names_.add(name);
   path_parts_.insert(path_parts_.end(), parts.begin(), parts.end());
   path_begins_.push_back(path_parts_.size());
-}
-
-void CheckpointIndex::set_table(std::string_view file, std::string_view table) {
-  tables_[file_number(file)] = add_text(table);
 }
 
 void CheckpointIndex::rename(std::span<const std::string> names) {

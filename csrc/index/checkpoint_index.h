@@ -6,6 +6,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "error.h"
@@ -110,11 +111,14 @@ class CheckpointIndex {
   /// Of the last entry; of an object without extents. Its number there.
   std::uint32_t add_shard(std::span<const std::int64_t> offsets,
                           std::span<const std::int64_t> sizes);
-  void place(Placed shard, std::string_view file, std::uint64_t offset, std::uint64_t length);
-  /// Adds the entry of a name that another index has, with its places; nothing if it has none.
+  /// Names and checksum tables of the files, in the place of those that there were.
+  void set_files(std::span<const std::pair<std::string_view, std::string_view>> files);
+  /// By the number of the file. Whether it had no place, or another one.
+  bool place(Placed shard, std::uint32_t file, std::uint64_t offset, std::uint64_t length);
+  /// Adds the entry of a name that another index has, with its places in files that are known here;
+  /// nothing if it has none.
   void add_from(const CheckpointIndex& other, std::string_view name);
   void add_path(std::string_view name, std::span<const PathPart> parts);
-  void set_table(std::string_view file, std::string_view table);
 
   /// In the order in which they were placed.
   std::span<const Placed> placed() const { return placed_; }
@@ -130,7 +134,6 @@ class CheckpointIndex {
 
   Text add_text(std::string_view text);
   std::uint32_t add_dtype(std::string_view dtype);
-  std::uint32_t file_number(std::string_view file);
 
   NameTable names_;  // of entries
   std::string texts_;

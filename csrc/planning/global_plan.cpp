@@ -117,6 +117,7 @@ Result<GlobalPlan> GlobalPlan::of(std::vector<StateTemplate> templates) {
         Part part;
         part.owner = rank;
         part.row = i;
+        part.entry = number;
         part.bytes = row.bytes;
         (entry.last_part == kNone ? entry.first_part : plan.parts_[entry.last_part].next) = slot;
         entry.last_part = slot;
@@ -227,40 +228,32 @@ bool GlobalPlan::plans(std::string_view name) const {
   return number && row_of(entries_[*number]).kind != Kind::other;
 }
 
-index::CheckpointIndex GlobalPlan::index(const std::vector<std::vector<StoredPart>>& stored,
-                                         const index::CheckpointIndex* rest) const {
-  index::CheckpointIndex made;
-  // The shard of each part.
+std::vector<index::CheckpointIndex::Placed> GlobalPlan::describe(
+    index::CheckpointIndex& index, const index::CheckpointIndex* rest) const {
   std::vector<index::CheckpointIndex::Placed> shards(parts_.size());
-  const auto last = [&] { return static_cast<std::uint32_t>(made.entries().size() - 1); };
+  const auto last = [&] { return static_cast<std::uint32_t>(index.entries().size() - 1); };
   for (std::uint32_t number = 0; number < entries_.size(); ++number) {
     const Entry& entry = entries_[number];
     const Row& row = row_of(entry);
     const StateTemplate& first = templates_[entry.rank];
     if (row.kind == Kind::other) {
-      if (rest != nullptr) made.add_from(*rest, names_.at(number));
+      if (rest != nullptr) index.add_from(*rest, names_.at(number));
     } else if (row.kind == Kind::object) {
-      made.add_object(names_.at(number));
-      shards[entry.first_part] = {last(), made.add_shard({}, {})};
+      index.add_object(names_.at(number));
+      shards[entry.first_part] = {last(), index.add_shard({}, {})};
     } else {
-      made.add_tensor(names_.at(number), first.dtype(row), row.requires_grad,
-                      first.extents(row.size));
+      index.add_tensor(names_.at(number), first.dtype(row), row.requires_grad,
+                       first.extents(row.size));
       for (std::uint32_t at = entry.first_part; at != kNone; at = parts_[at].next) {
         const StateTemplate& owner = templates_[parts_[at].owner];
         const Row& part = owner.row(parts_[at].row);
         shards[at] = {last(),
-                      made.add_shard(owner.extents(part.offsets), owner.extents(part.sizes))};
+                      index.add_shard(owner.extents(part.offsets), owner.extents(part.sizes))};
       }
     }
-    made.add_path(names_.at(number), first.path(entry.row));
+    index.add_path(names_.at(number), first.path(entry.row));
   }
-  for (std::uint32_t rank = 0; rank < ranks(); ++rank) {
-    for (std::size_t i = 0; i < owned_[rank].size() && i < stored[rank].size(); ++i) {
-      const StoredPart& part = stored[rank][i];
-      made.place(shards[part_of_row_[rank][owned_[rank][i]]], part.file, part.offset, part.length);
-    }
-  }
-  return made;
+  return shards;
 }
 
 }  // namespace torch_ckpt::planning

@@ -13,13 +13,6 @@
 
 namespace torch_ckpt::planning {
 
-/// Where a rank has stored a part.
-struct StoredPart {
-  std::string_view file;
-  std::uint64_t offset = 0;  // in bytes
-  std::uint64_t length = 0;
-};
-
 // Which rank writes what, of the states of all ranks:
 //
 //   1. Plain tensors and objects of one name are one part, whoever has them. Shards of one name are
@@ -47,10 +40,18 @@ class GlobalPlan {
   }
   std::uint32_t first_row(std::size_t number) const { return entries_[number].row; }
 
-  /// The index of what the ranks have stored of their rows; of the names that are planned by torch
-  /// what `rest` has.
-  index::CheckpointIndex index(const std::vector<std::vector<StoredPart>>& stored,
-                               const index::CheckpointIndex* rest) const;
+  /// Puts all names into an index, without places; of the names that are planned by torch what
+  /// `rest` has. The shard of each part.
+  std::vector<index::CheckpointIndex::Placed> describe(index::CheckpointIndex& index,
+                                                       const index::CheckpointIndex* rest) const;
+  /// The part that a rank's owned row is, by its number among these.
+  std::uint32_t part(std::size_t rank, std::size_t number) const {
+    return part_of_row_[rank][owned_[rank][number]];
+  }
+  /// The number of its name.
+  std::uint32_t entry(std::size_t rank, std::size_t number) const {
+    return parts_[part(rank, number)].entry;
+  }
 
  private:
   struct Entry {
@@ -61,7 +62,8 @@ class GlobalPlan {
   };
   struct Part {
     std::uint32_t owner = kNone;
-    std::uint32_t row = 0;       // of the owner
+    std::uint32_t row = 0;  // of the owner
+    std::uint32_t entry = 0;
     std::uint32_t next = kNone;  // of the entry
     std::uint32_t holders = 0;
     std::uint64_t bytes = 0;

@@ -3,19 +3,21 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
-#include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
-#include <tuple>
+#include <string_view>
 #include <utility>
 #include <vector>
 
-#include "index/metadata_encoder.h"
+#include "planning/changes.h"
 #include "planning/global_plan.h"
+#include "planning/plan_metadata.h"
 #include "python/bindings.h"
 #include "python/errors.h"
 #include "python/gil.h"
+#include "python/results.h"
 #include "python/text.h"
 #include "torch/flat_state.h"
 #include "torch/tensor_checks.h"
@@ -29,14 +31,20 @@ using planning::GlobalPlan;
 using planning::StateTemplate;
 using tensors::FlatState;
 
-// File, offset, length and CRC-32 of each stored item of a rank.
-using Places = std::vector<std::tuple<std::string, std::uint64_t, std::uint64_t, std::uint32_t>>;
+// A plan, and the metadata of its saves.
+struct SavePlan {
+  explicit SavePlan(GlobalPlan made) : plan(std::move(made)), metadata(plan) {}
 
-std::unique_ptr<GlobalPlan> plan_of(const std::vector<py::bytes>& templates) {
-  std::vector<std::string> texts(templates.begin(), templates.end());
-  return std::make_unique<GlobalPlan>(without_gil([&]() -> Result<GlobalPlan> {
+  const GlobalPlan plan;
+  std::mutex mutex;
+  planning::PlanMetadata metadata;
+};
+
+std::unique_ptr<SavePlan> plan_of(const std::vector<py::bytes>& templates) {
+  std::vector<std::string_view> texts(templates.begin(), templates.end());
+  return std::make_unique<SavePlan>(without_gil([&]() -> Result<GlobalPlan> {
     std::vector<StateTemplate> decoded;
-    for (const std::string& text : texts) {
+    for (const std::string_view text : texts) {
       auto made = StateTemplate::decode(text);
       if (!made) return std::move(made).error();
       decoded.push_back(std::move(*made));
@@ -45,9 +53,15 @@ std::unique_ptr<GlobalPlan> plan_of(const std::vector<py::bytes>& templates) {
   }));
 }
 
-py::bytes encoded(const GlobalPlan& plan, const std::vector<Places>& places,
-                  const std::map<std::string, std::string>& tables,
-                  const index::CheckpointIndex* rest,
+void describe(SavePlan& save) {
+  const ReleasedGil released;
+  const std::lock_guard lock(save.mutex);
+  save.metadata.describe();
+}
+
+using Written = std::vector<const WrittenFiles*>;
+
+py::bytes encoded(SavePlan& save, const Written& written, const index::CheckpointIndex* rest,
                   const std::vector<std::pair<std::string, std::optional<py::str>>>& meta,
                   const std::string& version, const std::string& phases) {
   index::MetadataExtras extras;
@@ -56,59 +70,49 @@ py::bytes encoded(const GlobalPlan& plan, const std::vector<Places>& places,
   for (const auto& [name, value] : meta) {
     extras.storage_meta.emplace_back(name, value ? std::optional(bytes_of(*value)) : std::nullopt);
   }
-  const std::string made = without_gil([&] {
-    std::vector<std::vector<planning::StoredPart>> stored(places.size());
-    for (std::size_t rank = 0; rank < places.size(); ++rank) {
-      for (const auto& [file, offset, length, crc] : places[rank]) {
-        stored[rank].push_back({file, offset, length});
-      }
-    }
-    index::CheckpointIndex index = plan.index(stored, rest);
-    for (const auto& [file, table] : tables) index.set_table(file, table);
-    return index::encode_metadata(index, extras);
+  std::vector<planning::WrittenFiles> files;
+  for (const WrittenFiles* of_rank : written) files.emplace_back(of_rank->files);
+  // Until the pieces have been copied.
+  std::unique_lock lock(save.mutex, std::defer_lock);
+  const auto pieces = without_gil([&] {
+    lock.lock();
+    return save.metadata.encode(files, rest, extras);
   });
-  return py::bytes(made);
+  std::size_t size = 0;
+  for (const std::string_view piece : pieces) size += piece.size();
+  auto whole = py::reinterpret_steal<py::bytes>(
+      PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size)));
+  if (!whole) throw py::error_already_set();
+  char* out = PyBytes_AS_STRING(whole.ptr());
+  const ReleasedGil released;
+  for (const std::string_view piece : pieces) out = std::ranges::copy(piece, out).out;
+  return whole;
 }
 
-/// By name: whether it is a number or has one element, and its CRC-32, or of shards their offsets
-/// and CRC-32s.
-py::dict fingerprints_of(const GlobalPlan& plan, const std::vector<Places>& places) {
-  std::map<std::string_view, std::vector<std::pair<std::vector<std::int64_t>, std::uint32_t>>>
-      shards;
-  py::dict found;
-  for (std::size_t rank = 0; rank < plan.ranks(); ++rank) {
-    const StateTemplate& here = plan.of_rank(rank);
-    const auto rows = plan.owned(rank);
-    for (std::size_t i = 0; i < rows.size() && i < places[rank].size(); ++i) {
-      const StateTemplate::Row& row = here.row(rows[i]);
-      const std::uint32_t crc = std::get<3>(places[rank][i]);
-      const std::string_view name = here.name(rows[i]);
-      if (row.kind == StateTemplate::Kind::shard) {
-        const auto offsets = here.extents(row.offsets);
-        shards[name].push_back({{offsets.begin(), offsets.end()}, crc});
-        continue;
-      }
-      const auto sizes = here.extents(row.sizes);
-      const bool is_number =
-          row.kind == StateTemplate::Kind::object ||
-          std::ranges::all_of(sizes, [](std::int64_t size) { return size == 1; }) ||
-          std::ranges::any_of(sizes, [](std::int64_t size) { return size == 0; });
-      found[text_of(name)] = py::make_tuple(is_number, crc);
-    }
+py::tuple changes_of(const SavePlan& save, const Written& before, const Written& now,
+                     const py::str& counter) {
+  const std::string ignored = bytes_of(counter);
+  std::vector<planning::WrittenFiles> files[2];
+  for (const WrittenFiles* of_rank : before) files[0].emplace_back(of_rank->files);
+  for (const WrittenFiles* of_rank : now) files[1].emplace_back(of_rank->files);
+  const planning::Changes changes = without_gil(
+      [&] { return planning::changes_between(save.plan, files[0], files[1], ignored); });
+  py::dict unchanged;
+  for (const auto& [group, names] : changes.unchanged) {
+    py::list texts;
+    for (const std::uint32_t name : names) texts.append(text_of(save.plan.name(name)));
+    unchanged[text_of(group)] = texts;
   }
-  for (auto& [name, parts] : shards) {
-    std::ranges::sort(parts);
-    py::tuple all(parts.size());
-    for (std::size_t i = 0; i < parts.size(); ++i) {
-      all[i] = py::make_tuple(tuple_of(parts[i].first), parts[i].second);
-    }
-    found[text_of(name)] = py::make_tuple(false, all);
-  }
-  return found;
+  py::list changed;
+  for (const std::string_view group : changes.changed) changed.append(text_of(group));
+  const py::object moved =
+      changes.moved ? py::object(text_of(save.plan.name(*changes.moved))) : py::none();
+  return py::make_tuple(moved, changed, unchanged);
 }
 
 /// The path of each name in the nested state dict.
-py::dict paths_of(const GlobalPlan& plan) {
+py::dict paths_of(const SavePlan& save) {
+  const GlobalPlan& plan = save.plan;
   py::dict paths;
   for (std::size_t i = 0; i < plan.names(); ++i) {
     const std::string_view name = plan.name(i);
@@ -129,7 +133,8 @@ py::dict paths_of(const GlobalPlan& plan) {
 }
 
 /// The names of a rank's plain tensors.
-py::list plain_names(const GlobalPlan& plan, std::size_t rank) {
+py::list plain_names(const SavePlan& save, std::size_t rank) {
+  const GlobalPlan& plan = save.plan;
   if (rank >= plan.ranks()) throw py::index_error("no rank of that number");
   py::list names;
   const StateTemplate& here = plan.of_rank(rank);
@@ -167,25 +172,26 @@ void bind_plan(py::module_& module) {
       "template_of", [](const FlatState& state) { return py::bytes(state.to_template().encode()); },
       py::arg("state"));
   module.def("sources_of", &sources_of, py::arg("state"), py::arg("rows"));
-  py::class_<GlobalPlan>(module, "GlobalPlan")
+  py::class_<SavePlan>(module, "GlobalPlan")
       .def(py::init(&plan_of), py::arg("templates"))
       .def(
           "owned",
-          [](const GlobalPlan& plan, std::size_t rank) {
-            if (rank >= plan.ranks()) throw py::index_error("no rank of that number");
-            const auto rows = plan.owned(rank);
+          [](const SavePlan& save, std::size_t rank) {
+            if (rank >= save.plan.ranks()) throw py::index_error("no rank of that number");
+            const auto rows = save.plan.owned(rank);
             return std::vector<std::uint32_t>(rows.begin(), rows.end());
           },
           py::arg("rank"))
       .def(
           "plans",
-          [](const GlobalPlan& plan, const py::str& name) { return plan.plans(bytes_of(name)); },
+          [](const SavePlan& save, const py::str& name) { return save.plan.plans(bytes_of(name)); },
           py::arg("name"))
       .def("plain_names", &plain_names, py::arg("rank"))
       .def("paths", &paths_of)
-      .def("fingerprints", &fingerprints_of, py::arg("places"))
-      .def("encode", &encoded, py::arg("places"), py::arg("tables"), py::arg("rest"),
-           py::arg("storage_meta"), py::arg("version"), py::arg("phases"));
+      .def("changes", &changes_of, py::arg("before"), py::arg("now"), py::arg("counter"))
+      .def("describe", &describe)
+      .def("encode", &encoded, py::arg("written"), py::arg("rest"), py::arg("storage_meta"),
+           py::arg("version"), py::arg("phases"));
 }
 
 }  // namespace torch_ckpt::python

@@ -59,25 +59,65 @@ py::object wait_for_files(ProcessChannel& channel, double seconds) {
       without_gil([&] { return channel.wait_for_files(milliseconds_of(seconds)); });
   if (!outcome) return py::none();
   if (outcome->object) return py::bytes(*outcome->object);
-  return to_python(outcome->files);
+  return py::cast(WrittenFiles(outcome->files));
+}
+
+/// Of each item from `first` on (file name, offset, length, payload CRC-32).
+py::list places_of(const WrittenFiles& written, std::size_t first) {
+  py::list places(written.items - std::min(first, written.items));
+  for (const format::FileResult& file : written.files) {
+    const py::str name(file.name);
+    for (const format::ItemResult& item : file.items) {
+      if (item.item < first) continue;
+      places[item.item - first] = py::make_tuple(name, item.offset, item.length, item.crc);
+    }
+  }
+  return places;
+}
+
+py::list names_of(const WrittenFiles& written) {
+  py::list names;
+  for (const format::FileResult& file : written.files) names.append(py::str(file.name));
+  return names;
+}
+
+/// By the name of the file.
+py::dict tables_of(const WrittenFiles& written) {
+  py::dict tables;
+  for (const format::FileResult& file : written.files) {
+    tables[py::str(file.name)] = py::bytes(file.checksum_table);
+  }
+  return tables;
+}
+
+py::tuple frames_of(const WrittenFiles& written) {
+  std::string frames;
+  for (const format::FileResult& file : written.files) {
+    frames += format::encode_file(file, static_cast<std::uint32_t>(written.files.size()));
+  }
+  return py::make_tuple(py::bytes(frames));
+}
+
+WrittenFiles from_frames(const py::tuple& state) {
+  const auto frames = state[0].cast<std::string>();
+  std::vector<format::FileResult> files;
+  for (format::Frame& frame : unwrap(format::decode_frames(std::as_bytes(std::span(frames))))) {
+    files.push_back(std::move(frame.file));
+  }
+  return WrittenFiles(std::move(files));
 }
 
 }  // namespace
 
-py::tuple to_python(const std::vector<format::FileResult>& results) {
-  std::size_t count = 0;
-  for (const format::FileResult& file : results) count += file.items.size();
-  py::list places(count);
-  py::dict tables;
-  for (const format::FileResult& file : results) {
-    const py::str name(file.name);
-    tables[name] = py::bytes(file.checksum_table);
+WrittenFiles::WrittenFiles(std::vector<format::FileResult> results) : files(std::move(results)) {
+  for (const format::FileResult& file : files) items += file.items.size();
+  std::vector<bool> seen(items);
+  for (const format::FileResult& file : files) {
     for (const format::ItemResult& item : file.items) {
-      if (item.item >= count) throw py::index_error("an item that is not in the plan");
-      places[item.item] = py::make_tuple(name, item.offset, item.length, item.crc);
+      if (item.item >= items || seen[item.item]) throw py::index_error("not the items of a plan");
+      seen[item.item] = true;
     }
   }
-  return py::make_tuple(std::move(places), std::move(tables));
 }
 
 std::shared_ptr<ProcessChannel> channel_of(const py::object& channel) {
@@ -86,6 +126,12 @@ std::shared_ptr<ProcessChannel> channel_of(const py::object& channel) {
 }
 
 void bind_results(py::module_& module) {
+  py::class_<WrittenFiles>(module, "WrittenFiles")
+      .def_property_readonly("names", &names_of)
+      .def_property_readonly("tables", &tables_of)
+      .def("places", &places_of, py::arg("first") = 0)
+      .def("__len__", [](const WrittenFiles& written) { return written.items; })
+      .def(py::pickle(&frames_of, &from_frames));
   py::class_<ProcessChannel, std::shared_ptr<ProcessChannel>>(module, "ProcessChannel")
       .def(py::init([] { return unwrap(ProcessChannel::create()); }), NoGil())
       .def_static("at", &at, py::arg("address"))

@@ -10,9 +10,14 @@
 
 namespace torch_ckpt::python {
 
-/// Of each item, by its number in the plan, (file name, offset, length, payload CRC-32); and the
-/// checksum table of each file, by its name.
-pybind11::tuple to_python(const std::vector<format::FileResult>& results);
+/// What one rank has written in one save. Ranks tell each other of it as frames
+/// (format/result_frame.h).
+struct WrittenFiles {
+  explicit WrittenFiles(std::vector<format::FileResult> results);
+
+  std::vector<format::FileResult> files;
+  std::size_t items = 0;  // all of them, by numbers below this one
+};
 
 /// From a ProcessChannel or None.
 std::shared_ptr<engine::ProcessChannel> channel_of(const pybind11::object& channel);

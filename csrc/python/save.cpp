@@ -189,7 +189,7 @@ void bind_save(py::module_& module) {
       .def("cancel", &TensorSave::cancel)
       .def("results",
            [](const TensorSave& save) {
-             return to_python(without_gil([&] { return save.results(); }));
+             return WrittenFiles(without_gil([&] { return save.results(); }));
            })
       .def_property_readonly("file_names", &TensorSave::file_names);
 }

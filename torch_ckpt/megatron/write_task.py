@@ -354,7 +354,7 @@ class WriteTask:
                 failure: Exception = pickle.loads(found)
                 return failure
             assert self.place is not None
-            return _by_file(self.items, Written(*found, self.place))
+            return _by_file(self.items, Written(found, self.place))
         except CheckpointError as error:
             return CheckpointError(f"{files}: {error}")
         except Exception as error:

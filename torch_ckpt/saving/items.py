@@ -31,14 +31,12 @@ class Written:
     """What one rank has written.
 
     Attributes:
-        places: of each value the file's name, offset and length in bytes there, and its CRC-32.
-        tables: the checksum table of each file, by its name.
+        files: with the place and CRC-32 of each value.
         directory: in which the files are.
         seconds: that planning, finding the values and writing took; None: not known.
     """
 
-    places: list[tuple[str, int, int, int]]
-    tables: dict[str, bytes]
+    files: _C.WrittenFiles
     directory: Place
     seconds: tuple[float, float, float] | None = None
 
@@ -101,10 +99,10 @@ def results_of(items: list[WriteItem], written: Written) -> list[WriteResult]:
     """What DCP is told of each item; with it the checksum tables travel to the coordinator."""
     results = [
         WriteResult(item.index, length, _StorageInfo(file_name, offset, length))
-        for item, (file_name, offset, length, _crc) in zip(items, written.places, strict=True)
+        for item, (file_name, offset, length, _crc) in zip(items, written.files.places(), strict=True)
     ]
     if results:
-        setattr(results[0].storage_data, _WRITTEN, (written.tables, written.directory))
+        setattr(results[0].storage_data, _WRITTEN, (written.files.tables, written.directory))
     return results
 
 

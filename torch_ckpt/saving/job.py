@@ -21,7 +21,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
@@ -36,10 +36,12 @@ from torch_ckpt.ranks.failures import CheckpointFailed
 from torch_ckpt.ranks.meeting import Ranks
 from torch_ckpt.ranks.outcomes import drop_frames
 from torch_ckpt.saving.background import Background
+from torch_ckpt.saving.items import Written
 from torch_ckpt.saving.metrics import SaveMetrics, Span, write_trace
+from torch_ckpt.saving.plan import GlobalPlan
 from torch_ckpt.saving.rank_write import RankWrite
 from torch_ckpt.saving.sources import Sources
-from torch_ckpt.saving.unchanged import Fingerprint, UnchangedDetector
+from torch_ckpt.saving.unchanged import UnchangedDetector
 
 T = TypeVar("T")
 
@@ -180,12 +182,10 @@ class Job:
         if self.write_done is not None:
             self.write_done()
 
-    def committed_items(
-        self, items: Mapping[str, Fingerprint], paths: Mapping[str, Sequence[Any]]
-    ) -> None:
+    def committed_items(self, plan: GlobalPlan, written: list[Written]) -> None:
         """On the coordinator: what has been committed."""
         assert self.unchanged is not None
-        self._warning = self.unchanged.check(items, paths, self.metrics.path)
+        self._warning = self.unchanged.check(plan, written, self.metrics.path)
 
     def call_back(self, metadata: Metadata) -> None:
         """On the coordinator, after the commit; the other ranks wait for its end.

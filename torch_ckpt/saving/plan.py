@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import functools
 import json
+import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from types import SimpleNamespace
@@ -36,7 +38,6 @@ from torch_ckpt.checkpoint.objects import unpicklable, warn_of_what_will_not_loa
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.saving.items import Written, as_value, resolve
 from torch_ckpt.saving.structure import structure_of
-from torch_ckpt.saving.unchanged import Fingerprint
 
 StateDict = dict[str, Any]
 
@@ -175,12 +176,20 @@ class GlobalPlan:
 
     @no_gc()
     def __init__(self, told: list[Told]) -> None:
+        self._templates = [of_rank.template for of_rank in told]
         try:
-            self._engine = _C.GlobalPlan([of_rank.template for of_rank in told])
+            self._engine = _C.GlobalPlan(self._templates)
         except ValueError as error:
             raise CheckpointError(str(error)) from None
         rest, self._rest_metadata = _torchs_planner().create_global_plan([t.rest for t in told])
         self._rest = list(rest)  # by rank
+
+    def has_names_of(self, other: GlobalPlan) -> bool:
+        """Whether another plan writes the same, by the same ranks."""
+        return self is other or (self._templates, self._rest_indices()) == (
+            other._templates,
+            other._rest_indices(),
+        )
 
     def tasks(self) -> list[Task]:
         """By rank."""
@@ -205,29 +214,57 @@ class GlobalPlan:
         Raises:
             CheckpointError: ranks have different kinds of values under one name.
         """
-        places = [of_rank.places for of_rank in written]
-        tables = {name: table for of_rank in written for name, table in of_rank.tables.items()}
+        files = [of_rank.files for of_rank in written]
         meta = [] if storage_meta is None else [*vars(storage_meta).items()]
         texts = [(name, text) for name, text in meta if text is None or isinstance(text, str)]
-        rest = self._index_of_rest(places)
+        rest = self._index_of_rest(files)
         phases = json.dumps([of_rank.seconds for of_rank in written], separators=(",", ":"))
-        data = self._engine.encode(places, tables, rest, texts, DCP_VERSION, phases)
-        return sealed(data)
+        return sealed(self._engine.encode(files, rest, texts, DCP_VERSION, phases))
 
-    @no_gc()
-    def fingerprints(self, written: list[Written]) -> dict[str, Fingerprint]:
-        """What the detector of unchanged states needs, from what was written anyway."""
-        places = [of_rank.places for of_rank in written]
-        found: dict[str, Fingerprint] = self._engine.fingerprints(places)
-        parts: dict[str, list[tuple[tuple[int, ...], int]]] = {}
+    def describe_beside(self) -> None:
+        """Begins with what metadata says of the plan alone, while the values are being written.
+
+        A thread without the GIL does it; what fails there is :meth:`encode`'s to do again.
+        """
+
+        def describe() -> None:
+            with suppress(MemoryError):
+                self._engine.describe()
+
+        if not self._rest_metadata.state_dict_metadata:
+            threading.Thread(target=describe, name="torch_ckpt metadata", daemon=True).start()
+
+    def changes(
+        self, before: list[Written], now: list[Written], counter: str
+    ) -> tuple[str | None, dict[str, list[str]]]:
+        """How two saves of this plan differ, by their checksums.
+
+        Args:
+            before, now: by rank.
+            counter: the name of a number that always moves.
+
+        Returns:
+            The first other number that has changed, and where there is one the tensors of each
+            group of which nothing has. A group is what lies under one key of the state dict.
+        """
+        files = [[of_rank.files for of_rank in written] for written in (before, now)]
+        moved, changed, unchanged = self._engine.changes(*files, counter)
+        if moved is None:
+            return None, {}
         for rank, rest in enumerate(self._rest):
-            for item, place in zip(rest.items, self._of_rest(places, rank), strict=True):
-                offset = tuple(item.index.offset or ())
-                parts.setdefault(item.index.fqn, []).append((offset, place[3]))
-        found.update((name, (False, tuple(sorted(of_name)))) for name, of_name in parts.items())
-        return found
+            crcs = [[place[3] for place in self._of_rest(of_all, rank)] for of_all in files]
+            for item, old, new in zip(rest.items, *crcs, strict=True):
+                path = self.paths.get(item.index.fqn, ())
+                group = str(path[0]) if len(path) > 1 else ""
+                if old != new:
+                    changed.append(group)
+                elif item.index.fqn not in unchanged.setdefault(group, []):
+                    unchanged[group].append(item.index.fqn)
+        for group in changed:
+            unchanged.pop(group, None)
+        return moved, unchanged
 
-    def _index_of_rest(self, places: list[list[Place]]) -> _C.CheckpointIndex | None:
+    def _index_of_rest(self, files: list[_C.WrittenFiles]) -> _C.CheckpointIndex | None:
         described = self._rest_metadata.state_dict_metadata
         if not described:
             return None
@@ -239,13 +276,16 @@ class GlobalPlan:
         storage = {
             item.index: _StorageInfo(*place[:3])
             for rank, plan in enumerate(self._rest)
-            for item, place in zip(plan.items, self._of_rest(places, rank), strict=True)
+            for item, place in zip(plan.items, self._of_rest(files, rank), strict=True)
         }
         return index_of(Metadata(described, storage_data=storage), "rest")
 
-    def _of_rest(self, places: list[list[Place]], rank: int) -> list[Place]:
+    def _rest_indices(self) -> list[list[MetadataIndex]]:
+        return [[item.index for item in rest.items] for rest in self._rest]
+
+    def _of_rest(self, files: list[_C.WrittenFiles], rank: int) -> list[Place]:
         """Where a rank has stored what torch's planner plans: behind all else."""
-        return places[rank][len(self._engine.owned(rank)) :]
+        return files[rank].places(len(self._engine.owned(rank)))
 
 
 def _torchs_planner() -> DefaultSavePlanner:

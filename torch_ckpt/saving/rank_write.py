@@ -203,7 +203,7 @@ class RankWrite:
             # An error that is kept keeps this frame, but not the directory open.
             del directory
         with no_gc():
-            return Written(*save.results(), place)
+            return Written(save.results(), place)
 
     def end(self, error: BaseException | None) -> None:
         """Lets go of the sources, and of who waits: the write has ended, or will not begin.

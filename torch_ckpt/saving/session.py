@@ -154,6 +154,7 @@ def save_state(
         ]
         plan = GlobalPlan(in_all)
         cache.last_number, cache.told, cache.plan = cache.last_number + 1, in_all, plan
+        plan.describe_beside()
         return plan.tasks()
 
     answer = ranks.reduce_scatter("plan", plan_of_rank, plan_globally)
@@ -189,9 +190,9 @@ def save_state(
         plan = cache.plan
         assert plan is not None
         data = plan.encode(written, writer.storage_meta())
-        writer.commit(data, {place[0] for of_rank in written for place in of_rank.places})
+        writer.commit(data, {name for of_rank in written for name in of_rank.files.names})
         if job is not None:
-            job.committed_items(plan.fingerprints(written), plan.paths)
+            job.committed_items(plan, written)
             job.call_back(decoded_when_used(data))
         return data
 

@@ -274,7 +274,7 @@ class FileSystemWriter(StockWriter):
         except BaseException:
             self.abandon()
             raise
-        self.commit(data, {place[0] for of_rank in written for place in of_rank.places})
+        self.commit(data, {name for of_rank in written for name in of_rank.files.names})
         decode_when_used(metadata, data)
 
     def storage_meta(self) -> StorageMeta | None:
@@ -374,7 +374,7 @@ class FileSystemWriter(StockWriter):
 
     def undo(self, written: Written) -> None:
         """Removes what this rank has written, of a save that has failed on another one."""
-        remove_own(self.directory, {place[0] for place in written.places})
+        remove_own(self.directory, set(written.files.names))
 
     def commit(self, data: bytes, files: set[str]) -> None:
         """Publishes ``data`` as the metadata; then removes what no metadata names any more.

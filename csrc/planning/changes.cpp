@@ -1,0 +1,77 @@
+#include "planning/changes.h"
+
+#include <algorithm>
+
+namespace torch_ckpt::planning {
+namespace {
+
+using Kind = StateTemplate::Kind;
+
+/// The checksums of a rank's rows, by their number among those that it owns.
+std::vector<std::uint32_t> checksums_of(const WrittenFiles& written, std::size_t owned) {
+  std::vector<std::uint32_t> found(owned);
+  for (const format::FileResult& file : written) {
+    for (const format::ItemResult& item : file.items) {
+      if (item.item < owned) found[item.item] = item.crc;
+    }
+  }
+  return found;
+}
+
+/// Whether it is a number, or nothing: a tensor of at most one element, or an object.
+bool is_number(const StateTemplate& of_rank, const StateTemplate::Row& row) {
+  if (row.kind != Kind::tensor) return row.kind == Kind::object;
+  const auto sizes = of_rank.extents(row.size);
+  return std::ranges::all_of(sizes, [](std::int64_t size) { return size == 1; }) ||
+         std::ranges::any_of(sizes, [](std::int64_t size) { return size == 0; });
+}
+
+}  // namespace
+
+Changes changes_between(const GlobalPlan& plan, std::span<const WrittenFiles> before,
+                        std::span<const WrittenFiles> now, std::string_view ignored) {
+  std::vector<bool> has_changed(plan.names());
+  for (std::size_t rank = 0; rank < plan.ranks(); ++rank) {
+    const std::size_t owned = plan.owned(rank).size();
+    const auto earlier = checksums_of(before[rank], owned);
+    const auto later = checksums_of(now[rank], owned);
+    for (std::size_t i = 0; i < owned; ++i) {
+      if (earlier[i] != later[i]) has_changed[plan.entry(rank, i)] = true;
+    }
+  }
+  Changes changes;
+  index::NameTable keys;
+  std::vector<std::pair<std::string_view, std::vector<std::uint32_t>>> groups;
+  std::vector<bool> group_has_changed;
+  for (std::uint32_t number = 0; number < plan.names(); ++number) {
+    const StateTemplate& of_rank = plan.first_rank(number);
+    const StateTemplate::Row& row = of_rank.row(plan.first_row(number));
+    const std::string_view name = plan.name(number);
+    if (row.kind == Kind::other) continue;
+    if (is_number(of_rank, row)) {
+      if (has_changed[number] && !changes.moved && name != ignored) changes.moved = number;
+      continue;
+    }
+    const auto path = of_rank.path(plan.first_row(number));
+    const std::string_view key =
+        path.size() > 1 ? name.substr(0, path.front().bytes) : std::string_view();
+    const auto [group, is_new] = keys.add(key);
+    if (is_new) {
+      groups.emplace_back(key, std::vector<std::uint32_t>());
+      group_has_changed.push_back(false);
+    }
+    groups[group].second.push_back(number);
+    if (has_changed[number]) group_has_changed[group] = true;
+  }
+  if (!changes.moved) return changes;
+  for (std::size_t group = 0; group < groups.size(); ++group) {
+    if (group_has_changed[group]) {
+      changes.changed.push_back(groups[group].first);
+    } else {
+      changes.unchanged.push_back(std::move(groups[group]));
+    }
+  }
+  return changes;
+}
+
+}  // namespace torch_ckpt::planning

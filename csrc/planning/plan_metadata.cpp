@@ -1,0 +1,79 @@
+#include "planning/plan_metadata.h"
+
+#include <string>
+#include <utility>
+
+namespace torch_ckpt::planning {
+
+PlanMetadata::Described::Described(const GlobalPlan& plan, std::span<const WrittenFiles> written,
+                                   const index::CheckpointIndex* rest)
+    : encoder(index) {
+  set_files(written);
+  shards = plan.describe(index, rest);
+}
+
+void PlanMetadata::Described::set_files(std::span<const WrittenFiles> written) {
+  std::vector<std::pair<std::string_view, std::string_view>> files;
+  for (const WrittenFiles& of_rank : written) {
+    for (const format::FileResult& file : of_rank) {
+      files.emplace_back(file.name, file.checksum_table);
+    }
+  }
+  if (files.size() != index.files().size()) encoder.forget_places();
+  index.set_files(files);
+}
+
+void PlanMetadata::describe() {
+  if (described_) return;
+  auto described = std::make_unique<Described>(plan_, std::span<const WrittenFiles>(), nullptr);
+  described->encoder.describe();
+  described_ = std::move(described);
+}
+
+Result<std::span<const std::string_view>> PlanMetadata::encode(
+    std::span<const WrittenFiles> written, const index::CheckpointIndex* rest,
+    const index::MetadataExtras& extras) {
+  // An exception on the way leaves nothing that is half done.
+  auto described = std::move(described_);
+  // What the rest says of its places is in its index alone.
+  if (!described || has_rest_ || rest != nullptr) {
+    described = std::make_unique<Described>(plan_, written, rest);
+  } else {
+    described->set_files(written);
+  }
+  if (auto placed = place(*described, written); !placed) return std::move(placed).error();
+  const std::span<const std::string_view> pieces = described->encoder.encode(extras);
+  described_ = std::move(described);
+  has_rest_ = rest != nullptr;
+  return pieces;
+}
+
+Result<> PlanMetadata::place(Described& described, std::span<const WrittenFiles> written) const {
+  std::uint32_t number = 0;
+  for (std::size_t rank = 0; rank < plan_.ranks(); ++rank) {
+    const std::size_t owned = plan_.owned(rank).size();
+    std::size_t placed = 0;
+    if (rank < written.size()) {
+      for (const format::FileResult& file : written[rank]) {
+        for (const format::ItemResult& item : file.items) {
+          if (item.item >= owned) continue;
+          const auto shard = described.shards[plan_.part(rank, item.item)];
+          if (described.index.place(shard, number, item.offset, item.length)) {
+            described.encoder.forget_places();
+          }
+          ++placed;
+        }
+        ++number;
+      }
+    }
+    if (placed != owned) {
+      return format_error(Errc::metadata_inconsistent, "rank " + std::to_string(rank) +
+                                                           " has told where " +
+                                                           std::to_string(placed) + " of its " +
+                                                           std::to_string(owned) + " values lie");
+    }
+  }
+  return {};
+}
+
+}  // namespace torch_ckpt::planning
