@@ -1,11 +1,12 @@
 """What the coordinator of a save does for many ranks, in one process and without the ranks.
 
-    python -m benchmarks.planning --ranks 1024 --tensors 300 --stock --out FILE
+    python -m benchmarks.planning --ranks 1024 --tensors 300 --steady --stock --out FILE
 
 Each simulated rank has the same names: DTensors of 16 KiB a rank, sharded by rows over all ranks.
-The templates, the plan, the answers and the metadata are those of ``torch_ckpt.save``; nothing is
-written, and nothing travels. ``--stock`` plans the same with torch's planner. Prints seconds and
-bytes of each part, the median of some rounds.
+States, messages, plan and metadata are those of ``torch_ckpt.save``, step by step in one thread,
+over a store in this process; nothing is written. ``--steady`` adds a save of the same state, whose
+plan is kept. ``--stock`` plans the same with torch's planner. Prints seconds and bytes of each
+part, the median of some rounds, and how many messages the ranks have sent.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import dataclasses
 import gc
 import json
+import os
 import resource
 import statistics
 import time
@@ -23,20 +25,31 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor, Shard
 
 from torch_ckpt import _C
-from torch_ckpt.checkpoint.flat_state import flat_state
-from torch_ckpt.checkpoint.metadata import decode_index, sealed
+from torch_ckpt.checkpoint.directory import OpenDirectory, Place
+from torch_ckpt.checkpoint.metadata import decode_index
+from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS
+from torch_ckpt.ranks.store_thread import StoreThread
+from torch_ckpt.ranks.transport import OverStore
+from torch_ckpt.saving.items import Written
+from torch_ckpt.saving.plan import RankState
+from torch_ckpt.saving.session import Answer, PlanCache, Posted
 
 from . import machine, ranks
 
 T = TypeVar("T")
 
 ROWS, COLUMNS = 64, 64
-_RECORD_BYTES = 17_536  # about what one of these tensors takes in a file
+# What one of these tensors takes in a file, and in the file's checksum table, about.
+_RECORD_BYTES = 17_536
+_SUMS_BYTES = 30
+_FILES = 2
 
 
 def state_of(rank: int, world: int, tensors: int) -> dict[str, Any]:
@@ -52,48 +65,47 @@ def state_of(rank: int, world: int, tensors: int) -> dict[str, Any]:
 
 
 class Simulation:
-    """The ranks' templates, and what the coordinator makes of them.
+    """Saves of many ranks.
 
     Args:
         world: simulated ranks.
         tensors: of each rank.
         stock: plan with torch's planner, too.
+
+    Attributes:
+        messages: that all ranks have sent in a save, by its kind.
+        bytes: of these, and of the metadata.
     """
 
     def __init__(self, world: int, tensors: int, stock: bool) -> None:
-        self.templates: list[bytes] = []
+        self.world = world
+        self.states: list[RankState] = []
         self.local_plans: list[SavePlan] = []
         self.seconds: dict[str, list[float]] = {}
         self.bytes: dict[str, int] = {}
+        self.messages: dict[str, int] = {}
+        self._store = dist.HashStore()
+        self._asker = StoreThread()
+        self._place = Place.of(OpenDirectory(os.curdir))
+        self._saves = 0
         for rank in range(world):
             state = state_of(rank, world, tensors)
             with ranks.mesh_without_peers(world, rank):
-                template = partial(_template, state)
-                self.templates.append(self._timed("template, each rank", template))
+                walk = partial(RankState, state, None, rank == 0)
+                self.states.append(self._timed("state, each rank", walk))
                 if stock:
                     local_plan = partial(_local_plan, state)
                     self.local_plans.append(self._timed("stock: local plan, each rank", local_plan))
-        self.bytes["template, each rank"] = len(self.templates[0])
 
-    def run(self) -> None:
-        """One save as the coordinator sees it, and one that reads its metadata."""
-        plan = self._timed("plan", lambda: _C.GlobalPlan(self.templates))
-        answers = self._timed(
-            "answers", lambda: [plan.owned(rank) for rank in range(len(self.templates))]
-        )
-        places = [
-            [
-                (f"__{rank}_0.distcp", number * _RECORD_BYTES, _RECORD_BYTES, 0)
-                for number in range(len(rows))
-            ]
-            for rank, rows in enumerate(answers)
-        ]
-        data = self._timed(
-            "metadata", lambda: sealed(plan.encode(places, {}, None, [], "1.0.0", ""))
-        )
+    def run(self, steady: bool = False) -> None:
+        """A first save, and one that reads its metadata; then one of the unchanged state."""
+        caches = [PlanCache() for _ in range(self.world)]
+        data = self._save("first", caches)
         self.bytes["metadata"] = len(data)
         index = self._timed("reading the metadata", lambda: decode_index(data, "simulation"))
-        assert len(index) == len(plan.paths())
+        if steady:
+            again = decode_index(self._save("unchanged", caches), "simulation")
+            assert len(again) == len(index)
         if self.local_plans:
             planner = DefaultSavePlanner()
             self._timed("stock: plan", lambda: planner.create_global_plan(self.local_plans))
@@ -101,6 +113,68 @@ class Simulation:
     def medians(self) -> dict[str, float]:
         """Seconds of each part."""
         return {part: statistics.median(seconds) for part, seconds in self.seconds.items()}
+
+    def _save(self, kind: str, caches: list[PlanCache]) -> bytes:
+        """The metadata. As save_state goes about it, with the ranks one by one."""
+        self._saves += 1
+        prefix = f"save/{self._saves}"
+        over = [
+            OverStore(rank, self.world, lambda: self._store, self._asker, prefix, TIMEOUT_SECONDS)
+            for rank in range(self.world)
+        ]
+        coordinator, cache = over[0], caches[0]
+
+        def posted(rank: int) -> Posted:
+            return Posted(caches[rank].told(self.states[rank]), "simulation", self._place)
+
+        def written(rank: int) -> Written:
+            return self._written(rank, caches[rank])
+
+        def gathered(step: str, value_of: Callable[[int], Any]) -> list[Any]:
+            for rank in range(1, self.world):
+                over[rank].gather(step, value_of(rank))
+            mine = value_of(0)
+            values = timed(f"{step}s gathered", lambda: coordinator.gather(step, mine))
+            assert values is not None
+            return values
+
+        def timed(part: str, work: Callable[[], T]) -> T:
+            return self._timed(f"{kind}: {part}", work)
+
+        told = gathered("plan", posted)
+        tasks = timed("planned", lambda: cache.tasks_for([of_rank.plan for of_rank in told]))
+        answers = [Answer(task, cache.last_number, "1") for task in tasks]
+        timed("answered", lambda: coordinator.scatter(answers))
+        for rank in range(self.world):
+            answer = answers[0] if rank == 0 else over[rank].scatter(None)
+            caches[rank].keep(self.states[rank], answer)
+        plan = cache.plan
+        assert plan is not None
+        timed("described, beside the writing", plan.describe)
+        results = gathered("result", written)
+        meta = StorageMeta(checkpoint_id="simulation", save_id=str(self._saves))
+        data = timed("metadata", lambda: plan.encode(results, meta))
+        coordinator.broadcast(None)
+        for rank in range(1, self.world):
+            over[rank].broadcast(None)
+        for of_rank in reversed(over):
+            of_rank.close(TIMEOUT_SECONDS)
+        self.messages[kind] = sum(of_rank.sent[0] for of_rank in over)
+        self.bytes[f"{kind}: messages"] = sum(of_rank.sent[1] for of_rank in over)
+        return data
+
+    def _written(self, rank: int, cache: PlanCache) -> Written:
+        assert cache.task is not None
+        count = len(cache.task.rows)
+        files = []
+        for file in range(_FILES):
+            items = [
+                (item, _RECORD_BYTES * number, _RECORD_BYTES, item + self._saves)
+                for number, item in enumerate(range(file, count, _FILES))
+            ]
+            name = f"__{rank}_{self._saves}_{file}.distcp"
+            files.append((name, os.urandom(_SUMS_BYTES * len(items)), items))
+        return Written(_C.WrittenFiles(files), self._place, (0.01, 0.01, 1.0))
 
     def _timed(self, part: str, work: Callable[[], T]) -> T:
         gc.disable()
@@ -111,10 +185,6 @@ class Simulation:
             return made
         finally:
             gc.enable()
-
-
-def _template(state: dict[str, Any]) -> bytes:
-    return _C.template_of(flat_state(state))
 
 
 def _local_plan(state: dict[str, Any]) -> SavePlan:
@@ -129,28 +199,40 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--ranks", type=int, default=1024)
     parser.add_argument("--tensors", type=int, default=300, help="of each rank (default 300)")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steady", action="store_true", help="saves of an unchanged state, too")
     parser.add_argument("--stock", action="store_true", help="torch's planner, too")
     parser.add_argument("--out", type=Path, help="JSON file")
     options = parser.parse_args(arguments)
     simulation = Simulation(options.ranks, options.tensors, options.stock)
+    before = _peak_bytes()
     for _ in range(options.rounds):
-        simulation.run()
+        simulation.run(options.steady)
     found = {
         "ranks": options.ranks,
         "tensors": options.tensors,
         "rounds": options.rounds,
         "seconds": simulation.medians(),
         "bytes": simulation.bytes,
-        "peak_memory_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        "messages": simulation.messages,
+        # Of one process that plays all ranks.
+        "peak_memory_bytes": _peak_bytes(),
+        "peak_memory_bytes_before": before,
         "machine": dataclasses.asdict(machine.describe(Path.cwd())),
     }
     print(f"{options.ranks} ranks with {options.tensors} DTensors each")
     for part, seconds in simulation.medians().items():
-        size = simulation.bytes.get(part)
-        print(f"{part:30} {1000 * seconds:10.2f} ms" + (f" {size:12,} bytes" if size else ""))
+        print(f"{part:40} {1000 * seconds:10.2f} ms")
+    for part, size in simulation.bytes.items():
+        print(f"{part:40} {size:13,} bytes")
+    for kind, count in simulation.messages.items():
+        print(f"{kind + ': messages':40} {count:13,}")
     if options.out:
         options.out.write_text(json.dumps(found, indent=1) + "\n")
     return found
+
+
+def _peak_bytes() -> int:
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 if __name__ == "__main__":

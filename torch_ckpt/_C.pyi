@@ -119,9 +119,13 @@ class ProcessChannel:
 class WrittenFiles:
     """What one rank has written in one save; its length is the number of values.
 
-    It can be pickled.
+    It can be pickled. ``files`` are names, checksum tables, and of each value its number, offset,
+    length and CRC-32.
     """
 
+    def __init__(
+        self, files: list[tuple[str, bytes, list[tuple[int, int, int, int]]]]
+    ) -> None: ...
     @property
     def names(self) -> list[str]:
         """Of the files."""
@@ -226,6 +230,15 @@ def sources_of(state: FlatState, rows: Sequence[int]) -> tuple[list[str], list[A
     Of DTensors the local tensor.
     """
 
+def seal_of(pickled: bytes) -> bytes:
+    """What comes behind the pickle in a ``.metadata`` file."""
+
+def bytes_sealed(file: bytes) -> int | None:
+    """How many bytes the seal at the end of a ``.metadata`` file covers; None without a seal.
+
+    Raises Corrupt where they are not those that were sealed.
+    """
+
 class GlobalPlan:
     """Which rank writes what, of the templates of all ranks.
 
@@ -261,7 +274,7 @@ class GlobalPlan:
         version: str,
         phases: str,
     ) -> bytes:
-        """The pickle of the metadata, with the entries of names that torch plans from ``rest``.
+        """The contents of ``.metadata``, sealed, with the entries of names that torch plans from ``rest``.
 
         Raises CheckpointError where a rank has not told of each of its rows where it lies.
         """

@@ -3,6 +3,8 @@
 #include <string_view>
 #include <utility>
 
+#include "index/metadata_seal.h"
+
 namespace torch_ckpt::index {
 namespace {
 
@@ -46,6 +48,8 @@ const std::vector<std::string_view>& MetadataEncoder::encode(const MetadataExtra
   }
   pieces_.push_back(std::string_view(placed_).substr(at));
   pieces_.emplace_back(rest_);
+  seal_ = seal_of(pieces_);
+  pieces_.emplace_back(seal_);
   return pieces_;
 }
 

@@ -35,7 +35,8 @@ class MetadataEncoder {
   void describe();
   /// Places have changed; files may have other names and tables without that.
   void forget_places() { are_placed_ = false; }
-  /// All of the pickle, in pieces that hold until the next call.
+  /// All of the pickle and its seal (index/metadata_seal.h), in pieces that hold until the next
+  /// call.
   const std::vector<std::string_view>& encode(const MetadataExtras& extras);
 
  private:
@@ -101,10 +102,11 @@ class MetadataEncoder {
   // Of the last pickle.
   std::vector<std::string> file_names_;
   std::string rest_;
+  std::string seal_;
   std::vector<std::string_view> pieces_;
 };
 
-/// The pickle of an index, whole.
+/// The pickle of an index and its seal.
 std::string encode_metadata(const CheckpointIndex& index, const MetadataExtras& extras);
 
 }  // namespace torch_ckpt::index

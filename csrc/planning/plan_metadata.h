@@ -28,7 +28,7 @@ class PlanMetadata {
 
   /// Encodes what the plan alone decides.
   void describe();
-  /// The pickle, in pieces that hold until the next call.
+  /// The pickle and its seal, in pieces that hold until the next call.
   ///
   /// Errc::metadata_inconsistent where a rank has not said of each of its rows where it lies.
   ///

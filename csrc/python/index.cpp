@@ -12,6 +12,7 @@
 
 #include "index/checkpoint_index.h"
 #include "index/metadata_pickle.h"
+#include "index/metadata_seal.h"
 #include "planning/tiling.h"
 #include "python/bindings.h"
 #include "python/errors.h"
@@ -229,6 +230,17 @@ std::uint64_t bytes_of(const LoadMatch& match) {
 }  // namespace
 
 void bind_index(py::module_& module) {
+  module.def(
+      "bytes_sealed",
+      [](std::span<const std::byte> file) {
+        const ReleasedGil released;
+        return index::bytes_sealed(file);
+      },
+      py::arg("file"));
+  module.def(
+      "seal_of",
+      [](std::string_view pickled) { return py::bytes(index::seal_of(std::span(&pickled, 1))); },
+      py::arg("pickled"));
   module.def(
       "tile",
       [](const std::vector<std::int64_t>& whole,

@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <string>
 #include <tuple>
@@ -60,6 +61,21 @@ py::object wait_for_files(ProcessChannel& channel, double seconds) {
   if (!outcome) return py::none();
   if (outcome->object) return py::bytes(*outcome->object);
   return py::cast(WrittenFiles(outcome->files));
+}
+
+using FileOfPython = std::tuple<std::string, std::string, std::vector<std::array<std::uint64_t, 4>>>;
+
+WrittenFiles written_files(const std::vector<FileOfPython>& given) {
+  std::vector<format::FileResult> files;
+  for (const auto& [name, table, items] : given) {
+    format::FileResult& file = files.emplace_back();
+    file.name = name;
+    file.checksum_table = table;
+    for (const auto& [item, offset, length, crc] : items) {
+      file.items.push_back({item, offset, length, static_cast<std::uint32_t>(crc)});
+    }
+  }
+  return WrittenFiles(std::move(files));
 }
 
 /// Of each item from `first` on (file name, offset, length, payload CRC-32).
@@ -127,6 +143,7 @@ std::shared_ptr<ProcessChannel> channel_of(const py::object& channel) {
 
 void bind_results(py::module_& module) {
   py::class_<WrittenFiles>(module, "WrittenFiles")
+      .def(py::init(&written_files), py::arg("files"))
       .def_property_readonly("names", &names_of)
       .def_property_readonly("tables", &tables_of)
       .def("places", &places_of, py::arg("first") = 0)

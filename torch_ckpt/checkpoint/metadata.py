@@ -16,8 +16,6 @@ import io
 import os
 import pickle
 import stat
-import struct
-import zlib
 from collections.abc import Callable, Iterator, Mapping, ValuesView
 from contextlib import closing, contextmanager, suppress
 from functools import partial
@@ -103,11 +101,6 @@ ROLES: dict[str, str] = {
     for name in names
 }
 
-# The seal behind the pickle. Stock torch stops at the pickle's end and never reads it.
-#   magic, CRC-32 of all bytes before the seal, number of bytes before the seal
-_SEAL = struct.Struct("<4sIQ")
-_SEAL_MAGIC = b"TCM1"
-
 
 class _AllowListUnpickler(pickle.Unpickler):
     # The engine has refused other names already; this is the second line.
@@ -131,27 +124,13 @@ def _member(kind: Any, name: Any) -> enum.Enum:
     return kind[name]
 
 
-def _sealed_bytes(data: bytes) -> int | None:
-    """How many bytes the seal at the end covers, all of them compared with it; None: no seal."""
-    covered = len(data) - _SEAL.size
-    if covered < 0:
-        return None
-    magic, crc, length = _SEAL.unpack_from(data, covered)
-    # A seal that is damaged itself is none, and then stray bytes behind the pickle.
-    if magic != _SEAL_MAGIC or length != covered:
-        return None
-    if zlib.crc32(memoryview(data)[:covered]) != crc:
-        raise Corrupt("its bytes are not those that were written: the checksum at its end differs")
-    return covered
-
-
 def _require_end(end: int, data: bytes, covered: int | None) -> None:
     if end != (len(data) if covered is None else covered):
         raise Corrupt(f"the pickle ends at byte {end}, and no intact seal follows")
 
 
 def _trusted(data: bytes) -> Any:
-    covered = _sealed_bytes(data)
+    covered = _C.bytes_sealed(data)
     stream = io.BytesIO(data)
     metadata = pickle.Unpickler(stream).load()
     _require_end(stream.tell(), data, covered)
@@ -159,7 +138,7 @@ def _trusted(data: bytes) -> Any:
 
 
 def _harmless(data: bytes) -> _C.MetadataProgram:
-    covered = _sealed_bytes(data)
+    covered = _C.bytes_sealed(data)
     program = _C.MetadataProgram(data, ROLES)
     _require_end(program.end, data, covered)
     return program
@@ -448,7 +427,7 @@ def encode_metadata(metadata: Metadata) -> bytes:
 
 def sealed(pickled: bytes) -> bytes:
     """A pickle with the seal behind it."""
-    return pickled + _SEAL.pack(_SEAL_MAGIC, zlib.crc32(pickled), len(pickled))
+    return pickled + _C.seal_of(pickled)
 
 
 class _NotDecoded(NamedTuple):

@@ -106,6 +106,11 @@ class Ranks:
         """
         return self._over.alive(counter)
 
+    @property
+    def sent(self) -> tuple[int, int]:
+        """What this rank has told others so far: messages, and bytes in them."""
+        return self._over.sent
+
     def cancel(self, failure: WRAPPED_EXCEPTION) -> None:
         """Ends the waiting of this rank, which fails; from any thread.
 

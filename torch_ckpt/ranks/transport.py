@@ -55,6 +55,8 @@ class Alone:
     distributed = False
     rank = 0
     size = 1
+    #: What this rank has told others so far: messages, and bytes in them.
+    sent = (0, 0)
 
     def gather(self, step: str, value: Any) -> list[Any] | None:
         """Every rank's value, or why there is none, on the coordinator; None elsewhere."""
@@ -294,6 +296,8 @@ class OverStore(Alone):
         return cast(RankFailures, pickle.loads(verdict))
 
     def _set(self, key: str, data: bytes) -> None:
+        messages, size = self.sent
+        self.sent = messages + 1, size + len(data)
         starts = range(0, len(data), _PIECE_BYTES)
         for number, start in enumerate(starts):
             self._store.set(f"{key}/{number}", data[start : start + _PIECE_BYTES])

@@ -270,6 +270,7 @@ class Job:
         metrics.total_s = self._now()
         # Of this thread, which the save has for itself.
         metrics.python_s = time.thread_time() - _C.seconds_without_gil()
+        metrics.messages, metrics.message_bytes = self.ranks.sent
         if write.timing is not None:
             metrics.bytes = write.progress().bytes_planned
             staged, _ended, _stage, checksum, written, fsync = write.timing

@@ -31,6 +31,7 @@ class SaveMetrics:
         total_s: from the call until then.
         python_s: processor time for which the background has held the GIL.
         bytes: written by this rank.
+        messages, message_bytes: that this rank has sent to others, signs of life not counted.
         interval_s: since the call of the save before; 0 for the first.
     """
 
@@ -47,6 +48,8 @@ class SaveMetrics:
     total_s: float = 0.0
     python_s: float = 0.0
     bytes: int = 0
+    messages: int = 0
+    message_bytes: int = 0
     interval_s: float = 0.0
 
     def log(self) -> None:

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from torch_ckpt import _C
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt.checkpoint.flat_state import flat_state
-from torch_ckpt.checkpoint.metadata import DCP_VERSION, index_of, sealed
+from torch_ckpt.checkpoint.metadata import DCP_VERSION, index_of
 from torch_ckpt.checkpoint.objects import unpicklable, warn_of_what_will_not_load
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.saving.items import Written, as_value, resolve
@@ -219,20 +219,20 @@ class GlobalPlan:
         texts = [(name, text) for name, text in meta if text is None or isinstance(text, str)]
         rest = self._index_of_rest(files)
         phases = json.dumps([of_rank.seconds for of_rank in written], separators=(",", ":"))
-        return sealed(self._engine.encode(files, rest, texts, DCP_VERSION, phases))
+        return self._engine.encode(files, rest, texts, DCP_VERSION, phases)
 
     def describe_beside(self) -> None:
         """Begins with what metadata says of the plan alone, while the values are being written.
 
-        A thread without the GIL does it; what fails there is :meth:`encode`'s to do again.
+        A thread does it, of which nobody waits for more than that.
         """
+        threading.Thread(target=self.describe, name="torch_ckpt metadata", daemon=True).start()
 
-        def describe() -> None:
+    def describe(self) -> None:
+        """Without the GIL. What fails is left to :meth:`encode`, which does it again."""
+        if not self._rest_metadata.state_dict_metadata:
             with suppress(MemoryError):
                 self._engine.describe()
-
-        if not self._rest_metadata.state_dict_metadata:
-            threading.Thread(target=describe, name="torch_ckpt metadata", daemon=True).start()
 
     def changes(
         self, before: list[Written], now: list[Written], counter: str

@@ -31,7 +31,7 @@ from torch_ckpt.saving.replica_check import checksums_of, differing_tensors, tol
 from torch_ckpt.saving.writer import FileSystemWriter
 
 
-class _Posted(NamedTuple):
+class Posted(NamedTuple):
     """What a rank tells the coordinator."""
 
     plan: Told | int
@@ -40,7 +40,7 @@ class _Posted(NamedTuple):
     checksums: bytes | None = None  # of its plain tensors, in their order
 
 
-class _Answer(NamedTuple):
+class Answer(NamedTuple):
     """What the coordinator tells a rank."""
 
     task: Task | str | None
@@ -49,7 +49,7 @@ class _Answer(NamedTuple):
 
 
 #: The answer to ranks that are to list what they have after all.
-_IN_FULL = "in full"
+IN_FULL = "in full"
 
 
 class PlanCache:
@@ -66,7 +66,7 @@ class PlanCache:
         self.task: Task | None = None
         self.number = 0
         # The coordinator's.
-        self.told: list[Told] = []
+        self.last_told: list[Told] = []
         self.last_number = 0
         self.plan: GlobalPlan | None = None
 
@@ -74,6 +74,38 @@ class PlanCache:
     def of(cls, meeting: Meeting) -> PlanCache:
         """That of the saves of a group of ranks."""
         return cls._of.setdefault(meeting, cls())
+
+    def told(self, state: RankState) -> Told | int:
+        """What a rank tells of its state: all of it, or the number of the plan that it has."""
+        if self.task is not None and state.structure and state.structure == self.structure:
+            return self.number
+        return state.told()
+
+    @no_gc()
+    def tasks_for(self, told: list[Told | int]) -> Sequence[Task | str | None]:
+        """On the coordinator the answers to what ranks have told; None: as in the plan before."""
+        numbers = {of_rank for of_rank in told if isinstance(of_rank, int)}
+        if not numbers <= {self.last_number}:
+            return [IN_FULL] * len(told)
+        if all(isinstance(of_rank, int) for of_rank in told):
+            return [None] * len(told)
+        _C.fault_point("plan of all ranks")
+        in_all = [
+            self.last_told[rank] if isinstance(of_rank, int) else of_rank
+            for rank, of_rank in enumerate(told)
+        ]
+        plan = GlobalPlan(in_all)
+        self.last_number, self.last_told, self.plan = self.last_number + 1, in_all, plan
+        plan.describe_beside()
+        return plan.tasks()
+
+    def keep(self, state: RankState, answer: Answer) -> Task:
+        """What a rank shall write, by the answer; kept for its next save."""
+        if isinstance(answer.task, Task):
+            self.structure, self.task = state.structure, answer.task
+            self.number = answer.number
+        assert self.task is not None
+        return self.task
 
 
 def save_state(
@@ -96,13 +128,13 @@ def save_state(
     """
     states: list[RankState] = []
 
-    def in_full() -> _Posted:
-        return _Posted(states[0].told(), checksums=checksums_of_rank())
+    def in_full() -> Posted:
+        return Posted(states[0].told(), checksums=checksums_of_rank())
 
-    def plan_of_rank() -> _Posted:
+    def plan_of_rank() -> Posted:
         plan = plan_locally()
         place = Place.of(writer.directory)
-        return _Posted(plan, writer.identity, place, checksums_of_rank())
+        return Posted(plan, writer.identity, place, checksums_of_rank())
 
     def checksums_of_rank() -> bytes | None:
         if check_replicas == "off" or ranks.size == 1:
@@ -129,42 +161,20 @@ def save_state(
         state = RankState(state_dict(), writer.storage_meta(), ranks.is_coordinator)
         states.append(state)
         writer.set_up_for_save(ranks.rank)
-        if cache.task is not None and state.structure and state.structure == cache.structure:
-            return cache.number
-        return state.told()
+        return cache.told(state)
 
-    def plan_globally(posted: list[_Posted]) -> list[_Answer]:
+    def plan_globally(posted: list[Posted]) -> list[Answer]:
         _check_same_checkpoint([of_rank.identity for of_rank in posted])
         require_one_directory([of_rank.place for of_rank in posted])
-        tasks = tasks_for([of_rank.plan for of_rank in posted])
-        if tasks[0] != _IN_FULL:
+        tasks = cache.tasks_for([of_rank.plan for of_rank in posted])
+        if tasks[0] != IN_FULL:
             compare_replicas([of_rank.checksums for of_rank in posted])
-        return [_Answer(task, cache.last_number, writer.tag) for task in tasks]
-
-    @no_gc()
-    def tasks_for(plans: list[Told | int]) -> Sequence[Task | str | None]:
-        numbers = {plan for plan in plans if isinstance(plan, int)}
-        if not numbers <= {cache.last_number}:
-            return [_IN_FULL] * len(plans)
-        if all(isinstance(plan, int) for plan in plans):
-            return [None] * len(plans)
-        _C.fault_point("plan of all ranks")
-        in_all = [
-            cache.told[rank] if isinstance(plan, int) else plan for rank, plan in enumerate(plans)
-        ]
-        plan = GlobalPlan(in_all)
-        cache.last_number, cache.told, cache.plan = cache.last_number + 1, in_all, plan
-        plan.describe_beside()
-        return plan.tasks()
+        return [Answer(task, cache.last_number, writer.tag) for task in tasks]
 
     answer = ranks.reduce_scatter("plan", plan_of_rank, plan_globally)
-    if answer.task == _IN_FULL:
+    if answer.task == IN_FULL:
         answer = ranks.reduce_scatter("plan", in_full, plan_globally)
-    if isinstance(answer.task, Task):
-        cache.structure, cache.task = states[0].structure, answer.task
-        cache.number = answer.number
-    task = cache.task
-    assert task is not None
+    task = cache.keep(states[0], answer)
 
     def found() -> None:
         if job is not None:
