@@ -143,7 +143,8 @@ class Simulation:
 
         told = gathered("plan", posted)
         tasks = timed("planned", lambda: cache.tasks_for([of_rank.plan for of_rank in told]))
-        answers = [Answer(task, cache.last_number, "1") for task in tasks]
+        first = Answer(tasks[0], cache.last_number, "1")
+        answers = [first if task is tasks[0] else first._replace(task=task) for task in tasks]
         timed("answered", lambda: coordinator.scatter(answers))
         for rank in range(self.world):
             answer = answers[0] if rank == 0 else over[rank].scatter(None)

@@ -2,7 +2,8 @@
 
 1. Every rank posts its value as ``{step}/from/{rank}``; the coordinator waits for all of them.
 2. It sets ``{step}/verdict`` where there is none yet. Only then may it combine, which may commit.
-3. It posts its answer as ``{step}/to/{rank}`` or ``{step}/to/all``; the others wait for it.
+3. It posts its answer as ``{step}/to/all``, for which the others wait. Where ranks get different
+   ones, that says so, and ``{step}/to/{rank}`` is there before.
 4. Who is waited for and gives no sign of life is given up, and the step fails. A silent coordinator
    is given up by who has waited longest, who sets the verdict and answers in its place. Should the
    coordinator come back, it finds the verdict and does not commit.
@@ -47,6 +48,13 @@ _PULSE_SECONDS = 5.0
 _PIECE_BYTES = 4 << 20
 
 _DECIDED = b"the coordinator goes on"
+
+# What a value begins with that is in its key, and not in pieces below it.
+_WHOLE = b"="
+
+
+class _Each:
+    """The answer to ranks that have answers of their own."""
 
 
 class Alone:
@@ -139,7 +147,9 @@ class OverStore(Alone):
         if self._cancelled is not None:
             value = self._cancelled
         gathered = [value] + [None] * (self.size - 1)
-        for rank, data in self._ask(self._take_all, keys).items():
+        taken = self._ask(self._take_all, keys)
+        self._absent = [rank for rank in keys if rank not in taken]
+        for rank, data in taken.items():
             gathered[rank] = attempt(pickle.loads, data)
         for rank, failure in failures.items():
             gathered[rank] = failure
@@ -147,16 +157,17 @@ class OverStore(Alone):
 
     def scatter(self, parts: list[Any] | None) -> Any:
         if parts is None:
-            return self._receive(self._key("to", self.rank))
-        keys = [self._key("to", rank) for rank in range(1, self.size)]
-        return self._answer(keys, parts[1:]) or parts[0]
+            received = self._receive(self._key("to", "all"))
+            return self._take_own() if received is _Each else received
+        if all(part is parts[0] for part in parts):
+            return self.broadcast(parts[0])
+        values: dict[int | str, Any] = {rank: parts[rank] for rank in range(1, self.size)}
+        return self._answer(values | {"all": _Each}) or parts[0]
 
     def broadcast(self, value: Any) -> Any:
-        key = self._key("to", "all")
         if self.rank != 0:
-            return self._receive(key)
-        self._answers.append(key)
-        return self._answer([key], [value]) or value
+            return self._receive(self._key("to", "all"))
+        return self._answer({"all": value}) or value
 
     @contextmanager
     def alive(self, counter: Callable[[], int]) -> Iterator[None]:
@@ -243,33 +254,39 @@ class OverStore(Alone):
                 signs[rank] = self._store.get(sign) if self._store.check([sign]) else b""
         return signs
 
-    def _answer(self, keys: list[str], values: list[Any]) -> RankFailures | None:
-        """Posts the coordinator's answers; returns what it answered instead, if it had to."""
+    def _answer(self, values: dict[int | str, Any]) -> RankFailures | None:
+        """Posts the coordinator's answers, that to all last; returns what it answered instead, if
+        it had to.
+        """
         if self._given_up:
             return None
-        data = attempt(lambda: [pickle.dumps(value) for value in values])
+        data = attempt(lambda: {self._key("to", to): pickle.dumps(v) for to, v in values.items()})
         if failed(data):
             failures = RankFailures({0: data}, combining=True)
-            self._answer(keys, [failures] * len(keys))
+            self._answer({"all": failures})
             return failures
-        for key, value in zip(keys, data, strict=True):
-            self._ask(self._set, key, value)
+        self._answers.append(self._key("to", "all"))
+        self._ask(self._set_all, data)
         return None
 
     def _receive(self, key: str) -> Any:
-        """The coordinator's answer under a key, or that of the rank that gave it up."""
+        """The coordinator's answer to all, or that of the rank that gave it up."""
         if self._await({0: key}, self._limit):
             return self._ask(self._give_up, key)
         if self._cancelled is not None:
             raise failed_on(self._step, {self.rank: self._cancelled})
         received = pickle.loads(self._ask(self._get, key))
-        self._ask(self._clear, key, isinstance(received, RankFailures))
+        if isinstance(received, RankFailures):
+            self._ask(self._clear)
         return received
 
-    def _clear(self, answer: str, failed: bool) -> None:
-        if answer != self._key("to", "all"):
-            self._delete(answer)
-        if failed and self._store.get(self._key("verdict")) == _DECIDED:
+    def _take_own(self) -> Any:
+        """What the coordinator has for this rank alone."""
+        key = self._key("to", self.rank)
+        return pickle.loads(self._ask(self._take_all, {self.rank: key})[self.rank])
+
+    def _clear(self) -> None:
+        if self._store.get(self._key("verdict")) == _DECIDED:
             # What came late nobody reads.
             self._delete(self._key("from", self.rank))
 
@@ -287,40 +304,61 @@ class OverStore(Alone):
                 "committed, whether the checkpoint is there"
             )
             return RankFailures({0: (error, traceback.StackSummary())}, combining=True)
-        if verdict == mine and answer == self._key("to", "all"):
+        if verdict == mine:
             self._set(answer, mine)
-        elif verdict == mine:
-            for rank in others:
-                if rank != self.rank:
-                    self._set(self._key("to", rank), mine)
         return cast(RankFailures, pickle.loads(verdict))
 
     def _set(self, key: str, data: bytes) -> None:
         messages, size = self.sent
         self.sent = messages + 1, size + len(data)
+        if len(data) <= _PIECE_BYTES:
+            self._store.set(key, _WHOLE + data)
+            return
         starts = range(0, len(data), _PIECE_BYTES)
         for number, start in enumerate(starts):
             self._store.set(f"{key}/{number}", data[start : start + _PIECE_BYTES])
         # Last, because it is what is waited for.
         self._store.set(key, str(len(starts)))
 
+    def _set_all(self, data: dict[str, bytes]) -> None:
+        for key, value in data.items():
+            self._set(key, value)
+
     def _get(self, key: str) -> bytes:
-        pieces = range(int(self._store.get(key)))
-        return b"".join(self._store.get(f"{key}/{number}") for number in pieces)
+        return self._joined(key, self._store.get(key))
+
+    def _joined(self, key: str, head: bytes) -> bytes:
+        """The value of a key, of which this is in the key itself."""
+        if head.startswith(_WHOLE):
+            return head[len(_WHOLE) :]
+        return b"".join(self._store.get(f"{key}/{number}") for number in range(int(head)))
 
     def _delete(self, key: str) -> None:
         if self._store.check([key]):
-            for number in range(int(self._store.get(key))):
+            self._delete_with_pieces(key, self._store.get(key))
+
+    def _delete_with_pieces(self, key: str, head: bytes) -> None:
+        if not head.startswith(_WHOLE):
+            for number in range(int(head)):
                 self._store.delete_key(f"{key}/{number}")
-            self._store.delete_key(key)
+        self._store.delete_key(key)
 
     def _take_all(self, keys: dict[int, str]) -> dict[int, bytes]:
         """What the ranks have posted, of which nothing stays."""
-        taken = {r: self._get(key) for r, key in keys.items() if self._store.check([key])}
-        for rank in taken:
-            self._delete(keys[rank])
-        self._absent = [rank for rank in keys if rank not in taken]
+        if not self._store.check([*keys.values()]):
+            keys = {rank: key for rank, key in keys.items() if self._store.check([key])}
+        heads = self._heads([*keys.values()])
+        taken = {}
+        for (rank, key), head in zip(keys.items(), heads, strict=True):
+            taken[rank] = self._joined(key, head)
+            self._delete_with_pieces(key, head)
         return taken
+
+    def _heads(self, keys: list[str]) -> list[bytes]:
+        """What is in the keys themselves, by one request where the store can do that."""
+        if keys and self._store.has_extended_api():
+            return cast(list[bytes], self._store.multi_get(keys))
+        return [self._store.get(key) for key in keys]
 
     def _tidy(self, ranks: list[int]) -> None:
         if self._cancelled is not None:

@@ -169,7 +169,8 @@ def save_state(
         tasks = cache.tasks_for([of_rank.plan for of_rank in posted])
         if tasks[0] != IN_FULL:
             compare_replicas([of_rank.checksums for of_rank in posted])
-        return [Answer(task, cache.last_number, writer.tag) for task in tasks]
+        first = Answer(tasks[0], cache.last_number, writer.tag)
+        return [first if task is tasks[0] else first._replace(task=task) for task in tasks]
 
     answer = ranks.reduce_scatter("plan", plan_of_rank, plan_globally)
     if answer.task == IN_FULL:
