@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch_ckpt import _C
 from torch_ckpt.checkpoint.directory import OpenDirectory, Place
 from torch_ckpt.checkpoint.metadata import decode_index
+from torch_ckpt.checkpoint.saved_metadata import SavedMetadata
 from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS
 from torch_ckpt.ranks.store_thread import StoreThread
 from torch_ckpt.ranks.transport import OverStore
@@ -84,7 +85,7 @@ class Simulation:
         self.seconds: dict[str, list[float]] = {}
         self.bytes: dict[str, int] = {}
         self.messages: dict[str, int] = {}
-        self._store = dist.HashStore()
+        self._store = HashStore()
         self._asker = StoreThread()
         self._place = Place.of(OpenDirectory(os.curdir))
         self._saves = 0
@@ -155,7 +156,7 @@ class Simulation:
         results = gathered("result", written)
         meta = StorageMeta(checkpoint_id="simulation", save_id=str(self._saves))
         data = timed("metadata", lambda: plan.encode(results, meta))
-        coordinator.broadcast(None)
+        coordinator.broadcast(SavedMetadata(data, "simulation", self.world))
         for rank in range(1, self.world):
             over[rank].broadcast(None)
         for of_rank in reversed(over):

@@ -123,9 +123,7 @@ class WrittenFiles:
     length and CRC-32.
     """
 
-    def __init__(
-        self, files: list[tuple[str, bytes, list[tuple[int, int, int, int]]]]
-    ) -> None: ...
+    def __init__(self, files: list[tuple[str, bytes, list[tuple[int, int, int, int]]]]) -> None: ...
     @property
     def names(self) -> list[str]:
         """Of the files."""
@@ -230,6 +228,9 @@ def sources_of(state: FlatState, rows: Sequence[int]) -> tuple[list[str], list[A
     Of DTensors the local tensor.
     """
 
+#: Of a seal.
+SEAL_BYTES: int
+
 def seal_of(pickled: bytes) -> bytes:
     """What comes behind the pickle in a ``.metadata`` file."""
 
@@ -274,7 +275,7 @@ class GlobalPlan:
         version: str,
         phases: str,
     ) -> bytes:
-        """The contents of ``.metadata``, sealed, with the entries of names that torch plans from ``rest``.
+        """The contents of ``.metadata``, with the entries of names that torch plans from ``rest``.
 
         Raises CheckpointError where a rank has not told of each of its rows where it lies.
         """

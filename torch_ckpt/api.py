@@ -85,7 +85,8 @@ def save(
         writer_options: passed to :class:`FileSystemWriter`.
 
     Returns:
-        The checkpoint's metadata, on every rank.
+        The checkpoint's metadata, on every rank. Large metadata is with rank 0; the others read it
+        in ``path`` when they look at it, which another save there may have replaced by then.
 
     Raises:
         CheckpointException: on every rank, with the cause of each rank that failed: ``OSError`` for

@@ -324,11 +324,4 @@ void MetadataEncoder::put_tables(const MetadataExtras& extras) {
   pickle_.put(op::kSetitems);
 }
 
-std::string encode_metadata(const CheckpointIndex& index, const MetadataExtras& extras) {
-  MetadataEncoder encoder(index);
-  std::string whole;
-  for (const std::string_view piece : encoder.encode(extras)) whole += piece;
-  return whole;
-}
-
 }  // namespace torch_ckpt::index

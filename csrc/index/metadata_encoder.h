@@ -106,7 +106,4 @@ class MetadataEncoder {
   std::vector<std::string_view> pieces_;
 };
 
-/// The pickle of an index and its seal.
-std::string encode_metadata(const CheckpointIndex& index, const MetadataExtras& extras);
-
 }  // namespace torch_ckpt::index

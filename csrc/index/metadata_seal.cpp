@@ -7,7 +7,6 @@ namespace torch_ckpt::index {
 namespace {
 
 constexpr std::string_view kMagic = "TCM1";
-constexpr std::size_t kSealBytes = 4 + 4 + 8;
 
 }  // namespace
 

@@ -16,6 +16,8 @@ namespace torch_ckpt::index {
 //
 //   seal := "TCM1" crc:u32 bytes:u64   ; CRC-32 and number of all bytes before it
 
+inline constexpr std::size_t kSealBytes = 4 + 4 + 8;
+
 std::string seal_of(std::span<const std::string_view> pieces);
 
 /// How many bytes the seal at the end covers, all of them compared with it. Nothing where there is

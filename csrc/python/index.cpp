@@ -230,6 +230,7 @@ std::uint64_t bytes_of(const LoadMatch& match) {
 }  // namespace
 
 void bind_index(py::module_& module) {
+  module.attr("SEAL_BYTES") = index::kSealBytes;
   module.def(
       "bytes_sealed",
       [](std::span<const std::byte> file) {

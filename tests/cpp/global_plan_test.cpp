@@ -7,45 +7,20 @@
 #include <string>
 #include <vector>
 
-#include "index/metadata_encoder.h"
-#include "stock_metadata.h"
 #include "support.h"
+#include "templates.h"
 
 namespace torch_ckpt::planning {
 namespace {
 
-using index::CheckpointIndex;
+using test::add;
+using test::add_object;
+using test::add_tensor;
 using test::fails;
+using test::Kind;
 using test::ok;
-using Kind = StateTemplate::Kind;
-using Sizes = std::vector<std::int64_t>;
-
-StateTemplate::Row row_of(StateTemplate& made, Kind kind, const Sizes& size, const Sizes& offsets,
-                          const Sizes& sizes, std::string_view dtype = "float32") {
-  StateTemplate::Row row;
-  row.kind = kind;
-  row.dtype = made.add_dtype(dtype);
-  row.size = made.add_extents(size);
-  row.offsets = made.add_extents(offsets);
-  row.sizes = made.add_extents(sizes);
-  row.bytes = 4;
-  for (const std::int64_t length : sizes) row.bytes *= static_cast<std::uint64_t>(length);
-  return row;
-}
-
-void add(StateTemplate& made, std::string_view name, const StateTemplate::Row& row) {
-  const StateTemplate::PathPart whole{static_cast<std::uint32_t>(name.size()), false};
-  made.add(name, {&whole, 1}, row);
-}
-void add_tensor(StateTemplate& made, std::string_view name, const Sizes& size,
-                std::string_view dtype = "float32") {
-  add(made, name, row_of(made, Kind::tensor, size, Sizes(size.size()), size, dtype));
-}
-void add_object(StateTemplate& made, std::string_view name) {
-  StateTemplate::Row row;
-  row.kind = Kind::object;
-  add(made, name, row);
-}
+using test::row_of;
+using test::Sizes;
 
 /// What each rank writes, by name.
 std::vector<std::vector<std::string>> written(const GlobalPlan& plan) {
@@ -206,51 +181,6 @@ TEST(GlobalPlan, ShardsThatDoNotMakeUpTheTensorAreRefused) {
   EXPECT_TRUE(fails(shards({{0, 4}, {4, 3}}), Errc::invalid_argument));
   EXPECT_TRUE(fails(shards({{0, 5}, {4, 4}}), Errc::invalid_argument));
   EXPECT_TRUE(fails(shards({{0, 4}, {3, 4}}), Errc::invalid_argument));
-}
-
-TEST(GlobalPlan, ItsIndexSaysBehindThePickleWhatWasStored) {
-  std::vector<StateTemplate> templates(2);
-  for (std::size_t rank = 0; rank < 2; ++rank) {
-    const auto begin = static_cast<std::int64_t>(4 * rank);
-    add(templates[rank], "w", row_of(templates[rank], Kind::shard, {8, 2}, {begin, 0}, {4, 2}));
-    add_tensor(templates[rank], "plain", {});
-    add_object(templates[rank], "step");
-  }
-  const auto plan = GlobalPlan::of(std::move(templates));
-  ASSERT_TRUE(ok(plan));
-  const std::vector<std::string> files = {"__0_0.distcp", "__1_0.distcp"};
-  std::vector<std::vector<StoredPart>> stored(2);
-  for (std::size_t rank = 0; rank < 2; ++rank) {
-    for (std::size_t i = 0; i < plan->owned(rank).size(); ++i) {
-      stored[rank].push_back({files[rank], 1000 * i, 500 + i});
-    }
-  }
-  CheckpointIndex index = plan->index(stored, nullptr);
-  index.set_table(files[1], "table");
-  const std::string pickle =
-      index::encode_metadata(index, {{{"checkpoint_id", "here"}, {"save_id", {}}}, "1.0.0"});
-  const auto values = index::walk_metadata_pickle(test::bytes_of(pickle), test::stock_globals());
-  ASSERT_TRUE(ok(values));
-  EXPECT_EQ(values->end, pickle.size());
-  const auto again = CheckpointIndex::of(*values);
-  ASSERT_TRUE(ok(again));
-  ASSERT_EQ(again->entries().size(), 3u);
-  for (std::uint32_t i = 0; i < 3; ++i) {
-    EXPECT_EQ(again->name(i), index.name(i));
-    const auto here = index.shards(index.entries()[i]);
-    const auto there = again->shards(again->entries()[i]);
-    ASSERT_EQ(here.size(), there.size());
-    for (std::size_t n = 0; n < here.size(); ++n) {
-      EXPECT_EQ(again->text(again->files()[there[n].file]),
-                index.text(index.files()[here[n].file]));
-      EXPECT_EQ(there[n].offset, here[n].offset);
-      EXPECT_EQ(there[n].length, here[n].length);
-      if (!again->entries()[i].is_tensor) continue;
-      EXPECT_TRUE(
-          std::ranges::equal(again->extents(there[n].offsets), index.extents(here[n].offsets)));
-      EXPECT_TRUE(std::ranges::equal(again->extents(there[n].sizes), index.extents(here[n].sizes)));
-    }
-  }
 }
 
 }  // namespace

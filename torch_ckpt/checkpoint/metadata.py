@@ -16,10 +16,9 @@ import io
 import os
 import pickle
 import stat
-from collections.abc import Callable, Iterator, Mapping, ValuesView
+from collections.abc import Iterator, Mapping, ValuesView
 from contextlib import closing, contextmanager, suppress
-from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint import filesystem
@@ -35,6 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch_ckpt import _C
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt.checkpoint.directory import OpenDirectory
+from torch_ckpt.checkpoint.undecoded import index_kept
 from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
 
 #: Name of the file whose appearance is the commit of a checkpoint.
@@ -428,101 +428,3 @@ def encode_metadata(metadata: Metadata) -> bytes:
 def sealed(pickled: bytes) -> bytes:
     """A pickle with the seal behind it."""
     return pickled + _C.seal_of(pickled)
-
-
-class _NotDecoded(NamedTuple):
-    decode: Callable[[], Metadata]
-    data: bytes | None  # of the file, where that is all
-    says: _C.CheckpointIndex | None
-    reader: Callable[[], Any]
-
-
-class _DecodedWhenUsed(Metadata):
-    """Metadata of which nobody has looked at anything: torch's objects take long to make."""
-
-    def __init__(self, not_decoded: _NotDecoded) -> None:
-        object.__setattr__(self, "not_decoded", not_decoded)
-
-    def __getattribute__(self, name: str) -> Any:
-        if name == "__class__":
-            return Metadata
-        _decode(self)
-        return getattr(self, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        _decode(self)
-        setattr(self, name, value)
-
-    def __eq__(self, other: object) -> bool:
-        _decode(self)
-        return bool(self == other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def _not_decoded(metadata: Metadata) -> _NotDecoded | None:
-    found: _NotDecoded | None = object.__getattribute__(metadata, "__dict__").get("not_decoded")
-    return found
-
-
-def _decode(metadata: Metadata) -> None:
-    not_decoded = _not_decoded(metadata)
-    if not_decoded is not None:
-        fields = object.__getattribute__(metadata, "__dict__")
-        fields.update(vars(not_decoded.decode()))
-        # Last: another thread may look at it meanwhile.
-        fields.pop("not_decoded", None)
-    object.__setattr__(metadata, "__class__", Metadata)
-
-
-def _reduce_not_decoded(metadata: Metadata) -> Any:
-    not_decoded = _not_decoded(metadata)
-    if not_decoded is not None and not_decoded.data is not None:
-        return decoded_when_used, (not_decoded.data,)
-    _decode(metadata)
-    return metadata.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-
-
-# Pickled, as to other ranks, and copied without being decoded.
-copyreg.pickle(_DecodedWhenUsed, _reduce_not_decoded)
-
-
-def _of_saved(data: bytes) -> _NotDecoded:
-    decode = partial(decode_metadata, data, "the metadata of this save")
-    return _NotDecoded(decode, data, None, lambda: None)
-
-
-def decoded_when_used(data: bytes) -> Metadata:
-    """The metadata in the contents of a ``.metadata`` file, decoded when somebody looks at it."""
-    return _DecodedWhenUsed(_of_saved(data))
-
-
-def decode_when_used(metadata: Metadata, data: bytes) -> None:
-    """Lets metadata that is here become that of a ``.metadata`` file's contents."""
-    fields = vars(metadata)
-    fields.clear()
-    fields["not_decoded"] = _of_saved(data)
-    metadata.__class__ = _DecodedWhenUsed
-
-
-def indexed(
-    index: _C.CheckpointIndex, decode: Callable[[], Metadata], reader: Callable[[], Any]
-) -> Metadata:
-    """What an index says, as torch's objects, which are made when somebody looks at them.
-
-    Args:
-        reader: gives the reader of the checkpoint, while there is one.
-    """
-    return _DecodedWhenUsed(_NotDecoded(decode, None, index, reader))
-
-
-def index_kept(metadata: Metadata) -> _C.CheckpointIndex | None:
-    """That of metadata at which nobody has looked: then it has not been changed."""
-    not_decoded = _not_decoded(metadata)
-    return None if not_decoded is None else not_decoded.says
-
-
-def reader_kept(metadata: Metadata) -> Any:
-    """The reader of metadata at which nobody has looked; None where there is none."""
-    not_decoded = _not_decoded(metadata)
-    return None if not_decoded is None else not_decoded.reader()

@@ -8,7 +8,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
-from torch_ckpt.checkpoint.metadata import index_kept, reader_kept
+from torch_ckpt.checkpoint.undecoded import index_kept, reader_kept
 from torch_ckpt.loading.load import Load, Prepared, object_item
 from torch_ckpt.loading.reading import PlansOnIndex, Reading
 from torch_ckpt.ranks.meeting import Ranks

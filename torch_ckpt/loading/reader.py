@@ -38,12 +38,11 @@ from torch_ckpt.checkpoint.metadata import (
     decode_index,
     decode_indexed,
     decode_metadata,
-    index_kept,
     index_of,
-    indexed,
     metadata_bytes_in,
     open_checkpoint,
 )
+from torch_ckpt.checkpoint.undecoded import NotDecoded, index_kept, undecoded
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.loading.dtypes import LostPrecision
 from torch_ckpt.loading.planners import SafePlanner, keeps_default_hooks, require_whole
@@ -528,7 +527,7 @@ class FileSystemReader(StockReader):
                 _make_known(unpickled, size_rule, load_id)
                 return unpickled
 
-            metadata = indexed(index, decode, weakref.ref(self))
+            metadata = undecoded(NotDecoded(decode, says=index, reader=weakref.ref(self)))
         if self.read_once:
             self._identity = metadata, hashlib.blake2b(data, digest_size=16).digest()
         return metadata

@@ -99,7 +99,7 @@ def results_of(items: list[WriteItem], written: Written) -> list[WriteResult]:
     """What DCP is told of each item; with it the checksum tables travel to the coordinator."""
     results = [
         WriteResult(item.index, length, _StorageInfo(file_name, offset, length))
-        for item, (file_name, offset, length, _crc) in zip(items, written.files.places(), strict=True)
+        for item, (file_name, offset, length, _) in zip(items, written.files.places(), strict=True)
     ]
     if results:
         setattr(results[0].storage_data, _WRITTEN, (written.files.tables, written.directory))

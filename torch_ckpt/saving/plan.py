@@ -248,7 +248,7 @@ class GlobalPlan:
             group of which nothing has. A group is what lies under one key of the state dict.
         """
         files = [[of_rank.files for of_rank in written] for written in (before, now)]
-        moved, changed, unchanged = self._engine.changes(*files, counter)
+        moved, changed, unchanged = self._engine.changes(files[0], files[1], counter)
         if moved is None:
             return None, {}
         for rank, rest in enumerate(self._rest):

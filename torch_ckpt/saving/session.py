@@ -21,7 +21,7 @@ from torch_ckpt import _C
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.log import warn
 from torch_ckpt.checkpoint.directory import Place, require_one_directory
-from torch_ckpt.checkpoint.metadata import decoded_when_used
+from torch_ckpt.checkpoint.saved_metadata import SavedMetadata
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.ranks.meeting import Meeting, Ranks
 from torch_ckpt.saving.items import Written
@@ -197,21 +197,22 @@ def save_state(
             raise
         return written
 
-    def commit(written: list[Written]) -> bytes:
+    def commit(written: list[Written]) -> SavedMetadata:
         plan = cache.plan
         assert plan is not None
         data = plan.encode(written, writer.storage_meta())
         writer.commit(data, {name for of_rank in written for name in of_rank.files.names})
+        saved = SavedMetadata(data, writer.destination, ranks.size)
         if job is not None:
             job.committed_items(plan, written)
-            job.call_back(decoded_when_used(data))
-        return data
+            job.call_back(saved.metadata())
+        return saved
 
     def moved() -> int:
         return writer.bytes_moved() + (job.bytes_moved() if job is not None else 0)
 
     with ranks.alive(moved):
-        return decoded_when_used(ranks.all_reduce("write", write, commit, writer.undo))
+        return ranks.all_reduce("write", write, commit, writer.undo).metadata()
 
 
 def tell_the_others(ranks: Ranks, error: BaseException) -> None:

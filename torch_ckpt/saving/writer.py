@@ -37,10 +37,10 @@ from torch_ckpt.checkpoint.lease import (
 )
 from torch_ckpt.checkpoint.metadata import (
     DCP_VERSION,
-    decode_when_used,
     encode_metadata,
     with_checksum_tables,
 )
+from torch_ckpt.checkpoint.saved_metadata import decode_when_used
 from torch_ckpt.saving.background import Background
 from torch_ckpt.saving.items import Written, brought_with, keeps_default_lookup, resolve, results_of
 from torch_ckpt.saving.plan import GlobalPlan

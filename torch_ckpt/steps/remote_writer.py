@@ -179,7 +179,7 @@ class RemoteWriter(FileSystemWriter):
         wanted = sum(value.nbytes for value in values)
         require_staging_room(str(self.path), wanted, self._files.url)
         written = super().write_values(prefix, names, values, write)
-        files = {place[0] for place in written.places}
+        files = set(written.files.names)
         try:
             self._files.for_each(self._copy, ((file,) for file in sorted(files)))
         except BaseException:
@@ -189,7 +189,7 @@ class RemoteWriter(FileSystemWriter):
 
     def undo(self, written: Written) -> None:
         if self._upload is not None:
-            self._upload.remove({place[0] for place in written.places})
+            self._upload.remove(set(written.files.names))
 
     def bytes_moved(self) -> int:
         return super().bytes_moved() + self._uploaded_bytes

@@ -1,0 +1,176 @@
+#include "planning/plan_metadata.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "index/metadata_seal.h"
+#include "planning/changes.h"
+#include "stock_metadata.h"
+#include "support.h"
+#include "templates.h"
+
+namespace torch_ckpt::planning {
+namespace {
+
+using format::FileResult;
+using index::CheckpointIndex;
+using test::add;
+using test::add_object;
+using test::add_tensor;
+using test::fails;
+using test::Kind;
+using test::ok;
+using test::row_of;
+using Files = std::vector<FileResult>;
+
+/// Two ranks with a sharded tensor, a plain one and a number.
+GlobalPlan plan_of_two() {
+  std::vector<StateTemplate> templates(2);
+  for (std::size_t rank = 0; rank < 2; ++rank) {
+    const auto begin = static_cast<std::int64_t>(4 * rank);
+    add(templates[rank], "w", row_of(templates[rank], Kind::shard, {8, 2}, {begin, 0}, {4, 2}));
+    add_tensor(templates[rank], "plain", {3});
+    add_object(templates[rank], "step");
+  }
+  return GlobalPlan::of(std::move(templates)).value();
+}
+
+/// Each rank's rows one behind the other in a file.
+std::vector<Files> written(const GlobalPlan& plan, std::uint64_t length = 500,
+                           std::string_view suffix = "_0.distcp") {
+  std::vector<Files> made(plan.ranks());
+  for (std::size_t rank = 0; rank < plan.ranks(); ++rank) {
+    FileResult& file = made[rank].emplace_back();
+    file.name = "__" + std::to_string(rank) + std::string(suffix);
+    file.checksum_table = "table of " + file.name;
+    for (std::size_t i = 0; i < plan.owned(rank).size(); ++i) {
+      file.items.push_back({i, length * i, length, 0});
+    }
+  }
+  return made;
+}
+
+std::string encoded(PlanMetadata& metadata, const std::vector<Files>& files) {
+  const std::vector<WrittenFiles> all(files.begin(), files.end());
+  const auto pieces =
+      metadata.encode(all, nullptr, {{{"checkpoint_id", "here"}, {"save_id", {}}}, "1.0.0"});
+  EXPECT_TRUE(ok(pieces));
+  std::string whole;
+  for (const std::string_view piece : pieces.value()) whole += piece;
+  return whole;
+}
+
+CheckpointIndex decoded(const std::string& file) {
+  const auto sealed = index::bytes_sealed(test::bytes_of(file));
+  EXPECT_TRUE(ok(sealed));
+  const auto values = index::walk_metadata_pickle(test::bytes_of(file), test::stock_globals());
+  EXPECT_TRUE(ok(values));
+  EXPECT_EQ(values->end, *sealed);
+  auto index = CheckpointIndex::of(*values);
+  EXPECT_TRUE(ok(index));
+  return std::move(index).value();
+}
+
+TEST(PlanMetadata, SaysOfEachShardWhereItLies) {
+  const GlobalPlan plan = plan_of_two();
+  PlanMetadata metadata(plan);
+  const CheckpointIndex index = decoded(encoded(metadata, written(plan)));
+  ASSERT_EQ(index.entries().size(), 3u);
+  const CheckpointIndex::Entry& w = index.entries()[index.find("w").value()];
+  ASSERT_EQ(w.shard_count, 2u);
+  for (std::size_t rank = 0; rank < 2; ++rank) {
+    const CheckpointIndex::Shard& shard = index.shards(w)[rank];
+    EXPECT_EQ(index.text(index.files()[shard.file]), "__" + std::to_string(rank) + "_0.distcp");
+    EXPECT_EQ(index.extents(shard.offsets)[0], static_cast<std::int64_t>(4 * rank));
+    EXPECT_EQ(shard.length, 500u);
+    EXPECT_EQ(index.text(index.tables()[shard.file]),
+              "table of __" + std::to_string(rank) + "_0.distcp");
+  }
+}
+
+TEST(PlanMetadata, OfALaterSaveIsThatOfAPlanThatWasMadeForIt) {
+  const GlobalPlan plan = plan_of_two();
+  PlanMetadata kept(plan);
+  kept.describe();
+  encoded(kept, written(plan));
+  auto with_another_file = written(plan);
+  with_another_file[1].push_back({"__1_1.distcp", {}, "nothing in it"});
+  for (const auto& files : {written(plan, 500, "_later_0.distcp"), written(plan, 600),
+                            with_another_file, written(plan, 600), written(plan)}) {
+    PlanMetadata fresh(plan);
+    EXPECT_EQ(encoded(kept, files), encoded(fresh, files));
+  }
+}
+
+TEST(PlanMetadata, WithoutThePlaceOfAValueIsRefused) {
+  const GlobalPlan plan = plan_of_two();
+  PlanMetadata metadata(plan);
+  auto files = written(plan);
+  files[1][0].items.pop_back();
+  const std::vector<WrittenFiles> all(files.begin(), files.end());
+  const auto refused = metadata.encode(all, nullptr, {{}, "1.0.0"});
+  ASSERT_TRUE(fails(refused, Errc::metadata_inconsistent));
+  EXPECT_EQ(refused.error().message().substr(0, 6), "rank 1");
+  decoded(encoded(metadata, written(plan)));
+}
+
+TEST(MetadataSeal, IsNotOfOtherBytes) {
+  const GlobalPlan plan = plan_of_two();
+  PlanMetadata metadata(plan);
+  std::string file = encoded(metadata, written(plan));
+  file[10] ^= 1;
+  EXPECT_TRUE(fails(index::bytes_sealed(test::bytes_of(file)), Errc::checksum_mismatch));
+  file.pop_back();
+  EXPECT_EQ(index::bytes_sealed(test::bytes_of(file)).value(), std::nullopt);
+}
+
+class PlanChanges : public ::testing::Test {
+ protected:
+  void change(std::string_view name) {
+    for (std::size_t rank = 0; rank < plan_.ranks(); ++rank) {
+      for (std::size_t i = 0; i < plan_.owned(rank).size(); ++i) {
+        if (plan_.name(plan_.entry(rank, i)) == name) now_[rank][0].items[i].crc = 7;
+      }
+    }
+  }
+  Changes changes(std::string_view ignored = "") const {
+    const std::vector<WrittenFiles> before(before_.begin(), before_.end());
+    const std::vector<WrittenFiles> now(now_.begin(), now_.end());
+    return changes_between(plan_, before, now, ignored);
+  }
+
+  const GlobalPlan plan_ = plan_of_two();
+  const std::vector<Files> before_ = written(plan_);
+  std::vector<Files> now_ = written(plan_);
+};
+
+TEST_F(PlanChanges, AreNoneWhereNoNumberHasMoved) {
+  change("w");
+  EXPECT_EQ(changes().moved, std::nullopt);
+  change("step");
+  EXPECT_EQ(changes("step").moved, std::nullopt);
+}
+
+TEST_F(PlanChanges, NameTheTensorsOfAGroupOfWhichNothingHasChanged) {
+  change("step");
+  const Changes found = changes();
+  ASSERT_TRUE(found.moved);
+  EXPECT_EQ(plan_.name(*found.moved), "step");
+  EXPECT_TRUE(found.changed.empty());
+  ASSERT_EQ(found.unchanged.size(), 1u);
+  EXPECT_EQ(found.unchanged[0].first, "");
+  EXPECT_EQ(found.unchanged[0].second.size(), 2u);
+}
+
+TEST_F(PlanChanges, OfOneShardAreThoseOfItsGroup) {
+  change("step");
+  change("w");
+  const Changes found = changes();
+  EXPECT_EQ(found.changed, std::vector<std::string_view>{""});
+  EXPECT_TRUE(found.unchanged.empty());
+}
+
+}  // namespace
+}  // namespace torch_ckpt::planning

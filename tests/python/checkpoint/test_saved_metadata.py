@@ -1,0 +1,57 @@
+"""The metadata of a save, as the ranks get it that have not made it."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import torch_ckpt
+from torch_ckpt import CheckpointError
+from torch_ckpt.checkpoint.saved_metadata import MOST_BYTES_SENT, SavedMetadata
+
+
+def sent(path: Path, ranks: int) -> bytes:
+    """What the coordinator of a save of a tensor sends to others."""
+    torch_ckpt.save({"weight": torch.arange(4)}, path)
+    data = (path / ".metadata").read_bytes()
+    return pickle.dumps(SavedMetadata(data, str(path), ranks))
+
+
+def test_small_metadata_is_sent_to_other_ranks(tmp_path: Path) -> None:
+    message = sent(tmp_path / "gone", 2)
+    shutil.rmtree(tmp_path / "gone")
+    assert set(pickle.loads(message).metadata().state_dict_metadata) == {"weight"}
+
+
+def test_metadata_that_many_ranks_would_get_is_read_when_somebody_looks_at_it(
+    tmp_path: Path,
+) -> None:
+    message = sent(tmp_path, MOST_BYTES_SENT)
+    assert len(message) < 500
+    assert set(pickle.loads(message).metadata().state_dict_metadata) == {"weight"}
+
+
+def test_metadata_that_another_save_has_replaced_is_not_that_of_the_first(tmp_path: Path) -> None:
+    metadata = pickle.loads(sent(tmp_path, MOST_BYTES_SENT)).metadata()
+    torch_ckpt.save({"weight": torch.arange(4)}, tmp_path)
+    with pytest.raises(CheckpointError, match="another save has replaced"):
+        metadata.state_dict_metadata  # noqa: B018
+
+
+def test_metadata_of_a_checkpoint_that_was_deleted_is_refused_by_its_path(tmp_path: Path) -> None:
+    metadata = pickle.loads(sent(tmp_path / "gone", MOST_BYTES_SENT)).metadata()
+    shutil.rmtree(tmp_path / "gone")
+    with pytest.raises(CheckpointError, match="gone is not here any more"):
+        metadata.state_dict_metadata  # noqa: B018
+
+
+def test_the_rank_that_has_committed_keeps_the_metadata(tmp_path: Path) -> None:
+    path = tmp_path / "gone"
+    torch_ckpt.save({"weight": torch.arange(4)}, path)
+    saved = SavedMetadata((path / ".metadata").read_bytes(), str(path), MOST_BYTES_SENT)
+    shutil.rmtree(path)
+    assert set(saved.metadata().state_dict_metadata) == {"weight"}

@@ -1,0 +1,91 @@
+"""The metadata of a save that has been committed, as its ranks get it."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from functools import partial
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from torch_ckpt import _C
+from torch_ckpt._base.paths import is_url
+from torch_ckpt.checkpoint.metadata import (
+    decode_metadata,
+    metadata_bytes_in,
+    open_checkpoint,
+)
+from torch_ckpt.checkpoint.undecoded import NotDecoded, undecode, undecoded
+from torch_ckpt.errors import CheckpointError
+
+#: Most bytes of metadata that go from the coordinator to all other ranks of a save together.
+MOST_BYTES_SENT = 16 << 20
+
+
+def decoded_when_used(data: bytes) -> Metadata:
+    """The metadata in the contents of a ``.metadata`` file, decoded when somebody looks at it."""
+    return undecoded(_of_saved(data))
+
+
+def decode_when_used(metadata: Metadata, data: bytes) -> None:
+    """Lets metadata that is here become that of a ``.metadata`` file's contents."""
+    undecode(metadata, _of_saved(data))
+
+
+class SavedMetadata:
+    """What the coordinator of a save has committed. To other ranks it goes as a few bytes where the
+    metadata is large; these read it in the directory when somebody looks at it.
+
+    Args:
+        data: the contents of ``.metadata``; None: not here.
+        path: the checkpoint's directory, or its URL.
+        ranks: of the save.
+    """
+
+    def __init__(self, data: bytes | None, path: str, ranks: int, seal: bytes = b"") -> None:
+        self._data = data
+        self._path = path
+        self._ranks = ranks
+        self._seal = seal
+
+    def __reduce__(self) -> Any:
+        data, seal = self._data, self._seal
+        # A URL leads readers to other files than a path.
+        if (
+            data is not None
+            and len(data) * self._ranks > MOST_BYTES_SENT
+            and not is_url(self._path)
+        ):
+            seal, data = data[-_C.SEAL_BYTES :], None
+        return SavedMetadata, (data, self._path, self._ranks, seal)
+
+    def metadata(self) -> Metadata:
+        """As torch has it, made when somebody looks at it.
+
+        That raises CheckpointError where it is not here and another save has replaced it.
+        """
+        if self._data is not None:
+            return decoded_when_used(self._data)
+        return undecoded(NotDecoded(partial(_read, self._path, self._seal)))
+
+
+def _read(path: str, seal: bytes) -> Metadata:
+    try:
+        with closing(open_checkpoint(path)) as directory:
+            data = metadata_bytes_in(directory)
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"the metadata of the save to {path} is not here any more ({error}); look at it before "
+            "the checkpoint is deleted or moved, or on rank 0, which has kept it"
+        ) from error
+    if not data.endswith(seal):
+        raise CheckpointError(
+            f"{path}: another save has replaced the metadata of this one; look at it before, or on "
+            "rank 0, which has kept it"
+        )
+    return decode_metadata(data, path)
+
+
+def _of_saved(data: bytes) -> NotDecoded:
+    decode = partial(decode_metadata, data, "the metadata of this save")
+    return NotDecoded(decode, sent=(decoded_when_used, (data,)))
