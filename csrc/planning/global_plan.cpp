@@ -92,23 +92,37 @@ Result<GlobalPlan> GlobalPlan::of(std::vector<StateTemplate> templates) {
   plan.part_of_row_.resize(plan.ranks());
   PartTable known;
   index::ExtentsTable extents;
+  // Of the template's extents those here.
+  std::vector<std::uint32_t> known_extents;
+  const auto interned = [&](const StateTemplate& here, std::uint32_t id) {
+    std::uint32_t& found = known_extents[id];
+    if (found == kNone) found = extents.intern(here.extents(id));
+    return found;
+  };
+  // Of each row of the rank before: most ranks have the same names in the same order.
+  std::vector<std::uint32_t> last_entries;
   for (std::uint32_t rank = 0; rank < plan.ranks(); ++rank) {
     const StateTemplate& here = plan.templates_[rank];
+    known_extents.assign(here.extents_count(), kNone);
+    last_entries.resize(here.size(), kNone);
     std::vector<std::uint32_t>& parts = plan.part_of_row_[rank];
     parts.assign(here.size(), kNone);
     for (std::uint32_t i = 0; i < here.size(); ++i) {
       const Row& row = here.row(i);
       if (row.kind == Kind::other && !row.is_here) continue;
-      const auto [number, is_new] = plan.names_.add(here.name(i));
-      if (is_new) plan.entries_.push_back({rank, i, kNone, kNone});
+      std::uint32_t& number = last_entries[i];
+      if (number == kNone || plan.names_.at(number) != here.name(i)) {
+        number = plan.names_.add(here.name(i)).first;
+      }
+      if (number == plan.entries_.size()) plan.entries_.push_back({rank, i, kNone, kNone});
       Entry& entry = plan.entries_[number];
       if (auto same = plan.check_same(entry, rank, i); !same) return std::move(same).error();
       if (row.kind == Kind::other || !row.is_here) continue;
       std::uint32_t offsets = 0;
       std::uint32_t sizes = 0;
       if (row.kind == Kind::shard) {
-        offsets = extents.intern(here.extents(row.offsets));
-        sizes = extents.intern(here.extents(row.sizes));
+        offsets = interned(here, row.offsets);
+        sizes = interned(here, row.sizes);
       }
       std::uint32_t& slot = known.slot(number, offsets, sizes);
       if (slot == kNone) {

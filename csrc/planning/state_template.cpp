@@ -65,11 +65,12 @@ std::uint32_t StateTemplate::add_dtype(std::string_view dtype) {
   return static_cast<std::uint32_t>(found - dtypes_.begin());
 }
 
-void StateTemplate::add(std::string_view name, std::span<const PathPart> path, const Row& row) {
-  names_.add(name);
+bool StateTemplate::add(std::string_view name, std::span<const PathPart> path, const Row& row) {
+  if (!names_.add(name).second) return false;
   rows_.push_back(row);
   parts_.insert(parts_.end(), path.begin(), path.end());
   begins_.push_back(parts_.size());
+  return true;
 }
 
 std::string StateTemplate::encode() const {
@@ -149,8 +150,7 @@ Result<StateTemplate> StateTemplate::decode(std::string_view bytes) {
       }
     }
     row.bytes = reader.number();
-    if (made.names_.find(name)) return damaged();
-    made.add(name, path, row);
+    if (!made.add(name, path, row)) return damaged();
   }
   if (reader.has_failed() || !reader.is_at_end()) return damaged();
   return made;

@@ -47,13 +47,14 @@ class StateTemplate {
   }
   const std::string& dtype(const Row& row) const { return dtypes_[row.dtype]; }
   std::span<const std::int64_t> extents(std::uint32_t id) const { return extents_.at(id); }
+  std::size_t extents_count() const { return extents_.size(); }
 
   std::uint32_t add_dtype(std::string_view dtype);
   std::uint32_t add_extents(std::span<const std::int64_t> numbers) {
     return extents_.intern(numbers);
   }
-  /// No two rows have the same name.
-  void add(std::string_view name, std::span<const PathPart> path, const Row& row);
+  /// False, and nothing is added, where a row has that name.
+  bool add(std::string_view name, std::span<const PathPart> path, const Row& row);
 
   std::string encode() const;
   /// Errc::frame_damaged where they are not the bytes of a template.

@@ -169,7 +169,11 @@ py::tuple sources_of(const FlatState& state, const std::vector<std::size_t>& row
 
 void bind_plan(py::module_& module) {
   module.def(
-      "template_of", [](const FlatState& state) { return py::bytes(state.to_template().encode()); },
+      "template_of",
+      [](const FlatState& state) {
+        const StateTemplate made = state.to_template();
+        return py::bytes(without_gil([&] { return made.encode(); }));
+      },
       py::arg("state"));
   module.def("sources_of", &sources_of, py::arg("state"), py::arg("rows"));
   py::class_<SavePlan>(module, "GlobalPlan")

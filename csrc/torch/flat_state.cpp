@@ -8,6 +8,7 @@
 #include <array>
 #include <utility>
 
+#include "torch/gil.h"
 #include "torch/tensor_checks.h"
 
 namespace torch_ckpt::tensors {
@@ -314,6 +315,12 @@ bool FlatState::is_object(const Row& row) const {
 
 planning::StateTemplate FlatState::to_template() const {
   using planning::StateTemplate;
+  std::vector<bool> are_objects(rows_.size());
+  for (std::size_t i = 0; i < rows_.size(); ++i) {
+    are_objects[i] = !rows_[i].is_removed && is_object(rows_[i]);
+  }
+  // What is looked at of Python's objects from here on does not change.
+  const ReleasedGil released;
   StateTemplate made;
   std::vector<StateTemplate::PathPart> path;
   std::vector<const Node*> nodes;
@@ -341,7 +348,7 @@ planning::StateTemplate FlatState::to_template() const {
           planned.sizes = made.add_extents(extents_.at(here.sizes));
         }
       }
-    } else if (!row.is_removed && is_object(row)) {
+    } else if (are_objects[i]) {
       planned.kind = StateTemplate::Kind::object;
     }
     nodes_to(row, nodes);

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from torch_ckpt import _C
 from torch_ckpt._base.cycle_collector import no_gc
+from torch_ckpt._base.life_cycle import Part, register
 from torch_ckpt._base.log import warn
 from torch_ckpt.checkpoint.directory import Place, require_one_directory
 from torch_ckpt.checkpoint.saved_metadata import SavedMetadata
@@ -75,6 +76,11 @@ class PlanCache:
         """That of the saves of a group of ranks."""
         return cls._of.setdefault(meeting, cls())
 
+    @classmethod
+    def forget_in_child(cls) -> None:
+        """A forked child plans for itself."""
+        cls._of.clear()
+
     def told(self, state: RankState) -> Told | int:
         """What a rank tells of its state: all of it, or the number of the plan that it has."""
         if self.task is not None and state.structure and state.structure == self.structure:
@@ -106,6 +112,9 @@ class PlanCache:
             self.number = answer.number
         assert self.task is not None
         return self.task
+
+
+register(Part.PLANS, in_child=PlanCache.forget_in_child)
 
 
 def save_state(

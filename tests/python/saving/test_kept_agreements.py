@@ -13,6 +13,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_ckpt
+from tests.children import answer_of, forked
 from tests.fault_hooks import at_fault_points
 from torch_ckpt.ranks.meeting import Meeting
 from torch_ckpt.saving.session import PlanCache
@@ -79,6 +80,20 @@ def test_an_unchanged_structure_is_planned_once(tmp_path: Path, plans: Plans) ->
     assert plans.made == 1
     for step in range(4):
         assert_holds(tmp_path / str(step), state(step))
+
+
+@forked
+def test_a_forked_child_makes_a_plan_of_its_own(tmp_path: Path) -> None:
+    save(tmp_path / "parent", state(0))
+
+    def plans_of_child() -> int:
+        counting = Plans()
+        with at_fault_points(counting):
+            save(tmp_path / "child", state(1))
+        return counting.made
+
+    assert answer_of(plans_of_child) == 1
+    assert_holds(tmp_path / "child", state(1))
 
 
 def with_another_tensor(values: StateDict) -> StateDict:

@@ -1,0 +1,112 @@
+"""What tensors cost by their number alone, in one process.
+
+    python -m benchmarks.many_tensors --out FILE
+
+Saves and loads a million plain tensors of 1 KiB: seconds, and the most memory beyond what was there
+at the call. Then saves 20,000 of them with ``async_save``, the first time and unchanged: for how
+long the background holds the GIL. Nothing is fsynced; loads are from the page cache. Medians of
+some rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import torch_ckpt
+
+from . import machine
+
+_ELEMENTS = 256
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Prints the figures, and returns what is written to ``--out``."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tensors", type=int, default=1_000_000)
+    parser.add_argument("--background", type=int, default=20_000, help="tensors of an async_save")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dir", type=Path, default=Path.cwd())
+    parser.add_argument("--out", type=Path, help="JSON file")
+    options = parser.parse_args(arguments)
+    figures: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory(dir=options.dir) as directory:
+        for number in range(options.rounds):
+            _measure_background(figures, _state(options.background), Path(directory), number)
+        state = _state(options.tensors)
+        for number in range(options.rounds):
+            _measure(figures, state, Path(directory) / "many" / str(number))
+    found = {
+        "tensors": options.tensors,
+        "background": options.background,
+        "rounds": options.rounds,
+        "medians": {name: statistics.median(values) for name, values in figures.items()},
+        "most": {name: max(values) for name, values in figures.items()},
+        "samples": figures,
+        "machine": dataclasses.asdict(machine.describe(options.dir)),
+    }
+    for name, values in figures.items():
+        middle = statistics.median(values)
+        print(f"{name:50} {middle:10.4g} ({min(values):.4g} to {max(values):.4g})")
+    if options.out:
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
+    return found
+
+
+def _state(count: int) -> dict[str, torch.Tensor]:
+    values = torch.rand(count, _ELEMENTS)
+    return {f"model.layers.{number}.weight": values[number].clone() for number in range(count)}
+
+
+def _measure(figures: dict[str, list[float]], state: dict[str, torch.Tensor], path: Path) -> None:
+    _measure_call(figures, "save", lambda: torch_ckpt.save(state, path, sync_files=False))
+    targets = {name: torch.zeros_like(value) for name, value in state.items()}
+    _measure_call(figures, "load", lambda: torch_ckpt.load(targets, path))
+    assert all(torch.equal(targets[name], value) for name, value in state.items())
+
+
+def _measure_call(figures: dict[str, list[float]], name: str, call: Callable[[], Any]) -> None:
+    # Makes the most memory so far what is there now.
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status_bytes("VmRSS")
+    began, used = time.perf_counter(), time.process_time()
+    kept = call()
+    figures.setdefault(f"{name}: seconds", []).append(time.perf_counter() - began)
+    figures.setdefault(f"{name}: CPU seconds", []).append(time.process_time() - used)
+    beyond = _status_bytes("VmHWM") - before
+    figures.setdefault(f"{name}: memory beyond the state, GB", []).append(beyond / 1e9)
+    del kept
+
+
+def _measure_background(
+    figures: dict[str, list[float]], state: dict[str, torch.Tensor], directory: Path, number: int
+) -> None:
+    # Another name, and the plan of the round before is not that of this one.
+    state = {f"round {number}": torch.zeros(1), **state}
+    for kind in ("first", "unchanged"):
+        path = directory / "background" / f"{number}-{kind}"
+        options = {"sync_files": False, "warn_unchanged": False}
+        handle = torch_ckpt.async_save(state, path, **options)
+        handle.result()
+        held = 1000 * handle.metrics().python_s
+        figures.setdefault(f"async_save, {kind}: GIL held, ms", []).append(held)
+
+
+def _status_bytes(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return 1024 * int(line.split()[1])
+    raise RuntimeError(f"/proc/self/status has no {field}")
+
+
+if __name__ == "__main__":
+    main()
