@@ -219,8 +219,10 @@ def load_tensors(
     events, after which targets there may be written.
     """
 
-def template_of(state: FlatState) -> bytes:
-    """What a plan of a save depends on in a state dict."""
+def told_of(state: FlatState) -> tuple[bytes, bytes]:
+    """What a plan of a save depends on in a state dict: what ranks have alike (names, kinds, dtypes
+    and sizes), and which parts of the DTensors are here.
+    """
 
 def sources_of(state: FlatState, rows: Sequence[int]) -> tuple[list[str], list[Any], list[int]]:
     """Names and values of rows, and the places of those that the engine does not write as they are.
@@ -241,14 +243,14 @@ def bytes_sealed(file: bytes) -> int | None:
     """
 
 class GlobalPlan:
-    """Which rank writes what, of the templates of all ranks.
+    """Which rank writes what, of what all ranks tell (``told_of``).
 
     Raises ValueError where ranks have different things under one name, or the shards of a tensor do
     not make it up. What ranks have written is by rank: the rows that each owns, by their order, and
     behind them what torch plans.
     """
 
-    def __init__(self, templates: list[bytes]) -> None: ...
+    def __init__(self, told: list[tuple[bytes, bytes]]) -> None: ...
     def owned(self, rank: int) -> list[int]:
         """The rows of its template that a rank writes."""
 

@@ -19,9 +19,9 @@ std::vector<std::uint32_t> checksums_of(const WrittenFiles& written, std::size_t
 }
 
 /// Whether it is a number, or nothing: a tensor of at most one element, or an object.
-bool is_number(const StateTemplate& of_rank, const StateTemplate::Row& row) {
+bool is_number(const StateTemplate& of, const StateTemplate::Row& row) {
   if (row.kind != Kind::tensor) return row.kind == Kind::object;
-  const auto sizes = of_rank.extents(row.size);
+  const auto sizes = of.sizes(row);
   return std::ranges::all_of(sizes, [](std::int64_t size) { return size == 1; }) ||
          std::ranges::any_of(sizes, [](std::int64_t size) { return size == 0; });
 }
@@ -44,15 +44,15 @@ Changes changes_between(const GlobalPlan& plan, std::span<const WrittenFiles> be
   std::vector<std::pair<std::string_view, std::vector<std::uint32_t>>> groups;
   std::vector<bool> group_has_changed;
   for (std::uint32_t number = 0; number < plan.names(); ++number) {
-    const StateTemplate& of_rank = plan.first_rank(number);
-    const StateTemplate::Row& row = of_rank.row(plan.first_row(number));
+    const StateTemplate& of = plan.first_template(number);
+    const StateTemplate::Row& row = of.row(plan.first_row(number));
     const std::string_view name = plan.name(number);
     if (row.kind == Kind::other) continue;
-    if (is_number(of_rank, row)) {
+    if (is_number(of, row)) {
       if (has_changed[number] && !changes.moved && name != ignored) changes.moved = number;
       continue;
     }
-    const auto path = of_rank.path(plan.first_row(number));
+    const auto path = of.path(plan.first_row(number));
     const std::string_view key =
         path.size() > 1 ? name.substr(0, path.front().bytes) : std::string_view();
     const auto [group, is_new] = keys.add(key);

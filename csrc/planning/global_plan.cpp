@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <tuple>
+#include <unordered_map>
 #include <utility>
 
 #include "planning/tiling.h"
@@ -86,44 +87,38 @@ class PartTable {
 
 }  // namespace
 
-Result<GlobalPlan> GlobalPlan::of(std::vector<StateTemplate> templates) {
+Result<GlobalPlan> GlobalPlan::of(std::vector<RankState> states) {
   GlobalPlan plan;
-  plan.templates_ = std::move(templates);
+  plan.states_ = std::move(states);
   plan.part_of_row_.resize(plan.ranks());
   PartTable known;
   index::ExtentsTable extents;
-  // Of the template's extents those here.
-  std::vector<std::uint32_t> known_extents;
-  const auto interned = [&](const StateTemplate& here, std::uint32_t id) {
-    std::uint32_t& found = known_extents[id];
-    if (found == kNone) found = extents.intern(here.extents(id));
-    return found;
-  };
-  // Of each row of the rank before: most ranks have the same names in the same order.
-  std::vector<std::uint32_t> last_entries;
+  // The entry of each row of a template, which most ranks share.
+  std::unordered_map<const StateTemplate*, std::vector<std::uint32_t>> entries_of;
+  // Of each box of a rank its offsets and sizes in `extents`.
+  std::vector<std::pair<std::uint32_t, std::uint32_t>> boxes;
   for (std::uint32_t rank = 0; rank < plan.ranks(); ++rank) {
-    const StateTemplate& here = plan.templates_[rank];
-    known_extents.assign(here.extents_count(), kNone);
-    last_entries.resize(here.size(), kNone);
+    const RankState& here = plan.states_[rank];
+    const auto [of_template, is_new] =
+        entries_of.try_emplace(&here.state(), std::vector<std::uint32_t>());
+    if (is_new) {
+      auto entries = plan.add_entries(rank);
+      if (!entries) return std::move(entries).error();
+      of_template->second = std::move(*entries);
+    }
+    boxes.clear();
+    for (std::uint32_t box = 0; box < here.boxes(); ++box) {
+      boxes.emplace_back(extents.intern(here.offsets(box)), extents.intern(here.sizes(box)));
+    }
     std::vector<std::uint32_t>& parts = plan.part_of_row_[rank];
     parts.assign(here.size(), kNone);
     for (std::uint32_t i = 0; i < here.size(); ++i) {
-      const Row& row = here.row(i);
-      if (row.kind == Kind::other && !row.is_here) continue;
-      std::uint32_t& number = last_entries[i];
-      if (number == kNone || plan.names_.at(number) != here.name(i)) {
-        number = plan.names_.add(here.name(i)).first;
-      }
-      if (number == plan.entries_.size()) plan.entries_.push_back({rank, i, kNone, kNone});
+      const Kind kind = here.state().row(i).kind;
+      if (kind == Kind::other || !here.has(i)) continue;
+      const std::uint32_t number = of_template->second[i];
       Entry& entry = plan.entries_[number];
-      if (auto same = plan.check_same(entry, rank, i); !same) return std::move(same).error();
-      if (row.kind == Kind::other || !row.is_here) continue;
-      std::uint32_t offsets = 0;
-      std::uint32_t sizes = 0;
-      if (row.kind == Kind::shard) {
-        offsets = interned(here, row.offsets);
-        sizes = interned(here, row.sizes);
-      }
+      const auto [offsets, sizes] =
+          kind == Kind::shard ? boxes[here.box(i)] : std::pair<std::uint32_t, std::uint32_t>();
       std::uint32_t& slot = known.slot(number, offsets, sizes);
       if (slot == kNone) {
         slot = static_cast<std::uint32_t>(plan.parts_.size());
@@ -132,7 +127,9 @@ Result<GlobalPlan> GlobalPlan::of(std::vector<StateTemplate> templates) {
         part.owner = rank;
         part.row = i;
         part.entry = number;
-        part.bytes = row.bytes;
+        part.offsets = offsets;
+        part.sizes = sizes;
+        part.bytes = here.bytes(i);
         (entry.last_part == kNone ? entry.first_part : plan.parts_[entry.last_part].next) = slot;
         entry.last_part = slot;
         plan.parts_.push_back(part);
@@ -146,16 +143,29 @@ Result<GlobalPlan> GlobalPlan::of(std::vector<StateTemplate> templates) {
   return plan;
 }
 
+Result<std::vector<std::uint32_t>> GlobalPlan::add_entries(std::uint32_t rank) {
+  const StateTemplate& here = states_[rank].state();
+  std::vector<std::uint32_t> entries(here.size(), kNone);
+  for (std::uint32_t i = 0; i < here.size(); ++i) {
+    const Row& row = here.row(i);
+    if (row.kind == Kind::other && !row.is_here) continue;
+    const auto [number, is_new] = names_.add(here.name(i));
+    if (is_new) entries_.push_back({rank, i, kNone, kNone});
+    if (auto same = check_same(entries_[number], rank, i); !same) return std::move(same).error();
+    entries[i] = number;
+  }
+  return entries;
+}
+
 Result<> GlobalPlan::check_same(const Entry& first, std::uint32_t rank, std::uint32_t row) const {
   if (first.rank == rank && first.row == row) return {};
-  const StateTemplate& there = templates_[first.rank];
-  const StateTemplate& here = templates_[rank];
+  const StateTemplate& there = states_[first.rank].state();
+  const StateTemplate& here = states_[rank].state();
   const Row& a = there.row(first.row);
   const Row& b = here.row(row);
   const bool has_size = a.kind == Kind::tensor || a.kind == Kind::shard;
-  if (a.kind == b.kind &&
-      (!has_size || (there.dtype(a) == here.dtype(b) &&
-                     std::ranges::equal(there.extents(a.size), here.extents(b.size))))) {
+  if (a.kind == b.kind && (!has_size || (there.dtype(a) == here.dtype(b) &&
+                                         std::ranges::equal(there.sizes(a), here.sizes(b))))) {
     return {};
   }
   const std::string name(here.name(row));
@@ -165,8 +175,8 @@ Result<> GlobalPlan::check_same(const Entry& first, std::uint32_t rank, std::uin
     return refused(name + ": " + ranks[0] + " has " + std::string(kind_name(a.kind)) + ", " +
                    ranks[1] + " " + std::string(kind_name(b.kind)));
   }
-  const std::string of[2] = {"torch." + there.dtype(a) + " " + listed(there.extents(a.size)),
-                             "torch." + here.dtype(b) + " " + listed(here.extents(b.size))};
+  const std::string of[2] = {"torch." + there.dtype(a) + " " + listed(there.sizes(a)),
+                             "torch." + here.dtype(b) + " " + listed(here.sizes(b))};
   const std::string why =
       a.kind == Kind::tensor
           ? "; a plain tensor is taken to be the same on all ranks, so only one of them would be "
@@ -210,29 +220,57 @@ void GlobalPlan::choose_owners() {
   }
 }
 
+bool GlobalPlan::are_cut_alike(const Entry& one, const Entry& other) const {
+  if (!std::ranges::equal(states_[one.rank].state().sizes(row_of(one)),
+                          states_[other.rank].state().sizes(row_of(other)))) {
+    return false;
+  }
+  std::uint32_t a = one.first_part;
+  std::uint32_t b = other.first_part;
+  while (a != kNone && b != kNone && parts_[a].offsets == parts_[b].offsets &&
+         parts_[a].sizes == parts_[b].sizes) {
+    a = parts_[a].next;
+    b = parts_[b].next;
+  }
+  return a == kNone && b == kNone;
+}
+
 Result<> GlobalPlan::check_cover() const {
+  // Of each way in which a tensor is cut, the first entry.
+  std::unordered_multimap<std::uint64_t, std::uint32_t> proven;
   std::vector<Box> boxes;
   for (std::uint32_t number = 0; number < entries_.size(); ++number) {
     const Entry& entry = entries_[number];
     if (row_of(entry).kind != Kind::shard) continue;
-    const auto whole = templates_[entry.rank].extents(row_of(entry).size);
+    std::uint64_t hash = 0;
+    for (std::uint32_t at = entry.first_part; at != kNone; at = parts_[at].next) {
+      hash = SeededHash()(hash ^ ((std::uint64_t{parts_[at].offsets} << 32) | parts_[at].sizes));
+    }
+    const auto [first, last] = proven.equal_range(hash);
+    if (std::any_of(first, last,
+                    [&](const auto& one) { return are_cut_alike(entries_[one.second], entry); })) {
+      continue;
+    }
+    const auto whole = states_[entry.rank].state().sizes(row_of(entry));
     boxes.clear();
     std::uint64_t held = 0;
     for (std::uint32_t at = entry.first_part; at != kNone; at = parts_[at].next) {
-      const StateTemplate& owner = templates_[parts_[at].owner];
-      const Row& row = owner.row(parts_[at].row);
-      const auto offsets = owner.extents(row.offsets);
-      const auto sizes = owner.extents(row.sizes);
+      const RankState& owner = states_[parts_[at].owner];
+      const std::uint32_t box = owner.box(parts_[at].row);
+      const auto offsets = owner.offsets(box);
+      const auto sizes = owner.sizes(box);
       const std::uint64_t elements = product(sizes);
       if (elements == 0) continue;
       held += elements;
       boxes.push_back({{offsets.begin(), offsets.end()}, {sizes.begin(), sizes.end()}});
     }
     const std::uint64_t all = product(whole);
-    if (held == all && (boxes.size() < 2 || tile(whole, boxes))) continue;
-    return refused(std::string(names_.at(number)) + ": the shards of all ranks have " +
-                   std::to_string(held) + " elements, and do not make up the tensor of " +
-                   listed(whole) + ", which has " + std::to_string(all));
+    if (held != all || (boxes.size() > 1 && !tile(whole, boxes))) {
+      return refused(std::string(names_.at(number)) + ": the shards of all ranks have " +
+                     std::to_string(held) + " elements, and do not make up the tensor of " +
+                     listed(whole) + ", which has " + std::to_string(all));
+    }
+    proven.emplace(hash, number);
   }
   return {};
 }
@@ -249,20 +287,24 @@ std::vector<index::CheckpointIndex::Placed> GlobalPlan::describe(
   for (std::uint32_t number = 0; number < entries_.size(); ++number) {
     const Entry& entry = entries_[number];
     const Row& row = row_of(entry);
-    const StateTemplate& first = templates_[entry.rank];
+    const StateTemplate& first = states_[entry.rank].state();
     if (row.kind == Kind::other) {
       if (rest != nullptr) index.add_from(*rest, names_.at(number));
     } else if (row.kind == Kind::object) {
       index.add_object(names_.at(number));
       shards[entry.first_part] = {last(), index.add_shard({}, {})};
     } else {
-      index.add_tensor(names_.at(number), first.dtype(row), row.requires_grad,
-                       first.extents(row.size));
-      for (std::uint32_t at = entry.first_part; at != kNone; at = parts_[at].next) {
-        const StateTemplate& owner = templates_[parts_[at].owner];
-        const Row& part = owner.row(parts_[at].row);
-        shards[at] = {last(),
-                      index.add_shard(owner.extents(part.offsets), owner.extents(part.sizes))};
+      const auto whole = first.sizes(row);
+      index.add_tensor(names_.at(number), first.dtype(row), row.requires_grad, whole);
+      if (row.kind == Kind::tensor) {
+        const std::vector<std::int64_t> begin(whole.size());
+        shards[entry.first_part] = {last(), index.add_shard(begin, whole)};
+      } else {
+        for (std::uint32_t at = entry.first_part; at != kNone; at = parts_[at].next) {
+          const RankState& owner = states_[parts_[at].owner];
+          const std::uint32_t box = owner.box(parts_[at].row);
+          shards[at] = {last(), index.add_shard(owner.offsets(box), owner.sizes(box))};
+        }
       }
     }
     index.add_path(names_.at(number), first.path(entry.row));

@@ -24,19 +24,19 @@ namespace torch_ckpt::planning {
 class GlobalPlan {
  public:
   /// Errc::invalid_argument where the third does not hold, by name and ranks.
-  static Result<GlobalPlan> of(std::vector<StateTemplate> templates);
+  static Result<GlobalPlan> of(std::vector<RankState> states);
 
-  std::size_t ranks() const { return templates_.size(); }
-  const StateTemplate& of_rank(std::size_t rank) const { return templates_[rank]; }
-  /// Rows of the rank's template, in their order.
+  std::size_t ranks() const { return states_.size(); }
+  const RankState& of_rank(std::size_t rank) const { return states_[rank]; }
+  /// Rows of the rank, in their order.
   std::span<const std::uint32_t> owned(std::size_t rank) const { return owned_[rank]; }
   /// Whether a name is that of a row that is planned here.
   bool plans(std::string_view name) const;
   /// All names, with the first row of each.
   std::size_t names() const { return entries_.size(); }
   std::string_view name(std::size_t number) const { return names_.at(number); }
-  const StateTemplate& first_rank(std::size_t number) const {
-    return templates_[entries_[number].rank];
+  const StateTemplate& first_template(std::size_t number) const {
+    return states_[entries_[number].rank].state();
   }
   std::uint32_t first_row(std::size_t number) const { return entries_[number].row; }
 
@@ -66,18 +66,25 @@ class GlobalPlan {
     std::uint32_t entry = 0;
     std::uint32_t next = kNone;  // of the entry
     std::uint32_t holders = 0;
+    // Of shards, each once in the plan.
+    std::uint32_t offsets = 0;
+    std::uint32_t sizes = 0;
     std::uint64_t bytes = 0;
   };
   static constexpr std::uint32_t kNone = 0xffffffff;
 
   const StateTemplate::Row& row_of(const Entry& entry) const {
-    return templates_[entry.rank].row(entry.row);
+    return states_[entry.rank].state().row(entry.row);
   }
+  /// Adds what is new of a rank's template; the entry of each of its rows.
+  Result<std::vector<std::uint32_t>> add_entries(std::uint32_t rank);
   Result<> check_same(const Entry& first, std::uint32_t rank, std::uint32_t row) const;
   void choose_owners();
+  /// Whether the parts of two entries have the same sizes and places.
+  bool are_cut_alike(const Entry& one, const Entry& other) const;
   Result<> check_cover() const;
 
-  std::vector<StateTemplate> templates_;
+  std::vector<RankState> states_;
   index::NameTable names_;
   std::vector<Entry> entries_;  // by name
   std::vector<Part> parts_;

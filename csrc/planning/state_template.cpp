@@ -54,15 +54,44 @@ class Reader {
   bool has_failed_ = false;
 };
 
+void put(std::string& bytes, const index::ExtentsTable& extents) {
+  put(bytes, extents.size());
+  for (std::uint32_t id = 0; id < extents.size(); ++id) {
+    put(bytes, extents.at(id).size());
+    for (const std::int64_t number : extents.at(id)) {
+      put(bytes, static_cast<std::uint64_t>(number));
+    }
+  }
+}
+
+bool read(Reader& reader, index::ExtentsTable& extents) {
+  std::vector<std::int64_t> numbers;
+  const std::size_t count = reader.count();
+  for (std::size_t i = 0; i < count; ++i) {
+    numbers.clear();
+    for (std::size_t left = reader.count(); left > 0; --left) {
+      numbers.push_back(static_cast<std::int64_t>(reader.number()));
+    }
+    if (extents.intern(numbers) != i) return false;
+  }
+  return true;
+}
+
+Error damaged() {
+  return format_error(Errc::frame_damaged, "what a rank tells of its state dict is damaged");
+}
+
+bool is_tensor(StateTemplate::Kind kind) {
+  return kind == StateTemplate::Kind::tensor || kind == StateTemplate::Kind::shard;
+}
+
 }  // namespace
 
-std::uint32_t StateTemplate::add_dtype(std::string_view dtype) {
-  const auto found = std::ranges::find(dtypes_, dtype);
-  if (found == dtypes_.end()) {
-    dtypes_.emplace_back(dtype);
-    return static_cast<std::uint32_t>(dtypes_.size() - 1);
-  }
-  return static_cast<std::uint32_t>(found - dtypes_.begin());
+std::uint32_t StateTemplate::add_dtype(std::string_view name, std::uint64_t item_bytes) {
+  const auto found = std::ranges::find(dtypes_, name, &Dtype::name);
+  const auto number = static_cast<std::uint32_t>(found - dtypes_.begin());
+  if (found == dtypes_.end()) dtypes_.push_back({std::string(name), item_bytes});
+  return number;
 }
 
 bool StateTemplate::add(std::string_view name, std::span<const PathPart> path, const Row& row) {
@@ -76,14 +105,11 @@ bool StateTemplate::add(std::string_view name, std::span<const PathPart> path, c
 std::string StateTemplate::encode() const {
   std::string bytes;
   put(bytes, dtypes_.size());
-  for (const std::string& dtype : dtypes_) put(bytes, dtype);
-  put(bytes, extents_.size());
-  for (std::uint32_t id = 0; id < extents_.size(); ++id) {
-    put(bytes, extents_.at(id).size());
-    for (const std::int64_t number : extents_.at(id)) {
-      put(bytes, static_cast<std::uint64_t>(number));
-    }
+  for (const Dtype& dtype : dtypes_) {
+    put(bytes, dtype.name);
+    put(bytes, dtype.item_bytes);
   }
+  put(bytes, extents_);
   put(bytes, rows_.size());
   for (std::size_t i = 0; i < rows_.size(); ++i) {
     const Row& row = rows_[i];
@@ -94,31 +120,22 @@ std::string StateTemplate::encode() const {
     for (const PathPart& part : path(i)) {
       put(bytes, (std::uint64_t{part.bytes} << 1) | (part.is_number ? 1 : 0));
     }
-    if (row.kind == Kind::tensor || row.kind == Kind::shard) {
-      for (const std::uint32_t id : {row.dtype, row.size, row.offsets, row.sizes}) put(bytes, id);
+    if (is_tensor(row.kind)) {
+      put(bytes, row.dtype);
+      put(bytes, row.size);
     }
-    put(bytes, row.bytes);
   }
   return bytes;
 }
 
 Result<StateTemplate> StateTemplate::decode(std::string_view bytes) {
-  const auto damaged = [] {
-    return format_error(Errc::frame_damaged, "what a rank tells of its state dict is damaged");
-  };
   Reader reader(bytes);
   StateTemplate made;
-  for (std::size_t left = reader.count(); left > 0; --left)
-    made.dtypes_.emplace_back(reader.text());
-  std::vector<std::int64_t> numbers;
-  const std::size_t extents = reader.count();
-  for (std::size_t i = 0; i < extents; ++i) {
-    numbers.clear();
-    for (std::size_t left = reader.count(); left > 0; --left) {
-      numbers.push_back(static_cast<std::int64_t>(reader.number()));
-    }
-    if (made.extents_.intern(numbers) != i) return damaged();
+  for (std::size_t left = reader.count(); left > 0; --left) {
+    const std::string_view name = reader.text();
+    made.dtypes_.push_back({std::string(name), reader.number()});
   }
+  if (!read(reader, made.extents_)) return damaged();
   const std::size_t rows = reader.count();
   made.names_.reserve(rows);
   made.rows_.reserve(rows);
@@ -135,24 +152,98 @@ Result<StateTemplate> StateTemplate::decode(std::string_view bytes) {
       const std::uint64_t part = reader.number();
       path.push_back({static_cast<std::uint32_t>(part >> 1), (part & 1) != 0});
     }
-    if (row.kind == Kind::tensor || row.kind == Kind::shard) {
+    if (is_tensor(row.kind)) {
       row.dtype = static_cast<std::uint32_t>(reader.number());
       row.size = static_cast<std::uint32_t>(reader.number());
-      row.offsets = static_cast<std::uint32_t>(reader.number());
-      row.sizes = static_cast<std::uint32_t>(reader.number());
-      if (row.dtype >= made.dtypes_.size() ||
-          std::max({row.size, row.offsets, row.sizes}) >= extents) {
-        return damaged();
-      }
-      const std::size_t dims = made.extents(row.size).size();
-      if (made.extents(row.offsets).size() != dims || made.extents(row.sizes).size() != dims) {
-        return damaged();
-      }
+      if (row.dtype >= made.dtypes_.size() || row.size >= made.extents_.size()) return damaged();
     }
-    row.bytes = reader.number();
     if (!made.add(name, path, row)) return damaged();
   }
   if (reader.has_failed() || !reader.is_at_end()) return damaged();
+  return made;
+}
+
+std::uint64_t RankState::bytes(std::size_t row) const {
+  const StateTemplate::Row& what = template_->row(row);
+  if (!is_tensor(what.kind) || !has(row)) return 0;
+  const auto sizes = what.kind == StateTemplate::Kind::shard ? this->sizes(boxes_of_rows_[row])
+                                                             : template_->sizes(what);
+  std::uint64_t all = template_->item_bytes(what);
+  for (const std::int64_t size : sizes) all *= static_cast<std::uint64_t>(size);
+  return all;
+}
+
+void RankState::set_box(std::size_t row, std::span<const std::int64_t> offsets,
+                        std::span<const std::int64_t> sizes) {
+  const Box box{extents_.intern(offsets), extents_.intern(sizes)};
+  // Rows of one shape mostly follow each other.
+  const auto found = std::find(boxes_.rbegin(), boxes_.rend(), box);
+  boxes_of_rows_[row] = static_cast<std::uint32_t>(boxes_.rend() - found - 1);
+  if (found == boxes_.rend()) {
+    boxes_of_rows_[row] = static_cast<std::uint32_t>(boxes_.size());
+    boxes_.push_back(box);
+  }
+}
+
+std::string RankState::encode() const {
+  std::string bytes;
+  put(bytes, extents_);
+  put(bytes, boxes_.size());
+  for (const Box& box : boxes_) {
+    put(bytes, box.offsets);
+    put(bytes, box.sizes);
+  }
+  // How many shards in a row have one box, and its number, from 1; 0 has nothing.
+  std::size_t row = 0;
+  while (row < size()) {
+    if (template_->row(row).kind != StateTemplate::Kind::shard) {
+      ++row;
+      continue;
+    }
+    const std::uint32_t box = boxes_of_rows_[row];
+    std::uint64_t count = 0;
+    for (; row < size(); ++row) {
+      if (template_->row(row).kind != StateTemplate::Kind::shard) continue;
+      if (boxes_of_rows_[row] != box) break;
+      ++count;
+    }
+    put(bytes, count);
+    put(bytes, box == kNone ? 0 : std::uint64_t{box} + 1);
+  }
+  return bytes;
+}
+
+Result<RankState> RankState::decode(std::shared_ptr<const StateTemplate> of,
+                                    std::string_view bytes) {
+  Reader reader(bytes);
+  RankState made(std::move(of));
+  if (!read(reader, made.extents_)) return damaged();
+  for (std::size_t left = reader.count(); left > 0; --left) {
+    const auto offsets = static_cast<std::uint32_t>(reader.number());
+    const auto sizes = static_cast<std::uint32_t>(reader.number());
+    if (offsets >= made.extents_.size() || sizes >= made.extents_.size() ||
+        made.extents_.at(offsets).size() != made.extents_.at(sizes).size()) {
+      return damaged();
+    }
+    made.boxes_.push_back({offsets, sizes});
+  }
+  std::uint64_t left = 0;
+  std::uint64_t box = 0;
+  for (std::size_t row = 0; row < made.size(); ++row) {
+    const StateTemplate::Row& what = made.template_->row(row);
+    if (what.kind != StateTemplate::Kind::shard) continue;
+    if (left == 0) {
+      left = reader.number();
+      box = reader.number();
+      if (left == 0 || box > made.boxes_.size()) return damaged();
+    }
+    --left;
+    if (box == 0) continue;
+    const auto number = static_cast<std::uint32_t>(box - 1);
+    if (made.offsets(number).size() != made.template_->sizes(what).size()) return damaged();
+    made.boxes_of_rows_[row] = number;
+  }
+  if (left != 0 || reader.has_failed() || !reader.is_at_end()) return damaged();
   return made;
 }
 

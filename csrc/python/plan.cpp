@@ -8,6 +8,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -28,6 +29,7 @@ namespace torch_ckpt::python {
 namespace {
 
 using planning::GlobalPlan;
+using planning::RankState;
 using planning::StateTemplate;
 using tensors::FlatState;
 
@@ -40,17 +42,32 @@ struct SavePlan {
   planning::PlanMetadata metadata;
 };
 
-std::unique_ptr<SavePlan> plan_of(const std::vector<py::bytes>& templates) {
-  std::vector<std::string_view> texts(templates.begin(), templates.end());
+std::unique_ptr<SavePlan> plan_of(const std::vector<std::pair<py::bytes, py::bytes>>& told) {
+  std::vector<std::pair<std::string_view, std::string_view>> texts(told.begin(), told.end());
   return std::make_unique<SavePlan>(without_gil([&]() -> Result<GlobalPlan> {
-    std::vector<StateTemplate> decoded;
-    for (const std::string_view text : texts) {
-      auto made = StateTemplate::decode(text);
-      if (!made) return std::move(made).error();
-      decoded.push_back(std::move(*made));
+    std::unordered_map<std::string_view, std::shared_ptr<const StateTemplate>> templates;
+    std::vector<RankState> states;
+    for (const auto& [of_template, of_rank] : texts) {
+      auto& known = templates[of_template];
+      if (!known) {
+        auto made = StateTemplate::decode(of_template);
+        if (!made) return std::move(made).error();
+        known = std::make_shared<const StateTemplate>(std::move(*made));
+      }
+      auto state = RankState::decode(known, of_rank);
+      if (!state) return std::move(state).error();
+      states.push_back(std::move(*state));
     }
-    return GlobalPlan::of(std::move(decoded));
+    return GlobalPlan::of(std::move(states));
   }));
+}
+
+/// The template of a state, and what else a plan depends on.
+py::tuple told_of(const FlatState& state) {
+  const RankState here = state.to_rank_state();
+  const auto [of_template, of_rank] =
+      without_gil([&] { return std::pair(here.state().encode(), here.encode()); });
+  return py::make_tuple(py::bytes(of_template), py::bytes(of_rank));
 }
 
 void describe(SavePlan& save) {
@@ -118,7 +135,7 @@ py::dict paths_of(const SavePlan& save) {
     const std::string_view name = plan.name(i);
     py::list path;
     std::size_t at = 0;
-    for (const auto& part : plan.first_rank(i).path(plan.first_row(i))) {
+    for (const auto& part : plan.first_template(i).path(plan.first_row(i))) {
       const std::string_view word = name.substr(at, part.bytes);
       at += part.bytes + 1;
       if (part.is_number) {
@@ -137,7 +154,7 @@ py::list plain_names(const SavePlan& save, std::size_t rank) {
   const GlobalPlan& plan = save.plan;
   if (rank >= plan.ranks()) throw py::index_error("no rank of that number");
   py::list names;
-  const StateTemplate& here = plan.of_rank(rank);
+  const StateTemplate& here = plan.of_rank(rank).state();
   for (std::size_t i = 0; i < here.size(); ++i) {
     if (here.row(i).kind == StateTemplate::Kind::tensor) names.append(text_of(here.name(i)));
   }
@@ -168,16 +185,10 @@ py::tuple sources_of(const FlatState& state, const std::vector<std::size_t>& row
 }  // namespace
 
 void bind_plan(py::module_& module) {
-  module.def(
-      "template_of",
-      [](const FlatState& state) {
-        const StateTemplate made = state.to_template();
-        return py::bytes(without_gil([&] { return made.encode(); }));
-      },
-      py::arg("state"));
+  module.def("told_of", &told_of, py::arg("state"));
   module.def("sources_of", &sources_of, py::arg("state"), py::arg("rows"));
   py::class_<SavePlan>(module, "GlobalPlan")
-      .def(py::init(&plan_of), py::arg("templates"))
+      .def(py::init(&plan_of), py::arg("told"))
       .def(
           "owned",
           [](const SavePlan& save, std::size_t rank) {

@@ -313,7 +313,7 @@ bool FlatState::is_object(const Row& row) const {
          PyObject_HasAttrString(value, "global_shape") == 0;
 }
 
-planning::StateTemplate FlatState::to_template() const {
+planning::RankState FlatState::to_rank_state() const {
   using planning::StateTemplate;
   std::vector<bool> are_objects(rows_.size());
   for (std::size_t i = 0; i < rows_.size(); ++i) {
@@ -321,7 +321,7 @@ planning::StateTemplate FlatState::to_template() const {
   }
   // What is looked at of Python's objects from here on does not change.
   const ReleasedGil released;
-  StateTemplate made;
+  auto of = std::make_shared<StateTemplate>();
   std::vector<StateTemplate::PathPart> path;
   std::vector<const Node*> nodes;
   std::map<at::ScalarType, std::uint32_t> dtypes;
@@ -330,24 +330,17 @@ planning::StateTemplate FlatState::to_template() const {
     StateTemplate::Row planned;
     planned.is_here = !row.is_removed;
     if (row.kind != Kind::other) {
-      const auto whole = extents_.at(row.size);
       planned.kind =
           row.kind == Kind::plain ? StateTemplate::Kind::tensor : StateTemplate::Kind::shard;
+      planned.is_here = true;
       planned.requires_grad = THPVariable_Unpack(row.value.get()).requires_grad();
       const auto [dtype, is_new] = dtypes.try_emplace(row.local.scalar_type(), 0);
-      if (is_new) dtype->second = made.add_dtype(name_of(row.local.scalar_type()));
-      planned.dtype = dtype->second;
-      planned.size = planned.sizes = made.add_extents(whole);
-      planned.offsets = made.add_extents(std::vector<std::int64_t>(whole.size()));
-      planned.bytes = static_cast<std::uint64_t>(row.local.numel()) * row.local.itemsize();
-      if (row.kind == Kind::dtensor) {
-        const Box& here = box(row);
-        planned.is_here = here.is_here;
-        if (here.is_here) {
-          planned.offsets = made.add_extents(extents_.at(here.offsets));
-          planned.sizes = made.add_extents(extents_.at(here.sizes));
-        }
+      if (is_new) {
+        dtype->second = of->add_dtype(name_of(row.local.scalar_type()),
+                                      static_cast<std::uint64_t>(row.local.itemsize()));
       }
+      planned.dtype = dtype->second;
+      planned.size = of->add_size(extents_.at(row.size));
     } else if (are_objects[i]) {
       planned.kind = StateTemplate::Kind::object;
     }
@@ -356,7 +349,13 @@ planning::StateTemplate FlatState::to_template() const {
     for (const Node* node : nodes) {
       path.push_back({node->bytes, PyLong_Check(node->key.get()) != 0});
     }
-    made.add(names_.at(i), path, planned);
+    of->add(names_.at(i), path, planned);
+  }
+  planning::RankState made(std::move(of));
+  for (std::size_t i = 0; i < rows_.size(); ++i) {
+    if (rows_[i].kind != Kind::dtensor) continue;
+    const Box& here = box(rows_[i]);
+    if (here.is_here) made.set_box(i, extents_.at(here.offsets), extents_.at(here.sizes));
   }
   return made;
 }

@@ -72,7 +72,7 @@ class FlatState {
   /// parts.
   bool is_object(const Row& row) const;
   /// What a plan of a save depends on.
-  planning::StateTemplate to_template() const;
+  planning::RankState to_rank_state() const;
 
   /// Takes a value away; its row stays, without it.
   void remove(std::size_t number);

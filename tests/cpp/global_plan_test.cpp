@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <map>
+#include <memory>
 #include <random>
 #include <string>
 #include <vector>
@@ -13,37 +14,42 @@
 namespace torch_ckpt::planning {
 namespace {
 
-using test::add;
-using test::add_object;
-using test::add_tensor;
 using test::fails;
 using test::Kind;
 using test::ok;
-using test::row_of;
+using test::Rows;
 using test::Sizes;
+using test::states_of;
 
 /// What each rank writes, by name.
 std::vector<std::vector<std::string>> written(const GlobalPlan& plan) {
   std::vector<std::vector<std::string>> names(plan.ranks());
   for (std::size_t rank = 0; rank < plan.ranks(); ++rank) {
     for (const std::uint32_t row : plan.owned(rank)) {
-      names[rank].emplace_back(plan.of_rank(rank).name(row));
+      names[rank].emplace_back(plan.of_rank(rank).state().name(row));
     }
   }
   return names;
 }
 
+Rows some_rows() {
+  Rows rows;
+  rows.add_tensor("weight", {300, 1 << 20});
+  rows.add_tensor("scalar", {}, "int64");
+  rows.add_object("step");
+  rows.add_shard("w0", {8, 4}, {2, 0}, {2, 4});
+  rows.add_shard("w1", {8, 4}, {2, 0}, {2, 4});
+  rows.add_empty_shard("elsewhere", {8, 4});
+  rows.add_shard("w2", {7}, {3}, {4});
+  return rows;
+}
+
 TEST(StateTemplate, IsTheSameBehindItsBytes) {
-  StateTemplate made;
-  add_tensor(made, "weight", {300, 1 << 20});
-  add_tensor(made, "scalar", {}, "int64");
-  add_object(made, "step");
-  StateTemplate::Row row = row_of(made, Kind::shard, {8, 4}, {2, 0}, {2, 4});
+  StateTemplate made = some_rows().state().state();
+  StateTemplate::Row row;
   row.requires_grad = true;
   const std::vector<StateTemplate::PathPart> path = {{1, false}, {2, true}, {0, false}};
   made.add("a.10.", path, row);
-  row.is_here = false;
-  add(made, "elsewhere", row);
   const auto again = StateTemplate::decode(made.encode());
   ASSERT_TRUE(ok(again));
   ASSERT_EQ(again->size(), made.size());
@@ -52,37 +58,65 @@ TEST(StateTemplate, IsTheSameBehindItsBytes) {
     EXPECT_EQ(again->row(i), made.row(i));
     EXPECT_TRUE(std::ranges::equal(again->path(i), made.path(i)));
   }
-  EXPECT_TRUE(std::ranges::equal(again->extents(again->row(0).size), Sizes{300, 1 << 20}));
+  EXPECT_TRUE(std::ranges::equal(again->sizes(again->row(0)), Sizes{300, 1 << 20}));
   EXPECT_EQ(again->dtype(again->row(1)), "int64");
   EXPECT_EQ(again->encode(), made.encode());
 }
 
-TEST(StateTemplate, OfDamagedBytesIsRefused) {
-  StateTemplate made;
-  add_tensor(made, "weight", {3, 4});
-  add_object(made, "step");
-  const std::string bytes = made.encode();
-  for (std::size_t size = 0; size < bytes.size(); ++size) {
-    EXPECT_TRUE(fails(StateTemplate::decode(bytes.substr(0, size)), Errc::frame_damaged)) << size;
+TEST(RankState, IsTheSameBehindItsBytes) {
+  const RankState made = some_rows().state();
+  const auto again = RankState::decode(made.shared_template(), made.encode());
+  ASSERT_TRUE(ok(again));
+  for (std::size_t row = 0; row < made.size(); ++row) {
+    EXPECT_EQ(again->has(row), made.has(row)) << row;
+    EXPECT_EQ(again->bytes(row), made.bytes(row)) << row;
+    if (made.box(row) == RankState::kNone) continue;
+    EXPECT_TRUE(std::ranges::equal(again->offsets(again->box(row)), made.offsets(made.box(row))));
+    EXPECT_TRUE(std::ranges::equal(again->sizes(again->box(row)), made.sizes(made.box(row))));
   }
-  EXPECT_TRUE(fails(StateTemplate::decode(bytes + "."), Errc::frame_damaged));
+  EXPECT_EQ(made.bytes(3), 4u * 2 * 4);
+  EXPECT_EQ(again->encode(), made.encode());
+}
+
+TEST(StateTemplate, OfDamagedBytesIsRefused) {
+  const RankState made = some_rows().state();
+  const std::string of_template = made.state().encode();
+  const std::string of_rank = made.encode();
+  const auto decoded = [&](const std::string& first, const std::string& second) -> Result<> {
+    auto found = StateTemplate::decode(first);
+    if (!found) return std::move(found).error();
+    auto state =
+        RankState::decode(std::make_shared<const StateTemplate>(std::move(*found)), second);
+    if (!state) return std::move(state).error();
+    return {};
+  };
+  EXPECT_TRUE(ok(decoded(of_template, of_rank)));
+  for (std::size_t size = 0; size < of_template.size(); ++size) {
+    EXPECT_TRUE(fails(decoded(of_template.substr(0, size), of_rank), Errc::frame_damaged)) << size;
+  }
+  for (std::size_t size = 0; size < of_rank.size(); ++size) {
+    EXPECT_TRUE(fails(decoded(of_template, of_rank.substr(0, size)), Errc::frame_damaged)) << size;
+  }
+  EXPECT_TRUE(fails(decoded(of_template + ".", of_rank), Errc::frame_damaged));
+  EXPECT_TRUE(fails(decoded(of_template, of_rank + "."), Errc::frame_damaged));
   // Whatever the bytes say, it comes to an end.
   std::mt19937_64 random(7);
-  for (int round = 0; round < 2000; ++round) {
-    std::string damaged = bytes;
-    damaged[random() % damaged.size()] = static_cast<char>(random());
-    (void)StateTemplate::decode(damaged);
+  for (int round = 0; round < 4000; ++round) {
+    std::string damaged[2] = {of_template, of_rank};
+    std::string& one = damaged[round % 2];
+    one[random() % one.size()] = static_cast<char>(random());
+    (void)decoded(damaged[0], damaged[1]);
   }
 }
 
 TEST(GlobalPlan, WhatSeveralRanksHaveIsWrittenOnce) {
-  std::vector<StateTemplate> templates(4);
+  std::vector<Rows> ranks(4);
   for (int rank = 0; rank < 4; ++rank) {
-    for (int i = 0; i < 8; ++i) add_tensor(templates[rank], "t" + std::to_string(i), {100});
-    add_object(templates[rank], "step");
-    add_tensor(templates[rank], "of rank " + std::to_string(rank), {10});
+    for (int i = 0; i < 8; ++i) ranks[rank].add_tensor("t" + std::to_string(i), {100});
+    ranks[rank].add_object("step");
+    ranks[rank].add_tensor("of rank " + std::to_string(rank), {10});
   }
-  const auto plan = GlobalPlan::of(std::move(templates));
+  const auto plan = GlobalPlan::of(states_of(ranks));
   ASSERT_TRUE(ok(plan));
   std::map<std::string, int> times;
   for (const auto& of_rank : written(*plan)) {
@@ -98,14 +132,14 @@ TEST(GlobalPlan, WhatSeveralRanksHaveIsWrittenOnce) {
 }
 
 TEST(GlobalPlan, ReplicasGoToTheRankWithTheFewestBytes) {
-  std::vector<StateTemplate> templates(2);
-  add_tensor(templates[0], "alone", {1000});
-  for (StateTemplate& made : templates) {
-    add_tensor(made, "a", {400});
-    add_tensor(made, "b", {500});
-    add_tensor(made, "c", {200});
+  std::vector<Rows> ranks(2);
+  ranks[0].add_tensor("alone", {1000});
+  for (Rows& made : ranks) {
+    made.add_tensor("a", {400});
+    made.add_tensor("b", {500});
+    made.add_tensor("c", {200});
   }
-  const auto plan = GlobalPlan::of(std::move(templates));
+  const auto plan = GlobalPlan::of(states_of(ranks));
   ASSERT_TRUE(ok(plan));
   EXPECT_EQ(written(*plan), (std::vector<std::vector<std::string>>{{"alone"}, {"a", "b", "c"}}));
 }
@@ -119,25 +153,24 @@ TEST(GlobalPlan, EachElementOfAShardedTensorIsWrittenOnce) {
     const auto rows = static_cast<std::int64_t>(random() % 20);
     const auto each =
         (rows + static_cast<std::int64_t>(shards) - 1) / static_cast<std::int64_t>(shards);
-    std::vector<StateTemplate> templates(replicas * shards);
-    for (std::size_t rank = 0; rank < templates.size(); ++rank) {
+    std::vector<Rows> ranks(replicas * shards);
+    for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
       const auto begin = std::min(rows, each * static_cast<std::int64_t>(rank % shards));
       const auto end = std::min(rows, begin + each);
       for (const char* name : {"a", "b", "c"}) {
-        add(templates[rank], name,
-            row_of(templates[rank], Kind::shard, {rows, 3}, {begin, 0}, {end - begin, 3}));
+        ranks[rank].add_shard(name, {rows, 3}, {begin, 0}, {end - begin, 3});
       }
     }
-    const auto plan = GlobalPlan::of(std::move(templates));
+    const auto plan = GlobalPlan::of(states_of(ranks));
     ASSERT_TRUE(ok(plan)) << "seed " << seed;
     std::map<std::string, std::map<std::int64_t, int>> stored;
     for (std::size_t rank = 0; rank < plan->ranks(); ++rank) {
-      const StateTemplate& here = plan->of_rank(rank);
+      const RankState& here = plan->of_rank(rank);
       for (const std::uint32_t row : plan->owned(rank)) {
-        const std::int64_t begin = here.extents(here.row(row).offsets)[0];
-        const std::int64_t length = here.extents(here.row(row).sizes)[0];
+        const std::int64_t begin = here.offsets(here.box(row))[0];
+        const std::int64_t length = here.sizes(here.box(row))[0];
         for (std::int64_t i = begin; i < begin + length; ++i) {
-          ++stored[std::string(here.name(row))][i];
+          ++stored[std::string(here.state().name(row))][i];
         }
       }
     }
@@ -150,17 +183,17 @@ TEST(GlobalPlan, EachElementOfAShardedTensorIsWrittenOnce) {
 
 TEST(GlobalPlan, WhatDiffersBetweenRanksIsToldByNameAndRank) {
   const auto refusal = [](const auto& first, const auto& second) {
-    std::vector<StateTemplate> templates(2);
-    first(templates[0]);
-    second(templates[1]);
-    const auto plan = GlobalPlan::of(std::move(templates));
+    std::vector<Rows> ranks(2);
+    first(ranks[0]);
+    second(ranks[1]);
+    const auto plan = GlobalPlan::of(states_of(ranks));
     EXPECT_TRUE(fails(plan, Errc::invalid_argument));
     return plan ? std::string() : plan.error().message();
   };
-  const auto small = [](StateTemplate& made) { add_tensor(made, "w", {3}); };
-  const auto large = [](StateTemplate& made) { add_tensor(made, "w", {4}); };
-  const auto whole = [](StateTemplate& made) { add_tensor(made, "w", {3}, "int64"); };
-  const auto object = [](StateTemplate& made) { add_object(made, "w"); };
+  const auto small = [](Rows& made) { made.add_tensor("w", {3}); };
+  const auto large = [](Rows& made) { made.add_tensor("w", {4}); };
+  const auto whole = [](Rows& made) { made.add_tensor("w", {3}, "int64"); };
+  const auto object = [](Rows& made) { made.add_object("w"); };
   EXPECT_TRUE(refusal(small, large)
                   .starts_with("w: rank 0 has torch.float32 [3], rank 1 has torch.float32 [4]"));
   EXPECT_TRUE(refusal(small, whole)
@@ -170,17 +203,29 @@ TEST(GlobalPlan, WhatDiffersBetweenRanksIsToldByNameAndRank) {
 
 TEST(GlobalPlan, ShardsThatDoNotMakeUpTheTensorAreRefused) {
   const auto shards = [](std::vector<Sizes> begins_and_lengths) {
-    std::vector<StateTemplate> templates(begins_and_lengths.size());
-    for (std::size_t rank = 0; rank < templates.size(); ++rank) {
+    std::vector<Rows> ranks(begins_and_lengths.size());
+    for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
       const Sizes& place = begins_and_lengths[rank];
-      add(templates[rank], "w", row_of(templates[rank], Kind::shard, {8}, {place[0]}, {place[1]}));
+      ranks[rank].add_shard("w", {8}, {place[0]}, {place[1]});
     }
-    return GlobalPlan::of(std::move(templates));
+    return GlobalPlan::of(states_of(ranks));
   };
   EXPECT_TRUE(ok(shards({{0, 4}, {4, 4}})));
   EXPECT_TRUE(fails(shards({{0, 4}, {4, 3}}), Errc::invalid_argument));
   EXPECT_TRUE(fails(shards({{0, 5}, {4, 4}}), Errc::invalid_argument));
   EXPECT_TRUE(fails(shards({{0, 4}, {3, 4}}), Errc::invalid_argument));
+}
+
+TEST(GlobalPlan, ATensorThatIsCutAsAWholeOneButIsLargerIsRefused) {
+  std::vector<Rows> ranks(2);
+  for (std::int64_t rank = 0; rank < 2; ++rank) {
+    Rows& here = ranks[static_cast<std::size_t>(rank)];
+    here.add_shard("whole", {8}, {4 * rank}, {4});
+    here.add_shard("larger", {9}, {4 * rank}, {4});
+  }
+  const auto plan = GlobalPlan::of(states_of(ranks));
+  ASSERT_TRUE(fails(plan, Errc::invalid_argument));
+  EXPECT_TRUE(plan.error().message().starts_with("larger: the shards of all ranks have 8"));
 }
 
 }  // namespace

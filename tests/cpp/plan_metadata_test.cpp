@@ -16,25 +16,21 @@ namespace {
 
 using format::FileResult;
 using index::CheckpointIndex;
-using test::add;
-using test::add_object;
-using test::add_tensor;
 using test::fails;
-using test::Kind;
 using test::ok;
-using test::row_of;
+using test::Rows;
 using Files = std::vector<FileResult>;
 
 /// Two ranks with a sharded tensor, a plain one and a number.
 GlobalPlan plan_of_two() {
-  std::vector<StateTemplate> templates(2);
+  std::vector<Rows> ranks(2);
   for (std::size_t rank = 0; rank < 2; ++rank) {
     const auto begin = static_cast<std::int64_t>(4 * rank);
-    add(templates[rank], "w", row_of(templates[rank], Kind::shard, {8, 2}, {begin, 0}, {4, 2}));
-    add_tensor(templates[rank], "plain", {3});
-    add_object(templates[rank], "step");
+    ranks[rank].add_shard("w", {8, 2}, {begin, 0}, {4, 2});
+    ranks[rank].add_tensor("plain", {3});
+    ranks[rank].add_object("step");
   }
-  return GlobalPlan::of(std::move(templates)).value();
+  return GlobalPlan::of(test::states_of(ranks)).value();
 }
 
 /// Each rank's rows one behind the other in a file.

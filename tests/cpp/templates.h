@@ -1,44 +1,70 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
+#include <span>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "planning/state_template.h"
 
-// Templates for plans, row by row.
 namespace torch_ckpt::test {
 
+using planning::RankState;
 using planning::StateTemplate;
 using Kind = StateTemplate::Kind;
 using Sizes = std::vector<std::int64_t>;
 
-inline StateTemplate::Row row_of(StateTemplate& made, Kind kind, const Sizes& size,
-                                 const Sizes& offsets, const Sizes& sizes,
-                                 std::string_view dtype = "float32") {
-  StateTemplate::Row row;
-  row.kind = kind;
-  row.dtype = made.add_dtype(dtype);
-  row.size = made.add_extents(size);
-  row.offsets = made.add_extents(offsets);
-  row.sizes = made.add_extents(sizes);
-  row.bytes = 4;
-  for (const std::int64_t length : sizes) row.bytes *= static_cast<std::uint64_t>(length);
-  return row;
-}
+// What a rank has, row by row.
+class Rows {
+ public:
+  void add_tensor(std::string_view name, const Sizes& size, std::string_view dtype = "float32") {
+    add(name, Kind::tensor, size, dtype);
+  }
+  void add_object(std::string_view name) { add(name, Kind::object, {}, "float32"); }
+  void add_shard(std::string_view name, const Sizes& size, const Sizes& offsets, const Sizes& sizes,
+                 std::string_view dtype = "float32") {
+    boxes_.push_back({template_.size(), offsets, sizes});
+    add(name, Kind::shard, size, dtype);
+  }
+  /// Of which the rank has nothing.
+  void add_empty_shard(std::string_view name, const Sizes& size) {
+    add(name, Kind::shard, size, "float32");
+  }
 
-inline void add(StateTemplate& made, std::string_view name, const StateTemplate::Row& row) {
-  const StateTemplate::PathPart whole{static_cast<std::uint32_t>(name.size()), false};
-  made.add(name, {&whole, 1}, row);
-}
-inline void add_tensor(StateTemplate& made, std::string_view name, const Sizes& size,
-                       std::string_view dtype = "float32") {
-  add(made, name, row_of(made, Kind::tensor, size, Sizes(size.size()), size, dtype));
-}
-inline void add_object(StateTemplate& made, std::string_view name) {
-  StateTemplate::Row row;
-  row.kind = Kind::object;
-  add(made, name, row);
+  RankState state() const {
+    RankState made(std::make_shared<const StateTemplate>(template_));
+    for (const Part& part : boxes_) made.set_box(part.row, part.offsets, part.sizes);
+    return made;
+  }
+
+ private:
+  struct Part {
+    std::size_t row = 0;
+    Sizes offsets;
+    Sizes sizes;
+  };
+
+  void add(std::string_view name, Kind kind, const Sizes& size, std::string_view dtype) {
+    const StateTemplate::PathPart whole{static_cast<std::uint32_t>(name.size()), false};
+    StateTemplate::Row row;
+    row.kind = kind;
+    if (kind != Kind::object) {
+      row.dtype = template_.add_dtype(dtype, 4);
+      row.size = template_.add_size(size);
+    }
+    template_.add(name, {&whole, 1}, row);
+  }
+
+  StateTemplate template_;
+  std::vector<Part> boxes_;
+};
+
+inline std::vector<RankState> states_of(std::span<const Rows> ranks) {
+  std::vector<RankState> states;
+  for (const Rows& rows : ranks) states.push_back(rows.state());
+  return states;
 }
 
 }  // namespace torch_ckpt::test

@@ -183,10 +183,10 @@ def case_a_root_that_is_another_one_on_a_rank_is_no_step(launch: Launch) -> None
 
             def write(*args: Any) -> Any:
                 written = write_values(*args)
-                for place in written.places:
-                    file = writer.path / place[0]
+                for name in written.files.names:
+                    file = writer.path / name
                     if file.exists():
-                        file.rename(launch.path(f"elsewhere-{launch.rank}-{place[0]}"))
+                        file.rename(launch.path(f"elsewhere-{launch.rank}-{name}"))
                 return written
 
             writer.write_values = write

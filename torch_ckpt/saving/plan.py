@@ -49,7 +49,8 @@ Place = tuple[str, int, int, int]
 class Told:
     """What one rank has, as the others must know it."""
 
-    template: bytes  # of what the engine plans
+    template: bytes  # of what the engine plans, alike on most ranks
+    parts: bytes  # of its DTensors, which are here
     rest: SavePlan  # of all else, by torch's planner
 
 
@@ -89,14 +90,14 @@ class RankState:
             _require_values(self._flat.name(row), self._flat.value(row))
         self._planner = _torchs_planner()
         self._planner.set_up_planner(rest, storage_meta, is_coordinator)
-        self._template = _C.template_of(self._flat)
+        self._template, self._parts = _C.told_of(self._flat)
         known = structure_of(rest)
         #: What a plan depends on; None where that is not known.
-        self.structure: Any = None if known is None else (self._template, known)
+        self.structure: Any = None if known is None else (self._template, self._parts, known)
 
     def told(self) -> Told:
         """What other ranks must know of it."""
-        return Told(self._template, self._planner.create_local_plan())
+        return Told(self._template, self._parts, self._planner.create_local_plan())
 
     def plain_tensors(self) -> list[torch.Tensor]:
         """The tensors that are taken to be the same on all ranks."""
@@ -176,9 +177,9 @@ class GlobalPlan:
 
     @no_gc()
     def __init__(self, told: list[Told]) -> None:
-        self._templates = [of_rank.template for of_rank in told]
+        self._told = [(of_rank.template, of_rank.parts) for of_rank in told]
         try:
-            self._engine = _C.GlobalPlan(self._templates)
+            self._engine = _C.GlobalPlan(self._told)
         except ValueError as error:
             raise CheckpointError(str(error)) from None
         rest, self._rest_metadata = _torchs_planner().create_global_plan([t.rest for t in told])
@@ -186,8 +187,8 @@ class GlobalPlan:
 
     def has_names_of(self, other: GlobalPlan) -> bool:
         """Whether another plan writes the same, by the same ranks."""
-        return self is other or (self._templates, self._rest_indices()) == (
-            other._templates,
+        return self is other or (self._told, self._rest_indices()) == (
+            other._told,
             other._rest_indices(),
         )
 
