@@ -25,6 +25,7 @@ import torch
 import torch_ckpt
 
 from . import machine
+from .memory import measure_growth
 
 _ELEMENTS = 256
 
@@ -75,16 +76,18 @@ def _measure(figures: dict[str, list[float]], state: dict[str, torch.Tensor], pa
 
 
 def _measure_call(figures: dict[str, list[float]], name: str, call: Callable[[], Any]) -> None:
-    # Makes the most memory so far what is there now.
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _status_bytes("VmRSS")
-    began, used = time.perf_counter(), time.process_time()
-    kept = call()
-    figures.setdefault(f"{name}: seconds", []).append(time.perf_counter() - began)
-    figures.setdefault(f"{name}: CPU seconds", []).append(time.process_time() - used)
-    beyond = _status_bytes("VmHWM") - before
-    figures.setdefault(f"{name}: memory beyond the state, GB", []).append(beyond / 1e9)
-    del kept
+    taken: list[float] = []
+
+    def timed() -> None:
+        began, used = time.perf_counter(), time.process_time()
+        call()
+        taken[:] = time.perf_counter() - began, time.process_time() - used
+
+    before, peak = measure_growth(timed)
+    figures.setdefault(f"{name}: seconds", []).append(taken[0])
+    figures.setdefault(f"{name}: CPU seconds", []).append(taken[1])
+    beyond = (peak - before) / 1e9
+    figures.setdefault(f"{name}: memory beyond the state, GB", []).append(beyond)
 
 
 def _measure_background(
@@ -94,18 +97,10 @@ def _measure_background(
     state = {f"round {number}": torch.zeros(1), **state}
     for kind in ("first", "unchanged"):
         path = directory / "background" / f"{number}-{kind}"
-        options = {"sync_files": False, "warn_unchanged": False}
-        handle = torch_ckpt.async_save(state, path, **options)
+        handle = torch_ckpt.async_save(state, path, sync_files=False, warn_unchanged=False)
         handle.result()
         held = 1000 * handle.metrics().python_s
         figures.setdefault(f"async_save, {kind}: GIL held, ms", []).append(held)
-
-
-def _status_bytes(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return 1024 * int(line.split()[1])
-    raise RuntimeError(f"/proc/self/status has no {field}")
 
 
 if __name__ == "__main__":

@@ -16,10 +16,9 @@ import dataclasses
 import gc
 import json
 import os
-import resource
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,14 +34,15 @@ from torch_ckpt import _C
 from torch_ckpt.checkpoint.directory import OpenDirectory, Place
 from torch_ckpt.checkpoint.metadata import decode_index
 from torch_ckpt.checkpoint.saved_metadata import SavedMetadata
-from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS
+from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS, Ranks
 from torch_ckpt.ranks.store_thread import StoreThread
 from torch_ckpt.ranks.transport import OverStore
 from torch_ckpt.saving.items import Written
-from torch_ckpt.saving.plan import RankState
+from torch_ckpt.saving.plan import RankState, Told
 from torch_ckpt.saving.session import Answer, PlanCache, Posted
 
 from . import machine, ranks
+from .memory import measure_growth
 
 T = TypeVar("T")
 
@@ -76,6 +76,7 @@ class Simulation:
     Attributes:
         messages: that all ranks have sent in a save, by its kind.
         bytes: of these, and of the metadata.
+        growth: of this process, which has all messages, in bytes.
     """
 
     def __init__(self, world: int, tensors: int, stock: bool) -> None:
@@ -85,6 +86,7 @@ class Simulation:
         self.seconds: dict[str, list[float]] = {}
         self.bytes: dict[str, int] = {}
         self.messages: dict[str, int] = {}
+        self.growth: dict[str, int] = {}
         self._store = HashStore()
         self._asker = StoreThread()
         self._place = Place.of(OpenDirectory(os.curdir))
@@ -101,15 +103,26 @@ class Simulation:
     def run(self, steady: bool = False) -> None:
         """A first save, and one that reads its metadata; then one of the unchanged state."""
         caches = [PlanCache() for _ in range(self.world)]
-        data = self._save("first", caches)
+        data = self._measured("first", lambda: self._save("first", caches))
         self.bytes["metadata"] = len(data)
-        index = self._timed("reading the metadata", lambda: decode_index(data, "simulation"))
+        reading = partial(
+            self._timed, "reading the metadata", partial(decode_index, data, "of all")
+        )
+        index = self._measured("reading the metadata", reading)
         if steady:
-            again = decode_index(self._save("unchanged", caches), "simulation")
+            data = self._measured("unchanged", lambda: self._save("unchanged", caches))
+            again = decode_index(data, "of all")
             assert len(again) == len(index)
         if self.local_plans:
             planner = DefaultSavePlanner()
             self._timed("stock: plan", lambda: planner.create_global_plan(self.local_plans))
+
+    def _measured(self, what: str, work: Callable[[], T]) -> T:
+        """Keeps by how much the process has grown, at most."""
+        made: list[T] = []
+        before, peak = measure_growth(lambda: made.append(work()))
+        self.growth[what] = max(self.growth.get(what, 0), peak - before)
+        return made[0]
 
     def medians(self) -> dict[str, float]:
         """Seconds of each part."""
@@ -126,7 +139,15 @@ class Simulation:
         coordinator, cache = over[0], caches[0]
 
         def posted(rank: int) -> Posted:
-            return Posted(caches[rank].told(self.states[rank]), "simulation", self._place)
+            told = caches[rank].told(self.states[rank])
+            told = told.to_send(Ranks(over[rank])) if isinstance(told, Told) else told
+            return Posted(told, "simulation", self._place)
+
+        def planned(plans: list[Told | int]) -> Sequence[Any]:
+            ranks = Ranks(coordinator)
+            return cache.tasks_for(
+                [plan.received(ranks) if isinstance(plan, Told) else plan for plan in plans]
+            )
 
         def written(rank: int) -> Written:
             return self._written(rank, caches[rank])
@@ -143,7 +164,7 @@ class Simulation:
             return self._timed(f"{kind}: {part}", work)
 
         told = gathered("plan", posted)
-        tasks = timed("planned", lambda: cache.tasks_for([of_rank.plan for of_rank in told]))
+        tasks = timed("planned", lambda: planned([of_rank.plan for of_rank in told]))
         first = Answer(tasks[0], cache.last_number, "1")
         answers = [first if task is tasks[0] else first._replace(task=task) for task in tasks]
         timed("answered", lambda: coordinator.scatter(answers))
@@ -206,7 +227,6 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--out", type=Path, help="JSON file")
     options = parser.parse_args(arguments)
     simulation = Simulation(options.ranks, options.tensors, options.stock)
-    before = _peak_bytes()
     for _ in range(options.rounds):
         simulation.run(options.steady)
     found = {
@@ -216,9 +236,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "seconds": simulation.medians(),
         "bytes": simulation.bytes,
         "messages": simulation.messages,
-        # Of one process that plays all ranks.
-        "peak_memory_bytes": _peak_bytes(),
-        "peak_memory_bytes_before": before,
+        "growth_bytes": simulation.growth,
         "machine": dataclasses.asdict(machine.describe(Path.cwd())),
     }
     print(f"{options.ranks} ranks with {options.tensors} DTensors each")
@@ -228,13 +246,11 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         print(f"{part:40} {size:13,} bytes")
     for kind, count in simulation.messages.items():
         print(f"{kind + ': messages':40} {count:13,}")
+    for what, size in simulation.growth.items():
+        print(f"{what + ': memory':40} {size:13,} bytes")
     if options.out:
         options.out.write_text(json.dumps(found, indent=1) + "\n")
     return found
-
-
-def _peak_bytes() -> int:
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 if __name__ == "__main__":

@@ -44,7 +44,9 @@ def case_messages_of_a_save_are_those_of_the_simulation(launch: Launch) -> None:
     subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True)
     simulated = json.loads(out.read_text())
     for kind, (messages, size) in sent.items():
-        assert messages == simulated["messages"][kind]
+        # Several ranks may find at once that nobody has posted their template yet.
+        several = launch.size if kind == "first" else 1
+        assert 0 <= messages - simulated["messages"][kind] < several
         # Paths and checksum tables have other lengths there.
         assert 0.5 < size / simulated["bytes"][f"{kind}: messages"] < 2, (kind, size)
 

@@ -106,6 +106,16 @@ class Ranks:
         """
         return self._over.alive(counter)
 
+    def share(self, data: bytes) -> bytes | str:
+        """What stands for data in a value of ``local``, where other ranks have the same: it is sent
+        once. :meth:`shared` gives it back in ``combine``.
+        """
+        return self._over.share(data)
+
+    def shared(self, token: bytes | str) -> bytes:
+        """See :meth:`share`."""
+        return self._over.shared(token)
+
     @property
     def sent(self) -> tuple[int, int]:
         """What this rank has told others so far: messages, and bytes in them."""

@@ -8,12 +8,15 @@
    is given up by who has waited longest, who sets the verdict and answers in its place. Should the
    coordinator come back, it finds the verdict and does not commit.
 5. ``alive/{rank}`` is a sign of life when its value is another than at the last look.
-6. Who reads a key removes it. What several read is removed by the coordinator once ``bye/{rank}``
+6. What several ranks have alike is posted as ``shared/{digest}`` by who finds no such key; a value
+   then has the key. Several may at once.
+7. Who reads a key removes it. What several read is removed by the coordinator once ``bye/{rank}``
    says of each that it has read all it will.
 """
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 import threading
 import time
@@ -70,6 +73,15 @@ class Alone:
         """Every rank's value, or why there is none, on the coordinator; None elsewhere."""
         return [value]
 
+    def share(self, data: bytes) -> bytes | str:
+        """What stands for data in a value of gather, where other ranks have the same."""
+        return data
+
+    def shared(self, token: bytes | str) -> bytes:
+        """On the coordinator, after that gather: the data."""
+        assert isinstance(token, bytes)
+        return token
+
     def scatter(self, parts: list[Any] | None) -> Any:
         """To each rank its part of what the coordinator has."""
         return parts[0] if parts is not None else None
@@ -125,6 +137,7 @@ class OverStore(Alone):
         self._absent: list[int] = []  # ranks that come late, if at all
         self._verdicts: list[str] = []
         self._answers: list[str] = []
+        self._shared: dict[str, bytes] = {}
 
     def gather(self, step: str, value: Any) -> list[Any] | None:
         self._step = step
@@ -154,6 +167,19 @@ class OverStore(Alone):
         for rank, failure in failures.items():
             gathered[rank] = failure
         return gathered
+
+    def share(self, data: bytes) -> bytes | str:
+        self._ask(self._connect)
+        key = f"shared/{hashlib.sha256(data).hexdigest()}"
+        self._ask(self._set_unless_there, key, data)
+        return key
+
+    def shared(self, token: bytes | str) -> bytes:
+        assert isinstance(token, str)
+        if token not in self._shared:
+            self._shared[token] = self._ask(self._get, token)
+            self._answers.append(token)
+        return self._shared[token]
 
     def scatter(self, parts: list[Any] | None) -> Any:
         if parts is None:
@@ -319,6 +345,10 @@ class OverStore(Alone):
             self._store.set(f"{key}/{number}", data[start : start + _PIECE_BYTES])
         # Last, because it is what is waited for.
         self._store.set(key, str(len(starts)))
+
+    def _set_unless_there(self, key: str, data: bytes) -> None:
+        if not self._store.check([key]):
+            self._set(key, data)
 
     def _set_all(self, data: dict[str, bytes]) -> None:
         for key, value in data.items():

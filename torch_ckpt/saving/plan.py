@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import threading
@@ -21,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -36,6 +37,7 @@ from torch_ckpt.checkpoint.flat_state import flat_state
 from torch_ckpt.checkpoint.metadata import DCP_VERSION, index_of
 from torch_ckpt.checkpoint.objects import unpicklable, warn_of_what_will_not_load
 from torch_ckpt.errors import CheckpointError
+from torch_ckpt.ranks.meeting import Ranks
 from torch_ckpt.saving.items import Written, as_value, resolve
 from torch_ckpt.saving.structure import structure_of
 
@@ -49,9 +51,18 @@ Place = tuple[str, int, int, int]
 class Told:
     """What one rank has, as the others must know it."""
 
-    template: bytes  # of what the engine plans, alike on most ranks
+    template: bytes | str  # of what the engine plans, alike on most ranks; see Ranks.share
     parts: bytes  # of its DTensors, which are here
     rest: SavePlan  # of all else, by torch's planner
+
+    def to_send(self, ranks: Ranks) -> Told:
+        """The same, with what stands for its template."""
+        assert isinstance(self.template, bytes)
+        return dataclasses.replace(self, template=ranks.share(self.template))
+
+    def received(self, ranks: Ranks) -> Told:
+        """On the coordinator: the same with its template."""
+        return dataclasses.replace(self, template=ranks.shared(self.template))
 
 
 @dataclass
@@ -177,7 +188,8 @@ class GlobalPlan:
 
     @no_gc()
     def __init__(self, told: list[Told]) -> None:
-        self._told = [(of_rank.template, of_rank.parts) for of_rank in told]
+        # Templates have been received.
+        self._told = [(cast(bytes, of_rank.template), of_rank.parts) for of_rank in told]
         try:
             self._engine = _C.GlobalPlan(self._told)
         except ValueError as error:

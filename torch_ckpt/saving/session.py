@@ -138,7 +138,7 @@ def save_state(
     states: list[RankState] = []
 
     def in_full() -> Posted:
-        return Posted(states[0].told(), checksums=checksums_of_rank())
+        return Posted(states[0].told().to_send(ranks), checksums=checksums_of_rank())
 
     def plan_of_rank() -> Posted:
         plan = plan_locally()
@@ -170,12 +170,16 @@ def save_state(
         state = RankState(state_dict(), writer.storage_meta(), ranks.is_coordinator)
         states.append(state)
         writer.set_up_for_save(ranks.rank)
-        return cache.told(state)
+        told = cache.told(state)
+        return told.to_send(ranks) if isinstance(told, Told) else told
 
     def plan_globally(posted: list[Posted]) -> list[Answer]:
         _check_same_checkpoint([of_rank.identity for of_rank in posted])
         require_one_directory([of_rank.place for of_rank in posted])
-        tasks = cache.tasks_for([of_rank.plan for of_rank in posted])
+        plans = [of_rank.plan for of_rank in posted]
+        tasks = cache.tasks_for(
+            [plan.received(ranks) if isinstance(plan, Told) else plan for plan in plans]
+        )
         if tasks[0] != IN_FULL:
             compare_replicas([of_rank.checksums for of_rank in posted])
         first = Answer(tasks[0], cache.last_number, writer.tag)
