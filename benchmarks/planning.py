@@ -76,7 +76,6 @@ class Simulation:
     Attributes:
         messages: that all ranks have sent in a save, by its kind.
         bytes: of these, and of the metadata.
-        growth: of this process, which has all messages, in bytes.
     """
 
     def __init__(self, world: int, tensors: int, stock: bool) -> None:
@@ -86,7 +85,6 @@ class Simulation:
         self.seconds: dict[str, list[float]] = {}
         self.bytes: dict[str, int] = {}
         self.messages: dict[str, int] = {}
-        self.growth: dict[str, int] = {}
         self._store = HashStore()
         self._asker = StoreThread()
         self._place = Place.of(OpenDirectory(os.curdir))
@@ -103,26 +101,31 @@ class Simulation:
     def run(self, steady: bool = False) -> None:
         """A first save, and one that reads its metadata; then one of the unchanged state."""
         caches = [PlanCache() for _ in range(self.world)]
-        data = self._measured("first", lambda: self._save("first", caches))
+        data = self._save("first", caches)
         self.bytes["metadata"] = len(data)
-        reading = partial(
-            self._timed, "reading the metadata", partial(decode_index, data, "of all")
-        )
-        index = self._measured("reading the metadata", reading)
+        index = self._timed("reading the metadata", lambda: decode_index(data, "simulation"))
         if steady:
-            data = self._measured("unchanged", lambda: self._save("unchanged", caches))
-            again = decode_index(data, "of all")
+            again = decode_index(self._save("unchanged", caches), "simulation")
             assert len(again) == len(index)
         if self.local_plans:
             planner = DefaultSavePlanner()
             self._timed("stock: plan", lambda: planner.create_global_plan(self.local_plans))
 
-    def _measured(self, what: str, work: Callable[[], T]) -> T:
-        """Keeps by how much the process has grown, at most."""
-        made: list[T] = []
-        before, peak = measure_growth(lambda: made.append(work()))
-        self.growth[what] = max(self.growth.get(what, 0), peak - before)
-        return made[0]
+    def measure_memory(self, steady: bool = False) -> dict[str, int]:
+        """By how many bytes this process grows in each of these, messages of all ranks included."""
+        caches = [PlanCache() for _ in range(self.world)]
+        made: list[bytes] = []
+        works: dict[str, Callable[[], Any]] = {
+            "first": lambda: made.append(self._save("first", caches)),
+            "reading the metadata": lambda: decode_index(made[0], "simulation"),
+        }
+        if steady:
+            works["unchanged"] = lambda: self._save("unchanged", caches)
+        found = {}
+        for what, work in works.items():
+            before, peak = measure_growth(work)
+            found[what] = peak - before
+        return found
 
     def medians(self) -> dict[str, float]:
         """Seconds of each part."""
@@ -229,24 +232,26 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     simulation = Simulation(options.ranks, options.tensors, options.stock)
     for _ in range(options.rounds):
         simulation.run(options.steady)
+    seconds = simulation.medians()
+    growth = simulation.measure_memory(options.steady)
     found = {
         "ranks": options.ranks,
         "tensors": options.tensors,
         "rounds": options.rounds,
-        "seconds": simulation.medians(),
+        "seconds": seconds,
         "bytes": simulation.bytes,
         "messages": simulation.messages,
-        "growth_bytes": simulation.growth,
+        "growth_bytes": growth,
         "machine": dataclasses.asdict(machine.describe(Path.cwd())),
     }
     print(f"{options.ranks} ranks with {options.tensors} DTensors each")
-    for part, seconds in simulation.medians().items():
-        print(f"{part:40} {1000 * seconds:10.2f} ms")
+    for part, took in seconds.items():
+        print(f"{part:40} {1000 * took:10.2f} ms")
     for part, size in simulation.bytes.items():
         print(f"{part:40} {size:13,} bytes")
     for kind, count in simulation.messages.items():
         print(f"{kind + ': messages':40} {count:13,}")
-    for what, size in simulation.growth.items():
+    for what, size in growth.items():
         print(f"{what + ': memory':40} {size:13,} bytes")
     if options.out:
         options.out.write_text(json.dumps(found, indent=1) + "\n")

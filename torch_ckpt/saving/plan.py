@@ -237,9 +237,11 @@ class GlobalPlan:
     def describe_beside(self) -> None:
         """Begins with what metadata says of the plan alone, while the values are being written.
 
-        A thread does it, of which nobody waits for more than that.
+        A thread does it, where one can be started; nobody waits for more than that.
         """
-        threading.Thread(target=self.describe, name="torch_ckpt metadata", daemon=True).start()
+        thread = threading.Thread(target=self.describe, name="torch_ckpt metadata", daemon=True)
+        with suppress(RuntimeError):
+            thread.start()
 
     def describe(self) -> None:
         """Without the GIL. What fails is left to :meth:`encode`, which does it again."""
