@@ -63,7 +63,8 @@ py::object wait_for_files(ProcessChannel& channel, double seconds) {
   return py::cast(WrittenFiles(outcome->files));
 }
 
-using FileOfPython = std::tuple<std::string, std::string, std::vector<std::array<std::uint64_t, 4>>>;
+using FileOfPython =
+    std::tuple<std::string, std::string, std::vector<std::array<std::uint64_t, 4>>>;
 
 WrittenFiles written_files(const std::vector<FileOfPython>& given) {
   std::vector<format::FileResult> files;
