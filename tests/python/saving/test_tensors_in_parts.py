@@ -1,0 +1,48 @@
+"""Plain tensors that say of themselves which parts of a larger one they hold (torch 2.15)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import planner_helpers
+
+import torch_ckpt
+from torch_ckpt.checkpoint.metadata import read_metadata
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(planner_helpers, "CheckpointableTensor"), reason="torch knows no such tensors"
+)
+
+
+def in_parts(values: torch.Tensor) -> torch.Tensor:
+    """The two halves of a vector, in the other order and with padding between them."""
+    half = len(values) // 2
+    local: Any = torch.cat([values[half:], torch.full((1,), -1.0), values[:half]])
+    local.global_shape = (2 * half,)
+    local.global_offsets = ((half,), (0,))
+    local.local_offsets = ((0,), (half + 1,))
+    local.local_sizes = ((half,), (half,))
+    return local
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_the_parts_are_saved_and_not_the_tensor(tmp_path: Path, kept: bool) -> None:
+    values = torch.arange(6.0)
+    for number in range(2 if kept else 1):
+        torch_ckpt.save({"w": in_parts(values + number), "step": number}, tmp_path)
+    stored: Any = read_metadata(tmp_path).state_dict_metadata["w"]
+    assert tuple(stored.size) == (6,)
+    assert sorted(tuple(chunk.offsets) for chunk in stored.chunks) == [(0,), (3,)]
+    whole = {"w": torch.zeros(6)}
+    torch_ckpt.load(whole, tmp_path, names=["w"])
+    assert torch.equal(whole["w"], values + (1 if kept else 0))
+
+
+def test_the_parts_are_loaded_where_they_lie(tmp_path: Path) -> None:
+    torch_ckpt.save({"w": torch.arange(6.0)}, tmp_path)
+    target = in_parts(torch.zeros(6))
+    torch_ckpt.load({"w": target}, tmp_path)
+    assert torch.equal(target, in_parts(torch.arange(6.0)))
