@@ -8,8 +8,8 @@
    is given up by who has waited longest, who sets the verdict and answers in its place. Should the
    coordinator come back, it finds the verdict and does not commit.
 5. ``alive/{rank}`` is a sign of life when its value is another than at the last look.
-6. What several ranks have alike is posted as ``shared/{digest}`` by who finds no such key; a value
-   then has the key. Several may at once.
+6. What several ranks have alike is posted as ``shared/{digest}`` by who finds no such key, who
+   removes it at the end; a value has the key. Several may post it at once.
 7. Who reads a key removes it. What several read is removed by the coordinator once ``bye/{rank}``
    says of each that it has read all it will.
 """
@@ -138,6 +138,7 @@ class OverStore(Alone):
         self._verdicts: list[str] = []
         self._answers: list[str] = []
         self._shared: dict[str, bytes] = {}
+        self._shared_here: list[str] = []
 
     def gather(self, step: str, value: Any) -> list[Any] | None:
         self._step = step
@@ -178,7 +179,6 @@ class OverStore(Alone):
         assert isinstance(token, str)
         if token not in self._shared:
             self._shared[token] = self._ask(self._get, token)
-            self._answers.append(token)
         return self._shared[token]
 
     def scatter(self, parts: list[Any] | None) -> Any:
@@ -227,6 +227,8 @@ class OverStore(Alone):
         others = [rank for rank in range(1, self.size) if rank not in self._absent]
         with suppress(CheckpointException):
             self._ask(self._connect)
+            for key in self._shared_here:
+                self._ask(self._delete, key)
             if self.rank != 0:
                 self._ask(self._store.set, f"bye/{self.rank}", "bye")
             elif not self._await({rank: f"bye/{rank}" for rank in others}, timeout):
@@ -349,6 +351,7 @@ class OverStore(Alone):
     def _set_unless_there(self, key: str, data: bytes) -> None:
         if not self._store.check([key]):
             self._set(key, data)
+            self._shared_here.append(key)
 
     def _set_all(self, data: dict[str, bytes]) -> None:
         for key, value in data.items():

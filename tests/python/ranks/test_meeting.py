@@ -395,6 +395,36 @@ def test_a_save_that_fails_leaves_no_keys(any_store: dist.Store) -> None:
     assert any_store.num_keys() == 0
 
 
+def plan_of_what_is_alike(ranks: Ranks, fails_on: int | None = None) -> Any:
+    """What the coordinator has received of bytes that ranks have alike."""
+
+    def local() -> Any:
+        token = ranks.share(b"alike" if ranks.rank < 2 else b"other")
+        return fail("no") if ranks.rank == fails_on else token
+
+    try:
+        return ranks.reduce_scatter(
+            "plan", local, lambda tokens: [[ranks.shared(t) for t in tokens]] * len(tokens)
+        )
+    finally:
+        ranks.close(PATIENCE_SECONDS)
+
+
+def test_what_ranks_have_alike_reaches_the_coordinator(any_store: dist.Store) -> None:
+    received = together(ranks_of(any_store, 3, 5.0), plan_of_what_is_alike)
+    assert received == {rank: [b"alike", b"alike", b"other"] for rank in range(3)}
+    assert any_store.num_keys() == 0
+
+
+def test_what_ranks_have_alike_goes_with_a_step_that_fails(any_store: dist.Store) -> None:
+    together(ranks_of(any_store, 3, 5.0), lambda ranks: plan_of_what_is_alike(ranks, fails_on=2))
+    assert any_store.num_keys() == 0
+
+
+def test_a_process_alone_shares_with_nobody() -> None:
+    assert plan_of_what_is_alike(Ranks()) == [b"alike"]
+
+
 def saved_and_closed(ranks: Ranks) -> None:
     try:
         save(ranks)
