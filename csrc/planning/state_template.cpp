@@ -176,13 +176,10 @@ std::uint64_t RankState::bytes(std::size_t row) const {
 void RankState::set_box(std::size_t row, std::span<const std::int64_t> offsets,
                         std::span<const std::int64_t> sizes) {
   const Box box{extents_.intern(offsets), extents_.intern(sizes)};
-  // Rows of one shape mostly follow each other.
-  const auto found = std::find(boxes_.rbegin(), boxes_.rend(), box);
-  boxes_of_rows_[row] = static_cast<std::uint32_t>(boxes_.rend() - found - 1);
-  if (found == boxes_.rend()) {
-    boxes_of_rows_[row] = static_cast<std::uint32_t>(boxes_.size());
-    boxes_.push_back(box);
-  }
+  const auto [known, is_new] = box_numbers_.try_emplace(
+      (std::uint64_t{box.offsets} << 32) | box.sizes, static_cast<std::uint32_t>(boxes_.size()));
+  if (is_new) boxes_.push_back(box);
+  boxes_of_rows_[row] = known->second;
 }
 
 std::string RankState::encode() const {

@@ -6,6 +6,8 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "error.h"
@@ -76,8 +78,6 @@ class RankState {
   struct Box {
     std::uint32_t offsets = 0;
     std::uint32_t sizes = 0;
-
-    bool operator==(const Box&) const = default;
   };
   static constexpr std::uint32_t kNone = 0xffffffff;
 
@@ -118,6 +118,7 @@ class RankState {
   std::shared_ptr<const StateTemplate> template_;
   index::ExtentsTable extents_;
   std::vector<Box> boxes_;
+  std::unordered_map<std::uint64_t, std::uint32_t> box_numbers_;  // of a state that is made here
   std::vector<std::uint32_t> boxes_of_rows_;
 };
 
