@@ -28,7 +28,7 @@ class Part(IntEnum):
     COLLECTOR = auto()
     #: Calls of Megatron-shaped queues tell the other ranks that this one ends.
     CALLS = auto()
-    #: Plans of saves, which a thread of the parent's may be at work on.
+    #: Plans of saves, on which a thread of the parent's may be at work.
     PLANS = auto()
     #: Saves under way end, and the engine's threads with them.
     SAVES = auto()

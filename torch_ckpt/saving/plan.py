@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -234,17 +233,11 @@ class GlobalPlan:
         phases = json.dumps([of_rank.seconds for of_rank in written], separators=(",", ":"))
         return self._engine.encode(files, rest, texts, DCP_VERSION, phases)
 
-    def describe_beside(self) -> None:
-        """Begins with what metadata says of the plan alone, while the values are being written.
-
-        A thread does it, where one can be started; nobody waits for more than that.
-        """
-        thread = threading.Thread(target=self.describe, name="torch_ckpt metadata", daemon=True)
-        with suppress(RuntimeError):
-            thread.start()
-
     def describe(self) -> None:
-        """Without the GIL. What fails is left to :meth:`encode`, which does it again."""
+        """Encodes what metadata says of the plan alone, without the GIL; once.
+
+        What fails is left to :meth:`encode`, which does it again.
+        """
         if not self._rest_metadata.state_dict_metadata:
             with suppress(MemoryError):
                 self._engine.describe()

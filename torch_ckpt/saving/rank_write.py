@@ -107,6 +107,8 @@ class RankWrite:
         self._advice = advice
         self._trace = trace
         self._children = children
+        #: Called once while the engine writes, by the thread that waits for it.
+        self.meanwhile: Callable[[], None] = lambda: None
         self._save: _C.Save | None = None
         self._progress = Progress(0, 0, 0)
         self._is_cancelled = False
@@ -192,6 +194,7 @@ class RankWrite:
                     save.release_sources()
                     _C.fault_point("sources are copied", directory.path)
                     self._sources_copied()
+                self.meanwhile()
                 _wait_for(save.wait, rest, show)
                 _C.fault_point("files are written", directory.path)
         except BaseException:

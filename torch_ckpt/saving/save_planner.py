@@ -54,7 +54,6 @@ class SavePlanner(TorchsSavePlanner):
                     "on all ranks"
                 )
         plan_of_all = GlobalPlan([plan.planner_data for plan in all_plans])
-        plan_of_all.describe_beside()
         metadata = Metadata({})
         setattr(metadata, _PLAN, plan_of_all)
         return [_plan_with(task) for task in plan_of_all.tasks()], metadata

@@ -28,6 +28,7 @@ from torch_ckpt.ranks.meeting import Meeting, Ranks
 from torch_ckpt.saving.items import Written
 from torch_ckpt.saving.job import Job
 from torch_ckpt.saving.plan import GlobalPlan, RankState, StateDict, Task, Told
+from torch_ckpt.saving.rank_write import RankWrite
 from torch_ckpt.saving.replica_check import checksums_of, differing_tensors, told
 from torch_ckpt.saving.writer import FileSystemWriter
 
@@ -102,7 +103,6 @@ class PlanCache:
         ]
         plan = GlobalPlan(in_all)
         self.last_number, self.last_told, self.plan = self.last_number + 1, in_all, plan
-        plan.describe_beside()
         return plan.tasks()
 
     def keep(self, state: RankState, answer: Answer) -> Task:
@@ -198,11 +198,15 @@ def save_state(
         with device_streams():
             names, values = states[0].values(task, found)
         prefix = _C.choose_prefix(writer.directory, f"__{ranks.rank}_{answer.tag}")
+        engine_write = job.write if job is not None else RankWrite()
+        if cache.plan is not None:
+            engine_write.meanwhile = cache.plan.describe
+        if job is not None:
+            job.planned()
+            job.sources.forget_with(states[0].forget)
+        written = states[0].add_seconds(writer.write_values(prefix, names, values, engine_write))
         if job is None:
-            return states[0].add_seconds(writer.write_values(prefix, names, values))
-        job.planned()
-        job.sources.forget_with(states[0].forget)
-        written = states[0].add_seconds(writer.write_values(prefix, names, values, job.write))
+            return written
         try:
             job.written()
         except BaseException:

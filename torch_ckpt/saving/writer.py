@@ -356,7 +356,7 @@ class FileSystemWriter(StockWriter):
 
         Args:
             prefix, names, values: as for :meth:`RankWrite.run`.
-            write: that of a snapshot.
+            write: that of a snapshot, or one that has something to do meanwhile.
 
         Raises:
             OSError, SourceChanged: see :meth:`RankWrite.run`.
