@@ -18,7 +18,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,8 +38,8 @@ from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS, Ranks
 from torch_ckpt.ranks.store_thread import StoreThread
 from torch_ckpt.ranks.transport import OverStore
 from torch_ckpt.saving.items import Written
-from torch_ckpt.saving.plan import RankState, Told
-from torch_ckpt.saving.session import Answer, PlanCache, Posted
+from torch_ckpt.saving.plan import RankState
+from torch_ckpt.saving.session import PlanCache, Posted
 
 from . import machine, ranks
 from .memory import measure_growth
@@ -142,15 +142,8 @@ class Simulation:
         coordinator, cache = over[0], caches[0]
 
         def posted(rank: int) -> Posted:
-            told = caches[rank].told(self.states[rank])
-            told = told.to_send(Ranks(over[rank])) if isinstance(told, Told) else told
+            told = caches[rank].told(self.states[rank], Ranks(over[rank]))
             return Posted(told, "simulation", self._place)
-
-        def planned(plans: list[Told | int]) -> Sequence[Any]:
-            ranks = Ranks(coordinator)
-            return cache.tasks_for(
-                [plan.received(ranks) if isinstance(plan, Told) else plan for plan in plans]
-            )
 
         def written(rank: int) -> Written:
             return self._written(rank, caches[rank])
@@ -167,9 +160,7 @@ class Simulation:
             return self._timed(f"{kind}: {part}", work)
 
         told = gathered("plan", posted)
-        tasks = timed("planned", lambda: planned([of_rank.plan for of_rank in told]))
-        first = Answer(tasks[0], cache.last_number, "1")
-        answers = [first if task is tasks[0] else first._replace(task=task) for task in tasks]
+        answers = timed("planned", lambda: cache.answers(told, Ranks(coordinator), "1"))
         timed("answered", lambda: coordinator.scatter(answers))
         for rank in range(self.world):
             answer = answers[0] if rank == 0 else over[rank].scatter(None)

@@ -76,7 +76,7 @@ const CheckpointIndex::Entry* entry_of(const CheckpointIndex& index, const py::s
   return number ? &index.entries()[*number] : nullptr;
 }
 
-/// What torch_ckpt.checkpoint.index.Shard has of a shard.
+/// Offsets, sizes, file, offset and length there, and whether a transform was at work.
 py::tuple shard_of(const CheckpointIndex& index, const CheckpointIndex::Shard& shard) {
   const auto extents = [&](std::uint32_t id) {
     return id == CheckpointIndex::kNone ? py::tuple() : tuple_of(index.extents(id));

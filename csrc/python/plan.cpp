@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -33,12 +32,11 @@ using planning::RankState;
 using planning::StateTemplate;
 using tensors::FlatState;
 
-// A plan, and the metadata of its saves.
+// A plan, and the metadata of its saves, which come one after the other.
 struct SavePlan {
   explicit SavePlan(GlobalPlan made) : plan(std::move(made)), metadata(plan) {}
 
   const GlobalPlan plan;
-  std::mutex mutex;
   planning::PlanMetadata metadata;
 };
 
@@ -70,13 +68,13 @@ py::tuple told_of(const FlatState& state) {
   return py::make_tuple(py::bytes(of_template), py::bytes(of_rank));
 }
 
-void describe(SavePlan& save) {
-  const ReleasedGil released;
-  const std::lock_guard lock(save.mutex);
-  save.metadata.describe();
-}
-
 using Written = std::vector<const WrittenFiles*>;
+
+std::vector<planning::WrittenFiles> files_of(const Written& written) {
+  std::vector<planning::WrittenFiles> files;
+  for (const WrittenFiles* of_rank : written) files.emplace_back(of_rank->files);
+  return files;
+}
 
 py::bytes encoded(SavePlan& save, const Written& written, const index::CheckpointIndex* rest,
                   const std::vector<std::pair<std::string, std::optional<py::str>>>& meta,
@@ -87,14 +85,8 @@ py::bytes encoded(SavePlan& save, const Written& written, const index::Checkpoin
   for (const auto& [name, value] : meta) {
     extras.storage_meta.emplace_back(name, value ? std::optional(bytes_of(*value)) : std::nullopt);
   }
-  std::vector<planning::WrittenFiles> files;
-  for (const WrittenFiles* of_rank : written) files.emplace_back(of_rank->files);
-  // Until the pieces have been copied.
-  std::unique_lock lock(save.mutex, std::defer_lock);
-  const auto pieces = without_gil([&] {
-    lock.lock();
-    return save.metadata.encode(files, rest, extras);
-  });
+  const auto pieces =
+      without_gil([&] { return save.metadata.encode(files_of(written), rest, extras); });
   std::size_t size = 0;
   for (const std::string_view piece : pieces) size += piece.size();
   auto whole = py::reinterpret_steal<py::bytes>(
@@ -109,11 +101,9 @@ py::bytes encoded(SavePlan& save, const Written& written, const index::Checkpoin
 py::tuple changes_of(const SavePlan& save, const Written& before, const Written& now,
                      const py::str& counter) {
   const std::string ignored = bytes_of(counter);
-  std::vector<planning::WrittenFiles> files[2];
-  for (const WrittenFiles* of_rank : before) files[0].emplace_back(of_rank->files);
-  for (const WrittenFiles* of_rank : now) files[1].emplace_back(of_rank->files);
-  const planning::Changes changes = without_gil(
-      [&] { return planning::changes_between(save.plan, files[0], files[1], ignored); });
+  const planning::Changes changes = without_gil([&] {
+    return planning::changes_between(save.plan, files_of(before), files_of(now), ignored);
+  });
   py::dict unchanged;
   for (const auto& [group, names] : changes.unchanged) {
     py::list texts;
@@ -204,7 +194,8 @@ void bind_plan(py::module_& module) {
       .def("plain_names", &plain_names, py::arg("rank"))
       .def("paths", &paths_of)
       .def("changes", &changes_of, py::arg("before"), py::arg("now"), py::arg("counter"))
-      .def("describe", &describe)
+      .def(
+          "describe", [](SavePlan& save) { save.metadata.describe(); }, NoGil())
       .def("encode", &encoded, py::arg("written"), py::arg("rest"), py::arg("storage_meta"),
            py::arg("version"), py::arg("phases"));
 }

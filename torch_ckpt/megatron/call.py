@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-import weakref
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
@@ -15,6 +14,7 @@ from typing import Any, ClassVar
 from torch.distributed.checkpoint.api import WRAPPED_EXCEPTION, CheckpointException
 
 from torch_ckpt._base.life_cycle import Part, register
+from torch_ckpt._base.live_objects import LiveObjects
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.megatron.request import STEP, AsyncRequest, check_same
 from torch_ckpt.megatron.write_task import Stage
@@ -188,7 +188,7 @@ class Agreement:
     """How one call ends on all ranks."""
 
     # That have not come to their end.
-    _under_way: ClassVar[weakref.WeakSet[Agreement]] = weakref.WeakSet()
+    _under_way: ClassVar[LiveObjects[Agreement]] = LiveObjects()
 
     def __init__(self, call: Call, timeout: float, before: Lockstep | None) -> None:
         self._call = call
@@ -242,10 +242,10 @@ class Agreement:
         Those that have agreed are waited for until the others have heard of it, too.
         """
         _leaving.set()
-        for agreement in list(cls._under_way):
+        for agreement in cls._under_way:
             if not agreement._result.done():
                 agreement.cancel(agreement._call.aborted())
-        for agreement in list(cls._under_way):
+        for agreement in cls._under_way:
             agreement._thread.join(_LEAVE_SECONDS)
 
     # --- private ---------------------------------------------------------------------------------

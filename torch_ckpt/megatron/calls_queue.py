@@ -13,7 +13,6 @@ Nothing is forked, spawned or pickled.
 from __future__ import annotations
 
 import os
-import weakref
 from collections import deque
 from contextlib import suppress
 from typing import Any, ClassVar
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from torch_ckpt import _C
+from torch_ckpt._base.live_objects import LiveObjects
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt.megatron.call import Agreement, Call
 from torch_ckpt.megatron.request import AsyncRequest, priorities, staged_arguments
@@ -47,7 +47,7 @@ class AsyncCallsQueue:
             ``warmup_persistent_caller`` said, else as each writer says.
     """
 
-    _instances: ClassVar[weakref.WeakSet[AsyncCallsQueue]] = weakref.WeakSet()
+    _instances: ClassVar[LiveObjects[AsyncCallsQueue]] = LiveObjects()
     _default_background: ClassVar[Background | None] = None
 
     def __init__(

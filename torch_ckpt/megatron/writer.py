@@ -33,6 +33,7 @@ from torch.futures import Future
 
 from torch_ckpt import _C
 from torch_ckpt._base.cycle_collector import RelaxedGc, no_gc
+from torch_ckpt._base.live_objects import LiveObjects
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt._base.options import require_choice
 from torch_ckpt.checkpoint.directory import Place
@@ -84,7 +85,7 @@ class FileSystemWriterAsync(FileSystemWriter):
     can_run_decentralized_global_plan = True
 
     # Of this process, as long as somebody has them.
-    _made: ClassVar[weakref.WeakSet[FileSystemWriterAsync]] = weakref.WeakSet()
+    _made: ClassVar[LiveObjects[FileSystemWriterAsync]] = LiveObjects()
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_ckpt import _C
 from torch_ckpt._base.life_cycle import Part, register
+from torch_ckpt._base.live_objects import LiveObjects
 from torch_ckpt.ranks.calls import explained, meeting_of
 from torch_ckpt.ranks.meeting import Meeting, Ranks
 
@@ -293,7 +294,7 @@ def _before(number: int) -> Any:
     return handler
 
 
-_watches: weakref.WeakSet[PreemptionWatch] = weakref.WeakSet()
+_watches: LiveObjects[PreemptionWatch] = LiveObjects()
 _by_group: WeakKeyDictionary[dist.ProcessGroup, PreemptionWatch] = WeakKeyDictionary()
 _alone: list[PreemptionWatch] = []
 # How many watches there have been: a new one must not find the keys of the last one.
@@ -409,13 +410,13 @@ def current_watch(process_group: dist.ProcessGroup | None) -> PreemptionWatch | 
 
 def _close_all() -> None:
     # A thread that asks the store while Python ends would end with it.
-    for watch in list(_watches):
+    for watch in _watches:
         watch.close()
 
 
 def _leave_child() -> None:
     # There the signals mean what they did: loaders end their workers by them.
-    for watch in list(_watches):
+    for watch in _watches:
         watch._restore_handlers()
 
 

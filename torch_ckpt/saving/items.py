@@ -41,6 +41,11 @@ class Written:
     seconds: tuple[float, float, float] | None = None
 
 
+def names_of_files(written: list[Written]) -> set[str]:
+    """Of all ranks, in the checkpoint's directory."""
+    return {name for of_rank in written for name in of_rank.files.names}
+
+
 def resolve(
     planner: SavePlanner,
     item: WriteItem,

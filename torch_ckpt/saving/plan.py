@@ -187,10 +187,11 @@ class GlobalPlan:
 
     @no_gc()
     def __init__(self, told: list[Told]) -> None:
+        self.told = told
         # Templates have been received.
-        self._told = [(cast(bytes, of_rank.template), of_rank.parts) for of_rank in told]
+        texts = [(cast(bytes, of_rank.template), of_rank.parts) for of_rank in told]
         try:
-            self._engine = _C.GlobalPlan(self._told)
+            self._engine = _C.GlobalPlan(texts)
         except ValueError as error:
             raise CheckpointError(str(error)) from None
         rest, self._rest_metadata = _torchs_planner().create_global_plan([t.rest for t in told])
@@ -198,10 +199,7 @@ class GlobalPlan:
 
     def has_names_of(self, other: GlobalPlan) -> bool:
         """Whether another plan writes the same, by the same ranks."""
-        return self is other or (self._told, self._rest_indices()) == (
-            other._told,
-            other._rest_indices(),
-        )
+        return self is other or self._names() == other._names()
 
     def tasks(self) -> list[Task]:
         """By rank."""
@@ -288,8 +286,12 @@ class GlobalPlan:
         }
         return index_of(Metadata(described, storage_data=storage), "rest")
 
-    def _rest_indices(self) -> list[list[MetadataIndex]]:
-        return [[item.index for item in rest.items] for rest in self._rest]
+    def _names(self) -> list[tuple[Any, ...]]:
+        """By rank, what the engine plans and which items torch's planner does."""
+        return [
+            (told.template, told.parts, [item.index for item in rest.items])
+            for told, rest in zip(self.told, self._rest, strict=True)
+        ]
 
     def _of_rest(self, files: list[_C.WrittenFiles], rank: int) -> list[Place]:
         """Where a rank has stored what torch's planner plans: behind all else."""

@@ -25,7 +25,7 @@ from torch_ckpt.checkpoint.directory import Place, require_one_directory
 from torch_ckpt.checkpoint.saved_metadata import SavedMetadata
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.ranks.meeting import Meeting, Ranks
-from torch_ckpt.saving.items import Written
+from torch_ckpt.saving.items import Written, names_of_files
 from torch_ckpt.saving.job import Job
 from torch_ckpt.saving.plan import GlobalPlan, RankState, StateDict, Task, Told
 from torch_ckpt.saving.rank_write import RankWrite
@@ -68,7 +68,6 @@ class PlanCache:
         self.task: Task | None = None
         self.number = 0
         # The coordinator's.
-        self.last_told: list[Told] = []
         self.last_number = 0
         self.plan: GlobalPlan | None = None
 
@@ -82,27 +81,37 @@ class PlanCache:
         """A forked child plans for itself."""
         cls._of.clear()
 
-    def told(self, state: RankState) -> Told | int:
+    def told(self, state: RankState, ranks: Ranks) -> Told | int:
         """What a rank tells of its state: all of it, or the number of the plan that it has."""
         if self.task is not None and state.structure and state.structure == self.structure:
             return self.number
-        return state.told()
+        return state.told().to_send(ranks)
+
+    def answers(self, posted: list[Posted], ranks: Ranks, tag: str) -> list[Answer]:
+        """On the coordinator, by rank; one for all where all get the same."""
+        told = [of_rank.plan for of_rank in posted]
+        tasks = self._tasks_for(
+            [plan.received(ranks) if isinstance(plan, Told) else plan for plan in told]
+        )
+        first = Answer(tasks[0], self.last_number, tag)
+        return [first if task is tasks[0] else first._replace(task=task) for task in tasks]
 
     @no_gc()
-    def tasks_for(self, told: list[Told | int]) -> Sequence[Task | str | None]:
-        """On the coordinator the answers to what ranks have told; None: as in the plan before."""
+    def _tasks_for(self, told: list[Told | int]) -> Sequence[Task | str | None]:
+        """None: as in the plan before."""
         numbers = {of_rank for of_rank in told if isinstance(of_rank, int)}
         if not numbers <= {self.last_number}:
             return [IN_FULL] * len(told)
         if all(isinstance(of_rank, int) for of_rank in told):
             return [None] * len(told)
         _C.fault_point("plan of all ranks")
+        before = self.plan.told if self.plan is not None else []
         in_all = [
-            self.last_told[rank] if isinstance(of_rank, int) else of_rank
+            before[rank] if isinstance(of_rank, int) else of_rank
             for rank, of_rank in enumerate(told)
         ]
         plan = GlobalPlan(in_all)
-        self.last_number, self.last_told, self.plan = self.last_number + 1, in_all, plan
+        self.last_number, self.plan = self.last_number + 1, plan
         return plan.tasks()
 
     def keep(self, state: RankState, answer: Answer) -> Task:
@@ -170,20 +179,15 @@ def save_state(
         state = RankState(state_dict(), writer.storage_meta(), ranks.is_coordinator)
         states.append(state)
         writer.set_up_for_save(ranks.rank)
-        told = cache.told(state)
-        return told.to_send(ranks) if isinstance(told, Told) else told
+        return cache.told(state, ranks)
 
     def plan_globally(posted: list[Posted]) -> list[Answer]:
         _check_same_checkpoint([of_rank.identity for of_rank in posted])
         require_one_directory([of_rank.place for of_rank in posted])
-        plans = [of_rank.plan for of_rank in posted]
-        tasks = cache.tasks_for(
-            [plan.received(ranks) if isinstance(plan, Told) else plan for plan in plans]
-        )
-        if tasks[0] != IN_FULL:
+        answers = cache.answers(posted, ranks, writer.tag)
+        if answers[0].task != IN_FULL:
             compare_replicas([of_rank.checksums for of_rank in posted])
-        first = Answer(tasks[0], cache.last_number, writer.tag)
-        return [first if task is tasks[0] else first._replace(task=task) for task in tasks]
+        return answers
 
     answer = ranks.reduce_scatter("plan", plan_of_rank, plan_globally)
     if answer.task == IN_FULL:
@@ -218,7 +222,7 @@ def save_state(
         plan = cache.plan
         assert plan is not None
         data = plan.encode(written, writer.storage_meta())
-        writer.commit(data, {name for of_rank in written for name in of_rank.files.names})
+        writer.commit(data, names_of_files(written))
         saved = SavedMetadata(data, writer.destination, ranks.size)
         if job is not None:
             job.committed_items(plan, written)

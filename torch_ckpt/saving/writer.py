@@ -42,7 +42,14 @@ from torch_ckpt.checkpoint.metadata import (
 )
 from torch_ckpt.checkpoint.saved_metadata import decode_when_used
 from torch_ckpt.saving.background import Background
-from torch_ckpt.saving.items import Written, brought_with, keeps_default_lookup, resolve, results_of
+from torch_ckpt.saving.items import (
+    Written,
+    brought_with,
+    keeps_default_lookup,
+    names_of_files,
+    resolve,
+    results_of,
+)
 from torch_ckpt.saving.plan import GlobalPlan
 from torch_ckpt.saving.rank_write import RankWrite, WriteOptions
 from torch_ckpt.saving.save_planner import SavePlanner, global_plan_of
@@ -274,7 +281,7 @@ class FileSystemWriter(StockWriter):
         except BaseException:
             self.abandon()
             raise
-        self.commit(data, {name for of_rank in written for name in of_rank.files.names})
+        self.commit(data, names_of_files(written))
         decode_when_used(metadata, data)
 
     def storage_meta(self) -> StorageMeta | None:
