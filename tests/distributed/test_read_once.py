@@ -173,7 +173,8 @@ def case_read_once_fills_targets_of_all_kinds(launch: Launch) -> None:
     """Ranks differ in layout and dtype, so that what they read is not the same."""
     path = launch.path()
     names = ["dtype", "strided", "negated", "transposed", "inference", "parameter", "alike"]
-    save({name: tensor_of(name, 60, 70) for name in names}, path)
+    single = torch.zeros(3)[::2][:1]
+    save({name: tensor_of(name, 60, 70) for name in names} | {"single": torch.ones(1)}, path)
     odd = launch.rank % 2 == 1
     with torch.inference_mode():
         inference = torch.zeros(60, 70)
@@ -187,7 +188,9 @@ def case_read_once_fills_targets_of_all_kinds(launch: Launch) -> None:
         "alike": torch.zeros(60, 70, dtype=torch.float64),
     }
     for load in LOADERS:
-        load(state, path, read_once=True)
+        load({**state, "single": single}, path, read_once=True)
+        assert single.tolist() == [1.0]
+        single.zero_()
         for name, target in state.items():
             found = target.detach().float().nan_to_num(7)
             assert torch.equal(found, tensor_of(name, 60, 70).nan_to_num(7)), name

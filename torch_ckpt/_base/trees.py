@@ -112,12 +112,12 @@ def kind(leaf: Any) -> str:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's bytes, in one dimension: its memory where it is contiguous, else a copy's."""
+    """Return a tensor's bytes in one dimension: its memory if it is contiguous, else a copy's."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.itemsize in BITS:
         tensor = tensor.view(BITS[tensor.itemsize])
-    # Not reshape, which keeps the stride of what has one dimension.
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    # Not view or reshape: they keep the last stride of a single element, which may be any number.
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def host_pieces(data: torch.Tensor) -> Iterator[ctypes.Array[ctypes.c_char]]:

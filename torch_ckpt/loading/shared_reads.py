@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from torch_ckpt._base.cycle_collector import no_gc
+from torch_ckpt._base.trees import as_bytes
 from torch_ckpt.loading.dtypes import LostPrecision
 from torch_ckpt.loading.reading import BytesMoved, Reading, Row
 
@@ -238,7 +239,7 @@ def _send_all(
     for (owner, ranks), digests in sorted(routes.items()):
         if rank not in ranks:
             continue
-        parts = _batches((_as_bytes(targets[d]) for d in digests), min(BATCH_BYTES, max_bytes // 4))
+        parts = _batches((as_bytes(targets[d]) for d in digests), min(BATCH_BYTES, max_bytes // 4))
         for batch in parts:
             device = _device_of(group, batch[0].device)
             buffer = torch.empty(sum(p.numel() for p in batch), dtype=torch.uint8, device=device)
@@ -251,10 +252,6 @@ def _send_all(
             for part in batch:
                 part.copy_(buffer[begin : begin + part.numel()])
                 begin += part.numel()
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def _batches(tensors: Iterable[torch.Tensor], most: int) -> Iterator[list[torch.Tensor]]:

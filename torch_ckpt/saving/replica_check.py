@@ -171,8 +171,9 @@ def _checksum_of_sample(tensor: torch.Tensor) -> int:
     bits = bits.view(BITS[tensor.itemsize]) if tensor.itemsize in BITS else bits
     length = _SAMPLE_BYTES // _STRIPES // tensor.itemsize
     last = tensor.numel() - length
-    begins = torch.tensor([last * stripe // (_STRIPES - 1) for stripe in range(_STRIPES)])
-    indices = begins.unsqueeze(1) + torch.arange(length)
+    begins = [last * stripe // (_STRIPES - 1) for stripe in range(_STRIPES)]
+    first = torch.tensor(begins, device="cpu").unsqueeze(1)
+    indices = first + torch.arange(length, device="cpu")
     return _checksum(torch.take(bits, indices.to(tensor.device)))
 
 

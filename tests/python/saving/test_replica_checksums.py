@@ -22,6 +22,13 @@ def test_the_checksum_does_not_depend_on_how_a_tensor_lies_in_memory(
     assert sums[0] == sums[1] == sums[2] != bytes(4)
 
 
+@pytest.mark.parametrize("mode", ["warn", "error"])
+def test_a_single_element_has_the_same_checksum_with_any_stride(mode: str) -> None:
+    element = torch.arange(3.0)[1::2]
+    assert element.stride() == (2,)
+    assert checksums_of([element], mode) == checksums_of([torch.tensor([1.0])], mode)
+
+
 def test_the_first_and_the_last_item_of_a_large_tensor_are_looked_at() -> None:
     before = checksums_of([torch.zeros(1_000_003)], "warn")
     for place in (0, -1):
