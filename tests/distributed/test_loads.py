@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import torch_ckpt
 from tests.distributed.cases import (
@@ -45,6 +46,7 @@ from tests.distributed.loads import (
     stock_save,
 )
 from tests.support import assert_equal, data_files
+from torch_ckpt.checkpoint.coverage import chunks_here
 from torch_ckpt.errors import Corrupt, LoadMismatch
 
 # --- parts ----------------------------------------------------------------------------------------
@@ -163,6 +165,92 @@ def case_tensors_on_some_ranks_only_are_loaded_there(launch: Launch) -> None:
             estimate = torch_ckpt.estimate_read_memory(state, path, **options)
             wanted = target.to_local().nbytes if launch.rank < launch.size - 1 else 0
             assert estimate.target_bytes == 16 + wanted
+
+
+@on(4)
+def case_the_parts_of_a_strided_shard_are_the_elements_that_the_rank_has(launch: Launch) -> None:
+    mesh = mesh_2d(launch)
+    seed = 5
+    choice = random.Random(seed)
+    for number in range(200):
+        shape = (choice.randrange(1, 12), choice.randrange(1, 12))
+        dim, factor = choice.randrange(2), choice.randrange(1, 4)
+        other = choice.choice([Shard(0), Shard(1), Replicate()])
+        placements = [_StridedShard(dim, split_factor=factor), other]
+        if choice.random() < 0.5:
+            placements.reverse()
+        whole = torch.arange(shape[0] * shape[1]).view(shape)
+        tensor = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+        found = [
+            whole[tuple(slice(b, b + n) for b, n in zip(c.offsets, c.sizes, strict=True))]
+            for c in chunks_here(tensor)
+        ]
+        numbers = torch.cat([part.flatten() for part in found]).sort().values
+        context = f"seed {seed}, number {number}: {placements} of {shape}"
+        assert_equal(numbers, tensor.to_local().flatten().sort().values, context)
+
+
+@on(4)
+def case_strided_shards_of_fsdp_beside_tensor_parallelism_are_loaded(launch: Launch) -> None:
+    mesh = mesh_2d(launch)
+    whole = tensor_of("t", 11, 6)
+    placements = (_StridedShard(0, split_factor=2), Shard(0))
+
+    def sharded(tensor: torch.Tensor) -> DTensor:
+        return distribute_tensor(tensor.clone(), mesh, placements, src_data_rank=None)
+
+    for number, saver in enumerate((save, stock_save)):
+        path = launch.path(str(number))
+        saver({"t": sharded(whole)}, path)
+        for load in LOADERS:
+            target = sharded(torch.zeros(11, 6))
+            load({"t": target}, path)
+            assert_equal(target.to_local(), sharded(whole).to_local())
+            plain = torch.zeros(11, 6)
+            load({"t": plain}, path)
+            assert_equal(plain, whole)
+
+
+def case_a_strided_shard_whose_parts_are_not_consecutive_is_refused(launch: Launch) -> None:
+    mesh, path = mesh_1d(launch), launch.path()
+    whole = tensor_of("t", 4 * launch.size, 3)
+    save({"a": tensor_of("a", 2), "t": whole}, path)
+
+    def strided(tensor: torch.Tensor) -> DTensor:
+        placements = [_StridedShard(0, split_factor=2)]
+        return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
+
+    planners = {"planner": torch_ckpt.LoadPlanner()}
+    every: list[dict[str, Any]] = [{}, {"free_before_read": True}, {"zero_fill": True}]
+    loads: list[Callable[[StateDict], Any]] = [
+        *(lambda state, o=options: torch_ckpt.load(state, path, **o) for options in every),
+        lambda state: dcp.load(state, storage_reader=torch_ckpt.FileSystemReader(path)),
+        lambda state: dcp.load(state, storage_reader=torch_ckpt.FileSystemReader(path), **planners),
+    ]
+    for load in loads:
+        target = strided(torch.full_like(whole, 7.0))
+        state = {"a": torch.zeros(2), "t": target}
+        causes = failure_of(launch, lambda load=load, state=state: load(state))
+        assert set(causes) == set(range(launch.size))
+        for cause in causes.values():
+            assert "t: the elements that this rank has of the DTensor are not" in str(cause)
+        assert (target.to_local() == 7).all()
+        assert_equal(state["a"], torch.zeros(2))
+    target = strided(whole)
+    saves: list[Callable[[Path], Any]] = [
+        lambda path: torch_ckpt.save({"t": target}, path),
+        lambda path: torch_ckpt.async_save({"t": target}, path).result(60),
+        lambda path: dcp.save(
+            {"t": target},
+            storage_writer=torch_ckpt.FileSystemWriter(path),
+            planner=torch_ckpt.SavePlanner(),
+        ),
+    ]
+    for number, write in enumerate(saves):
+        path = launch.path(f"refused {number}")
+        causes = failure_of(launch, lambda write=write, path=path: write(path))
+        for cause in causes.values():
+            assert "t: the elements that this rank has of the DTensor are not" in str(cause)
 
 
 # --- damage ---------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from torch_ckpt import _C
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.formatting import some_of
-from torch_ckpt.checkpoint.coverage import chunks_here, require_cover
+from torch_ckpt.checkpoint.coverage import chunks_here, require_consecutive, require_cover
 from torch_ckpt.checkpoint.flat_state import flat_state
 from torch_ckpt.errors import LoadMismatch
 from torch_ckpt.loading.reader import FileSystemReader
@@ -380,6 +380,7 @@ class Load:
         if SIZES[self.reader.size_rule](has) != size:
             report.shapes.append((name, has, size))
             return "shape"
+        require_consecutive(name, value)
         _note_sizes(name, has, size, report)
         return "loaded"
 

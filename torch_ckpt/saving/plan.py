@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_ckpt import _C
 from torch_ckpt._base.cycle_collector import no_gc
+from torch_ckpt.checkpoint.coverage import require_consecutive
 from torch_ckpt.checkpoint.flat_state import flat_state
 from torch_ckpt.checkpoint.metadata import DCP_VERSION, index_of
 from torch_ckpt.checkpoint.objects import unpicklable, warn_of_what_will_not_load
@@ -80,7 +81,7 @@ class RankState:
         storage_meta: the writer's.
 
     Raises:
-        CheckpointError: a tensor has no values.
+        CheckpointError: a tensor has no values, or this rank's elements of it are not consecutive.
         ValueError: two values have the same name.
     """
 
@@ -94,6 +95,7 @@ class RankState:
         for row in self._flat.others():
             name, value = self._flat.name(row), self._flat.value(row)
             _require_values(name, value)
+            require_consecutive(name, value)
             if not self._flat.is_object(row):
                 rest[name] = value
         for row in self._flat.on_meta():
