@@ -23,9 +23,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch._utils import _get_device_module
-from torch.distributed.checkpoint import _version
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint._traverse import set_element, traverse_state_dict_v_2_3
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -427,16 +425,16 @@ def _note_sizes(name: str, has: torch.Size, wants: torch.Size, report: LoadRepor
 
 
 def _flattened_as_2_3(values: StateDict) -> dict[str, tuple[Any, Any]]:
-    """Path and value by the names that torch up to 2.3 gave them."""
-    before = _version._derived_version
-    _version._derived_version = "2_3"
-    try:
-        flat, paths = flatten_state_dict(values)
-    except ValueError:
-        return {}
-    finally:
-        _version._derived_version = before
-    return {name: (paths[name], value) for name, value in flat.items()}
+    """Map the names that torch up to 2.3 gave values to their paths and the values.
+
+    Returns:
+        Nothing if two values would have the same name: torch 2.3 refused to save them.
+    """
+    found: list[tuple[tuple[Any, ...], Any]] = []
+    # Not flatten_state_dict, whose version is a global of torch that other threads' saves obey.
+    traverse_state_dict_v_2_3(values, lambda path, value: found.append((path, value)))
+    flat = {".".join(map(str, path)): (path, value) for path, value in found}
+    return flat if len(flat) == len(found) else {}
 
 
 class _Chosen:

@@ -287,6 +287,22 @@ def test_checkpoints_with_the_names_of_torch_2_3_are_loaded(
     assert_equal(loaded, state)
 
 
+def test_a_load_with_the_names_of_torch_2_3_leaves_the_names_of_other_threads_alone(
+    of_torch_2_3: tuple[Path, StateDict],
+) -> None:
+    class Watching(dict[str, Any]):
+        def items(self) -> Any:
+            versions.add(_version._derived_version)
+            return super().items()
+
+    versions: set[str | None] = set()
+    path, state = of_torch_2_3
+    loaded = {key: Watching(value) for key, value in emptied(state).items()}
+    load(loaded, path)
+    assert_equal(dict(loaded["options"]), state["options"])
+    assert versions == {None}
+
+
 @pytest.mark.parametrize("ask", [torch_ckpt.preflight, torch_ckpt.estimate_read_memory])
 def test_asking_about_no_checkpoint_is_an_error_of_its_own(tmp_path: Path, ask: Any) -> None:
     with pytest.raises(FileNotFoundError, match="no committed checkpoint"):
