@@ -193,6 +193,7 @@ def start_save(
     values: list[Any],
     *,
     buckets: int,
+    bytes_per_bucket: int = 0,
     file_per_item: bool,
     separation_hint: str,
     chunk_bytes: int,

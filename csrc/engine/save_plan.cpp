@@ -4,8 +4,6 @@
 #include <iterator>
 #include <utility>
 
-#include "planning/buckets.h"
-
 namespace torch_ckpt::engine {
 namespace {
 

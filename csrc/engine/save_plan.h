@@ -7,6 +7,7 @@
 #include "engine/save_session.h"
 #include "error.h"
 #include "format/tensor_pickle.h"
+#include "planning/buckets.h"
 #include "staging/source.h"
 
 namespace torch_ckpt::engine {
@@ -19,9 +20,9 @@ struct SaveItem {
 };
 
 struct NamingOptions {
-  std::string prefix;          // "__{rank}_"
-  std::size_t buckets = 1;     // files, where items share files
-  bool file_per_item = false;  // one file for each item instead
+  std::string prefix;             // "__{rank}_"
+  planning::BucketCount buckets;  // files, where items share files
+  bool file_per_item = false;     // one file for each item instead
   std::string separation_hint;
 };
 

@@ -7,9 +7,18 @@
 namespace torch_ckpt::planning {
 namespace {
 
+std::size_t number_of_buckets(std::span<const ItemSize> items,
+                              const std::vector<std::size_t>& subset, BucketCount count) {
+  if (count.bytes_each == 0) return std::max<std::size_t>(count.most, 1);
+  std::uint64_t bytes = 0;
+  for (const std::size_t index : subset) bytes += items[index].bytes;
+  const std::uint64_t begun = bytes / count.bytes_each + (bytes % count.bytes_each != 0 ? 1 : 0);
+  return std::max<std::uint64_t>(std::min<std::uint64_t>(begun, count.most), 1);
+}
+
 std::vector<Bucket> split_subset(std::span<const ItemSize> items,
-                                 const std::vector<std::size_t>& subset, std::size_t count) {
-  std::vector<Bucket> buckets(std::max<std::size_t>(count, 1));
+                                 const std::vector<std::size_t>& subset, BucketCount count) {
+  std::vector<Bucket> buckets(number_of_buckets(items, subset, count));
   std::vector<std::uint64_t> filled(buckets.size(), 0);
   std::vector<std::size_t> tensors;
   std::size_t next = 0;
@@ -42,7 +51,7 @@ std::vector<Bucket> split_subset(std::span<const ItemSize> items,
 
 }  // namespace
 
-std::vector<Bucket> split_by_size(std::span<const ItemSize> items, std::size_t count) {
+std::vector<Bucket> split_by_size(std::span<const ItemSize> items, BucketCount count) {
   std::vector<std::size_t> all(items.size());
   for (std::size_t i = 0; i < all.size(); ++i) all[i] = i;
   return split_subset(items, all, count);
@@ -50,26 +59,27 @@ std::vector<Bucket> split_by_size(std::span<const ItemSize> items, std::size_t c
 
 Result<std::vector<NamedBucket>> split_with_hint(std::span<const ItemSize> items,
                                                  std::span<const std::string> names,
-                                                 std::size_t count, std::string_view hint) {
+                                                 BucketCount count, std::string_view hint) {
   std::vector<NamedBucket> result;
   if (hint.empty()) {
     for (auto& bucket : split_by_size(items, count)) result.push_back({"", std::move(bucket)});
     return result;
   }
-  if (count < 2) {
+  if (count.most < 2) {
     return format_error(Errc::invalid_argument,
                         "separation_hint needs thread_count >= 2 (one file for each side), got " +
-                            std::to_string(count));
+                            std::to_string(count.most));
   }
+  const BucketCount half{count.most / 2, count.bytes_each};
   std::vector<std::size_t> hinted;
   std::vector<std::size_t> others;
   for (std::size_t i = 0; i < items.size(); ++i) {
     (std::string_view(names[i]).starts_with(hint) ? hinted : others).push_back(i);
   }
-  for (auto& bucket : split_subset(items, others, count / 2)) {
+  for (auto& bucket : split_subset(items, others, half)) {
     result.push_back({"", std::move(bucket)});
   }
-  for (auto& bucket : split_subset(items, hinted, count / 2)) {
+  for (auto& bucket : split_subset(items, hinted, half)) {
     result.push_back({std::string(hint), std::move(bucket)});
   }
   return result;

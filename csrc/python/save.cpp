@@ -66,16 +66,18 @@ void add_value(tensors::SaveSources& sources, const py::handle& name, bool is_na
 
 std::unique_ptr<TensorSave> start_save(const os::Directory& directory, const std::string& prefix,
                                        const py::list& names, const py::list& values,
-                                       std::size_t buckets, bool file_per_item,
-                                       const std::string& separation_hint, std::size_t chunk_bytes,
-                                       std::size_t max_host_bytes, const py::object& direct_io,
-                                       bool sync, const py::object& background) {
+                                       std::size_t buckets, std::uint64_t bytes_per_bucket,
+                                       bool file_per_item, const std::string& separation_hint,
+                                       std::size_t chunk_bytes, std::size_t max_host_bytes,
+                                       const py::object& direct_io, bool sync,
+                                       const py::object& background) {
   if (names.size() != values.size()) throw py::value_error("one name for each value");
   tensors::SaveSources sources;
   for (std::size_t i = 0; i < values.size(); ++i) {
     add_value(sources, names[i], !separation_hint.empty(), values[i]);
   }
-  const engine::NamingOptions naming{prefix, buckets, file_per_item, separation_hint};
+  const engine::NamingOptions naming{
+      prefix, {buckets, bytes_per_bucket}, file_per_item, separation_hint};
   engine::SaveOptions options;
   options.parallel_files = buckets;
   options.chunk_bytes = chunk_bytes;
@@ -172,9 +174,10 @@ void bind_save(py::module_& module) {
       },
       py::arg("tensors"));
   module.def("start_save", &start_save, py::arg("directory"), py::arg("prefix"), py::arg("names"),
-             py::arg("values"), py::kw_only(), py::arg("buckets"), py::arg("file_per_item"),
-             py::arg("separation_hint"), py::arg("chunk_bytes"), py::arg("max_host_bytes"),
-             py::arg("direct_io"), py::arg("sync"), py::arg("background"));
+             py::arg("values"), py::kw_only(), py::arg("buckets"), py::arg("bytes_per_bucket") = 0,
+             py::arg("file_per_item"), py::arg("separation_hint"), py::arg("chunk_bytes"),
+             py::arg("max_host_bytes"), py::arg("direct_io"), py::arg("sync"),
+             py::arg("background"));
   py::class_<TensorSave>(module, "Save")
       .def("wait", &wait_by<&TensorSave::wait>, py::arg("seconds"))
       .def("wait_staged", &wait_by<&TensorSave::wait_staged>, py::arg("seconds"))

@@ -52,42 +52,42 @@ std::vector<ItemSize> random_tensors(Random& random, std::size_t most, std::uint
 
 TEST(Buckets, TheLargestGoesFirstAndEachOntoTheEmptiest) {
   const auto items = tensors({10, 70, 40, 30, 50});
-  EXPECT_EQ(split_by_size(items, 2), (std::vector<Bucket>{{1, 3}, {4, 2, 0}}));
+  EXPECT_EQ(split_by_size(items, {2}), (std::vector<Bucket>{{1, 3}, {4, 2, 0}}));
 }
 
 TEST(Buckets, BalanceCountsBytesAndNotItems) {
   const auto items = tensors({1000, 1, 1, 1, 1, 1, 1});
-  EXPECT_EQ(split_by_size(items, 2), (std::vector<Bucket>{{0}, {1, 2, 3, 4, 5, 6}}));
+  EXPECT_EQ(split_by_size(items, {2}), (std::vector<Bucket>{{0}, {1, 2, 3, 4, 5, 6}}));
 }
 
 TEST(Buckets, ItemsOfOneSizeKeepTheirOrder) {
   const std::vector<ItemSize> items(300, ItemSize{5, true});
-  const auto buckets = split_by_size(items, 3);
+  const auto buckets = split_by_size(items, {3});
   for (std::size_t i = 0; i < items.size(); ++i) ASSERT_EQ(buckets[i % 3][i / 3], i);
 }
 
 TEST(Buckets, BytesItemsGoRoundRobinAndLieBeforeTheTensors) {
   const std::vector<ItemSize> items{{9, true}, {1, false}, {1, false}, {8, true}, {1, false}};
-  EXPECT_EQ(split_by_size(items, 2), (std::vector<Bucket>{{1, 4, 3}, {2, 0}}));
+  EXPECT_EQ(split_by_size(items, {2}), (std::vector<Bucket>{{1, 4, 3}, {2, 0}}));
 }
 
 TEST(Buckets, TensorsFillUpWhatLargeBytesItemsLeftUneven) {
   const std::vector<ItemSize> items{{100, false}, {1, false}, {60, true}, {30, true}};
-  EXPECT_EQ(split_by_size(items, 2), (std::vector<Bucket>{{0}, {1, 2, 3}}));
+  EXPECT_EQ(split_by_size(items, {2}), (std::vector<Bucket>{{0}, {1, 2, 3}}));
 }
 
 TEST(Buckets, OneBucketKeepsThePlansOrder) {
   const std::vector<ItemSize> items{{1, true}, {7, false}, {900, true}, {3, false}, {50, true}};
-  EXPECT_EQ(split_by_size(items, 1), (std::vector<Bucket>{{1, 3, 0, 2, 4}}));
+  EXPECT_EQ(split_by_size(items, {1}), (std::vector<Bucket>{{1, 3, 0, 2, 4}}));
 }
 
 TEST(Buckets, NoBucketsIsOneBucket) {
-  EXPECT_EQ(split_by_size(tensors({1, 2}), 0), (std::vector<Bucket>{{0, 1}}));
+  EXPECT_EQ(split_by_size(tensors({1, 2}), {0}), (std::vector<Bucket>{{0, 1}}));
 }
 
 TEST(Buckets, FewerItemsThanBucketsLeavesEmptyOnes) {
-  EXPECT_EQ(split_by_size(tensors({4}), 3), (std::vector<Bucket>{{0}, {}, {}}));
-  EXPECT_EQ(split_by_size({}, 2), (std::vector<Bucket>{{}, {}}));
+  EXPECT_EQ(split_by_size(tensors({4}), {3}), (std::vector<Bucket>{{0}, {}, {}}));
+  EXPECT_EQ(split_by_size({}, {2}), (std::vector<Bucket>{{}, {}}));
 }
 
 TEST(Buckets, EveryItemIsInExactlyOneBucket) {
@@ -97,7 +97,7 @@ TEST(Buckets, EveryItemIsInExactlyOneBucket) {
     auto items = random_tensors(random, 60, 1000);
     for (ItemSize& item : items) item.is_tensor = random.coin();
     Bucket all;
-    for (const Bucket& bucket : split_by_size(items, random.between(1, 9))) {
+    for (const Bucket& bucket : split_by_size(items, {random.between(1, 9)})) {
       all.insert(all.end(), bucket.begin(), bucket.end());
     }
     std::sort(all.begin(), all.end());
@@ -112,7 +112,7 @@ TEST(Buckets, TheSameItemsAreSplitTheSameWayEveryTime) {
   SCOPED_TRACE(random.seed_text());
   for (int round = 0; round < 100; ++round) {
     const auto items = random_tensors(random, 100, 4);  // many ties
-    ASSERT_EQ(split_by_size(items, 7), split_by_size(items, 7));
+    ASSERT_EQ(split_by_size(items, {7}), split_by_size(items, {7}));
   }
 }
 
@@ -125,7 +125,7 @@ TEST(Buckets, TheFullestBucketIsWithinFourThirdsOfTheBestPossible) {
     std::vector<std::uint64_t> filled(count, 0);
     const std::uint64_t best = optimum(items, count, 0, filled, ~std::uint64_t{0});
     // Graham's bound 4/3 - 1/(3 count), in whole numbers.
-    ASSERT_LE(3 * count * fullest(split_by_size(items, count), items), (4 * count - 1) * best)
+    ASSERT_LE(3 * count * fullest(split_by_size(items, {count}), items), (4 * count - 1) * best)
         << "round " << round << ", " << count << " buckets";
   }
 }
@@ -140,14 +140,36 @@ TEST(Buckets, ManyTensorsLeaveNoBucketMoreThanOneTensorAboveTheMean) {
     std::iota(all.begin(), all.end(), std::size_t{0});
     std::uint64_t largest = 0;
     for (const ItemSize& item : items) largest = std::max(largest, item.bytes);
-    ASSERT_LE(fullest(split_by_size(items, count), items), bytes_in(all, items) / count + largest);
+    ASSERT_LE(fullest(split_by_size(items, {count}), items),
+              bytes_in(all, items) / count + largest);
   }
+}
+
+TEST(Buckets, OneIsMadeForEachShareOfBytesThatBegins) {
+  const auto buckets_of = [](std::uint64_t bytes) {
+    return split_by_size(tensors({bytes}), {.most = 3, .bytes_each = 100}).size();
+  };
+  EXPECT_EQ(buckets_of(0), 1);
+  EXPECT_EQ(buckets_of(100), 1);
+  EXPECT_EQ(buckets_of(101), 2);
+  EXPECT_EQ(buckets_of(301), 3);
+  EXPECT_EQ(buckets_of(~std::uint64_t{0}), 3);
+}
+
+TEST(SeparationHint, EachSideHasBucketsForItsOwnBytes) {
+  const auto items = tensors({90, 80, 1});
+  const std::vector<std::string> names{"model.a", "model.b", "optim.a"};
+  const auto split = split_with_hint(items, names, {.most = 4, .bytes_each = 100}, "optim");
+  ASSERT_TRUE(test::ok(split));
+  std::vector<Bucket> buckets;
+  for (const NamedBucket& bucket : *split) buckets.push_back(bucket.items);
+  EXPECT_EQ(buckets, (std::vector<Bucket>{{0}, {1}, {2}}));
 }
 
 TEST(SeparationHint, HintedItemsGetTheirOwnHalfOfTheFiles) {
   const auto items = tensors({8, 7, 6, 5});
   const std::vector<std::string> names{"optim.a", "model.a", "optim.b", "model.b"};
-  const auto split = split_with_hint(items, names, 4, "optim");
+  const auto split = split_with_hint(items, names, {4}, "optim");
   ASSERT_TRUE(test::ok(split));
   std::vector<std::string> prefixes;
   std::vector<Bucket> buckets;
@@ -162,7 +184,7 @@ TEST(SeparationHint, HintedItemsGetTheirOwnHalfOfTheFiles) {
 TEST(SeparationHint, AnOddFileIsNotUsed) {
   const auto items = tensors({1, 1});
   const std::vector<std::string> names{"model", "optim"};
-  const auto split = split_with_hint(items, names, 5, "optim");
+  const auto split = split_with_hint(items, names, {5}, "optim");
   ASSERT_TRUE(test::ok(split));
   EXPECT_EQ(split->size(), 4);
 }
@@ -170,7 +192,7 @@ TEST(SeparationHint, AnOddFileIsNotUsed) {
 TEST(SeparationHint, OnlyTheBeginningOfANameCounts) {
   const auto items = tensors({2, 1});
   const std::vector<std::string> names{"my.optim", "optim"};
-  const auto split = split_with_hint(items, names, 2, "optim");
+  const auto split = split_with_hint(items, names, {2}, "optim");
   ASSERT_TRUE(test::ok(split));
   EXPECT_EQ((*split)[0].items, Bucket{0});
   EXPECT_EQ((*split)[1].items, Bucket{1});
@@ -178,9 +200,9 @@ TEST(SeparationHint, OnlyTheBeginningOfANameCounts) {
 
 TEST(SeparationHint, AnEmptyHintSeparatesNothing) {
   const auto items = tensors({3, 2, 1});
-  const auto split = split_with_hint(items, {}, 2, "");
+  const auto split = split_with_hint(items, {}, {2}, "");
   ASSERT_TRUE(test::ok(split));
-  const auto plain = split_by_size(items, 2);
+  const auto plain = split_by_size(items, {2});
   ASSERT_EQ(split->size(), plain.size());
   for (std::size_t i = 0; i < plain.size(); ++i) {
     EXPECT_EQ((*split)[i].prefix, "");
@@ -192,7 +214,7 @@ TEST(SeparationHint, OneFileIsRefusedWithAReason) {
   const auto items = tensors({1});
   const std::vector<std::string> names{"a"};
   for (const std::size_t count : {0U, 1U}) {
-    const auto split = split_with_hint(items, names, count, "optim");
+    const auto split = split_with_hint(items, names, {count}, "optim");
     ASSERT_TRUE(test::fails(split, Errc::invalid_argument));
     EXPECT_EQ(split.error().message(),
               "separation_hint needs thread_count >= 2 (one file for each side), got " +

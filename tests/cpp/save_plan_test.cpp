@@ -31,7 +31,7 @@ SaveItem raw(std::string name, std::uint64_t bytes) {
 NamingOptions naming(std::size_t buckets) {
   NamingOptions options;
   options.prefix = "__3_";
-  options.buckets = buckets;
+  options.buckets = {buckets};
   return options;
 }
 

@@ -47,6 +47,7 @@ class WriteOptions:
     :class:`FileSystemWriter`."""
 
     thread_count: int
+    bytes_per_file: int
     single_file_per_rank: bool
     separation_hint: str | None
     max_host_bytes: int | None
@@ -168,6 +169,7 @@ class RankWrite:
             names,
             values,
             buckets=options.thread_count,
+            bytes_per_bucket=options.bytes_per_file,
             file_per_item=not options.single_file_per_rank,
             separation_hint=options.separation_hint or "",
             chunk_bytes=CHUNK_BYTES,

@@ -41,7 +41,7 @@ from torch_ckpt.checkpoint.metadata import (
     with_checksum_tables,
 )
 from torch_ckpt.checkpoint.saved_metadata import decode_when_used
-from torch_ckpt.saving.background import Background
+from torch_ckpt.saving.background import CHUNK_BYTES, Background
 from torch_ckpt.saving.items import (
     Written,
     brought_with,
@@ -56,6 +56,11 @@ from torch_ckpt.saving.save_planner import SavePlanner, global_plan_of
 from torch_ckpt.saving.sources import copy_of_state
 
 _DEFAULT_BACKGROUND = Background()
+
+#: A rank makes one file for each of these that begins, up to its number of files. The chunks of so
+#: few bytes are nearly all in flight at once (three of a file): a second file makes the save no
+#: faster, and costs a file and its fsync.
+BYTES_PER_FILE = 4 * CHUNK_BYTES
 
 
 def default_thread_count() -> int:
@@ -74,7 +79,8 @@ class FileSystemWriter(StockWriter):
             makes one file for each item.
         sync_files: fsync files and directories, so that a save that returned survives a power cut.
         thread_count: files that this rank writes at once, each with a thread that may wait for the
-            disk. None: a quarter of the cores, at least 2 and at most 4.
+            disk. None: one file for each 16 MiB that begins, at most a quarter of the cores, which
+            counts as at least 2 and at most 4.
         per_thread_copy_ahead: accepted as torch's; the engine's chunks take its place.
         cache_staged_state_dict: torch's, for its ``async_save``.
         overwrite: whether a checkpoint in ``path`` may be replaced. It stays loadable until the new
@@ -124,6 +130,8 @@ class FileSystemWriter(StockWriter):
         background: Background = _DEFAULT_BACKGROUND,
         **kwargs: Any,
     ) -> None:
+        # An explicit number of files is made, however little is written.
+        bytes_per_file = BYTES_PER_FILE if thread_count is None else 0
         if thread_count is None:
             thread_count = default_thread_count()
         if thread_count < 1:
@@ -160,6 +168,7 @@ class FileSystemWriter(StockWriter):
         )
         self._given_path: str | os.PathLike[str] = path
         self._make_absolute()
+        self.bytes_per_file = bytes_per_file
         self.separation_hint = separation_hint
         self.max_host_bytes = max_host_bytes
         self.direct_io = direct_io

@@ -36,6 +36,7 @@ from tests.support import (
     stock_load,
     stock_save,
 )
+from torch_ckpt import _C
 from torch_ckpt.checkpoint.metadata import read_metadata
 from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
 
@@ -329,7 +330,8 @@ def test_truncated_metadata_is_refused_wherever_it_ends(tmp_path: Path) -> None:
     save({"weight": f32(3), "step": 1}, tmp_path)
     file = tmp_path / ".metadata"
     content = file.read_bytes()
-    for size in range(0, len(content), 7):
+    # A file that lacks exactly the seal is one of stock torch.
+    for size in set(range(0, len(content), 7)) - {len(content) - _C.SEAL_BYTES}:
         file.write_bytes(content[:size])
         with pytest.raises(Corrupt):
             torch_ckpt.FileSystemReader(tmp_path).read_metadata()

@@ -166,6 +166,13 @@ def test_thread_count_is_the_number_of_files(tmp_path: Path, thread_count: int) 
     assert names == [f"__0_{i}.distcp" for i in range(thread_count)]
 
 
+def test_a_rank_makes_one_file_by_default_for_each_16_mib_that_it_begins(tmp_path: Path) -> None:
+    save({f"t{i}": f32(100) for i in range(8)}, tmp_path / "little")
+    assert len(data_files(tmp_path / "little")) == 1
+    save({f"t{i}": f32(9 << 18) for i in range(2)}, tmp_path / "18 MiB")
+    assert len(data_files(tmp_path / "18 MiB")) == 2
+
+
 def test_files_are_balanced_by_size(tmp_path: Path) -> None:
     sizes = [100, 1, 50, 1, 49, 1, 99, 1]
     state = {f"t{i}": f32(1000 * size) for i, size in enumerate(sizes)}

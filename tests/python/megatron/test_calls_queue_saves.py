@@ -362,4 +362,4 @@ def test_control_c_while_it_is_staged_is_raised_and_fails_the_call(
     # Its files go when it ends, which nobody waits for.
     eventually(lambda: is_empty(tmp_path / "c"))
     assert_usable(calls_queue, tmp_path / "c")
-    assert len(data_files(tmp_path / "c")) == 2
+    assert len(data_files(tmp_path / "c")) == 1

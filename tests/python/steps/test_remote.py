@@ -146,7 +146,7 @@ def test_verify_of_a_sound_step_reads_all_records(steps: RemoteSteps) -> None:
 
 
 def test_verify_names_a_missing_file_and_a_strange_one(flaky: RemoteSteps) -> None:
-    save(flaky, 1, state_of())
+    save(flaky, 1, state_of(), thread_count=2)
     [_first, second] = [n for n in names_of(flaky) if n.endswith(".distcp")]
     flaky._files.remove([second])
     flaky._files.write("0000000001/strange", b"x")
@@ -156,7 +156,7 @@ def test_verify_names_a_missing_file_and_a_strange_one(flaky: RemoteSteps) -> No
 
 
 def test_verify_stages_no_more_than_its_limit(flaky: RemoteSteps, staging: Path) -> None:
-    save(flaky, 1, state_of())
+    save(flaky, 1, state_of(), thread_count=2)
     steps = RemoteSteps(flaky.root, staging, verified_at_once=1)
     seen: set[str] = set()
 

@@ -42,7 +42,7 @@ from torch_ckpt.steps.remote_reader import RemoteReader
 
 def test_an_upload_that_fails_fails_the_save_with_the_url(flaky: RemoteSteps) -> None:
     with fail_at("upload", "_1.distcp"), pytest.raises(dcp.CheckpointException) as caught:
-        save(flaky, 1, state_of())
+        save(flaky, 1, state_of(), thread_count=2)
     cause = cause_of(caught.value)
     assert isinstance(cause, PermissionError)
     assert cause.filename.startswith(f"{flaky.root}/0000000001/__0_")
@@ -51,7 +51,7 @@ def test_an_upload_that_fails_fails_the_save_with_the_url(flaky: RemoteSteps) ->
 
 def test_an_upload_that_fails_leaves_nothing(flaky: RemoteSteps, staging: Path) -> None:
     with fail_at("upload", "_1.distcp"), pytest.raises(dcp.CheckpointException):
-        save(flaky, 1, state_of())
+        save(flaky, 1, state_of(), thread_count=2)
     assert names_of(flaky) == []
     assert list(staging.iterdir()) == []
 
@@ -101,7 +101,7 @@ def test_files_that_vanish_before_the_marker_fail_the_save(flaky: RemoteSteps) -
 
 
 def test_a_save_counts_what_it_uploads_as_a_sign_of_life(flaky: RemoteSteps) -> None:
-    writer = flaky.writer(1, attempt=ATTEMPT)
+    writer = flaky.writer(1, attempt=ATTEMPT, thread_count=2)
     counts: list[int] = []
     with hooked(
         lambda kind, _path: counts.append(writer.bytes_moved()) if kind == "upload" else None
