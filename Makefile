@@ -89,7 +89,7 @@ cpp-fork: build ## those that fork, without a sanitizer
 	$(TIMED) "build: C++ tests, forks" cmake --build $(PY_BUILD) --target torch_ckpt_fork_tests
 	$(TIMED) "C++ tests, forks" timeout 1200 $(PY_BUILD)/torch_ckpt_fork_tests --gtest_brief=1
 
-fuzz: build ## fuzz what reads bytes from outside; SECONDS=60 for each of two fuzzers
+fuzz: build ## fuzz what reads bytes from outside; SECONDS=60 for each of three fuzzers
 	scripts/fuzz.sh $(BIN)/python $(SECONDS)
 
 # Two files at a time, and then by themselves the tests that measure or need the machine for
@@ -126,6 +126,7 @@ torture: build ## every call of a save fails and kills, power cuts, attacks, fuz
 	TORCH_CKPT_TORTURE=1 TORCH_CKPT_SEED=$(SEED) \
 	  $(BIN)/python -m pytest $(wildcard tests/faults tests/crash tests/distributed tests/attacks tests/python/project/test_benchmark_runs.py) $(ARGS) \
 	  || { echo "make torture SEED=$(SEED) replays it"; exit 1; }
+	TORCH_CKPT_PROGRAMS=60000 TORCH_CKPT_SEED=$(SEED) $(MAKE) cpp-test ARGS="--gtest_filter='MetadataPrograms.*'"
 	$(MAKE) fuzz py-tsan
 	scripts/tidy.sh all
 

@@ -17,7 +17,7 @@ if ! clang++ -fsanitize=fuzzer,address,undefined "$probe/probe.cpp" -o "$probe/p
 fi
 
 cmake --preset fuzz
-cmake --build "$build" --target record_fuzz metadata_fuzz
+cmake --build "$build" --target record_fuzz metadata_fuzz program_fuzz
 "$python" -m tests.fuzz.seeds "$build/seeds"
 
 # rss in MiB; timeout in seconds for one input, where a millisecond is long.
@@ -39,3 +39,4 @@ run() {
 }
 run record 8192 -dict=tests/fuzz/record.dict
 run metadata 8192
+run program 4096

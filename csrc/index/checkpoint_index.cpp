@@ -1,10 +1,12 @@
 #include "index/checkpoint_index.h"
 
 #include <algorithm>
+#include <bit>
 #include <limits>
 #include <map>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <utility>
 
 #include "checked_math.h"
@@ -114,6 +116,8 @@ class IndexBuilder {
 
   static constexpr std::uint32_t kNone = CheckpointIndex::kNone;
   static constexpr std::uint64_t kUnknown = ~std::uint64_t{0};
+  /// The offset of no opcode.
+  static constexpr std::uint64_t kNowhere = ~std::uint64_t{0};
 
   // --- errors: the first one ends it; all return false ---
 
@@ -139,6 +143,36 @@ class IndexBuilder {
     return key.kind == Kind::small_integer ? values_.number(key) : values_.kind(key);
   }
 
+  /// A long text, by the offset of its opcode. Any number of pairs may refer to one text, so what
+  /// costs time or memory in proportion to its bytes is done once.
+  struct LongText {
+    bool is_checked = false;    // as a name
+    bool is_looked_up = false;  // in the complete list of entries
+    std::optional<std::uint32_t> entry;
+  };
+  static constexpr std::size_t kShortBytes = 256;
+
+  LongText* long_text(const Value& value, std::string_view text) {
+    return text.size() > kShortBytes ? &long_texts_[value.payload] : nullptr;
+  }
+  /// The text in the index's memory, where it is put once.
+  Text added_text(const Value& value) {
+    const auto [known, is_new] = added_texts_.try_emplace(value.payload);
+    if (is_new) known->second = index_.add_text(values_.text(value));
+    return known->second;
+  }
+  bool check_name(const Value& value, std::string_view name, const char* where) {
+    LongText* known = long_text(value, name);
+    if (known != nullptr && known->is_checked) return true;
+    if (name.size() > CheckpointIndex::kMostNameBytes) {
+      return fail(std::string(where) + " has a name of " + std::to_string(name.size()) +
+                  " bytes, more than " + std::to_string(CheckpointIndex::kMostNameBytes));
+    }
+    if (!is_text(name)) return fail(std::string(where) + " has a name that is not UTF-8");
+    if (known != nullptr) known->is_checked = true;
+    return true;
+  }
+
   // --- entries ---
 
   bool add_entries() {
@@ -162,7 +196,7 @@ class IndexBuilder {
       return fail("state_dict_metadata has a key that is " + values_.kind(key));
     }
     const std::string_view name = values_.text(key);
-    if (!is_text(name)) return fail("state_dict_metadata has a name that is not UTF-8");
+    if (!check_name(key, name, "state_dict_metadata")) return false;
     Entry entry;
     entry.first_shard = static_cast<std::uint32_t>(index_.shards_.size());
     switch (values_.type(value)) {
@@ -177,10 +211,11 @@ class IndexBuilder {
         return fail(name, "the metadata describes it by " + values_.kind(value));
     }
     entry.shard_count = static_cast<std::uint32_t>(index_.shards_.size()) - entry.first_shard;
-    // Of the same name twice in a program the last one counts.
-    const auto [number, is_new] = index_.names_.add(name);
-    if (is_new) index_.entries_.emplace_back();
-    index_.entries_[number] = entry;
+    // A pickler writes each key of a dict once.
+    if (!index_.names_.add(name).second) {
+      return fail(name, "state_dict_metadata has this name twice");
+    }
+    index_.entries_.push_back(entry);
     return true;
   }
 
@@ -332,6 +367,7 @@ class IndexBuilder {
     const Object* dict = values_.object(*stored, ObjectKind::dict);
     if (dict == nullptr) return fail("storage_data is " + values_.kind(*stored) + ", not a dict");
     next_shards_.resize(index_.entries_.size());
+    is_key_seen_.resize(values_.keys.size());
     ranges_.reserve(values_.count(*dict) / 2);
     values_.for_each_pair(*dict, [&](const Value& key, const Value& value) {
       if (!error_) add_place(key, value);
@@ -352,7 +388,10 @@ class IndexBuilder {
       return fail("storage_data has an index whose name is " + values_.kind(index.name));
     }
     const std::string_view name = values_.text(index.name);
-    if (!is_text(name)) return fail("storage_data has a name that is not UTF-8");
+    if (!check_name(index.name, name, "storage_data")) return false;
+    // Again and again, it would be little metadata and many records.
+    if (is_key_seen_[instance.first]) return fail(name, "storage_data has the same key twice");
+    is_key_seen_[instance.first] = true;
     if (values_.type(value) != Class::place) {
       return fail(name, "the metadata has " + values_.kind(value) + ", not its place in a file");
     }
@@ -387,11 +426,12 @@ class IndexBuilder {
   bool find_file(std::string_view name, const Value& value, std::uint32_t& number) {
     if (value.kind != Kind::text) return fail_outside(name, values_.kind(value));
     // Its name is written once by most picklers.
-    if (value.payload == last_file_at_ && !index_.files_.empty()) {
+    if (value.payload == last_file_at_) {
       number = last_file_;
       return true;
     }
     const std::string_view file = values_.text(value);
+    if (file.size() > kMostPathBytes) return fail_outside(name, quoted(file));
     const auto [known, is_new] =
         file_numbers_.try_emplace(file, static_cast<std::uint32_t>(index_.files_.size()));
     if (is_new) {
@@ -474,8 +514,14 @@ class IndexBuilder {
   std::optional<std::uint32_t> entry_of(std::string_view name, const Value& text) {
     Known& known = known_[(text.payload * 0x9e3779b97f4a7c15) >> (64 - kKnownBits)];
     if (known.at == text.payload) return known.entry;
+    LongText* found = long_text(text, name);
+    if (found != nullptr && found->is_looked_up) return found->entry;
     const auto entry = index_.find(name);
     if (entry) known = {text.payload, *entry};
+    if (found != nullptr) {
+      found->entry = entry;
+      found->is_looked_up = true;
+    }
     return entry;
   }
 
@@ -501,7 +547,7 @@ class IndexBuilder {
     }
     if (shard == nullptr) {
       Stray& stray = index_.strays_.emplace_back();
-      stray.name = index_.add_text(name);
+      stray.name = added_text(key.name);
       stray.offsets = offsets;
       shard = &stray.shard;
     }
@@ -561,52 +607,114 @@ class IndexBuilder {
 
   // --- the rest ---
 
-  /// torch fills lists up to a number that it finds in a path of the planner's data.
+  // torch's set_element walks each path, makes a dict or list for each part, and fills lists up to
+  // the number that it finds there. The lists of all paths together may have an item for each byte
+  // of the metadata, and kFreeItems: those of a state dict have at most one for each part of a
+  // path. A path of texts makes no list.
+
+  static constexpr std::uint64_t kFreeItems = std::uint64_t{1} << 16;
+
+  /// The containers that paths lead to, by their parent and the part that leads there.
+  struct Containers {
+    struct Step {
+      std::uint32_t parent = 0;
+      Kind kind = Kind::none;
+      std::uint64_t payload = 0;
+      bool operator==(const Step&) const = default;
+    };
+    struct Hash {
+      std::size_t operator()(const Step& step) const {
+        return SeededHash()(SeededHash()((std::uint64_t{step.parent} << 8) |
+                                         static_cast<std::uint64_t>(step.kind)) ^
+                            step.payload);
+      }
+    };
+    std::unordered_map<Step, std::uint32_t, Hash> numbers;
+    std::vector<std::uint64_t> items{0};  // if it is a list
+  };
+
   bool check_paths() {
     const auto paths = values_.attribute(*metadata_, "planner_data");
     if (!paths) return true;
     const Object* dict = values_.object(*paths, ObjectKind::dict);
     if (dict == nullptr) dict = values_.object(*paths, ObjectKind::mapping);
     if (dict == nullptr) return true;  // some planner's own, which torch makes nothing of
-    const std::size_t names = std::max(index_.entries_.size(), values_.count(*dict) / 2);
-    const auto check = [&](const Value& key, const Value& part) {
-      if (error_ || (!is_integer(part) && part.kind != Kind::large_integer)) return;
-      if (is_integer(part) && part.integer() >= 0 &&
-          static_cast<std::uint64_t>(part.integer()) < names) {
-        return;
-      }
-      fail(shown(key), "the metadata places it in a list at " + values_.number(part) +
-                           ", and there are " + std::to_string(names) + " names");
+    Containers made;
+    NameTable words;
+    std::uint64_t steps = values_.bytes.size() + kFreeItems;
+    std::uint64_t items = steps;
+    std::uint32_t at = 0;
+    const auto walk = [&](const Value& key, const Value& part) {
+      if (error_) return;
+      check_index(key, part, made.items[at], items);
+      // Texts of the same bytes are one key, wherever they are written.
+      const std::uint64_t payload =
+          part.kind == Kind::text ? words.add(values_.text(part)).first : part.payload;
+      const auto [known, is_new] = made.numbers.try_emplace(
+          {at, part.kind, payload}, static_cast<std::uint32_t>(made.items.size()));
+      if (is_new) made.items.push_back(0);
+      at = known->second;
     };
-    // One long path may stand for many names.
-    std::vector<bool> seen_extents(values_.extents.size());
-    std::vector<bool> seen_tuples(values_.parts.size() + 1);
-    std::vector<bool> seen_objects(values_.objects.size());
-    const auto is_new = [](std::vector<bool>& seen, std::uint32_t number) {
-      const bool was = seen[number];
-      seen[number] = true;
-      return !was;
+    const auto for_each_part = [&](const Value& path, const auto& visit) {
+      if (path.kind == Kind::extents) {
+        for (const std::int64_t number : values_.extents.at(path.number())) {
+          visit(Value{Kind::integer, 0, 0, 1, static_cast<std::uint64_t>(number)});
+        }
+      } else if (path.kind == Kind::tuple) {
+        for (const Value& part : values_.tuple(path)) visit(part);
+      } else if (const Object* list = values_.object(path, ObjectKind::list)) {
+        values_.for_each(*list, visit);
+      } else if (path.kind == Kind::object) {
+        const Object* keyed = values_.object(path, ObjectKind::dict);
+        if (keyed == nullptr) keyed = values_.object(path, ObjectKind::mapping);
+        if (keyed == nullptr) return;
+        values_.for_each_pair(*keyed, [&](const Value&, const Value& part) { visit(part); });
+      }
     };
     values_.for_each_pair(*dict, [&](const Value& key, const Value& path) {
       if (error_) return;
-      if (path.kind == Kind::extents && is_new(seen_extents, path.number())) {
-        for (const std::int64_t number : values_.extents.at(path.number())) {
-          check(key, {Kind::integer, 0, 0, 1, static_cast<std::uint64_t>(number)});
-        }
-      } else if (path.kind == Kind::tuple && is_new(seen_tuples, path.number())) {
-        for (const Value& part : values_.tuple(path)) check(key, part);
-      } else if (path.kind == Kind::object && is_new(seen_objects, path.number())) {
-        if (const Object* list = values_.object(path, ObjectKind::list)) {
-          values_.for_each(*list, [&](const Value& part) { check(key, part); });
-        }
-        const Object* keyed = values_.object(path, ObjectKind::dict);
-        if (keyed == nullptr) keyed = values_.object(path, ObjectKind::mapping);
-        if (keyed != nullptr) {
-          values_.for_each_pair(*keyed, [&](const Value&, const Value& part) { check(key, part); });
-        }
+      bool are_texts = true;
+      for_each_part(path, [&](const Value& part) {
+        are_texts = are_texts && part.kind == Kind::text;
+        if (steps > 0) --steps;
+      });
+      if (steps == 0) {
+        fail(shown(key), "the metadata gives many names one long path");
+      } else if (!are_texts) {
+        at = 0;
+        for_each_part(path, [&](const Value& part) { walk(key, part); });
       }
     });
     return !error_;
+  }
+
+  /// Takes from `left` the items that a list gets if the part is an index into it.
+  void check_index(const Value& key, const Value& part, std::uint64_t& items, std::uint64_t& left) {
+    std::uint64_t end = 0;
+    if (is_integer(part) && part.integer() >= 0) {
+      end = part.payload + 1;
+    } else if (part.kind == Kind::real) {
+      // set_element compares the length of the list with it, if a further part follows.
+      const auto number = std::bit_cast<double>(part.payload);
+      if (!(number > 0)) return;
+      end = number < 1e18 ? static_cast<std::uint64_t>(number) + 2 : kUnknown;
+    } else if (is_integer(part) || part.kind == Kind::large_integer) {
+      end = kUnknown;
+    }
+    if (end <= items) return;
+    if (end - items > left) {
+      fail(shown(key), "the metadata places it in a list at " + shown_index(part) +
+                           "; the lists of all paths would have more items than the metadata has "
+                           "bytes");
+      return;
+    }
+    left -= end - items;
+    items = end;
+  }
+
+  std::string shown_index(const Value& part) const {
+    return part.kind == Kind::real ? std::to_string(std::bit_cast<double>(part.payload))
+                                   : values_.number(part);
   }
 
   bool check_storage_meta() {
@@ -644,16 +752,29 @@ class IndexBuilder {
     if (tables == nullptr) {
       return fail("the checksums are " + kind_or_none(checksums) + ", not a dict");
     }
+    // Each has bytes of its own in the metadata.
+    std::size_t table_bytes = 0;
     values_.for_each_pair(*tables, [&](const Value& file, const Value& table) {
       if (error_) return;
       if (file.kind != Kind::text || table.kind != Kind::bytes) {
         fail("the checksums of " + shown(file) + " are " + values_.kind(table));
         return;
       }
-      const auto number = file_numbers_.find(values_.text(file));
-      if (number != file_numbers_.end()) {
-        index_.tables_[number->second] = index_.add_text(values_.text(table));
+      const std::string_view name = values_.text(file);
+      if (name.size() > kMostPathBytes) return;
+      const auto number = file_numbers_.find(name);
+      if (number == file_numbers_.end()) return;
+      if (index_.tables_[number->second].bytes > 0) {
+        fail(quoted(name) + " has two checksum tables");
+        return;
       }
+      const std::size_t bytes = values_.text(table).size();
+      if (bytes > values_.bytes.size() - table_bytes) {
+        fail(quoted(name) + " has the checksum table of another file");
+        return;
+      }
+      table_bytes += bytes;
+      index_.tables_[number->second] = added_text(table);
     });
     return !error_;
   }
@@ -668,18 +789,21 @@ class IndexBuilder {
   std::optional<Error> error_;
   std::vector<std::uint64_t> products_;  // of extents; kMostBytes + 1 for all that is more
   std::vector<bool> is_list_seen_;       // by the object's number
+  std::vector<bool> is_key_seen_;        // by the record's number
   std::map<std::uint32_t, std::uint32_t> dtypes_;  // by the global's number
   std::vector<std::uint64_t> item_bytes_;          // by dtype
   std::vector<Range> ranges_;
   std::map<std::string_view, std::uint32_t> file_numbers_;
   std::map<std::string, std::uint32_t> spellings_;
   std::vector<std::uint32_t> same_file_;  // by file: the first one of its spelling
-  std::uint64_t last_file_at_ = 0;
+  std::uint64_t last_file_at_ = kNowhere;
   std::uint32_t last_file_ = 0;
   std::vector<std::pair<std::uint64_t, std::uint32_t>> shard_slots_;
   std::vector<std::uint32_t> next_shards_;  // by entry
+  std::unordered_map<std::uint64_t, LongText, SeededHash> long_texts_;
+  std::unordered_map<std::uint64_t, Text, SeededHash> added_texts_;
   struct Known {
-    std::uint64_t at = 0;
+    std::uint64_t at = kNowhere;
     std::uint32_t entry = 0;
   };
   static constexpr int kKnownBits = 12;

@@ -30,6 +30,8 @@ class CheckpointIndex {
   static constexpr std::size_t kMostTransforms = 64;
   /// torch's own limit.
   static constexpr std::size_t kMostDimensions = 64;
+  /// A name of torch's has far less.
+  static constexpr std::size_t kMostNameBytes = std::size_t{64} << 10;
   static constexpr std::uint32_t kNone = 0xffffffff;
 
   struct Text {

@@ -79,6 +79,8 @@ class Walk {
     // About what metadata has; memory that is not used stays untouched.
     memo_.reserve(std::min(found_.bytes.size() / 12, kUsualMostMemo));
     found_.objects.reserve(std::min(found_.bytes.size() / 24, kUsualMostMemo));
+    most_weight_ = Limits::most_weight(found_.bytes.size());
+    most_objects_ = Limits::most_objects(found_.bytes.size());
     while (!error_ && !stopped_) {
       if (!reader_.next(token_)) return *reader_.error();
       step();
@@ -149,7 +151,7 @@ class Walk {
       return false;
     }
     whole_depth = std::max(whole_depth, static_cast<std::uint8_t>(deep));
-    if (weight(part) > Limits::kWeight - whole_weight) {
+    if (weight(part) > most_weight_ - whole_weight) {
       too_large("a value is reached more often than metadata's are");
       return false;
     }
@@ -168,6 +170,9 @@ class Walk {
   void push(Kind kind, std::uint64_t payload = 0, std::uint8_t flags = 0) {
     stack_.push_back({kind, flags, 0, 1, payload});
   }
+  void push_text(Kind kind, std::uint8_t flags) {
+    stack_.push_back({kind, flags, 0, Limits::weight_of_text(token_.bytes.size()), token_.at});
+  }
   void push_object(ObjectKind kind, const Value* type = nullptr) {
     push(Kind::object, found_.objects.size());
     Object object;
@@ -177,9 +182,8 @@ class Walk {
       object.type = type->number();
     }
     found_.objects.push_back(object);
-    // Numbers have 32 bits.
-    if (found_.objects.size() >= Limits::kWeight) {
-      too_large("has more objects than metadata ever does");
+    if (found_.objects.size() > most_objects_) {
+      too_large("has more objects than metadata of its size ever does");
     }
   }
   void push_integer(std::int64_t value) {
@@ -210,8 +214,10 @@ class Walk {
     const std::size_t first = found_.parts.size();
     found_.parts.insert(found_.parts.end(),
                         stack_.begin() + static_cast<std::ptrdiff_t>(first_on_stack), stack_.end());
-    if (found_.parts.size() >= Limits::kWeight)
+    // Numbers have 32 bits.
+    if (found_.parts.size() >= Limits::kWeight) {
       too_large("has more values than metadata ever does");
+    }
     return static_cast<std::uint32_t>(first);
   }
   void add_segment(Object& object, std::size_t first_on_stack) {
@@ -281,15 +287,15 @@ class Walk {
       case op::kLong1:
         return push_long();
       case op::kBinfloat:
-        return push(Kind::real);
+        return push(Kind::real, __builtin_bswap64(token_.number));
       case op::kShortBinunicode:
       case op::kBinunicode:
       case op::kBinunicode8:
-        return push(Kind::text, token_.at, Value::kKey);
+        return push_text(Kind::text, Value::kKey);
       case op::kShortBinbytes:
       case op::kBinbytes:
       case op::kBinbytes8:
-        return push(Kind::bytes, token_.at);
+        return push_text(Kind::bytes, 0);
       case op::kEmptyTuple:
         return tuple(0);
       case op::kTuple1:
@@ -351,6 +357,10 @@ class Walk {
   }
 
   void stop() {
+    // Last, so that a program of protocol 0 that runs code is refused for the name.
+    if (static_cast<unsigned char>(found_.bytes.front()) != op::kProto) {
+      return fail(Errc::pickle_opcode, "the first opcode is not PROTO");
+    }
     if (!marks_.empty() || stack_.size() != 1) {
       return bad_stack("it ends with more or fewer than one value");
     }
@@ -770,6 +780,8 @@ class Walk {
   PickleReader reader_;
   PickleToken token_;
   std::size_t frames_end_ = 0;
+  std::uint32_t most_weight_ = 0;
+  std::size_t most_objects_ = 0;
   bool stopped_ = false;
   std::optional<Error> error_;
   std::vector<Value> stack_;

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -50,10 +51,23 @@ struct MetadataLimits {
   static constexpr std::size_t kDepth = 64;  // of values within values
   static constexpr std::size_t kStack = std::size_t{1} << 20;
   static constexpr std::size_t kNameBytes = format::PickleReader::kNameBytes;
-  // Values that one holds, each counted as often as it is reached: what hashing or printing costs.
-  static constexpr std::uint32_t kKeyWeight = 128;
+  // Weights: each value counts 1 as often as it is reached, a text or bytes 1 more for each
+  // 64 bytes. Hashing, printing and copying cost in proportion to the weight.
+  static constexpr std::uint32_t kKeyWeight = 2048;
   static constexpr std::uint32_t kArgumentsWeight = 4096;
   static constexpr std::uint32_t kWeight = 0xfffffffe;
+  static constexpr std::uint32_t weight_of_text(std::size_t bytes) {
+    return static_cast<std::uint32_t>(1 + bytes / 64);
+  }
+  /// The weight that a program of `bytes` bytes may have: without shared values it is less than one
+  /// for each byte, and torch's metadata has about a third.
+  static constexpr std::uint32_t most_weight(std::size_t bytes) {
+    return static_cast<std::uint32_t>(std::min<std::size_t>(kWeight, 65536 + 4 * bytes));
+  }
+  /// The same for lists, dicts and instances. torch's metadata has one for each 26 bytes.
+  static constexpr std::size_t most_objects(std::size_t bytes) {
+    return std::min<std::size_t>(kWeight, 4096 + bytes / 6);
+  }
 };
 
 /// The classes of torch that a walk knows the fields of.
@@ -106,8 +120,8 @@ struct Value {
   std::uint8_t depth = 0;
   std::uint32_t weight = 1;
   // The number of an integer, of extents, of a global or of an object; of what was called the
-  // global's; of a text or bytes the offset of its opcode; of a tuple the number of its first part,
-  // and their count from bit 32 on.
+  // global's; the bits of a real; of a text or bytes the offset of its opcode; of a tuple the
+  // number of its first part, and their count from bit 32 on.
   std::uint64_t payload = 0;
 
   bool is(std::uint8_t flag) const { return (flags & flag) != 0; }

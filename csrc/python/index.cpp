@@ -96,8 +96,12 @@ py::list shards_of(const CheckpointIndex& index, const py::str& name) {
 
 /// Names and shards of records that the metadata does not describe.
 py::list strays_of(const CheckpointIndex& index) {
+  // Any number of strays may share one long name.
+  std::map<std::uint64_t, py::object> names;
   return list_of(index.strays(), [&](const CheckpointIndex::Stray& stray) {
-    return py::make_tuple(text_of(index.text(stray.name)), shard_of(index, stray.shard));
+    py::object& name = names[stray.name.at];
+    if (!name) name = text_of(index.text(stray.name));
+    return py::make_tuple(name, shard_of(index, stray.shard));
   });
 }
 

@@ -15,6 +15,106 @@ from torch_ckpt import CheckpointError, Corrupt, Unsafe
 
 DOUBLINGS = 60
 DEPTH = 1_000_000
+PAIRS = 100_000
+
+_METADATA = b"torch.distributed.checkpoint.metadata"
+_FILESYSTEM = b"torch.distributed.checkpoint.filesystem"
+
+
+def text(value: bytes) -> bytes:
+    """The opcode of a text."""
+    return b"X" + struct.pack("<I", len(value)) + value
+
+
+def dict_of(*parts: bytes) -> bytes:
+    """The program of a dict; keys and values in turn."""
+    return b"}(" + b"".join(parts) + b"u"
+
+
+def instance(module: bytes, name: bytes, *parts: bytes) -> bytes:
+    """The program of an object with these attributes."""
+    return b"c" + module + b"\n" + name + b"\n)\x81" + dict_of(*parts) + b"b"
+
+
+def metadata(*parts: bytes) -> bytes:
+    """A whole program: one that makes torch's Metadata."""
+    return b"\x80\x04" + instance(_METADATA, b"Metadata", *parts) + b"."
+
+
+def key(name: bytes) -> bytes:
+    """A key of storage_data."""
+    return instance(_METADATA, b"MetadataIndex", text(b"fqn"), name, text(b"offset"), b"N")
+
+
+def place(file: bytes) -> bytes:
+    """An empty record in a file."""
+    parts = text(b"relative_path"), file, text(b"offset"), b"K\0", text(b"length"), b"K\0"
+    return instance(_FILESYSTEM, b"_StorageInfo", *parts)
+
+
+# The name of a record is the program's first opcode, as pickle protocols 0 and 1 allow.
+TEXT_AT_BYTE_0 = b"".join(
+    [
+        text(_METADATA) + b"\x94" + text(b"Metadata") + b"\x93)\x81}(",
+        text(b"state_dict_metadata") + b"}",
+        text(b"storage_data") + dict_of(key(b"h\0"), place(text(b"x"))),
+        b"ub.",
+    ]
+)
+
+
+def one_table_of_many_pairs(c: Checkpoint) -> None:
+    # A file's table again and again.
+    file, table = b"h\0", b"B" + struct.pack("<I", 400_000) + bytes(400_000) + b"\x94"
+    c.publish_bytes(
+        metadata(
+            text(b"storage_data"),
+            dict_of(key(text(b"name")), place(text(b"x") + b"\x94")),
+            text(b"state_dict_metadata"),
+            b"}",
+            text(b"torch_ckpt"),
+            dict_of(
+                text(b"version"), b"K\1", text(b"checksums"),
+                dict_of(file + table, (file + b"h\1") * PAIRS),
+            ),
+        )
+    )  # fmt: skip
+
+
+def one_table_of_many_files(c: Checkpoint) -> None:
+    # Each file's table is the same bytes.
+    files = [text(b"%d" % number) + b"\x94" for number in range(5000)]
+    table = b"B" + struct.pack("<I", 200_000) + bytes(200_000) + b"\x94"
+    fetched = [b"j" + struct.pack("<I", number) for number in range(len(files))]
+    tables = [fetched[0] + table] + [f + b"j" + struct.pack("<I", len(files)) for f in fetched[1:]]
+    c.publish_bytes(
+        metadata(
+            text(b"storage_data"),
+            dict_of(*(key(text(b"n")) + place(file) for file in files)),
+            text(b"state_dict_metadata"),
+            b"}",
+            text(b"torch_ckpt"),
+            dict_of(text(b"version"), b"K\1", text(b"checksums"), dict_of(*tables)),
+        )
+    )
+
+
+def long_names(name_bytes: int) -> Attack:
+    def attack(c: Checkpoint) -> None:
+        # Records of one long name that the metadata does not describe.
+        first = key(text(b"n" * name_bytes) + b"\x94") + b"\x94" + place(text(b"x")) + b"\x94"
+        storage = dict_of(first, b"h\1h\2" * PAIRS)
+        c.publish_bytes(
+            metadata(text(b"state_dict_metadata"), b"}", text(b"storage_data"), storage)
+        )
+
+    return attack
+
+
+def one_long_name_of_many_entries(c: Checkpoint) -> None:
+    stored = b"c" + _METADATA + b"\nBytesStorageMetadata\n)\x81\x94"
+    first = text(b"n" * 500_000) + b"\x94" + stored
+    c.publish_bytes(metadata(text(b"state_dict_metadata"), dict_of(first, b"h\0h\1" * PAIRS)))
 
 
 def doubling_key(c: Checkpoint) -> None:
@@ -43,6 +143,16 @@ ATTACKS: dict[str, Attack] = {
     "metadata: open marks": lambda c: c.publish_bytes(b"\x80\x04" + b"(" * DEPTH + b"."),
 }
 
+# torch's reader makes dicts of these, which their pairs do not fill.
+REPEATED: dict[str, Attack] = {
+    "metadata: a text at byte 0": lambda c: c.publish_bytes(TEXT_AT_BYTE_0),
+    "metadata: one table of many pairs": one_table_of_many_pairs,
+    "metadata: one table of many files": one_table_of_many_files,
+    "metadata: records of one long name": long_names(500_000),
+    "metadata: records of one name of 60 KB": long_names(60_000),
+    "metadata: one long name of many entries": one_long_name_of_many_entries,
+}
+
 # What only the verifier stops; without it these would take this process's memory or its stack.
 VERIFIED: dict[str, Attack] = {
     "metadata: memo index 2**31": lambda c: c.publish_bytes(b"\x80\x04Nr\x00\x00\x00\x80."),
@@ -50,7 +160,7 @@ VERIFIED: dict[str, Attack] = {
     "metadata: deep tuples as a key": deep_key,
 }
 
-ALL = ATTACKS | VERIFIED
+ALL = ATTACKS | REPEATED | VERIFIED
 
 
 @pytest.mark.parametrize("attack", ALL)

@@ -16,9 +16,10 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import torch_ckpt
-from tests.attacks.support import TABLE, Checkpoint, in_child
+from tests.attacks.support import TABLE, Attack, Checkpoint, in_child
 from tests.support import assert_equal, save
 from torch_ckpt import Corrupt
+from torch_ckpt.checkpoint.metadata import read_metadata
 
 ATTACKS: dict[str, Any] = {
     "planner path: 2**31": ("list", 2**31),
@@ -70,13 +71,48 @@ def test_what_stock_does(checkpoint: Checkpoint, attack: str) -> None:
     TABLE.setdefault(attack, {})["stock"] = in_child(load)
 
 
-def test_one_long_path_of_many_names_takes_the_time_of_one(checkpoint: Checkpoint) -> None:
-    # A megabyte of metadata, and minutes where each name's path is looked at.
+def many_lists(c: Checkpoint) -> None:
+    # No index is beyond the number of names; together they are.
+    names = range(8000)
+    c.metadata.planner_data = {str(n): (f"l{n}", len(names) - 1) for n in names}
+
+
+def many_lists_in_a_list(c: Checkpoint) -> None:
+    names = range(8000)
+    c.metadata.planner_data = {str(n): ("list", n, len(names) - 1) for n in names}
+
+
+def a_float(c: Checkpoint) -> None:
+    # An index that is not the last of its path may be a float.
+    c.metadata.planner_data["weight"] = ("list", 1e12, "key")
+
+
+def one_long_path(c: Checkpoint) -> None:
+    # A megabyte of metadata, and minutes for each of its names.
     path = (0,) * 80_000
-    checkpoint.metadata.planner_data = {str(number): path for number in range(40_000)}
+    c.metadata.planner_data = {str(number): path for number in range(40_000)}
+
+
+TOGETHER: dict[str, Attack] = {
+    "planner path: the last index in 8,000 lists": many_lists,
+    "planner path: the last index in 8,000 lists of a list": many_lists_in_a_list,
+    "planner path: 1e12": a_float,
+    "planner path: one long path of 40,000 names": one_long_path,
+}
+
+
+@pytest.mark.parametrize("attack", TOGETHER)
+@pytest.mark.parametrize("allow_pickle", [False, True])
+def test_paths_that_make_long_lists_are_refused(
+    checkpoint: Checkpoint, attack: str, allow_pickle: bool
+) -> None:
+    checkpoint.of_stock()
+    TOGETHER[attack](checkpoint)
     checkpoint.publish()
-    state = checkpoint.targets()
-    torch_ckpt.load(state, checkpoint.path, no_dist=True)
+    if not allow_pickle:
+        checkpoint.assert_stopped(attack, Corrupt)
+    with pytest.raises(Corrupt, match=r"places it in a list|is reached more often"):
+        read_metadata(checkpoint.path, allow_pickle=allow_pickle)
 
 
 def test_a_list_that_is_there_is_loaded(tmp_path: Path) -> None:

@@ -17,4 +17,17 @@ class FailingAllocations {
   static bool has_come();
 };
 
+/// While it lives, counts the bytes that the process has from operator new. One at a time, in a
+/// process whose other threads allocate nothing meanwhile.
+class HeapMeter {
+ public:
+  HeapMeter();
+  ~HeapMeter();
+  HeapMeter(const HeapMeter&) = delete;
+  HeapMeter& operator=(const HeapMeter&) = delete;
+
+  /// The most bytes at any time so far, beyond those at its beginning.
+  std::size_t most() const;
+};
+
 }  // namespace torch_ckpt::test

@@ -34,14 +34,20 @@ Result<std::size_t> check(std::string_view program, const Globals& allowed = glo
   return values->end;
 }
 
-testing::AssertionResult accepts(const std::string& program) {
+/// With PROTO, unless the program has its own.
+std::string with_protocol(const std::string& program) {
+  return program.starts_with("\x80") ? program : "\x80\4"s + program;
+}
+
+testing::AssertionResult accepts(const std::string& given) {
+  const std::string program = with_protocol(given);
   const auto end = check(program);
   if (!end) return ok(end);
   if (*end == program.size()) return testing::AssertionSuccess();
   return testing::AssertionFailure() << "ends at " << *end << " of " << program.size();
 }
 testing::AssertionResult refuses(const std::string& program, Errc code) {
-  return fails(check(program), code);
+  return fails(check(with_protocol(program)), code);
 }
 
 std::string little_endian(std::uint64_t value, std::size_t bytes) {
@@ -289,6 +295,12 @@ TEST(MetadataPickle, WithAMemoIndexThatIsNotTheNextIsRefused) {
   EXPECT_TRUE(refuses("Nq\0q\0."s, Errc::pickle_stack));
 }
 
+TEST(MetadataPickle, WithAnotherFirstOpcodeThanProtoIsRefused) {
+  EXPECT_TRUE(fails(check("N."), Errc::pickle_opcode));
+  EXPECT_TRUE(fails(check("X\1\0\0\0x."s), Errc::pickle_opcode));
+  EXPECT_TRUE(accepts("N."));
+}
+
 // --- pickle_forbidden ----------------------------------------------------------------------------
 
 TEST(MetadataPickle, WithAnotherNameIsForbidden) {
@@ -299,7 +311,7 @@ TEST(MetadataPickle, WithAnotherNameIsForbidden) {
 }
 
 TEST(MetadataPickle, SaysTheForbiddenNameInPrintableCharacters) {
-  EXPECT_EQ(check("cos\nsys\x1b\xfftem\n.").error().message(),
+  EXPECT_EQ(check("\x80\4cos\nsys\x1b\xfftem\n.").error().message(),
             "the metadata names os.sys??tem, which is not on the list of what a checkpoint may "
             "contain");
 }
@@ -419,6 +431,20 @@ TEST(MetadataPickle, WithListsThatDoubleIsRefused) {
     program += "]\x94(h"s + static_cast<char>(i) + "h" + static_cast<char>(i) + "e";
   }
   EXPECT_TRUE(refuses(program + "t.", Errc::pickle_too_large));
+}
+
+TEST(MetadataPickle, WithALongTextThatIsReachedOftenIsRefused) {
+  const auto shared = [](std::size_t times_reached) {
+    const std::string text = "X" + little_endian(1 << 20, 4) + times(1 << 20, "x") + kMemoize;
+    return "(" + text + times(times_reached, "h\0"s) + "t.";
+  };
+  EXPECT_TRUE(accepts(shared(200)));
+  EXPECT_TRUE(refuses(shared(300), Errc::pickle_too_large));
+}
+
+TEST(MetadataPickle, WithMoreObjectsThanItsBytesAllowIsRefused) {
+  EXPECT_TRUE(accepts("](" + times(4000, "}") + "e."));
+  EXPECT_TRUE(refuses("](" + times(10000, "}") + "e.", Errc::pickle_too_large));
 }
 
 TEST(MetadataPickle, WithAnIntegerOfManyBytesIsRefused) {

@@ -1,13 +1,22 @@
-// Thousands of damaged records and programs through the functions that the fuzzers call, so that
-// the sanitizers' builds always cover them. The same ones in every run.
+// Thousands of damaged records, damaged programs and generated programs through the functions that
+// the fuzzers call, so that the sanitizers' builds always cover them. The same ones in every run,
+// unless the environment asks for more:
+//
+//   TORCH_CKPT_PROGRAMS=100000   so many generated programs, of up to 256 KiB; prints what they cost
+//   TORCH_CKPT_SEED=17           the seed of the first one; each later program has the next one
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <ctime>
 #include <string>
 #include <vector>
 
 #include "../fuzz/entries.h"
+#include "../fuzz/programs.h"
 #include "format/checksum_table.h"
 #include "stock_metadata.h"
 #include "stock_records.h"
@@ -94,6 +103,67 @@ TEST(Mutations, OfMetadataAreRefusedOrEndWithStop) {
     const std::string seed(seeds[random.between(0, seeds.size() - 1)].pickle);
     ASSERT_EQ(use_metadata(bytes_of(mutated(seed, random))), "") << "round " << round;
   }
+}
+
+std::uint64_t from_environment(const char* name, std::uint64_t otherwise) {
+  const char* text = std::getenv(name);
+  return text == nullptr ? otherwise : std::strtoull(text, nullptr, 10);
+}
+
+double cpu_seconds() {
+  struct timespec now {};
+  ::clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+  return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
+}
+
+/// A generated program, small ones as likely as large ones.
+std::string generated(std::uint64_t seed, double most_bytes) {
+  Random random(seed);
+  const double scale = static_cast<double>(random.between(0, 1 << 20)) / (1 << 20);
+  const auto bytes = static_cast<std::size_t>(64 * std::pow(most_bytes / 64, scale));
+  return metadata_program(
+      [&](std::uint64_t low, std::uint64_t high) { return random.between(low, high); }, bytes);
+}
+
+TEST(MetadataPrograms, AreReadWithMemoryAndStepsInProportionToTheirBytes) {
+  const std::uint64_t first = from_environment("TORCH_CKPT_SEED", 1);
+  for (std::uint64_t seed = first; seed < first + 4000; ++seed) {
+    ASSERT_EQ(use_metadata_within_cost(bytes_of(generated(seed, 1 << 14))), "")
+        << "TORCH_CKPT_SEED=" << seed;
+  }
+}
+
+TEST(MetadataPrograms, InLargeNumbersCostNoMoreThanALimitForEachByte) {
+  const std::uint64_t count = from_environment("TORCH_CKPT_PROGRAMS", 0);
+  if (count == 0) GTEST_SKIP() << "TORCH_CKPT_PROGRAMS says how many";
+  const std::uint64_t first = from_environment("TORCH_CKPT_SEED", 1);
+  double most_heap = 0;
+  double most_steps = 0;
+  double most_seconds = 0;
+  std::uint64_t accepted = 0;
+  std::uint64_t all_bytes = 0;
+  for (std::uint64_t seed = first; seed < first + count; ++seed) {
+    const std::string program = generated(seed, 1 << 18);
+    ASSERT_EQ(use_metadata_within_cost(bytes_of(program)), "") << "TORCH_CKPT_SEED=" << seed;
+    const double begin = cpu_seconds();
+    const Cost cost = cost_of_metadata(bytes_of(program));
+    const double seconds = cpu_seconds() - begin;
+    const auto bytes = static_cast<double>(program.size());
+    const double fixed = kFixedHeapBytes;
+    most_heap = std::max(most_heap, (static_cast<double>(cost.heap_bytes) - fixed) / bytes);
+    const double steps = static_cast<double>(cost.steps) - static_cast<double>(kFixedSteps);
+    most_steps = std::max(most_steps, steps / bytes);
+    most_seconds = std::max(most_seconds, (seconds - 1e-3) / bytes);
+    accepted += cost.is_accepted ? 1 : 0;
+    all_bytes += program.size();
+  }
+  std::printf(
+      "%llu programs, %llu bytes, %llu accepted: at most %.1f bytes of memory, %.1f steps and "
+      "%.3f us for a byte, beyond %zu bytes, %llu steps and 1 ms\n",
+      static_cast<unsigned long long>(count), static_cast<unsigned long long>(all_bytes),
+      static_cast<unsigned long long>(accepted), most_heap, most_steps, 1e6 * most_seconds,
+      kFixedHeapBytes, static_cast<unsigned long long>(kFixedSteps));
+  EXPECT_LT(most_seconds, 1e-5);
 }
 
 }  // namespace

@@ -1,10 +1,17 @@
 #include "entries.h"
 
 #include <algorithm>
+#include <bit>
+#include <cmath>
 #include <cstdint>
+#include <map>
+#include <set>
 #include <string_view>
+#include <tuple>
+#include <utility>
 #include <vector>
 
+#include "../cpp/failing_allocations.h"
 #include "../cpp/stock_metadata.h"
 #include "checked_math.h"
 #include "engine/payload_check.h"
@@ -148,6 +155,34 @@ std::uint64_t elements_of(std::span<const std::int64_t> sizes) {
   return elements;
 }
 
+/// Each shard lies where a key of its entry's name says.
+std::string check_places(const index::PickleValues& values, const index::CheckpointIndex& index) {
+  using Place = std::tuple<std::uint64_t, std::uint64_t, std::string_view>;
+  std::set<std::pair<std::uint32_t, Place>> known;
+  const auto stored = values.attribute(values.objects[values.root.number()], "storage_data");
+  const index::Object* dict = stored ? values.object(*stored, index::ObjectKind::dict) : nullptr;
+  if (dict != nullptr) {
+    values.for_each_pair(*dict, [&](const index::Value& key, const index::Value& value) {
+      const auto& [name, offsets, has_offsets] = values.keys[values.objects[key.number()].first];
+      const auto& place = values.places[values.objects[value.number()].first];
+      if (const auto entry = index.find(values.text(name))) {
+        known.insert(
+            {*entry, {place.offset.payload, place.length.payload, values.text(place.file)}});
+      }
+    });
+  }
+  std::uint32_t number = 0;
+  for (const index::CheckpointIndex::Entry& entry : index.entries()) {
+    for (const index::CheckpointIndex::Shard& shard : index.shards(entry)) {
+      if (shard.file == index::CheckpointIndex::kNone) continue;
+      const Place place{shard.offset, shard.length, index.text(index.files()[shard.file])};
+      if (!known.contains({number, place})) return "a shard lies where a key of another name says";
+    }
+    ++number;
+  }
+  return {};
+}
+
 /// What is wrong with an index that was made of a program.
 std::string check_index(const index::CheckpointIndex& index) {
   std::uint32_t number = 0;
@@ -197,11 +232,117 @@ std::string use_metadata(Bytes bytes) {
     return "a program is accepted without its STOP";
   }
   const auto made = index::CheckpointIndex::of(*values);
-  if (made) return check_index(*made);
+  if (made) {
+    auto broken = check_index(*made);
+    return broken.empty() ? check_places(*values, *made) : broken;
+  }
   const Errc code = made.error().code;
   return code == Errc::metadata_inconsistent || code == Errc::outside_directory
              ? ""
              : "what cannot be has another's code";
 }
 
+namespace {
+
+std::uint64_t steps = 0;
+
+using index::Kind;
+using index::ObjectKind;
+using index::PickleValues;
+using index::Value;
+
+/// Counts the items of the lists that torch's set_element makes of paths, and its steps.
+class ListsOfPaths {
+ public:
+  explicit ListsOfPaths(const PickleValues& values) : values_(values) {}
+
+  /// Empty where both are in proportion to the program.
+  std::string check() {
+    const index::Object& root = values_.objects[values_.root.number()];
+    const auto paths = values_.attribute(root, "planner_data");
+    const index::Object* dict = paths ? values_.object(*paths, ObjectKind::dict) : nullptr;
+    if (dict == nullptr) return {};
+    const std::uint64_t most = values_.bytes.size() + (std::uint64_t{1} << 16);
+    values_.for_each_pair(*dict, [&](const Value&, const Value& path) {
+      std::uint32_t at = 0;
+      const auto step = [&](const Value& part) {
+        if (++walked_ <= most) at = descend(at, part);
+      };
+      if (path.kind == Kind::tuple) {
+        for (const Value& part : values_.tuple(path)) step(part);
+      } else if (path.kind == Kind::extents) {
+        for (const std::int64_t part : values_.extents.at(path.number())) {
+          step({Kind::integer, 0, 0, 1, static_cast<std::uint64_t>(part)});
+        }
+      } else if (const index::Object* list = values_.object(path, ObjectKind::list)) {
+        values_.for_each(*list, step);
+      }
+    });
+    if (walked_ > most) return "paths have more parts than the metadata has bytes";
+    double items = 0;
+    for (const double end : ends_) items += end;
+    return items > static_cast<double>(most) ? "paths make long lists" : "";
+  }
+
+ private:
+  /// The container that the part leads to. The lists on the way grow up to it.
+  std::uint32_t descend(std::uint32_t at, const Value& part) {
+    double index = -1;
+    if (part.kind == Kind::small_integer || part.kind == Kind::integer) {
+      index = static_cast<double>(part.integer());
+    } else if (part.kind == Kind::real) {
+      index = std::bit_cast<double>(part.payload);
+    }
+    ends_[at] = std::max(ends_[at], std::ceil(index) + 1);
+    const std::string key = part.kind == Kind::text ? "t" + std::string(values_.text(part))
+                                                    : std::to_string(static_cast<int>(part.kind)) +
+                                                          " " + std::to_string(part.payload);
+    const auto [known, is_new] =
+        children_.try_emplace({at, key}, static_cast<std::uint32_t>(ends_.size()));
+    if (is_new) ends_.push_back(0);
+    return known->second;
+  }
+
+  const PickleValues& values_;
+  std::map<std::pair<std::uint32_t, std::string>, std::uint32_t> children_;
+  std::vector<double> ends_{0};
+  std::uint64_t walked_ = 0;
+};
+
+}  // namespace
+
+Cost cost_of_metadata(Bytes bytes) {
+  static_cast<void>(stock_globals());
+  Cost cost;
+  const HeapMeter heap;
+  steps = 0;
+  if (const auto values = index::walk_metadata_pickle(bytes, stock_globals())) {
+    cost.is_accepted = index::CheckpointIndex::of(*values).has_value();
+  }
+  cost.steps = steps;
+  cost.heap_bytes = heap.most();
+  return cost;
+}
+
+std::string use_metadata_within_cost(Bytes bytes) {
+  const Cost cost = cost_of_metadata(bytes);
+  if (cost.heap_bytes > kFixedHeapBytes + kHeapBytesPerByte * bytes.size()) {
+    return std::to_string(bytes.size()) + " bytes of metadata take " +
+           std::to_string(cost.heap_bytes) + " bytes of memory";
+  }
+  if (cost.steps > kFixedSteps + kStepsPerByte * bytes.size()) {
+    return std::to_string(bytes.size()) + " bytes of metadata take " + std::to_string(cost.steps) +
+           " steps";
+  }
+  if (cost.is_accepted) {
+    auto broken = ListsOfPaths(*index::walk_metadata_pickle(bytes, stock_globals())).check();
+    if (!broken.empty()) return broken;
+  }
+  return use_metadata(bytes);
+}
+
 }  // namespace torch_ckpt::test
+
+// Called for each basic block of sources that are compiled with -fsanitize-coverage=trace-pc.
+extern "C" void __sanitizer_cov_trace_pc();
+extern "C" void __sanitizer_cov_trace_pc() { ++torch_ckpt::test::steps; }

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 import torch_ckpt
+from tests.attacks.test_metadata_bombs import TEXT_AT_BYTE_0
 from tests.cpp.stock_metadata import rich, small
 from torch_ckpt.checkpoint.metadata import checksum_tables, encode_metadata, read_metadata
 
@@ -50,7 +51,7 @@ def records() -> dict[str, bytes]:
 
 
 def metadata() -> dict[str, bytes]:
-    seeds = {"ours": encode_metadata(small())}
+    seeds = {"ours": encode_metadata(small()), "text_at_byte_0": TEXT_AT_BYTE_0}
     for protocol in (2, 3, 4, 5):
         seeds[f"small.{protocol}"] = pickle.dumps(small(), protocol)
         seeds[f"rich.{protocol}"] = pickle.dumps(rich(), protocol)
@@ -59,7 +60,9 @@ def metadata() -> dict[str, bytes]:
 
 def main() -> None:
     target = Path(sys.argv[1])
-    for kind, seeds in {"record": records(), "metadata": metadata()}.items():
+    # Any bytes are choices of the generator of programs.
+    kinds = {"record": records(), "metadata": metadata(), "program": {"choices": bytes(range(256))}}
+    for kind, seeds in kinds.items():
         (target / kind).mkdir(parents=True, exist_ok=True)
         for name, data in seeds.items():
             (target / kind / name).write_bytes(data)

@@ -202,10 +202,7 @@ def index_of(metadata: Metadata, source: str) -> _C.CheckpointIndex:
     meta = getattr(metadata, "storage_meta", None)
     known = Metadata(
         getattr(metadata, "state_dict_metadata", None),  # type: ignore[arg-type]
-        # Of paths only the places in lists are looked at.
-        {str(name): _numbers(path) for name, path in paths.items()}
-        if isinstance(paths, dict)
-        else None,
+        _paths(paths) if isinstance(paths, dict) else None,
         getattr(metadata, "storage_data", None),
         StorageMeta() if isinstance(meta, StorageMeta) else meta,
     )
@@ -218,11 +215,21 @@ def index_of(metadata: Metadata, source: str) -> _C.CheckpointIndex:
     return _index(program, source)
 
 
-def _numbers(path: object) -> list[int]:
+def _paths(paths: dict[Any, object]) -> dict[str, list[object]]:
+    """The paths of names, of builtin types. A path of several names stays one."""
+    made: dict[int, list[object]] = {}
+    for path in paths.values():
+        if id(path) not in made:
+            made[id(path)] = _parts(path)
+    return {str(name): made[id(path)] for name, path in paths.items()}
+
+
+def _parts(path: object) -> list[object]:
     parts = path.values() if isinstance(path, dict) else path
     if not isinstance(parts, (tuple, list, ValuesView)):
         return []
-    return [part for part in parts if type(part) is int]
+    # Other keys lead to different containers, and are not indices of lists.
+    return [part if type(part) in (str, int, float, bool) else str(part) for part in parts]
 
 
 def decode_metadata(data: bytes, source: str, *, allow_pickle: bool = False) -> Metadata:

@@ -60,7 +60,7 @@ class Selection(Source):
         self._old = {renamed[stripped]: old for old, stripped in new.items()}
         for name, old in self._old.items():
             path = source.paths[old]
-            self.paths[name] = path if name == old else new_path(path, name)
+            self.paths[name] = path if name == old else new_path(path, old, name)
             if old in source.tensors:
                 entry = source.tensors[old]
                 self.tensors[name] = Entry(self._converted(entry.dtype), entry.shape)

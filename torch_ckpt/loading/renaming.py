@@ -83,16 +83,18 @@ def rename_in(metadata: Metadata, rename: Rename) -> None:
         }
     if isinstance(metadata.planner_data, dict):
         metadata.planner_data = {
-            new[name]: new_path(path, new[name])
+            new[name]: new_path(path, name, new[name])
             for name, path in metadata.planner_data.items()
             if name in new
         }
 
 
-def new_path(path: Any, name: str) -> tuple[str | int, ...]:
+def new_path(path: Any, old: str, name: str) -> tuple[str | int, ...]:
     """Where a value with a new name lies in nested dicts and lists: the parts of its old path that
     its name still ends in stay, and what is before them is one."""
-    parts = tuple(path) if isinstance(path, tuple) else (name,)
+    # A path that does not spell the old name could make a long list for each new name.
+    is_spelled = isinstance(path, tuple) and ".".join(map(str, path)) == old
+    parts = tuple(path) if is_spelled else (name,)
     for begin in range(len(parts)):
         end = ".".join(map(str, parts[begin:]))
         if name == end:

@@ -137,7 +137,11 @@ def test_stars_stand_for_what_those_at_their_places_match() -> None:
 def test_the_place_of_a_renamed_value_keeps_what_its_name_ends_in(
     path: Any, name: str, expected: Any
 ) -> None:
-    assert new_path(path, name) == expected
+    assert new_path(path, ".".join(map(str, path)), name) == expected
+
+
+def test_a_path_that_does_not_spell_its_name_is_not_kept() -> None:
+    assert new_path(("list", 7), "other.7", "new.7") == ("new.7",)
 
 
 def test_a_manager_restores_a_model_of_other_names(tmp_path: Path) -> None:
