@@ -271,7 +271,8 @@ def load(
 
     Args:
         state_dict: as for ``dcp.load``: its tensors receive the values, other values are replaced.
-        checkpoint_id: directory of the checkpoint.
+        checkpoint_id: directory of the checkpoint; or ``ROOT/40`` for step 40 of a run, or ROOT for
+            its newest complete step, which is not deleted during the load.
         storage_reader: a reader to use, instead of one made for ``checkpoint_id``.
         planner: a planner of the caller's own; the load then is ``dcp.load`` with our reader, and
             the last four options do not go with it. So it is with a reader for a file system that

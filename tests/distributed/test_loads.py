@@ -45,9 +45,12 @@ from tests.distributed.loads import (
     save,
     stock_save,
 )
+from tests.local_steps import saved
 from tests.support import assert_equal, data_files
 from torch_ckpt.checkpoint.coverage import chunks_here
 from torch_ckpt.errors import Corrupt, LoadMismatch
+from torch_ckpt.loading.reader import FileSystemReader
+from torch_ckpt.steps import LocalSteps
 
 # --- parts ----------------------------------------------------------------------------------------
 
@@ -566,6 +569,52 @@ def case_a_pattern_may_match_on_one_rank_only(launch: Launch) -> None:
         (cause,) = causes.values()
         assert isinstance(cause, ValueError)
         assert str(cause) == "no name in the state dict matches 'of nobody'"
+
+
+# --- roots ---------------------------------------------------------------------------------------
+
+
+def case_all_ranks_load_the_newest_step_of_a_root(launch: Launch) -> None:
+    root = _root_with_a_step(launch, 1)
+    for load in LOADERS:
+        state = {"w": torch.zeros(5, 3)}
+        load(state, root)
+        assert state["w"][0].tolist() == [1.0] * 3
+
+
+def case_a_root_whose_newest_step_changes_between_two_ranks_looks_is_loaded_by_none(
+    launch: Launch,
+) -> None:
+    root = _root_with_a_step(launch, 1)
+    store = dist.distributed_c10d._get_default_store()
+    before = FileSystemReader._metadata_bytes
+    for step, load in enumerate(LOADERS, 2):
+        token = f"{launch.case}: rank 0 has looked for step {step}"
+
+        def read_metadata(
+            self: FileSystemReader, name: str, step: int = step, token: str = token
+        ) -> Any:
+            if launch.rank == 0:
+                found = before(self, name)
+                store.set(token, "")
+                return found
+            store.wait([token])
+            if launch.rank == 1:
+                saved(LocalSteps(root), step)
+            return before(self, name)
+
+        state = {"w": torch.zeros(5, 3)}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(FileSystemReader, "_metadata_bytes", read_metadata)
+            causes = failure_of(launch, lambda load=load, state=state: load(state, root))
+        assert "ranks have read the metadata of different saves" in str(causes[0])
+        assert not state["w"].any()
+
+
+def _root_with_a_step(launch: Launch, step: int) -> Path:
+    root = launch.path("run")
+    on_rank_0(launch, lambda: saved(LocalSteps(root), step))
+    return root
 
 
 test_on_ranks = on_ranks(globals())

@@ -281,7 +281,7 @@ def read_metadata(
         Unsafe, Corrupt: see :func:`decode_metadata`.
         CheckpointError: the file is larger than ``MAX_METADATA_BYTES``.
     """
-    with closing(open_checkpoint(path)) as directory:
+    with closing(open_directory(path)) as directory:
         return read_metadata_in(directory, name, allow_pickle=allow_pickle)
 
 
@@ -302,8 +302,8 @@ def read_index_in(directory: OpenDirectory, name: str = METADATA_NAME) -> _C.Che
     return decode_index(metadata_bytes_in(directory, name), os.path.join(directory.path, name))
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> OpenDirectory:
-    """The directory of a checkpoint.
+def open_directory(path: str | os.PathLike[str]) -> OpenDirectory:
+    """Opens the directory of a checkpoint, which the path leads to as it is.
 
     Raises:
         FileNotFoundError: there is no such directory, and so no committed checkpoint.
@@ -312,7 +312,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> OpenDirectory:
     try:
         return OpenDirectory(path)
     except FileNotFoundError:
-        raise _no_checkpoint(path, "such directory") from None
+        raise no_checkpoint(path, "such directory") from None
 
 
 def metadata_bytes_in(directory: OpenDirectory, name: str = METADATA_NAME) -> bytes:
@@ -326,7 +326,7 @@ def metadata_bytes_in(directory: OpenDirectory, name: str = METADATA_NAME) -> by
     try:
         stream = open(name, "rb", opener=directory.open_for_read)  # noqa: SIM115
     except FileNotFoundError:
-        raise _no_checkpoint(directory.path, f"{name} in the directory") from None
+        raise no_checkpoint(directory.path, f"{name} in the directory") from None
     except ValueError:
         if stat.S_ISDIR(os.stat(name, dir_fd=directory.fd).st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), file) from None
@@ -342,7 +342,8 @@ def metadata_bytes_in(directory: OpenDirectory, name: str = METADATA_NAME) -> by
             stream.close()
 
 
-def _no_checkpoint(path: str | os.PathLike[str], lacking: str) -> FileNotFoundError:
+def no_checkpoint(path: str | os.PathLike[str], lacking: str) -> FileNotFoundError:
+    """Makes the error for a path without a committed checkpoint."""
     return FileNotFoundError(
         errno.ENOENT, f"no committed checkpoint: there is no {lacking}", os.fspath(path)
     )

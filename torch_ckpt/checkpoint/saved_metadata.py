@@ -13,7 +13,7 @@ from torch_ckpt._base.paths import is_url
 from torch_ckpt.checkpoint.metadata import (
     decode_metadata,
     metadata_bytes_in,
-    open_checkpoint,
+    open_directory,
 )
 from torch_ckpt.checkpoint.undecoded import NotDecoded, undecode, undecoded
 from torch_ckpt.errors import CheckpointError
@@ -71,7 +71,7 @@ class SavedMetadata:
 
 def _read(path: str, seal: bytes) -> Metadata:
     try:
-        with closing(open_checkpoint(path)) as directory:
+        with closing(open_directory(path)) as directory:
             data = metadata_bytes_in(directory)
     except FileNotFoundError as error:
         raise CheckpointError(

@@ -37,6 +37,10 @@ def _renaming(text: str) -> tuple[str, str]:
 
 
 def _local(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError(
+            "must name a path, got an empty text (the current directory is '.')"
+        )
     if is_url(text):
         raise argparse.ArgumentTypeError(
             "only steps, gc, delete, pin and unpin take URLs, and a local path has no protocol: "
@@ -113,12 +117,15 @@ def _tolerance(text: str) -> float:
 # --- the command line ----------------------------------------------------------------------------
 
 
+_CHECKPOINT = "a checkpoint directory, ROOT/40 for step 40 of a run, or ROOT for its newest step"
+
+
 def _add_directory(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "directory",
         type=_local,
         metavar="DIR",
-        help="the checkpoint directory, or ROOT/40 for step 40 of a run",
+        help=_CHECKPOINT,
     )
 
 
@@ -128,7 +135,10 @@ def _add_root(parser: argparse.ArgumentParser) -> None:
 
 def _add_names(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "names", nargs="*", metavar="NAME", help="a name, or a pattern as 'model.*'; default: all"
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help="a name, its beginning up to a dot, or a pattern as 'model.*'; default: all",
     )
 
 
@@ -228,13 +238,16 @@ def parser_of_all() -> argparse.ArgumentParser:
         "within the tolerances if some are given, with 1 when they differ, with 2 when one cannot "
         "be read.",
     )
-    compare.add_argument("a", type=_local, metavar="A", help="a checkpoint directory, or ROOT/40")
+    compare.add_argument("a", type=_local, metavar="A", help=_CHECKPOINT)
     compare.add_argument("b", type=_local, metavar="B", help="another")
+    _add_names(compare)
     compare.add_argument(
         "--atol", type=_tolerance, metavar="X", help="allow |a - b| <= X + Y * |b|"
     )
     compare.add_argument("--rtol", type=_tolerance, metavar="Y", help="see --atol")
-    _add_json(compare)
+    form = compare.add_mutually_exclusive_group()
+    _add_json(form)
+    form.add_argument("--quiet", action="store_true", help="print nothing if they are equal")
 
     change = command(
         "convert",
@@ -273,7 +286,7 @@ def parser_of_all() -> argparse.ArgumentParser:
         type=_local,
         metavar="PATH",
         help="a config.json, or a directory with one, to put beside safetensors files (of 5 GB "
-        "where --max-shard-size does not say it), so that transformers loads TARGET",
+        "unless --max-shard-size is given), so that transformers loads TARGET; with --dtype in it",
     )
     change.add_argument(
         "--max-shard-size",

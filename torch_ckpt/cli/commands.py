@@ -9,7 +9,6 @@ from typing import Any, Protocol
 from torch_ckpt._base.formatting import printable
 from torch_ckpt._base.progress import wants_bar
 from torch_ckpt.cli.doctor import diagnose
-from torch_ckpt.cli.locating import checkpoint_at
 from torch_ckpt.cli.steps import collect, delete, set_pinned, step_lines, steps_document
 from torch_ckpt.conversion.convert import convert
 from torch_ckpt.errors import CheckpointError
@@ -49,10 +48,9 @@ def _tell(report: _Report, arguments: argparse.Namespace) -> None:
 
 def list_checkpoint(arguments: argparse.Namespace) -> int:
     """Lists one checkpoint; returns 1 when files or shards of it are missing or files too short."""
-    directory = checkpoint_at(arguments.directory)
-    listing = examine(directory, arguments.names or None)
+    listing = examine(arguments.directory, arguments.names or None)
     if arguments.json:
-        print(json.dumps(document(listing, directory), indent=2))
+        print(json.dumps(document(listing), indent=2))
     else:
         for lines in [file_lines(listing)] if arguments.files else _item_tables(listing):
             _print(lines)
@@ -60,7 +58,7 @@ def list_checkpoint(arguments: argparse.Namespace) -> int:
         print(total_line(listing))
     if listing.faults:
         faults = ", ".join(listing.faults)
-        complain(f"{directory} cannot be loaded whole: {faults}")
+        complain(f"{listing.path} cannot be loaded whole: {faults}")
         return 1
     return 0
 
@@ -73,14 +71,14 @@ def _item_tables(listing: Listing) -> Iterator[Iterable[str]]:
 
 def explain_checkpoint(arguments: argparse.Namespace) -> int:
     """Says who wrote what of one checkpoint, and what took long."""
-    _tell(explain(checkpoint_at(arguments.directory)), arguments)
+    _tell(explain(arguments.directory), arguments)
     return 0
 
 
 def show_checkpoint(arguments: argparse.Namespace) -> int:
     """Shows what tensors and objects of a checkpoint hold; returns 1 when some are damaged."""
     report = show(
-        checkpoint_at(arguments.directory),
+        arguments.directory,
         arguments.names or None,
         first=arguments.first,
         allow_pickle=arguments.allow_pickle,
@@ -94,7 +92,7 @@ def verify_checkpoint(arguments: argparse.Namespace) -> int:
     """Verifies one checkpoint; returns 1 when something of it is damaged or missing, and 2 when
     nothing is, but some of it could not be read."""
     report = verify(
-        checkpoint_at(arguments.directory),
+        arguments.directory,
         thread_count=arguments.threads,
         progress=_wants_bar(arguments),
     )
@@ -112,13 +110,15 @@ def verify_checkpoint(arguments: argparse.Namespace) -> int:
 def diff_checkpoints(arguments: argparse.Namespace) -> int:
     """Compares two checkpoints; returns 1 when they differ."""
     report = diff(
-        checkpoint_at(arguments.a),
-        checkpoint_at(arguments.b),
+        arguments.a,
+        arguments.b,
+        arguments.names or None,
         atol=arguments.atol,
         rtol=arguments.rtol,
         progress=_wants_bar(arguments),
     )
-    _tell(report, arguments)
+    if not (arguments.quiet and report.equal):
+        _tell(report, arguments)
     return 0 if report.equal else 1
 
 
@@ -126,7 +126,7 @@ def convert_checkpoint(arguments: argparse.Namespace) -> int:
     """Converts a model from one format to another."""
     try:
         report = convert(
-            checkpoint_at(arguments.source, other_formats=True),
+            arguments.source,
             arguments.target,
             select=arguments.select,
             strip_prefix=arguments.strip_prefix,

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -22,11 +21,11 @@ import torch
 
 from torch_ckpt._base.formatting import plural, printable, size, some_of
 from torch_ckpt._base.progress import Progress, ProgressOption, Reporter
+from torch_ckpt.checkpoint.locating import TORCH_SUFFIXES
 from torch_ckpt.conversion.selection import Selection, dtype_of
 from torch_ckpt.conversion.source import Source
 from torch_ckpt.conversion.sources import open_source
 from torch_ckpt.conversion.targets import (
-    CONFIG_NAME,
     Write,
     require_safetensors,
     write_dcp,
@@ -34,14 +33,12 @@ from torch_ckpt.conversion.targets import (
     write_safetensors_shards,
 )
 from torch_ckpt.conversion.torch_target import write_torch
+from torch_ckpt.conversion.transformers_config import Config, leave_out_tied
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.loading.renaming import Rename
 
 # The most bytes of tensors in a file of a directory for transformers.
 _SHARD_BYTES = 5 * 10**9
-
-#: What files of torch.save are called.
-TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 
 _NAMES = {"dcp": "a checkpoint directory", "torch": "torch.save", "safetensors": "safetensors"}
 
@@ -114,7 +111,8 @@ def convert(
     ``load_state_dict()`` takes.
 
     Args:
-        source: a checkpoint directory of torch or of ours, a file of ``torch.save``, a safetensors
+        source: a checkpoint directory of torch or of ours, ``ROOT/40`` for step 40 of a run or ROOT
+            for its newest step, a file of ``torch.save``, a safetensors
             file, or a directory of such files with their index.
         target: ``*.safetensors``; ``*.pt``, ``*.pth`` or ``*.bin`` for ``torch.save``; else a
             checkpoint directory.
@@ -124,10 +122,11 @@ def convert(
         rename: gives what is left of the names others: see :func:`torch_ckpt.load`.
         dtype: of floating point tensors, also as "bf16", "fp16" or "fp32". What becomes too large
             for it is noted.
-        config: a ``config.json``, or a directory that has one, which is copied to the target as it
-            is. The target is a directory of safetensors files then, of 5 GB at most where
-            ``max_shard_size`` is not given: with the names of a model of ``transformers`` its
-            ``from_pretrained`` loads that.
+        config: a ``config.json``, or a directory that has one, which is copied to the target, with
+            ``dtype`` in it if that is given. The target is a directory of safetensors files then,
+            of 5 GB at most if ``max_shard_size`` is not given: with the names of a model of
+            ``transformers`` its ``from_pretrained`` loads that. If ``transformers`` is installed,
+            weights that the model ties to others, and that equal them, are left out.
         max_shard_size: makes the target a directory of safetensors files with an index, none with
             more bytes of tensors, unless one tensor has more.
         tensors_only: leave out values that are not tensors.
@@ -152,8 +151,13 @@ def convert(
             raise ValueError(f"{title} must be at least 1, got {value}")
     begun = time.perf_counter()
     path, place = os.fspath(source), os.fspath(target)
-    target_format, write = _target(place, max_shard_size, config)
     to_dtype = None if dtype is None else dtype_of(dtype)
+    names_file = _suffix(place) in (".safetensors", *TORCH_SUFFIXES)
+    if names_file and (max_shard_size is not None or config is not None):
+        option = "config" if max_shard_size is None else "max_shard_size"
+        raise ValueError(f"{option} makes a directory, and {place} names a file")
+    model_config = None if config is None else Config(os.fspath(config))
+    target_format, write = _target(place, max_shard_size, model_config, to_dtype)
     is_changed = not (select is None and not strip_prefix and rename is None and dtype is None)
     if os.path.exists(place) and os.path.exists(path) and os.path.samefile(path, place):
         raise CheckpointError(f"{path} cannot be converted to itself")
@@ -171,6 +175,8 @@ def convert(
         notes = _left_out(opened, target_format, tensors_only)
         if target_format == "safetensors":
             require_safetensors(opened)
+        if model_config is not None and (tied := leave_out_tied(opened, model_config)):
+            notes.append(f"tied to other weights, of which they are copies: {some_of(tied)}")
         report.tensors, report.objects = len(opened.tensors), len(opened.objects)
         total = sum(entry.nbytes for entry in opened.tensors.values())
         with Reporter(progress, f"convert {os.path.basename(path)}", 0, total) as shown:
@@ -187,39 +193,25 @@ def convert(
     return report
 
 
+def _suffix(path: str) -> str:
+    return os.path.splitext(path)[1].lower()
+
+
 def _target(
-    path: str, max_shard_size: int | None, config: str | os.PathLike[str] | None
+    path: str, max_shard_size: int | None, config: Config | None, dtype: torch.dtype | None
 ) -> tuple[str, Write]:
-    suffix = os.path.splitext(path)[1].lower()
+    suffix = _suffix(path)
     if max_shard_size is not None or config is not None:
-        if suffix == ".safetensors" or suffix in TORCH_SUFFIXES:
-            option = "config" if max_shard_size is None else "max_shard_size"
-            raise ValueError(f"{option} makes a directory, and {path} names a file")
         return "safetensors", partial(
             write_safetensors_shards,
             max_shard_size=max_shard_size or _SHARD_BYTES,
-            config=None if config is None else _read_config(os.fspath(config)),
+            config=None if config is None else config.text(dtype),
         )
     if suffix == ".safetensors":
         return "safetensors", write_safetensors
     if suffix in TORCH_SUFFIXES:
         return "torch", write_torch
     return "dcp", write_dcp
-
-
-def _read_config(path: str) -> bytes:
-    """The text of a config.json."""
-    if os.path.isdir(path):
-        path = os.path.join(path, CONFIG_NAME)
-    with open(path, "rb") as stream:
-        text = stream.read()
-    try:
-        is_object = isinstance(json.loads(text), dict)
-    except ValueError:
-        is_object = False
-    if not is_object:
-        raise CheckpointError(f"{path} is not a JSON object, as a {CONFIG_NAME} is")
-    return text
 
 
 def _left_out(source: Source, target_format: str, tensors_only: bool) -> list[str]:

@@ -12,7 +12,9 @@ from typing import Any, TypeGuard
 import torch
 
 from torch_ckpt._base.formatting import some_of
+from torch_ckpt.checkpoint.locating import format_of, is_step_number
 from torch_ckpt.checkpoint.metadata import METADATA_NAME
+from torch_ckpt.checkpoint.step_names import STEP_NAME
 from torch_ckpt.conversion.safetensors_source import SafetensorsDirectory, SafetensorsFile
 from torch_ckpt.conversion.source import Entry, Path, Source, empty_tensor
 from torch_ckpt.conversion.torch_source import TorchSource
@@ -24,7 +26,7 @@ _INFLIGHT_BYTES = 64 << 20
 
 
 def open_source(path: str, allow_pickle: bool) -> Source:
-    """Opens a checkpoint directory, a file of ``torch.save``, or safetensors, by what is there.
+    """Opens a checkpoint, a file of ``torch.save``, or safetensors, by what is at the path.
 
     Raises:
         FileNotFoundError: there is nothing.
@@ -33,8 +35,11 @@ def open_source(path: str, allow_pickle: bool) -> Source:
     """
     if os.path.isdir(path):
         names = os.listdir(path)
-        if any(name.endswith(".safetensors") for name in names) and METADATA_NAME not in names:
+        is_other = not any(name == METADATA_NAME or STEP_NAME.match(name) for name in names)
+        if is_other and any(name.endswith(".safetensors") for name in names):
             return SafetensorsDirectory(path, names)
+        return DcpSource(path, allow_pickle)
+    if is_step_number(path) and not os.path.exists(path):
         return DcpSource(path, allow_pickle)
     kind = format_of(path)
     if kind == "torch":
@@ -45,21 +50,6 @@ def open_source(path: str, allow_pickle: bool) -> Source:
         f"{path} is neither a safetensors file nor an archive of torch.save; a file of torch.save "
         "from before torch 1.6 must be loaded and saved again first"
     )
-
-
-def format_of(path: str) -> str | None:
-    """The format of a file by its first bytes: "torch", "safetensors", or None for others.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    # Opening a FIFO waits for its writer.
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    with open(descriptor, "rb") as stream:
-        begin = stream.read(9) or b""
-    if begin.startswith(b"PK\3\4"):
-        return "torch"
-    return "safetensors" if begin[8:] == b"{" else None
 
 
 class DcpSource(Source):

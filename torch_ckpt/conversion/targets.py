@@ -28,6 +28,7 @@ from torch_ckpt.conversion.safetensors_header import (
     is_unicode,
 )
 from torch_ckpt.conversion.source import Entry, Path, Source
+from torch_ckpt.conversion.transformers_config import CONFIG_NAME
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.loading.reading import in_waves
 from torch_ckpt.saving.items import resolve, results_of
@@ -43,10 +44,6 @@ class Write(Protocol):
     def __call__(
         self, source: Source, target: str, *, overwrite: bool, wave_bytes: int, wrote: Wrote
     ) -> list[str]: ...
-
-
-#: What transformers reads a model's configuration from.
-CONFIG_NAME = "config.json"
 
 
 def each_in_waves(

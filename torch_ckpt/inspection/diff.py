@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import cast
 
@@ -19,6 +20,7 @@ import torch
 from torch_ckpt._base.progress import Progress, ProgressOption, Reporter
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.inspection.diff_report import DiffReport, TensorDifference
+from torch_ckpt.inspection.listing import matching
 from torch_ckpt.inspection.stored_tensors import (
     QUANTIZED,
     Box,
@@ -42,6 +44,7 @@ _LEAST_INT64 = -(1 << 63)
 def diff(
     a: str | os.PathLike[str],
     b: str | os.PathLike[str],
+    names: Iterable[str] | None = None,
     *,
     atol: float | None = None,
     rtol: float | None = None,
@@ -51,7 +54,10 @@ def diff(
     """Compares two checkpoints, of stock torch or of ours, in any sharding.
 
     Args:
-        a, b: directories of the checkpoints.
+        a, b: directories of the checkpoints; or ``ROOT/40`` for step 40 of a run, or ROOT for its
+            newest step.
+        names: what to compare: names, also without their last parts ("model" for all of
+            "model.*"), or patterns as of :mod:`fnmatch`; all if None.
         atol, rtol: values are equal where ``|a - b| <= atol + rtol * |b|``. With one of them given
             another dtype of equal values is not a difference.
         max_inflight_bytes: most memory in bytes that is held, beyond the metadata.
@@ -64,8 +70,11 @@ def diff(
         FileNotFoundError: there is no committed checkpoint.
         Unsafe, Corrupt: one of them cannot be read; what is read is verified as by a load.
         OSError: a system call failed.
+        CheckpointError: neither checkpoint has a name like one of ``names``.
         ValueError: an option is out of range.
     """
+    if isinstance(names, str):
+        raise ValueError(f"names must be a list of patterns, got the string {names!r}")
     for title, value in (("atol", atol), ("rtol", rtol)):
         if value is not None and not value >= 0:
             raise ValueError(f"{title} must not be negative, got {value}")
@@ -81,7 +90,14 @@ def diff(
     try:
         for path in (a, b):
             sides.append(StoredTensors(path, at_once))
-        _Comparison(sides[0], sides[1], report, atol or 0.0, rtol or 0.0, at_once).run(progress)
+        report.a, report.b = (side.path for side in sides)
+        chosen = None
+        if names is not None:
+            present = {name for side in sides for name in side.names}
+            chosen = set(matching(present, list(names), f"{report.a} and {report.b}"))
+        _Comparison(sides[0], sides[1], report, atol or 0.0, rtol or 0.0, at_once).run(
+            progress, chosen
+        )
     except ValueError as error:
         raise CheckpointError(f"{a} and {b} cannot be compared: {error}") from error
     finally:
@@ -123,34 +139,38 @@ class _Comparison:
         self._wave: list[tuple[_Tally, Box, torch.Tensor, torch.Tensor]] = []
         self._wave_bytes = 0
 
-    def run(self, progress: ProgressOption) -> None:
-        """Compares everything."""
+    def run(self, progress: ProgressOption, chosen: set[str] | None) -> None:
+        """Compares the chosen names; all if None."""
         report = self._report
-        report.only_in_a = [name for name in self._a.names if name not in self._b]
-        report.only_in_b = [name for name in self._b.names if name not in self._a]
+        of_a, of_b = (
+            [name for name in side.names if chosen is None or name in chosen]
+            for side in (self._a, self._b)
+        )
+        report.only_in_a = [name for name in of_a if name not in self._b]
+        report.only_in_b = [name for name in of_b if name not in self._a]
         tensors: list[_Tally] = []
         by_record: list[str] = []
         objects: list[str] = []
         total = 0
-        for name in self._a.names:
+        for name in of_a:
             if name not in self._b:
                 continue
-            of_a, of_b = self._a.tensor(name), self._b.tensor(name)
-            if of_a is None and of_b is None:
+            a, b = self._a.tensor(name), self._b.tensor(name)
+            if a is None and b is None:
                 objects.append(name)
-            elif of_a is None or of_b is None:
-                kinds = ["an object" if side is None else "a tensor" for side in (of_a, of_b)]
+            elif a is None or b is None:
+                kinds = ["an object" if side is None else "a tensor" for side in (a, b)]
                 report.kinds.append((name, kinds[0], kinds[1]))
-            elif of_a.shape != of_b.shape:
-                report.shapes.append((name, of_a.shape, of_b.shape))
+            elif a.shape != b.shape:
+                report.shapes.append((name, a.shape, b.shape))
             else:
-                dtypes = of_a.dtype, of_b.dtype
+                dtypes = a.dtype, b.dtype
                 if dtypes[0] != dtypes[1]:
                     in_a, in_b = (str(dtype).removeprefix("torch.") for dtype in dtypes)
                     report.dtypes.append((name, in_a, in_b))
                 if not any(dtype in QUANTIZED for dtype in dtypes):
-                    tensors.append(_Tally(name, of_a.shape, dtypes))
-                    total += math.prod(of_a.shape) * sum(d.itemsize for d in dtypes)
+                    tensors.append(_Tally(name, a.shape, dtypes))
+                    total += math.prod(a.shape) * sum(d.itemsize for d in dtypes)
                 else:
                     by_record.append(name)
         self._compare_all(tensors, total, progress)

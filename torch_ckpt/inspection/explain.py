@@ -20,7 +20,8 @@ from typing import Any
 
 from torch_ckpt import _C
 from torch_ckpt._base.formatting import plural, printable, size, table
-from torch_ckpt.checkpoint.metadata import open_checkpoint, read_index_in
+from torch_ckpt.checkpoint.locating import open_checkpoint
+from torch_ckpt.checkpoint.metadata import read_index_in
 
 _OF_RANK = re.compile(r"__(\d+)_")
 
@@ -107,10 +108,10 @@ def explain(path: str | os.PathLike[str]) -> Explanation:
         Unsafe, Corrupt, CheckpointError: its metadata cannot be read.
     """
     with closing(open_checkpoint(path)) as directory:
-        index = read_index_in(directory)
+        index, found = read_index_in(directory), directory.path
     shares = _shares(index)
     ranks = sorted(shares.values(), key=lambda share: (share.rank is None, share.rank))
-    return Explanation(os.fspath(path), ranks, list(_remarks(ranks)))
+    return Explanation(found, ranks, list(_remarks(ranks)))
 
 
 def _shares(index: _C.CheckpointIndex) -> dict[int | None, RankShare]:

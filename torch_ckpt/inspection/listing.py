@@ -16,7 +16,8 @@ from typing import Any
 from torch_ckpt import _C
 from torch_ckpt._base.formatting import plural, printable, size, table
 from torch_ckpt.checkpoint.directory import OpenDirectory
-from torch_ckpt.checkpoint.metadata import METADATA_NAME, open_checkpoint, read_index_in
+from torch_ckpt.checkpoint.locating import open_checkpoint
+from torch_ckpt.checkpoint.metadata import METADATA_NAME, read_index_in
 from torch_ckpt.errors import CheckpointError, Unsafe
 from torch_ckpt.inspection.verify import is_damage
 
@@ -62,6 +63,7 @@ class _File:
 class Listing:
     """What ``ls`` shows of one checkpoint."""
 
+    path: str  # of the checkpoint's directory
     items: list[_Item]  # sorted by name, numbers in names by value
     files: list[_File]  # likewise
     disk_bytes: int  # of the referenced files and the metadata
@@ -116,7 +118,9 @@ def natural(name: str) -> list[str | int]:
 
 
 def matching(names: Iterable[str], patterns: Sequence[str] | None, path: object) -> list[str]:
-    """The names that are like a pattern of :mod:`fnmatch`, or equal to it, in natural order.
+    """Selects names in natural order: equal to a pattern, below it, or like it.
+
+    "a.b" is below "a". A pattern is one of :mod:`fnmatch`.
 
     Args:
         patterns: None for all names.
@@ -131,7 +135,8 @@ def matching(names: Iterable[str], patterns: Sequence[str] | None, path: object)
     present, chosen = set(names), set[str]()
     for pattern in patterns:
         # Brackets are part of many names.
-        like = [pattern] if pattern in present else fnmatch.filter(names, pattern)
+        below = [name for name in names if name.startswith(f"{pattern}.")]
+        like = [pattern, *below] if pattern in present else below or fnmatch.filter(names, pattern)
         if not like:
             raise CheckpointError(
                 f"{path}: nothing has a name like {pattern}; torch-ckpt ls lists the names"
@@ -214,6 +219,7 @@ def _put_together(
     # With a filter, a file that holds nothing of what is chosen is not one that nothing names.
     files = [*named, *(_unreferenced(directory, records) if patterns is None else [])]
     return Listing(
+        path=opened.path,
         items=items,
         files=sorted(files, key=lambda file: natural(file.name)),
         disk_bytes=status.st_size + sum(file.disk_bytes or 0 for file in named),
@@ -225,7 +231,7 @@ def examine(path: str | os.PathLike[str], names: Sequence[str] | None = None) ->
     """Looks at a checkpoint's metadata and at the lengths of its files.
 
     Args:
-        path: of the checkpoint's directory.
+        path: of the checkpoint's directory; or ``ROOT/40``, or ROOT for its newest step.
         names: fully qualified ones, or patterns as of :mod:`fnmatch`; all if None. Files are those
             that hold something of these.
 
@@ -234,7 +240,7 @@ def examine(path: str | os.PathLike[str], names: Sequence[str] | None = None) ->
             the patterns.
     """
     with closing(open_checkpoint(path)) as opened:
-        return _put_together(Path(path), opened, read_index_in(opened), names)
+        return _put_together(Path(opened.path), opened, read_index_in(opened), names)
 
 
 def item_lines(listing: Listing) -> Iterable[str]:
@@ -302,10 +308,10 @@ def total_line(listing: Listing) -> str:
     return f"total: {', '.join(parts)}"
 
 
-def document(listing: Listing, directory: str) -> dict[str, Any]:
+def document(listing: Listing) -> dict[str, Any]:
     """All of it, for JSON."""
     return {
-        "checkpoint": directory,
+        "checkpoint": listing.path,
         "items": [asdict(item) for item in listing.items],
         "files": [asdict(file) for file in listing.files],
         "total": {

@@ -224,8 +224,10 @@ def show(
     Takes some 64 MiB beside its report, and what an object has.
 
     Args:
-        path: of the checkpoint's directory.
-        names: fully qualified ones, or patterns as of :mod:`fnmatch`; all if None.
+        path: of the checkpoint's directory; or ``ROOT/40`` for step 40 of a run, or ROOT for its
+            newest step.
+        names: fully qualified ones, also without their last parts ("model" for all of "model.*"),
+            or patterns as of :mod:`fnmatch`; all if None.
         first: how many values of each tensor are told.
         allow_pickle: unpickle objects of whatever type, which may run code.
         progress: see :data:`torch_ckpt._base.progress.ProgressOption`.
@@ -246,10 +248,10 @@ def show(
         raise ValueError(f"first must not be negative, got {first}")
     stored = StoredTensors(path, _INFLIGHT_BYTES, allow_pickle)
     try:
-        chosen = matching(stored.names, None if names is None else list(names), stored.reader.path)
+        chosen = matching(stored.names, None if names is None else list(names), stored.path)
         sizes = {name: stored.bytes_of(name) for name in chosen}
         total, done = sum(sizes.values()), 0
-        report = ShowReport(os.fspath(path), [])
+        report = ShowReport(stored.path, [])
         with Reporter(progress, "show", None, total) as shown:
             for name in chosen:
                 try:

@@ -51,7 +51,7 @@ class StoredTensors:
     Holds the directory open; ``reader.release()`` lets go of it.
 
     Args:
-        path: of its directory.
+        path: of its directory, as :func:`open_checkpoint` accepts it.
         max_inflight_bytes: most memory in bytes that reading takes beyond its targets.
         allow_pickle: as for :class:`FileSystemReader`.
 
@@ -69,6 +69,8 @@ class StoredTensors:
             path, max_inflight_bytes=max_inflight_bytes, allow_pickle=allow_pickle
         )
         self._metadata, self._index = self.reader.read_index()
+        #: Of the checkpoint's directory.
+        self.path = self.reader.location
         self.reader.set_up_for_load(0, self._metadata, self._index)
         self._uncovered = set(self._index.uncovered())
         #: Fully qualified names, in the checkpoint's order.
@@ -97,7 +99,7 @@ class StoredTensors:
         if name in self._uncovered:
             fault = fault_of_shards(found[1], self._index.shards(name))
         if fault:
-            raise Corrupt(f"{self.reader.path}: {name}: {fault}; run torch-ckpt verify on it")
+            raise Corrupt(f"{self.path}: {name}: {fault}; run torch-ckpt verify on it")
         return StoredTensor(getattr(torch, found[0]), found[1])
 
     def bytes_of(self, name: str) -> int:
@@ -117,12 +119,12 @@ class StoredTensors:
         for offsets, sizes, file, offset, length, is_transformed in self._index.shards(name):
             if file is None:
                 raise Corrupt(
-                    f"{self.reader.path}: {name}: the metadata does not say where it is stored; "
+                    f"{self.path}: {name}: the metadata does not say where it is stored; "
                     "run torch-ckpt verify on it"
                 )
             if is_transformed:
                 raise CheckpointError(
-                    f"{self.reader.path}: {name}: it is stored by way of a stream transform, which "
+                    f"{self.path}: {name}: it is stored by way of a stream transform, which "
                     "only a load can undo"
                 )
             places.append(Record(file, offset, length, offsets, sizes))

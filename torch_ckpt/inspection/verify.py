@@ -29,7 +29,9 @@ from torch_ckpt._base.formatting import plural, printable, size
 from torch_ckpt._base.progress import Progress, ProgressOption, Reporter
 from torch_ckpt.checkpoint.coverage import gap_in
 from torch_ckpt.checkpoint.directory import OpenDirectory
-from torch_ckpt.checkpoint.metadata import METADATA_NAME, open_checkpoint, read_index_in
+from torch_ckpt.checkpoint.locating import open_checkpoint
+from torch_ckpt.checkpoint.metadata import METADATA_NAME, read_index_in
+from torch_ckpt.checkpoint.step_names import MARKER_NAME, PINNED_NAME, STEP_NAME
 from torch_ckpt.errors import Unsafe
 from torch_ckpt.loading.reader import DEFAULT_THREADS, LEAST_INFLIGHT_BYTES, shared
 
@@ -191,7 +193,8 @@ def verify(
     """Reads all of a checkpoint, stock torch's too, and compares it with all its checksums.
 
     Args:
-        checkpoint_id: directory of the checkpoint.
+        checkpoint_id: directory of the checkpoint; or ``ROOT/40`` for step 40 of a run, or ROOT
+            for its newest step.
         thread_count: reads under way at once; None: 8.
         max_inflight_bytes: most memory in bytes that is held, beyond the metadata.
         direct_io: True, False, or "auto": for what the page cache does not hold.
@@ -263,8 +266,10 @@ class _Look:
             self._look_at_place(entry, None, shard)
 
     def find_unreferenced(self) -> None:
-        """Files that no metadata names; directories are left alone."""
+        """Finds files that no metadata names; directories are left alone."""
         named = self._lengths.keys() | self._metadata_files
+        if STEP_NAME.match(os.path.basename(os.path.normpath(self._directory.path))):
+            named |= {MARKER_NAME, PINNED_NAME}
         unnamed = (name for name in self._directory.names() if name not in named)
         self.report.unreferenced.extend(sorted(filter(self._is_file, unnamed)))
 

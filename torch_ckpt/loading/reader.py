@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import io
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -31,6 +32,7 @@ from torch_ckpt._base.paths import refuse_url
 from torch_ckpt._base.progress import Progress, ProgressOption, Reporter
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.files import FilesBeneath
+from torch_ckpt.checkpoint.locating import open_checkpoint
 from torch_ckpt.checkpoint.metadata import (
     MAX_METADATA_BYTES,
     METADATA_NAME,
@@ -40,7 +42,6 @@ from torch_ckpt.checkpoint.metadata import (
     decode_metadata,
     index_of,
     metadata_bytes_in,
-    open_checkpoint,
 )
 from torch_ckpt.checkpoint.undecoded import NotDecoded, index_kept, undecoded
 from torch_ckpt.errors import CheckpointError
@@ -87,7 +88,8 @@ class FileSystemReader(StockReader):
     none of them, so that a load sees one checkpoint whole.
 
     Args:
-        path: directory of the checkpoint.
+        path: directory of the checkpoint; or ``ROOT/40`` for step 40 of a run, or ROOT for its
+            newest complete step at the time of each load.
         thread_count: reads under way at once, as far as there is so much to read (a read of its
             own has 1 MiB or more). None: 8.
         max_inflight_bytes: most memory in bytes that a load holds beyond its targets. What cannot
@@ -180,8 +182,14 @@ class FileSystemReader(StockReader):
 
     @property
     def version(self) -> str | None:
-        """What all ranks of a load must have read alike; None: their directories may differ."""
-        return None
+        """Names what all ranks of a load must have read; None: their directories may differ."""
+        # The newest step beneath a root may be another one when the next rank looks.
+        return None if self.location == str(self.path) else self.location
+
+    @property
+    def location(self) -> str:
+        """The path of the checkpoint's directory: of a step, if ``path`` names it by its root."""
+        return str(self.path) if self._directory is None else self._directory.path
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         rank = kwargs.get("rank")
@@ -231,7 +239,15 @@ class FileSystemReader(StockReader):
         self._is_alone = False
         RelaxedGc.begin()
 
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        plan = super().prepare_local_plan(plan)
+        if self.version is not None:
+            plan = dataclasses.replace(plan, storage_data=_ReadVersion(self.version))
+        return plan
+
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        given = (plan.storage_data for plan in plans)
+        require_one_version((v.of if isinstance(v, _ReadVersion) else None for v in given), self)
         if self.read_once and dist.is_initialized():
             # With no_dist torch calls this on every rank, with the plan of that rank.
             self._is_alone = len(plans) == 1
@@ -573,7 +589,7 @@ class FileSystemReader(StockReader):
         if self._directory is not None:
             yield self._directory
             return
-        directory = shared(OpenDirectory(self.path))
+        directory = shared(open_checkpoint(self.path))
         try:
             yield directory
         finally:
@@ -582,6 +598,26 @@ class FileSystemReader(StockReader):
 
 def _name_of(rank: int | None) -> str:
     return METADATA_NAME if rank is None else f"__{rank}{METADATA_NAME}"
+
+
+@dataclasses.dataclass(frozen=True)
+class _ReadVersion:
+    """The version that a rank has read, in its plan."""
+
+    of: str
+
+
+def require_one_version(versions: Iterable[str | None], reader: FileSystemReader) -> None:
+    """Raises CheckpointError if ranks have read different checkpoints.
+
+    Args:
+        versions: of all ranks.
+    """
+    if len(set(versions)) > 1:
+        raise CheckpointError(
+            f"{reader.checkpoint_id}: ranks have read the metadata of different saves: the "
+            "checkpoint was replaced meanwhile, or a newer step was saved; load again"
+        )
 
 
 def shared(directory: OpenDirectory) -> OpenDirectory:

@@ -12,9 +12,8 @@ from torch_ckpt import _C
 from torch_ckpt._base.formatting import MOST_NAMES, some_of
 from torch_ckpt._base.log import LOGGER, warn
 from torch_ckpt.checkpoint.coverage import chunks_here
-from torch_ckpt.errors import CheckpointError
 from torch_ckpt.loading.load import Load, Prepared, StateDict, Strict, T
-from torch_ckpt.loading.reader import LEAST_INFLIGHT_BYTES
+from torch_ckpt.loading.reader import LEAST_INFLIGHT_BYTES, require_one_version
 from torch_ckpt.loading.report import LoadReport, ReadMemory
 from torch_ckpt.loading.shared_reads import read_once
 from torch_ckpt.ranks.meeting import Ranks
@@ -156,11 +155,7 @@ def _agree(
         return load.unmatched, load.reader.version, report_of(outcome[0]).skipped
 
     def check(found: list[tuple[list[str], str | None, list[str]]]) -> list[list[str]]:
-        if len({version for _unmatched, version, _skipped in found}) > 1:
-            raise CheckpointError(
-                f"{load.reader.checkpoint_id}: ranks have read the metadata of different saves: "
-                "the checkpoint was replaced meanwhile; load again"
-            )
+        require_one_version((version for _unmatched, version, _skipped in found), load.reader)
         unmatched = [of_rank for of_rank, _version, _skipped in found]
         require_matches(p for p in unmatched[0] if all(p in others for others in unmatched))
         skipped = dict.fromkeys(name for _unmatched, _version, names in found for name in names)

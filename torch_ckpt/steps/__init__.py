@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 
-from torch_ckpt.steps.local import LocalSteps
-from torch_ckpt.steps.marker import (
+from torch_ckpt.checkpoint.step_names import (
+    LARGEST_STEP,
     MARKER_NAME,
-    MOST_MARKER_BYTES,
     PINNED_NAME,
-    encoded_marker,
-    parsed_marker,
+    STEP_NAME,
+    step_name,
 )
-from torch_ckpt.steps.store import LARGEST_STEP, STEP_NAME, StepInfo, StepStore, step_name
+from torch_ckpt.steps.local import LocalSteps
+from torch_ckpt.steps.marker import MOST_MARKER_BYTES, encoded_marker, parsed_marker
+from torch_ckpt.steps.store import StepInfo, StepStore
 
 __all__ = [
     "LARGEST_STEP",

@@ -43,13 +43,14 @@ from torch_ckpt._base.free_space import require_room
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt.api import load
 from torch_ckpt.checkpoint.directory import OpenDirectory
+from torch_ckpt.checkpoint.step_names import MARKER_NAME, PINNED_NAME, STEP_NAME, step_name
 from torch_ckpt.errors import CheckpointError, DurabilityUncertain, NotCommitted
 from torch_ckpt.inspection.verify import VerifyReport, verify
 from torch_ckpt.loading.reader import FileSystemReader
 from torch_ckpt.loading.report import LoadReport
 from torch_ckpt.saving.writer import FileSystemWriter
-from torch_ckpt.steps.marker import MARKER_NAME, PINNED_NAME, pin, read_marker, write_marker
-from torch_ckpt.steps.store import STEP_NAME, StepInfo, StepStore, info_of, step_name
+from torch_ckpt.steps.marker import pin, read_marker, write_marker
+from torch_ckpt.steps.store import StepInfo, StepStore, info_of
 
 _LEFTOVER = re.compile(r"^(\d{10})\.(tmp|deleted)-[0-9a-f]{8}$", re.ASCII)
 

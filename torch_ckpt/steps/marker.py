@@ -9,9 +9,7 @@ from typing import Any
 from torch_ckpt import _C
 from torch_ckpt._base.formatting import size
 from torch_ckpt.checkpoint.directory import OpenDirectory
-
-MARKER_NAME = "write_completed"
-PINNED_NAME = "pinned"
+from torch_ckpt.checkpoint.step_names import MARKER_NAME, PINNED_NAME
 
 #: A longer file is not a marker of ours.
 MOST_MARKER_BYTES = 16 << 20

@@ -30,15 +30,16 @@ from torch_ckpt._base.options import names_of
 from torch_ckpt.api import load
 from torch_ckpt.checkpoint.files import lies_beneath
 from torch_ckpt.checkpoint.metadata import METADATA_NAME
+from torch_ckpt.checkpoint.step_names import MARKER_NAME, PINNED_NAME, STEP_NAME, step_name
 from torch_ckpt.inspection.verify import VerifyReport, verify
 from torch_ckpt.loading.report import LoadReport
 from torch_ckpt.saving.running_saves import join_saves
 from torch_ckpt.saving.writer import FileSystemWriter
-from torch_ckpt.steps.marker import MARKER_NAME, MOST_MARKER_BYTES, PINNED_NAME, parsed_marker
+from torch_ckpt.steps.marker import MOST_MARKER_BYTES, parsed_marker
 from torch_ckpt.steps.remote_files import RemoteFile, RemoteFiles, age, require_staging_room
 from torch_ckpt.steps.remote_reader import RemoteReader
 from torch_ckpt.steps.remote_writer import DELETED_NAME, RemoteWriter, busy
-from torch_ckpt.steps.store import STEP_NAME, StepInfo, StepStore, info_of, step_name
+from torch_ckpt.steps.store import StepInfo, StepStore, info_of
 
 #: A step without a marker that nobody has written to for so long is what a dead save left.
 LEFTOVER_SECONDS = 3600.0

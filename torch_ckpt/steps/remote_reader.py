@@ -31,11 +31,11 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from torch_ckpt import _C
 from torch_ckpt.checkpoint.metadata import MAX_METADATA_BYTES, checksum_tables
+from torch_ckpt.checkpoint.step_names import MARKER_NAME
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.loading.planners import place_of
 from torch_ckpt.loading.reader import FileSystemReader
 from torch_ckpt.loading.reading import ByteRow, Reading, Row, places_of
-from torch_ckpt.steps.marker import MARKER_NAME
 from torch_ckpt.steps.remote_files import RemoteFiles, require_staging_room
 from torch_ckpt.steps.remote_ranges import (
     SMALL_BYTES,

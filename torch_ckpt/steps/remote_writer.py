@@ -37,11 +37,12 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch_ckpt import _C
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt.checkpoint.metadata import METADATA_NAME
+from torch_ckpt.checkpoint.step_names import MARKER_NAME, PINNED_NAME
 from torch_ckpt.errors import CheckpointError, NotCommitted
 from torch_ckpt.saving.items import Written
 from torch_ckpt.saving.rank_write import RankWrite
 from torch_ckpt.saving.writer import FileSystemWriter
-from torch_ckpt.steps.marker import MARKER_NAME, PINNED_NAME, encoded_marker
+from torch_ckpt.steps.marker import encoded_marker
 from torch_ckpt.steps.remote_files import RemoteFiles, require_staging_room
 
 #: Is there while a step is deleted, so that the rest of it can go at any later time.

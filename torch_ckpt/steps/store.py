@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import abc
 import math
-import operator
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
+from torch_ckpt.checkpoint.step_names import STEP_NAME
 from torch_ckpt.inspection.verify import VerifyReport
 from torch_ckpt.loading.report import LoadReport
 from torch_ckpt.saving.writer import FileSystemWriter
-
-LARGEST_STEP = 10**10 - 1
-
-STEP_NAME = re.compile(r"^(\d{10})$", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -197,22 +192,6 @@ class StepStore(abc.ABC):
         Raises:
             FileNotFoundError: there is no such complete step.
         """
-
-
-def step_name(step: int) -> str:
-    """The name of a step's directory.
-
-    Raises:
-        TypeError: it is not an integer.
-        ValueError: it has no ten digits.
-    """
-    try:
-        number = operator.index(step)
-    except TypeError:
-        raise TypeError(f"a step must be an int, got {step!r}") from None
-    if not 0 <= number <= LARGEST_STEP:
-        raise ValueError(f"a step must be from 0 to {LARGEST_STEP}, got {number}")
-    return f"{number:010d}"
 
 
 def info_of(

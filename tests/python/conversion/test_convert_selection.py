@@ -149,7 +149,41 @@ def test_a_managers_step_becomes_what_transformers_loads_without_a_missing_key(
     state = {name: tensor.bfloat16() for name, tensor in found.state_dict().items()}
     assert_equal(state, expected)
     index = json.loads((tmp_path / "hf/model.safetensors.index.json").read_text())
-    assert sorted(index["weight_map"]) == sorted(expected)
+    # transformers ties it to transformer.wte.weight.
+    assert sorted(index["weight_map"]) == sorted(expected.keys() - {"lm_head.weight"})
+    assert found.config.dtype is torch.bfloat16
+
+
+def test_weights_that_are_tied_by_the_configuration_and_differ_are_kept(
+    step: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for name, head in (("equal", torch.ones(4, 2)), ("differ", torch.zeros(4, 2))):
+        save({"lm_head.weight": head, "transformer.wte.weight": torch.ones(4, 2)}, tmp_path / name)
+        report = convert(tmp_path / name, tmp_path / f"hf {name}", config=tmp_path)
+        assert report.tensors == (1 if name == "equal" else 2)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"torch_dtype": "float32"}, {"torch_dtype": "bfloat16"}),
+        ({"dtype": "float32"}, {"dtype": "bfloat16"}),
+        ({}, {"torch_dtype": "bfloat16"}),
+        (
+            {"dtype": "float32", "text_config": {"dtype": "float32"}},
+            {"dtype": "bfloat16", "text_config": {"dtype": "bfloat16"}},
+        ),
+    ],
+)
+def test_the_configuration_says_the_dtype_that_was_given(
+    step: Path, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(before))
+    convert(step, tmp_path / "hf", select=["model.*"], config=tmp_path, dtype="bf16")
+    assert json.loads((tmp_path / "hf/config.json").read_text()) == after
 
 
 def test_a_configuration_makes_a_directory_that_may_be_replaced(step: Path, tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from tests.support import (
 from torch_ckpt import cli
 from torch_ckpt._base.progress import Progress
 from torch_ckpt.checkpoint.metadata import read_metadata
+from torch_ckpt.errors import CheckpointError
 from torch_ckpt.inspection.stored_tensors import boxes
 
 MIB = 1 << 20
@@ -416,7 +417,31 @@ def test_the_commands_exit_code_says_whether_they_are_equal(
     assert cli.main(["diff", a, b, "--rtol", "1e-3"]) == 1
     assert "beyond the tolerances" in capsys.readouterr().out
     assert cli.main(["diff", a, str(tmp_path / "none")]) == 2
-    assert "it does not exist" in capsys.readouterr().err
+    assert "there is no such directory" in capsys.readouterr().err
+
+
+def test_names_choose_what_is_compared(tmp_path: Path) -> None:
+    common = {"model": {"a": torch.zeros(3), "b": 1}, "modelling": 1}
+    save({**common, "step": 1, "only a": 1}, tmp_path / "a")
+    save({**common, "step": 2, "only b": 1}, tmp_path / "b")
+    assert not torch_ckpt.diff(tmp_path / "a", tmp_path / "b").equal
+    report = torch_ckpt.diff(tmp_path / "a", tmp_path / "b", ["model"])
+    assert (report.equal, report.same) == (True, 2)
+    report = torch_ckpt.diff(tmp_path / "a", tmp_path / "b", ["only*"])
+    assert (report.only_in_a, report.only_in_b, report.objects) == (["only a"], ["only b"], [])
+    with pytest.raises(CheckpointError, match="nothing has a name like other"):
+        torch_ckpt.diff(tmp_path / "a", tmp_path / "b", ["other"])
+
+
+def test_the_quiet_command_prints_what_differs_and_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save({"x": torch.zeros(3), "n": 1}, tmp_path / "a")
+    save({"x": torch.zeros(3), "n": 2}, tmp_path / "b")
+    assert cli.main(["diff", str(tmp_path / "a"), str(tmp_path / "b"), "x", "--quiet"]) == 0
+    assert capsys.readouterr().out == ""
+    assert cli.main(["diff", str(tmp_path / "a"), str(tmp_path / "b"), "--quiet"]) == 1
+    assert "object: n: the stored bytes differ" in capsys.readouterr().out
 
 
 def test_the_command_gives_json_without_infinities(

@@ -125,4 +125,4 @@ def test_the_document_is_json(tmp_path: Path, capsys: Any) -> None:
 
 def test_without_a_checkpoint_the_command_says_so(tmp_path: Path, capsys: Any) -> None:
     assert main(["explain", str(tmp_path)]) == 2
-    assert "is not a checkpoint" in capsys.readouterr().err
+    assert "there is no .metadata" in capsys.readouterr().err

@@ -147,6 +147,18 @@ def test_a_name_with_brackets_is_no_pattern_where_there_is_one(tmp_path: Path) -
     assert shown(tmp_path, "lr[1]").first == [1.0]
 
 
+def test_a_name_stands_for_all_names_below_it(tmp_path: Path) -> None:
+    save({**STATE, "layers.1": 1, "layers.1.bias": 2, "layers.10": 3}, tmp_path)
+    assert [item.name for item in torch_ckpt.show(tmp_path, ["layers.1"]).items] == [
+        "layers.1",
+        "layers.1.bias",
+    ]
+    assert [item.name for item in torch_ckpt.show(tmp_path, ["config", "layers.9"]).items] == [
+        "config.betas",
+        "layers.9.weight",
+    ]
+
+
 def test_a_pattern_that_fits_nothing_is_an_error(tmp_path: Path) -> None:
     save(STATE, tmp_path)
     with pytest.raises(torch_ckpt.CheckpointError, match=r"nothing has a name like heads\.\*;"):

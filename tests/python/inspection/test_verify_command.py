@@ -72,7 +72,7 @@ def test_of_no_checkpoint_the_command_says_so(
     assert cli.main(["verify", str(tmp_path)]) == 2
     output = capsys.readouterr()
     assert output.out == ""
-    assert "is not a checkpoint: there is no .metadata" in output.err
+    assert "no committed checkpoint: there is no .metadata" in output.err
     assert output.err.count("\n") == 1
 
 

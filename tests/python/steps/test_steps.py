@@ -21,10 +21,10 @@ from tests.fault_hooks import at_fault_points, before, failing
 from tests.local_steps import ATTEMPT, failure, listed, names, saved, state, unfinished, value_of
 from tests.support import assert_equal, cause_of, stock_load
 from torch_ckpt.checkpoint.directory import OpenDirectory
+from torch_ckpt.checkpoint.step_names import step_name
 from torch_ckpt.errors import DurabilityUncertain, NotCommitted
 from torch_ckpt.steps import LARGEST_STEP, MARKER_NAME, LocalSteps, StepInfo
 from torch_ckpt.steps.marker import read_marker
-from torch_ckpt.steps.store import step_name
 
 
 @pytest.fixture

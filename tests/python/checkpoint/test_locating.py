@@ -1,0 +1,183 @@
+"""Paths that name a checkpoint: its directory, a step of a run, the root of a run."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import torch_ckpt
+from tests.fault_hooks import at_fault_points
+from tests.local_steps import saved
+from tests.support import cause_of, save
+from torch_ckpt.checkpoint import locating
+from torch_ckpt.checkpoint.directory import OpenDirectory
+from torch_ckpt.checkpoint.locating import open_checkpoint
+from torch_ckpt.checkpoint.step_names import MARKER_NAME
+from torch_ckpt.errors import CheckpointError
+from torch_ckpt.inspection.explain import explain
+from torch_ckpt.inspection.listing import examine
+from torch_ckpt.steps import LocalSteps
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Of a run with steps 3 and 40, whose values are their numbers."""
+    for step in (3, 40):
+        saved(LocalSteps(tmp_path / "run"), step, float(step))
+    return tmp_path / "run"
+
+
+def loaded(path: Path) -> float:
+    state = {"w": torch.zeros(5, 3)}
+    torch_ckpt.load(state, path, no_dist=True)
+    return float(state["w"][0, 0])
+
+
+def loaded_by_dcp(path: Path) -> float:
+    state = {"w": torch.zeros(5, 3)}
+    dcp.load(state, storage_reader=torch_ckpt.FileSystemReader(path), no_dist=True)
+    return float(state["w"][0, 0])
+
+
+def found(path: Path) -> str:
+    with closing(open_checkpoint(path)) as directory:
+        return Path(directory.path).name
+
+
+@pytest.mark.parametrize("load", [loaded, loaded_by_dcp])
+def test_a_load_accepts_a_step_by_its_number_and_a_root_for_its_newest_step(
+    root: Path, load: Callable[[Path], float]
+) -> None:
+    assert load(root / "3") == 3.0
+    assert load(root / "40") == 40.0
+    assert load(root) == 40.0
+
+
+def test_a_reader_that_is_used_again_looks_for_the_newest_step_again(root: Path) -> None:
+    reader = torch_ckpt.FileSystemReader(root)
+    state = {"w": torch.zeros(5, 3)}
+    torch_ckpt.load(state, storage_reader=reader, no_dist=True)
+    saved(LocalSteps(root), 41, 41.0)
+    torch_ckpt.load(state, storage_reader=reader, no_dist=True)
+    assert state["w"][0, 0] == 41.0
+
+
+@pytest.mark.parametrize("name", ["40", ""])
+def test_each_function_that_looks_at_a_checkpoint_accepts_them(root: Path, name: str) -> None:
+    step, path = str(root / "0000000040"), root / name
+    assert torch_ckpt.verify(path).checkpoint == step
+    assert torch_ckpt.show(path).checkpoint == step
+    assert torch_ckpt.diff(path, root / "40").a == step
+    assert explain(path).checkpoint == step
+    assert examine(path).path == step
+    assert torch_ckpt.preflight({"w": torch.zeros(5, 3)}, path).loaded == ["w"]
+
+
+def test_a_step_without_its_marker_is_not_the_newest_one(root: Path) -> None:
+    (root / "0000000040" / MARKER_NAME).unlink()
+    assert found(root) == "0000000003"
+
+
+def test_a_step_is_found_in_the_working_directory(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(root)
+    assert found(Path("3")) == "0000000003"
+    assert found(Path(".")) == "0000000040"
+
+
+def test_a_directory_of_that_very_name_is_not_taken_for_a_step(tmp_path: Path) -> None:
+    save({"t": torch.ones(3)}, tmp_path / "0000000007")
+    save({"t": torch.ones(3)}, tmp_path / "7")
+    assert found(tmp_path / "7") == "7"
+
+
+def test_a_step_that_is_not_there_is_told_with_the_newest_one(root: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="there is no such step; the newest one is 40"):
+        open_checkpoint(root / "41")
+
+
+def test_no_deletion_removes_the_step_that_a_load_of_a_root_reads(root: Path) -> None:
+    deleted = []
+
+    def delete(operation: str, path: str) -> None:
+        if operation == "decode metadata" or operation == "pread":
+            deleted.append(LocalSteps(root).delete(40))
+
+    with at_fault_points(delete):
+        assert loaded(root) == 40.0
+    assert deleted
+    assert not any(deleted)
+
+
+def test_a_newest_step_that_is_deleted_before_it_is_opened_is_replaced_by_the_one_before(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def open_late(path: Any) -> OpenDirectory:
+        if str(path).endswith("0000000040"):
+            LocalSteps(root).delete(40)
+        return OpenDirectory(path)
+
+    monkeypatch.setattr(locating, "OpenDirectory", open_late)
+    assert found(root) == "0000000003"
+
+
+def test_a_newest_step_that_is_deleted_while_it_is_opened_is_replaced_by_the_one_before(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def open_early(path: Any) -> OpenDirectory:
+        opened = OpenDirectory(path)
+        if str(path).endswith("0000000040"):
+            LocalSteps(root).delete(40)
+        return opened
+
+    monkeypatch.setattr(locating, "OpenDirectory", open_early)
+    assert found(root) == "0000000003"
+
+
+# --- other formats -------------------------------------------------------------------------------
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(dcp.CheckpointException) as caught:
+        torch_ckpt.load({"t": torch.zeros(3)}, path, no_dist=True)
+    cause = cause_of(caught.value)
+    assert isinstance(cause, CheckpointError)
+    return str(cause)
+
+
+def test_a_load_of_another_format_names_convert(tmp_path: Path) -> None:
+    by_convert = "torch-ckpt convert (torch_ckpt.convert) makes a checkpoint of"
+    file, hf = tmp_path / "model.safetensors", tmp_path / "hf"
+    file.write_bytes(struct.pack("<Q", 2) + b"{}")
+    assert refusal(file) == f"{file} is not a directory but a safetensors file: {by_convert} it"
+    torch.save({"t": torch.ones(3)}, tmp_path / "model.pt")
+    assert refusal(tmp_path / "model.pt").endswith(f"but a file of torch.save: {by_convert} it")
+    hf.mkdir()
+    (hf / "pytorch_model.bin").touch()
+    assert refusal(hf) == (
+        f"{hf} is not a checkpoint and has files of torch.save: {by_convert} one"
+    )
+    (hf / "model.safetensors").touch()
+    assert refusal(hf) == (
+        f"{hf} is not a checkpoint but a directory of safetensors files: {by_convert} it"
+    )
+
+
+def test_a_file_of_a_checkpoint_is_told_as_one(root: Path) -> None:
+    step = root / "0000000040"
+    with pytest.raises(CheckpointError, match=f"but a file of the checkpoint {step}$"):
+        open_checkpoint(step / ".metadata")
+
+
+def test_another_file_is_not_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("x")
+    with pytest.raises(CheckpointError, match="is not a directory, and a checkpoint is one"):
+        open_checkpoint(tmp_path / "notes")

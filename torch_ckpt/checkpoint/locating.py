@@ -1,0 +1,173 @@
+"""Find the checkpoint that a path names: in Python and on the command line.
+
+- The checkpoint's own directory.
+- ``ROOT/40``: step 40 beneath the root of a run, which is the directory ``0000000040``.
+- ``ROOT``: the newest complete step beneath it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Callable
+from contextlib import suppress
+
+from torch_ckpt.checkpoint.directory import OpenDirectory
+from torch_ckpt.checkpoint.metadata import METADATA_NAME, no_checkpoint
+from torch_ckpt.checkpoint.step_names import MARKER_NAME, STEP_NAME, step_name
+from torch_ckpt.errors import CheckpointError
+
+_NUMBER = re.compile(r"\d{1,10}", re.ASCII)
+
+#: Suffixes of files of ``torch.save``.
+TORCH_SUFFIXES = (".pt", ".pth", ".bin")
+
+_CONVERT = "torch-ckpt convert (torch_ckpt.convert) makes a checkpoint of it"
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> OpenDirectory:
+    """Opens the directory of the checkpoint that a path names.
+
+    A step that the path names by its root or its number is opened shared: no deletion removes it
+    before the directory is closed.
+
+    Raises:
+        FileNotFoundError: there is no such directory or step, and so no committed checkpoint.
+        CheckpointError: there is something else at the path, which the message names.
+        OSError: the directory cannot be opened or listed.
+    """
+    path = os.fspath(path)
+    try:
+        directory = OpenDirectory(path)
+    except NotADirectoryError:
+        if not os.path.exists(path):
+            raise
+        raise CheckpointError(f"{path} is not a directory{_about_file(path)}") from None
+    except FileNotFoundError:
+        return _open_by_number(path)
+    try:
+        if _is_there(METADATA_NAME, directory):
+            return directory
+        names = directory.names()
+        # Ranks that save without collectives have a metadata file each.
+        if any(name.endswith(METADATA_NAME) for name in names):
+            return directory
+        if any(STEP_NAME.match(name) for name in names):
+            step = _open_step(path, lambda: _newest_step(path))
+            if step is not None:
+                directory.close()
+                return step
+        _refuse_other_formats(path, names)
+        # Its reader names the file that is missing.
+        return directory
+    except BaseException:
+        directory.close()
+        raise
+
+
+def is_step_number(path: str) -> bool:
+    """True if the path ends as ``ROOT/40`` does."""
+    return _NUMBER.fullmatch(os.path.basename(path.rstrip("/"))) is not None
+
+
+def format_of(path: str) -> str | None:
+    """The format of a file by its first bytes: "torch", "safetensors", or None for others.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    # Opening a FIFO waits for its writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with open(descriptor, "rb") as stream:
+        begin = stream.read(9) or b""
+    if begin.startswith(b"PK\3\4"):
+        return "torch"
+    return "safetensors" if begin[8:] == b"{" else None
+
+
+def _open_by_number(path: str) -> OpenDirectory:
+    if is_step_number(path):
+        root, number = os.path.split(path.rstrip("/"))
+        name = step_name(int(number))
+        step = _open_step(root, lambda: name)
+        if step is not None:
+            return step
+        newest = _newest_step(root)
+        if newest is not None:
+            raise FileNotFoundError(
+                errno.ENOENT, f"there is no such step; the newest one is {int(newest)}", path
+            )
+    raise no_checkpoint(path, "such directory")
+
+
+def _open_step(root: str, choose: Callable[[], str | None]) -> OpenDirectory | None:
+    """Opens a step, shared; None if there is none.
+
+    Args:
+        choose: names the step's directory beneath the root, anew if the one before was deleted.
+    """
+    while (name := choose()) is not None:
+        path = os.path.join(root, name)
+        try:
+            directory = OpenDirectory(path)
+        except FileNotFoundError:
+            if choose() == name:
+                return None
+            continue
+        try:
+            directory.share()
+            # A deletion renames the directory, and a save replaces it by another one.
+            if directory.is_at_path():
+                return directory
+        except BaseException:
+            directory.close()
+            raise
+        directory.close()
+    return None
+
+
+def _newest_step(root: str) -> str | None:
+    """The name of the newest complete step's directory beneath a root."""
+    try:
+        names = os.listdir(root or ".")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    steps = sorted(filter(STEP_NAME.match, names), reverse=True)
+    marked = (name for name in steps if os.path.lexists(os.path.join(root, name, MARKER_NAME)))
+    return next(marked, None)
+
+
+def _is_there(name: str, directory: OpenDirectory) -> bool:
+    try:
+        os.stat(name, dir_fd=directory.fd, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        # The read of the file raises the error with its path.
+        return True
+    return True
+
+
+def _about_file(path: str) -> str:
+    title = None
+    with suppress(OSError):
+        titles = {"torch": "a file of torch.save", "safetensors": "a safetensors file"}
+        title = titles.get(format_of(path) or "")
+    if title is not None:
+        return f" but {title}: {_CONVERT}"
+    directory = os.path.dirname(path) or "."
+    if os.path.exists(os.path.join(directory, METADATA_NAME)):
+        return f" but a file of the checkpoint {directory}"
+    return ", and a checkpoint is one"
+
+
+def _refuse_other_formats(path: str, names: list[str]) -> None:
+    if any(name.endswith(".safetensors") for name in names):
+        what = f"a directory of safetensors files: {_CONVERT}"
+    elif any(name.endswith(TORCH_SUFFIXES) for name in names):
+        what = "has files of torch.save: torch-ckpt convert (torch_ckpt.convert) makes a "
+        raise CheckpointError(f"{path} is not a checkpoint and {what}checkpoint of one")
+    else:
+        return
+    raise CheckpointError(f"{path} is not a checkpoint but {what}")
