@@ -11,6 +11,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from torch_ckpt._base.progress import Progress
+from torch_ckpt._base.wrapped_optimizers import unwrapped
 from torch_ckpt.saving.job import Job, wait_for
 from torch_ckpt.saving.metrics import SaveMetrics
 
@@ -73,7 +74,7 @@ class AsyncSave:
         ):
             self.wait_staged_quietly()
             return
-        _Guard.of(optimizer).job = self._job
+        _Guard.of(unwrapped(optimizer)).job = self._job
 
     def progress(self) -> Progress:
         """Bytes of this rank so far."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Container, Set
+from collections.abc import Container, Iterator, Set
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torch_ckpt._base.formatting import plural
+from torch_ckpt._base.wrapped_optimizers import unwrapped
 from torch_ckpt.checkpoint.objects import PLAIN
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.loading.load import Discovered, Stored
@@ -47,24 +48,23 @@ def optimizer_state(optimizer: Optimizer, names: list[str], for_load: bool) -> S
     without: list[str] = []
     numbers = iter(range(len(names)))
     for group in optimizer.param_groups:
-        has_state = True
-        for parameter, number in zip(group["params"], numbers, strict=False):
-            if not (has_state and parameter.requires_grad) or optimizer.state.get(parameter):
+        missing = [
+            (names[number], parameter)
+            for parameter, number in zip(group["params"], numbers, strict=False)
+            if parameter.requires_grad and not optimizer.state.get(parameter)
+        ]
+        try:
+            for name, slots in _initial_states(optimizer, group, missing):
+                state[name] = slots
+                without.append(name)
+        except Exception as error:
+            if not for_load or optimizer.state:
                 continue
-            try:
-                slots = _initial_state(optimizer, group, parameter)
-            except Exception as error:
-                if not for_load or optimizer.state:
-                    break
-                raise CheckpointError(
-                    f"{type(optimizer).__name__} has no state before its first step, and makes "
-                    f"none for a zero gradient ({error}); do a step before the restore, or save it "
-                    "as PerRank(optimizer)"
-                ) from error
-            has_state = bool(slots)
-            if has_state:
-                state[names[number]] = slots
-                without.append(names[number])
+            raise CheckpointError(
+                f"{type(unwrapped(optimizer)).__name__} has no state before its first step, and "
+                f"makes none for a zero gradient ({error}); do a step before the restore, or save "
+                "it as PerRank(optimizer)"
+            ) from error
     groups = [
         {**group, "params": [names[number] for number in group["params"]]}
         for group in saved["param_groups"]
@@ -72,29 +72,51 @@ def optimizer_state(optimizer: Optimizer, names: list[str], for_load: bool) -> S
     return {**saved, "state": state, "param_groups": groups, _WITHOUT_STATE: without}
 
 
-def _initial_state(
-    optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor
-) -> dict[str, Any]:
-    """The state that a parameter would get, all zeros; of a copy that shares nothing with it."""
-    stand_in = nn.Parameter(torch.zeros_like(parameter))
-    stand_in.grad = torch.zeros_like(parameter)
-    beside = object.__new__(type(optimizer))
-    beside.__dict__.update(optimizer.__dict__)
-    beside.state = defaultdict(dict)
-    beside.param_groups = [{**group, "params": [stand_in]}]
-    # Without the hooks around it, which are the program's; an LR scheduler, which counts steps,
-    # has put its own on the optimizer itself.
+def _initial_states(
+    optimizer: Optimizer, group: StateDict, named: list[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, StateDict]]:
+    """Yields the states that parameters of a group would get, all zeros.
+
+    They come from a stand-in that shares nothing with the optimizer: an instance of its class that
+    is set up as an unpickled one (``Optimizer.__setstate__``) and steps a parameter of its own.
+    """
+    if not named:
+        return
+    optimizer = unwrapped(optimizer)
+    options = copy.deepcopy({k: v for k, v in group.items() if k not in _NO_OPTIONS})
+    groups: list[StateDict] = [{**options, "params": []}]
+    # Of its other attributes those that refer to nothing else: no parameters, no other optimizer.
+    attributes = {name: value for name, value in vars(optimizer).items() if _is_plain(value)}
+    stand_in = object.__new__(type(optimizer))
+    stand_in.__setstate__(
+        copy.deepcopy({**attributes, "defaults": optimizer.defaults})
+        | {"state": defaultdict(dict), "param_groups": groups}
+    )
+    if stand_in.param_groups is not groups or stand_in.state:
+        raise TypeError(f"{type(optimizer).__name__} keeps its parameters in another object")
+    # Without the hooks around it, which are the program's.
     step: Any = type(optimizer).step
     if getattr(step, "hooked", False):
         step = step.__wrapped__
-    devices = [parameter.device] if parameter.is_cuda else []
-    with torch.random.fork_rng(devices):
-        step(beside)
-    slots: dict[str, Any] = beside.state[stand_in]
-    for slot in slots.values():
-        if isinstance(slot, torch.Tensor):
-            slot.zero_()
-    return slots
+    for name, parameter in named:
+        own = nn.Parameter(torch.zeros_like(parameter))
+        own.grad = torch.zeros_like(parameter)
+        groups[0]["params"] = [own]
+        with torch.random.fork_rng([parameter.device] if parameter.is_cuda else []):
+            step(stand_in)
+        slots = stand_in.state.pop(own, {})
+        if not slots:
+            return
+        for slot in slots.values():
+            if isinstance(slot, torch.Tensor):
+                slot.zero_()
+        yield name, slots
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in (dict, list, tuple):
+        return all(map(_is_plain, value.values() if type(value) is dict else value))
+    return type(value) in (*PLAIN, torch.dtype, torch.device)
 
 
 def as_stock_state(key: str, state: StateDict) -> StateDict:
@@ -361,8 +383,7 @@ def set_optimizer_state(optimizer: Optimizer, found: OptimizerState) -> None:
                 "now; make the optimizer with a tensor there"
             )
         # An option that the checkpoint does not know keeps the value that it has here.
-        kept = {k: v for k, v in group.items() if k not in _NO_OPTIONS}
-        groups.append({**kept, **options, "params": members})
+        groups.append({**group, **options, "params": members})
     options_before = [dict(group) for group in optimizer.param_groups]
     optimizer.load_state_dict({**loaded, "state": state, "param_groups": groups})
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -1,0 +1,16 @@
+"""Optimizers that wrap another one."""
+
+from __future__ import annotations
+
+from torch.optim import Optimizer
+
+
+def unwrapped(optimizer: Optimizer) -> Optimizer:
+    """Returns the optimizer that holds the states, which a wrapper such as Accelerate's delegates
+    to; an optimizer with states of its own is returned as it is."""
+    while True:
+        held = (value for value in vars(optimizer).values() if isinstance(value, Optimizer))
+        inner = next((o for o in held if o is not optimizer and o.state is optimizer.state), None)
+        if inner is None:
+            return optimizer
+        optimizer = inner
