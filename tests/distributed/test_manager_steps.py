@@ -231,6 +231,25 @@ def case_whatever_one_rank_raises_before_a_save_begins_the_next_one_succeeds(
 
 
 @takes_several
+def case_a_state_that_rank_0_cannot_read_leaves_no_directory_behind(launch: Launch) -> None:
+    with manager_of(launch) as made:
+        state = state_of(launch, 1)
+        if launch.rank == 0:
+            state["loader"] = NoState()
+
+        def save_and_wait() -> None:
+            made.save(1, state)
+            made.wait_until_finished()
+
+        with pytest.raises(CheckpointError, match="no state today"):
+            save_and_wait()
+        dist.barrier()
+        assert made.steps() == []
+        dist.barrier()
+        assert saved(launch, made, [1]) == [1]
+
+
+@takes_several
 def case_warnings_that_are_errors_do_not_part_the_ranks(launch: Launch) -> None:
     with manager_of(launch, check_replicas="warn", check_replicas_every=1) as made:
         with warnings.catch_warnings():

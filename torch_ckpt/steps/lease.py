@@ -25,7 +25,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,7 +149,7 @@ class _Held:
             _all.pop(self._identity, None)
         self._ends.set()
         root = os.path.dirname(self._path)
-        with suppress(OSError), _in_turn(root):
+        with suppress(OSError), in_turn(root):
             if self._other() is None:
                 os.unlink(self._path)
         if self._has_made_root:
@@ -290,7 +290,7 @@ def _take(root: str, takeover: bool, times: Times) -> _Held:
         has_made_root = has_made_root or not os.path.lexists(root)
         _C.make_directories(root)
         try:
-            with _lock, _in_turn(root):
+            with _lock, in_turn(root):
                 waited = time.monotonic() - begun
                 taken, found = _look(path, first, waited, takeover, has_made_root, times)
         except FileNotFoundError:
@@ -389,16 +389,17 @@ def _remove_temporaries(path: str) -> None:
 
 
 @contextmanager
-def _in_turn(root: str) -> Iterator[None]:
-    """One process at a time, where the file system has locks."""
-    opened = OpenDirectory(root)
-    try:
+def in_turn(root: str | OpenDirectory) -> Iterator[bool]:
+    """A block that one thread of one process at a time runs, where the file system has locks.
+
+    Yields:
+        False if another one has kept its turn for a second, and this one goes on beside it.
+    """
+    with closing(OpenDirectory(root) if isinstance(root, str) else root.reopen()) as opened:
         until = time.monotonic() + TIMES.look
-        while not opened.try_lock_exclusive() and time.monotonic() < until:
+        while not (has_turn := opened.try_lock_exclusive()) and time.monotonic() < until:
             time.sleep(0.005)
-        yield
-    finally:
-        opened.close()
+        yield has_turn
 
 
 def _identity(status: os.stat_result) -> _Identity:

@@ -15,7 +15,8 @@ its name.
    nothing else as a step.
 5. A deletion needs the directory for itself (csrc/directory/lease.h), so no step goes that is
    being loaded. It is renamed to ``0000000100.deleted-{8 hex digits}``, the root fsynced, then its
-   files go: a power cut brings back all of it or nothing.
+   files go: a power cut brings back all of it or nothing. A deletion and a save that replaces a
+   step rename under a ``flock`` of the root, so a deletion never renames the new step.
 6. A directory of ten digits without the marker is of no save of a manager: somebody has put it
    there, and it stays until that step is saved.
 7. At start the sweep ends what a crash has interrupted: a directory with the marker whose rename in
@@ -32,7 +33,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -49,6 +50,7 @@ from torch_ckpt.inspection.verify import VerifyReport, verify
 from torch_ckpt.loading.reader import FileSystemReader
 from torch_ckpt.loading.report import LoadReport
 from torch_ckpt.saving.writer import FileSystemWriter
+from torch_ckpt.steps.lease import in_turn
 from torch_ckpt.steps.marker import pin, read_marker, write_marker
 from torch_ckpt.steps.store import StepInfo, StepStore, info_of
 
@@ -67,9 +69,13 @@ class LocalSteps(StepStore):
         self.patience = patience
         self._saved_in: tuple[int, ...] | None = None
 
-    def saved_in(self, root: OpenDirectory) -> None:
-        """From now on nothing is removed where the path leads to another root."""
-        self._saved_in = root.identity()
+    def saved_in(self, root: tuple[int, ...]) -> None:
+        """From now on nothing is removed where the path leads to another root than this one.
+
+        Args:
+            root: the identity of its directory.
+        """
+        self._saved_in = root
 
     @property
     def lease_root(self) -> str:
@@ -193,9 +199,13 @@ class LocalSteps(StepStore):
                 return False
             if ".deleted-" not in name:
                 aside = aside_of(name)
-                root.rename(name, aside)
+                with in_turn(root) as has_turn:
+                    # A save may have replaced the directory since it was opened.
+                    if not has_turn or not is_named(opened, root, name):
+                        return False
+                    root.rename(name, aside)
                 if not is_named(opened, root, aside):
-                    # A save has named its step so since it was opened; that one is not alone here.
+                    # A save that waited for its turn for too long has replaced it all the same.
                     root.rename(aside, name)
                     return False
                 root.sync()
@@ -309,7 +319,7 @@ class _StepWriter(FileSystemWriter):
                 self.directory.remove(MARKER_NAME)
         finally:
             # Not before, when another rank may be making the directory.
-            self._tidies = rank == 0
+            self._tidies = True
 
     def commit(self, data: bytes, files: set[str]) -> None:
         # The lease ends with the metadata; no sweep may come between that and the name.
@@ -326,9 +336,13 @@ class _StepWriter(FileSystemWriter):
 
     def abandon(self) -> None:
         super().abandon()
-        if self._tidies:
-            # Of a save that has failed its files have gone; others' may still be there.
-            with suppress(OSError):
+        if not self._tidies:
+            return
+        # Every rank tries: rank 0 may have failed before it could make a writer. The coordinator
+        # has removed the files of a failed save; files of others keep the directory.
+        with suppress(OSError), closing(OpenDirectory(self.path)) as opened:
+            # Another rank may be saving the step again.
+            if opened.try_lock_exclusive():
                 os.rmdir(self.path)
 
     def bytes_moved(self) -> int:
@@ -350,6 +364,8 @@ class _StepWriter(FileSystemWriter):
         attempt, aside = os.path.basename(self.path), aside_of(self._step)
         uncertain: DurabilityUncertain | None = None
         try:
+            # Nothing that can fail comes after the rename.
+            identity = root.identity()
             with self._working():
                 self._refuse_if_missing(opened, files)
             super().commit(data, files)
@@ -359,17 +375,19 @@ class _StepWriter(FileSystemWriter):
             if os.path.lexists(os.path.join(self._final, PINNED_NAME)):
                 pin(opened)
             try:
-                _C.publish(
-                    root,
-                    attempt,
-                    self._step,
-                    # Only what was looked at is put aside, and removed.
-                    aside if is_there else None,
-                    renamed=opened,
-                    sync=self.sync_files,
-                    replace=is_there,
-                    sync_above=False,
-                )
+                # A deletion must not rename the new step in the place of the replaced one.
+                with in_turn(root) if is_there else nullcontext():
+                    _C.publish(
+                        root,
+                        attempt,
+                        self._step,
+                        # Only what was looked at is put aside, and removed.
+                        aside if is_there else None,
+                        renamed=opened,
+                        sync=self.sync_files,
+                        replace=is_there,
+                        sync_above=False,
+                    )
             except DurabilityUncertain as error:
                 uncertain = error
         except BaseException as error:
@@ -389,7 +407,7 @@ class _StepWriter(FileSystemWriter):
                 number = getattr(error, "errno", None) or 0
                 raise NotCommitted(f"{self._final}: {said}", number) from error
             raise
-        self._steps.saved_in(root)
+        self._steps.saved_in(identity)
         if uncertain is not None:
             raise DurabilityUncertain(
                 f"{self._final}: {uncertain.args[0]}", uncertain.errno

@@ -220,6 +220,28 @@ def test_a_step_that_is_being_loaded_is_not_deleted(store: LocalSteps) -> None:
     assert names(store) == []
 
 
+def test_a_deletion_never_renames_the_step_that_has_replaced_the_one_to_delete(
+    store: LocalSteps,
+) -> None:
+    path = saved(store, 2, 1.0)
+    moments: list[str] = []
+    seen: list[list[tuple[int, str]]] = []
+
+    def replace_at_the_last_moment(operation: str, where: str) -> None:
+        if moments == ["begun", "replaced"]:
+            seen.append(listed(store))
+        elif not moments and (operation, where) == ("flock", store.root):
+            moments.append("begun")
+            saved(store, 2, 2.0, overwrite=True)
+            moments.append("replaced")
+
+    with at_fault_points(replace_at_the_last_moment):
+        assert not store.delete(2)
+    assert moments == ["begun", "replaced"]
+    assert all((2, "complete") in at_point for at_point in seen)
+    assert value_of(path) == 2.0
+
+
 def test_a_load_keeps_its_step_until_it_has_ended(store: LocalSteps) -> None:
     saved(store, 2, 6.0)
     answers: list[bool] = []

@@ -171,6 +171,30 @@ def test_a_rename_that_may_yet_be_carried_out_leaves_the_step_to_the_next_sweep(
     assert value_of(Path(store.path_of(2))) == 2.0
 
 
+def test_a_save_that_has_renamed_its_step_does_not_fail_if_the_root_cannot_be_identified(
+    store: LocalSteps,
+) -> None:
+    renamed: list[str] = []
+
+    def fail_after_the_rename(operation: str, path: str) -> int:
+        if (operation, path) == ("rename", store.path_of(2)):
+            renamed.append(path)
+        return EIO if renamed and (operation, path) == ("statx", store.root) else 0
+
+    with at_fault_points(fail_after_the_rename):
+        path = saved(store, 2, 2.0)
+    assert renamed
+    assert value_of(path) == 2.0
+
+
+def test_a_root_that_cannot_be_identified_fails_the_save_before_the_rename(
+    store: LocalSteps,
+) -> None:
+    with failing("statx", EIO, store.root):
+        assert isinstance(failure(store, 2), NotCommitted)
+    assert names(store) == []
+
+
 def test_a_directory_that_takes_the_steps_name_meanwhile_stays(store: LocalSteps) -> None:
     final = Path(store.path_of(2))
 
@@ -302,6 +326,22 @@ def test_a_replaced_step_stays_for_who_is_reading_it(store: LocalSteps) -> None:
         assert store.sweep() == []
     assert store.sweep() == [aside.name]
     assert names(store) == ["0000000003"]
+
+
+def test_a_replacing_save_has_the_turn_while_it_renames(store: LocalSteps) -> None:
+    saved(store, 2, 1.0)
+    has_turn: list[bool] = []
+
+    def look() -> None:
+        with closing(OpenDirectory(store.root)) as other:
+            has_turn.append(other.try_lock_exclusive())
+
+    with (
+        before("rename", look, f"{store.root}/*.deleted-*"),
+        before("rename", look, store.path_of(2)),
+    ):
+        saved(store, 2, 2.0, overwrite=True)
+    assert has_turn == [False, False]
 
 
 # --- free space ----------------------------------------------------------------------------------
