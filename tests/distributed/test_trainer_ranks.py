@@ -11,6 +11,8 @@ import torch
 
 import torch_ckpt
 from tests.distributed.launcher import TIMEOUT_SECONDS, by_fork
+from tests.support import data_files
+from torch_ckpt.checkpoint.metadata import checksum_tables, read_metadata
 
 RANKS = 2
 STEP = 6
@@ -27,12 +29,13 @@ def run(which: str, folder: Path, weights: Path, end_before: int = 0) -> None:
 
 
 @pytest.mark.timeout(4 * TIMEOUT_SECONDS)
-@pytest.mark.parametrize("which", ["transformers", "lightning"])
+@pytest.mark.parametrize("which", ["transformers", "lightning", "model_parallel"])
 def test_a_run_that_ended_in_the_middle_resumes_and_ends_as_one_that_did_not(
     tmp_path: Path, which: str
 ) -> None:
-    if importlib.util.find_spec(which) is None:
-        pytest.skip(f"no {which}")
+    package = "lightning" if which == "model_parallel" else which
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"no {package}")
     run(which, tmp_path / "whole", tmp_path / "weights")
     run(which, tmp_path / "parts", tmp_path / "none", end_before=STEP)
     assert not list(tmp_path.glob("none-*"))
@@ -42,6 +45,16 @@ def test_a_run_that_ended_in_the_middle_resumes_and_ends_as_one_that_did_not(
         resumed = torch.load(tmp_path / f"resumed-{rank}.pt")
         for name, value in whole.items():
             assert torch.equal(resumed[name], value), f"rank {rank}: {name}"
+    if which == "model_parallel":
+        report = torch_ckpt.verify(tmp_path / "parts/last.ckpt")
+        # Lightning writes meta.pt.
+        assert (report.ok, report.unreferenced) == (True, ["meta.pt"])
+        files = data_files(tmp_path / "parts/last.ckpt")
+        assert [file.name[:4] for file in files] == ["__0_", "__1_"]
+        # Stock torch writes none.
+        assert checksum_tables(read_metadata(tmp_path / "parts/last.ckpt")).keys() == {
+            file.name for file in files
+        }
 
 
 @pytest.mark.timeout(2 * TIMEOUT_SECONDS)

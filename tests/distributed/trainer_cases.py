@@ -1,6 +1,8 @@
 """One run of a Trainer, transformers' or Lightning's, on the ranks that torchrun has started.
 
-    python -m tests.distributed.trainer_cases (transformers|lightning|failing) FOLDER WEIGHTS STEP
+    python -m tests.distributed.trainer_cases WHICH FOLDER WEIGHTS STEP
+
+WHICH is transformers, lightning, model_parallel (Lightning's, with shards) or failing.
 
 Ends in the middle before STEP, unless that is 0, and otherwise writes each rank's final weights to
 WEIGHTS-{rank}.pt. ``failing`` is transformers', whose save of the last step fails on one rank.
@@ -14,6 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 import torch_ckpt
 
@@ -83,19 +86,76 @@ def train_lightning(folder: Path, end_before: int) -> torch.nn.Module:
     return trainer.lightning_module
 
 
+def train_model_parallel(folder: Path, end_before: int) -> torch.nn.Module:
+    """Lightning's ModelParallelStrategy, which saves by DCP; FSDP2 shards the model."""
+    import lightning.pytorch as pl
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from torch.distributed.fsdp import fully_shard
+
+    from tests.python.integrations.test_lightning import batches
+    from torch_ckpt.integrations.lightning import install
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = torch.nn.Sequential(
+                torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1)
+            )
+
+        def configure_model(self) -> None:
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+        def training_step(self, batch, index):
+            return self.net(batch).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+    class End(pl.Callback):
+        def on_train_batch_start(self, trainer, *_):
+            if trainer.global_step + 1 == end_before:
+                raise Ended
+
+    install()
+    ranks = int(os.environ["WORLD_SIZE"])
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=ranks,
+        strategy=ModelParallelStrategy(
+            data_parallel_size=ranks, tensor_parallel_size=1, process_group_backend="gloo"
+        ),
+        max_epochs=3,
+        callbacks=[pl.callbacks.ModelCheckpoint(dirpath=folder, save_last=True), End()],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    last = folder / "last.ckpt"
+    trainer.fit(Module(), batches(), ckpt_path=str(last) if last.exists() else None)
+    return trainer.lightning_module
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
 def main() -> None:
     which, folder, weights, end_before = sys.argv[1:]
     train = {
         "transformers": train_transformers,
         "failing": train_failing,
         "lightning": train_lightning,
+        "model_parallel": train_model_parallel,
     }[which]
     try:
         model = train(Path(folder), int(end_before))
     except Ended:
         # As a rank that dies: nothing is tidied up.
         os._exit(3)
-    torch.save(model.state_dict(), f"{weights}-{os.environ['RANK']}.pt")
+    state = {name: whole(value) for name, value in model.state_dict().items()}
+    torch.save(state, f"{weights}-{os.environ['RANK']}.pt")
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

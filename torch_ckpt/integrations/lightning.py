@@ -1,21 +1,23 @@
 """Checkpoints of Lightning's Trainer: ``Trainer(plugins=[TorchCkptIO()])``.
 
 For ``lightning`` and ``pytorch_lightning`` alike. Lightning's strategies that save from rank 0
-(one device, DDP) go through it; FSDP and ModelParallelStrategy write files of their own.
+(one device, DDP) go through it. ``FSDPStrategy`` and ``ModelParallelStrategy`` save by DCP from all
+ranks: :func:`install` makes them use the engine.
 
-A checkpoint is a directory of tensors under their names (``state_dict.layer.weight``), readable by
-``torch_ckpt.load`` and by stock DCP, and one object ``lightning``: all the rest of what Lightning
-hands over, with the tensors taken out.
+A checkpoint of the plugin is a directory of tensors under their names
+(``state_dict.layer.weight``), readable by ``torch_ckpt.load`` and by stock DCP, and one object
+``lightning``: all the rest of what Lightning hands over, with the tensors taken out.
 """
 
 from __future__ import annotations
 
 import errno
+import importlib
 import importlib.util
 import os
 import shutil
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -26,9 +28,70 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 import torch_ckpt
 from torch_ckpt import _C
 
-__all__ = ["TorchCkptIO"]
+__all__ = ["TorchCkptIO", "install"]
 
 _Path = str | os.PathLike[str]
+
+
+# Both packages, which have strategies for the Trainer and for Fabric. Each module imports by name
+# the functions that save and load.
+_STRATEGIES = tuple(
+    f"{package}.strategies.{module}"
+    for package in (
+        "lightning.pytorch",
+        "lightning.fabric",
+        "pytorch_lightning",
+        "lightning_fabric",
+    )
+    for module in ("fsdp", "model_parallel")
+)
+_SAVE, _LOAD = "_distributed_checkpoint_save", "_distributed_checkpoint_load"
+
+
+def install(
+    *, writer: Mapping[str, Any] | None = None, reader: Mapping[str, Any] | None = None
+) -> list[str]:
+    """Makes ``FSDPStrategy`` and ``ModelParallelStrategy`` save and load by this engine.
+
+    Call it on every rank before training. It concerns sharded checkpoints:
+    ``ModelParallelStrategy(save_distributed_checkpoint=True)``, ``FSDPStrategy(
+    state_dict_type="sharded")``. They stay directories that stock torch and Lightning load, and a
+    save returns when it is durable. ``FSDPStrategy`` still reads the optimizer by stock torch.
+    Calling it again replaces the options.
+
+    Args:
+        writer: options of :class:`torch_ckpt.FileSystemWriter` for every save.
+        reader: options of :class:`torch_ckpt.FileSystemReader` for every load.
+
+    Returns:
+        The names of the functions that are replaced.
+
+    Raises:
+        ImportError: this version of Lightning has none of them.
+    """
+    options_of_save, options_of_load = dict(writer or {}), dict(reader or {})
+
+    def save(converted_state: dict[str, Any], path: _Path) -> None:
+        torch_ckpt.save(converted_state, path, **options_of_save)
+
+    def load(module_state: dict[str, Any], path: _Path) -> None:
+        torch_ckpt.load(module_state, path, **options_of_load)
+
+    replaced = []
+    for name in _STRATEGIES:
+        if importlib.util.find_spec(name.partition(".")[0]) is None:
+            continue
+        module = importlib.import_module(name)
+        for function, ours in ((_SAVE, save), (_LOAD, load)):
+            if hasattr(module, function):
+                setattr(module, function, ours)
+                replaced.append(f"{name}.{function}")
+    if not replaced:
+        raise ImportError(
+            f"none of {', '.join(_STRATEGIES)} has {_SAVE} or {_LOAD}: this version of Lightning "
+            "saves sharded checkpoints in another way"
+        )
+    return replaced
 
 
 def _bases() -> tuple[type, ...]:
