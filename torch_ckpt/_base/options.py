@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
 from typing import Any
 
@@ -27,6 +27,14 @@ def refuse_unknown(caller: Callable[..., Any], kind: type, options: Iterable[str
             raise TypeError(
                 f"{caller.__name__}() got an unexpected keyword argument {option!r}{hint}"
             )
+
+
+def reusable(option: Any) -> Any:
+    """Makes a tuple of an iterator, such as a generator or ``zip()``, which can be read only once.
+
+    Everything else is returned unchanged. Call it where a public function receives the option.
+    """
+    return tuple(option) if isinstance(option, Iterator) else option
 
 
 def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

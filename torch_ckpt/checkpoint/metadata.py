@@ -152,7 +152,8 @@ def _told_of(source: str, allow_pickle: bool) -> Iterator[None]:
             yield
     except Unsafe as error:
         raise Unsafe(
-            f"{source}: {error}; pass allow_pickle=True only if you trust its writer"
+            f"{source}: {error}; pass allow_pickle=True (to a CheckpointManager: "
+            "load_options={'allow_pickle': True}) only if you trust its writer"
         ) from None
     except Exception as error:
         # What has been checked asks for little; a trusted pickle that is damaged may ask for all.

@@ -60,8 +60,9 @@ def decode(data: bytes | memoryview, name: str, file: str) -> Any:
         return Unpickler(archive).load()
     except Unsafe as error:
         raise Unsafe(
-            f"{name}: the object in {file} {_told(error)}; pass allow_pickle=True only if you "
-            "trust its writer, or torch.serialization.add_safe_globals([...]) types of your own"
+            f"{name}: the object in {file} {_told(error)}; pass allow_pickle=True (to a "
+            "CheckpointManager: load_options={'allow_pickle': True}) only if you trust its writer, "
+            "or declare types of your own safe: torch.serialization.add_safe_globals([...])"
         ) from None
     except NoSuchDevice as error:
         raise CheckpointError(

@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor
 from torch_ckpt import _C
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.formatting import some_of
+from torch_ckpt._base.options import reusable
 from torch_ckpt.checkpoint.coverage import chunks_here, require_consecutive, require_cover
 from torch_ckpt.checkpoint.flat_state import flat_state
 from torch_ckpt.errors import LoadMismatch
@@ -183,7 +184,7 @@ class Load:
     ) -> None:
         self.reader = reader
         self._ranks = ranks
-        self._rename = rename
+        self._rename = reusable(rename)
         self._chosen = _Chosen(names)
         self._opened = opened
         self._is_renamed = False

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from torch_ckpt import _C
-from torch_ckpt._base.options import names_of, options_of
+from torch_ckpt._base.options import names_of, options_of, reusable
 from torch_ckpt.api import async_save, load
 from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS
 from torch_ckpt.saving.async_save import AsyncSave
@@ -81,7 +81,9 @@ class AsyncCheckpoint:
             )
         self.state = {**state, SAVE_COUNTER: 0}
         self._save_options = _checked(save_options or {})
-        self._load_options = dict(load_options or {})
+        self._load_options = {
+            name: reusable(option) for name, option in (load_options or {}).items()
+        }
         self._before_save = BeforeSave()
         self._app_state = AppState(self.state, before_save=self._before_save)
         self._handle: AsyncSave | None = None

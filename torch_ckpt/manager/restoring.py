@@ -3,7 +3,8 @@
 1. Rank 0 lists the complete steps, after its deletions. Those are tried, the newest first, or the
    one that was asked for.
 2. Where only other ranks do not find a step, all try it again for a while.
-3. Where a step is damaged, all ranks pass over it. Any other error ends the restore on all.
+3. Where a step is damaged, all ranks pass over it. If it was deleted after the listing, rank 0
+   lists the steps again. Any other error ends the restore on all.
 4. Rank 0 names what has a step's name and, for want of the marker, is none.
 """
 
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_ckpt._base.formatting import some_of
 from torch_ckpt._base.log import warn
+from torch_ckpt._base.options import reusable
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.loading.report import LoadReport
 from torch_ckpt.manager.deletions import Deletions
@@ -52,7 +54,7 @@ class Restorer:
     def __init__(self, run: Run, deletions: Deletions, load_options: dict[str, Any]) -> None:
         self._run = run
         self._deletions = deletions
-        self._load_options = load_options
+        self._load_options = {name: reusable(option) for name, option in load_options.items()}
         self.skipped = 0
         self.report: LoadReport | None = None
 
@@ -65,6 +67,8 @@ class Restorer:
         passed to :func:`torch_ckpt.load`.
         """
         self.skipped, self.report = 0, None
+        # Every step that is tried, and every attempt, reads them anew.
+        load_options = {name: reusable(option) for name, option in load_options.items()}
         candidates, unmarked = self._agree_on_candidates(step)
         if unmarked and self._run.rank == 0:
             # It names the line that calls the manager.
@@ -72,7 +76,11 @@ class Restorer:
         if not candidates:
             return None
         damages: list[str] = []
-        for candidate in candidates:
+        tried: set[int] = set()
+        deleted = 0
+        while candidates:
+            candidate = candidates.pop(0)
+            tried.add(candidate)
             with self._deletions.reading(candidate):
                 try:
                     report = self._load_patiently(candidate, state, load_options)
@@ -80,9 +88,16 @@ class Restorer:
                     if step is not None or not is_damage(error) or is_elsewhere(error):
                         raise
                     damages.append(f"step {candidate}: {causes(error)}")
-                    self._pass_over(candidate, damages[-1])
+                    there, _unmarked = self._agree_on_candidates(None)
+                    if candidate in there:
+                        self._pass_over(candidate, damages[-1])
+                    else:
+                        # The run that saves here has deleted it, and has a newer one.
+                        damages[-1] += "; it was deleted meanwhile"
+                        deleted += 1
+                        candidates = [other for other in there if other not in tried]
                     continue
-            self.skipped, self.report = len(damages), report
+            self.skipped, self.report = len(damages) - deleted, report
             return candidate
         raise CheckpointError(
             f"none of the steps in {self._run.store.root} can be loaded, so training does not "

@@ -53,6 +53,17 @@ def test_what_has_other_names_is_loaded(tmp_path: Path, rename: Any, free: bool)
     assert sorted(report.loaded) == ["count", "model.encoder.b", "model.encoder.w"]
 
 
+@pytest.mark.parametrize("option", ["zero_fill", "allow_shape_mismatch"])
+def test_pairs_that_can_be_read_only_once_rename_what_is_zero_filled_too(
+    tmp_path: Path, option: str
+) -> None:
+    saved(tmp_path)
+    state = {"model": {"encoder": {"w": torch.ones(6)}}}
+    pairs = zip(["encoder.*", "step"], ["model.encoder.*", "count"], strict=True)
+    torch_ckpt.load(state, tmp_path, rename=pairs, **{option: True})
+    assert_equal(state["model"]["encoder"]["w"], torch.tensor([0.0, 1.0, 2.0, 3.0, 0.0, 0.0]))
+
+
 def test_preflight_and_the_estimate_have_the_new_names(tmp_path: Path) -> None:
     saved(tmp_path)
     rename = RENAMES["mapping"]

@@ -7,13 +7,14 @@ import warnings
 from collections.abc import Callable
 from errno import EACCES
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_ckpt
-from tests.fault_hooks import failing
+from tests.fault_hooks import before, failing
 from tests.managers import (
     LATER,
     PASSED,
@@ -28,7 +29,7 @@ from tests.managers import (
     training_of,
 )
 from tests.support import assert_equal, cause_of, data_files, flip_bit
-from torch_ckpt.errors import CheckpointError, LoadMismatch
+from torch_ckpt.errors import CheckpointError, LoadMismatch, Unsafe
 from torch_ckpt.saving.events import Event
 from torch_ckpt.steps import MARKER_NAME
 
@@ -266,3 +267,79 @@ def test_a_step_that_is_asked_for_and_has_no_marker_says_so(make: Make, root: Pa
         FileNotFoundError, match=f"step 2 has no {MARKER_NAME}; no step is complete"
     ):
         make().restore({}, 2)
+
+
+# --- a run that saves beside the restore ----------------------------------------------------------
+
+
+def test_a_step_that_is_deleted_after_the_listing_is_replaced_by_a_newer_one(
+    make: Make, root: Path
+) -> None:
+    run_of(make, [1])
+    reader = make(read_only=True)
+
+    def save_the_next_one() -> None:
+        with make(keep_last=1) as writer:
+            writer.restore(Training().state)
+            writer.save(2, training_of(2).state)
+            finish(writer)
+            writer.delete(1)
+
+    with (
+        warnings.catch_warnings(),
+        before("open_directory", save_the_next_one, root / "0000000001"),
+    ):
+        warnings.simplefilter("error")
+        assert restored(reader) == 2
+    assert reader.all_steps() == [2]
+
+
+def test_a_damaged_step_that_stays_is_not_tried_again(make: Make, root: Path) -> None:
+    run_of(make, [1])
+    damage(root, 1)
+    with (
+        pytest.warns(UserWarning, match=PASSED),
+        pytest.raises(CheckpointError, match="none of the steps in"),
+    ):
+        make(read_only=True).restore(Training().state)
+
+
+# --- options that can be read only once -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"names": ["model.*"]},
+        {"rename": [("model.*", "model.*"), ("optimizer.*", "optimizer.*")], "strict": False},
+    ],
+    ids=["names", "rename"],
+)
+@pytest.mark.parametrize("given", ["to restore", "as load_options"])
+def test_an_iterator_is_an_option_of_every_step_that_is_tried(
+    make: Make, root: Path, options: dict[str, Any], given: str
+) -> None:
+    run_of(make, [1, 2])
+    for file in data_files(root / "0000000002"):
+        file.unlink()
+    wanted = training_of(1).values()["tensors"]
+    options = {k: iter(v) if isinstance(v, list) else v for k, v in options.items()}
+    training = training_of(3)
+    as_load_options = given == "as load_options"
+    made = make(read_only=True, load_options=options if as_load_options else {})
+    with pytest.warns(UserWarning, match=PASSED):
+        assert made.restore(training.state, **({} if as_load_options else options)) == 1
+    assert_equal(training.values()["tensors"][:2], wanted[:2])
+
+
+def test_an_object_that_needs_allow_pickle_names_load_options(make: Make) -> None:
+    made = make()
+    with pytest.warns(UserWarning, match="what is saved will not load"):
+        made.save(1, {"own": Own()})
+    made.wait_until_finished()
+    with pytest.raises(Unsafe, match=r"load_options=\{'allow_pickle': True\}"):
+        made.restore({"own": Own()})
+
+
+class Own:
+    """A type that no list of safe types has."""
