@@ -7,6 +7,16 @@
 
 import torch  # noqa: F401  (its libraries must be there before the extension is loaded)
 
+try:
+    import torch_ckpt._C  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name != "torch_ckpt._C":
+        raise
+    raise ImportError(
+        f"the extension of torch_ckpt is not built (there is no _C.so in {__path__[0]}): run "
+        "`make build` in the clone, or `pip install .` and import it elsewhere"
+    ) from None
+
 from torch_ckpt._base.life_cycle import watch_exit
 from torch_ckpt._base.version import __version__
 from torch_ckpt._C import trim_pool
