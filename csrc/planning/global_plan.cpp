@@ -117,6 +117,12 @@ Result<GlobalPlan> GlobalPlan::of(std::vector<RankState> states) {
       if (kind == Kind::other || !here.has(i)) continue;
       const std::uint32_t number = of_template->second[i];
       Entry& entry = plan.entries_[number];
+      if (kind == Kind::shard && entry.first_part == kNone) {
+        entry.rank = rank;
+        entry.row = i;
+      } else if (kind == Kind::shard && &plan.states_[entry.rank].state() != &here.state()) {
+        if (auto same = plan.check_same(entry, rank, i); !same) return std::move(same).error();
+      }
       const auto [offsets, sizes] =
           kind == Kind::shard ? boxes[here.box(i)] : std::pair<std::uint32_t, std::uint32_t>();
       std::uint32_t& slot = known.slot(number, offsets, sizes);
@@ -151,8 +157,11 @@ Result<std::vector<std::uint32_t>> GlobalPlan::add_entries(std::uint32_t rank) {
     if (row.kind == Kind::other && !row.is_here) continue;
     const auto [number, is_new] = names_.add(here.name(i));
     if (is_new) entries_.push_back({rank, i, kNone, kNone});
-    if (auto same = check_same(entries_[number], rank, i); !same) return std::move(same).error();
     entries[i] = number;
+    // Dtype and size of a DTensor count only on ranks that have a part of it: outside of its mesh
+    // torch may give it another size.
+    if (row.kind == Kind::shard && row_of(entries_[number]).kind == Kind::shard) continue;
+    if (auto same = check_same(entries_[number], rank, i); !same) return std::move(same).error();
   }
   return entries;
 }

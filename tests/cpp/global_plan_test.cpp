@@ -201,6 +201,31 @@ TEST(GlobalPlan, WhatDiffersBetweenRanksIsToldByNameAndRank) {
   EXPECT_EQ(refusal(small, object), "w: rank 0 has a plain tensor, rank 1 an object");
 }
 
+TEST(GlobalPlan, TheSizeOfADTensorCountsOnlyOnRanksThatHaveAPartOfIt) {
+  std::vector<Rows> ranks(3);
+  ranks[0].add_empty_shard("scalar", {0});
+  ranks[0].add_empty_shard("rows", {7});
+  ranks[1].add_shard("scalar", {}, {}, {});
+  ranks[1].add_shard("rows", {8}, {0}, {4});
+  ranks[2].add_empty_shard("scalar", {0});
+  ranks[2].add_shard("rows", {8}, {4}, {4});
+  const auto plan = GlobalPlan::of(states_of(ranks));
+  ASSERT_TRUE(ok(plan));
+  EXPECT_EQ(written(*plan),
+            (std::vector<std::vector<std::string>>{{}, {"scalar", "rows"}, {"rows"}}));
+  for (std::size_t number = 0; number < plan->names(); ++number) {
+    const StateTemplate& first = plan->first_template(number);
+    const Sizes expected = plan->name(number) == "scalar" ? Sizes{} : Sizes{8};
+    EXPECT_TRUE(std::ranges::equal(first.sizes(first.row(plan->first_row(number))), expected));
+  }
+  ranks[2] = Rows();
+  ranks[2].add_shard("rows", {9}, {4}, {4});
+  const auto refused = GlobalPlan::of(states_of(ranks));
+  ASSERT_TRUE(fails(refused, Errc::invalid_argument));
+  EXPECT_TRUE(refused.error().message().starts_with(
+      "rows: rank 1 has torch.float32 [8], rank 2 has torch.float32 [9]"));
+}
+
 TEST(GlobalPlan, ShardsThatDoNotMakeUpTheTensorAreRefused) {
   const auto shards = [](std::vector<Sizes> begins_and_lengths) {
     std::vector<Rows> ranks(begins_and_lengths.size());

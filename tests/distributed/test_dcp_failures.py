@@ -18,7 +18,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import torch_ckpt
 import torch_ckpt.saving.writer as writer_module
@@ -301,6 +302,19 @@ def case_async_saves_in_a_thread(launch: Launch) -> None:
 @on(2, only=True)
 def case_async_saves_in_a_process(launch: Launch) -> None:
     async_saves(launch, AsyncCheckpointerType.PROCESS)
+
+
+def case_a_scalar_dtensor_on_one_rank_is_saved_in_the_background(launch: Launch) -> None:
+    """The copies of the other ranks, which are outside of its mesh, have one dimension."""
+    mesh, path = DeviceMesh("cpu", [1]), launch.path()
+    state = {"t": distribute_tensor(torch.tensor(3.5), mesh, [Replicate()])}
+    writer, planner = torch_ckpt.FileSystemWriter(path), torch_ckpt.SavePlanner()
+    finished(dcp.async_save(state, storage_writer=writer, planner=planner))
+    dist.barrier()
+    for reader in (OURS[1], STOCK[1]):
+        loaded = {"t": torch.zeros(())}
+        load(loaded, path, reader)
+        assert_equal(loaded["t"], torch.tensor(3.5))
 
 
 def case_an_async_save_that_fails_says_so(launch: Launch) -> None:
