@@ -77,6 +77,17 @@ def case_a_rank_with_another_planner_is_named(launch: Launch) -> None:
     assert "rank 1 plans with another planner" in str(causes[0])
 
 
+def case_a_rank_with_another_kind_of_writer_is_named(launch: Launch) -> None:
+    writer = OURS[0] if launch.rank == 0 else STOCK[0]
+    causes = failure_of(
+        launch,
+        lambda: save(
+            dtensors(mesh_1d(launch)), launch.path(), writer, planner=torch_ckpt.SavePlanner()
+        ),
+    )
+    assert "another kind of writer" in str(causes[0])
+
+
 def case_a_state_that_does_not_fit_on_one_rank_changes_no_rank(launch: Launch) -> None:
     mesh = mesh_1d(launch)
     path = launch.path()

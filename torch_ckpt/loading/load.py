@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import fnmatch
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -231,7 +231,8 @@ class Load:
         A state is a dict, or a ``Stateful`` value, at the top; and the whole.
         """
         if (strict and not report.fits) or (strict == "dtypes" and report.dtypes):
-            raise LoadMismatch(f"the checkpoint does not fit the state dict: {report}", report)
+            lines = "\n".join([*_torchs_words(report), str(report)])
+            raise LoadMismatch(f"the checkpoint does not fit the state dict: {lines}", report)
         if report.absent or not (report.loaded or report.fits):
             what = some_of(report.absent) or "the state dict"
             raise LoadMismatch(
@@ -416,6 +417,14 @@ def object_item(name: str) -> ReadItem:
     """What torch's plans have of an object."""
     index, nothing = MetadataIndex(name), torch.Size((0,))
     return ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
+
+
+def _torchs_words(report: LoadReport) -> Iterator[str]:
+    """Say what does not fit as torch's planner does, for callers that look for its words."""
+    for name in report.missing[:1]:
+        yield f"Missing key in checkpoint state_dict: {name}."
+    for name, has, wants in report.shapes[:1]:
+        yield f"Size mismatch between saved {has} and current: {wants} for {name}."
 
 
 def _note_sizes(name: str, has: torch.Size, wants: torch.Size, report: LoadReport) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
@@ -12,6 +14,8 @@ from torch_ckpt.checkpoint.undecoded import index_kept, reader_kept
 from torch_ckpt.loading.load import Load, Prepared, object_item
 from torch_ckpt.loading.reading import PlansOnIndex, Reading
 from torch_ckpt.ranks.meeting import Ranks
+
+_FLAT = ("state_dict", "mappings")
 
 
 class LoadPlanner(DefaultLoadPlanner, PlansOnIndex):
@@ -48,7 +52,18 @@ class LoadPlanner(DefaultLoadPlanner, PlansOnIndex):
             return
         self.is_coordinator = is_coordinator
         self.original_state_dict = state_dict
+        self.metadata = metadata
+        for name in _FLAT:
+            vars(self).pop(name, None)
         self._load = Load(reader, Ranks(), opened=(metadata, index))
+
+    def __getattr__(self, name: str) -> Any:
+        # torch's planner has them once it is set up. They take long, and the engine needs none.
+        if name not in _FLAT or "metadata" not in vars(self):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        flat = _flatten_sharded_tensors(self.original_state_dict)
+        self.state_dict, self.mappings = flatten_state_dict(flat)
+        return vars(self)[name]
 
     def create_local_plan(self) -> LoadPlan:
         if self._load is None:

@@ -63,7 +63,7 @@ def place_of(item: ReadItem, storage: Mapping[MetadataIndex, _StorageInfo]) -> _
     info = storage.get(index)
     if info is None:
         raise Corrupt(
-            f"{index.fqn}: the metadata says where no data of the shard at "
+            f"{index.fqn}: the metadata does not say where the shard at offset "
             f"{tuple(index.offset) if index.offset else 0} is stored; "
             "the save that wrote it was incomplete"
         )

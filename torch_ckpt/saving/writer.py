@@ -52,7 +52,7 @@ from torch_ckpt.saving.items import (
 )
 from torch_ckpt.saving.plan import GlobalPlan
 from torch_ckpt.saving.rank_write import RankWrite, WriteOptions
-from torch_ckpt.saving.save_planner import SavePlanner, global_plan_of
+from torch_ckpt.saving.save_planner import EngineStorageMeta, SavePlanner, global_plan_of
 from torch_ckpt.saving.sources import copy_of_state
 
 _DEFAULT_BACKGROUND = Background()
@@ -248,7 +248,7 @@ class FileSystemWriter(StockWriter):
             prefix = _C.choose_prefix(self.directory, prefix)
         if not self.engine_can_write():
             return self._write_through_torch(plan, planner, prefix)
-        if isinstance(planner, SavePlanner):
+        if isinstance(planner, SavePlanner) and planner.has_planned():
             # DCP hands on what a rank has written as it is.
             return completed([planner.write(plan, functools.partial(self.write_values, prefix))])
         items = list(plan.items)
@@ -272,7 +272,8 @@ class FileSystemWriter(StockWriter):
             metadata.storage_data = {
                 result.index: result.storage_data for of_rank in results for result in of_rank
             }
-            metadata.storage_meta = self.storage_meta()
+            meta = self.storage_meta()
+            metadata.storage_meta = None if meta is None else StorageMeta(**vars(meta))
             tables, directories = brought_with(results)
             data = encode_metadata(with_checksum_tables(metadata, tables))
         try:
@@ -294,8 +295,10 @@ class FileSystemWriter(StockWriter):
         decode_when_used(metadata, data)
 
     def storage_meta(self) -> StorageMeta | None:
+        # For SavePlanner, which is set up with it.
+        kind = EngineStorageMeta if self.engine_can_write() else StorageMeta
         # A str and not a Path: pickled paths do not load in every version of Python.
-        return StorageMeta(checkpoint_id=str(self.checkpoint_id), save_id=self.save_id)
+        return kind(checkpoint_id=str(self.checkpoint_id), save_id=self.save_id)
 
     # --- DCP's AsyncStager, for dcp.async_save ---------------------------------------------------
 

@@ -48,6 +48,34 @@ def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path: Path) ->
     assert_equal(loaded["a"], torch.zeros(3))
 
 
+def test_what_does_not_fit_is_said_in_the_words_of_torch(tmp_path: Path) -> None:
+    save({"a": f32(3)}, tmp_path)
+    wrong: list[dict[str, Any]] = [{"b": torch.zeros(3)}, {"a": torch.zeros(4)}]
+    for state in wrong:
+        words = []
+        for planner in (dcp.DefaultLoadPlanner(), torch_ckpt.LoadPlanner()):
+            with pytest.raises(dcp.CheckpointException) as caught:
+                load(dict(state), tmp_path, planner=planner)
+            words.append(str(cause_of(caught.value)))
+        assert words[0].rstrip(".") in words[1]
+
+
+def test_after_a_load_it_has_the_attributes_of_torchs_planner(tmp_path: Path) -> None:
+    save(nested_state(), tmp_path)
+    ours, stock = torch_ckpt.LoadPlanner(), dcp.DefaultLoadPlanner()
+    for _twice in range(2):
+        state = nested_state()
+        for planner in (ours, stock):
+            load(state, tmp_path, planner=planner)
+        assert ours.metadata is not None
+        assert stock.metadata is not None
+        assert ours.metadata.state_dict_metadata == stock.metadata.state_dict_metadata
+        assert ours.mappings == stock.mappings
+        assert_equal(ours.state_dict, stock.state_dict)
+        assert ours.state_dict["model.weight"] is state["model"]["weight"]
+    assert not hasattr(ours, "unknown")
+
+
 def test_a_partial_load_leaves_what_is_missing(tmp_path: Path) -> None:
     save({"a": f32(3)}, tmp_path)
     loaded = {"a": torch.zeros(3), "new": torch.ones(2)}
@@ -97,6 +125,20 @@ def test_larger_tensors_are_filled_with_zeros_where_the_reader_is_to(tmp_path: P
     reader = torch_ckpt.FileSystemReader(tmp_path, zero_fill=True)
     dcp.load(loaded, storage_reader=reader, planner=torch_ckpt.LoadPlanner(), no_dist=True)
     assert_equal(loaded["w"], torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0]))
+
+
+def test_a_shard_whose_place_the_metadata_does_not_give_is_named(tmp_path: Path) -> None:
+    class Forgetful(torch_ckpt.FileSystemReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+            metadata = super().read_metadata(*args, **kwargs)
+            metadata.storage_data.clear()
+            return metadata
+
+    save({"w": f32(3, 2)}, tmp_path)
+    with pytest.raises(dcp.CheckpointException) as caught:
+        dcp.load({"w": torch.zeros(3, 2)}, storage_reader=Forgetful(tmp_path), no_dist=True)
+    expected = "w: the metadata does not say where the shard at offset (0, 0) is stored; the save"
+    assert str(cause_of(caught.value)).startswith(expected)
 
 
 def test_one_planner_serves_loads_one_after_the_other(tmp_path: Path) -> None:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
+import weakref
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
+from typing import IO, Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 import torch_ckpt
 from tests.support import (
@@ -77,16 +83,95 @@ def test_async_save_of_torch_goes_through_the_planner(tmp_path: Path) -> None:
     assert_equal(loaded["w"], state["w"])
 
 
-def test_the_writer_of_another_library_is_refused_and_saves_nothing(tmp_path: Path) -> None:
+class Reversed(StreamTransformExtension):
+    """Stores bytes in reverse order."""
+
+    @staticmethod
+    def registry_name() -> str:
+        return "test.reversed"
+
+    @staticmethod
+    def from_descriptor(version: str) -> Reversed:
+        return Reversed()
+
+    def get_descriptor(self) -> str:
+        return f"{self.registry_name()}/1"
+
+    def transform_to(self, output: IO[bytes]) -> IO[bytes]:
+        class Stream(io.BytesIO):
+            def close(self) -> None:
+                if not self.closed:
+                    output.write(self.getvalue()[::-1])
+                super().close()
+
+        return Stream()
+
+    def transform_from(self, input: IO[bytes]) -> IO[bytes]:
+        return io.BytesIO(input.read()[::-1])
+
+
+def fsspec_filesystem() -> Any:
+    try:
+        return import_module("torch.distributed.checkpoint.fsspec_filesystem")
+    except ModuleNotFoundError:  # torch before 2.15
+        return import_module("torch.distributed.checkpoint._fsspec_filesystem")
+
+
+WRITERS: dict[str, Callable[[Path], dcp.StorageWriter]] = {
+    "torch's": dcp.FileSystemWriter,
+    "fsspec's": lambda path: fsspec_filesystem().FsspecWriter(f"file://{path}"),
+    "ours with an extension": lambda path: torch_ckpt.FileSystemWriter(
+        path, _extensions=[Reversed()]
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_with_writers_that_do_not_use_the_engine_it_is_torchs_planner(
+    tmp_path: Path, kind: str
+) -> None:
+    state = nested_state()
+    save_with(WRITERS[kind](tmp_path), state, planner=torch_ckpt.SavePlanner())
+    loaded = nested_state(seed=1)
+    registry = ExtensionRegistry()
+    registry.register(Reversed)
+    reader = dcp.FileSystemReader(tmp_path, _extension_registry=registry)
+    dcp.load(loaded, storage_reader=reader, no_dist=True)
+    assert_equal(loaded, state)
+
+
+def test_one_planner_serves_both_kinds_of_writers(tmp_path: Path) -> None:
+    planner = torch_ckpt.SavePlanner()
+    writers = [torch_ckpt.FileSystemWriter, dcp.FileSystemWriter, torch_ckpt.FileSystemWriter]
+    for number, writer in enumerate(writers):
+        path = tmp_path / str(number)
+        save_with(writer(path), {"w": torch.full((3,), float(number))}, planner=planner)
+        loaded = {"w": torch.zeros(3)}
+        stock_load(loaded, path)
+        assert_equal(loaded["w"], torch.full((3,), float(number)))
+
+
+def test_a_writer_that_only_borrows_what_ours_tells_planners_is_refused(tmp_path: Path) -> None:
+    class Borrowing(dcp.FileSystemWriter):
+        def storage_meta(self) -> StorageMeta | None:
+            return torch_ckpt.FileSystemWriter(tmp_path).storage_meta()
+
     with pytest.raises(dcp.CheckpointException) as caught:
-        dcp.save(
-            {"w": f32(3)},
-            storage_writer=dcp.FileSystemWriter(tmp_path),
-            planner=torch_ckpt.SavePlanner(),
-            no_dist=True,
-        )
+        save_with(Borrowing(tmp_path), {"w": f32(3)}, planner=torch_ckpt.SavePlanner())
     assert "torch_ckpt.FileSystemWriter" in str(cause_of(caught.value))
     assert not (tmp_path / ".metadata").exists()
+
+
+@pytest.mark.parametrize("planner", [torch_ckpt.SavePlanner, dcp.DefaultSavePlanner])
+def test_metadata_has_only_classes_of_torch(
+    tmp_path: Path, planner: Callable[[], dcp.SavePlanner]
+) -> None:
+    save_with(torch_ckpt.FileSystemWriter(tmp_path), {"w": f32(3)}, planner=planner())
+    data = (tmp_path / ".metadata").read_bytes()
+    assert b"torch_ckpt.saving" not in data
+    metadata = pickle.loads(data)
+    assert type(metadata.storage_meta) is StorageMeta
+    assert metadata.storage_meta.checkpoint_id == str(tmp_path)
 
 
 def test_a_tensor_without_values_is_named(tmp_path: Path) -> None:
@@ -97,5 +182,8 @@ def test_a_tensor_without_values_is_named(tmp_path: Path) -> None:
 
 def test_after_the_save_the_planner_holds_no_tensor(tmp_path: Path) -> None:
     planner = torch_ckpt.SavePlanner()
-    saved({"w": f32(3)}, tmp_path, planner)
-    assert all(value is None for value in vars(planner).values())
+    state = {"w": f32(3)}
+    held = weakref.ref(state["w"])
+    saved(state, tmp_path, planner)
+    del state
+    assert held() is None
