@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests import manager_options
 from tests.snippets import snippets_of
 
 REPOSITORY = Path(__file__).parents[3]
@@ -85,6 +86,28 @@ def test_links_of_a_page_lead_somewhere_in_the_repository(page: Path) -> None:
         target for target in LINK.findall(page.read_text()) if not (page.parent / target).exists()
     ]
     assert not broken
+
+
+def test_the_table_of_the_managers_options_is_that_of_its_signature() -> None:
+    text = manager_options.PAGE.read_text()
+    assert manager_options.filled(text) == text, "python -m tests.manager_options writes it anew"
+
+
+#: A table that a script fills, or that says itself when and where it was measured.
+TABLES = re.compile(r"<!-- [\w :-]+begin -->.*?<!-- [\w :-]+end -->|^\|[^\n]*$", re.M | re.S)
+
+#: Rates, and ratios of speeds.
+FIGURE = re.compile(r"\d ?[GM]B/s|\d x\b|\d times (as fast|stock|the seconds)")
+
+
+@pytest.mark.parametrize(
+    "page",
+    [REPOSITORY / "README.md", *REPOSITORY.glob("docs/*.md")],
+    ids=lambda page: page.name,
+)
+def test_prose_quotes_no_figure_that_a_script_would_have_to_keep_true(page: Path) -> None:
+    prose = TABLES.sub("", page.read_text())
+    assert [line for line in prose.splitlines() if FIGURE.search(line)] == []
 
 
 def members_without_docstring(name: str, member: Any) -> Iterator[str]:

@@ -1,0 +1,72 @@
+"""The loop of docs/integrations.md with the real Accelerate: ended in the middle, resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torch_ckpt
+from tests.house import REPOSITORY
+from tests.snippets import snippets_of
+
+accelerate = pytest.importorskip("accelerate")
+
+[SNIPPET] = [
+    found.code
+    for found in snippets_of(REPOSITORY / "docs" / "integrations.md")
+    if "from accelerate import" in found.code
+]
+
+
+def trained(seed: int, steps: int = 40) -> dict[str, Any]:
+    """What the loop leaves, in the working directory."""
+    assert "40)" in SNIPPET
+    torch.manual_seed(seed)
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(SNIPPET.replace("40)", f"{steps})"), "integrations.md", "exec"), namespace)
+    return namespace
+
+
+def test_a_run_that_is_resumed_ends_with_the_bits_of_one_that_was_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = []
+    for name, parts in (("whole", [40]), ("parts", [20, 40])):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        for number, steps in enumerate(parts):
+            # The weights and the random numbers of the second part are those of the first.
+            end = trained(number, steps)
+        ends.append(end)
+    whole, resumed = ends
+    assert resumed["step"] == 39
+    for key in ("model", "optimizer", "scheduler"):
+        assert_same(resumed[key].state_dict(), whole[key].state_dict())
+
+
+def assert_same(a: Any, b: Any) -> None:
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a, b)
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert_same(a[key], b[key])
+    elif isinstance(a, list):
+        assert len(a) == len(b)
+        for one, other in zip(a, b, strict=True):
+            assert_same(one, other)
+    else:
+        assert a == b
+
+
+def test_a_plain_model_reads_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    prepared = trained(0)["model"]
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Dropout(), torch.nn.Linear(32, 1))
+    torch_ckpt.load({"model": model}, tmp_path / "checkpoints", no_dist=True)
+    assert_same(dict(model.state_dict()), dict(prepared.state_dict()))
