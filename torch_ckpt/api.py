@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from torch_ckpt._base.cycle_collector import no_gc
-from torch_ckpt._base.options import refuse_unknown, require_choice
+from torch_ckpt._base.options import names_of, options_of, refuse_unknown, require_choice
 from torch_ckpt.loading.load import Load, Strict
 from torch_ckpt.loading.reader import FileSystemReader
 from torch_ckpt.loading.renaming import Rename
@@ -350,6 +350,16 @@ def load(
     except CheckpointFailed as error:
         # As in save.
         raise error.with_traceback(None) from error.__cause__
+
+
+#: Options of :func:`load` for a caller that chooses the checkpoint and the ranks.
+LOAD_OPTIONS = (names_of(load) | options_of(FileSystemReader)) - {
+    "state_dict",
+    "checkpoint_id",
+    "storage_reader",
+    "process_group",
+    "no_dist",
+}
 
 
 def preflight(

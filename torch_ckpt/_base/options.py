@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -22,11 +22,33 @@ def refuse_unknown(caller: Callable[..., Any], kind: type, options: Iterable[str
     passed_on = options_of(kind)
     for option in options:
         if option not in passed_on:
-            near = get_close_matches(option, passed_on | names_of(caller), n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = _hint(option, passed_on | names_of(caller))
             raise TypeError(
                 f"{caller.__name__}() got an unexpected keyword argument {option!r}{hint}"
             )
+
+
+def require_known(title: str, options: Any, known: Collection[str]) -> None:
+    """Refuses a mapping of options in which a name is unknown.
+
+    Args:
+        title: the name of the mapping, for errors.
+        options: given by the caller.
+        known: the names that it may have.
+
+    Raises:
+        TypeError: it is not a mapping, or a name is unknown; names the nearest.
+    """
+    if not isinstance(options, Mapping):
+        raise TypeError(f"{title} must be a dict of options, got {options!r}")
+    for option in options:
+        if option not in known:
+            raise TypeError(f"{title} has an unknown option {option!r}{_hint(option, known)}")
+
+
+def _hint(option: object, known: Collection[str]) -> str:
+    near = get_close_matches(str(option), known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def reusable(option: Any) -> Any:

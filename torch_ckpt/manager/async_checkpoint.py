@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from torch_ckpt import _C
-from torch_ckpt._base.options import names_of, options_of, reusable
-from torch_ckpt.api import async_save, load
+from torch_ckpt._base.options import names_of, options_of, require_known, reusable
+from torch_ckpt.api import LOAD_OPTIONS, async_save, load
 from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS
 from torch_ckpt.saving.async_save import AsyncSave
 from torch_ckpt.saving.metrics import SaveMetrics
@@ -63,7 +63,8 @@ class AsyncCheckpoint:
 
     Raises:
         ValueError: a value is named ``save_counter``.
-        TypeError: ``save_options`` names an unknown option; values are given by keyword.
+        TypeError: ``save_options`` or ``load_options`` names an unknown option; values are given by
+            keyword.
     """
 
     state: dict[str, Any]
@@ -81,6 +82,7 @@ class AsyncCheckpoint:
             )
         self.state = {**state, SAVE_COUNTER: 0}
         self._save_options = _checked(save_options or {})
+        require_known("load_options", load_options or {}, LOAD_OPTIONS)
         self._load_options = {
             name: reusable(option) for name, option in (load_options or {}).items()
         }

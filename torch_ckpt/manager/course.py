@@ -103,6 +103,11 @@ class Course:
             if is_chosen:
                 self._warn_of_later_steps(f"step {step} is restored", step)
 
+    @property
+    def unsaved_step(self) -> int | None:
+        """The step that training has come to, if it was neither saved nor restored."""
+        return None if self._called_with == self.last_step else self._called_with
+
     def may_replace(self, step: int) -> bool:
         """Whether a complete step of the number is this manager's, or training came back to it."""
         return step == self._committed or (self._restored is not None and step >= self._restored)

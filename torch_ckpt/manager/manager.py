@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 import warnings
@@ -28,8 +29,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.utils.hooks import RemovableHandle
 
 from torch_ckpt._base.log import LOGGER
-from torch_ckpt._base.options import refuse_unknown, require_choice
+from torch_ckpt._base.options import refuse_unknown, require_choice, require_known
 from torch_ckpt._base.progress import wants_bar
+from torch_ckpt.api import LOAD_OPTIONS
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.inspection.verify import VerifyReport
 from torch_ckpt.loading.renaming import Rename
@@ -45,6 +47,7 @@ from torch_ckpt.manager.saver import Saver
 from torch_ckpt.manager.stop_notice import StopNotice
 from torch_ckpt.ranks.calls import meeting_of
 from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS
+from torch_ckpt.ranks.preemption import signal_numbers
 from torch_ckpt.saving.events import Event, Reporters
 from torch_ckpt.saving.replica_check import ReplicaCheck
 from torch_ckpt.saving.writer import FileSystemWriter
@@ -119,8 +122,11 @@ class CheckpointManager:
             training go on.
 
     Raises:
-        TypeError: nobody has an option of that name; the nearest one is named.
+        TypeError: an option, or a key of ``load_options``, is unknown (the error names the
+            nearest); or an option has a wrong type.
         ValueError: an option is wrong, or signals are to be watched outside the main thread.
+        OSError: the root is a file, or cannot be written; on ranks other than rank 0 a RuntimeError
+            if only rank 0 cannot write it.
         TimeoutError: ranks did not make one within the timeout; they are named.
         RanksDisagree: ranks made them with different roots.
         RootInUse: another run writes beneath the root, and lives; names its process. On ranks other
@@ -172,6 +178,9 @@ class CheckpointManager:
         replicas = ReplicaCheck(
             check_replicas, check_replicas_every, process_group=process_group, timeout=timeout
         )
+        require_known("load_options", load_options or {}, LOAD_OPTIONS)
+        if preemption_signals is not None:
+            preemption_signals = signal_numbers(preemption_signals, "preemption_signals")
         self._store = open_steps(root, staging_dir=staging_dir)
         self._deadline = preemption_deadline
         self._read_only = read_only
@@ -194,7 +203,8 @@ class CheckpointManager:
 
         def begin() -> None:
             self._report = Reporters(self._rank, on_event, tensorboard)
-            self._lease.try_to_take()
+            _refuse_file(self._store.lease_root)
+            self._lease.take()
 
         with ExitStack() as undo:
             undo.callback(self._lease.release)
@@ -409,12 +419,16 @@ class CheckpointManager:
     def close(self) -> None:
         """Waits for the save and the deletions under way; then nothing can be saved any more.
 
+        Saves nothing itself. If the last step that :meth:`save` was called with was not saved, as
+        that of a run that is no multiple of ``interval``, rank 0 logs a warning that names it.
+
         Raises:
             CheckpointException: a save has failed, and ``on_save_error`` is "raise".
         """
         if self._closed or os.getpid() != self._pid:
             return
         self._saver.wait()
+        self._warn_of_unsaved_step()
         self._closed = True
         self._notice.close()
         self._deletions.close()
@@ -623,6 +637,20 @@ class CheckpointManager:
         if self._deadline is not None:
             self.wait_until_finished()
 
+    def _warn_of_unsaved_step(self) -> None:
+        step, saved = self._course.unsaved_step, self._course.last_complete
+        if step is None or self._rank != 0:
+            return
+        LOGGER.warning(
+            "%s: step %d, the last one that save() was called with, was not saved; %s. To save the "
+            "last step, call save(step, state, force=True) before the manager is closed",
+            self._store.root,
+            step,
+            "this run has saved no step"
+            if saved is None
+            else f"a restart goes on from step {saved}",
+        )
+
     def _refuse(self, what: str) -> None:
         if self._closed:
             raise ValueError(f"the manager is closed: it cannot {what}")
@@ -642,3 +670,13 @@ class CheckpointManager:
         if self._rank == 0:
             # Between deletions: one that has begun with the step unpinned would take it.
             self._deletions.in_turn(lambda: self._store.set_pinned(step, pinned))
+
+
+def _refuse_file(root: str | None) -> None:
+    """Raises NotADirectoryError if a local root is there and is not a directory."""
+    if root is not None and os.path.lexists(root) and not os.path.isdir(root):
+        raise NotADirectoryError(
+            errno.ENOTDIR,
+            "the root is not a directory: pass the directory that holds the steps",
+            root,
+        )

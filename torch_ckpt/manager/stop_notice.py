@@ -64,7 +64,7 @@ class StopNotice:
         self.is_asked = False
         self._is_ignored = False
         self._watch: PreemptionWatch | None = None
-        numbers = (signal.SIGTERM,) if signals is None else tuple(signals)
+        numbers: tuple[int, ...] = (signal.SIGTERM,) if signals is None else tuple(signals)
         if not numbers and file is None:
             return
         watch = current_watch(process_group)

@@ -294,6 +294,30 @@ def _before(number: int) -> Any:
     return handler
 
 
+def signal_numbers(signals: Iterable[int], option: str) -> tuple[int, ...]:
+    """Checks the signals to watch.
+
+    Args:
+        signals: their numbers.
+        option: the name of the option, for errors.
+
+    Raises:
+        TypeError: it is not an iterable of numbers.
+        ValueError: a signal of that number does not exist, or cannot be watched.
+    """
+    form = f"{option} must be a list of signal numbers such as [signal.SIGTERM]"
+    if isinstance(signals, str) or not isinstance(signals, Iterable):
+        raise TypeError(f"{form}, got {signals!r}")
+    numbers = tuple(signals)
+    watchable = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
+    for number in numbers:
+        if not isinstance(number, int):
+            raise TypeError(f"{form}, and has {number!r}")
+        if number not in watchable:
+            raise ValueError(f"{option}: {number!r} is not a signal that a process can watch")
+    return numbers
+
+
 _watches: LiveObjects[PreemptionWatch] = LiveObjects()
 _by_group: WeakKeyDictionary[dist.ProcessGroup, PreemptionWatch] = WeakKeyDictionary()
 _alone: list[PreemptionWatch] = []
@@ -326,10 +350,11 @@ def watch_for_preemption(
         timeout: seconds after which a rank is given up that does not post its step after a notice.
 
     Raises:
+        TypeError: ``signals`` are not numbers.
         ValueError: the group is watched already; not the main thread; this process is not in the
-            group.
+            group; a signal cannot be watched.
     """
-    numbers = tuple(signals)
+    numbers = signal_numbers(signals, "signals")
     if numbers and threading.current_thread() is not threading.main_thread():
         raise ValueError(
             "signals can be watched from the main thread only: call watch_for_preemption there "

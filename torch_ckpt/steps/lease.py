@@ -16,6 +16,7 @@ The lease is the process's. Several managers of one process share it. A forked c
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -79,16 +80,26 @@ class Lease:
         self._times = times
         self._held: _Held | None = None
 
-    def try_to_take(self) -> None:
-        """Takes the lease; where nothing can be written there, :meth:`require` tries again.
+    def take(self) -> None:
+        """Takes the lease. If the disk is full, :meth:`require` tries again.
 
         Raises:
             RootInUse: another run lives.
+            OSError: the root cannot be written.
         """
         try:
             self.require()
         except OSError as error:
-            LOGGER.debug("the lease was not taken: %s", error)
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                # The steps can be restored, and a sweep or a deletion may make room.
+                LOGGER.warning("the first save tries again to take the lease: %s", error)
+                return
+            raise OSError(
+                error.errno,
+                f"nothing can be saved beneath this root ({error}). Use a directory that this "
+                "process can write, or pass read_only=True to restore only",
+                self._root,
+            ) from error
 
     def require(self) -> None:
         """Returns if this process holds the lease, and takes it first where it has none.

@@ -9,6 +9,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from errno import EACCES, EROFS
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ import numpy
 import pytest
 import torch
 
+from tests.fault_hooks import failing
 from tests.gates import LIMIT, Gate
 from tests.interpreters import run_script
 from tests.managers import (
     Make,
     Training,
     finish,
+    manager_of,
     restored,
     run_of,
     train,
@@ -29,6 +32,7 @@ from tests.managers import (
 )
 from tests.support import assert_equal, data_files
 from torch_ckpt import CheckpointManager
+from torch_ckpt.steps.lease import LEASE_NAME
 
 # --- saving and restoring -------------------------------------------------------------------------
 
@@ -386,6 +390,21 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"thread_count": 0}, ValueError, "thread_count must be at least 1"),
     ({"overwrite": True}, TypeError, "overwrite"),
     ({"staging_dir": "/nowhere"}, ValueError, "staging_dir is for remote roots"),
+    (
+        {"load_options": {"alow_pickle": True}},
+        TypeError,
+        "load_options has an unknown option 'alow_pickle'; did you mean 'allow_pickle'",
+    ),
+    ({"load_options": ["allow_pickle"]}, TypeError, "load_options must be a dict of options"),
+    (
+        {"preemption_signals": ["SIGTERM"]},
+        TypeError,
+        r"preemption_signals must be a list of signal numbers such as \[signal.SIGTERM\], and has "
+        "'SIGTERM'",
+    ),
+    ({"preemption_signals": "SIGTERM"}, TypeError, "must be a list of signal numbers"),
+    ({"preemption_signals": signal.SIGTERM}, TypeError, "must be a list of signal numbers"),
+    ({"preemption_signals": [signal.SIGKILL]}, ValueError, "SIGKILL.* is not a signal that"),
 ]
 
 
@@ -398,3 +417,83 @@ def test_wrong_options_are_refused_when_it_is_made(
         CheckpointManager(root, **options)
     assert signal.getsignal(signal.SIGTERM) is before
     assert not root.exists()
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_root_that_is_a_file_is_refused_when_it_is_made(root: Path, read_only: bool) -> None:
+    root.write_text("mine")
+    with pytest.raises(NotADirectoryError, match="the root is not a directory") as caught:
+        CheckpointManager(root, read_only=read_only)
+    assert caught.value.filename == str(root)
+    assert root.read_text() == "mine"
+
+
+@pytest.mark.parametrize("error", [EACCES, EROFS])
+def test_a_root_that_cannot_be_written_is_refused_when_it_is_made(root: Path, error: int) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with failing("mkdir", error), pytest.raises(OSError, match="pass read_only=True") as caught:
+        CheckpointManager(root)
+    assert (caught.value.errno, caught.value.filename) == (error, str(root))
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_on_a_full_disk_a_manager_restores_and_the_first_save_takes_the_lease(
+    make: Make, small_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = small_disk / "run"
+    with make(root) as made:
+        train(made, [1])
+    filling = small_disk / "filling"
+    disk = os.statvfs(small_disk)
+    filling.write_bytes(bytes(disk.f_bavail * disk.f_frsize))
+    made = make(root)
+    assert "the first save tries again to take the lease" in caplog.text
+    assert restored(made) == 1
+    assert not (root / LEASE_NAME).exists()
+    filling.unlink()
+    train(made, [2])
+    made.wait_until_finished()
+    assert (root / LEASE_NAME).exists()
+    assert made.all_steps() == [1, 2]
+    made.close()
+
+
+# --- the last step --------------------------------------------------------------------------------
+
+
+def unsaved(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if "was not saved" in r.getMessage()]
+
+
+def test_a_last_step_that_was_not_saved_is_named_at_the_end(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with manager_of(root, interval=4) as made:
+        train(made, range(1, 7))
+    [line] = unsaved(caplog)
+    assert "step 6, the last one" in line
+    assert "a restart goes on from step 4" in line
+    assert "save(step, state, force=True)" in line
+
+
+def test_a_run_that_has_saved_nothing_is_told_so_at_its_end(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with manager_of(root, interval=10) as made:
+        train(made, [1, 2])
+    [line] = unsaved(caplog)
+    assert "this run has saved no step" in line
+
+
+def test_nothing_is_logged_at_the_end_if_the_last_step_was_saved_or_restored(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with manager_of(root, interval=4) as made:
+        training = Training()
+        train(made, range(1, 7), training)
+        assert made.save(6, training.state, force=True)
+    with manager_of(root, interval=4) as made:
+        assert restored(made) == 6
+    with manager_of(root, interval=4):
+        pass
+    assert unsaved(caplog) == []
