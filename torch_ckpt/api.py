@@ -291,7 +291,8 @@ def load(
             (``{"encoder.*": "model.encoder.*"}``; the first that matches counts), or a function of
             the old name. ``names`` and reports have the new names.
         free_before_read: for a state that fits into memory only once: values are loaded key by key,
-            and each is let go of before its replacement is read. After a failure they are lost.
+            and each object is deleted before its replacement is read. Tensors are loaded in place,
+            as always. After a failure the objects are lost.
         timeout: seconds after which a rank that gives no sign of life is given up: the load fails
             on all ranks and names it. A rank that reads gives signs of life for as long as bytes
             move.

@@ -51,9 +51,6 @@ T = TypeVar("T")
 #: Whether all of a state dict must fit; "dtypes": its dtypes too.
 Strict = bool | Literal["dtypes"]
 
-# A load that frees tensors first does so for about as many bytes at once.
-_FREED_AT_ONCE = 256 << 20
-
 
 class IfStored:
     """Stands in a state dict to load for an object that the checkpoint need not have.
@@ -253,16 +250,18 @@ class Load:
         return prepared.reading
 
     def read_freeing(self, reading: Reading, let_go: Callable[[], None]) -> None:
-        """Reads it, letting go of what is there before its replacement is read.
+        """Read tensors in place; delete each object before its replacement is read.
 
         Args:
             let_go: called where an object is a value of the state dict itself.
         """
-        # It has the values, which shall go.
-        reading.expand()
         planner = reading.planner
         assert isinstance(planner, _Planner)
-        for entry in reading.byte_items:
+        objects, reading.byte_items = reading.byte_items, []
+        self.reader.read(reading)
+        # It holds all values.
+        reading.match = None
+        for entry in objects:
             name = entry[0].dest_index.fqn
             path = planner.mappings[name]
             set_element(planner.original_state_dict, path, None)
@@ -272,20 +271,6 @@ class Load:
             alone = Reading(planner)
             alone.byte_items.append(entry)
             self.reader.read(alone)
-        transformed = Reading(planner)
-        transformed.transformed.extend(reading.transformed)
-        self.reader.read(transformed)
-        free = _Freeing([row[8] for row in reading.rows])
-        begin = held = 0
-        for end, row in enumerate(reading.rows, 1):
-            held += row[8].nbytes
-            if held < _FREED_AT_ONCE and end < len(reading.rows):
-                continue
-            wave = reading.rows[begin:end]
-            for of_wave in wave:
-                free(of_wave[8])
-            self.reader.read_rows(list(reading.files), wave)
-            begin, held = end, 0
 
     # --- private ---------------------------------------------------------------------------------
 
@@ -509,30 +494,6 @@ def _size_of(value: Any) -> torch.Size | None:
     found = size() if callable(size) and hasattr(value, "dtype") else None
     # A storage has both, too, and its size is a number.
     return torch.Size(found) if isinstance(found, tuple) else None
-
-
-class _Freeing:
-    """Gives a tensor's memory back and takes it anew, untouched: where all that lies in it will be
-    read, and nobody else may hold its address."""
-
-    def __init__(self, targets: list[torch.Tensor]) -> None:
-        self._whole: set[int] = set()
-        covered: dict[int, int] = {}
-        # Tied tensors are read twice.
-        for tensor in {(t.data_ptr(), t.nbytes): t for t in targets}.values():
-            storage = tensor.untyped_storage()
-            covered[storage._cdata] = covered.get(storage._cdata, 0) + tensor.nbytes
-            if covered[storage._cdata] == storage.nbytes() and storage.resizable():
-                self._whole.add(storage._cdata)
-
-    def __call__(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._whole:
-            return
-        self._whole.remove(storage._cdata)
-        size = storage.nbytes()
-        storage.resize_(0)
-        storage.resize_(size)
 
 
 def _read_index(reader: FileSystemReader, rank: int) -> tuple[Metadata, _C.CheckpointIndex]:
