@@ -57,7 +57,13 @@ class Directory:
         kept from anybody then.
         """
     def try_lock_exclusive(self) -> bool:
-        """Whether nobody else works in the directory; a share of this descriptor's is given up."""
+        """Lock the directory if no other descriptor shares it; this descriptor's share is released.
+
+        False, too, on a file system without locks.
+        """
+    @property
+    def has_locks(self) -> bool:
+        """False if the last attempt to lock has found a file system without locks."""
     def identity(self) -> tuple[int, int, int, int]:
         """Device, inode, and seconds and nanoseconds of birth where the file system keeps it."""
     def is_at_path(self) -> bool:

@@ -1,10 +1,12 @@
 #include "directory/lease.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <exception>
 #include <sstream>
 #include <thread>
+#include <unordered_set>
 #include <utility>
 
 #include "directory/file_names.h"
@@ -14,6 +16,7 @@ namespace torch_ckpt::directory {
 namespace {
 
 constexpr std::chrono::milliseconds kLookAgain{5};
+constexpr double kMostPatienceForFiles = 5.0;
 
 /// Data files and temporary ones that no metadata names, sorted.
 ///
@@ -85,8 +88,11 @@ Result<bool> share(os::Directory& directory, double patience_s, const Between& b
   }
 }
 
-Lease::Lease(os::Directory directory, std::optional<int> rank, std::string tag)
-    : directory_(std::move(directory)), rank_(rank), tag_(std::move(tag)) {}
+Lease::Lease(os::Directory directory, std::optional<int> rank, std::string tag, double patience_s)
+    : directory_(std::move(directory)),
+      rank_(rank),
+      tag_(std::move(tag)),
+      patience_s_(std::min(patience_s, kMostPatienceForFiles)) {}
 
 Result<Lease> Lease::take(const os::Directory& directory, std::optional<int> rank,
                           double patience_s, const Between& between) {
@@ -113,13 +119,49 @@ Result<Lease> Lease::take(const os::Directory& directory, std::optional<int> ran
     return format_error(Errc::system, text.str());
   }
   return Lease(std::move(*opened), rank,
-               *is_alone && is_empty ? std::string() : random_hex(kTagDigits) + "_");
+               *is_alone && is_empty ? std::string() : random_hex(kTagDigits) + "_", patience_s);
+}
+
+/// That all files are in the directory.
+Result<> Lease::require(const std::set<std::string>& files) const {
+  using Clock = std::chrono::steady_clock;
+  const auto until = Clock::now() + std::chrono::duration<double>(patience_s_);
+  while (true) {
+    // A listing, because a look at each of thousands of files takes seconds on a network file
+    // system.
+    auto listed = directory_.names();
+    if (!listed) return listed.error();
+    const std::unordered_set<std::string> there(listed->begin(), listed->end());
+    auto missing = std::ranges::find_if(files, [&](const std::string& file) {
+      return file.find('/') == std::string::npos && !there.contains(file);
+    });
+    if (missing == files.end()) {
+      // Files in directories below are looked at.
+      for (auto at = files.begin(); at != files.end() && missing == files.end(); ++at) {
+        if (at->find('/') == std::string::npos) continue;
+        auto found = directory_.identity_of(*at);
+        if (!found && found.error().sys_errno != ENOENT) return found.error();
+        if (!found) missing = at;
+      }
+    }
+    if (missing == files.end()) return {};
+    // Network file systems remember for some time which names were not there.
+    if (Clock::now() >= until) {
+      Error error = system_error(ENOENT, "commit", directory_.path_of(*missing));
+      error.detail =
+          "the metadata names this file, and it has been removed since it was written; nothing was "
+          "published. Save again, and keep other processes from removing files of the directory";
+      return error;
+    }
+    std::this_thread::sleep_for(kLookAgain);
+  }
 }
 
 PublishOutcome Lease::commit(std::span<const std::byte> contents,
                              const std::set<std::string>& files, PublishMode mode,
                              const NamedFiles& named, Warnings& warnings) {
-  auto outcome = publish_contents(directory_, metadata_name(rank_), contents, mode);
+  auto outcome = publish_contents(directory_, metadata_name(rank_), contents, mode,
+                                  [&] { return require(files); });
   switch (outcome.state) {
     case PublishState::published: {
       const Committed committed{contents, files};

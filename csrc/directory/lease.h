@@ -29,6 +29,8 @@
 //     them, or one before it that died.
 //  6. It looks whether the path still leads to the directory. A checkpoint that nobody would find
 //     under the path that the caller gave is not committed.
+//     Then it finds each data file that the metadata names, by one listing of the directory: what
+//     c below does not protect, another process may have removed.
 //  7. It renames the temporary file to the metadata's name; where nothing may be replaced, by a
 //     rename that fails if the name is taken. This is the commit point. No lock decides what the
 //     checkpoint is: the last rename does.
@@ -56,8 +58,8 @@
 //  f. A save whose lease has ended, and whose files may have gone, commits nothing.
 //
 // A process that dies lets go of its locks, once the children have ended that it forked meanwhile.
-// Where the file system has no such locks, or keeps them within one machine (some network file
-// systems), c does not protect.
+// Where the file system has no such locks, c holds: no file goes but by a. Where it keeps them
+// within one machine (some network file systems), c does not protect.
 
 namespace torch_ckpt::directory {
 
@@ -90,7 +92,7 @@ class Lease {
   const os::Directory& directory() const { return directory_; }
 
   /// Steps 4 to 9, and the end. `files` are those that the metadata in `contents` names. They are
-  /// removed where nothing is published.
+  /// removed where nothing is published: as with ENOENT, if one of them is not there.
   PublishOutcome commit(std::span<const std::byte> contents, const std::set<std::string>& files,
                         PublishMode mode, const NamedFiles& named, Warnings& warnings);
   /// Ends the lease of a save that has failed: its files go, whichever rank wrote them.
@@ -99,7 +101,8 @@ class Lease {
   void close() { directory_.close(); }
 
  private:
-  Lease(os::Directory directory, std::optional<int> rank, std::string tag);
+  Lease(os::Directory directory, std::optional<int> rank, std::string tag, double patience_s);
+  Result<> require(const std::set<std::string>& files) const;
   /// What has been committed, with the files that it names.
   struct Committed {
     std::span<const std::byte> contents;
@@ -111,6 +114,7 @@ class Lease {
   os::Directory directory_;
   std::optional<int> rank_;
   std::string tag_;
+  double patience_s_;
 };
 
 /// Removes files that are known to be named by no metadata.

@@ -114,12 +114,14 @@ std::string temporary_name(const std::string& name) {
 }  // namespace
 
 PublishOutcome publish_contents(const os::Directory& directory, const std::string& name,
-                                std::span<const std::byte> contents, PublishMode mode) {
+                                std::span<const std::byte> contents, PublishMode mode,
+                                const std::function<Result<>()>& check) {
   const std::string temporary = temporary_name(name);
   std::optional<Created> created;
   Renamed is_renamed = Renamed::no;
   Result<> done = write_temporary(directory, temporary, contents, mode.sync, created);
   if (done) done = require_at_path(directory, mode);
+  if (done && check) done = check();
   if (done) {
     done = directory.rename(temporary, name, mode.replace);
     is_renamed = look_after_rename(directory, name, created->identity, done);

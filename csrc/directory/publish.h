@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <optional>
 #include <span>
 #include <string>
@@ -43,9 +44,11 @@ struct PublishMode {
 };
 
 /// Makes `contents` appear as `name`, which a file had, if any.
-/// Not published, with Errc::directory_moved, where the directory's path leads elsewhere by now.
+/// Not published, with Errc::directory_moved, where the directory's path leads elsewhere by now, or
+/// with the error of `check`, the last call before the rename.
 PublishOutcome publish_contents(const os::Directory& directory, const std::string& name,
-                                std::span<const std::byte> contents, PublishMode mode);
+                                std::span<const std::byte> contents, PublishMode mode,
+                                const std::function<Result<>()>& check = {});
 
 /// A file or a directory, durable itself, that is to have another name in its directory.
 struct Publication {

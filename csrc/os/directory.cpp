@@ -102,6 +102,7 @@ Result<Directory> Directory::reopen() const {
 Directory::Directory(Directory&& other) noexcept
     : fd_(std::exchange(other.fd_, -1)),
       locked_by_(std::exchange(other.locked_by_, 0)),
+      has_locks_(other.has_locks_),
       path_(std::move(other.path_)) {}
 
 Directory& Directory::operator=(Directory&& other) noexcept {
@@ -109,6 +110,7 @@ Directory& Directory::operator=(Directory&& other) noexcept {
     close();
     fd_ = std::exchange(other.fd_, -1);
     locked_by_ = std::exchange(other.locked_by_, 0);
+    has_locks_ = other.has_locks_;
     path_ = std::move(other.path_);
   }
   return *this;
@@ -261,9 +263,10 @@ Result<bool> Directory::lock(int kind) {
     case ENOSYS:
     case EOPNOTSUPP:
     case EINVAL:
-      return true;
+      has_locks_ = false;
+      // Another process may work here without a lock. Its files would be removed.
+      return kind == LOCK_SH;
     case ENOLCK:
-      // Others may have theirs, whose files would be removed.
       return kind == LOCK_SH;
     default:
       return system_error(errno, "flock", path_);

@@ -83,12 +83,15 @@ class Directory {
   /// Where the directory is now; empty where it is not known, or the directory has been removed.
   std::string current_path() const;
 
-  /// Without waiting; false where somebody else has the directory for itself. A file system without
-  /// locks grants all, and one that has no locks left (ENOLCK) grants a share.
+  /// Without waiting; false if another descriptor has the directory exclusively. A file system that
+  /// has no locks, or none left (ENOLCK), grants a share.
   Result<bool> try_share();
-  /// Without waiting; false where somebody else shares the directory, or may share it for all that
-  /// the file system tells (ENOLCK). A share of this descriptor's is given up.
+  /// Without waiting; false if another descriptor shares the directory, or may share it: a file
+  /// system without locks, or with none left (ENOLCK), does not tell. This descriptor's share is
+  /// released.
   Result<bool> try_lock_exclusive();
+  /// False if the last attempt to lock has found a file system without locks.
+  bool has_locks() const { return has_locks_; }
 
  private:
   Directory(int fd, std::string path) : fd_(fd), path_(std::move(path)) {}
@@ -96,6 +99,7 @@ class Directory {
 
   int fd_ = -1;
   pid_t locked_by_ = 0;  // the process that has locked by this descriptor
+  bool has_locks_ = true;
   std::string path_;
 };
 

@@ -252,6 +252,7 @@ void bind_directory(py::module_& module) {
       .def("reopen", &Directory::reopen, NoGil())
       .def("share", &share, py::arg("patience") = 10.0)
       .def("try_lock_exclusive", &Directory::try_lock_exclusive, NoGil())
+      .def_property_readonly("has_locks", &Directory::has_locks)
       .def("identity", &identity)
       .def("is_at_path", &Directory::is_at_path, NoGil())
       .def("names",

@@ -15,27 +15,12 @@
 #include "os/fault.h"
 #include "support.h"
 
-namespace {
-
-// What the next calls of flock fail with, the last one first.
-thread_local std::vector<int> flock_errors;
-thread_local int flock_calls = 0;
-
-}  // namespace
-
-// In libc's place: a signal cannot be sent so that it comes amid a call that does not wait.
-extern "C" int flock(int fd, int operation) noexcept {
-  ++flock_calls;
-  if (flock_errors.empty()) return static_cast<int>(::syscall(SYS_flock, fd, operation));
-  errno = flock_errors.back();
-  flock_errors.pop_back();
-  return -1;
-}
-
 namespace torch_ckpt::os {
 namespace {
 
 using test::CallCounter;
+using test::flock_calls;
+using test::flock_errors;
 using test::is_system_error;
 using test::NthCallFails;
 using test::ok;
@@ -327,13 +312,14 @@ TEST(Directory, ALockThatASignalInterruptsIsAskedForAgain) {
   EXPECT_FALSE(*other.try_share()) << "an interrupt is taken for a lock";
 }
 
-TEST(Directory, WhereTheFileSystemHasNoLocksAllAreGranted) {
+TEST(Directory, AFileSystemWithoutLocksGrantsOnlyAShare) {
   TempDir above;
   Directory directory = opened(above.path());
   for (const int refusal : {ENOSYS, EOPNOTSUPP, EINVAL}) {
     flock_errors = {refusal, refusal};
     EXPECT_TRUE(*directory.try_share());
-    EXPECT_TRUE(*directory.try_lock_exclusive());
+    EXPECT_FALSE(*directory.try_lock_exclusive());
+    EXPECT_FALSE(directory.has_locks());
   }
 }
 
@@ -343,6 +329,7 @@ TEST(Directory, WhereNoLocksAreLeftNobodyHasItAlone) {
   flock_errors = {ENOLCK, ENOLCK};
   EXPECT_TRUE(*directory.try_share());
   EXPECT_FALSE(*directory.try_lock_exclusive());
+  EXPECT_TRUE(directory.has_locks());
 }
 
 TEST(Directory, AnyOtherRefusalOfALockIsAnError) {

@@ -173,6 +173,44 @@ TEST_F(LeaseTest, WhatAnotherSaveHasCommittedMeanwhileCounts) {
   EXPECT_EQ(directory_.names(), (Names{".metadata", "__1_0.distcp"}));
 }
 
+TEST_F(LeaseTest, WithoutLocksACommitRemovesNoFileOfAnotherSave) {
+  for (const int refusal : {ENOSYS, EOPNOTSUPP, EINVAL, ENOLCK}) {
+    test::flock_errors.assign(100, refusal);
+    Lease first = take();
+    Lease second = take();
+    EXPECT_NE(first.tag(), second.tag());
+    const std::string mine = "__0_" + first.tag() + "0.distcp";
+    const std::string other = "__1_" + second.tag() + "0.distcp";
+    has(mine, "new");
+    has(other, "being written");
+    EXPECT_EQ(commit(std::move(first), mine + "\n", {mine}).state, PublishState::published);
+    EXPECT_EQ(read_file(directory_.file(other)), "being written") << refusal;
+    EXPECT_EQ(commit(std::move(second), other + "\n", {other}).state, PublishState::published);
+    EXPECT_EQ(read_file(directory_.file(other)), "being written") << refusal;
+  }
+  test::flock_errors.clear();
+}
+
+TEST_F(LeaseTest, ACommitWhoseFileIsGonePublishesNothingAndNamesTheFile) {
+  has("__0_0.distcp", "old");
+  has(".metadata", "__0_0.distcp\n");
+  has("__0_5f0c19ab_0.distcp", "new");
+  const auto outcome = commit(take(), "__0_5f0c19ab_0.distcp\n__1_5f0c19ab_0.distcp\n",
+                              {"__0_5f0c19ab_0.distcp", "__1_5f0c19ab_0.distcp"});
+  EXPECT_EQ(outcome.state, PublishState::not_published);
+  EXPECT_TRUE(test::is_system_error(outcome.error, ENOENT, "commit",
+                                    directory_.file("__1_5f0c19ab_0.distcp")));
+  EXPECT_EQ(directory_.names(), (Names{".metadata", "__0_0.distcp"}));
+  EXPECT_EQ(read_file(directory_.file(".metadata")), "__0_0.distcp\n");
+}
+
+TEST_F(LeaseTest, ACommitFindsFilesInDirectoriesBelow) {
+  std::filesystem::create_directory(directory_.file("below"));
+  has("below/data", "new");
+  EXPECT_EQ(commit(take(), "below/data\n", {"below/data"}).state, PublishState::published);
+  EXPECT_EQ(commit(take(), "below/none\n", {"below/none"}).state, PublishState::not_published);
+}
+
 TEST_F(LeaseTest, ACommitThatPublishesNothingRemovesTheFilesOfTheSave) {
   has("__0_0.distcp", "old");
   has(".metadata", "__0_0.distcp\n");

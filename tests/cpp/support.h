@@ -56,6 +56,11 @@ template <class T>
 ::testing::AssertionResult is_system_error(const Error& error, int sys_errno,
                                            std::string_view operation, std::string_view path);
 
+/// What the next calls of flock in this thread fail with, the last one first.
+extern thread_local std::vector<int> flock_errors;
+/// How many calls of flock this thread has made.
+extern thread_local int flock_calls;
+
 // A fresh directory under $TMPDIR or /tmp, removed with all that is in it.
 class TempDir {
  public:

@@ -315,7 +315,8 @@ def test_a_file_system_may_be_without_some_calls(
             pytest.skip(f"a save makes no {kind}")
         assert run.error is None
         assert found_in(path) == "new"
-        assert not unnamed_in(path)
+        # Without locks a save cannot tell the old checkpoint's files from another save's.
+        assert kind == "flock" or not unnamed_in(path)
 
 
 def test_an_interrupted_fsync_is_reported_and_not_repeated(server: Server, bench: Bench) -> None:

@@ -157,12 +157,19 @@ def remove_leftovers(checkpoint_id: str | os.PathLike[str]) -> list[str]:
         The names of the removed files: data files that no metadata names, temporary metadata.
 
     Raises:
-        CheckpointError: a save or a load is under way in the directory.
+        CheckpointError: a save or a load is under way in the directory, or the file system has no
+            locks that would show it.
         Corrupt, Unsafe: metadata is there and cannot be read, so it may name any file.
         OSError: the directory cannot be read or fsynced, or a file not be removed.
     """
     with closing(OpenDirectory(checkpoint_id)) as opened:
         removed = _C.remove_leftovers(opened, named_files)
+        if removed is None and not opened.has_locks:
+            raise CheckpointError(
+                f"{opened.path}: the file system has no flock, which would show whether a save is "
+                "under way, so nothing is removed. If no process saves or loads here, remove data "
+                "files that no metadata names by hand"
+            )
         if removed is None:
             raise CheckpointError(
                 f"{opened.path}: a save or a load is under way; try again when it has ended"

@@ -408,9 +408,14 @@ def in_turn(root: str | OpenDirectory) -> Iterator[bool]:
     """
     with closing(OpenDirectory(root) if isinstance(root, str) else root.reopen()) as opened:
         until = time.monotonic() + TIMES.look
-        while not (has_turn := opened.try_lock_exclusive()) and time.monotonic() < until:
+        while not (has_turn := _has_turn(opened)) and time.monotonic() < until:
             time.sleep(0.005)
         yield has_turn
+
+
+def _has_turn(root: OpenDirectory) -> bool:
+    """True on a file system without locks, where the record of the lease decides."""
+    return root.try_lock_exclusive() or not root.has_locks
 
 
 def _identity(status: os.stat_result) -> _Identity:

@@ -195,7 +195,9 @@ class LocalSteps(StepStore):
                     "removed there",
                     self.root,
                 )
-            if not opened.try_lock_exclusive():
+            # Without locks nothing shows the readers of a step. It is deleted all the same, since
+            # the run that deletes it holds the root's lease.
+            if not opened.try_lock_exclusive() and opened.has_locks:
                 return False
             if ".deleted-" not in name:
                 aside = aside_of(name)
