@@ -104,6 +104,13 @@ def test_a_step_that_is_not_there_is_told_with_the_newest_one(root: Path) -> Non
         open_checkpoint(root / "41")
 
 
+@pytest.mark.parametrize("name", ["40", ""])
+def test_no_deletion_removes_a_step_that_is_open(root: Path, name: str) -> None:
+    with closing(open_checkpoint(root / name)):
+        assert not LocalSteps(root).delete(40)
+    assert LocalSteps(root).delete(40)
+
+
 def test_no_deletion_removes_the_step_that_a_load_of_a_root_reads(root: Path) -> None:
     deleted = []
 
