@@ -89,8 +89,11 @@ def load_values(
 def load_values_freeing(
     state_dict: StateDict, load: Load, ranks: Ranks, *, strict: Strict
 ) -> LoadReport:
-    """The same for a state that fits into memory only once: key by key, since what ``state_dict()``
-    returns may be a copy, and each destination is let go of before its replacement is read."""
+    """Load a state that fits into memory only once.
+
+    It goes key by key, since ``state_dict()`` may return a copy, and deletes each object before its
+    replacement is read.
+    """
     # All ranks are asked about a Stateful, or none: what it does may be collective.
     stateful = sorted(key for key in state_dict if is_stateful(state_dict[key]))
     plain = sorted(state_dict.keys() - set(stateful))
