@@ -147,6 +147,21 @@ def case_old_sharded_tensors_are_resharded(launch: Launch) -> None:
             assert_equal(shard.tensor, expected.tensor)
 
 
+def case_dtensors_are_saved_and_loaded_while_the_default_device_is_meta(launch: Launch) -> None:
+    mesh, path = mesh_1d(launch), launch.path()
+    whole = tensor_of("t", 9, 5)
+    stored = distribute_tensor(whole, mesh, [Shard(0)])
+    on_cpu = torch.zeros_like(stored)
+    with torch.device("meta"):
+        on_meta = torch.empty_like(stored, device="meta")
+        save({"t": stored}, path)
+        state: StateDict = {"t": on_meta}
+        torch_ckpt.load(state, path)
+        torch_ckpt.load({"t": on_cpu}, path)
+    assert_equal(state["t"].full_tensor(), whole)
+    assert_equal(on_cpu.full_tensor(), whole)
+
+
 @on(2, 4)
 def case_tensors_on_some_ranks_only_are_loaded_there(launch: Launch) -> None:
     """Of a mesh that has not all ranks."""

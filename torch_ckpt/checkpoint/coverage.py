@@ -122,7 +122,9 @@ def chunks_here(value: Any) -> list[ChunkStorageMetadata]:
     # torch makes up an element for ranks outside of the mesh.
     if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
         return []
-    chunks = _create_chunk_list(value)
+    # torch computes with tensors on the default device, which may be "meta".
+    with torch.device("cpu"):
+        chunks = _create_chunk_list(value)
     if not _is_strided(value) or 0 in chunks[0].sizes:
         return chunks
     # torch assumes that the elements follow the first one without a gap.

@@ -201,7 +201,7 @@ class StoredTensors:
 def empty(sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """As torch.empty, which not every dtype has."""
     count = math.prod(sizes) * dtype.itemsize
-    return torch.empty(count, dtype=torch.uint8).view(dtype).view(sizes)
+    return torch.empty(count, dtype=torch.uint8, device="cpu").view(dtype).view(sizes)
 
 
 def boxes(shape: tuple[int, ...], most: int) -> Iterator[Box]:

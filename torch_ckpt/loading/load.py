@@ -463,8 +463,10 @@ def _is_meta(value: Any) -> bool:
 
 
 def _real(value: Any) -> Any:
-    """Of the same kind as a meta tensor, as torch makes it, on the process group's device."""
+    """Make a tensor like a meta tensor on the process group's device, or else the default one."""
     device: Any = torch.get_default_device()
+    if device.type == "meta":
+        device = torch.device("cpu")
     if dist.is_initialized():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's own way, deprecated or not

@@ -188,7 +188,8 @@ def copy_by_pickle(value: Any) -> Any:
             if storage._cdata not in numbers:
                 numbers[storage._cdata] = len(copies)
                 held.append(storage)  # or another one could have its address
-                copied = torch.empty(storage.nbytes(), dtype=torch.uint8).untyped_storage()
+                memory = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu")
+                copied = memory.untyped_storage()
                 copied.copy_(storage)
                 copies.append(copied)
             return numbers[storage._cdata], dtype

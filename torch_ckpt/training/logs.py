@@ -263,7 +263,7 @@ def _rooms(tensors: Sequence[torch.Tensor], pinned: bool) -> list[torch.Tensor]:
     for tensor in tensors:
         starts.append(end)
         end += -(-tensor.numel() * tensor.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-    memory = torch.empty(end, dtype=torch.uint8, pin_memory=pinned)
+    memory = torch.empty(end, dtype=torch.uint8, device="cpu", pin_memory=pinned)
     return [
         memory[start : start + tensor.numel() * tensor.dtype.itemsize]
         .view(tensor.dtype)

@@ -1,0 +1,90 @@
+"""Saves and loads do not depend on torch's default device and dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torch_ckpt
+from tests.support import StateDict, assert_equal, f32
+
+
+@contextmanager
+def default_of(set_default: Callable[[Any], None], value: Any, before: Any) -> Iterator[None]:
+    set_default(value)
+    try:
+        yield
+    finally:
+        set_default(before)
+
+
+DEFAULTS: dict[str, Callable[[], Any]] = {
+    "in a block of the meta device": lambda: torch.device("meta"),
+    "default device meta": lambda: default_of(torch.set_default_device, "meta", None),
+    "default dtype float64": lambda: default_of(
+        torch.set_default_dtype, torch.float64, torch.float32
+    ),
+}
+
+
+def state_of(seed: int) -> StateDict:
+    return {
+        "plain": f32(30, 40, seed=seed),
+        "large": f32(300, 400, seed=seed)[:, ::3],
+        "negated": f32(5, 6, seed=seed)._neg_view(),
+        "object": (f32(3, seed=seed), "text"),
+        "step": seed,
+    }
+
+
+def save(state: StateDict, path: Path) -> None:
+    torch_ckpt.save(state, path, check_replicas="error")
+
+
+def save_in_background(state: StateDict, path: Path) -> None:
+    torch_ckpt.async_save(state, path, staging="blocking").result(60)
+
+
+def save_overlapped(state: StateDict, path: Path) -> None:
+    torch_ckpt.async_save(state, path, staging="overlapped").result(60)
+
+
+@pytest.mark.parametrize("default", DEFAULTS)
+@pytest.mark.parametrize("saver", [save, save_in_background, save_overlapped])
+def test_a_save_writes_the_same_values(
+    tmp_path: Path, saver: Callable[[StateDict, Path], None], default: str
+) -> None:
+    state = state_of(1)
+    with DEFAULTS[default]():
+        saver(state, tmp_path)
+    loaded = state_of(2)
+    torch_ckpt.load(loaded, tmp_path)
+    assert_equal(loaded, state_of(1))
+
+
+@pytest.mark.parametrize("default", DEFAULTS)
+@pytest.mark.parametrize("options", [{}, {"free_before_read": True}, {"zero_fill": True}])
+def test_a_load_reads_the_same_values(
+    tmp_path: Path, options: dict[str, Any], default: str
+) -> None:
+    torch_ckpt.save(state_of(1), tmp_path)
+    loaded = state_of(2)
+    with DEFAULTS[default]():
+        torch_ckpt.load(loaded, tmp_path, **options)
+        assert torch_ckpt.verify(tmp_path).ok
+        assert torch_ckpt.diff(tmp_path, tmp_path).equal
+    assert_equal(loaded, state_of(1))
+
+
+@pytest.mark.parametrize("default", DEFAULTS)
+def test_meta_tensors_are_loaded_into_memory(tmp_path: Path, default: str) -> None:
+    torch_ckpt.save(state_of(1), tmp_path)
+    loaded = {"plain": torch.empty(30, 40, dtype=torch.float32, device="meta")}
+    with DEFAULTS[default]():
+        torch_ckpt.load(loaded, tmp_path)
+    assert_equal(loaded["plain"], f32(30, 40, seed=1))
