@@ -20,7 +20,7 @@ _ARGUMENT = re.compile(r"^    (\w[\w, ]*): (.*(?:\n {8}.*)*)", re.M)
 
 
 def described(kind: type) -> dict[str, str]:
-    """What the docstring of a class says of each argument, in Markdown."""
+    """Reads the description of each argument in the docstring of a class, as Markdown."""
     text = inspect.getdoc(kind) or ""
     section = text.partition("\nArgs:\n")[2].partition("\n\n")[0]
     return {

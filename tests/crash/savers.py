@@ -75,11 +75,11 @@ def _dcp_async_save(state: StateDict, path: Path, **options: Any) -> None:
 
 
 def _stock_save(state: StateDict, path: Path, **options: Any) -> None:
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(path, thread_count=2, **options))
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(path, **options))
 
 
 def _stock_async_save(state: StateDict, path: Path, **options: Any) -> None:
-    writer = dcp.FileSystemWriter(path, thread_count=2, **options)
+    writer = dcp.FileSystemWriter(path, **options)
     _wait(dcp.async_save(state, storage_writer=writer))
 
 
@@ -134,7 +134,8 @@ def engine_of(way: str) -> str:
 def save(way: str, step: int, path: Path, rank: int, **options: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        WAYS[way](part_of_state(step, rank), path, **options)
+        # Several files of a rank, which a save of so few bytes would not make by itself.
+        WAYS[way](part_of_state(step, rank), path, thread_count=2, **options)
 
 
 def what_is_there(path: Path, engine: str, steps: list[int], ranks: int) -> str:

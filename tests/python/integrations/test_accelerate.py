@@ -22,7 +22,7 @@ accelerate = pytest.importorskip("accelerate")
 
 
 def trained(seed: int, steps: int = 40) -> dict[str, Any]:
-    """What the loop leaves, in the working directory."""
+    """Runs the loop in the working directory; returns its names."""
     assert "40)" in SNIPPET
     torch.manual_seed(seed)
     namespace: dict[str, Any] = {"__name__": "__main__"}

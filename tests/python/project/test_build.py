@@ -1,4 +1,4 @@
-"""What a build says if something is missing, and an import without a build."""
+"""Messages of a build that lacks something, and of an import without a build."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytest.importorskip("setuptools")
 
 
 def built(tmp_path: Path, **programs: str) -> str:
-    """What ``setup.py build`` says to stderr, where only these programs are on the PATH."""
+    """Runs ``setup.py build`` with only these programs on the PATH; returns its error output."""
     for name, text in programs.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
