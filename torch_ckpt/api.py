@@ -25,17 +25,11 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.options import names_of, options_of, refuse_unknown, require_choice
+from torch_ckpt._base.stateful import is_stateful
 from torch_ckpt.loading.load import Load, Strict
 from torch_ckpt.loading.reader import FileSystemReader
 from torch_ckpt.loading.renaming import Rename
 from torch_ckpt.loading.report import LoadReport, Names, ReadMemory
-from torch_ckpt.loading.values import (
-    estimate,
-    is_stateful,
-    load_values,
-    load_values_freeing,
-    values_of,
-)
 from torch_ckpt.ranks.failures import CheckpointFailed, raised_as_ours
 from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS, Meeting, Ranks
 from torch_ckpt.saving.async_save import AsyncSave
@@ -46,6 +40,8 @@ from torch_ckpt.saving.running_saves import alone, check_for_errors, spawn, star
 from torch_ckpt.saving.session import PlanCache, save_state, tell_the_others
 from torch_ckpt.saving.sources import Sources
 from torch_ckpt.saving.writer import FileSystemWriter
+from torch_ckpt.state.app_state import saved_values
+from torch_ckpt.state.values import Targets, estimate, load_values, load_values_freeing
 
 CheckpointId = str | os.PathLike[str]
 
@@ -68,13 +64,15 @@ def save(
     process group's store, where a rank that has died or hangs is noticed and named.
 
     Args:
-        state_dict: as for ``dcp.save``: nested dicts and lists of tensors, DTensors, objects that
-            pickle, and ``Stateful`` values at the top. Or a function that returns one: what it
-            raises fails the save on all ranks at once.
+        state_dict: as for ``dcp.save``: nested dicts and lists of tensors, DTensors and objects
+            that pickle. At the top also modules, optimizers, schedulers, :class:`PerRank` and other
+            values with a state, which are saved as :class:`AppState` saves them. Or a function that
+            returns one: what it raises fails the save on all ranks at once.
         checkpoint_id: directory of the checkpoint; URLs are for :class:`CheckpointManager` and
             ``torch_ckpt.training``.
         storage_writer: a writer to use, instead of one made for ``checkpoint_id``.
-        planner: a planner of the caller's own; the save then is ``dcp.save`` with our writer.
+        planner: a planner of the caller's own; the save then is ``dcp.save`` with our writer, and
+            values with a state are in DCP's layout.
         process_group: the ranks that save together; the default group if None.
         no_dist: save from this process alone.
         timeout: seconds after which a rank that shows no sign of life fails the save on all others.
@@ -271,6 +269,8 @@ def load(
 
     Args:
         state_dict: as for ``dcp.load``: its tensors receive the values, other values are replaced.
+            Modules, optimizers and other values with a state at the top are restored as by
+            :class:`AppState`, also an optimizer that has not made a step.
         checkpoint_id: directory of the checkpoint; or ``ROOT/40`` for step 40 of a run, or ROOT for
             its newest complete step, which is not deleted during the load.
         storage_reader: a reader to use, instead of one made for ``checkpoint_id``.
@@ -323,6 +323,8 @@ def load(
                         "strict, names, rename and free_before_read do not go with a planner, nor "
                         "with a file system that is not local"
                     )
+                if is_by_dcp:
+                    _require_states(state_dict)
                 if free_before_read and reader.read_once:
                     raise ValueError("free_before_read and read_once do not go together")
                 reader.reset(checkpoint_id)
@@ -381,7 +383,7 @@ def preflight(
         ValueError: ``rename`` matches nothing, or gives two names the same one.
     """
     with _alone(checkpoint_id, names, rename, reader_options) as load:
-        return load.compare(_values_of(state_dict))
+        return load.compare(Targets(_given(state_dict), only_compared=True).of_all(load))
 
 
 def estimate_read_memory(
@@ -402,7 +404,7 @@ def estimate_read_memory(
         LoadMismatch: the checkpoint does not fit the state dict.
     """
     with _alone(checkpoint_id, names, rename, reader_options) as load:
-        return estimate(load, _values_of(state_dict))
+        return estimate(load, _given(state_dict))
 
 
 @contextmanager
@@ -486,5 +488,17 @@ def _require_dict(state_dict: object) -> None:
     raise TypeError(f"the state dict is a {type(state_dict).__name__}; pass {wrapped}")
 
 
+def _require_states(state_dict: StateDict) -> None:
+    """Raises ValueError if a value is an optimizer that ``dcp.load`` would leave without state."""
+    for key, value in state_dict.items():
+        if isinstance(value, torch.optim.Optimizer) and not value.state:
+            raise ValueError(
+                f"{key}: dcp.load, by which planners and file systems that are not local are "
+                "served, loads nothing into an optimizer without state; load without a planner, or "
+                "pass get_optimizer_state_dict(model, optimizer) of "
+                "torch.distributed.checkpoint.state_dict"
+            )
+
+
 def _values_of(state_dict: StateDict | Callable[[], StateDict]) -> StateDict:
-    return values_of(_given(state_dict))
+    return saved_values(_given(state_dict))

@@ -144,6 +144,33 @@ def case_training_goes_on_bit_by_bit_after_a_restore(launch: Launch) -> None:
             assert_equal(whole(resumed), whole(state), f"{wrap} {before}")
 
 
+def case_a_program_is_saved_and_loaded_by_hand(launch: Launch) -> None:
+    for wrap, other in [*zip(WRAPS, WRAPS, strict=True), ("ddp", "fsdp"), ("fsdp", "ddp")]:
+        if other.startswith("compiled"):
+            continue
+        path = launch.path(wrap, other)
+        state = program(wrap, launch)
+        train(state, 2)
+        torch_ckpt.save(state, path)
+        for options in ({}, {"free_before_read": True}):
+            resumed = program(other, launch, seed=1)
+            torch_ckpt.load(resumed, path, **options)
+            assert_equal(whole(resumed), whole(state), f"{wrap} as {other} {options}")
+
+
+def case_names_of_ddp_in_the_layout_of_dcp_are_refused_by_name(launch: Launch) -> None:
+    state = program("ddp", launch)
+    dcp.save({"model": state["model"]}, checkpoint_id=launch.path("ckpt"))
+    with pytest.raises(CheckpointException, match=r"missing.*\n? *model\.0\.weight"):
+        torch_ckpt.load({"model": state["model"]}, launch.path("ckpt"))
+    before = {name: value.clone() for name, value in state["model"].state_dict().items()}
+    for value in state["model"].state_dict().values():
+        value.zero_()
+    renamed = {"model.module.*": "model.*"}
+    torch_ckpt.load({"model": state["model"]}, launch.path("ckpt"), rename=renamed)
+    assert_equal(dict(state["model"].state_dict()), before)
+
+
 def case_saving_before_the_first_step_changes_nothing(launch: Launch) -> None:
     for wrap in WRAPS:
         undisturbed = program(wrap, launch)

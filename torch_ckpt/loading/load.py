@@ -196,6 +196,10 @@ class Load:
         """The patterns among ``names`` that have matched nothing so far."""
         return self._chosen.unmatched
 
+    def has(self, name: str) -> bool:
+        """True if the checkpoint has something of a fully qualified name."""
+        return name in self._index()
+
     def takes(self, key: str, prepared: Prepared) -> bool:
         """Whether a value at the top is loaded; without ``names`` all are."""
         return self._chosen.all or key in prepared.keys

@@ -17,6 +17,7 @@ every name three times at every save.
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import sys
 import warnings
@@ -32,10 +33,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from torch_ckpt._base.stateful import is_stateful
 from torch_ckpt.checkpoint.objects import PLAIN
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.loading.load import IfStored
-from torch_ckpt.loading.values import is_stateful
 from torch_ckpt.ranks.calls import Call
 from torch_ckpt.ranks.meeting import own_rank
 from torch_ckpt.state.optimizers import (
@@ -172,8 +173,9 @@ class AppState:
         self._require_dict()
         for hook in list(self.before_save.values()):
             hook()
-        self._tell_values()
-        return self._read(for_load=False)
+        states = States(self.state)
+        states.call_hooks(self.state)
+        return {key: states.read(key) for key in list(self.state)}
 
     def target(self) -> StateDict:
         """A state dict to load into, by :func:`torch_ckpt.load`; then call :meth:`apply`.
@@ -184,7 +186,8 @@ class AppState:
             TypeError: the state is not a dict, or a key is not a str.
         """
         self._require_dict()
-        return self._read(for_load=True)
+        states = States(self.state)
+        return {key: states.read(key, for_load=True) for key in list(self.state)}
 
     def apply(self, loaded: StateDict) -> None:
         """Puts back what :meth:`target` returned, once it has been loaded.
@@ -192,39 +195,10 @@ class AppState:
         Raises:
             CheckpointError: a value does not take its state; names the key.
         """
-        names = ParameterNames(self.state)
-        kept: list[str] = []
-        for key, value in list(self.state.items()):
-            with _naming(key, "could not be restored"):
-                part = loaded[key]
-                per_rank = _per_rank(value)
-                if per_rank is not None:
-                    [own] = part.values()
-                    if isinstance(own, SimpleNamespace):
-                        per_rank.restore(own.value)
-                    elif isinstance(own, IfStored) and own.missing:
-                        kept.append(key)
-                elif isinstance(value, nn.Module):
-                    value.load_state_dict(
-                        {
-                            name: value_of_part(part[names.of(value, name)])
-                            for name in value.state_dict()
-                        }
-                    )
-                elif isinstance(value, Optimizer):
-                    set_optimizer_state(value, part)
-                elif is_stateful(value):
-                    value.load_state_dict(part[OBJECTS].state(part))
-                elif isinstance(part, torch.Tensor):
-                    self.state[key] = part
-                elif part[OBJECTS].values:
-                    self.state[key] = part[OBJECTS].state(part)
-        if kept:
-            warnings.warn(
-                f"{', '.join(kept)}: no state of rank {own_rank()} was in the checkpoint (one of "
-                "fewer ranks has none); this rank keeps what it has",
-                stacklevel=2,
-            )
+        states = States(self.state)
+        for key in list(self.state):
+            states.apply(key, loaded[key])
+        states.warn_of_kept()
 
     def restore(
         self,
@@ -266,24 +240,95 @@ class AppState:
             kind = type(self.state).__name__
             raise TypeError(f'the state must be a dict such as {{"model": model}}, got a {kind}')
 
-    def _tell_values(self) -> None:
-        for key, value in list(self.state.items()):
+
+class States:
+    """The states of a mapping's values, each read and set for itself.
+
+    Args:
+        values: the mapping.
+        wraps_errors: what a value raises becomes a CheckpointError that names its key. If not, it
+            is raised as it is, and only errors of torch_ckpt itself name the key.
+    """
+
+    def __init__(self, values: MutableMapping[str, Any], *, wraps_errors: bool = True) -> None:
+        self._values = values
+        self._kept: list[str] = []
+        self._naming = _naming if wraps_errors else _naming_own
+
+    @functools.cached_property
+    def _names(self) -> ParameterNames:
+        return ParameterNames(self._values)
+
+    def call_hooks(self, keys: Iterable[str]) -> None:
+        """Calls ``before_checkpoint()`` of values and of modules within modules."""
+        for key in list(keys):
+            value = self._values[key]
             parts: Iterable[Any] = value.modules() if isinstance(value, nn.Module) else (value,)
             for part in parts:
                 # Of its type: asking a module itself for what it does not have is slow.
                 if hasattr(type(part), "before_checkpoint"):
-                    with _naming(key, "before_checkpoint() failed"):
+                    with self._naming(key, "before_checkpoint() failed"):
                         part.before_checkpoint()
 
-    def _read(self, *, for_load: bool) -> StateDict:
-        names = ParameterNames(self.state)
-        found: StateDict = {}
-        for key, value in list(self.state.items()):
-            if not isinstance(key, str):
-                raise TypeError(f"the names of a state must be str, got {key!r}")
-            with _naming(key, "its state could not be read"):
-                found[key] = _state_of(key, value, names, for_load)
-        return found
+    def read(self, key: str, *, for_load: bool = False) -> Any:
+        """Returns the state of a value to save, or one to load into."""
+        if not isinstance(key, str):
+            raise TypeError(f"the names of a state must be str, got {key!r}")
+        with self._naming(key, "its state could not be read"):
+            return _state_of(key, self._values[key], self._names, for_load)
+
+    def apply(self, key: str, part: Any) -> None:
+        """Puts back a state that was read for a load, and loaded."""
+        with self._naming(key, "could not be restored"):
+            value = self._values[key]
+            per_rank = _per_rank(value)
+            if per_rank is not None:
+                [own] = part.values()
+                if isinstance(own, SimpleNamespace):
+                    per_rank.restore(own.value)
+                elif isinstance(own, IfStored) and own.missing:
+                    self._kept.append(key)
+            elif isinstance(value, nn.Module):
+                value.load_state_dict(
+                    {
+                        name: value_of_part(part[self._names.of(value, name)])
+                        for name in value.state_dict()
+                    }
+                )
+            elif isinstance(value, Optimizer):
+                set_optimizer_state(value, part)
+            elif is_stateful(value):
+                value.load_state_dict(part[OBJECTS].state(part))
+            elif isinstance(part, torch.Tensor):
+                self._values[key] = part
+            elif part[OBJECTS].values:
+                self._values[key] = part[OBJECTS].state(part)
+
+    def warn_of_kept(self) -> None:
+        """Warns of the values that the checkpoint had no state of for this rank."""
+        if self._kept:
+            # It names the line that calls what calls this.
+            warnings.warn(
+                f"{', '.join(self._kept)}: no state of rank {own_rank()} was in the checkpoint "
+                "(one of fewer ranks has none); this rank keeps what it has",
+                stacklevel=3,
+            )
+
+
+def has_state(value: Any) -> bool:
+    """True if a value is saved by its state: modules, optimizers, PerRank, Stateful values."""
+    return is_stateful(value) or isinstance(value, PerRank)
+
+
+def saved_values(state_dict: MutableMapping[str, Any]) -> StateDict:
+    """Returns the values of a state dict to save: states in the place of values that have one."""
+    values = dict(state_dict)
+    keys = [k for k, v in values.items() if not isinstance(v, torch.Tensor) and has_state(v)]
+    if keys:
+        states = States(state_dict, wraps_errors=False)
+        states.call_hooks(keys)
+        values.update((key, states.read(key)) for key in keys)
+    return values
 
 
 def _state_of(key: str, value: Any, names: ParameterNames, for_load: bool) -> Any:
@@ -315,7 +360,7 @@ def _module_state(key: str, module: nn.Module, names: ParameterNames, for_load: 
         # What a module packs into a tensor of its own may change its length.
         is_tensor = isinstance(part, torch.Tensor) and not name.endswith("_extra_state")
         if is_tensor and for_load and part.device.type == "meta":
-            raise ValueError(
+            raise CheckpointError(
                 f"{name} is on the meta device, where it has no memory to load into; call "
                 "to_empty(device=...) of the module before the restore"
             )
@@ -329,6 +374,14 @@ def _per_rank(value: Any) -> PerRank | None:
     # Not imported: a program that does not use torchdata need not have it.
     is_loader = any(kind.__name__ == "StatefulDataLoader" for kind in type(value).__mro__)
     return PerRank(value) if is_loader or isinstance(value, RNGState) else None
+
+
+@contextlib.contextmanager
+def _naming_own(key: str, what: str) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{key}: {what} on rank {own_rank()}: {error}") from error
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Container, Iterator, Set
+from collections.abc import Container, Iterable, Iterator, Set
 from typing import Any
 
 import torch
@@ -19,10 +19,7 @@ from torch_ckpt.checkpoint.objects import PLAIN
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.loading.load import Discovered, Stored
 from torch_ckpt.state.trees import (
-    OBJECTS,
     StateDict,
-    joined,
-    parts_of,
     python_number,
     require_distinct_names,
     tensor_count,
@@ -169,7 +166,7 @@ class OptimizerState(Discovered):
 
     1. That of :func:`as_stock_state`: an object for each option of each group.
     2. That of ``StateDictOptions(flatten_optimizer_state_dict=True)``: one for each parameter's.
-    3. That of the first versions: one object holds all but tensors, and options that are tensors.
+    3. That of ``Optimizer.state_dict()`` itself: as the first one, with numbers of parameters.
 
     Args:
         key: of the optimizer.
@@ -179,22 +176,31 @@ class OptimizerState(Discovered):
 
     def __init__(self, key: str, names: list[str], state: StateDict) -> None:
         super().__init__()
-        self.numbers = {name: number for number, name in enumerate(names)}
         self._prefix = f"{key}."
+        #: How many tensors the checkpoint has of each parameter.
+        self.stored_counts: dict[str, int] = {}
+        self._has_groups = False
+        self._set_names(names, names, state)
+
+    def _set_names(self, names: list[str], before: list[str], state: StateDict) -> None:
+        name_of = dict(zip(before, names, strict=True))
+        self.numbers = {name: number for number, name in enumerate(names)}
         self._state = {
-            **{k: v for k, v in state.items() if k != "state"},
-            "state": {name: dict(slots) for name, slots in state["state"].items()},
+            **state,
+            "state": {name_of[name]: dict(slots) for name, slots in state["state"].items()},
+            "param_groups": [
+                {**group, "params": [name_of[name] for name in group["params"]]}
+                for group in state["param_groups"]
+            ],
+            _WITHOUT_STATE: [name_of[name] for name in state[_WITHOUT_STATE]],
         }
-        #: Tensors and objects here, by the name that they have in any checkpoint of layout 1 or 2.
+        #: Tensors and objects here, by the name that they have in a checkpoint of layout 1 or 2.
         self._leaves: dict[str, tuple[Any, ...]] = {}
         for name, slots in self._state["state"].items():
             self._add_leaves(slots, "state", name)
         for name, value in self._state.items():
             if name not in ("state", "param_groups", _WITHOUT_STATE):
                 self._add_leaves(value, name)
-        #: How many tensors the checkpoint has of each parameter.
-        self.stored_counts: dict[str, int] = {}
-        self._has_groups = False
 
     def _add_leaves(self, value: Any, *path: Any) -> None:
         is_slots = len(path) == 2 and path[0] == "state"
@@ -205,28 +211,43 @@ class OptimizerState(Discovered):
         else:
             self._leaves[self._prefix + ".".join(map(str, path))] = path
 
+    @staticmethod
+    def _of_parameters(
+        names: Iterable[str], of_state: str, parameters: Container[str]
+    ) -> dict[str, list[str]]:
+        """The names of states in the checkpoint, by parameters here; "" for those of others."""
+        found: dict[str, list[str]] = {}
+        for name in names:
+            if name.startswith(of_state):
+                parts = _of_parameter(name.removeprefix(of_state), parameters)
+                found.setdefault(parts[0] if parts else "", []).append(name)
+        return found
+
     def choose(self, stored: Stored) -> StateDict:
         is_tensor = {
             name: stored.is_tensor(name) for name in stored.names if name.startswith(self._prefix)
         }
         of_groups = f"{self._prefix}param_groups."
         of_state = f"{self._prefix}state."
-        is_one_object = self._prefix + OBJECTS in stored
         self._has_groups = f"{of_groups}0.params" in stored
-        if not is_one_object and not any(name.startswith(of_groups) for name in is_tensor):
+        if not any(name.startswith(of_groups) for name in is_tensor):
             return {of_groups[:-1]: self}
-        of_parameters: dict[str, list[str]] = {}
-        for name in is_tensor:
-            if name.startswith(of_state):
-                found = _of_parameter(name.removeprefix(of_state), self.numbers)
-                of_parameters.setdefault(found[0] if found else "", []).append(name)
+        is_of_names = self._prefix + _WITHOUT_STATE in stored
+        of_parameters = self._of_parameters(is_tensor, of_state, self.numbers)
+        if not (is_of_names or of_parameters.keys() & self.numbers.keys()):
+            # Nothing has a name from here: perhaps numbers, as of Optimizer.state_dict().
+            names = list(self.numbers)
+            numbers = [str(number) for number in range(len(names))]
+            by_number = self._of_parameters(is_tensor, of_state, numbers)
+            if by_number.keys() & set(numbers):
+                self._set_names(numbers, names, self._state)
+                of_parameters = by_number
         self.stored_counts = {
             parameter: sum(is_tensor[name] for name in names)
             for parameter, names in of_parameters.items()
         }
         # Stock torch saves no state of what never had a gradient, where ours has zeros.
-        may_lack = not is_one_object and self._prefix + _WITHOUT_STATE not in stored
-        may_lack = may_lack and any(name in self.numbers for name in of_parameters)
+        may_lack = not is_of_names and any(name in self.numbers for name in of_parameters)
         chosen: StateDict = {}
         for name, path in self._leaves.items():
             if path[0] == "state" and may_lack and path[1] not in of_parameters:
@@ -235,7 +256,7 @@ class OptimizerState(Discovered):
                 value = _at(self._state, path)
                 if isinstance(value, torch.Tensor):
                     chosen[name] = value
-                elif not is_one_object and not is_tensor.get(name):
+                elif not is_tensor.get(name):
                     chosen[name] = self  # where a tensor has taken its place, their numbers differ
         for name, is_one in is_tensor.items():
             if not is_one:
@@ -247,13 +268,6 @@ class OptimizerState(Discovered):
     def state(self) -> tuple[StateDict, bool]:
         """The state with what has been loaded, by names; and whether its groups have been."""
         values = {name.removeprefix(self._prefix): v for name, v in self.values.items()}
-        if OBJECTS in values:
-            tensors = parts_of({k: v for k, v in self._state.items() if k != "param_groups"})[1]
-            tree = tensors if isinstance(tensors, dict) else {}
-            for name, value in values.items():
-                if name != OBJECTS:
-                    set_element(tree, tuple(name.split(".")), value)
-            return joined(values[OBJECTS].value, tree), True
         if not values:
             return self._state, False
         state = {**self._state, _WITHOUT_STATE: values.pop(_WITHOUT_STATE, [])}
@@ -272,6 +286,8 @@ class OptimizerState(Discovered):
                     state["state"].setdefault(found[0], {})[found[1]] = value
             else:
                 set_element(state, tuple(name.split(".")), value)
+        if groups and self._has_groups:
+            _name_parameters(groups, list(self.numbers))
         if groups:
             state["param_groups"] = (
                 _groups_by_number(groups)
@@ -279,6 +295,18 @@ class OptimizerState(Discovered):
                 else _groups_by_parameter(groups, self._state["param_groups"], self.numbers)
             )
         return state, bool(groups)
+
+
+def _name_parameters(options: StateDict, names: list[str]) -> None:
+    """Names the parameters of groups, which ``Optimizer.state_dict()`` lists by numbers."""
+    for option, value in options.items():
+        if option.endswith(".params") and any(isinstance(number, int) for number in value):
+            options[option] = [names[n] if n < len(names) else str(n) for n in value]
+            if any(str(n) in names and names.index(str(n)) != n for n in value):
+                raise CheckpointError(
+                    "the checkpoint has the optimizer's own state_dict(), whose parameters have "
+                    "numbers, and the module here names other parameters by these numbers"
+                )
 
 
 def _at(value: Any, path: tuple[Any, ...]) -> Any:

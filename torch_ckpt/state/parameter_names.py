@@ -12,6 +12,8 @@ from torch.distributed.checkpoint.state_dict import _get_fqns
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
+from torch_ckpt.errors import CheckpointError
+
 # Of each module: its names and what torch calls them on any number of ranks. Each costs some
 # microseconds to find out, and none of them changes.
 _known: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
@@ -29,8 +31,9 @@ class ParameterNames:
         known = _known.get(module)
         if known is None:
             if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
-                raise ValueError(
-                    "FullyShardedDataParallel (FSDP1) is not supported; fully_shard is"
+                raise CheckpointError(
+                    "FullyShardedDataParallel (FSDP1) is not supported; fully_shard is. Pass the "
+                    "state_dict() of the module to save and load it as torch names it"
                 )
             known = _known[module] = {}
         found = known.get(name)

@@ -25,8 +25,6 @@ STATE = {
     "step": 5,
 }
 
-SAMPLES = Path(__file__).parents[1] / "samples"
-
 
 @pytest.fixture(autouse=True)
 def no_warnings() -> Iterator[None]:
@@ -251,20 +249,6 @@ def test_a_managers_step_becomes_what_load_state_dict_takes(
     assert (loaded["best"], loaded["step"]) == ({1: "one"}, 3)
     assert loaded["own"] == {"rank0": {"position": 7}}
     RNGState().load_state_dict(loaded["rng"]["rank0"])
-
-
-def test_a_step_whose_optimizer_is_one_object_becomes_the_same(tmp_path: Path) -> None:
-    convert(SAMPLES / "one_object/checkpoint", tmp_path / "m.pt")
-    loaded = torch.load(tmp_path / "m.pt", weights_only=True)
-    expected = torch.load(SAMPLES / "one_object/expected.pt", weights_only=True)
-    model = nn.ModuleDict({"used": nn.Linear(2, 3), "unused": nn.Linear(2, 1)})
-    weights = [model["used"].weight, model["unused"].weight]
-    biases = [model["used"].bias, model["unused"].bias]
-    optimizer = torch.optim.AdamW([{"params": weights}, {"params": biases}])
-    optimizer.load_state_dict(loaded["optimizer"])
-    groups = optimizer.state_dict()["param_groups"]
-    assert_equal(groups, expected["optimizer"]["param_groups"])
-    assert_equal(loaded["scheduler"], expected["scheduler"])
 
 
 def test_objects_that_torch_load_refuses_are_noted(tmp_path: Path) -> None:

@@ -177,7 +177,11 @@ def test_a_stateful_is_asked_once_and_in_the_call(tmp_path: Path, held: Gate) ->
     held.open()
     handle.result()
     assert stateful.asked == 1
-    assert_checkpoint(tmp_path / "c", {"s": {"asked": 1, "weight": torch.full((4,), 7.0)}})
+    loaded = Counting()
+    loaded.weight = torch.zeros(4)
+    torch_ckpt.load({"s": loaded}, tmp_path / "c")
+    assert loaded.asked == 1
+    assert_equal(loaded.weight, torch.full((4,), 7.0))
 
 
 def test_what_a_stateful_raises_is_raised_by_the_call_alone(tmp_path: Path) -> None:

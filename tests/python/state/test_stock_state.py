@@ -1,5 +1,4 @@
-"""Programs' states between the manager and stock torch, both ways, and from the manager's first
-layout of optimizers."""
+"""Programs' states between the manager and stock torch, both ways."""
 
 from __future__ import annotations
 
@@ -26,8 +25,6 @@ from torch_ckpt.errors import CheckpointError, LoadMismatch
 from torch_ckpt.state.app_state import AppState
 
 State = dict[str, Any]
-
-SAMPLES = Path(__file__).parents[1] / "samples"
 
 BOTH_SHAPES = pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flattened"])
 
@@ -279,25 +276,3 @@ def test_an_option_that_the_checkpoint_does_not_know_stays(tmp_path: Path) -> No
     restore(fresh, tmp_path)
     groups = fresh["optimizer"].param_groups
     assert [group["of_a_newer_version"] for group in groups] == [5, 5]
-
-
-# --- the layout of the first versions ------------------------------------------------------------
-
-
-def test_a_step_whose_optimizer_is_one_object_is_restored() -> None:
-    # Written by a version before this layout: two groups, one with a tensor as learning rate, and
-    # a module that never had a gradient.
-    model = nn.ModuleDict({"used": nn.Linear(2, 3), "unused": nn.Linear(2, 1)})
-    weights = [model["used"].weight, model["unused"].weight]
-    biases = [model["used"].bias, model["unused"].bias]
-    groups = [
-        {"params": weights, "lr": torch.tensor(0.0)},
-        {"params": biases, "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups)
-    scheduler = lr_scheduler.MultiStepLR(optimizer, [7])
-    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 0}
-    restore(state, SAMPLES / "one_object/checkpoint")
-    expected = torch.load(SAMPLES / "one_object/expected.pt", weights_only=True)
-    assert_equal({key: state[key].state_dict() for key in expected}, expected)
-    assert state["step"] == 3

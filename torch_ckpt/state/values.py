@@ -2,39 +2,128 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from torch_ckpt import _C
 from torch_ckpt._base.formatting import MOST_NAMES, some_of
 from torch_ckpt._base.log import LOGGER, warn
 from torch_ckpt.checkpoint.coverage import chunks_here
+from torch_ckpt.errors import LoadMismatch
 from torch_ckpt.loading.load import Load, Prepared, StateDict, Strict, T
 from torch_ckpt.loading.reader import LEAST_INFLIGHT_BYTES, require_one_version
 from torch_ckpt.loading.report import LoadReport, ReadMemory
 from torch_ckpt.loading.shared_reads import read_once
 from torch_ckpt.ranks.meeting import Ranks
+from torch_ckpt.state.app_state import States, has_state
+from torch_ckpt.state.trees import OBJECTS
 
 
-def is_stateful(value: Any) -> bool:
-    """As isinstance(value, Stateful), which takes 20 microseconds before Python 3.12."""
-    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+class Targets:
+    """What the values of a state dict are loaded into, and how they are put back.
+
+    Values that have state are loaded as :class:`torch_ckpt.AppState` does; and so is any other
+    value that the checkpoint has in that layout, as a manager's checkpoint has.
+
+    Args:
+        state_dict: names and values.
+        only_compared: nothing is read into them, so that modules may be on the meta device.
+
+    Attributes:
+        stateful: the keys of values that have state, in the order in which all ranks read them:
+            what they do may be collective.
+    """
+
+    def __init__(self, state_dict: StateDict, *, only_compared: bool = False) -> None:
+        self.stateful = sorted(
+            key
+            for key, value in state_dict.items()
+            if not isinstance(value, torch.Tensor) and has_state(value)
+        )
+        self._only_compared = only_compared
+        self._state_dict = state_dict
+        self._states = States(state_dict, wraps_errors=False)
+        self._by_state = set(self.stateful)
+
+    def of(self, keys: Iterable[str], load: Load) -> StateDict:
+        """Returns what the values of some keys are loaded into."""
+        return {key: self._of(key, load) for key in keys}
+
+    def of_all(self, load: Load) -> StateDict:
+        """Returns what all values are loaded into, in the order of the state dict."""
+        values = dict(self._state_dict)
+        values.update(self.of(self.stateful, load))
+        others = [k for k, v in self._state_dict.items() if not isinstance(v, torch.Tensor)]
+        values.update(self.of((k for k in others if k not in self._by_state), load))
+        return values
+
+    def is_itself(self, key: str) -> bool:
+        """True if a value is loaded as it is."""
+        return key not in self._by_state
+
+    def require_places(self, report: LoadReport) -> None:
+        """Raises LoadMismatch if the checkpoint has values of a dict that is empty here, which
+        nothing would be loaded into."""
+        if not report.unexpected:
+            return
+        plain = {k: v for k, v in self._state_dict.items() if k not in self._by_state}
+        for empty in _empty_dicts(plain):
+            beneath = [name for name in report.unexpected if name.startswith(f"{empty}.")]
+            if beneath:
+                raise LoadMismatch(
+                    f"{empty} is empty here, and the checkpoint has {some_of(beneath)}. Pass the "
+                    "optimizer, or the object whose state_dict() it is, itself; or leave it out",
+                    report,
+                )
+
+    def take(self, key: str, loaded: Any) -> None:
+        """Puts back what was loaded for a key."""
+        if key not in self._by_state:
+            self._state_dict[key] = loaded
+            return
+        before = self._state_dict[key]
+        self._states.apply(key, loaded)
+        if key not in self.stateful:
+            self._state_dict[key] = _filled(before, self._state_dict[key])
+
+    def warn_of_kept(self) -> None:
+        """See :class:`States`."""
+        self._states.warn_of_kept()
+
+    def _of(self, key: str, load: Load) -> Any:
+        value = self._state_dict[key]
+        if key not in self._by_state:
+            if isinstance(value, torch.Tensor) or not load.has(f"{key}.{OBJECTS}"):
+                return value
+            # What AppState itself reads, too.
+            if isinstance(value, Mapping) and OBJECTS in value:
+                return value
+            self._by_state.add(key)
+        is_only_compared = self._only_compared and isinstance(value, torch.nn.Module)
+        return self._states.read(key, for_load=not is_only_compared)
 
 
-def value_of(value: Any) -> Any:
-    """The ``state_dict()`` of a ``Stateful`` value, others as they are; may be collective."""
-    return value.state_dict() if is_stateful(value) else value
+def _empty_dicts(value: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:
+    for key, part in value.items():
+        if isinstance(part, Mapping):
+            yield from _empty_dicts(part, f"{prefix}{key}.") if part else [f"{prefix}{key}"]
 
 
-def values_of(state_dict: Mapping[str, Any]) -> StateDict:
-    """The values of a state dict, each as :func:`value_of`; ``Stateful`` ones in their order."""
-    values = dict(state_dict)
-    for key in [key for key, value in values.items() if is_stateful(value)]:
-        values[key] = values[key].state_dict()
-    return values
+def _filled(old: Any, new: Any) -> Any:
+    """Returns the new value; nested dicts and lists stay the same objects."""
+    if type(old) is dict and type(new) is dict:
+        merged = {key: _filled(old.get(key), part) for key, part in new.items()}
+        old.clear()
+        old.update(merged)
+        return old
+    if type(old) is list and type(new) is list:
+        old[:] = [_filled(old[i] if i < len(old) else None, part) for i, part in enumerate(new)]
+        return old
+    return new
 
 
 def load_values(
@@ -53,15 +142,14 @@ def load_values(
     Raises:
         CheckpointException: on every rank, with the cause of each rank that failed.
     """
-    # What a Stateful does may be collective, so every rank asks in the same order.
-    stateful = sorted(key for key, value in state_dict.items() if is_stateful(value))
+    targets = Targets(state_dict)
 
     def prepare() -> tuple[StateDict, Prepared]:
-        values = dict(state_dict)
-        for key in stateful:
-            values[key] = state_dict[key].state_dict()
+        values = targets.of_all(load)
         prepared = load.prepare(values)
         load.require_fit(prepared.report, strict)
+        if strict:
+            targets.require_places(prepared.report)
         return values, prepared
 
     values, prepared = _agree(ranks, load, prepare, lambda made: made[1].report)
@@ -77,9 +165,10 @@ def load_values(
         # The others have been filled in place.
         old_and_new = zip(state_dict.items(), values.values(), strict=True)
         replaced = [key for (key, old), new in old_and_new if new is not old]
-        for key in sorted({*replaced, *stateful}):
+        for key in sorted({*replaced, *targets.stateful}):
             if load.takes(key, prepared):
-                _take(state_dict, key, values[key])
+                targets.take(key, values[key])
+        targets.warn_of_kept()
 
     ranks.all_succeed("load", read)
     ranks.all_succeed("finish", take)
@@ -94,8 +183,9 @@ def load_values_freeing(
     It goes key by key, since ``state_dict()`` may return a copy, and deletes each object before its
     replacement is read.
     """
+    targets = Targets(state_dict)
     # All ranks are asked about a Stateful, or none: what it does may be collective.
-    stateful = sorted(key for key in state_dict if is_stateful(state_dict[key]))
+    stateful = targets.stateful
     plain = sorted(state_dict.keys() - set(stateful))
     steps = [plain, *([key] for key in stateful)]
     total = LoadReport()
@@ -106,11 +196,11 @@ def load_values_freeing(
 
     def compare(keys: list[str]) -> None:
         for key in keys:
-            total.add(load.compare({key: value_of(state_dict[key])}))
+            total.add(load.compare(targets.of([key], load)))
 
     def read_key(key: str) -> None:
-        values = {key: value_of(state_dict[key])}
-        is_itself = values[key] is state_dict[key]
+        values = targets.of([key], load)
+        is_itself = targets.is_itself(key)
         prepared = load.prepare(values)
         is_taken = load.takes(key, prepared)
         # Nothing but the reading holds on to the values.
@@ -123,7 +213,7 @@ def load_values_freeing(
 
         load.read_freeing(reading, let_go)
         if is_taken:
-            _take(state_dict, key, values[key])
+            targets.take(key, values[key])
 
     def read(keys: list[str]) -> None:
         with ranks.alive(load.reader.moved):
@@ -133,17 +223,17 @@ def load_values_freeing(
     _same_everywhere(ranks, begin, stateful)
     for keys in steps:
         ranks.all_succeed("plan", partial(compare, keys))
-    _agree(ranks, load, lambda: load.require_fit(total, strict), lambda _none: total)
+
+    def require_fit() -> None:
+        load.require_fit(total, strict)
+        if strict:
+            targets.require_places(total)
+
+    _agree(ranks, load, require_fit, lambda _none: total)
     for keys in steps:
         ranks.all_succeed("load", partial(read, keys))
+    targets.warn_of_kept()
     return total
-
-
-def _take(state_dict: StateDict, key: str, value: Any) -> None:
-    if is_stateful(state_dict[key]):
-        state_dict[key].load_state_dict(value)
-    else:
-        state_dict[key] = value
 
 
 def _agree(
@@ -199,9 +289,9 @@ def require_matches(unmatched: Iterable[str]) -> None:
         raise ValueError(f"no name in the state dict matches {patterns}")
 
 
-def estimate(load: Load, values: StateDict) -> ReadMemory:
+def estimate(load: Load, state_dict: StateDict) -> ReadMemory:
     """What reading into the values takes. Reads the metadata alone."""
-    prepared = load.prepare(values)
+    prepared = load.prepare(Targets(state_dict, only_compared=True).of_all(load))
     require_matches(load.unmatched)
     load.require_fit(prepared.report, strict=True)
     reading = prepared.reading

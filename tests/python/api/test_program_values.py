@@ -1,0 +1,257 @@
+"""save, async_save and load of a program's values: modules, optimizers, schedulers and others."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.optim import lr_scheduler
+
+import torch_ckpt
+from tests.support import assert_equal, cause_of, stock_load, stock_save
+from torch_ckpt import RNGState
+from torch_ckpt.errors import LoadMismatch
+
+State = dict[str, Any]
+Call = Callable[[State, Path], Any]
+
+
+@pytest.fixture(autouse=True)
+def no_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def program(steps: int, *, unused: bool = False, **options: Any) -> State:
+    torch.manual_seed(steps)
+    layers = {"a": nn.Linear(3, 4), "b": nn.Linear(4, 2)}
+    model = nn.ModuleDict(layers | ({"unused": nn.Linear(2, 2)} if unused else {}))
+    first, second, *others = model.parameters()
+    groups = [{"params": [first, second]}, {"params": others, "lr": 0.25}]
+    optimizer = torch.optim.AdamW(groups, **options)
+    scheduler = lr_scheduler.StepLR(optimizer, 2)
+    for _ in range(steps):
+        model["b"](model["a"](torch.randn(5, 3))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "train": {"losses": {"best": float(steps)}, "mean": torch.tensor(float(steps))},
+        "step": steps,
+    }
+
+
+def outcome(state: State) -> State:
+    parts = {k: state[k].state_dict() for k in ("model", "optimizer", "scheduler")}
+    return {**state, **parts}
+
+
+def by_manager(state: State, path: Path) -> None:
+    with torch_ckpt.CheckpointManager(path) as manager:
+        manager.save(1, state, force=True)
+
+
+def restored_by_manager(state: State, path: Path) -> None:
+    (path / "write_completed").touch()
+    path.rename(path.with_name("0000000001"))
+    with torch_ckpt.CheckpointManager(path.parent) as manager:
+        assert manager.restore(state) == 1
+
+
+def by_async_save(state: State, path: Path) -> None:
+    torch_ckpt.async_save(state, path).result()
+
+
+def freeing(state: State, path: Path) -> None:
+    torch_ckpt.load(state, path, free_before_read=True)
+
+
+SAVES: dict[str, Call] = {"save": torch_ckpt.save, "async_save": by_async_save}
+LOADS: dict[str, Call] = {"load": torch_ckpt.load, "freeing": freeing}
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("save", SAVES)
+@pytest.mark.parametrize("load", LOADS)
+def test_a_program_is_restored_into_a_fresh_one(
+    tmp_path: Path, save: str, load: str, steps: int
+) -> None:
+    saved, fresh = program(steps, unused=True), program(1 if not steps else 0, unused=True)
+    SAVES[save](saved, tmp_path)
+    LOADS[load](fresh, tmp_path)
+    assert_equal(outcome(fresh), outcome(saved))
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_load_reads_a_managers_step_in_place(tmp_path: Path, load: str) -> None:
+    saved, fresh = program(3), program(0)
+    nested, mean = fresh["train"]["losses"], fresh["train"]["mean"]
+    by_manager(saved, tmp_path)
+    LOADS[load](fresh, tmp_path / "0000000001")
+    assert_equal(outcome(fresh), outcome(saved))
+    assert fresh["train"]["losses"] is nested
+    assert fresh["train"]["mean"] is mean
+
+
+def test_a_manager_restores_what_save_wrote(tmp_path: Path) -> None:
+    saved, fresh = program(3), program(0)
+    torch_ckpt.save(saved, tmp_path / "c")
+    restored_by_manager(fresh, tmp_path / "c")
+    assert_equal(outcome(fresh), outcome(saved))
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_stock_torch_takes_the_model_and_optimizer_that_save_wrote(
+    tmp_path: Path, steps: int
+) -> None:
+    saved, fresh = program(steps), program(0)
+    torch_ckpt.save({k: saved[k] for k in ("model", "optimizer")}, tmp_path)
+    model, optimizer = get_state_dict(fresh["model"], fresh["optimizer"])
+    stock_load({"model": model, "optimizer": optimizer}, tmp_path)
+    set_state_dict(
+        fresh["model"],
+        fresh["optimizer"],
+        model_state_dict=model,
+        optim_state_dict=optimizer,
+    )
+    assert_equal(fresh["model"].state_dict(), saved["model"].state_dict())
+    if steps:
+        assert_equal(fresh["optimizer"].state_dict(), saved["optimizer"].state_dict())
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_load_takes_what_stock_torch_wrote_of_get_state_dict(tmp_path: Path, load: str) -> None:
+    saved, fresh = program(3), program(0)
+    model, optimizer = get_state_dict(saved["model"], saved["optimizer"])
+    stock_save({**saved, "model": model, "optimizer": optimizer}, tmp_path)
+    LOADS[load](fresh, tmp_path)
+    assert_equal(outcome(fresh), outcome(saved))
+
+
+# --- the layout of dcp.save, and of torch_ckpt.save before optimizers had names ------------------
+
+
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("unused", [False, True])
+def test_an_optimizer_whose_parameters_have_numbers_is_restored(
+    tmp_path: Path, load: str, unused: bool
+) -> None:
+    saved, fresh = program(3, unused=unused), program(0, unused=unused)
+    stock_save(saved, tmp_path)
+    LOADS[load](fresh, tmp_path)
+    assert_equal(outcome(fresh), outcome(saved))
+
+
+def test_a_manager_restores_an_optimizer_whose_parameters_have_numbers(tmp_path: Path) -> None:
+    saved, fresh = program(3), program(0)
+    stock_save(saved, tmp_path / "c")
+    restored_by_manager(fresh, tmp_path / "c")
+    assert_equal(outcome(fresh), outcome(saved))
+
+
+def test_a_learning_rate_that_is_a_tensor_is_restored_with_numbers(tmp_path: Path) -> None:
+    saved, fresh = (program(n, lr=torch.tensor(r), foreach=False) for n, r in ((3, 0.5), (0, 0.0)))
+    rate = fresh["optimizer"].param_groups[0]["lr"]
+    stock_save({"model": saved["model"], "optimizer": saved["optimizer"]}, tmp_path)
+    torch_ckpt.load({"model": fresh["model"], "optimizer": fresh["optimizer"]}, tmp_path)
+    assert rate == saved["optimizer"].param_groups[0]["lr"]
+    assert fresh["optimizer"].param_groups[0]["lr"] is rate
+
+
+def test_numbers_that_name_other_parameters_are_refused(tmp_path: Path) -> None:
+    def parts() -> State:
+        model = nn.ParameterList(torch.ones(2) * n for n in range(2))
+        return {"model": model, "optimizer": torch.optim.AdamW(reversed(list(model)))}
+
+    saved = parts()
+    for parameter in saved["model"]:
+        parameter.grad = parameter.detach()
+    saved["optimizer"].step()
+    stock_save(saved, tmp_path)
+    with pytest.raises(dcp.CheckpointException, match="names other parameters by these numbers"):
+        torch_ckpt.load(parts(), tmp_path)
+
+
+# --- nothing is left out silently ----------------------------------------------------------------
+
+
+class Lazy:
+    """Has no state until it has been used."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+
+    def state_dict(self) -> State:
+        return self.state
+
+    def load_state_dict(self, state: State) -> None:
+        self.state = state
+
+
+@pytest.mark.parametrize("save", [torch_ckpt.save, stock_save])
+def test_a_value_without_state_yet_gets_all_of_it(tmp_path: Path, save: Call) -> None:
+    fresh = Lazy({})
+    save({"value": Lazy({"count": 3, "nested": {"a": [1]}})}, tmp_path)
+    torch_ckpt.load({"value": fresh}, tmp_path)
+    assert fresh.state == {"count": 3, "nested": {"a": [1]}}
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_a_dict_that_is_empty_here_and_not_in_the_checkpoint_is_refused(
+    tmp_path: Path, load: str
+) -> None:
+    saved, fresh = program(1), program(0)
+    torch_ckpt.save({"optimizer": saved["optimizer"].state_dict()}, tmp_path)
+    with pytest.raises(dcp.CheckpointException) as caught:
+        LOADS[load]({"optimizer": fresh["optimizer"].state_dict()}, tmp_path)
+    cause = cause_of(caught.value)
+    assert isinstance(cause, LoadMismatch)
+    assert str(cause).startswith("optimizer.state is empty here, and the checkpoint has optimizer")
+
+
+def test_an_optimizer_without_state_is_refused_with_a_planner(tmp_path: Path) -> None:
+    torch_ckpt.save({"optimizer": program(1)["optimizer"]}, tmp_path)
+    with pytest.raises(ValueError, match=r"^optimizer: dcp\.load, .*get_optimizer_state_dict"):
+        torch_ckpt.load(
+            {"optimizer": program(0)["optimizer"]}, tmp_path, planner=dcp.DefaultLoadPlanner()
+        )
+
+
+# --- other values --------------------------------------------------------------------------------
+
+
+def test_random_numbers_are_each_ranks_own(tmp_path: Path) -> None:
+    metadata = torch_ckpt.save({"rng": RNGState()}, tmp_path)
+    drawn = torch.rand(3)
+    torch_ckpt.load({"rng": RNGState()}, tmp_path)
+    assert set(metadata.state_dict_metadata) == {"rng.rank0"}
+    assert torch.equal(torch.rand(3), drawn)
+
+
+def test_a_value_is_told_that_it_is_saved(tmp_path: Path) -> None:
+    class Filling(nn.Linear):
+        def before_checkpoint(self) -> None:
+            with torch.no_grad():
+                self.weight.fill_(7)
+
+    fresh = nn.Linear(2, 2)
+    torch_ckpt.save({"model": nn.Sequential(Filling(2, 2))}, tmp_path)
+    torch_ckpt.load({"model": nn.Sequential(fresh)}, tmp_path)
+    assert_equal(fresh.weight.detach(), torch.full((2, 2), 7.0))
+
+
+def test_preflight_takes_a_module_on_the_meta_device(tmp_path: Path) -> None:
+    torch_ckpt.save({"model": nn.Linear(2, 2)}, tmp_path)
+    assert torch_ckpt.preflight({"model": nn.Linear(2, 2, device="meta")}, tmp_path).fits
