@@ -262,7 +262,9 @@ class GlobalPlan:
         """The rows of its template that a rank writes."""
 
     def plans(self, name: str) -> bool: ...
-    def plain_names(self, rank: int) -> list[str]: ...
+    def replicated_names(self, rank: int) -> list[str]:
+        """The names of a rank's plain tensors, then those of its objects."""
+
     def paths(self) -> dict[str, tuple[str | int, ...]]: ...
     def changes(
         self, before: list[WrittenFiles], now: list[WrittenFiles], counter: str

@@ -76,10 +76,11 @@ def save(
         process_group: the ranks that save together; the default group if None.
         no_dist: save from this process alone.
         timeout: seconds after which a rank that shows no sign of life fails the save on all others.
-        check_replicas: what to do where a plain tensor (no DTensor) that several ranks have under
-            one name differs between them, of which one rank's is saved: "off", "warn", or "error",
-            which saves nothing. "warn" looks at all bytes of tensors up to 64 KiB, and at 64 KiB
-            spread evenly over larger ones; "error" at all bytes. Not with a ``planner``.
+        check_replicas: what to do if a plain tensor (no DTensor), a number or another object that
+            several ranks have under one name, of which one rank's is saved, differs between ranks:
+            "off", "warn", or "error", which saves nothing. "warn" reads all bytes of tensors up to
+            64 KiB, and 64 KiB spread evenly over larger ones; "error" reads all bytes. Objects are
+            compared by their pickles. Not with a ``planner``.
         writer_options: passed to :class:`FileSystemWriter`.
 
     Returns:

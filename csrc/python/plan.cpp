@@ -139,14 +139,16 @@ py::dict paths_of(const SavePlan& save) {
   return paths;
 }
 
-/// The names of a rank's plain tensors.
-py::list plain_names(const SavePlan& save, std::size_t rank) {
+/// The names of what a rank is taken to have in common with others: plain tensors, then objects.
+py::list replicated_names(const SavePlan& save, std::size_t rank) {
   const GlobalPlan& plan = save.plan;
   if (rank >= plan.ranks()) throw py::index_error("no rank of that number");
   py::list names;
   const StateTemplate& here = plan.of_rank(rank).state();
-  for (std::size_t i = 0; i < here.size(); ++i) {
-    if (here.row(i).kind == StateTemplate::Kind::tensor) names.append(text_of(here.name(i)));
+  for (const auto kind : {StateTemplate::Kind::tensor, StateTemplate::Kind::object}) {
+    for (std::size_t i = 0; i < here.size(); ++i) {
+      if (here.row(i).kind == kind) names.append(text_of(here.name(i)));
+    }
   }
   return names;
 }
@@ -191,7 +193,7 @@ void bind_plan(py::module_& module) {
           "plans",
           [](const SavePlan& save, const py::str& name) { return save.plan.plans(bytes_of(name)); },
           py::arg("name"))
-      .def("plain_names", &plain_names, py::arg("rank"))
+      .def("replicated_names", &replicated_names, py::arg("rank"))
       .def("paths", &paths_of)
       .def("changes", &changes_of, py::arg("before"), py::arg("now"), py::arg("counter"))
       .def(

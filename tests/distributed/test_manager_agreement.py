@@ -35,6 +35,7 @@ from torch_ckpt.errors import CheckpointError, NotCommitted
 from torch_ckpt.manager import intervals
 from torch_ckpt.multihost import RanksDisagree
 from torch_ckpt.saving.events import Event
+from torch_ckpt.state.app_state import PerRank
 from torch_ckpt.steps import local
 
 # After which a rank that does not come is given up.
@@ -375,7 +376,7 @@ def case_replicas_that_differ_are_named_with_their_ranks(launch: Launch) -> None
     most = "rank 0" if launch.size == 2 else f"ranks 0-{launch.size - 2}"
     text = f"model.w has one value on {most}; another on rank {launch.size - 1}"
     with manager_of(launch, check_replicas="error") as made:
-        with pytest.raises(CheckpointError, match="1 tensor of which one rank's") as caught:
+        with pytest.raises(CheckpointError, match="1 value differs between ranks") as caught:
             made.save(1, differing(launch, 1))
         assert text in str(caught.value)
         assert gathered(launch, str(caught.value)) == [str(caught.value)] * launch.size
@@ -396,6 +397,55 @@ def case_replicas_that_differ_are_saved_with_a_warning_of_rank_0(launch: Launch)
     assert [event.step for event in events if event.kind == "differing_replicas"] == [1, 3]
     dist.barrier()
     assert made.all_steps() == [1, 2, 3]
+
+
+class Loader:
+    """A data loader that does not know of ranks."""
+
+    def __init__(self, rank: int) -> None:
+        self.state: dict[str, Any] = {"samples": 10 + rank, "order": torch.arange(4) * (rank + 1)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+@takes_several
+def case_values_of_one_rank_are_named_by_default_and_not_if_they_are_per_rank(
+    launch: Launch,
+) -> None:
+    state = state_of(launch, 1) | {
+        "loader": Loader(launch.rank),
+        "elapsed": 0.5 * launch.rank,
+        "seen": {"files": {f"file {n}" for n in range(9)}},
+    }
+    events: list[Event] = []
+    with manager_of(launch, on_event=events.append) as made, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made.save(1, state)
+    [message] = [event.message for event in events if event.kind == "differing_replicas"]
+    for name in ("loader", "loader.order", "elapsed"):
+        assert f"{name} has one value on rank 0; another" in message
+    assert "3 values differ between ranks" in message
+    assert "torch_ckpt.PerRank" in message
+    state["loader"] = PerRank(state["loader"])
+    state["elapsed"] = PerRank(state["elapsed"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with manager_of(launch, root=launch.path("per rank")) as made:
+            assert made.save(1, state)
+
+
+@takes_several
+def case_objects_that_differ_are_refused_on_request(launch: Launch) -> None:
+    with manager_of(launch, check_replicas="error") as made:
+        state = state_of(launch, 1) | {"elapsed": launch.rank}
+        with pytest.raises(CheckpointError, match="elapsed has one value on rank 0"):
+            made.save(1, state)
+        assert made.steps() == []
+        dist.barrier()
 
 
 def case_replicas_that_agree_are_saved_without_a_word(launch: Launch) -> None:

@@ -92,9 +92,11 @@ class CheckpointManager:
         preemption_file: a file that tells so when it appears.
         preemption_deadline: seconds from the notice until the process is ended. The last save then
             is waited for, and its expected time logged.
-        check_replicas: "warn" or "error" where tensors that would be saved once differ between
-            ranks; "off" does not look.
-        check_replicas_every: so many saves; the first is one of them.
+        check_replicas: what to do if a plain tensor, a number or another object that several ranks
+            have, and one of them saves, differs between ranks: "off", "warn", or "error", which
+            fails the save. See :func:`torch_ckpt.save`. A value that each rank has for itself
+            belongs in :class:`torch_ckpt.PerRank`.
+        check_replicas_every: compare at every save of so many; the first is one of them.
         on_save_error: "raise": the next save, :meth:`wait_until_finished`, :meth:`check_for_errors`
             or :meth:`close` raises the error of a save in the background. "warn_and_continue": it
             is logged, and counted in ``save_errors``.
@@ -152,7 +154,7 @@ class CheckpointManager:
         preemption_signals: Iterable[int] | None = None,
         preemption_file: str | os.PathLike[str] | None = None,
         preemption_deadline: float | None = None,
-        check_replicas: str = "off",
+        check_replicas: str = "warn",
         check_replicas_every: int = 10,
         on_save_error: str = "raise",
         async_saves: bool = True,
@@ -175,9 +177,7 @@ class CheckpointManager:
         self._retention = Retention(
             keep_last, keep_every, keep_every_hours, keep_best, best_metric, best_mode, should_keep
         )
-        replicas = ReplicaCheck(
-            check_replicas, check_replicas_every, process_group=process_group, timeout=timeout
-        )
+        replicas = ReplicaCheck(check_replicas, check_replicas_every)
         require_known("load_options", load_options or {}, LOAD_OPTIONS)
         if preemption_signals is not None:
             preemption_signals = signal_numbers(preemption_signals, "preemption_signals")
@@ -296,7 +296,8 @@ class CheckpointManager:
 
         Raises:
             CheckpointException: the save before failed, or this one could not begin.
-            CheckpointError: replicas differ, with ``check_replicas="error"``.
+            CheckpointError: replicas differ, with ``check_replicas="error"`` and
+                ``on_save_error="raise"``; with ``staging="overlapped"`` the next call raises it.
             FileExistsError: this is the first call, without :meth:`restore`, and the root has this
                 step or newer ones.
             ValueError, TypeError: the step is smaller than the one before; or the step, the state,

@@ -2,10 +2,9 @@
 
 1. The save before has ended, on all ranks. Its error is raised where errors are, after the next
    save has begun.
-2. Where it is time to, the replicas of tensors are compared.
-3. All ranks read the state and make a writer of the step (attempts.py), and a save in the
-   background begins.
-4. Its thread tells of its end: the step counts, and rank 0 deletes; or its error is kept.
+2. All ranks read the state and make a writer of the step (attempts.py), and a save in the
+   background begins. At some saves it compares the replicas.
+3. Its thread tells of its end: the step counts, and rank 0 deletes; or its error is kept.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch_ckpt._base.formatting import size
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt.api import async_save
-from torch_ckpt.errors import CheckpointError, OnCommitFailed
+from torch_ckpt.errors import OnCommitFailed
 from torch_ckpt.manager.attempts import Attempt
 from torch_ckpt.manager.course import Course
 from torch_ckpt.manager.deletions import Deletions
@@ -35,6 +34,7 @@ from torch_ckpt.manager.pending import Once, OnCommit, Pending
 from torch_ckpt.manager.retention import Retention
 from torch_ckpt.manager.run import Run
 from torch_ckpt.ranks.failures import causes
+from torch_ckpt.saving.async_save import AsyncSave
 from torch_ckpt.saving.events import Event, saved_message
 from torch_ckpt.saving.replica_check import ReplicaCheck
 from torch_ckpt.state.app_state import AppState, BeforeSave
@@ -145,15 +145,8 @@ class Saver:
     ) -> bool:
         run = self.run
         self.schedule.begun()
-        read = functools.cache(AppState(state, before_save=self.before_save).state_dict)
-        if self.replicas.is_due():
-            try:
-                differ = self.replicas.look(step, read, run.rank, run.report)
-            except Exception as error:
-                # All ranks know of it, and none of them begins.
-                return self.not_begun(step, error, begun)
-            if differ and self.replicas.raises:
-                raise CheckpointError(differ)
+        check_replicas = self.replicas.next_mode()
+        read = AppState(state, before_save=self.before_save).state_dict
         try:
             self._require_metric(metrics, is_last)
             overwrite = self.course.may_replace(step)
@@ -173,8 +166,7 @@ class Saver:
                 process_group=run.process_group,
                 timeout=run.timeout,
                 on_commit=on_commit,
-                # Looked at already, and as often as this manager was told.
-                check_replicas="off",
+                check_replicas=check_replicas,
             )
         except Exception as error:
             return self.not_begun(step, error, begun)
@@ -192,7 +184,7 @@ class Saver:
             pending.thread = None
             ended = functools.partial(self._ended, self.owner(), pending, blocked)
             handle.committed.add_done_callback(Once(ended))
-        if not self.async_saves:
+        if not self.async_saves or (check_replicas == "error" and _has_failed(handle)):
             self.wait()
             self.check_for_errors()
         return True
@@ -253,6 +245,10 @@ class Saver:
 
     def _saved(self, pending: Pending) -> None:
         step, metrics, run = pending.step, pending.handle.metrics(), self.run
+        differing = pending.handle.differing
+        if differing:
+            message = f"step {step}: {differing}"
+            run.report(Event("differing_replicas", step, run.rank, message=message))
         self.course.saved(step)
         self.deletions.saved(step)
         self._last_seconds = metrics.total_s
@@ -277,3 +273,8 @@ class Saver:
         with self._lock:
             failure, self._failure = self._failure, None
         return failure
+
+
+def _has_failed(handle: AsyncSave) -> bool:
+    """True if the save failed before its sources were staged, on all ranks."""
+    return handle.staged.done() and handle.staged.exception() is not None

@@ -85,6 +85,14 @@ class AsyncSave:
         with self._job.blocking():
             self._job.write.wait_staged()
 
+    @property
+    def differing(self) -> str:
+        """Which values differ between ranks, by ``check_replicas="warn"``; empty if none does.
+
+        Complete once the sources have been staged.
+        """
+        return self._job.differing
+
     def metrics(self) -> SaveMetrics:
         """What the save took on this rank; complete once it is done."""
         return self._job.metrics

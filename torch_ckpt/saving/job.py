@@ -103,6 +103,8 @@ class Job:
         #: Of the saves of this process.
         self.unchanged: UnchangedDetector | None = None
         self.inherited = False
+        #: The values that differ between ranks, described for the user.
+        self.differing = ""
         #: Values that have been found; counts as a sign of life.
         self.resolved = 0
         self.committed: Future[Metadata] = _Reporting(self)

@@ -111,9 +111,10 @@ class RankState:
         """What other ranks must know of it."""
         return Told(self._template, self._parts, self._planner.create_local_plan())
 
-    def plain_tensors(self) -> list[torch.Tensor]:
-        """The tensors that are taken to be the same on all ranks."""
-        return self._flat.plain()
+    def replicated(self) -> tuple[list[torch.Tensor], list[Any]]:
+        """The plain tensors and the objects, which are taken to be the same on all ranks."""
+        rows = [row for row in self._flat.others() if self._flat.is_object(row)]
+        return self._flat.plain(), [self._flat.value(row) for row in rows]
 
     @no_gc()
     def values(
@@ -207,9 +208,9 @@ class GlobalPlan:
         """By rank."""
         return [Task(self._engine.owned(rank), rest) for rank, rest in enumerate(self._rest)]
 
-    def plain_names(self) -> list[list[str]]:
-        """By rank, the names of its :meth:`RankState.plain_tensors`."""
-        return [self._engine.plain_names(rank) for rank in range(len(self._rest))]
+    def replicated_names(self) -> list[list[str]]:
+        """By rank, the names of its :meth:`RankState.replicated` values: tensors, then objects."""
+        return [self._engine.replicated_names(rank) for rank in range(len(self._rest))]
 
     @functools.cached_property
     def paths(self) -> dict[str, tuple[Any, ...]]:

@@ -1,29 +1,26 @@
-"""Whether tensors that ranks should have in common are the same.
+"""Finds values that ranks should have in common and that differ between them.
 
-A plain tensor (no DTensor) that several ranks have under one name is written by one of them. Where
-it differs, be it that replicas have drifted apart or that it is private to each rank, the others'
-are lost. Checksums tell.
+A plain tensor (no DTensor), a number or another object that several ranks have under one name is
+written by one of them. If it differs, because replicas have drifted apart or because each rank has
+its own, the values of the other ranks are lost. Every rank posts checksums with its plan, and the
+coordinator compares them.
 """
 
 from __future__ import annotations
 
-import time
+import pickle
+import zlib
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from torch_ckpt import _C
 from torch_ckpt._base.formatting import plural, ranks_text
-from torch_ckpt._base.log import warn
 from torch_ckpt._base.options import require_choice
-from torch_ckpt._base.trees import BITS, as_bytes, host_pieces, is_strided
-from torch_ckpt.ranks.calls import Call
-from torch_ckpt.saving.events import Event
+from torch_ckpt._base.trees import BITS, as_bytes, host_pieces
+from torch_ckpt.checkpoint.objects import PLAIN
 
 #: How to look.
 MODES = ("off", "warn", "error")
@@ -32,108 +29,45 @@ MODES = ("off", "warn", "error")
 _SAMPLE_BYTES = 64 << 10
 _STRIPES = 16
 
+# The end of the name of what a value of an AppState holds beside tensors (state/trees.py).
+_OBJECTS = "._objects"
+
 
 class ReplicaCheck:
-    """Looks at the replicas of some of a run's saves.
-
-    All ranks make the same calls, in the same order, each on the thread that saves.
+    """Chooses the saves of a run that compare replicas. Every rank counts the same saves.
 
     Args:
         mode: "off", "warn" or "error".
-        every: so many saves; the first is one of them.
-        process_group: None for the default group.
-        timeout: seconds after which a rank that does not come is given up.
-
-    Attributes:
-        raises: whether what differs is not to be saved.
+        every: compare at every save of so many; the first is one of them.
 
     Raises:
         ValueError: there is no such mode, or ``every`` is not positive.
     """
 
-    def __init__(
-        self, mode: str, every: int, *, process_group: dist.ProcessGroup | None, timeout: float
-    ) -> None:
+    def __init__(self, mode: str, every: int) -> None:
         require_choice("check_replicas", mode, MODES)
         if every < 1:
             raise ValueError(f"check_replicas_every must be at least 1, got {every}")
-        self.raises = mode == "error"
         self._mode = mode
         self._every = every
-        self._group = process_group
-        self._timeout = timeout
         self._saves = 0
 
-    def is_due(self) -> bool:
-        """Whether to look at this save. Called once for each."""
+    def next_mode(self) -> str:
+        """The mode of the next save. Call it once for each save."""
         saves, self._saves = self._saves, self._saves + 1
-        return self._mode != "off" and saves % self._every == 0
-
-    def look(
-        self,
-        step: int,
-        state_dict: Callable[[], dict[str, Any]],
-        rank: int,
-        report: Callable[[Event], None],
-    ) -> str:
-        """What differs, told; the same text on all ranks, empty where nothing does.
-
-        Args and raises: see :func:`differing_replicas`.
-        """
-        begun = time.perf_counter()
-        lines = differing_replicas(state_dict, self._group, self._timeout)
-        seconds = time.perf_counter() - begun
-        if not lines:
-            return ""
-        message = f"step {step}: {told(lines)}"
-        report(Event("differing_replicas", step, rank, seconds, message=message))
-        if self._mode == "warn" and rank == 0:
-            # It names the line that calls the manager.
-            warn(message, stacklevel=5)
-        return message
+        return self._mode if saves % self._every == 0 else "off"
 
 
-def differing_replicas(
-    state_dict: Callable[[], dict[str, Any]],
-    process_group: dist.ProcessGroup | None,
-    timeout: float,
-) -> list[str]:
-    """What differs, one line for each name, the same on all ranks.
+def checksums_of(tensors: Iterable[torch.Tensor], objects: Iterable[Any], mode: str) -> bytes:
+    """A checksum of 4 bytes for each tensor, then for each object; 0 for what is not compared.
 
-    A name that only some ranks have is compared among these. All plain tensors are read, on the
-    calling thread; of those on other devices than the CPU copies are made, 64 MiB at a time.
+    Tensors that are not plain are not compared, nor objects that contain themselves or cannot be
+    pickled.
 
     Args:
-        state_dict: gives it; what it raises is raised here, and named on the other ranks.
-        process_group: None for the default group.
-        timeout: seconds after which a rank that does not come is given up.
-
-    Raises:
-        TimeoutError, ConnectionError, RuntimeError: see :class:`torch_ckpt.ranks.calls.Call`.
-    """
-    done = 0
-
-    def checksums() -> dict[str, str]:
-        nonlocal done
-        found = {}
-        for name, tensor in _plain_tensors(state_dict()):
-            found[name] = f"{tensor.dtype} {list(tensor.shape)} {_checksum(tensor)}"
-            done += tensor.nbytes
-        return found
-
-    with Call("check_replicas", process_group, timeout) as call:
-        if not call.distributed:
-            return []
-        with call.alive(lambda: done):
-            return call.exchange(checksums, _compare)
-
-
-def checksums_of(tensors: Iterable[torch.Tensor], mode: str) -> bytes:
-    """A checksum of 4 bytes for each tensor, one behind another; 0 for what is not plain.
-
-    Args:
-        mode: "error" reads all. "warn" reads all of a tensor up to 64 KiB, and 16 stripes of 4 KiB,
-            evenly spread, of a larger one: what is private to a rank differs there, too.
+        mode: "error" reads all of a tensor. "warn" reads all of a tensor up to 64 KiB, and 16
+            stripes of 4 KiB, evenly spread, of a larger one: what is private to a rank differs
+            there, too. Objects are read completely.
     """
     given = list(tensors)
     found: list[int | None] = [None] * len(given)
@@ -144,10 +78,11 @@ def checksums_of(tensors: Iterable[torch.Tensor], mode: str) -> bytes:
             whole = mode == "error" or tensor.nbytes <= _SAMPLE_BYTES
             of_tensor = _checksum if whole else _checksum_of_sample
             found[number] = of_tensor(tensor) if _C.is_plain(tensor) else 0
-    return array("I", cast(list[int], found)).tobytes()
+    sums = cast(list[int], found) + [_checksum_of_object(value) for value in objects]
+    return array("I", sums).tobytes()
 
 
-def differing_tensors(names: list[list[str]], checksums: list[bytes | None]) -> list[str]:
+def differing_values(names: list[list[str]], checksums: list[bytes | None]) -> list[str]:
     """What differs, one line for each name, from each rank's names and its checksums of these."""
     brought: list[dict[str, int]] = []
     for of_rank, data in zip(names, checksums, strict=True):
@@ -159,10 +94,60 @@ def differing_tensors(names: list[list[str]], checksums: list[bytes | None]) -> 
     return _compare(brought)
 
 
-def told(lines: list[str]) -> str:
-    """What differs, for an error or a warning."""
+def described(lines: list[str]) -> str:
+    """Describes what differs and what to do, for an error or a warning; empty without lines."""
+    if not lines:
+        return ""
     shown = "; ".join(lines[:10]) + ("; and more" if len(lines) > 10 else "")
-    return f"{plural(len(lines), 'tensor')} of which one rank's would be saved for all: {shown}"
+    verb = "differs" if len(lines) == 1 else "differ"
+    return (
+        f"{plural(len(lines), 'value')} {verb} between ranks, and only one rank's would be saved "
+        f"for all: {shown}. Wrap a value that each rank has for itself in torch_ckpt.PerRank(...), "
+        "or save it under a name of its own; a replica that has drifted apart needs its cause "
+        "found. check_replicas='off' does not compare"
+    )
+
+
+def _checksum_of_object(value: Any) -> int:
+    try:
+        if type(value) in PLAIN:
+            return zlib.crc32(f"{type(value).__name__} {value!r}".encode(errors="surrogatepass"))
+        target = _Checksum()
+        _Digest(target).dump(value)
+    except Exception:
+        # It contains itself; or the rank that saves it raises the error.
+        return 0
+    return target.crc
+
+
+class _Checksum:
+    """A file that keeps only the checksum of what is written."""
+
+    def __init__(self) -> None:
+        self.crc = 0
+
+    def write(self, data: bytes) -> None:
+        self.crc = zlib.crc32(data, self.crc)
+
+
+class _Digest(pickle.Pickler):
+    """Pickles an object so that equal objects of different processes have equal pickles.
+
+    Equal objects may share parts in different ways, and sets have no order. So nothing is
+    memoized, the items of a set are sorted by their checksums, and tensors count by value.
+    """
+
+    def __init__(self, target: _Checksum) -> None:
+        super().__init__(target, protocol=4)
+        self.fast = True
+
+    def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, set | frozenset):
+            return type(value).__name__, sorted(map(_checksum_of_object, value))
+        if isinstance(value, torch.Tensor):
+            crc = _checksum(value) if _C.is_plain(value) else 0
+            return str(value.dtype), tuple(value.shape), crc
+        return None
 
 
 def _checksum_of_sample(tensor: torch.Tensor) -> int:
@@ -175,15 +160,6 @@ def _checksum_of_sample(tensor: torch.Tensor) -> int:
     first = torch.tensor(begins, device="cpu").unsqueeze(1)
     indices = first + torch.arange(length, device="cpu")
     return _checksum(torch.take(bits, indices.to(tensor.device)))
-
-
-def _plain_tensors(state_dict: dict[str, Any]) -> Iterable[tuple[str, torch.Tensor]]:
-    for path, value in pytree.tree_flatten_with_path(state_dict)[0]:
-        if is_strided(value) and not isinstance(value, DTensor):
-            yield (
-                ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path),
-                value,
-            )
 
 
 def _checksum(tensor: torch.Tensor) -> int:
@@ -202,8 +178,12 @@ def _compare(brought: Sequence[Mapping[str, object]]) -> list[str]:
         for rank, of_rank in enumerate(brought):
             if name in of_rank:
                 holders.setdefault(of_rank[name], []).append(rank)
+        # What one rank cannot compare is not known to differ.
+        holders.pop(0, None)
         if len(holders) > 1:
             groups = sorted(holders.values())
             others = "; ".join(f"another on {ranks_text(ranks)}" for ranks in groups[1:])
-            lines.append(f"{name} has one value on {ranks_text(groups[0])}; {others}")
+            lines.append(
+                f"{name.removesuffix(_OBJECTS)} has one value on {ranks_text(groups[0])}; {others}"
+            )
     return lines

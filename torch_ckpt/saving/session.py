@@ -29,7 +29,7 @@ from torch_ckpt.saving.items import Written, names_of_files
 from torch_ckpt.saving.job import Job
 from torch_ckpt.saving.plan import GlobalPlan, RankState, StateDict, Task, Told
 from torch_ckpt.saving.rank_write import RankWrite
-from torch_ckpt.saving.replica_check import checksums_of, differing_tensors, told
+from torch_ckpt.saving.replica_check import checksums_of, described, differing_values
 from torch_ckpt.saving.writer import FileSystemWriter
 
 
@@ -39,7 +39,7 @@ class Posted(NamedTuple):
     plan: Told | int
     identity: str | None = None
     place: Place | None = None
-    checksums: bytes | None = None  # of its plain tensors, in their order
+    checksums: bytes | None = None  # of its replicated values, in their order
 
 
 class Answer(NamedTuple):
@@ -48,6 +48,7 @@ class Answer(NamedTuple):
     task: Task | str | None
     number: int  # of the plan
     tag: str
+    differing: str = ""  # the values that differ between ranks, if they were compared
 
 
 #: The answer to ranks that are to list what they have after all.
@@ -158,21 +159,21 @@ def save_state(
         if check_replicas == "off" or ranks.size == 1:
             return None
         with device_streams():
-            return checksums_of(states[0].plain_tensors(), check_replicas)
+            return checksums_of(*states[0].replicated(), check_replicas)
 
     def device_streams() -> AbstractContextManager[object]:
         return job.write.device_streams() if job is not None else nullcontext()
 
-    def compare_replicas(checksums: list[bytes | None]) -> None:
+    def compare_replicas(checksums: list[bytes | None]) -> str:
         assert cache.plan is not None
-        lines = differing_tensors(cache.plan.plain_names(), checksums) if any(checksums) else []
-        if lines and check_replicas == "error":
-            raise CheckpointError(told(lines))
-        if lines:
-            warn(
-                f"{writer.destination}: {told(lines)}; save what each rank has for itself under "
-                "names of its own, or pass check_replicas='off'"
-            )
+        if not any(checksums):
+            return ""
+        text = described(differing_values(cache.plan.replicated_names(), checksums))
+        if text and check_replicas == "error":
+            raise CheckpointError(text)
+        if text:
+            warn(f"{writer.destination}: {text}")
+        return text
 
     @no_gc()
     def plan_locally() -> Told | int:
@@ -186,13 +187,17 @@ def save_state(
         require_one_directory([of_rank.place for of_rank in posted])
         answers = cache.answers(posted, ranks, writer.tag)
         if answers[0].task != IN_FULL:
-            compare_replicas([of_rank.checksums for of_rank in posted])
+            differing = compare_replicas([of_rank.checksums for of_rank in posted])
+            if differing:
+                answers = [answer._replace(differing=differing) for answer in answers]
         return answers
 
     answer = ranks.reduce_scatter("plan", plan_of_rank, plan_globally)
     if answer.task == IN_FULL:
         answer = ranks.reduce_scatter("plan", in_full, plan_globally)
     task = cache.keep(states[0], answer)
+    if job is not None:
+        job.differing = answer.differing
 
     def found() -> None:
         if job is not None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy
 import pytest
 import torch
 
 import torch_ckpt
-from torch_ckpt.saving.replica_check import checksums_of, differing_tensors
+from torch_ckpt.saving.replica_check import checksums_of, differing_values
 
 
 @pytest.mark.parametrize("mode", ["warn", "error"])
@@ -18,7 +21,7 @@ def test_the_checksum_does_not_depend_on_how_a_tensor_lies_in_memory(
     tensor = (torch.rand(shape) * 100).to(dtype)
     other = tensor.mT.contiguous().mT if tensor.dim() else tensor
     apart = torch.zeros((*shape, 2), dtype=dtype)[..., 0].copy_(tensor)
-    sums = [checksums_of([t], mode) for t in (tensor, other, apart)]
+    sums = [checksums_of([t], [], mode) for t in (tensor, other, apart)]
     assert sums[0] == sums[1] == sums[2] != bytes(4)
 
 
@@ -26,23 +29,68 @@ def test_the_checksum_does_not_depend_on_how_a_tensor_lies_in_memory(
 def test_a_single_element_has_the_same_checksum_with_any_stride(mode: str) -> None:
     element = torch.arange(3.0)[1::2]
     assert element.stride() == (2,)
-    assert checksums_of([element], mode) == checksums_of([torch.tensor([1.0])], mode)
+    assert checksums_of([element], [], mode) == checksums_of([torch.tensor([1.0])], [], mode)
 
 
 def test_the_first_and_the_last_item_of_a_large_tensor_are_looked_at() -> None:
-    before = checksums_of([torch.zeros(1_000_003)], "warn")
+    before = checksums_of([torch.zeros(1_000_003)], [], "warn")
     for place in (0, -1):
         changed = torch.zeros(1_000_003)
         changed[place] = 1
-        assert checksums_of([changed], "warn") != before
+        assert checksums_of([changed], [], "warn") != before
 
 
 def test_names_of_only_some_ranks_are_compared_among_these() -> None:
-    one, other = checksums_of([torch.zeros(1)], "warn"), checksums_of([torch.ones(1)], "warn")
-    assert differing_tensors([["a"], ["b"], ["b"]], [one, other, other]) == []
-    assert differing_tensors([["a"], ["a"], ["b"]], [one, other, None]) == [
+    one, other = (
+        checksums_of([torch.zeros(1)], [], "warn"),
+        checksums_of([torch.ones(1)], [], "warn"),
+    )
+    assert differing_values([["a"], ["b"], ["b"]], [one, other, other]) == []
+    assert differing_values([["a"], ["a"], ["b"]], [one, other, None]) == [
         "a has one value on rank 0; another on rank 1"
     ]
+
+
+class Own:
+    def __init__(self, **parts: Any) -> None:
+        self.__dict__.update(parts)
+
+
+def of_object(value: Any) -> bytes:
+    return checksums_of([], [value], "warn")
+
+
+#: Pairs of equal objects that are not built in the same way.
+EQUAL: list[tuple[Any, Any]] = [
+    (["ab", "ab"], ["ab", "".join(["a", "b"])]),
+    # Both fall into one place of the table, whose order is that of their coming.
+    ({0, 8}, {8, 0}),
+    (Own(x=1, y={"z"}), Own(x=1, y={"z"})),
+    ({"t": torch.arange(6.0)}, {"t": torch.arange(12.0)[:6]}),
+    (numpy.arange(3), numpy.arange(6)[:3].copy()),
+    (10**5000, 10**5000),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), EQUAL, ids=lambda value: type(value).__name__)
+def test_equal_objects_have_one_checksum(one: Any, other: Any) -> None:
+    assert of_object(one) == of_object(other)
+
+
+def test_objects_that_differ_have_different_checksums() -> None:
+    objects: list[Any] = [
+        *(0, 1, True, 1.0, "1", b"1", None, [1], (1,), {1}, {"a": 1}, {"a": 2}),
+        *(Own(x=1), Own(x=2), {"t": torch.zeros(2)}, {"t": torch.ones(2)}),
+        {"t": torch.zeros(2, dtype=torch.int32)},
+    ]
+    assert len({of_object(value) for value in objects}) == len(objects)
+
+
+def test_an_object_that_contains_itself_is_not_compared() -> None:
+    cycle: list[Any] = []
+    cycle.append(cycle)
+    assert of_object(cycle) == bytes(4)
+    assert differing_values([["a"], ["a"]], [of_object(cycle), of_object([1])]) == []
 
 
 def test_other_modes_are_refused() -> None:
