@@ -196,6 +196,11 @@ class Load:
         """The patterns among ``names`` that have matched nothing so far."""
         return self._chosen.unmatched
 
+    @property
+    def takes_all(self) -> bool:
+        """True if no ``names`` choose among the names of the state dict."""
+        return self._chosen.all
+
     def has(self, name: str) -> bool:
         """True if the checkpoint has something of a fully qualified name."""
         return name in self._index()

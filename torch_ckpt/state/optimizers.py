@@ -327,11 +327,15 @@ def _of_parameter(name: str, parameters: Container[str]) -> tuple[str, str] | No
 
 def _groups_by_number(options: StateDict) -> list[StateDict]:
     """The groups of a state whose options are named by the numbers of groups."""
-    groups: dict[int, StateDict] = defaultdict(lambda: {"params": []})
+    groups: dict[str, StateDict] = defaultdict(lambda: {"params": []})
     for name, value in options.items():
         number, _, option = name.partition(".")
-        groups[int(number)][option] = value
-    return [groups[number] for number in range(max(groups) + 1)]
+        groups[number][option] = value
+    # The numbers come from the checkpoint: a large one must not make as many groups.
+    numbers = [str(number) for number in range(len(groups))]
+    if groups.keys() != set(numbers):
+        raise CheckpointError(f"the checkpoint has groups {', '.join(groups)}, not 0 and on")
+    return [groups[number] for number in numbers]
 
 
 def _groups_by_parameter(

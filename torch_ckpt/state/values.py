@@ -148,7 +148,7 @@ def load_values(
         values = targets.of_all(load)
         prepared = load.prepare(values)
         load.require_fit(prepared.report, strict)
-        if strict:
+        if strict and load.takes_all:
             targets.require_places(prepared.report)
         return values, prepared
 
@@ -226,7 +226,7 @@ def load_values_freeing(
 
     def require_fit() -> None:
         load.require_fit(total, strict)
-        if strict:
+        if strict and load.takes_all:
             targets.require_places(total)
 
     _agree(ranks, load, require_fit, lambda _none: total)

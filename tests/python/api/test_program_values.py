@@ -221,6 +221,13 @@ def test_a_dict_that_is_empty_here_and_not_in_the_checkpoint_is_refused(
     assert str(cause).startswith("optimizer.state is empty here, and the checkpoint has optimizer")
 
 
+def test_a_dict_that_is_empty_here_is_no_matter_if_names_are_chosen(tmp_path: Path) -> None:
+    torch_ckpt.save({"a": {"b": 1}, "step": 3}, tmp_path)
+    state: State = {"a": {}, "step": 0}
+    torch_ckpt.load(state, tmp_path, names=["step"])
+    assert state == {"a": {}, "step": 3}
+
+
 def test_an_optimizer_without_state_is_refused_with_a_planner(tmp_path: Path) -> None:
     torch_ckpt.save({"optimizer": program(1)["optimizer"]}, tmp_path)
     with pytest.raises(ValueError, match=r"^optimizer: dcp\.load, .*get_optimizer_state_dict"):

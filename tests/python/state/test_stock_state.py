@@ -163,6 +163,16 @@ def test_a_stock_checkpoint_of_an_optimizer_with_less_state_is_missing_the_rest(
     ]
 
 
+@pytest.mark.parametrize("number", ["9999999999", "one"])
+def test_groups_whose_numbers_are_not_consecutive_are_refused(tmp_path: Path, number: str) -> None:
+    stored = AppState(program(1)).state_dict()
+    groups = dict(enumerate(stored["optimizer"]["param_groups"]))
+    stored["optimizer"]["param_groups"] = {"0": groups[0], number: groups[1]}
+    torch_ckpt.save(stored, tmp_path)
+    with pytest.raises(CheckpointError, match=rf"has groups 0, {number}, not 0 and on"):
+        restore(program(0), tmp_path)
+
+
 def test_an_optimizer_that_the_checkpoint_lacks_is_missing_by_its_groups(tmp_path: Path) -> None:
     saved = program(1)
     stock_save({"model": saved["model"].state_dict()}, tmp_path)
