@@ -332,11 +332,7 @@ class IndexBuilder {
     const auto offsets = values_.extents.at(record.offsets.id);
     const auto sizes = values_.extents.at(record.sizes.id);
     const auto whole = values_.extents.at(entry.size);
-    bool is_inside = offsets.size() == whole.size() && sizes.size() == whole.size();
-    for (std::size_t d = 0; is_inside && d < whole.size(); ++d) {
-      is_inside = offsets[d] <= whole[d] && sizes[d] <= whole[d] - offsets[d];
-    }
-    if (!is_inside) {
+    if (!lies_inside(offsets, sizes, whole)) {
       return fail(name, "the metadata has a shard of " + listed(sizes) + " at " + listed(offsets) +
                             ", which is outside of the tensor of " + listed(whole));
     }

@@ -15,6 +15,18 @@ std::string listed(std::span<const std::int64_t> numbers) {
   return text + "]";
 }
 
+bool lies_inside(std::span<const std::int64_t> offsets, std::span<const std::int64_t> sizes,
+                 std::span<const std::int64_t> whole) {
+  if (offsets.size() != whole.size() || sizes.size() != whole.size()) return false;
+  for (std::size_t d = 0; d < whole.size(); ++d) {
+    if (offsets[d] < 0 || sizes[d] < 0 || offsets[d] > whole[d] ||
+        sizes[d] > whole[d] - offsets[d]) {
+      return false;
+    }
+  }
+  return true;
+}
+
 std::uint32_t ExtentsTable::intern(std::span<const std::int64_t> numbers) {
   if (2 * (size() + 1) > slots_.size()) grow();
   const std::size_t mask = slots_.size() - 1;

@@ -11,6 +11,10 @@ namespace torch_ckpt::index {
 /// For messages: "[2, 3]".
 std::string listed(std::span<const std::int64_t> numbers);
 
+/// True if a box of `sizes` at `offsets` lies within a tensor of `whole`, all of that rank.
+bool lies_inside(std::span<const std::int64_t> offsets, std::span<const std::int64_t> sizes,
+                 std::span<const std::int64_t> whole);
+
 /// Sizes and offsets, in elements: each list of numbers once, by an id. Equal ids are equal lists.
 class ExtentsTable {
  public:

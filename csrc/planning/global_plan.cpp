@@ -155,6 +155,12 @@ Result<std::vector<std::uint32_t>> GlobalPlan::add_entries(std::uint32_t rank) {
   for (std::uint32_t i = 0; i < here.size(); ++i) {
     const Row& row = here.row(i);
     if (row.kind == Kind::other && !row.is_here) continue;
+    if (here.name(i).size() > index::CheckpointIndex::kMostNameBytes) {
+      return refused("rank " + std::to_string(rank) + " has a value whose name has " +
+                     std::to_string(here.name(i).size()) + " bytes, more than " +
+                     std::to_string(index::CheckpointIndex::kMostNameBytes) + ": " +
+                     std::string(here.name(i).substr(0, 100)) + "...");
+    }
     const auto [number, is_new] = names_.add(here.name(i));
     if (is_new) entries_.push_back({rank, i, kNone, kNone});
     entries[i] = number;
@@ -268,6 +274,12 @@ Result<> GlobalPlan::check_cover() const {
       const std::uint32_t box = owner.box(parts_[at].row);
       const auto offsets = owner.offsets(box);
       const auto sizes = owner.sizes(box);
+      if (!index::lies_inside(offsets, sizes, whole)) {
+        return refused(std::string(names_.at(number)) + ": rank " +
+                       std::to_string(parts_[at].owner) + " has a shard of " + listed(sizes) +
+                       " at " + listed(offsets) + ", which is outside of the tensor of " +
+                       listed(whole));
+      }
       const std::uint64_t elements = product(sizes);
       if (elements == 0) continue;
       held += elements;

@@ -1,7 +1,9 @@
 #include "planning/plan_metadata.h"
 
+#include <algorithm>
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace torch_ckpt::planning {
 
@@ -48,15 +50,26 @@ Result<std::span<const std::string_view>> PlanMetadata::encode(
   return pieces;
 }
 
+std::string PlanMetadata::name_of(std::size_t rank, std::size_t number) const {
+  return std::string(plan_.name(plan_.entry(rank, number)));
+}
+
 Result<> PlanMetadata::place(Described& described, std::span<const WrittenFiles> written) const {
   std::uint32_t number = 0;
   for (std::size_t rank = 0; rank < plan_.ranks(); ++rank) {
     const std::size_t owned = plan_.owned(rank).size();
+    std::vector<bool> is_placed(owned);
     std::size_t placed = 0;
     if (rank < written.size()) {
       for (const format::FileResult& file : written[rank]) {
         for (const format::ItemResult& item : file.items) {
           if (item.item >= owned) continue;
+          if (is_placed[item.item]) {
+            return format_error(Errc::metadata_inconsistent, "rank " + std::to_string(rank) +
+                                                                 " reports two places of " +
+                                                                 name_of(rank, item.item));
+          }
+          is_placed[item.item] = true;
           const auto shard = described.shards[plan_.part(rank, item.item)];
           if (described.index.place(shard, number, item.offset, item.length)) {
             described.encoder.forget_places();
@@ -67,10 +80,12 @@ Result<> PlanMetadata::place(Described& described, std::span<const WrittenFiles>
       }
     }
     if (placed != owned) {
-      return format_error(Errc::metadata_inconsistent, "rank " + std::to_string(rank) +
-                                                           " has told where " +
-                                                           std::to_string(placed) + " of its " +
-                                                           std::to_string(owned) + " values lie");
+      const auto missing = std::ranges::find(is_placed, false) - is_placed.begin();
+      return format_error(Errc::metadata_inconsistent,
+                          "rank " + std::to_string(rank) + " has told where " +
+                              std::to_string(placed) + " of its " + std::to_string(owned) +
+                              " values lie, and not where " +
+                              name_of(rank, static_cast<std::size_t>(missing)) + " does");
     }
   }
   return {};

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -30,7 +31,7 @@ class PlanMetadata {
   void describe();
   /// The pickle and its seal, in pieces that hold until the next call.
   ///
-  /// Errc::metadata_inconsistent where a rank has not said of each of its rows where it lies.
+  /// Errc::metadata_inconsistent if a rank has not reported exactly one place of each of its rows.
   ///
   /// written: by rank.
   /// rest: the index of what torch's planner plans; may be null.
@@ -48,6 +49,8 @@ class PlanMetadata {
     std::vector<index::CheckpointIndex::Placed> shards;  // by part
     index::MetadataEncoder encoder;
   };
+  /// Of a row that the rank owns.
+  std::string name_of(std::size_t rank, std::size_t number) const;
   Result<> place(Described& described, std::span<const WrittenFiles> written) const;
 
   const GlobalPlan& plan_;

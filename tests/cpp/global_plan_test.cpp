@@ -241,6 +241,27 @@ TEST(GlobalPlan, ShardsThatDoNotMakeUpTheTensorAreRefused) {
   EXPECT_TRUE(fails(shards({{0, 4}, {3, 4}}), Errc::invalid_argument));
 }
 
+TEST(GlobalPlan, AShardOutsideOfItsTensorIsRefused) {
+  // Each has as many elements as are missing, or none.
+  const std::pair<Sizes, Sizes> kOutside[] = {
+      {{4, 2}, {4, 2}}, {{-4, 0}, {4, 2}}, {{0, 0}, {8, 1}}, {{9, 0}, {0, 2}}};
+  for (const auto& [offsets, sizes] : kOutside) {
+    std::vector<Rows> ranks(3);
+    ranks[0].add_shard("w", {8, 2}, {0, 0}, {4, 2});
+    ranks[1].add_shard("w", {8, 2}, offsets, sizes);
+    ranks[2].add_shard("w", {8, 2}, {4, 0}, {4, 2});
+    EXPECT_TRUE(fails(GlobalPlan::of(states_of(ranks)), Errc::invalid_argument));
+  }
+}
+
+TEST(GlobalPlan, ANameThatNoReaderAcceptsIsRefused) {
+  std::vector<Rows> ranks(1);
+  ranks[0].add_tensor(std::string(index::CheckpointIndex::kMostNameBytes, 'n'), {1});
+  EXPECT_TRUE(ok(GlobalPlan::of(states_of(ranks))));
+  ranks[0].add_tensor(std::string(index::CheckpointIndex::kMostNameBytes + 1, 'n'), {1});
+  EXPECT_TRUE(fails(GlobalPlan::of(states_of(ranks)), Errc::invalid_argument));
+}
+
 TEST(GlobalPlan, ATensorThatIsCutAsAWholeOneButIsLargerIsRefused) {
   std::vector<Rows> ranks(2);
   for (std::int64_t rank = 0; rank < 2; ++rank) {

@@ -112,6 +112,16 @@ TEST(PlanMetadata, WithoutThePlaceOfAValueIsRefused) {
   decoded(encoded(metadata, written(plan)));
 }
 
+TEST(PlanMetadata, AValueThatIsReportedTwiceDoesNotStandForAMissingOne) {
+  const GlobalPlan plan = plan_of_two();
+  PlanMetadata metadata(plan);
+  auto files = written(plan);
+  ASSERT_GE(files[0][0].items.size(), 2u);
+  files[0][0].items.back() = files[0][0].items.front();
+  const std::vector<WrittenFiles> all(files.begin(), files.end());
+  EXPECT_TRUE(fails(metadata.encode(all, nullptr, {{}, "1.0.0"}), Errc::metadata_inconsistent));
+}
+
 TEST(MetadataSeal, IsNotOfOtherBytes) {
   const GlobalPlan plan = plan_of_two();
   PlanMetadata metadata(plan);

@@ -38,9 +38,11 @@ from torch_ckpt.checkpoint.lease import (
 from torch_ckpt.checkpoint.metadata import (
     DCP_VERSION,
     encode_metadata,
+    index_of,
     with_checksum_tables,
 )
 from torch_ckpt.checkpoint.saved_metadata import decode_when_used
+from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
 from torch_ckpt.saving.background import CHUNK_BYTES, Background
 from torch_ckpt.saving.items import (
     Written,
@@ -275,13 +277,23 @@ class FileSystemWriter(StockWriter):
             meta = self.storage_meta()
             metadata.storage_meta = None if meta is None else StorageMeta(**vars(meta))
             tables, directories = brought_with(results)
-            data = encode_metadata(with_checksum_tables(metadata, tables))
+            complete = with_checksum_tables(metadata, tables)
+            data = encode_metadata(complete)
         try:
             require_one_directory([Place.of(self.directory), *directories])
+            self._refuse_unreadable(complete)
         except BaseException:
             self.abandon()
             raise
         self.commit(data, {info.relative_path for info in metadata.storage_data.values()})
+
+    def _refuse_unreadable(self, metadata: Metadata) -> None:
+        try:
+            index_of(metadata, str(self.path))
+        except (Corrupt, Unsafe) as error:
+            raise CheckpointError(
+                f"the metadata of this save could not be loaded, so it is not committed: {error}"
+            ) from error
 
     def _finish_planned(self, plan: GlobalPlan, metadata: Metadata, results: list[Any]) -> None:
         written: list[Written] = [of_rank[0] for of_rank in results]
