@@ -2,7 +2,7 @@
 
 1. The metadata is read, and its directory shared, as for a load.
 2. What it says is compared with itself (every shard is stored somewhere, shards cover their tensor)
-   and with the lengths of the files.
+   and with the lengths of the files: none is shorter or longer than its records.
 3. The engine reads every record that lies in a file and compares it with every checksum: blocks,
    archive and objects where the metadata has them, else the CRC-32 of every entry of the archive.
 4. An error of the machine, such as a lack of descriptors, is not damage: the report names what
@@ -225,6 +225,7 @@ def verify(
         for name in _metadata_names(directory):
             look.add(name)
         look.find_unreferenced()
+        look.find_trailing_bytes()
         look.read(thread_count or DEFAULT_THREADS, max_inflight_bytes, direct_io, progress)
     finally:
         directory.close()
@@ -248,6 +249,8 @@ class _Look:
         self._metadata_files: set[str] = set()
         # Lengths of the files that metadata names; None: no record of it can be read.
         self._lengths: dict[str, int | None] = {}
+        # Where the last record of a file ends.
+        self._ends: dict[str, int] = {}
         self._missing: dict[str, list[str]] = {}
         self._numbers: dict[str, int] = {}
         self._tables: dict[str, bytes] = {}
@@ -272,6 +275,14 @@ class _Look:
             named |= {MARKER_NAME, PINNED_NAME}
         unnamed = (name for name in self._directory.names() if name not in named)
         self.report.unreferenced.extend(sorted(filter(self._is_file, unnamed)))
+
+    def find_trailing_bytes(self) -> None:
+        """Finds bytes behind the last record of each file, which no writer leaves."""
+        for file, has in self._lengths.items():
+            end = self._ends.get(file, 0)
+            if has is not None and has > end:
+                what = "the file is longer than its records"
+                self.report.damaged.append(Damage(None, file, end, has - end, what))
 
     def read(
         self,
@@ -336,6 +347,7 @@ class _Look:
         assert file is not None
         if file not in self._lengths:
             self._lengths[file] = self._length_of(file)
+        self._ends[file] = max(self._ends.get(file, 0), offset + length)
         has = self._lengths[file]
         if has is None:
             if file in self._missing:

@@ -260,6 +260,17 @@ def test_of_a_truncated_file_the_records_behind_its_end_are_named(checkpoint: Pa
     assert report.records == len(STATE) - len(lost)
 
 
+def test_bytes_behind_the_last_record_are_damage(checkpoint: Path) -> None:
+    file = place(checkpoint, "blocks")[0]
+    before = file.stat().st_size
+    file.write_bytes(file.read_bytes() + b"xyz")
+    report = torch_ckpt.verify(checkpoint)
+    (damage,) = report.damaged
+    assert (damage.name, damage.file, damage.offset, damage.bytes) == (None, file.name, before, 3)
+    assert not report.ok
+    assert damage.what == "the file is longer than its records"
+
+
 def test_a_file_that_is_empty_is_no_reason_to_stop(checkpoint: Path) -> None:
     file = place(checkpoint, "blocks")[0]
     os.truncate(file, 0)
