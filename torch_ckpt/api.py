@@ -1,7 +1,8 @@
 """``save``, ``async_save`` and ``load``: as torch's, with less Python for each tensor.
 
-The files are the same. What differs is the way there: a plain tensor is one short tuple in a plan
-instead of some ten objects, plans and results travel between ranks in that form
+The files are the same, but for values at the top that have a state, such as modules and optimizers:
+state/app_state.py reads and sets them. What differs is the way there: a plain tensor is one short
+tuple in a plan instead of some ten objects, plans and results travel between ranks in that form
 (saving/session.py), and a load (loading/load.py) needs no exchange of plans at all. Everything that
 is not a plain tensor (DTensor, ShardedTensor, objects) goes through torch's own planners.
 """
