@@ -143,7 +143,7 @@ class Attempt:
                 marker=marked,
                 expected_bytes=size,
                 # The other ranks wait for this one's plan.
-                make_room=functools.partial(self._deletions.settle, self._run.timeout / 2),
+                make_room=functools.partial(self._deletions.make_room, self._run.timeout / 2),
                 **self._writer_options,
             )
         except BaseException as error:

@@ -55,6 +55,7 @@ class Deletions:
         self._reading: set[int] = set()
         self._verified: int | None = None
         self._stale: set[int] = set()  # of before training went back
+        self._newest: int | None = None  # the last step that was saved or restored
         self._has_said_what_is_missing = False
 
     # --- what stays ------------------------------------------------------------------------------
@@ -83,6 +84,7 @@ class Deletions:
         """
         self.verified(step)
         self.went_back(step)
+        self._newest = step
 
     def went_back(self, step: int) -> None:
         """Training goes on from a step; those after it wait to be replaced.
@@ -113,6 +115,7 @@ class Deletions:
             forget: called first, by the deleting thread: removes the keys that the save's decision
                 has left in the ranks' store.
         """
+        self._newest = step
         # Not where the interpreter ends: the next run deletes what is too much.
         with suppress(RuntimeError):
             self._thread.submit(self._after_commit, step, forget)
@@ -135,6 +138,16 @@ class Deletions:
         _C.fault_point("wait for deletions", self._store.root)
         with suppress(RuntimeError, FutureTimeout):
             self.in_turn(lambda: None, timeout)
+
+    def make_room(self, timeout: float) -> None:
+        """Deletes what no rule keeps by now, as after a commit, and waits for that.
+
+        A run that begins on a full disk, perhaps with stricter rules, commits nothing otherwise.
+        """
+        if self._newest is not None:
+            with suppress(RuntimeError):
+                self._thread.submit(self._delete_quietly, self._newest)
+        self.settle(timeout)
 
     def close(self) -> None:
         """Waits likewise; from now on nothing is deleted."""
@@ -164,8 +177,11 @@ class Deletions:
             forget()
         except Exception as error:
             LOGGER.warning("keys of the store could not be removed: %s", causes(error))
+        self._delete_quietly(step)
+
+    def _delete_quietly(self, newest: int) -> None:
         try:
-            self._delete_what_no_rule_keeps(step)
+            self._delete_what_no_rule_keeps(newest)
         except Exception as error:
             LOGGER.warning("steps could not be deleted (they will be, later): %s", error)
 

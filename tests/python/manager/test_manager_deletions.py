@@ -155,6 +155,26 @@ def test_a_save_for_which_there_is_no_room_waits_for_deletions(
     assert made.all_steps() == [3]
 
 
+def test_a_run_that_begins_on_a_full_disk_deletes_what_its_rules_do_not_keep(
+    make: Make, small_disk: Path
+) -> None:
+    def state_of(step: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.full((1 << 19,), float(step))}
+
+    root = small_disk / "run"
+    with make(root) as made:
+        for step in (1, 2, 3):
+            made.save(step, state_of(step))
+    made = make(root, keep_last=1)
+    state = state_of(0)
+    assert made.restore(state) == 3
+    made.save(4, state)
+    finish(made)
+    # 3 was verified by the restore.
+    assert made.all_steps() == [3, 4]
+    made.close()
+
+
 def test_a_save_for_which_there_is_no_room_fails_and_says_what_to_do(
     make: Make, small_disk: Path
 ) -> None:
