@@ -893,9 +893,19 @@ void CheckpointIndex::add_path(std::string_view name, std::span<const PathPart> 
   path_begins_.push_back(path_parts_.size());
 }
 
-void CheckpointIndex::rename(std::span<const std::string> names) {
-  names_ = {};
-  for (const std::string& name : names) names_.add(name);
+Result<> CheckpointIndex::rename(std::span<const std::string> names) {
+  if (names.size() != entries_.size()) {
+    return format_error(Errc::invalid_argument, std::to_string(names.size()) + " names for " +
+                                                    std::to_string(entries_.size()) + " entries");
+  }
+  NameTable renamed;
+  for (const std::string& name : names) {
+    if (!renamed.add(name).second) {
+      return format_error(Errc::invalid_argument, name + ": two entries would have this name");
+    }
+  }
+  names_ = std::move(renamed);
+  return {};
 }
 
 Result<CheckpointIndex> CheckpointIndex::of(const PickleValues& values) {

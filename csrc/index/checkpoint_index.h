@@ -87,8 +87,9 @@ class CheckpointIndex {
     return std::span(shards_).subspan(entry.first_shard, entry.shard_count);
   }
   std::span<const Stray> strays() const { return strays_; }
-  /// Gives the entries other names, in their order; no two the same one.
-  void rename(std::span<const std::string> names);
+  /// Gives the entries other names, in their order. Errc::invalid_argument, and the old names stay,
+  /// unless there is one for each entry and no two are the same.
+  Result<> rename(std::span<const std::string> names);
   /// The number of the entry of a name.
   std::optional<std::uint32_t> find(std::string_view name) const { return names_.find(name); }
   std::string_view name(std::size_t entry) const { return names_.at(entry); }

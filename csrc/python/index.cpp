@@ -290,7 +290,7 @@ void bind_index(py::module_& module) {
           [](CheckpointIndex& index, const std::vector<py::str>& names) {
             std::vector<std::string> texts;
             for (const py::str& name : names) texts.push_back(bytes_of(name));
-            index.rename(texts);
+            unwrap(index.rename(texts));
           },
           py::arg("names"));
 

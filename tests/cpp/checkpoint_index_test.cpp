@@ -21,6 +21,20 @@ TEST(CheckpointIndex, OfWhatIsNotACheckpointsMetadataIsRefused) {
   EXPECT_TRUE(test::fails(CheckpointIndex::of(*values), Errc::metadata_inconsistent));
 }
 
+TEST(CheckpointIndex, ARenamingNeedsOneNameForEachEntryAndNoneTwice) {
+  CheckpointIndex index;
+  index.add_object("a");
+  index.add_object("b");
+  const std::vector<std::vector<std::string>> refused = {{}, {"x"}, {"x", "y", "z"}, {"x", "x"}};
+  for (const auto& names : refused) {
+    EXPECT_TRUE(test::fails(index.rename(names), Errc::invalid_argument));
+    EXPECT_EQ(index.find("b"), 1u);
+  }
+  EXPECT_TRUE(ok(index.rename(std::vector<std::string>{"x", "y"})));
+  EXPECT_EQ(index.find("y"), 1u);
+  EXPECT_EQ(index.find("b"), std::nullopt);
+}
+
 TEST(NameTable, GivesEachNameOneNumber) {
   NameTable table;
   for (int round = 0; round < 2; ++round) {

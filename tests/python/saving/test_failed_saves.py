@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import torch_ckpt
 from tests.failed_saves import LARGE, THREAD_COUNTS, assert_is_checkpoint, names_in, state_of
@@ -32,6 +33,15 @@ from torch_ckpt._base.progress import Progress
 from torch_ckpt.errors import CheckpointError, DurabilityUncertain, NotCommitted
 
 # --- without strace: real full disks, limits and directories -------------------------------------
+
+
+def test_metadata_that_no_load_accepts_is_not_committed(tmp_path: Path) -> None:
+    writer = torch_ckpt.FileSystemWriter(tmp_path)
+    state = {"n" * 70_000: torch.ones(2)}
+    with pytest.raises(dcp.CheckpointException) as error:
+        dcp.save(state, storage_writer=writer, planner=DefaultSavePlanner(), no_dist=True)
+    assert "has a name of 70000 bytes" in str(cause_of(error.value))
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("thread_count", THREAD_COUNTS)
