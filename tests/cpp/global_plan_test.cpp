@@ -242,15 +242,22 @@ TEST(GlobalPlan, ShardsThatDoNotMakeUpTheTensorAreRefused) {
 }
 
 TEST(GlobalPlan, AShardOutsideOfItsTensorIsRefused) {
-  // Each has as many elements as are missing, or none.
-  const std::pair<Sizes, Sizes> kOutside[] = {
-      {{4, 2}, {4, 2}}, {{-4, 0}, {4, 2}}, {{0, 0}, {8, 1}}, {{9, 0}, {0, 2}}};
-  for (const auto& [offsets, sizes] : kOutside) {
-    std::vector<Rows> ranks(3);
-    ranks[0].add_shard("w", {8, 2}, {0, 0}, {4, 2});
-    ranks[1].add_shard("w", {8, 2}, offsets, sizes);
-    ranks[2].add_shard("w", {8, 2}, {4, 0}, {4, 2});
-    EXPECT_TRUE(fails(GlobalPlan::of(states_of(ranks)), Errc::invalid_argument));
+  // Offsets and sizes of each rank's shard of a tensor of [8, 2]. Each has as many elements as the
+  // tensor, and corners that cancel out in the dimensions in which it is cut.
+  using Boxes = std::vector<std::pair<Sizes, Sizes>>;
+  const auto plan = [](const Boxes& boxes) {
+    std::vector<Rows> ranks(boxes.size());
+    for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
+      ranks[rank].add_shard("w", {8, 2}, boxes[rank].first, boxes[rank].second);
+    }
+    return GlobalPlan::of(states_of(ranks));
+  };
+  EXPECT_TRUE(ok(plan({{{0, 0}, {4, 2}}, {{4, 0}, {4, 2}}})));
+  for (const Boxes& boxes : {Boxes{{{4, 0}, {8, 2}}}, Boxes{{{0, 1}, {4, 2}}, {{4, 1}, {4, 2}}},
+                             Boxes{{{0, 0}, {8, 2}}, {{9, 0}, {0, 2}}}}) {
+    const auto refused = plan(boxes);
+    ASSERT_TRUE(fails(refused, Errc::invalid_argument));
+    EXPECT_NE(refused.error().message().find("outside of the tensor"), std::string::npos);
   }
 }
 
