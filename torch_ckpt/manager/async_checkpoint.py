@@ -82,7 +82,9 @@ class AsyncCheckpoint:
             )
         self.state = {**state, SAVE_COUNTER: 0}
         self._save_options = _checked(save_options or {})
-        require_known("load_options", load_options or {}, LOAD_OPTIONS | {"no_dist", "process_group"})
+        require_known(
+            "load_options", load_options or {}, LOAD_OPTIONS | {"no_dist", "process_group"}
+        )
         self._load_options = {
             name: reusable(option) for name, option in (load_options or {}).items()
         }
