@@ -155,12 +155,9 @@ Result<std::uint64_t> Scratch::send(const Region& region, const Target& target,
 Result<> Scratch::submit() {
   if (runs_.empty()) return {};
   if (copier_ == nullptr) {
-    const staging::DeviceSupport* support = staging::device_support();
-    if (support == nullptr) {
-      return format_error(Errc::invalid_argument,
-                          "a tensor lies on a device that this build does not support");
-    }
-    copier_ = support->make_copier(ready_);
+    auto made = staging::make_copier(ready_, warn_);
+    if (!made) return made.error();
+    copier_ = std::move(*made);
   }
   const Result<> submitted = copier_->submit_to_device(runs_);
   runs_.clear();

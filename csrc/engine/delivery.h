@@ -92,7 +92,11 @@ class Scratch {
 
   Scratch(Context& context, const ScratchLayout& layout,
           const std::vector<staging::ReadyEvent>& ready)
-      : pool_(context.chunks), layout_(layout), ready_(ready), slots_(layout.chunks) {}
+      : pool_(context.chunks),
+        layout_(layout),
+        ready_(ready),
+        warn_(context.warnings.once()),
+        slots_(layout.chunks) {}
   Result<> free(Slot& slot);
   Result<std::uint64_t> send(const planning::Region& region, const Target& target,
                              std::uint64_t position, std::span<const std::byte> bytes);
@@ -100,11 +104,12 @@ class Scratch {
   staging::ChunkPool& pool_;
   const ScratchLayout layout_;
   const std::vector<staging::ReadyEvent>& ready_;
+  const staging::Warn warn_;
   std::vector<Slot> slots_;
   std::size_t current_ = 0;
   std::size_t packed_ = 0;  // bytes in the current chunk, behind what is read
   std::vector<staging::HostRun> runs_;
-  std::unique_ptr<staging::DeviceCopier> copier_;
+  std::shared_ptr<staging::DeviceCopier> copier_;
 };
 
 }  // namespace torch_ckpt::engine

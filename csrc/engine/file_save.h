@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "engine/file_image.h"
@@ -45,10 +46,10 @@ struct FileWriter;
 struct FileSave {
   /// `directory` and `ready` outlive it.
   FileSave(FileJob given, std::size_t at, const os::Directory& directory, bool snapshot,
-           const std::vector<staging::ReadyEvent>& ready)
+           const std::vector<staging::ReadyEvent>& ready, staging::Warn warn)
       : job(std::move(given)),
         number(at),
-        stream(job.image, snapshot, ready),
+        stream(job.image, snapshot, ready, std::move(warn)),
         output(directory, job.name, job.image.bytes()) {}
 
   /// Of a file that is complete.

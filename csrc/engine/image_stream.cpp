@@ -32,10 +32,11 @@ const std::vector<staging::ReadyEvent>& ImageStream::no_events() {
 }
 
 ImageStream::ImageStream(const FileImage& image, bool snapshot,
-                         const std::vector<staging::ReadyEvent>& ready)
+                         const std::vector<staging::ReadyEvent>& ready, staging::Warn warn)
     : image_(image),
       snapshot_(snapshot),
       ready_(ready),
+      warn_(std::move(warn)),
       checksums_(image.items().size(), 0),
       sums_(image.items().size()) {
   for (std::size_t i = 0; i < sums_.size(); ++i) {
@@ -93,12 +94,9 @@ void ImageStream::copy_tail(std::size_t item, std::uint64_t position, std::span<
 
 Result<> ImageStream::submit(std::span<const staging::DeviceRun> runs) {
   if (copier_ == nullptr) {
-    const staging::DeviceSupport* support = staging::device_support();
-    if (support == nullptr) {
-      return format_error(Errc::invalid_argument,
-                          "a tensor lies on a device that this build does not support");
-    }
-    copier_ = support->make_copier(ready_);
+    auto made = staging::make_copier(ready_, warn_);
+    if (!made) return made.error();
+    copier_ = std::move(*made);
   }
   return copier_->submit(runs);
 }

@@ -25,11 +25,13 @@ namespace torch_ckpt::engine {
 // each is called for the pieces in order. The image, its sources and `ready` outlive it.
 class ImageStream {
  public:
-  explicit ImageStream(const FileImage& image) : ImageStream(image, false, no_events()) {}
+  explicit ImageStream(const FileImage& image)
+      : ImageStream(image, false, no_events(), [](const auto&, const auto&) {}) {}
 
   /// snapshot: many pieces are begun before the first is completed. Host memory is then copied past
   /// the caches and checksummed by complete(); else both happen at once, while it is in a cache.
-  ImageStream(const FileImage& image, bool snapshot, const std::vector<staging::ReadyEvent>& ready);
+  ImageStream(const FileImage& image, bool snapshot, const std::vector<staging::ReadyEvent>& ready,
+              staging::Warn warn);
 
   /// What is left to do for a piece that was begun.
   class Piece {
@@ -75,6 +77,7 @@ class ImageStream {
   const FileImage& image_;
   const bool snapshot_;
   const std::vector<staging::ReadyEvent>& ready_;
+  const staging::Warn warn_;
   std::vector<std::uint32_t> checksums_;
   std::vector<format::RecordSums> sums_;
   std::size_t item_ = 0;

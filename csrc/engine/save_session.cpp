@@ -77,21 +77,23 @@ SaveSession::SaveSession(Context& context, os::Directory directory, std::vector<
     : context_(context),
       directory_(std::move(directory)),
       options_(options),
-      files_(files_of(std::move(jobs), directory_, options_)),
+      files_(files_of(context, std::move(jobs), directory_, options_)),
       timing_(options.trace),
       running_(files_.size()),
       results_(files_.size()),
       pipeline_(context, options_, files_, buffers, device_of(files_), failure_, timing_,
                 [this](FileSave& file, Result<> status) { end_file(file, std::move(status)); }) {}
 
-std::vector<std::unique_ptr<FileSave>> SaveSession::files_of(std::vector<FileJob> jobs,
+std::vector<std::unique_ptr<FileSave>> SaveSession::files_of(Context& context,
+                                                             std::vector<FileJob> jobs,
                                                              const os::Directory& directory,
                                                              const SaveOptions& options) {
   std::vector<std::unique_ptr<FileSave>> files;
   files.reserve(jobs.size());
   for (FileJob& job : jobs) {
     files.push_back(std::make_unique<FileSave>(std::move(job), files.size(), directory,
-                                               options.snapshot, options.ready));
+                                               options.snapshot, options.ready,
+                                               context.warnings.once()));
   }
   return files;
 }
@@ -144,6 +146,7 @@ bool SaveSession::wait_submitted(std::chrono::milliseconds timeout) {
 }
 
 Result<> SaveSession::make_stream_wait(int device, void* stream) {
+  if (results_.inherited()) return outcome();
   for (const auto& file : files_) {
     const auto& copier = file->stream.copier();
     if (copier == nullptr) continue;

@@ -58,7 +58,7 @@ class SaveSession {
   bool wait_submitted(std::chrono::milliseconds timeout);
 
   /// After wait_submitted(): makes the work that is queued on a device's stream from now on wait,
-  /// there, for the copies from that device.
+  /// there, for the copies from that device. Fails in a forked child and touches no device there.
   Result<> make_stream_wait(int device, void* stream);
 
   /// Waits until every file has sent its result; false when `timeout` passed before. In a forked
@@ -82,7 +82,8 @@ class SaveSession {
  private:
   SaveSession(Context& context, os::Directory directory, std::vector<FileJob> jobs,
               const SaveOptions& options, std::size_t buffers);
-  static std::vector<std::unique_ptr<FileSave>> files_of(std::vector<FileJob> jobs,
+  static std::vector<std::unique_ptr<FileSave>> files_of(Context& context,
+                                                         std::vector<FileJob> jobs,
                                                          const os::Directory& directory,
                                                          const SaveOptions& options);
   void end_file(FileSave& file, Result<> status) noexcept;

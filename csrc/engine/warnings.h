@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <set>
 #include <string>
 #include <string_view>
@@ -15,6 +16,11 @@ class Warnings {
  public:
   /// Only the first text on a topic is kept.
   void add_once(std::string_view topic, const std::string& text);
+
+  /// add_once() as a function, for code that does not know this class. It outlives no Warnings.
+  std::function<void(const std::string& topic, const std::string& text)> once() {
+    return [this](const std::string& topic, const std::string& text) { add_once(topic, text); };
+  }
 
   /// All that nobody has taken yet, in order.
   std::vector<std::string> take();

@@ -6,7 +6,8 @@
 //    produced the sources, or had done what it does with the targets.
 // 3. The runs of a chunk are one submission (cudaMemcpyBatchAsync where the runtime has it), with
 //    an event behind it. Waiting for that event is the only time that a thread of ours waits for
-//    the device.
+//    the device. An event that has been waited for marks a later submission, so there are as many
+//    as submissions in flight.
 // 4. Sources are kept alive by their owner until the last event has been waited for, so that the
 //    caching allocator cannot hand their memory to anybody else meanwhile; nothing needs
 //    record_stream.
@@ -14,10 +15,10 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstdlib>
 #include <deque>
 #include <map>
+#include <string>
 #include <string_view>
 #include <utility>
 
@@ -64,9 +65,13 @@ bool has_context(int device) {
 // what we do must not end a capture of a CUDA graph that another thread has begun.
 // A thread of ours begins with device 0, which it may never have used: what has no context is not
 // selected again.
+// The runtime keeps the last error of each thread until the thread asks for it. An error of our
+// calls is returned by value and cleared here, or torch would report it as one of its own. An error
+// that the caller already had stays, so that the caller still finds it.
 class OnDevice {
  public:
-  explicit OnDevice(int device) : device_(device) {
+  explicit OnDevice(int device)
+      : device_(device), caller_has_error_(cudaPeekAtLastError() != cudaSuccess) {
     cudaGetDevice(&before_);
     // First, since exchanging the mode makes the context of the device that is selected.
     status_ = cudaSetDevice(device);
@@ -75,8 +80,7 @@ class OnDevice {
   ~OnDevice() {
     if (status_ == cudaSuccess) cudaThreadExchangeStreamCaptureMode(&mode_);
     if (before_ != device_ && has_context(before_)) cudaSetDevice(before_);
-    // An error of ours has been told by value; left behind, torch would take it for one of its own.
-    static_cast<void>(cudaGetLastError());
+    if (!caller_has_error_) static_cast<void>(cudaGetLastError());
   }
   OnDevice(const OnDevice&) = delete;
   OnDevice& operator=(const OnDevice&) = delete;
@@ -84,6 +88,7 @@ class OnDevice {
 
  private:
   const int device_;
+  const bool caller_has_error_;
   int before_ = 0;
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
   cudaError_t status_ = cudaSuccess;
@@ -111,14 +116,10 @@ Result<> copy_one_by_one(const Batch& batch, cudaStream_t stream) {
 }
 
 #if CUDART_VERSION >= 13000
-// Whether batches are submitted as such: not once a driver has refused one, nor where the user says
-// so (drivers have hung on them).
-std::atomic<bool>& batches_work() {
-  static std::atomic<bool> work = [] {
-    const char* const given = std::getenv("TORCH_CKPT_CUDA_BATCHES");
-    return given == nullptr || std::string_view(given) != "0";
-  }();
-  return work;
+// False if the user turns batches off, because drivers have hung on them.
+bool batches_are_allowed() {
+  const char* const given = std::getenv("TORCH_CKPT_CUDA_BATCHES");
+  return given == nullptr || std::string_view(given) != "0";
 }
 
 // Of one call: very many have made drivers hang.
@@ -143,25 +144,10 @@ cudaError_t copy_as_batch(Batch& batch, int device, cudaStream_t stream) {
 }
 #endif
 
-Result<> copy_batch(Batch& batch, int device, cudaStream_t stream) {
-#if CUDART_VERSION >= 13000
-  if (batch.to.size() > 1 && batches_work()) {
-    if (copy_as_batch(batch, device, stream) == cudaSuccess) return {};
-    // Drivers older than the toolkit do not have it, and some refuse some memory. What part of the
-    // batch has been submitted is copied again, in the same order. An error that stays with the
-    // device is told by the first of these copies.
-    batches_work() = false;
-    static_cast<void>(cudaGetLastError());
-  }
-#else
-  static_cast<void>(device);
-#endif
-  return copy_one_by_one(batch, stream);
-}
-
 class CudaCopier final : public DeviceCopier {
  public:
-  explicit CudaCopier(const std::vector<ReadyEvent>& ready) : ready_(ready) {}
+  CudaCopier(const std::vector<ReadyEvent>& ready, Warn warn)
+      : ready_(ready), warn_(std::move(warn)) {}
 
   ~CudaCopier() override {
     for (auto& [device, side] : streams_) {
@@ -202,6 +188,7 @@ class CudaCopier final : public DeviceCopier {
     // All devices, also after an error: until then the memory belongs to them.
     for (const auto& [device, event] : oldest) {
       if (auto arrived = wait_for(device, event); !arrived && status) status = arrived;
+      streams_.at(device).free_events.push_back(event);
     }
     return status;
   }
@@ -217,7 +204,7 @@ class CudaCopier final : public DeviceCopier {
 
   Result<> make_stream_wait(int device, void* stream) override {
     const auto side = streams_.find(device);
-    if (side == streams_.end() || side->second.events.empty()) return {};
+    if (side == streams_.end() || side->second.last == nullptr) return {};
     TC_ON_DEVICE(device);
     const auto waiting = static_cast<cudaStream_t>(stream);
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
@@ -228,15 +215,18 @@ class CudaCopier final : public DeviceCopier {
                           "a CUDA graph is being captured on the stream that should wait for the "
                           "copies");
     }
-    TC_CUDA(cudaStreamWaitEvent(waiting, side->second.events.back(), 0));
+    TC_CUDA(cudaStreamWaitEvent(waiting, side->second.last, 0));
     return {};
   }
 
  private:
   struct DeviceStream {
     cudaStream_t stream = nullptr;
-    // Kept to the end: make_stream_wait() may use the last one at any time.
-    std::vector<cudaEvent_t> events;
+    std::vector<cudaEvent_t> events;       // all of them
+    std::vector<cudaEvent_t> free_events;  // with room for all of them
+    // Marks the last submission until there is another one, waited for or not.
+    cudaEvent_t last = nullptr;
+    bool batches = true;  // until the driver refuses one
   };
   using Submission = std::vector<std::pair<int, cudaEvent_t>>;
 
@@ -268,13 +258,53 @@ class CudaCopier final : public DeviceCopier {
     TC_ON_DEVICE(device);
     auto side = stream_of(device);
     if (!side) return side.error();
-    if (auto copied = copy_batch(batch, device, (*side)->stream); !copied) return copied;
-    cudaEvent_t event = nullptr;
-    TC_CUDA(cudaEventCreateWithFlags(&event, cudaEventDisableTiming | cudaEventBlockingSync));
-    (*side)->events.push_back(event);
-    TC_CUDA(cudaEventRecord(event, (*side)->stream));
-    submission.emplace_back(device, event);
+    if (auto copied = copy_batch(batch, device, **side); !copied) return copied;
+    auto event = free_event_of(**side);
+    if (!event) return event.error();
+    if (const cudaError_t code = cudaEventRecord(*event, (*side)->stream); code != cudaSuccess) {
+      (*side)->free_events.push_back(*event);
+      return cuda_error(code, "cudaEventRecord");
+    }
+    (*side)->last = *event;
+    submission.emplace_back(device, *event);
     return {};
+  }
+
+  Result<> copy_batch(Batch& batch, int device, DeviceStream& side) {
+#if CUDART_VERSION >= 13000
+    if (batch.to.size() > 1 && side.batches && batches_are_allowed()) {
+      const cudaError_t code = copy_as_batch(batch, device, side.stream);
+      if (code == cudaSuccess) return {};
+      // Drivers older than the toolkit have no batches, and some refuse some memory. The part that
+      // was submitted is copied again, in the same order. The first of these copies returns an
+      // error that stays with the device.
+      side.batches = false;
+      warn_("CUDA batches, device " + std::to_string(device),
+            "the copies to and from CUDA device " + std::to_string(device) +
+                " are submitted one by one, which takes more time for many small tensors, because "
+                "cudaMemcpyBatchAsync failed: " +
+                cudaGetErrorString(code) +
+                ". Update the driver, or set TORCH_CKPT_CUDA_BATCHES=0 to skip the attempt.");
+    }
+#else
+    static_cast<void>(device);
+#endif
+    return copy_one_by_one(batch, side.stream);
+  }
+
+  /// Takes no memory when the event is freed again.
+  static Result<cudaEvent_t> free_event_of(DeviceStream& side) {
+    if (side.free_events.empty()) {
+      side.events.reserve(side.events.size() + 1);
+      side.free_events.reserve(side.events.size() + 1);
+      cudaEvent_t event = nullptr;
+      TC_CUDA(cudaEventCreateWithFlags(&event, cudaEventDisableTiming | cudaEventBlockingSync));
+      side.events.push_back(event);
+      return event;
+    }
+    const cudaEvent_t event = side.free_events.back();
+    side.free_events.pop_back();
+    return event;
   }
 
   void wait_for_all() {
@@ -284,19 +314,24 @@ class CudaCopier final : public DeviceCopier {
     }
   }
 
-  // On that device.
+  /// The stream of the device that is selected. It is kept only if it waits for all of ready_:
+  /// later copies would otherwise read sources that are not complete.
   Result<DeviceStream*> stream_of(int device) {
-    DeviceStream& side = streams_[device];
-    if (side.stream == nullptr) {
-      TC_CUDA(cudaStreamCreateWithFlags(&side.stream, cudaStreamNonBlocking));
-      for (const ReadyEvent& event : ready_) {
-        TC_CUDA(cudaStreamWaitEvent(side.stream, static_cast<cudaEvent_t>(event.event), 0));
-      }
+    if (const auto found = streams_.find(device); found != streams_.end()) return &found->second;
+    DeviceStream side;
+    TC_CUDA(cudaStreamCreateWithFlags(&side.stream, cudaStreamNonBlocking));
+    for (const ReadyEvent& event : ready_) {
+      const cudaError_t code =
+          cudaStreamWaitEvent(side.stream, static_cast<cudaEvent_t>(event.event), 0);
+      if (code == cudaSuccess) continue;
+      cudaStreamDestroy(side.stream);
+      return cuda_error(code, "cudaStreamWaitEvent");
     }
-    return &side;
+    return &streams_.emplace(device, std::move(side)).first->second;
   }
 
   const std::vector<ReadyEvent>& ready_;
+  const Warn warn_;
   std::map<int, DeviceStream> streams_;  // by device ordinal
   std::deque<Submission> submissions_;
 };
@@ -313,8 +348,8 @@ void unpin(std::span<std::byte> memory, int device) {
 }
 
 constexpr DeviceSupport kCuda{
-    [](const std::vector<ReadyEvent>& ready) {
-      return std::unique_ptr<DeviceCopier>(std::make_unique<CudaCopier>(ready));
+    [](const std::vector<ReadyEvent>& ready, Warn warn) {
+      return std::unique_ptr<DeviceCopier>(std::make_unique<CudaCopier>(ready, std::move(warn)));
     },
     pin, unpin};
 

@@ -1,5 +1,9 @@
 #include "staging/device_copy.h"
 
+#include <utility>
+
+#include "os/fork_guard.h"
+
 namespace torch_ckpt::staging {
 namespace {
 const DeviceSupport* registered = nullptr;
@@ -8,5 +12,17 @@ const DeviceSupport* registered = nullptr;
 void register_device_support(const DeviceSupport* support) { registered = support; }
 
 const DeviceSupport* device_support() { return registered; }
+
+Result<std::shared_ptr<DeviceCopier>> make_copier(const std::vector<ReadyEvent>& ready, Warn warn) {
+  if (registered == nullptr) {
+    return format_error(Errc::invalid_argument,
+                        "a tensor lies on a device that this build does not support");
+  }
+  std::unique_ptr<DeviceCopier> copier = registered->make_copier(ready, std::move(warn));
+  return std::shared_ptr<DeviceCopier>(
+      copier.release(), [process = os::ProcessMark()](const DeviceCopier* made) {
+        if (!process.inherited()) delete made;
+      });
+}
 
 }  // namespace torch_ckpt::staging

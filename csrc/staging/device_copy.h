@@ -2,8 +2,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "error.h"
@@ -59,9 +61,14 @@ class DeviceCopier {
   virtual Result<> make_stream_wait(int device, void* stream) = 0;
 };
 
+/// Receives a sentence for the user about work that goes on by a slower way. The topic is the same
+/// for all warnings of which the user should see one.
+using Warn = std::function<void(const std::string& topic, const std::string& text)>;
+
 struct DeviceSupport {
-  /// A copier whose copies begin after `ready`, which lives for as long as the copier.
-  std::unique_ptr<DeviceCopier> (*make_copier)(const std::vector<ReadyEvent>& ready);
+  /// A copier whose copies begin after `ready`, which lives for as long as the copier. `warn` is
+  /// not empty.
+  std::unique_ptr<DeviceCopier> (*make_copier)(const std::vector<ReadyEvent>& ready, Warn warn);
   /// Page-locks host memory, so that copies into it run at the bus's speed. The device is the one
   /// that the copies come from: without it CUDA would set up its first device, used or not.
   Result<> (*pin)(std::span<std::byte>, int device);
@@ -73,5 +80,9 @@ void register_device_support(const DeviceSupport* support);
 
 /// nullptr where this build has no device support.
 const DeviceSupport* device_support();
+
+/// A copier of the registered device, or Errc::invalid_argument where this build has none. A forked
+/// child never destroys a copier of its parent's: it may not touch the parent's device.
+Result<std::shared_ptr<DeviceCopier>> make_copier(const std::vector<ReadyEvent>& ready, Warn warn);
 
 }  // namespace torch_ckpt::staging

@@ -24,7 +24,7 @@ TEST(DeviceCopy, TheRegisteredSupportIsUsed) {
   test::FakeDevice device;
   const Source source = device.upload("0123456789");
   ASSERT_NE(device_support(), nullptr);
-  auto copier = device_support()->make_copier({});
+  auto copier = device_support()->make_copier({}, {});
   std::string out(4, '?');
   const DeviceRun run{&source, 3, std::as_writable_bytes(std::span(out))};
   ASSERT_TRUE(ok(copier->submit({&run, 1})));
@@ -43,7 +43,7 @@ TEST(DeviceCopy, BytesForADeviceAreThoseThatLieOnTheHostWhenTheyAreWaitedFor) {
   const auto memory = (*chunk)->bytes().first(3);
   std::memcpy(memory.data(), "abc", 3);
   const HostRun run{memory, out + 1, 0};
-  auto copier = device_support()->make_copier({});
+  auto copier = device_support()->make_copier({}, {});
   ASSERT_TRUE(ok(copier->submit_to_device({&run, 1})));
   EXPECT_EQ(device.contents(out), "?????");
   std::memcpy(memory.data(), "xyz", 3);
@@ -55,7 +55,7 @@ TEST(DeviceCopy, MemoryThatIsNotPinnedIsNoticed) {
   test::FakeDevice device;
   const std::string text = "abc";
   const HostRun run{test::bytes_of(text), device.allocate(3), 0};
-  auto copier = device_support()->make_copier({});
+  auto copier = device_support()->make_copier({}, {});
   EXPECT_NONFATAL_FAILURE(static_cast<void>(copier->submit_to_device({&run, 1})), "not pinned");
 }
 
@@ -65,7 +65,7 @@ TEST(DeviceCopy, WhatLiesOutsideOfTheAllocationIsNoticed) {
   ASSERT_TRUE(ok(chunk));
   ASSERT_TRUE(ok((*chunk)->pin(0)));
   const HostRun run{(*chunk)->bytes().first(3), device.allocate(3) + 1, 0};
-  auto copier = device_support()->make_copier({});
+  auto copier = device_support()->make_copier({}, {});
   EXPECT_NONFATAL_FAILURE(static_cast<void>(copier->submit_to_device({&run, 1})), "outside");
 }
 

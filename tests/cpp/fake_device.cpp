@@ -221,9 +221,10 @@ FakeDevice::FakeDevice() : before_(staging::device_support()) {
   // Chunks that another device pinned must not be unpinned by this one.
   engine::Context::process().chunks.trim(0);
   static constexpr staging::DeviceSupport kSupport{
-      [](const std::vector<staging::ReadyEvent>& ready) {
+      [](const std::vector<staging::ReadyEvent>& ready, staging::Warn warn) {
         std::lock_guard lock(current->mutex_);
         ++current->copiers_;
+        if (!current->warning_.empty()) warn("fake device", current->warning_);
         return std::unique_ptr<staging::DeviceCopier>(std::make_unique<Copier>(ready));
       },
       &FakeDevice::pin, &FakeDevice::unpin};
@@ -262,6 +263,11 @@ void FakeDevice::on_write(WriteHook hook) {
 void FakeDevice::on_arrival(std::function<void()> hook) {
   std::lock_guard lock(mutex_);
   arrive_hook_ = std::move(hook);
+}
+
+void FakeDevice::warn(std::string text) {
+  std::lock_guard lock(mutex_);
+  warning_ = std::move(text);
 }
 
 void FakeDevice::fail_pins(Error error) {

@@ -45,6 +45,8 @@ class FakeDevice {
   /// Called in the device's thread before the copies of a submission are made; may block, which
   /// delays this submission.
   void on_arrival(std::function<void()> hook);
+  /// Each copier that is made from now on gives this warning.
+  void warn(std::string text);
   /// Copies then go by way of memory that is not page-locked.
   void fail_pins(Error error);
   /// Waiting for any submission fails, after it has arrived.
@@ -91,6 +93,7 @@ class FakeDevice {
   std::vector<Memory> memories_;                  // guarded by mutex_
   CopyHook copy_hook_;                            // guarded by mutex_
   WriteHook write_hook_;                          // guarded by mutex_
+  std::string warning_;                           // guarded by mutex_
   Result<> pin_result_;                           // guarded by mutex_
   std::function<void()> arrive_hook_;             // guarded by mutex_
   Result<> wait_result_;                          // guarded by mutex_

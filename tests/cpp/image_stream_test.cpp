@@ -239,6 +239,7 @@ TEST(ImageStream, AFailedDeviceCopyIsTheError) {
 // --- in steps -------------------------------------------------------------------------------
 
 const std::vector<staging::ReadyEvent> kNoMoments;
+const staging::Warn kNoWarnings = [](const auto&, const auto&) {};
 
 // Pieces of an image, one behind the other in memory of their own.
 class Pieces {
@@ -306,7 +307,7 @@ TEST_P(ImageStreamSteps, OfManyPiecesAtOnceGiveTheImage) {
   const Sample sample = every_kind(random);
   for (int round = 0; round < 200; ++round) {
     const std::uint64_t longest = random.between(1, 3000);
-    ImageStream stream(sample.image, GetParam(), kNoMoments);
+    ImageStream stream(sample.image, GetParam(), kNoMoments, kNoWarnings);
     Pieces pieces(sample.image.bytes(), [&] { return random.between(1, longest); });
     begin_all(stream, pieces);
     arrive_and_complete_all(stream, pieces);
@@ -323,7 +324,7 @@ TEST_P(ImageStreamSteps, OfSomePiecesAtOnceGiveTheImage) {
   for (int round = 0; round < 30; ++round) {
     const Sample sample = on_device_and_host(random, device);
     const std::uint64_t longest = random.between(50, 3000);
-    ImageStream stream(sample.image, GetParam(), kNoMoments);
+    ImageStream stream(sample.image, GetParam(), kNoMoments, kNoWarnings);
     Pieces pieces(sample.image.bytes(), [&] { return random.between(1, longest); });
     // No step of a piece comes before the step before of it, or the same step of the one before.
     std::size_t begun = 0;
@@ -356,7 +357,7 @@ TEST_P(ImageStreamSteps, MayBeCompletedByAnotherThread) {
   SCOPED_TRACE(random.seed_text());
   test::FakeDevice device;
   const Sample sample = on_device_and_host(random, device);
-  ImageStream stream(sample.image, GetParam(), kNoMoments);
+  ImageStream stream(sample.image, GetParam(), kNoMoments, kNoWarnings);
   Pieces pieces(sample.image.bytes(), [&] { return random.between(1, 500); });
   std::counting_semaphore<> arrived(0);
   {
@@ -393,7 +394,7 @@ TEST_P(ImageStreamSteps, ChecksumBlocksHoweverThePiecesCutThem) {
   for (int round = 0; round < 40; ++round) {
     const std::uint64_t longest = random.between(500, 4 * kBlock);
     const bool whole_blocks = random.coin();
-    ImageStream stream(sample.image, GetParam(), kNoMoments);
+    ImageStream stream(sample.image, GetParam(), kNoMoments, kNoWarnings);
     Pieces pieces(sample.image.bytes(), [&] {
       return whole_blocks ? kBlock + random.between(0, 2) - 1 : random.between(1, longest);
     });
@@ -415,7 +416,7 @@ TEST_P(ImageStreamSteps, ChecksumBlocksOfAPayloadThatIsSplitAroundTheirEnds) {
   const std::uint64_t head = sample.image.items().front().record->head.size();
   for (const std::uint64_t around : {head, head + kBlock, head + 2 * kBlock}) {
     for (std::uint64_t split = around - 3; split <= around + 3; ++split) {
-      ImageStream stream(sample.image, GetParam(), kNoMoments);
+      ImageStream stream(sample.image, GetParam(), kNoMoments, kNoWarnings);
       Pieces pieces(sample.image.bytes(), [&, first = true]() mutable {
         return std::exchange(first, false) ? split : sample.image.bytes();
       });
@@ -433,7 +434,7 @@ TEST_P(ImageStreamSteps, SubmitTheTensorsOfAPieceTogether) {
     const std::string payload(100, letter);
     sample.add_tensor_at(device.upload(payload), payload);
   }
-  ImageStream stream(sample.image, GetParam(), kNoMoments);
+  ImageStream stream(sample.image, GetParam(), kNoMoments, kNoWarnings);
   Pieces pieces(sample.image.bytes(), [&] { return sample.image.bytes(); });
   begin_all(stream, pieces);
   EXPECT_EQ(device.submissions(), 1);
@@ -445,7 +446,7 @@ TEST_P(ImageStreamSteps, SubmitNothingForAPieceWithoutDeviceMemory) {
   test::FakeDevice device;
   Sample sample;
   sample.add_tensor(std::string(100, 'x'));
-  ImageStream stream(sample.image, GetParam(), kNoMoments);
+  ImageStream stream(sample.image, GetParam(), kNoMoments, kNoWarnings);
   Pieces pieces(sample.image.bytes(), [] { return 64; });
   begin_all(stream, pieces);
   arrive_and_complete_all(stream, pieces);
@@ -460,7 +461,7 @@ TEST_P(ImageStreamSteps, BeginManyPiecesBeforeTheFirstArrives) {
   sample.add_tensor_at(device.upload(payload), payload);
   test::Gate arrival;
   device.on_arrival(arrival.passage());
-  ImageStream stream(sample.image, GetParam(), kNoMoments);
+  ImageStream stream(sample.image, GetParam(), kNoMoments, kNoWarnings);
   Pieces pieces(sample.image.bytes(), [] { return 2500; });
   begin_all(stream, pieces);
   EXPECT_EQ(device.submissions(), 5);
@@ -480,7 +481,7 @@ TEST_P(ImageStreamSteps, CopyHostMemoryWhenAPieceIsBegun) {
   sample.add_tensor(std::string(1000, 'h'));
   test::Gate arrival;
   device.on_arrival(arrival.passage());
-  ImageStream stream(sample.image, GetParam(), kNoMoments);
+  ImageStream stream(sample.image, GetParam(), kNoMoments, kNoWarnings);
   Pieces pieces(sample.image.bytes(), [] { return 700; });
   begin_all(stream, pieces);
   for (std::string& payload : sample.payloads) std::fill(payload.begin(), payload.end(), '#');
@@ -495,7 +496,7 @@ TEST_P(ImageStreamSteps, NeedNoSourceOnceAPieceHasArrived) {
   Random random(13);
   SCOPED_TRACE(random.seed_text());
   Sample sample = every_kind(random);
-  ImageStream stream(sample.image, GetParam(), kNoMoments);
+  ImageStream stream(sample.image, GetParam(), kNoMoments, kNoWarnings);
   Pieces pieces(sample.image.bytes(), [] { return 1000; });
   begin_all(stream, pieces);
   for (std::size_t n = 0; n < pieces.count(); ++n) ASSERT_TRUE(ok(pieces.arrive(stream, n)));
@@ -522,7 +523,7 @@ TEST_P(ImageStreamSteps, TellTheChecksumInATailThatIsSplitAnywhere) {
     const ImageItem& item = sample.image.items().front();
     const std::uint64_t payload_end = item.record->head.size() + payload.size();
     for (std::uint64_t split = payload_end; split < item.bytes; ++split) {
-      ImageStream stream(sample.image, GetParam(), kNoMoments);
+      ImageStream stream(sample.image, GetParam(), kNoMoments, kNoWarnings);
       Pieces pieces(item.bytes, [&, first = true]() mutable {
         return std::exchange(first, false) ? split : item.bytes;
       });
@@ -546,7 +547,7 @@ TEST_P(ImageStreamSteps, WaitForTheMomentsThatTheyAreGiven) {
     if (!ready.try_wait()) early = true;
   });
   const std::vector<staging::ReadyEvent> moments{{0, &ready}};
-  ImageStream stream(sample.image, GetParam(), moments);
+  ImageStream stream(sample.image, GetParam(), moments, kNoWarnings);
   Pieces pieces(sample.image.bytes(), [] { return 600; });
   begin_all(stream, pieces);
   ready.count_down();
@@ -561,7 +562,7 @@ TEST_P(ImageStreamSteps, TellThatACopyDidNotArrive) {
   const std::string payload(100, 'x');
   Sample sample;
   sample.add_tensor_at(device.upload(payload), payload);
-  ImageStream stream(sample.image, GetParam(), kNoMoments);
+  ImageStream stream(sample.image, GetParam(), kNoMoments, kNoWarnings);
   Pieces pieces(sample.image.bytes(), [&] { return sample.image.bytes(); });
   begin_all(stream, pieces);
   EXPECT_TRUE(fails(pieces.arrive(stream, 0), Errc::system));
@@ -572,7 +573,7 @@ TEST_P(ImageStreamSteps, OfAPieceThatArrivedTwiceWaitOnce) {
   const std::string payload(100, 'x');
   Sample sample;
   sample.add_tensor_at(device.upload(payload), payload);
-  ImageStream stream(sample.image, GetParam(), kNoMoments);
+  ImageStream stream(sample.image, GetParam(), kNoMoments, kNoWarnings);
   Pieces pieces(sample.image.bytes(), [&] { return sample.image.bytes(); });
   begin_all(stream, pieces);
   ASSERT_TRUE(ok(pieces.arrive(stream, 0)));

@@ -1,0 +1,177 @@
+// csrc/staging/cuda_copy.cpp above a stand-in for the CUDA runtime.
+
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "fake_cuda.h"
+#include "os/fork_guard.h"
+#include "staging/device_copy.h"
+#include "support.h"
+
+namespace torch_ckpt::staging {
+namespace {
+
+using test::FakeCuda;
+using test::ok;
+
+constexpr cudaError_t kOfTheCaller = cudaErrorInvalidConfiguration;
+
+class CudaCopy : public ::testing::Test {
+ protected:
+  std::shared_ptr<DeviceCopier> copier() {
+    auto made = make_copier(ready_, [this](const std::string& topic, const std::string& text) {
+      warnings_.emplace_back(topic, text);
+    });
+    EXPECT_TRUE(ok(made));
+    return *made;
+  }
+  /// Copies of `count` runs of the source to room_, in one submission.
+  Result<> submit(DeviceCopier& copier, std::size_t count = 1, int device = 0) {
+    source_.address = reinterpret_cast<const std::byte*>(text_.data());
+    source_.bytes = text_.size();
+    source_.device = device;
+    room_.assign(text_.size(), '?');
+    std::vector<DeviceRun> runs;
+    for (std::size_t i = 0; i < count; ++i) {
+      runs.push_back({&source_, i, std::as_writable_bytes(std::span(room_)).subspan(i, 1)});
+    }
+    return copier.submit(runs);
+  }
+  void* event(std::uintptr_t number) { return reinterpret_cast<void*>(number); }
+
+  FakeCuda cuda_;
+  std::vector<ReadyEvent> ready_;
+  std::vector<std::pair<std::string, std::string>> warnings_;
+  const std::string text_ = "0123456789";
+  std::string room_;
+  Source source_;
+};
+
+// --- ready events ------------------------------------------------------------------------------
+
+TEST_F(CudaCopy, AStreamThatCouldNotWaitForAReadyEventIsReplaced) {
+  ready_ = {{0, event(1)}, {1, event(2)}, {0, event(3)}};
+  const auto copier = this->copier();
+  cuda_.fail("cudaStreamWaitEvent", cudaErrorMemoryAllocation, 2);
+  ASSERT_FALSE(submit(*copier).has_value());
+  EXPECT_EQ(cuda_.streams(), 0) << "a stream that skips an event is left";
+  ASSERT_TRUE(ok(submit(*copier)));
+  EXPECT_EQ(cuda_.waits(), (std::vector<std::vector<void*>>{{event(1), event(2), event(3)}}));
+}
+
+// --- errors ------------------------------------------------------------------------------------
+
+TEST_F(CudaCopy, AnEarlierErrorOfTheCallerIsNeitherClearedNorReturned) {
+  std::string memory(16, '?');
+  const auto bytes = std::as_writable_bytes(std::span(memory));
+  cuda_.set_last_error(kOfTheCaller);
+  auto copier = this->copier();
+  EXPECT_TRUE(ok(submit(*copier)));
+  EXPECT_TRUE(copier->oldest_has_arrived());
+  EXPECT_TRUE(ok(copier->wait_oldest()));
+  EXPECT_TRUE(ok(copier->make_stream_wait(0, event(7))));
+  copier.reset();
+  EXPECT_TRUE(ok(device_support()->pin(bytes, 0)));
+  device_support()->unpin(bytes, 0);
+  EXPECT_EQ(cuda_.last_error(), kOfTheCaller);
+}
+
+TEST_F(CudaCopy, AnErrorOfItsOwnIsReturnedAndNotLeftForTheCaller) {
+  const auto copier = this->copier();
+  cuda_.fail("cudaMemcpyAsync", cudaErrorInvalidValue);
+  const auto copied = submit(*copier);
+  ASSERT_FALSE(copied.has_value());
+  EXPECT_EQ(cuda_.last_error(), cudaSuccess);
+}
+
+TEST_F(CudaCopy, ACopyThatHasNotArrivedIsNotAnErrorForTheCaller) {
+  const auto copier = this->copier();
+  ASSERT_TRUE(ok(submit(*copier)));
+  cuda_.fail("cudaEventQuery", cudaErrorNotReady);
+  EXPECT_FALSE(copier->oldest_has_arrived());
+  EXPECT_EQ(cuda_.last_error(), cudaSuccess);
+}
+
+// --- events ------------------------------------------------------------------------------------
+
+TEST_F(CudaCopy, EventsAreAsManyAsSubmissionsInFlight) {
+  auto copier = this->copier();
+  for (int i = 0; i < 3; ++i) ASSERT_TRUE(ok(submit(*copier)));
+  for (int i = 0; i < 50; ++i) {
+    ASSERT_TRUE(ok(copier->wait_oldest()));
+    ASSERT_TRUE(ok(submit(*copier)));
+  }
+  EXPECT_EQ(cuda_.most_events(), 3);
+  copier.reset();
+  EXPECT_EQ(cuda_.events(), 0);
+}
+
+TEST_F(CudaCopy, AStreamWaitsForTheLastSubmissionWhicheverHasArrived) {
+  void* const stream = event(std::uintptr_t{1} << 40);  // the last one of the map
+  for (int arrived = 0; arrived <= 5; ++arrived) {
+    const auto copier = this->copier();
+    for (int i = 0; i < 3; ++i) ASSERT_TRUE(ok(submit(*copier)));
+    ASSERT_TRUE(ok(copier->wait_oldest()));
+    for (int i = 0; i < 2; ++i) ASSERT_TRUE(ok(submit(*copier)));
+    for (int i = 1; i < arrived; ++i) ASSERT_TRUE(ok(copier->wait_oldest()));
+    ASSERT_TRUE(ok(copier->make_stream_wait(0, stream)));
+    EXPECT_EQ(cuda_.recorded(cuda_.waits().back().back()), cuda_.records()) << arrived;
+  }
+}
+
+TEST_F(CudaCopy, AnEventThatCannotBeRecordedIsUsedAgain) {
+  const auto copier = this->copier();
+  cuda_.fail("cudaEventRecord", cudaErrorInvalidValue);
+  ASSERT_FALSE(submit(*copier).has_value());
+  ASSERT_TRUE(ok(submit(*copier)));
+  EXPECT_EQ(cuda_.events(), 1);
+}
+
+// --- batches -----------------------------------------------------------------------------------
+
+TEST_F(CudaCopy, ARefusedBatchIsCopiedOneByOneWithAWarningThatNamesTheError) {
+  const auto copier = this->copier();
+  cuda_.fail("cudaMemcpyBatchAsync", cudaErrorNotSupported);
+  ASSERT_TRUE(ok(submit(*copier, 4)));
+  EXPECT_EQ(room_.substr(0, 4), "0123");
+  ASSERT_EQ(warnings_.size(), 1);
+  EXPECT_NE(warnings_[0].second.find("operation not supported"), std::string::npos);
+  EXPECT_NE(warnings_[0].second.find("device 0"), std::string::npos);
+}
+
+TEST_F(CudaCopy, ARefusedBatchCountsForItsDeviceAndItsCopier) {
+  const auto copier = this->copier();
+  cuda_.fail("cudaMemcpyBatchAsync", cudaErrorNotSupported);
+  ASSERT_TRUE(ok(submit(*copier, 4, 0)));
+  ASSERT_TRUE(ok(submit(*copier, 4, 0)));
+  EXPECT_EQ(cuda_.calls("cudaMemcpyBatchAsync"), 1);
+  ASSERT_TRUE(ok(submit(*copier, 4, 1)));
+  EXPECT_EQ(cuda_.calls("cudaMemcpyBatchAsync"), 2) << "another device";
+  ASSERT_TRUE(ok(submit(*this->copier(), 4, 0)));
+  EXPECT_EQ(cuda_.calls("cudaMemcpyBatchAsync"), 3) << "another copier";
+}
+
+// --- forks -------------------------------------------------------------------------------------
+
+TEST_F(CudaCopy, AForkedChildThatDropsACopierCallsNothingOfCuda) {
+  auto copier = this->copier();
+  ASSERT_TRUE(ok(submit(*copier)));
+  const std::size_t before = cuda_.calls();
+  const pid_t child = ::fork();
+  if (child == 0) {
+    copier.reset();
+    ::_exit(cuda_.calls() == before ? 0 : 1);
+  }
+  int status = -1;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+}
+
+}  // namespace
+}  // namespace torch_ckpt::staging
