@@ -91,7 +91,7 @@ class AsyncCallsQueue:
         """
         cls._default_background = priorities(cpu_priority, io_priority)
         if reserve_bytes > 0:
-            has_device = torch.cuda.is_available()
+            has_device = _C.has_cuda and torch.cuda.is_available()
             device = torch.cuda.current_device() if has_device else None
             reserve_pool(reserve_bytes, device=device, wait=False)
 

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_ckpt import _C
+from torch_ckpt._base.cuda_build import warn_without_cuda
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.planner_hooks import keeps_methods
 from torch_ckpt.checkpoint.directory import Place
@@ -76,6 +77,8 @@ def as_value(tensor: torch.Tensor) -> Any:
         tensor = tensor.detach().clone()
     if _C.is_plain(tensor):
         return tensor
+    if tensor.is_cuda and not _C.has_cuda:
+        warn_without_cuda()
     # As torch's writer, which refuses here what it could not load again (sparse tensors).
     detached = tensor.detach().cpu()
     if detached.untyped_storage().nbytes() != detached.numel() * detached.itemsize:
