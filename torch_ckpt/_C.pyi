@@ -13,6 +13,10 @@ has_cuda: bool
 
 #: Scratch memory in bytes that each thread of a load takes, where it may.
 load_chunk_bytes: int
+
+#: Bytes of a save's chunk, for sources on the host and for sources on CUDA devices.
+host_chunk_bytes: int
+device_chunk_bytes: int
 #: Scratch memory in bytes that a load always takes.
 least_scratch_bytes: int
 
@@ -202,7 +206,7 @@ def start_save(
     bytes_per_bucket: int = 0,
     file_per_item: bool,
     separation_hint: str,
-    chunk_bytes: int,
+    chunk_bytes: int = 0,  # 0: chosen by where most bytes come from, and by the budget
     max_host_bytes: int,
     direct_io: bool | str,
     sync: bool,
@@ -569,8 +573,9 @@ def set_reserve(bytes: int, chunk_bytes: int) -> None:
 def grow_reserve(most_bytes: int, device: int, background: Background | None) -> int:
     """Makes memory until the reserve, or so much of it, is there; the bytes that are.
 
-    By several threads, those of saves with this background or the ordinary ones; for copies from a
-    CUDA device, -1 for none. Raises OSError where there is no memory.
+    By several threads, those of saves with this background or the ordinary ones. For copies from a
+    CUDA device, -1 for none, arenas of 64 MiB are page-locked. Raises OSError where there is no
+    memory.
     """
 
 def end_reserve() -> None:

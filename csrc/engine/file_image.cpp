@@ -11,6 +11,7 @@ void FileImage::append(ImageItem item) {
   item.offset = bytes_;
   bytes_ += item.bytes;
   if (device_ == staging::Source::kHost) device_ = item.source.device;
+  if (item.source.device != staging::Source::kHost) device_bytes_ += item.source.bytes;
   items_.push_back(std::move(item));
 }
 

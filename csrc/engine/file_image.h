@@ -38,6 +38,8 @@ class FileImage {
   std::uint64_t bytes() const { return bytes_; }
   /// The CUDA device of the first source that lies on one, or staging::Source::kHost.
   int device() const { return device_; }
+  /// Bytes of sources on devices.
+  std::uint64_t device_bytes() const { return device_bytes_; }
 
  private:
   void append(ImageItem item);
@@ -45,6 +47,7 @@ class FileImage {
   std::vector<ImageItem> items_;
   std::uint64_t bytes_ = 0;
   int device_ = staging::Source::kHost;
+  std::uint64_t device_bytes_ = 0;
   std::shared_ptr<const RecordTemplate> last_;
 };
 

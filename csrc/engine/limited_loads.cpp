@@ -66,11 +66,12 @@ Result<> LimitedLoads::check_room(const std::vector<ReadRequest>& records,
   return {};
 }
 
-Result<std::shared_ptr<LoadSession>> LimitedLoads::run(std::vector<ReadRequest> requests,
-                                                       const std::vector<std::string>& names,
-                                                       std::uint64_t held_bytes,
-                                                       std::uint64_t done_before) {
+Result<std::shared_ptr<LoadSession>> LimitedLoads::run(
+    std::vector<ReadRequest> requests, const std::vector<std::string>& names,
+    std::uint64_t held_bytes, std::uint64_t done_before,
+    const std::vector<staging::ReadyEvent>& ready) {
   LoadOptions options = options_;
+  options.ready.insert(options.ready.end(), ready.begin(), ready.end());
   options.max_scratch_bytes -= held_bytes;
   auto own = directory_->duplicate();
   if (!own) return own.error();

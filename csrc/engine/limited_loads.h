@@ -40,10 +40,11 @@ class LimitedLoads {
                       const std::vector<std::string>& names) const;
 
   /// Reads, with targets that hold so many bytes of the limit. An error names the request that it
-  /// happened to.
+  /// happened to. Copies to devices also wait for `ready`, whose events outlive the call.
   Result<std::shared_ptr<LoadSession>> run(std::vector<ReadRequest> requests,
                                            const std::vector<std::string>& names,
-                                           std::uint64_t held_bytes, std::uint64_t done_before);
+                                           std::uint64_t held_bytes, std::uint64_t done_before,
+                                           const std::vector<staging::ReadyEvent>& ready = {});
 
  private:
   LimitedLoads(Context& context, const os::Directory& directory, std::vector<LoadFile> files,

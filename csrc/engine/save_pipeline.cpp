@@ -82,15 +82,19 @@ Result<> SavePipeline::attempt(const Work& work) noexcept {
 // the disk is in giving some back. What staging did not wait for is made for the next save,
 // quietly.
 void SavePipeline::make_buffers(Task& task, bool quiet) noexcept {
-  for (auto buffer = buffers_.take_unmade(); !buffer.empty(); buffer = buffers_.take_unmade()) {
+  for (auto buffers = buffers_.take_unmade(); !buffers.empty(); buffers = buffers_.take_unmade()) {
+    Result<> made;
     // Also of a cancelled save, and then without memory: a stager may be waiting for just this one.
-    if (!failure_.is_set()) {
-      const auto made = buffers_.make(buffer.front());
-      // Staging has had all that it needs, and the next save asks again.
-      if (!made && to_stage_ == 0) return;
-      if (!made) failure_.set(made.error());
+    if (!failure_.is_set()) made = buffers_.make(buffers);
+    // Once staging has had all that it needs, the next save asks again.
+    const bool is_needed = to_stage_ > 0;
+    if (!made && is_needed) failure_.set(made.error());
+    while (!buffers.empty()) {
+      StagingBufferList buffer;
+      buffer.splice(buffer.end(), buffers, buffers.begin());
+      buffers_.release(std::move(buffer));
     }
-    buffers_.release(std::move(buffer));
+    if (!made && !is_needed) return;
     if (!quiet && to_stage_ == 0) {
       return post(task, writers_, [this, &task] { make_buffers(task, true); });
     }

@@ -24,9 +24,16 @@
 
 namespace torch_ckpt::engine {
 
+/// Chunks for sources on the host: large enough for the disk, small enough for the third-level
+/// cache.
+inline constexpr std::size_t kHostChunkBytes = std::size_t{4} << 20;
+/// Chunks for sources on a device: a submission takes time of the driver, and no cache is involved.
+inline constexpr std::size_t kDeviceChunkBytes = std::size_t{16} << 20;
+
 struct SaveOptions {
-  std::size_t chunk_bytes = std::size_t{4} << 20;  // a multiple of os::kDirectAlignment
-  std::size_t parallel_files = 0;                  // written at once; 0: all
+  // A multiple of os::kDirectAlignment; 0: one of the above, see SaveSession::start().
+  std::size_t chunk_bytes = 0;
+  std::size_t parallel_files = 0;  // written at once; 0: all
   std::size_t max_host_bytes = 0;  // of chunks; 0: three for each file written at once, or of a
                                    // snapshot as many as it takes
   DirectIo direct_io = DirectIo::automatic;

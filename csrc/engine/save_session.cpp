@@ -14,6 +14,21 @@ std::size_t chunk_count(const FileImage& image, std::size_t chunk_bytes) {
   return (image.bytes() + chunk_bytes - 1) / chunk_bytes;
 }
 
+// The one place that chooses the size of a save's chunks: large ones if most bytes come from
+// devices and if the budget still has room for all that keeps the disk busy.
+std::size_t chunk_bytes_for(const std::vector<FileJob>& files, const SaveOptions& options) {
+  if (options.chunk_bytes != 0) return options.chunk_bytes;
+  std::uint64_t bytes = 0;
+  std::uint64_t device_bytes = 0;
+  for (const FileJob& job : files) {
+    bytes += job.image.bytes();
+    device_bytes += job.image.device_bytes();
+  }
+  const std::size_t least = kDeviceChunkBytes * (kWritesInFlight + 1) * options.parallel_files;
+  const bool has_room = options.max_host_bytes == 0 || options.max_host_bytes >= least;
+  return device_bytes > bytes / 2 && has_room ? kDeviceChunkBytes : kHostChunkBytes;
+}
+
 int device_of(const std::vector<std::unique_ptr<FileSave>>& files) {
   for (const auto& file : files) {
     if (file->job.image.device() != staging::Source::kHost) return file->job.image.device();
@@ -27,12 +42,13 @@ Result<std::shared_ptr<SaveSession>> SaveSession::start(Context& context, os::Di
                                                         std::vector<FileJob> files,
                                                         const SaveOptions& given) {
   SaveOptions options = given;
-  if (options.chunk_bytes == 0 || options.chunk_bytes % os::kDirectAlignment != 0) {
-    return format_error(Errc::invalid_argument, "chunk_bytes must be a multiple of " +
+  if (options.chunk_bytes % os::kDirectAlignment != 0) {
+    return format_error(Errc::invalid_argument, "chunk_bytes must be 0 or a multiple of " +
                                                     std::to_string(os::kDirectAlignment));
   }
   const std::size_t count = std::max<std::size_t>(files.size(), 1);
   if (options.parallel_files == 0 || options.parallel_files > count) options.parallel_files = count;
+  options.chunk_bytes = chunk_bytes_for(files, options);
   std::uint64_t largest = 1;
   for (const FileJob& job : files) largest = std::max(largest, job.image.bytes());
   options.chunk_bytes = static_cast<std::size_t>(

@@ -30,13 +30,11 @@ bool StagingBuffers::take(BufferWaiter& waiter, bool waits) noexcept {
 void StagingBuffers::release(StagingBufferList buffer) noexcept {
   buffer.front().piece = {};
   BufferWaiter* next = nullptr;
+  std::unique_ptr<staging::Chunk> too_late;
   {
     const os::MutexLock lock(mutex_);
     if (is_closed_) {
-      // The budget is the next save's.
-      if (auto& chunk = buffer.front().chunk; chunk != nullptr) {
-        context_.chunks.discard(std::move(chunk));
-      }
+      too_late = std::move(buffer.front().chunk);
     } else if (waiting_.empty()) {
       free_.splice(free_.end(), buffer);
     } else {
@@ -46,6 +44,8 @@ void StagingBuffers::release(StagingBufferList buffer) noexcept {
     }
   }
   if (next != nullptr) next->resume();
+  // The budget is the next save's. Freeing memory takes long, and unlocking its pages longer.
+  if (too_late != nullptr) context_.chunks.discard(std::move(too_late));
 }
 
 std::size_t StagingBuffers::unmade() const {
@@ -53,20 +53,36 @@ std::size_t StagingBuffers::unmade() const {
   return unmade_.size();
 }
 
-StagingBufferList StagingBuffers::take_unmade() {
-  StagingBufferList buffer;
+StagingBufferList StagingBuffers::take_unmade() noexcept {
+  StagingBufferList buffers;
+  const std::size_t most =
+      device_ == staging::Source::kHost ? 1 : staging::chunks_of_arena(chunk_bytes_);
   const os::MutexLock lock(mutex_);
-  if (!is_closed_ && !unmade_.empty()) buffer.splice(buffer.end(), unmade_, unmade_.begin());
-  return buffer;
+  while (!is_closed_ && !unmade_.empty() && buffers.size() < most) {
+    buffers.splice(buffers.end(), unmade_, unmade_.begin());
+  }
+  return buffers;
 }
 
-Result<> StagingBuffers::make(StagingBuffer& buffer) noexcept {
+Result<> StagingBuffers::make(StagingBufferList& buffers) noexcept {
   try {
-    auto taken = context_.chunks.take(chunk_bytes_);
-    if (!taken) return taken.error();
-    // Here, where nothing waits for it but who waits for the buffer.
-    if (device_ != staging::Source::kHost) pin_or_warn(context_.warnings, **taken, device_);
-    buffer.chunk = std::move(*taken);
+    if (device_ != staging::Source::kHost) {
+      if (auto arena = context_.chunks.take_arena(chunk_bytes_, buffers.size(), device_)) {
+        auto chunk = arena->begin();
+        for (StagingBuffer& buffer : buffers) buffer.chunk = std::move(*chunk++);
+        return {};
+      }
+      // Less memory at a time may still be had or page-locked.
+    }
+    for (StagingBuffer& buffer : buffers) {
+      auto taken = context_.chunks.take(chunk_bytes_);
+      if (!taken) return taken.error();
+      buffer.chunk = std::move(*taken);
+      // Here, where nothing waits for it but who waits for the buffer.
+      if (device_ != staging::Source::kHost) {
+        pin_or_warn(context_.warnings, *buffer.chunk, device_);
+      }
+    }
     return {};
   } catch (...) {
     return exception_error(std::current_exception(), "save");

@@ -52,9 +52,11 @@ class StagingBuffers {
   void release(StagingBufferList buffer) noexcept;
 
   std::size_t unmade() const;
-  /// A buffer without memory, for who is going to make it and releases it; or none.
-  StagingBufferList take_unmade();
-  Result<> make(StagingBuffer& buffer) noexcept;
+  /// Buffers without memory that are made at once: as many as an arena has chunks, or one if there
+  /// is no device. The caller makes and releases them. Empty if none are left.
+  StagingBufferList take_unmade() noexcept;
+  /// After an error some of the buffers may have memory.
+  Result<> make(StagingBufferList& buffers) noexcept;
 
   /// Gives the memory back to the chunk pool: that of the free buffers, which are all that are not
   /// being made, and that of others when they are released.

@@ -142,6 +142,8 @@ std::vector<std::optional<std::uint32_t>> checksums_of_samples(const py::list& v
 }  // namespace
 
 void bind_save(py::module_& module) {
+  module.attr("host_chunk_bytes") = engine::kHostChunkBytes;
+  module.attr("device_chunk_bytes") = engine::kDeviceChunkBytes;
   module.def("checksums_of_samples", &checksums_of_samples, py::arg("tensors"),
              py::arg("most_bytes"), py::arg("stripes"));
   module.def("is_plain", &is_plain, py::arg("value"));
@@ -175,7 +177,7 @@ void bind_save(py::module_& module) {
       py::arg("tensors"));
   module.def("start_save", &start_save, py::arg("directory"), py::arg("prefix"), py::arg("names"),
              py::arg("values"), py::kw_only(), py::arg("buckets"), py::arg("bytes_per_bucket") = 0,
-             py::arg("file_per_item"), py::arg("separation_hint"), py::arg("chunk_bytes"),
+             py::arg("file_per_item"), py::arg("separation_hint"), py::arg("chunk_bytes") = 0,
              py::arg("max_host_bytes"), py::arg("direct_io"), py::arg("sync"),
              py::arg("background"));
   py::class_<TensorSave>(module, "Save")

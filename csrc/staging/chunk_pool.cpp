@@ -6,21 +6,31 @@
 
 namespace torch_ckpt::staging {
 
-Result<std::unique_ptr<Chunk>> Chunk::allocate(std::size_t bytes) {
+Result<std::shared_ptr<Arena>> Arena::allocate(std::size_t bytes) {
   auto pages = os::Pages::allocate(bytes);
   if (!pages) return pages.error();
-  return std::unique_ptr<Chunk>(new Chunk(std::move(*pages)));
+  return std::shared_ptr<Arena>(new Arena(std::move(*pages)));
 }
 
-Chunk::~Chunk() {
-  if (pinned_for_ != Source::kHost) device_support()->unpin(bytes(), pinned_for_);
+// A forked child has neither the memory nor a right to the parent's device.
+Arena::~Arena() {
+  if (pinned_for_ != Source::kHost && !process_.inherited()) {
+    device_support()->unpin(bytes(), pinned_for_);
+  }
 }
 
-Result<> Chunk::pin(int device) {
+Result<> Arena::pin(int device) {
   if (pinned_for_ != Source::kHost || device_support() == nullptr) return {};
   auto done = device_support()->pin(bytes(), device);
   if (done) pinned_for_ = device;
   return done;
+}
+
+Result<std::unique_ptr<Chunk>> Chunk::allocate(std::size_t bytes) {
+  auto arena = Arena::allocate(bytes);
+  if (!arena) return arena.error();
+  const std::span<std::byte> all = (*arena)->bytes();
+  return std::unique_ptr<Chunk>(new Chunk(std::move(*arena), all));
 }
 
 std::unique_ptr<Chunk> ChunkPool::take_kept(std::size_t bytes) {
@@ -29,36 +39,87 @@ std::unique_ptr<Chunk> ChunkPool::take_kept(std::size_t bytes) {
   if (found == sizes_.end() || found->second.kept.empty()) return nullptr;
   std::unique_ptr<Chunk> chunk = std::move(found->second.kept.back());
   found->second.kept.pop_back();
+  --chunk->arena_->kept_;
   ++found->second.lent;
   return chunk;
 }
 
 Result<std::unique_ptr<Chunk>> ChunkPool::take(std::size_t bytes) {
   if (auto chunk = take_kept(bytes)) return chunk;
-  // Chunks of other sizes make room, or changing the size would exceed the budget of both.
-  for (std::size_t room = 0; room < bytes;) {
-    const auto chunk = remove_above(0);
-    if (chunk == nullptr) break;
-    room += chunk->bytes().size();
-  }
+  make_room(bytes);
   auto made = Chunk::allocate(bytes);
   if (!made) return made;
   const os::MutexLock lock(mutex_);
   OfSize& of = sizes_[bytes];
-  of.make_room_to_lend();
+  of.make_room_to_lend(1);
   ++of.lent;
   return made;
 }
 
-/// For one more.
-void ChunkPool::OfSize::make_room_to_lend() {
-  const std::size_t needed = kept.size() + lent + 1;
+Result<std::vector<std::unique_ptr<Chunk>>> ChunkPool::take_arena(std::size_t bytes,
+                                                                  std::size_t count, int device) {
+  make_room(bytes * count);
+  auto chunks = cut_arena(bytes, count, device);
+  if (!chunks) return chunks;
+  const os::MutexLock lock(mutex_);
+  OfSize& of = sizes_[bytes];
+  of.make_room_to_lend(count);
+  of.lent += count;
+  return chunks;
+}
+
+Result<std::vector<std::unique_ptr<Chunk>>> ChunkPool::cut_arena(std::size_t bytes,
+                                                                 std::size_t count, int device) {
+  auto arena = Arena::allocate(bytes * count);
+  if (!arena) return arena.error();
+  if (device != Source::kHost) {
+    if (auto pinned = (*arena)->pin(device); !pinned) return pinned.error();
+  }
+  std::vector<std::unique_ptr<Chunk>> chunks;
+  chunks.reserve(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    const std::span<std::byte> part = (*arena)->bytes().subspan(i * bytes, bytes);
+    chunks.push_back(std::unique_ptr<Chunk>(new Chunk(*arena, part)));
+  }
+  return chunks;
+}
+
+/// Frees chunks of other sizes, or a change of the size would exceed the budget of both.
+void ChunkPool::make_room(std::size_t bytes) {
+  for (std::size_t room = 0; room < bytes;) {
+    const auto chunk = remove_above(0, Reserved::kept);
+    if (chunk == nullptr) break;
+    room += chunk->arena_->bytes().size();
+  }
+}
+
+/// For so many more.
+void ChunkPool::OfSize::make_room_to_lend(std::size_t count) {
+  const std::size_t needed = kept.size() + lent + count;
   if (kept.capacity() < needed) kept.reserve(std::max(needed, 2 * kept.capacity()));
+}
+
+void ChunkPool::OfSize::keep(std::unique_ptr<Chunk> chunk) noexcept {
+  ++chunk->arena_->kept_;
+  kept.push_back(std::move(chunk));
+}
+
+std::unique_ptr<Chunk> ChunkPool::OfSize::remove(const Arena& arena) noexcept {
+  std::unique_ptr<Chunk> last;
+  for (std::size_t i = kept.size(), left = arena.kept_; left > 0 && i-- > 0;) {
+    if (kept[i]->arena_.get() != &arena) continue;
+    last = std::move(kept[i]);
+    kept[i] = std::move(kept.back());
+    kept.pop_back();
+    --last->arena_->kept_;
+    --left;
+  }
+  return last;
 }
 
 void ChunkPool::give_back(std::unique_ptr<Chunk> chunk) noexcept {
   const os::MutexLock lock(mutex_);
-  count_back(*chunk).kept.push_back(std::move(chunk));
+  count_back(*chunk).keep(std::move(chunk));
 }
 
 void ChunkPool::give_back_within(std::unique_ptr<Chunk> chunk, std::size_t most_kept) noexcept {
@@ -67,11 +128,14 @@ void ChunkPool::give_back_within(std::unique_ptr<Chunk> chunk, std::size_t most_
 }
 
 void ChunkPool::discard(std::unique_ptr<Chunk> chunk) noexcept {
+  std::unique_ptr<Chunk> freed;
   const os::MutexLock lock(mutex_);
   OfSize& of = count_back(*chunk);
-  if (chunk->bytes().size() == reserve_chunk_bytes_ && reserved_now() < reserve_chunks_) {
-    of.kept.push_back(std::move(chunk));
-  }
+  const Arena& arena = *chunk->arena_;
+  const long users = chunk->arena_.use_count();
+  const std::size_t bytes = chunk->bytes().size();
+  of.keep(std::move(chunk));
+  if (may_be_freed(arena, users, bytes, Reserved::kept)) freed = of.remove(arena);
 }
 
 void ChunkPool::trim(std::size_t bytes) {
@@ -82,10 +146,14 @@ void ChunkPool::trim(std::size_t bytes) {
     }
   }
   trim_to_budget(bytes);
+  // An arena of which the reserve has a part only.
+  bool has_freed = false;
+  while (remove_above(bytes, Reserved::freed) != nullptr) has_freed = true;
+  if (has_freed) end_reserve();
 }
 
 void ChunkPool::trim_to_budget(std::size_t bytes) noexcept {
-  while (remove_above(bytes) != nullptr) continue;
+  while (remove_above(bytes, Reserved::kept) != nullptr) continue;
 }
 
 std::size_t ChunkPool::kept_bytes() const {
@@ -103,29 +171,32 @@ void ChunkPool::set_reserve(std::size_t bytes, std::size_t chunk_bytes) {
 
 Result<bool> ChunkPool::grow_reserve(std::size_t most_bytes, int device) {
   std::size_t bytes = 0;
+  std::size_t count = 1;
   {
     const os::MutexLock lock(mutex_);
     bytes = reserve_chunk_bytes_;
     // The first comparison is for the second's sake: without a reserve a chunk has no bytes.
     const std::size_t there = reserved_now() + growing_;
     if (there >= reserve_chunks_ || there >= most_bytes / bytes) return false;
-    ++growing_;
+    if (device != Source::kHost) {
+      count =
+          std::min({chunks_of_arena(bytes), reserve_chunks_ - there, most_bytes / bytes - there});
+    }
+    growing_ += count;
   }
-  auto made = Chunk::allocate(bytes);
-  Result<> pinned;
-  if (made && device != Source::kHost) pinned = (*made)->pin(device);
+  auto made = cut_arena(bytes, count, device);
   const os::MutexLock lock(mutex_);
-  --growing_;
+  growing_ -= count;
   grown_.notify_all();
-  if (!made || !pinned) {
+  if (!made) {
     reserve_chunks_ = std::min(reserve_chunks_, reserved_now() + growing_);
-    return made ? pinned.error() : made.error();
+    return made.error();
   }
   // Unless the reserve was trimmed meanwhile.
-  if (bytes == reserve_chunk_bytes_ && reserved_now() < reserve_chunks_) {
+  if (bytes == reserve_chunk_bytes_ && reserved_now() + count <= reserve_chunks_) {
     OfSize& of = sizes_[bytes];
-    of.make_room_to_lend();
-    of.kept.push_back(std::move(*made));
+    of.make_room_to_lend(count);
+    for (auto& chunk : *made) of.keep(std::move(chunk));
   }
   return true;
 }
@@ -162,16 +233,25 @@ std::size_t ChunkPool::reserved_now() const {
   return found == sizes_.end() ? 0 : found->second.kept.size() + found->second.lent;
 }
 
-/// A kept chunk that is not of the reserve, where more than so many bytes are kept, or nullptr.
-std::unique_ptr<Chunk> ChunkPool::remove_above(std::size_t bytes) {
+/// True if all chunks of the arena, which `users` have, are kept, and if the reserve does not need
+/// them or need not be `kept`.
+bool ChunkPool::may_be_freed(const Arena& arena, long users, std::size_t chunk_bytes,
+                             Reserved reserved) const {
+  if (static_cast<std::size_t>(users) != arena.kept_) return false;
+  if (reserved == Reserved::freed || chunk_bytes != reserve_chunk_bytes_) return true;
+  return reserved_now() >= reserve_chunks_ + arena.kept_;
+}
+
+/// The last chunk of a kept arena that may be freed, where more than so many bytes are kept, or
+/// nullptr.
+std::unique_ptr<Chunk> ChunkPool::remove_above(std::size_t bytes, Reserved reserved) {
   const os::MutexLock lock(mutex_);
   if (kept_now() <= bytes) return nullptr;
   for (auto& [size, of] : sizes_) {
-    if (of.kept.empty()) continue;
-    if (size == reserve_chunk_bytes_ && reserved_now() <= reserve_chunks_) continue;
-    std::unique_ptr<Chunk> chunk = std::move(of.kept.back());
-    of.kept.pop_back();
-    return chunk;
+    for (auto chunk = of.kept.rbegin(); chunk != of.kept.rend(); ++chunk) {
+      const std::shared_ptr<Arena>& arena = (*chunk)->arena_;
+      if (may_be_freed(*arena, arena.use_count(), size, reserved)) return of.remove(*arena);
+    }
   }
   return nullptr;
 }

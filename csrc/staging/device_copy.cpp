@@ -19,10 +19,10 @@ Result<std::shared_ptr<DeviceCopier>> make_copier(const std::vector<ReadyEvent>&
                         "a tensor lies on a device that this build does not support");
   }
   std::unique_ptr<DeviceCopier> copier = registered->make_copier(ready, std::move(warn));
-  return std::shared_ptr<DeviceCopier>(
-      copier.release(), [process = os::ProcessMark()](const DeviceCopier* made) {
-        if (!process.inherited()) delete made;
-      });
+  return std::shared_ptr<DeviceCopier>(copier.release(),
+                                       [process = os::ProcessMark()](const DeviceCopier* made) {
+                                         if (!process.inherited()) delete made;
+                                       });
 }
 
 }  // namespace torch_ckpt::staging

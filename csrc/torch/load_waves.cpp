@@ -42,6 +42,35 @@ staging::Convert conversion_for(const TensorTarget& target, at::ScalarType to,
   return conversion_between(target.name, target.scalar_type, to, conj, neg);
 }
 
+// Events on the current streams of devices. The caching allocator may give a temporary the memory
+// of a block that another thread has freed while its stream still reads it. It is free only for
+// later work on that stream, so an event that is to protect it must come after the allocation.
+class CurrentStreams {
+ public:
+  explicit CurrentStreams(const std::set<int>& devices) {
+    events_.reserve(devices.size());
+    for (const int device : devices) {
+      events_.push_back({device, nullptr});
+      const auto number = static_cast<c10::DeviceIndex>(device);
+      cuda_.record(&events_.back().event, cuda_.getStream({c10::DeviceType::CUDA, number}), number,
+                   c10::EventFlag::PYTORCH_DEFAULT);
+    }
+  }
+  ~CurrentStreams() {
+    for (const staging::ReadyEvent& made : events_) {
+      cuda_.destroyEvent(made.event, static_cast<c10::DeviceIndex>(made.device));
+    }
+  }
+  CurrentStreams(const CurrentStreams&) = delete;
+  CurrentStreams& operator=(const CurrentStreams&) = delete;
+
+  const std::vector<staging::ReadyEvent>& events() const { return events_; }
+
+ private:
+  const c10::impl::VirtualGuardImpl cuda_{c10::DeviceType::CUDA};
+  std::vector<staging::ReadyEvent> events_;
+};
+
 [[noreturn]] void fail_as_changed() {
   throw Failure(format_error(Errc::internal, "a record has changed while it was read"));
 }
@@ -169,13 +198,21 @@ void LoadWaves::run_wave() {
   const bool spread_on_device = std::exchange(held_on_device_, 0) > 0;
   std::vector<engine::ReadRequest> requests;
   std::vector<std::string> names;
+  std::set<int> with_temporaries;
   requests.reserve(wave.size());
   names.reserve(wave.size());
   for (Step& step : wave) {
     names.push_back(targets_[step.target].name);
     requests.push_back(std::move(step.request));
+    if (step.temporary.is_cuda()) with_temporaries.insert(step.temporary.get_device());
   }
-  const auto session = loads_.run(std::move(requests), names, held, bytes_done_).value();
+  std::optional<CurrentStreams> allocated;
+  if (!with_temporaries.empty()) allocated.emplace(with_temporaries);
+  const auto session =
+      loads_
+          .run(std::move(requests), names, held, bytes_done_,
+               allocated ? allocated->events() : std::vector<staging::ReadyEvent>{})
+          .value();
   bytes_done_ += session->bytes_done();
   std::set<int> devices;
   for (std::size_t i = 0; i < wave.size(); ++i) {

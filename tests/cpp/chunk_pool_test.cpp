@@ -1,9 +1,14 @@
 #include "staging/chunk_pool.h"
 
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <cerrno>
+#include <memory>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "fake_device.h"
 #include "os/fault.h"
@@ -129,6 +134,94 @@ TEST(Chunk, StaysPinnedByItsFirstDevice) {
   EXPECT_TRUE(ok((*chunk)->pin(1)));
   EXPECT_TRUE(ok((*chunk)->pin(0)));
   EXPECT_EQ(device.pins(), 1);
+}
+
+// --- arenas ------------------------------------------------------------------------------------
+
+std::vector<std::unique_ptr<Chunk>> take_arena(ChunkPool& pool, std::size_t count) {
+  auto chunks = pool.take_arena(4096, count, 0);
+  EXPECT_TRUE(ok(chunks));
+  return std::move(*chunks);
+}
+
+TEST(ChunkArena, IsPinnedOnceForAllItsChunks) {
+  FakeDevice device;
+  ChunkPool pool;
+  const auto chunks = take_arena(pool, 3);
+  ASSERT_EQ(chunks.size(), 3);
+  for (const auto& chunk : chunks) EXPECT_TRUE(ok(chunk->pin(0)));
+  EXPECT_EQ(device.pins(), 1);
+  EXPECT_EQ(chunks[2]->bytes().data(), chunks[0]->bytes().data() + 2 * 4096);
+}
+
+TEST(ChunkArena, IsFreedOnceAllItsChunksAreKept) {
+  FakeDevice device;
+  ChunkPool pool;
+  auto chunks = take_arena(pool, 3);
+  pool.give_back(std::move(chunks[0]));
+  pool.give_back(std::move(chunks[1]));
+  pool.trim(0);
+  EXPECT_EQ(pool.kept_bytes(), 2 * 4096) << "memory in use was taken for free";
+  pool.give_back(std::move(chunks[2]));
+  pool.trim(0);
+  EXPECT_EQ(pool.kept_bytes(), 0);
+  EXPECT_EQ(device.pinned_now(), 0);
+}
+
+TEST(ChunkArena, IsTrimmedToNoMoreThanTheLimit) {
+  FakeDevice device;
+  ChunkPool pool;
+  for (const std::size_t count : {2, 3, 1}) {
+    for (auto& chunk : take_arena(pool, count)) pool.give_back(std::move(chunk));
+  }
+  for (std::size_t most = 6; most-- > 0;) {
+    pool.trim_to_budget(most * 4096);
+    EXPECT_LE(pool.kept_bytes(), most * 4096);
+  }
+  EXPECT_EQ(device.pinned_now(), 0);
+}
+
+TEST(ChunkArena, ThatIsDiscardedIsFreedWithItsLastChunk) {
+  FakeDevice device;
+  ChunkPool pool;
+  for (auto& chunk : take_arena(pool, 3)) {
+    EXPECT_EQ(device.pinned_now(), 1);
+    pool.discard(std::move(chunk));
+  }
+  EXPECT_EQ(device.pinned_now(), 0);
+  EXPECT_EQ(pool.kept_bytes(), 0);
+}
+
+TEST(ChunkArena, MakesRoomForChunksOfAnotherSize) {
+  FakeDevice device;
+  ChunkPool pool;
+  for (auto& chunk : take_arena(pool, 4)) pool.give_back(std::move(chunk));
+  const auto chunk = take(pool, 8192);
+  EXPECT_EQ(pool.kept_bytes(), 0);
+}
+
+TEST(ChunkArena, ThatCannotBePinnedLeavesNothing) {
+  FakeDevice device;
+  ChunkPool pool;
+  device.fail_pins(system_error(ENOMEM, "cudaHostRegister", ""));
+  EXPECT_FALSE(pool.take_arena(4096, 3, 0).has_value());
+  EXPECT_EQ(pool.kept_bytes(), 0);
+  device.fail_pins({});
+}
+
+TEST(Chunk, InAForkedChildIsNotUnpinned) {
+  FakeDevice device;
+  auto chunk = Chunk::allocate(4096);
+  ASSERT_TRUE(ok(chunk));
+  ASSERT_TRUE(ok((*chunk)->pin(0)));
+  const pid_t child = ::fork();
+  if (child == 0) {
+    chunk->reset();
+    ::_exit(device.pinned_now() == 1 ? 0 : 1);
+  }
+  int status = -1;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
 }
 
 TEST(Chunk, IsNotPinnedWithoutADevice) {

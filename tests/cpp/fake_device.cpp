@@ -224,6 +224,7 @@ FakeDevice::FakeDevice() : before_(staging::device_support()) {
       [](const std::vector<staging::ReadyEvent>& ready, staging::Warn warn) {
         std::lock_guard lock(current->mutex_);
         ++current->copiers_;
+        current->ready_ = ready;
         if (!current->warning_.empty()) warn("fake device", current->warning_);
         return std::unique_ptr<staging::DeviceCopier>(std::make_unique<Copier>(ready));
       },
@@ -265,6 +266,11 @@ void FakeDevice::on_arrival(std::function<void()> hook) {
   arrive_hook_ = std::move(hook);
 }
 
+void FakeDevice::on_unpin(std::function<void()> hook) {
+  std::lock_guard lock(mutex_);
+  unpin_hook_ = std::move(hook);
+}
+
 void FakeDevice::warn(std::string text) {
   std::lock_guard lock(mutex_);
   warning_ = std::move(text);
@@ -282,6 +288,11 @@ void FakeDevice::fail_waits(Error error) {
 
 void FakeDevice::wait_for_arrivals(std::size_t count) const {
   for (std::size_t now = arrivals_; now < count; now = arrivals_) arrivals_.wait(now);
+}
+
+std::vector<staging::ReadyEvent> FakeDevice::ready() const {
+  std::lock_guard lock(mutex_);
+  return ready_;
 }
 
 std::size_t FakeDevice::copiers() const {
@@ -321,11 +332,14 @@ Result<> FakeDevice::pin(std::span<std::byte> memory, int device) {
 }
 
 void FakeDevice::unpin(std::span<std::byte> memory, int device) {
-  std::lock_guard lock(current->mutex_);
+  std::unique_lock lock(current->mutex_);
   const auto erased = std::erase_if(current->pinned_, [&](const Pinned& pinned) {
     return pinned.memory.data() == memory.data() && pinned.device == device;
   });
   EXPECT_EQ(erased, 1) << "was not pinned, or by another device";
+  const auto hook = current->unpin_hook_;
+  lock.unlock();
+  if (hook) hook();
 }
 
 }  // namespace torch_ckpt::test

@@ -45,6 +45,8 @@ class FakeDevice {
   /// Called in the device's thread before the copies of a submission are made; may block, which
   /// delays this submission.
   void on_arrival(std::function<void()> hook);
+  /// Called after memory has been unpinned.
+  void on_unpin(std::function<void()> hook);
   /// Each copier that is made from now on gives this warning.
   void warn(std::string text);
   /// Copies then go by way of memory that is not page-locked.
@@ -54,6 +56,8 @@ class FakeDevice {
   /// Waits until so many submissions have arrived.
   void wait_for_arrivals(std::size_t count) const;
   std::size_t copiers() const;
+  /// What the last copier waits for before its first copy.
+  std::vector<staging::ReadyEvent> ready() const;
   std::size_t submissions() const;
   /// (device, stream) of each call of make_stream_wait.
   std::vector<std::pair<int, void*>> held_back() const;
@@ -93,10 +97,12 @@ class FakeDevice {
   std::vector<Memory> memories_;                  // guarded by mutex_
   CopyHook copy_hook_;                            // guarded by mutex_
   WriteHook write_hook_;                          // guarded by mutex_
+  std::function<void()> unpin_hook_;              // guarded by mutex_
   std::string warning_;                           // guarded by mutex_
   Result<> pin_result_;                           // guarded by mutex_
   std::function<void()> arrive_hook_;             // guarded by mutex_
   Result<> wait_result_;                          // guarded by mutex_
+  std::vector<staging::ReadyEvent> ready_;        // guarded by mutex_
   std::size_t copiers_ = 0;                       // guarded by mutex_
   std::size_t submissions_ = 0;                   // guarded by mutex_
   std::vector<std::pair<int, void*>> held_back_;  // guarded by mutex_

@@ -3,9 +3,11 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <latch>
 #include <string>
 #include <vector>
 
+#include "fake_device.h"
 #include "support.h"
 
 namespace torch_ckpt::engine {
@@ -71,6 +73,20 @@ TEST_F(LimitedLoadsTest, AnErrorOfALoadNamesItsRecord) {
   const auto session = limited->run({std::move(request)}, {"a"}, 2, 0);
   ASSERT_TRUE(session.has_error());
   EXPECT_EQ(session.error().subject, "a");
+}
+
+TEST_F(LimitedLoadsTest, CopiesToADeviceWaitForTheEventsOfTheirRun) {
+  test::FakeDevice device;
+  std::latch allocated(0);
+  auto limited = loads(std::uint64_t{1} << 20);
+  ASSERT_TRUE(ok(limited));
+  ReadRequest request = record(0, 1000);
+  request.kind = ReadKind::raw;
+  request.target.device = 0;
+  request.target.address = device.allocate(1000);
+  ASSERT_TRUE(ok(limited->run({std::move(request)}, {"a"}, 0, 0, {{0, &allocated}})));
+  ASSERT_EQ(device.ready().size(), 1);
+  EXPECT_EQ(device.ready()[0].event, &allocated);
 }
 
 }  // namespace

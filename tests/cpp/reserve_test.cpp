@@ -269,7 +269,42 @@ TEST_F(Reserve, ForADeviceIsPageLocked) {
   FakeDevice device;
   pool_.set_reserve(4 * kPage, kPage);
   EXPECT_TRUE(ok(grow_reserve(context(), kAll, {}, 1)));
-  EXPECT_EQ(device.pinned_now(), 4);
+  EXPECT_EQ(pool_.kept_bytes(), 4 * kPage);
+  EXPECT_EQ(device.pinned_now(), 1);
+}
+
+TEST_F(Reserve, ForADeviceIsMadeOfArenasOf64MiB) {
+  constexpr std::size_t kChunk = std::size_t{16} << 20;
+  FakeDevice device;
+  pool_.set_reserve(6 * kChunk, kChunk);
+  EXPECT_TRUE(ok(grow_reserve(context(), kAll, {{0, false}, 1}, 0)));
+  EXPECT_EQ(pool_.reserved_bytes(), 6 * kChunk);
+  EXPECT_EQ(device.pins(), 2);
+}
+
+TEST_F(Reserve, ForADeviceGrowsNoFurtherThanToldTo) {
+  FakeDevice device;
+  pool_.set_reserve(20 * kPage, kPage);
+  EXPECT_TRUE(ok(grow_reserve(context(), 7 * kPage + 1, {}, 0)));
+  EXPECT_EQ(pool_.reserved_bytes(), 7 * kPage);
+}
+
+TEST_F(Reserve, ForADeviceIsTrimmedByWholeArenas) {
+  FakeDevice device;
+  pool_.set_reserve(4 * kPage, kPage);
+  EXPECT_TRUE(ok(grow_reserve(context(), kAll, {}, 0)));
+  pool_.trim(3 * kPage);
+  EXPECT_EQ(pool_.kept_bytes(), 0);
+  EXPECT_EQ(pool_.reserve_bytes(), 0);
+  EXPECT_EQ(device.pinned_now(), 0);
+}
+
+TEST_F(Reserve, ForADeviceOutlivesASaveWithASmallerBudget) {
+  FakeDevice device;
+  pool_.set_reserve(10 * kPage, kPage);
+  EXPECT_TRUE(ok(grow_reserve(context(), kAll, {}, 0)));
+  EXPECT_TRUE(ok(save(10, kPage, 3 * kPage)));
+  EXPECT_EQ(pool_.kept_bytes(), 10 * kPage);
 }
 
 TEST_F(Reserve, ThatCannotBePageLockedIsAnError) {

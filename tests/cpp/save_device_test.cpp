@@ -306,6 +306,49 @@ TEST_P(SaveFromDevice, WritesFromMemoryThatCannotBePinnedAndSaysSo) {
   device_.fail_pins({});
 }
 
+TEST_P(SaveFromDevice, PinsItsMemoryInOnePiece) {
+  add_file(std::string(10'000, 'x'));
+  context().chunks.trim(0);
+  expect_saved(*start(options()));
+  EXPECT_EQ(device_.pins(), 1);
+}
+
+TEST_P(SaveFromDevice, WarningsOfCopiersAreKeptForTheUser) {
+  context().warnings.forget("fake device");
+  static_cast<void>(context().warnings.take());
+  device_.warn("slow copies");
+  add_file(std::string(5000, 'a'));
+  add_file(std::string(5000, 'b'));
+  expect_saved(*start(options()));
+  EXPECT_EQ(context().warnings.take(), (std::vector<std::string>{"slow copies"}));
+}
+
+// Of so many bytes in one file.
+std::size_t submissions_of(FakeDevice& device, Files& files, TempDir& directory, std::size_t bytes,
+                           SaveOptions with) {
+  files = Files(directory);
+  std::string payload(bytes, 'x');
+  files.begin_file();
+  files.add_tensor_at(device.upload(payload), payload);
+  const std::size_t before = device.submissions();
+  with.chunk_bytes = 0;
+  const auto session =
+      SaveSession::start(context(), test::open_directory(directory), files.jobs(), with).value();
+  wait_for_end(*session);
+  EXPECT_TRUE(ok(session->outcome()));
+  return device.submissions() - before;
+}
+
+TEST_P(SaveFromDevice, ChunksAreLargeIfTheBudgetPermits) {
+  constexpr std::size_t kBytes = std::size_t{20} << 20;
+  EXPECT_EQ(submissions_of(device_, files_, directory_, kBytes, options()), 2) << "of 16 MiB";
+  TempDir other;
+  EXPECT_EQ(submissions_of(device_, files_, other, kBytes, options(3 * kDeviceChunkBytes - 1)), 6)
+      << "of 4 MiB";
+  context().executor.join();
+  context().chunks.trim(0);
+}
+
 TEST_P(SaveFromDevice, WritesTheFirstChunkBeforeTheLastOneIsBegun) {
   add_file(std::string(4 * kPage, 'x'));
   make_memory();

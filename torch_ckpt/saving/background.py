@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch_ckpt import _C
+from torch_ckpt import _C
 
-#: Bytes of one staging chunk: large enough for the disk, small enough for the third-level cache.
-CHUNK_BYTES = 4 << 20
+#: Bytes of one staging chunk for sources on the host, and for sources on CUDA devices.
+CHUNK_BYTES = _C.host_chunk_bytes
+DEVICE_CHUNK_BYTES = _C.device_chunk_bytes
 
 
 @dataclass(frozen=True)

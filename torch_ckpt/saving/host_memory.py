@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch_ckpt import _C
 from torch_ckpt._base.life_cycle import Part, register
 from torch_ckpt._base.log import LOGGER
-from torch_ckpt.saving.background import CHUNK_BYTES, Background
+from torch_ckpt.saving.background import CHUNK_BYTES, DEVICE_CHUNK_BYTES, Background
 
 #: For memory that other things need beside a snapshot.
 _SHARE_OF_FREE_MEMORY = 0.5
@@ -83,8 +83,9 @@ def reserve_pool(
     is logged.
 
     Args:
-        bytes: to be kept, rounded up to whole chunks of 4 MiB.
-        device: a CUDA device; the memory that this makes is page-locked for copies from devices.
+        bytes: to be kept, rounded up to whole chunks: of 4 MiB, or of 16 MiB for a device.
+        device: a CUDA device; the memory that this makes is page-locked for copies from devices, in
+            pieces of 64 MiB. A reserve for a device replaces one without, and the other way round.
         wait: False returns at once, and a thread makes the memory quietly. A later call with the
             same number waits for it; an error goes to the log.
 
@@ -115,6 +116,11 @@ def _ordinal(device: torch.device | str | int | None) -> int:
     return given.index if given.index is not None else torch.cuda.current_device()
 
 
+def _chunk_bytes(ordinal: int) -> int:
+    """Bytes of the chunks that saves from this device take; -1 is none."""
+    return CHUNK_BYTES if ordinal < 0 else DEVICE_CHUNK_BYTES
+
+
 class Reserve:
     """Makes the memory of :func:`reserve_pool`, perhaps by threads that nobody waits for.
 
@@ -135,10 +141,11 @@ class Reserve:
         """As :func:`reserve_pool`."""
         if operator.index(bytes) < 0:
             raise ValueError(f"bytes must not be negative, got {bytes}")
-        # In whole chunks, or the last one would be beyond each limit.
-        total = -(-bytes // CHUNK_BYTES) * CHUNK_BYTES
         ordinal = _ordinal(device)
-        _C.set_reserve(total, CHUNK_BYTES)
+        chunk = _chunk_bytes(ordinal)
+        # In whole chunks, or the last one would be beyond each limit.
+        total = -(-bytes // chunk) * chunk
+        _C.set_reserve(total, chunk)
         if wait:
             return self._grow(total, ordinal, None)
         thread = threading.Thread(
@@ -172,7 +179,7 @@ class Reserve:
         while there < total <= _C.reserve_bytes() and not self.leaving:
             ranks = dist.get_world_size() if dist.is_initialized() else 1
             most = _share_of_free_memory(ranks, self._free)
-            if most < there + CHUNK_BYTES:
+            if most < there + _chunk_bytes(device):
                 _C.end_reserve()
                 LOGGER.warning(
                     "%d of %d bytes are reserved for saves: this rank's share of the free memory, "

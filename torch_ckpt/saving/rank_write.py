@@ -31,7 +31,7 @@ from torch_ckpt._base.cuda_events import events_of_now
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.progress import Progress, ProgressOption, Reporter
 from torch_ckpt.checkpoint.directory import OpenDirectory, Place
-from torch_ckpt.saving.background import CHUNK_BYTES, Background, EngineOptions
+from torch_ckpt.saving.background import Background, EngineOptions
 from torch_ckpt.saving.host_memory import default_snapshot_bytes
 from torch_ckpt.saving.items import Written
 from torch_ckpt.saving.sources import Watched, source_changed
@@ -172,7 +172,6 @@ class RankWrite:
             bytes_per_bucket=options.bytes_per_file,
             file_per_item=not options.single_file_per_rank,
             separation_hint=options.separation_hint or "",
-            chunk_bytes=CHUNK_BYTES,
             max_host_bytes=options.max_host_bytes
             or (engine_options.max_host_bytes if engine_options else 0),
             direct_io=options.direct_io,

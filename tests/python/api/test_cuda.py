@@ -10,6 +10,7 @@ import torch
 
 import torch_ckpt
 from torch_ckpt import _C
+from torch_ckpt.loading import reader
 
 pytestmark = pytest.mark.skipif(
     not (torch.cuda.is_available() and _C.has_cuda),
@@ -185,3 +186,26 @@ def test_a_load_holds_two_chunks_for_each_thread_and_no_more(tmp_path: Path) -> 
     before = torch.cuda.max_memory_allocated()
     torch_ckpt.load({"weight": target}, tmp_path)
     assert torch.cuda.max_memory_allocated() == before
+
+
+def test_a_temporary_is_not_written_before_work_that_still_reads_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = torch.randn(1000, 3000)
+    torch_ckpt.save({"weight": values}, tmp_path)
+    # Spread on the device, by way of a temporary of 1000 x 3000.
+    target = torch.zeros(3000, 1000, device="cuda").t()
+    copies: list[torch.Tensor] = []
+    record = reader.events_of_now
+
+    def record_and_free(devices: Any) -> Any:
+        events = record(devices)
+        block = torch.full((1000, 3000), 7.0, device="cuda")
+        spin()
+        copies.append(block.clone())
+        return events
+
+    monkeypatch.setattr(reader, "events_of_now", record_and_free)
+    torch_ckpt.load({"weight": target}, tmp_path)
+    assert torch.equal(target.cpu(), values)
+    assert torch.equal(copies[0].cpu(), torch.full((1000, 3000), 7.0))

@@ -1,0 +1,70 @@
+#include "engine/staging_buffers.h"
+
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <future>
+#include <utility>
+
+#include "fake_device.h"
+#include "support.h"
+
+namespace torch_ckpt::engine {
+namespace {
+
+using test::FakeDevice;
+using test::ok;
+
+constexpr std::size_t kPage = 4096;
+// Longer than any call takes that waits for nobody.
+constexpr std::chrono::seconds kLongest{20};
+
+TEST(StagingBuffers, MemoryThatComesTooLateIsFreedWithoutTheirLock) {
+  FakeDevice device;
+  StagingBuffers buffers(context(), 3, kPage, 0, 1);
+  StagingBufferList made = buffers.take_unmade();
+  ASSERT_EQ(made.size(), 3);
+  ASSERT_TRUE(ok(buffers.make(made)));
+  buffers.close();
+  std::future<std::size_t> other;
+  bool others_go_on = false;
+  device.on_unpin([&] {
+    other = std::async(std::launch::async, [&] { return buffers.unmade(); });
+    others_go_on = other.wait_for(kLongest) == std::future_status::ready;
+  });
+  while (!made.empty()) {
+    StagingBufferList one;
+    one.splice(one.end(), made, made.begin());
+    buffers.release(std::move(one));
+  }
+  EXPECT_TRUE(others_go_on);
+  EXPECT_EQ(device.pinned_now(), 0);
+  device.on_unpin({});
+}
+
+TEST(StagingBuffers, AreMadeOneByOneIfTheirArenaCannotBePinned) {
+  FakeDevice device;
+  static_cast<void>(context().warnings.take());
+  context().warnings.forget("page-locking");
+  device.fail_pins(system_error(ENOMEM, "cudaHostRegister", ""));
+  StagingBuffers buffers(context(), 3, kPage, 0, 1);
+  StagingBufferList made = buffers.take_unmade();
+  EXPECT_TRUE(ok(buffers.make(made)));
+  for (const StagingBuffer& buffer : made) EXPECT_NE(buffer.chunk, nullptr);
+  EXPECT_EQ(context().warnings.take().size(), 1);
+  device.fail_pins({});
+  while (!made.empty()) {
+    StagingBufferList one;
+    one.splice(one.end(), made, made.begin());
+    buffers.release(std::move(one));
+  }
+  buffers.close();
+}
+
+TEST(StagingBuffers, OfTheHostAreMadeOneAtATime) {
+  StagingBuffers buffers(context(), 3, kPage, staging::Source::kHost, 1);
+  EXPECT_EQ(buffers.take_unmade().size(), 1);
+}
+
+}  // namespace
+}  // namespace torch_ckpt::engine
