@@ -28,6 +28,7 @@ from torch_ckpt.errors import CheckpointError
 from torch_ckpt.ranks.failures import failed_on
 from torch_ckpt.ranks.meeting import Meeting
 from torch_ckpt.ranks.outcomes import no_sign_of_life
+from torch_ckpt.ranks.store_thread import peek
 
 #: Every so many steps; at least so much time apart; chosen; or a function of the step, which must
 #: say the same on all ranks.
@@ -258,12 +259,11 @@ class _Decisions:
         store = self._meeting.keys("")
         begun = time.monotonic()
         # Not by the store's own waiting, which keeps the save under way off the connection.
-        while not self._ask(lambda: store.check([key])):
+        while (data := self._ask(lambda: peek(store, key))) is None:
             waited = time.monotonic() - begun
             if waited >= self._timeout:
                 raise failed_on(_STEP, no_sign_of_life(_STEP, [0], self._timeout))
             time.sleep(min(0.01, max(0.0002, waited / 10)))
-        data: bytes = self._ask(lambda: store.get(key))
         return data
 
     def _ask(self, work: Callable[[], T]) -> T:

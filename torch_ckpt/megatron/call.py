@@ -254,7 +254,7 @@ class Agreement:
         try:
             # The process lives; that the function moves is looked after here.
             with self._ranks.alive(time.monotonic_ns):
-                agreed = self._ranks.all_reduce(STEP, self._mine, _combined, lambda _: None)
+                agreed = self._ranks.all_reduce(STEP, self._mine, _combined)
         except CheckpointException as error:
             agreed = _Agreed(error.failures, self._ranks.rank in error.failures)
         except BaseException as error:

@@ -76,7 +76,7 @@ class AsyncRequest(NamedTuple):
         try:
             # No timeout: each rank is as alive as its process.
             with ranks.alive(time.monotonic_ns):
-                ranks.all_reduce(STEP, run, lambda _: None, lambda _: None)
+                ranks.all_reduce(STEP, run, lambda _: None)
         finally:
             spawn(ranks.close)
         self.execute_finalize_fns(validate_matching_call_idx=False)
@@ -96,7 +96,7 @@ class AsyncRequest(NamedTuple):
         if validate_matching_call_idx:
             ranks = Meeting.of(None, no_dist=False).ranks(kind="call_idx")
             try:
-                ranks.all_reduce("finalize", lambda: self.call_idx, check_same, lambda _: None)
+                ranks.all_reduce("finalize", lambda: self.call_idx, check_same)
             finally:
                 spawn(ranks.close)
         for finalize in self.finalize_fns:

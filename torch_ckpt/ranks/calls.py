@@ -96,9 +96,7 @@ class Call:
             )
 
         try:
-            answered = self._ranks.all_reduce(
-                "meeting", lambda: (self.name, local()), answer, lambda _value: None
-            )
+            answered = self._ranks.all_reduce("meeting", lambda: (self.name, local()), answer)
         except CheckpointException as error:
             raise explained(error, self.name, self.rank, self._timeout) from error
         if isinstance(answered, Disagreement):

@@ -74,17 +74,20 @@ class Ranks:
         step: str,
         local: Callable[[], T],
         combine: Callable[[list[T]], R],
-        undo: Callable[[T], None],
+        undo: Callable[[T], None] | None = None,
     ) -> R:
         """Runs ``local`` everywhere, ``combine`` on the coordinator; each rank gets the result.
 
-        Where ``local`` failed on a rank, ``undo`` is run on those where it did not; never after
-        ``combine`` has begun, nor where this rank cannot know whether it has.
+        Args:
+            undo: run where ``local`` succeeded if it failed on another rank; never after
+                ``combine`` has begun, nor where this rank cannot know whether it has. None:
+                ``combine`` commits nothing, so that errors do not say that it may have.
         """
         outcome = attempt(local)
-        received = self._over.broadcast(self._combined(self._over.gather(step, outcome), combine))
+        gathered = self._over.gather(step, outcome, commits=undo is not None)
+        received = self._over.broadcast(self._combined(gathered, combine))
         if isinstance(received, RankFailures):
-            if not received.combining and not failed(outcome):
+            if undo is not None and not received.combining and not failed(outcome):
                 undo(outcome)
             raise_on(self.rank, step, received.by_rank)
         return cast(R, received)
@@ -184,6 +187,9 @@ class Meeting:
         # A server lives as long as the store that started it, destroy_process_group() or not.
         self._store = store
         self._connections: list[Store] = []  # one, once it is needed
+        # Apart from the other lock: to connect may take long, and a store that is stopped never
+        # answers.
+        self._connecting = threading.Lock()
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._starts = 0
@@ -236,7 +242,7 @@ class Meeting:
                 size = self.size if members is None else len(members)
                 other = Meeting(self._store, rank, size, f"{self._name}/{name}")
                 # Not this meeting itself: a cycle would keep the server for longer than the group.
-                other._connections, other._lock = self._connections, self._lock
+                other._connections, other._connecting = self._connections, self._connecting
                 other.asker = self.asker
                 self._apart[name] = other
             return self._apart[name]
@@ -291,7 +297,7 @@ class Meeting:
         The training may wait on its own one for minutes, and keeps others off it. To connect may
         take seconds, where names are slow to resolve.
         """
-        with self._lock:
+        with self._connecting:
             assert self._store is not None
             if not self._connections:
                 try:

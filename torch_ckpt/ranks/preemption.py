@@ -33,6 +33,7 @@ from torch_ckpt._base.life_cycle import Part, register
 from torch_ckpt._base.live_objects import LiveObjects
 from torch_ckpt.ranks.calls import explained, meeting_of
 from torch_ckpt.ranks.meeting import Meeting, Ranks
+from torch_ckpt.ranks.store_thread import peek
 
 logger = logging.getLogger(__name__)
 
@@ -245,8 +246,8 @@ class PreemptionWatch:
             if may_ask:
                 try:
                     keys = meeting.keys(str(number))
-                    if keys.check(["notice"]):
-                        return keys.get("notice").decode()
+                    if (notice := peek(keys, "notice")) is not None:
+                        return notice.decode()
                 except RuntimeError as error:
                     # Where training is over rank 0, which may host the store, may have gone.
                     may_ask = False
@@ -272,7 +273,7 @@ class PreemptionWatch:
             return max(step for step, _first in posted) + 1, posted[0][1]
 
         try:
-            return ranks.all_reduce("preemption", post, largest, lambda _posted: None)
+            return ranks.all_reduce("preemption", post, largest)
         except CheckpointException as error:
             raise explained(error, _NAME, ranks.rank, self._timeout) from error
 

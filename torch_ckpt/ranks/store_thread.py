@@ -10,12 +10,29 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+from torch._C._distributed_c10d import Store
+
 from torch_ckpt.ranks.failures import failed_on
 from torch_ckpt.ranks.outcomes import attempt, failed, first_line
 
 T = TypeVar("T")
 
 _Requests = queue.SimpleQueue[Any]
+
+# Not empty: a store creates an absent key whose expected value is empty.
+_ABSENT = "torch_ckpt: this key is absent"
+
+
+def peek(store: Store, key: str) -> bytes | None:
+    """Returns the value of a key, or None if it is absent. Never waits for it.
+
+    ``get`` waits for an absent key until the store's time-out, which is 30 minutes by default, and
+    keeps all other threads off the connection: also after a ``check``, if another rank deletes the
+    key in between. ``compare_set`` changes nothing here, and returns what it expects if the key is
+    absent.
+    """
+    value: bytes = store.compare_set(key, _ABSENT, _ABSENT)
+    return None if value == _ABSENT.encode() else value
 
 
 class StoreThread:
@@ -31,13 +48,22 @@ class StoreThread:
         self._requests: _Requests | None = None
         self._pid = 0
 
-    def ask(self, step: str, rank: int, limit: float, work: Callable[..., T], *args: Any) -> T:
+    def ask(
+        self,
+        step: str,
+        rank: int,
+        limit: float,
+        work: Callable[..., T],
+        *args: Any,
+        advice: str = "",
+    ) -> T:
         """What ``work`` gets from the store. From any thread; requests are worked off in turn.
 
         Args:
             step: what it is for, for the error.
             rank: of this process.
             limit: in seconds.
+            advice: what else to check after an error, at the end of its text.
 
         Raises:
             CheckpointException: with a ConnectionError; the store is lost, or does not answer.
@@ -58,9 +84,8 @@ class StoreThread:
         cause, stack = outcome
         error = ConnectionError(
             f"rank {rank} lost the process group's store in '{step}' "
-            f"({first_line(cause)}): look whether the process that hosts it, rank 0 or "
-            "torchrun's agent, still runs and, as rank 0 may have committed, whether the "
-            "checkpoint is there"
+            f"({first_line(cause)}): check that the process that hosts it, rank 0 or "
+            f"torchrun's agent, is still running{advice}"
         )
         raise failed_on(step, {rank: (error, stack)})
 

@@ -8,10 +8,14 @@
    is given up by who has waited longest, who sets the verdict and answers in its place. Should the
    coordinator come back, it finds the verdict and does not commit.
 5. ``alive/{rank}`` is a sign of life when its value is another than at the last look.
-6. What several ranks have alike is posted as ``shared/{digest}`` by who finds no such key, who
-   removes it at the end; a value has the key. Several may post it at once.
-7. Who reads a key removes it. What several read is removed by the coordinator once ``bye/{rank}``
-   says of each that it has read all it will.
+6. The rank that creates ``shared/{digest}/owner`` posts ``shared/{digest}``; others that share the
+   same bytes only name it. The coordinator alone reads it. The owner deletes it at the end, unless
+   the coordinator may still read it.
+7. The reader of a key deletes it. What several ranks read is deleted by the coordinator after
+   ``bye/{rank}`` of each.
+8. No key is read that may be absent by a call that waits for it: see ``peek``.
+9. A coordinator that did not run for so long that others may have declared it dead does not commit.
+   The store, if it hosts it, could not tell it.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ from torch_ckpt.ranks.outcomes import (
     failed,
     no_sign_of_life,
 )
-from torch_ckpt.ranks.store_thread import StoreThread
+from torch_ckpt.ranks.store_thread import StoreThread, peek
 
 T = TypeVar("T")
 
@@ -51,6 +55,9 @@ _PULSE_SECONDS = 5.0
 _PIECE_BYTES = 4 << 20
 
 _DECIDED = b"the coordinator goes on"
+
+#: Advice of an error where the coordinator may have committed.
+MAY_HAVE_COMMITTED = " and, because rank 0 may have committed, whether the checkpoint is there"
 
 # What a value begins with that is in its key, and not in pieces below it.
 _WHOLE = b"="
@@ -69,8 +76,12 @@ class Alone:
     #: What this rank has told others so far: messages, and bytes in them.
     sent = (0, 0)
 
-    def gather(self, step: str, value: Any) -> list[Any] | None:
-        """Every rank's value, or why there is none, on the coordinator; None elsewhere."""
+    def gather(self, step: str, value: Any, *, commits: bool = False) -> list[Any] | None:
+        """Every rank's value, or why there is none, on the coordinator; None elsewhere.
+
+        Args:
+            commits: the coordinator may commit next.
+        """
         return [value]
 
     def share(self, data: bytes) -> bytes | str:
@@ -134,30 +145,39 @@ class OverStore(Alone):
         self._given_up = False  # this rank, the coordinator, by another one that has answered
         self._cancelled: WRAPPED_EXCEPTION | None = None
         self._hurried = threading.Event()
+        self._commits = False  # the coordinator may, in this step
+        self._lost: dict[int, WRAPPED_EXCEPTION] | None = None  # the store
         self._absent: list[int] = []  # ranks that come late, if at all
+        self._posted: list[str] = []  # keys of this rank's value in this step
         self._verdicts: list[str] = []
         self._answers: list[str] = []
-        self._shared: dict[str, bytes] = {}
-        self._shared_here: list[str] = []
+        self._shared: dict[str, bytes] = {}  # on the coordinator, what it has or has read
+        self._owned: dict[str, list[str]] = {}  # by token, the keys that this rank deletes
+        self._may_be_read = False  # what this rank owns, by the coordinator
+        self._ran_at: float | None = None  # while heartbeats are sent
+        self._lapse = 0.0  # the longest time without one
 
-    def gather(self, step: str, value: Any) -> list[Any] | None:
+    def gather(self, step: str, value: Any, *, commits: bool = False) -> list[Any] | None:
         self._step = step
         self._steps += 1
+        self._commits = commits
         self._ask(self._connect)
         if self.rank != 0:
             data = attempt(pickle.dumps, value)
             data = pickle.dumps(data) if failed(data) else data
-            self._ask(self._set, self._key("from", self.rank), data)
+            self._may_be_read = True
+            self._posted = self._ask(self._set, self._key("from", self.rank), data)
             return None
         keys = {rank: self._key("from", rank) for rank in range(1, self.size)}
         silent = self._await(keys, self._timeout)
         self._verdicts.append(self._key("verdict"))
-        verdict = self._ask(self._store.compare_set, self._key("verdict"), "", _DECIDED)
-        self._given_up = verdict != _DECIDED
-        if self._given_up:
-            failures = pickle.loads(verdict).by_rank
-        else:
+        mine = self._verdict()
+        verdict = self._ask(self._store.compare_set, self._key("verdict"), "", mine)
+        self._given_up = verdict != mine
+        if verdict == _DECIDED:
             failures = no_sign_of_life(step, silent, self._timeout)
+        else:
+            failures = pickle.loads(verdict).by_rank
         if self._cancelled is not None:
             value = self._cancelled
         gathered = [value] + [None] * (self.size - 1)
@@ -170,10 +190,12 @@ class OverStore(Alone):
         return gathered
 
     def share(self, data: bytes) -> bytes | str:
+        token = f"shared/{hashlib.sha256(data).hexdigest()}"
+        if self.rank == 0:
+            self._shared[token] = data
         self._ask(self._connect)
-        key = f"shared/{hashlib.sha256(data).hexdigest()}"
-        self._ask(self._set_unless_there, key, data)
-        return key
+        self._ask(self._post_shared, token, data)
+        return token
 
     def shared(self, token: bytes | str) -> bytes:
         assert isinstance(token, str)
@@ -201,6 +223,7 @@ class OverStore(Alone):
 
         def beat() -> None:
             while not done.wait(self._pulse):
+                self._note_that_it_runs()
                 sign = f"{begun}/{counter()}"
                 with suppress(RuntimeError):  # that the store is lost the next step will say
                     self._connect()
@@ -209,12 +232,14 @@ class OverStore(Alone):
         thread = threading.Thread(target=beat, name="torch_ckpt alive", daemon=True)
         with suppress(RuntimeError):  # as in _ask
             thread.start()
+            self._ran_at, self._lapse = begun, 0.0
         try:
             yield
         finally:
             done.set()
-            if thread.ident is not None:
+            if thread.ident is not None and self._lost is None:
                 thread.join(self._pulse)  # and no longer: a store that is stopped does not answer
+            self._ran_at = None
 
     def cancel(self, failure: WRAPPED_EXCEPTION) -> None:
         self._cancelled = failure
@@ -227,8 +252,8 @@ class OverStore(Alone):
         others = [rank for rank in range(1, self.size) if rank not in self._absent]
         with suppress(CheckpointException):
             self._ask(self._connect)
-            for key in self._shared_here:
-                self._ask(self._delete, key)
+            if not self._may_be_read:
+                self._ask(self._delete, [key for keys in self._owned.values() for key in keys])
             if self.rank != 0:
                 self._ask(self._store.set, f"bye/{self.rank}", "bye")
             elif not self._await({rank: f"bye/{rank}" for rank in others}, timeout):
@@ -242,6 +267,27 @@ class OverStore(Alone):
 
     def _key(self, kind: str, rank: int | str = "") -> str:
         return f"{self._steps}.{self._step}/{kind}/{rank}"
+
+    def _note_that_it_runs(self) -> None:
+        now = time.monotonic()
+        if self._ran_at is not None:
+            self._lapse = max(self._lapse, now - self._ran_at)
+            # Second: _verdict() reads this first.
+            self._ran_at = now
+
+    def _verdict(self) -> bytes:
+        """What the coordinator decides, now that it waits for no rank."""
+        ran_at = self._ran_at
+        lapse = 0.0 if ran_at is None else max(time.monotonic() - ran_at, self._lapse)
+        if not self._commits or lapse < self._limit - self._pulse:
+            return _DECIDED
+        error = TimeoutError(
+            f"rank 0, the coordinator, did not run for {lapse:.1f} s in '{self._step}', and other "
+            "ranks may have declared it dead: check whether its process or its machine was "
+            "stopped, or allow more time"
+        )
+        failures: dict[int, WRAPPED_EXCEPTION] = {0: (error, traceback.StackSummary())}
+        return pickle.dumps(RankFailures(failures, combining=False))
 
     def _await(self, keys: dict[int, str], patience: float) -> list[int]:
         """Waits for a key of each rank, unless that is cancelled; the ranks silent for too long.
@@ -278,8 +324,7 @@ class OverStore(Alone):
         signs = {}
         for rank, key in keys.items():
             if not self._store.check([key]):
-                sign = f"alive/{rank}"
-                signs[rank] = self._store.get(sign) if self._store.check([sign]) else b""
+                signs[rank] = peek(self._store, f"alive/{rank}") or b""
         return signs
 
     def _answer(self, values: dict[int | str, Any]) -> RankFailures | None:
@@ -293,8 +338,7 @@ class OverStore(Alone):
             failures = RankFailures({0: data}, combining=True)
             self._answer({"all": failures})
             return failures
-        self._answers.append(self._key("to", "all"))
-        self._ask(self._set_all, data)
+        self._answers += self._ask(self._set_all, data)[self._key("to", "all")]
         return None
 
     def _receive(self, key: str) -> Any:
@@ -304,6 +348,7 @@ class OverStore(Alone):
         if self._cancelled is not None:
             raise failed_on(self._step, {self.rank: self._cancelled})
         received = pickle.loads(self._ask(self._get, key))
+        self._may_be_read = False
         if isinstance(received, RankFailures):
             self._ask(self._clear)
         return received
@@ -314,9 +359,9 @@ class OverStore(Alone):
         return pickle.loads(self._ask(self._take_all, {self.rank: key})[self.rank])
 
     def _clear(self) -> None:
-        if self._store.get(self._key("verdict")) == _DECIDED:
-            # What came late nobody reads.
-            self._delete(self._key("from", self.rank))
+        if peek(self._store, self._key("verdict")) == _DECIDED:
+            # The coordinator has taken it, or never will.
+            self._delete(self._posted)
 
     def _give_up(self, answer: str) -> RankFailures:
         """Decides instead of a silent coordinator, unless somebody has decided."""
@@ -328,70 +373,77 @@ class OverStore(Alone):
         if verdict == _DECIDED:
             error = TimeoutError(
                 f"rank 0, the coordinator, decided on '{self._step}' and then gave no sign of life "
-                f"for {self._limit:g} s: look whether its process still runs and, as it may have "
-                "committed, whether the checkpoint is there"
+                f"for {self._limit:g} s: check that its process is still running{self._advice()}"
             )
             return RankFailures({0: (error, traceback.StackSummary())}, combining=True)
+        self._may_be_read = False
         if verdict == mine:
             self._set(answer, mine)
         return cast(RankFailures, pickle.loads(verdict))
 
-    def _set(self, key: str, data: bytes) -> None:
+    def _set(self, key: str, data: bytes) -> list[str]:
+        """Posts a value. Returns the keys that it takes."""
         messages, size = self.sent
         self.sent = messages + 1, size + len(data)
         if len(data) <= _PIECE_BYTES:
             self._store.set(key, _WHOLE + data)
-            return
+            return [key]
         starts = range(0, len(data), _PIECE_BYTES)
-        for number, start in enumerate(starts):
-            self._store.set(f"{key}/{number}", data[start : start + _PIECE_BYTES])
+        pieces = _pieces(key, len(starts))
+        for piece, start in zip(pieces, starts, strict=True):
+            self._store.set(piece, data[start : start + _PIECE_BYTES])
         # Last, because it is what is waited for.
         self._store.set(key, str(len(starts)))
+        return [*pieces, key]
 
-    def _set_unless_there(self, key: str, data: bytes) -> None:
-        if not self._store.check([key]):
-            self._set(key, data)
-            self._shared_here.append(key)
+    def _set_all(self, data: dict[str, bytes]) -> dict[str, list[str]]:
+        return {key: self._set(key, value) for key, value in data.items()}
 
-    def _set_all(self, data: dict[str, bytes]) -> None:
-        for key, value in data.items():
-            self._set(key, value)
+    def _post_shared(self, token: str, data: bytes) -> None:
+        owner, me = f"{token}/owner", str(self.rank).encode()
+        # A check before a set would let two ranks own it.
+        if token in self._owned or self._store.compare_set(owner, "", me) != me:
+            return
+        self._owned[token] = [owner]
+        if self.rank != 0:
+            self._owned[token] += self._set(token, data)
 
     def _get(self, key: str) -> bytes:
-        return self._joined(key, self._store.get(key))
+        return self._joined(key, self._value(key))
+
+    def _value(self, key: str) -> bytes:
+        value = peek(self._store, key)
+        if value is None:
+            raise RuntimeError(f"the store has lost the key '{key}'")
+        return value
 
     def _joined(self, key: str, head: bytes) -> bytes:
         """The value of a key, of which this is in the key itself."""
         if head.startswith(_WHOLE):
             return head[len(_WHOLE) :]
-        return b"".join(self._store.get(f"{key}/{number}") for number in range(int(head)))
+        return b"".join(self._value(piece) for piece in _pieces(key, int(head)))
 
-    def _delete(self, key: str) -> None:
-        if self._store.check([key]):
-            self._delete_with_pieces(key, self._store.get(key))
-
-    def _delete_with_pieces(self, key: str, head: bytes) -> None:
-        if not head.startswith(_WHOLE):
-            for number in range(int(head)):
-                self._store.delete_key(f"{key}/{number}")
-        self._store.delete_key(key)
+    def _delete(self, keys: list[str]) -> None:
+        for key in keys:
+            self._store.delete_key(key)
 
     def _take_all(self, keys: dict[int, str]) -> dict[int, bytes]:
         """What the ranks have posted, of which nothing stays."""
-        if not self._store.check([*keys.values()]):
-            keys = {rank: key for rank, key in keys.items() if self._store.check([key])}
-        heads = self._heads([*keys.values()])
         taken = {}
-        for (rank, key), head in zip(keys.items(), heads, strict=True):
+        for (rank, key), head in zip(keys.items(), self._heads([*keys.values()]), strict=True):
+            if head is None:
+                continue
             taken[rank] = self._joined(key, head)
-            self._delete_with_pieces(key, head)
+            pieces = [] if head.startswith(_WHOLE) else _pieces(key, int(head))
+            self._delete([*pieces, key])
         return taken
 
-    def _heads(self, keys: list[str]) -> list[bytes]:
-        """What is in the keys themselves, by one request where the store can do that."""
-        if keys and self._store.has_extended_api():
-            return cast(list[bytes], self._store.multi_get(keys))
-        return [self._store.get(key) for key in keys]
+    def _heads(self, keys: list[str]) -> list[bytes | None]:
+        """What is in the keys themselves, None for absent keys."""
+        # One request for all. It does not wait: only this rank deletes these keys.
+        if keys and self._store.has_extended_api() and self._store.check(keys):
+            return cast(list[bytes | None], self._store.multi_get(keys))
+        return [peek(self._store, key) for key in keys]
 
     def _tidy(self, ranks: list[int]) -> None:
         if self._cancelled is not None:
@@ -402,10 +454,24 @@ class OverStore(Alone):
             self._store.delete_key(f"bye/{rank}")
         # A rank that was given up and comes after all reads there that it was.
         if not self._absent:
-            for key in self._verdicts:
-                self._store.delete_key(key)
-            for key in self._answers:
-                self._delete(key)
+            self._delete([*self._verdicts, *self._answers])
+
+    def _advice(self) -> str:
+        return MAY_HAVE_COMMITTED if self._commits else ""
 
     def _ask(self, work: Callable[..., T], *args: Any) -> T:
-        return self._asker.ask(self._step, self.rank, self._limit, work, *args)
+        """Asks the store, unless it has been lost: this rank would wait for it again."""
+        if self._lost is None:
+            try:
+                return self._asker.ask(
+                    self._step, self.rank, self._limit, work, *args, advice=self._advice()
+                )
+            except CheckpointException as error:
+                # Not the error itself, whose frames would keep the store.
+                self._lost = error.failures
+        raise failed_on(self._step, self._lost)
+
+
+def _pieces(key: str, count: int) -> list[str]:
+    """The keys of a value that is too large for one."""
+    return [f"{key}/{number}" for number in range(count)]

@@ -264,7 +264,7 @@ def test_nothing_is_undone_where_the_coordinator_may_have_committed(store: dist.
             given_up.set()
 
     outcome = together(ranks_of(store, 2, SHORT), work)[1]
-    assert "it may have committed" in str(outcome)
+    assert "rank 0 may have committed" in str(outcome)
     assert undone == []
 
 
