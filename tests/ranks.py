@@ -88,6 +88,7 @@ class Ranks:
         try:
             return [child.wait(max(0.0, deadline - time.monotonic())) for child in self.children]
         except TimeoutError:
+            self.where([rank for rank, child in enumerate(self.children) if child.alive])
             raise AssertionError(f"a rank does not end\n{self.said()}") from None
 
     def end_of(self, rank: int) -> str:

@@ -108,6 +108,38 @@ def case_a_killed_rank_is_given_up() -> dict[str, Any]:
     return found
 
 
+def stop_the_host(connection: Connection) -> None:
+    """Runs one of two ranks, of which rank 0, the store's host, is stopped in a step that commits.
+
+    Sends the error's text, whether this rank has committed, and after how many seconds it had left
+    the store.
+    """
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=PATIENCE_SECONDS))
+    meeting = Meeting.of(None, no_dist=False)
+    # To connect may take longer than the timeout.
+    connecting = meeting.ranks(PATIENCE_SECONDS)
+    connecting.all_succeed("connect", lambda: None)
+    connecting.close()
+    ranks = meeting.ranks(TIMEOUT)
+    committed: list[Any] = []
+
+    def local() -> None:
+        if ranks.rank == 0:
+            connection.send("stops")
+            stop_here()
+
+    begun, text = time.monotonic(), ""
+    try:
+        with ranks.alive(time.monotonic_ns):
+            ranks.all_reduce("write", local, committed.append, lambda part: None)
+    except CheckpointException as error:
+        text = str(error)
+    ranks.close(TIMEOUT)
+    connection.send((text, bool(committed), time.monotonic() - begun))
+    connection.recv()
+    os._exit(0)
+
+
 CASES: dict[str, Callable[[], Any]] = {
     name.removeprefix("case_"): function
     for name, function in list(globals().items())

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
 
 from tests.distributed.launcher import Outcomes
-from tests.distributed.store_cases import TIMEOUT, play
+from tests.distributed.store_cases import TIMEOUT, play, stop_the_host
 from tests.ranks import ranks
 
 KILLED = "a_killed_rank_is_given_up"
@@ -54,3 +55,17 @@ def test_a_silent_rank_is_named_on_all_others(launch: Outcomes, case: str) -> No
 def test_a_rank_that_was_stopped_fails_like_the_others(launch: Outcomes) -> None:
     *others, stopped = launch.found(STOPPED)
     assert [other["text"] for other in others] == [stopped["text"]] * len(others)
+
+
+def test_a_stopped_host_of_the_store_does_not_commit_after_the_other_rank_has_given_up() -> None:
+    with ranks(2, stop_the_host, rank_0_hosts_store=True) as group:
+        assert group.answer(0) == "stops"
+        text, committed, seconds = group.answer(1)
+        assert "rank 1 lost the process group's store in 'write' (no answer for 2.5 s)" in text
+        assert "rank 0 may have committed" in text
+        # Once: not again at the end of the step.
+        assert seconds < 2 * 1.25 * TIMEOUT
+        group.children[0].signal(signal.SIGCONT)
+        text, committed, _seconds = group.answer(0)
+        assert "rank 0, the coordinator, did not run for" in text
+        assert not committed

@@ -27,7 +27,7 @@ from tests.meetings import (
     tcp_store,
     together,
 )
-from torch_ckpt.ranks.meeting import Meeting
+from torch_ckpt.ranks.meeting import Meeting, Ranks
 from torch_ckpt.ranks.store_thread import StoreThread
 
 
@@ -101,11 +101,13 @@ class StoppedStore(dist.Store):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.goes_on = threading.Event()
+        self.asked = 0
 
     def set(self, key: str, value: str) -> None:
         pass
 
     def check(self, keys: list[str]) -> bool:
+        self.asked += 1
         return self.goes_on.wait(PATIENCE_SECONDS)
 
 
@@ -115,6 +117,26 @@ def test_a_store_that_does_not_answer_is_an_error() -> None:
     stopped.goes_on.set()
     assert "ConnectionError" in causes_of(outcome)[1]
     assert "no answer for 0.5 s" in causes_of(outcome)[1]
+
+
+@pytest.mark.parametrize(
+    ("work", "may_have_committed"),
+    [(save, True), (lambda ranks: ranks.all_succeed("load", str), False)],
+    ids=["save", "load"],
+)
+def test_a_rank_that_has_lost_the_store_does_not_ask_it_again(
+    work: Callable[[Ranks], Any], may_have_committed: bool
+) -> None:
+    stopped = StoppedStore()
+    [ranks] = [Meeting(stopped, 1, 2, "test").ranks(SHORT)]
+    [outcome] = together([ranks], work).values()
+    begun = stopped.asked
+    ranks.close()
+    [again] = together([ranks], work).values()
+    stopped.goes_on.set()
+    assert causes_of(again) == causes_of(outcome)
+    assert stopped.asked == begun == 1
+    assert ("rank 0 may have committed" in str(outcome)) == may_have_committed
 
 
 # --- meetings ------------------------------------------------------------------------------------
