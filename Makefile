@@ -19,7 +19,7 @@ TIMED := scripts/timed.sh
 CXX_FILES := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.c')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format build docs cpp-test cpp-asan cpp-tsan cpp-fork py-test py-tsan torture fuzz bench clean
+.PHONY: help demo test lint format build docs cpp-test cpp-asan cpp-tsan cpp-fork py-test py-tsan torture fuzz bench gpu-kit clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -46,6 +46,9 @@ docs: $(VENV)/.ready ## the documentation as a site, in build/site
 
 bench: build ## measure against stock torch and the machine's limits
 	$(BIN)/python -m benchmarks.run $(ARGS)
+
+gpu-kit: $(VENV)/.ready ## fill build/gpu-kit, with which scripts/gpu_run.sh runs on a GPU machine without network
+	scripts/gpu_kit.sh $(BIN)/python build/gpu-kit
 
 build: $(VENV)/.ready ## the extension, in place
 	TORCH_CKPT_CMAKE_ARGS="-DTORCH_CKPT_WERROR=ON -DTORCH_CKPT_BUILD_TESTS=ON" \

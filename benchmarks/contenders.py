@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,12 +19,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import torch_ckpt
 
+from . import peers
 from .states import State
 
 Kind = Literal["ours", "stock", "peer", "limit"]
@@ -104,7 +107,7 @@ def _stock_background_saver(
     kind = AsyncCheckpointerType.PROCESS if process else AsyncCheckpointerType.THREAD
 
     def start(state: State, path: Path) -> Running:
-        future = dcp_async_save(
+        response = dcp_async_save(
             state,
             storage_writer=FileSystemWriter(path, sync_files=True),
             async_checkpointer_type=kind,
@@ -112,7 +115,9 @@ def _stock_background_saver(
             # The process has a group of its own, and without one it refuses.
             no_dist=not process,
         )
-        return Running(cast("Future[Any]", future))
+        if isinstance(response, AsyncSaveResponse):
+            return Running(response.upload_completion, response.staging_completion)
+        return Running(response)
 
     return BackgroundSaver(label, "stock", start)
 
@@ -176,6 +181,67 @@ def background_savers() -> Iterator[dict[str, BackgroundSaver]]:
         stager.close()
         # torch lets its process run until the program ends.
         _async_process_executor._CHECKPOINT_PROCESS = None
+
+
+@contextmanager
+def device_saver(name: str) -> Iterator[BackgroundSaver]:
+    """The named one of DEVICE_SAVERS. Its threads and processes end with the context.
+
+    Raises:
+        PeerUnavailableError: `name` is another project's, whose package could not be installed.
+    """
+    if name == "torch_checkpointing":
+        with _torch_checkpointing() as saver:
+            yield saver
+        return
+    if name == "stock_staged":
+        on_device = torch.cuda.is_available()
+        # torch's defaults, which a machine without CUDA refuses in part.
+        options = StagingOptions(on_device, on_device, True, on_device)
+        stager = DefaultStager(options)
+        try:
+            label = "stock dcp.async_save, DefaultStager"
+            yield _stock_background_saver(label, stager=stager)
+        finally:
+            stager.close()
+        return
+    with background_savers() as savers:
+        yield savers[name]
+
+
+@contextmanager
+def _torch_checkpointing() -> Iterator[BackgroundSaver]:
+    """torch_checkpointing's asynchronous save, which makes no fsync.
+
+    Its direct I/O is off: on ext4 it fails with EINVAL at the end of a file.
+    """
+    path = str(peers.TORCH_CHECKPOINTING.install())
+    if path not in sys.path:
+        sys.path.append(path)
+    kind = importlib.import_module("torch_checkpointing").CheckpointManager
+    storage = importlib.import_module("torch_checkpointing.storage.filesystem")
+    buffered = storage.LocalFileSystemStorageConfig(use_direct_io=False)
+    manager = kind(kind.Config(storage_config=buffered))
+
+    def start(state: State, path: Path) -> Running:
+        written = manager.save(str(path), {"state": state})
+        # There is no public name for it.
+        return Running(written, manager._staging_future)
+
+    try:
+        yield BackgroundSaver(f"{peers.TORCH_CHECKPOINTING.title}, no fsync", "peer", start)
+    finally:
+        manager.close()
+
+
+#: What is compared with tensors on a device.
+DEVICE_SAVERS = (
+    "ours_overlapped",
+    "ours_blocking",
+    "stock_thread",
+    "stock_staged",
+    "torch_checkpointing",
+)
 
 
 class ShardedPlanReader(FileSystemReader):

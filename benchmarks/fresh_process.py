@@ -23,9 +23,18 @@ class FreshProcessError(RuntimeError):
     """The process failed. Holds what it wrote to stderr."""
 
 
-def run(module: str, arguments: Sequence[str]) -> Any:
-    """The JSON value that `python -m benchmarks.MODULE ARGUMENTS` printed as its last line."""
-    return _outcome(_start(module, arguments, os.environ))
+def run(module: str, arguments: Sequence[str], timeout: float | None = None) -> Any:
+    """The JSON value that `python -m benchmarks.MODULE ARGUMENTS` printed as its last line.
+
+    After `timeout` seconds the process and those that it has started are killed.
+    """
+    process = _start(module, arguments, os.environ)
+    try:
+        return _outcome(process, timeout)
+    except subprocess.TimeoutExpired as error:
+        raise FreshProcessError(f"benchmarks.{module} took more than {timeout:.0f} s") from error
+    finally:
+        _kill(process)
 
 
 def run_ranks(module: str, arguments: Sequence[str], world: int) -> list[Any]:
@@ -59,8 +68,7 @@ def run_ranks(module: str, arguments: Sequence[str], world: int) -> list[Any]:
         except BaseException:
             # The others would wait for it for minutes, and its workers for ever.
             for rank in ranks:
-                with suppress(ProcessLookupError):
-                    os.killpg(rank.pid, signal.SIGKILL)
+                _kill(rank)
             raise
     return [outcome.result() for outcome in outcomes]
 
@@ -79,8 +87,14 @@ def _start(
     )
 
 
-def _outcome(process: subprocess.Popen[str]) -> Any:
-    output, errors = process.communicate()
+def _kill(process: subprocess.Popen[str]) -> None:
+    """Kills what is left of a process and of those that it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _outcome(process: subprocess.Popen[str], timeout: float | None = None) -> Any:
+    output, errors = process.communicate(timeout=timeout)
     if process.returncode != 0:
         assert isinstance(process.args, list)
         command = " ".join(process.args[1:])

@@ -70,3 +70,4 @@ class Peer:
 
 NVRX = Peer("nvidia-resiliency-ext", "0.4.1", ("psutil",))
 MEGATRON_CORE = Peer("megatron-core", "0.16.1", ("psutil",))
+TORCH_CHECKPOINTING = Peer("torch_checkpointing", "0.1.1")

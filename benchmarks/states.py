@@ -63,11 +63,14 @@ def _decoder_shapes(parameter_bytes: int, parameter_count: int) -> dict[str, tup
     return shapes
 
 
-def training_state(total_bytes: int, tensor_count: int, seed: int = 0) -> State:
-    """An fp32 model with its Adam state on the CPU, as a training script would save it.
+def training_state(
+    total_bytes: int, tensor_count: int, seed: int = 0, device: str = "cpu"
+) -> State:
+    """An fp32 model with its Adam state, as a training script would save it.
 
     `total_bytes` is met to within a few rows of the embedding. `tensor_count` counts parameters and
-    moments; Adam's 0-d step tensors and the script's own numbers come on top.
+    moments, which are on `device`. Adam's 0-d step tensors, on the CPU as Adam has them, and the
+    script's own numbers come on top.
     """
     if tensor_count < SMALLEST_TENSOR_COUNT:
         raise ValueError(
@@ -77,15 +80,15 @@ def training_state(total_bytes: int, tensor_count: int, seed: int = 0) -> State:
     shapes = _decoder_shapes(
         total_bytes // _COPIES_OF_A_PARAMETER, tensor_count // _COPIES_OF_A_PARAMETER
     )
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     model: State = {}
     moments: State = {}
     for name, shape in shapes.items():
-        model[name] = torch.rand(shape, generator=generator)
+        model[name] = torch.rand(shape, generator=generator, device=device)
         moments[name] = {
             "step": torch.tensor(1000.0),
-            "exp_avg": torch.rand(shape, generator=generator),
-            "exp_avg_sq": torch.rand(shape, generator=generator),
+            "exp_avg": torch.rand(shape, generator=generator, device=device),
+            "exp_avg_sq": torch.rand(shape, generator=generator, device=device),
         }
     return {
         "model": model,
@@ -95,15 +98,18 @@ def training_state(total_bytes: int, tensor_count: int, seed: int = 0) -> State:
     }
 
 
-def small_tensors_state(count: int, tensor_bytes: int = 1024, seed: int = 0) -> State:
-    """`count` fp32 tensors of `tensor_bytes` bytes.
+def small_tensors_state(
+    count: int, tensor_bytes: int = 1024, seed: int = 0, device: str = "cpu"
+) -> State:
+    """`count` fp32 tensors of `tensor_bytes` bytes on `device`.
 
     Each owns its storage: views into one large storage would make the stock writer copy every one.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     numel = tensor_bytes // _FLOAT_BYTES
     return {
-        f"layers.{index}.weight": torch.rand(numel, generator=generator) for index in range(count)
+        f"layers.{index}.weight": torch.rand(numel, generator=generator, device=device)
+        for index in range(count)
     }
 
 

@@ -37,10 +37,10 @@ def one_thread() -> Iterator[None]:
 class _Layer:
     """One transformer layer with separate matrices for each head."""
 
-    def __init__(self, generator: torch.Generator) -> None:
+    def __init__(self, generator: torch.Generator, device: str) -> None:
         def matrix(rows: int, columns: int) -> Tensor:
             values = torch.randn((rows, columns), generator=generator) / math.sqrt(rows)
-            return values.requires_grad_()
+            return values.to(device).requires_grad_()
 
         self.heads = [
             (
@@ -71,18 +71,18 @@ class _Layer:
 
 
 class Training:
-    """A tiny transformer and its optimizer; some 10 ms a step on one core."""
+    """A tiny transformer and its optimizer on a device; some 10 ms a step on one core."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, device: str = "cpu") -> None:
         generator = torch.Generator().manual_seed(seed)
-        self._layers = [_Layer(generator) for _ in range(_LAYERS)]
+        self._layers = [_Layer(generator, device) for _ in range(_LAYERS)]
         self._parameters = [p for layer in self._layers for p in layer.parameters()]
         self._velocities = [torch.zeros_like(p) for p in self._parameters]
-        self._input = torch.randn((_BATCH, _TOKENS, _WIDTH), generator=generator)
-        self._wanted = torch.randn((_BATCH, _TOKENS, _WIDTH), generator=generator)
+        self._input = torch.randn((_BATCH, _TOKENS, _WIDTH), generator=generator).to(device)
+        self._wanted = torch.randn((_BATCH, _TOKENS, _WIDTH), generator=generator).to(device)
 
     def step(self) -> None:
-        """Forward, backward and update, all on the calling thread."""
+        """Forward, backward and update, driven by the calling thread."""
         x = self._input
         for layer in self._layers:
             x = layer(x)

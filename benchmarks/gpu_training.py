@@ -1,0 +1,384 @@
+"""Trains with FSDP2 and AdamW on a CUDA device, kills that, resumes it and compares the losses.
+
+`python -m benchmarks.gpu_training --out FILE` runs every variant. The reference trains without
+saves. A variant trains with a CheckpointManager that saves after each step in the background, is
+killed by SIGKILL while it does, and is resumed by another process. Every loss, of the steps before
+and after, must be that of the reference bit for bit. With `--device cpu` the same runs on gloo.
+
+`python -m benchmarks.gpu_training --train VARIANT ...` is one such process. It prints
+"restored STEP", and after each step "STEP LOSS", the loss as a hexadecimal number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import torch_ckpt
+
+from .contenders import single_rank_group
+from .gpu import end_by_signal
+
+_WORDS = 64
+_BATCH = 4
+_TOKENS = 32
+_HEADS = 4
+_REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to train. `reference` names the variant whose losses it must have."""
+
+    staging: str | None  # None: no saves
+    reference: str | None = None
+    sharded: bool = True
+    captured: bool = False
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+_EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+VARIANTS = {
+    "reference": Variant(None),
+    "blocking": Variant("blocking", "reference"),
+    "overlapped": Variant("overlapped", "reference"),
+    "expandable": Variant("overlapped", "reference", environment=_EXPANDABLE),
+    # NCCL's collectives stay out of the captured graph.
+    "captured_reference": Variant(None, sharded=False, captured=True),
+    "captured_blocking": Variant("blocking", "captured_reference", sharded=False, captured=True),
+    "captured_overlapped": Variant(
+        "overlapped", "captured_reference", sharded=False, captured=True
+    ),
+}
+
+
+class _Block(nn.Module):
+    """A transformer block of operations that are deterministic on CUDA."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.queries_keys_values = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, width = x.shape
+        parts = self.queries_keys_values(self.norm(x)).chunk(3, -1)
+        query, key, value = (
+            part.view(batch, tokens, _HEADS, width // _HEADS).transpose(1, 2) for part in parts
+        )
+        scores = query @ key.transpose(2, 3) / (width // _HEADS) ** 0.5
+        attended = (scores.softmax(-1) @ value).transpose(1, 2).reshape(batch, tokens, width)
+        x = x + self.out(attended)
+        mixed: Tensor = x + self.mlp(x)
+        return mixed
+
+
+class _Transformer(nn.Module):
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(_WORDS, width, bias=False)
+        self.blocks = nn.ModuleList(_Block(width) for _ in range(layers))
+        self.head = nn.Linear(width, _WORDS)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embedding(words)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def _batch(step: int, device: str) -> Tensor:
+    """One-hot words of a step; the next word of each is what training has to find."""
+    generator = torch.Generator().manual_seed(step)
+    words = torch.randint(0, _WORDS, (_BATCH, _TOKENS + 1), generator=generator)
+    return nn.functional.one_hot(words, _WORDS).float().to(device)
+
+
+def _loss(model: nn.Module, words: Tensor) -> Tensor:
+    logits: Tensor = model(words[:, :-1])
+    return -(logits.log_softmax(-1) * words[:, 1:]).sum(-1).mean()
+
+
+def _step_function(
+    model: nn.Module, optimizer: torch.optim.Optimizer, variant: Variant, device: str
+) -> Callable[[Tensor], Tensor]:
+    """A function that trains on a batch and returns the loss; a replayed graph if so wanted.
+
+    The graph reads and writes the tensors of model and optimizer where they are when this is
+    called. So a checkpoint has to be restored before.
+    """
+
+    def step(words: Tensor) -> Tensor:
+        loss = _loss(model, words)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    if not variant.captured or device == "cpu":
+        return step
+    words = _batch(0, device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step(words)
+
+    def replay(batch: Tensor) -> Tensor:
+        words.copy_(batch)
+        graph.replay()
+        return loss
+
+    return replay
+
+
+def _prepare_optimizer(model: nn.Module, device: str) -> torch.optim.Optimizer:
+    """AdamW whose state is there, and unchanged values: a graph must not capture its creation."""
+    capturable = device != "cpu"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=capturable)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    # A graph must not be captured on a stream that has run the first steps.
+    side = torch.cuda.Stream() if capturable else None  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(side):
+        _loss(model, _batch(0, device)).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    if side is not None:
+        torch.cuda.current_stream().wait_stream(side)
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), before, strict=True):
+            parameter.copy_(value)
+            for entry in optimizer.state[parameter].values():
+                entry.zero_()
+    return optimizer
+
+
+def _train(options: argparse.Namespace) -> None:
+    """Trains in this process, from the newest checkpoint on."""
+    variant = VARIANTS[options.train]
+    device: str = options.device
+    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(1)
+    torch.manual_seed(5)
+    with contextlib.ExitStack() as stack:
+        model: nn.Module = _Transformer(options.width, options.layers).to(device)
+        if variant.sharded:
+            stack.enter_context(_group(device))
+            mesh = init_device_mesh(device, (1,))
+            for block in model.blocks:  # type: ignore[union-attr]
+                fully_shard(block, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        if variant.captured:
+            optimizer = _prepare_optimizer(model, device)
+        else:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        state = {"model": model, "optimizer": optimizer}
+        first = 0
+        manager = None
+        if variant.staging is not None:
+            manager = stack.enter_context(
+                torch_ckpt.CheckpointManager(
+                    options.dir, keep_last=2, staging=variant.staging, progress=False
+                )
+            )
+            if variant.staging == "overlapped":
+                manager.guard(optimizer)
+            first = manager.restore(state)
+        print(f"restored {first}", flush=True)
+        step = _step_function(model, optimizer, variant, device)
+        for number in range(first + 1, options.steps + 1):
+            loss = step(_batch(number, device)).item()
+            if manager is not None:
+                manager.save(number, state)
+            print(f"{number} {float(loss).hex()}", flush=True)
+
+
+@contextlib.contextmanager
+def _group(device: str) -> Iterator[None]:
+    """A process group of this process alone, with NCCL for a CUDA device."""
+    if device == "cpu":
+        with single_rank_group():
+            yield
+        return
+    torch.cuda.set_device(0)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+# --- the process that starts the others ----------------------------------------------------------
+
+
+@dataclass
+class Course:
+    """What one process has printed: where it began, and the losses by step."""
+
+    restored: int = -1
+    losses: dict[int, str] = field(default_factory=dict)
+    exit_status: int | None = None
+    errors: str = ""
+
+
+@dataclass
+class Outcome:
+    """How a variant ended. `failure` is None if all losses are those of the reference."""
+
+    variant: str
+    failure: str | None
+    restored: int
+    killed_after: int
+    steps: int
+    seconds: float
+
+
+def _run(name: str, options: argparse.Namespace, directory: Path, kill_after: int = 0) -> Course:
+    """Trains in another process, which is killed when it has reported step `kill_after`."""
+    command = [sys.executable, "-m", "benchmarks.gpu_training", "--train", name]
+    command += ["--device", options.device, "--steps", str(options.steps)]
+    command += ["--width", str(options.width), "--layers", str(options.layers)]
+    environment = os.environ | VARIANTS[name].environment
+    # Without it cuBLAS is not deterministic, and PyTorch refuses it.
+    environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    course = Course()
+    process = subprocess.Popen(
+        [*command, "--dir", str(directory)],
+        cwd=_REPOSITORY,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    killer = threading.Timer(options.seconds_each, process.kill)
+    killer.start()
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            errors = pool.submit(process.stderr.read)
+            for line in process.stdout:
+                if found := re.fullmatch(r"restored (\d+)\n", line):
+                    course.restored = int(found[1])
+                elif found := re.fullmatch(r"(\d+) (\S+)\n", line):
+                    course.losses[int(found[1])] = found[2]
+                    if int(found[1]) == kill_after:
+                        process.send_signal(signal.SIGKILL)
+            course.exit_status = process.wait()
+            course.errors = errors.result()
+    finally:
+        killer.cancel()
+        process.kill()
+    return course
+
+
+def _compare(name: str, options: argparse.Namespace, directory: Path, reference: Course) -> Outcome:
+    """Trains a variant, kills it and resumes it."""
+    began = time.monotonic()
+    kill_after = options.steps // 2
+    first = _run(name, options, directory, kill_after)
+    second = Course()
+    failure = None
+    if first.exit_status != -signal.SIGKILL:
+        failure = f"the first process ended with {first.exit_status}: {first.errors[-2000:]}"
+    else:
+        second = _run(name, options, directory)
+        failure = _difference(first, second, reference, options.steps)
+    seconds = round(time.monotonic() - began, 1)
+    return Outcome(name, failure, second.restored, kill_after, options.steps, seconds)
+
+
+def _difference(first: Course, second: Course, reference: Course, steps: int) -> str | None:
+    if second.exit_status != 0:
+        return f"the second process ended with {second.exit_status}: {second.errors[-2000:]}"
+    if second.restored < 1:
+        return "the second process found no checkpoint"
+    if sorted(second.losses) != list(range(second.restored + 1, steps + 1)):
+        return f"restored at {second.restored}, trained {sorted(second.losses)}"
+    for course in (first, second):
+        for step, loss in course.losses.items():
+            if loss != reference.losses.get(step):
+                return f"step {step}: loss {loss}, without saves {reference.losses.get(step)}"
+    return None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu_training",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--at-once", type=int, default=4, help="variants that train side by side")
+    parser.add_argument("--seconds-each", type=float, default=60.0, help="for one process")
+    parser.add_argument("--dir", type=Path, default=Path("build/gpu-training"))
+    parser.add_argument("--train", choices=VARIANTS, help="train in this process")
+    parser.add_argument("--out", type=Path, help="JSON file")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> list[Outcome]:
+    """Runs the variants and writes how they ended."""
+    options = _parser().parse_args(arguments)
+    if options.train:
+        _train(options)
+        return []
+    options.dir.mkdir(parents=True, exist_ok=True)
+    directory = Path(tempfile.mkdtemp(prefix="run-", dir=options.dir)).resolve()
+    by_name = {name: VARIANTS[name].reference for name in options.variants}
+    compared = {name: reference for name, reference in by_name.items() if reference is not None}
+    try:
+        with ThreadPoolExecutor(options.at_once) as pool:
+            running = {
+                name: pool.submit(_run, name, options, directory / name)
+                for name in dict.fromkeys(compared.values())
+            }
+            references = {name: future.result() for name, future in running.items()}
+            futures = [
+                pool.submit(_compare, name, options, directory / name, references[reference])
+                for name, reference in compared.items()
+            ]
+            outcomes = [future.result() for future in futures]
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    for name, course in references.items():
+        if course.exit_status != 0:
+            print(f"{name} ended with {course.exit_status}:\n{course.errors}", flush=True)
+    for outcome in outcomes:
+        print(f"{outcome.variant}: {outcome.failure or 'losses are equal'}", flush=True)
+    if options.out:
+        options.out.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1))
+    return outcomes
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, end_by_signal)
+    if any(outcome.failure for outcome in main()):
+        sys.exit(1)
