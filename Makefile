@@ -44,11 +44,11 @@ endif
 docs: $(VENV)/.ready ## the documentation as a site, in build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+gpu-kit: $(VENV)/.ready ## fill build/gpu-kit for scripts/gpu_run.sh on a GPU machine without network
+	scripts/gpu_kit.sh $(BIN)/python build/gpu-kit
+
 bench: build ## measure against stock torch and the machine's limits
 	$(BIN)/python -m benchmarks.run $(ARGS)
-
-gpu-kit: $(VENV)/.ready ## fill build/gpu-kit, with which scripts/gpu_run.sh runs on a GPU machine without network
-	scripts/gpu_kit.sh $(BIN)/python build/gpu-kit
 
 build: $(VENV)/.ready ## the extension, in place
 	TORCH_CKPT_CMAKE_ARGS="-DTORCH_CKPT_WERROR=ON -DTORCH_CKPT_BUILD_TESTS=ON" \

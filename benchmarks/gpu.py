@@ -155,7 +155,8 @@ def _disk_bytes(run: _Run) -> int:
         return int(run.options.disk_size)
     least, most = _DISK_BYTES
     rate = run.results.parameters["limits"].get("disk_write", 0.0)
-    return min(int(run.options.size), max(least, min(most, int(rate * _DISK_SECONDS))))
+    size: int = run.options.size
+    return min(size, max(least, min(most, int(rate * _DISK_SECONDS))))
 
 
 def _measure_all(run: _Run) -> None:
@@ -241,8 +242,7 @@ def main(arguments: Sequence[str] | None = None, run: Runner = fresh_process.run
         for parent in (options.dir, in_memory):
             made = tempfile.mkdtemp(prefix="torch-ckpt-gpu-", dir=parent)
             directories.append(Path(made).resolve())
-        on_disk, in_memory = directories
-        _measure_all(_Run(options, results, run, on_disk, in_memory, deadline))
+        _measure_all(_Run(options, results, run, directories[0], directories[1], deadline))
     finally:
         for directory in directories:
             shutil.rmtree(directory, ignore_errors=True)

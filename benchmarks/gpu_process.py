@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -210,10 +210,10 @@ def measure_saves(options: argparse.Namespace) -> dict[str, Any]:
 
     with device_saver(options.work) as saver, one_thread():
         if options.max_host_bytes is not None and options.work.startswith("ours_"):
-            staging: Literal["blocking", "overlapped"] = (
-                "blocking" if options.work == "ours_blocking" else "overlapped"
+            is_blocking = options.work == "ours_blocking"
+            saver = our_background_saver(
+                "blocking" if is_blocking else "overlapped", options.max_host_bytes
             )
-            saver = our_background_saver(staging, options.max_host_bytes)
         for _ in range(_WARM_UP_STEPS):
             step()
         contender = Contender(

@@ -48,10 +48,10 @@ _REPOSITORY = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to train. `reference` names the variant whose losses it must have."""
+    """One way to train. `reference` names the variant whose losses it must have, if any."""
 
     staging: str | None  # None: no saves
-    reference: str | None = None
+    reference: str = ""
     sharded: bool = True
     captured: bool = False
     environment: dict[str, str] = field(default_factory=dict)
@@ -93,8 +93,8 @@ class _Block(nn.Module):
         scores = query @ key.transpose(2, 3) / (width // _HEADS) ** 0.5
         attended = (scores.softmax(-1) @ value).transpose(1, 2).reshape(batch, tokens, width)
         x = x + self.out(attended)
-        mixed: Tensor = x + self.mlp(x)
-        return mixed
+        added: Tensor = self.mlp(x)
+        return x + added
 
 
 class _Transformer(nn.Module):
@@ -119,8 +119,9 @@ def _batch(step: int, device: str) -> Tensor:
 
 
 def _loss(model: nn.Module, words: Tensor) -> Tensor:
-    logits: Tensor = model(words[:, :-1])
-    return -(logits.log_softmax(-1) * words[:, 1:]).sum(-1).mean()
+    logits = model(words[:, :-1])
+    chosen: Tensor = (logits.log_softmax(-1) * words[:, 1:]).sum(-1)
+    return -chosen.mean()
 
 
 def _step_function(
@@ -159,14 +160,16 @@ def _prepare_optimizer(model: nn.Module, device: str) -> torch.optim.Optimizer:
     capturable = device != "cpu"
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=capturable)
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    # A graph must not be captured on a stream that has run the first steps.
-    side = torch.cuda.Stream() if capturable else None  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(side):
+    with contextlib.ExitStack() as stack:
+        if capturable:
+            # As CUDA graphs ask for: the first steps are on a stream of their own.
+            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            side.wait_stream(torch.cuda.current_stream())
+            stack.callback(torch.cuda.current_stream().wait_stream, side)
+            stack.enter_context(torch.cuda.stream(side))
         _loss(model, _batch(0, device)).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    if side is not None:
-        torch.cuda.current_stream().wait_stream(side)
     with torch.no_grad():
         for parameter, value in zip(model.parameters(), before, strict=True):
             parameter.copy_(value)
@@ -209,10 +212,13 @@ def _train(options: argparse.Namespace) -> None:
         print(f"restored {first}", flush=True)
         step = _step_function(model, optimizer, variant, device)
         for number in range(first + 1, options.steps + 1):
-            loss = step(_batch(number, device)).item()
+            if manager is not None and variant.captured:
+                # A replayed graph does not ask the optimizer's guard.
+                manager.wait_until_staged()
+            loss = float(step(_batch(number, device)))
             if manager is not None:
                 manager.save(number, state)
-            print(f"{number} {float(loss).hex()}", flush=True)
+            print(f"{number} {loss.hex()}", flush=True)
 
 
 @contextlib.contextmanager
@@ -352,18 +358,19 @@ def main(arguments: Sequence[str] | None = None) -> list[Outcome]:
         return []
     options.dir.mkdir(parents=True, exist_ok=True)
     directory = Path(tempfile.mkdtemp(prefix="run-", dir=options.dir)).resolve()
-    by_name = {name: VARIANTS[name].reference for name in options.variants}
-    compared = {name: reference for name, reference in by_name.items() if reference is not None}
+    compared = [name for name in options.variants if VARIANTS[name].reference]
+    references = {VARIANTS[name].reference: Course() for name in compared}
     try:
         with ThreadPoolExecutor(options.at_once) as pool:
             running = {
-                name: pool.submit(_run, name, options, directory / name)
-                for name in dict.fromkeys(compared.values())
+                name: pool.submit(_run, name, options, directory / name) for name in references
             }
             references = {name: future.result() for name, future in running.items()}
             futures = [
-                pool.submit(_compare, name, options, directory / name, references[reference])
-                for name, reference in compared.items()
+                pool.submit(
+                    _compare, name, options, directory / name, references[VARIANTS[name].reference]
+                )
+                for name in compared
             ]
             outcomes = [future.result() for future in futures]
     finally:

@@ -24,7 +24,6 @@ while read -r header; do
     */isa-l/*) name=isa-l/${header#*/isa-l/} ;;
     *) name=${header##*/} ;;
   esac
-  mkdir -p "$kit/include/${name%/*}" 2> /dev/null || true
   install -D -m 644 "$header" "$kit/include/$name"
 done < <(sort -u <<< "$read_headers"$'\n'"$whole")
 

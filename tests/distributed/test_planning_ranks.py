@@ -44,7 +44,7 @@ def case_messages_of_a_save_are_those_of_the_simulation(launch: Launch) -> None:
     subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True)
     simulated = json.loads(out.read_text())
     for kind, (messages, size) in sent.items():
-        # One rank posts the template that all share. If rank 0 owns it, which reads it, no rank does.
+        # One rank posts the template that all share; none does if rank 0, its reader, owns it.
         fewest = simulated["messages"][kind] - (1 if kind == "first" else 0)
         assert fewest <= messages <= simulated["messages"][kind]
         # Paths and checksum tables have other lengths there.

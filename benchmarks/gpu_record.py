@@ -1,0 +1,171 @@
+"""Makes one record and one table of a run of scripts/gpu_run.sh; needs nothing but Python.
+
+`python -m benchmarks.gpu_record FOLDER DEVICE` reads parts.tsv, figures.json and training.json
+there, writes record.json and prints the table. DEVICE is "none" if there is no CUDA device. The
+exit status is 0 if every part passed, 1 if one did not, and 3 if all passed without a device.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+MOST_LINES = 60
+_WIDTH = 150
+_NO_DEVICE = 3
+_TIMED_OUT = (124, 137)
+
+
+def _read(path: Path) -> Any:
+    """The JSON value of a file, or None if a part that was stopped has left none."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _parts(path: Path) -> list[dict[str, Any]]:
+    parts = []
+    for line in path.read_text().splitlines():
+        name, status, seconds, limit = line.split("\t")
+        parts.append(
+            {"part": name, "status": int(status), "seconds": int(seconds), "limit": int(limit)}
+        )
+    return parts
+
+
+def _outcome(status: int) -> str:
+    if status == 0:
+        return "passed"
+    return "out of time" if status in _TIMED_OUT else f"FAILED ({status})"
+
+
+def _tests_line(log: Path) -> str:
+    """pytest's last line, which has the numbers."""
+    try:
+        lines = log.read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    counts = [line for line in lines if " in " in line and ("passed" in line or "failed" in line)]
+    return counts[-1].strip("= ") if counts else ""
+
+
+def _rate(value: Any) -> str:
+    return f"{value / 1e9:.1f}" if value else "-"
+
+
+def _limits(parameters: dict[str, Any]) -> list[str]:
+    limits = parameters.get("limits") or {}
+    found = [
+        f"{kind} to host {_rate(limits.get(f'{kind}_to_host'))}, "
+        f"to device {_rate(limits.get(f'{kind}_to_device'))}"
+        for kind in ("pinned", "pageable")
+    ]
+    disk = f"disk writes {_rate(limits.get('disk_write'))}, reads {_rate(limits.get('disk_read'))}"
+    io = parameters.get("io") or {}
+    known = "; ".join(f"{name}: {io.get(name)}" for name in ("io_uring", "cufile", "nvidia_fs"))
+    return [f"limits, GB/s: {'; '.join([*found, disk])}", known]
+
+
+def _lengths(steps: list[list[float]]) -> list[float]:
+    return sorted(end - start for start, end in steps)
+
+
+def _steps(saves: list[dict[str, Any]], kind: str) -> str:
+    """Mean and 99th percentile of the steps, in milliseconds."""
+    lengths = _lengths([step for save in saves for step in save[kind]])
+    if not lengths:
+        return "-"
+    high = lengths[min(len(lengths) - 1, int(len(lengths) * 0.99))]
+    return f"{1e3 * sum(lengths) / len(lengths):.1f}/{1e3 * high:.1f}"
+
+
+def _saves(group: dict[str, Any], parameters: dict[str, Any]) -> list[str]:
+    pinned = (parameters.get("limits") or {}).get("pinned_to_host")
+    lines = [
+        f"{group['name']}: {group['title']}",
+        f"  {'saver (first, then later saves)':46} {'call ms':>8} {'staged s':>8} {'GB/s':>6} "
+        f"{'/pinned':>7} {'commit s':>8} {'steps mean/p99':>18} {'without':>13} {'memory MB':>9}",
+    ]
+    for sample in group["samples"]:
+        (info,) = [info for info in group["contenders"] if info["name"] == sample["contender"]]
+        rate = sample["bytes"] / sample["staged_s"] if sample["staged_s"] else 0.0
+        ratio = f"{rate / pinned:.2f}" if pinned else "-"
+        name = sample["contender"].partition("_")[2]
+        used = parameters["device_memory_bytes"].get(f"{group['name']}.{name}")
+        memory = "-" if used is None else f"{used / 1e6:.0f}"
+        lines.append(
+            f"  {info['label'][:46]:46} {1e3 * sample['stall_s']:8.1f} {sample['staged_s']:8.3f} "
+            f"{rate / 1e9:6.2f} {ratio:>7} {sample['durable_s']:8.3f} "
+            f"{_steps(sample['saves'], 'steps'):>18} "
+            f"{_steps(sample['saves'], 'idle_steps'):>13} {memory:>9}"
+        )
+    return lines
+
+
+def _loads(group: dict[str, Any], parameters: dict[str, Any]) -> list[str]:
+    limits = parameters.get("limits") or {}
+    bounds = [limits.get("pinned_to_device")]
+    if group["name"].endswith("_cold"):
+        bounds.append(limits.get("disk_read"))
+    known = [bound for bound in bounds if bound]
+    line = f"{group['name']}: {group['title']}, GB/s:"
+    for info in group["contenders"]:
+        rate = group["summary"][info["name"]]["bytes_per_s"]
+        share = f" ({rate / min(known):.2f} of the limit)" if known else ""
+        line += f" {info['label']} {rate / 1e9:.2f}{share};"
+    return [line]
+
+
+def table(record: dict[str, Any]) -> list[str]:
+    """At most 60 lines."""
+    lines = [f"device: {record['device']}"]
+    for part in record["parts"]:
+        outcome = _outcome(part["status"])
+        note = record["tests"] if part["part"] == "tests" else ""
+        lines.append(
+            f"{part['part']:10} {outcome:14} {part['seconds']:4} s of {part['limit']:3}  {note}"
+        )
+    for outcome in record["training"] or []:
+        verdict = outcome["failure"] or "losses are equal bit for bit"
+        lines.append(
+            f"  {outcome['variant']:20} killed after step {outcome['killed_after']}, restored "
+            f"{outcome['restored']} of {outcome['steps']}: {verdict.splitlines()[0]}"
+        )
+    figures = record["figures"]
+    if figures is not None:
+        parameters = figures["parameters"]
+        lines += _limits(parameters)
+        for group in figures["groups"]:
+            is_load = group["name"].startswith("loads_")
+            lines += (_loads if is_load else _saves)(group, parameters)
+        for skipped in figures["skipped"]:
+            last = skipped["reason"].strip().splitlines() or [""]
+            lines.append(f"not measured: {skipped['what']}: {last[-1]}")
+    return [line[:_WIDTH] for line in lines[:MOST_LINES]]
+
+
+def main(folder: Path, device: str) -> int:
+    """Writes the record, prints the table and returns the exit status."""
+    parts = _parts(folder / "parts.tsv")
+    record = {
+        "device": "no device" if device == "none" else device,
+        "parts": parts,
+        "tests": _tests_line(folder / "tests.log"),
+        "training": _read(folder / "training.json"),
+        "figures": _read(folder / "figures.json"),
+    }
+    (folder / "record.json").write_text(json.dumps(record, indent=1) + "\n")
+    # What they hold is in the record now.
+    for name in ("parts.tsv", "figures.json", "training.json"):
+        (folder / name).unlink(missing_ok=True)
+    print("\n".join(table(record)), flush=True)
+    if any(part["status"] for part in parts):
+        return 1
+    return _NO_DEVICE if device == "none" else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2]))

@@ -1,0 +1,306 @@
+"""States and surroundings that only a real CUDA device shows; skips without one.
+
+The engine's order of copies is tested against a simulated device (tests/cpp/fake_device.h).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import torch_ckpt
+from tests.children import in_fork
+from torch_ckpt import _C
+
+pytestmark = pytest.mark.skipif(
+    not (torch.cuda.is_available() and _C.has_cuda),
+    reason="no CUDA device, or the extension was built without CUDA",
+)
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+DEVICE = "cuda"
+# Some milliseconds of a device.
+_SPIN_CYCLES = 50_000_000
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes on the host, whatever its dtype and strides."""
+    return tensor.detach().resolve_conj().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def blank_like(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros_like(value) for name, value in state.items()}
+
+
+def assert_same_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype, name
+        assert torch.equal(bits(found[name]), bits(value)), name
+
+
+def random_bytes(dtype: torch.dtype, count: int = 10_007) -> torch.Tensor:
+    """Every pattern of bits that the dtype has, NaNs included."""
+    if dtype == torch.bool:
+        return torch.randint(0, 2, (count,), device=DEVICE).bool()
+    size = torch.empty(0, dtype=dtype).element_size()
+    data = torch.randint(0, 256, (count * size,), dtype=torch.uint8, device=DEVICE)
+    return data.view(dtype)
+
+
+def spin() -> None:
+    """Keeps the current stream busy."""
+    torch.cuda._sleep(_SPIN_CYCLES)
+
+
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.complex64,
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int64,
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("staging", ["blocking", "overlapped"])
+def test_every_dtype_is_kept_bit_for_bit(tmp_path: Path, dtype: torch.dtype, staging: str) -> None:
+    torch.manual_seed(3)
+    state = {"a": random_bytes(dtype), "b": random_bytes(dtype, 1), "c": random_bytes(dtype, 0)}
+    torch_ckpt.async_save(state, tmp_path / "c", staging=staging).result()
+    found = blank_like(state)
+    torch_ckpt.load(found, tmp_path / "c")
+    assert_same_bits(found, state)
+
+
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "rows": lambda t: t[3:50],
+    "columns": lambda t: t[:, 5:17],
+    "every third": lambda t: t[:, ::3],
+    "transposed": lambda t: t.t(),
+    "permuted": lambda t: t.view(60, 25, 8).permute(2, 0, 1),
+    "expanded": lambda t: t[:1].expand(7, -1),
+    "scalar": lambda t: t[3, 4],
+    "no rows": lambda t: t[:0],
+    "conjugated": lambda t: torch.complex(t, t + 1).conj(),
+    "imaginary part": lambda t: torch.complex(t, t + 1).conj().imag,
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+@pytest.mark.parametrize("staging", ["blocking", "overlapped"])
+def test_a_view_is_saved_as_its_values(tmp_path: Path, name: str, staging: str) -> None:
+    whole = torch.arange(12_000, dtype=torch.float32, device=DEVICE).reshape(60, 200)
+    view = VIEWS[name](whole)
+    expected = view.cpu().clone()
+    torch_ckpt.async_save({"view": view}, tmp_path / "c", staging=staging).result()
+    found = torch.zeros(expected.shape, dtype=expected.dtype, device=DEVICE)
+    torch_ckpt.load({"view": found}, tmp_path / "c")
+    assert torch.equal(found.cpu(), expected)
+
+
+@pytest.mark.parametrize("name", ["rows", "columns", "every third", "transposed", "permuted"])
+def test_a_load_into_a_view_changes_nothing_beside_it(tmp_path: Path, name: str) -> None:
+    whole = torch.full((60, 200), -1.0, device=DEVICE)
+    view = VIEWS[name](whole)
+    values = torch.arange(view.numel(), dtype=torch.float32).reshape(view.shape)
+    torch_ckpt.save({"view": values}, tmp_path)
+    torch_ckpt.load({"view": view}, tmp_path)
+    expected = torch.full((60, 200), -1.0)
+    VIEWS[name](expected).copy_(values)
+    assert torch.equal(whole.cpu(), expected)
+
+
+def test_thousands_of_small_tensors_are_kept(tmp_path: Path) -> None:
+    values = torch.randn(5000, 33, device=DEVICE)
+    state = {f"t{number}": values[number, : number % 33].clone() for number in range(5000)}
+    torch_ckpt.async_save(state, tmp_path / "c", staging="overlapped").result()
+    found = blank_like(state)
+    torch_ckpt.load(found, tmp_path / "c")
+    assert_same_bits(found, state)
+
+
+def test_values_from_several_streams_are_saved(tmp_path: Path) -> None:
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    state = {str(number): torch.zeros(1 << 20, device=DEVICE) for number in range(4)}
+    torch.cuda.synchronize()
+    for number, stream in enumerate(streams):
+        with torch.cuda.stream(stream):
+            spin()
+            state[str(number)].fill_(number + 1)
+        torch.cuda.current_stream().wait_stream(stream)
+    torch_ckpt.async_save(state, tmp_path / "c", staging="overlapped").result()
+    found = blank_like(state)
+    torch_ckpt.load(found, tmp_path / "c")
+    for number in range(4):
+        assert torch.all(found[str(number)] == number + 1), number
+
+
+def test_loaded_values_are_seen_by_every_stream(tmp_path: Path) -> None:
+    values = torch.randn(1 << 20)
+    torch_ckpt.save({"t": values}, tmp_path)
+    target = torch.zeros(1 << 20, device=DEVICE)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch_ckpt.load({"t": target}, tmp_path)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        copied = target.clone()
+    torch.cuda.synchronize()
+    assert torch.equal(copied.cpu(), values)
+
+
+# --- errors --------------------------------------------------------------------------------------
+
+
+def test_a_failed_save_leaves_the_device_usable(tmp_path: Path) -> None:
+    state = {"t": torch.randn(1 << 20, device=DEVICE)}
+    (tmp_path / "file").write_text("no directory")
+    with pytest.raises(torch_ckpt.CheckpointException):
+        torch_ckpt.async_save(state, tmp_path / "file" / "c").result()
+    torch_ckpt.async_save(state, tmp_path / "c").result()
+    found = blank_like(state)
+    torch_ckpt.load(found, tmp_path / "c")
+    assert_same_bits(found, state)
+
+
+def test_a_damaged_checkpoint_is_refused_on_its_way_to_the_device(tmp_path: Path) -> None:
+    state = {"t": torch.randn(1 << 20, device=DEVICE)}
+    torch_ckpt.save(state, tmp_path)
+    (file,) = tmp_path.glob("*.distcp")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(torch_ckpt.CheckpointException):
+        torch_ckpt.load(blank_like(state), tmp_path)
+    torch.cuda.synchronize()
+
+
+# --- forks ---------------------------------------------------------------------------------------
+
+
+def test_a_forked_child_neither_uses_nor_frees_page_locked_memory(tmp_path: Path) -> None:
+    state = {"t": torch.randn(1 << 22, device=DEVICE)}
+    torch_ckpt.async_save(state, tmp_path / "before").result()
+
+    def save_on_the_host() -> None:
+        torch_ckpt.save({"t": torch.ones(1 << 20)}, tmp_path / "child")
+        _C.trim_pool()
+
+    in_fork(save_on_the_host)
+    torch_ckpt.async_save(state, tmp_path / "after").result()
+    for name in ("before", "after"):
+        found = blank_like(state)
+        torch_ckpt.load(found, tmp_path / name)
+        assert_same_bits(found, state)
+    torch.cuda.synchronize()
+
+
+# --- CUDA graphs ---------------------------------------------------------------------------------
+
+
+def test_a_save_within_a_capture_is_refused_or_right(tmp_path: Path) -> None:
+    tensor = torch.full((1 << 20,), 3.0, device=DEVICE)
+    torch.cuda.synchronize()
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            handle = torch_ckpt.async_save({"t": tensor}, tmp_path / "captured")
+        handle.result()
+    except (RuntimeError, torch_ckpt.CheckpointException):
+        assert not (tmp_path / "captured" / ".metadata").exists()
+    else:
+        found = torch.zeros_like(tensor)
+        torch_ckpt.load({"t": found}, tmp_path / "captured")
+        assert torch.all(found == 3)
+    torch.cuda.synchronize()
+    torch_ckpt.save({"t": tensor}, tmp_path / "after")
+
+
+def test_a_save_under_way_does_not_end_a_capture(tmp_path: Path) -> None:
+    saved = torch.full((1 << 24,), 3.0, device=DEVICE)
+    captured = torch.zeros(1 << 20, device=DEVICE)
+    torch.cuda.synchronize()
+    spin()
+    handle = torch_ckpt.async_save({"t": saved}, tmp_path / "c", staging="overlapped")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured.add_(1)
+    graph.replay()
+    handle.result()
+    torch.cuda.synchronize()
+    assert torch.all(captured == 1)
+    found = torch.zeros_like(saved)
+    torch_ckpt.load({"t": found}, tmp_path / "c")
+    assert torch.all(found == 3)
+
+
+def test_a_replayed_step_behind_a_guard_does_not_reach_the_checkpoint(tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(torch.ones(1 << 22, device=DEVICE))
+    optimizer = torch.optim.AdamW([parameter], lr=0.1, capturable=True)
+
+    def step() -> None:
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for number in range(3):
+        expected = parameter.detach().cpu().clone()
+        spin()
+        path = tmp_path / str(number)
+        handle = torch_ckpt.async_save({"p": parameter}, path, staging="overlapped")
+        handle.guard(optimizer)
+        graph.replay()
+        handle.result()
+        found = torch.zeros_like(parameter.detach())
+        torch_ckpt.load({"p": found}, path)
+        assert torch.equal(found.cpu(), expected), number
+
+
+# --- allocators and drivers ----------------------------------------------------------------------
+
+ENVIRONMENTS = {
+    "expandable segments": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+    "cudaMallocAsync": {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"},
+    "no caching": {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+    "no batches": {"TORCH_CKPT_CUDA_BATCHES": "0"},
+}
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_a_state_makes_the_round_trip_in_a_fresh_process(name: str) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu_roundtrip"]
+    environment = os.environ | ENVIRONMENTS[name]
+    ended = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+
+
+# --- host memory ---------------------------------------------------------------------------------
+
+
+def test_reserved_memory_serves_the_first_save_without_growing(tmp_path: Path) -> None:
+    torch_ckpt.trim_pool()
+    state = {"t": torch.randn(1 << 22, device=DEVICE)}
+    torch_ckpt.reserve_pool(64 << 20, device=DEVICE)
+    before = _C.pool_bytes()
+    torch_ckpt.async_save(state, tmp_path / "c", staging="overlapped").result()
+    assert _C.pool_bytes() <= before
+    found = blank_like(state)
+    torch_ckpt.load(found, tmp_path / "c")
+    assert_same_bits(found, state)
