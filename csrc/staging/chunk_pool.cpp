@@ -119,7 +119,8 @@ std::unique_ptr<Chunk> ChunkPool::OfSize::remove(const Arena& arena) noexcept {
 
 void ChunkPool::give_back(std::unique_ptr<Chunk> chunk) noexcept {
   const os::MutexLock lock(mutex_);
-  count_back(*chunk).keep(std::move(chunk));
+  OfSize& of = count_back(*chunk);
+  of.keep(std::move(chunk));
 }
 
 void ChunkPool::give_back_within(std::unique_ptr<Chunk> chunk, std::size_t most_kept) noexcept {
