@@ -373,7 +373,6 @@ def test_a_rank_that_is_ahead_waits_for_rank_0(store: dist.Store) -> None:
     rank_0, rank_1 = schedules(store, 2, timedelta(hours=1))
     rank_0._begun -= 7200
     asked = threading.Event()
-    check = store.check
 
     class Noticing:
         """The store as rank 1 sees it."""
@@ -381,9 +380,9 @@ def test_a_rank_that_is_ahead_waits_for_rank_0(store: dist.Store) -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(store, name)
 
-        def check(self, keys: list[str]) -> bool:
+        def compare_set(self, key: str, expected: str, desired: str) -> bytes:
             asked.set()
-            return check(keys)
+            return store.compare_set(key, expected, desired)
 
     rank_1._decisions._meeting.keys = lambda below: Noticing()  # type: ignore[assignment,method-assign,return-value]
     rank_0._decisions._meeting.keys = lambda below: store  # type: ignore[method-assign]
@@ -427,7 +426,7 @@ def test_a_rank_0_that_does_not_come_is_named(store: dist.Store) -> None:
 
 def test_a_store_that_is_lost_is_an_error_of_the_rank_itself() -> None:
     class Lost:
-        def check(self, keys: list[str]) -> bool:
+        def compare_set(self, key: str, expected: str, desired: str) -> bytes:
             raise RuntimeError("connection reset by peer")
 
     rank_1 = schedule(timedelta(hours=1), meeting=Meeting(dist.HashStore(), 1, 2, "test"))

@@ -220,10 +220,10 @@ def test_a_group_goes_when_the_thread_that_watches_it_has_ended() -> None:
         def keys(self, below: str) -> Slow:
             return self
 
-        def check(self, keys: list[str]) -> bool:
+        def compare_set(self, key: str, expected: str, desired: str) -> bytes:
             asking.set()
             assert told.wait(PATIENCE)
-            return False
+            return expected.encode()
 
     watch = PreemptionWatch(cast(Meeting, Slow()), (), None, POLL, PATIENCE, lambda _w: None)
     assert asking.wait(PATIENCE)
