@@ -124,7 +124,7 @@ def arm(phase: str, die: Callable[[], None]) -> dict[str, Any]:
     return {}
 
 
-def run_rank(results: Connection, path: Path, seed: int, death: Death | None = None) -> None:
+def run_rank(results: Connection, path: Path, seed: int, *deaths: Death) -> None:
     """One rank: saves, and sends what came of it: None, or who failed, the text, and how long."""
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=PATIENCE_SECONDS))
@@ -134,12 +134,12 @@ def run_rank(results: Connection, path: Path, seed: int, death: Death | None = N
         {"t": torch.zeros(1)}, path.with_name(f"{path.name}-warm"), timeout=PATIENCE_SECONDS
     )
     options: dict[str, Any] = {}
-    if death is not None and is_victim(death):
+    for death in filter(is_victim, deaths):
         options = arm(death.phase, falls_silent(results, death))
 
     def save() -> None:
         state = state_of(rank, seed)
-        if death is not None and death.by == "async_save":
+        if any(death.by == "async_save" for death in deaths):
             handle = torch_ckpt.async_save(state, path, timeout=TIMEOUT, **options)
             handle.result(PATIENCE_SECONDS)
         else:
@@ -220,6 +220,35 @@ def test_after_a_restart_the_ranks_save_into_the_same_directory(
         assert_equal(loaded, expected)
     named = {info.relative_path for info in read_metadata(path).storage_data.values()}
     assert set(os.listdir(path)) == named | {".metadata"}
+
+
+PAIRS = [
+    (Death("killed", first, victims[0], by, ""), Death("killed", second, victims[1], by, ""))
+    for by in ("save", "async_save")
+    for victims in ((0, 2), (1, 3))
+    for first, second in (("planning", "planning"), ("writing", "planning"), ("writing", "writing"))
+]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair[0]}, {pair[1]}")
+def test_two_ranks_of_four_that_are_killed_fail_the_save_and_a_restart_saves(
+    tmp_path: Path, pair: tuple[Death, Death]
+) -> None:
+    path = tmp_path / "step"
+    victims = {death.victim for death in pair}
+    with ranks(4, run_rank, path, 1, *pair) as group:
+        for rank in {0, 1, 2, 3} - victims:
+            failed, text, seconds = group.answer(rank)
+            assert failed
+            assert victims.issuperset(failed), text
+            assert seconds < PATIENCE_SECONDS
+        assert not (path / ".metadata").exists()
+    with ranks(4, run_rank, path, 2) as group:
+        assert [group.answer(rank) for rank in range(4)] == [None] * 4
+    expected = state_of(3, 2)
+    loaded = emptied(expected)
+    stock_load(loaded, path)
+    assert_equal(loaded, expected)
 
 
 def test_a_rank_that_goes_on_after_a_restart_has_saved_leaves_the_new_checkpoint_whole(
