@@ -28,22 +28,27 @@ def refuse_unknown(caller: Callable[..., Any], kind: type, options: Iterable[str
             )
 
 
-def require_known(title: str, options: Any, known: Collection[str]) -> None:
-    """Refuses a mapping of options in which a name is unknown.
+def given_options(title: str, options: Any, known: Collection[str]) -> dict[str, Any]:
+    """Receives a mapping of options; refuses unknown names, and makes the values reusable.
 
     Args:
         title: the name of the mapping, for errors.
-        options: given by the caller.
+        options: the mapping that the caller passed; None for no options.
         known: the names that it may have.
+
+    Returns:
+        A dict of its own. See :func:`reusable` for the values.
 
     Raises:
         TypeError: it is not a mapping, or a name is unknown; names the nearest.
     """
+    options = options or {}
     if not isinstance(options, Mapping):
         raise TypeError(f"{title} must be a dict of options, got {options!r}")
     for option in options:
         if option not in known:
             raise TypeError(f"{title} has an unknown option {option!r}{_hint(option, known)}")
+    return reusable_options(options)
 
 
 def _hint(option: object, known: Collection[str]) -> str:
@@ -57,6 +62,11 @@ def reusable(option: Any) -> Any:
     Everything else is returned unchanged. Call it where a public function receives the option.
     """
     return tuple(option) if isinstance(option, Iterator) else option
+
+
+def reusable_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a copy of a mapping of options with :func:`reusable` values."""
+    return {name: reusable(option) for name, option in options.items()}
 
 
 def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

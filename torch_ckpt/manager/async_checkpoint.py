@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from torch_ckpt import _C
-from torch_ckpt._base.options import names_of, options_of, require_known, reusable
+from torch_ckpt._base.options import given_options, names_of, options_of
 from torch_ckpt.api import LOAD_OPTIONS, async_save, load
 from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS
 from torch_ckpt.saving.async_save import AsyncSave
@@ -82,12 +82,9 @@ class AsyncCheckpoint:
             )
         self.state = {**state, SAVE_COUNTER: 0}
         self._save_options = _checked(save_options or {})
-        require_known(
-            "load_options", load_options or {}, LOAD_OPTIONS | {"no_dist", "process_group"}
+        self._load_options = given_options(
+            "load_options", load_options, LOAD_OPTIONS | {"no_dist", "process_group"}
         )
-        self._load_options = {
-            name: reusable(option) for name, option in (load_options or {}).items()
-        }
         self._before_save = BeforeSave()
         self._app_state = AppState(self.state, before_save=self._before_save)
         self._handle: AsyncSave | None = None

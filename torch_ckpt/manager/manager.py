@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.utils.hooks import RemovableHandle
 
 from torch_ckpt._base.log import LOGGER
-from torch_ckpt._base.options import refuse_unknown, require_choice, require_known
+from torch_ckpt._base.options import given_options, refuse_unknown, require_choice
 from torch_ckpt._base.progress import wants_bar
 from torch_ckpt.api import LOAD_OPTIONS
 from torch_ckpt.errors import CheckpointError
@@ -178,7 +178,7 @@ class CheckpointManager:
             keep_last, keep_every, keep_every_hours, keep_best, best_metric, best_mode, should_keep
         )
         replicas = ReplicaCheck(check_replicas, check_replicas_every)
-        require_known("load_options", load_options or {}, LOAD_OPTIONS)
+        load_options = given_options("load_options", load_options, LOAD_OPTIONS)
         if preemption_signals is not None:
             preemption_signals = signal_numbers(preemption_signals, "preemption_signals")
         self._store = open_steps(root, staging_dir=staging_dir)
@@ -220,7 +220,7 @@ class CheckpointManager:
                 self._store, meeting.rank, meeting.size, process_group, timeout, self._report
             )
             self._deletions = Deletions(self._store, self._retention, self._report)
-            self._restorer = Restorer(run, self._deletions, load_options or {})
+            self._restorer = Restorer(run, self._deletions, load_options)
             self._schedule = Schedule(
                 interval,
                 save_on_steps,

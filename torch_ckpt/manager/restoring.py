@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_ckpt._base.formatting import some_of
 from torch_ckpt._base.log import warn
-from torch_ckpt._base.options import reusable
+from torch_ckpt._base.options import reusable_options
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.loading.report import LoadReport
 from torch_ckpt.manager.deletions import Deletions
@@ -43,7 +43,7 @@ class Restorer:
     Args:
         run: whose steps they are.
         deletions: that leave alone what is being read.
-        load_options: passed to :func:`torch_ckpt.load`.
+        load_options: passed to :func:`torch_ckpt.load`, once for each step that is tried.
 
     Attributes:
         skipped: damaged steps that the last restore has passed over.
@@ -54,7 +54,7 @@ class Restorer:
     def __init__(self, run: Run, deletions: Deletions, load_options: dict[str, Any]) -> None:
         self._run = run
         self._deletions = deletions
-        self._load_options = {name: reusable(option) for name, option in load_options.items()}
+        self._load_options = load_options
         self.skipped = 0
         self.report: LoadReport | None = None
 
@@ -68,7 +68,7 @@ class Restorer:
         """
         self.skipped, self.report = 0, None
         # Every step that is tried, and every attempt, reads them anew.
-        load_options = {name: reusable(option) for name, option in load_options.items()}
+        load_options = reusable_options(load_options)
         candidates, unmarked = self._agree_on_candidates(step)
         if unmarked and self._run.rank == 0:
             # It names the line that calls the manager.
