@@ -145,12 +145,12 @@ def our_background_saver(
 
 
 @contextmanager
-def single_rank_group() -> Iterator[None]:
+def single_rank_group(backend: str = "gloo") -> Iterator[None]:
     """A process group of this process alone, without which torch's process does not start."""
     # Not every machine can look up its own name, which is what torch would do.
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
     try:
         yield
     finally:

@@ -23,13 +23,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -188,7 +187,10 @@ def _train(options: argparse.Namespace) -> None:
     with contextlib.ExitStack() as stack:
         model: nn.Module = _Transformer(options.width, options.layers).to(device)
         if variant.sharded:
-            stack.enter_context(_group(device))
+            if device != "cpu":
+                torch.cuda.set_device(0)
+            backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+            stack.enter_context(single_rank_group(backend))
             mesh = init_device_mesh(device, (1,))
             for block in model.blocks:  # type: ignore[union-attr]
                 fully_shard(block, mesh=mesh)
@@ -221,27 +223,11 @@ def _train(options: argparse.Namespace) -> None:
             print(f"{number} {loss.hex()}", flush=True)
 
 
-@contextlib.contextmanager
-def _group(device: str) -> Iterator[None]:
-    """A process group of this process alone, with NCCL for a CUDA device."""
-    if device == "cpu":
-        with single_rank_group():
-            yield
-        return
-    torch.cuda.set_device(0)
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 # --- the process that starts the others ----------------------------------------------------------
 
 
 @dataclass
-class Course:
+class TrainingRun:
     """What one process has printed: where it began, and the losses by step."""
 
     restored: int = -1
@@ -262,7 +248,9 @@ class Outcome:
     seconds: float
 
 
-def _run(name: str, options: argparse.Namespace, directory: Path, kill_after: int = 0) -> Course:
+def _run(
+    name: str, options: argparse.Namespace, directory: Path, kill_after: int = 0
+) -> TrainingRun:
     """Trains in another process, which is killed when it has reported step `kill_after`."""
     command = [sys.executable, "-m", "benchmarks.gpu_training", "--train", name]
     command += ["--device", options.device, "--steps", str(options.steps)]
@@ -270,7 +258,7 @@ def _run(name: str, options: argparse.Namespace, directory: Path, kill_after: in
     environment = os.environ | VARIANTS[name].environment
     # Without it cuBLAS is not deterministic, and PyTorch refuses it.
     environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    course = Course()
+    run = TrainingRun()
     process = subprocess.Popen(
         [*command, "--dir", str(directory)],
         cwd=_REPOSITORY,
@@ -288,25 +276,27 @@ def _run(name: str, options: argparse.Namespace, directory: Path, kill_after: in
             errors = pool.submit(process.stderr.read)
             for line in process.stdout:
                 if found := re.fullmatch(r"restored (\d+)\n", line):
-                    course.restored = int(found[1])
+                    run.restored = int(found[1])
                 elif found := re.fullmatch(r"(\d+) (\S+)\n", line):
-                    course.losses[int(found[1])] = found[2]
+                    run.losses[int(found[1])] = found[2]
                     if int(found[1]) == kill_after:
                         process.send_signal(signal.SIGKILL)
-            course.exit_status = process.wait()
-            course.errors = errors.result()
+            run.exit_status = process.wait()
+            run.errors = errors.result()
     finally:
         killer.cancel()
         process.kill()
-    return course
+    return run
 
 
-def _compare(name: str, options: argparse.Namespace, directory: Path, reference: Course) -> Outcome:
+def _compare(
+    name: str, options: argparse.Namespace, directory: Path, reference: TrainingRun
+) -> Outcome:
     """Trains a variant, kills it and resumes it."""
     began = time.monotonic()
     kill_after = options.steps // 2
     first = _run(name, options, directory, kill_after)
-    second = Course()
+    second = TrainingRun()
     failure = None
     if first.exit_status != -signal.SIGKILL:
         failure = f"the first process ended with {first.exit_status}: {first.errors[-2000:]}"
@@ -317,15 +307,17 @@ def _compare(name: str, options: argparse.Namespace, directory: Path, reference:
     return Outcome(name, failure, second.restored, kill_after, options.steps, seconds)
 
 
-def _difference(first: Course, second: Course, reference: Course, steps: int) -> str | None:
+def _difference(
+    first: TrainingRun, second: TrainingRun, reference: TrainingRun, steps: int
+) -> str | None:
     if second.exit_status != 0:
         return f"the second process ended with {second.exit_status}: {second.errors[-2000:]}"
     if second.restored < 1:
         return "the second process found no checkpoint"
     if sorted(second.losses) != list(range(second.restored + 1, steps + 1)):
         return f"restored at {second.restored}, trained {sorted(second.losses)}"
-    for course in (first, second):
-        for step, loss in course.losses.items():
+    for run in (first, second):
+        for step, loss in run.losses.items():
             if loss != reference.losses.get(step):
                 return f"step {step}: loss {loss}, without saves {reference.losses.get(step)}"
     return None
@@ -359,7 +351,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Outcome]:
     options.dir.mkdir(parents=True, exist_ok=True)
     directory = Path(tempfile.mkdtemp(prefix="run-", dir=options.dir)).resolve()
     compared = [name for name in options.variants if VARIANTS[name].reference]
-    references = {VARIANTS[name].reference: Course() for name in compared}
+    references = {VARIANTS[name].reference: TrainingRun() for name in compared}
     try:
         with ThreadPoolExecutor(options.at_once) as pool:
             running = {
@@ -375,9 +367,9 @@ def main(arguments: Sequence[str] | None = None) -> list[Outcome]:
             outcomes = [future.result() for future in futures]
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-    for name, course in references.items():
-        if course.exit_status != 0:
-            print(f"{name} ended with {course.exit_status}:\n{course.errors}", flush=True)
+    for name, run in references.items():
+        if run.exit_status != 0:
+            print(f"{name} ended with {run.exit_status}:\n{run.errors}", flush=True)
     for outcome in outcomes:
         print(f"{outcome.variant}: {outcome.failure or 'losses are equal'}", flush=True)
     if options.out:

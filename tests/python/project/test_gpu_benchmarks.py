@@ -96,9 +96,9 @@ def test_killed_training_resumes_with_equal_losses(tmp_path: Path, variant: str)
 
 
 def test_a_loss_that_differs_from_the_reference_fails_its_variant() -> None:
-    reference = gpu_training.Course(0, {1: "0x1p+0", 2: "0x1p-1", 3: "0x1p-2"}, 0)
-    first = gpu_training.Course(0, {1: "0x1p+0"}, -9)
-    second = gpu_training.Course(1, {2: "0x1p-1", 3: "0x1p-3"}, 0)
+    reference = gpu_training.TrainingRun(0, {1: "0x1p+0", 2: "0x1p-1", 3: "0x1p-2"}, 0)
+    first = gpu_training.TrainingRun(0, {1: "0x1p+0"}, -9)
+    second = gpu_training.TrainingRun(1, {2: "0x1p-1", 3: "0x1p-3"}, 0)
     found = gpu_training._difference(first, second, reference, 3)
     assert found == "step 3: loss 0x1p-3, without saves 0x1p-2"
     second.losses[3] = "0x1p-2"
