@@ -20,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import torch_ckpt
 from torch_ckpt.checkpoint.metadata import checksum_tables
@@ -152,6 +153,13 @@ def load(
 def stock_load(state: StateDict, path: str | Path) -> None:
     """``dcp.load`` with torch's own reader."""
     dcp.load(state, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+
+
+def stock_restore(model: torch.nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
+    """Restores both by torch's own reader, ``get_state_dict`` and ``set_state_dict``."""
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    stock_load({"model": of_model, "optimizer": of_optimizer}, path)
+    set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
 
 
 class Terminal(io.StringIO):

@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.optim import lr_scheduler
 
 import torch_ckpt
-from tests.support import assert_equal, cause_of, stock_load, stock_save
+from tests.support import assert_equal, cause_of, stock_restore, stock_save
 from torch_ckpt import RNGState
 from torch_ckpt.errors import LoadMismatch
 
@@ -118,14 +118,7 @@ def test_stock_torch_takes_the_model_and_optimizer_that_save_wrote(
 ) -> None:
     saved, fresh = program(steps), program(0)
     torch_ckpt.save({k: saved[k] for k in ("model", "optimizer")}, tmp_path)
-    model, optimizer = get_state_dict(fresh["model"], fresh["optimizer"])
-    stock_load({"model": model, "optimizer": optimizer}, tmp_path)
-    set_state_dict(
-        fresh["model"],
-        fresh["optimizer"],
-        model_state_dict=model,
-        optim_state_dict=optimizer,
-    )
+    stock_restore(fresh["model"], fresh["optimizer"], tmp_path)
     assert_equal(fresh["model"].state_dict(), saved["model"].state_dict())
     if steps:
         assert_equal(fresh["optimizer"].state_dict(), saved["optimizer"].state_dict())

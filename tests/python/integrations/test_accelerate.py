@@ -11,6 +11,7 @@ import torch
 import torch_ckpt
 from tests.house import REPOSITORY
 from tests.snippets import snippets_of
+from tests.support import assert_equal
 
 accelerate = pytest.importorskip("accelerate")
 
@@ -44,22 +45,7 @@ def test_a_run_that_is_resumed_ends_with_the_bits_of_one_that_was_not(
     whole, resumed = ends
     assert resumed["step"] == 39
     for key in ("model", "optimizer", "scheduler"):
-        assert_same(resumed[key].state_dict(), whole[key].state_dict())
-
-
-def assert_same(a: Any, b: Any) -> None:
-    if isinstance(a, torch.Tensor):
-        assert torch.equal(a, b)
-    elif isinstance(a, dict):
-        assert a.keys() == b.keys()
-        for key in a:
-            assert_same(a[key], b[key])
-    elif isinstance(a, list):
-        assert len(a) == len(b)
-        for one, other in zip(a, b, strict=True):
-            assert_same(one, other)
-    else:
-        assert a == b
+        assert_equal(resumed[key].state_dict(), whole[key].state_dict())
 
 
 def test_a_plain_model_reads_its_checkpoint(
@@ -69,4 +55,4 @@ def test_a_plain_model_reads_its_checkpoint(
     prepared = trained(0)["model"]
     model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Dropout(), torch.nn.Linear(32, 1))
     torch_ckpt.load({"model": model}, tmp_path / "checkpoints", no_dist=True)
-    assert_same(dict(model.state_dict()), dict(prepared.state_dict()))
+    assert_equal(dict(model.state_dict()), dict(prepared.state_dict()))

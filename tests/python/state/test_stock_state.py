@@ -15,12 +15,11 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     get_state_dict,
-    set_state_dict,
 )
 from torch.optim import lr_scheduler
 
 import torch_ckpt
-from tests.support import assert_equal, cause_of, stock_load, stock_save
+from tests.support import assert_equal, cause_of, stock_restore, stock_save
 from torch_ckpt.errors import CheckpointError, LoadMismatch
 from torch_ckpt.state.app_state import AppState
 
@@ -210,14 +209,7 @@ def test_dicts_within_lists_and_keys_that_are_numbers_are_restored_from_stock(
 def test_stock_torch_takes_what_is_saved_here(tmp_path: Path, steps: int) -> None:
     saved, fresh = program(steps, rate=0.7), program(0)
     torch_ckpt.save(AppState(saved).state_dict, tmp_path)
-    model, optimizer = get_state_dict(fresh["model"], fresh["optimizer"])
-    stock_load({"model": model, "optimizer": optimizer}, tmp_path)
-    set_state_dict(
-        fresh["model"],
-        fresh["optimizer"],
-        model_state_dict=model,
-        optim_state_dict=optimizer,
-    )
+    stock_restore(fresh["model"], fresh["optimizer"], tmp_path)
     assert_equal(fresh["model"].state_dict(), saved["model"].state_dict())
     groups = [g for g in fresh["optimizer"].state_dict()["param_groups"]]
     assert_equal(groups, saved["optimizer"].state_dict()["param_groups"])
