@@ -115,13 +115,13 @@ Result<> copy_one_by_one(const Batch& batch, cudaStream_t stream) {
   return {};
 }
 
-#if CUDART_VERSION >= 13000
 // False if the user turns batches off, because drivers have hung on them.
 bool batches_are_allowed() {
   const char* const given = std::getenv("TORCH_CKPT_CUDA_BATCHES");
   return given == nullptr || std::string_view(given) != "0";
 }
 
+#if CUDART_VERSION >= 13000
 // Of one call: very many have made drivers hang.
 constexpr std::size_t kMostInBatch = 1024;
 
@@ -226,7 +226,7 @@ class CudaCopier final : public DeviceCopier {
     std::vector<cudaEvent_t> free_events;  // with room for all of them
     // Marks the last submission until there is another one, waited for or not.
     cudaEvent_t last = nullptr;
-    bool batches = true;  // until the driver refuses one
+    bool batches = batches_are_allowed();  // until the driver refuses one
   };
   using Submission = std::vector<std::pair<int, cudaEvent_t>>;
 
@@ -272,7 +272,7 @@ class CudaCopier final : public DeviceCopier {
 
   Result<> copy_batch(Batch& batch, int device, DeviceStream& side) {
 #if CUDART_VERSION >= 13000
-    if (batch.to.size() > 1 && side.batches && batches_are_allowed()) {
+    if (batch.to.size() > 1 && side.batches) {
       const cudaError_t code = copy_as_batch(batch, device, side.stream);
       if (code == cudaSuccess) return {};
       // Drivers older than the toolkit have no batches, and some refuse some memory. The part that

@@ -4,6 +4,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cstdlib>
 #include <memory>
 #include <string>
 #include <utility>
@@ -155,6 +156,15 @@ TEST_F(CudaCopy, ARefusedBatchCountsForItsDeviceAndItsCopier) {
   EXPECT_EQ(cuda_.calls("cudaMemcpyBatchAsync"), 2) << "another device";
   ASSERT_TRUE(ok(submit(*this->copier(), 4, 0)));
   EXPECT_EQ(cuda_.calls("cudaMemcpyBatchAsync"), 3) << "another copier";
+}
+
+TEST_F(CudaCopy, BatchesThatTheUserTurnsOffAreNotTried) {
+  ::setenv("TORCH_CKPT_CUDA_BATCHES", "0", 1);
+  EXPECT_TRUE(ok(submit(*copier(), 4)));
+  ::unsetenv("TORCH_CKPT_CUDA_BATCHES");
+  EXPECT_EQ(cuda_.calls("cudaMemcpyBatchAsync"), 0);
+  EXPECT_EQ(room_.substr(0, 4), "0123");
+  EXPECT_TRUE(warnings_.empty());
 }
 
 // --- forks -------------------------------------------------------------------------------------
