@@ -45,7 +45,7 @@ _SPARE_HOST_BYTES = 1 << 30
 
 @dataclass
 class _Run:
-    """What is being measured: the options, the results so far, and the time that is left."""
+    """State of a run: the options, the results so far, and the time that is left."""
 
     options: argparse.Namespace
     results: Results
@@ -56,7 +56,7 @@ class _Run:
     groups: dict[str, Group] = field(default_factory=dict)
 
     def measure(self, what: str, arguments: Sequence[object], seconds: float) -> Any | None:
-        """What a process has measured; None, and a reason in the results, if it has not."""
+        """Returns the measurement of a process; None, and a reason in the results, if it fails."""
         left = min(seconds, self.deadline - time.monotonic())
         if left < _LEAST_SECONDS:
             self.skip(what, "there was no time left")

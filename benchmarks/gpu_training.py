@@ -228,7 +228,7 @@ def _train(options: argparse.Namespace) -> None:
 
 @dataclass
 class TrainingRun:
-    """What one process has printed: where it began, and the losses by step."""
+    """Output of one process: the step that it restored, and the losses by step."""
 
     restored: int = -1
     losses: dict[int, str] = field(default_factory=dict)
@@ -238,7 +238,7 @@ class TrainingRun:
 
 @dataclass
 class Outcome:
-    """How a variant ended. `failure` is None if all losses are those of the reference."""
+    """Result of a variant. `failure` is None if all losses equal the losses of the reference."""
 
     variant: str
     failure: str | None

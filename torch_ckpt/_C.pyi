@@ -267,7 +267,7 @@ class GlobalPlan:
 
     def plans(self, name: str) -> bool: ...
     def replicated_names(self, rank: int) -> list[str]:
-        """The names of a rank's plain tensors, then those of its objects."""
+        """Names of a rank's plain tensors, then names of its objects."""
 
     def paths(self) -> dict[str, tuple[str | int, ...]]: ...
     def changes(

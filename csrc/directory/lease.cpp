@@ -122,7 +122,7 @@ Result<Lease> Lease::take(const os::Directory& directory, std::optional<int> ran
                *is_alone && is_empty ? std::string() : random_hex(kTagDigits) + "_", patience_s);
 }
 
-/// That all files are in the directory.
+/// Checks that all files are in the directory; waits a little for a missing file.
 Result<> Lease::require(const std::set<std::string>& files) const {
   using Clock = std::chrono::steady_clock;
   const auto until = Clock::now() + std::chrono::duration<double>(patience_s_);

@@ -78,7 +78,7 @@ Result<> StagingBuffers::make(StagingBufferList& buffers) noexcept {
       auto taken = context_.chunks.take(chunk_bytes_);
       if (!taken) return taken.error();
       buffer.chunk = std::move(*taken);
-      // Here, where nothing waits for it but who waits for the buffer.
+      // Pinned here: only the work that waits for this buffer is held up.
       if (device_ != staging::Source::kHost) {
         pin_or_warn(context_.warnings, *buffer.chunk, device_);
       }

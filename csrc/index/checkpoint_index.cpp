@@ -605,8 +605,8 @@ class IndexBuilder {
 
   // torch's set_element walks each path, makes a dict or list for each part, and fills lists up to
   // the number that it finds there. The lists of all paths together may have an item for each byte
-  // of the metadata, and kFreeItems: those of a state dict have at most one for each part of a
-  // path. A path of texts makes no list.
+  // of the metadata, and kFreeItems more. A state dict makes lists with at most one item for each
+  // part of a path. A path of texts makes no list.
 
   static constexpr std::uint64_t kFreeItems = std::uint64_t{1} << 16;
 

@@ -64,7 +64,8 @@ struct MetadataLimits {
   static constexpr std::uint32_t most_weight(std::size_t bytes) {
     return static_cast<std::uint32_t>(std::min<std::size_t>(kWeight, 65536 + 4 * bytes));
   }
-  /// The same for lists, dicts and instances. torch's metadata has one for each 26 bytes.
+  /// Most lists, dicts and instances in a program of so many bytes. torch's metadata has one for
+  /// each 26 bytes.
   static constexpr std::size_t most_objects(std::size_t bytes) {
     return std::min<std::size_t>(kWeight, 4096 + bytes / 6);
   }

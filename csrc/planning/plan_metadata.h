@@ -49,7 +49,7 @@ class PlanMetadata {
     std::vector<index::CheckpointIndex::Placed> shards;  // by part
     index::MetadataEncoder encoder;
   };
-  /// Of a row that the rank owns.
+  /// Returns the name of an item that the rank owns.
   std::string name_of(std::size_t rank, std::size_t number) const;
   Result<> place(Described& described, std::span<const WrittenFiles> written) const;
 

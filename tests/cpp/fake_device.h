@@ -56,7 +56,7 @@ class FakeDevice {
   /// Waits until so many submissions have arrived.
   void wait_for_arrivals(std::size_t count) const;
   std::size_t copiers() const;
-  /// What the last copier waits for before its first copy.
+  /// Events that the last copier waits for before its first copy.
   std::vector<staging::ReadyEvent> ready() const;
   std::size_t submissions() const;
   /// (device, stream) of each call of make_stream_wait.

@@ -16,7 +16,7 @@ using test::FakeDevice;
 using test::ok;
 
 constexpr std::size_t kPage = 4096;
-// Longer than any call takes that waits for nobody.
+// Longer than any call that does not block.
 constexpr std::chrono::seconds kLongest{20};
 
 TEST(StagingBuffers, MemoryThatComesTooLateIsFreedWithoutTheirLock) {

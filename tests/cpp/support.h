@@ -56,7 +56,7 @@ template <class T>
 ::testing::AssertionResult is_system_error(const Error& error, int sys_errno,
                                            std::string_view operation, std::string_view path);
 
-/// What the next calls of flock in this thread fail with, the last one first.
+/// Errors of the next calls of flock in this thread; the last element fails the next call.
 extern thread_local std::vector<int> flock_errors;
 /// How many calls of flock this thread has made.
 extern thread_local int flock_calls;

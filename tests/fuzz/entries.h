@@ -31,7 +31,7 @@ inline constexpr std::uint64_t kStepsPerByte = 256;
 inline constexpr std::uint64_t kFixedSteps = std::uint64_t{1} << 16;
 
 Cost cost_of_metadata(std::span<const std::byte> bytes);
-/// As use_metadata; also checks the cost, and the lists that the paths of accepted metadata make.
+/// Calls use_metadata, and checks the cost and the lists that accepted paths make.
 std::string use_metadata_within_cost(std::span<const std::byte> bytes);
 
 }  // namespace torch_ckpt::test

@@ -6,5 +6,5 @@ from typing import Any
 
 
 def is_stateful(value: Any) -> bool:
-    """As isinstance(value, Stateful), which takes 20 microseconds before Python 3.12."""
+    """Returns isinstance(value, Stateful), without its 20 microseconds before Python 3.12."""
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")

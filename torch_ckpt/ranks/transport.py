@@ -276,7 +276,7 @@ class OverStore(Alone):
             self._ran_at = now
 
     def _verdict(self) -> bytes:
-        """What the coordinator decides, now that it waits for no rank."""
+        """Returns the coordinator's decision, once it waits for no rank."""
         ran_at = self._ran_at
         lapse = 0.0 if ran_at is None else max(time.monotonic() - ran_at, self._lapse)
         if not self._commits or lapse < self._limit - self._pulse:
@@ -439,7 +439,7 @@ class OverStore(Alone):
         return taken
 
     def _heads(self, keys: list[str]) -> list[bytes | None]:
-        """What is in the keys themselves, None for absent keys."""
+        """Reads the value of each key, without pieces; None for an absent key."""
         # One request for all. It does not wait: only this rank deletes these keys.
         if keys and self._store.has_extended_api() and self._store.check(keys):
             return cast(list[bytes | None], self._store.multi_get(keys))

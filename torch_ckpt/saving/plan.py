@@ -209,7 +209,7 @@ class GlobalPlan:
         return [Task(self._engine.owned(rank), rest) for rank, rest in enumerate(self._rest)]
 
     def replicated_names(self) -> list[list[str]]:
-        """By rank, the names of its :meth:`RankState.replicated` values: tensors, then objects."""
+        """Lists the names of each rank's :meth:`RankState.replicated`: tensors, then objects."""
         return [self._engine.replicated_names(rank) for rank in range(len(self._rest))]
 
     @functools.cached_property

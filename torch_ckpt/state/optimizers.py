@@ -215,7 +215,7 @@ class OptimizerState(Discovered):
     def _of_parameters(
         names: Iterable[str], of_state: str, parameters: Container[str]
     ) -> dict[str, list[str]]:
-        """The names of states in the checkpoint, by parameters here; "" for those of others."""
+        """Groups names in the checkpoint by parameter; "" for parameters unknown here."""
         found: dict[str, list[str]] = {}
         for name in names:
             if name.startswith(of_state):

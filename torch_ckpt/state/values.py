@@ -24,7 +24,7 @@ from torch_ckpt.state.trees import OBJECTS
 
 
 class Targets:
-    """What the values of a state dict are loaded into, and how they are put back.
+    """Targets of a load, made from the values of a state dict, and their way back into it.
 
     Values that have state are loaded as :class:`torch_ckpt.AppState` does; and so is any other
     value that the checkpoint has in that layout, as a manager's checkpoint has.

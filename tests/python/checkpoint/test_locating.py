@@ -28,7 +28,7 @@ from torch_ckpt.steps import LocalSteps
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Of a run with steps 3 and 40, whose values are their numbers."""
+    """Root of a run with steps 3 and 40. The value of each step is its number."""
     for step in (3, 40):
         saved(LocalSteps(tmp_path / "run"), step, float(step))
     return tmp_path / "run"

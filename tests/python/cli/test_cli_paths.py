@@ -15,7 +15,7 @@ from torch_ckpt.steps import LocalSteps
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a run with steps 3 and 40."""
+    """Root of a run with steps 3 and 40."""
     root = tmp_path_factory.mktemp("run")
     for step in (3, 40):
         marker = {"saved_at": time.time(), "metrics": {}}

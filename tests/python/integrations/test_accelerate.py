@@ -39,7 +39,7 @@ def test_a_run_that_is_resumed_ends_with_the_bits_of_one_that_was_not(
         (tmp_path / name).mkdir()
         monkeypatch.chdir(tmp_path / name)
         for number, steps in enumerate(parts):
-            # The weights and the random numbers of the second part are those of the first.
+            # The second part restores the weights and the random state of the first part.
             end = trained(number, steps)
         ends.append(end)
     whole, resumed = ends

@@ -63,7 +63,7 @@ def of_object(value: Any) -> bytes:
 #: Pairs of equal objects that are not built in the same way.
 EQUAL: list[tuple[Any, Any]] = [
     (["ab", "ab"], ["ab", "".join(["a", "b"])]),
-    # Both fall into one place of the table, whose order is that of their coming.
+    # Their hashes collide, so a set lists them in the order of insertion.
     ({0, 8}, {8, 0}),
     (Own(x=1, y={"z"}), Own(x=1, y={"z"})),
     ({"t": torch.arange(6.0)}, {"t": torch.arange(12.0)[:6]}),

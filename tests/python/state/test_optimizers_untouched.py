@@ -287,7 +287,7 @@ class Holding(Optimizer):
 
 
 class Remembering(Optimizer):
-    """Steps parameters that it has in an attribute, not those of its groups."""
+    """Steps the parameters in an attribute of its own, not the parameters of its groups."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})
