@@ -23,8 +23,11 @@ def document() -> dict[str, Any]:
     for run in runs:
         whole |= {key: value for key, value in run.items() if value}
     groups = {group["name"]: group for run in runs for group in run["groups"]}
+    parameters: dict[str, Any] = {}
+    for run in runs:
+        parameters |= run["parameters"]
     # One of them skipped what another has measured.
-    return whole | {"groups": list(groups.values()), "skipped": []}
+    return whole | {"groups": list(groups.values()), "parameters": parameters, "skipped": []}
 
 
 def write(file: Path, document: dict[str, Any], **parameters: Any) -> str:
