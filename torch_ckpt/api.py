@@ -1,10 +1,11 @@
-"""``save``, ``async_save`` and ``load``: as torch's, with less Python for each tensor.
+"""``save``, ``async_save`` and ``load``: like torch's, with less Python for each tensor.
 
-The files are the same, but for values at the top that have a state, such as modules and optimizers:
-state/app_state.py reads and sets them. What differs is the way there: a plain tensor is one short
-tuple in a plan instead of some ten objects, plans and results travel between ranks in that form
-(saving/session.py), and a load (loading/load.py) needs no exchange of plans at all. Everything that
-is not a plain tensor (DTensor, ShardedTensor, objects) goes through torch's own planners.
+They write and read the same files as ``dcp.save`` and ``dcp.load``. Top-level values with a
+``state_dict``, such as modules and optimizers, are the exception: state/app_state.py reads and
+restores them. A plain tensor is one short tuple in a plan instead of some ten objects, and the
+ranks exchange plans and results in that form (saving/session.py). A load (loading/load.py)
+exchanges no plans at all. Values that are not plain tensors (DTensor, ShardedTensor, objects) are
+planned by torch's own planners.
 """
 
 from __future__ import annotations
@@ -59,65 +60,71 @@ def save(
     check_replicas: str = "warn",
     **writer_options: Any,
 ) -> Metadata:
-    """Saves a state dict; returns when it is durable and visible on all ranks.
+    """Saves a state dict. Returns once the checkpoint is durable and visible to all ranks.
 
-    All ranks must call it, and :func:`async_save`, in the same order. They communicate through the
-    process group's store, where a rank that has died or hangs is noticed and named.
+    All ranks must call ``save`` and :func:`async_save` in the same order. They communicate through
+    the process group's store, which detects and names a rank that has died or hangs.
 
     Args:
-        state_dict: as for ``dcp.save``: nested dicts and lists of tensors, DTensors and objects
-            that pickle. At the top also modules, optimizers, schedulers, :class:`PerRank` and other
-            values with a state, which are saved as :class:`AppState` saves them. Or a function that
-            returns one: what it raises fails the save on all ranks at once.
-        checkpoint_id: directory of the checkpoint; URLs are for :class:`CheckpointManager` and
-            ``torch_ckpt.training``.
-        storage_writer: a writer to use, instead of one made for ``checkpoint_id``.
-        planner: a planner of the caller's own; the save then is ``dcp.save`` with our writer, and
-            values with a state are in DCP's layout.
-        process_group: the ranks that save together; the default group if None.
-        no_dist: save from this process alone.
-        timeout: seconds after which a rank that shows no sign of life fails the save on all others.
-        check_replicas: what to do if a plain tensor (no DTensor), a number or another object that
-            several ranks have under one name, of which one rank's is saved, differs between ranks:
-            "off", "warn", or "error", which saves nothing. "warn" reads all bytes of tensors up to
-            64 KiB, and 64 KiB spread evenly over larger ones; "error" reads all bytes. Objects are
-            compared by their pickles. Not with a ``planner``.
+        state_dict: as for ``dcp.save``: nested dicts and lists of tensors, DTensors and picklable
+            objects. The top level may also hold modules, optimizers, schedulers, :class:`PerRank`
+            and other values with a ``state_dict``, which are saved as :class:`AppState` saves
+            them. Or a function that returns such a dict: an exception in it fails the save on all
+            ranks at once.
+        checkpoint_id: directory of the checkpoint. Only :class:`CheckpointManager` and
+            ``torch_ckpt.training`` accept URLs.
+        storage_writer: writer to use instead of a new one for ``checkpoint_id``.
+        planner: planner to use instead of the engine's. The save is then ``dcp.save`` with
+            torch_ckpt's writer, and values with a ``state_dict`` are stored in DCP's layout.
+        process_group: ranks that save together; None: the default group.
+        no_dist: save from this process only, without other ranks.
+        timeout: seconds without a heartbeat after which a rank fails the save on all others.
+        check_replicas: what to do if a plain tensor (not a DTensor), a number or another object
+            has the same name on several ranks, so that one rank saves it for all, and its values
+            differ: "off", "warn", or "error", which saves nothing. "warn" reads all bytes of
+            tensors up to 64 KiB, and 64 KiB spread evenly over larger ones; "error" reads all
+            bytes. Objects are compared by their pickles. Not available with a ``planner``.
         writer_options: passed to :class:`FileSystemWriter`.
 
     Returns:
-        The checkpoint's metadata, on every rank. Large metadata is with rank 0; the others read it
-        in ``path`` when they look at it, which another save there may have replaced by then.
+        The checkpoint's metadata, on every rank. Only rank 0 holds large metadata in memory. The
+        other ranks read it from the checkpoint on first use, when another save to the same
+        directory may have replaced it.
 
     Raises:
-        CheckpointException: on every rank, with the cause of each rank that failed: ``OSError`` for
+        CheckpointException: on every rank, with the cause on each rank that failed: ``OSError`` for
             failed system calls, ``NotCommitted`` or ``DurabilityUncertain`` for a failed commit,
             ``CheckpointError`` for replicas that differ.
-        ValueError: contradicting options.
+        ValueError: options contradict each other.
+
+    Example::
+
+        torch_ckpt.save({"model": model, "optimizer": optimizer, "step": 100}, "checkpoints/100")
     """
-    # Before anything can fail: the ranks count their saves alike.
+    # First, before anything can fail: all ranks must count the same saves.
     meeting = Meeting.of(process_group, no_dist)
     plans = PlanCache.of(meeting)
     ranks = meeting.ranks(timeout)
     try:
         with ExitStack() as stack:
-            with _telling_the_others(ranks):
+            with _reporting_failures(ranks):
                 require_choice("check_replicas", check_replicas, REPLICA_CHECKS)
-                writer = _made(
+                writer = _resolve_storage(
                     save, FileSystemWriter, storage_writer, checkpoint_id, writer_options
                 )
-                # An unseen error of an earlier save is not raised here: other ranks may have seen
-                # theirs.
+                # Do not raise the unreported error of an earlier background save here: it may
+                # already have been raised on other ranks.
                 stack.enter_context(alone(ranks=ranks))
                 writer.reset(checkpoint_id)
             stack.push(_closing(ranks, timeout))
-            # dcp.save does not tell a writer that the save has failed.
+            # dcp.save does not notify a writer of a failed save.
             stack.callback(writer.abandon)
             if planner is None and writer.engine_can_write():
-                values = functools.partial(_values_of, state_dict)
+                values = functools.partial(_read_values, state_dict)
                 return save_state(values, writer, ranks, plans, check_replicas)
             with raised_as_ours(ranks.rank):
                 metadata: Metadata = dcp_save(
-                    _given(state_dict),
+                    _resolve_state_dict(state_dict),
                     storage_writer=writer,
                     planner=planner,
                     process_group=process_group,
@@ -125,7 +132,7 @@ def save(
                 )
             return metadata
     except CheckpointFailed as error:
-        # Its causes have frames of their own; how they came here tells nobody anything.
+        # The causes keep their tracebacks; the frames of their exchange between ranks are noise.
         raise error.with_traceback(None) from error.__cause__
 
 
@@ -146,49 +153,57 @@ def async_save(
     trace: str | os.PathLike[str] | None = None,
     **writer_options: Any,
 ) -> AsyncSave:
-    """Saves a snapshot of a state dict while training goes on.
+    """Saves a snapshot of a state dict in the background, while training continues.
 
-    All ranks must call it in the same order. They communicate in the background, and never over a
-    process group.
+    All ranks must call it in the same order. They communicate from background threads, through the
+    process group's store and never by its collectives.
 
     Args:
         state_dict: as for :func:`save`.
         checkpoint_id: directory of the checkpoint.
-        staging: "blocking" returns once everything has been copied to host memory, and the sources
-            may change. "overlapped" returns at once; the sources must not change before ``staged``:
-            see :meth:`AsyncSave.guard`. A change that is noticed fails the save with
-            :class:`SourceChanged`, on all ranks.
-        storage_writer: a writer to use, instead of one made for ``checkpoint_id``. Its
-            ``max_host_bytes`` bounds the snapshot's memory; below the state's size the save goes in
-            waves, and ``staged`` comes later. None: half of the free memory of the machine, shared
-            by its ranks.
-        process_group: the ranks that save together; the default group if None. Only its members
-            are looked up; it is never communicated over.
-        no_dist: save from this process alone.
-        if_busy: "wait" waits for this process's save under way; "raise" raises CheckpointError.
-        timeout: seconds after which a rank that shows no sign of life fails the save on all others.
-        write_done: called on each rank, in the save's thread, when its files are durable. What it
-            raises fails the save.
+        staging: "blocking" returns once everything has been copied to host memory; then the
+            sources may change. "overlapped" returns at once, and the sources must not change
+            before ``staged`` is done: see :meth:`AsyncSave.guard`. A detected change fails the
+            save on all ranks with :class:`SourceChanged`.
+        storage_writer: writer to use instead of a new one for ``checkpoint_id``. Its
+            ``max_host_bytes`` limits the snapshot's memory in bytes. If the state is larger, it is
+            staged in several waves, and ``staged`` is done later. None: half of the machine's free
+            memory, shared by its ranks.
+        process_group: ranks that save together; None: the default group. Its collectives are
+            never called.
+        no_dist: save from this process only, without other ranks.
+        if_busy: while a save of this process is running, "wait" waits for its end and "raise"
+            raises CheckpointError.
+        timeout: seconds without a heartbeat after which a rank fails the save on all others.
+        write_done: called on each rank, in the save's thread, when the rank's files are durable.
+            An exception in it fails the save.
         on_commit: called on the coordinator, in the save's thread, after the commit. The save ends
-            when it has ended, on all ranks; what it raises is raised on all, as OnCommitFailed.
-        warn_unchanged: warn where weights or optimizer states are those of the last save although
-            a step counter has moved.
-        check_replicas: as for :func:`save`; looked at before the sources may change.
-        trace: a file for a trace of the save, for chrome://tracing or Perfetto; with several ranks
-            ``-rank{n}`` is added to its name.
-        writer_options: passed to :class:`FileSystemWriter`; ``background`` among them sets
+            on all ranks when the callback has returned. An exception in it is raised on all ranks
+            as OnCommitFailed.
+        warn_unchanged: warn if a step counter has advanced since the last save, but weights or
+            optimizer states have not changed.
+        check_replicas: as for :func:`save`. Replicas are compared before the sources may change.
+        trace: file for a trace of the save, for chrome://tracing or Perfetto. With several ranks
+            ``-rank{n}`` is added to the file name.
+        writer_options: passed to :class:`FileSystemWriter`. Its option ``background`` sets
             threads, priorities and bandwidth.
 
     Returns:
-        The handle. Keep it: one that is dropped before the save has ended warns.
+        The handle of the save. Keep it: a handle that is dropped before its save has ended warns.
 
     Raises:
-        CheckpointException: that of an earlier background save which nobody has seen.
-        CheckpointError: ``if_busy="raise"`` and a save is under way.
-        ValueError: contradicting options.
+        CheckpointException: the error of an earlier background save that was not yet reported.
+        CheckpointError: ``if_busy="raise"``, and a save is running.
+        ValueError: options contradict each other.
+
+    Example::
+
+        handle = torch_ckpt.async_save({"model": model, "step": 100}, "checkpoints/100")
+        train_one_step()
+        handle.result()  # waits until the checkpoint is durable and visible
     """
-    begun = time.perf_counter()
-    # Before anything can fail: the ranks count their saves alike.
+    started = time.perf_counter()
+    # First, before anything can fail: all ranks must count the same saves.
     meeting = Meeting.of(process_group, no_dist)
     plans = PlanCache.of(meeting)
     ranks = meeting.ranks(timeout)
@@ -197,27 +212,29 @@ def async_save(
         require_choice("staging", staging, ("blocking", "overlapped"))
         require_choice("check_replicas", check_replicas, REPLICA_CHECKS)
         require_choice("if_busy", if_busy, ("wait", "raise"))
-        writer = _made(async_save, FileSystemWriter, storage_writer, checkpoint_id, writer_options)
+        writer = _resolve_storage(
+            async_save, FileSystemWriter, storage_writer, checkpoint_id, writer_options
+        )
         if not writer.engine_can_write():
             raise ValueError(
-                "async_save writes local files without _extensions; use dcp.async_save with this "
-                "writer"
+                "async_save supports only local files and no _extensions. Pass this writer to "
+                "dcp.async_save instead."
             )
         with alone(if_busy, ranks=ranks):
             check_for_errors()
             if storage_writer is not None:
-                # The caller may use it for something else while this save goes on.
+                # The caller may use the writer for another checkpoint during this save.
                 writer = copy.copy(writer)
                 writer.reset(checkpoint_id)
             with no_gc():
-                sources = Sources(_values_of(state_dict))
+                sources = Sources(_read_values(state_dict))
             job = Job(
                 sources,
                 ranks,
                 writer.destination,
                 background=writer.background,
                 blocking=staging == "blocking",
-                begun=begun,
+                begun=started,
                 trace=trace,
                 write_done=write_done,
                 on_commit=on_commit,
@@ -233,7 +250,7 @@ def async_save(
 
             handle = start(job, run)
     except BaseException as error:
-        # The other ranks are told by whoever has the job, or they would wait for this one.
+        # The other ranks wait for this rank until the job's thread, or this one, reports the error.
         if job is None or job.take():
             spawn(functools.partial(tell_the_others, ranks, error))
         else:
@@ -243,10 +260,10 @@ def async_save(
         if staging == "blocking":
             job.go()
             job.write.wait_staged()
-        job.metrics.blocked_s = time.perf_counter() - begun
+        job.metrics.blocked_s = time.perf_counter() - started
         return handle
     finally:
-        # Last, since the thread takes the interpreter from this one.
+        # Start the save's thread last: it competes with this thread for the interpreter lock.
         job.go()
 
 
@@ -265,74 +282,81 @@ def load(
     timeout: float = TIMEOUT_SECONDS,
     **reader_options: Any,
 ) -> LoadReport | None:
-    """Loads a checkpoint into a state dict, in place; any sharding into any other.
+    """Loads a checkpoint into a state dict, in place. The sharding may differ from the saved one.
 
-    Before anything changes, names, shapes and dtypes of the whole are compared: see ``strict``.
+    Names, shapes and dtypes of the entire state dict are compared before anything changes: see
+    ``strict``.
 
     Args:
-        state_dict: as for ``dcp.load``: its tensors receive the values, other values are replaced.
-            Modules, optimizers and other values with a state at the top are restored as by
-            :class:`AppState`, also an optimizer that has not made a step.
-        checkpoint_id: directory of the checkpoint; or ``ROOT/40`` for step 40 of a run, or ROOT for
+        state_dict: as for ``dcp.load``: its tensors receive the stored values, its other values
+            are replaced. Top-level modules, optimizers and other values with a ``state_dict`` are
+            restored as :class:`AppState` restores them; an optimizer need not have made a step.
+        checkpoint_id: directory of the checkpoint; ``ROOT/40`` for step 40 of a run; or ROOT for
             its newest complete step, which is not deleted during the load.
-        storage_reader: a reader to use, instead of one made for ``checkpoint_id``.
-        planner: a planner of the caller's own; the load then is ``dcp.load`` with our reader, and
-            the last four options do not go with it. So it is with a reader for a file system that
-            is not local.
-        process_group: the ranks that load together; the default group if None.
-        no_dist: load in this process alone.
-        strict: raise LoadMismatch where something in the state dict is missing in the checkpoint,
-            or has another shape there. "dtypes": or another dtype. False: load what fits, and warn
-            of what is skipped; a dict or ``Stateful`` value of which nothing fits is refused all
-            the same.
-        names: which of the state dict's fully qualified names to load: patterns as of
-            :mod:`fnmatch` (``["model.*"]``), or a function of the name. None: all.
-        rename: for a checkpoint with other names, as that of another model to be fine-tuned: gives
-            each of its fully qualified names the one that the state dict has. Pairs of old and new
-            names, as a mapping or in their order, in which ``*`` stands for any text
-            (``{"encoder.*": "model.encoder.*"}``; the first that matches counts), or a function of
-            the old name. ``names`` and reports have the new names.
-        free_before_read: for a state that fits into memory only once: values are loaded key by key,
-            and each object is deleted before its replacement is read. Tensors are loaded in place,
-            as always. After a failure the objects are lost.
-        timeout: seconds after which a rank that gives no sign of life is given up: the load fails
-            on all ranks and names it. A rank that reads gives signs of life for as long as bytes
-            move.
+        storage_reader: reader to use instead of a new one for ``checkpoint_id``.
+        planner: planner to use instead of the engine's. The load is then ``dcp.load`` with
+            torch_ckpt's reader, which excludes ``strict=False``, ``names``, ``rename`` and
+            ``free_before_read``. The same holds for a reader of a file system that is not local.
+        process_group: ranks that load together; None: the default group.
+        no_dist: load in this process only, without other ranks.
+        strict: True raises LoadMismatch if a name of the state dict is missing in the checkpoint or
+            has another shape. "dtypes" also raises it for another dtype. False loads everything
+            that fits and warns of the rest, but still refuses a dict or ``Stateful`` value of which
+            nothing fits.
+        names: fully qualified names of the state dict to load: :mod:`fnmatch` patterns
+            (``["model.*"]``), or a function of the name. None: all.
+        rename: maps each fully qualified name in the checkpoint to the name in the state dict, for
+            example to fine-tune another model. A mapping or a sequence of pairs of old and new
+            names, in which ``*`` stands for any text (``{"encoder.*": "model.encoder.*"}``; the
+            first match counts), or a function of the old name. ``names`` and reports use the new
+            names.
+        free_before_read: save memory, for a state of which only one copy fits: load the values key
+            by key, and delete each object before its replacement is read. Tensors are loaded in
+            place, as always. If the load fails, the deleted objects are lost.
+        timeout: seconds without a heartbeat after which a rank is declared dead: the load fails on
+            all ranks and names it. A rank that reads sends heartbeats while bytes arrive.
         reader_options: passed to :class:`FileSystemReader`.
 
     Returns:
-        How this rank's state dict and the checkpoint compare; None after a ``dcp.load``.
+        A comparison of this rank's state dict with the checkpoint; None after a ``dcp.load``.
 
     Raises:
-        CheckpointException: on every rank, with the cause of each rank that failed:
-            ``LoadMismatch``, ``Corrupt``, ``Unsafe``, ``OSError``; ``TimeoutError`` for one that
-            was silent.
-        ValueError: contradicting options.
+        CheckpointException: on every rank, with the cause on each rank that failed:
+            ``LoadMismatch``, ``Corrupt``, ``Unsafe``, ``OSError``, or ``TimeoutError`` for a rank
+            that sent no heartbeat.
+        ValueError: options contradict each other.
+
+    Example::
+
+        state = {"model": model, "optimizer": optimizer, "step": 0}
+        report = torch_ckpt.load(state, "checkpoints/100")
+        print(state["step"], report.unexpected)
     """
-    # Before anything can fail: the ranks count their loads alike.
+    # First, before anything can fail: all ranks must count the same loads.
     ranks = Meeting.of(process_group, no_dist).ranks(timeout, kind="load")
     try:
         with ExitStack() as stack:
-            with _telling_the_others(ranks):
+            with _reporting_failures(ranks):
                 _require_dict(state_dict)
-                reader = _made(
+                reader = _resolve_storage(
                     load, FileSystemReader, storage_reader, checkpoint_id, reader_options
                 )
-                is_by_dcp = planner is not None or not reader.engine_can_read()
+                uses_dcp = planner is not None or not reader.engine_can_read()
                 is_plain = strict and names is None and rename is None and not free_before_read
-                if is_by_dcp and not is_plain:
+                if uses_dcp and not is_plain:
                     raise ValueError(
-                        "strict, names, rename and free_before_read do not go with a planner, nor "
-                        "with a file system that is not local"
+                        "strict=False, names, rename and free_before_read do not work with a "
+                        "planner or a file system that is not local. Omit them, or load local "
+                        "files without a planner."
                     )
-                if is_by_dcp:
+                if uses_dcp:
                     _require_states(state_dict)
                 if free_before_read and reader.read_once:
-                    raise ValueError("free_before_read and read_once do not go together")
+                    raise ValueError("Pass either free_before_read or read_once, not both.")
                 reader.reset(checkpoint_id)
             stack.push(_closing(ranks, timeout))
             stack.callback(reader.release)
-            if is_by_dcp:
+            if uses_dcp:
                 reader.process_group = process_group
                 with raised_as_ours(ranks.rank):
                     dcp_load(
@@ -353,11 +377,11 @@ def load(
             reader.lost_precision.warn()
             return report
     except CheckpointFailed as error:
-        # As in save.
+        # See save().
         raise error.with_traceback(None) from error.__cause__
 
 
-#: Options of :func:`load` for a caller that chooses the checkpoint and the ranks.
+#: Options of :func:`load`, without those that choose the checkpoint and the ranks.
 LOAD_OPTIONS = (names_of(load) | options_of(FileSystemReader)) - {
     "state_dict",
     "checkpoint_id",
@@ -377,15 +401,27 @@ def preflight(
 ) -> LoadReport:
     """Compares a state dict with a checkpoint, as :func:`load` does first. Reads only metadata.
 
+    This process compares its own state dict, without other ranks.
+
     Args:
-        state_dict, names, rename, reader_options: as for :func:`load`.
+        state_dict, checkpoint_id, names, rename, reader_options: as for :func:`load`.
+
+    Returns:
+        The names that fit, that are missing, and that have another shape or dtype.
 
     Raises:
         FileNotFoundError, Unsafe, Corrupt: the metadata cannot be read.
-        ValueError: ``rename`` matches nothing, or gives two names the same one.
+        ValueError: ``rename`` matches no name, or maps two names to one.
+
+    Example::
+
+        report = torch_ckpt.preflight({"model": model}, "checkpoints/100")
+        if not report.fits:
+            print(report)
     """
-    with _alone(checkpoint_id, names, rename, reader_options) as load:
-        return load.compare(Targets(_given(state_dict), only_compared=True).of_all(load))
+    with _open_for_this_rank(checkpoint_id, names, rename, reader_options) as load:
+        values = _resolve_state_dict(state_dict)
+        return load.compare(Targets(values, only_compared=True).of_all(load))
 
 
 def estimate_read_memory(
@@ -396,24 +432,32 @@ def estimate_read_memory(
     rename: Rename = None,
     **reader_options: Any,
 ) -> ReadMemory:
-    """The memory that :func:`load` takes on this rank. Reads the metadata alone.
+    """Estimates the memory that :func:`load` needs on this rank. Reads only metadata.
 
     Args:
-        state_dict, names, rename, reader_options: as for :func:`load`.
+        state_dict, checkpoint_id, names, rename, reader_options: as for :func:`load`.
+
+    Returns:
+        Numbers of bytes: of the tensors to load, and of the memory needed beyond them.
 
     Raises:
         FileNotFoundError, Unsafe, Corrupt: the metadata cannot be read.
         LoadMismatch: the checkpoint does not fit the state dict.
+
+    Example::
+
+        memory = torch_ckpt.estimate_read_memory({"model": model}, "checkpoints/100")
+        print(memory.target_bytes, memory.beyond_targets_bytes)
     """
-    with _alone(checkpoint_id, names, rename, reader_options) as load:
-        return estimate(load, _given(state_dict))
+    with _open_for_this_rank(checkpoint_id, names, rename, reader_options) as load:
+        return estimate(load, _resolve_state_dict(state_dict))
 
 
 @contextmanager
-def _alone(
+def _open_for_this_rank(
     checkpoint_id: CheckpointId, names: Names, rename: Rename, reader_options: StateDict
 ) -> Iterator[Load]:
-    """For what this rank asks for itself."""
+    """Opens a checkpoint for a load that does not involve other ranks."""
     reader = FileSystemReader(checkpoint_id, **reader_options)
     try:
         yield Load(reader, Ranks(), names, rename)
@@ -421,13 +465,13 @@ def _alone(
         reader.release()
 
 
-# --- both ----------------------------------------------------------------------------------------
+# --- shared by saves and loads -------------------------------------------------------------------
 
 
 @contextmanager
-def _telling_the_others(ranks: Ranks) -> Iterator[None]:
-    """What fails within it on this rank is raised here at once, and on the others at their first
-    step."""
+def _reporting_failures(ranks: Ranks) -> Iterator[None]:
+    """Reports an exception within the block to the other ranks, which raise it at their first
+    step; on this rank it propagates at once."""
     try:
         yield
     except BaseException as error:
@@ -436,46 +480,49 @@ def _telling_the_others(ranks: Ranks) -> Iterator[None]:
 
 
 def _closing(ranks: Ranks, timeout: float) -> Callable[..., None]:
-    """Ends the meeting, at the end of an ExitStack."""
+    """Returns an exit callback for an ExitStack that ends this rank's part in the exchanges."""
 
     def close(_kind: object, error: BaseException | None, _frames: object) -> None:
-        # A rank that dies after its part is done is waited for no longer than others are. Who
-        # interrupts a save or load that waits does not want to wait for the same ranks again.
+        # The result is known: do not wait long for a rank that died after its last step. After an
+        # interrupt during a wait, hardly wait for the same ranks again.
         is_interrupted = isinstance(error, KeyboardInterrupt)
         ranks.close(1.0 if is_interrupted else min(timeout, 60.0))
 
     return close
 
 
-def _made(
+def _resolve_storage(
     caller: Callable[..., Any],
     kind: Any,
-    given: Any,
+    storage: Any,
     checkpoint_id: CheckpointId | None,
     options: StateDict,
 ) -> Any:
-    """The writer or reader to use."""
+    """Returns the writer or reader that the caller passed, or a new one for ``checkpoint_id``."""
     refuse_unknown(caller, kind, options)
     if checkpoint_id is not None and not os.fspath(checkpoint_id):
-        raise ValueError("the checkpoint_id is empty; the current directory is '.'")
-    if given is None:
+        raise ValueError("checkpoint_id is empty. Pass '.' for the current directory.")
+    if storage is None:
         if checkpoint_id is None:
-            raise ValueError(f"pass a checkpoint_id or a {kind.__name__}")
+            raise ValueError(f"Pass a checkpoint_id or a {kind.__name__}.")
         return kind(checkpoint_id, **options)
     if options:
-        raise ValueError(f"{sorted(options)} belong to the {kind.__name__} that was passed")
-    if not isinstance(given, kind):
-        raise ValueError(f"expected a torch_ckpt.{kind.__name__}, got {type(given).__name__}")
-    return given
+        raise ValueError(
+            f"{', '.join(sorted(options))} cannot be combined with a {kind.__name__}. Pass these "
+            f"options to the {kind.__name__} itself."
+        )
+    if not isinstance(storage, kind):
+        raise ValueError(f"expected a torch_ckpt.{kind.__name__}, got {type(storage).__name__}")
+    return storage
 
 
-def _given(state_dict: StateDict | Callable[[], StateDict]) -> StateDict:
-    """The state dict that the caller means.
+def _resolve_state_dict(state_dict: StateDict | Callable[[], StateDict]) -> StateDict:
+    """Returns the state dict, which the caller may have passed as a function.
 
     Raises:
-        TypeError: it is another thing.
+        TypeError: it is not a mapping.
     """
-    # A module can be called, too.
+    # Modules are callable, too.
     if callable(state_dict) and not is_stateful(state_dict):
         state_dict = state_dict()
     _require_dict(state_dict)
@@ -487,7 +534,7 @@ def _require_dict(state_dict: object) -> None:
         return
     name = "model" if isinstance(state_dict, torch.nn.Module) else "state"
     wrapped = f"{{{name!r}: ...}}" if is_stateful(state_dict) else "a dict of names and values"
-    raise TypeError(f"the state dict is a {type(state_dict).__name__}; pass {wrapped}")
+    raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}. Pass {wrapped}.")
 
 
 def _require_states(state_dict: StateDict) -> None:
@@ -495,12 +542,12 @@ def _require_states(state_dict: StateDict) -> None:
     for key, value in state_dict.items():
         if isinstance(value, torch.optim.Optimizer) and not value.state:
             raise ValueError(
-                f"{key}: dcp.load, by which planners and file systems that are not local are "
-                "served, loads nothing into an optimizer without state; load without a planner, or "
-                "pass get_optimizer_state_dict(model, optimizer) of "
-                "torch.distributed.checkpoint.state_dict"
+                f"{key}: this optimizer has no state yet, so dcp.load, which loads with planners "
+                "and from file systems that are not local, would load nothing into it. Load local "
+                "files without a planner, or pass get_optimizer_state_dict(model, optimizer) from "
+                "torch.distributed.checkpoint.state_dict."
             )
 
 
-def _values_of(state_dict: StateDict | Callable[[], StateDict]) -> StateDict:
-    return saved_values(_given(state_dict))
+def _read_values(state_dict: StateDict | Callable[[], StateDict]) -> StateDict:
+    return saved_values(_resolve_state_dict(state_dict))

@@ -1,7 +1,7 @@
-"""What can go wrong, one class for each thing that a caller may want to tell apart.
+"""Exceptions of torch_ckpt: one class for each failure that a caller may want to handle separately.
 
-Failed system calls are plain ``OSError`` with ``errno`` and ``filename`` set, so ``ENOSPC`` is
-``ENOSPC``; options that contradict each other are ``ValueError``.
+Failed system calls raise plain ``OSError`` with ``errno`` and ``filename`` set, so a full disk is
+``ENOSPC``. Options that contradict each other raise ``ValueError``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,19 @@ from typing import Any
 
 
 class CheckpointError(Exception):
-    """Base of the errors below."""
+    """Base class of torch_ckpt's errors. Raised itself for failures without a class of their own.
+
+    With several ranks, :func:`torch_ckpt.save` and :func:`torch_ckpt.load` raise torch's
+    ``CheckpointException``, which maps each rank that failed to its error.
+
+    Example::
+
+        try:
+            torch_ckpt.save(state, "checkpoints/100")
+        except CheckpointException as error:  # from torch.distributed.checkpoint.api
+            for rank, (cause, _frames) in error.failures.items():
+                print(rank, cause)
+    """
 
 
 class _CommitError(CheckpointError):
@@ -20,36 +32,47 @@ class _CommitError(CheckpointError):
 
 
 class NotCommitted(_CommitError):
-    """The new checkpoint was not published; what was in the directory before is untouched."""
+    """The new checkpoint was not published. An earlier checkpoint in the directory is unchanged.
+
+    Attributes:
+        errno: number of the error of the system call that failed; 0 if none did.
+    """
 
     def __str__(self) -> str:
         return f"{self.args[0]} (not committed: nothing was published)"
 
 
 class DurabilityUncertain(_CommitError):
-    """The checkpoint is visible, but the last fsync failed: a power cut may undo it.
+    """The new checkpoint may be visible, but may not survive a power failure.
 
-    Or the rename that makes it visible has failed in a way (``EIO``, ``ETIMEDOUT``) that does not
-    tell whether it was carried out. Neither the old checkpoint's files nor the new one's have gone.
+    Either the last fsync failed after the checkpoint had become visible, or the rename that makes
+    it visible failed with an error (``EIO``, ``ETIMEDOUT``) that leaves open whether it took
+    effect. The files of both the old and the new checkpoint are kept. Save again.
+
+    Attributes:
+        errno: number of the error of the system call that failed.
     """
 
     def __str__(self) -> str:
-        return f"{self.args[0]} (the checkpoint may be visible now, and a power cut may undo it)"
+        return (
+            f"{self.args[0]} (the checkpoint may be visible now, and may not survive a power "
+            "failure: save again)"
+        )
 
 
 class Corrupt(CheckpointError):
-    """A file does not hold what the metadata or its own checksum says."""
+    """A file does not match its checksum, or the metadata's description of it."""
 
 
 class Unsafe(CheckpointError):
-    """Loading it would run code or leave the checkpoint's directory."""
+    """Loading the checkpoint would run code, or access files outside the checkpoint's directory."""
 
 
 class LoadMismatch(CheckpointError):
     """A checkpoint does not fit the state dict that it was to be loaded into.
 
     Attributes:
-        report: all that differs, a :class:`torch_ckpt.LoadReport`.
+        report: all differences, as a :class:`torch_ckpt.LoadReport`.
     """
 
     def __init__(self, message: str, report: Any) -> None:
@@ -61,12 +84,23 @@ class LoadMismatch(CheckpointError):
 
 
 class OnCommitFailed(CheckpointError):
-    """``on_commit`` failed on the coordinator. The checkpoint is committed, and stays."""
+    """The ``on_commit`` callback failed on the coordinator. The checkpoint is committed and stays.
+
+    Raised on all ranks. The exception of the callback is the cause on the coordinator.
+    """
 
 
 class RootInUse(CheckpointError):
-    """Another run writes beneath the root of a :class:`torch_ckpt.CheckpointManager`, and lives."""
+    """Another running job writes to the root of a :class:`torch_ckpt.CheckpointManager`.
+
+    The message names its host and process. Use another root, wait until the job ends, or pass
+    ``takeover=True`` to end its saves.
+    """
 
 
 class SourceChanged(CheckpointError):
-    """A tensor was written to before a background save had copied it."""
+    """A tensor was modified before a background save had copied it.
+
+    The message names the tensor. Wait for :meth:`torch_ckpt.AsyncSave.wait_staged`, call
+    :meth:`torch_ckpt.AsyncSave.guard`, or save with ``staging="blocking"``.
+    """

@@ -265,9 +265,12 @@ def test_a_planner_of_the_callers_own_is_used(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "pass a checkpoint_id or a FileSystemWriter"),
+        ({}, "Pass a checkpoint_id or a FileSystemWriter"),
         ({"checkpoint_id": "c", "thread_count": 0}, "thread_count must be at least 1"),
-        ({"storage_writer": "mine", "thread_count": 2}, "belong to the FileSystemWriter"),
+        (
+            {"storage_writer": "mine", "thread_count": 2},
+            "thread_count cannot be combined with a FileSystemWriter",
+        ),
         ({"storage_writer": "mine"}, r"expected a torch_ckpt.FileSystemWriter, got str"),
     ],
 )

@@ -100,26 +100,26 @@ def test_a_module_is_not_called_for_its_state(
         def forward(self, *_: Any) -> torch.Tensor:
             raise AssertionError("it was called")
 
-    with pytest.raises(TypeError, match=r"is a Model; pass \{'model': \.\.\.\}"):
+    with pytest.raises(TypeError, match=r"got Model. Pass \{'model': \.\.\.\}"):
         torch_ckpt.save(Model(2, 2), tmp_path, planner=planner)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"is a Model; pass \{'model': \.\.\.\}"):
+    with pytest.raises(TypeError, match=r"got Model. Pass \{'model': \.\.\.\}"):
         torch_ckpt.async_save(Model(2, 2), tmp_path)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"is a Model; pass \{'model': \.\.\.\}"):
+    with pytest.raises(TypeError, match=r"got Model. Pass \{'model': \.\.\.\}"):
         torch_ckpt.load(Model(2, 2), tmp_path)  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
 
 
 def test_what_is_no_state_dict_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="the state dict is a list; pass a dict"):
+    with pytest.raises(TypeError, match="state_dict must be a dict, got list"):
         torch_ckpt.save([torch.ones(2)], tmp_path)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="the state dict is a list; pass a dict"):
+    with pytest.raises(TypeError, match="state_dict must be a dict, got list"):
         torch_ckpt.save(lambda: [torch.ones(2)], tmp_path)  # type: ignore[arg-type, return-value]
 
 
 def test_an_empty_path_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for call in (torch_ckpt.save, torch_ckpt.async_save, torch_ckpt.load):
-        with pytest.raises(ValueError, match="the checkpoint_id is empty"):
+        with pytest.raises(ValueError, match="checkpoint_id is empty"):
             call({"t": torch.ones(2)}, "")
     assert not list(tmp_path.iterdir())
 

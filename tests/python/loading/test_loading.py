@@ -204,7 +204,7 @@ def test_a_plain_string_of_names_is_refused(stored: Path, ask: Any) -> None:
     "options", [{"strict": False}, {"names": ["a"]}, {"free_before_read": True}], ids=str
 )
 def test_a_planner_does_not_go_with_the_options_of_our_own(stored: Path, options: Any) -> None:
-    with pytest.raises(ValueError, match="do not go with a planner"):
+    with pytest.raises(ValueError, match="do not work with a planner"):
         load({}, stored, planner=dcp.DefaultLoadPlanner(), **options)
 
 

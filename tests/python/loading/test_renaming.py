@@ -170,5 +170,5 @@ def test_a_manager_restores_a_model_of_other_names(tmp_path: Path) -> None:
 def test_rename_does_not_go_with_a_planner(tmp_path: Path) -> None:
     saved(tmp_path)
     planner = dcp.DefaultLoadPlanner()
-    with pytest.raises(ValueError, match="rename and free_before_read do not go with a planner"):
+    with pytest.raises(ValueError, match="rename and free_before_read do not work with a planner"):
         torch_ckpt.load(fresh(), tmp_path, planner=planner, rename=RENAMES["mapping"])

@@ -401,11 +401,14 @@ def test_a_callback_of_the_future_may_save(tmp_path: Path) -> None:
     [
         ({"staging": "later"}, "staging must be one of 'blocking', 'overlapped', got 'later'"),
         ({"if_busy": "skip"}, "if_busy must be one of 'wait', 'raise', got 'skip'"),
-        ({"checkpoint_id": None}, "pass a checkpoint_id or a FileSystemWriter"),
+        ({"checkpoint_id": None}, "Pass a checkpoint_id or a FileSystemWriter"),
         ({"thread_count": 0}, "thread_count must be at least 1"),
         ({"max_host_bytes": 1}, "max_host_bytes must be at least 4096"),
         ({"storage_writer": "mine"}, "expected a torch_ckpt.FileSystemWriter, got str"),
-        ({"storage_writer": "mine", "thread_count": 2}, "belong to the FileSystemWriter"),
+        (
+            {"storage_writer": "mine", "thread_count": 2},
+            "thread_count cannot be combined with a FileSystemWriter",
+        ),
         ({"_extensions": [object()]}, "use dcp.async_save with this writer"),
     ],
     ids=lambda value: " and ".join(value) if isinstance(value, dict) else "",
