@@ -100,11 +100,11 @@ def test_a_module_is_not_called_for_its_state(
         def forward(self, *_: Any) -> torch.Tensor:
             raise AssertionError("it was called")
 
-    with pytest.raises(TypeError, match=r"got Model. Pass \{'model': \.\.\.\}"):
+    with pytest.raises(TypeError, match=r"got Model\. Pass \{'model': \.\.\.\}"):
         torch_ckpt.save(Model(2, 2), tmp_path, planner=planner)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"got Model. Pass \{'model': \.\.\.\}"):
+    with pytest.raises(TypeError, match=r"got Model\. Pass \{'model': \.\.\.\}"):
         torch_ckpt.async_save(Model(2, 2), tmp_path)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"got Model. Pass \{'model': \.\.\.\}"):
+    with pytest.raises(TypeError, match=r"got Model\. Pass \{'model': \.\.\.\}"):
         torch_ckpt.load(Model(2, 2), tmp_path)  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
 

@@ -409,7 +409,7 @@ def test_a_callback_of_the_future_may_save(tmp_path: Path) -> None:
             {"storage_writer": "mine", "thread_count": 2},
             "thread_count cannot be combined with a FileSystemWriter",
         ),
-        ({"_extensions": [object()]}, "use dcp.async_save with this writer"),
+        ({"_extensions": [object()]}, "Pass this writer to dcp.async_save instead"),
     ],
     ids=lambda value: " and ".join(value) if isinstance(value, dict) else "",
 )
