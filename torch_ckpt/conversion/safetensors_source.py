@@ -12,7 +12,7 @@ import torch
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.files import lies_beneath, outside
 from torch_ckpt.conversion.safetensors_header import Place, read_header
-from torch_ckpt.conversion.source import Entry, Source, empty_tensor, read_exactly
+from torch_ckpt.conversion.source import Entry, Source, allocate_tensor, read_exactly
 from torch_ckpt.errors import CheckpointError, Corrupt
 
 # JSON with names and files.
@@ -50,7 +50,7 @@ class _Safetensors(Source):
     def _read(self, name: str) -> torch.Tensor:
         stream, place = self._places[name]
         if not place.nbytes:
-            return empty_tensor(self.tensors[name])
+            return allocate_tensor(self.tensors[name])
         stream.seek(place.begin)
         data = read_exactly(stream, place.nbytes, stream.name, name)
         return torch.frombuffer(data, dtype=torch.uint8).view(place.dtype).view(place.shape)

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 import torch
 
 from torch_ckpt.errors import Corrupt
-from torch_ckpt.inspection.stored_tensors import empty
+from torch_ckpt.inspection.stored_tensors import empty_tensor
 
 #: Where a value lies in nested dicts and lists.
 Path = tuple[str | int, ...]
@@ -88,10 +88,10 @@ def _memory(count: int) -> bytearray | mmap.mmap:
     return bytearray(count) if count < _MAPPED_BYTES else mmap.mmap(-1, count)
 
 
-def empty_tensor(entry: Entry) -> torch.Tensor:
+def allocate_tensor(entry: Entry) -> torch.Tensor:
     """A tensor with a storage of its own."""
     if not entry.nbytes:
-        return empty(entry.shape, entry.dtype)
+        return empty_tensor(entry.shape, entry.dtype)
     flat = torch.frombuffer(_memory(entry.nbytes), dtype=torch.uint8)
     return flat.view(entry.dtype).view(entry.shape)
 

@@ -16,7 +16,7 @@ from torch_ckpt.checkpoint.locating import format_of, is_step_number
 from torch_ckpt.checkpoint.metadata import METADATA_NAME
 from torch_ckpt.checkpoint.step_names import STEP_NAME
 from torch_ckpt.conversion.safetensors_source import SafetensorsDirectory, SafetensorsFile
-from torch_ckpt.conversion.source import Entry, Path, Source, empty_tensor
+from torch_ckpt.conversion.source import Entry, Path, Source, allocate_tensor
 from torch_ckpt.conversion.torch_source import TorchSource
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.inspection.stored_tensors import QUANTIZED, StoredTensors
@@ -90,7 +90,7 @@ class DcpSource(Source):
         targets = []
         for name in names:
             entry = self.tensors[name]
-            target = empty_tensor(entry)
+            target = allocate_tensor(entry)
             whole = (0,) * len(entry.shape), entry.shape
             rows += self._stored.rows(name, whole, target, files)
             targets.append(target)
@@ -104,7 +104,7 @@ class DcpSource(Source):
         return targets
 
     def object(self, name: str) -> Any:
-        return self._stored.object(name)
+        return self._stored.read_object(name)
 
     def close(self) -> None:
         self._stored.reader.release()

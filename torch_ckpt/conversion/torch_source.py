@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from torch_ckpt import _C
 from torch_ckpt._base.formatting import some_of
-from torch_ckpt.conversion.source import Entry, Source, empty_tensor, first_line, read_exactly
+from torch_ckpt.conversion.source import Entry, Source, allocate_tensor, first_line, read_exactly
 from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
 from torch_ckpt.inspection.stored_tensors import QUANTIZED
 
@@ -191,7 +191,7 @@ class TorchSource(Source):
 
     def _read(self, name: str, entry: Entry, view: _View) -> torch.Tensor:
         if 0 in entry.shape:
-            return empty_tensor(entry)
+            return allocate_tensor(entry)
         width = entry.dtype.itemsize
         # From its first element to its last one.
         pairs = zip(entry.shape, view.stride, strict=True)

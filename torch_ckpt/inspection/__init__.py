@@ -1,1 +1,1 @@
-"""What a checkpoint holds, whether it is whole, and how two differ."""
+"""Inspection of checkpoints: their items, their integrity, and differences between two."""

@@ -1,10 +1,11 @@
-"""``diff``: how two checkpoints differ, however each of them is sharded.
+"""``diff``: compares two checkpoints, regardless of how each is sharded.
 
-1. Names, kinds, shapes and dtypes are compared by the metadata.
-2. Tensors of one shape are read from both in boxes of the whole tensor, as many at a time as the
-   limit allows. Equal bytes are equal; else values are compared: floating point in float64,
-   integers exactly, complex numbers in complex128, dtypes that torch cannot convert by their bytes.
-3. Objects are compared by their stored bytes, and never unpickled.
+1. The metadata gives names, kinds, shapes and dtypes to compare.
+2. Tensors of equal shape are read from both checkpoints in boxes, as many at a time as the memory
+   limit allows. If the bytes are equal, so are the values. Otherwise the values are compared:
+   floating point in float64, integers exactly, complex numbers in complex128. Dtypes that torch
+   cannot convert are compared by their bytes.
+3. Objects are compared by their stored bytes and are never unpickled.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from torch_ckpt._base.progress import Progress, ProgressOption, Reporter
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.inspection.diff_report import DiffReport, TensorDifference
-from torch_ckpt.inspection.listing import matching
+from torch_ckpt.inspection.listing import select_names
 from torch_ckpt.inspection.stored_tensors import (
     QUANTIZED,
     Box,
@@ -28,15 +29,15 @@ from torch_ckpt.inspection.stored_tensors import (
     StoredTensors,
     as_float64,
     as_int64,
-    boxes,
-    empty,
-    widened,
+    empty_tensor,
+    split_into_boxes,
+    widen,
 )
 from torch_ckpt.loading.reader import LEAST_INFLIGHT_BYTES
 from torch_ckpt.loading.reading import Row
 
-# Elements that are compared at once: what that takes beside the two tensors stays below 64 MiB.
-_AT_ONCE = 1 << 20
+# Elements compared in one pass. Keeps the temporaries of a comparison below 64 MiB.
+_ELEMENTS_PER_PASS = 1 << 20
 
 _LEAST_INT64 = -(1 << 63)
 
@@ -51,27 +52,32 @@ def diff(
     max_inflight_bytes: int = 256 << 20,
     progress: ProgressOption = None,
 ) -> DiffReport:
-    """Compares two checkpoints, of stock torch or of ours, in any sharding.
+    """Compares two checkpoints, written by torch_ckpt or by stock torch, in any sharding.
 
     Args:
-        a, b: directories of the checkpoints; or ``ROOT/40`` for step 40 of a run, or ROOT for its
-            newest step.
-        names: what to compare: names, also without their last parts ("model" for all of
-            "model.*"), or patterns as of :mod:`fnmatch`; all if None.
-        atol, rtol: values are equal where ``|a - b| <= atol + rtol * |b|``. With one of them given
-            another dtype of equal values is not a difference.
-        max_inflight_bytes: most memory in bytes that is held, beyond the metadata.
+        a, b: checkpoint directories; ``ROOT/40`` for step 40 of a run, or ROOT for its newest step.
+        names: names to compare. A prefix selects everything below it ("model" selects "model.*"),
+            and :mod:`fnmatch` patterns are accepted. None compares everything.
+        atol, rtol: values are equal if ``|a - b| <= atol + rtol * |b|``; both default to 0. If one
+            of them is given, equal values of different dtypes are not a difference.
+        max_inflight_bytes: memory limit in bytes, not counting the metadata.
         progress: see :data:`torch_ckpt._base.progress.ProgressOption`.
 
     Returns:
-        All that differs.
+        All differences; ``report.equal`` is True if there are none.
 
     Raises:
         FileNotFoundError: there is no committed checkpoint.
-        Unsafe, Corrupt: one of them cannot be read; what is read is verified as by a load.
+        Unsafe, Corrupt: a checkpoint cannot be read, or a record fails its checksum.
         OSError: a system call failed.
-        CheckpointError: neither checkpoint has a name like one of ``names``.
+        CheckpointError: one of ``names`` matches nothing in either checkpoint.
         ValueError: an option is out of range.
+
+    Examples:
+        ```python
+        report = torch_ckpt.diff("run/40", "run/80", ["model"], atol=1e-6)
+        print(report)
+        ```
     """
     if isinstance(names, str):
         raise ValueError(f"names must be a list of patterns, got the string {names!r}")
@@ -83,19 +89,19 @@ def diff(
             f"max_inflight_bytes must be at least {8 * LEAST_INFLIGHT_BYTES}, "
             f"got {max_inflight_bytes}"
         )
-    # A quarter is for what is read of each side, one for the reading, one for comparing.
-    at_once = max_inflight_bytes // 4
+    # One quarter for the values of each side, one for the reader and one for the comparison.
+    quarter = max_inflight_bytes // 4
     report = DiffReport(os.fspath(a), os.fspath(b), atol is not None or rtol is not None)
     sides: list[StoredTensors] = []
     try:
         for path in (a, b):
-            sides.append(StoredTensors(path, at_once))
+            sides.append(StoredTensors(path, quarter))
         report.a, report.b = (side.path for side in sides)
         chosen = None
         if names is not None:
             present = {name for side in sides for name in side.names}
-            chosen = set(matching(present, list(names), f"{report.a} and {report.b}"))
-        _Comparison(sides[0], sides[1], report, atol or 0.0, rtol or 0.0, at_once).run(
+            chosen = set(select_names(present, list(names), f"{report.a} and {report.b}"))
+        _Comparison(sides[0], sides[1], report, atol or 0.0, rtol or 0.0, quarter).run(
             progress, chosen
         )
     except ValueError as error:
@@ -108,7 +114,7 @@ def diff(
 
 @dataclass
 class _Tally:
-    """What has been found of one tensor so far."""
+    """The differences found in one tensor so far."""
 
     name: str
     shape: tuple[int, ...]
@@ -119,7 +125,7 @@ class _Tally:
     relative: float = -1.0
     index: tuple[int, ...] | None = None
     bits_differ: bool = False
-    only_bytes: bool = False
+    only_bytes: bool = False  # some bytes differ, and torch cannot convert the dtype to numbers
 
 
 class _Comparison:
@@ -130,14 +136,14 @@ class _Comparison:
         report: DiffReport,
         atol: float,
         rtol: float,
-        at_once: int,
+        bytes_per_side: int,
     ) -> None:
         self._a, self._b, self._report = a, b, report
         self._atol, self._rtol = atol, rtol
-        self._at_once = at_once
-        # Boxes that are read together: name, box, and what is filled of either side.
-        self._wave: list[tuple[_Tally, Box, torch.Tensor, torch.Tensor]] = []
-        self._wave_bytes = 0
+        self._bytes_per_side = bytes_per_side
+        # Boxes to read together. The tensors receive the values of a and of b.
+        self._batch: list[tuple[_Tally, Box, torch.Tensor, torch.Tensor]] = []
+        self._batch_bytes = 0
 
     def run(self, progress: ProgressOption, chosen: set[str] | None) -> None:
         """Compares the chosen names; all if None."""
@@ -149,7 +155,7 @@ class _Comparison:
         report.only_in_a = [name for name in of_a if name not in self._b]
         report.only_in_b = [name for name in of_b if name not in self._a]
         tensors: list[_Tally] = []
-        by_record: list[str] = []
+        quantized: list[str] = []
         objects: list[str] = []
         total = 0
         for name in of_a:
@@ -172,12 +178,12 @@ class _Comparison:
                     tensors.append(_Tally(name, a.shape, dtypes))
                     total += math.prod(a.shape) * sum(d.itemsize for d in dtypes)
                 else:
-                    by_record.append(name)
+                    quantized.append(name)
         self._compare_all(tensors, total, progress)
-        for name in by_record:
-            self._compare_records(name)
+        for name in quantized:
+            self._compare_quantized(name)
         for name in objects:
-            if self._same_bytes(name, self._a.places(name)[0], self._b.places(name)[0]):
+            if self._has_equal_bytes(name, self._a.records(name)[0], self._b.records(name)[0]):
                 report.same += 1
             else:
                 report.objects.append(name)
@@ -188,37 +194,37 @@ class _Comparison:
 
             def advance() -> None:
                 nonlocal done
-                done += self._wave_bytes
-                self._run_wave()
+                done += self._batch_bytes
+                self._run_batch()
                 if shown.active:
                     shown.update(Progress(total, 0, done))
 
             for tally in tallies:
                 dtypes = tally.dtypes
                 widest = max(dtype.itemsize for dtype in dtypes)
-                for box in boxes(tally.shape, max(1, self._at_once // widest)):
+                for box in split_into_boxes(tally.shape, max(1, self._bytes_per_side // widest)):
                     count = math.prod(box[1])
                     held = count * sum(dtype.itemsize for dtype in dtypes)
-                    if self._wave and self._wave_bytes + held > 2 * self._at_once:
+                    if self._batch and self._batch_bytes + held > 2 * self._bytes_per_side:
                         advance()
-                    a, b = (empty(box[1], dtype) for dtype in dtypes)
-                    self._wave.append((tally, box, a, b))
-                    self._wave_bytes += held
+                    a, b = (empty_tensor(box[1], dtype) for dtype in dtypes)
+                    self._batch.append((tally, box, a, b))
+                    self._batch_bytes += held
             advance()
         for tally in tallies:
-            self._conclude(tally)
+            self._report_tensor(tally)
 
-    def _run_wave(self) -> None:
-        wave, self._wave, self._wave_bytes = self._wave, [], 0
+    def _run_batch(self) -> None:
+        batch, self._batch, self._batch_bytes = self._batch, [], 0
         for side, which in ((self._a, 2), (self._b, 3)):
             files: dict[str, int] = {}
             rows: list[Row] = []
-            for entry in wave:
+            for entry in batch:
                 target = cast(torch.Tensor, entry[which])
                 rows.extend(side.rows(entry[0].name, entry[1], target, files))
             if rows:
                 side.reader.read_rows(list(files), rows)
-        for tally, box, a, b in wave:
+        for tally, box, a, b in batch:
             self._compare(tally, box, a.reshape(-1), b.reshape(-1))
 
     def _compare(self, tally: _Tally, box: Box, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -226,12 +232,12 @@ class _Comparison:
             if torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
                 return
             tally.bits_differ = True
-        for begin in range(0, a.numel(), _AT_ONCE):
-            part_a, part_b = a[begin : begin + _AT_ONCE], b[begin : begin + _AT_ONCE]
+        for begin in range(0, a.numel(), _ELEMENTS_PER_PASS):
+            part_a, part_b = (t[begin : begin + _ELEMENTS_PER_PASS] for t in (a, b))
             try:
-                found = _differences(part_a, part_b)
+                found = _find_differences(part_a, part_b)
             except (NotImplementedError, RuntimeError):
-                # No conversion of this dtype.
+                # torch cannot convert this dtype to numbers.
                 same = a.dtype == b.dtype and torch.equal(
                     part_a.view(torch.uint8), part_b.view(torch.uint8)
                 )
@@ -239,23 +245,23 @@ class _Comparison:
                 continue
             if found is None:
                 continue
-            self._count(tally, box, begin, found)
+            self._add_to_tally(tally, box, begin, found)
 
-    def _count(self, tally: _Tally, box: Box, begin: int, found: _Found) -> None:
-        allowed = self._atol + self._rtol * found.of_b
+    def _add_to_tally(self, tally: _Tally, box: Box, begin: int, found: _Differences) -> None:
+        allowed = self._atol + self._rtol * found.magnitude_b
         outside = ~(found.absolute <= allowed) | found.absolute.isinf()
-        tally.differing += found.places.numel()
+        tally.differing += found.positions.numel()
         tally.outside += int(outside.sum())
-        relative = found.absolute / torch.maximum(found.of_a, found.of_b)
+        relative = found.absolute / torch.maximum(found.magnitude_a, found.magnitude_b)
         relative = relative.nan_to_num(nan=math.inf, posinf=math.inf)
         tally.relative = max(tally.relative, float(relative.max()))
-        largest = found.exact(int(found.absolute.argmax()))
+        largest = found.exact_distance(int(found.absolute.argmax()))
         if largest > tally.absolute:
             tally.absolute = largest
-            place = begin + int(found.places[found.absolute.argmax()])
-            tally.index = _index_of(place, box)
+            position = begin + int(found.positions[found.absolute.argmax()])
+            tally.index = _index_in_tensor(position, box)
 
-    def _conclude(self, tally: _Tally) -> None:
+    def _report_tensor(self, tally: _Tally) -> None:
         report, elements = self._report, math.prod(tally.shape)
         if tally.only_bytes:
             report.tensors.append(
@@ -279,58 +285,61 @@ class _Comparison:
             if tally.bits_differ:
                 report.bits.append(tally.name)
 
-    def _compare_records(self, name: str) -> None:
-        """For quantized tensors and the like: shard by shard, where these are the same."""
-        of_a, of_b = self._a.tensor(name), self._b.tensor(name)
-        assert of_a is not None
-        assert of_b is not None
-        in_a = {(place.offsets, place.sizes): place for place in self._a.places(name)}
-        in_b = {(place.offsets, place.sizes): place for place in self._b.places(name)}
+    def _compare_quantized(self, name: str) -> None:
+        """Compares the stored bytes of the shards; differently sharded tensors count as different.
+
+        Only torch.load can decode their values.
+        """
+        a, b = self._a.tensor(name), self._b.tensor(name)
+        assert a is not None
+        assert b is not None
+        in_a = {(record.offsets, record.sizes): record for record in self._a.records(name)}
+        in_b = {(record.offsets, record.sizes): record for record in self._b.records(name)}
         if (
-            of_a.dtype == of_b.dtype
+            a.dtype == b.dtype
             and in_a.keys() == in_b.keys()
-            and all(self._same_bytes(name, in_a[shard], in_b[shard]) for shard in in_a)
+            and all(self._has_equal_bytes(name, in_a[shard], in_b[shard]) for shard in in_a)
         ):
             self._report.same += 1
             return
-        shape = of_a.shape
+        shape = a.shape
         self._report.tensors.append(
             TensorDifference(name, shape, math.prod(shape), None, 1, None, None, None)
         )
 
-    def _same_bytes(self, name: str, of_a: Record, of_b: Record) -> bool:
-        if of_a.length != of_b.length:
+    def _has_equal_bytes(self, name: str, in_a: Record, in_b: Record) -> bool:
+        if in_a.length != in_b.length:
             return False
         return all(
             a == b
             for a, b in zip(
-                self._a.record_pieces(name, of_a, self._at_once),
-                self._b.record_pieces(name, of_b, self._at_once),
+                self._a.read_chunks(name, in_a, self._bytes_per_side),
+                self._b.read_chunks(name, in_b, self._bytes_per_side),
                 strict=True,
             )
         )
 
 
 @dataclass
-class _Found:
-    """The elements that differ, of some that were compared.
+class _Differences:
+    """The elements that differ within one pass.
 
     Attributes:
-        places: which they are.
-        a, b: their values; of integers exact.
-        absolute: how far they are apart, of large integers about so far.
-        of_a, of_b: their magnitudes.
+        positions: their flat positions.
+        a, b: their values; exact for integers.
+        absolute: their absolute differences; rounded to float64 for integers.
+        magnitude_a, magnitude_b: the absolute values of a and b.
     """
 
-    places: torch.Tensor
+    positions: torch.Tensor
     a: torch.Tensor
     b: torch.Tensor
     absolute: torch.Tensor
-    of_a: torch.Tensor
-    of_b: torch.Tensor
+    magnitude_a: torch.Tensor
+    magnitude_b: torch.Tensor
 
-    def exact(self, which: int) -> float | int:
-        """How far one of them is apart; of integers the exact number."""
+    def exact_distance(self, which: int) -> float | int:
+        """Returns the absolute difference of one element; exact for integers."""
         if self.a.dtype.is_floating_point or self.b.dtype.is_floating_point:
             return float(self.absolute[which])
         if self.a.is_complex() or self.b.is_complex():
@@ -338,64 +347,68 @@ class _Found:
         return abs(int(self.a[which].item()) - int(self.b[which].item()))
 
 
-def _differences(a: torch.Tensor, b: torch.Tensor) -> _Found | None:
-    """The elements whose values differ; None: there are none. NaN is equal to NaN."""
+def _find_differences(a: torch.Tensor, b: torch.Tensor) -> _Differences | None:
+    """Finds the elements whose values differ; None if there are none. NaN equals NaN."""
     if not any(t.is_floating_point() or t.is_complex() for t in (a, b)):
-        places = _differing_integers(a, b).nonzero().reshape(-1)
-        if places.numel() == 0:
+        positions = _differing_integers(a, b).nonzero().reshape(-1)
+        if positions.numel() == 0:
             return None
-        a, b = _gather(a, places), _gather(b, places)
-        in_a, in_b = as_float64(a), as_float64(b)
-        return _Found(places, a, b, _apart(a, b, in_a, in_b), in_a.abs(), in_b.abs())
+        a, b = _select_integers(a, positions), _select_integers(b, positions)
+        float_a, float_b = as_float64(a), as_float64(b)
+        distance = _integer_distance(a, b, float_a, float_b)
+        return _Differences(positions, a, b, distance, float_a.abs(), float_b.abs())
     wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
-    wide_a, wide_b = widened(a, wide), widened(b, wide)
-    places = (~_same(wide_a, wide_b)).nonzero().reshape(-1)
-    if places.numel() == 0:
+    wide_a, wide_b = widen(a, wide), widen(b, wide)
+    positions = (~_equal_or_both_nan(wide_a, wide_b)).nonzero().reshape(-1)
+    if positions.numel() == 0:
         return None
-    wide_a, wide_b = wide_a[places], wide_b[places]
+    wide_a, wide_b = wide_a[positions], wide_b[positions]
     absolute = (wide_a - wide_b).abs().nan_to_num(nan=math.inf, posinf=math.inf)
-    return _Found(places, wide_a, wide_b, absolute, wide_a.abs(), wide_b.abs())
+    return _Differences(positions, wide_a, wide_b, absolute, wide_a.abs(), wide_b.abs())
 
 
-def _same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _equal_or_both_nan(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if a.is_complex():
-        # A NaN in one part says nothing of the other.
-        return _same(torch.view_as_real(a), torch.view_as_real(b)).all(dim=-1)
+        # isnan() of a complex number does not distinguish its real and imaginary parts.
+        return _equal_or_both_nan(torch.view_as_real(a), torch.view_as_real(b)).all(dim=-1)
     return (a == b) | (a.isnan() & b.isnan())
 
 
-def _gather(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """As values[places], which torch does not have for unsigned integers."""
+def _select_integers(values: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Returns values[positions], which torch does not implement for unsigned integers."""
     if values.dtype == torch.uint64:
-        return values.view(torch.int64)[places].view(torch.uint64)
-    return values.to(torch.int64)[places]
+        return values.view(torch.int64)[positions].view(torch.uint64)
+    return values.to(torch.int64)[positions]
 
 
 def _differing_integers(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if (a.dtype == torch.uint64) == (b.dtype == torch.uint64):
         return as_int64(a) != as_int64(b)
-    # What is negative in one of the two readings the other one does not have.
+    # A value that is negative as int64 is out of range for one of the two dtypes.
     return (as_int64(a) != as_int64(b)) | (as_int64(a) < 0) | (as_int64(b) < 0)
 
 
-def _apart(
-    a: torch.Tensor, b: torch.Tensor, in_a: torch.Tensor, in_b: torch.Tensor
+def _integer_distance(
+    a: torch.Tensor, b: torch.Tensor, float_a: torch.Tensor, float_b: torch.Tensor
 ) -> torch.Tensor:
-    """How far integers are apart, rounded once: large neighbours are the same in float64."""
+    """Returns |a - b| in float64.
+
+    Subtracts before rounding if possible, since large neighbours are equal in float64.
+    """
     bits_a, bits_b = as_int64(a), as_int64(b)
     if (a.dtype == torch.uint64) != (b.dtype == torch.uint64):
-        return (in_a - in_b).abs()
-    least = _LEAST_INT64 if a.dtype == torch.uint64 else 0
-    larger = (bits_a ^ least) > (bits_b ^ least)
-    # Modulo 2^64, of which it is less.
-    apart = torch.where(larger, bits_a - bits_b, bits_b - bits_a)
-    return as_float64(apart.view(torch.uint64))
+        return (float_a - float_b).abs()
+    sign_bit = _LEAST_INT64 if a.dtype == torch.uint64 else 0
+    larger = (bits_a ^ sign_bit) > (bits_b ^ sign_bit)
+    # The subtraction wraps modulo 2^64; the distance is less than that.
+    distance = torch.where(larger, bits_a - bits_b, bits_b - bits_a)
+    return as_float64(distance.view(torch.uint64))
 
 
-def _index_of(place: int, box: Box) -> tuple[int, ...]:
-    """The index in the tensor of an element of a box, by its place there."""
+def _index_in_tensor(position: int, box: Box) -> tuple[int, ...]:
+    """Converts a flat position within a box into an index of the tensor."""
     index = []
     for offset, length in zip(reversed(box[0]), reversed(box[1]), strict=True):
-        place, at = divmod(place, length)
+        position, at = divmod(position, length)
         index.append(offset + at)
     return tuple(reversed(index))

@@ -1,4 +1,4 @@
-"""What differs between two checkpoints."""
+"""The report of ``diff``: differences between two checkpoints."""
 
 from __future__ import annotations
 
@@ -12,19 +12,26 @@ from torch_ckpt._base.formatting import plural, printable
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """How the values of two tensors of one shape differ.
+    """Value differences of a tensor that has the same shape in both checkpoints.
 
     Attributes:
-        name: fully qualified.
-        shape: of both.
-        elements: in all.
-        differing: elements of different values, where NaN equals NaN; None: not known, since torch
-            can only say of this dtype that the bytes differ.
-        outside: those of them that are further apart than the tolerances allow.
-        largest_absolute: the largest difference, exact for integers; infinite where one of the two
-            is NaN or infinite.
-        largest_relative: the largest difference, relative to the larger of both magnitudes.
-        index: of the element with the largest absolute difference.
+        name: fully qualified name.
+        shape: shape in both checkpoints.
+        elements: number of elements.
+        differing: number of elements whose values differ; NaN equals NaN. None if torch cannot
+            convert the dtype to numbers and only the stored bytes were compared.
+        outside: number of differing elements beyond the tolerances.
+        largest_absolute: largest absolute difference; exact for integers, infinite if one of the
+            values is NaN or infinite. None if ``differing`` is.
+        largest_relative: largest difference relative to the larger magnitude of the two values.
+            None if ``differing`` is.
+        index: index of the element with the largest absolute difference; None if ``differing`` is.
+
+    Examples:
+        ```python
+        for difference in torch_ckpt.diff("run/40", "run/80").tensors:
+            print(difference.name, difference.index, difference.largest_absolute)
+        ```
     """
 
     name: str
@@ -52,20 +59,28 @@ class TensorDifference:
 
 @dataclass
 class DiffReport:
-    """What :func:`diff` found.
+    """Result of :func:`diff`.
 
     Attributes:
-        a, b: the directories.
-        tolerant: whether tolerances were given.
-        same: how many names have equal values.
-        only_in_a, only_in_b: names that the other one does not have.
-        kinds: (name, in a, in b) of what is a tensor in one and an object in the other.
-        shapes: (name, in a, in b) of tensors of different shapes.
-        dtypes: (name, in a, in b) of tensors of different dtypes, whose values are compared too.
-        tensors: those whose values differ.
-        bits: names of tensors of the same dtype and equal values that differ in bits, which are
-            signs of zeros and payloads of NaNs.
+        a, b: the checkpoint directories.
+        tolerant: True if a tolerance was given.
+        same: number of names whose values are equal.
+        only_in_a, only_in_b: names that the other checkpoint lacks.
+        kinds: (name, kind in a, kind in b) of names that are a tensor in one checkpoint and an
+            object in the other.
+        shapes: (name, shape in a, shape in b) of tensors whose shapes differ.
+        dtypes: (name, dtype in a, dtype in b) of tensors whose dtypes differ. Their values are
+            compared, too.
+        tensors: tensors whose values differ.
+        bits: names of tensors whose values are equal and whose bits are not: signs of zeros, or
+            payloads of NaNs.
         objects: names of objects whose stored bytes differ.
+
+    Examples:
+        ```python
+        report = torch_ckpt.diff("run/40", "run/80")
+        print("equal" if report.equal else report)
+        ```
     """
 
     a: str
@@ -83,14 +98,14 @@ class DiffReport:
 
     @property
     def equal(self) -> bool:
-        """Whether names, shapes and values are the same, and dtypes unless tolerances were given;
-        values within these."""
+        """True if names, kinds, shapes, dtypes and values are equal. If tolerances were given,
+        values may differ within them, and dtypes may differ."""
         differ = self.only_in_a or self.only_in_b or self.kinds or self.shapes or self.objects
         beyond = any(tensor.outside for tensor in self.tensors)
         return not (differ or beyond or (self.dtypes and not self.tolerant))
 
     def lines(self) -> Iterator[str]:
-        """The whole report for people, with escaped names; the last line is the verdict."""
+        """Yields the report as text, with escaped names; the last line is the verdict."""
         for name in self.only_in_a:
             yield printable(f"only in {self.a}: {name}")
         for name in self.only_in_b:
@@ -117,7 +132,7 @@ class DiffReport:
         return "\n".join(self.lines())
 
     def document(self) -> dict[str, Any]:
-        """All of it, for JSON, which has no infinity: that is a string there."""
+        """Returns the report as a document for JSON. Infinities and NaN become strings."""
 
         def number(value: float | int | None) -> float | int | str | None:
             return str(value) if isinstance(value, float) and not math.isfinite(value) else value

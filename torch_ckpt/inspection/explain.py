@@ -1,10 +1,8 @@
-"""``explain``: who wrote what of a checkpoint, and what took long.
+"""``explain``: shows what each rank wrote to a checkpoint, and which phases were slow.
 
-1. The metadata says where every record lies; names of data files begin with the rank that wrote
-   them.
-2. A save of ours that the engine planned has the seconds of each rank in its metadata.
-3. What stands out is told in sentences: a rank that wrote more than the others, and one that was
-   slower with no more bytes.
+1. The metadata locates every record. The name of a data file begins with the rank that wrote it.
+2. If the engine planned the save, the metadata has the duration of each phase on each rank.
+3. Remarks name ranks that wrote more than the others, or that were slower with no more bytes.
 """
 
 from __future__ import annotations
@@ -23,29 +21,30 @@ from torch_ckpt._base.formatting import plural, printable, size, table
 from torch_ckpt.checkpoint.locating import open_checkpoint
 from torch_ckpt.checkpoint.metadata import read_index_in
 
-_OF_RANK = re.compile(r"__(\d+)_")
+_RANK_IN_FILE_NAME = re.compile(r"__(\d+)_")
 
-# What is less apart than this is not worth a sentence.
-_STANDS_OUT = 1.5
-_LEAST_SECONDS = 0.1
+# Smaller ratios, and phases shorter than this, get no remark.
+_NOTABLE_RATIO = 1.5
+_NOTABLE_SECONDS = 0.1
 
 
 @dataclass
 class RankShare:
-    """What one rank wrote, and how long it took.
+    """The records that one rank wrote, and the duration of its phases.
 
     Attributes:
-        rank: None: files whose names tell no rank.
-        records: of tensors one for each shard.
-        bytes: of these records in the files.
-        whole_bytes: of these the tensors and objects that are one record each, of which other ranks
-            may have had the same.
-        files: relative to the checkpoint's directory.
-        largest: the name of its largest record, and the bytes of that.
-        plan_s: from its state dict until it knew what to write, other ranks' planning included;
-            None: not known.
-        find_s: until it had found all values; objects are pickled then.
-        write_s: until its files were durable.
+        rank: the rank; None for files whose names contain no rank.
+        records: number of records; each shard of a tensor is one.
+        bytes: size of these records in the files.
+        whole_bytes: the part of ``bytes`` in tensors and objects that are a single record. Other
+            ranks may have had replicas of them.
+        files: file names relative to the checkpoint directory.
+        largest: name and size in bytes of the rank's largest record.
+        plan_s: seconds from the state dict to the finished plan, other ranks' planning included;
+            None if not recorded.
+        find_s: seconds to resolve all values, including the pickling of objects; None if not
+            recorded.
+        write_s: seconds until the rank's files were durable; None if not recorded.
     """
 
     rank: int | None
@@ -61,12 +60,12 @@ class RankShare:
 
 @dataclass
 class Explanation:
-    """What :func:`explain` found.
+    """Result of :func:`explain`.
 
     Attributes:
-        checkpoint: the directory.
-        ranks: those that wrote something, or whose seconds are known.
-        remarks: sentences about what stands out.
+        checkpoint: the checkpoint directory.
+        ranks: ranks that wrote a record, or whose durations are recorded.
+        remarks: a summary, and sentences about ranks that differ notably from the others.
     """
 
     checkpoint: str
@@ -74,7 +73,7 @@ class Explanation:
     remarks: list[str]
 
     def lines(self) -> Iterator[str]:
-        """A line for each rank, and the remarks."""
+        """Yields a line for each rank, and the remarks."""
         rows = [
             (
                 "-" if share.rank is None else str(share.rank),
@@ -96,12 +95,18 @@ class Explanation:
         yield from map(printable, self.remarks)
 
     def document(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """Returns the explanation as a document for JSON."""
         return asdict(self)
 
 
 def explain(path: str | os.PathLike[str]) -> Explanation:
-    """Who wrote what of a checkpoint, of stock torch's too, and what took long. Reads its metadata.
+    """Reports what each rank wrote to a checkpoint, and which phases were slow.
+
+    Reads only the metadata, also that of stock torch.
+
+    Args:
+        path: the checkpoint directory; or ``ROOT/40`` for step 40 of a run, or ROOT for its newest
+            step.
 
     Raises:
         FileNotFoundError: there is no committed checkpoint.
@@ -109,12 +114,12 @@ def explain(path: str | os.PathLike[str]) -> Explanation:
     """
     with closing(open_checkpoint(path)) as directory:
         index, found = read_index_in(directory), directory.path
-    shares = _shares(index)
+    shares = _share_of_each_rank(index)
     ranks = sorted(shares.values(), key=lambda share: (share.rank is None, share.rank))
     return Explanation(found, ranks, list(_remarks(ranks)))
 
 
-def _shares(index: _C.CheckpointIndex) -> dict[int | None, RankShare]:
+def _share_of_each_rank(index: _C.CheckpointIndex) -> dict[int | None, RankShare]:
     shares: dict[int | None, RankShare] = {}
     files: dict[str, RankShare] = {}
     for name in index.names():
@@ -123,7 +128,7 @@ def _shares(index: _C.CheckpointIndex) -> dict[int | None, RankShare]:
         for file, _offset, length in records:
             assert file is not None
             if file not in files:
-                found = _OF_RANK.search(file)
+                found = _RANK_IN_FILE_NAME.search(file)
                 rank = int(found[1]) if found else None
                 files[file] = shares.setdefault(rank, RankShare(rank))
                 files[file].files.append(file)
@@ -132,23 +137,20 @@ def _shares(index: _C.CheckpointIndex) -> dict[int | None, RankShare]:
             share.bytes += length
             share.whole_bytes += length if len(shards) == 1 else 0
             share.largest = max(share.largest, (name, length), key=lambda record: record[1])
-    for rank, (plan, find, write) in enumerate(_phases(index)):
+    for rank, (plan, find, write) in enumerate(_phase_seconds(index)):
         share = shares.setdefault(rank, RankShare(rank))
         share.plan_s, share.find_s, share.write_s = plan, find, write
     return shares
 
 
-def _phases(index: _C.CheckpointIndex) -> list[tuple[float, float, float]]:
-    """By rank the seconds of planning, finding and writing; none where they are not known."""
+def _phase_seconds(index: _C.CheckpointIndex) -> list[tuple[float, float, float]]:
+    """Returns (plan, find, write) seconds for each rank; an empty list if not recorded."""
     try:
-        return [(float(plan), float(find), float(write)) for plan, find, write in _told(index)]
+        phases: Any = json.loads(index.phases() or "[]")
+        return [(float(plan), float(find), float(write)) for plan, find, write in phases]
     except (TypeError, ValueError, OverflowError, RecursionError):
-        # Of another version, or damaged: of no weight for what is stored.
+        # Written by another version, or damaged. The stored data does not depend on it.
         return []
-
-
-def _told(index: _C.CheckpointIndex) -> Any:
-    return json.loads(index.phases() or "[]")
 
 
 def _remarks(ranks: list[RankShare]) -> Iterator[str]:
@@ -161,19 +163,19 @@ def _remarks(ranks: list[RankShare]) -> Iterator[str]:
         return
     mean = total / len(ranks)
     most = max(ranks, key=lambda share: share.bytes)
-    if most.bytes > _STANDS_OUT * mean:
-        name, of_name = most.largest
+    if most.bytes > _NOTABLE_RATIO * mean:
+        name, length = most.largest
         yield (
-            f"rank {most.rank} wrote {most.bytes / mean:.1f} times the mean of {size(mean)}: "
-            f"{size(most.whole_bytes)} are tensors and objects that are one record each, and its "
-            f"largest record is {name} with {size(of_name)}"
+            f"rank {most.rank} wrote {most.bytes / mean:.1f} times the mean of {size(mean)}; "
+            f"{size(most.whole_bytes)} of it are unsharded tensors and objects, and its largest "
+            f"record is {name} ({size(length)})"
         )
     for title, attribute, why in (
-        ("to write", "write_s", "its storage, or the way there, is slower"),
+        ("to write", "write_s", "its storage, or the connection to it, is slower"),
         (
             "to find its values",
             "find_s",
-            "it pickles objects, or copies tensors, that others have not",
+            "it pickles objects or copies tensors that other ranks do not have",
         ),
     ):
         timed = [share for share in ranks if getattr(share, attribute) is not None]
@@ -182,9 +184,12 @@ def _remarks(ranks: list[RankShare]) -> Iterator[str]:
         slowest = max(timed, key=lambda share: getattr(share, attribute))
         took = getattr(slowest, attribute)
         median = statistics.median(getattr(share, attribute) for share in timed)
-        if took < _LEAST_SECONDS or took < _STANDS_OUT * median:
+        if took < _NOTABLE_SECONDS or took < _NOTABLE_RATIO * median:
             continue
-        reason = why
-        if attribute == "write_s" and slowest.bytes > _STANDS_OUT * mean:
+        reason = f"perhaps {why}"
+        if attribute == "write_s" and slowest.bytes > _NOTABLE_RATIO * mean:
             reason = "it wrote the most"
-        yield f"rank {slowest.rank} took {took:.2f} s {title}, the median {median:.2f} s: {reason}"
+        yield (
+            f"rank {slowest.rank} took {took:.2f} s {title}, and the median rank {median:.2f} s: "
+            f"{reason}"
+        )

@@ -1,4 +1,4 @@
-"""What ``torch-ckpt ls`` shows: the items and files of one checkpoint, by its metadata."""
+"""``torch-ckpt ls``: lists the items and files of one checkpoint from its metadata."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.locating import open_checkpoint
 from torch_ckpt.checkpoint.metadata import METADATA_NAME, read_index_in
 from torch_ckpt.errors import CheckpointError, Unsafe
-from torch_ckpt.inspection.verify import is_damage
+from torch_ckpt.inspection.verify import is_file_damage
 
 
 @dataclass(frozen=True)
 class _Item:
-    """One entry of the state dict: a tensor in one or more shards, or an object in bytes."""
+    """A name of the state dict: a tensor in one or more shards, or a serialized object."""
 
     name: str
     kind: str  # "tensor" or "bytes"
-    dtype: str | None  # None for bytes
-    shape: list[int] | None  # of the whole tensor; None for bytes
-    parameters: int  # elements of the tensor; 0 for bytes
+    dtype: str | None  # None for objects
+    shape: list[int] | None  # shape of the complete tensor; None for objects
+    parameters: int  # number of elements; 0 for objects
     shards: int
-    stored_shards: int  # fewer than `shards` when the save lost some
-    stored_bytes: int  # what all its records take up in the files, envelopes included
+    stored_shards: int  # less than `shards` if the metadata does not locate all of them
+    stored_bytes: int  # size of all its records in the files, envelopes included
     files: list[str]  # sorted, relative to the checkpoint directory
 
 
 @dataclass(frozen=True)
 class _Part:
-    """What the items of one top-level key come to."""
+    """The totals of the items below one top-level key."""
 
-    key: str  # what stands before the first dot of their names
+    key: str  # the part of the names before the first dot
     tensors: int
     objects: int
     parameters: int
@@ -50,24 +50,24 @@ class _Part:
 
 @dataclass(frozen=True)
 class _File:
-    """One data file: named by the metadata, found in the directory, or both."""
+    """A data file that the metadata names, or that was found in the directory."""
 
     name: str  # relative to the checkpoint directory
-    records: int  # that the metadata places in it; 0 for a file that the metadata does not name
-    stored_bytes: int  # what these records take up
-    disk_bytes: int | None  # its length; None when it is not there
-    state: str  # "ok", "missing", "too short", "unreadable" (a link, no file) or "unreferenced"
+    records: int  # number of records in it; 0 for a file that the metadata does not name
+    stored_bytes: int  # size of these records
+    disk_bytes: int | None  # its length; None if it does not exist
+    state: str  # "ok", "missing", "too short", "unreadable" (not a regular file) or "unreferenced"
 
 
 @dataclass(frozen=True)
 class Listing:
-    """What ``ls`` shows of one checkpoint."""
+    """The items, files and totals of one checkpoint."""
 
-    path: str  # of the checkpoint's directory
+    path: str  # the checkpoint directory
     items: list[_Item]  # sorted by name, numbers in names by value
-    files: list[_File]  # likewise
-    disk_bytes: int  # of the referenced files and the metadata
-    committed: datetime  # the metadata's modification time, local time zone
+    files: list[_File]  # sorted in the same way
+    disk_bytes: int  # size of the referenced files and the metadata
+    committed: datetime  # modification time of the metadata, in the local time zone
 
     @property
     def referenced(self) -> list[_File]:
@@ -83,7 +83,7 @@ class Listing:
 
     @property
     def parts(self) -> list[_Part]:
-        """Sums by top-level key, in the order of the items."""
+        """The totals of each top-level key, in the order of the items."""
         groups: dict[str, list[_Item]] = {}
         for item in self.items:
             groups.setdefault(item.name.partition(".")[0], []).append(item)
@@ -100,7 +100,10 @@ class Listing:
 
     @property
     def faults(self) -> list[str]:
-        """What keeps this checkpoint from being loaded whole, as far as lengths can tell."""
+        """The reasons why a complete load of this checkpoint would fail.
+
+        Only the metadata and the lengths of files are checked.
+        """
         files = [f"{file.name} ({file.state})" for file in self.referenced if file.state != "ok"]
         items = [
             f"{item.name} ({item.stored_shards} of {plural(item.shards, 'shard')} stored)"
@@ -110,83 +113,83 @@ class Listing:
         return files + items
 
 
-def natural(name: str) -> list[str | int]:
-    """Sorts layers.2 before layers.10; text and numbers alternate, so like meets like."""
+def natural_order(name: str) -> list[str | int]:
+    """Returns a sort key that orders layers.2 before layers.10."""
+    # Text and numbers alternate, so numbers are compared with numbers only.
     parts: list[str | int] = list(re.split(r"([0-9]+)", name))
     parts[1::2] = map(int, parts[1::2])
     return parts
 
 
-def matching(names: Iterable[str], patterns: Sequence[str] | None, path: object) -> list[str]:
-    """Selects names in natural order: equal to a pattern, below it, or like it.
-
-    "a.b" is below "a". A pattern is one of :mod:`fnmatch`.
+def select_names(names: Iterable[str], patterns: Sequence[str] | None, path: object) -> list[str]:
+    """Selects the names that are equal to a pattern, below it ("a.b" is below "a"), or match it.
 
     Args:
-        patterns: None for all names.
-        path: of the checkpoint, for the message.
+        patterns: names, prefixes or :mod:`fnmatch` patterns; None selects all names.
+        path: the checkpoint, for the error message.
+
+    Returns:
+        The names in natural order.
 
     Raises:
-        CheckpointError: no name is like one of the patterns.
+        CheckpointError: a pattern matches no name.
     """
-    names = sorted(names, key=natural)
+    names = sorted(names, key=natural_order)
     if patterns is None:
         return names
     present, chosen = set(names), set[str]()
     for pattern in patterns:
-        # Brackets are part of many names.
+        # Names first: many contain brackets, which have a meaning in patterns.
         below = [name for name in names if name.startswith(f"{pattern}.")]
-        like = [pattern, *below] if pattern in present else below or fnmatch.filter(names, pattern)
-        if not like:
+        found = [pattern, *below] if pattern in present else below or fnmatch.filter(names, pattern)
+        if not found:
             raise CheckpointError(
-                f"{path}: nothing has a name like {pattern}; torch-ckpt ls lists the names"
+                f"{path}: no name matches {pattern}. Run torch-ckpt ls to list the names"
             )
-        chosen.update(like)
+        chosen.update(found)
     return [name for name in names if name in chosen]
 
 
-def _look_at_file(
-    directory: OpenDirectory, name: str, records: int, stored: int, end: int
-) -> _File:
-    """Compares a file with what the metadata says of it; its last record ends at byte `end`."""
+def _check_file(directory: OpenDirectory, name: str, records: int, stored: int, end: int) -> _File:
+    """Compares a file with the metadata, which places the end of its last record at `end`."""
     try:
         length = directory.length_of(name)
     except FileNotFoundError:
         return _File(name, records, stored, None, "missing")
     except (OSError, Unsafe, ValueError) as error:
-        if isinstance(error, OSError) and not is_damage(error.errno or 0):
+        if isinstance(error, OSError) and not is_file_damage(error.errno or 0):
             raise
         return _File(name, records, stored, None, "unreadable")
     return _File(name, records, stored, length, "ok" if length >= end else "too short")
 
 
-def _unreferenced(directory: Path, referenced: Iterable[str]) -> list[_File]:
-    """Finds data files that the metadata does not name, such as those of a save cut off."""
+def _find_unreferenced(directory: Path, referenced: Iterable[str]) -> list[_File]:
+    """Finds data files that the metadata does not name, such as those of an interrupted save."""
     known = set(referenced)
     found = []
     for path in directory.glob("*.distcp"):
         if path.name in known:
             continue
-        # A save beside us may have removed it, and a link is not followed.
+        # A concurrent save may have removed the file. Links are not followed.
         with suppress(FileNotFoundError):
             found.append(_File(path.name, 0, 0, path.lstat().st_size, "unreferenced"))
     return found
 
 
-def _put_together(
+def _build_listing(
     directory: Path,
     opened: OpenDirectory,
     index: _C.CheckpointIndex,
     patterns: Sequence[str] | None,
 ) -> Listing:
-    """Puts together what the metadata says and what lies in the directory; reads no data file."""
-    chosen = matching(index.names(), patterns, directory)
+    """Combines the metadata with the lengths of the files. Reads no data file."""
+    chosen = select_names(index.names(), patterns, directory)
     records: dict[str, int] = {}
     stored: dict[str, int] = {}
     ends: dict[str, int] = {}
 
-    def count(places: Iterable[tuple[str, int, int]]) -> None:
-        for file, offset, length in places:
+    def count(locations: Iterable[tuple[str, int, int]]) -> None:
+        for file, offset, length in locations:
             records[file] = records.get(file, 0) + 1
             stored[file] = stored.get(file, 0) + length
             ends[file] = max(ends.get(file, 0), offset + length)
@@ -194,9 +197,9 @@ def _put_together(
     items = []
     for name in chosen:
         tensor, shards = index.tensor(name), index.shards(name)
-        # Empty shards at one place have one record.
-        places = {(file, at, length) for _o, _s, file, at, length, _t in shards if file is not None}
-        count(places)
+        # A set, since empty shards may share one record.
+        locations = {(file, at, n) for _o, _s, file, at, n, _t in shards if file is not None}
+        count(locations)
         items.append(
             _Item(
                 name=name,
@@ -206,45 +209,45 @@ def _put_together(
                 parameters=0 if tensor is None else math.prod(tensor[1]),
                 shards=len(shards),
                 stored_shards=sum(shard[2] is not None for shard in shards),
-                stored_bytes=sum(length for _file, _at, length in places),
-                files=sorted({file for file, _at, _length in places}, key=natural),
+                stored_bytes=sum(length for _file, _at, length in locations),
+                files=sorted({file for file, _at, _length in locations}, key=natural_order),
             )
         )
     if patterns is None:
         strays = [shard for _name, shard in index.strays()]
         count((file, at, length) for _o, _s, file, at, length, _t in strays if file is not None)
 
-    named = [_look_at_file(opened, f, records[f], stored[f], ends[f]) for f in records]
+    named = [_check_file(opened, f, records[f], stored[f], ends[f]) for f in records]
     status = (directory / METADATA_NAME).stat()
-    # With a filter, a file that holds nothing of what is chosen is not one that nothing names.
-    files = [*named, *(_unreferenced(directory, records) if patterns is None else [])]
+    # With patterns, `records` lacks the files of the other names.
+    files = [*named, *(_find_unreferenced(directory, records) if patterns is None else [])]
     return Listing(
         path=opened.path,
         items=items,
-        files=sorted(files, key=lambda file: natural(file.name)),
+        files=sorted(files, key=lambda file: natural_order(file.name)),
         disk_bytes=status.st_size + sum(file.disk_bytes or 0 for file in named),
         committed=datetime.fromtimestamp(status.st_mtime).astimezone(),
     )
 
 
 def examine(path: str | os.PathLike[str], names: Sequence[str] | None = None) -> Listing:
-    """Looks at a checkpoint's metadata and at the lengths of its files.
+    """Lists a checkpoint from its metadata and the lengths of its files.
 
     Args:
-        path: of the checkpoint's directory; or ``ROOT/40``, or ROOT for its newest step.
-        names: fully qualified ones, or patterns as of :mod:`fnmatch`; all if None. Files are those
-            that hold something of these.
+        path: the checkpoint directory; or ``ROOT/40`` for step 40 of a run, or ROOT for its newest
+            step.
+        names: names, prefixes or :mod:`fnmatch` patterns; None lists everything. Only files that
+            hold a selected item are listed.
 
     Raises:
-        CheckpointError, OSError: there is no checkpoint that can be read, or no name is like one of
-            the patterns.
+        CheckpointError, OSError: no checkpoint can be read, or a pattern matches no name.
     """
     with closing(open_checkpoint(path)) as opened:
-        return _put_together(Path(opened.path), opened, read_index_in(opened), names)
+        return _build_listing(Path(opened.path), opened, read_index_in(opened), names)
 
 
 def item_lines(listing: Listing) -> Iterable[str]:
-    """One line for each item, below a header."""
+    """Formats a header and one line for each item."""
     rows = [
         (
             printable(item.name),
@@ -261,7 +264,7 @@ def item_lines(listing: Listing) -> Iterable[str]:
 
 
 def file_lines(listing: Listing) -> Iterable[str]:
-    """One line for each file, below a header."""
+    """Formats a header and one line for each file."""
     rows = [
         (
             printable(file.name),
@@ -277,7 +280,7 @@ def file_lines(listing: Listing) -> Iterable[str]:
 
 
 def part_lines(listing: Listing) -> Iterable[str]:
-    """One line for each top-level key, below a header; none where each item is one of them."""
+    """Formats a header and one line for each top-level key; nothing if each item has its own."""
     parts = listing.parts
     if len(parts) == len(listing.items):
         return []
@@ -296,7 +299,7 @@ def part_lines(listing: Listing) -> Iterable[str]:
 
 
 def total_line(listing: Listing) -> str:
-    """What it comes to."""
+    """Formats the totals."""
     parts = (
         plural(listing.tensors, "tensor"),
         f"{listing.parameters:,} {'parameter' if listing.parameters == 1 else 'parameters'}",
@@ -309,7 +312,7 @@ def total_line(listing: Listing) -> str:
 
 
 def document(listing: Listing) -> dict[str, Any]:
-    """All of it, for JSON."""
+    """Returns the listing as a document for JSON."""
     return {
         "checkpoint": listing.path,
         "items": [asdict(item) for item in listing.items],

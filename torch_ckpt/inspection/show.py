@@ -1,10 +1,10 @@
-"""``show``: what the tensors and objects of a checkpoint hold, and where it lies.
+"""``show``: shows the values and locations of the tensors and objects of a checkpoint.
 
-1. The names are chosen by the metadata.
-2. A tensor is read in boxes, as ``diff`` reads it; what is told of its values is put together from
-   these: mean and standard deviation as of Chan, Golub and LeVeque, "Updating Formulae and a
-   Pairwise Algorithm for Computing Sample Variances" (1979).
-3. An object is told as Python writes it. It is of harmless types, or not unpickled.
+1. Names are selected from the metadata.
+2. A tensor is read box by box, and the statistics of the boxes are combined. Mean and standard
+   deviation follow Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for
+   Computing Sample Variances" (1979).
+3. An object is shown as Python prints it. Only allow-listed types are unpickled.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch_ckpt._base.formatting import plural, printable, sentence, size
 from torch_ckpt._base.progress import Progress, ProgressOption, Reporter
 from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
-from torch_ckpt.inspection.listing import matching
+from torch_ckpt.inspection.listing import select_names
 from torch_ckpt.inspection.stored_tensors import (
     QUANTIZED,
     Box,
@@ -30,34 +30,34 @@ from torch_ckpt.inspection.stored_tensors import (
     StoredTensors,
     as_float64,
     as_int64,
-    boxes,
-    empty,
-    widened,
+    empty_tensor,
+    split_into_boxes,
+    widen,
 )
-from torch_ckpt.inspection.verify import is_damage
+from torch_ckpt.inspection.verify import is_file_damage
 
-# Bytes of a tensor that are held at once. Its numbers in float64, and what is computed of them,
-# may be sixteen times as many.
-_AT_ONCE = 4 << 20
+# Size of a box in bytes. Its values in float64 and the temporaries may take sixteen times as much.
+_BOX_BYTES = 4 << 20
 
 _INFLIGHT_BYTES = 64 << 20
 
-# Lines of an object's text.
-_MOST_LINES = 40
+# Most lines of text shown for an object.
+_MAX_LINES = 40
 
 _LEAST_INT64 = -(1 << 63)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a shard or an object is stored.
+    """Location of a shard or an object.
 
     Attributes:
-        file: relative to the checkpoint's directory.
-        offset: in bytes, in the file.
-        bytes: that it takes there, with its envelope.
-        offsets: of a shard, in the whole tensor, by dimension; None of an object.
-        sizes: of a shard, likewise.
+        file: file name relative to the checkpoint directory.
+        offset: offset in the file in bytes.
+        bytes: size of the record in bytes, with its envelope.
+        offsets: offsets of the shard in the complete tensor, one for each dimension; None for an
+            object.
+        sizes: sizes of the shard, one for each dimension; None for an object.
     """
 
     file: str
@@ -76,13 +76,13 @@ class Place:
 
 @dataclass(frozen=True)
 class Statistics:
-    """What the values of a tensor are like; of complex numbers, their magnitudes.
+    """Statistics of the values of a tensor; for complex numbers, of their magnitudes.
 
     Attributes:
-        min, max: of the finite ones; exact for integers. None where there are none.
-        mean: of the finite ones.
-        std: of the finite ones, as of a whole population.
-        zeros, nans, infinities: how many there are.
+        min, max: extremes of the finite values; exact for integers. None if no value is finite.
+        mean: mean of the finite values; None if no value is finite.
+        std: population standard deviation of the finite values; None if no value is finite.
+        zeros, nans, infinities: number of zeros, NaNs and infinite values.
     """
 
     min: float | int | None
@@ -112,13 +112,21 @@ class ShownTensor:
     """A tensor of a checkpoint.
 
     Attributes:
-        name: fully qualified.
-        dtype: as "float32".
-        shape: of the whole tensor.
-        bytes: of the whole tensor.
-        places: of its shards.
-        statistics: None where torch cannot make numbers of this dtype, or there is no element.
-        first: the first values, in row-major order.
+        name: fully qualified name.
+        dtype: name of the dtype, such as "float32".
+        shape: shape of the complete tensor.
+        bytes: size of the complete tensor in bytes.
+        places: locations of its shards.
+        statistics: statistics of its values; None if it has no elements, or if torch cannot convert
+            its dtype to numbers.
+        first: its first values in row-major order.
+
+    Examples:
+        ```python
+        for item in torch_ckpt.show("run/40", ["model.*"]).items:
+            if isinstance(item, torch_ckpt.ShownTensor):
+                print(item.name, item.shape, item.statistics)
+        ```
     """
 
     name: str
@@ -130,7 +138,7 @@ class ShownTensor:
     first: list[Any]
 
     def lines(self) -> Iterator[str]:
-        """For people."""
+        """Yields the tensor as lines of text."""
         yield f"{printable(self.name)}: {self.dtype} {list(self.shape)}, {size(self.bytes)}"
         if self.statistics is not None:
             yield f"  {self.statistics}"
@@ -147,10 +155,16 @@ class ShownObject:
     """An object of a checkpoint.
 
     Attributes:
-        name: fully qualified.
-        place: where it is stored.
-        value: the object; None where ``refused`` says why it is not unpickled.
-        refused: empty where it is.
+        name: fully qualified name.
+        place: location of its record.
+        value: the object; None if it was not unpickled.
+        refused: the reason why it was not unpickled; empty if it was.
+
+    Examples:
+        ```python
+        (item,) = torch_ckpt.show("run/40", ["step"]).items
+        print(item.value)
+        ```
     """
 
     name: str
@@ -159,25 +173,31 @@ class ShownObject:
     refused: str = ""
 
     def lines(self) -> Iterator[str]:
-        """For people."""
+        """Yields the object as lines of text."""
         yield f"{printable(self.name)}: an object, {size(self.place.bytes)}"
-        text = self.refused or _text_of(self.value)
+        text = self.refused or _format_object(self.value)
         lines = text.splitlines() or [""]
-        for line in lines[:_MOST_LINES]:
+        for line in lines[:_MAX_LINES]:
             yield f"  {printable(line)}"
-        if len(lines) > _MOST_LINES:
-            yield f"  and {plural(len(lines) - _MOST_LINES, 'more line')}"
+        if len(lines) > _MAX_LINES:
+            yield f"  and {plural(len(lines) - _MAX_LINES, 'more line')}"
         yield f"  {self.place}"
 
 
 @dataclass(frozen=True)
 class ShowReport:
-    """What ``show`` tells of a checkpoint.
+    """Result of :func:`show`.
 
     Attributes:
-        checkpoint: its directory.
-        items: those that are sound, by name, numbers in names by their value.
-        damaged: (name, what) of those that cannot be read, in the same order.
+        checkpoint: the checkpoint directory.
+        items: the readable tensors and objects, sorted by name, numbers in names by value.
+        damaged: (name, what is wrong) of tensors and objects that cannot be read, sorted likewise.
+
+    Examples:
+        ```python
+        report = torch_ckpt.show("run/40", ["optimizer"])
+        print(report)
+        ```
     """
 
     checkpoint: str
@@ -186,11 +206,11 @@ class ShowReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing of what was to be shown is damaged."""
+        """True if every selected tensor and object could be read."""
         return not self.damaged
 
     def lines(self) -> Iterator[str]:
-        """For people."""
+        """Yields the report as lines of text, with escaped names."""
         for item in self.items:
             yield from item.lines()
         for name, what in self.damaged:
@@ -200,11 +220,11 @@ class ShowReport:
         return "\n".join(self.lines())
 
     def document(self) -> dict[str, Any]:
-        """All of it, for JSON: what that does not have is a string there."""
+        """Returns the report as a document for JSON. Values that JSON lacks become strings."""
         return {
             "checkpoint": self.checkpoint,
             "items": [
-                _of_tensor(item) if isinstance(item, ShownTensor) else _of_object(item)
+                _tensor_document(item) if isinstance(item, ShownTensor) else _object_document(item)
                 for item in self.items
             ],
             "damaged": [{"name": name, "what": what} for name, what in self.damaged],
@@ -219,28 +239,35 @@ def show(
     allow_pickle: bool = False,
     progress: ProgressOption = None,
 ) -> ShowReport:
-    """Reads tensors and objects of a checkpoint, of stock torch or of ours, in any sharding.
+    """Reads tensors and objects of a checkpoint, written by torch_ckpt or by stock torch.
 
-    Takes some 64 MiB beside its report, and what an object has.
+    The sharding does not matter. Needs some 64 MiB of memory beside the report, and for an object
+    as much as the object takes.
 
     Args:
-        path: of the checkpoint's directory; or ``ROOT/40`` for step 40 of a run, or ROOT for its
-            newest step.
-        names: fully qualified ones, also without their last parts ("model" for all of "model.*"),
-            or patterns as of :mod:`fnmatch`; all if None.
-        first: how many values of each tensor are told.
-        allow_pickle: unpickle objects of whatever type, which may run code.
+        path: the checkpoint directory; or ``ROOT/40`` for step 40 of a run, or ROOT for its newest
+            step.
+        names: names to show. A prefix selects everything below it ("model" selects "model.*"), and
+            :mod:`fnmatch` patterns are accepted. None shows everything.
+        first: number of values to show of each tensor.
+        allow_pickle: unpickle objects of any type. This may run code that the checkpoint contains.
         progress: see :data:`torch_ckpt._base.progress.ProgressOption`.
 
     Returns:
-        What is sound, verified as by a load, and the names of what is damaged.
+        The tensors and objects, and the names of damaged ones. Checksums are verified as by a load.
 
     Raises:
         FileNotFoundError: there is no committed checkpoint.
-        CheckpointError: no name is like one of the patterns.
-        Unsafe, Corrupt: its metadata cannot be read.
-        OSError: a system call failed for a reason of the machine, such as a lack of descriptors.
+        CheckpointError: one of ``names`` matches nothing.
+        Unsafe, Corrupt: the metadata cannot be read.
+        OSError: a system call failed for a reason other than damage, such as a lack of file
+            descriptors.
         ValueError: an option is out of range.
+
+    Examples:
+        ```python
+        print(torch_ckpt.show("run/40", ["model.embedding.weight", "step"]))
+        ```
     """
     if isinstance(names, str):
         raise ValueError(f"names must be a list of patterns, got the string {names!r}")
@@ -248,16 +275,16 @@ def show(
         raise ValueError(f"first must not be negative, got {first}")
     stored = StoredTensors(path, _INFLIGHT_BYTES, allow_pickle)
     try:
-        chosen = matching(stored.names, None if names is None else list(names), stored.path)
-        sizes = {name: stored.bytes_of(name) for name in chosen}
+        chosen = select_names(stored.names, None if names is None else list(names), stored.path)
+        sizes = {name: stored.tensor_bytes(name) for name in chosen}
         total, done = sum(sizes.values()), 0
         report = ShowReport(stored.path, [])
         with Reporter(progress, "show", None, total) as shown:
             for name in chosen:
                 try:
-                    report.items.append(_shown(stored, name, first))
+                    report.items.append(_read_item(stored, name, first))
                 except (Corrupt, Unsafe, OSError) as error:
-                    if isinstance(error, OSError) and not is_damage(error.errno or 0):
+                    if isinstance(error, OSError) and not is_file_damage(error.errno or 0):
                         raise
                     report.damaged.append((name, sentence(error)))
                 done += sizes[name]
@@ -265,60 +292,61 @@ def show(
                     shown.update(Progress(total, 0, done))
         return report
     except ValueError as error:
-        raise CheckpointError(f"{path} cannot be read in parts: {error}") from error
+        raise CheckpointError(f"{path} cannot be shown: {error}") from error
     finally:
         stored.reader.release()
 
 
-def _shown(stored: StoredTensors, name: str, first: int) -> ShownTensor | ShownObject:
-    entry = stored.tensor(name)
-    if entry is None:
-        return _shown_object(stored, name)
-    return _shown_tensor(stored, name, entry, first)
+def _read_item(stored: StoredTensors, name: str, first: int) -> ShownTensor | ShownObject:
+    tensor = stored.tensor(name)
+    if tensor is None:
+        return _read_object(stored, name)
+    return _read_tensor(stored, name, tensor, first)
 
 
-def _shown_object(stored: StoredTensors, name: str) -> ShownObject:
-    (record,) = stored.places(name)
+def _read_object(stored: StoredTensors, name: str) -> ShownObject:
+    (record,) = stored.records(name)
     place = Place(record.file, record.offset, record.length)
     try:
-        return ShownObject(name, place, stored.object(name))
+        return ShownObject(name, place, stored.read_object(name))
     except Unsafe as error:
         return ShownObject(name, place, None, f"not unpickled: {error}")
 
 
-def _shown_tensor(stored: StoredTensors, name: str, entry: StoredTensor, first: int) -> ShownTensor:
-    dtype, shape = entry
-    # Their fields are in the same order.
-    places = [Place(*record) for record in stored.places(name)]
+def _read_tensor(stored: StoredTensors, name: str, tensor: StoredTensor, first: int) -> ShownTensor:
+    dtype, shape = tensor
+    # The fields of Record and Place have the same order.
+    places = [Place(*record) for record in stored.records(name)]
     statistics: Statistics | None = None
     values: list[Any] = []
-    # Of those torch only knows to read all, with their scales.
+    # A quantized tensor cannot be read in boxes, since its scales are not in its elements.
     if dtype not in QUANTIZED:
-        statistics, values = _looked_at(stored, name, shape, dtype, first)
+        statistics, values = _summarize(stored, name, shape, dtype, first)
     title = str(dtype).removeprefix("torch.")
-    return ShownTensor(name, title, shape, stored.bytes_of(name), places, statistics, values)
+    return ShownTensor(name, title, shape, stored.tensor_bytes(name), places, statistics, values)
 
 
-def _looked_at(
+def _summarize(
     stored: StoredTensors, name: str, shape: tuple[int, ...], dtype: torch.dtype, first: int
 ) -> tuple[Statistics | None, list[Any]]:
+    """Reads a tensor; returns its statistics and its first values."""
     tally = _Tally()
     values: list[Any] = []
-    for box in boxes(shape, _AT_ONCE // dtype.itemsize):
-        part = _read(stored, name, box, dtype)
+    for box in split_into_boxes(shape, _BOX_BYTES // dtype.itemsize):
+        part = _read_box(stored, name, box, dtype)
         try:
             tally.add(part)
-            # Boxes come in row-major order.
+            # Boxes are in row-major order.
             values += _numbers(part[: first - len(values)])
         except (NotImplementedError, RuntimeError):
-            # No conversion of this dtype.
+            # torch cannot convert this dtype to numbers.
             return None, []
     return tally.statistics(), values
 
 
-def _read(stored: StoredTensors, name: str, box: Box, dtype: torch.dtype) -> torch.Tensor:
-    """In one dimension."""
-    target = empty(box[1], dtype)
+def _read_box(stored: StoredTensors, name: str, box: Box, dtype: torch.dtype) -> torch.Tensor:
+    """Reads a box as a tensor of one dimension."""
+    target = empty_tensor(box[1], dtype)
     files: dict[str, int] = {}
     rows = stored.rows(name, box, target, files)
     if rows:
@@ -327,7 +355,7 @@ def _read(stored: StoredTensors, name: str, box: Box, dtype: torch.dtype) -> tor
 
 
 class _Tally:
-    """What has been seen of a tensor so far."""
+    """Accumulates the statistics of a tensor."""
 
     def __init__(self) -> None:
         self._elements = 0
@@ -335,14 +363,14 @@ class _Tally:
         self._zeros = 0
         self._nans = 0
         self._mean = 0.0
-        self._squares = 0.0  # of what the finite ones differ from their mean by
+        self._squares = 0.0  # sum of the squared deviations of the finite values from their mean
         self._least: float | int = math.inf
         self._largest: float | int = -math.inf
 
     def add(self, part: torch.Tensor) -> None:
-        """A tensor in one dimension, with an element at least."""
+        """Adds the values of a tensor of one dimension with at least one element."""
         is_exact = not (part.is_floating_point() or part.is_complex())
-        wide = widened(part, torch.complex128).abs() if part.is_complex() else as_float64(part)
+        wide = widen(part, torch.complex128).abs() if part.is_complex() else as_float64(part)
         finite = wide if is_exact else wide[wide.isfinite()]
         self._elements += part.numel()
         self._zeros += int((wide == 0).sum())
@@ -350,18 +378,20 @@ class _Tally:
         count = finite.numel()
         if count == 0:
             return
-        ends = _ends(part) if is_exact else [float(x) for x in torch.aminmax(finite)]
-        self._least, self._largest = min(self._least, ends[0]), max(self._largest, ends[1])
+        least, largest = (
+            _integer_extremes(part) if is_exact else [float(x) for x in torch.aminmax(finite)]
+        )
+        self._least, self._largest = min(self._least, least), max(self._largest, largest)
         mean = float(finite.mean())
         squares = float((finite - mean).square().sum())
-        together = self._finite + count
-        apart = mean - self._mean
-        self._squares += squares + apart * apart * self._finite * count / together
-        self._mean += apart * count / together
-        self._finite = together
+        total = self._finite + count
+        shift = mean - self._mean
+        self._squares += squares + shift * shift * self._finite * count / total
+        self._mean += shift * count / total
+        self._finite = total
 
     def statistics(self) -> Statistics | None:
-        """Of all of it; None where there was no element."""
+        """Returns the statistics of all added values; None if there were none."""
         if self._elements == 0:
             return None
         infinities = self._elements - self._finite - self._nans
@@ -378,12 +408,12 @@ class _Tally:
         )
 
 
-def _ends(part: torch.Tensor) -> list[int]:
-    """The least and the largest of integers."""
+def _integer_extremes(part: torch.Tensor) -> list[int]:
+    """Returns the smallest and the largest integer."""
     numbers = as_int64(part)
     if part.dtype != torch.uint64:
         return [int(x) for x in torch.aminmax(numbers)]
-    # Their order as int64 is that of uint64 when the sign is turned over.
+    # Flipping the sign bit maps the order of uint64 to the order of int64.
     return [int(x) - _LEAST_INT64 for x in torch.aminmax(numbers ^ _LEAST_INT64)]
 
 
@@ -395,14 +425,14 @@ def _numbers(part: torch.Tensor) -> list[Any]:
     return part.to(torch.float64 if part.is_floating_point() else torch.int64).tolist()
 
 
-def _text_of(value: Any) -> str:
+def _format_object(value: Any) -> str:
     try:
         return pprint.pformat(value, width=98)
     except RecursionError:
-        return f"a {type(value).__name__} that is nested too deeply to be written"
+        return f"a {type(value).__name__} that is nested too deeply to print"
 
 
-def _of_tensor(item: ShownTensor) -> dict[str, Any]:
+def _tensor_document(item: ShownTensor) -> dict[str, Any]:
     def plain(value: Any) -> Any:
         is_number = isinstance(value, float) and math.isfinite(value)
         return value if is_number or isinstance(value, int | None) else str(value)
@@ -413,7 +443,7 @@ def _of_tensor(item: ShownTensor) -> dict[str, Any]:
     return document
 
 
-def _of_object(item: ShownObject) -> dict[str, Any]:
+def _object_document(item: ShownObject) -> dict[str, Any]:
     document: dict[str, Any] = {
         "kind": "object",
         "name": item.name,
@@ -422,9 +452,9 @@ def _of_object(item: ShownObject) -> dict[str, Any]:
     if item.refused:
         return document | {"refused": item.refused}
     try:
-        # A dict with other keys than strings would come back as another one.
+        # JSON turns other keys of dicts into strings, so check that the value survives.
         if json.loads(json.dumps(item.value, allow_nan=False)) == item.value:
             return document | {"value": item.value}
     except (ValueError, TypeError, RecursionError, RuntimeError):
         pass
-    return document | {"text": _text_of(item.value)}
+    return document | {"text": _format_object(item.value)}

@@ -1,4 +1,4 @@
-"""Whole tensors of a checkpoint, read in boxes, and objects: for what looks at checkpoints."""
+"""Reads tensors of a checkpoint in boxes, and objects, for ``diff``, ``show`` and ``convert``."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch
 
 from torch_ckpt.checkpoint.objects import decode
 from torch_ckpt.errors import CheckpointError, Corrupt
-from torch_ckpt.inspection.verify import fault_of_shards
+from torch_ckpt.inspection.verify import find_shard_fault
 from torch_ckpt.loading.reader import FileSystemReader
 from torch_ckpt.loading.reading import Row
 
-#: Offsets and sizes, by dimension.
+#: Offsets and sizes of a part of a tensor, one for each dimension.
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
-#: Their values are more than their bytes: scales, which only torch.load knows to read.
+#: Dtypes whose values depend on scales beside the elements, which only torch.load can read.
 QUANTIZED = {
     getattr(torch, name)
     for name in ("quint8", "qint8", "qint32", "quint4x2", "quint2x4")
@@ -29,14 +29,17 @@ QUANTIZED = {
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a checkpoint, as its metadata says."""
+    """The dtype and shape of a tensor in the metadata."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
 
 class Record(NamedTuple):
-    """A record, in bytes; of a tensor's shard its place in the tensor, too."""
+    """Location of a shard or an object in a file, and the region of the tensor that a shard holds.
+
+    Offset and length are in bytes, offsets and sizes in elements.
+    """
 
     file: str
     offset: int
@@ -46,17 +49,17 @@ class Record(NamedTuple):
 
 
 class StoredTensors:
-    """A checkpoint that is read box by box of whole tensors, however it is sharded.
+    """Reads any box of any tensor of a checkpoint, regardless of its sharding.
 
-    Holds the directory open; ``reader.release()`` lets go of it.
+    Holds the directory open until ``reader.release()``.
 
     Args:
-        path: of its directory, as :func:`open_checkpoint` accepts it.
-        max_inflight_bytes: most memory in bytes that reading takes beyond its targets.
-        allow_pickle: as for :class:`FileSystemReader`.
+        path: the checkpoint, in a form that :func:`open_checkpoint` accepts.
+        max_inflight_bytes: memory limit of the reader in bytes, not counting the targets.
+        allow_pickle: unpickle objects of any type, see :class:`FileSystemReader`.
 
     Raises:
-        FileNotFoundError, Unsafe, Corrupt, OSError: its metadata cannot be read.
+        FileNotFoundError, Unsafe, Corrupt, OSError: the metadata cannot be read.
     """
 
     def __init__(
@@ -69,78 +72,83 @@ class StoredTensors:
             path, max_inflight_bytes=max_inflight_bytes, allow_pickle=allow_pickle
         )
         self._metadata, self._index = self.reader.read_index()
-        #: Of the checkpoint's directory.
+        #: The checkpoint directory.
         self.path = self.reader.location
         self.reader.set_up_for_load(0, self._metadata, self._index)
         self._uncovered = set(self._index.uncovered())
         #: Fully qualified names, in the checkpoint's order.
         self.names: list[str] = self._index.names()
-        # Of a large tensor many boxes are asked for, one after the other.
-        self._last: tuple[str | None, list[Record]] = None, []
+        # The result of the last call of records(): many boxes of one tensor are read in a row.
+        self._last_records: tuple[str | None, list[Record]] = None, []
 
     def __contains__(self, name: str) -> bool:
         return name in self._index
 
     def paths(self) -> dict[str, Any]:
-        """Where each value lay in the nested state dict, if its planner has told."""
+        """Returns the path of each name in the nested state dict; empty if not recorded."""
         paths = self._metadata.planner_data
         return paths if isinstance(paths, dict) else {}
 
     def tensor(self, name: str) -> StoredTensor | None:
-        """What is stored under the name, where it is a tensor.
+        """Returns the dtype and shape of a tensor; None if the name is an object.
 
         Raises:
-            Corrupt: its shards do not cover it, which would compare what is not there.
+            Corrupt: the shards do not cover the tensor.
         """
         found = self._index.tensor(name)
         if found is None:
             return None
         fault = None
         if name in self._uncovered:
-            fault = fault_of_shards(found[1], self._index.shards(name))
+            fault = find_shard_fault(found[1], self._index.shards(name))
         if fault:
-            raise Corrupt(f"{self.path}: {name}: {fault}; run torch-ckpt verify on it")
+            raise Corrupt(f"{self.path}: {name}: {fault}. Run torch-ckpt verify on the checkpoint")
         return StoredTensor(getattr(torch, found[0]), found[1])
 
-    def bytes_of(self, name: str) -> int:
-        """Of a tensor's elements; 0 of an object."""
+    def tensor_bytes(self, name: str) -> int:
+        """Returns the size of the complete tensor in bytes; 0 for an object."""
         found = self._index.tensor(name)
         return 0 if found is None else math.prod(found[1]) * getattr(torch, found[0]).itemsize
 
-    def places(self, name: str) -> list[Record]:
-        """Where the shards of a tensor, or an object, are stored.
+    def records(self, name: str) -> list[Record]:
+        """Returns the locations of the shards of a tensor, or of an object.
 
         Raises:
-            Corrupt, CheckpointError: nowhere, or by way of a stream transform.
+            Corrupt: the metadata does not locate all of them.
+            CheckpointError: one of them was stored through a stream transform.
         """
-        if self._last[0] == name:
-            return self._last[1]
-        places = []
+        if self._last_records[0] == name:
+            return self._last_records[1]
+        records = []
         for offsets, sizes, file, offset, length, is_transformed in self._index.shards(name):
             if file is None:
                 raise Corrupt(
-                    f"{self.path}: {name}: the metadata does not say where it is stored; "
-                    "run torch-ckpt verify on it"
+                    f"{self.path}: {name}: the metadata does not say where it is stored. "
+                    "Run torch-ckpt verify on the checkpoint"
                 )
             if is_transformed:
                 raise CheckpointError(
-                    f"{self.path}: {name}: it is stored by way of a stream transform, which "
-                    "only a load can undo"
+                    f"{self.path}: {name}: it was stored through a stream transform, which only "
+                    "a load can undo"
                 )
-            places.append(Record(file, offset, length, offsets, sizes))
-        self._last = name, places
-        return places
+            records.append(Record(file, offset, length, offsets, sizes))
+        self._last_records = name, records
+        return records
 
     def rows(self, name: str, box: Box, target: torch.Tensor, files: dict[str, int]) -> list[Row]:
-        """What fills the target with a box of a tensor."""
+        """Returns the reads that fill the target with a box of a tensor.
+
+        Args:
+            files: numbers of the files; files that it lacks are added.
+        """
         found = self._index.tensor(name)
         assert found is not None
         rows: list[Row] = []
-        for place in self.places(name):
-            begins = [max(x, y) for x, y in zip(box[0], place.offsets, strict=True)]
+        for record in self.records(name):
+            begins = [max(x, y) for x, y in zip(box[0], record.offsets, strict=True)]
             ends = [
                 min(x + n, y + m)
-                for x, n, y, m in zip(*box, place.offsets, place.sizes, strict=True)
+                for x, n, y, m in zip(*box, record.offsets, record.sizes, strict=True)
             ]
             if any(begin >= end for begin, end in zip(begins, ends, strict=True)):
                 continue
@@ -150,71 +158,73 @@ class StoredTensors:
             rows.append(
                 (
                     name,
-                    files.setdefault(place.file, len(files)),
-                    place.offset,
-                    place.length,
+                    files.setdefault(record.file, len(files)),
+                    record.offset,
+                    record.length,
                     getattr(torch, found[0]),
-                    place.sizes,
-                    tuple(x - y for x, y in zip(begins, place.offsets, strict=True)),
+                    record.sizes,
+                    tuple(x - y for x, y in zip(begins, record.offsets, strict=True)),
                     tuple(x - y for x, y in zip(ends, begins, strict=True)),
                     part,
                 )
             )
         return rows
 
-    def object(self, name: str) -> Any:
-        """What is stored under the name, of harmless types unless ``allow_pickle`` was given.
+    def read_object(self, name: str) -> Any:
+        """Reads an object; only allow-listed types unless ``allow_pickle`` was given.
 
         Raises:
-            Corrupt, Unsafe, CheckpointError, OSError: it cannot be read, or is of other types.
+            Corrupt, CheckpointError, OSError: it cannot be read.
+            Unsafe: it has a type that is not allow-listed.
         """
-        (place,) = self.places(name)
+        (record,) = self.records(name)
         before = self.reader.max_inflight_bytes
-        # An object is read whole, whatever it takes.
-        self.reader.max_inflight_bytes = before + 2 * place.length
+        # An object cannot be read in parts, so allow as much memory as it needs.
+        self.reader.max_inflight_bytes = before + 2 * record.length
         try:
-            row = (name, 0, place.offset, place.length)
-            (data,) = self.reader.read_bytes([place.file], [row])
+            row = (name, 0, record.offset, record.length)
+            (data,) = self.reader.read_bytes([record.file], [row])
         finally:
             self.reader.max_inflight_bytes = before
         if self.reader.allow_pickle:
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
-        return decode(data, name, place.file)
+        return decode(data, name, record.file)
 
-    def record_pieces(self, name: str, place: Record, at_once: int) -> Iterator[bytes]:
-        """The stored bytes of a record, as they are."""
-        if place.length <= at_once // 2:
-            row = (name, 0, place.offset, place.length)
-            yield self.reader.read_bytes([place.file], [row])[0]
+    def read_chunks(self, name: str, record: Record, max_bytes: int) -> Iterator[bytes]:
+        """Yields the stored bytes of a record, at most max_bytes // 2 at a time."""
+        chunk = max_bytes // 2
+        if record.length <= chunk:
+            row = (name, 0, record.offset, record.length)
+            yield self.reader.read_bytes([record.file], [row])[0]
             return
-        # Of a part of an object nothing is known to compare it with.
+        # The checksum of an object covers all of its bytes, so it cannot verify a part.
         before, self.reader.verify = self.reader.verify, False
         try:
-            step = at_once // 2
-            for begin in range(0, place.length, step):
-                row = (name, 0, place.offset + begin, min(step, place.length - begin))
-                yield self.reader.read_bytes([place.file], [row])[0]
+            for begin in range(0, record.length, chunk):
+                row = (name, 0, record.offset + begin, min(chunk, record.length - begin))
+                yield self.reader.read_bytes([record.file], [row])[0]
         finally:
             self.reader.verify = before
 
 
-def empty(sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """As torch.empty, which not every dtype has."""
+def empty_tensor(sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Returns an uninitialized CPU tensor. torch.empty does not support every dtype."""
     count = math.prod(sizes) * dtype.itemsize
     return torch.empty(count, dtype=torch.uint8, device="cpu").view(dtype).view(sizes)
 
 
-def boxes(shape: tuple[int, ...], most: int) -> Iterator[Box]:
-    """Boxes of at most so many elements, in order, that make up a tensor."""
+def split_into_boxes(shape: tuple[int, ...], max_elements: int) -> Iterator[Box]:
+    """Splits a tensor into boxes of at most ``max_elements``, in row-major order."""
     if 0 in shape:
         return
     if not shape:
         yield (), ()
         return
-    cut = 0  # the dimension in which boxes are cut; of those before it they have one index each
-    while math.prod(shape[cut + 1 :]) > most:
+    # Boxes are cut in this dimension. They have size 1 in the dimensions before it.
+    cut = 0
+    while math.prod(shape[cut + 1 :]) > max_elements:
         cut += 1
-    step = max(1, most // math.prod(shape[cut + 1 :]))
+    step = max(1, max_elements // math.prod(shape[cut + 1 :]))
     for lead in itertools.product(*(range(length) for length in shape[:cut])):
         for begin in range(0, shape[cut], step):
             count = min(step, shape[cut] - begin)
@@ -223,18 +233,19 @@ def boxes(shape: tuple[int, ...], most: int) -> Iterator[Box]:
 
 
 def as_int64(values: torch.Tensor) -> torch.Tensor:
-    """As int64; of uint64 those above its range are negative."""
+    """Converts integers to int64. Values of uint64 above its range wrap to negative ones."""
     return values.view(torch.int64) if values.dtype == torch.uint64 else values.to(torch.int64)
 
 
 def as_float64(values: torch.Tensor) -> torch.Tensor:
+    """Converts values to float64. Handles uint64 through int64."""
     if values.dtype != torch.uint64:
         return values.to(torch.float64)
     bits = values.view(torch.int64)
     return torch.where(bits < 0, bits.to(torch.float64) + 2.0**64, bits.to(torch.float64))
 
 
-def widened(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def widen(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if values.dtype == torch.uint64:
         return as_float64(values).to(dtype)
     return values.to(dtype)

@@ -1,14 +1,14 @@
-"""``verify``: all of a checkpoint against all its checksums, without loading it.
+"""``verify``: checks all of a checkpoint against its checksums, without loading it.
 
-1. The metadata is read, and its directory shared, as for a load.
-2. What it says is compared with itself (every shard is stored somewhere, shards cover their tensor)
-   and with the lengths of the files: none is shorter or longer than its records.
-3. The engine reads every record that lies in a file and compares it with every checksum: blocks,
-   archive and objects where the metadata has them, else the CRC-32 of every entry of the archive.
-4. An error of the machine, such as a lack of descriptors, is not damage: the report names what
-   could not be read apart from what is damaged.
+1. Read the metadata, and lock the directory with a shared lock, as a load does.
+2. Check that the metadata locates every shard, that the shards cover their tensors, and that no
+   file is shorter or longer than its records.
+3. Let the engine read every record and compare it with every checksum. These are the checksums of
+   blocks, archives and objects if the metadata has them, else the CRC-32 of every archive entry.
+4. List records that could not be read for a reason other than damage, such as a lack of file
+   descriptors, separately from damaged records.
 
-Nothing ends it before its end: a report names all that was found.
+Damage does not end the check: the report lists everything that was found.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from torch_ckpt.checkpoint.step_names import MARKER_NAME, PINNED_NAME, STEP_NAME
 from torch_ckpt.errors import Unsafe
 from torch_ckpt.loading.reader import DEFAULT_THREADS, LEAST_INFLIGHT_BYTES, shared
 
-_OF_A_RANK = re.compile(rf"^__\d+{re.escape(METADATA_NAME)}$")
+_METADATA_OF_RANK = re.compile(rf"^__\d+{re.escape(METADATA_NAME)}$")
 
-# What the system says of a file that is not as the checkpoint needs it. The rest, such as EMFILE,
-# EACCES or ETIMEDOUT, is about the machine and the reader.
-_OF_THE_FILE = {
+# Errors that mean that the file is damaged. Other errors, such as EMFILE, EACCES or ETIMEDOUT,
+# concern the machine or the permissions of the reader.
+_FILE_DAMAGE = {
     errno.ENOENT,
     errno.ENOTDIR,
     errno.EISDIR,
@@ -54,21 +54,27 @@ _OF_THE_FILE = {
 }
 
 
-def is_damage(error_number: int) -> bool:
-    """Whether a failed system call says that a file is damaged, and nothing of the machine."""
-    return error_number in _OF_THE_FILE
+def is_file_damage(error_number: int) -> bool:
+    """True if an errno means that the file is damaged, not that the machine failed."""
+    return error_number in _FILE_DAMAGE
 
 
 @dataclass(frozen=True)
 class Damage:
-    """Something in a file that is not as it should be.
+    """A damaged or unreadable part of a file.
 
     Attributes:
-        name: of the tensor or object; None: the file as a whole.
-        file: relative to the checkpoint's directory.
-        offset: in the file, in bytes; None: not at one place.
-        bytes: how many are damaged from there on; 0: not known how many.
-        what: a clause for people.
+        name: the tensor or object; None if the file as such is damaged.
+        file: file name relative to the checkpoint directory.
+        offset: offset in the file in bytes; None if the damage has no single offset.
+        bytes: number of damaged bytes from ``offset`` on; 0 if unknown.
+        what: what is wrong, as a clause of text.
+
+    Examples:
+        ```python
+        for damage in torch_ckpt.verify("run/40").damaged:
+            print(damage.file, damage.offset, damage.what)
+        ```
     """
 
     name: str | None
@@ -88,21 +94,29 @@ class Damage:
 
 @dataclass
 class VerifyReport:
-    """What :func:`verify` found.
+    """Result of :func:`verify`.
 
     Attributes:
-        checkpoint: the directory.
-        records: that were read and compared; of tensors one for each shard.
-        bytes: of these records.
-        seconds: that it took.
-        damaged: damaged records and files, by file and offset.
-        missing: (file, names stored in it) of files that are not there.
-        incomplete: (name, what) of tensors and objects that the metadata does not place wholly.
-        unread: records and files that could not be read for a reason of the machine, such as a lack
-            of file descriptors or of permission. Whether they are sound is not known.
-        unverifiable: names of records, without a checksum of all of their bytes, such as
-            ``torch.serialization.set_crc32_options(False)`` leaves.
-        unreferenced: files in the directory that nothing names; these are not damage.
+        checkpoint: the checkpoint directory.
+        records: number of records that were read and verified; each shard of a tensor is one.
+        bytes: size of these records.
+        seconds: duration.
+        damaged: damaged records and files, sorted by file and offset.
+        missing: (file, names stored in it) of files that do not exist.
+        incomplete: (name, what is missing) of tensors and objects that the metadata does not locate
+            completely.
+        unread: records and files that could not be read for a reason other than damage, such as a
+            lack of file descriptors or of permissions. They may be sound.
+        unverifiable: names of records with no checksum of all their bytes, as written under
+            ``torch.serialization.set_crc32_options(False)``.
+        unreferenced: files in the directory that the metadata does not name. They are not damage.
+
+    Examples:
+        ```python
+        report = torch_ckpt.verify("run/40")
+        if not report.ok:
+            print(*report.faults(), sep="\\n")
+        ```
     """
 
     checkpoint: str
@@ -118,16 +132,16 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether all was read, and nothing is damaged, missing or incomplete."""
+        """True if all records were read, and nothing is damaged, missing or incomplete."""
         return not (self.has_damage or self.unread)
 
     @property
     def has_damage(self) -> bool:
-        """Whether something is damaged, missing or incomplete."""
+        """True if something is damaged, missing or incomplete."""
         return bool(self.damaged or self.missing or self.incomplete)
 
     def faults(self) -> Iterator[str]:
-        """A line for each thing that is wrong, with escaped names."""
+        """Yields a line for each fault, with escaped names."""
         for damage in self.damaged:
             yield printable(f"damaged: {damage}")
         for file, names in self.missing:
@@ -138,7 +152,7 @@ class VerifyReport:
             yield printable(f"not read: {unread}")
 
     def lines(self) -> Iterator[str]:
-        """The whole report for people; the last line says what it comes to."""
+        """Yields the report as text, with escaped names; the last line is the verdict."""
         yield from self.faults()
         if self.unreferenced:
             yield printable(f"not part of the checkpoint: {', '.join(self.unreferenced)}")
@@ -166,7 +180,7 @@ class VerifyReport:
         return "\n".join(self.lines())
 
     def document(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """Returns the report as a document for JSON."""
         return {
             "checkpoint": self.checkpoint,
             "ok": self.ok,
@@ -190,24 +204,32 @@ def verify(
     direct_io: bool | str = "auto",
     progress: ProgressOption = None,
 ) -> VerifyReport:
-    """Reads all of a checkpoint, stock torch's too, and compares it with all its checksums.
+    """Reads all of a checkpoint and verifies it against all its checksums.
+
+    Also verifies checkpoints of stock torch, which have a CRC-32 for each archive entry.
 
     Args:
-        checkpoint_id: directory of the checkpoint; or ``ROOT/40`` for step 40 of a run, or ROOT
-            for its newest step.
-        thread_count: reads under way at once; None: 8.
-        max_inflight_bytes: most memory in bytes that is held, beyond the metadata.
-        direct_io: True, False, or "auto": for what the page cache does not hold.
+        checkpoint_id: the checkpoint directory; or ``ROOT/40`` for step 40 of a run, or ROOT for
+            its newest step.
+        thread_count: number of concurrent reads; None means 8.
+        max_inflight_bytes: memory limit in bytes, not counting the metadata.
+        direct_io: bypass the page cache. "auto" does so for data that it does not hold.
         progress: see :data:`torch_ckpt._base.progress.ProgressOption`.
 
     Returns:
-        All that is wrong, not only the first of it.
+        All faults that were found; ``report.ok`` is True if there are none.
 
     Raises:
         FileNotFoundError: there is no committed checkpoint.
-        Unsafe, Corrupt: its metadata cannot be read.
+        Unsafe, Corrupt: the metadata cannot be read.
         OSError: the directory cannot be read.
         ValueError: an option is out of range.
+
+    Examples:
+        ```python
+        report = torch_ckpt.verify("run/40")
+        print(report)
+        ```
     """
     if thread_count is not None and thread_count < 1:
         raise ValueError(f"thread_count must be at least 1, got {thread_count}")
@@ -221,35 +243,36 @@ def verify(
     directory = open_checkpoint(checkpoint_id)
     try:
         shared(directory)
-        look = _Look(directory)
+        verification = _Verification(directory)
         for name in _metadata_names(directory):
-            look.add(name)
-        look.find_unreferenced()
-        look.find_trailing_bytes()
-        look.read(thread_count or DEFAULT_THREADS, max_inflight_bytes, direct_io, progress)
+            verification.add_metadata(name)
+        verification.find_unreferenced()
+        verification.find_trailing_bytes()
+        threads = thread_count or DEFAULT_THREADS
+        verification.read_records(threads, max_inflight_bytes, direct_io, progress)
     finally:
         directory.close()
-    look.report.seconds = time.perf_counter() - begun
-    return look.report
+    verification.report.seconds = time.perf_counter() - begun
+    return verification.report
 
 
 def _metadata_names(directory: OpenDirectory) -> list[str]:
-    """The common metadata, or those of ranks that saved without collectives."""
+    """Returns the shared metadata, or one for each rank if ranks saved without collectives."""
     present = directory.names()
-    of_ranks = sorted(name for name in present if _OF_A_RANK.match(name))
+    of_ranks = sorted(name for name in present if _METADATA_OF_RANK.match(name))
     return of_ranks if of_ranks and METADATA_NAME not in present else [METADATA_NAME]
 
 
-class _Look:
-    """Collects what is to be read, and what is wrong."""
+class _Verification:
+    """Collects the records to read and the faults found."""
 
     def __init__(self, directory: OpenDirectory) -> None:
         self.report = VerifyReport(directory.path)
         self._directory = directory
         self._metadata_files: set[str] = set()
-        # Lengths of the files that metadata names; None: no record of it can be read.
+        # Lengths of the files that the metadata names; None if the file cannot be read.
         self._lengths: dict[str, int | None] = {}
-        # Where the last record of a file ends.
+        # End of the last record of each file.
         self._ends: dict[str, int] = {}
         self._missing: dict[str, list[str]] = {}
         self._numbers: dict[str, int] = {}
@@ -257,19 +280,19 @@ class _Look:
         self._names: list[str] = []
         self._rows: list[tuple[int, int, int, Any, tuple[int, ...] | None]] = []
 
-    def add(self, name: str) -> None:
-        """Looks at what one metadata file says."""
-        self._metadata_files.add(name)
-        index = read_index_in(self._directory, name)
+    def add_metadata(self, file: str) -> None:
+        """Checks one metadata file, and collects its records."""
+        self._metadata_files.add(file)
+        index = read_index_in(self._directory, file)
         self._tables.update(index.tables())
         uncovered = set(index.uncovered())
-        for entry in index.names():
-            self._look_at_entry(entry, index, is_covered=entry not in uncovered)
-        for entry, shard in index.strays():
-            self._look_at_place(entry, None, shard)
+        for name in index.names():
+            self._add_item(name, index, is_covered=name not in uncovered)
+        for name, shard in index.strays():
+            self._add_record(name, None, shard)
 
     def find_unreferenced(self) -> None:
-        """Finds files that no metadata names; directories are left alone."""
+        """Finds files that no metadata names; ignores directories."""
         named = self._lengths.keys() | self._metadata_files
         if STEP_NAME.match(os.path.basename(os.path.normpath(self._directory.path))):
             named |= {MARKER_NAME, PINNED_NAME}
@@ -277,14 +300,14 @@ class _Look:
         self.report.unreferenced.extend(sorted(filter(self._is_file, unnamed)))
 
     def find_trailing_bytes(self) -> None:
-        """Finds bytes behind the last record of each file, which no writer leaves."""
-        for file, has in self._lengths.items():
+        """Finds bytes after the last record of each file. No writer leaves any."""
+        for file, length in self._lengths.items():
             end = self._ends.get(file, 0)
-            if has is not None and has > end:
+            if length is not None and length > end:
                 what = "the file is longer than its records"
-                self.report.damaged.append(Damage(None, file, end, has - end, what))
+                self.report.damaged.append(Damage(None, file, end, length - end, what))
 
-    def read(
+    def read_records(
         self,
         threads: int,
         max_inflight_bytes: int,
@@ -310,54 +333,55 @@ class _Look:
         report.records, report.bytes = len(self._rows), total
         for number, row, offset, count, what, error_number in findings:
             name = None if row is None else self._names[row]
-            of_machine = error_number and not is_damage(error_number)
-            places = report.unread if of_machine else report.damaged
-            places.append(Damage(name, files[number], offset, count, what))
-        for places in (report.damaged, report.unread):
-            places.sort(key=lambda place: (place.file, place.offset or 0))
+            is_unread = error_number and not is_file_damage(error_number)
+            faults = report.unread if is_unread else report.damaged
+            faults.append(Damage(name, files[number], offset, count, what))
+        for faults in (report.damaged, report.unread):
+            faults.sort(key=lambda fault: (fault.file, fault.offset or 0))
         report.missing.extend(sorted(self._missing.items()))
         report.unverifiable.extend(sorted({self._names[row] for row in unverifiable}))
 
     # --- private ---------------------------------------------------------------------------------
 
-    def _look_at_entry(self, name: str, index: _C.CheckpointIndex, *, is_covered: bool) -> None:
+    def _add_item(self, name: str, index: _C.CheckpointIndex, *, is_covered: bool) -> None:
         tensor, shards = index.tensor(name), index.shards(name)
         dtype = None if tensor is None else getattr(torch, tensor[0])
-        # Empty shards at one place have one record.
-        places: dict[Any, _C.StoredShard] = {}
+        # By location, since empty shards may share one record.
+        records: dict[Any, _C.StoredShard] = {}
         for shard in shards:
             if shard[2] is not None:
-                places[shard[2:5]] = shard
+                records[shard[2:5]] = shard
             elif tensor is None:
                 self._incomplete(name, "the metadata does not say where it is stored")
             else:
                 self._incomplete(
                     name,
-                    f"the metadata does not say where its shard at {list(shard[0])} is stored",
+                    "the metadata does not say where the shard at offset "
+                    f"{list(shard[0])} is stored",
                 )
         if tensor is not None and not is_covered:
-            fault = fault_of_shards(tensor[1], shards)
+            fault = find_shard_fault(tensor[1], shards)
             if fault:
                 self._incomplete(name, fault)
-        for shard in places.values():
-            self._look_at_place(name, dtype, shard)
+        for shard in records.values():
+            self._add_record(name, dtype, shard)
 
-    def _look_at_place(self, name: str, dtype: Any, shard: _C.StoredShard) -> None:
+    def _add_record(self, name: str, dtype: Any, shard: _C.StoredShard) -> None:
         _offsets, sizes, file, offset, length, is_transformed = shard
         assert file is not None
         if file not in self._lengths:
             self._lengths[file] = self._length_of(file)
         self._ends[file] = max(self._ends.get(file, 0), offset + length)
-        has = self._lengths[file]
-        if has is None:
+        file_length = self._lengths[file]
+        if file_length is None:
             if file in self._missing:
                 self._missing[file].append(name)
             return
-        if length > has - min(offset, has):
-            what = f"the record has {length} bytes, but the file ends at byte {has}"
+        if length > file_length - min(offset, file_length):
+            what = f"the record has {length} bytes, but the file ends at byte {file_length}"
             self._damaged(name, file, offset, what)
             return
-        # A stream transform does not leave records of tensors.
+        # The engine cannot check transformed data as a tensor.
         is_tensor = dtype is not None and not is_transformed
         number = self._numbers.setdefault(file, len(self._numbers))
         self._names.append(name)
@@ -368,7 +392,7 @@ class _Look:
         try:
             return not stat.S_ISDIR(os.stat(name, dir_fd=self._directory.fd).st_mode)
         except OSError:
-            # A link to nowhere.
+            # A dangling link.
             return True
 
     def _length_of(self, file: str) -> int | None:
@@ -377,8 +401,8 @@ class _Look:
         except FileNotFoundError:
             self._missing[file] = []
         except OSError as error:
-            what = f"it cannot be opened: {error.strerror}"
-            if is_damage(error.errno or 0):
+            what = f"the file cannot be opened: {error.strerror}"
+            if is_file_damage(error.errno or 0):
                 self._damaged(None, file, None, what)
             else:
                 self.report.unread.append(Damage(None, file, None, 0, what))
@@ -393,9 +417,9 @@ class _Look:
         self.report.incomplete.append((name, what))
 
 
-def fault_of_shards(whole: tuple[int, ...], shards: Sequence[_C.StoredShard]) -> str | None:
-    """What is wrong with a tensor's shards, which all lie in it; None: they cover it."""
-    if not shards and 0 not in whole:
-        return "it has no shards"
-    gap = gap_in(whole, [shard[:2] for shard in shards])
-    return None if gap is None else f"no shard has its element {gap}"
+def find_shard_fault(shape: tuple[int, ...], shards: Sequence[_C.StoredShard]) -> str | None:
+    """Describes the gap between the shards of a tensor; None if the shards cover the tensor."""
+    if not shards and 0 not in shape:
+        return "the tensor has no shards"
+    gap = gap_in(shape, [shard[:2] for shard in shards])
+    return None if gap is None else f"no shard covers the element at {gap}"

@@ -176,7 +176,7 @@ def test_ls_says_where_no_name_is_like_a_pattern(
 ) -> None:
     commit(tmp_path, two_shards(tmp_path))
     message = fails_with_one_sentence(capsys, ["ls", str(tmp_path), "head.*"])
-    assert "nothing has a name like head.*" in message
+    assert "no name matches head.*" in message
 
 
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:

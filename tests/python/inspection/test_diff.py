@@ -36,7 +36,7 @@ from torch_ckpt import cli
 from torch_ckpt._base.progress import Progress
 from torch_ckpt.checkpoint.metadata import read_metadata
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.inspection.stored_tensors import boxes
+from torch_ckpt.inspection.stored_tensors import split_into_boxes
 
 MIB = 1 << 20
 
@@ -306,7 +306,7 @@ def test_many_small_tensors_are_compared_together(tmp_path: Path) -> None:
 )
 def test_boxes_make_up_the_tensor(shape: tuple[int, ...], most: int) -> None:
     seen = torch.zeros(shape, dtype=torch.int64)
-    for offsets, lengths in boxes(shape, most):
+    for offsets, lengths in split_into_boxes(shape, most):
         assert math.prod(lengths) <= most
         part = seen
         for dim, (begin, length) in enumerate(zip(offsets, lengths, strict=True)):
@@ -375,7 +375,7 @@ def test_a_tensor_with_a_gap_cannot_be_compared(tmp_path: Path) -> None:
     tensor = torch.zeros(4, 3)
     shards(tmp_path / "a", "t", tensor, [((0, 0), (2, 3)), ((3, 0), (1, 3))])
     save({"t": tensor}, tmp_path / "b")
-    with pytest.raises(torch_ckpt.Corrupt, match=r"t: no shard has its element \[2, 0\]"):
+    with pytest.raises(torch_ckpt.Corrupt, match=r"t: no shard covers the element at \[2, 0\]"):
         torch_ckpt.diff(tmp_path / "a", tmp_path / "b")
 
 
@@ -429,7 +429,7 @@ def test_names_choose_what_is_compared(tmp_path: Path) -> None:
     assert (report.equal, report.same) == (True, 2)
     report = torch_ckpt.diff(tmp_path / "a", tmp_path / "b", ["only*"])
     assert (report.only_in_a, report.only_in_b, report.objects) == (["only a"], ["only b"], [])
-    with pytest.raises(CheckpointError, match="nothing has a name like other"):
+    with pytest.raises(CheckpointError, match="no name matches other"):
         torch_ckpt.diff(tmp_path / "a", tmp_path / "b", ["other"])
 
 

@@ -365,11 +365,13 @@ def test_what_could_not_be_read_is_named_and_what_is_damaged_counts_more(
         assert cli.main(["verify", str(checkpoint)]) == 2
     output = capsys.readouterr()
     assert (
-        f"not read: {file.name}: it cannot be opened: openat2 failed: Permission denied"
+        f"not read: {file.name}: the file cannot be opened: openat2 failed: Permission denied"
         in output.out
     )
     assert (
-        "was not read whole: it cannot be opened: openat2 failed: Permission denied" in output.err
+        "was not read whole: the file cannot be opened: openat2 failed: Permission denied"
+        in output.err
+        in output.err
     )
     next(other for other in data_files(checkpoint) if other != file).unlink()
     with failing("openat2", errno.EACCES, file):
@@ -461,12 +463,12 @@ def test_what_the_metadata_does_not_place_is_told(checkpoint: Path, name: str) -
 @pytest.mark.parametrize(
     ("chunks", "what"),
     [
-        ([((0, 0), (40, 2))], "no shard has its element [0, 2]"),
-        ([((0, 0), (20, 3)), ((21, 0), (19, 3))], "no shard has its element [20, 0]"),
+        ([((0, 0), (40, 2))], "no shard covers the element at [0, 2]"),
+        ([((0, 0), (20, 3)), ((21, 0), (19, 3))], "no shard covers the element at [20, 0]"),
         # As many elements as there should be, but some twice.
-        ([((0, 0), (20, 3)), ((10, 0), (20, 3))], "no shard has its element [30, 0]"),
-        ([((0, 0), (40, 1)), ((0, 1), (39, 2))], "no shard has its element [39, 1]"),
-        ([], "it has no shards"),
+        ([((0, 0), (20, 3)), ((10, 0), (20, 3))], "no shard covers the element at [30, 0]"),
+        ([((0, 0), (40, 1)), ((0, 1), (39, 2))], "no shard covers the element at [39, 1]"),
+        ([], "the tensor has no shards"),
     ],
 )
 def test_shards_that_do_not_cover_their_tensor_are_told(
