@@ -14,15 +14,7 @@ from . import results as results_module
 from .memory import LOAD_PREFIX, MEASURED_BACKGROUND_SAVERS
 from .results import Comparison, Group, Results
 
-BEGIN = "<!-- benchmark:begin -->"
-END = "<!-- benchmark:end -->"
-ASYNC_BEGIN = "<!-- benchmark-async:begin -->"
-ASYNC_END = "<!-- benchmark-async:end -->"
-QUEUE_BEGIN = "<!-- benchmark-megatron:begin -->"
-QUEUE_END = "<!-- benchmark-megatron:end -->"
-MANAGER_BEGIN = "<!-- benchmark-manager:begin -->"
-MANAGER_END = "<!-- benchmark-manager:end -->"
-# The groups whose charts the README shows; the others lie beside them.
+# The groups whose charts docs/benchmarks.md shows; the others lie beside them.
 HEADLINE_CHARTS = ("save", "load_warm", "small_save")
 ASYNC_CHARTS = (charts.TIMELINE, "async")
 QUEUE_CHARTS = ("megatron",)
@@ -282,7 +274,115 @@ def full_report(results: Results) -> str:
     return "\n\n".join(paragraphs + _skipped_list(results)) + "\n"
 
 
-def readme_block(results: Results, image_links: Sequence[str] = ()) -> str:
+@dataclass(frozen=True)
+class _Number:
+    """A row of the README: seconds of torch_ckpt beside stock torch's two settings.
+
+    Attributes:
+        group: name of the group of contenders.
+        work: title of the row, behind the size of the group's state.
+        quantity: attribute of a sample that is compared, in seconds.
+        ours: contender that the ratios compare with stock.
+        default: contender of stock as it comes.
+        stock: prefix of the names of all contenders of stock; the fastest is stock at its best.
+        also: another contender of torch_ckpt whose seconds the row shows.
+    """
+
+    group: str
+    work: str
+    quantity: str
+    ours: str
+    default: str
+    stock: str
+    also: str | None = None
+
+
+_NUMBERS = (
+    _Number("save", "Save {}, fsynced", "wall_s", "ours_dcp", "stock_1", "stock_"),
+    _Number("load_cold", "Load {} from disk", "wall_s", "ours_dcp", "stock", "stock"),
+    _Number(
+        "async",
+        "Pause of training for a background save of {}",
+        "stall_s",
+        "ours_blocking",
+        "stock_thread",
+        "stock_",
+        also="ours_overlapped",
+    ),
+    _Number(
+        "small_save",
+        "Save 20,000 tensors of 1 KiB, fsynced",
+        "wall_s",
+        "ours_dcp",
+        "stock_1",
+        "stock_",
+    ),
+)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def _number_row(number: _Number, group: Group) -> list[str]:
+    def median(contender: str) -> float:
+        return statistics.median(group.values(contender, number.quantity))
+
+    def against(contender: str) -> str:
+        ours = group.values(number.ours, number.quantity)
+        ratios = [
+            theirs / own
+            for theirs, own in zip(group.values(contender, number.quantity), ours, strict=True)
+        ]
+        ratio = f"{statistics.median(ratios):.1f} x ({min(ratios):.1f} to {max(ratios):.1f})"
+        return f"{_seconds(median(contender))}, **{ratio}**<br>{group.label(contender)}"
+
+    stock = [info.name for info in group.contenders if info.name.startswith(number.stock)]
+    ours = f"**{_seconds(median(number.ours))}**<br>{group.label(number.ours)}"
+    if number.also is not None:
+        ours += f"; {_seconds(median(number.also))} {group.label(number.also).split(', ')[-1]}"
+    work = number.work.format(results_module.readable_size(group.bytes))
+    return [work, ours, against(number.default), against(min(stock, key=median))]
+
+
+def _number_groups(results: Results) -> list[Group]:
+    groups = {group.name: group for group in results.groups}
+    names = [number.group for number in _NUMBERS]
+    return [groups[name] for name in names] if groups.keys() >= set(names) else []
+
+
+def numbers_block(results: Results, image_links: Sequence[str] = ()) -> str:
+    """Four numbers of torch_ckpt, each beside stock as it comes and stock at its best."""
+    rows = [
+        _number_row(number, group)
+        for number, group in zip(_NUMBERS, _number_groups(results), strict=True)
+    ]
+    header = ["median", "torch_ckpt", "stock torch, as it comes", "stock torch, best setting"]
+    caption = (
+        f"Medians of {results.parameters['rounds']} rounds; ratios are stock's seconds to those of "
+        f"torch_ckpt within a round, with the lowest and the highest. {results.machine.sentence()}."
+    )
+    return "\n\n".join([_table(header, rows, numeric_from=4), caption])
+
+
+def missed_block(results: Results, image_links: Sequence[str] = ()) -> str:
+    """The comparisons that miss their targets, as a table."""
+    rows = [
+        [
+            entry.work,
+            entry.quantity,
+            entry.ours,
+            entry.baseline or "",
+            f"**{_number(entry.value, entry.quantity)}**",
+            _target_cells(entry)[0],
+        ]
+        for entry in results.comparisons
+        if entry.met is False
+    ]
+    return _table(["missed", "quantity", "measured", "against", "median", "target"], rows, 4)
+
+
+def headline_block(results: Results, image_links: Sequence[str] = ()) -> str:
     """The headline comparisons and charts, in markdown."""
     rows = [_comparison_row(entry) for entry in results.comparisons if entry.headline]
     paragraphs = _introduction(results, results.groups, quotable=results.representative)
@@ -375,44 +475,51 @@ def loading_block(results: Results, image_links: Sequence[str] = ()) -> str:
 
 @dataclass(frozen=True)
 class _Subject:
-    """What a document is about, told by its markers."""
+    """A block of a document that a result fills.
 
-    what: str
-    begin: str
-    end: str
+    Attributes:
+        marker: name of the block in the document's comments.
+        groups: returns the groups that the block shows, or nothing if one of them is missing.
+        block: makes the text.
+        charts: names of the charts that the block shows.
+    """
+
+    marker: str
     groups: Callable[[Results], list[Group]]
     block: Callable[[Results, Sequence[str]], str]
-    charts: Sequence[str]
+    charts: Sequence[str] = ()
+
+    @property
+    def begin(self) -> str:
+        return f"<!-- {self.marker}:begin -->"
+
+    @property
+    def end(self) -> str:
+        return f"<!-- {self.marker}:end -->"
 
 
-_SUBJECTS = (
-    _Subject(
-        "saves beside training", ASYNC_BEGIN, ASYNC_END, _async_groups, async_block, ASYNC_CHARTS
-    ),
-    _Subject(
-        "saves in Megatron's flow", QUEUE_BEGIN, QUEUE_END, _queue_groups, queue_block, QUEUE_CHARTS
-    ),
-    _Subject("a manager", MANAGER_BEGIN, MANAGER_END, _manager_groups, manager_block, ()),
-    _Subject("loads", BEGIN, END, _loading_groups, loading_block, LOADING_CHARTS),
+def _headline_groups(results: Results) -> list[Group]:
+    return results.groups if results.representative else []
+
+
+SUBJECTS = (
+    _Subject("benchmark-numbers", _number_groups, numbers_block),
+    _Subject("benchmark-missed", _number_groups, missed_block),
+    _Subject("benchmark-headline", _headline_groups, headline_block, HEADLINE_CHARTS),
+    _Subject("benchmark-async", _async_groups, async_block, ASYNC_CHARTS),
+    _Subject("benchmark-megatron", _queue_groups, queue_block, QUEUE_CHARTS),
+    _Subject("benchmark-manager", _manager_groups, manager_block),
+    _Subject("benchmark-loading", _loading_groups, loading_block, LOADING_CHARTS),
 )
 
 
-def _subject_of(document: Path) -> _Subject:
-    text = document.read_text()
-    for subject in _SUBJECTS:
-        if subject.begin in text:
-            return subject
-    markers = " or ".join(subject.begin for subject in _SUBJECTS)
-    raise SystemExit(f"{document} has none of the markers {markers}")
-
-
-def replace_block(text: str, block: str, begin: str = BEGIN, end: str = END) -> str:
-    """`text` with everything between the two markers replaced by `block`."""
-    head, found_begin, rest = text.partition(begin)
-    _, found_end, tail = rest.partition(end)
+def replace_block(text: str, block: str, subject: _Subject) -> str:
+    """`text` with everything between the subject's markers replaced by `block`."""
+    head, found_begin, rest = text.partition(subject.begin)
+    _, found_end, tail = rest.partition(subject.end)
     if not found_begin or not found_end:
-        raise ValueError(f"no {begin} ... {end} to replace")
-    return f"{head}{begin}\n{block.strip()}\n{end}{tail}"
+        raise ValueError(f"no {subject.begin} ... {subject.end} to replace")
+    return f"{head}{subject.begin}\n{block.strip()}\n{subject.end}{tail}"
 
 
 def _links(images: Mapping[str, Path], names: Sequence[str], document: Path) -> list[str]:
@@ -427,13 +534,14 @@ def _links(images: Mapping[str, Path], names: Sequence[str], document: Path) -> 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
-    parser.add_argument("results", type=Path, help="JSON file of benchmarks.run")
-    parser.add_argument("--readme", type=Path, help="file whose benchmark block is replaced")
     parser.add_argument(
-        "--doc",
+        "results",
         type=Path,
-        help="file whose block about saves beside training, Megatron's flow, the manager or loads "
-        "is replaced",
+        nargs="+",
+        help="JSON files of benchmarks.run; the last that has a group counts for it",
+    )
+    parser.add_argument(
+        "--doc", type=Path, help="Markdown file whose benchmark blocks the results fill"
     )
     parser.add_argument(
         "--images", type=Path, default=Path("docs/images"), help="for charts (default %(default)s)"
@@ -442,27 +550,31 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _fill(document: Path, results: Results, images: Mapping[str, Path]) -> None:
+    text = document.read_text()
+    subjects = [subject for subject in SUBJECTS if subject.begin in text]
+    if not subjects:
+        markers = " or ".join(subject.begin for subject in SUBJECTS)
+        raise SystemExit(f"{document} has none of the markers {markers}")
+    for subject in subjects:
+        if not (results.thorough and subject.groups(results)):
+            raise SystemExit(
+                f"the results are of a trial run or lack groups of {subject.marker}; "
+                "a document quotes full runs only"
+            )
+        block = subject.block(results, _links(images, subject.charts, document))
+        text = replace_block(text, block, subject)
+    document.write_text(text)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints the report, writes the charts, updates the README and the document."""
+    """Prints the report, writes the charts and fills the blocks of a document."""
     options = _parser().parse_args(arguments)
-    results = results_module.read(options.results)
-    if options.readme and not results.representative:
-        raise SystemExit(f"{options.results} is a trial run; a README quotes full runs only")
-    subject = _subject_of(options.doc) if options.doc else None
-    if subject and not (results.thorough and subject.groups(results)):
-        raise SystemExit(
-            f"{options.results} is a trial run or has no {subject.what}; "
-            "a document quotes full runs only"
-        )
+    results = results_module.merged([results_module.read(file) for file in options.results])
     images = {} if options.no_charts else charts.write(results, options.images)
     print(full_report(results))
-    if options.readme:
-        block = readme_block(results, _links(images, HEADLINE_CHARTS, options.readme))
-        options.readme.write_text(replace_block(options.readme.read_text(), block))
-    if subject:
-        block = subject.block(results, _links(images, subject.charts, options.doc))
-        text = replace_block(options.doc.read_text(), block, subject.begin, subject.end)
-        options.doc.write_text(text)
+    if options.doc:
+        _fill(options.doc, results, images)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ from .queue_saves import QueueSample, QueueSave
 
 FORMAT_VERSION = 1
 
-#: What the README shows, as `--only` spells it; pages of their own show the rest.
-README_GROUPS = frozenset({"save", "load", "partial", "small", "memory"})
+#: The groups of docs/benchmarks.md, as `--only` spells them; other pages show the rest.
+HEADLINE_GROUPS = frozenset({"save", "load", "partial", "small", "memory"})
 
 # Fewer rounds than this say nothing on a shared disk.
 REPRESENTATIVE_ROUNDS = 5
@@ -235,9 +235,9 @@ class Results:
 
     @property
     def representative(self) -> bool:
-        """Whether a README may quote them: every group that it shows was measured thoroughly."""
+        """True if each group of docs/benchmarks.md was measured thoroughly."""
         only = set(self.parameters["only"])
-        return self.thorough and (not only or only >= README_GROUPS)
+        return self.thorough and (not only or only >= HEADLINE_GROUPS)
 
     def to_json(self) -> dict[str, Any]:
         """Raw samples, and what was computed from them for readers without this module."""
@@ -339,4 +339,43 @@ def read(path: Path) -> Results:
         comparisons=[_from_fields(Comparison, entry) for entry in document["comparisons"]],
         # Results of before there were any have none.
         crossovers=[_from_fields(Crossover, entry) for entry in document.get("crossovers", [])],
+    )
+
+
+def merged(runs: Sequence[Results]) -> Results:
+    """The groups of several runs as one; of a group in several runs the last one counts.
+
+    Text that differs between the machines' descriptions is joined, as two dates are.
+
+    Raises:
+        ValueError: the runs are from machines of other sizes.
+    """
+    if len(runs) == 1:
+        return runs[0]
+    machines = [asdict(run.machine) for run in runs]
+    if len({(machine["cores"], machine["memory_bytes"] >> 30) for machine in machines}) > 1:
+        raise ValueError("these results are from machines of other sizes")
+    machine = machines[-1] | {
+        name: " and ".join(dict.fromkeys(machine[name] for machine in machines))
+        for name, value in machines[-1].items()
+        if isinstance(value, str)
+    }
+    parameters: dict[str, Any] = {}
+    for run in runs:
+        parameters |= run.parameters
+    only = [name for run in runs for name in run.parameters["only"]]
+    parameters |= {
+        "quick": any(run.parameters["quick"] for run in runs),
+        "rounds": min(run.parameters["rounds"] for run in runs),
+        "only": only if all(run.parameters["only"] for run in runs) else [],
+    }
+    groups = {group.name: group for run in runs for group in run.groups}
+    comparisons = {entry.key: entry for run in runs for entry in run.comparisons}
+    return Results(
+        machine=Machine(**machine),
+        parameters=parameters,
+        groups=list(groups.values()),
+        memory=next((run.memory for run in reversed(runs) if run.memory), []),
+        comparisons=list(comparisons.values()),
+        crossovers=[entry for run in runs for entry in run.crossovers],
     )

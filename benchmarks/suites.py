@@ -614,11 +614,11 @@ def saves_beside_training(setup: Setup, results: Results, state: State, spare: S
             )
         )
         count = len(states.tensors(state))
-        title = f"Save {readable_size(total)}, {count} tensors, beside training"
+        title = f"Save {readable_size(total)}, {count} tensors, in the background of training"
         results.groups.append(_measure_background(setup, "async", title, total, entries))
 
         entries = [entry(name, small) for name in _SMALL_BACKGROUND_SAVERS]
-        title = f"Save {setup.small_tensor_count:,} tensors of 1 KiB beside training"
+        title = f"Save {setup.small_tensor_count:,} tensors of 1 KiB in the background of training"
         small_total = states.payload_bytes(small)
         results.groups.append(
             _measure_background(setup, "async_small", title, small_total, entries)

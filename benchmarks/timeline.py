@@ -9,7 +9,7 @@ from typing import Any
 from .background import Trace
 from .results import Group
 
-_DRAWN = ("stock_thread", "ours_blocking", "ours_overlapped")
+_DRAWN = ("stock_thread", "stock_thread_kept", "ours_blocking", "ours_overlapped")
 # Two tones, since at this scale gaps between the steps would not show.
 _STEPS = ("#4c6a85", "#8fa6ba")
 _STALL = "#c92a2a"

@@ -1,27 +1,25 @@
-"""The table of promises in the README, from the counts of ``make torture``.
+"""The tables of faults in README.md and docs/durability.md, from the counts of ``make torture``.
 
     TORCH_CKPT_RESULTS=build/promises make torture SEED=1
-    python -m tests.promises build/promises --out benchmarks/results/NAME.json --readme README.md
+    python -m tests.promises build/promises --out benchmarks/results/NAME.json --doc README.md
+    python -m tests.promises benchmarks/results/NAME.json --doc docs/durability.md
 
-The first command leaves one JSON file for each kind of test; this one puts them together with a
-description of the machine, and writes the block between the ``promises`` markers. Without --out the
-counts are taken from a file that was put together before.
+The first command writes one JSON file for each kind of test. The second joins these files, adds a
+description of the machine, and fills the block between the markers of the document: ``promises``
+for the short table, ``promises-all`` for all rows.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-BEGIN, END = "<!-- promises:begin -->", "<!-- promises:end -->"
-
 PARTS = ("powercut", "crash_states", "kills", "manager_kills", "faults", "early", "attacks")
 
-Row = tuple[str, str, str]
+Row = tuple[str, str, str, str]
 
 
 def gathered(directory: Path) -> dict[str, Any]:
@@ -46,59 +44,74 @@ def _share(counts: tuple[int, int]) -> str:
     return f"{broken:,} of {cases:,}"
 
 
-def _swept(part: dict[str, Any], bad: tuple[str, ...]) -> tuple[tuple[int, int], tuple[int, int]]:
-    """(bad, points) of ours and of stock's."""
-    totals = {True: Counter[str](), False: Counter[str]()}
+def _swept(part: dict[str, Any], bad: tuple[str, ...]) -> tuple[str, str]:
+    """The counts of torch_ckpt, and of stock for each of its settings."""
+    totals: dict[str, Counter[str]] = defaultdict(Counter)
     for row, columns in part["rows"].items():
-        totals[row.startswith("stock")].update(columns)
-    ours, stock = (
-        (sum(totals[is_stock][c] for c in bad), totals[is_stock]["points"])
-        for is_stock in (False, True)
-    )
-    return ours, stock
+        is_stock = row.startswith("stock")
+        totals[row.rpartition(", ")[2] if is_stock else "torch_ckpt"].update(columns)
+    shares = {
+        name: _share((sum(total[column] for column in bad), total["points"]))
+        for name, total in totals.items()
+    }
+    ours = shares.pop("torch_ckpt")
+    return ours, "; ".join(f"{share} ({setting})" for setting, share in shares.items())
 
 
 def rows_of(parts: dict[str, Any]) -> list[Row]:
-    """(what, torch_ckpt, stock) of each line of the table."""
+    """The rows of the full table: fault, outcome, counts of torch_ckpt, counts of stock."""
     cuts, states = parts["powercut"], parts["crash_states"]
     kills, faults, attacks = parts["kills"], parts["faults"], parts["attacks"]
-    killed = _swept(kills, ("a mix", "lost", "unreadable"))
-    silent = _swept(faults, ("silent",))
-    gone = _swept(faults, ("reported, nothing left to load",))
     tried, stopped, stock = attacked(attacks)
     return [
         (
-            "reported saves that a power cut took away (ext4, xfs)",
+            "Power cut after a reported save (ext4, xfs)",
+            "Saves lost",
             _share(_of(cuts, "torch_ckpt", "reported")),
-            _share(_of(cuts, "stock", "reported")),
+            _share(_of(cuts, "stock", "reported")) + " (thread_count=2)",
         ),
         (
-            "crash states in which neither the old nor the new checkpoint loads, or a mix",
+            "Crash at any write of a save (ext4, xfs)",
+            "States that leave no loadable checkpoint, or a mixture",
             _share(_of(states, "torch_ckpt")),
-            _share(_of(states, "stock")),
+            _share(_of(states, "stock")) + " (thread_count=2)",
         ),
         (
-            "the process killed before each of its system calls: likewise",
-            _share(killed[0]),
-            _share(killed[1]),
+            "Process killed before each system call of a save",
+            "Kills that leave no loadable checkpoint, or a mixture",
+            *_swept(kills, ("a mix", "lost", "unreadable")),
         ),
         (
-            "runs under a manager killed, by chance and before each call: a reported step is lost",
+            "Training under a manager killed, at random and before each system call",
+            "Reported steps lost",
             _share(_of(parts["manager_kills"], "torch_ckpt")),
             "-",
         ),
         (
-            "each system call failing once: the save is reported as done, and is not",
-            _share(silent[0]),
-            _share(silent[1]),
+            "Each system call of a save fails once",
+            "Saves reported as successful that are incomplete",
+            *_swept(faults, ("silent",)),
         ),
-        ("likewise: no checkpoint is left, the old one included", _share(gone[0]), _share(gone[1])),
-        ("hostile checkpoints that get what they want", _share((tried - stopped, tried)), stock),
+        (
+            "Each system call of a save fails once",
+            "Failed saves that leave no loadable checkpoint, not even the old one",
+            *_swept(faults, ("reported, nothing left to load",)),
+        ),
+        (
+            "Hostile checkpoint loaded",
+            "Attacks that reach their aim",
+            _share((tried - stopped, tried)),
+            f"{stock} (as it comes)",
+        ),
     ]
 
 
+#: The rows of the full table that the README shows.
+SHORT = (0, 1, 4, 6)
+
+
 def attacked(part: dict[str, Any]) -> tuple[int, int, str]:
-    """Attacks tried, those that we stop, and what stock does, in words."""
+    """The number of attacks, the number stopped, and the outcomes with stock in words."""
     table = part["attacks"]
     stopped = sum(row["ours"].startswith("stopped") for row in table)
     stock = Counter(row["stock"].split()[0] for row in table if "stock" in row)
@@ -107,22 +120,35 @@ def attacked(part: dict[str, Any]) -> tuple[int, int, str]:
     return len(table), stopped, ", ".join(f"{v} {k}" for k, v in harm.items() if v)
 
 
-def block_of(document: dict[str, Any]) -> str:
-    """What stands between the markers."""
+def block_of(document: dict[str, Any], rows: list[Row]) -> str:
+    """The table and its source, in markdown."""
     machine = document["machine"]
     seed = document["parts"]["kills"]["seed"]
-    lines = [
-        BEGIN,
-        "| what was done to it | torch_ckpt | stock torch |",
-        "| --- | ---: | ---: |",
-        *(f"| {what} | **{ours}** | {stock} |" for what, ours, stock in rows_of(document["parts"])),
-        "",
-        f"`make torture SEED={seed}`, torch {machine['torch']}, Linux {machine['kernel']}, "
-        f"{machine['date']}. [docs/durability.md](docs/durability.md) has the promises and their "
-        "assumptions, [SECURITY.md](SECURITY.md) says who is trusted with what.",
-        END,
-    ]
-    return "\n".join(lines)
+    return "\n".join(
+        [
+            "| fault injected | outcome counted | torch_ckpt | stock torch, `sync_files=True` |",
+            "| --- | --- | ---: | --- |",
+            *(
+                f"| {fault} | {outcome} | **{ours}** | {stock} |"
+                for fault, outcome, ours, stock in rows
+            ),
+            "",
+            f"`make torture SEED={seed}`, torch {machine['torch']}, Linux {machine['kernel']}, "
+            f"{machine['date']}.",
+        ]
+    )
+
+
+def filled(text: str, document: dict[str, Any]) -> str:
+    """The text with its blocks of counts made anew."""
+    rows = rows_of(document["parts"])
+    for marker, chosen in (("promises", [rows[index] for index in SHORT]), ("promises-all", rows)):
+        begin, end = f"<!-- {marker}:begin -->", f"<!-- {marker}:end -->"
+        if begin in text:
+            head, _, rest = text.partition(begin)
+            tail = rest.partition(end)[2]
+            return f"{head}{begin}\n{block_of(document, chosen)}\n{end}{tail}"
+    raise ValueError("the document has no block <!-- promises:begin --> ... <!-- promises:end -->")
 
 
 def main() -> None:
@@ -132,8 +158,8 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("counts", type=Path, help="a directory of JSON files, or one file of all")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--readme", type=Path)
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--doc", type=Path, help="Markdown file whose block is filled")
     arguments = parser.parse_args()
     if arguments.counts.is_dir():
         document = gathered(arguments.counts)
@@ -141,13 +167,9 @@ def main() -> None:
         document = json.loads(arguments.counts.read_text())
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(document, indent=1) + "\n")
-    block = block_of(document)
-    print(block)
-    if arguments.readme is not None:
-        text = arguments.readme.read_text()
-        pattern = re.compile(f"{re.escape(BEGIN)}.*{re.escape(END)}", re.DOTALL)
-        assert pattern.search(text), f"{arguments.readme} has no {BEGIN} ... {END}"
-        arguments.readme.write_text(pattern.sub(lambda _: block, text))
+    print(block_of(document, rows_of(document["parts"])))
+    if arguments.doc is not None:
+        arguments.doc.write_text(filled(arguments.doc.read_text(), document))
 
 
 if __name__ == "__main__":

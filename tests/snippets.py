@@ -222,7 +222,7 @@ def main(documents: Sequence[str]) -> None:
     import torch_ckpt.cli  # noqa: F401
 
     _make_buckets_memory()
-    print(json.dumps({name: _run_in_child(Path(name)) for name in documents}))
+    print(json.dumps({name: _run_in_child(Path(name).absolute()) for name in documents}))
 
 
 if __name__ == "__main__":

@@ -41,8 +41,8 @@ def full_run(document: dict[str, Any], tmp_path: Path) -> str:
     return write(tmp_path / "full.json", document, quick=False, rounds=5, only=[])
 
 
-def between(begin: str, end: str, lines: str = "") -> str:
-    return f"before\n{begin}\n{lines}{end}\nafter\n"
+def between(marker: str, lines: str = "") -> str:
+    return f"before\n<!-- {marker}:begin -->\n{lines}<!-- {marker}:end -->\nafter\n"
 
 
 def test_results_survive_writing_and_reading(full_run: str, tmp_path: Path) -> None:
@@ -65,17 +65,58 @@ def test_the_report_names_every_contender(
         assert all(info.label in text for info in group.contenders)
 
 
-def test_a_full_run_replaces_only_the_block_of_the_readme(
-    document: dict[str, Any], full_run: str, tmp_path: Path
+MARKERS = [subject.marker for subject in report.SUBJECTS]
+
+
+@pytest.mark.parametrize("marker", MARKERS)
+def test_a_full_run_fills_only_the_block_of_a_document(
+    full_run: str, tmp_path: Path, marker: str
 ) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text(between(report.BEGIN, report.END, "old numbers\n"))
-    report.main([full_run, "--no-charts", "--readme", str(readme)])
-    text = readme.read_text()
+    page = tmp_path / "page.md"
+    page.write_text(between(marker, "old numbers\n"))
+    report.main([full_run, "--no-charts", "--doc", str(page)])
+    text = page.read_text()
     assert text.startswith("before\n")
-    assert text.endswith(f"{report.END}\nafter\n")
+    assert text.endswith(f"<!-- {marker}:end -->\nafter\n")
     assert "old numbers" not in text
-    assert document["machine"]["cpu"] in text
+    assert "|" in text
+
+
+def test_the_numbers_of_the_readme_compare_with_the_default_and_the_best_of_stock(
+    full_run: str,
+) -> None:
+    block = report.numbers_block(results.read(Path(full_run)))
+    rows = [line for line in block.splitlines() if line.startswith("| ")][2:]
+    assert len(rows) == 4
+    assert all(row.count(" x (") == 2 for row in rows)
+
+
+def test_the_list_of_missed_targets_has_each_comparison_that_misses(full_run: str) -> None:
+    loaded = results.read(Path(full_run))
+    missed = [entry for entry in loaded.comparisons if entry.met is False]
+    rows = report.missed_block(loaded).splitlines()[2:]
+    assert missed
+    assert len(rows) == len(missed)
+
+
+def test_of_several_runs_the_last_with_a_group_counts(full_run: str, tmp_path: Path) -> None:
+    run = json.loads(Path(full_run).read_text())
+    older, newer = (
+        {
+            **run,
+            "groups": [{**run["groups"][0], "title": title}, *others],
+            "machine": {**run["machine"], "date": date},
+        }
+        for title, date, others in (
+            ("older", "2026-01-01", run["groups"][1:]),
+            ("newer", "2026-01-02", []),
+        )
+    )
+    runs = [results.read(Path(write(tmp_path / "run.json", content))) for content in (older, newer)]
+    merged = results.merged(runs)
+    assert merged.groups[0].title == "newer"
+    assert len(merged.groups) == len(run["groups"])
+    assert merged.machine.date == "2026-01-01 and 2026-01-02"
 
 
 def is_of_loads(group: results.Group) -> bool:
@@ -87,30 +128,28 @@ def is_of_queues(group: results.Group) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("begin", "end", "only", "belongs"),
+    ("marker", "only", "belongs"),
     [
-        (report.ASYNC_BEGIN, report.ASYNC_END, ["async"], lambda group: group.background),
-        (report.BEGIN, report.END, ["load"], is_of_loads),
-        (report.QUEUE_BEGIN, report.QUEUE_END, ["megatron"], is_of_queues),
-        (report.MANAGER_BEGIN, report.MANAGER_END, ["manager"], lambda group: group.of_calls),
+        ("benchmark-async", ["async"], lambda group: group.background),
+        ("benchmark-loading", ["load"], is_of_loads),
+        ("benchmark-megatron", ["megatron"], is_of_queues),
+        ("benchmark-manager", ["manager"], lambda group: group.of_calls),
     ],
     ids=["async", "loads", "queues", "manager"],
 )
 def test_a_document_gets_the_numbers_of_its_groups_alone(
     document: dict[str, Any],
     tmp_path: Path,
-    begin: str,
-    end: str,
+    marker: str,
     only: list[str],
     belongs: Callable[[results.Group], bool],
 ) -> None:
     full = write(tmp_path / "full.json", document, quick=False, rounds=5, only=only)
     page = tmp_path / "page.md"
-    page.write_text(between(begin, end, "old numbers\n"))
+    page.write_text(between(marker, "old numbers\n"))
     report.main([full, "--no-charts", "--doc", str(page)])
     text = page.read_text()
     assert text.startswith("before\n")
-    assert text.endswith(f"{end}\nafter\n")
     assert "old numbers" not in text
     assert "trial run" not in text
     loaded = results.read(Path(full))
@@ -123,30 +162,23 @@ def test_a_document_gets_the_numbers_of_its_groups_alone(
         assert all(crossover.sentence in text for crossover in loaded.crossovers)
 
 
-@pytest.mark.parametrize(
-    ("option", "begin", "end"),
-    [
-        ("--readme", report.BEGIN, report.END),
-        ("--doc", report.BEGIN, report.END),
-        ("--doc", report.MANAGER_BEGIN, report.MANAGER_END),
-        ("--doc", report.ASYNC_BEGIN, report.ASYNC_END),
-        ("--doc", report.QUEUE_BEGIN, report.QUEUE_END),
-    ],
-)
+@pytest.mark.parametrize("marker", MARKERS)
 def test_a_trial_run_reaches_no_document(
-    document: dict[str, Any], tmp_path: Path, option: str, begin: str, end: str
+    document: dict[str, Any], tmp_path: Path, marker: str
 ) -> None:
     trial = write(tmp_path / "trial.json", document, quick=True, rounds=1)
     page = tmp_path / "page.md"
-    page.write_text(between(begin, end))
+    page.write_text(between(marker))
     with pytest.raises(SystemExit, match="trial run"):
-        report.main([trial, "--no-charts", option, str(page)])
-    assert page.read_text() == between(begin, end)
+        report.main([trial, "--no-charts", "--doc", str(page)])
+    assert page.read_text() == between(marker)
 
 
-def test_a_readme_without_the_block_is_refused() -> None:
-    with pytest.raises(ValueError, match="benchmark:begin"):
-        report.replace_block("no markers here", "numbers")
+def test_a_document_without_a_block_is_refused(full_run: str, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("no markers\n")
+    with pytest.raises(SystemExit, match="benchmark-async"):
+        report.main([full_run, "--no-charts", "--doc", str(page)])
 
 
 def test_charts_are_drawn_for_every_group(full_run: str, tmp_path: Path) -> None:

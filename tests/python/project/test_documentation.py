@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import json
 import os
 import re
 import subprocess
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests import manager_options
+from tests import manager_options, promises
 from tests.snippets import snippets_of
 
 REPOSITORY = Path(__file__).parents[3]
@@ -86,6 +87,17 @@ def test_links_of_a_page_lead_somewhere_in_the_repository(page: Path) -> None:
         target for target in LINK.findall(page.read_text()) if not (page.parent / target).exists()
     ]
     assert not broken
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/durability.md"])
+def test_the_table_of_injected_faults_has_the_committed_counts(page: str) -> None:
+    counts = json.loads(max(REPOSITORY.glob("benchmarks/results/*-promises.json")).read_text())
+    text = (REPOSITORY / page).read_text()
+    assert promises.filled(text, counts) == text, "python -m tests.promises fills the table"
+
+
+def test_the_readme_fits_on_a_few_screens() -> None:
+    assert len((REPOSITORY / "README.md").read_text().splitlines()) <= 130
 
 
 def test_the_table_of_the_managers_options_is_that_of_its_signature() -> None:
