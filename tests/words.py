@@ -39,21 +39,39 @@ class Passage(NamedTuple):
 
 # --- rules ------------------------------------------------------------------------------------
 
-#: Words for which CONTRIBUTING.md names the term of the field.
-_TERMS = (
-    "signs? of life|pulses?|given up|gives? up|giving up|gave up|tells?|told|says|said|goes|gone",
-    "lets? go|letting go|quiet|undecoded|not decoded|whole (?:checkpoint|step|save)s?|at the call",
-    "went back|goes back|harmless|look(?:s|ed|ing)? whether|by itself|by themselves|alone",
-    "apart(?! from)|alike|beside training|without a word|ma(?:de|kes?) real|grown|growing|shrunk",
-    "(?<!of )course|stop notices?|(?:holds?|held|holding) back|(?:comes?|coming|came) late",
-    "hurry|hurries|hurried|meetings?|meets?|is here|are here",
-)
+#: The terms of this field, by the words that stand for them elsewhere.
+TERMS = {
+    "signs? of life|pulses?": "heartbeat",
+    "given up|gives? up|giving up|gave up": "declared dead, timed out",
+    "tells?|told|says|said": "reports, sends, message",
+    "goes|gone|lets? go|letting go": "is deleted, releases, continues",
+    "quiet": "low-priority",
+    "undecoded|not decoded": "lazy",
+    "whole (?:checkpoint|step|save)s?": "complete",
+    "at the call": "snapshot",
+    "went back|goes back": "rewound; stale, for steps of an abandoned timeline",
+    "harmless": "allow-listed, safe",
+    "look(?:s|ed|ing)? whether": "check that",
+    "by itself|by themselves|alone|apart(?! from)": "independently, single-process, separate",
+    "alike": "shared, identical on several ranks",
+    "beside training": "in the background",
+    "without a word": "silently",
+    "ma(?:de|kes?) real": "materialized",
+    "grown|growing|shrunk": "zero-filled, truncated",
+    "(?<!of )course": "training timeline",
+    "stop notices?": "preemption notice",
+    "(?:holds?|held|holding) back": "block until staged",
+    "(?:comes?|coming|came) late": "straggler",
+    "hurry|hurries|hurried": "wake",
+    "meetings?|meets?": "rendezvous, exchange",
+    "is here|are here": "is present on this rank",
+}
 _ACTORS = r"who|whom|whoever|(?:some|no|any|every)body|someone|anyone"
 _OPENING = re.compile(
     r"(?:Of|That|Those|What|Who|Whose|Whether|The same|As(?! above)|By|In turn|Where|Which)\b"
 )
 _ANYWHERE = re.compile(
-    rf"(?i:\b(?:{_ACTORS}|{'|'.join(_TERMS)})\b)|(?:^|(?<=[.:;!?] ))Of (?!course)"
+    rf"(?i:\b(?:{_ACTORS}|{'|'.join(TERMS)})\b)|(?:^|(?<=[.:;!?] ))Of (?!course)"
 )
 _WHERE = re.compile(
     r"(\w*)\W+where (?:it|they|there|no|none|nothing|one|a|an|any|some|all|each|both|several"
@@ -81,6 +99,12 @@ def breaches(passage: Passage) -> list[str]:
     if passage.kind.endswith("docstring") and (opening := _OPENING.match(passage.text)):
         found.append(opening[0])
     return found
+
+
+def advice(word: str) -> str:
+    """The word with the term that replaces it, if TERMS has one."""
+    matching = (term for pattern, term in TERMS.items() if re.fullmatch(pattern, word, re.I))
+    return f"{word} -> {term}" if (term := next(matching, None)) else word
 
 
 # --- passages ---------------------------------------------------------------------------------
@@ -245,7 +269,7 @@ def main() -> None:
     for passage in chosen:
         found = breaches(passage)
         if shows_all or found:
-            marks = f" [{', '.join(found)}]" if found else ""
+            marks = f" [{'; '.join(map(advice, found))}]" if found else ""
             print(f"{passage.file}:{passage.line}: {passage.kind}{marks}: {passage.text}")
     print(f"{len(chosen)} passages", file=sys.stderr)
 
