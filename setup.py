@@ -83,7 +83,7 @@ class CMakeBuild(build_ext):
             subprocess.run(["cmake", *arguments], check=True, env=ENVIRONMENT)
 
     def get_ext_filename(self, fullname: str) -> str:
-        # The CMake target is plain `_C.so`, with no tag of the interpreter in its name.
+        # The CMake targets are plain `_core.so` and `_C.so`, with no tag of the interpreter.
         return os.path.join(*fullname.split(".")) + ".so"
 
 

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor, Shard
 
-from torch_ckpt import _C
+from torch_ckpt import _core
 from torch_ckpt.checkpoint.directory import OpenDirectory, Place
 from torch_ckpt.checkpoint.metadata import decode_index
 from torch_ckpt.checkpoint.saved_metadata import SavedMetadata
@@ -191,7 +191,7 @@ class Simulation:
             ]
             name = f"__{rank}_{self._saves}_{file}.distcp"
             files.append((name, os.urandom(_SUMS_BYTES * len(items)), items))
-        return Written(_C.WrittenFiles(files), self._place, (0.01, 0.01, 1.0))
+        return Written(_core.WrittenFiles(files), self._place, (0.01, 0.01, 1.0))
 
     def _timed(self, part: str, work: Callable[[], T]) -> T:
         gc.disable()

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from torch_ckpt import _C, megatron
+from torch_ckpt import _C, _core, megatron
 from torch_ckpt.megatron.results_queue import ResultsQueue
 from torch_ckpt.saving.background import Background, EngineOptions
 
@@ -72,11 +72,11 @@ def through_queue(queue: Any, rounds: int) -> list[float]:
 def of_saves(rounds: int) -> list[float]:
     """From the end of the engine's save to the return of a forked child's wait for it."""
     directory = tempfile.mkdtemp(prefix="torch_ckpt-latency-")
-    opened = _C.Directory(directory)
+    opened = _core.Directory(directory)
     found = []
     try:
         for number in range(rounds):
-            channel, back = _C.ProcessChannel(), ResultsQueue()
+            channel, back = _core.ProcessChannel(), ResultsQueue()
 
             def wait(channel: Any = channel, back: Any = back) -> None:
                 channel.wait_for_files(60.0)
@@ -97,7 +97,7 @@ def of_saves(rounds: int) -> list[float]:
     return found
 
 
-def _start(directory: _C.Directory, prefix: str, options: EngineOptions) -> _C.Save:
+def _start(directory: _core.Directory, prefix: str, options: EngineOptions) -> _C.Save:
     values = [torch.zeros(256) for _ in range(20)]
     return _C.start_save(
         directory,

@@ -53,7 +53,7 @@ part() { # part NAME SECONDS COMMAND...
 build() {
   set -e
   # If this build fails, the tests must not run with an older module.
-  rm -f torch_ckpt/_C.so
+  rm -f torch_ckpt/*.so
   cmake -S . -B build/gpu -G Ninja -DTORCH_CKPT_BUILD_PYTHON=ON -DTORCH_CKPT_CUDA="$cuda" \
     -DPYTHON_EXECUTABLE="$("$python" -c 'import sys; print(sys.executable)')" \
     -DCMAKE_BUILD_TYPE=Release -DCMAKE_PREFIX_PATH="$kit" -DBoost_INCLUDE_DIR="$kit/include" \

@@ -176,7 +176,7 @@ class Copy:
         """
         until = time.monotonic() + seconds
         if mutant.file.startswith("csrc"):
-            is_core = not mutant.file.startswith(("csrc/python", "csrc/torch"))
+            is_core = not mutant.file.startswith(("csrc/python", "csrc/torch", "csrc/torch_python"))
             if is_core and not self._build_tests():
                 raise DoesNotCompile
             tests = ["build/test/torch_ckpt_tests", "--gtest_brief=1", "--gtest_fail_fast"]

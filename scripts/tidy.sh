@@ -5,7 +5,7 @@
 # no such place, it is the tenth commit before this one. Where git finds neither, all files are read.
 set -euo pipefail
 build=build/lint
-mapfile -t files < <(find csrc -name '*.cpp' -not -path 'csrc/python/*' -not -path 'csrc/torch/*' | sort)
+mapfile -t files < <(find csrc -name '*.cpp' -not -path 'csrc/python/*' -not -path 'csrc/torch/*' -not -path 'csrc/torch_python/*' | sort)
 
 since=$1
 if [[ -z $since ]]; then

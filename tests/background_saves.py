@@ -71,13 +71,13 @@ def opened_by_waiting(gate: Gate) -> Iterator[Gate]:
 
 @pytest.fixture
 def empty_pool() -> Iterator[None]:
-    torch_ckpt._C.trim_pool(0)
+    torch_ckpt._core.trim_pool(0)
     yield
-    torch_ckpt._C.trim_pool(0)
+    torch_ckpt._core.trim_pool(0)
 
 
 def pool_bytes() -> int:
-    return torch_ckpt._C.pool_bytes()
+    return torch_ckpt._core.pool_bytes()
 
 
 #: Ways to see how a save ends.

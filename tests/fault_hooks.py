@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from tests.gates import Gate
-from torch_ckpt import _C
+from torch_ckpt import _core
 
 #: Gets operation and path. Returns None or 0, or the errno that the call fails with.
 Hook = Callable[[str, str], "int | None"]
@@ -46,7 +46,7 @@ def at_fault_points(hook: Hook) -> Iterator[None]:
         if before:
             yield
         else:
-            with _C.FaultHook(
+            with _core.FaultHook(
                 lambda *point: next(filter(None, [one(*point) for one in _hooks]), 0)
             ):
                 yield

@@ -35,8 +35,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 
 #: Folders of csrc and files beside them, likewise.
 CSRC_FLOORS: tuple[tuple[str, ...], ...] = (
-    ("python",),
+    ("torch_python",),
     ("torch",),
+    ("python",),
     ("directory", "engine"),
     ("staging",),
     ("planning",),
@@ -44,6 +45,9 @@ CSRC_FLOORS: tuple[tuple[str, ...], ...] = (
     ("format", "os"),
     ("checked_math", "error", "seeded_hash"),
 )
+
+#: The extension modules of torch_ckpt.
+EXTENSIONS = ("_C", "_core")
 
 Graph = dict[str, set[str]]
 
@@ -53,16 +57,18 @@ def imports(package: Path) -> Graph:
     string that ``import_module`` gets."""
     root = package.name
     files = {_module_of(path, package.parent): path for path in package.rglob("*.py")}
+    extensions = tuple(f"{root}.{name}" for name in EXTENSIONS)
+    files = {name: path for name, path in files.items() if name not in extensions}
     graph: Graph = {}
     for name, path in files.items():
         tree = ast.parse(path.read_text())
         within = name if path.name == "__init__.py" else name.rpartition(".")[0]
         found = {_file_of(used, files) for used in _used(tree, within)}
-        # The extension, and what it has, is not a module here.
+        # The extension modules, and what they have, are not modules here.
         graph[name] = {
             used
             for used in found - {name}
-            if used.partition(".")[0] == root and not used.startswith(f"{root}._C")
+            if used.partition(".")[0] == root and not used.startswith(extensions)
         }
     return graph
 
@@ -74,7 +80,8 @@ def _module_of(path: Path, above: Path) -> str:
 def _file_of(used: str, files: Mapping[str, Path]) -> str:
     """The module of a name that may be a module or a name within one."""
     parent = used.rpartition(".")[0]
-    return parent if used not in files and parent in files and not used.endswith("._C") else used
+    name = used.rpartition(".")[2]
+    return parent if used not in files and parent in files and name not in EXTENSIONS else used
 
 
 def _used(tree: ast.AST, within: str) -> Iterator[str]:
@@ -158,7 +165,8 @@ def picture() -> str:
 
 #: One sentence for each part of csrc.
 CSRC = {
-    "python": "Bindings: they parse, release the GIL, call and translate.",
+    "torch_python": "The extension module _C: bindings that accept or return tensors.",
+    "python": "The extension module _core: bindings that parse, release the GIL, call, translate.",
     "torch": "Tensors as sources and targets, load waves, conversions by ATen; no pybind11.",
     "engine": "File images, the sessions of saves, loads and verifications, results, thread pools.",
     "directory": "A directory's protocol, numbered: leases, the commit, what may go.",

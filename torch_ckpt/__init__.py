@@ -8,18 +8,18 @@
 import torch  # noqa: F401  (its libraries must be there before the extension is loaded)
 
 try:
-    import torch_ckpt._C  # noqa: F401
+    import torch_ckpt._core  # noqa: F401
 except ModuleNotFoundError as error:
-    if error.name != "torch_ckpt._C":
+    if error.name != "torch_ckpt._core":
         raise
     raise ImportError(
-        f"the extension of torch_ckpt is not built (there is no _C.so in {__path__[0]}): run "
+        f"the extension of torch_ckpt is not built (there is no _core.so in {__path__[0]}): run "
         "`make build` in the clone, or `pip install .` and import it elsewhere"
     ) from None
 
 from torch_ckpt._base.life_cycle import watch_exit
 from torch_ckpt._base.version import __version__
-from torch_ckpt._C import trim_pool
+from torch_ckpt._core import trim_pool
 from torch_ckpt.api import async_save, estimate_read_memory, load, preflight, save
 from torch_ckpt.checkpoint.lease import remove_leftovers
 from torch_ckpt.conversion.convert import ConvertReport, convert

@@ -4,13 +4,14 @@
 
 namespace torch_ckpt::python {
 
+// The parts of torch_ckpt._core, which needs no torch.
 void bind_fault(pybind11::module_& module);
 void bind_directory(pybind11::module_& module);
 void bind_results(pybind11::module_& module);
-void bind_save(pybind11::module_& module);
 void bind_index(pybind11::module_& module);
-void bind_load(pybind11::module_& module);
+void bind_read(pybind11::module_& module);
 void bind_plan(pybind11::module_& module);
+void bind_pool(pybind11::module_& module);
 void bind_verify(pybind11::module_& module);
 
 }  // namespace torch_ckpt::python

@@ -5,19 +5,15 @@
 #include <utility>
 
 #include "python/errors.h"
-#include "torch/gil.h"
+#include "python/released_gil.h"
 
 namespace torch_ckpt::python {
 
-using tensors::outlasting_python;
-using tensors::ReleasedGil;
-using tensors::TakenGil;
-
-/// For functions that are called without the GIL. The disk may take seconds (a large file's blocks
-/// are freed by unlink), so other threads go on.
+/// For functions that are called without the GIL. The disk may take seconds (unlink frees the
+/// blocks of a large file), and other threads run meanwhile.
 using NoGil = pybind11::call_guard<ReleasedGil>;
 
-/// What `function` returns, which is called without the GIL; raises its error where it is a Result.
+/// Calls `function` without the GIL and returns its value; raises the error if it returns a Result.
 template <class Function>
 auto without_gil(Function function) {
   return unwrap([&] {

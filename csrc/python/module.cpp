@@ -5,24 +5,24 @@
 
 #include "engine/context.h"
 #include "format/crc32.h"
+#include "os/call_time.h"
 #include "python/bindings.h"
 #include "python/errors.h"
 #include "python/gil.h"
 #include "python/memory.h"
-#include "staging/device_copy.h"
 
 namespace py = pybind11;
 
-PYBIND11_MODULE(_C, module) {
+PYBIND11_MODULE(_core, module) {
   using namespace torch_ckpt;
   python::bind_errors();
   python::bind_fault(module);
   python::bind_directory(module);
   python::bind_results(module);
-  python::bind_save(module);
   python::bind_index(module);
-  python::bind_load(module);
+  python::bind_read(module);
   python::bind_plan(module);
+  python::bind_pool(module);
   python::bind_verify(module);
   module.def(
       "crc32",
@@ -30,6 +30,5 @@ PYBIND11_MODULE(_C, module) {
       py::arg("data"), py::arg("crc") = 0, python::NoGil());
   module.def(
       "join_executor", [] { engine::Context::process().executor.join(); }, python::NoGil());
-  module.def("seconds_without_gil", &tensors::FreeTime::seconds);
-  module.attr("has_cuda") = staging::device_support() != nullptr;
+  module.def("seconds_without_gil", &os::CallTime::seconds);
 }

@@ -23,6 +23,15 @@ inline engine::DirectIo direct_io_option(const pybind11::object& value) {
                               std::string(pybind11::repr(value)));
 }
 
+/// Converts a torch_ckpt.saving.background.Background.
+inline engine::Threads threads_of(const pybind11::handle& background) {
+  engine::Threads threads;
+  threads.priority.nice = background.attr("nice").cast<int>();
+  threads.priority.idle_io = background.attr("idle_io").cast<bool>();
+  threads.count = background.attr("threads").cast<std::size_t>();
+  return threads;
+}
+
 /// (CUDA device, event handle) of each.
 using Events = std::vector<std::pair<int, std::uintptr_t>>;
 inline std::vector<staging::ReadyEvent> ready_events(const Events& events) {

@@ -1,6 +1,5 @@
+#include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
-#include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <memory>
@@ -19,8 +18,6 @@
 #include "python/gil.h"
 #include "python/results.h"
 #include "python/text.h"
-#include "torch/flat_state.h"
-#include "torch/tensor_checks.h"
 
 namespace py = pybind11;
 
@@ -30,7 +27,6 @@ namespace {
 using planning::GlobalPlan;
 using planning::RankState;
 using planning::StateTemplate;
-using tensors::FlatState;
 
 // A plan, and the metadata of its saves, which come one after the other.
 struct SavePlan {
@@ -58,14 +54,6 @@ std::unique_ptr<SavePlan> plan_of(const std::vector<std::pair<py::bytes, py::byt
     }
     return GlobalPlan::of(std::move(states));
   }));
-}
-
-/// The template of a state, and what else a plan depends on.
-py::tuple told_of(const FlatState& state) {
-  const RankState here = state.to_rank_state();
-  const auto [of_template, of_rank] =
-      without_gil([&] { return std::pair(here.state().encode(), here.encode()); });
-  return py::make_tuple(py::bytes(of_template), py::bytes(of_rank));
 }
 
 using Written = std::vector<const WrittenFiles*>;
@@ -153,32 +141,9 @@ py::list replicated_names(const SavePlan& save, std::size_t rank) {
   return names;
 }
 
-/// Names and values of rows: tensors that the engine writes as they are, and the numbers of those
-/// that are other values, which Python turns into something to write.
-py::tuple sources_of(const FlatState& state, const std::vector<std::size_t>& rows) {
-  py::list names(rows.size());
-  py::list values(rows.size());
-  py::list others;
-  for (std::size_t i = 0; i < rows.size(); ++i) {
-    if (rows[i] >= state.size()) throw py::index_error("no row of that number");
-    const FlatState::Row& row = state.row(rows[i]);
-    names[i] = text_of(state.name(rows[i]));
-    values[i] = row.kind == FlatState::Kind::dtensor
-                    ? py::reinterpret_steal<py::object>(THPVariable_Wrap(row.local))
-                    : py::reinterpret_borrow<py::object>(row.value.get());
-    const bool is_written_as_it_is = row.kind != FlatState::Kind::other &&
-                                     tensors::is_plain(row.local) &&
-                                     (!row.local.is_cuda() || tensors::is_dense(row.local));
-    if (!is_written_as_it_is) others.append(i);
-  }
-  return py::make_tuple(names, values, others);
-}
-
 }  // namespace
 
 void bind_plan(py::module_& module) {
-  module.def("told_of", &told_of, py::arg("state"));
-  module.def("sources_of", &sources_of, py::arg("state"), py::arg("rows"));
   py::class_<SavePlan>(module, "GlobalPlan")
       .def(py::init(&plan_of), py::arg("told"))
       .def(

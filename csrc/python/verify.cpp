@@ -1,5 +1,5 @@
+#include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include <memory>
 #include <optional>
@@ -9,23 +9,22 @@
 #include <vector>
 
 #include "engine/verify_session.h"
+#include "format/dtype.h"
 #include "os/directory.h"
 #include "python/bindings.h"
 #include "python/errors.h"
 #include "python/gil.h"
 #include "python/options.h"
 #include "python/waiting.h"
-#include "torch/tensor_checks.h"
 
 namespace py = pybind11;
 
 namespace torch_ckpt::python {
 namespace {
 
-// File, offset, length, dtype, sizes; the last two are None for bytes.
-using RecordRow =
-    std::tuple<std::size_t, std::uint64_t, std::uint64_t, std::optional<at::ScalarType>,
-               std::optional<std::vector<std::uint64_t>>>;
+// File, offset, length, name of the dtype, sizes; the last two are None for bytes.
+using RecordRow = std::tuple<std::size_t, std::uint64_t, std::uint64_t, std::optional<std::string>,
+                             std::optional<std::vector<std::uint64_t>>>;
 // File, row or None, offset or None, damaged bytes, what, errno or 0.
 using FindingRow = std::tuple<std::size_t, std::optional<std::size_t>, std::optional<std::uint64_t>,
                               std::uint64_t, std::string, int>;
@@ -57,7 +56,7 @@ std::pair<std::vector<FindingRow>, std::vector<std::size_t>> verify_records(
     record.offset = offset;
     record.length = length;
     record.tensor = sizes.has_value();
-    if (dtype) record.dtype = tensors::dtype_of(*dtype);
+    if (dtype) record.dtype = format::find_dtype(*dtype);
     if (sizes) record.sizes = *sizes;
   }
   engine::VerifyOptions options;

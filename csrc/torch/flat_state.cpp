@@ -8,7 +8,7 @@
 #include <array>
 #include <utility>
 
-#include "torch/gil.h"
+#include "python/released_gil.h"
 #include "torch/tensor_checks.h"
 
 namespace torch_ckpt::tensors {
@@ -320,7 +320,7 @@ planning::RankState FlatState::to_rank_state() const {
     are_objects[i] = !rows_[i].is_removed && is_object(rows_[i]);
   }
   // What is looked at of Python's objects from here on does not change.
-  const ReleasedGil released;
+  const python::ReleasedGil released;
   auto of = std::make_shared<StateTemplate>();
   std::vector<StateTemplate::PathPart> path;
   std::vector<const Node*> nodes;

@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "engine/end_session.h"
-#include "torch/gil.h"
+#include "python/released_gil.h"
 #include "torch/tensor_source.h"
 
 namespace torch_ckpt::tensors {
@@ -57,7 +57,7 @@ TensorSave::TensorSave(engine::Context& context, const os::Directory& directory,
 }
 
 TensorSave::~TensorSave() {
-  const ReleasedGil released;
+  const python::ReleasedGil released;
   engine::end_session(*session_);
 }
 

@@ -264,9 +264,9 @@ class _WatchedStager(torch_ckpt.FileSystemWriter):
         self.taken: list[int] = []
 
     def stage(self, state_dict: StateDict) -> StateDict:
-        before = torch_ckpt._C.pool_bytes()
+        before = torch_ckpt._core.pool_bytes()
         staged = super().stage(state_dict)
-        self.taken.append(before - torch_ckpt._C.pool_bytes())
+        self.taken.append(before - torch_ckpt._core.pool_bytes())
         return staged
 
 

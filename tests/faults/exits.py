@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import torch_ckpt
-from torch_ckpt import _C, multihost
+from torch_ckpt import _core, multihost
 from torch_ckpt._base.progress import Progress
 
 #: By whether there is a process group, which is there when a rank ends or not: how many ranks.
@@ -96,7 +96,7 @@ def while_a_daemon_is_in_the_engine(path: str) -> None:
 
     def work() -> None:
         while True:
-            _C.crc32(data)
+            _core.crc32(data)
             begun.set()
 
     threading.Thread(target=work, daemon=True).start()

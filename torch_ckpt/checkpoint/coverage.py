@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from torch_ckpt import _C
+from torch_ckpt import _core
 from torch_ckpt.errors import CheckpointError, Corrupt
 
 #: Offsets and sizes, by dimension.
@@ -85,7 +85,7 @@ def require_all(
 
 def gap_in(whole: tuple[int, ...], boxes: Sequence[Box]) -> list[int] | None:
     """The first element that none of the boxes has, all of which lie in a tensor of that size."""
-    if 0 in whole or _C.tile(whole, [box for box in boxes if 0 not in box[1]]):
+    if 0 in whole or _core.tile(whole, [box for box in boxes if 0 not in box[1]]):
         return None
     return _gap(whole, [tuple(zip(*box, strict=True)) for box in boxes])
 

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from torch_ckpt._C import Directory as OpenDirectory
+from torch_ckpt._core import Directory as OpenDirectory
 from torch_ckpt.errors import NotCommitted
 
 __all__ = ["OpenDirectory", "Place", "require_one_directory"]

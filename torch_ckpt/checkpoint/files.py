@@ -13,7 +13,7 @@ from typing import cast
 
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from torch_ckpt import _C
+from torch_ckpt import _core
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.errors import Unsafe
 
@@ -27,7 +27,7 @@ def lies_beneath(file: object) -> bool:
         return (
             isinstance(file, str)
             and len(file.encode()) <= MOST_PATH_BYTES
-            and _C.names_file_beneath(file)
+            and _core.names_file_beneath(file)
         )
     except UnicodeEncodeError:
         return False

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 from contextlib import closing
 from typing import ClassVar
 
-from torch_ckpt import _C
+from torch_ckpt import _core
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.metadata import METADATA_NAME, read_index_in
 from torch_ckpt.errors import CheckpointError, NotCommitted
@@ -55,7 +55,7 @@ class DirectoryLease:
         other = self._last.get(place)
         if other is not None and ends_earlier:
             other.abandon()
-        self._held = _C.DirectoryLease(directory, rank, patience)
+        self._held = _core.DirectoryLease(directory, rank, patience)
         self._path = directory.path
         # A thread that removes a cancelled save's files goes by the descriptor which another one,
         # that begins the next save, closes. Reentrant: a signal handler may begin one.
@@ -117,7 +117,7 @@ class DirectoryLease:
             self._held.commit(metadata, list(files), sync, replace, named_files)
 
 
-def _abandon(held: _C.DirectoryLease, lock: threading.RLock, pid: int) -> None:
+def _abandon(held: _core.DirectoryLease, lock: threading.RLock, pid: int) -> None:
     # A forked child has a copy of the lease, and its parent may go on with the save. There the lock
     # may be that of a thread which the child does not have.
     if os.getpid() != pid:
@@ -144,7 +144,7 @@ def remove_own(directory: OpenDirectory, names: Iterable[str]) -> None:
     been stopped and given up, and what has its names by now may be another save's. Where the
     coordinator is there to end the save it removes the files of all ranks.
     """
-    _C.remove_own(directory, list(names), named_files)
+    _core.remove_own(directory, list(names), named_files)
 
 
 def remove_leftovers(checkpoint_id: str | os.PathLike[str]) -> list[str]:
@@ -163,7 +163,7 @@ def remove_leftovers(checkpoint_id: str | os.PathLike[str]) -> list[str]:
         OSError: the directory cannot be read or fsynced, or a file not be removed.
     """
     with closing(OpenDirectory(checkpoint_id)) as opened:
-        removed = _C.remove_leftovers(opened, named_files)
+        removed = _core.remove_leftovers(opened, named_files)
         if removed is None and not opened.has_locks:
             raise CheckpointError(
                 f"{opened.path}: the file system has no flock, which would show whether a save is "

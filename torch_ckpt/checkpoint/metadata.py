@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from torch_ckpt import _C
+from torch_ckpt import _core
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.undecoded import index_kept
@@ -130,16 +130,16 @@ def _require_end(end: int, data: bytes, covered: int | None) -> None:
 
 
 def _trusted(data: bytes) -> Any:
-    covered = _C.bytes_sealed(data)
+    covered = _core.bytes_sealed(data)
     stream = io.BytesIO(data)
     metadata = pickle.Unpickler(stream).load()
     _require_end(stream.tell(), data, covered)
     return metadata
 
 
-def _harmless(data: bytes) -> _C.MetadataProgram:
-    covered = _C.bytes_sealed(data)
-    program = _C.MetadataProgram(data, ROLES)
+def _harmless(data: bytes) -> _core.MetadataProgram:
+    covered = _core.bytes_sealed(data)
+    program = _core.MetadataProgram(data, ROLES)
     _require_end(program.end, data, covered)
     return program
 
@@ -164,14 +164,14 @@ def _told_of(source: str, allow_pickle: bool) -> Iterator[None]:
         ) from error
 
 
-def _index(program: _C.MetadataProgram, source: str) -> _C.CheckpointIndex:
+def _index(program: _core.MetadataProgram, source: str) -> _core.CheckpointIndex:
     try:
         return program.index()
     except (Corrupt, Unsafe) as error:
         raise type(error)(f"{error} ({source})") from None
 
 
-def decode_index(data: bytes, source: str) -> _C.CheckpointIndex:
+def decode_index(data: bytes, source: str) -> _core.CheckpointIndex:
     """What the contents of a ``.metadata`` file say, without torch's objects.
 
     Args:
@@ -190,7 +190,7 @@ def decode_index(data: bytes, source: str) -> _C.CheckpointIndex:
     return _index(program, source)
 
 
-def index_of(metadata: Metadata, source: str) -> _C.CheckpointIndex:
+def index_of(metadata: Metadata, source: str) -> _core.CheckpointIndex:
     """The same, of metadata that is here as torch's objects.
 
     Raises:
@@ -210,7 +210,7 @@ def index_of(metadata: Metadata, source: str) -> _C.CheckpointIndex:
     if hasattr(metadata, _OURS):
         setattr(known, _OURS, getattr(metadata, _OURS))
     try:
-        program = _C.MetadataProgram(_pickled(known).getvalue(), ROLES)
+        program = _core.MetadataProgram(_pickled(known).getvalue(), ROLES)
     except Exception as error:
         raise Corrupt(f"it holds what is not metadata: {error} ({source})") from error
     return _index(program, source)
@@ -248,7 +248,7 @@ def decode_metadata(data: bytes, source: str, *, allow_pickle: bool = False) -> 
     if not allow_pickle:
         decode_index(data, source)
         return decode_indexed(data, source)
-    _C.fault_point("decode metadata", source)
+    _core.fault_point("decode metadata", source)
     with _told_of(source, True):
         metadata = _trusted(data)
     if not isinstance(metadata, Metadata):
@@ -260,7 +260,7 @@ def decode_metadata(data: bytes, source: str, *, allow_pickle: bool = False) -> 
 
 def decode_indexed(data: bytes, source: str) -> Metadata:
     """The same, of contents of which :func:`decode_index` has made an index."""
-    _C.fault_point("decode metadata", source)
+    _core.fault_point("decode metadata", source)
     with _told_of(source, False):
         return _with_places(cast(Metadata, _AllowListUnpickler(io.BytesIO(data)).load()))
 
@@ -294,7 +294,7 @@ def read_metadata_in(
     return decode_metadata(data, os.path.join(directory.path, name), allow_pickle=allow_pickle)
 
 
-def read_index_in(directory: OpenDirectory, name: str = METADATA_NAME) -> _C.CheckpointIndex:
+def read_index_in(directory: OpenDirectory, name: str = METADATA_NAME) -> _core.CheckpointIndex:
     """What the metadata in an open directory says, without torch's objects.
 
     Raises:
@@ -436,4 +436,4 @@ def encode_metadata(metadata: Metadata) -> bytes:
 
 def sealed(pickled: bytes) -> bytes:
     """A pickle with the seal behind it."""
-    return pickled + _C.seal_of(pickled)
+    return pickled + _core.seal_of(pickled)

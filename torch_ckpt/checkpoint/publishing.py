@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from typing import BinaryIO
 
-from torch_ckpt import _C
+from torch_ckpt import _core
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.errors import DurabilityUncertain
 
@@ -41,7 +41,7 @@ def new_file(path: str, *, sync: bool = True) -> Iterator[BinaryIO]:
             yield stream
             stream.flush()
             if sync:
-                _C.fault_point("fsync", path)
+                _core.fault_point("fsync", path)
                 os.fsync(stream.fileno())
     except OSError as error:
         if error.filename is not None or error.errno is None:
@@ -75,7 +75,7 @@ def published_file(
             with new_file(os.path.join(directory, temporary), sync=sync) as stream:
                 yield stream
             with told_of_durability(target, advice):
-                _C.publish(opened, temporary, name, sync=sync, replace=overwrite)
+                _core.publish(opened, temporary, name, sync=sync, replace=overwrite)
         except DurabilityUncertain:
             # The rename may yet be carried out.
             raise

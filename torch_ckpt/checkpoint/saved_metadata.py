@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from torch_ckpt import _C
+from torch_ckpt import _core
 from torch_ckpt._base.paths import is_url
 from torch_ckpt.checkpoint.metadata import (
     decode_metadata,
@@ -56,7 +56,7 @@ class SavedMetadata:
             and len(data) * self._ranks > MOST_BYTES_SENT
             and not is_url(self._path)
         ):
-            seal, data = data[-_C.SEAL_BYTES :], None
+            seal, data = data[-_core.SEAL_BYTES :], None
         return SavedMetadata, (data, self._path, self._ranks, seal)
 
     def metadata(self) -> Metadata:

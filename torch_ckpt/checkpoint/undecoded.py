@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from torch_ckpt import _C
+from torch_ckpt import _core
 
 
 class NotDecoded(NamedTuple):
@@ -24,7 +24,7 @@ class NotDecoded(NamedTuple):
 
     decode: Callable[[], Metadata]
     sent: tuple[Callable[..., Metadata], tuple[Any, ...]] | None = None
-    says: _C.CheckpointIndex | None = None
+    says: _core.CheckpointIndex | None = None
     reader: Callable[[], Any] = lambda: None
 
 
@@ -64,7 +64,7 @@ def undecode(metadata: Metadata, not_decoded: NotDecoded) -> None:
     metadata.__class__ = _DecodedWhenUsed
 
 
-def index_kept(metadata: Metadata) -> _C.CheckpointIndex | None:
+def index_kept(metadata: Metadata) -> _core.CheckpointIndex | None:
     """That of metadata at which nobody has looked: then it has not been changed."""
     not_decoded = _not_decoded(metadata)
     return None if not_decoded is None else not_decoded.says

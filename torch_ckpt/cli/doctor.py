@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from torch_ckpt import _C
+from torch_ckpt import _core
 from torch_ckpt._base.formatting import printable, size, table
 from torch_ckpt._base.free_space import free_bytes, require_room
 from torch_ckpt.api import load, save
@@ -209,7 +209,7 @@ def diagnose(path: str | os.PathLike[str], *, measured_bytes: int = DEFAULT_BYTE
         report.fsync_ms = _median_ms(_fsync_of(directory))
         with closing(OpenDirectory(directory)) as opened:
             report.commit_ms = _median_ms(
-                lambda: _C.publish_contents(opened, "metadata", b"x" * 4096)
+                lambda: _core.publish_contents(opened, "metadata", b"x" * 4096)
             )
         report.exclusive_rename = _renames_exclusively(directory)
         report.locks = _has_locks(directory)
@@ -323,8 +323,8 @@ def _median_ms(action: Callable[[], None]) -> float:
 def _renames_exclusively(directory: str) -> bool:
     try:
         with closing(OpenDirectory(directory)) as opened:
-            _C.publish_contents(opened, "exclusive", b"old", replace=False)
-            _C.publish_contents(opened, "exclusive", b"new", replace=False)
+            _core.publish_contents(opened, "exclusive", b"old", replace=False)
+            _core.publish_contents(opened, "exclusive", b"new", replace=False)
     except FileExistsError:
         with open(os.path.join(directory, "exclusive"), "rb") as stream:
             return stream.read() == b"old"

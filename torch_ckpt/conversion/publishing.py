@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from typing import BinaryIO
 
-from torch_ckpt import _C
+from torch_ckpt import _core
 from torch_ckpt._base.log import warn
 from torch_ckpt.checkpoint import publishing
 from torch_ckpt.checkpoint.directory import OpenDirectory
@@ -51,7 +51,7 @@ def published_directory(target: str, overwrite: bool) -> Iterator[str]:
                 _require_ours(target, overwrite)
                 aside = former if overwrite and os.path.lexists(target) else None
                 with told_of_durability(target, _ADVICE), _told_of_others(target):
-                    _C.publish(opened, temporary, name, aside, renamed=written)
+                    _core.publish(opened, temporary, name, aside, renamed=written)
         except DurabilityUncertain:
             # The rename may yet be carried out.
             raise

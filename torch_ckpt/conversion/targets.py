@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
-from torch_ckpt import _C
+from torch_ckpt import _core
 from torch_ckpt._base.formatting import some_of
 from torch_ckpt.checkpoint.publishing import new_file, require_absent
 from torch_ckpt.conversion.publishing import published_directory, published_file
@@ -196,7 +196,7 @@ def write_dcp(
     writer.set_up_for_save(0)
 
     def write(names: list[str], values: list[Any]) -> None:
-        prefix = _C.choose_prefix(writer.directory, f"__0_{writer.tag}")
+        prefix = _core.choose_prefix(writer.directory, f"__0_{writer.tag}")
         written = writer.write_values(prefix, names, values)
         results.extend(results_of([items[name] for name in names], written))
 

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.utils import _pytree as pytree
 
-from torch_ckpt import _C
+from torch_ckpt import _core
 from torch_ckpt._base.formatting import some_of
 from torch_ckpt.conversion.source import Entry, Source, allocate_tensor, first_line, read_exactly
 from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
@@ -205,7 +205,7 @@ class TorchSource(Source):
         data = read_exactly(self._stream, span * width, self._path, name)
         checksum = self._records[view.begin].CRC
         # Zero: it was saved without.
-        if is_whole and checksum and _C.crc32(data) != checksum:
+        if is_whole and checksum and _core.crc32(data) != checksum:
             raise Corrupt(f"{name}: {self._path} has other bytes for it than its checksum says")
         as_bytes = torch.frombuffer(data, dtype=torch.uint8)
         # Not every dtype can be copied.
@@ -224,7 +224,7 @@ class TorchSource(Source):
         checksum, left = 0, info.file_size
         while left:
             piece = read_exactly(self._stream, min(left, _PIECE_BYTES), self._path, name)
-            checksum = _C.crc32(piece, checksum)
+            checksum = _core.crc32(piece, checksum)
             left -= len(piece)
         if checksum != info.CRC:
             raise Corrupt(f"{name}: {self._path} has other bytes for it than its checksum says")

@@ -16,7 +16,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from torch_ckpt import _C
+from torch_ckpt import _core
 from torch_ckpt._base.formatting import plural, printable, size, table
 from torch_ckpt.checkpoint.locating import open_checkpoint
 from torch_ckpt.checkpoint.metadata import read_index_in
@@ -119,7 +119,7 @@ def explain(path: str | os.PathLike[str]) -> Explanation:
     return Explanation(found, ranks, list(_remarks(ranks)))
 
 
-def _share_of_each_rank(index: _C.CheckpointIndex) -> dict[int | None, RankShare]:
+def _share_of_each_rank(index: _core.CheckpointIndex) -> dict[int | None, RankShare]:
     shares: dict[int | None, RankShare] = {}
     files: dict[str, RankShare] = {}
     for name in index.names():
@@ -143,7 +143,7 @@ def _share_of_each_rank(index: _C.CheckpointIndex) -> dict[int | None, RankShare
     return shares
 
 
-def _phase_seconds(index: _C.CheckpointIndex) -> list[tuple[float, float, float]]:
+def _phase_seconds(index: _core.CheckpointIndex) -> list[tuple[float, float, float]]:
     """Returns (plan, find, write) seconds for each rank; an empty list if not recorded."""
     try:
         phases: Any = json.loads(index.phases() or "[]")

@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from torch_ckpt import _C
+from torch_ckpt import _core
 from torch_ckpt._base.formatting import plural, printable, size, table
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.locating import open_checkpoint
@@ -179,7 +179,7 @@ def _find_unreferenced(directory: Path, referenced: Iterable[str]) -> list[_File
 def _build_listing(
     directory: Path,
     opened: OpenDirectory,
-    index: _C.CheckpointIndex,
+    index: _core.CheckpointIndex,
     patterns: Sequence[str] | None,
 ) -> Listing:
     """Combines the metadata with the lengths of the files. Reads no data file."""

@@ -22,9 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
-
-from torch_ckpt import _C
+from torch_ckpt import _core
 from torch_ckpt._base.formatting import plural, printable, size
 from torch_ckpt._base.progress import Progress, ProgressOption, Reporter
 from torch_ckpt.checkpoint.coverage import gap_in
@@ -278,7 +276,7 @@ class _Verification:
         self._numbers: dict[str, int] = {}
         self._tables: dict[str, bytes] = {}
         self._names: list[str] = []
-        self._rows: list[tuple[int, int, int, Any, tuple[int, ...] | None]] = []
+        self._rows: list[tuple[int, int, int, str | None, tuple[int, ...] | None]] = []
 
     def add_metadata(self, file: str) -> None:
         """Checks one metadata file, and collects its records."""
@@ -319,7 +317,7 @@ class _Verification:
         total = sum(row[2] for row in self._rows)
         title = f"verify {os.path.basename(os.path.normpath(report.checkpoint))}"
         with Reporter(progress, title, None, total) as shown:
-            findings, unverifiable = _C.verify_records(
+            findings, unverifiable = _core.verify_records(
                 [(file, self._tables.get(file, b"")) for file in files],
                 self._rows,
                 directory=self._directory,
@@ -343,11 +341,11 @@ class _Verification:
 
     # --- private ---------------------------------------------------------------------------------
 
-    def _add_item(self, name: str, index: _C.CheckpointIndex, *, is_covered: bool) -> None:
+    def _add_item(self, name: str, index: _core.CheckpointIndex, *, is_covered: bool) -> None:
         tensor, shards = index.tensor(name), index.shards(name)
-        dtype = None if tensor is None else getattr(torch, tensor[0])
+        dtype = None if tensor is None else tensor[0]
         # By location, since empty shards may share one record.
-        records: dict[Any, _C.StoredShard] = {}
+        records: dict[Any, _core.StoredShard] = {}
         for shard in shards:
             if shard[2] is not None:
                 records[shard[2:5]] = shard
@@ -366,7 +364,7 @@ class _Verification:
         for shard in records.values():
             self._add_record(name, dtype, shard)
 
-    def _add_record(self, name: str, dtype: Any, shard: _C.StoredShard) -> None:
+    def _add_record(self, name: str, dtype: str | None, shard: _core.StoredShard) -> None:
         _offsets, sizes, file, offset, length, is_transformed = shard
         assert file is not None
         if file not in self._lengths:
@@ -417,7 +415,7 @@ class _Verification:
         self.report.incomplete.append((name, what))
 
 
-def find_shard_fault(shape: tuple[int, ...], shards: Sequence[_C.StoredShard]) -> str | None:
+def find_shard_fault(shape: tuple[int, ...], shards: Sequence[_core.StoredShard]) -> str | None:
     """Describes the gap between the shards of a tensor; None if the shards cover the tensor."""
     if not shards and 0 not in shape:
         return "the tensor has no shards"

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import torch_ckpt
-from torch_ckpt import _C
+from torch_ckpt import _core
 
 __all__ = ["TorchCkptIO", "install"]
 
@@ -272,7 +272,7 @@ def _refuse_links(checkpoint: dict[str, Any]) -> None:
 
 
 def _remove_after(save: torch_ckpt.AsyncSave, path: str) -> None:
-    _C.fault_point("wait for the save before a removal", path)
+    _core.fault_point("wait for the save before a removal", path)
     try:
         save.result()
     except BaseException:  # whoever asks for the save's result next gets it
@@ -288,7 +288,7 @@ def _remove(path: str) -> None:
         metadata = os.path.join(path, ".metadata")
         if os.path.exists(metadata):
             os.remove(metadata)
-        _C.fault_point("rmtree", path)
+        _core.fault_point("rmtree", path)
         shutil.rmtree(path)
 
 

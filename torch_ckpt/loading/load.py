@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.tensor import DTensor
 
-from torch_ckpt import _C
+from torch_ckpt import _C, _core
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.formatting import some_of
 from torch_ckpt._base.options import reusable
@@ -68,7 +68,7 @@ class IfStored:
 class Stored:
     """What a checkpoint has, for who must choose among it."""
 
-    def __init__(self, index: _C.CheckpointIndex, whole: Callable[[], Metadata]) -> None:
+    def __init__(self, index: _core.CheckpointIndex, whole: Callable[[], Metadata]) -> None:
         self._index = index
         self._whole = whole
         #: Fully qualified names, in the checkpoint's order.
@@ -177,7 +177,7 @@ class Load:
         ranks: Ranks,
         names: Names = None,
         rename: Rename = None,
-        opened: tuple[Metadata, _C.CheckpointIndex] | None = None,
+        opened: tuple[Metadata, _core.CheckpointIndex] | None = None,
     ) -> None:
         self.reader = reader
         self._ranks = ranks
@@ -283,7 +283,7 @@ class Load:
 
     # --- private ---------------------------------------------------------------------------------
 
-    def _index(self) -> _C.CheckpointIndex:
+    def _index(self) -> _core.CheckpointIndex:
         if self._opened is None:
             metadata, index = _read_index(self.reader, self._ranks.rank)
             if self._rename is not None:
@@ -507,7 +507,7 @@ def _size_of(value: Any) -> torch.Size | None:
     return torch.Size(found) if isinstance(found, tuple) else None
 
 
-def _read_index(reader: FileSystemReader, rank: int) -> tuple[Metadata, _C.CheckpointIndex]:
+def _read_index(reader: FileSystemReader, rank: int) -> tuple[Metadata, _core.CheckpointIndex]:
     """Those of all ranks, or this rank's own where ranks saved without collectives."""
     try:
         return reader.read_index()

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from torch_ckpt import _C
+from torch_ckpt import _C, _core
 from torch_ckpt._base.cuda_events import events_of_now
 from torch_ckpt._base.cycle_collector import RelaxedGc, no_gc
 from torch_ckpt._base.paths import refuse_url
@@ -162,7 +162,7 @@ class FileSystemReader(StockReader):
         self.progress = progress
         self.allow_pickle = allow_pickle
         self._metadata: Metadata | None = None
-        self._index: _C.CheckpointIndex | None = None
+        self._index: _core.CheckpointIndex | None = None
         self._index_tables: Mapping[str, bytes] | None = None
         self._directory: OpenDirectory | None = None
         self._refused: Exception | None = None
@@ -316,7 +316,7 @@ class FileSystemReader(StockReader):
         Half of the limit, but what a load never does without is left.
         """
         limit = self.max_inflight_bytes
-        return min(limit // 2, limit - _C.least_scratch_bytes)
+        return min(limit // 2, limit - _core.least_scratch_bytes)
 
     # --- shared with torch_ckpt.load -------------------------------------------------------------
 
@@ -333,13 +333,13 @@ class FileSystemReader(StockReader):
         if directory is not None:
             directory.close()
 
-    def read_index(self, rank: int | None = None) -> tuple[Metadata, _C.CheckpointIndex]:
+    def read_index(self, rank: int | None = None) -> tuple[Metadata, _core.CheckpointIndex]:
         """What ``read_metadata`` returns, and what it says."""
         metadata = self.read_metadata() if rank is None else self.read_metadata(rank=rank)
         return metadata, index_of(metadata, str(self.path))
 
     def set_up_for_load(
-        self, rank: int | None, metadata: Metadata, index: _C.CheckpointIndex | None = None
+        self, rank: int | None, metadata: Metadata, index: _core.CheckpointIndex | None = None
     ) -> None:
         """What DCP does by set_up_storage_reader.
 
@@ -498,7 +498,7 @@ class FileSystemReader(StockReader):
         """The stored bytes of (name, file number, offset, length) each."""
         places = places_of(files, rows, self._tables())
         with self._opened() as directory:
-            return _C.load_bytes(
+            return _core.load_bytes(
                 places,
                 with_names_as_utf8(rows),
                 directory=directory,

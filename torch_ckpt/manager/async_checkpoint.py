@@ -13,7 +13,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from torch_ckpt import _C
+from torch_ckpt import _core
 from torch_ckpt._base.options import given_options, names_of, options_of
 from torch_ckpt.api import LOAD_OPTIONS, async_save, load
 from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS
@@ -200,7 +200,7 @@ class AsyncCheckpoint:
 
     def _restore(self, app_state: AppState, path: str | os.PathLike[str]) -> None:
         if self._handle is not None:
-            _C.fault_point("wait for the save before", self._handle.metrics().path)
+            _core.fault_point("wait for the save before", self._handle.metrics().path)
             # Its error, unlike that of result(), counts as not seen.
             concurrent.futures.wait([self._handle.committed])
         options = self._load_options

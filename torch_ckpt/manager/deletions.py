@@ -17,7 +17,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
-from torch_ckpt import _C
+from torch_ckpt import _core
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt.manager.retention import Retention
 from torch_ckpt.ranks.failures import causes
@@ -135,7 +135,7 @@ class Deletions:
 
     def settle(self, timeout: float | None = None) -> None:
         """Waits for what the deleting thread has to do by now."""
-        _C.fault_point("wait for deletions", self._store.root)
+        _core.fault_point("wait for deletions", self._store.root)
         with suppress(RuntimeError, FutureTimeout):
             self.in_turn(lambda: None, timeout)
 

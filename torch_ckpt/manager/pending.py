@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from torch_ckpt import _C
+from torch_ckpt import _core
 from torch_ckpt.saving.async_save import AsyncSave
 
 T = TypeVar("T")
@@ -72,7 +72,7 @@ class Pending:
         """Whether it has ended; waits for that where it can."""
         if not self.is_here:
             return True
-        _C.fault_point("wait for a save")
+        _core.fault_point("wait for a save")
         return self.ended.wait(timeout)
 
 

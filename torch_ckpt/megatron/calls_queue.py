@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from torch_ckpt import _C
+from torch_ckpt import _C, _core
 from torch_ckpt._base.live_objects import LiveObjects
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt.megatron.call import Agreement, Call
@@ -155,7 +155,7 @@ class AsyncCallsQueue:
         while (call := self._first()) is not None:
             if not self._has_ended(call, blocking, no_dist):
                 break
-            _C.fault_point("call has ended")
+            _core.fault_point("call has ended")
             with suppress(ValueError):  # aborted by another thread
                 self._calls.remove(call)
             if self._last is call:

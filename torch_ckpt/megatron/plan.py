@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from torch_ckpt import _C
+from torch_ckpt import _core
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.planner_hooks import keeps_methods
 from torch_ckpt.checkpoint.lease import remove_own
@@ -277,7 +277,7 @@ class _Save:
             return len(loaded) == size and digest_of(loaded[rank]) == posted.digest
 
         def plan_globally(posted: list[_Posted]) -> list[_Answer]:
-            _C.fault_point("plan of all ranks")
+            _core.fault_point("plan of all ranks")
             tag: str = getattr(self._writer, "tag", "")
             answer = _Answer(None, tag, all(one.is_as_cached for one in posted))
             if not all(map(is_known, range(size), posted)):

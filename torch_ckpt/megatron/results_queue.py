@@ -18,7 +18,7 @@ import weakref
 from collections import deque
 from typing import Any, ClassVar, NamedTuple
 
-from torch_ckpt import _C
+from torch_ckpt import _core
 from torch_ckpt._base.life_cycle import Part, register
 from torch_ckpt.errors import CheckpointError
 
@@ -48,7 +48,7 @@ class ResultsQueue:
     def __reduce__(self) -> tuple[Any, ...]:
         return _queue_of, (self._owner, self._name, self._publish().address)
 
-    def _become(self, owner: int, name: str, channel: _C.ProcessChannel | None) -> None:
+    def _become(self, owner: int, name: str, channel: _core.ProcessChannel | None) -> None:
         self._owner = owner
         self._name = name
         self._channel = channel  # None: no other process can have heard of it
@@ -56,7 +56,7 @@ class ResultsQueue:
         # Reentrant: the collector may drop what pickles a queue while it is held.
         self._items_lock = threading.RLock()
 
-    def _publish(self) -> _C.ProcessChannel:
+    def _publish(self) -> _core.ProcessChannel:
         """Makes it one that other processes can put to."""
         if self._channel is None:
             if self._owner != os.getpid():
@@ -65,7 +65,7 @@ class ResultsQueue:
                     "its children when it forked this one"
                 )
             with self._items_lock:
-                self._channel = self._channel or _C.ProcessChannel()
+                self._channel = self._channel or _core.ProcessChannel()
         return self._channel
 
     @classmethod
@@ -169,11 +169,11 @@ class ResultsQueue:
 register(Part.RESULTS, before_fork=ResultsQueue.before_fork, in_child=ResultsQueue.after_fork)
 
 
-def _queue_of(owner: int, name: str, address: _C.ChannelAddress) -> ResultsQueue:
+def _queue_of(owner: int, name: str, address: _core.ChannelAddress) -> ResultsQueue:
     known = ResultsQueue._owned.get(name) if owner == os.getpid() else None
     if known is None:
         known = ResultsQueue.__new__(ResultsQueue)
-        known._become(owner, name, _C.ProcessChannel.at(address))
+        known._become(owner, name, _core.ProcessChannel.at(address))
     return known
 
 

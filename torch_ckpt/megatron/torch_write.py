@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.filesystem import (
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from torch_ckpt import _C
+from torch_ckpt import _core
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.files import FilesBeneath
 from torch_ckpt.errors import CheckpointError
@@ -121,7 +121,7 @@ class TorchWrite:
             self._refuse_if_cancelled()
         except BaseException:
             if self._opened is not None:
-                _C.remove_files(self._opened, [name for name, _ in files])
+                _core.remove_files(self._opened, [name for name, _ in files])
             raise
         results = {number: future.result() for number, future in enumerate(futures)}
         if self._opened is not None and self._options.sync_files:

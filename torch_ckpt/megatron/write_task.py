@@ -28,7 +28,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
 from torch.distributed.checkpoint.planner import WriteItem
 
-from torch_ckpt import _C
+from torch_ckpt import _core
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt.checkpoint.directory import OpenDirectory, Place
 from torch_ckpt.checkpoint.lease import DirectoryLease
@@ -117,7 +117,7 @@ class WriteTask:
         self._opened: OpenDirectory | None = None
         self._values: list[Any] = []
         # Where children wait that are forked before the end.
-        self._children: _C.ProcessChannel | None = None
+        self._children: _core.ProcessChannel | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         values = [_sendable(value) for value in self.values]
@@ -170,7 +170,7 @@ class WriteTask:
         """
         write = self._write
         if isinstance(write, RankWrite):
-            _C.fault_point("wait for the outcome", self.directory)
+            _core.fault_point("wait for the outcome", self.directory)
             if os.getpid() == self._pid:
                 self._ended.wait()
             elif self._outcome is None:
@@ -244,7 +244,7 @@ class WriteTask:
         self._pid = os.getpid()
         # A save without children needs none.
         with contextlib.suppress(OSError):
-            self._children = _C.ProcessChannel()
+            self._children = _core.ProcessChannel()
         write = self._write = RankWrite(
             watched,
             background=_stage.get(Stage()).background or self.background,

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from torch_ckpt import _C
+from torch_ckpt import _core
 from torch_ckpt._base.cycle_collector import RelaxedGc, no_gc
 from torch_ckpt._base.live_objects import LiveObjects
 from torch_ckpt._base.log import LOGGER
@@ -443,7 +443,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             for writer in self._made
             if writer is not self and os.path.realpath(writer.path) == here
         }
-        return _C.choose_prefix(self.directory, prefix, others)
+        return _core.choose_prefix(self.directory, prefix, others)
 
     def _results_of_worker(self) -> list[WriteResult]:
         where = f"rank {own_rank()}, files {self.prefix}* in {self.checkpoint_id}"

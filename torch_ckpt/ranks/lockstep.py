@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from torch_ckpt import _C
+from torch_ckpt import _core
 from torch_ckpt.ranks.meeting import Meeting
 
 T = TypeVar("T")
@@ -87,7 +87,7 @@ class Lockstep:
             self._looks = True
             polls = self._polls
         self._ask(self._post, polls, self._connected())
-        _C.fault_point("part is posted")
+        _core.fault_point("part is posted")
 
     def over(self) -> None:
         """All that will happen has, or somebody is lost: no poll waits. From any thread."""

@@ -28,7 +28,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torch_ckpt import _C
+from torch_ckpt import _core
 from torch_ckpt._base.life_cycle import Part, register
 from torch_ckpt._base.live_objects import LiveObjects
 from torch_ckpt.ranks.calls import explained, meeting_of
@@ -238,7 +238,7 @@ class PreemptionWatch:
             if woken:
                 return None if woken == _CLOSE else woken
             if self._file is not None:
-                _C.fault_point("stat", self._file)
+                _core.fault_point("stat", self._file)
                 # A file is one notice for as long as it is there.
                 before, self._seen_file = self._seen_file, os.path.exists(self._file)
                 if self._seen_file and not before:

@@ -32,7 +32,7 @@ from typing import Any, TypeVar, cast
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.checkpoint.api import WRAPPED_EXCEPTION, CheckpointException
 
-from torch_ckpt import _C
+from torch_ckpt import _core
 from torch_ckpt.ranks.failures import failed_on
 from torch_ckpt.ranks.outcomes import (
     RankFailures,
@@ -310,7 +310,7 @@ class OverStore(Alone):
                 if any(now - then >= patience for then in heard.values()):
                     # With those that fell silent a little later.
                     return [rank for rank, then in heard.items() if now - then >= patience / 2]
-            _C.fault_point("wait for ranks", self._step)
+            _core.fault_point("wait for ranks", self._step)
             if self._hurried.wait(min(1.0, pulse, max(0.001, (now - calm_since) / 10))):
                 self._hurried.clear()
                 calm_since = time.monotonic()

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from torch_ckpt import _C
+from torch_ckpt import _core
 
 #: Bytes of one staging chunk for sources on the host, and for sources on CUDA devices.
-CHUNK_BYTES = _C.host_chunk_bytes
-DEVICE_CHUNK_BYTES = _C.device_chunk_bytes
+CHUNK_BYTES = _core.host_chunk_bytes
+DEVICE_CHUNK_BYTES = _core.device_chunk_bytes
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Background:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What the engine is told of one save (read in csrc/python/save.cpp).
+    """What the engine is told of one save (read in csrc/torch_python/save.cpp).
 
     Attributes:
         writers: of the threads that write.
@@ -60,4 +60,4 @@ class EngineOptions:
     max_host_bytes: int = 0
     ready: Sequence[tuple[int, int]] = field(default=())
     trace: bool = False
-    children: _C.ProcessChannel | None = None
+    children: _core.ProcessChannel | None = None

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from torch_ckpt import _C
+from torch_ckpt import _C, _core
 from torch_ckpt._base.life_cycle import Part, register
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt.saving.background import CHUNK_BYTES, DEVICE_CHUNK_BYTES, Background
@@ -33,7 +33,7 @@ _STEP_BYTES = 64 * CHUNK_BYTES
 def _share_of_free_memory(ranks: int, free: Callable[[], int]) -> int:
     here = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
     # A save under way has taken some of the reserve.
-    own = max(_C.pool_bytes(), _C.reserved_bytes())
+    own = max(_core.pool_bytes(), _core.reserved_bytes())
     return int((free() + own) * _SHARE_OF_FREE_MEMORY) // here
 
 
@@ -65,7 +65,7 @@ def default_snapshot_bytes(ranks: int, free: Callable[[], int] = free_memory) ->
             (``LOCAL_WORLD_SIZE``, which torchrun sets) says otherwise.
         free: bytes that this process may still take.
     """
-    reserve = min(_C.reserve_bytes(), _C.reserved_bytes())
+    reserve = min(_core.reserve_bytes(), _core.reserved_bytes())
     return max(_LEAST_SNAPSHOT_BYTES, _share_of_free_memory(ranks, free), reserve)
 
 
@@ -145,7 +145,7 @@ class Reserve:
         chunk = _chunk_bytes(ordinal)
         # In whole chunks, or the last one would be beyond each limit.
         total = -(-bytes // chunk) * chunk
-        _C.set_reserve(total, chunk)
+        _core.set_reserve(total, chunk)
         if wait:
             return self._grow(total, ordinal, None)
         thread = threading.Thread(
@@ -156,7 +156,7 @@ class Reserve:
         )
         thread.start()
         self._threads = [t for t in self._threads if t.is_alive()] + [thread]
-        return _C.reserved_bytes()
+        return _core.reserved_bytes()
 
     def join(self) -> None:
         """Waits for what is made quietly."""
@@ -174,13 +174,13 @@ class Reserve:
         self._threads = []
 
     def _grow(self, total: int, device: int, background: Background | None) -> int:
-        there = _C.reserved_bytes()
+        there = _core.reserved_bytes()
         # A smaller reserve than was set is one that was trimmed, or had no memory.
-        while there < total <= _C.reserve_bytes() and not self.leaving:
+        while there < total <= _core.reserve_bytes() and not self.leaving:
             ranks = dist.get_world_size() if dist.is_initialized() else 1
             most = _share_of_free_memory(ranks, self._free)
             if most < there + _chunk_bytes(device):
-                _C.end_reserve()
+                _core.end_reserve()
                 LOGGER.warning(
                     "%d of %d bytes are reserved for saves: this rank's share of the free memory, "
                     "half of what the machine and the control group have, is %d bytes",
@@ -190,7 +190,7 @@ class Reserve:
                 )
                 break
             step = min(total, most, there + self._step_bytes)
-            there = _C.grow_reserve(step, device, background)
+            there = _core.grow_reserve(step, device, background)
         return there
 
     def _grow_quietly(self, total: int, device: int) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.filesystem import (
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from torch_ckpt import _C
+from torch_ckpt import _C, _core
 from torch_ckpt._base.cuda_build import warn_without_cuda
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.planner_hooks import keeps_methods
@@ -37,7 +37,7 @@ class Written:
         seconds: that planning, finding the values and writing took; None: not known.
     """
 
-    files: _C.WrittenFiles
+    files: _core.WrittenFiles
     directory: Place
     seconds: tuple[float, float, float] | None = None
 

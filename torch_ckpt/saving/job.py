@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from torch_ckpt import _C
+from torch_ckpt import _core
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt.errors import CheckpointError, OnCommitFailed
 from torch_ckpt.ranks.failures import CheckpointFailed
@@ -138,7 +138,7 @@ class Job:
         failure: BaseException | None = None
         metadata: Metadata | None = None
         try:
-            _C.fault_point("background save begins", self.metrics.path)
+            _core.fault_point("background save begins", self.metrics.path)
             metadata = save(self)
             self.metrics.commit_s = self._now() - self.metrics.written_s
             self._warn()
@@ -225,7 +225,7 @@ class Job:
         """What a guarded step does first."""
         if self.write.staged.done() or self.inherited:
             return
-        _C.fault_point("wait until staged", self.metrics.path)
+        _core.fault_point("wait until staged", self.metrics.path)
         with self.blocking():
             if not self.write.hold_back(self.committed.done):
                 self.write.wait_staged()
@@ -271,7 +271,7 @@ class Job:
         metrics = self.metrics
         metrics.total_s = self._now()
         # Of this thread, which the save has for itself.
-        metrics.python_s = time.thread_time() - _C.seconds_without_gil()
+        metrics.python_s = time.thread_time() - _core.seconds_without_gil()
         metrics.messages, metrics.message_bytes = self.ranks.sent
         if write.timing is not None:
             metrics.bytes = write.progress().bytes_planned

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from torch_ckpt import _C
+from torch_ckpt import _C, _core
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt.checkpoint.coverage import require_consecutive
 from torch_ckpt.checkpoint.flat_state import flat_state
@@ -194,7 +194,7 @@ class GlobalPlan:
         # Templates have been received.
         texts = [(cast(bytes, of_rank.template), of_rank.parts) for of_rank in told]
         try:
-            self._engine = _C.GlobalPlan(texts)
+            self._engine = _core.GlobalPlan(texts)
         except ValueError as error:
             raise CheckpointError(str(error)) from None
         rest, self._rest_metadata = _torchs_planner().create_global_plan([t.rest for t in told])
@@ -273,7 +273,7 @@ class GlobalPlan:
             unchanged.pop(group, None)
         return moved, unchanged
 
-    def _index_of_rest(self, files: list[_C.WrittenFiles]) -> _C.CheckpointIndex | None:
+    def _index_of_rest(self, files: list[_core.WrittenFiles]) -> _core.CheckpointIndex | None:
         described = self._rest_metadata.state_dict_metadata
         if not described:
             return None
@@ -296,7 +296,7 @@ class GlobalPlan:
             for told, rest in zip(self.told, self._rest, strict=True)
         ]
 
-    def _of_rest(self, files: list[_C.WrittenFiles], rank: int) -> list[Place]:
+    def _of_rest(self, files: list[_core.WrittenFiles], rank: int) -> list[Place]:
         """Where a rank has stored what torch's planner plans: behind all else."""
         return files[rank].places(len(self._engine.owned(rank)))
 

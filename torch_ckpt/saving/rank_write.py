@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from torch_ckpt import _C
+from torch_ckpt import _C, _core
 from torch_ckpt._base.cuda_events import events_of_now
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.progress import Progress, ProgressOption, Reporter
@@ -94,7 +94,7 @@ class RankWrite:
         ranks: int = 1,
         advice: str = "",
         trace: bool = False,
-        children: _C.ProcessChannel | None = None,
+        children: _core.ProcessChannel | None = None,
         staged: Future[None] | None = None,
     ) -> None:
         self.staged: Future[None] = Future() if staged is None else staged
@@ -188,16 +188,16 @@ class RankWrite:
                 # Waking up shows progress and lets Ctrl-C in, which only reaches the main thread.
                 rest = _SHOWN_SECONDS if shown.active or not is_snapshot else _REST_SECONDS
                 if is_snapshot:
-                    _C.fault_point("engine has begun", directory.path)
+                    _core.fault_point("engine has begun", directory.path)
                     self._has_begun(save)
                     _wait_for(save.wait_staged, rest, show)
                     values.clear()
                     save.release_sources()
-                    _C.fault_point("sources are copied", directory.path)
+                    _core.fault_point("sources are copied", directory.path)
                     self._sources_copied()
                 self.meanwhile()
                 _wait_for(save.wait, rest, show)
-                _C.fault_point("files are written", directory.path)
+                _core.fault_point("files are written", directory.path)
         except BaseException:
             # The error holds this frame and with it `save`, so dropping it would not end it.
             _give_up(save, directory)
@@ -362,7 +362,7 @@ def _give_up(save: _C.Save, directory: OpenDirectory) -> None:
             pass
     except Exception:
         return  # and what ends so has removed its files
-    _C.remove_files(directory, save.file_names)
+    _core.remove_files(directory, save.file_names)
 
 
 def _wait_for(wait: Callable[[float], bool], rest: float, between: Callable[[], None]) -> None:

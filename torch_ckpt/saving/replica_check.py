@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch
 
-from torch_ckpt import _C
+from torch_ckpt import _C, _core
 from torch_ckpt._base.formatting import plural, ranks_text
 from torch_ckpt._base.options import require_choice
 from torch_ckpt._base.trees import BITS, as_bytes, host_pieces
@@ -167,7 +167,7 @@ def _checksum(tensor: torch.Tensor) -> int:
     # that, and one change in four billion is seen at the next look.
     crc = 0
     for piece in host_pieces(as_bytes(tensor)):
-        crc = _C.crc32(piece, crc)
+        crc = _core.crc32(piece, crc)
     return crc
 
 

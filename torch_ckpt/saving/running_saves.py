@@ -10,7 +10,7 @@ from concurrent.futures import Future
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from torch_ckpt import _C
+from torch_ckpt import _core
 from torch_ckpt._base.life_cycle import Part, register
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt.errors import CheckpointError
@@ -60,7 +60,7 @@ class _RunningSaves:
             if job is not None:
                 if if_busy == "raise":
                     raise CheckpointError(f"the save to {job.metrics.path} has not ended yet")
-                _C.fault_point("wait for the save before", job.metrics.path)
+                _core.fault_point("wait for the save before", job.metrics.path)
                 # Other ranks may have begun the next one already.
                 with ranks.alive(job.bytes_moved):
                     wait_quietly(job.committed)
@@ -125,7 +125,7 @@ class _RunningSaves:
                 LOGGER.error(
                     "the save to %s failed: %s", job.metrics.path, job.committed.exception()
                 )
-        _C.join_executor()
+        _core.join_executor()
 
     def collect(self) -> None:
         """Puts a save that has ended aside; before a fork, too, since it is then the child's."""

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from torch_ckpt import _C
+from torch_ckpt import _core
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.life_cycle import Part, register
 from torch_ckpt._base.log import warn
@@ -105,7 +105,7 @@ class PlanCache:
             return [IN_FULL] * len(told)
         if all(isinstance(of_rank, int) for of_rank in told):
             return [None] * len(told)
-        _C.fault_point("plan of all ranks")
+        _core.fault_point("plan of all ranks")
         before = self.plan.told if self.plan is not None else []
         in_all = [
             before[rank] if isinstance(of_rank, int) else of_rank
@@ -206,7 +206,7 @@ def save_state(
     def write() -> Written:
         with device_streams():
             names, values = states[0].values(task, found)
-        prefix = _C.choose_prefix(writer.directory, f"__{ranks.rank}_{answer.tag}")
+        prefix = _core.choose_prefix(writer.directory, f"__{ranks.rank}_{answer.tag}")
         engine_write = job.write if job is not None else RankWrite()
         if cache.plan is not None:
             engine_write.meanwhile = cache.plan.describe

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlanner as TorchsSavePlanne
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from torch_ckpt import _C
+from torch_ckpt import _core
 from torch_ckpt._base.cycle_collector import RelaxedGc, no_gc
 from torch_ckpt._base.paths import absolute, is_url, refuse_url
 from torch_ckpt._base.progress import ProgressOption
@@ -206,11 +206,11 @@ class FileSystemWriter(StockWriter):
         self._refuse_url()
         if not self._is_local():
             return super().prepare_local_plan(plan)
-        _C.make_directories(self.path)
+        _core.make_directories(self.path)
         refuse_hidden_save(self.directory, self._own_rank())
         # Not torch's own, which warns that a checkpoint is replaced: here that stays loadable until
         # the new one is committed.
-        if not self.overwrite and _C.metadata_name(self._own_rank()) in self.directory.names():
+        if not self.overwrite and _core.metadata_name(self._own_rank()) in self.directory.names():
             raise RuntimeError(f"Checkpoint already exists in {self.path}, and overwrite=False")
         if self.rank is not None and not self.use_collectives:
             plan = dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{self.rank}_"))
@@ -247,7 +247,7 @@ class FileSystemWriter(StockWriter):
         RelaxedGc.end()
         prefix: str = plan.storage_data.prefix
         if self._is_local():
-            prefix = _C.choose_prefix(self.directory, prefix)
+            prefix = _core.choose_prefix(self.directory, prefix)
         if not self.engine_can_write():
             return self._write_through_torch(plan, planner, prefix)
         if isinstance(planner, SavePlanner) and planner.has_planned():

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torch_ckpt import _C
+from torch_ckpt import _C, _core
 from torch_ckpt._base.formatting import MOST_NAMES, some_of
 from torch_ckpt._base.log import LOGGER, warn
 from torch_ckpt.checkpoint.coverage import chunks_here
@@ -312,7 +312,7 @@ def estimate(load: Load, state_dict: StateDict) -> ReadMemory:
     copies = [(t.numel() * itemsize, t) for itemsize, t, plain in rows if not plain]
     least = max((b // max(t.size(0) if t.dim() else 1, 1) for b, t in copies), default=0)
     least = max([least, *objects])
-    scratch = load.reader.thread_count * _C.load_chunk_bytes
+    scratch = load.reader.thread_count * _core.load_chunk_bytes
     if any(target.is_cuda for _itemsize, target, _plain in rows):
         scratch *= 2
     scratch = min(scratch, limit) if rows else 0
@@ -322,7 +322,7 @@ def estimate(load: Load, state_dict: StateDict) -> ReadMemory:
         target_bytes=sum(_local_bytes(value) for value in prepared.loaded().values()),
         stored_bytes=stored + sum(objects),
         beyond_targets_bytes=min(max(scratch + held, wave), limit),
-        least_inflight_bytes=max(least + _C.least_scratch_bytes, LEAST_INFLIGHT_BYTES),
+        least_inflight_bytes=max(least + _core.least_scratch_bytes, LEAST_INFLIGHT_BYTES),
     )
 
 

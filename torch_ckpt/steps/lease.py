@@ -30,7 +30,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from torch_ckpt import _C
+from torch_ckpt import _core
 from torch_ckpt._base.life_cycle import Part, register
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt.checkpoint.directory import OpenDirectory
@@ -299,7 +299,7 @@ def _take(root: str, takeover: bool, times: Times) -> _Held:
     begun = time.monotonic()
     while True:
         has_made_root = has_made_root or not os.path.lexists(root)
-        _C.make_directories(root)
+        _core.make_directories(root)
         try:
             with _lock, in_turn(root):
                 waited = time.monotonic() - begun
@@ -317,7 +317,7 @@ def _take(root: str, takeover: bool, times: Times) -> _Held:
                 found,
                 times.expiry,
             )
-        _C.fault_point("wait for a lease", path)
+        _core.fault_point("wait for a lease", path)
         time.sleep(times.look)
 
 

@@ -38,7 +38,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from torch_ckpt import _C
+from torch_ckpt import _core
 from torch_ckpt._base.formatting import size
 from torch_ckpt._base.free_space import require_room
 from torch_ckpt._base.log import LOGGER
@@ -175,7 +175,7 @@ class LocalSteps(StepStore):
             return
         with suppress(FileNotFoundError):
             os.unlink(os.path.join(path, PINNED_NAME))
-        _C.sync_directory(path)
+        _core.sync_directory(path)
 
     def remove(self, name: str) -> bool:
         """Removes a directory beneath the root, unless somebody works in it.
@@ -216,7 +216,7 @@ class LocalSteps(StepStore):
                 # To a disk of somebody's choice; what is there is not ours to remove.
                 os.unlink(path)
             else:
-                _C.fault_point("rmtree", path)
+                _core.fault_point("rmtree", path)
                 shutil.rmtree(path)
         return True
 
@@ -232,7 +232,7 @@ class LocalSteps(StepStore):
         try:
             if marker is None:
                 state = "deleted" if ".deleted-" in name else "unfinished"
-                _C.fault_point("scandir", path)
+                _core.fault_point("scandir", path)
                 return StepInfo(step, path, state, bytes=bytes_in(path))
             return info_of(step, path, marker, self.is_pinned(step), lambda: bytes_in(path))
         except FileNotFoundError:
@@ -256,7 +256,7 @@ class LocalSteps(StepStore):
                         return False
                     if MARKER_NAME in opened.names() and not self._is_there(final):
                         os.rename(path, os.path.join(self.root, final))
-                        _C.sync_directory(self.root)
+                        _core.sync_directory(self.root)
                         return False
             return self.remove(name)
         return False
@@ -307,7 +307,7 @@ class _StepWriter(FileSystemWriter):
         try:
             if rank == 0:
                 self._refuse_if_there()
-                _C.make_directories(self._steps.root)
+                _core.make_directories(self._steps.root)
                 require_room(
                     self._steps.root,
                     self._expected_bytes,
@@ -379,7 +379,7 @@ class _StepWriter(FileSystemWriter):
             try:
                 # A deletion must not rename the new step in the place of the replaced one.
                 with in_turn(root) if is_there else nullcontext():
-                    _C.publish(
+                    _core.publish(
                         root,
                         attempt,
                         self._step,

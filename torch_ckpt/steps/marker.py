@@ -6,7 +6,7 @@ import json
 import os
 from typing import Any
 
-from torch_ckpt import _C
+from torch_ckpt import _core
 from torch_ckpt._base.formatting import size
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.step_names import MARKER_NAME, PINNED_NAME
@@ -61,7 +61,7 @@ def write_marker(directory: OpenDirectory, document: dict[str, Any], sync: bool)
     Durably if wanted.
     """
     # The commit of the metadata has made durable what lies above.
-    _C.publish_contents(
+    _core.publish_contents(
         directory, MARKER_NAME, encoded_marker(document), sync=sync, sync_above=False
     )
 

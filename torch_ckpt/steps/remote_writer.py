@@ -34,7 +34,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 
-from torch_ckpt import _C
+from torch_ckpt import _core
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt.checkpoint.metadata import METADATA_NAME
 from torch_ckpt.checkpoint.step_names import MARKER_NAME, PINNED_NAME
@@ -66,7 +66,7 @@ class Busy:
     def begin(self, url: str) -> None:
         def is_free() -> bool:
             if url in self._reserved:
-                _C.fault_point("wait for the removal of a step", url)
+                _core.fault_point("wait for the removal of a step", url)
             return url not in self._reserved
 
         with self._changed:

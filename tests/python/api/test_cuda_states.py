@@ -16,7 +16,7 @@ import torch
 
 import torch_ckpt
 from tests.children import in_fork
-from torch_ckpt import _C
+from torch_ckpt import _C, _core
 
 pytestmark = pytest.mark.skipif(
     not (torch.cuda.is_available() and _C.has_cuda),
@@ -195,7 +195,7 @@ def test_a_forked_child_neither_uses_nor_frees_page_locked_memory(tmp_path: Path
 
     def save_on_the_host() -> None:
         torch_ckpt.save({"t": torch.ones(1 << 20)}, tmp_path / "child")
-        _C.trim_pool()
+        _core.trim_pool()
 
     in_fork(save_on_the_host)
     torch_ckpt.async_save(state, tmp_path / "after").result()
@@ -298,9 +298,9 @@ def test_reserved_memory_serves_the_first_save_without_growing(tmp_path: Path) -
     torch_ckpt.trim_pool()
     state = {"t": torch.randn(1 << 22, device=DEVICE)}
     torch_ckpt.reserve_pool(64 << 20, device=DEVICE)
-    before = _C.pool_bytes()
+    before = _core.pool_bytes()
     torch_ckpt.async_save(state, tmp_path / "c", staging="overlapped").result()
-    assert _C.pool_bytes() <= before
+    assert _core.pool_bytes() <= before
     found = blank_like(state)
     torch_ckpt.load(found, tmp_path / "c")
     assert_same_bits(found, state)

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 import torch_ckpt
 from tests.support import cause_of
-from torch_ckpt import _C
+from torch_ckpt import _core
 from torch_ckpt.checkpoint.directory import OpenDirectory
 
 STATE = {"weight": torch.arange(10.0), "step": 3}
@@ -62,7 +62,7 @@ def test_an_error_has_the_name_as_python_writes_it(path: Path) -> None:
 
 
 def test_a_path_may_be_bytes_and_a_name_that_is_not_utf8_is_listed(path: Path) -> None:
-    _C.make_directories(os.fsencode(path))
+    _core.make_directories(os.fsencode(path))
     (path / os.fsdecode(b"\xff")).touch()
     directory = OpenDirectory(os.fsencode(path))
     assert directory.path == str(path)

@@ -13,7 +13,7 @@ import pytest
 
 from tests.gates import LIMIT
 from tests.interpreters import run_script
-from torch_ckpt import _C, NotCommitted
+from torch_ckpt import NotCommitted, _core
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.lease import DirectoryLease
 
@@ -31,11 +31,11 @@ def directory(request: pytest.FixtureRequest, tmp_path: Path) -> OpenDirectory:
 
 
 def abandon(directory: OpenDirectory, named: Named) -> None:
-    _C.DirectoryLease(directory, None, 1.0).abandon(named)
+    _core.DirectoryLease(directory, None, 1.0).abandon(named)
 
 
 def remove_own(directory: OpenDirectory, named: Named) -> None:
-    _C.remove_own(directory, ["__0_0.distcp"], named)
+    _core.remove_own(directory, ["__0_0.distcp"], named)
 
 
 REMOVING = [abandon, remove_own]
@@ -82,7 +82,7 @@ def test_where_an_error_is_raised_it_is_the_callbacks(
     directory: OpenDirectory, error: Exception
 ) -> None:
     with pytest.raises(type(error)) as raised:
-        _C.remove_leftovers(directory, raising(error))
+        _core.remove_leftovers(directory, raising(error))
     assert raised.value is error
 
 
@@ -105,7 +105,7 @@ def test_the_callback_may_keep_its_directory(
 
 
 def test_an_interrupt_goes_before_what_the_commit_says(directory: OpenDirectory) -> None:
-    lease = _C.DirectoryLease(directory, None, 1.0)
+    lease = _core.DirectoryLease(directory, None, 1.0)
     with (
         pytest.warns(UserWarning, match="unused files are left in .*: KeyboardInterrupt"),
         pytest.raises(KeyboardInterrupt) as raised,
@@ -117,7 +117,7 @@ def test_an_interrupt_goes_before_what_the_commit_says(directory: OpenDirectory)
 # The thread comes back to Python while the interpreter ends.
 ENDS = """
 import ctypes, os, sys, threading
-from torch_ckpt import _C
+from torch_ckpt import _core
 from torch_ckpt.checkpoint.directory import OpenDirectory
 path, how = sys.argv[1:]
 for name in ("__0_0.distcp", ".metadata"):
@@ -133,12 +133,12 @@ def wait(directory):
     other = OpenDirectory(path)
     assert other.try_lock_exclusive()
     inside.set()
-    _C.DirectoryLease(directory, None, 30.0)
+    _core.DirectoryLease(directory, None, 30.0)
 WAYS = {
-    "abandon": lambda: _C.DirectoryLease(directory, None, 1.0).abandon(named),
-    "commit": lambda: _C.DirectoryLease(directory, 0, 1.0).commit(b"", [], False, True, named),
-    "own": lambda: _C.remove_own(directory, ["__0_0.distcp"], named),
-    "leftovers": lambda: _C.remove_leftovers(directory, named),
+    "abandon": lambda: _core.DirectoryLease(directory, None, 1.0).abandon(named),
+    "commit": lambda: _core.DirectoryLease(directory, 0, 1.0).commit(b"", [], False, True, named),
+    "own": lambda: _core.remove_own(directory, ["__0_0.distcp"], named),
+    "leftovers": lambda: _core.remove_leftovers(directory, named),
     "wait": lambda: wait(directory),
 }
 threading.Thread(target=WAYS[how], daemon=True).start()

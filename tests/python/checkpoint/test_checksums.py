@@ -7,20 +7,20 @@ import zlib
 
 import pytest
 
-from torch_ckpt import _C
+from torch_ckpt import _core
 
 
 @pytest.mark.parametrize("size", [0, 1, 15, 4096, 1_000_003])
 def test_a_checksum_is_that_of_zlib(size: int) -> None:
     data = random.Random(size).randbytes(size)
-    assert _C.crc32(data) == zlib.crc32(data)
+    assert _core.crc32(data) == zlib.crc32(data)
 
 
 def test_a_checksum_goes_on_from_that_of_what_comes_before() -> None:
     data = random.Random(1).randbytes(100_000)
-    assert _C.crc32(data[777:], _C.crc32(memoryview(data)[:777])) == zlib.crc32(data)
+    assert _core.crc32(data[777:], _core.crc32(memoryview(data)[:777])) == zlib.crc32(data)
 
 
 def test_memory_with_gaps_is_refused() -> None:
     with pytest.raises(BufferError):
-        _C.crc32(memoryview(bytes(8))[::2])
+        _core.crc32(memoryview(bytes(8))[::2])

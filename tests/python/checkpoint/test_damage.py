@@ -36,7 +36,7 @@ from tests.support import (
     stock_load,
     stock_save,
 )
-from torch_ckpt import _C
+from torch_ckpt import _core
 from torch_ckpt.checkpoint.metadata import read_metadata
 from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
 
@@ -331,7 +331,7 @@ def test_truncated_metadata_is_refused_wherever_it_ends(tmp_path: Path) -> None:
     file = tmp_path / ".metadata"
     content = file.read_bytes()
     # A file that lacks exactly the seal is one of stock torch.
-    for size in set(range(0, len(content), 7)) - {len(content) - _C.SEAL_BYTES}:
+    for size in set(range(0, len(content), 7)) - {len(content) - _core.SEAL_BYTES}:
         file.write_bytes(content[:size])
         with pytest.raises(Corrupt):
             torch_ckpt.FileSystemReader(tmp_path).read_metadata()

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from tests.support import DTYPES, save, stock_save, zeros
-from torch_ckpt import _C, Corrupt
+from torch_ckpt import Corrupt, _core
 from torch_ckpt.checkpoint.metadata import (
     checksum_tables,
     decode_index,
@@ -38,14 +38,14 @@ STATE: dict[str, Any] = {
 }
 
 
-def shard_of(stored: ChunkStorageMetadata | None, info: _StorageInfo | None) -> _C.StoredShard:
+def shard_of(stored: ChunkStorageMetadata | None, info: _StorageInfo | None) -> _core.StoredShard:
     """What an index has of a shard, or of an object as None."""
     box = (tuple(stored.offsets), tuple(stored.sizes)) if stored else ((), ())
     place = (info.relative_path, info.offset, info.length) if info else (None, 0, 0)
     return (*box, *place, False)
 
 
-def assert_says_the_same(index: _C.CheckpointIndex, metadata: Metadata) -> None:
+def assert_says_the_same(index: _core.CheckpointIndex, metadata: Metadata) -> None:
     assert index.names() == list(metadata.state_dict_metadata)
     assert index.tables() == checksum_tables(metadata)
     for name, stored in metadata.state_dict_metadata.items():

@@ -35,7 +35,7 @@ import torch_ckpt
 from tests.children import in_fork
 from tests.cpp.stock_metadata import rich, small, with_looked_up_members
 from tests.support import DTYPES, assert_equal, emptied, save, stock_load, stock_save, zeros
-from torch_ckpt import _C
+from torch_ckpt import _core
 from torch_ckpt.checkpoint.metadata import (
     ROLES,
     _AllowListUnpickler,
@@ -85,12 +85,12 @@ STATES: dict[str, Callable[[], dict[str, Any]]] = {
 
 def unpickled(data: bytes) -> Any:
     """What a program makes, whether it can be or not."""
-    _C.MetadataProgram(data, ROLES)
+    _core.MetadataProgram(data, ROLES)
     return _AllowListUnpickler(io.BytesIO(data)).load()
 
 
 def accepts(data: bytes, metadata: Metadata) -> None:
-    assert _C.MetadataProgram(data, ROLES).end <= len(data)
+    assert _core.MetadataProgram(data, ROLES).end <= len(data)
     assert decode_metadata(data, "here") == metadata
 
 
@@ -203,7 +203,7 @@ def test_the_engine_is_tested_and_fuzzed_with_the_same_names_and_roles() -> None
 
 def test_a_role_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match="torch Size: 'guest' is not a role"):
-        _C.MetadataProgram(b"N.", {"torch Size": "guest"})
+        _core.MetadataProgram(b"N.", {"torch Size": "guest"})
 
 
 # --- programs that mean harm ---------------------------------------------------------------------
@@ -332,7 +332,7 @@ def test_a_damaged_program_that_passes_leaves_the_process_as_it_was(protocol: in
             # The bytes of a program are opcodes and small numbers, mostly.
             data[place] = rng.choice(pickles[0]) if rng.random() < 0.5 else rng.randrange(256)
         try:
-            _C.MetadataProgram(bytes(data), ROLES)
+            _core.MetadataProgram(bytes(data), ROLES)
         except (Corrupt, Unsafe):
             continue
         passed += 1

@@ -16,7 +16,7 @@ import torch_ckpt
 from tests.children import in_fork
 from tests.fresh import forget_peak_of_memory, in_fresh_process, memory_of_process
 from tests.support import cause_of, data_files, flip_bit, place_of, stock_save
-from torch_ckpt import _C
+from torch_ckpt import _core
 from torch_ckpt.errors import Corrupt, Unsafe
 
 MIB = 1 << 20
@@ -44,10 +44,10 @@ def test_want_of_memory_for_an_object_is_a_memory_error(tmp_path: Path) -> None:
     def work() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (large // 2,) * 2)
         with pytest.raises(MemoryError):
-            _C.load_bytes(
+            _core.load_bytes(
                 [("a", b"")],
                 [("object", 0, 0, large)],
-                directory=_C.Directory(tmp_path),
+                directory=_core.Directory(tmp_path),
                 threads=1,
                 max_inflight_bytes=2 * large,
                 direct_io=False,

@@ -78,7 +78,7 @@ def test_an_import_of_a_clone_that_is_not_built_says_so(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
-        f"ImportError: the extension of torch_ckpt is not built (there is no _C.so in "
+        f"ImportError: the extension of torch_ckpt is not built (there is no _core.so in "
         f"{tmp_path}/torch_ckpt): run `make build` in the clone, or `pip install .` and import it "
         "elsewhere"
     )

@@ -179,7 +179,7 @@ def fill_pool(path: Path, state: StateDict) -> int:
     def save() -> bool:
         # What a save does not wait for is made while it lasts, if somebody comes to it.
         torch_ckpt.async_save(state, path, thread_count=1).result()
-        torch_ckpt._C.join_executor()
+        torch_ckpt._core.join_executor()
         return pool_bytes() == expected
 
     eventually(save)
@@ -229,7 +229,7 @@ def test_the_second_save_allocates_nothing(tmp_path: Path, trim: bool) -> None:
     made: list[None] = []
     with calling({"mmap": lambda: made.append(None)}):
         torch_ckpt.async_save(state, tmp_path / "second", thread_count=1).result()
-        torch_ckpt._C.join_executor()
+        torch_ckpt._core.join_executor()
     # Where the memory was freed before, it is seen to be made.
     assert bool(made) == trim
 

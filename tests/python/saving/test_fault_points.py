@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.fault_hooks import at_fault_points, before, failing, held
-from torch_ckpt import _C
+from torch_ckpt import _core
 from torch_ckpt.checkpoint.directory import OpenDirectory
 
 
@@ -31,29 +31,29 @@ def test_a_call_fails_with_the_errno_that_the_hook_returns(tmp_path: Path) -> No
 
 def test_a_point_of_python_fails_as_a_call_of_the_engine(tmp_path: Path) -> None:
     with failing("look", EIO, tmp_path), pytest.raises(OSError, match="look") as raised:
-        _C.fault_point("look", tmp_path)
+        _core.fault_point("look", tmp_path)
     assert (raised.value.errno, raised.value.filename) == (EIO, str(tmp_path))
 
 
 def test_a_hook_ends_with_its_scope() -> None:
     with failing("look", EIO), pytest.raises(OSError, match="look"):
-        _C.fault_point("look")
-    _C.fault_point("look")
+        _core.fault_point("look")
+    _core.fault_point("look")
 
 
 def test_two_threads_meet_in_a_hook() -> None:
     both = threading.Barrier(2)
     with at_fault_points(lambda _operation, _path: both.wait() and None):
-        other = threading.Thread(target=_C.fault_point, args=("here",))
+        other = threading.Thread(target=_core.fault_point, args=("here",))
         other.start()
-        _C.fault_point("there")
+        _core.fault_point("there")
         other.join()
     assert not both.broken
 
 
 def test_what_a_hook_raises_is_not_lost() -> None:
     with pytest.raises(ZeroDivisionError), at_fault_points(lambda _operation, _path: 1 // 0):
-        _C.fault_point("look")
+        _core.fault_point("look")
 
 
 def test_a_point_that_is_not_reached_is_told() -> None:
@@ -68,16 +68,16 @@ def test_nested_hooks_are_all_called_and_one_that_fails_the_call_is_enough() -> 
         before("here", lambda: reached.append("inside")),
     ):
         with failing("there", EIO, "*/2"), pytest.raises(OSError, match="there"):
-            _C.fault_point("there", "run/2")
-        _C.fault_point("there", "run/2")
-        _C.fault_point("here")
+            _core.fault_point("there", "run/2")
+        _core.fault_point("there", "run/2")
+        _core.fault_point("here")
     assert reached == ["there", "there", "here", "inside"]
 
 
 def test_who_comes_to_a_point_that_is_held_waits_until_it_is_opened() -> None:
     passed: list[str] = []
     with held("here") as gate:
-        other = threading.Thread(target=lambda: (_C.fault_point("here"), passed.append("it")))
+        other = threading.Thread(target=lambda: (_core.fault_point("here"), passed.append("it")))
         other.start()
         gate.wait()
         assert passed == []

@@ -21,7 +21,7 @@ from tests.fault_hooks import at_fault_points, failing
 from tests.gates import LIMIT, Gate, eventually, in_thread
 from tests.interpreters import run_script
 from tests.support import random_tensor
-from torch_ckpt import _C
+from torch_ckpt import _core
 from torch_ckpt.saving import host_memory
 from torch_ckpt.saving.background import CHUNK_BYTES, Background
 from torch_ckpt.saving.host_memory import Reserve
@@ -34,10 +34,10 @@ def empty_pool() -> Iterator[None]:
         if thread.name in ("torch_ckpt save", "torch_ckpt call", "torch_ckpt reserve"):
             thread.join(LIMIT)
     gc.collect()
-    _C.join_executor()
-    _C.trim_pool(0)
+    _core.join_executor()
+    _core.trim_pool(0)
     yield
-    _C.trim_pool(0)
+    _core.trim_pool(0)
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def alone_on_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def free(amount: int) -> Callable[[], int]:
     """So many bytes are free beside the pool's."""
-    return lambda: amount - _C.pool_bytes()
+    return lambda: amount - _core.pool_bytes()
 
 
 def make(reserve: Reserve, chunks: int, wait: bool = True) -> int:
@@ -56,12 +56,12 @@ def make(reserve: Reserve, chunks: int, wait: bool = True) -> int:
 
 def test_so_much_is_there_in_whole_chunks() -> None:
     assert torch_ckpt.reserve_pool(5 * CHUNK_BYTES + 1) == 6 * CHUNK_BYTES
-    assert _C.pool_bytes() == 6 * CHUNK_BYTES
+    assert _core.pool_bytes() == 6 * CHUNK_BYTES
 
 
 def test_nothing_is_reserved_for_nothing() -> None:
     assert torch_ckpt.reserve_pool(0) == 0
-    assert _C.pool_bytes() == 0
+    assert _core.pool_bytes() == 0
 
 
 def test_a_negative_number_is_refused() -> None:
@@ -79,19 +79,19 @@ def test_a_fraction_is_refused() -> None:
 def test_only_cuda_devices_have_memory_page_locked(device: torch.device | str) -> None:
     with pytest.raises(ValueError, match="device must be a CUDA device"):
         torch_ckpt.reserve_pool(CHUNK_BYTES, device=device)
-    assert _C.reserve_bytes() == 0
+    assert _core.reserve_bytes() == 0
 
 
 def test_a_second_call_makes_only_what_is_missing() -> None:
     torch_ckpt.reserve_pool(2 * CHUNK_BYTES)
     assert torch_ckpt.reserve_pool(5 * CHUNK_BYTES) == 5 * CHUNK_BYTES
-    assert _C.pool_bytes() == 5 * CHUNK_BYTES
+    assert _core.pool_bytes() == 5 * CHUNK_BYTES
 
 
 def test_a_smaller_number_frees_nothing() -> None:
     torch_ckpt.reserve_pool(5 * CHUNK_BYTES)
     torch_ckpt.reserve_pool(2 * CHUNK_BYTES)
-    assert _C.pool_bytes() == 5 * CHUNK_BYTES
+    assert _core.pool_bytes() == 5 * CHUNK_BYTES
 
 
 # --- saves and loads -----------------------------------------------------------------------------
@@ -116,7 +116,7 @@ def test_the_first_save_makes_no_memory(tmp_path: Path, staging: str, reserve: b
     options: Any = {"staging": staging, "thread_count": 1}
     with at_fault_points(look):
         torch_ckpt.async_save(_state, tmp_path / "c", **options).result()
-        _C.join_executor()
+        _core.join_executor()
     # Where nothing was reserved, it is seen to be made.
     assert bool(made) != reserve
 
@@ -124,28 +124,28 @@ def test_the_first_save_makes_no_memory(tmp_path: Path, staging: str, reserve: b
 def test_a_save_with_a_smaller_budget_leaves_it(tmp_path: Path) -> None:
     torch_ckpt.reserve_pool(5 * CHUNK_BYTES)
     torch_ckpt.async_save(_state, tmp_path / "c", max_host_bytes=CHUNK_BYTES).result()
-    assert _C.pool_bytes() == 5 * CHUNK_BYTES
+    assert _core.pool_bytes() == 5 * CHUNK_BYTES
 
 
 def test_a_save_without_a_budget_leaves_it(tmp_path: Path) -> None:
     torch_ckpt.reserve_pool(5 * CHUNK_BYTES)
     torch_ckpt.async_save(_state, tmp_path / "c", thread_count=1).result()
-    assert _C.pool_bytes() == 5 * CHUNK_BYTES
+    assert _core.pool_bytes() == 5 * CHUNK_BYTES
 
 
 def test_a_load_leaves_it(tmp_path: Path) -> None:
     torch_ckpt.save(_state, tmp_path / "c")
     torch_ckpt.reserve_pool(20 * CHUNK_BYTES)
     torch_ckpt.load({"t": torch.empty_like(_state["t"])}, tmp_path / "c")
-    assert _C.pool_bytes() == 20 * CHUNK_BYTES
+    assert _core.pool_bytes() == 20 * CHUNK_BYTES
 
 
 def test_torchs_async_save_leaves_it(tmp_path: Path) -> None:
     torch_ckpt.reserve_pool(5 * CHUNK_BYTES)
     staged = torch_ckpt.FileSystemWriter(tmp_path).stage(_state)
-    assert _C.reserved_bytes() == 5 * CHUNK_BYTES
+    assert _core.reserved_bytes() == 5 * CHUNK_BYTES
     del staged
-    assert _C.reserved_bytes() == 5 * CHUNK_BYTES
+    assert _core.reserved_bytes() == 5 * CHUNK_BYTES
 
 
 def test_saves_may_take_all_of_it() -> None:
@@ -161,7 +161,7 @@ def test_no_more_is_made_than_half_of_what_is_free(caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.WARNING, "torch_ckpt"):
         assert make(reserve, 50) == 10 * CHUNK_BYTES
     assert f"{10 * CHUNK_BYTES} of {50 * CHUNK_BYTES} bytes are reserved" in caplog.text
-    assert _C.reserve_bytes() == 10 * CHUNK_BYTES, "saves keep no more than was made"
+    assert _core.reserve_bytes() == 10 * CHUNK_BYTES, "saves keep no more than was made"
 
 
 def test_ranks_of_a_machine_share_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +191,7 @@ def test_the_control_groups_limit_counts_and_its_cached_files_do_not(
 
 def test_who_takes_memory_meanwhile_is_noticed() -> None:
     found = iter([200 * CHUNK_BYTES, 200 * CHUNK_BYTES, 4 * CHUNK_BYTES])
-    reserve = Reserve(lambda: next(found) - _C.pool_bytes(), CHUNK_BYTES)
+    reserve = Reserve(lambda: next(found) - _core.pool_bytes(), CHUNK_BYTES)
     assert make(reserve, 50) == 2 * CHUNK_BYTES
 
 
@@ -203,7 +203,7 @@ def test_memory_that_the_system_does_not_have_is_an_error() -> None:
         with pytest.raises(OSError, match="Cannot allocate memory") as raised:
             torch_ckpt.reserve_pool(100 * CHUNK_BYTES)
         assert raised.value.errno == errno.ENOMEM
-        assert _C.reserve_bytes() == _C.reserved_bytes() == _C.pool_bytes()
+        assert _core.reserve_bytes() == _core.reserved_bytes() == _core.pool_bytes()
 
     in_fork(work)
 
@@ -214,11 +214,11 @@ def test_memory_that_the_system_does_not_have_is_an_error() -> None:
 def test_trim_pool_frees_it_and_saves_keep_it_no_longer(tmp_path: Path) -> None:
     torch_ckpt.reserve_pool(5 * CHUNK_BYTES)
     torch_ckpt.trim_pool(2 * CHUNK_BYTES)
-    assert _C.pool_bytes() == 2 * CHUNK_BYTES
+    assert _core.pool_bytes() == 2 * CHUNK_BYTES
     torch_ckpt.async_save(_state, tmp_path / "c", max_host_bytes=CHUNK_BYTES).result()
-    assert _C.pool_bytes() == 2 * CHUNK_BYTES
+    assert _core.pool_bytes() == 2 * CHUNK_BYTES
     torch_ckpt.trim_pool()
-    assert _C.pool_bytes() == 0
+    assert _core.pool_bytes() == 0
 
 
 # --- in the background ---------------------------------------------------------------------------
@@ -245,7 +245,7 @@ def test_without_waiting_it_returns_at_once_and_goes_on() -> None:
     held.gate.wait()
     held.gate.open()
     held.join()
-    assert _C.pool_bytes() == 3 * CHUNK_BYTES
+    assert _core.pool_bytes() == 3 * CHUNK_BYTES
 
 
 def test_what_goes_on_can_be_waited_for() -> None:
@@ -253,7 +253,7 @@ def test_what_goes_on_can_be_waited_for() -> None:
     make(reserve, 20, wait=False)
     assert make(reserve, 20) == 20 * CHUNK_BYTES
     reserve.join()
-    assert _C.pool_bytes() == 20 * CHUNK_BYTES
+    assert _core.pool_bytes() == 20 * CHUNK_BYTES
 
 
 @pytest.mark.parametrize("wait", [True, False])
@@ -276,11 +276,11 @@ def test_trim_pool_ends_what_goes_on() -> None:
     held = Held(nth=3)
     make(held, 50, wait=False)
     held.gate.wait()
-    assert _C.pool_bytes() == 2 * CHUNK_BYTES
+    assert _core.pool_bytes() == 2 * CHUNK_BYTES
     torch_ckpt.trim_pool()
     held.gate.open()
     held.join()
-    assert _C.pool_bytes() == 0
+    assert _core.pool_bytes() == 0
 
 
 def test_a_failure_that_nobody_waits_for_is_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -299,7 +299,7 @@ def test_leaving_ends_what_goes_on() -> None:
     with in_thread(held.leave):
         eventually(lambda: held.leaving)
         held.gate.open()
-    assert _C.pool_bytes() == 3 * CHUNK_BYTES, "the step that was under way, and no more"
+    assert _core.pool_bytes() == 3 * CHUNK_BYTES, "the step that was under way, and no more"
 
 
 def test_the_interpreter_leaves_amid_it() -> None:
@@ -317,14 +317,14 @@ def test_a_forked_child_has_none_and_makes_its_own(tmp_path: Path) -> None:
     torch_ckpt.reserve_pool(5 * CHUNK_BYTES)
 
     def work() -> None:
-        begun = (_C.reserve_bytes(), _C.reserved_bytes(), _C.pool_bytes())
+        begun = (_core.reserve_bytes(), _core.reserved_bytes(), _core.pool_bytes())
         made = torch_ckpt.reserve_pool(4 * CHUNK_BYTES)
         torch_ckpt.async_save(_state, tmp_path / "c", max_host_bytes=CHUNK_BYTES).result()
         assert begun == (0, 0, 0)
-        assert made == _C.pool_bytes() == 4 * CHUNK_BYTES
+        assert made == _core.pool_bytes() == 4 * CHUNK_BYTES
 
     in_fork(work)
-    assert _C.pool_bytes() == 5 * CHUNK_BYTES
+    assert _core.pool_bytes() == 5 * CHUNK_BYTES
 
 
 def test_a_child_that_is_forked_amid_it_does_not_wait(gate: Gate) -> None:

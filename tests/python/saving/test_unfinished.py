@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.support import random_tensor
-from torch_ckpt import _C
+from torch_ckpt import _C, _core
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.saving.background import CHUNK_BYTES, Background, EngineOptions
 
@@ -24,7 +24,7 @@ LIMIT = 60.0
 
 def start(path: Path, values: list[Any], background: Background, buckets: int = 1) -> _C.Save:
     return _C.start_save(
-        _C.Directory(path),
+        _core.Directory(path),
         "__0_",
         [f"value {number}" for number in range(len(values))],
         values,
@@ -104,7 +104,7 @@ def test_a_row_of_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
         _C.load_tensors(
             [("f", b"")],
             [row],
-            directory=_C.Directory(tmp_path),
+            directory=_core.Directory(tmp_path),
             threads=1,
             max_inflight_bytes=1 << 20,
             direct_io="auto",

@@ -8,18 +8,15 @@
 #include <utility>
 #include <vector>
 
-#include "engine/reserve.h"
-#include "os/file.h"
-#include "python/bindings.h"
 #include "python/errors.h"
 #include "python/gil.h"
 #include "python/memory.h"
 #include "python/options.h"
 #include "python/results.h"
-#include "staging/chunk_pool.h"
 #include "torch/tensor_checks.h"
 #include "torch/tensor_save.h"
 #include "torch/tensor_source.h"
+#include "torch_python/bindings.h"
 
 namespace py = pybind11;
 
@@ -28,14 +25,6 @@ namespace {
 
 using engine::Context;
 using tensors::TensorSave;
-
-engine::Threads threads_of(const py::handle& background) {
-  engine::Threads threads;
-  threads.priority.nice = background.attr("nice").cast<int>();
-  threads.priority.idle_io = background.attr("idle_io").cast<bool>();
-  threads.count = background.attr("threads").cast<std::size_t>();
-  return threads;
-}
 
 // From a torch_ckpt.saving.background.EngineOptions.
 void add_background(engine::SaveOptions& options, const py::object& background) {
@@ -102,20 +91,6 @@ bool wait_by(TensorSave& save, double seconds) {
   return unwrap(done);
 }
 
-Result<std::size_t> grow_reserve(std::size_t most_bytes, int device, const py::object& background) {
-  const engine::Threads threads = background.is_none() ? engine::Threads{} : threads_of(background);
-  const ReleasedGil released;
-  return engine::grow_reserve(Context::process(), most_bytes, threads, device);
-}
-
-void set_reserve(std::size_t bytes, std::size_t chunk_bytes) {
-  if (chunk_bytes == 0 || chunk_bytes % os::kDirectAlignment != 0) {
-    throw py::value_error("chunk_bytes must be a positive multiple of " +
-                          std::to_string(os::kDirectAlignment));
-  }
-  Context::process().chunks.set_reserve(bytes, chunk_bytes);
-}
-
 bool is_plain(const py::handle& value) {
   return THPVariable_CheckExact(value.ptr()) && tensors::is_plain(THPVariable_Unpack(value.ptr()));
 }
@@ -142,8 +117,6 @@ std::vector<std::optional<std::uint32_t>> checksums_of_samples(const py::list& v
 }  // namespace
 
 void bind_save(py::module_& module) {
-  module.attr("host_chunk_bytes") = engine::kHostChunkBytes;
-  module.attr("device_chunk_bytes") = engine::kDeviceChunkBytes;
   module.def("checksums_of_samples", &checksums_of_samples, py::arg("tensors"),
              py::arg("most_bytes"), py::arg("stripes"));
   module.def("is_plain", &is_plain, py::arg("value"));
@@ -154,16 +127,6 @@ void bind_save(py::module_& module) {
         return tensors::copies_in_pool(Context::process(), given);
       },
       py::arg("tensors"), NoGil());
-  module.def("set_reserve", &set_reserve, py::arg("bytes"), py::arg("chunk_bytes"));
-  module.def("grow_reserve", &grow_reserve, py::arg("most_bytes"), py::arg("device"),
-             py::arg("background"));
-  module.def("end_reserve", [] { Context::process().chunks.end_reserve(); });
-  module.def("pool_bytes", [] { return Context::process().chunks.kept_bytes(); });
-  module.def("reserve_bytes", [] { return Context::process().chunks.reserve_bytes(); });
-  module.def("reserved_bytes", [] { return Context::process().chunks.reserved_bytes(); });
-  module.def(
-      "trim_pool", [](std::size_t bytes) { Context::process().chunks.trim(bytes); },
-      py::arg("bytes") = 0, NoGil());
   module.def(
       "versions_of",
       [](const std::vector<at::Tensor>& tensors) {

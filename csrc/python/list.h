@@ -1,0 +1,18 @@
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstddef>
+
+namespace torch_ckpt::python {
+
+/// Returns a list of make(value) for each value.
+template <class Values, class Make>
+pybind11::list list_of(const Values& values, Make make) {
+  pybind11::list made(values.size());
+  std::size_t i = 0;
+  for (const auto& value : values) made[i++] = make(value);
+  return made;
+}
+
+}  // namespace torch_ckpt::python

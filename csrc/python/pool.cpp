@@ -1,0 +1,52 @@
+#include <pybind11/pybind11.h>
+
+#include <string>
+
+#include "engine/reserve.h"
+#include "engine/save_session.h"
+#include "os/file.h"
+#include "python/bindings.h"
+#include "python/errors.h"
+#include "python/gil.h"
+#include "python/options.h"
+#include "staging/chunk_pool.h"
+
+namespace py = pybind11;
+
+namespace torch_ckpt::python {
+namespace {
+
+using engine::Context;
+
+Result<std::size_t> grow_reserve(std::size_t most_bytes, int device, const py::object& background) {
+  const engine::Threads threads = background.is_none() ? engine::Threads{} : threads_of(background);
+  const ReleasedGil released;
+  return engine::grow_reserve(Context::process(), most_bytes, threads, device);
+}
+
+void set_reserve(std::size_t bytes, std::size_t chunk_bytes) {
+  if (chunk_bytes == 0 || chunk_bytes % os::kDirectAlignment != 0) {
+    throw py::value_error("chunk_bytes must be a positive multiple of " +
+                          std::to_string(os::kDirectAlignment));
+  }
+  Context::process().chunks.set_reserve(bytes, chunk_bytes);
+}
+
+}  // namespace
+
+void bind_pool(py::module_& module) {
+  module.attr("host_chunk_bytes") = engine::kHostChunkBytes;
+  module.attr("device_chunk_bytes") = engine::kDeviceChunkBytes;
+  module.def("set_reserve", &set_reserve, py::arg("bytes"), py::arg("chunk_bytes"));
+  module.def("grow_reserve", &grow_reserve, py::arg("most_bytes"), py::arg("device"),
+             py::arg("background"));
+  module.def("end_reserve", [] { Context::process().chunks.end_reserve(); });
+  module.def("pool_bytes", [] { return Context::process().chunks.kept_bytes(); });
+  module.def("reserve_bytes", [] { return Context::process().chunks.reserve_bytes(); });
+  module.def("reserved_bytes", [] { return Context::process().chunks.reserved_bytes(); });
+  module.def(
+      "trim_pool", [](std::size_t bytes) { Context::process().chunks.trim(bytes); },
+      py::arg("bytes") = 0, NoGil());
+}
+
+}  // namespace torch_ckpt::python

@@ -1,0 +1,63 @@
+#pragma once
+
+#include <Python.h>
+
+#include <chrono>
+#include <exception>
+#include <thread>
+
+#include "os/call_time.h"
+
+namespace torch_ckpt::python {
+
+/// Returns what `call` returns, which takes the GIL or runs Python code. If the interpreter ends
+/// meanwhile, the thread sleeps until the process has ended.
+template <class Call>
+auto outlasting_python(Call call) {
+  try {
+    return call();
+  } catch (const std::exception&) {
+    throw;
+  } catch (...) {
+    // Before 3.14 Python ends a daemon thread in `call` by unwinding its stack. Unwinding must not
+    // reach a destructor: std::terminate would end the process, or an object would be released
+    // without the GIL.
+    for (;;) std::this_thread::sleep_for(std::chrono::hours(1));
+  }
+}
+
+inline void take_gil(PyThreadState* state) {
+  outlasting_python([state] { PyEval_RestoreThread(state); });
+}
+
+/// Releases the GIL for its lifetime. os::CallTime counts the processor time of that.
+class ReleasedGil {
+ public:
+  ReleasedGil() : state_(PyEval_SaveThread()) { os::CallTime::begin(); }
+  ~ReleasedGil() {
+    os::CallTime::end();
+    take_gil(state_);
+  }
+  ReleasedGil(const ReleasedGil&) = delete;
+  ReleasedGil& operator=(const ReleasedGil&) = delete;
+
+ private:
+  PyThreadState* const state_;
+};
+
+/// Takes the GIL again for its lifetime, on a thread that has a ReleasedGil.
+class TakenGil {
+ public:
+  TakenGil() {
+    os::CallTime::end();
+    take_gil(PyGILState_GetThisThreadState());
+  }
+  ~TakenGil() {
+    PyEval_SaveThread();
+    os::CallTime::begin();
+  }
+  TakenGil(const TakenGil&) = delete;
+  TakenGil& operator=(const TakenGil&) = delete;
+};
+
+}  // namespace torch_ckpt::python

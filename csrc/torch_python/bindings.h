@@ -1,0 +1,13 @@
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace torch_ckpt::python {
+
+// The parts of torch_ckpt._C, which takes and returns tensors.
+void bind_state(pybind11::module_& module);
+void bind_save(pybind11::module_& module);
+void bind_load_match(pybind11::module_& module);
+void bind_load(pybind11::module_& module);
+
+}  // namespace torch_ckpt::python

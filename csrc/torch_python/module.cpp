@@ -1,0 +1,19 @@
+#include <pybind11/pybind11.h>
+
+#include "python/errors.h"
+#include "staging/device_copy.h"
+#include "torch_python/bindings.h"
+
+namespace py = pybind11;
+
+PYBIND11_MODULE(_C, module) {
+  using namespace torch_ckpt;
+  // It binds classes that functions here accept and return.
+  py::module_::import("torch_ckpt._core");
+  python::bind_errors();
+  python::bind_state(module);
+  python::bind_save(module);
+  python::bind_load_match(module);
+  python::bind_load(module);
+  module.attr("has_cuda") = staging::device_support() != nullptr;
+}
