@@ -176,48 +176,50 @@ def _group_table(group: Group) -> str:
 
 
 _BACKGROUND_EXPLANATION = (
-    "Beside training: the time in the call is what training stands still for, and staged is when "
-    "the state may change again. The median and mean training step from the return of the call to "
-    "the end of the save are given per step without a save just before. Training is Python-driven "
-    "autograd on one thread and leaves the saved state alone. CPU seconds are those of the save, "
-    "in all its processes, without those of the training steps."
+    "Time in the call is the time for which training stops; after staged the state may change "
+    "again. The step columns are the median and the mean training step from the return of the "
+    "call to the end of the save, per step just before the save. Training is Python-driven "
+    "autograd on one thread and does not change the saved state. CPU seconds are those of the "
+    "save in all its processes, without those of the training steps."
 )
 
 
 _QUEUE_EXPLANATION = (
     "Saves in Megatron's flow: plan, schedule, a poll after every step, finalize. The call "
-    "is from the start of the plan until the request has been taken: of the first save of a fresh "
-    "process, and of later ones. Plan, schedule and finalize are parts of later saves; training "
-    "stands still for all of these and the polls. A poll is one that finds the save unfinished. "
-    "The median and mean training step from the call to the end of the save are given per step "
-    "without a save just before. CPU seconds are those of all processes, without the training "
-    "steps'; memory is that of all processes during a later save, beyond what there was before the "
-    "first, with shared memory counted once and without mapped files; processes are those beside "
-    "the rank's own. Kept tells of how many saves hold the state as it was at the call, when it is "
-    "changed right after."
+    "lasts from the start of the plan until the queue has accepted the request, for the first "
+    "save of a fresh process and for later saves. Plan, schedule and finalize are parts of "
+    "later saves; training stops during these and during the polls. The poll column is a poll "
+    "that finds the save unfinished. The step columns are the median and the mean training step "
+    "from the call to the end of the save, per step just before the save. CPU seconds are those "
+    "of all processes, without those of the training steps. Memory is that of all processes "
+    "during a later save beyond that before the first save, with shared memory counted once and "
+    "without mapped files; processes are those in addition to the rank's own. Kept is the "
+    "number of saves that hold the snapshot although the state changes right after the call."
 )
 
 _CALLS_EXPLANATION = (
-    "Calls of a manager: the mean of those in steps that are not saved, a few of which ask the "
-    "store; the median of the others. Before each call all ranks do a step of training and wait "
-    "for each other; the slowest rank's calls count. Added time is what a save through the manager "
-    "blocks beyond async_save. CPU milliseconds are those of the process, for a call, the step "
-    "before it and the save until its end."
+    "Calls of a manager: for steps that are not saved, the mean, since a few of these calls "
+    "query the store; for other calls, the median. Before each call all ranks run one training "
+    "step and wait for each other; the calls of the slowest rank count. Added time is the time "
+    "that a save through the manager blocks beyond async_save. CPU milliseconds are those of "
+    "the process for a call, the step before it and the save until its end."
 )
 
 _QUEUE_PEERS_EXPLANATION = (
-    "nvidia-resiliency-ext and megatron-core save through a worker process. State is on the CPU, "
-    "which they do not copy: after the first save it lies in memory shared with the worker, "
-    "so that later calls hand over handles and the worker reads what training goes on changing. "
-    '"Of copies" clones the tensors in the call, as their user would have to. Without a GPU {}; '
-    "all else is their own code, as installed from PyPI."
+    "nvidia-resiliency-ext and megatron-core save through a worker process. The state is on the "
+    "CPU, and they do not copy CPU tensors: after the first save the tensors lie in memory that "
+    "is shared with the worker, so later calls send handles, and the worker reads tensors that "
+    "training changes meanwhile. With 'of copies' the caller clones the tensors first, as a "
+    "user would have to. Without a GPU {}; everything else is their own code, as installed from "
+    "PyPI."
 )
 
 
 _READS_EXPLANATION = (
-    "Bytes read are those that read system calls returned, of files in the page cache and past it, "
-    "metadata included, per byte of the tensors loaded. Of several ranks bytes and CPU seconds add "
-    "up, and the slowest one's wall seconds count; rates are of the bytes in the title."
+    "Bytes read are those that read system calls returned, from files in the page cache and "
+    "from disk, metadata included, per byte of the tensors loaded. For several ranks, bytes and "
+    "CPU seconds are sums, wall seconds are those of the slowest rank, and rates are for the "
+    "bytes in the title."
 )
 
 

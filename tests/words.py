@@ -90,13 +90,13 @@ _LOCATIONS = re.compile(
 def breaches(passage: Passage) -> list[str]:
     """The words of a passage that break a rule: how a docstring begins, "where" for a condition, an
     actor without a name, a term that is not the one of this field."""
-    found = [match[0] for match in _ANYWHERE.finditer(passage.text)]
+    # Names in code are not prose.
+    text = re.sub(r"(`+)[^`]+\1", "``", passage.text) if passage.kind != "message" else passage.text
+    found = [match[0] for match in _ANYWHERE.finditer(text)]
     found += [
-        match[0]
-        for match in _WHERE.finditer(f". {passage.text}")
-        if not _LOCATIONS.fullmatch(match[1])
+        match[0] for match in _WHERE.finditer(f". {text}") if not _LOCATIONS.fullmatch(match[1])
     ]
-    if passage.kind.endswith("docstring") and (opening := _OPENING.match(passage.text)):
+    if passage.kind.endswith("docstring") and (opening := _OPENING.match(text)):
         found.append(opening[0])
     return found
 
