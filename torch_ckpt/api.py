@@ -421,7 +421,7 @@ def preflight(
     """
     with _open_for_this_rank(checkpoint_id, names, rename, reader_options) as load:
         values = _resolve_state_dict(state_dict)
-        return load.compare(Targets(values, only_compared=True).of_all(load))
+        return load.compare(Targets(values, only_compared=True).build_all(load))
 
 
 def estimate_read_memory(

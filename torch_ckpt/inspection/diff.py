@@ -73,11 +73,10 @@ def diff(
         CheckpointError: one of ``names`` matches nothing in either checkpoint.
         ValueError: an option is out of range.
 
-    Examples:
-        ```python
+    Example::
+
         report = torch_ckpt.diff("run/40", "run/80", ["model"], atol=1e-6)
         print(report)
-        ```
     """
     if isinstance(names, str):
         raise ValueError(f"names must be a list of patterns, got the string {names!r}")

@@ -27,11 +27,10 @@ class TensorDifference:
             None if ``differing`` is.
         index: index of the element with the largest absolute difference; None if ``differing`` is.
 
-    Examples:
-        ```python
+    Example::
+
         for difference in torch_ckpt.diff("run/40", "run/80").tensors:
             print(difference.name, difference.index, difference.largest_absolute)
-        ```
     """
 
     name: str
@@ -76,11 +75,10 @@ class DiffReport:
             payloads of NaNs.
         objects: names of objects whose stored bytes differ.
 
-    Examples:
-        ```python
+    Example::
+
         report = torch_ckpt.diff("run/40", "run/80")
         print("equal" if report.equal else report)
-        ```
     """
 
     a: str

@@ -121,12 +121,11 @@ class ShownTensor:
             its dtype to numbers.
         first: its first values in row-major order.
 
-    Examples:
-        ```python
+    Example::
+
         for item in torch_ckpt.show("run/40", ["model.*"]).items:
             if isinstance(item, torch_ckpt.ShownTensor):
                 print(item.name, item.shape, item.statistics)
-        ```
     """
 
     name: str
@@ -160,11 +159,10 @@ class ShownObject:
         value: the object; None if it was not unpickled.
         refused: the reason why it was not unpickled; empty if it was.
 
-    Examples:
-        ```python
+    Example::
+
         (item,) = torch_ckpt.show("run/40", ["step"]).items
         print(item.value)
-        ```
     """
 
     name: str
@@ -193,11 +191,10 @@ class ShowReport:
         items: the readable tensors and objects, sorted by name, numbers in names by value.
         damaged: (name, what is wrong) of tensors and objects that cannot be read, sorted likewise.
 
-    Examples:
-        ```python
+    Example::
+
         report = torch_ckpt.show("run/40", ["optimizer"])
         print(report)
-        ```
     """
 
     checkpoint: str
@@ -264,10 +261,9 @@ def show(
             descriptors.
         ValueError: an option is out of range.
 
-    Examples:
-        ```python
+    Example::
+
         print(torch_ckpt.show("run/40", ["model.embedding.weight", "step"]))
-        ```
     """
     if isinstance(names, str):
         raise ValueError(f"names must be a list of patterns, got the string {names!r}")

@@ -68,11 +68,10 @@ class Damage:
         bytes: number of damaged bytes from ``offset`` on; 0 if unknown.
         what: what is wrong, as a clause of text.
 
-    Examples:
-        ```python
+    Example::
+
         for damage in torch_ckpt.verify("run/40").damaged:
             print(damage.file, damage.offset, damage.what)
-        ```
     """
 
     name: str | None
@@ -109,12 +108,11 @@ class VerifyReport:
             ``torch.serialization.set_crc32_options(False)``.
         unreferenced: files in the directory that the metadata does not name. They are not damage.
 
-    Examples:
-        ```python
+    Example::
+
         report = torch_ckpt.verify("run/40")
         if not report.ok:
             print(*report.faults(), sep="\\n")
-        ```
     """
 
     checkpoint: str
@@ -223,11 +221,10 @@ def verify(
         OSError: the directory cannot be read.
         ValueError: an option is out of range.
 
-    Examples:
-        ```python
+    Example::
+
         report = torch_ckpt.verify("run/40")
         print(report)
-        ```
     """
     if thread_count is not None and thread_count < 1:
         raise ValueError(f"thread_count must be at least 1, got {thread_count}")

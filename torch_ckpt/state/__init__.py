@@ -1,1 +1,1 @@
-"""The state of a training program, and its way back."""
+"""Conversion of the state of a training program into a state dict, and back."""

@@ -1,17 +1,17 @@
-"""The state of a training program as a state dict, and back.
+"""Converts the state of a training program into a state dict and back.
 
-1. ``state_dict()`` runs the hooks, then reads every value of the mapping. Tensors keep places of
-   their own, named as in torch's ``get_state_dict``; what else a value's state holds becomes one
-   object, of types that load without ``allow_pickle``. All of an optimizer has torch's names.
-2. ``target()`` is the same without hooks, to load into: its tensors are the live ones. States that
-   an optimizer does not have yet are made beside it.
-3. ``apply()`` puts back what is not in place yet.
+1. ``state_dict()`` runs the hooks, then reads every value of the mapping. Each tensor is an item of
+   its own, named as in torch's ``get_state_dict``. The rest of a value's state becomes one object,
+   of types that load without ``allow_pickle``. An optimizer has torch's names throughout.
+2. ``target()`` returns a state dict to load into. Its tensors are the live ones, and no hooks run.
+   State that an optimizer does not have yet is created separately from the optimizer.
+3. ``apply()`` passes on what a load cannot fill in place.
 
-Checkpoints of stock torch are read, too, where what is one object here is one for each leaf.
+Checkpoints of stock torch, which store an object for each leaf, can be read, too.
 
-torch's own ``get_state_dict`` is not called. It gives an optimizer without state one by a step,
-after which Adam counts one step too many and SGD's momentum holds the weight decay; and it looks up
-every name three times at every save.
+torch's own ``get_state_dict`` is not used. It creates missing optimizer state by a step, after
+which Adam has counted one step too many and SGD's momentum contains the weight decay. It also
+resolves every name three times in each save.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from torch_ckpt.ranks.calls import Call
 from torch_ckpt.ranks.meeting import own_rank
 from torch_ckpt.state.optimizers import (
     OptimizerState,
-    as_stock_state,
     optimizer_state,
     set_optimizer_state,
+    to_stock_layout,
 )
 from torch_ckpt.state.parameter_names import ParameterNames
 from torch_ckpt.state.trees import (
@@ -51,49 +51,61 @@ from torch_ckpt.state.trees import (
     StateDict,
     python_number,
     split_state,
-    value_of_part,
-    wrapped_state,
+    unwrap_state,
+    wrap_state,
 )
 
 T = TypeVar("T")
 
 
 class BeforeSave(OrderedDict[int, Callable[[], None]]):
-    """Hooks that are called before state is read for a save, in the order they were added."""
+    """Hooks to call before state is read for a save, in the order in which they were added."""
 
     def add(self, hook: Callable[[], None]) -> RemovableHandle:
-        """Adds one; ``remove()`` of what is returned takes it away."""
+        """Adds a hook; ``remove()`` of the returned handle removes it."""
         handle = RemovableHandle(self)
         self[handle.id] = hook
         return handle
 
 
 class PerRank:
-    """A value that each rank has for itself, such as its data loader.
+    """Wraps a value that differs between ranks, such as a data loader.
 
-    Each rank saves its own and gets that back. A rank that the checkpoint has none of, since fewer
-    ranks saved it, keeps what it has, and warns; but there must be one of rank 0. All of it is
-    stored as one object, its tensors as CPU tensors.
+    Each rank saves its own state and gets the same state back. If fewer ranks saved the checkpoint,
+    the additional ranks keep their values and warn; the checkpoint must have the state of rank 0.
+    The state is stored as one object, with its tensors on the CPU.
 
     Args:
-        value: anything with ``state_dict()`` and ``load_state_dict()``, a tensor, or a plain value,
-            which is replaced.
+        value: a value with ``state_dict()`` and ``load_state_dict()``; a tensor, which is filled in
+            place and must have the saved shape; or a plain value, which is replaced.
+
+    Example::
+
+        state = {"model": model, "loader": torch_ckpt.PerRank(data_loader)}
+        torch_ckpt.save(state, "checkpoints/100")
     """
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     def state(self) -> Any:
-        """What is saved."""
+        """Returns the state to save."""
         return self.value.state_dict() if is_stateful(self.value) else self.value
 
     def restore(self, state: Any) -> None:
-        """Takes what was saved."""
+        """Restores a saved state.
+
+        Raises:
+            ValueError: the value is a tensor of another shape.
+        """
         if is_stateful(self.value):
             self.value.load_state_dict(state)
         elif isinstance(self.value, torch.Tensor):
             if self.value.shape != state.shape:
-                raise ValueError(f"it is {list(self.value.shape)}, saved was {list(state.shape)}")
+                raise ValueError(
+                    f"the tensor has shape {list(self.value.shape)}, but the saved one has shape "
+                    f"{list(state.shape)}"
+                )
             with torch.no_grad():
                 self.value.copy_(state)
         else:
@@ -101,16 +113,23 @@ class PerRank:
 
 
 class RNGState:
-    """The random number generators of this process, each rank's own: torch's for the CPU and, once
-    CUDA is in use, for each CUDA device; Python's; and NumPy's, where NumPy has been imported."""
+    """Saves and restores the random number generators of this process, separately for each rank.
+
+    These are torch's generator for the CPU and, once CUDA is in use, for each CUDA device; Python's
+    ``random``; and NumPy's global generator if NumPy has been imported.
+
+    Example::
+
+        torch_ckpt.save({"model": model, "rng": torch_ckpt.RNGState()}, "checkpoints/100")
+    """
 
     def state_dict(self) -> StateDict:
-        """The generators' states."""
+        """Returns the states of the generators."""
         state: StateDict = {"torch": torch.get_rng_state(), "python": random.getstate()}
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             state["cuda"] = torch.cuda.get_rng_state_all()
         if "numpy" in sys.modules:
-            # Lists in the place of arrays, which torch.load(weights_only=True) refuses.
+            # torch.load(weights_only=True) rejects NumPy arrays, so store lists.
             state["numpy"] = pytree.tree_map(
                 lambda part: part.tolist() if hasattr(part, "tolist") else part,
                 sys.modules["numpy"].random.get_state(legacy=False),
@@ -118,43 +137,54 @@ class RNGState:
         return state
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Sets the generators that both this process and ``state`` have."""
+        """Sets the generators that exist both in this process and in ``state``."""
         torch.set_rng_state(state["torch"])
         random.setstate(state["python"])
         if torch.cuda.is_available():
-            for device, of_device in enumerate(state.get("cuda", ())[: torch.cuda.device_count()]):
-                torch.cuda.set_rng_state(of_device, device)
+            for device, saved in enumerate(state.get("cuda", ())[: torch.cuda.device_count()]):
+                torch.cuda.set_rng_state(saved, device)
         if "numpy" in state and "numpy" in sys.modules:
             sys.modules["numpy"].random.set_state(state["numpy"])
 
 
 class AppState:
-    """What a training program is made of, as a state dict to save and to load.
+    """Converts the objects of a training program into a state dict, and back.
 
     ================================== ============================================================
     value                              how it is saved and restored
     ================================== ============================================================
-    ``nn.Module``                      by fully qualified names: no ``module.`` of DDP, no
-                                       ``_orig_mod.`` of ``torch.compile``; FSDP2 and tensor
-                                       parallel modules as DTensors, which reshard; not FSDP1
-    ``Optimizer``                      by the names of its parameters in the mapping's modules;
-                                       several modules' names begin with their keys. Parameters of
-                                       no module there: by number, as in its ``state_dict()``
-    ``PerRank``, ``RNGState``,         each rank's own
+    ``nn.Module``                      under fully qualified names, without the prefixes
+                                       ``module.`` (DDP) and ``_orig_mod.`` (``torch.compile``);
+                                       FSDP2 and tensor parallel modules as DTensors, which can be
+                                       resharded. FSDP1 is not supported
+    ``Optimizer``                      under the names of its parameters in the modules of the
+                                       mapping. If there are several modules, names begin with
+                                       their keys. Parameters that are in no module are numbered as
+                                       in the optimizer's ``state_dict()``
+    ``PerRank``, ``RNGState``,         separately for each rank
     torchdata's ``StatefulDataLoader``
-    with ``state_dict()`` and          tensors in it are filled in place, then
+    object with ``state_dict()`` and   its tensors are filled in place, then
     ``load_state_dict()``              ``load_state_dict()`` is called
     tensor                             filled in place
     other                              replaced in the mapping; tensors in dicts and lists are
                                        filled in place
     ================================== ============================================================
 
-    Hooks run before anything is read: those of ``before_save``, then ``before_checkpoint()`` of
-    every value, and module within a module, that has such a method.
+    Hooks run before any value is read: first those of ``before_save``, then the method
+    ``before_checkpoint()`` of every value, and of every module within a module, that has one.
 
     Args:
         state: names and values; names must be str. Values may be added and replaced at any time.
-        before_save: hooks.
+        before_save: hooks to run before each save; None starts with no hooks.
+
+    Example::
+
+        app_state = torch_ckpt.AppState({"model": model, "optimizer": optimizer, "step": 100})
+        torch_ckpt.save(app_state.state_dict, "checkpoints/100")
+
+        target = app_state.target()
+        torch_ckpt.load(target, "checkpoints/100")
+        app_state.apply(target)
     """
 
     def __init__(
@@ -164,10 +194,12 @@ class AppState:
         self.before_save = BeforeSave() if before_save is None else before_save
 
     def state_dict(self) -> StateDict:
-        """The state dict to save; its tensors are the live ones. Changes nothing that is trained.
+        """Runs the hooks and returns the state dict to save.
+
+        Its tensors are the live ones. Models and optimizers are not modified.
 
         Raises:
-            CheckpointError: a value's state cannot be read; names the key.
+            CheckpointError: the state of a value cannot be read; the message begins with its key.
             TypeError: the state is not a dict, or a key is not a str.
         """
         self._require_dict()
@@ -178,11 +210,12 @@ class AppState:
         return {key: states.read(key) for key in list(self.state)}
 
     def target(self) -> StateDict:
-        """A state dict to load into, by :func:`torch_ckpt.load`; then call :meth:`apply`.
+        """Returns a state dict for :func:`torch_ckpt.load`; after the load, call :meth:`apply`.
 
         Raises:
-            CheckpointError: a value's state cannot be read, a module is on the meta device, or an
-                optimizer without state cannot get one before its first step; names the key.
+            CheckpointError: the state of a value cannot be read, a module is on the meta device, or
+                an optimizer has no state and it cannot be created before the first step. The
+                message begins with the key of the value.
             TypeError: the state is not a dict, or a key is not a str.
         """
         self._require_dict()
@@ -190,15 +223,15 @@ class AppState:
         return {key: states.read(key, for_load=True) for key in list(self.state)}
 
     def apply(self, loaded: StateDict) -> None:
-        """Puts back what :meth:`target` returned, once it has been loaded.
+        """Restores the values from a loaded :meth:`target`.
 
         Raises:
-            CheckpointError: a value does not take its state; names the key.
+            CheckpointError: a value does not accept its state; the message begins with its key.
         """
         states = States(self.state)
         for key in list(self.state):
             states.apply(key, loaded[key])
-        states.warn_of_kept()
+        states.warn_of_missing_ranks()
 
     def restore(
         self,
@@ -208,90 +241,94 @@ class AppState:
         process_group: dist.ProcessGroup | None,
         timeout: float,
     ) -> T:
-        """:meth:`target`, ``load`` of it, and :meth:`apply`. What fails on one rank is raised on
-        all, where the others would wait for it in the load or in their training.
+        """Calls :meth:`target`, ``load`` and :meth:`apply` on every rank of a group.
+
+        If one rank fails, all ranks raise. Otherwise they would wait for that rank in the load or
+        in their training.
 
         Args:
-            load: called with the target, on every rank.
-            call: the function that the ranks are in, for errors.
-            timeout: seconds after which a rank that shows no sign of life is given up.
+            load: called with the target on every rank.
+            call: name of the function that the user called, for error messages.
+            process_group: ranks that restore; None for the default group.
+            timeout: seconds after which a rank that sends no heartbeat is declared dead.
 
         Returns:
-            What ``load`` has returned.
+            The result of ``load``.
 
         Raises:
-            CheckpointError: as :meth:`target` and :meth:`apply`; on the other ranks RuntimeError.
-            TimeoutError: ranks did not come; they are named.
+            CheckpointError: :meth:`target` or :meth:`apply` failed on this rank.
+            RuntimeError: one of them failed on another rank.
+            TimeoutError: a rank did not arrive; the message names it.
         """
         targets: list[StateDict] = []
-        with Call(call, process_group, timeout) as meeting:
-            meeting.all_succeed(lambda: targets.append(self.target()))
+        with Call(call, process_group, timeout) as exchange:
+            exchange.all_succeed(lambda: targets.append(self.target()))
         [target] = targets
         loaded = load(target)
-        with Call(call, process_group, timeout) as meeting:
-            meeting.all_succeed(lambda: self.apply(target))
+        with Call(call, process_group, timeout) as exchange:
+            exchange.all_succeed(lambda: self.apply(target))
         return loaded
 
     # --- private ---------------------------------------------------------------------------------
 
     def _require_dict(self) -> None:
-        # Not when it is made, but where what a rank raises is told to the others.
+        # Checked when it is used, since errors of the constructor do not reach the other ranks.
         if not isinstance(self.state, Mapping):
             kind = type(self.state).__name__
             raise TypeError(f'the state must be a dict such as {{"model": model}}, got a {kind}')
 
 
 class States:
-    """The states of a mapping's values, each read and set for itself.
+    """Reads and restores the states of a mapping's values, one value at a time.
 
     Args:
         values: the mapping.
-        wraps_errors: what a value raises becomes a CheckpointError that names its key. If not, it
-            is raised as it is, and only errors of torch_ckpt itself name the key.
+        wraps_errors: turn any exception of a value into a CheckpointError that begins with its key.
+            If False, only errors of torch_ckpt get the key, and others are raised unchanged.
     """
 
     def __init__(self, values: MutableMapping[str, Any], *, wraps_errors: bool = True) -> None:
         self._values = values
-        self._kept: list[str] = []
-        self._naming = _naming if wraps_errors else _naming_own
+        self._missing: list[str] = []
+        self._add_key = _add_key_to_errors if wraps_errors else _add_key_to_our_errors
 
     @functools.cached_property
     def _names(self) -> ParameterNames:
         return ParameterNames(self._values)
 
     def call_hooks(self, keys: Iterable[str]) -> None:
-        """Calls ``before_checkpoint()`` of values and of modules within modules."""
+        """Calls ``before_checkpoint()`` of the values, and of all modules within modules."""
         for key in list(keys):
             value = self._values[key]
             parts: Iterable[Any] = value.modules() if isinstance(value, nn.Module) else (value,)
             for part in parts:
-                # Of its type: asking a module itself for what it does not have is slow.
+                # Looks at the type, since nn.Module.__getattr__ is slow for missing attributes.
                 if hasattr(type(part), "before_checkpoint"):
-                    with self._naming(key, "before_checkpoint() failed"):
+                    with self._add_key(key, "before_checkpoint() failed"):
                         part.before_checkpoint()
 
     def read(self, key: str, *, for_load: bool = False) -> Any:
-        """Returns the state of a value to save, or one to load into."""
+        """Returns the state of a value: to save, or to load into."""
         if not isinstance(key, str):
-            raise TypeError(f"the names of a state must be str, got {key!r}")
-        with self._naming(key, "its state could not be read"):
-            return _state_of(key, self._values[key], self._names, for_load)
+            raise TypeError(f"the keys of a state must be str, got {key!r}")
+        with self._add_key(key, "its state could not be read"):
+            return _read_state(key, self._values[key], self._names, for_load)
 
     def apply(self, key: str, part: Any) -> None:
-        """Puts back a state that was read for a load, and loaded."""
-        with self._naming(key, "could not be restored"):
+        """Restores a value from a state that :meth:`read` returned and a load has filled."""
+        with self._add_key(key, "could not be restored"):
             value = self._values[key]
-            per_rank = _per_rank(value)
+            per_rank = _as_per_rank(value)
             if per_rank is not None:
                 [own] = part.values()
                 if isinstance(own, SimpleNamespace):
                     per_rank.restore(own.value)
                 elif isinstance(own, IfStored) and own.missing:
-                    self._kept.append(key)
+                    self._missing.append(key)
             elif isinstance(value, nn.Module):
                 value.load_state_dict(
                     {
-                        name: value_of_part(part[self._names.of(value, name)])
+                        name: unwrap_state(part[self._names.resolve(value, name)])
                         for name in value.state_dict()
                     }
                 )
@@ -304,24 +341,24 @@ class States:
             elif part[OBJECTS].values:
                 self._values[key] = part[OBJECTS].state(part)
 
-    def warn_of_kept(self) -> None:
-        """Warns of the values that the checkpoint had no state of for this rank."""
-        if self._kept:
-            # It names the line that calls what calls this.
+    def warn_of_missing_ranks(self) -> None:
+        """Warns of values whose state for this rank was not in the checkpoint."""
+        if self._missing:
+            # The warning names the caller's caller.
             warnings.warn(
-                f"{', '.join(self._kept)}: no state of rank {own_rank()} was in the checkpoint "
-                "(one of fewer ranks has none); this rank keeps what it has",
+                f"{', '.join(self._missing)}: the checkpoint has no state of rank {own_rank()}, as "
+                "if fewer ranks had saved it; this rank keeps its current state",
                 stacklevel=3,
             )
 
 
 def has_state(value: Any) -> bool:
-    """True if a value is saved by its state: modules, optimizers, PerRank, Stateful values."""
+    """True if a value is saved through its state: modules, optimizers, PerRank, Stateful values."""
     return is_stateful(value) or isinstance(value, PerRank)
 
 
 def saved_values(state_dict: MutableMapping[str, Any]) -> StateDict:
-    """Returns the values of a state dict to save: states in the place of values that have one."""
+    """Returns a copy of a state dict to save, with values that have a state replaced by it."""
     values = dict(state_dict)
     keys = [k for k, v in values.items() if not isinstance(v, torch.Tensor) and has_state(v)]
     if keys:
@@ -331,13 +368,13 @@ def saved_values(state_dict: MutableMapping[str, Any]) -> StateDict:
     return values
 
 
-def _state_of(key: str, value: Any, names: ParameterNames, for_load: bool) -> Any:
-    per_rank = _per_rank(value)
+def _read_state(key: str, value: Any, names: ParameterNames, for_load: bool) -> Any:
+    per_rank = _as_per_rank(value)
     if per_rank is not None:
         if not for_load:
-            own: Any = wrapped_state(key, per_rank.state())
+            own: Any = wrap_state(key, per_rank.state())
         else:
-            # Any number of ranks has a rank 0: without its state the key is not there at all.
+            # Optional on all ranks but rank 0. If the state of rank 0 is missing, so is the key.
             own = IfStored() if own_rank() else None
         return {f"rank{own_rank()}": own}
     if isinstance(value, nn.Module):
@@ -348,36 +385,37 @@ def _state_of(key: str, value: Any, names: ParameterNames, for_load: bool) -> An
     if isinstance(value, Optimizer):
         parameters = names.of_parameters(value)
         state = optimizer_state(value, parameters, for_load)
-        return OptimizerState(key, parameters, state) if for_load else as_stock_state(key, state)
+        return OptimizerState(key, parameters, state) if for_load else to_stock_layout(key, state)
     if type(value) in PLAIN and not for_load:
         return value
     return split_state(key, value.state_dict() if is_stateful(value) else value, for_load)
 
 
 def _module_state(key: str, module: nn.Module, names: ParameterNames, for_load: bool) -> StateDict:
-    found: StateDict = {}
+    state: StateDict = {}
     for name, part in module.state_dict().items():
-        # What a module packs into a tensor of its own may change its length.
+        # Extra state is an object even if it is a tensor, since its length may change.
         is_tensor = isinstance(part, torch.Tensor) and not name.endswith("_extra_state")
         if is_tensor and for_load and part.device.type == "meta":
             raise CheckpointError(
-                f"{name} is on the meta device, where it has no memory to load into; call "
-                "to_empty(device=...) of the module before the restore"
+                f"{name} is on the meta device and has no memory to load into. Call the module's "
+                "to_empty(device=...) before the restore"
             )
-        found[names.of(module, name)] = part if is_tensor else wrapped_state(key, part, 0, for_load)
-    return found
+        resolved = names.resolve(module, name)
+        state[resolved] = part if is_tensor else wrap_state(key, part, 0, for_load)
+    return state
 
 
-def _per_rank(value: Any) -> PerRank | None:
+def _as_per_rank(value: Any) -> PerRank | None:
     if isinstance(value, PerRank):
         return value
-    # Not imported: a program that does not use torchdata need not have it.
+    # Recognized by name, since torchdata is an optional dependency.
     is_loader = any(kind.__name__ == "StatefulDataLoader" for kind in type(value).__mro__)
     return PerRank(value) if is_loader or isinstance(value, RNGState) else None
 
 
 @contextlib.contextmanager
-def _naming_own(key: str, what: str) -> Iterator[None]:
+def _add_key_to_our_errors(key: str, what: str) -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
@@ -385,7 +423,7 @@ def _naming_own(key: str, what: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _naming(key: str, what: str) -> Iterator[None]:
+def _add_key_to_errors(key: str, what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The state of optimizers under stock's names: read, compared with what is stored, and set."""
+"""Reads the state of optimizers under stock's names, compares it with a checkpoint, restores it."""
 
 from __future__ import annotations
 
@@ -23,23 +23,33 @@ from torch_ckpt.state.trees import (
     python_number,
     require_distinct_names,
     tensor_count,
-    value_of_part,
-    wrapped_state,
+    unwrap_state,
+    wrap_state,
 )
 
-#: Those of an optimizer's parameters whose stored states are zeros that no step has made.
+#: Names the list of parameters that had no state, for which the checkpoint stores zeros.
 _WITHOUT_STATE = "without_state"
 
-# Of a group of an optimizer's parameters.
+# Keys of a parameter group that are not options.
 _NO_OPTIONS = ("params", "param_names")
 
-# That an error lists.
-_MOST_NAMES = 10
+# Number of names that an error lists.
+_MAX_NAMES = 10
 
 
 def optimizer_state(optimizer: Optimizer, names: list[str], for_load: bool) -> StateDict:
-    """An optimizer's state by names. Parameters that have none yet are listed, and have the state
-    of zeros that a first step would start from: so a checkpoint's names depend on no step."""
+    """Returns an optimizer's state, with names of parameters in place of their numbers.
+
+    A parameter without state gets a state of zeros and is listed under ``without_state``, so that
+    the names in a checkpoint do not depend on whether a step has been made.
+
+    Args:
+        names: the names of the parameters, in their order.
+        for_load: raise if no state can be created; otherwise leave the parameter without state.
+
+    Raises:
+        CheckpointError: ``for_load``, and the optimizer cannot create its state without a gradient.
+    """
     saved = optimizer.state_dict()
     state = {names[number]: slots for number, slots in saved["state"].items() if slots}
     without: list[str] = []
@@ -58,9 +68,9 @@ def optimizer_state(optimizer: Optimizer, names: list[str], for_load: bool) -> S
             if not for_load or optimizer.state:
                 continue
             raise CheckpointError(
-                f"{type(unwrapped(optimizer)).__name__} has no state before its first step, and "
-                f"makes none for a zero gradient ({error}); do a step before the restore, or save "
-                "it as PerRank(optimizer)"
+                f"{type(unwrapped(optimizer)).__name__} has no state before its first step, and a "
+                f"step with zero gradients does not create it ({error}). Make a step before the "
+                "restore, or save the optimizer as PerRank(optimizer)"
             ) from error
     groups = [
         {**group, "params": [names[number] for number in group["params"]]}
@@ -72,17 +82,18 @@ def optimizer_state(optimizer: Optimizer, names: list[str], for_load: bool) -> S
 def _initial_states(
     optimizer: Optimizer, group: StateDict, named: list[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, StateDict]]:
-    """Yields the states that parameters of a group would get, all zeros.
+    """Yields the states, all zeros, that a first step would create for parameters of a group.
 
-    They come from a stand-in that shares nothing with the optimizer: an instance of its class that
-    is set up as an unpickled one (``Optimizer.__setstate__``) and steps a parameter of its own.
+    A stand-in creates them: an instance of the optimizer's class, set up like an unpickled one by
+    ``Optimizer.__setstate__``, that steps one parameter of its own. It shares nothing with the
+    optimizer.
     """
     if not named:
         return
     optimizer = unwrapped(optimizer)
     options = copy.deepcopy({k: v for k, v in group.items() if k not in _NO_OPTIONS})
     groups: list[StateDict] = [{**options, "params": []}]
-    # Of its other attributes those that refer to nothing else: no parameters, no other optimizer.
+    # Copy only attributes of plain types: others may refer to parameters or another optimizer.
     attributes = {name: value for name, value in vars(optimizer).items() if _is_plain(value)}
     stand_in = object.__new__(type(optimizer))
     stand_in.__setstate__(
@@ -91,7 +102,7 @@ def _initial_states(
     )
     if stand_in.param_groups is not groups or stand_in.state:
         raise TypeError(f"{type(optimizer).__name__} keeps its parameters in another object")
-    # Without the hooks around it, which are the program's.
+    # The hooks around step() belong to the program and must not run.
     step: Any = type(optimizer).step
     if getattr(step, "hooked", False):
         step = step.__wrapped__
@@ -116,68 +127,76 @@ def _is_plain(value: Any) -> bool:
     return type(value) in (*PLAIN, torch.dtype, torch.device)
 
 
-def as_stock_state(key: str, state: StateDict) -> StateDict:
-    """An optimizer's state to save, with the names and values of torch's ``get_state_dict``. What
-    torch would take apart, and so lose types or keys of, is wrapped."""
+def to_stock_layout(key: str, state: StateDict) -> StateDict:
+    """Converts an optimizer's state to the names and values of torch's ``get_state_dict``.
 
-    def stored(name: str, value: Any) -> Any:
+    Containers that torch would split, losing types or keys, are wrapped into objects.
+
+    Args:
+        key: key of the optimizer.
+        state: the result of :func:`optimizer_state`.
+    """
+
+    def convert(name: str, value: Any) -> Any:
         if type(value) in (dict, OrderedDict) and tensor_count(value):
             require_distinct_names(value)
-            return {place: stored(f"{name}.{place}", part) for place, part in value.items()}
+            return {part: convert(f"{name}.{part}", inner) for part, inner in value.items()}
         if type(value) is list and tensor_count(value):
-            return [stored(f"{name}.{place}", part) for place, part in enumerate(value)]
-        return stored_leaf(name, value)
+            return [convert(f"{name}.{index}", inner) for index, inner in enumerate(value)]
+        return convert_leaf(name, value)
 
-    def stored_leaf(name: str, value: Any) -> Any:
+    def convert_leaf(name: str, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return value
         value = python_number(value)
         if type(value) in (list, tuple) and all(type(part) in PLAIN for part in value):
             return copy.copy(value)
-        return value if type(value) in PLAIN else wrapped_state(name, value)
+        return value if type(value) in PLAIN else wrap_state(name, value)
 
     groups = [
         {
-            option: stored_leaf(f"{key}.param_groups.{number}.{option}", value)
+            option: convert_leaf(f"{key}.param_groups.{number}.{option}", value)
             for option, value in group.items()
         }
         for number, group in enumerate(state["param_groups"])
     ]
     slots = {
         name: {
-            # Nearly all are tensors, whose names are never needed.
+            # Most values are tensors. Avoid formatting a name for them.
             slot: value
             if isinstance(value, torch.Tensor)
-            else stored(f"{key}.state.{name}.{slot}", value)
+            else convert(f"{key}.state.{name}.{slot}", value)
             for slot, value in slots.items()
         }
         for name, slots in state["state"].items()
     }
-    rest = {
-        name: stored(f"{key}.{name}", value)
+    others = {
+        name: convert(f"{key}.{name}", value)
         for name, value in state.items()
         if name not in ("state", "param_groups")
     }
-    return {**rest, "state": slots, "param_groups": groups}
+    return {**others, "state": slots, "param_groups": groups}
 
 
 class OptimizerState(Discovered):
-    """An optimizer's state, to load, from any of three layouts.
+    """Loads an optimizer's state from any of three layouts.
 
-    1. That of :func:`as_stock_state`: an object for each option of each group.
-    2. That of ``StateDictOptions(flatten_optimizer_state_dict=True)``: one for each parameter's.
-    3. That of ``Optimizer.state_dict()`` itself: as the first one, with numbers of parameters.
+    1. The layout of :func:`to_stock_layout`: an object for each option of each group.
+    2. The layout of ``StateDictOptions(flatten_optimizer_state_dict=True)``: an object for each
+       option of each parameter.
+    3. The layout of ``Optimizer.state_dict()``: like the first one, with numbers of parameters in
+       place of names.
 
     Args:
-        key: of the optimizer.
-        names: of its parameters, in their order.
-        state: as of :func:`optimizer_state`; its tensors receive the values.
+        key: key of the optimizer.
+        names: names of its parameters, in their order.
+        state: the result of :func:`optimizer_state`; its tensors receive the loaded values.
     """
 
     def __init__(self, key: str, names: list[str], state: StateDict) -> None:
         super().__init__()
         self._prefix = f"{key}."
-        #: How many tensors the checkpoint has of each parameter.
+        #: Number of tensors that the checkpoint has for each parameter.
         self.stored_counts: dict[str, int] = {}
         self._has_groups = False
         self._set_names(names, names, state)
@@ -194,7 +213,7 @@ class OptimizerState(Discovered):
             ],
             _WITHOUT_STATE: [name_of[name] for name in state[_WITHOUT_STATE]],
         }
-        #: Tensors and objects here, by the name that they have in a checkpoint of layout 1 or 2.
+        #: Paths of the tensors and objects in the state, by their names in layouts 1 and 2.
         self._leaves: dict[str, tuple[Any, ...]] = {}
         for name, slots in self._state["state"].items():
             self._add_leaves(slots, "state", name)
@@ -206,20 +225,20 @@ class OptimizerState(Discovered):
         is_slots = len(path) == 2 and path[0] == "state"
         if is_slots or (type(value) in (dict, OrderedDict, list) and tensor_count(value)):
             parts = enumerate(value) if isinstance(value, list) else value.items()
-            for place, part in parts:
-                self._add_leaves(part, *path, place)
+            for key, part in parts:
+                self._add_leaves(part, *path, key)
         else:
             self._leaves[self._prefix + ".".join(map(str, path))] = path
 
     @staticmethod
-    def _of_parameters(
-        names: Iterable[str], of_state: str, parameters: Container[str]
+    def _group_by_parameter(
+        names: Iterable[str], state_prefix: str, parameters: Container[str]
     ) -> dict[str, list[str]]:
-        """Groups names in the checkpoint by parameter; "" for parameters unknown here."""
+        """Groups names in the checkpoint by parameter; "" groups those of unknown parameters."""
         found: dict[str, list[str]] = {}
         for name in names:
-            if name.startswith(of_state):
-                parts = _of_parameter(name.removeprefix(of_state), parameters)
+            if name.startswith(state_prefix):
+                parts = _split_after_parameter(name.removeprefix(state_prefix), parameters)
                 found.setdefault(parts[0] if parts else "", []).append(name)
         return found
 
@@ -227,61 +246,64 @@ class OptimizerState(Discovered):
         is_tensor = {
             name: stored.is_tensor(name) for name in stored.names if name.startswith(self._prefix)
         }
-        of_groups = f"{self._prefix}param_groups."
-        of_state = f"{self._prefix}state."
-        self._has_groups = f"{of_groups}0.params" in stored
-        if not any(name.startswith(of_groups) for name in is_tensor):
-            return {of_groups[:-1]: self}
-        is_of_names = self._prefix + _WITHOUT_STATE in stored
-        of_parameters = self._of_parameters(is_tensor, of_state, self.numbers)
-        if not (is_of_names or of_parameters.keys() & self.numbers.keys()):
-            # Nothing has a name from here: perhaps numbers, as of Optimizer.state_dict().
+        groups_prefix = f"{self._prefix}param_groups."
+        state_prefix = f"{self._prefix}state."
+        self._has_groups = f"{groups_prefix}0.params" in stored
+        if not any(name.startswith(groups_prefix) for name in is_tensor):
+            return {groups_prefix[:-1]: self}
+        is_ours = self._prefix + _WITHOUT_STATE in stored
+        names_of = self._group_by_parameter(is_tensor, state_prefix, self.numbers)
+        if not (is_ours or names_of.keys() & self.numbers.keys()):
+            # No name is known. Try the numbers of Optimizer.state_dict().
             names = list(self.numbers)
             numbers = [str(number) for number in range(len(names))]
-            by_number = self._of_parameters(is_tensor, of_state, numbers)
+            by_number = self._group_by_parameter(is_tensor, state_prefix, numbers)
             if by_number.keys() & set(numbers):
                 self._set_names(numbers, names, self._state)
-                of_parameters = by_number
+                names_of = by_number
         self.stored_counts = {
             parameter: sum(is_tensor[name] for name in names)
-            for parameter, names in of_parameters.items()
+            for parameter, names in names_of.items()
         }
-        # Stock torch saves no state of what never had a gradient, where ours has zeros.
-        may_lack = not is_of_names and any(name in self.numbers for name in of_parameters)
+        # Stock torch saves no state of a parameter that never had a gradient; torch_ckpt saves
+        # zeros.
+        may_lack = not is_ours and any(name in self.numbers for name in names_of)
         chosen: StateDict = {}
         for name, path in self._leaves.items():
-            if path[0] == "state" and may_lack and path[1] not in of_parameters:
+            if path[0] == "state" and may_lack and path[1] not in names_of:
                 self._state["state"].pop(path[1], None)
             else:
                 value = _at(self._state, path)
                 if isinstance(value, torch.Tensor):
                     chosen[name] = value
                 elif not is_tensor.get(name):
-                    chosen[name] = self  # where a tensor has taken its place, their numbers differ
-        for name, is_one in is_tensor.items():
-            if not is_one:
+                    # If the checkpoint has a tensor instead, the counts of tensors differ, and
+                    # set_optimizer_state() raises.
+                    chosen[name] = self
+        for name, has_tensor in is_tensor.items():
+            if not has_tensor:
                 chosen[name] = self
-            elif name.startswith(of_groups):
+            elif name.startswith(groups_prefix):
                 chosen[name] = stored.meta_tensor(name)
         return chosen
 
     def state(self) -> tuple[StateDict, bool]:
-        """The state with what has been loaded, by names; and whether its groups have been."""
+        """Returns the state with the loaded values, by names, and whether groups were loaded."""
         values = {name.removeprefix(self._prefix): v for name, v in self.values.items()}
         if not values:
             return self._state, False
         state = {**self._state, _WITHOUT_STATE: values.pop(_WITHOUT_STATE, [])}
         groups: StateDict = {}
         for name, stored in values.items():
-            value = value_of_part(stored)
+            value = unwrap_state(stored)
             path = self._leaves.get(self._prefix + name)
-            top, _, rest = name.partition(".")
+            top, _, below = name.partition(".")
             if top == "param_groups":
-                groups[rest] = value
+                groups[below] = value
             elif path is not None:
                 _at(state, path[:-1])[path[-1]] = value
             elif top == "state":
-                found = _of_parameter(rest, self.numbers)
+                found = _split_after_parameter(below, self.numbers)
                 if found is not None:
                     state["state"].setdefault(found[0], {})[found[1]] = value
             else:
@@ -290,33 +312,33 @@ class OptimizerState(Discovered):
             _name_parameters(groups, list(self.numbers))
         if groups:
             state["param_groups"] = (
-                _groups_by_number(groups)
+                _groups_from_numbers(groups)
                 if self._has_groups
-                else _groups_by_parameter(groups, self._state["param_groups"], self.numbers)
+                else _groups_from_parameters(groups, self._state["param_groups"], self.numbers)
             )
         return state, bool(groups)
 
 
 def _name_parameters(options: StateDict, names: list[str]) -> None:
-    """Names the parameters of groups, which ``Optimizer.state_dict()`` lists by numbers."""
+    """Replaces the numbers that ``Optimizer.state_dict()`` stores in groups with names."""
     for option, value in options.items():
         if option.endswith(".params") and any(isinstance(number, int) for number in value):
             options[option] = [names[n] if n < len(names) else str(n) for n in value]
             if any(str(n) in names and names.index(str(n)) != n for n in value):
                 raise CheckpointError(
-                    "the checkpoint has the optimizer's own state_dict(), whose parameters have "
-                    "numbers, and the module here names other parameters by these numbers"
+                    "the checkpoint has the optimizer's own state_dict(), which numbers the "
+                    "parameters, but the module has parameters named by numbers in another order"
                 )
 
 
 def _at(value: Any, path: tuple[Any, ...]) -> Any:
-    for place in path:
-        value = value[place]
+    for key in path:
+        value = value[key]
     return value
 
 
-def _of_parameter(name: str, parameters: Container[str]) -> tuple[str, str] | None:
-    """A name as that of a parameter, and what follows it."""
+def _split_after_parameter(name: str, parameters: Container[str]) -> tuple[str, str] | None:
+    """Splits a name into the longest name of a parameter and the part after it."""
     end = name.rfind(".")
     while end > 0:
         if name[:end] in parameters:
@@ -325,85 +347,97 @@ def _of_parameter(name: str, parameters: Container[str]) -> tuple[str, str] | No
     return None
 
 
-def _groups_by_number(options: StateDict) -> list[StateDict]:
-    """The groups of a state whose options are named by the numbers of groups."""
+def _groups_from_numbers(options: StateDict) -> list[StateDict]:
+    """Builds groups from options that are named by the numbers of the groups."""
     groups: dict[str, StateDict] = defaultdict(lambda: {"params": []})
     for name, value in options.items():
         number, _, option = name.partition(".")
         groups[number][option] = value
-    # The numbers come from the checkpoint: a large one must not make as many groups.
+    # Compare sets first: a damaged checkpoint with a huge number must not create as many groups.
     numbers = [str(number) for number in range(len(groups))]
     if groups.keys() != set(numbers):
-        raise CheckpointError(f"the checkpoint has groups {', '.join(groups)}, not 0 and on")
+        raise CheckpointError(
+            f"the checkpoint numbers its parameter groups {', '.join(groups)}, not from 0 to "
+            f"{len(groups) - 1}"
+        )
     return [groups[number] for number in numbers]
 
 
-def _groups_by_parameter(
-    options: StateDict, here: list[StateDict], parameters: Container[str]
+def _groups_from_parameters(
+    options: StateDict, current: list[StateDict], parameters: Container[str]
 ) -> list[StateDict]:
-    """The same where options are named by parameters: in the groups that there are here, of which
-    those are left out whose options are others."""
-    of_parameter: dict[str, StateDict] = {}
+    """Builds groups from options that are named by parameters.
+
+    Keeps the grouping of the current optimizer. A parameter whose options differ from those of the
+    first one in its group is left out.
+    """
+    options_of: dict[str, StateDict] = {}
     for name, value in options.items():
-        found = _of_parameter(name, parameters)
+        found = _split_after_parameter(name, parameters)
         if found is not None:
-            of_parameter.setdefault(found[0], {})[found[1]] = value
+            options_of.setdefault(found[0], {})[found[1]] = value
     groups = []
-    for group in here:
-        members = [name for name in group["params"] if name in of_parameter]
-        first = of_parameter[members[0]] if members else {}
-        alike = [name for name in members if _same_options(of_parameter[name], first)]
-        groups.append({**first, "params": alike})
+    for group in current:
+        members = [name for name in group["params"] if name in options_of]
+        first = options_of[members[0]] if members else {}
+        members = [name for name in members if _are_equal_options(options_of[name], first)]
+        groups.append({**first, "params": members})
     return groups
 
 
-def _same_options(some: StateDict, others: StateDict) -> bool:
-    def same(a: Any, b: Any) -> bool:
+def _are_equal_options(some: StateDict, others: StateDict) -> bool:
+    def are_equal(a: Any, b: Any) -> bool:
         if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
             return torch.equal(a, b)
         return type(a) is type(b) and bool(a == b)
 
-    return some.keys() == others.keys() and all(same(v, others[k]) for k, v in some.items())
+    return some.keys() == others.keys() and all(are_equal(v, others[k]) for k, v in some.items())
 
 
 def set_optimizer_state(optimizer: Optimizer, found: OptimizerState) -> None:
+    """Restores an optimizer from a loaded state.
+
+    Raises:
+        CheckpointError: the optimizer's parameters, groups or options do not match the checkpoint.
+    """
     loaded, has_groups = found.state()
     numbers = found.numbers
     names = list(numbers)
     without = set(loaded.pop(_WITHOUT_STATE))
-    slots_here = loaded["state"] or {}
+    slots_of = loaded["state"] or {}
     if has_groups:
-        # Of an older version, or another rank, the list may be that of another one's state.
         stored = {k: n for k, n in found.stored_counts.items() if k in numbers and n}
-        if not slots_here and stored:
+        if not slots_of and stored:
             raise CheckpointError(
-                f"the checkpoint has states of parameters, and {type(optimizer).__name__} keeps "
-                "none: was another optimizer saved, or is all of it frozen now?"
+                f"the checkpoint has optimizer state for parameters, but "
+                f"{type(optimizer).__name__} keeps none. Restore into the class of optimizer that "
+                "was saved, and freeze parameters after the restore"
             )
-        here = {name: tensor_count(slots) for name, slots in slots_here.items()}
-        _require_same_state(stored, here, numbers.keys() - without)
-    # The list is that of one rank, at the save or here: another one may have had a state.
+        present = {name: tensor_count(slots) for name, slots in slots_of.items()}
+        _require_same_structure(stored, present, numbers.keys() - without)
+    # `without` was recorded by one rank. Another rank may have saved a state for the parameter, so
+    # check that the stored values are zeros.
     state = {
         numbers[name]: slots
-        for name, slots in slots_here.items()
+        for name, slots in slots_of.items()
         if name in numbers and not (name in without and _is_zero(slots))
     }
     stored_groups = loaded["param_groups"]
-    of_name = {name: index for index, g in enumerate(stored_groups) for name in g["params"]}
+    group_of = {name: index for index, g in enumerate(stored_groups) for name in g["params"]}
     groups = []
-    own = iter(range(len(names)))
+    next_number = iter(range(len(names)))
     for index, group in enumerate(optimizer.param_groups):
-        members = [next(own) for _ in group["params"]]
-        places = {of_name.get(names[number]) for number in members} or {index}
-        place = places.pop()
-        if places or place is None or place >= len(stored_groups):
+        members = [next(next_number) for _ in group["params"]]
+        candidates = {group_of.get(names[number]) for number in members} or {index}
+        stored_index = candidates.pop()
+        if candidates or stored_index is None or stored_index >= len(stored_groups):
             raise CheckpointError(
                 f"the parameters of group {index} ({names[members[0]] if members else 'empty'}, "
-                "...) are not of one group in the checkpoint, so its learning rate and other "
-                "options are not known. Group them as they were; ranks that optimize different "
-                "parameters, as pipeline stages do, need different keys in the state"
+                "...) are not in one group in the checkpoint, so its learning rate and other "
+                "options are unknown. Group the parameters as they were saved. If ranks optimize "
+                "different parameters, as pipeline stages do, use different keys in the state"
             )
-        options = {k: v for k, v in stored_groups[place].items() if k not in _NO_OPTIONS}
+        options = {k: v for k, v in stored_groups[stored_index].items() if k not in _NO_OPTIONS}
         lost = [
             option
             for option, value in options.items()
@@ -411,50 +445,53 @@ def set_optimizer_state(optimizer: Optimizer, found: OptimizerState) -> None:
         ]
         if lost:
             raise CheckpointError(
-                f"{', '.join(sorted(lost))} of group {index} was saved as a tensor and is none "
-                "now; make the optimizer with a tensor there"
+                f"{', '.join(sorted(lost))} of group {index} was saved as a tensor and is not a "
+                "tensor now. Create the optimizer with a tensor for it"
             )
-        # An option that the checkpoint does not know keeps the value that it has here.
+        # Options that the checkpoint lacks keep their current values.
         groups.append({**group, **options, "params": members})
     options_before = [dict(group) for group in optimizer.param_groups]
     optimizer.load_state_dict({**loaded, "state": state, "param_groups": groups})
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, slots in state.items():
-        of_parameter = optimizer.state[parameters[number]]
+        restored = optimizer.state[parameters[number]]
         for slot, value in slots.items():
-            # It may have been cast to the parameter's dtype.
-            if isinstance(value, torch.Tensor) and slot in of_parameter:
-                of_parameter[slot] = value
+            # load_state_dict() may have cast it to the parameter's dtype.
+            if isinstance(value, torch.Tensor) and slot in restored:
+                restored[slot] = value
     for group, before in zip(optimizer.param_groups, options_before, strict=True):
         for option, tensor in before.items():
-            # Captured graphs know it by its address.
+            # Captured CUDA graphs refer to the tensor's address, so keep the tensor.
             if isinstance(tensor, torch.Tensor) and option in group:
                 with torch.no_grad():
                     tensor.copy_(torch.as_tensor(group[option]))
                 group[option] = tensor
 
 
-def _require_same_state(stored: dict[str, int], here: dict[str, int], names: Set[str]) -> None:
-    differ = [name for name in sorted(names) if stored.get(name) not in (None, here.get(name, 0))]
+def _require_same_structure(
+    stored: dict[str, int], present: dict[str, int], names: Set[str]
+) -> None:
+    """Raises CheckpointError if a parameter has another number of state tensors than stored."""
+    differ = [n for n in sorted(names) if stored.get(n) not in (None, present.get(n, 0))]
     if differ:
         shown = ", ".join(
-            f"{name} (stored {plural(stored[name], 'tensor')}, here {here.get(name, 0)})"
-            for name in differ[:_MOST_NAMES]
+            f"{name} ({plural(stored[name], 'tensor')} stored, {present.get(name, 0)} present)"
+            for name in differ[:_MAX_NAMES]
         )
-        more = f" and {len(differ) - _MOST_NAMES} more" if len(differ) > _MOST_NAMES else ""
+        more = f" and {len(differ) - _MAX_NAMES} more" if len(differ) > _MAX_NAMES else ""
         raise CheckpointError(
-            f"the state of these parameters has another form than when it was saved: {shown}{more}."
-            " Restore into an optimizer of the same options with the same parameters trainable, "
-            "and freeze them or change options after that; PerRank(optimizer) saves a state that "
-            "changes its form, as that of LBFGS"
+            "the optimizer has another number of state tensors than the checkpoint for these "
+            f"parameters: {shown}{more}. Restore with the saved options and the same trainable "
+            "parameters, and change them after the restore. Save optimizers whose state changes "
+            "its structure, such as LBFGS, as PerRank(optimizer)"
         )
 
 
 def _is_zero(state: Any) -> bool:
     if isinstance(state, torch.Tensor):
-        # Of a DTensor this rank's part: the whole would take the other ranks.
-        own = state.to_local() if isinstance(state, DTensor) else state
-        return not own.bool().any()
+        # Check only this rank's part of a DTensor, since the full tensor would need a collective.
+        local = state.to_local() if isinstance(state, DTensor) else state
+        return not local.bool().any()
     if isinstance(state, dict):
         return all(map(_is_zero, state.values()))
     return all(map(_is_zero, state)) if isinstance(state, list) else True

@@ -1,4 +1,4 @@
-"""Names of modules' parameters, as optimizers need them."""
+"""Resolves the fully qualified names of the parameters of modules and optimizers."""
 
 from __future__ import annotations
 
@@ -14,56 +14,67 @@ from torch.optim import Optimizer
 
 from torch_ckpt.errors import CheckpointError
 
-# Of each module: its names and what torch calls them on any number of ranks. Each costs some
-# microseconds to find out, and none of them changes.
-_known: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
+# Resolved names of each module. torch needs some microseconds to resolve one, and none changes.
+_resolved: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
 
 
 class ParameterNames:
-    """The fully qualified names of a program's modules and parameters."""
+    """Fully qualified names of the parameters of all modules of a state.
+
+    Args:
+        state: names and values; values that are not modules are ignored.
+    """
 
     def __init__(self, state: MutableMapping[str, Any]) -> None:
         self._modules = {k: value for k, value in state.items() if isinstance(value, nn.Module)}
         self._parameters: dict[str, dict[torch.Tensor, str]] = {}
 
-    def of(self, module: nn.Module, name: str) -> str:
-        """The fully qualified name of what a module names so."""
-        known = _known.get(module)
-        if known is None:
+    def resolve(self, module: nn.Module, name: str) -> str:
+        """Returns the fully qualified name for a name in the state dict of a module.
+
+        Raises:
+            CheckpointError: the module contains FSDP1 modules.
+        """
+        resolved = _resolved.get(module)
+        if resolved is None:
             if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
                 raise CheckpointError(
-                    "FullyShardedDataParallel (FSDP1) is not supported; fully_shard is. Pass the "
-                    "state_dict() of the module to save and load it as torch names it"
+                    "FullyShardedDataParallel (FSDP1) is not supported. Use fully_shard (FSDP2), "
+                    "or pass module.state_dict() to save and load torch's own names"
                 )
-            known = _known[module] = {}
-        found = known.get(name)
-        if found is None:
-            [found] = _get_fqns(module, name)
-            known[name] = found
-        return found
+            resolved = _resolved[module] = {}
+        full_name = resolved.get(name)
+        if full_name is None:
+            [full_name] = _get_fqns(module, name)
+            resolved[name] = full_name
+        return full_name
 
     def of_parameters(self, optimizer: Optimizer) -> list[str]:
-        """The names of an optimizer's parameters, in their order."""
+        """Returns the names of an optimizer's parameters, in their order.
+
+        They are numbered if a parameter is in no module, or if two would have the same name.
+        """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        holders: dict[str, dict[torch.Tensor, str]] = {}
+        names_by_key: dict[str, dict[torch.Tensor, str]] = {}
         for key in self._modules:
-            names = self._of_module(key)
+            names = self._names_in_module(key)
             if all(parameter in names for parameter in parameters):
                 return [names[parameter] for parameter in parameters]
-            holders[key] = names
+            names_by_key[key] = names
         found = [
-            next((f"{key}.{names[p]}" for key, names in holders.items() if p in names), None)
+            next((f"{key}.{names[p]}" for key, names in names_by_key.items() if p in names), None)
             for p in parameters
         ]
-        # "a" + "b.c" is "a.b" + "c".
+        # Names may collide: key "a" with "b.c", and key "a.b" with "c".
         if None in found or len(set(found)) < len(set(parameters)):
             return [str(number) for number in range(len(parameters))]
         return cast(list[str], found)
 
-    def _of_module(self, key: str) -> dict[torch.Tensor, str]:
+    def _names_in_module(self, key: str) -> dict[torch.Tensor, str]:
         if key not in self._parameters:
             module = self._modules[key]
             self._parameters[key] = {
-                parameter: self.of(module, name) for name, parameter in module.named_parameters()
+                parameter: self.resolve(module, name)
+                for name, parameter in module.named_parameters()
             }
         return self._parameters[key]

@@ -1,4 +1,4 @@
-"""A state as named tensors and the rest, and put together again."""
+"""Splits a state into named tensors and one object for the rest, and joins them again."""
 
 from __future__ import annotations
 
@@ -14,22 +14,24 @@ import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
 
+from torch_ckpt._base.formatting import plural
 from torch_ckpt.checkpoint.objects import PLAIN, warn_of_what_will_not_load
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.loading.load import Discovered, Stored
 
 StateDict = dict[str, Any]
 
-#: Where a value's tensors are, what else its state holds has this name.
+#: Name of the object that holds the rest of a value's state, beside the names of its tensors.
 OBJECTS = "_objects"
 
-_WITH_TENSORS = (torch.Tensor, dict, list)
+# Types that may be or contain tensors to split off.
+_SPLIT_TYPES = (torch.Tensor, dict, list)
 
 _MISSING: Any = object()
 
 
 def python_number(value: Any) -> Any:
-    """A NumPy scalar as the Python number that it holds; else the value itself."""
+    """Converts a NumPy scalar to a Python number; returns other values unchanged."""
     if "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].generic):
         number = value.item()
         return number if type(number) in PLAIN else value
@@ -37,8 +39,11 @@ def python_number(value: Any) -> Any:
 
 
 def _on_cpu(state: Any) -> Any:
-    """With its tensors on the CPU: those in dicts, lists and tuples, and subclasses of dict and
-    named tuples. Plain containers are copied, others where a part has changed."""
+    """Returns the state with its tensors on the CPU.
+
+    Finds tensors in dicts and their subclasses, lists, tuples and named tuples. Plain containers
+    are always copied, subclasses of dict only if they contain a tensor.
+    """
     if isinstance(state, torch.Tensor):
         return state.detach().cpu()
     if type(state) in (dict, OrderedDict):
@@ -59,80 +64,90 @@ def _on_cpu(state: Any) -> Any:
 
 
 def split_state(key: str, state: Any, for_load: bool) -> StateDict:
-    """A state as a tree of tensors, and one object of what else there is."""
-    rest, tensors = parts_of(state)
+    """Splits a state into a tree of tensors and one object that holds the rest.
+
+    Raises:
+        TypeError: the state is a bare tensor.
+        ValueError: a tensor has the reserved name, or two keys are equal as text.
+    """
+    rest, tensors = split_tensors(state)
     if isinstance(tensors, torch.Tensor):
         raise TypeError(
-            f"the state_dict() of {key} is a tensor, which has no name; return a dict that holds it"
+            f"the state_dict() of {key} is a bare tensor, which has no name. Return a dict instead"
         )
     tree = tensors if isinstance(tensors, dict) else {}
     if OBJECTS in tree:
-        raise ValueError(f"a tensor must not be named {OBJECTS}")
-    whole = {} if rest is _MISSING else rest
+        raise ValueError(f"the name {OBJECTS} is reserved; rename the tensor")
+    rest = {} if rest is _MISSING else rest
     if for_load:
-        return {**tree, OBJECTS: _Objects(key, state, whole, tree)}
-    return {**tree, OBJECTS: wrapped_state(key, whole, tensor_count(tree))}
+        return {**tree, OBJECTS: _Objects(key, state, rest, tree)}
+    return {**tree, OBJECTS: wrap_state(key, rest, tensor_count(tree))}
 
 
 class _Objects(Discovered):
-    """What a value's state holds beside tensors, to load: one object, or, from stock torch, one for
-    each leaf of nested dicts and lists.
+    """Loads the part of a value's state that is not tensors.
+
+    It is one object in a checkpoint of torch_ckpt. In one of stock torch, each leaf of nested dicts
+    and lists is an object.
 
     Args:
-        key: of the value.
-        state: all of its state.
-        rest, tensors: its two parts.
+        key: key of the value.
+        state: the complete state.
+        rest, tensors: the two parts of the state.
     """
 
     def __init__(self, key: str, state: Any, rest: Any, tensors: StateDict) -> None:
         super().__init__()
         self._key = key
-        self._whole = f"{key}.{OBJECTS}"
+        self._rest_name = f"{key}.{OBJECTS}"
         self._state = state
         self._rest = rest
         self._tensors = flatten_state_dict({key: tensors})[0]
         self._paths: Mapping[str, Any] = {}
 
     def choose(self, stored: Stored) -> StateDict:
-        for name in (self._whole, self._key):
+        for name in (self._rest_name, self._key):
             if name in stored:
                 return {name: self}
         beneath = [name for name in stored.names if name.startswith(f"{self._key}.")]
-        of_a_rank = re.compile(rf"{re.escape(self._key)}\.rank\d+")
-        if not beneath or any(map(of_a_rank.fullmatch, beneath)):
-            return {self._key if type(self._state) in PLAIN else self._whole: self}
+        saved_per_rank = re.compile(rf"{re.escape(self._key)}\.rank\d+")
+        if not beneath or any(map(saved_per_rank.fullmatch, beneath)):
+            return {self._key if type(self._state) in PLAIN else self._rest_name: self}
         chosen: StateDict = {}
-        here = flatten_state_dict({self._key: self._state})[0]
-        for name in [*(here.keys() - {self._key}), *beneath]:
+        leaves = flatten_state_dict({self._key: self._state})[0]
+        for name in [*(leaves.keys() - {self._key}), *beneath]:
             if name in self._tensors:
                 continue
             chosen[name] = self
-            # In containers that are one object, and have no place for its tensors.
-            if isinstance(here.get(name), torch.Tensor) and stored.is_tensor(name):
+            # A tensor in a container that torch_ckpt would store as one object.
+            if isinstance(leaves.get(name), torch.Tensor) and stored.is_tensor(name):
                 chosen[name] = stored.meta_tensor(name)
         self._paths = stored.paths()
         return chosen
 
     def state(self, part: StateDict) -> Any:
-        """The state with what has been loaded, which is nothing where that was not wanted.
+        """Returns the state with the loaded values. Values that were not loaded are unchanged.
 
         Args:
-            part: the tensors that were loaded, and this.
+            part: the loaded tensors by name, and this object under the name ``OBJECTS``.
+
+        Raises:
+            CheckpointError: the checkpoint has another number of tensors.
         """
         values = dict(self.values)
         tensors = {name: value for name, value in part.items() if name != OBJECTS}
         if self._key in values:
             return values[self._key]
-        if self._whole in values:
-            stored, here = values[self._whole].tensors, tensor_count(tensors)
-            if stored != here:
+        if self._rest_name in values:
+            stored, present = values[self._rest_name].tensors, tensor_count(tensors)
+            if stored != present:
                 raise CheckpointError(
-                    f"the checkpoint has {stored} tensors of it, where now there are {here}. Give "
-                    "it the state that it had before restoring; PerRank(...) saves states that "
-                    "change their form"
+                    f"the checkpoint has {plural(stored, 'tensor')}, but the state now has "
+                    f"{present}. Create the same tensors before the restore, or save states "
+                    "whose structure changes as PerRank(...)"
                 )
-            return joined(values[self._whole].value, tensors)
-        state = _with_leaves(joined(self._rest, tensors), self._key, values)
+            return join_tensors(values[self._rest_name].value, tensors)
+        state = _replace_leaves(join_tensors(self._rest, tensors), self._key, values)
         root = {self._key: state}
         for name, value in values.items():
             path = self._paths.get(name) or tuple(name.split("."))
@@ -142,29 +157,29 @@ class _Objects(Discovered):
         return root[self._key]
 
 
-def _with_leaves(value: Any, name: str, leaves: StateDict) -> Any:
-    """A copy of nested dicts and lists with other leaves, by name, which are taken away."""
+def _replace_leaves(value: Any, name: str, leaves: StateDict) -> Any:
+    """Copies nested dicts and lists, and replaces leaves by name, which it removes from leaves."""
     if name in leaves:
         return leaves.pop(name)
     if isinstance(value, dict):
         copied = copy.copy(value)
         for key, part in value.items():
-            copied[key] = _with_leaves(part, f"{name}.{key}", leaves)
+            copied[key] = _replace_leaves(part, f"{name}.{key}", leaves)
         return copied
     if type(value) is list:
-        return [_with_leaves(part, f"{name}.{i}", leaves) for i, part in enumerate(value)]
+        return [_replace_leaves(part, f"{name}.{i}", leaves) for i, part in enumerate(value)]
     return value
 
 
-def parts_of(state: Any) -> tuple[Any, Any]:
-    """(what is left of it without tensors, its tensors by their place), each possibly missing."""
+def split_tensors(state: Any) -> tuple[Any, Any]:
+    """Returns the state without its tensors, and a tree of its tensors; each may be _MISSING."""
     if isinstance(state, torch.Tensor):
         return _MISSING, state
     if type(state) is dict and state and all(map(_is_named_tensor, state.items())):
-        # Nearly all of an optimizer's state.
+        # Fast path: most states of optimizers have this form.
         return _MISSING, state.copy()
     if type(state) in (dict, OrderedDict):
-        items = [(key, parts_of(part)) for key, part in state.items()]
+        items = [(key, split_tensors(part)) for key, part in state.items()]
         if (
             type(state) is dict
             and state
@@ -172,12 +187,12 @@ def parts_of(state: Any) -> tuple[Any, Any]:
         ):
             rest: Any = _MISSING
         else:
-            # In their order.
+            # Keys of tensors stay with the value None, so that the order of keys is kept.
             rest = type(state)(
                 (key, None if left is _MISSING else left) for key, (left, _) in items
             )
-    elif type(state) is list and any(isinstance(part, _WITH_TENSORS) for part in state):
-        items = [(index, parts_of(part)) for index, part in enumerate(state)]
+    elif type(state) is list and any(isinstance(part, _SPLIT_TYPES) for part in state):
+        items = [(index, split_tensors(part)) for index, part in enumerate(state)]
         rest = [None if left is _MISSING else left for _, (left, _) in items]
     else:
         return state.copy() if type(state) is list else state, _MISSING
@@ -188,10 +203,11 @@ def parts_of(state: Any) -> tuple[Any, Any]:
 
 
 def require_distinct_names(state: Mapping[Any, Any]) -> None:
+    """Raises ValueError if two keys are equal as text."""
     if len(set(map(str, state))) < len(state):
         raise ValueError(
-            f"keys of the dict with {', '.join(map(str, state))} are the same as text, such as 1 "
-            "and '1', and name the same tensor; rename them"
+            f"the dict with the keys {', '.join(map(str, state))} has keys that are equal as text, "
+            "such as 1 and '1'; rename one of them"
         )
 
 
@@ -199,33 +215,41 @@ def _is_named_tensor(item: tuple[Any, Any]) -> bool:
     return isinstance(item[1], torch.Tensor) and isinstance(item[0], str)
 
 
-def joined(rest: Any, tensors: Any) -> Any:
+def join_tensors(rest: Any, tensors: Any) -> Any:
+    """Puts the tensors back into the rest of a state; the inverse of :func:`split_tensors`."""
     if not isinstance(tensors, dict):
         return tensors
     if not tensors:
         return rest
     if rest is _MISSING or rest is None:
         rest = {}
-    places = {str(key): key for key in (range(len(rest)) if isinstance(rest, list) else rest)}
+    keys = {str(key): key for key in (range(len(rest)) if isinstance(rest, list) else rest)}
     for name, part in tensors.items():
-        place = places.get(name, name)
-        left = rest[place] if name in places else _MISSING
-        rest[place] = joined(left, part)
+        key = keys.get(name, name)
+        left = rest[key] if name in keys else _MISSING
+        rest[key] = join_tensors(left, part)
     return rest
 
 
 def tensor_count(tree: Any) -> int:
-    """How many tensors there are in nested dicts and lists."""
+    """Counts the tensors in nested dicts and lists."""
     if isinstance(tree, torch.Tensor):
         return 1
     parts = tree.values() if isinstance(tree, dict) else tree if type(tree) is list else ()
     return sum(map(tensor_count, parts))
 
 
-def wrapped_state(
-    key: str, state: Any, tensors: int = 0, for_load: bool = False
-) -> SimpleNamespace:
-    """State as an object of the checkpoint; warns once where it will not load as it is."""
+def wrap_state(key: str, state: Any, tensors: int = 0, for_load: bool = False) -> SimpleNamespace:
+    """Wraps a state into an object of the checkpoint.
+
+    Warns once if it has types that will not load without ``allow_pickle``.
+
+    Args:
+        key: key of the value, for the warning.
+        state: the state without its tensors.
+        tensors: number of tensors that were split off.
+        for_load: the object is only loaded into: do not copy, do not warn.
+    """
     if for_load:
         return SimpleNamespace(value=state, tensors=tensors)
     wrapped = SimpleNamespace(value=_on_cpu(state), tensors=tensors)
@@ -234,8 +258,11 @@ def wrapped_state(
 
 
 def as_states(value: Any) -> Any:
-    """What lies in nested dicts and lists of a checkpoint of :class:`AppState`, as what the values'
-    ``state_dict()`` has returned. Tensors may be anything that stands for them."""
+    """Converts the layout of :class:`AppState` into the states that ``state_dict()`` returned.
+
+    Args:
+        value: nested dicts and lists of a checkpoint. Tensors may be replaced by placeholders.
+    """
     if _is_wrapped(value):
         return value.value
     if type(value) is list:
@@ -244,11 +271,11 @@ def as_states(value: Any) -> Any:
         return value
     if _is_wrapped(value.get(OBJECTS)):
         tensors = {name: part for name, part in value.items() if name != OBJECTS}
-        value = joined(value[OBJECTS].value, tensors)
+        value = join_tensors(value[OBJECTS].value, tensors)
     else:
         value = {name: as_states(part) for name, part in value.items()}
     if isinstance(value, dict) and isinstance(value.get("param_groups"), list):
-        # No name in a checkpoint stands for an empty dict.
+        # A checkpoint does not store empty dicts.
         value.setdefault("state", {})
     return value
 
@@ -257,5 +284,6 @@ def _is_wrapped(value: Any) -> bool:
     return isinstance(value, SimpleNamespace) and {"value", "tensors"} <= vars(value).keys()
 
 
-def value_of_part(part: Any) -> Any:
+def unwrap_state(part: Any) -> Any:
+    """Returns the value of a wrapped state; returns others unchanged."""
     return part.value if isinstance(part, SimpleNamespace) else part

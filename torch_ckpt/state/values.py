@@ -1,4 +1,4 @@
-"""Loads of whole state dicts, objects that have state of their own included."""
+"""Loads state dicts, including values that have a state of their own, such as modules."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from torch_ckpt.state.trees import OBJECTS
 
 
 class Targets:
-    """Targets of a load, made from the values of a state dict, and their way back into it.
+    """Builds the targets of a load from the values of a state dict, and restores the values.
 
-    Values that have state are loaded as :class:`torch_ckpt.AppState` does; and so is any other
-    value that the checkpoint has in that layout, as a manager's checkpoint has.
+    Values that have a state are loaded as by :class:`torch_ckpt.AppState`. So are plain values that
+    the checkpoint stores in the layout of AppState, as a manager's checkpoint does.
 
     Args:
         state_dict: names and values.
-        only_compared: nothing is read into them, so that modules may be on the meta device.
+        only_compared: nothing is read into the targets, so modules may be on the meta device.
 
     Attributes:
-        stateful: the keys of values that have state, in the order in which all ranks read them:
-            what they do may be collective.
+        stateful: the keys of values that have a state, in the order in which all ranks read them,
+            since ``state_dict()`` may be a collective operation.
     """
 
     def __init__(self, state_dict: StateDict, *, only_compared: bool = False) -> None:
@@ -49,25 +49,27 @@ class Targets:
         self._states = States(state_dict, wraps_errors=False)
         self._by_state = set(self.stateful)
 
-    def of(self, keys: Iterable[str], load: Load) -> StateDict:
-        """Returns what the values of some keys are loaded into."""
-        return {key: self._of(key, load) for key in keys}
+    def build(self, keys: Iterable[str], load: Load) -> StateDict:
+        """Returns the targets for the values of some keys."""
+        return {key: self._build_target(key, load) for key in keys}
 
-    def of_all(self, load: Load) -> StateDict:
-        """Returns what all values are loaded into, in the order of the state dict."""
+    def build_all(self, load: Load) -> StateDict:
+        """Returns the targets for all values, in the order of the state dict."""
         values = dict(self._state_dict)
-        values.update(self.of(self.stateful, load))
+        values.update(self.build(self.stateful, load))
         others = [k for k, v in self._state_dict.items() if not isinstance(v, torch.Tensor)]
-        values.update(self.of((k for k in others if k not in self._by_state), load))
+        values.update(self.build((k for k in others if k not in self._by_state), load))
         return values
 
-    def is_itself(self, key: str) -> bool:
-        """True if a value is loaded as it is."""
+    def is_own_target(self, key: str) -> bool:
+        """True if a value is its own target, and is not loaded through a state."""
         return key not in self._by_state
 
-    def require_places(self, report: LoadReport) -> None:
-        """Raises LoadMismatch if the checkpoint has values of a dict that is empty here, which
-        nothing would be loaded into."""
+    def require_nonempty(self, report: LoadReport) -> None:
+        """Raises LoadMismatch if the checkpoint has values for a dict that is empty in the state.
+
+        A load would skip these values.
+        """
         if not report.unexpected:
             return
         plain = {k: v for k, v in self._state_dict.items() if k not in self._by_state}
@@ -75,31 +77,32 @@ class Targets:
             beneath = [name for name in report.unexpected if name.startswith(f"{empty}.")]
             if beneath:
                 raise LoadMismatch(
-                    f"{empty} is empty here, and the checkpoint has {some_of(beneath)}. Pass the "
-                    "optimizer, or the object whose state_dict() it is, itself; or leave it out",
+                    f"{empty} is an empty dict, but the checkpoint has {some_of(beneath)}. Pass "
+                    "the optimizer, or other object, instead of its state_dict(), or leave out "
+                    f"{empty}",
                     report,
                 )
 
-    def take(self, key: str, loaded: Any) -> None:
-        """Puts back what was loaded for a key."""
+    def restore(self, key: str, loaded: Any) -> None:
+        """Restores the value of a key from its loaded target."""
         if key not in self._by_state:
             self._state_dict[key] = loaded
             return
         before = self._state_dict[key]
         self._states.apply(key, loaded)
         if key not in self.stateful:
-            self._state_dict[key] = _filled(before, self._state_dict[key])
+            self._state_dict[key] = _update_containers(before, self._state_dict[key])
 
-    def warn_of_kept(self) -> None:
-        """See :class:`States`."""
-        self._states.warn_of_kept()
+    def warn_of_missing_ranks(self) -> None:
+        """Warns of values whose state for this rank was not in the checkpoint."""
+        self._states.warn_of_missing_ranks()
 
-    def _of(self, key: str, load: Load) -> Any:
+    def _build_target(self, key: str, load: Load) -> Any:
         value = self._state_dict[key]
         if key not in self._by_state:
             if isinstance(value, torch.Tensor) or not load.has(f"{key}.{OBJECTS}"):
                 return value
-            # What AppState itself reads, too.
+            # The value is already in the layout of AppState.
             if isinstance(value, Mapping) and OBJECTS in value:
                 return value
             self._by_state.add(key)
@@ -108,20 +111,23 @@ class Targets:
 
 
 def _empty_dicts(value: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:
+    """Yields the names of empty dicts within nested dicts."""
     for key, part in value.items():
         if isinstance(part, Mapping):
             yield from _empty_dicts(part, f"{prefix}{key}.") if part else [f"{prefix}{key}"]
 
 
-def _filled(old: Any, new: Any) -> Any:
-    """Returns the new value; nested dicts and lists stay the same objects."""
+def _update_containers(old: Any, new: Any) -> Any:
+    """Returns the new value, reusing the dicts and lists of the old value in place."""
     if type(old) is dict and type(new) is dict:
-        merged = {key: _filled(old.get(key), part) for key, part in new.items()}
+        merged = {key: _update_containers(old.get(key), part) for key, part in new.items()}
         old.clear()
         old.update(merged)
         return old
     if type(old) is list and type(new) is list:
-        old[:] = [_filled(old[i] if i < len(old) else None, part) for i, part in enumerate(new)]
+        old[:] = [
+            _update_containers(old[i] if i < len(old) else None, part) for i, part in enumerate(new)
+        ]
         return old
     return new
 
@@ -134,25 +140,27 @@ def load_values(
     strict: Strict,
     process_group: dist.ProcessGroup | None,
 ) -> LoadReport:
-    """Loads all values of a state dict.
+    """Loads all values of a state dict, on every rank.
 
     Args:
-        strict: refuse to load only a part.
+        state_dict: names and values, which are filled in place or replaced.
+        strict: require that all names match; see :func:`torch_ckpt.load`.
+        process_group: ranks that share reads; None for the default group.
 
     Raises:
-        CheckpointException: on every rank, with the cause of each rank that failed.
+        CheckpointException: on every rank if one failed, with the cause of each failed rank.
     """
     targets = Targets(state_dict)
 
     def prepare() -> tuple[StateDict, Prepared]:
-        values = targets.of_all(load)
+        values = targets.build_all(load)
         prepared = load.prepare(values)
         load.require_fit(prepared.report, strict)
         if strict and load.takes_all:
-            targets.require_places(prepared.report)
+            targets.require_nonempty(prepared.report)
         return values, prepared
 
-    values, prepared = _agree(ranks, load, prepare, lambda made: made[1].report)
+    values, prepared = _plan_on_all_ranks(ranks, load, prepare, lambda plan: plan[1].report)
 
     def read() -> None:
         with ranks.alive(load.reader.moved):
@@ -161,86 +169,89 @@ def load_values(
             else:
                 load.reader.read(load.begun(prepared))
 
-    def take() -> None:
-        # The others have been filled in place.
+    def restore() -> None:
+        # All other values have been filled in place.
         old_and_new = zip(state_dict.items(), values.values(), strict=True)
         replaced = [key for (key, old), new in old_and_new if new is not old]
         for key in sorted({*replaced, *targets.stateful}):
             if load.takes(key, prepared):
-                targets.take(key, values[key])
-        targets.warn_of_kept()
+                targets.restore(key, values[key])
+        targets.warn_of_missing_ranks()
 
     ranks.all_succeed("load", read)
-    ranks.all_succeed("finish", take)
+    ranks.all_succeed("finish", restore)
     return prepared.report
 
 
 def load_values_freeing(
     state_dict: StateDict, load: Load, ranks: Ranks, *, strict: Strict
 ) -> LoadReport:
-    """Load a state that fits into memory only once.
+    """Loads a state that fits into memory only once.
 
-    It goes key by key, since ``state_dict()`` may return a copy, and deletes each object before its
-    replacement is read.
+    Loads one key at a time, since ``state_dict()`` may return a copy, and deletes each object
+    before its replacement is read.
     """
     targets = Targets(state_dict)
-    # All ranks are asked about a Stateful, or none: what it does may be collective.
+    # All ranks call state_dict() of a value in the same step, since it may be a collective.
     stateful = targets.stateful
     plain = sorted(state_dict.keys() - set(stateful))
     steps = [plain, *([key] for key in stateful)]
     total = LoadReport()
 
     def begin() -> None:
-        # All names of the checkpoint, of which each key's comparison leaves fewer.
+        # Starts with all names of the checkpoint. Comparing a key removes the names that it has.
         total.unexpected = load.compare({}).unexpected
 
     def compare(keys: list[str]) -> None:
         for key in keys:
-            total.add(load.compare(targets.of([key], load)))
+            total.add(load.compare(targets.build([key], load)))
 
     def read_key(key: str) -> None:
-        values = targets.of([key], load)
-        is_itself = targets.is_itself(key)
+        values = targets.build([key], load)
+        is_own_target = targets.is_own_target(key)
         prepared = load.prepare(values)
-        is_taken = load.takes(key, prepared)
-        # Nothing but the reading holds on to the values.
+        is_loaded = load.takes(key, prepared)
+        # Only `reading` may refer to the values, so that they can be freed while it runs.
         reading = load.begun(prepared)
         del prepared
 
-        def let_go() -> None:
-            if is_itself:
+        def release() -> None:
+            if is_own_target:
                 state_dict[key] = None
 
-        load.read_freeing(reading, let_go)
-        if is_taken:
-            targets.take(key, values[key])
+        load.read_freeing(reading, release)
+        if is_loaded:
+            targets.restore(key, values[key])
 
     def read(keys: list[str]) -> None:
         with ranks.alive(load.reader.moved):
             for key in keys:
                 read_key(key)
 
-    _same_everywhere(ranks, begin, stateful)
+    _require_same_keys(ranks, begin, stateful)
     for keys in steps:
         ranks.all_succeed("plan", partial(compare, keys))
 
     def require_fit() -> None:
         load.require_fit(total, strict)
         if strict and load.takes_all:
-            targets.require_places(total)
+            targets.require_nonempty(total)
 
-    _agree(ranks, load, require_fit, lambda _none: total)
+    _plan_on_all_ranks(ranks, load, require_fit, lambda _none: total)
     for keys in steps:
         ranks.all_succeed("load", partial(read, keys))
-    targets.warn_of_kept()
+    targets.warn_of_missing_ranks()
     return total
 
 
-def _agree(
+def _plan_on_all_ranks(
     ranks: Ranks, load: Load, local: Callable[[], T], report_of: Callable[[T], LoadReport]
 ) -> T:
-    """Runs it on all ranks; raises on all where a pattern has matched on none of them, or where
-    they have read the metadata of different saves. Rank 0 tells what is skipped on any."""
+    """Runs ``local`` on all ranks and returns its result on this rank.
+
+    Raises on all ranks if a pattern matched on none of them, or if they read the metadata of
+    different saves. Rank 0 warns of names that any rank skips.
+    """
     outcome: list[T] = []
 
     def on_this_rank() -> tuple[list[str], str | None, list[str]]:
@@ -249,8 +260,8 @@ def _agree(
 
     def check(found: list[tuple[list[str], str | None, list[str]]]) -> list[list[str]]:
         require_one_version((version for _unmatched, version, _skipped in found), load.reader)
-        unmatched = [of_rank for of_rank, _version, _skipped in found]
-        require_matches(p for p in unmatched[0] if all(p in others for others in unmatched))
+        unmatched = [patterns for patterns, _version, _skipped in found]
+        require_matches(p for p in unmatched[0] if all(p in patterns for patterns in unmatched))
         skipped = dict.fromkeys(name for _unmatched, _version, names in found for name in names)
         return [list(skipped), *([] for _other in found[1:])]
 
@@ -258,13 +269,13 @@ def _agree(
     if skipped:
         path, loaded = load.reader.checkpoint_id, report_of(outcome[0]).loaded
         LOGGER.info("%s: %d names fit, %d are skipped", path, len(loaded), len(skipped))
-        # It names the line that calls load.
-        warn(f"{path}: not loaded, as strict=False allows: {some_of(skipped)}", stacklevel=4)
+        # The warning names the line that calls load.
+        warn(f"{path}: skipped because of strict=False: {some_of(skipped)}", stacklevel=4)
     return outcome[0]
 
 
-def _same_everywhere(ranks: Ranks, local: Callable[[], None], keys: list[str]) -> None:
-    """Runs it on all ranks; raises on all where they have other keys."""
+def _require_same_keys(ranks: Ranks, local: Callable[[], None], keys: list[str]) -> None:
+    """Runs ``local`` on all ranks; raises on all of them if their keys differ."""
 
     def on_this_rank() -> list[str]:
         local()
@@ -274,8 +285,9 @@ def _same_everywhere(ranks: Ranks, local: Callable[[], None], keys: list[str]) -
         for rank, others in enumerate(keys_of_all):
             if others != keys_of_all[0]:
                 raise ValueError(
-                    "free_before_read needs the same Stateful values on all ranks; rank 0 has "
-                    f"{keys_of_all[0][:MOST_NAMES]}, rank {rank} {others[:MOST_NAMES]}"
+                    "free_before_read=True needs the same keys of values with a state on all "
+                    f"ranks: rank 0 has {keys_of_all[0][:MOST_NAMES]}, rank {rank} has "
+                    f"{others[:MOST_NAMES]}"
                 )
         return [None] * len(keys_of_all)
 
@@ -283,15 +295,15 @@ def _same_everywhere(ranks: Ranks, local: Callable[[], None], keys: list[str]) -
 
 
 def require_matches(unmatched: Iterable[str]) -> None:
-    """Raises ValueError where there are patterns that match nothing."""
+    """Raises ValueError if there are patterns that match nothing."""
     patterns = ", ".join(map(repr, unmatched))
     if patterns:
         raise ValueError(f"no name in the state dict matches {patterns}")
 
 
 def estimate(load: Load, state_dict: StateDict) -> ReadMemory:
-    """What reading into the values takes. Reads the metadata alone."""
-    prepared = load.prepare(Targets(state_dict, only_compared=True).of_all(load))
+    """Estimates the memory that a load into the values needs. Reads only the metadata."""
+    prepared = load.prepare(Targets(state_dict, only_compared=True).build_all(load))
     require_matches(load.unmatched)
     load.require_fit(prepared.report, strict=True)
     reading = prepared.reading
@@ -300,7 +312,7 @@ def estimate(load: Load, state_dict: StateDict) -> ReadMemory:
         (
             dtype.itemsize,
             target,
-            # Of a meta tensor the load makes a plain one.
+            # The load replaces a meta tensor by a plain one.
             target.is_meta or (_C.is_plain(target) and not (target.is_conj() or target.is_neg())),
         )
         for _n, _f, _o, _l, dtype, _s, _ro, _rl, target in reading.rows
@@ -308,7 +320,8 @@ def estimate(load: Load, state_dict: StateDict) -> ReadMemory:
     limit = load.reader.max_inflight_bytes
     objects = [info.length for _item, info in reading.byte_items]
     stored = sum(target.numel() * itemsize for itemsize, target, _plain in rows)
-    # What the engine cannot write into by itself is read by way of a copy, some rows at a time.
+    # Targets that the engine cannot write into are read into a copy, a slice of dimension 0 at a
+    # time. The limit must allow for the largest slice.
     copies = [(t.numel() * itemsize, t) for itemsize, t, plain in rows if not plain]
     least = max((b // max(t.size(0) if t.dim() else 1, 1) for b, t in copies), default=0)
     least = max([least, *objects])
@@ -327,6 +340,7 @@ def estimate(load: Load, state_dict: StateDict) -> ReadMemory:
 
 
 def _local_bytes(value: Any) -> int:
+    """Returns the size of this rank's part of a tensor; 0 for other values."""
     try:
         chunks = chunks_here(value)
     except ValueError:

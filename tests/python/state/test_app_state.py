@@ -141,7 +141,7 @@ def test_a_compiled_model_and_a_plain_one_take_each_others_state(tmp_path: Path)
 
 def test_modules_of_fsdp1_are_refused() -> None:
     refused = pytest.raises(
-        CheckpointError, match=r"^model: .*FSDP1. is not supported; fully_shard"
+        CheckpointError, match=r"^model: .*FSDP1. is not supported. Use fully_shard"
     )
     with mesh_without_peers(2, 0), refused:
         with warnings.catch_warnings():
@@ -208,7 +208,9 @@ def test_a_per_rank_tensor_is_filled_in_place(tmp_path: Path) -> None:
 
 
 def test_a_per_rank_tensor_of_another_shape_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"^own: .*it is \[3\], saved was \[2\]"):
+    with pytest.raises(
+        CheckpointError, match=r"^own: .*has shape \[3\], but the saved one has shape \[2\]"
+    ):
         kept({"own": PerRank(torch.ones(2))}, tmp_path, {"own": PerRank(torch.zeros(3))})
 
 
@@ -255,7 +257,7 @@ def test_a_data_loader_of_torchdata_is_each_ranks_own(tmp_path: Path) -> None:
 def test_a_rank_of_which_nothing_was_saved_keeps_what_it_has(tmp_path: Path) -> None:
     save({"own": PerRank(1), "other": PerRank(2), "steps": 3}, tmp_path)
     state: State = {"own": PerRank(10), "other": PerRank(20), "steps": 0}
-    told = pytest.warns(UserWarning, match="own, other: no state of rank 4")
+    told = pytest.warns(UserWarning, match="own, other: the checkpoint has no state of rank 4")
     with mesh_without_peers(5, 4), told as caught:
         restore(state, tmp_path, no_dist=True)
     assert len(caught) == 1

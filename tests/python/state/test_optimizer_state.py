@@ -176,7 +176,7 @@ def test_parameters_that_were_grouped_otherwise_are_refused(tmp_path: Path) -> N
     groups = [{"params": [layer.weight], "lr": 0.1}, {"params": [layer.bias], "lr": 0.2}]
     save({"model": layer, "optimizer": torch.optim.SGD(groups)}, tmp_path)
     one_group = {"model": layer, "optimizer": torch.optim.SGD(layer.parameters())}
-    with pytest.raises(CheckpointError, match=r"^optimizer: .*not of one group in the checkpoint"):
+    with pytest.raises(CheckpointError, match=r"^optimizer: .*not in one group in the checkpoint"):
         restore(one_group, tmp_path)
 
 
@@ -203,7 +203,9 @@ def test_a_parameter_that_was_trained_and_is_frozen_now_is_refused(tmp_path: Pat
     layer = nn.Linear(2, 2)
     layer.weight.requires_grad_(False)
     fresh = {"model": layer, "optimizer": torch.optim.AdamW(layer.parameters())}
-    with pytest.raises(CheckpointError, match=r"^optimizer: .*: weight .stored 3 tensors, here 0"):
+    with pytest.raises(
+        CheckpointError, match=r"^optimizer: .*: weight .3 tensors stored, 0 present"
+    ):
         restore(fresh, tmp_path)
 
 
@@ -220,7 +222,7 @@ def test_a_state_with_more_tensors_of_a_parameter_is_refused(tmp_path: Path) -> 
     save(_stepped(lambda layer: torch.optim.AdamW(layer.parameters(), amsgrad=True)), tmp_path)
     layer = nn.Linear(2, 2)
     fresh = {"model": layer, "optimizer": torch.optim.AdamW(layer.parameters())}
-    with pytest.raises(CheckpointError, match=r"bias .stored 4 tensors, here 3., weight .stored 4"):
+    with pytest.raises(CheckpointError, match=r"bias .4 tensors stored, 3 present., weight .4"):
         restore(fresh, tmp_path)
 
 
@@ -250,7 +252,9 @@ def _lbfgs(seed: int, iterations: int) -> State:
 
 def test_a_state_that_has_grown_since_is_refused(tmp_path: Path) -> None:
     save(_lbfgs(0, 6), tmp_path)
-    with pytest.raises(CheckpointError, match=r"^optimizer: .*weight .stored .*PerRank.optimizer"):
+    with pytest.raises(
+        CheckpointError, match=r"^optimizer: .*weight .23 tensors stored.*PerRank.optimizer"
+    ):
         restore(_lbfgs(1, 3), tmp_path)
 
 
