@@ -20,9 +20,9 @@ from torch_ckpt.saving.events import Event
 Make = Callable[..., CheckpointManager]
 
 #: Of warnings.
-LATER = "and there are later ones"
-PASSED = "the one before is restored"
-UNMARKED = "not restored, since there is no write_completed in them"
+LATER = "and the root has later steps"
+PASSED = "; (falling back to step|no step is left)"
+UNMARKED = "not restoring directories without write_completed"
 
 #: In the error of a save that is ``broken``.
 BROKEN = "rename failed: Read-only file system"
@@ -144,7 +144,7 @@ def until_told(made: CheckpointManager, first: int, training: Training) -> int:
 def finish(made: CheckpointManager) -> None:
     """Waits for the save and the deletions under way."""
     made.wait_until_finished()
-    made._deletions.settle()
+    made._deletions.wait_until_idle()
 
 
 def restored(made: CheckpointManager, step: int | None = None) -> int:

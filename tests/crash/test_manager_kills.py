@@ -38,7 +38,7 @@ from torch_ckpt._base.formatting import plural
 
 pytestmark = [
     pytest.mark.timeout(3600 if TORTURE else 300),
-    pytest.mark.filterwarnings("ignore:step .* is restored, and there are later ones"),
+    pytest.mark.filterwarnings("ignore:step .* was restored, and the root has later steps"),
 ]
 
 #: By the number of ranks.

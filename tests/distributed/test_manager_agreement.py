@@ -91,13 +91,13 @@ def case_decisions_leave_nothing_in_the_store(launch: Launch) -> None:
             assert made.save(step, state_of(launch, step))
             # Rank 0 must find itself done at the next step.
             dist.barrier()
-        made._deletions.settle()
+        made._deletions.wait_until_idle()
         dist.barrier()
         decisions = made._schedule._decisions
-        assert decisions.number == 5
+        assert decisions.count == 5
         if launch.size > 1 and launch.rank == 0:
             keys = decisions._meeting.keys("")
-            assert not any(keys.check([str(number)]) for number in range(decisions.number))
+            assert not any(keys.check([str(number)]) for number in range(decisions.count))
 
 
 @takes_several
@@ -107,7 +107,7 @@ def case_a_rank_at_another_step_is_told(launch: Launch) -> None:
             assert not made.save(5, state_of(launch, 5))
         else:
             with pytest.raises(
-                CheckpointError, match=f"rank {launch.rank} came to step 6 where rank 0 came to 5"
+                CheckpointError, match=f"rank {launch.rank} is at step 6, but rank 0 is at step 5"
             ):
                 made.save(6, state_of(launch, 6))
 

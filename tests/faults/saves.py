@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 import torch_ckpt
 from tests.sweeps import SAVES, save_alone, state_of
-from torch_ckpt.manager import attempts
+from torch_ckpt.manager import preparation
 
 #: In the names of what a manager writes.
 ATTEMPT = "0123abcd"
@@ -65,7 +65,7 @@ def save_below_as_rank(path: str, *arguments: Any) -> None:
 
 def replace_step(root: str, seed: int) -> None:
     """Saves step 2 under a manager that keeps one step, whether or not it is there."""
-    attempts.new_name = lambda: ATTEMPT
+    preparation.new_attempt = lambda: ATTEMPT
     with torch_ckpt.CheckpointManager(root, keep_last=1, preemption_signals=()) as manager:
         manager.save(2, state_of(seed), overwrite=True)
         manager.wait_until_finished()

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: when they are saved, which are kept, and how a run goes on."""
+"""The checkpoint manager: when to save, which steps to keep, and how to restore."""
 
 from torch_ckpt.manager.manager import CheckpointManager
 

@@ -1,4 +1,4 @@
-"""A training program's state, written in the background by one object that also numbers it."""
+"""An object that saves the state of a training program in the background, numbering the saves."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from torch_ckpt.state.app_state import AppState, BeforeSave
 
 @dataclass(frozen=True)
 class WriteMetrics:
-    """The last write, on this rank. Times are seconds.
+    """Durations of the last write on this rank, in seconds.
 
     Attributes:
-        blocked_s: the caller was kept waiting, reading the state included.
-        write_s: from the call until the checkpoint was visible and durable; 0 before that.
-        training_s: from the return of the write before until the call; 0 for the first.
-        save: what else is known of it.
+        blocked_s: time for which the call blocked, including reading the state.
+        write_s: time from the call until the checkpoint was visible and durable; 0 before that.
+        training_s: time from the return of the previous write to the call; 0 for the first write.
+        save: all other metrics of the save.
     """
 
     blocked_s: float
@@ -42,29 +42,40 @@ class WriteMetrics:
 
 
 class AsyncCheckpoint:
-    """Writes and reads the state of a training program; training goes on while it is written.
+    """Writes the state of a training program in the background, and reads it.
 
-    All ranks must call each method but ``sync`` and ``metrics``, in the same order. One thread at a
-    time may use it. Leaving the interpreter waits for a write under way, for an hour at most.
+    All ranks must call the same methods in the same order, except ``sync`` and ``metrics``. The
+    object must be used by one thread at a time. At exit, the interpreter waits for a running write
+    for up to an hour.
 
     Args:
-        save_options: for :func:`torch_ckpt.async_save`. With ``staging="overlapped"`` the
-            optimizers in the state are guarded.
-        load_options: for :func:`torch_ckpt.load`.
-        state: names and values, as for :class:`torch_ckpt.AppState`.
+        save_options: dict of options for :func:`torch_ckpt.async_save`. With
+            ``staging="overlapped"`` the optimizers in the state are guarded.
+        load_options: dict of options for :func:`torch_ckpt.load`.
+        state: the values to save, as keywords: see :class:`torch_ckpt.AppState`.
 
-    Values are attributes as well: ``checkpoint.step += 1`` changes what is saved, and a new name
-    adds a value.
+    The values are attributes, too: ``checkpoint.step += 1`` changes the saved value, and assigning
+    to a new name adds a value.
 
     Attributes:
-        state: the values by name. Plain ones, such as a step, are saved from here: change them
-            here, where a restore replaces them. ``save_counter`` is among them: how many times
-            :meth:`save` has been called.
+        state: the values by name. Plain values, such as a step, are saved from this dict, and a
+            restore replaces them in it: change them here. ``save_counter`` in it is the number of
+            calls of :meth:`save`.
 
     Raises:
         ValueError: a value is named ``save_counter``.
-        TypeError: ``save_options`` or ``load_options`` names an unknown option; values are given by
-            keyword.
+        TypeError: ``save_options`` or ``load_options`` has an unknown option. Pass values as
+            keywords.
+
+    Example::
+
+        checkpoint = torch_ckpt.AsyncCheckpoint(model=model, optimizer=optimizer, step=0)
+        for _ in range(1000):
+            train_one_step()
+            checkpoint.step += 1
+            if checkpoint.step % 100 == 0:
+                checkpoint.save("checkpoints/run")  # run-1, run-2, ...
+        checkpoint.sync()
     """
 
     state: dict[str, Any]
@@ -78,7 +89,7 @@ class AsyncCheckpoint:
     ) -> None:
         if SAVE_COUNTER in state:
             raise ValueError(
-                f"{SAVE_COUNTER} is what saves are counted with; name the value otherwise"
+                f"a value must not be named {SAVE_COUNTER}, which counts the saves. Rename it."
             )
         self.state = {**state, SAVE_COUNTER: 0}
         self._save_options = _checked(save_options or {})
@@ -97,26 +108,29 @@ class AsyncCheckpoint:
         values = self.__dict__.get("state", {})
         if name in values:
             return values[name]
-        raise AttributeError(f"AsyncCheckpoint has no value {name!r}, but {', '.join(values)}")
+        raise AttributeError(f"AsyncCheckpoint has no value {name!r}, only {', '.join(values)}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "state" or name.startswith("_"):
             super().__setattr__(name, value)
         elif hasattr(type(self), name):
-            raise AttributeError(f"{name} is AsyncCheckpoint's own; name the value otherwise")
+            raise AttributeError(
+                f"{name} is an attribute of AsyncCheckpoint itself. Choose another name for the "
+                "value."
+            )
         else:
             self.state[name] = value
 
     @property
     def save_counter(self) -> int:
-        """How many times :meth:`save` has been called, restored ones included."""
+        """Number of calls of :meth:`save`, including those before the last :meth:`restore`."""
         return int(self.state[SAVE_COUNTER])
 
     def before_save(self, hook: Callable[[], None]) -> RemovableHandle:
-        """Adds a hook that is called before state is read for a write.
+        """Adds a hook that is called before the state is read for a write.
 
         Returns:
-            A handle, whose ``remove()`` takes the hook away.
+            A handle; its ``remove()`` removes the hook.
         """
         return self._before_save.add(hook)
 
@@ -126,7 +140,7 @@ class AsyncCheckpoint:
         *,
         on_commit: Callable[[str], None] | None = None,
     ) -> str:
-        """Writes a checkpoint in the background. Waits for the write before.
+        """Writes a checkpoint in the background. Waits for the previous write first.
 
         Args:
             path: directory of the checkpoint.
@@ -137,12 +151,12 @@ class AsyncCheckpoint:
             The path.
 
         Raises:
-            CheckpointException, CheckpointError: that of an earlier write which nobody has seen; or
-                a value's state cannot be read.
+            CheckpointException, CheckpointError: the error of an earlier write that was not yet
+                reported; or the state of a value cannot be read.
         """
-        begun = time.perf_counter()
+        started = time.perf_counter()
         path = os.fspath(path)
-        before = self._handle
+        previous = self._handle
         try:
             handle = async_save(
                 self._app_state.state_dict,
@@ -151,8 +165,8 @@ class AsyncCheckpoint:
                 **self._save_options,
             )
         except BaseException:
-            # Its error, if it had one, has been told now or will be by the next call.
-            if before is not None and before.done():
+            # An error of the previous write was just raised, or the next call will raise it.
+            if previous is not None and previous.done():
                 self._handle = None
             raise
         self._handle = handle
@@ -161,9 +175,9 @@ class AsyncCheckpoint:
                 if isinstance(value, Optimizer):
                     handle.guard(value)
         self._save_metrics = handle.metrics()
-        self._training_s = 0.0 if self._returned is None else begun - self._returned
+        self._training_s = 0.0 if self._returned is None else started - self._returned
         self._returned = time.perf_counter()
-        self._blocked_s = self._returned - begun
+        self._blocked_s = self._returned - started
         return path
 
     def save(
@@ -172,36 +186,58 @@ class AsyncCheckpoint:
         *,
         on_commit: Callable[[str], None] | None = None,
     ) -> str:
-        """As :meth:`write`, to ``{prefix}-{number}``; numbers begin at 1.
+        """Writes a checkpoint to ``{prefix}-{number}``, as :meth:`write` does.
 
-        A number is used once, even if its write fails.
+        Numbers begin at 1. Each is used once, even if its write fails.
+
+        Args:
+            prefix: path of the checkpoint, without the number.
+            on_commit: see :meth:`write`.
+
+        Returns:
+            The path, with the number.
+
+        Raises:
+            CheckpointException, CheckpointError: see :meth:`write`.
         """
         self.state[SAVE_COUNTER] += 1
         return self.write(f"{os.fspath(prefix)}-{self.save_counter}", on_commit=on_commit)
 
     def read(self, path: str | os.PathLike[str]) -> None:
-        """Takes the state of a checkpoint, all but its ``save_counter``, which it need not have.
+        """Loads the state of a checkpoint, but keeps the current ``save_counter``.
 
-        Waits for a write under way, whose error is left to :meth:`sync` or the next write.
+        The checkpoint need not contain a ``save_counter``. Waits for a running write first;
+        :meth:`sync` or the next write raises its error.
+
+        Args:
+            path: directory of the checkpoint.
 
         Raises:
-            CheckpointException: on every rank, as of :func:`torch_ckpt.load`.
-            CheckpointError: a value does not take its state; names it. On the other ranks
-                RuntimeError, which names the rank too.
-            TimeoutError: ranks did not come; they are named.
+            CheckpointException: on every rank: see :func:`torch_ckpt.load`.
+            CheckpointError: a value rejects its state; names the value. The other ranks raise a
+                RuntimeError that also names the rank.
+            TimeoutError: ranks did not arrive in time; they are named.
         """
         state = {key: value for key, value in self.state.items() if key != SAVE_COUNTER}
         self._restore(AppState(state), path)
         self.state.update(state)
 
     def restore(self, path: str | os.PathLike[str]) -> None:
-        """As :meth:`read`, and takes the ``save_counter``, so that numbers go on from there."""
+        """Loads the state of a checkpoint, including its ``save_counter``, so that the numbers of
+        :meth:`save` continue from there.
+
+        Args:
+            path: directory of the checkpoint.
+
+        Raises:
+            CheckpointException, CheckpointError, TimeoutError: see :meth:`read`.
+        """
         self._restore(self._app_state, path)
 
     def _restore(self, app_state: AppState, path: str | os.PathLike[str]) -> None:
         if self._handle is not None:
             _core.fault_point("wait for the save before", self._handle.metrics().path)
-            # Its error, unlike that of result(), counts as not seen.
+            # Not result(), which would mark the write's error as reported.
             concurrent.futures.wait([self._handle.committed])
         options = self._load_options
         if options.get("no_dist"):
@@ -219,9 +255,12 @@ class AsyncCheckpoint:
     def sync(self, timeout: float | None = None) -> None:
         """Waits until the last write is durable and visible.
 
+        Args:
+            timeout: seconds to wait; None: without limit.
+
         Raises:
-            TimeoutError: ``timeout`` seconds have passed; the write goes on.
-            CheckpointException, CheckpointError: it failed; told once.
+            TimeoutError: ``timeout`` seconds have passed; the write continues.
+            CheckpointException, CheckpointError: the write failed. Each error is raised once.
         """
         handle = self._handle
         if handle is None:
@@ -233,7 +272,7 @@ class AsyncCheckpoint:
                 self._handle = None
 
     def metrics(self) -> WriteMetrics | None:
-        """Of the last write; None before the first."""
+        """Returns the durations of the last write; None before the first."""
         save = self._save_metrics
         if save is None:
             return None
@@ -243,15 +282,15 @@ class AsyncCheckpoint:
 def _checked(save_options: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(save_options, Mapping):
         raise TypeError(
-            f"save_options must be a mapping, got {type(save_options).__name__}; values are given "
-            "by keyword: AsyncCheckpoint(model=model)"
+            f"save_options must be a mapping, got {type(save_options).__name__}. Pass values as "
+            "keywords: AsyncCheckpoint(model=model)."
         )
-    taken = names_of(async_save) | options_of(FileSystemWriter)
-    unknown = [name for name in save_options if name not in taken]
+    accepted = names_of(async_save) | options_of(FileSystemWriter)
+    unknown = [name for name in save_options if name not in accepted]
     if unknown:
         raise TypeError(
-            f"save_options has {', '.join(map(repr, unknown))}, which torch_ckpt.async_save does "
-            "not take; values are given by keyword: AsyncCheckpoint(model=model)"
+            f"torch_ckpt.async_save does not accept {', '.join(map(repr, unknown))} of "
+            "save_options. Pass values as keywords: AsyncCheckpoint(model=model)."
         )
     return dict(save_options)
 

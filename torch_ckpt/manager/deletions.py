@@ -1,10 +1,12 @@
-"""What rank 0 deletes beside training.
+"""Deletion of steps by rank 0, in the background.
 
-1. At the start the sweep ends what crashes have interrupted (steps/local.py).
-2. After each save go, of the steps up to it, those of before training went back, and those that no
-   rule keeps (retention.py). One that somebody reads stays until a later save.
-3. No rule deletes what this process reads, nor the step that was last seen to be well.
-4. Who deletes or pins by hand, or chooses among the steps, waits for a turn after these.
+1. At the start a sweep removes or completes what crashes have left (steps/local.py).
+2. After each save, delete from the steps up to it the stale ones and those that no rule keeps
+   (retention.py). A step that a process is loading stays until after a later save.
+3. The rules never delete a step that this process reads, nor the step that was verified last.
+4. Explicit deletions, pins and the choice of a step to restore are queued after these deletions.
+
+A step is stale if training was rewound behind it: it belongs to a training timeline that was left.
 """
 
 from __future__ import annotations
@@ -28,18 +30,18 @@ T = TypeVar("T")
 
 
 class Deletions:
-    """Deletes on a thread of its own, one thing after another.
+    """Deletes steps on a thread of its own, one after another.
 
-    The training thread says what it reads and waits for turns; the thread of a save hands in what
-    is to go after its commit, and looks for room before it. The deleting thread deletes, and
-    reports it: who is told there may call all of this, and waits for nothing. What cannot be
-    deleted is logged and tried again later, as no save needs it.
+    The training thread protects the steps that it reads, and waits for the deleting thread. A
+    save's thread makes room before the save, and submits deletions after the commit. The deleting
+    thread deletes and reports events. A callback for such an event may call all methods; they do
+    not wait there. A step that cannot be deleted is logged and tried again after a later save.
 
-    Every rank has one, but only rank 0's is given something to delete.
+    Every rank has an object of this class, but only rank 0 submits deletions.
 
     Args:
-        store: where the steps are.
-        retention: which of them stay.
+        store: the steps.
+        retention: rules for the steps to keep.
         report: called with each event, on the deleting thread.
     """
 
@@ -51,18 +53,18 @@ class Deletions:
         self._report = report
         self._name = f"torch_ckpt steps {id(self)}"
         self._thread = ThreadPoolExecutor(1, self._name)
-        self._lock = threading.Lock()  # for the three below
+        self._lock = threading.Lock()  # guards the next three
         self._reading: set[int] = set()
         self._verified: int | None = None
-        self._stale: set[int] = set()  # of before training went back
-        self._newest: int | None = None  # the last step that was saved or restored
-        self._has_said_what_is_missing = False
+        self._stale: set[int] = set()
+        self._newest: int | None = None  # the step that was saved or restored last
+        self._has_warned_of_missing_metric = False
 
-    # --- what stays ------------------------------------------------------------------------------
+    # --- protected steps -------------------------------------------------------------------------
 
     @contextmanager
     def reading(self, step: int) -> Iterator[None]:
-        """While it is open no rule deletes the step."""
+        """Protects a step from the rules while the context is open."""
         with self._lock:
             self._reading.add(step)
         try:
@@ -72,22 +74,22 @@ class Deletions:
                 self._reading.discard(step)
 
     def verified(self, step: int) -> None:
-        """The step is well: it stays until another one is."""
+        """Protects a step that was found intact, until another one is."""
         with self._lock:
             self._verified = step
 
     def restored(self, step: int) -> None:
-        """Training goes on from a step, which is well.
+        """Records that training continues from a step that was loaded, and is thus intact.
 
         Raises:
             OSError: the root cannot be listed.
         """
         self.verified(step)
-        self.went_back(step)
+        self.rewound(step)
         self._newest = step
 
-    def went_back(self, step: int) -> None:
-        """Training goes on from a step; those after it wait to be replaced.
+    def rewound(self, step: int) -> None:
+        """Records that training continues from a step: the steps after it are stale.
 
         Raises:
             OSError: the root cannot be listed.
@@ -97,133 +99,140 @@ class Deletions:
             self._stale = later
 
     def saved(self, step: int) -> None:
-        """A step is not of before training went back, or is not any more."""
+        """Records that a step is not stale, or no longer."""
         with self._lock:
             self._stale.discard(step)
 
-    # --- what goes -------------------------------------------------------------------------------
+    # --- deletions -------------------------------------------------------------------------------
 
     def submit_sweep(self, attempt: str) -> None:
-        """Ends what crashes have interrupted, but not what this run's attempt has begun."""
+        """Submits the removal of what crashes have left. Spares the files of this run's attempt."""
         self._thread.submit(self._sweep, attempt)
 
-    def after_commit(self, step: int, forget: Callable[[], None]) -> None:
-        """Deletes what is too much now.
+    def after_commit(self, step: int, clean_up: Callable[[], None]) -> None:
+        """Submits the deletion of the steps that no rule keeps now.
 
         Args:
-            step: that was saved; later ones stay.
-            forget: called first, by the deleting thread: removes the keys that the save's decision
-                has left in the ranks' store.
+            step: step that was saved; later steps stay.
+            clean_up: called first, on the deleting thread: removes the keys of the save's decision
+                from the ranks' store.
         """
         self._newest = step
-        # Not where the interpreter ends: the next run deletes what is too much.
+        # Raised when the interpreter exits. Then the next run deletes the steps.
         with suppress(RuntimeError):
-            self._thread.submit(self._after_commit, step, forget)
+            self._thread.submit(self._after_commit, step, clean_up)
 
-    # --- turns -----------------------------------------------------------------------------------
+    # --- waiting for the deleting thread ---------------------------------------------------------
 
-    def in_turn(self, work: Callable[[], T], timeout: float | None = None) -> T:
-        """What work returns, done after all that the deleting thread has to do by now.
+    def run_in_order(self, function: Callable[[], T], timeout: float | None = None) -> T:
+        """Calls a function on the deleting thread, after the work submitted so far.
+
+        Returns:
+            The result of the function.
 
         Raises:
-            concurrent.futures.TimeoutError: it has not come to it within so many seconds.
-            RuntimeError: the interpreter ends, or this is closed.
+            concurrent.futures.TimeoutError: it has not ended within ``timeout`` seconds.
+            RuntimeError: the interpreter is exiting, or this object is closed.
         """
         if self._is_deleting():
-            return work()
-        return self._thread.submit(work).result(timeout)
+            return function()
+        return self._thread.submit(function).result(timeout)
 
-    def settle(self, timeout: float | None = None) -> None:
-        """Waits for what the deleting thread has to do by now."""
+    def wait_until_idle(self, timeout: float | None = None) -> None:
+        """Waits for the work submitted so far, for at most ``timeout`` seconds."""
         _core.fault_point("wait for deletions", self._store.root)
         with suppress(RuntimeError, FutureTimeout):
-            self.in_turn(lambda: None, timeout)
+            self.run_in_order(lambda: None, timeout)
 
     def make_room(self, timeout: float) -> None:
-        """Deletes what no rule keeps by now, as after a commit, and waits for that.
+        """Deletes the steps that no rule keeps, as after a commit, and waits for the deletions.
 
-        A run that begins on a full disk, perhaps with stricter rules, commits nothing otherwise.
+        Without this, a run that starts on a full disk could not commit its first step.
         """
         if self._newest is not None:
             with suppress(RuntimeError):
-                self._thread.submit(self._delete_quietly, self._newest)
-        self.settle(timeout)
+                self._thread.submit(self._delete_unkept_or_log, self._newest)
+        self.wait_until_idle(timeout)
 
     def close(self) -> None:
-        """Waits likewise; from now on nothing is deleted."""
-        # Not from an event of a deletion, which would wait for itself.
+        """Waits for the work submitted so far. Later submissions are refused."""
+        # A callback for an event of a deletion must not wait for its own thread.
         self._thread.shutdown(wait=not self._is_deleting())
 
-    # --- private: by the deleting thread ---------------------------------------------------------
+    # --- private, on the deleting thread ---------------------------------------------------------
 
     def _sweep(self, attempt: str) -> None:
-        begun = time.perf_counter()
+        started = time.perf_counter()
         try:
             names = self._store.sweep(attempt=attempt)
         except Exception as error:
-            # The other ranks go on, and no save needs it.
-            LOGGER.warning("what is left of saves that did not end could not be removed: %s", error)
+            # No save depends on the sweep, so neither this rank nor others fail.
+            LOGGER.warning("leftovers of interrupted saves could not be removed: %s", error)
             return
         if names:
-            seconds = time.perf_counter() - begun
+            seconds = time.perf_counter() - started
             message = (
-                f"{self._store.root}: removed what was left of saves and deletions that did not "
-                f"end: {', '.join(names)}"
+                f"{self._store.root}: removed leftovers of interrupted saves and deletions: "
+                f"{', '.join(names)}"
             )
             self._report(Event("leftovers", -1, 0, seconds, message=message))
 
-    def _after_commit(self, step: int, forget: Callable[[], None]) -> None:
+    def _after_commit(self, step: int, clean_up: Callable[[], None]) -> None:
         try:
-            forget()
+            clean_up()
         except Exception as error:
-            LOGGER.warning("keys of the store could not be removed: %s", causes(error))
-        self._delete_quietly(step)
+            LOGGER.warning(
+                "keys could not be removed from the process group's store: %s", causes(error)
+            )
+        self._delete_unkept_or_log(step)
 
-    def _delete_quietly(self, newest: int) -> None:
+    def _delete_unkept_or_log(self, newest: int) -> None:
         try:
-            self._delete_what_no_rule_keeps(newest)
+            self._delete_unkept(newest)
         except Exception as error:
-            LOGGER.warning("steps could not be deleted (they will be, later): %s", error)
+            LOGGER.warning("steps could not be deleted; the next save tries again: %s", error)
 
-    def _delete_what_no_rule_keeps(self, newest: int) -> None:
-        # What was being read when it was to go.
+    def _delete_unkept(self, newest: int) -> None:
+        # Finish deletions that waited for a reader.
         self._store.sweep(deleted_only=True)
         if self._retention.keeps_all:
             return
         with self._lock:
             stale = frozenset(self._stale)
-        # Those of before training went back wait to be replaced; counted among the newest they
-        # would have the one go that was just saved. Where training has passed them they go
-        # themselves, or a restart would find them should a newer one be damaged.
+        # Do not count stale steps among the newest: they would displace the step just saved. Delete
+        # the stale steps that training has passed, or a restart would fall back to one of them if a
+        # newer step is damaged.
         steps = [info for info in self._store.entries(leftovers=False) if info.step <= newest]
         passed = [info.step for info in steps if info.step in stale and not info.pinned]
         counted = [info for info in steps if info.step not in stale]
-        self._say_what_is_missing(counted)
+        self._warn_of_missing_metric(counted)
         unwanted = self._retention.to_delete(counted)
         for step in passed:
-            self._delete(step, "it is of before training went back")
+            self._delete(step, "it is stale: training was rewound to an earlier step")
         for step in unwanted:
             self._delete(step, "no rule keeps it")
 
-    def _say_what_is_missing(self, steps: list[StepInfo]) -> None:
+    def _warn_of_missing_metric(self, steps: list[StepInfo]) -> None:
         why = self._retention.waits_for(steps)
-        if why and not self._has_said_what_is_missing:
-            self._has_said_what_is_missing = True
+        if why and not self._has_warned_of_missing_metric:
+            self._has_warned_of_missing_metric = True
             LOGGER.warning("%s: %s", self._store.root, why)
 
     def _delete(self, step: int, why: str) -> None:
-        begun = time.perf_counter()
+        started = time.perf_counter()
         with self._lock:
             is_protected = step in self._reading or step == self._verified
         try:
-            has_gone = not is_protected and self._store.delete(step)
+            is_deleted = not is_protected and self._store.delete(step)
         except OSError as error:
-            LOGGER.warning("step %d could not be deleted (it will be, later): %s", step, error)
+            LOGGER.warning(
+                "step %d could not be deleted; the next save tries again: %s", step, error
+            )
             return
-        if has_gone:
+        if is_deleted:
             self.saved(step)
-            seconds = time.perf_counter() - begun
-            message = f"step {step} is deleted: {why}"
+            seconds = time.perf_counter() - started
+            message = f"step {step} was deleted: {why}"
             self._report(Event("deleted", step, 0, seconds, message=message))
 
     def _is_deleting(self) -> bool:

@@ -1,16 +1,16 @@
-"""When a checkpoint manager saves.
+"""Decision of a checkpoint manager when to save, the same on all ranks.
 
-What depends on the step alone, each rank knows by itself. What depends on time, or on whether a
-save is under way, rank 0 decides for all:
+Each rank computes independently what depends on the step only. Rank 0 decides for all ranks what
+depends on time, or on whether a save is running:
 
-1. The steps go in blocks, of half a second or so. A block is decided on at its first step, and only
-   there is a save begun.
-2. At the first step of a block rank 0 decides, and puts that step, the length of the block and
-   whether to save into the process group's store.
-3. Other ranks, when they come to the first step of the block, take that from the store; a rank that
-   is ahead of rank 0 waits. Within a block nobody asks.
-4. A rank that comes to another step than rank 0 did raises: it would save alone.
-5. When a save is committed all ranks have taken the blocks up to its own, and rank 0 removes them.
+1. Steps are grouped into blocks of about half a second. There is one decision for each block, at
+   its first step; only there may a save start.
+2. At the first step of a block rank 0 decides. It puts that step, the length of the block and the
+   decision into the process group's store.
+3. The other ranks read the decision from the store at the first step of the block. A rank that is
+   ahead of rank 0 waits. Within a block no rank reads the store.
+4. A rank that is at another step than rank 0 was raises an error: it would save without the others.
+5. Once a save is committed, all ranks have read the decisions up to its own. Rank 0 deletes them.
 """
 
 from __future__ import annotations
@@ -30,30 +30,39 @@ from torch_ckpt.ranks.meeting import Meeting
 from torch_ckpt.ranks.outcomes import no_sign_of_life
 from torch_ckpt.ranks.store_thread import peek
 
-#: Every so many steps; at least so much time apart; chosen; or a function of the step, which must
-#: say the same on all ranks.
+#: Number of steps between saves; time between saves; "auto"; or a function of the step, which must
+#: return the same on all ranks.
 Interval = int | timedelta | Literal["auto"] | Callable[[int], bool]
 
 T = TypeVar("T")
 
 _BLOCK_SECONDS = 0.5
-_STEP = "the decision whether to save"
+_EXCHANGE = "the decision whether to save"
 
 
 class AutoInterval:
-    """The time between saves that loses least, from what saves cost here.
+    """Computes the time between saves that loses the least training time, from measured costs.
 
     The interval is ``sqrt(2 C M)`` for a save's cost C and a mean time between failures M (J. W.
     Young, "A first order approximation to the optimum checkpoint interval", 1974; J. T. Daly, "A
-    higher order estimate of the optimum checkpoint interval for restart dumps", 2006), but no less
-    than the bound on overhead allows, and no less than a save takes in the background. C is the
-    time that training lost: what it was blocked for, and by how much steps took longer than usual
-    while the save was under way. It is the median of the last saves, without the first, which also
-    makes memory.
+    higher order estimate of the optimum checkpoint interval for restart dumps", 2006). It is never
+    shorter than ``max_overhead`` allows, nor than a save takes in the background. C is the training
+    time that a save costs: the time that it blocks, plus the slowdown of the steps during the save.
+    It is the median over the last six saves; the first save, which also allocates memory, counts
+    only until the second has ended.
 
     Args:
-        max_overhead: of saves, as a fraction of the training time.
-        mtbf_seconds: between failures that end the run.
+        max_overhead: largest cost of saves, as a fraction of the training time.
+        mtbf_seconds: mean time between failures that end the run, in seconds.
+
+    Raises:
+        ValueError: ``max_overhead`` is not between 0 and 1, or ``mtbf_seconds`` is not positive.
+
+    Example::
+
+        interval = AutoInterval(max_overhead=0.01, mtbf_seconds=24 * 3600)
+        interval.saved(blocked_seconds=0.5, background_seconds=30)
+        print(interval.seconds)  # until the next save
     """
 
     def __init__(self, max_overhead: float, mtbf_seconds: float) -> None:
@@ -68,37 +77,49 @@ class AutoInterval:
         self._costs: deque[float] = deque(maxlen=6)
         self._first_cost: float | None = None
         self._background = 0.0
-        self._patience = 0.0
+        self._retry_seconds = 0.0
 
     @property
     def seconds(self) -> float:
-        """Between the beginnings of two saves; 0 before the first one, which measures."""
+        """Time between the starts of two saves, in seconds; 0 before the first save, which measures
+        the cost."""
         costs = self._costs or ([self._first_cost] if self._first_cost is not None else [])
         if not costs:
-            return self._patience
+            return self._retry_seconds
         cost = statistics.median(costs)
         young = math.sqrt(2 * cost * self._mtbf)
-        return max(young, cost / self._max_overhead, self._background, self._patience)
+        return max(young, cost / self._max_overhead, self._background, self._retry_seconds)
 
     def stepped(self, seconds: float, is_saving: bool) -> None:
-        """A step of training has taken so long, with or without a save under way."""
+        """Records the duration of a training step.
+
+        Args:
+            seconds: duration of the step.
+            is_saving: a save was running during the step.
+        """
         (self._slow if is_saving else self._usual).append(seconds)
 
     def failed(self) -> None:
-        """A save has failed: of its cost nothing is known, and the next one may fail as well."""
+        """Records that a save has failed. Its cost is unknown, so the interval becomes at least
+        10 s, and twice as long after each further failure, up to 600 s."""
         self._slow.clear()
-        self._patience = min(600.0, max(10.0, 2 * self._patience))
+        self._retry_seconds = min(600.0, max(10.0, 2 * self._retry_seconds))
 
     def saved(self, blocked_seconds: float, background_seconds: float) -> None:
-        """A save has ended."""
+        """Records that a save has succeeded.
+
+        Args:
+            blocked_seconds: time for which the save blocked training.
+            background_seconds: time from the start of the save until the step was complete.
+        """
         slower = 0.0
         if self._usual:
             usual = statistics.median(self._usual)
-            # The median's, or an evaluation meanwhile would be the save's.
+            # Use the median: one slow step, such as an evaluation, is not a cost of the save.
             slow = statistics.median(self._slow) if self._slow else 0.0
             slower = max(0.0, slow - usual) * len(self._slow)
         self._slow.clear()
-        self._patience = 0.0
+        self._retry_seconds = 0.0
         cost = blocked_seconds + slower
         self._background = background_seconds
         if self._first_cost is None:
@@ -108,15 +129,19 @@ class AutoInterval:
 
 
 class Schedule:
-    """Says at which steps to save; the same on all ranks.
+    """Decides at which steps to save, the same on all ranks.
 
     Args:
         interval: see :data:`Interval`.
-        steps: at which to save in any case.
-        skip_if_busy: not while a save is under way.
-        meeting: of the ranks, for this schedule alone.
+        steps: steps that are always saved.
+        max_overhead, mtbf_seconds: see :class:`AutoInterval`.
+        skip_if_busy: do not save while a save is running.
+        meeting: the ranks and their store, used by this schedule only.
         timeout: seconds to wait for rank 0's decision.
-        clock: tells the seconds since some moment.
+        clock: returns seconds, like :func:`time.monotonic`.
+
+    Attributes:
+        auto: computes the interval if it is "auto"; else None.
     """
 
     def __init__(
@@ -132,23 +157,23 @@ class Schedule:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.auto: AutoInterval | None = None
-        self._least: Callable[[], float] | None = None
-        self._wants: Callable[[int], bool] = lambda _step: True
+        self._min_seconds: Callable[[], float] | None = None
+        self._accepts_step: Callable[[int], bool] = lambda _step: True
         if callable(interval):
-            self._wants = interval
+            self._accepts_step = interval
         elif isinstance(interval, timedelta):
-            least = interval.total_seconds()
-            if least <= 0:
+            seconds = interval.total_seconds()
+            if seconds <= 0:
                 raise ValueError(f"interval must be positive, got {interval}")
-            self._least = lambda: least
+            self._min_seconds = lambda: seconds
         elif interval == "auto":
             auto = self.auto = AutoInterval(max_overhead, mtbf_seconds)
-            self._least = lambda: auto.seconds
+            self._min_seconds = lambda: auto.seconds
         elif isinstance(interval, SupportsIndex) and not isinstance(interval, bool):
             every = operator.index(interval)
             if every < 1:
                 raise ValueError(f"interval must be positive, got {every}")
-            self._wants = lambda step: step % every == 0
+            self._accepts_step = lambda step: step % every == 0
         else:
             raise ValueError(
                 "interval must be a positive number of steps, a timedelta, 'auto' or a function "
@@ -158,113 +183,119 @@ class Schedule:
         self._skip_if_busy = skip_if_busy
         self._clock = clock
         self._decisions = _Decisions(meeting, timeout, clock)
-        self._begun = clock()
+        self._last_start = clock()
 
-    def wants(self, step: int, is_busy: Callable[[], bool]) -> bool:
-        """Whether to save at this step. Called on all ranks, for the same steps, once for each.
+    def should_save(self, step: int, is_busy: Callable[[], bool]) -> bool:
+        """True if this step is to be saved. All ranks call it once for each step.
 
         Raises:
-            CheckpointError: rank 0 came to another step.
-            CheckpointException: the store is lost, or rank 0 does not come within the timeout.
+            CheckpointError: rank 0 is at another step.
+            CheckpointException: the store is lost, or rank 0 has not decided within the timeout.
         """
-        if self._least is None and not self._skip_if_busy:
-            return self._wants(step) or step in self._steps
-        if self._least is None:
-            # What the step alone says all ranks know; only of those steps one is decided on.
-            if not self._wants(step):
+        if self._min_seconds is None and not self._skip_if_busy:
+            return self._accepts_step(step) or step in self._steps
+        if self._min_seconds is None:
+            # All ranks agree on the steps; rank 0 decides only whether it is busy.
+            if not self._accepts_step(step):
                 return step in self._steps
-            due = self._decisions.take(step, lambda: not is_busy(), blocks=False)
+            due = self._decisions.next(step, lambda: not is_busy(), blocks=False)
         else:
-            due = self._decisions.take(step, lambda: self._is_due(is_busy), blocks=True)
+            due = self._decisions.next(step, lambda: self._is_due(is_busy), blocks=True)
         return due or step in self._steps
 
-    def begun(self) -> None:
-        """A save begins now."""
-        self._begun = self._clock()
+    def save_started(self) -> None:
+        """Records that a save starts now."""
+        self._last_start = self._clock()
 
     @property
-    def decided(self) -> int:
-        """How many decisions have been taken."""
-        return self._decisions.number
+    def decision_count(self) -> int:
+        """Number of decisions so far."""
+        return self._decisions.count
 
-    def forget(self, decided: int) -> None:
-        """On rank 0: all ranks have taken so many decisions."""
-        self._decisions.forget(decided)
+    def delete_decisions(self, count: int) -> None:
+        """Deletes the first ``count`` decisions from the store. Called on rank 0, when all ranks
+        have read them."""
+        self._decisions.delete(count)
 
     def _is_due(self, is_busy: Callable[[], bool]) -> bool:
-        assert self._least is not None
-        # A first save that is under way says nothing yet of what the next one costs.
+        assert self._min_seconds is not None
+        # While the first save is running, the cost of a save is not known yet.
         if (self._skip_if_busy or self.auto is not None) and is_busy():
             return False
-        return self._clock() - self._begun >= self._least()
+        return self._clock() - self._last_start >= self._min_seconds()
 
 
 class _Decisions:
-    """Rank 0's, as all ranks take them."""
+    """The sequence of rank 0's decisions, as each rank reads it."""
 
     def __init__(self, meeting: Meeting, timeout: float, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self.number = 0
+        self.count = 0
         self._meeting = meeting
         self._timeout = timeout
         self._block = range(0)
-        self._forgotten = 0
+        self._deleted_count = 0
         self._last: tuple[int, float] | None = None
 
-    def take(self, step: int, decide: Callable[[], bool], *, blocks: bool) -> bool:
-        """The decision for a step; False within a block that begins before it."""
-        # Not also before it: training may have gone back.
+    def next(self, step: int, decide: Callable[[], bool], *, blocks: bool) -> bool:
+        """Returns the decision for a step; False inside a block that begins before the step.
+
+        Args:
+            decide: called on rank 0 only.
+            blocks: a decision holds for a block of steps; False: for this step only.
+        """
+        # A step before the block starts a new block: training was rewound.
         if blocks and step in self._block:
             return False
         if self._meeting.rank == 0:
-            wanted = decide()
-            length = self._length(step) if blocks else 1
+            saves = decide()
+            length = self._block_length(step) if blocks else 1
             if self._meeting.distributed:
-                self._ask(
+                self._call_store(
                     lambda: self._meeting.keys("").set(
-                        str(self.number), f"{step}:{length}:{int(wanted)}"
+                        str(self.count), f"{step}:{length}:{int(saves)}"
                     )
                 )
         else:
-            led, length, saves = map(int, self._read().split(b":"))
-            wanted = bool(saves)
-            if led != step:
+            step_of_rank_0, length, flag = map(int, self._read().split(b":"))
+            saves = bool(flag)
+            if step_of_rank_0 != step:
                 raise CheckpointError(
-                    f"rank {self._meeting.rank} came to step {step} where rank 0 came to {led}: "
-                    "every rank must call save() for the same steps"
+                    f"rank {self._meeting.rank} is at step {step}, but rank 0 is at step "
+                    f"{step_of_rank_0}: every rank must call save() for the same steps"
                 )
-        self.number += 1
+        self.count += 1
         self._block = range(step, step + length)
-        return wanted
+        return saves
 
-    def forget(self, decided: int) -> None:
+    def delete(self, count: int) -> None:
         if not self._meeting.distributed:
             return
         store = self._meeting.keys("")
-        for number in range(self._forgotten, decided):
-            self._ask(lambda key=str(number): store.delete_key(key))  # type: ignore[misc]
-        self._forgotten = max(self._forgotten, decided)
+        for number in range(self._deleted_count, count):
+            self._call_store(lambda key=str(number): store.delete_key(key))  # type: ignore[misc]
+        self._deleted_count = max(self._deleted_count, count)
 
-    def _length(self, step: int) -> int:
+    def _block_length(self, step: int) -> int:
         now = self._clock()
         last, self._last = self._last, (step, now)
         if last is None or step <= last[0]:
             return 1
         per_step = max(1e-9, (now - last[1]) / (step - last[0]))
-        # Not far beyond what was seen: the first steps may have been fast.
+        # At most twice the steps since the last decision: these may have been unusually fast.
         return max(1, min(int(_BLOCK_SECONDS / per_step), 2 * (step - last[0])))
 
     def _read(self) -> bytes:
-        key = str(self.number)
+        key = str(self.count)
         store = self._meeting.keys("")
-        begun = time.monotonic()
-        # Not by the store's own waiting, which keeps the save under way off the connection.
-        while (data := self._ask(lambda: peek(store, key))) is None:
-            waited = time.monotonic() - begun
+        started = time.monotonic()
+        # Poll: the store's own wait would block the connection for the running save.
+        while (data := self._call_store(lambda: peek(store, key))) is None:
+            waited = time.monotonic() - started
             if waited >= self._timeout:
-                raise failed_on(_STEP, no_sign_of_life(_STEP, [0], self._timeout))
+                raise failed_on(_EXCHANGE, no_sign_of_life(_EXCHANGE, [0], self._timeout))
             time.sleep(min(0.01, max(0.0002, waited / 10)))
         return data
 
-    def _ask(self, work: Callable[[], T]) -> T:
-        return self._meeting.asker.ask(_STEP, self._meeting.rank, self._timeout, work)
+    def _call_store(self, function: Callable[[], T]) -> T:
+        return self._meeting.asker.ask(_EXCHANGE, self._meeting.rank, self._timeout, function)

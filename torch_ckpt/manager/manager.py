@@ -1,14 +1,14 @@
-"""The checkpoints of a training run: when they are saved, which are kept, which one is restored.
+"""The checkpoint manager of a training run.
 
-1. ``save(step, state)`` is called in every step, on every rank. Whether it saves, all ranks know
-   alike: by the step, by rank 0's decision (intervals.py), or because a rank was told to stop
-   (ranks/preemption.py).
-2. The save before has ended by then, on all ranks, and its error is raised or counted on all.
-3. The state is copied, and a save in the background writes the step's directory (saver.py,
-   attempts.py, steps/local.py). The step is complete when it has its name.
+1. Every rank calls ``save(step, state)`` in every step. All ranks come to the same decision whether
+   to save: by the step, by rank 0's decision (intervals.py), or after a preemption notice to any
+   rank (ranks/preemption.py).
+2. The previous save has ended on all ranks by then. Its error is raised or counted on all ranks.
+3. The state is copied, and a background save writes the step's directory (saver.py, preparation.py,
+   steps/local.py). The step is complete when the directory has its final name.
 4. A thread of rank 0 then deletes the steps that no rule keeps (deletions.py, retention.py).
-5. ``restore(state)`` loads the newest complete step that rank 0 sees. Where it is damaged, all
-   ranks go on to the one before (restoring.py).
+5. ``restore(state)`` loads the newest complete step that rank 0 sees. If it is damaged, all ranks
+   fall back to the step before it (restoring.py).
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from torch_ckpt.errors import CheckpointError
 from torch_ckpt.inspection.verify import VerifyReport
 from torch_ckpt.loading.renaming import Rename
 from torch_ckpt.loading.report import LoadReport, Names
-from torch_ckpt.manager.attempts import Attempt, agree_on_name, new_name
-from torch_ckpt.manager.course import Course
 from torch_ckpt.manager.deletions import Deletions
 from torch_ckpt.manager.intervals import Interval, Schedule
+from torch_ckpt.manager.preemption_notice import PreemptionNotice
+from torch_ckpt.manager.preparation import SavePreparer, agree_on_attempt, new_attempt
 from torch_ckpt.manager.restoring import Restorer
 from torch_ckpt.manager.retention import Retention
-from torch_ckpt.manager.run import Run
+from torch_ckpt.manager.run_context import RunContext
 from torch_ckpt.manager.saver import Saver
-from torch_ckpt.manager.stop_notice import StopNotice
+from torch_ckpt.manager.timeline import Timeline
 from torch_ckpt.ranks.calls import meeting_of
 from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS
 from torch_ckpt.ranks.preemption import signal_numbers
@@ -61,78 +61,78 @@ State = MutableMapping[str, Any]
 class CheckpointManager:
     """Saves, keeps and restores the checkpoints of a training run.
 
-    Every rank makes one, and makes the same calls in the same order. A context manager: leaving the
-    block waits for what is under way.
+    Every rank makes a manager and makes the same calls in the same order. Use it as a context
+    manager: leaving the block waits for running saves and deletions.
 
-    ::
+    Example::
 
         with torch_ckpt.CheckpointManager("checkpoints", interval=100, keep_last=3) as manager:
             state = {"model": model, "optimizer": optimizer}
             for step in range(manager.restore(state), steps):
                 train(step)
-                manager.save(step + 1, state)  # so many steps are done
+                manager.save(step + 1, state)  # the number of steps done
                 if manager.should_stop:
                     break
 
     Args:
-        root: directory of the steps, one that all ranks see, or a URL that fsspec knows.
-        interval: when to save. A number N: after every N steps. A ``timedelta``: so much time
-            apart. "auto": as often as loses least, by what saves cost here; see
-            :class:`torch_ckpt.intervals.AutoInterval`. A function of the step: where it is true,
-            on all ranks alike.
-        save_on_steps: steps at which to save in any case.
-        max_overhead: for "auto", the most of the training time that saves may cost, as a fraction.
-        mtbf_hours: for "auto", the mean time between failures that end the run.
+        root: directory of the steps, visible to all ranks, or a URL that fsspec supports.
+        interval: when to save. A number N: after every N steps. A ``timedelta``: after so much
+            time. "auto": at the interval that loses the least time by the measured cost of saves;
+            see :class:`torch_ckpt.intervals.AutoInterval`. A function of the step: if it returns
+            true, which it must do on all ranks at the same steps.
+        save_on_steps: steps that are always saved.
+        max_overhead: for "auto", the largest fraction of the training time that saves may cost.
+        mtbf_hours: for "auto", the mean time between failures that end the run, in hours.
         keep_last, keep_every, keep_every_hours, keep_best, best_metric, best_mode, should_keep:
-            which steps stay: see :class:`torch_ckpt.retention.Retention`. All of them by default.
-        if_busy: "wait": a save waits for the one under way. "skip": it does not take place.
-        preemption_signals: that tell a rank to stop; None: SIGTERM, where this is the main thread.
-            See :func:`torch_ckpt.multihost.watch_for_preemption`; a watch that is there already,
-            as another manager's, is used.
-        preemption_file: a file that tells so when it appears.
-        preemption_deadline: seconds from the notice until the process is ended. The last save then
-            is waited for, and its expected time logged.
+            which steps to keep: see :class:`torch_ckpt.retention.Retention`. By default all.
+        if_busy: while a save is running, "wait" waits for its end, and "skip" skips the new save.
+        preemption_signals: numbers of the signals that are preemption notices. None: SIGTERM, if
+            the manager is made in the main thread. If the process group already has a watch, for
+            example of another manager, that one is used: see
+            :func:`torch_ckpt.multihost.watch_for_preemption`.
+        preemption_file: path of a file whose appearance is a preemption notice.
+        preemption_deadline: seconds from the notice to the end of the process. With it, ``save``
+            waits for the end of the last save, and logs the expected time.
         check_replicas: what to do if a plain tensor, a number or another object that several ranks
-            have, and one of them saves, differs between ranks: "off", "warn", or "error", which
-            fails the save. See :func:`torch_ckpt.save`. A value that each rank has for itself
-            belongs in :class:`torch_ckpt.PerRank`.
-        check_replicas_every: compare at every save of so many; the first is one of them.
+            have, and one rank saves for all, differs between ranks: "off", "warn", or "error",
+            which fails the save. See :func:`torch_ckpt.save`. Wrap a value that each rank has for
+            itself in :class:`torch_ckpt.PerRank`.
+        check_replicas_every: compare the replicas at the first save and every so many saves.
         on_save_error: "raise": the next save, :meth:`wait_until_finished`, :meth:`check_for_errors`
-            or :meth:`close` raises the error of a save in the background. "warn_and_continue": it
+            or :meth:`close` raises the error of a background save. "warn_and_continue": the error
             is logged, and counted in ``save_errors``.
-        async_saves: False has every save wait until it is complete.
-        staging: see :func:`torch_ckpt.async_save`.
-        read_only: for who only looks and restores; nothing is swept, saved or deleted.
-        takeover: where another run that lives has the lease on a local root, take it. The other
-            run's saves fail from then on.
+        async_saves: False makes every save wait until its step is complete.
+        staging: "blocking" or "overlapped": see :func:`torch_ckpt.async_save`.
+        read_only: only list, load and verify: never sweep, save or delete.
+        takeover: take the lease on a local root even from a running job, whose saves then fail.
         on_commit: called with the step on rank 0, in the save's thread, once the step is complete.
-            The save ends when it has ended, on all ranks. What it raises is raised on all as the
-            error of a save, though the step stays.
-        on_event: called with each :class:`torch_ckpt.events.Event`, on the thread where it happens;
-            there nothing waits for the save that it is about.
-        tensorboard: a ``SummaryWriter`` for rank 0, or the directory for one.
-        process_group: the ranks; the default group if None.
-        timeout: seconds after which a rank that shows no sign of life is given up by the others,
-            who name it.
+            The save ends on all ranks when the callback has returned. An exception in it is raised
+            on all ranks as the error of the save, although the step stays.
+        on_event: called with each :class:`torch_ckpt.events.Event`, on the thread where it occurs.
+            Methods that wait for the event's save return at once there.
+        tensorboard: a ``SummaryWriter`` for rank 0, or the directory of a new one.
+        process_group: the ranks; None: the default group.
+        timeout: seconds without a heartbeat after which the other ranks declare a rank dead and
+            name it.
         staging_dir: see :func:`torch_ckpt.steps.open_steps`.
-        load_options: passed to :func:`torch_ckpt.load`, as ``allow_pickle``.
-        writer_options: passed to :class:`torch_ckpt.FileSystemWriter`. ``progress`` is a bar on
-            rank 0 by default where standard error is a terminal.
+        load_options: dict of options for :func:`torch_ckpt.load`, such as ``allow_pickle``.
+        writer_options: passed to :class:`torch_ckpt.FileSystemWriter`. By default ``progress`` is
+            a bar on rank 0 if standard error is a terminal.
 
     Attributes:
-        save_errors: saves, or their ``on_commit``, that have failed, where ``on_save_error`` lets
-            training go on.
+        save_errors: number of saves, and of ``on_commit`` callbacks, that have failed.
 
     Raises:
-        TypeError: an option, or a key of ``load_options``, is unknown (the error names the
-            nearest); or an option has a wrong type.
-        ValueError: an option is wrong, or signals are to be watched outside the main thread.
-        OSError: the root is a file, or cannot be written; on ranks other than rank 0 a RuntimeError
-            if only rank 0 cannot write it.
-        TimeoutError: ranks did not make one within the timeout; they are named.
-        RanksDisagree: ranks made them with different roots.
-        RootInUse: another run writes beneath the root, and lives; names its process. On ranks other
-            than rank 0 a RuntimeError that says so.
+        TypeError: an option, or a key of ``load_options``, is unknown (the error suggests the
+            nearest), or has a wrong type.
+        ValueError: an option has an invalid value, or ``preemption_signals`` are given outside the
+            main thread.
+        OSError: the root is a file, or cannot be written. If only rank 0 cannot write it, the other
+            ranks raise a RuntimeError.
+        TimeoutError: ranks did not make a manager within the timeout; they are named.
+        RanksDisagree: ranks made managers with different roots.
+        RootInUse: another running job writes beneath the root; names its process. Raised on rank 0;
+            the other ranks raise a RuntimeError that quotes it.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class CheckpointManager:
         self._deadline = preemption_deadline
         self._read_only = read_only
         writer_options = {"progress": wants_bar(), **writer_options}
-        # Where one of them is wrong this raises, and not the first save.
+        # Raise now, not in the first save, if an option of the writer is invalid.
         self._store.writer(
             0, attempt="", overwrite=False, marker=dict, expected_bytes=0, **writer_options
         )
@@ -197,7 +197,7 @@ class CheckpointManager:
         self._returned_at: float | None = None
         self._was_saving = False
 
-        # Of a run rank 0 writes what all ranks have agreed on, and deletes.
+        # Only rank 0 holds the lease: it commits the steps of all ranks, and deletes.
         writes = not read_only and self._rank == 0
         self._lease = Lease(self._store.lease_root if writes else None, takeover=takeover)
 
@@ -209,14 +209,14 @@ class CheckpointManager:
         with ExitStack() as undo:
             undo.callback(self._lease.release)
             if read_only:
-                # Nothing is written, so nobody need be waited for.
+                # Nothing is written, so the ranks need not agree.
                 begin()
-                name = new_name()
+                attempt = new_attempt()
             else:
-                name = agree_on_name(
+                attempt = agree_on_attempt(
                     self._store.root, begin, process_group=process_group, timeout=timeout
                 )
-            run = self._run = Run(
+            run = self._run = RunContext(
                 self._store, meeting.rank, meeting.size, process_group, timeout, self._report
             )
             self._deletions = Deletions(self._store, self._retention, self._report)
@@ -227,16 +227,16 @@ class CheckpointManager:
                 max_overhead=max_overhead,
                 mtbf_seconds=mtbf_hours * 3600,
                 skip_if_busy=if_busy == "skip",
-                meeting=meeting.apart(name),
+                meeting=meeting.apart(attempt),
                 timeout=timeout,
             )
-            attempt = Attempt(name, run, self._lease, self._deletions, writer_options)
-            self._course = Course(run, self._deletions, attempt.newest_step)
+            preparer = SavePreparer(attempt, run, self._lease, self._deletions, writer_options)
+            self._timeline = Timeline(run, self._deletions, preparer.newest_step)
             self._saver = Saver(
                 run,
                 weakref.ref(self),
-                self._course,
-                attempt,
+                self._timeline,
+                preparer,
                 self._schedule,
                 self._deletions,
                 replicas,
@@ -248,17 +248,18 @@ class CheckpointManager:
                 async_saves=async_saves,
                 staging=staging,
             )
-            self._notice = StopNotice(
+            self._notice = PreemptionNotice(
                 () if read_only else preemption_signals,
                 None if read_only else preemption_file,
                 process_group,
                 timeout,
             )
-            # Made: from here on close() releases it.
+            # From here on close() releases the lease.
             undo.pop_all()
         if writes:
-            # It may take long, and nobody needs its end before a step is chosen or deleted.
-            self._deletions.submit_sweep(name)
+            # In the background: it may take long, and is needed only before a step is chosen or
+            # deleted.
+            self._deletions.submit_sweep(attempt)
 
     # --- saving ----------------------------------------------------------------------------------
 
@@ -272,67 +273,72 @@ class CheckpointManager:
         force: bool = False,
         overwrite: bool = False,
     ) -> bool:
-        """Saves if it is time to. Call it after each step, on every rank.
+        """Saves the state if a save is due. Call it after each step, on every rank.
 
-        The state may change when it returns; with ``staging="overlapped"`` only after
-        :meth:`wait_until_staged`, or in a step of an optimizer that :meth:`guard` knows. A step
-        that this manager has just saved or restored is not saved again. Steps that are there from
-        before the restored one was trained on are replaced.
+        The state may change when this returns; with ``staging="overlapped"`` only after
+        :meth:`wait_until_staged`, or in a step of an optimizer passed to :meth:`guard`. A step that
+        this manager has just saved or restored is not saved again. Stale steps, from after the
+        restored one, are replaced.
 
         Args:
-            step: the number of steps that are done; not smaller than at the call before.
-            state: what makes up the training: a dict of modules, optimizers, LR schedulers,
-                anything with ``state_dict()`` and ``load_state_dict()``, tensors and plain values;
-                see :class:`torch_ckpt.state.app_state.AppState`.
-            metrics: numbers to choose the best steps by, and to look up later; rank 0's count.
-            notes: anything else to look up later, as JSON knows it; rank 0's count.
-            force: save in any case.
-            overwrite: training has gone back to this step without :meth:`restore`. Newer steps then
-                count as after ``restore(step=...)``: they stay, and a warning names them, until
-                training replaces or passes them.
+            step: number of steps done so far; not smaller than in the previous call.
+            state: dict of the training's state: modules, optimizers, LR schedulers, other objects
+                with ``state_dict()`` and ``load_state_dict()``, tensors and plain values; see
+                :class:`torch_ckpt.state.app_state.AppState`.
+            metrics: numbers by name, for ``keep_best`` and :meth:`metrics`. Those of rank 0 count.
+            notes: JSON values by name, for :class:`torch_ckpt.steps.StepInfo`. Those of rank 0
+                count.
+            force: save even if no save is due.
+            overwrite: training was rewound to this step without :meth:`restore`. As after
+                ``restore(step=...)``, newer steps are stale: they stay until training replaces or
+                passes them, and a warning names them.
 
         Returns:
-            Whether a save of this step was begun.
+            True if a save of this step was started.
 
         Raises:
-            CheckpointException: the save before failed, or this one could not begin.
+            CheckpointException: the previous save failed, or this one could not start.
             CheckpointError: replicas differ, with ``check_replicas="error"`` and
                 ``on_save_error="raise"``; with ``staging="overlapped"`` the next call raises it.
-            FileExistsError: this is the first call, without :meth:`restore`, and the root has this
-                step or newer ones.
-            ValueError, TypeError: the step is smaller than the one before; or the step, the state,
-                the metrics or the notes cannot be saved; or no step has ``best_metric`` yet, and
-                the metrics lack it.
-            TimeoutError: ranks did not come to the first save; they are named.
-            RuntimeError: as of :meth:`restore`.
+            FileExistsError: this is the first call, :meth:`restore` was not called, and the root
+                has this step or newer ones.
+            ValueError, TypeError: the step is smaller than the previous one; or the step, the
+                state, the metrics or the notes cannot be saved; or no step has ``best_metric`` yet,
+                and the metrics lack it.
+            TimeoutError: ranks did not arrive at the first save in time; they are named.
+            RuntimeError: see :meth:`restore`.
+
+        Example::
+
+            manager.save(step + 1, {"model": model}, metrics={"loss": loss.item()})
         """
-        begun = time.perf_counter()
-        self._refuse("save")
-        # From now on an int, be it numpy's.
+        started = time.perf_counter()
+        self._require_writable("save")
+        # Converts integers of other types, such as numpy's.
         step = int(step_name(step))
         saver, notice = self._saver, self._notice
         try:
-            self._course.come_to(step, overwrite, saver.wait)
+            self._timeline.advance(step, overwrite, saver.wait)
         except (FileExistsError, ValueError):
             raise
         except Exception as error:
-            return saver.not_begun(step, error, begun)
-        notice.look_whether_ignored(self._rank, saver.wait)
+            return saver.fail_to_start(step, error, started)
+        notice.restore_signals_if_ignored(self._rank, saver.wait)
         if self._schedule.auto is not None and self._returned_at is not None:
             is_slow = self._was_saving or self.is_saving
-            self._schedule.auto.stepped(begun - self._returned_at, is_slow)
+            self._schedule.auto.stepped(started - self._returned_at, is_slow)
         try:
             stops = notice.reached(step)
-            wanted = self._schedule.wants(step, lambda: self.is_saving)
-            if step == self._course.last_step:
-                # Whether it has failed all ranks know only at its end.
+            is_due = self._schedule.should_save(step, lambda: self.is_saving)
+            if step == self._timeline.last_step:
+                # Only when the save has ended do all ranks know whether it failed.
                 saver.wait()
-            is_new = step != self._course.last_step
-            saves = force or (is_new and (wanted or stops))
+            is_new = step != self._timeline.last_step
+            saves = force or (is_new and (is_due or stops))
             try:
                 return saves and saver.save(step, state, metrics or {}, notes or {}, stops)
             finally:
-                # Be it that the save has failed: nobody is told twice.
+                # Stop even if the save has failed: the notice is not repeated.
                 if stops:
                     self._stop(step)
         finally:
@@ -340,88 +346,96 @@ class CheckpointManager:
 
     @property
     def should_stop(self) -> bool:
-        """Whether all ranks have come to the step at which they were told to stop, and saved it.
+        """True once all ranks have saved the step at which they stop after a preemption notice.
 
-        A loop that never asks goes on. From its next :meth:`save` on, SIGTERM is not a notice any
-        more, and ends the process as it would without a manager.
+        If the training loop continues without reading this, then from its next :meth:`save` on
+        SIGTERM is no longer a notice, and ends the process as it would without a manager.
         """
-        self._notice.is_asked = True
+        self._notice.is_polled = True
         return self._notice.stops
 
     @property
     def is_saving(self) -> bool:
-        """Whether a save is under way."""
+        """True while a save is running."""
         pending = self._saver.pending
         return pending is not None and not pending.handle.done()
 
     @property
     def last_step(self) -> int | None:
-        """The last step that this manager has saved or restored; None before.
+        """The step that this manager has saved or restored last; None if there is none.
 
-        A step counts when its save has ended well, which ranks see at different moments: after
-        :meth:`wait_until_finished` they see the same.
+        A step counts once its save has succeeded, which ranks notice at different moments. After
+        :meth:`wait_until_finished` all ranks have the same answer.
         """
-        return self._course.last_complete
+        return self._timeline.last_complete
 
     @property
     def save_errors(self) -> int:
-        """Saves, or their ``on_commit``, that have failed, where training goes on after that."""
+        """Number of saves, and of ``on_commit`` callbacks, that have failed."""
         return self._saver.errors
 
     def before_save(self, hook: Callable[[], None]) -> RemovableHandle:
-        """Has ``hook()`` called before the state is read for a save, as for embeddings that are
-        kept elsewhere.
+        """Adds a hook that is called before the state is read for a save, for example to copy
+        embeddings from a parameter server into the state.
 
         Returns:
-            A handle, whose ``remove()`` ends that.
+            A handle; its ``remove()`` removes the hook.
         """
         return self._before_save.add(hook)
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
-        """With ``staging="overlapped"``, from now on: has the optimizer's step after a save wait
-        until it may change the state; see :meth:`torch_ckpt.AsyncSave.guard`."""
+        """Makes an optimizer's next step after each save wait until the state may change.
+
+        Call it once, with ``staging="overlapped"``. See :meth:`torch_ckpt.AsyncSave.guard`.
+        """
         self._saver.guard(optimizer)
 
     def wait_until_staged(self) -> None:
-        """With ``staging="overlapped"``, waits until the state may change.
+        """Waits until the state may change after a save with ``staging="overlapped"``.
 
         Raises:
-            CheckpointException: the save has failed before, and ``on_save_error`` is "raise".
+            CheckpointException: the save has already failed, and ``on_save_error`` is "raise".
         """
         pending = self._saver.pending
-        if pending is not None and pending.is_here:
+        if pending is not None and pending.can_wait:
             pending.handle.wait_staged_quietly()
             if pending.handle.done():
                 self.wait_until_finished()
 
     def wait_until_finished(self, timeout: float | None = None) -> None:
-        """Waits for the save under way, and raises its error.
+        """Waits for the running save, and raises its error.
+
+        Args:
+            timeout: seconds to wait; None: without limit.
 
         Raises:
-            TimeoutError: ``timeout`` seconds have passed; the save goes on.
+            TimeoutError: ``timeout`` seconds have passed; the save continues.
             CheckpointException: the save has failed, and ``on_save_error`` is "raise".
         """
         pending = self._saver.pending
         if pending is not None and not pending.wait(timeout):
-            raise TimeoutError(f"the save of step {pending.step} has not ended in {timeout} s")
+            raise TimeoutError(
+                f"the save of step {pending.step} did not end within {timeout} s; it continues"
+            )
         self.check_for_errors()
 
     def check_for_errors(self) -> None:
         """Raises the error of a save that has ended, once. Does not wait.
 
-        Ranks may see the end of a save at different steps: where the error is to be handled and
-        training to go on, do so around :meth:`save` and :meth:`wait_until_finished`.
+        Ranks may notice the end of a save at different steps. To handle the error and continue
+        training, catch it around :meth:`save` and :meth:`wait_until_finished` instead.
 
         Raises:
-            CheckpointException: with the cause of each rank that failed.
+            CheckpointException: with the cause on each rank that failed.
         """
         self._saver.check_for_errors()
 
     def close(self) -> None:
-        """Waits for the save and the deletions under way; then nothing can be saved any more.
+        """Waits for the running save and deletions, and closes the manager: it saves no more.
 
-        Saves nothing itself. If the last step that :meth:`save` was called with was not saved, as
-        that of a run that is no multiple of ``interval``, rank 0 logs a warning that names it.
+        It does not save the last step. If the last call of :meth:`save` did not save its step, for
+        example because the step is not a multiple of ``interval``, rank 0 logs a warning with the
+        step.
 
         Raises:
             CheckpointException: a save has failed, and ``on_save_error`` is "raise".
@@ -451,19 +465,19 @@ class CheckpointManager:
         except BaseException as failure:
             if error is None:
                 raise
-            # What ended the block is raised.
+            # The exception that left the block takes precedence.
             LOGGER.error("%s", failure)
 
     def __del__(self) -> None:
-        # There is no notice where the constructor has raised.
+        # The attribute is missing if the constructor has raised.
         notice = getattr(self, "_notice", None)
         if notice is None or self._closed or self._read_only or os.getpid() != self._pid:
             return
         notice.close()
         self._lease.release()
         warnings.warn(
-            f"the checkpoint manager of {self._store.root} was dropped without close(): a save "
-            "under way goes on, and its error goes to the log; use it in a with statement",
+            f"the checkpoint manager of {self._store.root} was deleted without close(): a running "
+            "save continues, and its error is only logged. Use the manager in a with statement.",
             ResourceWarning,
             stacklevel=2,
         )
@@ -479,36 +493,41 @@ class CheckpointManager:
         strict: bool = True,
         rename: Rename = None,
     ) -> int:
-        """Sets the state to that of a step, in place. All ranks call it.
+        """Restores the state from a step, in place. All ranks call it.
 
-        It waits for a save under way. A step that is damaged, or whose files are missing, is passed
-        over with a warning, unless it was asked for by number.
+        It waits for a running save first. A step that is damaged or lacks files is skipped with a
+        warning, unless it was requested by number.
 
         Args:
             state: as for :meth:`save`; plain values in it are replaced.
-            step: which one; the newest complete one if None.
-            names, strict, rename: see :func:`torch_ckpt.load`. What ``strict=False`` has left as it
-                was is in :attr:`restore_report`.
+            step: number of the step; None: the newest complete one.
+            names, strict, rename: see :func:`torch_ckpt.load`. :attr:`restore_report` lists the
+                names that ``strict=False`` has left unchanged.
 
         Returns:
-            The step; 0 where nothing has been saved, and the state is as it was.
+            The restored step; 0 if no step has been saved, in which case the state is unchanged.
 
         Raises:
-            FileNotFoundError: ``step`` is given and not there; those that are, are named.
-            CheckpointException: it cannot be loaded, as ``LoadMismatch`` and ``Unsafe`` tell.
-            CheckpointError: steps are there, and all of them damaged.
-            RuntimeError: the process group that the manager was made with has been destroyed, or
-                was not there yet.
+            FileNotFoundError: ``step`` does not exist; the existing steps are named.
+            CheckpointException: the step cannot be loaded, for example because of a
+                ``LoadMismatch`` or because it is ``Unsafe``.
+            CheckpointError: all existing steps are damaged.
+            RuntimeError: the process group of the manager has been destroyed, or was initialized
+                only after the manager was made.
+
+        Example::
+
+            first_step = manager.restore({"model": model, "optimizer": optimizer})
         """
-        begun = time.perf_counter()
+        started = time.perf_counter()
         self._run.require_group("restore")
         self._saver.wait()
         restored = self._restorer.restore(state, step, names=names, strict=strict, rename=rename)
-        self._course.restored(restored, is_chosen=step is not None)
+        self._timeline.restored(restored, is_chosen=step is not None)
         if restored is None:
             return 0
         self._returned_at = None
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - started
         skipped = self._restorer.skipped
         damaged = f", {skipped} damaged skipped" if skipped else ""
         message = f"restored step {restored} of {self._store.root}{damaged}, in {seconds:.2f} s"
@@ -517,42 +536,45 @@ class CheckpointManager:
 
     @property
     def restore_report(self) -> LoadReport | None:
-        """How this rank's state and the step compare that were restored last: what was loaded, and
-        what ``strict=False`` has left as it was. None before, and where nothing was restored."""
+        """Comparison of this rank's state with the step restored last: the names that were loaded,
+        and those that ``strict=False`` has left unchanged. None if no step was restored."""
         return self._restorer.report
 
-    # --- what is there ---------------------------------------------------------------------------
+    # --- listing ---------------------------------------------------------------------------------
 
     def steps(self) -> list[StepInfo]:
-        """What is beneath the root now, leftovers too, by step. Asks no other rank."""
+        """Lists the steps and leftovers beneath the root, sorted by step. Asks no other rank."""
         return self._store.entries()
 
     def all_steps(self) -> list[int]:
-        """The complete steps, ascending. Asks no other rank."""
+        """Returns the complete steps, in ascending order. Asks no other rank."""
         return [info.step for info in self._store.entries(leftovers=False)]
 
     def latest_step(self) -> int | None:
-        """The newest complete step; None where there is none. Asks no other rank."""
+        """Returns the newest complete step; None if there is none. Asks no other rank."""
         return max(self.all_steps(), default=None)
 
     @property
     def best_metric(self) -> str | Callable[[dict[str, float]], float] | None:
-        """What the best steps are chosen by."""
+        """The metric, or the function of the metrics, by which steps are compared."""
         return self._retention.best_metric
 
     def best_step(self) -> int | None:
-        """The best complete step by ``best_metric``; None where none has it.
+        """Returns the best complete step by ``best_metric``; None if no step has that metric.
 
         Raises:
             ValueError: the manager has no ``best_metric``.
         """
         if self._retention.best_metric is None:
-            raise ValueError("best_step() needs best_metric, the name of the metric to compare")
+            raise ValueError(
+                "best_step() needs a metric to compare. Pass its name to CheckpointManager as "
+                "best_metric."
+            )
         best = self._retention.best_first(self._store.entries(leftovers=False))
         return best[0].step if best else None
 
     def metrics(self, step: int) -> dict[str, float]:
-        """Those that a complete step was saved with.
+        """Returns the metrics that a complete step was saved with.
 
         Raises:
             FileNotFoundError: there is no such step.
@@ -560,25 +582,33 @@ class CheckpointManager:
         return self._info(step).metrics
 
     def metadata(self, step: int) -> Metadata:
-        """Names, shapes and dtypes of what a step holds, without reading it.
+        """Returns the names, shapes and dtypes of a step's values, without reading the values.
 
         Raises:
-            FileNotFoundError, Corrupt, Unsafe: there is none, or it cannot be read.
+            FileNotFoundError, Corrupt, Unsafe: the step does not exist or cannot be read.
         """
         return self._store.metadata(step)
 
     def wait_for_new_step(
         self, after: int | None = None, *, timeout: float | None = None, poll_seconds: float = 1.0
     ) -> int | None:
-        """Waits for a complete step, for evaluation beside training.
+        """Waits for a new complete step, for example to evaluate it in another process.
 
         Args:
-            after: it is to be larger than this one.
-            timeout: seconds to wait; None: for ever.
-            poll_seconds: how often the root is listed.
+            after: wait for a step larger than this one; None: for any step.
+            timeout: seconds to wait; None: without limit.
+            poll_seconds: seconds between two listings of the root.
 
         Returns:
-            The newest complete step; None where the time has passed.
+            The newest complete step; None after the timeout.
+
+        Example::
+
+            with torch_ckpt.CheckpointManager("checkpoints", read_only=True) as manager:
+                step = None
+                while (step := manager.wait_for_new_step(after=step)) is not None:
+                    manager.restore(state, step)
+                    evaluate(state)
         """
         until = None if timeout is None else time.monotonic() + timeout
         while True:
@@ -591,7 +621,8 @@ class CheckpointManager:
             time.sleep(left)
 
     def verify(self, step: int) -> VerifyReport:
-        """Reads and checks all of a step; where it is well, retention keeps it. Asks no other rank.
+        """Reads and checks all files of a step. Retention keeps the step that was verified last.
+        Asks no other rank.
 
         Raises:
             FileNotFoundError: there is no such step.
@@ -603,10 +634,10 @@ class CheckpointManager:
             self._deletions.verified(step)
         return report
 
-    # --- by hand; rank 0 acts, and others may call it, too ----------------------------------------
+    # --- pins and deletions: only rank 0 acts; other ranks may call these, too --------------------
 
     def pin(self, step: int) -> None:
-        """Has retention keep a step.
+        """Pins a step: retention keeps it, also in later runs, until :meth:`unpin`.
 
         Raises:
             FileNotFoundError: there is no such complete step.
@@ -614,50 +645,52 @@ class CheckpointManager:
         self._set_pinned(step, True)
 
     def unpin(self, step: int) -> None:
-        """Leaves a step to retention again."""
+        """Removes the pin of a step: the rules apply to it again."""
         self._set_pinned(step, False)
 
     def delete(self, step: int) -> None:
-        """Deletes a step now, whatever the rules say.
+        """Deletes a step now, regardless of the rules.
 
         Raises:
-            CheckpointError: somebody saves or loads there.
-            OSError: it cannot be deleted.
+            CheckpointError: a process is saving or loading the step.
+            OSError: the step cannot be deleted.
         """
-        self._refuse("delete")
+        self._require_writable("delete")
         self._lease.require()
-        if self._rank == 0 and not self._deletions.in_turn(lambda: self._store.delete(step)):
-            raise CheckpointError(f"step {step} is being saved or loaded: try again later")
+        if self._rank == 0 and not self._deletions.run_in_order(lambda: self._store.delete(step)):
+            raise CheckpointError(
+                f"step {step} of {self._store.root} is being saved or loaded. Try again later."
+            )
 
     # --- private ---------------------------------------------------------------------------------
 
     def _stop(self, step: int) -> None:
         self._notice.stops = True
-        message = f"all ranks stop at step {step}, by {self._notice.reason}"
+        message = f"all ranks stop at step {step}: {self._notice.reason}"
         self._report(Event("preempted", step, self._rank, message=message))
         if self._deadline is not None:
             self.wait_until_finished()
 
     def _warn_of_unsaved_step(self) -> None:
-        step, saved = self._course.unsaved_step, self._course.last_complete
+        step, saved = self._timeline.unsaved_step, self._timeline.last_complete
         if step is None or self._rank != 0:
             return
         LOGGER.warning(
-            "%s: step %d, the last one that save() was called with, was not saved; %s. To save the "
-            "last step, call save(step, state, force=True) before the manager is closed",
+            "%s: the last step, %d, was not saved; %s. To save the last step, call save(step, "
+            "state, force=True) before the manager is closed.",
             self._store.root,
             step,
             "this run has saved no step"
             if saved is None
-            else f"a restart goes on from step {saved}",
+            else f"a restart continues from step {saved}",
         )
 
-    def _refuse(self, what: str) -> None:
+    def _require_writable(self, action: str) -> None:
         if self._closed:
-            raise ValueError(f"the manager is closed: it cannot {what}")
+            raise ValueError(f"the manager is closed: it cannot {action}")
         if self._read_only:
-            raise ValueError(f"the manager is read_only: it cannot {what}")
-        self._run.require_group(what)
+            raise ValueError(f"the manager is read_only: it cannot {action}")
+        self._run.require_group(action)
 
     def _info(self, step: int) -> StepInfo:
         for info in self._store.entries(leftovers=False):
@@ -666,11 +699,11 @@ class CheckpointManager:
         raise FileNotFoundError(2, f"there is no complete step {step}", self._store.root)
 
     def _set_pinned(self, step: int, pinned: bool) -> None:
-        self._refuse("pin" if pinned else "unpin")
+        self._require_writable("pin" if pinned else "unpin")
         self._lease.require()
         if self._rank == 0:
-            # Between deletions: one that has begun with the step unpinned would take it.
-            self._deletions.in_turn(lambda: self._store.set_pinned(step, pinned))
+            # Between deletions: a running one may already have chosen the unpinned step.
+            self._deletions.run_in_order(lambda: self._store.set_pinned(step, pinned))
 
 
 def _refuse_file(root: str | None) -> None:
@@ -678,6 +711,6 @@ def _refuse_file(root: str | None) -> None:
     if root is not None and os.path.lexists(root) and not os.path.isdir(root):
         raise NotADirectoryError(
             errno.ENOTDIR,
-            "the root is not a directory: pass the directory that holds the steps",
+            "the root is not a directory. Pass the directory that contains the steps",
             root,
         )

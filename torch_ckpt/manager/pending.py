@@ -1,4 +1,4 @@
-"""A manager's save that is under way: who may wait for it, and what is done once at its end."""
+"""A manager's running save: which threads may wait for it, and the work at its end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class OnCommit:
     """A manager's callback for the commit of one step.
 
     Attributes:
-        thread: that runs it now.
+        thread: id of the thread that is running the callback; None if none is.
     """
 
     def __init__(self, function: Callable[[int], None], step: int) -> None:
@@ -37,55 +37,60 @@ class OnCommit:
 
 
 class Pending:
-    """The last save that was begun.
+    """The last save that has started.
 
-    Made and waited for by the training thread, ended by the save's. A forked child has a copy,
-    which never ends, and for which nothing waits.
+    The training thread makes it and waits for it, the save's thread ends it. A forked child has a
+    copy that never ends; the child does not wait for it.
 
     Attributes:
-        step: that is saved.
-        handle: of the save.
-        decided: see :class:`torch_ckpt.manager.intervals.Schedule`, when it began.
-        ended: later than the handle's future: what there is to do at the end has been done.
-        thread: that tells of it now, which does not wait for it.
+        step: step that is being saved.
+        handle: handle of the save.
+        decision_count: :attr:`torch_ckpt.manager.intervals.Schedule.decision_count` at the start.
+        ended: set when the work at the save's end has been done, after the handle's future.
+        thread: id of the thread that is reporting an event of this save, and must not wait for it.
     """
 
     def __init__(
-        self, step: int, handle: AsyncSave, decided: int, on_commit: OnCommit | None = None
+        self, step: int, handle: AsyncSave, decision_count: int, on_commit: OnCommit | None = None
     ) -> None:
         self.step = step
         self.handle = handle
-        self.decided = decided
+        self.decision_count = decision_count
         self._on_commit = on_commit
         self.ended = threading.Event()
         self.thread: int | None = None
         self._pid = os.getpid()
 
     @property
-    def is_here(self) -> bool:
-        """Whether it is this process's save, and this is not the thread that tells of it."""
+    def can_wait(self) -> bool:
+        """True if the calling thread can wait for the save: the save belongs to this process, and
+        the thread is not running a callback of the save, which would wait for itself."""
         me = threading.get_ident()
         calls_back = self._on_commit is not None and self._on_commit.thread == me
         return os.getpid() == self._pid and me != self.thread and not calls_back
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Whether it has ended; waits for that where it can."""
-        if not self.is_here:
+        """Waits for the end of the save, unless the calling thread cannot (:attr:`can_wait`).
+
+        Returns:
+            False if ``timeout`` seconds have passed first.
+        """
+        if not self.can_wait:
             return True
         _core.fault_point("wait for a save")
         return self.ended.wait(timeout)
 
 
-class Once(Generic[T]):
-    """A callback of a future that is let go of when it is called.
+class OneShotCallback(Generic[T]):
+    """A callback for a future that drops its function when it is called.
 
-    Futures keep their callbacks, and so, for as long as they had this one's, what it belongs to.
+    Futures keep their callbacks, and would otherwise keep all that the function refers to alive.
     """
 
-    def __init__(self, work: Callable[[Future[T]], None]) -> None:
-        self._work: Callable[[Future[T]], None] | None = work
+    def __init__(self, function: Callable[[Future[T]], None]) -> None:
+        self._function: Callable[[Future[T]], None] | None = function
 
     def __call__(self, future: Future[T]) -> None:
-        work, self._work = self._work, None
-        if work is not None:
-            work(future)
+        function, self._function = self._function, None
+        if function is not None:
+            function(future)

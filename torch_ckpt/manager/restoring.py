@@ -1,11 +1,11 @@
-"""Which step is restored: the same one on all ranks.
+"""Choice of the step to restore, the same on all ranks.
 
-1. Rank 0 lists the complete steps, after its deletions. Those are tried, the newest first, or the
-   one that was asked for.
-2. Where only other ranks do not find a step, all try it again for a while.
-3. Where a step is damaged, all ranks pass over it. If it was deleted after the listing, rank 0
-   lists the steps again. Any other error ends the restore on all.
-4. Rank 0 names what has a step's name and, for want of the marker, is none.
+1. Rank 0 waits for its deletions and lists the complete steps. All ranks try these steps, the
+   newest first, or only the requested step.
+2. If rank 0 finds a step that other ranks do not find, all ranks retry it for a while.
+3. If a step is damaged, all ranks skip it. If it was deleted after the listing, rank 0 lists the
+   steps again. Any other error ends the restore on all ranks.
+4. Rank 0 warns of directories that have a step's name but no marker.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from torch_ckpt._base.options import reusable_options
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.loading.report import LoadReport
 from torch_ckpt.manager.deletions import Deletions
-from torch_ckpt.manager.run import Run
+from torch_ckpt.manager.run_context import RunContext
 from torch_ckpt.ranks.calls import Call, Disagreement
 from torch_ckpt.ranks.failures import causes, is_damage, is_elsewhere
 from torch_ckpt.saving.events import Event
 from torch_ckpt.state.app_state import AppState
 from torch_ckpt.steps import MARKER_NAME, step_name
 
-#: Between attempts to load a step that rank 0 sees and other ranks do not, in seconds: network file
-#: systems remember for a minute what was not there.
-_PATIENCE_SECONDS = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 30.0)
+#: Seconds between attempts to load a step that rank 0 sees and other ranks do not: network file
+#: systems may cache for a minute that a file does not exist.
+_RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 30.0)
 
 _CALL = "CheckpointManager.restore"
 
 
 class Restorer:
-    """Restores a state from one of the steps. All ranks make the same calls, in the same order.
+    """Restores a state from one of the steps. All ranks make the same calls in the same order.
 
     Args:
-        run: whose steps they are.
-        deletions: that leave alone what is being read.
-        load_options: passed to :func:`torch_ckpt.load`, once for each step that is tried.
+        run: the manager's run.
+        deletions: spare the step that is being read.
+        load_options: passed to :func:`torch_ckpt.load` for each step that is tried.
 
     Attributes:
-        skipped: damaged steps that the last restore has passed over.
-        report: how the state and the step that was restored last compare; None before, and where
-            the load was torch's own.
+        skipped: number of damaged steps that the last restore has skipped.
+        report: comparison of the state with the step that was restored last; None before the first
+            restore, and if torch's own ``dcp.load`` loaded the step.
     """
 
-    def __init__(self, run: Run, deletions: Deletions, load_options: dict[str, Any]) -> None:
+    def __init__(self, run: RunContext, deletions: Deletions, load_options: dict[str, Any]) -> None:
         self._run = run
         self._deletions = deletions
         self._load_options = load_options
@@ -61,18 +61,21 @@ class Restorer:
     def restore(
         self, state: MutableMapping[str, Any], step: int | None, **load_options: Any
     ) -> int | None:
-        """The step that the state is of now; None where there is none.
+        """Restores the state from a step.
 
         Args and raises: see :meth:`torch_ckpt.CheckpointManager.restore`; ``load_options`` are
         passed to :func:`torch_ckpt.load`.
+
+        Returns:
+            The restored step; None if the root has no step.
         """
         self.skipped, self.report = 0, None
-        # Every step that is tried, and every attempt, reads them anew.
+        # The options are read again for each attempt.
         load_options = reusable_options(load_options)
         candidates, unmarked = self._agree_on_candidates(step)
         if unmarked and self._run.rank == 0:
-            # It names the line that calls the manager.
-            warn(self._of_unmarked(unmarked), stacklevel=3)
+            # The warning names the line that calls the manager.
+            warn(self._describe_unmarked(unmarked), stacklevel=3)
         if not candidates:
             return None
         damages: list[str] = []
@@ -83,90 +86,92 @@ class Restorer:
             tried.add(candidate)
             with self._deletions.reading(candidate):
                 try:
-                    report = self._load_patiently(candidate, state, load_options)
+                    report = self._load_with_retries(candidate, state, load_options)
                 except CheckpointException as error:
                     if step is not None or not is_damage(error) or is_elsewhere(error):
                         raise
                     damages.append(f"step {candidate}: {causes(error)}")
-                    there, _unmarked = self._agree_on_candidates(None)
-                    if candidate in there:
-                        self._pass_over(candidate, damages[-1])
+                    existing, _unmarked = self._agree_on_candidates(None)
+                    if candidate in existing:
+                        self._report_skipped(candidate, damages[-1], candidates)
                     else:
-                        # The run that saves here has deleted it, and has a newer one.
+                        # Another run has deleted it, after saving a newer step.
                         damages[-1] += "; it was deleted meanwhile"
                         deleted += 1
-                        candidates = [other for other in there if other not in tried]
+                        candidates = [other for other in existing if other not in tried]
                     continue
             self.skipped, self.report = len(damages) - deleted, report
             return candidate
         raise CheckpointError(
-            f"none of the steps in {self._run.store.root} can be loaded, so training does not "
-            f"begin anew by itself: {'; '.join(damages)}"
+            f"no step in {self._run.store.root} can be loaded; refusing to start from scratch "
+            f"silently: {'; '.join(damages)}"
         )
 
-    def _pass_over(self, step: int, damage: str) -> None:
-        self._run.report(Event("damaged", step, self._run.rank, message=f"{damage}; passed over"))
+    def _report_skipped(self, step: int, damage: str, candidates: list[int]) -> None:
+        self._run.report(Event("damaged", step, self._run.rank, message=f"{damage}; skipped"))
         if self._run.rank == 0:
-            # It names the line that calls the manager.
-            warn(f"{damage}; the one before is restored", stacklevel=4)
+            # The warning names the line that calls the manager.
+            older = f"falling back to step {candidates[0]}" if candidates else "no step is left"
+            warn(f"{damage}; {older}", stacklevel=4)
 
-    def _of_unmarked(self, paths: list[str]) -> str:
+    def _describe_unmarked(self, paths: list[str]) -> str:
         shown = some_of(paths)
         why = (
-            "they are being saved, or were when their ranks died, or were put there without it; a "
-            "sweep removes those that nobody has written to for an hour"
+            "They are being saved, or their save was interrupted, or they were copied without it. "
+            "A sweep removes them when they have not been written to for an hour."
             if self._run.store.sweeps_what_lacks_markers
-            else "they were saved or copied without it, and stay until training comes to their step"
+            else "They were saved or copied without it, and stay until training saves their step."
         )
         return (
-            f"not restored, since there is no {MARKER_NAME} in them: {shown}: {why}. An empty file "
-            "of that name makes a step of one that is whole"
+            f"not restoring directories without {MARKER_NAME}: {shown}. {why} To use a complete "
+            f"checkpoint as a step, put an empty file {MARKER_NAME} into its directory."
         )
 
     def _agree_on_candidates(self, step: int | None) -> tuple[list[int], list[str]]:
-        """The steps to try, in this order, as rank 0 sees them; and what only lacks the marker."""
+        """Lists, on rank 0, the steps to try, in this order, and the paths of the directories that
+        lack only the marker. All ranks get the same lists."""
 
-        def mine() -> tuple[int | None, tuple[list[int], list[str]]]:
+        def list_on_rank_0() -> tuple[int | None, tuple[list[int], list[str]]]:
             if self._run.rank != 0:
                 return step, ([], [])
-            # Or a step could go that is being chosen.
+            # Otherwise a pending deletion could delete the step that is chosen here.
             with call.alive(time.monotonic_ns):
-                self._deletions.settle()
+                self._deletions.wait_until_idle()
             entries = self._run.store.entries()
             complete = [info.step for info in entries if info.complete]
             return step, (complete, [info.path for info in entries if info.lacks_marker])
 
-        def of_rank_0(
-            brought: list[tuple[int | None, tuple[list[int], list[str]]]],
+        def lists_of_rank_0(
+            values: list[tuple[int | None, tuple[list[int], list[str]]]],
         ) -> tuple[list[int], list[str]] | Disagreement:
-            if len({wanted for wanted, _steps in brought}) > 1:
+            if len({wanted for wanted, _lists in values}) > 1:
                 return Disagreement(
-                    "ranks ask for different steps:",
-                    [f"rank {rank}: {wanted}" for rank, (wanted, _) in enumerate(brought)],
+                    "ranks request different steps:",
+                    [f"rank {rank}: {wanted}" for rank, (wanted, _) in enumerate(values)],
                 )
-            return brought[0][1]
+            return values[0][1]
 
         with Call(_CALL, self._run.process_group, self._run.timeout) as call:
-            there, unmarked = call.exchange(mine, of_rank_0)
+            complete, unmarked = call.exchange(list_on_rank_0, lists_of_rank_0)
         if step is None:
-            return there[::-1], unmarked
-        if step in there:
+            return complete[::-1], unmarked
+        if step in complete:
             return [step], unmarked
-        found = [path for path in unmarked if path.endswith(f"/{step_name(step)}")]
-        what = f"has no {MARKER_NAME}" if found else "is not there"
-        complete = f"complete steps are {there}" if there else "no step is complete"
-        raise FileNotFoundError(2, f"step {step} {what}; {complete}", self._run.store.root)
+        is_unmarked = any(path.endswith(f"/{step_name(step)}") for path in unmarked)
+        problem = f"has no {MARKER_NAME}" if is_unmarked else "does not exist"
+        listing = f"complete steps are {complete}" if complete else "no step is complete"
+        raise FileNotFoundError(2, f"step {step} {problem}; {listing}", self._run.store.root)
 
-    def _load_patiently(
+    def _load_with_retries(
         self, step: int, state: MutableMapping[str, Any], load_options: dict[str, Any]
     ) -> LoadReport | None:
-        patience = iter(_PATIENCE_SECONDS)
+        delays = iter(_RETRY_SECONDS)
         while True:
             try:
                 return self._load(step, state, load_options)
             except CheckpointException as error:
-                # All ranks have the same failures, and so wait alike.
-                seconds = next(patience, None)
+                # All ranks get the same failures, so all ranks wait and retry.
+                seconds = next(delays, None)
                 if seconds is None or not is_elsewhere(error):
                     raise
                 time.sleep(seconds)

@@ -1,10 +1,10 @@
-"""Which steps are kept.
+"""Rules for the steps to keep.
 
-1. Only complete steps are looked at.
-2. The newest one is kept, and pinned ones are.
-3. Each other is kept if any rule wants it. Without a rule all are kept.
-4. The best steps are compared by numbers. Until ``keep_best`` steps have one, that rule keeps all
-   steps, so that a metric of another name, or one that comes late, deletes nothing.
+1. The rules apply to complete steps only.
+2. The newest step and pinned steps are always kept.
+3. Every other step is kept if any rule keeps it. Without rules all steps are kept.
+4. ``keep_best`` compares the numbers of a metric. Until ``keep_best`` steps have a number, that
+   rule keeps all steps, so that a misspelled or delayed metric deletes nothing.
 """
 
 from __future__ import annotations
@@ -22,24 +22,32 @@ from torch_ckpt.steps import StepInfo
 
 @dataclass(frozen=True)
 class Retention:
-    """Rules for which steps to keep. They add up: a step is kept if any of them wants it.
+    """Rules for the steps to keep. A step is kept if any rule keeps it.
+
+    The newest step and pinned steps are always kept. Without rules all steps are kept.
 
     Args:
-        keep_last: so many of the newest.
-        keep_every: those whose number is a multiple of it.
-        keep_every_hours: from the oldest on, each that was saved so many hours or more after the
-            last one that this rule has kept. Steps that do not say when they were saved are kept.
-        keep_best: so many of the best by ``best_metric``; of equal ones the newer. Steps without
-            that metric, or with NaN, are worse than all others: this rule keeps them until
-            ``keep_best`` steps have a number, and not any more then.
-        best_metric: the metric's name, or a function of a step's metrics that rates it; its
-            ``KeyError`` is a metric that the step does not have.
-        best_mode: "min" or "max": what is best.
-        should_keep: a function of a step that keeps it where it returns true.
+        keep_last: number of newest steps to keep.
+        keep_every: keep the steps whose number is a multiple of this.
+        keep_every_hours: keep one step in so many hours: from the oldest on, each step saved at
+            least so many hours after the last step that this rule has kept. Steps without a known
+            time are kept.
+        keep_best: number of best steps to keep, by ``best_metric``; of equal steps the newer ones.
+            A step without that metric, or with NaN, is worse than all others: this rule keeps it
+            only until ``keep_best`` steps have a number.
+        best_metric: name of a metric, or a function that computes a number from the dict of a
+            step's metrics. A ``KeyError`` in it means that the step lacks a metric.
+        best_mode: "min" if the smallest number is best, "max" if the largest.
+        should_keep: a function of a :class:`torch_ckpt.steps.StepInfo`; true keeps the step.
 
     Raises:
         ValueError: a number is not positive, or ``keep_best`` is given without ``best_metric``.
         TypeError: a value is not a number, or a number of steps is not an integer.
+
+    Example::
+
+        rules = Retention(keep_last=3, keep_best=1, best_metric="loss")
+        print(rules.to_delete(open_steps("checkpoints").entries()))
     """
 
     keep_last: int | None = None
@@ -64,23 +72,24 @@ class Retention:
                 operator.index(value)
         require_choice("best_mode", self.best_mode, ("min", "max"))
         if self.keep_best is not None and self.best_metric is None:
-            raise ValueError("keep_best needs best_metric, the name of the metric to compare")
+            raise ValueError("keep_best needs a metric to compare. Pass its name as best_metric.")
 
     @property
     def keeps_all(self) -> bool:
-        """Whether there is no rule."""
+        """True if there is no rule."""
         rules = (self.keep_last, self.keep_every, self.keep_every_hours, self.keep_best)
         return self.should_keep is None and all(rule is None for rule in rules)
 
     def best_first(self, steps: Iterable[StepInfo]) -> list[StepInfo]:
-        """The complete steps that have the metric, from the best to the worst."""
+        """Returns the complete steps that have a number for the metric, from best to worst."""
         sign = 1.0 if self.best_mode == "min" else -1.0
         rated = [(sign * self._rate(step.metrics), step) for step in steps if step.complete]
         rated = [(value, step) for value, step in rated if not math.isnan(value)]
         return [step for _, step in sorted(rated, key=lambda pair: (pair[0], -pair[1].step))]
 
     def waits_for(self, steps: Iterable[StepInfo]) -> str:
-        """Why ``keep_best`` cannot be applied yet; "" where it can, or nothing depends on it."""
+        """Explains why ``keep_best`` cannot be applied yet. Returns "" if it can, or if all of the
+        steps have a number."""
         complete = [step for step in steps if step.complete]
         if self.keep_best is None:
             return ""
@@ -96,15 +105,16 @@ class Retention:
     def lacks_metric(
         self, metrics: Mapping[str, float], others: Iterable[Mapping[str, float]]
     ) -> str | None:
-        """Why the metrics of a step cannot be those that ``keep_best`` compares.
+        """Checks whether any step has the metric that ``keep_best`` compares.
 
         Args:
-            metrics: of a step, or of several steps together.
-            others: of the steps that are there.
+            metrics: metrics of one step, or of several steps together.
+            others: metrics of each existing step.
 
         Returns:
-            None where the metric is known: one of all these has a number for it, and other steps
-            may go without. "" where nothing is wrong yet, as with NaN.
+            None if at least one of these has a number for the metric; then other steps may lack
+            it. "" if nothing is wrong yet, for example if the number is NaN. Else the problem, as
+            text for a message.
         """
         if self.keep_best is None:
             return None
@@ -113,10 +123,10 @@ class Retention:
             return None
         if missing is None or (callable(self.best_metric) and not metrics):
             return ""
-        given = f"given are {some_of(sorted(map(repr, metrics)))}" if metrics else "none are given"
+        given = f"got {some_of(sorted(map(repr, metrics)))}" if metrics else "got no metrics"
         near = get_close_matches(missing, metrics, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        return f"there is no metric {missing!r}, by which the best steps are kept ({given}){hint}"
+        return f"there is no metric {missing!r}, which keep_best compares ({given}){hint}"
 
     @property
     def _metric(self) -> str:
@@ -126,8 +136,7 @@ class Retention:
         return self._rated(metrics)[0]
 
     def _rated(self, metrics: Mapping[str, float]) -> tuple[float, str | None]:
-        """The number to compare by, NaN where there is none; and the metric that is missing, if
-        one is."""
+        """Returns the number to compare, NaN if there is none; and the name of a missing metric."""
         if not callable(self.best_metric):
             name = self.best_metric or ""
             return metrics.get(name, math.nan), None if name in metrics else name
@@ -136,16 +145,17 @@ class Retention:
         try:
             rating = self.best_metric(dict(metrics))
         except KeyError as error:
-            # It may be made of several, of which a step may have none.
+            # The function may combine several metrics, any of which a step may lack.
             return math.nan, str(error.args[0]) if error.args else self._metric
         try:
             return float(rating), None
         except OverflowError:
-            # Python's integers have no bound.
+            # An integer too large for a float.
             return math.inf if rating > 0 else -math.inf, None
 
     def reasons(self, steps: Iterable[StepInfo]) -> dict[int, list[str]]:
-        """Why each of the complete steps is kept, in ascending order; no reason: it is not."""
+        """Returns the reasons to keep each complete step, in ascending order of steps. A step
+        without reasons is not kept."""
         complete = sorted((step for step in steps if step.complete), key=lambda step: step.step)
         found: dict[int, list[str]] = {step.step: [] for step in complete}
 
@@ -163,7 +173,7 @@ class Retention:
             every = self.keep_every
             keep((step for step in complete if step.step % every == 0), f"every {every} steps")
         if self.keep_every_hours is not None:
-            keep(_apart(complete, self.keep_every_hours), f"every {self.keep_every_hours:g} h")
+            keep(_spaced(complete, self.keep_every_hours), f"every {self.keep_every_hours:g} h")
         if self.keep_best is not None:
             best = self.best_first(complete)
             reason = f"best {self.keep_best} by {self._metric}"
@@ -175,21 +185,22 @@ class Retention:
         return found
 
     def to_delete(self, steps: Iterable[StepInfo], protected: Collection[int] = ()) -> list[int]:
-        """The complete steps that go, in ascending order.
+        """Returns the complete steps to delete, in ascending order.
 
         Args:
-            protected: steps that stay, whatever the rules say.
+            protected: steps to keep regardless of the rules.
         """
         reasons = self.reasons(steps)
         return [step for step, why in reasons.items() if not why and step not in protected]
 
 
-def _apart(steps: list[StepInfo], hours: float) -> Iterable[StepInfo]:
+def _spaced(steps: list[StepInfo], hours: float) -> Iterable[StepInfo]:
+    """Yields steps that were saved at least so many hours one after another."""
     last = -math.inf
     for step in steps:
         if step.saved_at is None:
             yield step
-        # Also where the clock went back: it says nothing of how far apart they are.
+        # Keep a step with an earlier time, too: the clock was set back, so the gap is unknown.
         elif not 0 <= step.saved_at - last < hours * 3600:
             last = step.saved_at
             yield step

@@ -1,10 +1,11 @@
-"""The saves of a manager, one after the other.
+"""The saves of a manager, one at a time.
 
-1. The save before has ended, on all ranks. Its error is raised where errors are, after the next
-   save has begun.
-2. All ranks read the state and make a writer of the step (attempts.py), and a save in the
-   background begins. At some saves it compares the replicas.
-3. Its thread tells of its end: the step counts, and rank 0 deletes; or its error is kept.
+1. All ranks wait for the end of the previous save. If it failed, its error is raised after the next
+   save has started.
+2. All ranks read the state and make a writer for the step (preparation.py), and a background save
+   starts. Some saves compare the replicas first.
+3. The save's thread handles its end. After a success the step counts as saved, and rank 0 deletes
+   old steps. After a failure the error is kept for the next call.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from torch_ckpt._base.formatting import size
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt.api import async_save
 from torch_ckpt.errors import OnCommitFailed
-from torch_ckpt.manager.attempts import Attempt
-from torch_ckpt.manager.course import Course
 from torch_ckpt.manager.deletions import Deletions
 from torch_ckpt.manager.intervals import Schedule
-from torch_ckpt.manager.pending import Once, OnCommit, Pending
+from torch_ckpt.manager.pending import OnCommit, OneShotCallback, Pending
+from torch_ckpt.manager.preparation import SavePreparer
 from torch_ckpt.manager.retention import Retention
-from torch_ckpt.manager.run import Run
+from torch_ckpt.manager.run_context import RunContext
+from torch_ckpt.manager.timeline import Timeline
 from torch_ckpt.ranks.failures import causes
 from torch_ckpt.saving.async_save import AsyncSave
 from torch_ckpt.saving.events import Event, saved_message
@@ -42,24 +43,24 @@ from torch_ckpt.state.app_state import AppState, BeforeSave
 
 @dataclass(eq=False)
 class Saver:
-    """Begins saves and tells of their ends. All ranks make the same calls, in the same order.
+    """Starts saves and reports their results. All ranks make the same calls in the same order.
 
     Attributes:
-        owner: lives until a save has ended; the save needs its lease.
-        retention: needs a metric, perhaps.
+        owner: the manager, which a running save keeps alive: the save needs the manager's lease.
+        retention: may require a metric.
         on_commit: called with the step on rank 0, in the save's thread.
-        raises: whether errors are raised; else they are counted.
-        deadline: seconds that the process has for a last save, for the log.
-        async_saves: False: each is waited for.
+        raises: True raises errors, False counts them only.
+        deadline: seconds from a preemption notice to the end of the process, for the log.
+        async_saves: False waits for the end of each save.
         staging: see :func:`torch_ckpt.async_save`.
-        pending: the last save that has begun.
-        errors: how many have failed, or their ``on_commit``.
+        pending: the last save that has started.
+        errors: number of saves, and of ``on_commit`` callbacks, that have failed.
     """
 
-    run: Run
+    run: RunContext
     owner: weakref.ref[Any]
-    course: Course
-    attempt: Attempt
+    timeline: Timeline
+    preparer: SavePreparer
     schedule: Schedule
     deletions: Deletions
     replicas: ReplicaCheck
@@ -74,10 +75,10 @@ class Saver:
     errors: int = 0
 
     def __post_init__(self) -> None:
-        self._knows_metric = self.retention.keep_best is None
+        self._has_metric = self.retention.keep_best is None
         self._guarded: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._last_seconds = 0.0
-        self._lock = threading.Lock()  # for the error and its count, which the save's thread sets
+        self._lock = threading.Lock()  # guards the error and its count, set by the save's thread
         self._failure: BaseException | None = None
 
     def save(
@@ -88,30 +89,34 @@ class Saver:
         notes: dict[str, Any],
         is_last: bool,
     ) -> bool:
-        """Whether it was begun. Raises the error of the save before, but begins this one first.
+        """Starts a save. Raises the error of the previous save afterwards.
 
-        Args and raises: see :meth:`torch_ckpt.CheckpointManager.save`; with ``is_last`` the run
-        ends.
+        Args and raises: see :meth:`torch_ckpt.CheckpointManager.save`. With ``is_last`` training
+        stops after this save.
+
+        Returns:
+            True if the save was started.
         """
         self.wait()
         self.pending = None
         earlier = self._take_failure()
-        # Waiting for the save before does not count as its cost.
+        # The wait for the previous save is not part of this save's cost.
         ready = time.perf_counter()
         try:
-            has_begun = self._begin(step, state, metrics, notes, ready, is_last)
+            has_started = self._start(step, state, metrics, notes, ready, is_last)
         except Exception as error:
             if earlier is None:
                 raise
-            LOGGER.error("step %d was not begun, either: %s", step, causes(error))
+            LOGGER.error("the save of step %d did not start, either: %s", step, causes(error))
             raise earlier from error
         if earlier is not None:
             raise earlier
-        return has_begun
+        return has_started
 
-    def not_begun(self, step: int, error: BaseException, begun: float) -> bool:
-        """Raises why a save could not begin, or counts it; False."""
-        self._failed(step, error, time.perf_counter() - begun)
+    def fail_to_start(self, step: int, error: BaseException, started: float) -> bool:
+        """Handles the error of a save that could not start: raises it, or counts it only and
+        returns False."""
+        self._failed(step, error, time.perf_counter() - started)
         self.check_for_errors()
         return False
 
@@ -122,7 +127,7 @@ class Saver:
             self.pending.handle.guard(optimizer)
 
     def wait(self) -> None:
-        """For the save under way, whose error is left to the next call that raises it."""
+        """Waits for the running save. A later call raises its error."""
         if self.pending is not None:
             self.pending.wait()
 
@@ -134,27 +139,27 @@ class Saver:
 
     # --- private ---------------------------------------------------------------------------------
 
-    def _begin(
+    def _start(
         self,
         step: int,
         state: MutableMapping[str, Any],
         metrics: dict[str, float],
         notes: dict[str, Any],
-        begun: float,
+        started: float,
         is_last: bool,
     ) -> bool:
         run = self.run
-        self.schedule.begun()
+        self.schedule.save_started()
         check_replicas = self.replicas.next_mode()
         read = AppState(state, before_save=self.before_save).state_dict
         try:
             self._require_metric(metrics, is_last)
-            overwrite = self.course.may_replace(step)
-            ready = self.attempt.prepare(step, read, metrics, notes, overwrite=overwrite)
+            overwrite = self.timeline.may_replace(step)
+            ready = self.preparer.prepare(step, read, metrics, notes, overwrite=overwrite)
         except (ValueError, TypeError):
             raise
         except Exception as error:
-            return self.not_begun(step, error, begun)
+            return self.fail_to_start(step, error, started)
         if is_last:
             self._log_expected_time(step, ready.bytes)
         on_commit = None if self.on_commit is None else OnCommit(self.on_commit, step)
@@ -169,52 +174,54 @@ class Saver:
                 check_replicas=check_replicas,
             )
         except Exception as error:
-            return self.not_begun(step, error, begun)
-        self.course.last_step = step
-        pending = self.pending = Pending(step, handle, self.schedule.decided, on_commit)
+            return self.fail_to_start(step, error, started)
+        self.timeline.last_step = step
+        pending = self.pending = Pending(step, handle, self.schedule.decision_count, on_commit)
         for optimizer in self._guarded:
             handle.guard(optimizer)
-        blocked = time.perf_counter() - begun
+        blocked = time.perf_counter() - started
         message = f"step {step}: {size(ready.bytes)}, training waited {blocked * 1000:.0f} ms"
         try:
-            # What is called may not wait for the save: its end is not looked for yet.
+            # on_event must not wait for the save: the callback for its end is not yet attached.
             pending.thread = threading.get_ident()
             run.report(Event("saving", step, run.rank, blocked, ready.bytes, message))
         finally:
             pending.thread = None
             ended = functools.partial(self._ended, self.owner(), pending, blocked)
-            handle.committed.add_done_callback(Once(ended))
+            handle.committed.add_done_callback(OneShotCallback(ended))
         if not self.async_saves or (check_replicas == "error" and _has_failed(handle)):
             self.wait()
             self.check_for_errors()
         return True
 
     def _require_metric(self, metrics: dict[str, float], is_last: bool) -> None:
-        """Refuses a save while no step has what retention compares: the first one loses nothing."""
-        if self._knows_metric:
+        """Refuses a save without the metric of ``keep_best`` while no step has that metric, so that
+        the first save of a run detects a misspelled name."""
+        if self._has_metric:
             return
-        problem = self.attempt.lacks_metric(self.retention, metrics)
-        self._knows_metric = problem is None
+        problem = self.preparer.lacks_metric(self.retention, metrics)
+        self._has_metric = problem is None
         if problem and is_last:
-            # The last save before the end is worth more than the rule.
+            # Saving before the process ends matters more than the rule.
             LOGGER.error("%s", problem)
         elif problem:
             raise ValueError(
-                f"{problem}. Give it in save(metrics=...), and math.nan where a step has none yet"
+                f"{problem}. Pass it to save(metrics=...), with the value math.nan for a step that "
+                "has none yet."
             )
 
     def _log_expected_time(self, step: int, bytes_of_state: int) -> None:
         if self.deadline is None or self.run.rank != 0:
             return
         expected = (
-            f"the last one took {self._last_seconds:.1f} s"
+            f"the previous save took {self._last_seconds:.1f} s"
             if self._last_seconds
-            else f"it is the first one, of {size(bytes_of_state)}"
+            else f"this is the first save, of {size(bytes_of_state)}"
         )
         level = logging.WARNING if self._last_seconds > self.deadline else logging.INFO
         LOGGER.log(
             level,
-            "step %d is saved before the end, %.0f s from the notice: %s",
+            "saving step %d before preemption (preemption_deadline: %.0f s); %s",
             step,
             self.deadline,
             expected,
@@ -223,7 +230,7 @@ class Saver:
     def _ended(
         self, _owner: object, pending: Pending, blocked: float, future: Future[Metadata]
     ) -> None:
-        """By the save's thread."""
+        """Handles the end of a save, in its thread."""
         pending.thread = threading.get_ident()
         error = future.exception()
         seconds = pending.handle.metrics().total_s
@@ -249,18 +256,18 @@ class Saver:
         if differing:
             message = f"step {step}: {differing}"
             run.report(Event("differing_replicas", step, run.rank, message=message))
-        self.course.saved(step)
+        self.timeline.saved(step)
         self.deletions.saved(step)
         self._last_seconds = metrics.total_s
         message = saved_message(step, metrics)
         run.report(Event("saved", step, run.rank, metrics.total_s, metrics.bytes, message, metrics))
         if run.rank == 0:
-            forget = functools.partial(self.schedule.forget, pending.decided)
-            self.deletions.after_commit(step, forget)
+            clean_up = functools.partial(self.schedule.delete_decisions, pending.decision_count)
+            self.deletions.after_commit(step, clean_up)
 
     def _failed(self, step: int, error: BaseException, seconds: float) -> None:
         self._count(error)
-        self.course.failed(step)
+        self.timeline.failed(step)
         message = f"step {step} could not be saved: {causes(error)}"
         self.run.report(Event("save_failed", step, self.run.rank, seconds, message=message))
 
@@ -276,5 +283,6 @@ class Saver:
 
 
 def _has_failed(handle: AsyncSave) -> bool:
-    """True if the save failed before its sources were staged, on all ranks."""
+    """True if the save failed before its sources were staged. The answer is the same on all
+    ranks."""
     return handle.staged.done() and handle.staged.exception() is not None

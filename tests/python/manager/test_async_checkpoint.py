@@ -104,20 +104,20 @@ def test_values_are_attributes(tmp_path: Path) -> None:
 
 
 def test_a_value_that_is_not_there_is_no_attribute() -> None:
-    with pytest.raises(AttributeError, match="no value 'modle', but model, save_counter"):
+    with pytest.raises(AttributeError, match="no value 'modle', only model, save_counter"):
         _ = AsyncCheckpoint(model=weights(1)).modle
 
 
 @pytest.mark.parametrize("name", ["save", "save_counter"])
 def test_its_own_attributes_are_not_set(name: str) -> None:
     checkpoint = AsyncCheckpoint(model=weights(1))
-    with pytest.raises(AttributeError, match=f"{name} is AsyncCheckpoint's own"):
+    with pytest.raises(AttributeError, match=f"{name} is an attribute of AsyncCheckpoint itself"):
         setattr(checkpoint, name, 3)
 
 
 @pytest.mark.parametrize("given", [{"model": weights(1)}, weights(1)], ids=["dict", "module"])
 def test_values_that_are_not_given_by_keyword_are_refused(given: Any) -> None:
-    with pytest.raises(TypeError, match=r"by keyword: AsyncCheckpoint\(model=model\)"):
+    with pytest.raises(TypeError, match=r"keywords: AsyncCheckpoint\(model=model\)"):
         AsyncCheckpoint(given)
 
 

@@ -53,7 +53,7 @@ def test_what_is_read_stays_until_a_later_save(tmp_path: Path) -> None:
     made = deletions(tmp_path)
     with made.reading(1):
         made.after_commit(2, lambda: None)
-        made.settle()
+        made.wait_until_idle()
     assert steps_of(tmp_path) == [1, 2]
     made.after_commit(2, lambda: None)
     made.close()
@@ -64,7 +64,9 @@ def test_who_is_told_of_a_deletion_has_its_turn_at_once(tmp_path: Path) -> None:
     for step in (1, 2):
         save_step(tmp_path, step)
     seen: list[list[int]] = []
-    made = deletions(tmp_path, lambda _event: made.in_turn(lambda: seen.append(steps_of(tmp_path))))
+    made = deletions(
+        tmp_path, lambda _event: made.run_in_order(lambda: seen.append(steps_of(tmp_path)))
+    )
     made.after_commit(2, lambda: None)
     made.close()
     assert seen == [[2]]
@@ -78,7 +80,8 @@ def test_who_is_told_of_a_deletion_elsewhere_waits_for_its_turn_here(tmp_path: P
     here = deletions(tmp_path / "a")
     here.after_commit(2, lambda: None)
     elsewhere = deletions(
-        tmp_path / "b", lambda _event: here.in_turn(lambda: seen.append(steps_of(tmp_path / "a")))
+        tmp_path / "b",
+        lambda _event: here.run_in_order(lambda: seen.append(steps_of(tmp_path / "a"))),
     )
     elsewhere.after_commit(2, lambda: None)
     elsewhere.close()

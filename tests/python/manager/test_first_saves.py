@@ -35,7 +35,7 @@ def test_a_forgotten_restore_is_named_at_the_first_save(tmp_path: Path, step: in
     run_of(tmp_path, [1, 2, 3])
     with manager_of(tmp_path) as made:
         for force in (False, True):
-            with pytest.raises(FileExistsError, match=r"steps up to 3: call restore\(\) before"):
+            with pytest.raises(FileExistsError, match=r"steps up to 3\. Call restore\(\) before"):
                 made.save(step, state_of(0), force=force)
         assert made.all_steps() == [1, 2, 3]
         assert made.restore(state_of(0)) == 3
@@ -110,7 +110,7 @@ def test_newer_steps_stay_until_training_that_went_back_replaces_or_passes_them(
     with manager_of(tmp_path, keep_last=4) as made:
         for step in (40, 50, 60, 70):
             made.save(step, state_of(step))
-        with pytest.warns(UserWarning, match=r"from step 45, .*later ones \(\[50, 60, 70\]\)"):
+        with pytest.warns(UserWarning, match=r"from step 45, .*later steps \(\[50, 60, 70\]\)"):
             made.save(45, state_of(450), overwrite=True)
         finish(made)
         assert made.all_steps() == [40, 45, 50, 60, 70]
@@ -191,6 +191,8 @@ def test_the_last_save_before_the_end_is_made_without_the_metric(
 
 def test_an_integer_that_no_float_can_hold_is_refused_by_its_name(tmp_path: Path) -> None:
     with manager_of(tmp_path) as made:
-        with pytest.raises(ValueError, match=r"metrics\['loss'\] is an integer that no float"):
+        with pytest.raises(
+            ValueError, match=r"metrics\['loss'\] is an integer too large for a float"
+        ):
             made.save(1, state_of(1), metrics={"loss": 10**400})
         assert made.steps() == []

@@ -75,7 +75,7 @@ def busy() -> bool:
 def saves_of(
     made: Schedule, steps: Collection[int], is_busy: Callable[[], bool] = idle
 ) -> list[int]:
-    return [step for step in steps if made.wants(step, is_busy)]
+    return [step for step in steps if made.should_save(step, is_busy)]
 
 
 # --- by the step ---------------------------------------------------------------------------------
@@ -129,10 +129,10 @@ def run(
     last = clock.now
     for step in steps:
         clock.now += seconds
-        if made.wants(step, idle):
+        if made.should_save(step, idle):
             found.append((step, clock.now - last))
             last = clock.now
-            made.begun()
+            made.save_started()
     return found
 
 
@@ -144,7 +144,7 @@ def test_saves_are_so_much_time_apart(clock: Clock) -> None:
 def test_a_save_in_between_puts_the_next_one_off(clock: Clock) -> None:
     made = schedule(timedelta(seconds=10), clock=clock)
     assert run(made, clock, range(1, 8)) == []
-    made.begun()
+    made.save_started()
     assert run(made, clock, range(8, 20)) == [(17, 10.0)]
 
 
@@ -154,13 +154,13 @@ def test_fast_steps_are_decided_on_a_block_at_a_time(clock: Clock) -> None:
     # A block is half a second of steps, so that saves come that much late at most.
     assert len(saves) in (9, 10)
     assert all(10.0 - 1e-6 <= apart <= 10.5 + 1e-6 for _step, apart in saves)
-    assert made.decided < 10_000 / 40
+    assert made.decision_count < 10_000 / 40
 
 
 def test_slow_steps_are_decided_on_one_by_one(clock: Clock) -> None:
     made = schedule(timedelta(seconds=10), clock=clock)
     run(made, clock, range(1, 101), seconds=1.0)
-    assert made.decided == 100
+    assert made.decision_count == 100
 
 
 def test_steps_that_become_slow_are_decided_on_soon(clock: Clock) -> None:
@@ -181,9 +181,9 @@ def test_training_that_has_gone_back_is_saved_again(clock: Clock) -> None:
 def test_a_time_apart_is_not_kept_while_a_save_is_under_way(clock: Clock) -> None:
     made = schedule(timedelta(seconds=10), skip_if_busy=True, clock=clock)
     clock.now += 11
-    assert not made.wants(1, busy)
+    assert not made.should_save(1, busy)
     clock.now += 1
-    assert made.wants(2, idle)
+    assert made.should_save(2, idle)
 
 
 # --- Young and Daly ------------------------------------------------------------------------------
@@ -290,16 +290,16 @@ def test_a_time_between_failures_that_is_not_positive_is_refused(mtbf: float) ->
 def test_the_first_save_is_made_at_once_and_the_next_by_what_it_cost(clock: Clock) -> None:
     made = schedule("auto", clock=clock)
     assert made.auto is not None
-    assert made.wants(1, idle)
-    made.begun()
+    assert made.should_save(1, idle)
+    made.save_started()
     # While it is under way nothing is known of what another one would cost.
     clock.now += 100
-    assert not made.wants(2, busy)
+    assert not made.should_save(2, busy)
     made.auto.saved(3.0, 0.5)
     clock.now += math.sqrt(2 * 3.0 * DAY) - 100 - 1
-    assert not made.wants(3, idle)
+    assert not made.should_save(3, idle)
     clock.now += 1.5
-    assert made.wants(4, idle)
+    assert made.should_save(4, idle)
 
 
 # --- ranks ---------------------------------------------------------------------------------------
@@ -343,19 +343,19 @@ def together(made: list[Schedule], work: Callable[[int, Schedule], Any]) -> list
 def test_all_ranks_save_where_rank_0_decides(any_store: dist.Store) -> None:
     made = schedules(any_store, 3, timedelta(hours=1))
     # As if their clocks were of another time: only rank 0's counts.
-    made[0]._begun -= 7200
-    made[1]._begun -= 3600
+    made[0]._last_start -= 7200
+    made[1]._last_start -= 3600
 
     def work(_rank: int, one: Schedule) -> list[int]:
         found = []
         for step in range(1, 40):
-            if one.wants(step, idle):
+            if one.should_save(step, idle):
                 found.append(step)
-                one.begun()
+                one.save_started()
         return found
 
     assert together(made, work) == [[1]] * 3
-    assert made[0].decided == made[1].decided == made[2].decided
+    assert made[0].decision_count == made[1].decision_count == made[2].decision_count
 
 
 def test_ranks_that_are_busy_for_longer_save_with_rank_0(store: dist.Store) -> None:
@@ -364,14 +364,16 @@ def test_ranks_that_are_busy_for_longer_save_with_rank_0(store: dist.Store) -> N
     of_rank = [[busy, idle, busy, idle, idle, busy, idle, busy], [idle, busy] * 4]
 
     def work(rank: int, one: Schedule) -> list[int]:
-        return [s for s, state in zip(steps, of_rank[rank], strict=True) if one.wants(s, state)]
+        return [
+            s for s, state in zip(steps, of_rank[rank], strict=True) if one.should_save(s, state)
+        ]
 
     assert together(made, work) == [[2, 4], [2, 4]]
 
 
 def test_a_rank_that_is_ahead_waits_for_rank_0(store: dist.Store) -> None:
     rank_0, rank_1 = schedules(store, 2, timedelta(hours=1))
-    rank_0._begun -= 7200
+    rank_0._last_start -= 7200
     asked = threading.Event()
 
     class Noticing:
@@ -387,37 +389,37 @@ def test_a_rank_that_is_ahead_waits_for_rank_0(store: dist.Store) -> None:
     rank_1._decisions._meeting.keys = lambda below: Noticing()  # type: ignore[assignment,method-assign,return-value]
     rank_0._decisions._meeting.keys = lambda below: store  # type: ignore[method-assign]
     with ThreadPoolExecutor(1) as pool:
-        ahead = pool.submit(rank_1.wants, 1, idle)
+        ahead = pool.submit(rank_1.should_save, 1, idle)
         assert asked.wait(PATIENCE)
         assert not ahead.done()
-        assert rank_0.wants(1, idle)
+        assert rank_0.should_save(1, idle)
         assert ahead.result(PATIENCE)
 
 
 def test_within_a_block_nobody_asks(store: dist.Store) -> None:
     made = schedules(store, 2, timedelta(hours=1))
-    together(made, lambda _rank, one: [one.wants(step, idle) for step in range(1, 2000)])
-    assert made[0].decided < 100
-    before = made[1].decided
+    together(made, lambda _rank, one: [one.should_save(step, idle) for step in range(1, 2000)])
+    assert made[0].decision_count < 100
+    before = made[1].decision_count
     # Rank 0 is not there to answer.
     block = made[1]._decisions._block
     inside = range(1999, block.stop)
-    assert [made[1].wants(step, idle) for step in inside] == [False] * len(inside)
-    assert made[1].decided == before
+    assert [made[1].should_save(step, idle) for step in inside] == [False] * len(inside)
+    assert made[1].decision_count == before
 
 
 def test_a_rank_at_another_step_raises(store: dist.Store) -> None:
     made = schedules(store, 2, timedelta(hours=1))
-    outcomes = together(made, lambda rank, one: one.wants(5 + rank, idle))
+    outcomes = together(made, lambda rank, one: one.should_save(5 + rank, idle))
     assert outcomes[0] is False
     assert isinstance(outcomes[1], CheckpointError)
-    assert "rank 1 came to step 6 where rank 0 came to 5" in str(outcomes[1])
+    assert "rank 1 is at step 6, but rank 0 is at step 5" in str(outcomes[1])
 
 
 def test_a_rank_0_that_does_not_come_is_named(store: dist.Store) -> None:
     _rank_0, rank_1 = schedules(store, 2, timedelta(hours=1), timeout=SHORT)
     with pytest.raises(CheckpointException) as caught:
-        rank_1.wants(1, idle)
+        rank_1.should_save(1, idle)
     [(rank, (cause, _stack))] = caught.value.failures.items()
     assert rank == 0
     assert isinstance(cause, TimeoutError)
@@ -432,7 +434,7 @@ def test_a_store_that_is_lost_is_an_error_of_the_rank_itself() -> None:
     rank_1 = schedule(timedelta(hours=1), meeting=Meeting(dist.HashStore(), 1, 2, "test"))
     rank_1._decisions._meeting.keys = lambda below: Lost()  # type: ignore[assignment,method-assign,return-value]
     with pytest.raises(CheckpointException) as caught:
-        rank_1.wants(1, idle)
+        rank_1.should_save(1, idle)
     [(rank, (cause, _stack))] = caught.value.failures.items()
     assert rank == 1
     assert isinstance(cause, ConnectionError)
@@ -441,15 +443,15 @@ def test_a_store_that_is_lost_is_an_error_of_the_rank_itself() -> None:
 def test_decisions_that_all_have_taken_are_removed(store: dist.Store) -> None:
     made = schedules(store, 2, 1, skip_if_busy=True)
     before = store.num_keys()
-    together(made, lambda _rank, one: [one.wants(step, idle) for step in range(1, 11)])
+    together(made, lambda _rank, one: [one.should_save(step, idle) for step in range(1, 11)])
     assert store.num_keys() == before + 10
-    made[0].forget(7)
+    made[0].delete_decisions(7)
     assert store.num_keys() == before + 3
-    made[0].forget(7)
-    made[0].forget(made[0].decided)
+    made[0].delete_decisions(7)
+    made[0].delete_decisions(made[0].decision_count)
     assert store.num_keys() == before
     # The numbers go on.
-    assert together(made, lambda _rank, one: one.wants(11, idle)) == [True, True]
+    assert together(made, lambda _rank, one: one.should_save(11, idle)) == [True, True]
 
 
 def test_schedules_of_two_managers_are_kept_apart(store: dist.Store) -> None:
@@ -460,7 +462,7 @@ def test_schedules_of_two_managers_are_kept_apart(store: dist.Store) -> None:
 
     def work(rank: int, _schedule: Schedule) -> list[bool]:
         first, second = both[rank]
-        return [first.wants(1, busy), second.wants(1, idle), first.wants(2, idle)]
+        return [first.should_save(1, busy), second.should_save(1, idle), first.should_save(2, idle)]
 
     assert together(one, work) == [[False, True, True]] * 2
 

@@ -113,7 +113,7 @@ def test_metrics_may_be_tensors(make: Make) -> None:
     [
         ({"metrics": {"loss": "low"}}, ValueError, r"metrics\['loss'\] must be a number: .*'low'"),
         ({"metrics": {"loss": [1]}}, TypeError, r"metrics\['loss'\] must be a number"),
-        ({"notes": {"a": 1, "set": {1}}}, TypeError, r"notes\['set'\] must be what JSON knows"),
+        ({"notes": {"a": 1, "set": {1}}}, TypeError, r"notes\['set'\] must be a JSON value"),
     ],
 )
 def test_wrong_metrics_and_notes_are_refused_and_nothing_is_saved(
@@ -310,7 +310,7 @@ def test_a_manager_that_is_dropped_gives_its_signals_back_and_says_so(root: Path
         held_only_here.clear()
         gc.collect()
 
-    with pytest.warns(ResourceWarning, match="was dropped without close"):
+    with pytest.warns(ResourceWarning, match="was deleted without close"):
         drop()
     assert signal.getsignal(signal.SIGUSR1) is before
 
@@ -373,7 +373,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"interval": "auto", "mtbf_hours": 0}, ValueError, "mtbf_hours must be positive, got 0"),
     ({"keep_last": 0}, ValueError, "keep_last must be positive"),
     ({"keep_last": 1.5}, TypeError, "cannot be interpreted as an integer"),
-    ({"keep_best": 1}, ValueError, "keep_best needs best_metric"),
+    ({"keep_best": 1}, ValueError, "keep_best needs a metric"),
     (
         {"keep_lst": 3},
         TypeError,
@@ -471,8 +471,8 @@ def test_a_last_step_that_was_not_saved_is_named_at_the_end(
     with manager_of(root, interval=4) as made:
         train(made, range(1, 7))
     [line] = unsaved(caplog)
-    assert "step 6, the last one" in line
-    assert "a restart goes on from step 4" in line
+    assert "the last step, 6, was not saved" in line
+    assert "a restart continues from step 4" in line
     assert "save(step, state, force=True)" in line
 
 

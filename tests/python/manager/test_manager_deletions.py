@@ -131,7 +131,7 @@ def test_a_step_can_be_deleted_by_hand(make: Make, root: Path) -> None:
     made.wait_until_finished()
     with closing(OpenDirectory(root / "0000000001")) as reader:
         assert reader.share()
-        with pytest.raises(CheckpointError, match="step 1 is being saved or loaded"):
+        with pytest.raises(CheckpointError, match=r"step 1 of .* is being saved or loaded"):
             made.delete(1)
     made.delete(1)
     made.delete(1)

@@ -104,7 +104,7 @@ def test_on_event_may_call_the_manager(kind: str, how: str, make: Make) -> None:
         assert how == "close"
         assert "the manager is closed" in str(error)  # noqa: PT017
     made.wait_until_finished(LIMIT)
-    made._deletions.settle(LIMIT)
+    made._deletions.wait_until_idle(LIMIT)
     assert called.wait(LIMIT)
 
 

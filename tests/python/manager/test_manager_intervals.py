@@ -167,7 +167,7 @@ def test_a_save_is_skipped_while_one_is_under_way(make: Make, held_commits: Gate
 def test_waiting_in_vain_is_a_timeout_and_the_save_goes_on(make: Make, held_commits: Gate) -> None:
     made = make()
     train(made, [1])
-    with pytest.raises(TimeoutError, match=r"the save of step 1 has not ended in 0\.01 s"):
+    with pytest.raises(TimeoutError, match=r"the save of step 1 did not end within 0\.01 s"):
         made.wait_until_finished(0.01)
     held_commits.open()
     made.wait_until_finished(LIMIT)

@@ -123,7 +123,7 @@ def own_logger() -> Iterator[logging.Logger]:
         logger.propagate = True
 
 
-@pytest.mark.filterwarnings("ignore:.*the one before is restored")
+@pytest.mark.filterwarnings("ignore:.*falling back to step")
 @pytest.mark.parametrize("set_up", ["nothing", "a handler", "a level"])
 def test_a_resume_is_shown_unless_logging_is_set_up(
     tmp_path: Path, set_up: str, capsys: pytest.CaptureFixture[str]
@@ -164,7 +164,7 @@ def test_a_second_signal_ends_a_program_whose_loop_never_asks(tmp_path: Path) ->
             assert process.stdout.readline() == "begun\n"
             process.send_signal(signal.SIGTERM)
             line = ""
-            while "the loop does not ask should_stop" not in line:
+            while "the training loop does not read should_stop" not in line:
                 line = process.stderr.readline()
                 assert line
             process.send_signal(signal.SIGTERM)
@@ -207,7 +207,7 @@ def test_after_the_group_was_destroyed_the_manager_says_so(tmp_path: Path) -> No
     with ranks_of_a_run(2):
         made = CheckpointManager(tmp_path, read_only=True)
         dist.destroy_process_group()
-        with pytest.raises(RuntimeError, match=r"group of the 2 ranks .* has been destroyed"):
+        with pytest.raises(RuntimeError, match=r"group of its 2 ranks has been destroyed"):
             made.restore(state_of(0))
     with ranks_of_a_run(2), pytest.raises(RuntimeError, match="has been destroyed"):
         made.restore(state_of(0))

@@ -70,8 +70,9 @@ def test_with_a_deadline_the_last_save_is_waited_for_and_its_time_logged(
         stopped = until_told(made, 1, Training())
     assert not made.is_saving
     assert made.all_steps() == [stopped]
-    assert f"step {stopped} is saved before the end, 90 s from the notice: it is the first" in (
-        caplog.text
+    assert (
+        f"saving step {stopped} before preemption (preemption_deadline: 90 s); this is the first"
+        in (caplog.text)
     )
 
 
@@ -85,7 +86,7 @@ def test_a_deadline_that_is_too_short_is_a_warning(
     os.kill(os.getpid(), signal.SIGUSR1)
     with caplog.at_level(logging.WARNING, "torch_ckpt"):
         until_told(made, 2, training)
-    assert "from the notice: the last one took" in caplog.text
+    assert "before preemption (preemption_deadline: 0 s); the previous save took" in caplog.text
 
 
 def test_a_skipping_manager_saves_at_the_stop_though_it_is_busy(
@@ -137,7 +138,7 @@ def test_notices_that_nobody_waits_for_are_named(
     make(tmp_path / "other", preemption_signals=(signal.SIGUSR1,))
     assert "already" not in caplog.text
     make(tmp_path / "third", preemption_file=tmp_path / "stop")
-    assert "is watched for other notices than these already" in caplog.text
+    assert "already has a watch for other notices" in caplog.text
 
 
 def test_of_several_managers_each_stops_at_its_next_step(make: Make, tmp_path: Path) -> None:

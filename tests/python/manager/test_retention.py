@@ -108,7 +108,7 @@ def test_a_misspelled_metric_is_named_with_the_nearest() -> None:
     rules = Retention(keep_best=2, best_metric="eval_los")
     problem = rules.lacks_metric({"eval_loss": 1.0, "epoch": 2.0}, [{"eval_loss": 3.0}])
     assert problem == (
-        "there is no metric 'eval_los', by which the best steps are kept (given are 'epoch', "
+        "there is no metric 'eval_los', which keep_best compares (got 'epoch', "
         "'eval_loss'); did you mean 'eval_loss'?"
     )
 
@@ -241,7 +241,7 @@ def test_numbers_of_steps_must_be_whole(name: str) -> None:
 
 
 def test_the_best_need_a_metric() -> None:
-    with pytest.raises(ValueError, match="keep_best needs best_metric"):
+    with pytest.raises(ValueError, match="keep_best needs a metric"):
         Retention(keep_best=1)
 
 

@@ -1,11 +1,11 @@
-"""How the ranks of a run come to write a step together.
+"""Preparation of saves: the agreements between ranks, and the work of each rank before a save.
 
-1. When they start they agree on an attempt, 8 hex digits that what they write has in its name
-   (steps/local.py), and so on the root.
-2. Before the first save rank 0 looks at the root for all: at the steps that are there, and at the
-   metric that retention compares.
-3. For each save every rank reads its state and makes a writer of the step.
-4. One that cannot tells the others, which have begun and would wait for it.
+1. When a manager is made, the ranks check that they have the same root and agree on an attempt:
+   8 hex digits, unique to this run, that unfinished steps have in their names (steps/local.py).
+2. Before the first save rank 0 lists the root for all ranks: the existing steps, and whether they
+   have the metric that retention compares.
+3. For each save every rank reads its state and makes a writer for the step.
+4. A rank that fails to do so reports its error to the other ranks, which would wait for it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from torch_ckpt._base.version import __version__
 from torch_ckpt.manager.deletions import Deletions
 from torch_ckpt.manager.retention import Retention
-from torch_ckpt.manager.run import Run
+from torch_ckpt.manager.run_context import RunContext
 from torch_ckpt.ranks.calls import Call, Disagreement
 from torch_ckpt.ranks.failures import of_torch
 from torch_ckpt.ranks.meeting import Meeting
@@ -40,13 +40,13 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """What a save of a step needs.
+class PreparedSave:
+    """The inputs of one save.
 
     Attributes:
-        values: of the state.
-        bytes: of its tensors, each once for all ranks.
-        writer: of the step.
+        values: values of the state.
+        bytes: bytes of its tensors; a DTensor counts with its full size, not with this rank's part.
+        writer: writer of the step.
     """
 
     values: dict[str, Any]
@@ -54,33 +54,33 @@ class Prepared:
     writer: FileSystemWriter
 
 
-class Attempt:
-    """What a run's ranks write beneath a root. All ranks make the same calls, in the same order.
+class SavePreparer:
+    """Prepares the saves of a run. All ranks make the same calls in the same order.
 
     Args:
-        name: that they have agreed on.
-        run: theirs.
-        lease: this rank's, on the root.
-        deletions: that are waited for where there is no room.
+        attempt: the 8 hex digits that the ranks have agreed on.
+        run: the manager's run.
+        lease: this rank's lease on the root.
+        deletions: make room if the disk is full.
         writer_options: passed to :class:`torch_ckpt.FileSystemWriter`.
     """
 
     def __init__(
         self,
-        name: str,
-        run: Run,
+        attempt: str,
+        run: RunContext,
         lease: Lease,
         deletions: Deletions,
         writer_options: dict[str, Any],
     ) -> None:
-        self._name = name
+        self._attempt = attempt
         self._run = run
         self._lease = lease
         self._deletions = deletions
         self._writer_options = writer_options
 
     def newest_step(self) -> int | None:
-        """The newest complete step that rank 0 sees, the same on all ranks; None: there is none.
+        """Returns the newest complete step that rank 0 sees, on all ranks; None if there is none.
 
         Raises:
             TimeoutError, ConnectionError, RuntimeError: see
@@ -91,23 +91,23 @@ class Attempt:
             complete = (info.step for info in self._run.store.entries(leftovers=False))
             return max(complete, default=None)
 
-        return self._of_rank_0("CheckpointManager.save", newest)
+        return self._run_on_rank_0("CheckpointManager.save", newest)
 
     def lacks_metric(self, retention: Retention, metrics: dict[str, Any]) -> str | None:
-        """As of :meth:`Retention.lacks_metric`, for a step that is to be saved.
+        """Calls :meth:`Retention.lacks_metric` for a step that is about to be saved.
 
-        All ranks get the same answer, by rank 0's metrics.
+        All ranks get the same answer, for rank 0's metrics.
 
         Raises:
             TypeError, ValueError: a metric is not a number.
-            TimeoutError, ConnectionError, RuntimeError: as of :meth:`newest_step`.
+            TimeoutError, ConnectionError, RuntimeError: see :meth:`newest_step`.
         """
 
         def problem() -> str | None:
             others = (info.metrics for info in self._run.store.entries(leftovers=False))
             return retention.lacks_metric(numbers(metrics), others)
 
-        return self._of_rank_0("CheckpointManager.save metrics", problem)
+        return self._run_on_rank_0("CheckpointManager.save metrics", problem)
 
     def prepare(
         self,
@@ -117,17 +117,17 @@ class Attempt:
         notes: dict[str, Any],
         *,
         overwrite: bool,
-    ) -> Prepared:
-        """Reads the state and makes the writer; the others learn of whatever this raises.
+    ) -> PreparedSave:
+        """Reads the state and makes the writer. Reports every exception to the other ranks.
 
         Args:
-            read: gives the state.
-            metrics, notes: for the step's marker; the caller's own.
-            overwrite: whether a complete step may be replaced.
+            read: returns the state.
+            metrics, notes: for the step's marker.
+            overwrite: a complete step may be replaced.
         """
 
-        def marked() -> dict[str, Any]:
-            # The last thing before the step has its name.
+        def marker_if_leased() -> dict[str, Any]:
+            # Called right before the rename that completes the step.
             self._lease.require()
             return marker
 
@@ -135,14 +135,14 @@ class Attempt:
             self._lease.require()
             marker = self._marker(metrics, notes)
             values = read()
-            size = _whole_bytes(values)
+            size = _full_bytes(values)
             writer = self._run.store.writer(
                 step,
-                attempt=self._name,
+                attempt=self._attempt,
                 overwrite=overwrite,
-                marker=marked,
+                marker=marker_if_leased,
                 expected_bytes=size,
-                # The other ranks wait for this one's plan.
+                # Stop waiting before the other ranks, which need this rank's plan, time out.
                 make_room=functools.partial(self._deletions.make_room, self._run.timeout / 2),
                 **self._writer_options,
             )
@@ -150,27 +150,27 @@ class Attempt:
             ranks = Meeting.of(self._run.process_group, no_dist=False).ranks(self._run.timeout)
             spawn(functools.partial(tell_the_others, ranks, error))
             if isinstance(error, CheckpointException):
-                # What was read may have used dcp.
+                # A state_dict() may have called dcp functions.
                 raise of_torch(error) from None
             raise
-        return Prepared(values, size, writer)
+        return PreparedSave(values, size, writer)
 
-    def _of_rank_0(self, name: str, look: Callable[[], T | None]) -> T | None:
-        """What rank 0 finds, on all ranks."""
+    def _run_on_rank_0(self, name: str, function: Callable[[], T | None]) -> T | None:
+        """Calls a function on rank 0 and returns its result on all ranks."""
 
-        def of_rank_0(found: list[T | None]) -> T | Disagreement | None:
-            return found[0]
+        def result_of_rank_0(results: list[T | None]) -> T | Disagreement | None:
+            return results[0]
 
         with Call(name, self._run.process_group, self._run.timeout) as call:
-            return call.exchange(lambda: look() if call.rank == 0 else None, of_rank_0)
+            return call.exchange(lambda: function() if call.rank == 0 else None, result_of_rank_0)
 
     def _marker(self, metrics: dict[str, float], notes: dict[str, Any]) -> dict[str, Any]:
-        """A copy, since the caller may go on with theirs."""
+        """Returns the marker's content as a copy, since the caller may change its dicts."""
         return parsed_marker(
             encoded_marker(
                 {
                     "metrics": numbers(metrics),
-                    "notes": _known_to_json(notes),
+                    "notes": _require_json(notes),
                     "ranks": self._run.ranks,
                     "torch_ckpt": __version__,
                 }
@@ -179,7 +179,7 @@ class Attempt:
 
 
 def numbers(metrics: dict[str, Any]) -> dict[str, float]:
-    """The metrics as floats; tensors of one element are numbers, too.
+    """Returns the metrics as floats. Tensors of one element count as numbers.
 
     Raises:
         TypeError, ValueError: a metric is not a number, or a float cannot hold it; names it.
@@ -192,64 +192,67 @@ def _number(name: str, metric: Any) -> float:
         return float(metric)
     except OverflowError:
         raise ValueError(
-            f"metrics[{name!r}] is an integer that no float can hold: save math.inf in its place"
+            f"metrics[{name!r}] is an integer too large for a float. Pass math.inf instead."
         ) from None
     except (TypeError, ValueError) as error:
-        raise _naming(f"metrics[{name!r}] must be a number", error) from None
+        raise _with_context(f"metrics[{name!r}] must be a number", error) from None
 
 
-def _known_to_json(notes: dict[str, Any]) -> dict[str, Any]:
+def _require_json(notes: dict[str, Any]) -> dict[str, Any]:
     for name, note in notes.items() if isinstance(notes, dict) else ():
         try:
             json.dumps({name: note}, sort_keys=True)
         except (TypeError, ValueError) as error:
-            raise _naming(f"notes[{name!r}] must be what JSON knows", error) from None
+            raise _with_context(f"notes[{name!r}] must be a JSON value", error) from None
     return notes
 
 
-def _naming(text: str, error: TypeError | ValueError) -> TypeError | ValueError:
+def _with_context(text: str, error: TypeError | ValueError) -> TypeError | ValueError:
     kind = ValueError if isinstance(error, ValueError) else TypeError
     return kind(f"{text}: {error}")
 
 
-def agree_on_name(
+def agree_on_attempt(
     root: str,
     before: Callable[[], None],
     *,
     process_group: dist.ProcessGroup | None,
     timeout: float,
 ) -> str:
-    """The attempt of all ranks; ``before`` is run on each, and where it raises all do.
+    """Chooses one attempt for all ranks.
+
+    Args:
+        before: called on each rank first. If it raises on one rank, all ranks raise.
 
     Raises:
-        RanksDisagree: they have different roots.
+        RanksDisagree: ranks have different roots.
         TimeoutError, ConnectionError, RuntimeError: see :class:`torch_ckpt.ranks.calls.Call`.
     """
 
-    def mine() -> tuple[str, str]:
-        # It may wait for as long as another run's lease takes to expire.
-        begun = time.monotonic()
-        with call.alive(lambda: int(min(time.monotonic() - begun, 2 * TIMES.expiry))):
+    def propose() -> tuple[str, str]:
+        # Taking the lease may have to wait until another run's lease expires.
+        started = time.monotonic()
+        with call.alive(lambda: int(min(time.monotonic() - started, 2 * TIMES.expiry))):
             before()
-        return root, new_name()
+        return root, new_attempt()
 
-    def chosen(brought: list[tuple[str, str]]) -> str | Disagreement:
-        if len({root for root, _name in brought}) > 1:
+    def choose(proposals: list[tuple[str, str]]) -> str | Disagreement:
+        if len({root for root, _attempt in proposals}) > 1:
             return Disagreement(
                 "ranks have different roots:",
-                [f"rank {rank}: {root}" for rank, (root, _) in enumerate(brought)],
+                [f"rank {rank}: {root}" for rank, (root, _) in enumerate(proposals)],
             )
-        return brought[0][1]
+        return proposals[0][1]
 
     with Call("CheckpointManager", process_group, timeout) as call:
-        return call.exchange(mine, chosen)
+        return call.exchange(propose, choose)
 
 
-def new_name() -> str:
-    """One that no other run has."""
+def new_attempt() -> str:
+    """Returns 8 random hex digits, which no other run has."""
     return uuid.uuid4().hex[:8]
 
 
-def _whole_bytes(values: dict[str, Any]) -> int:
+def _full_bytes(values: dict[str, Any]) -> int:
     tensors = pytree.tree_leaves(values)
     return sum(t.numel() * t.itemsize for t in tensors if isinstance(t, torch.Tensor))

@@ -1,8 +1,9 @@
-"""When a job is to stop: one watch for notices, used by several managers.
+"""Preemption notices: one watch for each process group, shared by several managers.
 
-1. A notice comes to a rank. All ranks agree on the step to stop at (ranks/preemption.py).
-2. At that step a manager saves, and says so where it is asked.
-3. Where nobody has asked by the next save, the loop goes on, and the next SIGTERM ends the process.
+1. A rank receives a notice. All ranks agree on the step to stop at (ranks/preemption.py).
+2. At that step each manager saves, and its ``should_stop`` becomes true.
+3. If the training loop has not read ``should_stop`` by the next save, it is going to continue. Then
+   the next SIGTERM ends the process.
 """
 
 from __future__ import annotations
@@ -23,32 +24,34 @@ from torch_ckpt.ranks.preemption import PreemptionWatch, current_watch, watch_fo
 
 @dataclass
 class _Shared:
-    """What the users of a watch know together.
+    """State that the users of one watch share.
 
     Attributes:
-        users: that close it when the last one goes; None: somebody else has made it, and closes it.
-        agreed: the last step that all ranks have agreed to stop at, once it has come.
+        users: number of users; the last one closes the watch. None: the watch was made by other
+            code, which also closes it.
+        agreed: the last step that all ranks have agreed to stop at, once they have reached it.
     """
 
     users: int | None
     agreed: int | None = None
 
 
-class StopNotice:
+class PreemptionNotice:
     """One user's part in the watch of a process group.
 
     Args:
-        signals: to watch for; None: SIGTERM, where this is the main thread.
-        file: a notice when it appears.
+        signals: numbers of the signals to watch for; None: SIGTERM, if the calling thread is the
+            main thread.
+        file: path of a file whose appearance is a notice.
         process_group: None for the default group.
         timeout: see :func:`torch_ckpt.multihost.watch_for_preemption`.
 
     Attributes:
-        stops: all ranks have come to a step at which this one was to save and stop.
-        is_asked: somebody looks at ``stops``.
+        stops: all ranks have reached a step at which the manager saves and training should stop.
+        is_polled: the training loop reads ``stops``.
 
     Raises:
-        ValueError: signals were asked for outside the main thread.
+        ValueError: ``signals`` are given, and the calling thread is not the main thread.
     """
 
     _shared: ClassVar[WeakKeyDictionary[PreemptionWatch, _Shared]] = WeakKeyDictionary()
@@ -61,7 +64,7 @@ class StopNotice:
         timeout: float,
     ) -> None:
         self.stops = False
-        self.is_asked = False
+        self.is_polled = False
         self._is_ignored = False
         self._watch: PreemptionWatch | None = None
         numbers: tuple[int, ...] = (signal.SIGTERM,) if signals is None else tuple(signals)
@@ -71,7 +74,7 @@ class StopNotice:
         if watch is None:
             is_main = threading.current_thread() is threading.main_thread()
             if signals is None and not is_main:
-                LOGGER.info("SIGTERM is not watched for: this is not the main thread")
+                LOGGER.info("SIGTERM is not watched: the manager was not made in the main thread")
                 numbers = ()
                 if file is None:
                     return
@@ -83,8 +86,8 @@ class StopNotice:
             () if signals is None else numbers, file
         ):
             LOGGER.warning(
-                "the process group is watched for other notices than these already (%s, %s), which "
-                "will not be noticed: give all of them to the first watch or manager",
+                "ignoring preemption_signals=%s and preemption_file=%s: the process group already "
+                "has a watch for other notices. Pass all of them to the first watch or manager.",
                 numbers,
                 file,
             )
@@ -96,12 +99,12 @@ class StopNotice:
 
     @property
     def reason(self) -> str:
-        """What told which rank."""
+        """The notice and the rank that received it, as text; "" if there was none."""
         return self._watch.reason if self._watch is not None else ""
 
     def reached(self, step: int) -> bool:
-        """Whether all ranks are to stop at this step, or were at one that this user did not ask
-        about; once for each notice."""
+        """True if all ranks stop at this step, or should have stopped at an earlier step that this
+        user did not ask about. True once for each notice."""
         if self._watch is None:
             return False
         shared = self._state
@@ -112,27 +115,28 @@ class StopNotice:
         self._seen = shared.agreed
         return True
 
-    def look_whether_ignored(self, rank: int, wait: Callable[[], None]) -> None:
-        """Where nobody acts on it, the next SIGTERM does what it did before the watch.
+    def restore_signals_if_ignored(self, rank: int, wait: Callable[[], None]) -> None:
+        """Ends the handling of signals if the training loop ignores the notice. From then on
+        SIGTERM acts as it did before the watch.
 
         Args:
-            wait: until what was saved for the stop is there: a signal may end the process then.
+            wait: waits for the save made at the stop, since a signal may then end the process.
         """
-        if not self.stops or self.is_asked or self._is_ignored:
+        if not self.stops or self.is_polled or self._is_ignored:
             return
         self._is_ignored = True
         wait()
         if self._watch is not None:
             self._watch.ignored()
         LOGGER.warning(
-            "rank %d was to stop, by %s, and goes on: the loop does not ask should_stop. The "
-            "next SIGTERM ends this process",
+            "rank %d continues after a preemption notice (%s), since the training loop does not "
+            "read should_stop. The next SIGTERM will end this process.",
             rank,
             self.reason,
         )
 
     def close(self) -> None:
-        """Ends this user's part, and with the last one the watch."""
+        """Ends this user's part. The last user closes the watch."""
         watch, self._watch = self._watch, None
         if watch is None:
             return

@@ -1,4 +1,4 @@
-"""What all parts of one manager know."""
+"""The context that all parts of one manager share."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torch_ckpt.steps import StepStore
 
 
 @dataclass
-class Run:
+class RunContext:
     """The ranks that write or read beneath one root.
 
     Attributes:
-        store: where the steps are.
-        rank: this process's.
-        ranks: how many there are.
+        store: the steps of the root.
+        rank: rank of this process.
+        ranks: number of ranks.
         process_group: None for the default group.
-        timeout: seconds after which a rank that shows no sign of life is given up.
+        timeout: seconds without a heartbeat after which a rank is declared dead.
         report: called with each event.
     """
 
@@ -37,21 +37,25 @@ class Run:
     def __post_init__(self) -> None:
         self._made_with = group_now(self.process_group)
 
-    def require_group(self, what: str) -> None:
-        """Where the ranks have gone, each would take itself for the only one.
+    def require_group(self, action: str) -> None:
+        """Checks that the process group still exists: without it each rank would act as if it were
+        the only one.
+
+        Args:
+            action: verb of the refused action, for the message.
 
         Raises:
-            RuntimeError: the process group that there was at first is not there, or is new.
+            RuntimeError: the process group was destroyed, or initialized after this was made.
         """
         now, made_with = group_now(self.process_group), self._made_with
         if self.ranks > 1 and (now is None or made_with is None or now() is not made_with()):
             raise RuntimeError(
-                f"the process group of the {self.ranks} ranks that made this manager has been "
-                f"destroyed: it cannot {what}. Let save(), restore() and close() come before "
-                "destroy_process_group(), and make another manager after init_process_group()"
+                f"the manager cannot {action}: the process group of its {self.ranks} ranks has "
+                "been destroyed. Call save(), restore() and close() before "
+                "destroy_process_group(), and make another manager after init_process_group()."
             )
         if made_with is None and now is not None and dist.get_world_size(now()) > 1:
             raise RuntimeError(
-                f"this manager was made before init_process_group(), where every rank takes itself "
-                f"for the only one: it cannot {what}. Make it afterwards"
+                f"the manager cannot {action}: it was made before init_process_group(), so each "
+                "rank would act as if it were the only one. Make the manager afterwards."
             )

@@ -1,0 +1,125 @@
+"""The steps that training passes through, so that no checkpoint mixes two training timelines."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+
+from torch_ckpt._base.log import warn
+from torch_ckpt.manager.deletions import Deletions
+from torch_ckpt.manager.run_context import RunContext
+
+
+class Timeline:
+    """The position of training among the steps. All ranks make the same calls in the same order.
+
+    Args:
+        run: the manager's run.
+        deletions: receives the steps that become stale when training is rewound.
+        newest_step: asks rank 0 for the newest complete step.
+
+    Attributes:
+        last_step: step of the last save that has started and not failed, or of the last restore.
+        last_complete: step that this manager has saved or restored last.
+    """
+
+    def __init__(
+        self, run: RunContext, deletions: Deletions, newest_step: Callable[[], int | None]
+    ) -> None:
+        self.last_step: int | None = None
+        self.last_complete: int | None = None
+        self._run = run
+        self._deletions = deletions
+        self._newest_step = newest_step
+        self._current: int | None = None  # of the last save() or restore()
+        self._restored: int | None = None
+        self._committed: int | None = None
+
+    def advance(self, step: int, overwrite: bool, wait: Callable[[], None]) -> None:
+        """Moves training to a step. Rewinds it to an earlier step only if ``overwrite`` is True.
+
+        Only the first call asks rank 0.
+
+        Args:
+            wait: waits for the running save.
+
+        Raises:
+            FileExistsError: the root has this step or newer ones, and no step was restored.
+            ValueError: the step is smaller than the previous one.
+        """
+        previous = self._current
+        if previous is None and self._restored is None:
+            newest = self._newest_step()
+            is_rewound = newest is not None and step <= newest
+            if is_rewound and not overwrite:
+                raise FileExistsError(
+                    errno.EEXIST,
+                    f"refusing to save step {step}: the root already has steps up to {newest}. "
+                    "Call restore() before the first save(), or use another root. If training was "
+                    "rewound on purpose, call save(overwrite=True)",
+                    self._run.store.root,
+                )
+        else:
+            is_rewound = previous is not None and step < previous
+            if is_rewound and not overwrite:
+                raise ValueError(
+                    f"step {step} comes after step {previous}: steps must not decrease. If "
+                    "training was rewound on purpose, call restore(state, step=...) or "
+                    f"save({step}, state, overwrite=True)."
+                )
+        if is_rewound:
+            # The step that is being saved becomes stale, too.
+            wait()
+            self._restored = step
+            self.last_step = None
+            if self._run.rank == 0:
+                self._deletions.wait_until_idle()
+                self._deletions.rewound(step - 1)
+                self._warn_of_later_steps(f"training continues from step {step}", step)
+        self._current = step
+
+    def saved(self, step: int) -> None:
+        """Records that a save has succeeded."""
+        self._committed = self.last_complete = step
+
+    def failed(self, step: int) -> None:
+        """Records that a save has failed, so that the step may be saved again."""
+        if self.last_step == step:
+            self.last_step = None
+
+    def restored(self, step: int | None, is_chosen: bool) -> None:
+        """Records that the state is that of a step.
+
+        Args:
+            step: None if the root has no step; then all steps to come belong to this run.
+            is_chosen: the caller named the step, so that later steps may exist.
+        """
+        self._restored, self._current = step or 0, step
+        if step is None:
+            return
+        self.last_step = self.last_complete = step
+        if self._run.rank == 0:
+            self._deletions.restored(step)
+            if is_chosen:
+                self._warn_of_later_steps(f"step {step} was restored", step)
+
+    @property
+    def unsaved_step(self) -> int | None:
+        """The current step, if it was neither saved nor restored."""
+        return None if self._current == self.last_step else self._current
+
+    def may_replace(self, step: int) -> bool:
+        """True if a complete step of this number was saved by this manager, or is stale."""
+        return step == self._committed or (self._restored is not None and step >= self._restored)
+
+    def _warn_of_later_steps(self, why: str, step: int) -> None:
+        complete = self._run.store.entries(leftovers=False)
+        later = [info.step for info in complete if info.step > step]
+        if later:
+            # The warning names the line that calls the manager.
+            warn(
+                f"{why}, and the root has later steps ({later}). Training replaces them when it "
+                "reaches them; until then a restart would restore the newest of them. Call "
+                "delete() to remove them now.",
+                stacklevel=4,
+            )
