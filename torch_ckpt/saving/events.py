@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -125,13 +123,27 @@ def _log(event: Event) -> None:
     extra: dict[str, Any] = {"event": event}
     if event.metrics is not None:
         extra["metrics"] = asdict(event.metrics)
-    LOGGER.log(_LEVELS.get(event.kind, logging.INFO), "%s", event.message, extra=extra)
-    # Where nobody has set logging up Python shows warnings alone. Where training goes on from is
-    # shown, too: a run that begins anew looks no different for hours.
-    is_set_up = LOGGER.hasHandlers() or LOGGER.level != logging.NOTSET
-    if event.kind == "restored" and not is_set_up and sys.stderr is not None:
-        with suppress(OSError, ValueError):
-            print(f"torch_ckpt: {event.message}", file=sys.stderr, flush=True)
+    level = _LEVELS.get(event.kind, logging.INFO)
+    message = event.message
+    if event.kind == "restored" and _shows_restore():
+        level, message = logging.WARNING, f"torch_ckpt: {message}"
+    LOGGER.log(level, "%s", message, extra=extra)
+
+
+_is_restore_shown = False
+
+
+def _shows_restore() -> bool:
+    """True once in a process in which no logging handler is configured.
+
+    Python then prints only warnings. The first restore is worth one: a run that starts from scratch
+    by mistake looks no different for hours.
+    """
+    global _is_restore_shown
+    if _is_restore_shown or LOGGER.hasHandlers():
+        return False
+    _is_restore_shown = True
+    return True
 
 
 def saved_message(step: int, metrics: SaveMetrics) -> str:

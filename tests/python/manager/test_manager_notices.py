@@ -124,20 +124,38 @@ def own_logger() -> Iterator[logging.Logger]:
 
 
 @pytest.mark.filterwarnings("ignore:.*falling back to step")
-@pytest.mark.parametrize("set_up", ["nothing", "a handler", "a level"])
-def test_a_resume_is_shown_unless_logging_is_set_up(
-    tmp_path: Path, set_up: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("configured", ["nothing", "a handler", "a level"])
+def test_the_first_restore_is_shown_unless_logging_is_configured(
+    tmp_path: Path,
+    configured: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("torch_ckpt.saving.events._is_restore_shown", False)
     damaged_run(tmp_path)
     capsys.readouterr()
     with own_logger() as logger, manager_of(tmp_path) as made:
-        if set_up == "a handler":
+        if configured == "a handler":
             logger.addHandler(logging.NullHandler())
-        if set_up == "a level":
+        if configured == "a level":
             logger.setLevel(logging.ERROR)
         assert made.restore(state_of(0)) == 1
-    shown = f"torch_ckpt: restored step 1 of {tmp_path}, 2 damaged skipped, in "
-    assert (shown in capsys.readouterr().err) == (set_up == "nothing")
+        shown = f"torch_ckpt: restored step 1 of {tmp_path}, 2 damaged skipped, in "
+        assert (shown in capsys.readouterr().err) == (configured == "nothing")
+        made.restore(state_of(0))
+    assert "restored step" not in capsys.readouterr().err
+
+
+def test_a_restore_is_an_info_record_if_logging_is_configured(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch_ckpt.saving.events._is_restore_shown", False)
+    caplog.set_level(logging.INFO, "torch_ckpt")
+    with manager_of(tmp_path) as made:
+        made.save(1, state_of(1))
+        made.restore(state_of(0))
+    restored = [record for record in caplog.records if record.message.startswith("restored")]
+    assert [record.levelno for record in restored] == [logging.INFO]
 
 
 # --- signals -------------------------------------------------------------------------------------
