@@ -6,6 +6,7 @@ that does), and are on the path only of the process in which they are measured.
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -68,6 +69,13 @@ class Peer:
         return self.path
 
 
-NVRX = Peer("nvidia-resiliency-ext", "0.4.1", ("psutil",))
-MEGATRON_CORE = Peer("megatron-core", "0.16.1", ("psutil",))
+def _read_pin(name: str) -> str:
+    """Reads the version of a package that tests use too from pyproject.toml."""
+    pin = re.search(rf'"{name}==([^"]+)"', (_REPOSITORY / "pyproject.toml").read_text())
+    assert pin is not None, f"pyproject.toml pins no {name}"
+    return pin[1]
+
+
+NVRX = Peer("nvidia-resiliency-ext", _read_pin("nvidia-resiliency-ext"), ("psutil",))
+MEGATRON_CORE = Peer("megatron-core", _read_pin("megatron-core"), ("psutil",))
 TORCH_CHECKPOINTING = Peer("torch_checkpointing", "0.1.1")

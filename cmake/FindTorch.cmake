@@ -8,7 +8,7 @@ execute_process(
     "import sysconfig, torch.utils.cpp_extension as e, os, torch; print(';'.join(e.include_paths())); print(os.path.join(os.path.dirname(torch.__file__), 'lib')); print(sysconfig.get_paths()['include']); print((torch.version.cuda or '0').split('.')[0])"
   OUTPUT_VARIABLE TORCH_ANSWER RESULT_VARIABLE TORCH_STATUS OUTPUT_STRIP_TRAILING_WHITESPACE)
 if(NOT TORCH_STATUS EQUAL 0)
-  message(FATAL_ERROR "${PYTHON_EXECUTABLE} has no torch: pip install 'torch>=2.11' first.")
+  message(FATAL_ERROR "${PYTHON_EXECUTABLE} has no torch: pip install 'torch>=2.11,<2.16' first.")
 endif()
 string(REPLACE "\n" "|" TORCH_ANSWER "${TORCH_ANSWER}")
 string(REPLACE ";" "\\;" TORCH_ANSWER "${TORCH_ANSWER}")

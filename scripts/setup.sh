@@ -79,18 +79,12 @@ fi
 # Python compiles each file at its first import; tests import a small part of what is installed.
 pip_install() { "$venv/bin/pip" install -q --disable-pip-version-check --no-compile "$@"; }
 
-# clang-format is pinned: each version formats differently. The fourth line is what
-# torch_ckpt.integrations and remote checkpoints work with, the fifth builds the documentation.
-pip_install "torch${torch_version:+==$torch_version}" "numpy" "setuptools>=68" wheel safetensors \
-  pytest pytest-random-order pytest-timeout pytest-xdist hypothesis ruff==0.17.5 mypy==2.4.1 matplotlib \
-  tensorboard clang-format==14.0.6 \
-  fsspec s3fs "moto[server]==5.2.5" transformers==5.23.0 accelerate==1.15.0 lightning==2.6.6 \
-  mkdocs==1.6.1 mkdocs-material==9.8.1 "mkdocstrings[python]==1.0.8"
-
-# Released code that tests let work with ours; without it they skip. Versions as in pyproject.toml, and
-# no dependencies: what these packages require beyond psutil is for other parts of them.
-for peer in psutil packaging megatron-core==0.16.1 nvidia-resiliency-ext==0.4.1; do
-  pip_install --no-deps --only-binary :all: "$peer" ||
-    echo "torch_ckpt: without $peer some tests of torch_ckpt.megatron will skip" >&2
+# pyproject.toml lists the packages and pins the tools. pip reads its groups from version 25.1.
+torch=$(sed -n 's/^dependencies = \["\(torch[^"]*\)"\]$/\1/p' pyproject.toml)
+pip_install "pip>=25.1"
+pip_install "${torch:?}${torch_version:+,==$torch_version}" --group dev
+for peer in megatron nvrx; do
+  pip_install --no-deps --only-binary :all: --group $peer ||
+    echo "torch_ckpt: without the packages of group $peer some tests of torch_ckpt.megatron will skip" >&2
 done
 wait

@@ -5,9 +5,12 @@
 ``async_save`` saves while training goes on. ``CheckpointManager`` is what a training loop needs.
 """
 
-import torch  # noqa: F401  (its libraries must be there before the extension is loaded)
+import torch  # Its libraries must be there before the extension is loaded.
+
+from torch_ckpt._base.version import __version__, check_torch_version
 
 try:
+    check_torch_version(torch.__version__)
     import torch_ckpt._core  # noqa: F401
 except ModuleNotFoundError as error:
     if error.name != "torch_ckpt._core":
@@ -18,7 +21,6 @@ except ModuleNotFoundError as error:
     ) from None
 
 from torch_ckpt._base.life_cycle import watch_exit
-from torch_ckpt._base.version import __version__
 from torch_ckpt._core import trim_pool
 from torch_ckpt.api import async_save, estimate_read_memory, load, preflight, save
 from torch_ckpt.checkpoint.lease import remove_leftovers

@@ -5,11 +5,14 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.house import REPOSITORY
+from torch_ckpt._base.version import SUPPORTED_TORCH, __version__, check_torch_version
 
 pytest.importorskip("setuptools")
 
@@ -58,7 +61,7 @@ CMake Error at CMakeLists.txt:47 (message):
     assert said == "torch_ckpt needs ISA-L for its checksums: apt install libisal-dev."
 
 
-# Without the finder of a clone that is installed as editable.
+# Without the import hook of a clone that is installed as editable.
 _IMPORT = """
 import sys
 sys.meta_path = [f for f in sys.meta_path if "editable" not in f"{f} {f.__module__}"]
@@ -66,19 +69,58 @@ import torch_ckpt
 """
 
 
-def test_an_import_of_a_clone_that_is_not_built_says_so(tmp_path: Path) -> None:
-    (tmp_path / "torch_ckpt").mkdir()
-    shutil.copy(REPOSITORY / "torch_ckpt/__init__.py", tmp_path / "torch_ckpt")
+def import_copy(directory: Path) -> subprocess.CompletedProcess[str]:
+    """Imports a copy of the package without its extension from this directory."""
+    shutil.copytree(
+        REPOSITORY / "torch_ckpt",
+        directory / "torch_ckpt",
+        ignore=shutil.ignore_patterns("*.so", "_core.py"),
+    )
     done = subprocess.run(
         [sys.executable, "-c", _IMPORT],
-        cwd=tmp_path,
+        cwd=directory,
         env={"PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == (
+    return done
+
+
+def test_an_import_of_a_clone_that_is_not_built_says_so(tmp_path: Path) -> None:
+    assert import_copy(tmp_path).stderr.splitlines()[-1] == (
         f"ImportError: the extension of torch_ckpt is not built (there is no _core.so in "
         f"{tmp_path}/torch_ckpt): run `make build` in the clone, or `pip install .` and import it "
         "elsewhere"
     )
+
+
+def test_an_import_with_an_old_torch_names_the_supported_versions(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text('__version__ = "2.10.1+cpu"\n')
+    assert import_copy(tmp_path).stderr.splitlines()[-1] == (
+        f"ImportError: torch_ckpt {__version__} supports torch 2.11 to 2.15 and found torch "
+        "2.10.1+cpu: run `pip install 'torch>=2.11,<2.16'`, then install torch_ckpt again"
+    )
+
+
+def test_an_import_with_an_untested_torch_warns_and_continues(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text('__version__ = "2.16.0a0+git"\n')
+    error = import_copy(tmp_path).stderr
+    assert error.count("UserWarning") == 1
+    assert "is tested with torch 2.11 to 2.15, not with torch 2.16.0a0+git" in error
+    assert error.splitlines()[-1].startswith(
+        "ImportError: the extension of torch_ckpt is not built"
+    )
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.15.2+cu132", torch.__version__])
+def test_supported_versions_of_torch_are_silent(version: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_torch_version(version)
+
+
+def test_pip_and_the_check_agree_on_the_supported_versions() -> None:
+    (major, first), (_, end) = SUPPORTED_TORCH
+    text = (REPOSITORY / "pyproject.toml").read_text()
+    assert f'dependencies = ["torch>={major}.{first},<{major}.{end}"]' in text

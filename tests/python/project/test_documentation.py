@@ -40,7 +40,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built once; a warning fails it."""
     for package in ("mkdocs", "material", "mkdocstrings_handlers"):
         if importlib.util.find_spec(package) is None:
-            pytest.skip(f"no {package}: pip install 'torch_ckpt[docs]'")
+            pytest.skip(f"no {package}: pip install --group docs")
     site = tmp_path_factory.mktemp("site")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", site],
