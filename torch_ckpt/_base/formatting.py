@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 #: As many names an error or a warning gives.
 MOST_NAMES = 8
@@ -32,6 +33,14 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def shorten(text: str, length: int) -> str:
+    """Replaces the middle of a text by an ellipsis if it is longer than ``length``."""
+    if len(text) <= length:
+        return text
+    end = length // 2
+    return f"{text[: length - end - 1]}…{text[len(text) - end :]}"
 
 
 def sentence(error: BaseException) -> str:
@@ -65,15 +74,43 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return f"rank{'' if one else 's'} {', '.join(parts)}"
 
 
-def table(
-    header: Sequence[str], rows: Iterable[Sequence[str]], right: frozenset[str]
-) -> Iterable[str]:
-    """Lines of aligned columns, two spaces apart; the columns named in ``right`` end flush."""
-    lines = [header, *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    for line in lines:
-        cells = (
-            cell.rjust(width) if name in right else cell.ljust(width)
-            for name, cell, width in zip(header, line, widths, strict=True)
-        )
-        yield "  ".join(cells).rstrip()
+@dataclass(frozen=True)
+class Table:
+    """A table of a report.
+
+    Attributes:
+        header: the titles of the columns.
+        rows: one text for each column.
+        right: titles of the right-aligned columns.
+        optional: titles of the columns that a narrow terminal may leave out, the least important
+            one first.
+    """
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    right: frozenset[str] = frozenset()
+    optional: Sequence[str] = ()
+
+    def lines(self) -> Iterator[str]:
+        """Aligns the columns, two spaces apart."""
+        lines = [self.header, *self.rows]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        for line in lines:
+            cells = (
+                cell.rjust(width) if name in self.right else cell.ljust(width)
+                for name, cell, width in zip(self.header, line, widths, strict=True)
+            )
+            yield "  ".join(cells).rstrip()
+
+
+#: A part of a report: one line of text, or a table.
+Block = str | Table
+
+
+def text_lines(blocks: Iterable[Block]) -> Iterator[str]:
+    """The lines of a report as plain text."""
+    for block in blocks:
+        if isinstance(block, Table):
+            yield from block.lines()
+        else:
+            yield block

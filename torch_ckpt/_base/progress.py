@@ -1,25 +1,32 @@
-"""Progress of a save or a load: a bar on a terminal, or a function of the caller's."""
+"""Progress of a long operation: a bar on standard error, or a callback of the caller."""
 
 from __future__ import annotations
 
 import math
+import os
+import shutil
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from torch_ckpt._base.formatting import printable, size
+from torch_ckpt._base.formatting import duration, printable, shorten, size
+
+_BAR_LENGTH = 20
+
+# Columns for the text after the title: "100% of 999.9 MB, 999.9 MB/s, 59 min left".
+_TEXT_LENGTH = 42
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Bytes moved so far. All counts are of this rank and only grow.
+    """Bytes processed so far by this rank. No count ever decreases.
 
     Attributes:
-        bytes_planned: what will be written or read in all.
-        bytes_staged: what has been copied from the tensors (saves only).
-        bytes_done: what has been written, or read into its target.
+        bytes_planned: bytes to write or read in total.
+        bytes_staged: bytes copied from the tensors (saves only).
+        bytes_done: bytes written, or read into their destination.
     """
 
     bytes_planned: int
@@ -27,20 +34,115 @@ class Progress:
     bytes_done: int
 
 
-#: ``None`` or False: silent. True: a bar on rank 0. Else called with a :class:`Progress` a few
-#: times a second, on the calling thread or, of a background save, on that save's.
+#: ``None`` or False: no progress. True: a bar on standard error of rank 0. A function: called with
+#: a :class:`Progress` several times a second, on the calling thread or, for a background save, on
+#: the thread of the save.
 ProgressOption = bool | Callable[[Progress], None] | None
 
 
+def stderr_is_terminal() -> bool:
+    """True if standard error is a terminal that can redraw a line."""
+    is_terminal = sys.stderr is not None and sys.stderr.isatty()
+    return is_terminal and os.environ.get("TERM") != "dumb"
+
+
+class ProgressBar:
+    """One line on standard error, redrawn on a terminal; elsewhere it is written once, at the end.
+
+    Args:
+        title: the text before the bar.
+        total: bytes in total; None: those of the first :class:`Progress`.
+        seconds_between: least time between two drawings.
+        erase: remove the line at the end and write nothing elsewhere.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        total: int | None = None,
+        *,
+        seconds_between: float = 0.1,
+        erase: bool = False,
+    ) -> None:
+        self._title = printable(title)
+        self._total = total
+        self._seconds_between = seconds_between
+        self._erase = erase
+        self._done = 0
+        self._started_at = time.monotonic()
+        self._drawn_at = -math.inf
+        self._redraws = stderr_is_terminal()
+
+    def update(self, progress: Progress) -> None:
+        """Draws the bar unless it was drawn a moment ago."""
+        self._done = progress.bytes_done
+        if self._total is None:
+            self._total = progress.bytes_planned
+        now = time.monotonic()
+        if self._redraws and now - self._drawn_at >= self._seconds_between:
+            self._drawn_at = now
+            self._write(f"\r{self._line()}\x1b[K")
+
+    def close(self) -> None:
+        """Writes the last line, or erases it."""
+        if not self._redraws:
+            self._write("" if self._erase else f"{self._text()}\n")
+        elif not self._erase:
+            self._write(f"\r{self._line()}\x1b[K\n")
+        elif self._drawn_at > -math.inf:
+            self._write("\r\x1b[K")
+
+    def _share(self) -> float:
+        return min(self._done / self._total, 1.0) if self._total else 1.0
+
+    def _status(self) -> str:
+        """The share, the rate and the estimated time left."""
+        seconds = time.monotonic() - self._started_at
+        total = self._total or 0
+        text = f"{self._share():.0%} of {size(total)}"
+        if seconds:
+            text += f", {size(self._done / seconds)}/s"
+        if self._redraws and 0 < self._done < total:
+            text += f", {duration(seconds * (total - self._done) / self._done)} left"
+        return text
+
+    def _text(self) -> str:
+        return f"{self._title}: {self._status()}"
+
+    def _line(self) -> str:
+        """The text with a bar, in one line of the terminal."""
+        width = shutil.get_terminal_size().columns - 1
+        title = shorten(self._title, max(width - _TEXT_LENGTH - 2, 8))
+        bar = ""
+        if width - _TEXT_LENGTH - len(title) - 3 >= _BAR_LENGTH:
+            bar = f" {_draw_bar(self._share())}"
+            width += len(bar) - _BAR_LENGTH - 1  # escape sequences take no columns
+        return f"{title}:{bar} {self._status()}"[:width]
+
+    def _write(self, text: str) -> None:
+        # A closed standard error must not fail the operation.
+        with suppress(OSError, ValueError):
+            if sys.stderr is not None and text:
+                print(text, end="", file=sys.stderr, flush=True)
+
+
+def _draw_bar(share: float) -> str:
+    is_unicode = (sys.stderr.encoding or "").lower().startswith("utf")
+    full, empty = "━─" if is_unicode else "#-"
+    done = full * int(share * _BAR_LENGTH)
+    rest = empty * (_BAR_LENGTH - len(done))
+    return f"{done}{rest}" if os.environ.get("NO_COLOR") else f"\x1b[32m{done}\x1b[0m{rest}"
+
+
 class Reporter:
-    """Shows the progress of one save or load, as the option says. A context manager.
+    """Context manager that passes the progress of one operation to a bar or to a callback.
 
     Args:
         option: see :data:`ProgressOption`.
-        title: of the bar.
-        rank: this process's; None: there is no other one.
-        total: bytes.
-        seconds_between: from one drawing of the bar to the next, at least.
+        title: the title of the bar.
+        rank: rank of this process; None: single-process.
+        total: bytes in total.
+        seconds_between: least time between two drawings of the bar.
     """
 
     def __init__(
@@ -53,23 +155,22 @@ class Reporter:
         seconds_between: float = 0.1,
     ) -> None:
         self._callback: Callable[[Progress], None] | None = None
-        self._bar: _Bar | None = None
+        self._bar: ProgressBar | None = None
         if callable(option):
             self._callback = option
         elif option and not rank:
-            self._bar = _Bar(title, total, seconds_between)
+            self._bar = ProgressBar(title, total, seconds_between=seconds_between)
+            self._callback = self._bar.update
 
     @property
     def active(self) -> bool:
-        """Whether anybody looks."""
-        return self._callback is not None or self._bar is not None
+        """True if there is a bar or a callback."""
+        return self._callback is not None
 
     def update(self, progress: Progress) -> None:
-        """Shows the state of things."""
+        """Draws the bar, or calls the callback."""
         if self._callback is not None:
             self._callback(progress)
-        elif self._bar is not None:
-            self._bar.update(progress.bytes_done)
 
     def __enter__(self) -> Reporter:
         return self
@@ -77,43 +178,3 @@ class Reporter:
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.close()
-
-
-def wants_bar() -> bool:
-    """Whether somebody looks at standard error: a bar is for terminals, not for logs."""
-    return sys.stderr is not None and sys.stderr.isatty()
-
-
-class _Bar:
-    """One line on standard error: redrawn on a terminal, written once, at the end, elsewhere."""
-
-    def __init__(self, title: str, total: int, seconds_between: float) -> None:
-        self._title = printable(title)
-        self._total = total
-        self._seconds_between = seconds_between
-        self._done = 0
-        self._begun = time.monotonic()
-        self._drawn = -math.inf
-        self._redraws = wants_bar()
-
-    def update(self, done: int) -> None:
-        self._done = done
-        now = time.monotonic()
-        if self._redraws and now - self._drawn >= self._seconds_between:
-            self._drawn = now
-            self._write("")
-
-    def close(self) -> None:
-        self._write("\n")
-
-    def _write(self, end: str) -> None:
-        seconds = time.monotonic() - self._begun
-        share = self._done / self._total if self._total else 1.0
-        rate = f", {size(self._done / seconds)}/s" if seconds else ""
-        begin, rest = ("\r", "\x1b[K") if self._redraws else ("", "")
-        if sys.stderr is None:
-            return
-        text = f"{self._title}: {share:.0%} of {size(self._total)}{rate}"
-        # Whoever reads standard error may have closed it; the save has not failed.
-        with suppress(OSError, ValueError):
-            print(f"{begin}{text}{rest}", end=end, file=sys.stderr, flush=True)

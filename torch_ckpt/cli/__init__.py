@@ -1,4 +1,4 @@
-"""The command line: torch-ckpt."""
+"""The command line ``torch-ckpt``."""
 
 from torch_ckpt.cli.main import main
 

@@ -1,55 +1,51 @@
-"""The arguments of torch-ckpt."""
+"""The arguments of torch-ckpt.
+
+Modules that do the work are imported by the commands, so that ``--help`` and a wrong command line
+need neither the engine nor torch.
+"""
 
 import argparse
+import difflib
 import math
 import re
+import shutil
+import textwrap
 from collections.abc import Callable
 
 from torch_ckpt._base.paths import is_url
 from torch_ckpt._base.version import __version__
-from torch_ckpt.cli.commands import (
-    collect_steps,
-    convert_checkpoint,
-    delete_steps,
-    diff_checkpoints,
-    examine_directory,
-    explain_checkpoint,
-    list_checkpoint,
-    list_steps,
-    pin_step,
-    show_checkpoint,
-    verify_checkpoint,
-)
-from torch_ckpt.cli.doctor import DEFAULT_BYTES, LEAST_BYTES
-from torch_ckpt.steps import LARGEST_STEP
+from torch_ckpt.checkpoint.step_names import LARGEST_STEP
+from torch_ckpt.cli import commands
+from torch_ckpt.cli.completion import SHELLS, subcommands
+from torch_ckpt.cli.exit_codes import ExitCode
 
-Run = Callable[[argparse.Namespace], int]
+Command = Callable[[argparse.Namespace], ExitCode]
 
 
-def _renaming(text: str) -> tuple[str, str]:
+# --- types of arguments: argparse prints the message of an ArgumentTypeError only -----------------
+
+
+def _parse_renaming(text: str) -> tuple[str, str]:
     old, equals, new = text.partition("=")
     if not (old and equals and new):
         raise argparse.ArgumentTypeError(f"must be OLD=NEW, got {text!r}")
     return old, new
 
 
-# --- types of arguments: argparse prints what ArgumentTypeError says, and nothing of others ------
-
-
-def _local(text: str) -> str:
+def _parse_local_path(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError(
-            "must name a path, got an empty text (the current directory is '.')"
+            "must name a path, got an empty string (the current directory is '.')"
         )
     if is_url(text):
         raise argparse.ArgumentTypeError(
-            "only steps, gc, delete, pin and unpin take URLs, and a local path has no protocol: "
-            f"{text}"
+            "only steps, gc, delete, pin and unpin accept URLs; pass a local path without a "
+            f"protocol, got {text}"
         )
     return text
 
 
-def _integer(text: str, least: int) -> int:
+def _parse_integer(text: str, least: int) -> int:
     try:
         number = int(text)
     except ValueError:
@@ -59,22 +55,22 @@ def _integer(text: str, least: int) -> int:
     return number
 
 
-def _count(text: str) -> int:
-    return _integer(text, 0)
+def _parse_count(text: str) -> int:
+    return _parse_integer(text, 0)
 
 
-def _step(text: str) -> int:
-    number = _integer(text, 0)
+def _parse_positive_count(text: str) -> int:
+    return _parse_integer(text, 1)
+
+
+def _parse_step(text: str) -> int:
+    number = _parse_integer(text, 0)
     if number > LARGEST_STEP:
         raise argparse.ArgumentTypeError(f"must be at most {LARGEST_STEP}, got {number}")
     return number
 
 
-def _at_least_one(text: str) -> int:
-    return _integer(text, 1)
-
-
-def _bytes(text: str) -> int:
+def _parse_size(text: str) -> int:
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([kKMGT]?)(i?)B?", text)
     if match is None:
         raise argparse.ArgumentTypeError(f"must be a size such as 5GB or 512MiB, got {text!r}")
@@ -86,29 +82,31 @@ def _bytes(text: str) -> int:
     return count
 
 
-def _probed_bytes(text: str) -> int:
-    count = _bytes(text)
+def _parse_measured_size(text: str) -> int:
+    from torch_ckpt.cli.doctor import LEAST_BYTES
+
+    count = _parse_size(text)
     if count < LEAST_BYTES:
         raise argparse.ArgumentTypeError(f"must be at least {LEAST_BYTES} bytes, got {text!r}")
     return count
 
 
-def _number(text: str) -> float:
+def _parse_number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
 
 
-def _positive(text: str) -> float:
-    number = _number(text)
+def _parse_positive_number(text: str) -> float:
+    number = _parse_number(text)
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"must be positive and finite, got {text!r}")
     return number
 
 
-def _tolerance(text: str) -> float:
-    number = _number(text)
+def _parse_tolerance(text: str) -> float:
+    number = _parse_number(text)
     if not number >= 0:
         raise argparse.ArgumentTypeError(f"must be at least 0, got {text!r}")
     return number
@@ -117,20 +115,34 @@ def _tolerance(text: str) -> float:
 # --- the command line ----------------------------------------------------------------------------
 
 
+_PURPOSE = (
+    "Inspect, verify, convert and delete PyTorch checkpoints of torch_ckpt and of "
+    "torch.distributed.checkpoint."
+)
+
+# The most useful commands for a first look, with what they do.
+_EXAMPLES = (
+    ("torch-ckpt steps checkpoints", "list the steps of a run"),
+    ("torch-ckpt ls checkpoints/400", "list the tensors and objects of step 400"),
+    ("torch-ckpt verify checkpoints", "check the newest step against its checksums"),
+    ("torch-ckpt diff checkpoints/300 checkpoints/400", "compare two steps by value"),
+    (
+        "torch-ckpt convert checkpoints/400 model.safetensors --tensors-only",
+        "export the tensors of a step",
+    ),
+)
+
 _CHECKPOINT = "a checkpoint directory, ROOT/40 for step 40 of a run, or ROOT for its newest step"
 
 
 def _add_directory(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "directory",
-        type=_local,
-        metavar="DIR",
-        help=_CHECKPOINT,
-    )
+    parser.add_argument("directory", type=_parse_local_path, metavar="DIR", help=_CHECKPOINT)
 
 
 def _add_root(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("root", metavar="ROOT", help="a directory, or a URL that fsspec knows")
+    parser.add_argument(
+        "root", metavar="ROOT", help="the root directory of a run, or its URL (fsspec)"
+    )
 
 
 def _add_names(parser: argparse.ArgumentParser) -> None:
@@ -138,251 +150,338 @@ def _add_names(parser: argparse.ArgumentParser) -> None:
         "names",
         nargs="*",
         metavar="NAME",
-        help="a name, its beginning up to a dot, or a pattern as 'model.*'; default: all",
+        help="a name, a prefix of names up to a dot, or a pattern such as 'model.*' "
+        "(default: all names)",
     )
 
 
 def _add_steps(parser: argparse.ArgumentParser) -> None:
     _add_root(parser)
-    parser.add_argument("steps", nargs="+", type=_step, metavar="STEP", help="a step's number")
+    parser.add_argument("steps", nargs="+", type=_parse_step, metavar="STEP", help="a step number")
 
 
-def _add_json(parser: argparse._ActionsContainer, what: str = "everything") -> None:
-    parser.add_argument("--json", action="store_true", help=f"{what} as one JSON document")
+def _add_json(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
-def parser_of_all() -> argparse.ArgumentParser:
-    """Builds the command line; a command is a subparser with its function as the default `run`."""
+def _add_allow_pickle(parser: argparse.ArgumentParser, metavar: str) -> None:
+    parser.add_argument(
+        "--allow-pickle",
+        action="store_true",
+        help=f"unpickle every object in {metavar}, which may run code: use it only if you trust "
+        "the writer",
+    )
+
+
+def _help_width() -> int:
+    return shutil.get_terminal_size().columns - 2  # as argparse does
+
+
+def _describe_exit_code(code: ExitCode) -> str:
+    return textwrap.fill(
+        code.meaning,
+        _help_width(),
+        initial_indent=f"{code.value:>5}  ",
+        subsequent_indent=" " * 7,
+    )
+
+
+def overview() -> str:
+    """Describes torch-ckpt to a newcomer: what it is for, examples, and how to get help."""
+    examples = "".join(f"  # {what}\n  {command}\n\n" for command, what in _EXAMPLES)
+    purpose = (
+        "torch-ckpt inspects, verifies, converts and deletes PyTorch checkpoints of torch_ckpt and "
+        "of torch.distributed.checkpoint."
+    )
+    return (
+        f"{textwrap.fill(purpose, _help_width())}\n\n"
+        f"{examples}"
+        "All commands:    torch-ckpt --help\n"
+        "One command:     torch-ckpt verify --help\n"
+        "Documentation:   docs/cli.md\n"
+    )
+
+
+def suggest_command(parser: argparse.ArgumentParser, name: str) -> str:
+    """Explains that a command does not exist and names the closest one; "" if it exists."""
+    names = subcommands(parser)
+    if name.startswith("-") or name in names:
+        return ""
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else "torch-ckpt --help lists the commands"
+    return f"unknown command {name!r}; {hint}"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Builds the parser. Each command is a subparser whose default ``run`` is its function."""
     parser = argparse.ArgumentParser(
         prog="torch-ckpt",
-        description="Look at, convert and keep checkpoints of torch_ckpt and of stock PyTorch.",
+        description=textwrap.fill(_PURPOSE, _help_width()),
+        epilog="\n".join(["exit codes:", *map(_describe_exit_code, ExitCode)]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"torch_ckpt {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    def command(name: str, run: Run, help: str, description: str) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, help=help, description=description)
-        made.set_defaults(run=run)
-        return made
+    def add_command(
+        name: str, run: Command, help: str, description: str
+    ) -> argparse.ArgumentParser:
+        subparser = subparsers.add_parser(name, help=help, description=description)
+        subparser.set_defaults(run=run)
+        return subparser
 
-    ls = command(
-        "ls",
-        list_checkpoint,
-        help="list what a checkpoint holds",
-        description="List the tensors and objects of a checkpoint directory. Reads its metadata "
-        "and the lengths of its files, not the data. Exits with 1 when a data file or a shard is "
-        "missing or a file is too short, with 2 when there is no checkpoint that can be read, or "
-        "no such name.",
-    )
-    _add_directory(ls)
-    _add_names(ls)
-    form = ls.add_mutually_exclusive_group()
-    form.add_argument("--files", action="store_true", help="one line per file instead of per item")
-    _add_json(form)
-
-    why = command(
-        "explain",
-        explain_checkpoint,
-        help="say who wrote what of a checkpoint, and what took long",
-        description="Say for each rank what it wrote of a checkpoint directory and how long it "
-        "took, as far as the metadata tells, and what stands out. Reads the metadata alone. Exits "
-        "with 2 when there is no checkpoint that can be read.",
-    )
-    _add_directory(why)
-    _add_json(why)
-
-    look = command(
-        "show",
-        show_checkpoint,
-        help="show what tensors and objects hold: values, statistics, places",
-        description="Read tensors and objects of a checkpoint directory, and show their shape and "
-        "dtype, the first values, minimum, maximum, mean and standard deviation, zeros, NaN and "
-        "infinite values, and where they are stored. Exits with 1 when some are damaged, which are "
-        "named behind the sound ones, with 2 when there is no such name, or nothing can be read.",
-    )
-    _add_directory(look)
-    _add_names(look)
-    look.add_argument(
-        "--first", type=_count, default=6, metavar="N", help="first values to show (default: 6)"
-    )
-    look.add_argument(
-        "--allow-pickle",
-        action="store_true",
-        help="unpickle whatever DIR holds, which may run code: only from trusted writers",
-    )
-    _add_json(look)
-
-    check = command(
-        "verify",
-        verify_checkpoint,
-        help="read all of a checkpoint and compare it with its checksums",
-        description="Read every record of a checkpoint directory, compare it with every checksum "
-        "that there is, and name all that is damaged or missing. Exits with 0 when all is sound, "
-        "with 1 when something is damaged or missing, with 2 when there is no checkpoint that can "
-        "be read, or the machine did not let all of it be read.",
-    )
-    _add_directory(check)
-    check.add_argument(
-        "--threads", type=_at_least_one, metavar="N", help="reads under way at once (default: 8)"
-    )
-    shape = check.add_mutually_exclusive_group()
-    _add_json(shape)
-    shape.add_argument("--quiet", action="store_true", help="say only what is wrong")
-
-    compare = command(
-        "diff",
-        diff_checkpoints,
-        help="compare two checkpoints by name, shape, dtype and value",
-        description="Compare two checkpoint directories, however each is sharded. Objects are "
-        "compared by their stored bytes and never unpickled. Exits with 0 when they are equal, or "
-        "within the tolerances if some are given, with 1 when they differ, with 2 when one cannot "
-        "be read.",
-    )
-    compare.add_argument("a", type=_local, metavar="A", help=_CHECKPOINT)
-    compare.add_argument("b", type=_local, metavar="B", help="another")
-    _add_names(compare)
-    compare.add_argument(
-        "--atol", type=_tolerance, metavar="X", help="allow |a - b| <= X + Y * |b|"
-    )
-    compare.add_argument("--rtol", type=_tolerance, metavar="Y", help="see --atol")
-    form = compare.add_mutually_exclusive_group()
-    _add_json(form)
-    form.add_argument("--quiet", action="store_true", help="print nothing if they are equal")
-
-    change = command(
-        "convert",
-        convert_checkpoint,
-        help="convert between checkpoint directories, torch.save files and safetensors",
-        description="Convert a model, a few tensors at a time. SOURCE: a checkpoint directory, a "
-        "file of torch.save, a safetensors file, or a directory of these with an index. TARGET: "
-        "*.safetensors; *.pt, *.pth or *.bin for torch.save; else a checkpoint directory, or, with "
-        "--max-shard-size or --config, a directory of safetensors files. Exits with 2 when it "
-        "cannot be converted; then nothing is left of the target.",
-    )
-    change.add_argument("source", type=_local, metavar="SOURCE", help="what to convert")
-    change.add_argument("target", type=_local, metavar="TARGET", help="what to make of it")
-    change.add_argument(
-        "--select",
-        action="append",
-        metavar="PATTERN",
-        help="take only the names that match, as 'model.*'; may be given several times",
-    )
-    change.add_argument(
-        "--strip-prefix", metavar="PREFIX", help="take PREFIX away from names that begin with it"
-    )
-    change.add_argument(
-        "--rename",
-        action="append",
-        type=_renaming,
-        metavar="OLD=NEW",
-        help="give what is left of a name another one; a * in NEW stands for what the one at its "
-        "place in OLD matches; may be given several times, the first that matches counts",
-    )
-    change.add_argument(
-        "--dtype", metavar="DTYPE", help="of floating point tensors: bf16, fp16, fp32, ..."
-    )
-    change.add_argument(
-        "--config",
-        type=_local,
-        metavar="PATH",
-        help="a config.json, or a directory with one, to put beside safetensors files (of 5 GB "
-        "unless --max-shard-size is given), so that transformers loads TARGET; with --dtype in it",
-    )
-    change.add_argument(
-        "--max-shard-size",
-        type=_bytes,
-        metavar="SIZE",
-        help="most bytes of tensors in each file (5GB, 512MiB)",
-    )
-    change.add_argument("--tensors-only", action="store_true", help="leave out all but tensors")
-    change.add_argument("--overwrite", action="store_true", help="replace what is at TARGET")
-    change.add_argument(
-        "--allow-pickle",
-        action="store_true",
-        help="unpickle whatever SOURCE holds, which may run code: only from trusted writers",
-    )
-    _add_json(change, "the report")
-
-    probe = command(
-        "doctor",
-        examine_directory,
-        help="probe a directory: its file system, speed, and what is promised there",
-        description="Probe a directory: file system, space, direct I/O, the cost of fsync, locks, "
-        "and the bandwidth of saves and loads with 1 to 8 threads; then say which options suit it, "
-        "and which of the assumptions hold that durability rests on. Its files are removed. Exits "
-        "with 1 when an assumption does not hold, with 2 when the directory cannot be written to.",
-    )
-    probe.add_argument("directory", type=_local, metavar="PATH", help="a directory that is there")
-    probe.add_argument(
-        "--size",
-        type=_probed_bytes,
-        default=DEFAULT_BYTES,
-        metavar="SIZE",
-        help="bytes of each measurement (default: 256MiB)",
-    )
-    _add_json(probe)
-
-    steps = command(
+    steps = add_command(
         "steps",
-        list_steps,
+        commands.list_steps,
         help="list the steps of a run",
-        description="List the steps beneath a root, as CheckpointManager saves them: size, age, "
-        "metrics, whether pinned; and leftovers of saves and deletions that did not end. Exits "
-        "with 2 when there are none.",
+        description="List the steps that CheckpointManager saved below ROOT: size, age, metrics "
+        "and pins; and the leftovers of unfinished saves and deletions. Exits with 2 if there are "
+        "no steps.",
     )
     _add_root(steps)
     _add_json(steps)
 
-    gc = command(
+    ls = add_command(
+        "ls",
+        commands.list_checkpoint,
+        help="list the tensors and objects of a checkpoint",
+        description="List the tensors and objects of a checkpoint. Reads the metadata and the file "
+        "lengths, not the data. Exits with 1 if a data file or a shard is missing or a file is too "
+        "short, and with 2 if the checkpoint cannot be read or no name matches.",
+    )
+    _add_directory(ls)
+    _add_names(ls)
+    group = ls.add_mutually_exclusive_group()
+    group.add_argument("--files", action="store_true", help="list files instead of items")
+    _add_json(group)
+
+    show = add_command(
+        "show",
+        commands.show_checkpoint,
+        help="show values, statistics and file locations of tensors and objects",
+        description="Read tensors and objects of a checkpoint. Show shape, dtype, first values, "
+        "minimum, maximum, mean, standard deviation, counts of zeros, NaN and infinite values, and "
+        "file locations. Exits with 1 if some are damaged (listed after the intact ones), and with "
+        "2 if no name matches or nothing can be read.",
+    )
+    _add_directory(show)
+    _add_names(show)
+    show.add_argument(
+        "--first",
+        type=_parse_count,
+        default=6,
+        metavar="N",
+        help="number of values to show (default: 6)",
+    )
+    _add_allow_pickle(show, "DIR")
+    _add_json(show)
+
+    verify = add_command(
+        "verify",
+        commands.verify_checkpoint,
+        help="read a checkpoint completely and compare it with its checksums",
+        description="Read every record of a checkpoint, compare it with every checksum, and list "
+        "everything that is damaged or missing. Exits with 0 if the checkpoint is sound, with 1 if "
+        "something is damaged or missing, and with 2 if the checkpoint cannot be read, or no "
+        "damage was found but part of it could not be read.",
+    )
+    _add_directory(verify)
+    verify.add_argument(
+        "--threads", type=_parse_positive_count, metavar="N", help="concurrent reads (default: 8)"
+    )
+    group = verify.add_mutually_exclusive_group()
+    _add_json(group)
+    group.add_argument("--quiet", action="store_true", help="print only what is wrong")
+
+    diff = add_command(
+        "diff",
+        commands.diff_checkpoints,
+        help="compare two checkpoints by name, shape, dtype and value",
+        description="Compare two checkpoints; their sharding may differ. Objects are compared by "
+        "their stored bytes and never unpickled. Exits with 0 if the checkpoints are equal (within "
+        "the tolerances, if given), with 1 if they differ, and with 2 if one cannot be read.",
+    )
+    diff.add_argument("a", type=_parse_local_path, metavar="A", help=_CHECKPOINT)
+    diff.add_argument("b", type=_parse_local_path, metavar="B", help="the other checkpoint")
+    _add_names(diff)
+    diff.add_argument(
+        "--atol",
+        type=_parse_tolerance,
+        metavar="X",
+        help="treat values with |a - b| <= X + Y * |b| as equal",
+    )
+    diff.add_argument("--rtol", type=_parse_tolerance, metavar="Y", help="see --atol")
+    group = diff.add_mutually_exclusive_group()
+    _add_json(group)
+    group.add_argument("--quiet", action="store_true", help="print nothing if they are equal")
+
+    explain = add_command(
+        "explain",
+        commands.explain_checkpoint,
+        help="show what each rank wrote and how long it took",
+        description="Show for each rank what it wrote and how long that took, as far as the "
+        "metadata records it, and name the ranks that stand out. Reads only the metadata. Exits "
+        "with 2 if the checkpoint cannot be read.",
+    )
+    _add_directory(explain)
+    _add_json(explain)
+
+    convert = add_command(
+        "convert",
+        commands.convert_checkpoint,
+        help="convert between checkpoint directories, torch.save files and safetensors",
+        description="Convert a model, a few tensors at a time. SOURCE is a checkpoint directory, a "
+        "torch.save file, a safetensors file, or a directory of safetensors files with an index. "
+        "The name of TARGET selects its format: *.safetensors; *.pt, *.pth or *.bin for "
+        "torch.save; otherwise a checkpoint directory, or, with --max-shard-size or --config, a "
+        "directory of safetensors files. Exits with 2 if the conversion fails; nothing is left at "
+        "TARGET then.",
+    )
+    convert.add_argument(
+        "source", type=_parse_local_path, metavar="SOURCE", help="the model to convert"
+    )
+    convert.add_argument(
+        "target", type=_parse_local_path, metavar="TARGET", help="the path to write to"
+    )
+    convert.add_argument(
+        "--select",
+        action="append",
+        metavar="PATTERN",
+        help="convert only names that match, such as 'model.*'; repeatable",
+    )
+    convert.add_argument(
+        "--strip-prefix", metavar="PREFIX", help="remove PREFIX from names that begin with it"
+    )
+    convert.add_argument(
+        "--rename",
+        action="append",
+        type=_parse_renaming,
+        metavar="OLD=NEW",
+        help="rename OLD to NEW, after --strip-prefix; each * in NEW stands for the text that the "
+        "corresponding * in OLD matched; repeatable, the first match applies",
+    )
+    convert.add_argument(
+        "--dtype", metavar="DTYPE", help="dtype for floating point tensors: bf16, fp16, fp32, ..."
+    )
+    convert.add_argument(
+        "--config",
+        type=_parse_local_path,
+        metavar="PATH",
+        help="copy this config.json (or the one in this directory) next to the safetensors files, "
+        "so that transformers loads TARGET; files hold at most 5 GB unless --max-shard-size is "
+        "given; --dtype is entered in the copy",
+    )
+    convert.add_argument(
+        "--max-shard-size",
+        type=_parse_size,
+        metavar="SIZE",
+        help="most bytes of tensors in each file (5GB, 512MiB)",
+    )
+    convert.add_argument(
+        "--tensors-only", action="store_true", help="leave out values that are not tensors"
+    )
+    convert.add_argument("--overwrite", action="store_true", help="replace an existing TARGET")
+    _add_allow_pickle(convert, "SOURCE")
+    _add_json(convert)
+
+    gc = add_command(
         "gc",
-        collect_steps,
-        help="delete steps of a run that no rule keeps",
-        description="Delete the complete steps beneath a root that no rule keeps. Rules add up. "
-        "The newest step and pinned ones always stay, and so does what is being loaded from a "
-        "directory: then the exit code is 1. Of a URL nobody knows who loads a step: it goes, and "
-        "the load fails. Exits with 2 when there are no steps.",
+        commands.collect_steps,
+        help="delete the steps of a run that no rule keeps",
+        description="Delete the complete steps below ROOT that no rule keeps. A step is kept if "
+        "any rule keeps it; the newest step and pinned steps are always kept. A step that is being "
+        "loaded from a directory is kept, and the exit code is 1. Below a URL, loads are not "
+        "visible: the step is deleted, and loading it fails. Exits with 2 if there are no steps.",
     )
     _add_root(gc)
-    gc.add_argument("--keep-last", type=_at_least_one, metavar="N", help="keep the newest N")
     gc.add_argument(
-        "--keep-every", type=_at_least_one, metavar="K", help="keep multiples of K steps"
+        "--keep-last", type=_parse_positive_count, metavar="N", help="keep the newest N steps"
     )
-    gc.add_argument("--keep-every-hours", type=_positive, metavar="T", help="keep one each T hours")
     gc.add_argument(
-        "--keep-best", type=_at_least_one, metavar="M", help="keep the best M by --metric"
+        "--keep-every",
+        type=_parse_positive_count,
+        metavar="K",
+        help="keep steps whose number is a multiple of K",
     )
-    gc.add_argument("--metric", metavar="NAME", help="the metric of --keep-best")
     gc.add_argument(
-        "--mode", choices=("min", "max"), default="min", help="what is best (default: min)"
+        "--keep-every-hours",
+        type=_parse_positive_number,
+        metavar="T",
+        help="keep one step in every T hours",
+    )
+    gc.add_argument(
+        "--keep-best",
+        type=_parse_positive_count,
+        metavar="M",
+        help="keep the best M steps by --metric",
+    )
+    gc.add_argument("--metric", metavar="NAME", help="the metric for --keep-best")
+    gc.add_argument(
+        "--mode",
+        choices=("min", "max"),
+        default="min",
+        help="whether the lowest or the highest metric is best (default: min)",
     )
     gc.add_argument(
         "--sweep",
         action="store_true",
-        help="also remove leftovers that nobody works in; of a URL, those older than an hour",
+        help="also delete leftovers that no process uses; below a URL, those older than an hour",
     )
-    gc.add_argument("--dry-run", action="store_true", help="only say what would happen")
-    _add_json(gc, "the report")
+    gc.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
+    _add_json(gc)
 
-    gone = command(
+    delete = add_command(
         "delete",
-        delete_steps,
-        help="delete steps of a run by their numbers",
-        description="Delete complete steps beneath a root: all that are named, or none. A pinned "
-        "step is refused, the newest one without --force, and one that is being saved. One that "
-        "is being loaded from a directory stays: then the exit code is 1. Exits with 2 when "
-        "nothing is deleted.",
+        commands.delete_steps,
+        help="delete steps of a run by number",
+        description="Delete complete steps below ROOT: all the given steps, or none if one is "
+        "refused. Pinned steps and steps that are being saved are refused, and so is the newest "
+        "step without --force. A step that is being loaded from a directory is kept, and the exit "
+        "code is 1. Exits with 2 if nothing is deleted.",
     )
-    _add_steps(gone)
-    gone.add_argument("--force", action="store_true", help="delete the newest step, too")
-    _add_json(gone, "the report")
+    _add_steps(delete)
+    delete.add_argument("--force", action="store_true", help="allow deleting the newest step")
+    _add_json(delete)
 
-    for name, pins, what in (
-        ("pin", True, "keep steps of a run whatever the rules say"),
-        ("unpin", False, "leave steps of a run to the rules again"),
+    for name, is_pinned, help in (
+        ("pin", True, "protect steps of a run from deletion"),
+        ("unpin", False, "remove the protection of pinned steps"),
     ):
-        description = f"{what.capitalize()}. Exits with 2 when one of them is not there."
-        pin = command(name, pin_step, help=what, description=description)
-        pin.set_defaults(pins=pins)
+        description = f"{help.capitalize()}. Exits with 2 if one of the steps does not exist."
+        pin = add_command(name, commands.pin_steps, help=help, description=description)
+        pin.set_defaults(is_pinned=is_pinned)
         _add_steps(pin)
-        _add_json(pin, "the report")
+        _add_json(pin)
+
+    doctor = add_command(
+        "doctor",
+        commands.examine_directory,
+        help="measure a directory's file system and check what saves rely on",
+        description="Examine a directory: file system, space, direct I/O, the cost of fsync, "
+        "locks, and the bandwidth of saves and loads with 1 to 8 threads. Recommend options, and "
+        "check the assumptions that durability rests on. Deletes its own files afterwards. Exits "
+        "with 1 if an assumption does not hold, and with 2 if the directory is not writable.",
+    )
+    doctor.add_argument(
+        "directory", type=_parse_local_path, metavar="PATH", help="an existing directory"
+    )
+    doctor.add_argument(
+        "--size",
+        type=_parse_measured_size,
+        metavar="SIZE",
+        help="bytes of each measurement (default: 256MiB)",
+    )
+    _add_json(doctor)
+
+    completion = add_command(
+        "completion",
+        commands.print_completion,
+        help="print a script for the shell's tab completion",
+        description="Print a completion script. For bash, add this line to ~/.bashrc: "
+        'eval "$(torch-ckpt completion bash)". For zsh, add the same with zsh to ~/.zshrc, after '
+        "compinit. For fish, run: torch-ckpt completion fish > "
+        "~/.config/fish/completions/torch-ckpt.fish",
+    )
+    completion.add_argument("shell", choices=SHELLS, help="the shell")
+    completion.set_defaults(parser=parser)
     return parser

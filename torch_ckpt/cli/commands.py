@@ -1,176 +1,208 @@
-"""The commands of torch-ckpt."""
+"""The commands of torch-ckpt. Each imports the modules that do its work only if it runs."""
+
+from __future__ import annotations
 
 import argparse
-import json
-import sys
-from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
 
-from torch_ckpt._base.formatting import printable
-from torch_ckpt._base.progress import wants_bar
-from torch_ckpt.cli.doctor import diagnose
-from torch_ckpt.cli.steps import collect, delete, set_pinned, step_lines, steps_document
-from torch_ckpt.conversion.convert import convert
+from torch_ckpt._base.formatting import Block
+from torch_ckpt._base.progress import Progress, ProgressBar, stderr_is_terminal
+from torch_ckpt.cli.exit_codes import ExitCode
+from torch_ckpt.cli.output import print_blocks, print_error, print_json
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.inspection.diff import diff
-from torch_ckpt.inspection.explain import explain
-from torch_ckpt.inspection.listing import (
-    Listing,
-    document,
-    examine,
-    file_lines,
-    item_lines,
-    part_lines,
-    total_line,
-)
-from torch_ckpt.inspection.show import show
-from torch_ckpt.inspection.verify import verify
-from torch_ckpt.manager.retention import Retention
-from torch_ckpt.steps import StepStore, open_steps
 
-
-def _print(lines: Iterable[str]) -> None:
-    for line in lines:
-        print(line)
+if TYPE_CHECKING:
+    from torch_ckpt.inspection.listing import Listing
+    from torch_ckpt.steps import StepStore
 
 
 class _Report(Protocol):
-    def lines(self) -> Iterable[str]: ...
     def document(self) -> dict[str, Any]: ...
+    def lines(self) -> Iterable[str]: ...
 
 
-def _tell(report: _Report, arguments: argparse.Namespace) -> None:
+def _print_report(
+    report: _Report, arguments: argparse.Namespace, blocks: Iterable[Block] | None = None
+) -> None:
     if arguments.json:
-        print(json.dumps(report.document(), indent=2))
+        print_json(report.document())
     else:
-        _print(report.lines())
+        print_blocks(report.lines() if blocks is None else blocks)
 
 
-def list_checkpoint(arguments: argparse.Namespace) -> int:
-    """Lists one checkpoint; returns 1 when files or shards of it are missing or files too short."""
+@contextmanager
+def _progress_bar(
+    arguments: argparse.Namespace, title: str
+) -> Iterator[Callable[[Progress], None] | None]:
+    """Shows a bar while the body runs, if a person is watching; yields its callback."""
+    is_quiet = arguments.json or getattr(arguments, "quiet", False)
+    if is_quiet or not stderr_is_terminal():
+        yield None
+        return
+    bar = ProgressBar(title, erase=True)
+    try:
+        yield bar.update
+    finally:
+        bar.close()
+
+
+def list_checkpoint(arguments: argparse.Namespace) -> ExitCode:
+    """Lists a checkpoint; FINDING if files or shards are missing or files are too short."""
+    from torch_ckpt.inspection.listing import document, examine
+
     listing = examine(arguments.directory, arguments.names or None)
     if arguments.json:
-        print(json.dumps(document(listing), indent=2))
+        print_json(document(listing))
     else:
-        for lines in [file_lines(listing)] if arguments.files else _item_tables(listing):
-            _print(lines)
-            print()
-        print(total_line(listing))
+        print_blocks(_listing_blocks(listing, arguments.files))
     if listing.faults:
         faults = ", ".join(listing.faults)
-        complain(f"{listing.path} cannot be loaded whole: {faults}")
-        return 1
-    return 0
+        print_error(f"{listing.path} cannot be loaded completely: {faults}")
+        return ExitCode.FINDING
+    return ExitCode.SUCCESS
 
 
-def _item_tables(listing: Listing) -> Iterator[Iterable[str]]:
-    yield item_lines(listing)
-    if parts := list(part_lines(listing)):
-        yield parts
+def _listing_blocks(listing: Listing, lists_files: bool) -> Iterator[Block]:
+    from torch_ckpt.inspection.listing import file_table, item_table, part_table, total_line
+
+    if lists_files:
+        yield file_table(listing)
+        yield ""
+    else:
+        yield item_table(listing)
+        yield ""
+        if parts := part_table(listing):
+            yield parts
+            yield ""
+    yield total_line(listing)
 
 
-def explain_checkpoint(arguments: argparse.Namespace) -> int:
-    """Says who wrote what of one checkpoint, and what took long."""
-    _tell(explain(arguments.directory), arguments)
-    return 0
+def explain_checkpoint(arguments: argparse.Namespace) -> ExitCode:
+    """Shows what each rank wrote of a checkpoint, and how long it took."""
+    from torch_ckpt.inspection.explain import explain
+
+    report = explain(arguments.directory)
+    _print_report(report, arguments, report.blocks())
+    return ExitCode.SUCCESS
 
 
-def show_checkpoint(arguments: argparse.Namespace) -> int:
-    """Shows what tensors and objects of a checkpoint hold; returns 1 when some are damaged."""
-    report = show(
-        arguments.directory,
-        arguments.names or None,
-        first=arguments.first,
-        allow_pickle=arguments.allow_pickle,
-        progress=_wants_bar(arguments),
-    )
-    _tell(report, arguments)
-    return 0 if report.ok else 1
+def show_checkpoint(arguments: argparse.Namespace) -> ExitCode:
+    """Shows values of tensors and objects; FINDING if some are damaged."""
+    from torch_ckpt.inspection.show import show
 
-
-def verify_checkpoint(arguments: argparse.Namespace) -> int:
-    """Verifies one checkpoint; returns 1 when something of it is damaged or missing, and 2 when
-    nothing is, but some of it could not be read."""
-    report = verify(
-        arguments.directory,
-        thread_count=arguments.threads,
-        progress=_wants_bar(arguments),
-    )
-    if arguments.json:
-        print(json.dumps(report.document(), indent=2))
-    elif not arguments.quiet:
-        _print(report.lines())
-    elif not report.ok:
-        _print(report.faults())
-    if report.unread:
-        complain(f"{report.checkpoint} was not read whole: {report.unread[0].what}")
-    return 1 if report.has_damage else 2 if report.unread else 0
-
-
-def diff_checkpoints(arguments: argparse.Namespace) -> int:
-    """Compares two checkpoints; returns 1 when they differ."""
-    report = diff(
-        arguments.a,
-        arguments.b,
-        arguments.names or None,
-        atol=arguments.atol,
-        rtol=arguments.rtol,
-        progress=_wants_bar(arguments),
-    )
-    if not (arguments.quiet and report.equal):
-        _tell(report, arguments)
-    return 0 if report.equal else 1
-
-
-def convert_checkpoint(arguments: argparse.Namespace) -> int:
-    """Converts a model from one format to another."""
-    try:
-        report = convert(
-            arguments.source,
-            arguments.target,
-            select=arguments.select,
-            strip_prefix=arguments.strip_prefix,
-            rename=arguments.rename,
-            dtype=arguments.dtype,
-            config=arguments.config,
-            max_shard_size=arguments.max_shard_size,
-            tensors_only=arguments.tensors_only,
-            overwrite=arguments.overwrite,
+    with _progress_bar(arguments, "show") as progress:
+        report = show(
+            arguments.directory,
+            arguments.names or None,
+            first=arguments.first,
             allow_pickle=arguments.allow_pickle,
-            progress=_wants_bar(arguments),
+            progress=progress,
         )
+    _print_report(report, arguments)
+    return ExitCode.SUCCESS if report.ok else ExitCode.FINDING
+
+
+def verify_checkpoint(arguments: argparse.Namespace) -> ExitCode:
+    """Verifies a checkpoint; FINDING if something is damaged or missing, ERROR if nothing is but
+    part of the checkpoint could not be read."""
+    from torch_ckpt.inspection.verify import verify
+
+    with _progress_bar(arguments, "verify") as progress:
+        report = verify(arguments.directory, thread_count=arguments.threads, progress=progress)
+    if not arguments.quiet:
+        _print_report(report, arguments)
+    elif not report.ok:
+        print_blocks(report.faults())
+    if report.unread:
+        print_error(f"{report.checkpoint} was not read completely: {report.unread[0].what}")
+    if report.has_damage:
+        return ExitCode.FINDING
+    return ExitCode.ERROR if report.unread else ExitCode.SUCCESS
+
+
+def diff_checkpoints(arguments: argparse.Namespace) -> ExitCode:
+    """Compares two checkpoints; FINDING if they differ."""
+    from torch_ckpt.inspection.diff import diff
+
+    with _progress_bar(arguments, "compare") as progress:
+        report = diff(
+            arguments.a,
+            arguments.b,
+            arguments.names or None,
+            atol=arguments.atol,
+            rtol=arguments.rtol,
+            progress=progress,
+        )
+    if not (arguments.quiet and report.equal):
+        _print_report(report, arguments)
+    return ExitCode.SUCCESS if report.equal else ExitCode.FINDING
+
+
+def convert_checkpoint(arguments: argparse.Namespace) -> ExitCode:
+    """Converts a model from one format to another."""
+    from torch_ckpt.conversion.convert import convert
+
+    try:
+        with _progress_bar(arguments, "convert") as progress:
+            report = convert(
+                arguments.source,
+                arguments.target,
+                select=arguments.select,
+                strip_prefix=arguments.strip_prefix,
+                rename=arguments.rename,
+                dtype=arguments.dtype,
+                config=arguments.config,
+                max_shard_size=arguments.max_shard_size,
+                tensors_only=arguments.tensors_only,
+                overwrite=arguments.overwrite,
+                allow_pickle=arguments.allow_pickle,
+                progress=progress,
+            )
     except ValueError as error:
-        # Options that contradict each other.
+        # The options contradict each other.
         raise CheckpointError(str(error)) from error
-    _tell(report, arguments)
-    return 0
+    _print_report(report, arguments)
+    return ExitCode.SUCCESS
 
 
-def examine_directory(arguments: argparse.Namespace) -> int:
-    """Probes a directory; returns 1 when an assumption of the promises does not hold there."""
-    report = diagnose(arguments.directory, measured_bytes=arguments.size)
-    _tell(report, arguments)
-    return 0 if report.ok else 1
+def examine_directory(arguments: argparse.Namespace) -> ExitCode:
+    """Examines a directory; FINDING if an assumption that durability rests on does not hold."""
+    from torch_ckpt.cli.doctor import DEFAULT_BYTES, diagnose
+
+    with _progress_bar(arguments, "measure") as progress:
+        report = diagnose(
+            arguments.directory,
+            measured_bytes=arguments.size or DEFAULT_BYTES,
+            progress=progress,
+        )
+    _print_report(report, arguments, report.blocks())
+    return ExitCode.SUCCESS if report.ok else ExitCode.FINDING
 
 
-def list_steps(arguments: argparse.Namespace) -> int:
-    """Lists the steps of a run; returns 2 where there are none."""
-    store = _opened_steps(arguments.root)
+def list_steps(arguments: argparse.Namespace) -> ExitCode:
+    """Lists the steps of a run."""
+    from torch_ckpt.cli.steps import step_blocks, steps_document
+
+    store = _open_steps(arguments.root)
     entries = store.entries()
     if not entries:
         raise CheckpointError(f"{store.root}: there are no steps")
     if arguments.json:
-        print(json.dumps(steps_document(store.root, entries), indent=2))
+        print_json(steps_document(store.root, entries))
     else:
-        _print(step_lines(entries))
-    return 0
+        print_blocks(step_blocks(entries))
+    return ExitCode.SUCCESS
 
 
-def collect_steps(arguments: argparse.Namespace) -> int:
-    """Deletes steps that no rule keeps; returns 1 when one that was to go is in use, and 2 where
-    there are none."""
+def collect_steps(arguments: argparse.Namespace) -> ExitCode:
+    """Deletes the steps that no rule keeps; FINDING if one of them is in use."""
     if arguments.keep_best is not None and arguments.metric is None:
         raise CheckpointError("--keep-best needs --metric NAME, the metric to compare by")
+    from torch_ckpt.cli.steps import collect
+    from torch_ckpt.manager.retention import Retention
+
     retention = Retention(
         keep_last=arguments.keep_last,
         keep_every=arguments.keep_every,
@@ -182,47 +214,56 @@ def collect_steps(arguments: argparse.Namespace) -> int:
     if retention.keeps_all and not arguments.sweep:
         raise CheckpointError(
             "gc needs a rule: --keep-last, --keep-every, --keep-every-hours or --keep-best; "
-            "or --sweep, for leftovers alone"
+            "or --sweep, to delete leftovers only"
         )
-    store = _opened_steps(arguments.root)
-    report = collect(store, retention, sweep=arguments.sweep, dry_run=arguments.dry_run)
+    store = _open_steps(arguments.root)
+    with _progress_bar(arguments, "delete") as progress:
+        report = collect(
+            store, retention, sweep=arguments.sweep, dry_run=arguments.dry_run, progress=progress
+        )
     if report.found_nothing:
         raise CheckpointError(f"{store.root}: there are no steps")
-    _tell(report, arguments)
-    return 1 if report.busy else 0
+    _print_report(report, arguments)
+    return ExitCode.FINDING if report.busy else ExitCode.SUCCESS
 
 
-def delete_steps(arguments: argparse.Namespace) -> int:
-    """Deletes steps; returns 1 when one is in use."""
-    store = _opened_steps(arguments.root)
-    report = delete(store, arguments.steps, force=arguments.force)
-    _tell(report, arguments)
-    return 1 if report.busy else 0
+def delete_steps(arguments: argparse.Namespace) -> ExitCode:
+    """Deletes steps by number; FINDING if one is in use."""
+    from torch_ckpt.cli.steps import delete
+
+    store = _open_steps(arguments.root)
+    with _progress_bar(arguments, "delete") as progress:
+        report = delete(store, arguments.steps, force=arguments.force, progress=progress)
+    _print_report(report, arguments)
+    return ExitCode.FINDING if report.busy else ExitCode.SUCCESS
 
 
-def pin_step(arguments: argparse.Namespace) -> int:
-    """Pins steps, or releases them."""
-    store = _opened_steps(arguments.root)
-    set_pinned(store, arguments.steps, arguments.pins)
-    done = "pinned" if arguments.pins else "unpinned"
+def pin_steps(arguments: argparse.Namespace) -> ExitCode:
+    """Pins or unpins steps."""
+    from torch_ckpt.cli.steps import set_pinned
+
+    store = _open_steps(arguments.root)
+    set_pinned(store, arguments.steps, arguments.is_pinned)
+    outcome = "pinned" if arguments.is_pinned else "unpinned"
     if arguments.json:
-        print(json.dumps({"root": store.root, done: arguments.steps}, indent=2))
+        print_json({"root": store.root, outcome: arguments.steps})
     else:
-        _print(f"{done}: {step}" for step in arguments.steps)
-    return 0
+        print_blocks(f"{outcome}: {step}" for step in arguments.steps)
+    return ExitCode.SUCCESS
 
 
-def _opened_steps(root: str) -> StepStore:
+def print_completion(arguments: argparse.Namespace) -> ExitCode:
+    """Prints the completion script of a shell."""
+    from torch_ckpt.cli.completion import completion_script
+
+    print(completion_script(arguments.parser, arguments.shell), end="")
+    return ExitCode.SUCCESS
+
+
+def _open_steps(root: str) -> StepStore:
+    from torch_ckpt.steps import open_steps
+
     try:
         return open_steps(root)
     except (ImportError, ValueError) as error:
         raise CheckpointError(str(error)) from error
-
-
-def _wants_bar(arguments: argparse.Namespace) -> bool:
-    quiet = arguments.json or getattr(arguments, "quiet", False)
-    return not quiet and wants_bar()
-
-
-def complain(text: str) -> None:
-    print(f"torch-ckpt: {printable(text)}", file=sys.stderr)

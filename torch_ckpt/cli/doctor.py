@@ -1,7 +1,7 @@
-"""``torch-ckpt doctor``: what a directory's file system is and does, measured there.
+"""``torch-ckpt doctor``: measures a directory's file system and checks what saves rely on.
 
-All files are made in a directory of their own beneath it, which is removed whatever happens, but
-for a signal that ends the process at once.
+All files are written to a temporary directory below the examined one. It is deleted even after an
+error or Ctrl-C, but not if a signal kills the process.
 """
 
 from __future__ import annotations
@@ -21,41 +21,42 @@ from typing import Any
 import torch
 
 from torch_ckpt import _core
-from torch_ckpt._base.formatting import printable, size, table
+from torch_ckpt._base.formatting import Block, Table, printable, size, text_lines
 from torch_ckpt._base.free_space import free_bytes, require_room
+from torch_ckpt._base.progress import Progress
 from torch_ckpt.api import load, save
 from torch_ckpt.checkpoint.directory import OpenDirectory
 
-#: Threads with which bandwidth is measured.
+#: Thread counts for which bandwidth is measured.
 THREADS = (1, 2, 4, 8)
 
-#: Of the bytes that are written and read for each measurement.
+#: Bytes written and read in each measurement.
 DEFAULT_BYTES = 256 << 20
 
-#: Less says nothing of a disk.
+#: Fewer bytes would not measure the disk.
 LEAST_BYTES = 8 * 4096
 
-# Power cuts and crash states were tried with these: docs/durability.md.
-_TRIED = {"ext4", "xfs"}
+# The file systems on which power cuts and crashes were tested: docs/durability.md.
+_TESTED = {"ext4", "xfs"}
 _IN_MEMORY = {"tmpfs", "ramfs"}
-_OF_ONE_MACHINE = _TRIED | _IN_MEMORY | {"ext2", "ext3", "btrfs", "zfs", "f2fs", "bcachefs"}
+_LOCAL = _TESTED | _IN_MEMORY | {"ext2", "ext3", "btrfs", "zfs", "f2fs", "bcachefs"}
 
-# So much slower than the best is as good as it: one run varies that much.
+# Measurements vary by about a tenth between runs: a rate of this share of the best is as good.
 _AS_GOOD = 0.9
 
 _ALIGNMENTS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
-_TIMES = 20
+_REPETITIONS = 20
 
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """One measurement, by a save or a load of the package itself.
+    """The bandwidth of one save or load of this package.
 
     Attributes:
-        kind: "write", with fsync, or "read", not from the page cache, checksums included.
-        direct: whether by direct I/O.
-        threads: reads or writes under way at once.
-        bytes_per_second: what that came to.
+        kind: "write" (includes fsync) or "read" (bypasses the page cache, includes checksums).
+        direct: True for direct I/O.
+        threads: number of concurrent reads or writes.
+        bytes_per_second: the bandwidth.
     """
 
     kind: str
@@ -66,13 +67,13 @@ class Bandwidth:
 
 @dataclass(frozen=True)
 class Assumption:
-    """One of those that the promises of docs/durability.md rest on.
+    """One of the numbered assumptions of docs/durability.md.
 
     Attributes:
-        number: there.
-        what: a clause for people.
+        number: its number in docs/durability.md.
+        what: the assumption.
         state: "holds", "fails" or "unknown".
-        why: a clause for people.
+        why: the reason for the state.
     """
 
     number: int
@@ -83,22 +84,24 @@ class Assumption:
 
 @dataclass
 class DoctorReport:
-    """What :func:`diagnose` found.
+    """The result of :func:`diagnose`.
 
     Attributes:
         path: the directory.
-        file_system, mount_point, mount_options: as the kernel says.
-        free_bytes, free_inodes: for this user; None where the file system does not say.
-        alignment: what offsets and lengths of direct I/O are aligned to at least, in bytes; None:
-            there is no direct I/O.
-        fsync_ms: median time of writing 4 KiB and fsync, in milliseconds.
-        commit_ms: likewise of a commit: metadata written and renamed, files and directories
-            fsynced.
-        exclusive_rename: whether a rename can refuse to replace a file.
-        locks: whether flock keeps two descriptors apart.
-        bandwidths: what was measured.
-        writer_options, reader_options: of FileSystemWriter and FileSystemReader, that suit it.
-        assumptions: what of them can be told from here.
+        file_system, mount_point, mount_options: the entry of the mount table.
+        free_bytes, free_inodes: available to this user; None if the file system does not report
+            them.
+        alignment: smallest alignment of offsets and lengths in direct I/O, in bytes; None: direct
+            I/O is not supported.
+        fsync_ms: median time to write 4 KiB and fsync, in milliseconds.
+        commit_ms: median time of a commit in milliseconds: write and rename the metadata, fsync
+            the file and the directory.
+        exclusive_rename: True if a rename can be made to fail rather than replace a file.
+        locks: True if flock excludes a second file descriptor.
+        bandwidths: the measured bandwidths.
+        writer_options, reader_options: recommended options for FileSystemWriter and
+            FileSystemReader.
+        assumptions: the assumptions that can be checked on one machine.
     """
 
     path: str
@@ -119,11 +122,15 @@ class DoctorReport:
 
     @property
     def ok(self) -> bool:
-        """Whether no assumption is known to fail."""
+        """True unless an assumption fails."""
         return all(assumption.state != "fails" for assumption in self.assumptions)
 
     def lines(self) -> Iterator[str]:
-        """The whole report for people."""
+        """The report as plain text, with escaped names."""
+        return text_lines(self.blocks())
+
+    def blocks(self) -> Iterator[Block]:
+        """The report as lines and a table of the bandwidths."""
         inodes = "" if self.free_inodes is None else f", {self.free_inodes} inodes"
         yield printable(f"{self.path}: {self.file_system} at {self.mount_point}")
         yield printable(f"mount options: {self.mount_options}")
@@ -134,16 +141,11 @@ class DoctorReport:
         yield f"fsync: {self.fsync_ms:.2f} ms; a commit: {self.commit_ms:.2f} ms"
         yield f"locks: {'yes' if self.locks else 'no'}"
         yield ""
-        header = ("THREADS", *(title for title, _, _ in self._columns()))
-        rows = []
-        for threads in THREADS:
-            rates = (self._rate(kind, direct, threads) for _, kind, direct in self._columns())
-            rows.append((str(threads), *(f"{size(rate)}/s" for rate in rates)))
-        yield from table(header, rows, right=frozenset(header))
+        yield self._bandwidth_table()
         yield ""
         for kind, options in (("Writer", self.writer_options), ("Reader", self.reader_options)):
-            said = ", ".join(f"{name}={value!r}" for name, value in options.items())
-            yield f"FileSystem{kind}(..., {said})"
+            text = ", ".join(f"{name}={value!r}" for name, value in options.items())
+            yield f"FileSystem{kind}(..., {text})"
         yield ""
         for assumption in self.assumptions:
             yield printable(
@@ -152,76 +154,85 @@ class DoctorReport:
             )
 
     def document(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """The report for JSON."""
         return {**asdict(self), "ok": self.ok}
 
-    def _columns(self) -> list[tuple[str, str, bool]]:
-        kinds = [(one.kind, one.direct) for one in self.bandwidths if one.threads == THREADS[0]]
-        return [
-            (f"{kind.upper()}{', DIRECT' if direct else ''}", kind, direct)
-            for kind, direct in kinds
+    def _bandwidth_table(self) -> Table:
+        rates = {(b.kind, b.direct, b.threads): b.bytes_per_second for b in self.bandwidths}
+        columns = list(dict.fromkeys((kind, direct) for kind, direct, _ in rates))
+        titles = [f"{kind.upper()}{', DIRECT' if direct else ''}" for kind, direct in columns]
+        rows = [
+            [str(threads), *(f"{size(rates[(*column, threads)])}/s" for column in columns)]
+            for threads in THREADS
         ]
-
-    def _rate(self, kind: str, direct: bool, threads: int) -> float:
-        wanted = (kind, direct, threads)
-        return next(
-            one.bytes_per_second
-            for one in self.bandwidths
-            if (one.kind, one.direct, one.threads) == wanted
-        )
+        header = ["THREADS", *titles]
+        return Table(header, rows, right=frozenset(header))
 
 
-def diagnose(path: str | os.PathLike[str], *, measured_bytes: int = DEFAULT_BYTES) -> DoctorReport:
-    """Looks at the file system of a directory, and measures what saves and loads reach there.
+def diagnose(
+    path: str | os.PathLike[str],
+    *,
+    measured_bytes: int = DEFAULT_BYTES,
+    progress: Callable[[Progress], None] | None = None,
+) -> DoctorReport:
+    """Examines the file system of a directory and measures saves and loads there.
 
-    Writes ``measured_bytes`` ten times and reads them eight times, half of that by direct I/O;
-    never more is there at once, nor in memory.
+    Writes ``measured_bytes`` ten times and reads them eight times, half of that with direct I/O.
+    At most ``measured_bytes`` are on disk, and as many in memory, at any time.
 
     Args:
-        path: a directory that is there and may be written to.
-        measured_bytes: of one measurement.
+        path: an existing, writable directory.
+        measured_bytes: bytes of each measurement.
+        progress: called after each measurement.
 
     Raises:
-        OSError: it is not there, or may not be written to; ``ENOSPC`` where less is free.
-        ValueError: ``measured_bytes`` is too few.
+        OSError: the directory does not exist or is not writable; ``ENOSPC`` if the file system has
+            less than twice ``measured_bytes`` of free space.
+        ValueError: ``measured_bytes`` is too small.
     """
     if measured_bytes < LEAST_BYTES:
         raise ValueError(f"measured_bytes must be at least {LEAST_BYTES}, got {measured_bytes}")
-    place = os.path.realpath(path)
-    mount = mount_of(place, _mounts())
-    space = os.statvfs(place)
+    real_path = os.path.realpath(path)
+    mount = find_mount(real_path, _read_mounts())
+    space = os.statvfs(real_path)
     report = DoctorReport(
         path=os.fspath(path),
         file_system=mount.file_system,
         mount_point=mount.point,
         mount_options=mount.options,
-        free_bytes=free_bytes(place),
+        free_bytes=free_bytes(real_path),
         free_inodes=space.f_favail if space.f_files else None,
     )
     require_room(
         report.path,
         2 * measured_bytes,
-        f"a measurement writes {size(measured_bytes)}, and twice as much must be free",
-        "choose a smaller size (--size), or make room",
+        f"a measurement of {size(measured_bytes)} needs twice as much free space",
+        "choose a smaller size (--size), or free some space",
     )
-    with _directory_in(place) as directory:
-        report.alignment = direct_alignment(directory)
-        report.fsync_ms = _median_ms(_fsync_of(directory))
+    with _temporary_directory(real_path) as directory:
+        report.alignment = measure_alignment(directory)
+        report.fsync_ms = _measure_median_ms(lambda: _write_and_fsync(directory))
         with closing(OpenDirectory(directory)) as opened:
-            report.commit_ms = _median_ms(
+            report.commit_ms = _measure_median_ms(
                 lambda: _core.publish_contents(opened, "metadata", b"x" * 4096)
             )
-        report.exclusive_rename = _renames_exclusively(directory)
-        report.locks = _has_locks(directory)
-        for direct in (False, True) if report.alignment is not None else (False,):
-            _measure(directory, measured_bytes, direct, report.bandwidths)
-    report.writer_options = options_for("write", report.bandwidths)
-    report.reader_options = options_for("read", report.bandwidths)
-    report.assumptions = assumptions_of(report)
+        report.exclusive_rename = _check_exclusive_rename(directory)
+        report.locks = _check_locks(directory)
+        modes = (False,) if report.alignment is None else (False, True)
+        total = len(modes) * 2 * len(THREADS) * measured_bytes
+        for direct in modes:
+            for bandwidth in _measure_bandwidths(directory, measured_bytes, direct):
+                report.bandwidths.append(bandwidth)
+                if progress is not None:
+                    done = len(report.bandwidths) * measured_bytes
+                    progress(Progress(total, 0, done))
+    report.writer_options = choose_options("write", report.bandwidths)
+    report.reader_options = choose_options("read", report.bandwidths)
+    report.assumptions = check_assumptions(report)
     return report
 
 
-# --- what the kernel says ------------------------------------------------------------------------
+# --- the mount table ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -229,9 +240,9 @@ class Mount:
     """A line of ``/proc/self/mountinfo``.
 
     Attributes:
-        point: where it is mounted.
-        file_system: its type.
-        options: of the mount and of the file system.
+        point: the mount point.
+        file_system: the type of the file system.
+        options: options of the mount and of the file system.
     """
 
     point: str
@@ -239,36 +250,36 @@ class Mount:
     options: str
 
 
-def _mounts() -> list[Mount]:
+def _read_mounts() -> list[Mount]:
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
-        return [parsed_mount(line) for line in lines]
+        return [parse_mount(line) for line in lines]
 
 
-def parsed_mount(line: str) -> Mount:
-    """The mount that a line of ``mountinfo`` is about (proc(5) has its fields)."""
+def parse_mount(line: str) -> Mount:
+    """Parses a line of ``mountinfo``; proc(5) describes the fields."""
     own, _, super_block = line.partition(" - ")
     fields, (file_system, _source, options) = own.split(), super_block.split(maxsplit=2)
-    # Blanks and the like are written as octal numbers.
+    # Spaces and some other characters are written as octal numbers.
     point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match.group(1), 8)), fields[4])
     both = dict.fromkeys([*fields[5].split(","), *options.strip().split(",")])
     return Mount(point, file_system, ",".join(both))
 
 
-def mount_of(path: str, mounts: list[Mount]) -> Mount:
-    """The mount that a path without links lies in: the deepest, and of these the last."""
+def find_mount(path: str, mounts: list[Mount]) -> Mount:
+    """Finds the mount of a path without symbolic links: the deepest, and of equal ones the last."""
     found = Mount("/", "unknown", "")
     for mount in mounts:
-        beneath = mount.point.rstrip("/") + "/"
-        if f"{path}/".startswith(beneath) and len(mount.point) >= len(found.point):
+        prefix = mount.point.rstrip("/") + "/"
+        if f"{path}/".startswith(prefix) and len(mount.point) >= len(found.point):
             found = mount
     return found
 
 
-# --- what is tried -------------------------------------------------------------------------------
+# --- measurements and checks ----------------------------------------------------------------------
 
 
 @contextmanager
-def _directory_in(path: str) -> Iterator[str]:
+def _temporary_directory(path: str) -> Iterator[str]:
     directory = tempfile.mkdtemp(prefix=".torch-ckpt-doctor-", dir=path)
     try:
         yield directory
@@ -276,8 +287,8 @@ def _directory_in(path: str) -> Iterator[str]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def direct_alignment(directory: str) -> int | None:
-    """The smallest alignment, in bytes, with which a file there is read directly; None: none."""
+def measure_alignment(directory: str) -> int | None:
+    """Finds the smallest alignment, in bytes, of direct reads; None if there are none."""
     path = os.path.join(directory, "direct")
     with open(path, "wb") as stream:
         stream.write(bytes(2 * _ALIGNMENTS[-1]))
@@ -287,7 +298,7 @@ def direct_alignment(directory: str) -> int | None:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
     except OSError:
         return None
-    # Anonymous memory begins at a page, and a page is aligned to all that devices ask for.
+    # Anonymous memory begins at a page boundary, which satisfies every device.
     with closing(mmap.mmap(-1, _ALIGNMENTS[-1])) as memory:
         try:
             for alignment in _ALIGNMENTS:
@@ -299,28 +310,23 @@ def direct_alignment(directory: str) -> int | None:
     return None
 
 
-def _fsync_of(directory: str) -> Callable[[], None]:
-    path = os.path.join(directory, "fsync")
-
-    def write() -> None:
-        with open(path, "wb") as stream:
-            stream.write(bytes(4096))
-            stream.flush()
-            os.fsync(stream.fileno())
-
-    return write
+def _write_and_fsync(directory: str) -> None:
+    with open(os.path.join(directory, "fsync"), "wb") as stream:
+        stream.write(bytes(4096))
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
-def _median_ms(action: Callable[[], None]) -> float:
+def _measure_median_ms(action: Callable[[], None]) -> float:
     times = []
-    for _ in range(_TIMES):
-        begun = time.perf_counter()
+    for _ in range(_REPETITIONS):
+        started_at = time.perf_counter()
         action()
-        times.append(time.perf_counter() - begun)
+        times.append(time.perf_counter() - started_at)
     return 1000 * statistics.median(times)
 
 
-def _renames_exclusively(directory: str) -> bool:
+def _check_exclusive_rename(directory: str) -> bool:
     try:
         with closing(OpenDirectory(directory)) as opened:
             _core.publish_contents(opened, "exclusive", b"old", replace=False)
@@ -333,40 +339,36 @@ def _renames_exclusively(directory: str) -> bool:
     return False
 
 
-def _has_locks(directory: str) -> bool:
-    with closing(OpenDirectory(directory)) as one, closing(OpenDirectory(directory)) as other:
-        return one.try_lock_exclusive() and not other.try_lock_exclusive()
+def _check_locks(directory: str) -> bool:
+    with closing(OpenDirectory(directory)) as first, closing(OpenDirectory(directory)) as second:
+        return first.try_lock_exclusive() and not second.try_lock_exclusive()
 
 
-def _measure(directory: str, count: int, direct: bool, found: list[Bandwidth]) -> None:
-    # Random, since some file systems compress; as many tensors as threads have work for.
+def _measure_bandwidths(directory: str, count: int, direct: bool) -> Iterator[Bandwidth]:
+    # Random values, because some file systems compress; one tensor for each thread.
     parts = max(THREADS)
     state = {f"t{n}": torch.empty(count // parts // 8, dtype=torch.int64) for n in range(parts)}
     for tensor in state.values():
         tensor.random_()
     total = sum(tensor.nbytes for tensor in state.values())
 
-    def add(kind: str, threads: int, begun: float) -> None:
-        rate = total / (time.perf_counter() - begun)
-        found.append(Bandwidth(kind, direct, threads, rate))
-
-    # The engine's threads and memory come with the first save.
+    # The first save starts the engine's threads and allocates its memory. Do not measure it.
     save(state, os.path.join(directory, "warm"), no_dist=True, thread_count=parts, direct_io=direct)
     shutil.rmtree(os.path.join(directory, "warm"))
     for threads in THREADS:
         target = os.path.join(directory, f"{threads}")
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         save(state, target, no_dist=True, thread_count=threads, direct_io=direct)
-        add("write", threads, begun)
-        _drop_cached(target)
-        begun = time.perf_counter()
+        yield Bandwidth("write", direct, threads, total / (time.perf_counter() - started_at))
+        _drop_page_cache(target)
+        started_at = time.perf_counter()
         load(state, target, no_dist=True, thread_count=threads, direct_io=direct)
-        add("read", threads, begun)
+        yield Bandwidth("read", direct, threads, total / (time.perf_counter() - started_at))
         shutil.rmtree(target)
 
 
-def _drop_cached(directory: str) -> None:
-    """Has the page cache forget files, which are clean."""
+def _drop_page_cache(directory: str) -> None:
+    """Drops the pages of files that are already on disk."""
     for name in os.listdir(directory):
         descriptor = os.open(os.path.join(directory, name), os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -375,11 +377,11 @@ def _drop_cached(directory: str) -> None:
             os.close(descriptor)
 
 
-# --- what follows from it ------------------------------------------------------------------------
+# --- conclusions ----------------------------------------------------------------------------------
 
 
-def options_for(kind: str, bandwidths: list[Bandwidth]) -> dict[str, Any]:
-    """The fewest threads that are about as fast as any, and direct I/O unless it is slower."""
+def choose_options(kind: str, bandwidths: list[Bandwidth]) -> dict[str, Any]:
+    """Chooses the fewest threads that are about as fast as any, and direct I/O unless slower."""
     of_kind = [one for one in bandwidths if one.kind == kind]
 
     def best(direct: bool) -> float:
@@ -396,41 +398,43 @@ def options_for(kind: str, bandwidths: list[Bandwidth]) -> dict[str, Any]:
     return {"thread_count": threads, "direct_io": "auto" if use_direct or not is_known else False}
 
 
-def assumptions_of(report: DoctorReport) -> list[Assumption]:
-    """What of docs/durability.md's list can be told by the file system and by what was tried."""
+def check_assumptions(report: DoctorReport) -> list[Assumption]:
+    """Checks the assumptions of docs/durability.md, as far as one machine can show them."""
     kind = report.file_system
     options = set(report.mount_options.split(","))
-    tried = ("holds", f"tried on {kind}") if kind in _TRIED else ("unknown", f"not tried on {kind}")
+    tested = ("holds", f"tested on {kind}")
+    if kind not in _TESTED:
+        tested = ("unknown", f"not tested on {kind}")
 
-    flushed = tried
+    flushed = tested
     if kind in _IN_MEMORY:
         flushed = "fails", f"{kind} is memory: nothing survives"
     elif options & {"nobarrier", "barrier=0"}:
         flushed = "fails", "it is mounted without barriers"
-    elif kind in _TRIED:
-        flushed = "holds", f"tried on {kind}; a disk that lies about flushes is not seen from here"
+    elif kind in _TESTED:
+        flushed = "holds", f"tested on {kind}; a disk that ignores flushes cannot be detected"
 
-    renamed = tried
+    renamed = tested
     if not report.exclusive_rename:
-        renamed = "fails", "a rename that must not replace a file replaced it, or is not offered"
+        renamed = "fails", "an exclusive rename is not supported, or replaced a file"
 
-    recovered = tried
+    recovered = tested
     if kind in _IN_MEMORY:
         recovered = "fails", f"{kind} has no journal"
 
-    seen = "unknown", f"machines may share {kind}, and their caches then differ"
-    locked = "unknown", f"it keeps two descriptors apart here; {kind} may not tell other machines"
-    if kind in _OF_ONE_MACHINE:
-        seen = "holds", "for ranks on this machine"
-        locked = "holds", "two descriptors were kept apart"
+    visible = "unknown", f"if several machines share {kind}, their caches may differ"
+    locked = "unknown", f"flock works on this machine; {kind} may not pass it on to other machines"
+    if kind in _LOCAL:
+        visible = "holds", "for the ranks on this machine"
+        locked = "holds", "flock excluded a second file descriptor"
     if not report.locks:
-        locked = "fails", "flock does not keep two descriptors apart"
+        locked = "fails", "flock does not exclude a second file descriptor"
 
     found = [
         (1, "fsync survives a power cut", flushed),
         (2, "a rename is atomic", renamed),
-        (3, "the file system recovers by its journal", recovered),
-        (5, "all ranks see one file system", seen),
-        (6, "flock reaches all who save", locked),
+        (3, "the file system recovers from its journal", recovered),
+        (5, "all ranks see one file system", visible),
+        (6, "flock reaches every process that saves", locked),
     ]
     return [Assumption(number, what, *verdict) for number, what, verdict in found]

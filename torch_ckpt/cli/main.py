@@ -1,46 +1,73 @@
-"""The command line: ``torch-ckpt`` and ``python -m torch_ckpt``.
+"""The entry point of ``torch-ckpt`` and ``python -m torch_ckpt``.
 
-A command is one function that takes the parsed arguments, prints to stdout and returns the exit
-code; ``_parser`` names it in a subparser. The work is done by a module for each: ``listing``,
-``showing``, ``verifying``, ``comparing``, ``converting``, ``doctor``, ``collecting``. A command
-raises CheckpointError or OSError for what it cannot do: ``main`` makes of it one sentence on stderr
-and exit code 2. docs/cli.md has the exit codes.
+``arguments`` builds the parser. Each subparser names a function of ``commands``, which accepts the
+parsed arguments, prints to stdout and returns the exit code. A command raises CheckpointError or
+OSError if it cannot do its work; ``main`` prints the error as one sentence on stderr and returns
+exit code 2.
 """
 
+import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
 
 from torch_ckpt._base.formatting import sentence
-from torch_ckpt.cli.arguments import Run, parser_of_all
-from torch_ckpt.cli.commands import complain
+from torch_ckpt.cli.arguments import Command, build_parser, overview, suggest_command
+from torch_ckpt.cli.exit_codes import ExitCode
+from torch_ckpt.cli.output import print_error
 from torch_ckpt.errors import CheckpointError
-
-# Where the end of the output, and with it the outcome, is not known: as of a process that SIGPIPE
-# has ended.
-_CLOSED_PIPE = 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code; `argv` is without the program's name.
+    """Runs one command and returns its exit code.
 
-    Raises SystemExit with code 2 for a wrong command line (and 0 for ``--help``), as argparse does.
+    Args:
+        argv: the arguments without the program's name; None: those of the process.
+
+    Raises:
+        SystemExit: with code 2 if the command line is wrong, and 0 after ``--help`` and
+            ``--version``, as argparse does.
     """
-    arguments = parser_of_all().parse_args(argv)
-    run: Run = arguments.run
-    code = _CLOSED_PIPE
+    argv = sys.argv[1:] if argv is None else argv
+    parser = build_parser()
+    if not argv:
+        print(overview(), end="", file=sys.stderr)
+        return ExitCode.ERROR
+    if problem := suggest_command(parser, argv[0]):
+        parser.error(problem)
+    arguments = _parse(parser, argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Names may have characters that the encoding of the terminal lacks.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    run: Command = arguments.run
+    code = ExitCode.CLOSED_PIPE
     try:
         code = run(arguments)
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # The reader of a pipe (`| head`) has seen enough. What is still buffered goes nowhere, or
-        # Python complains about it at exit.
+        # The reader of a pipe (`| head`) closed it. Discard the buffered output; otherwise Python
+        # reports the closed pipe at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return code
+    except KeyboardInterrupt:
+        print_error("interrupted")
+        return ExitCode.INTERRUPTED
     except (OSError, CheckpointError) as error:
-        complain(sentence(error))
-        return 2
+        print_error(sentence(error))
+        return ExitCode.ERROR
+
+
+def _parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and getattr(arguments, "names", None) == []:
+        # argparse assigns names only if they directly follow the directory, not after an option.
+        arguments.names = [word for word in rest if not word.startswith("-")]
+        rest = [word for word in rest if word.startswith("-")]
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return arguments
 
 
 if __name__ == "__main__":

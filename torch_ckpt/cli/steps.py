@@ -1,36 +1,36 @@
-"""What ``torch-ckpt steps``, ``gc``, ``delete``, ``pin`` and ``unpin`` do with a run's steps."""
+"""The work of ``torch-ckpt steps``, ``gc``, ``delete``, ``pin`` and ``unpin``."""
 
 from __future__ import annotations
 
 import errno
-import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch.utils._pytree as pytree
-
-from torch_ckpt._base.formatting import duration, plural, printable, size, table
+from torch_ckpt._base.formatting import Block, Table, duration, plural, printable, size
+from torch_ckpt._base.progress import Progress
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.manager.retention import Retention
 from torch_ckpt.steps import MARKER_NAME, StepInfo, StepStore
 
+_OnProgress = Callable[[Progress], None] | None
+
 
 @dataclass
 class GcReport:
-    """What :func:`collect` or :func:`delete` did, or would do.
+    """The outcome of :func:`collect` or :func:`delete`, or of a dry run.
 
     Attributes:
-        root: of the steps.
-        dry_run: whether nothing was done.
-        kept: steps that stay, ascending, and why.
-        deleted: steps that went, or would go.
-        busy: steps that were to go and are being loaded or saved.
-        swept: names of leftovers that went, or would be looked at.
-        left: leftovers that a sweep leaves alone.
-        freed_files: how many files of steps and leftovers went, or would go.
-        freed_bytes: of these files.
+        root: the root directory or URL of the steps.
+        dry_run: True if nothing was deleted.
+        kept: the reasons for which each step is kept, by ascending step number.
+        deleted: steps that were deleted, or would be.
+        busy: steps that were not deleted because a process is loading or saving them.
+        swept: names of leftovers that were deleted, or would be examined.
+        left: leftovers that a sweep does not delete.
+        freed_files: number of files that were deleted, or would be.
+        freed_bytes: size of these files.
     """
 
     root: str
@@ -45,29 +45,29 @@ class GcReport:
 
     @property
     def found_nothing(self) -> bool:
-        """Whether there was nothing that the rules, or the sweep, are about."""
+        """True if there were no steps and, for a sweep, no leftovers."""
         return not (self.kept or self.deleted or self.busy or self.swept or self.left)
 
     def add_freed(self, contents: tuple[int, int]) -> None:
-        """Counts what a directory held, in files and bytes."""
+        """Counts the files and bytes of a deleted directory."""
         self.freed_files += contents[0]
         self.freed_bytes += contents[1]
 
     def lines(self) -> Iterator[str]:
-        """The whole report for people, with escaped names; the last line says what it comes to."""
+        """The report as text, with escaped names; the last line has the totals."""
         would = "would be " if self.dry_run else ""
         for number, reasons in self.kept.items():
             yield printable(f"kept: {number} ({', '.join(reasons)})")
         for step in self.deleted:
             yield f"{would}deleted: {step.step} ({size(step.bytes)})"
         for step in self.busy:
-            yield f"in use: {step.step}; try again when nobody loads or saves it"
+            yield f"in use: {step.step}; try again when no process loads or saves it"
         for name in self.swept:
-            done = "that would be looked at" if self.dry_run else "removed"
-            yield printable(f"leftover {done}: {name}")
+            outcome = "that would be examined" if self.dry_run else "removed"
+            yield printable(f"leftover {outcome}: {name}")
         for entry in self.left:
-            why = f"there is no {MARKER_NAME}" if entry.lacks_marker else "in use, or not removable"
-            yield printable(f"left alone: {entry.name} ({why})")
+            why = f"it has no {MARKER_NAME}" if entry.lacks_marker else "in use, or not removable"
+            yield printable(f"not removed: {entry.name} ({why})")
         parts = [
             *([f"{plural(len(self.kept), 'step')} kept"] if self.kept else []),
             f"{plural(len(self.deleted), 'step')} {would}deleted",
@@ -77,7 +77,7 @@ class GcReport:
         yield printable(f"{self.root}: {', '.join(parts)}")
 
     def document(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """The report for JSON."""
         return {
             "root": self.root,
             "dry_run": self.dry_run,
@@ -92,20 +92,26 @@ class GcReport:
 
 
 def collect(
-    store: StepStore, retention: Retention, *, sweep: bool = False, dry_run: bool = False
+    store: StepStore,
+    retention: Retention,
+    *,
+    sweep: bool = False,
+    dry_run: bool = False,
+    progress: _OnProgress = None,
 ) -> GcReport:
-    """Deletes the complete steps that no rule keeps; the newest one and pinned ones stay.
+    """Deletes the complete steps that no rule keeps, but never the newest step or a pinned one.
 
     Args:
-        store: where the steps are.
-        retention: the rules. Without one all steps stay.
-        sweep: end what crashes have interrupted, too: see :meth:`StepStore.sweep`.
-        dry_run: only say what would happen.
+        store: the steps.
+        retention: the rules. Without a rule every step is kept.
+        sweep: also delete the leftovers of crashes: see :meth:`StepStore.sweep`.
+        dry_run: report what would be deleted, and delete nothing.
+        progress: called after each step.
 
     Raises:
-        OSError: the root cannot be listed, or something in it not be deleted.
-        CheckpointError: none of the steps has the metric by which the best are kept. Nothing has
-            been done then.
+        OSError: the root cannot be listed, or something below it cannot be deleted.
+        CheckpointError: no step has the metric by which the best steps are kept. Nothing is
+            deleted then.
     """
     _require_metric(store, retention)
     report = GcReport(store.root, dry_run)
@@ -114,29 +120,28 @@ def collect(
         leftovers = [entry.name for entry in store.entries() if not entry.complete]
         contents = {name: store.contents(name) for name in leftovers}
     if sweep and not dry_run:
-        # It may complete a step, which then counts.
+        # A sweep may complete a step. List the steps afterwards, so that the rules apply to it.
         report.swept = store.sweep()
     entries = store.entries()
     if sweep:
         report.left = [entry for entry in entries if not entry.complete]
     if sweep and dry_run:
-        stays = not store.sweeps_what_lacks_markers
-        looked_at = [entry for entry in report.left if not (stays and entry.lacks_marker)]
-        report.swept = [entry.name for entry in looked_at]
-        report.left = [entry for entry in report.left if entry not in looked_at]
+        keeps_unmarked = not store.sweeps_what_lacks_markers
+        examined = [entry for entry in report.left if not (keeps_unmarked and entry.lacks_marker)]
+        report.swept = [entry.name for entry in examined]
+        report.left = [entry for entry in report.left if entry not in examined]
     for name in report.swept:
-        # One that somebody has left since the look is not counted.
+        # A leftover that appeared after the listing has unknown contents.
         report.add_freed(contents.get(name, (0, 0)))
     reasons = retention.reasons(entries)
     report.kept = {step: why for step, why in reasons.items() if why}
-    for entry in entries:
-        if not entry.complete or reasons[entry.step]:
-            continue
-        # Those before may have taken long, and somebody may want to keep this one now.
+    doomed = [entry for entry in entries if entry.complete and not reasons[entry.step]]
+    for entry in _show_progress(doomed, progress):
+        # The earlier deletions may have taken long enough for a user to pin this step.
         if not dry_run and store.is_pinned(entry.step):
             report.kept[entry.step] = ["pinned"]
-            continue
-        _delete(store, entry, report)
+        else:
+            _delete(store, entry, report)
     report.kept = dict(sorted(report.kept.items()))
     return report
 
@@ -151,22 +156,25 @@ def _require_metric(store: StepStore, retention: Retention) -> None:
         raise CheckpointError(f"{store.root}: {problem}")
 
 
-def delete(store: StepStore, steps: Sequence[int], *, force: bool = False) -> GcReport:
-    """Deletes steps by their numbers: all of them, but for those in use, or none.
+def delete(
+    store: StepStore, steps: Sequence[int], *, force: bool = False, progress: _OnProgress = None
+) -> GcReport:
+    """Deletes steps by number: all of them except those in use, or none if one is refused.
 
     Args:
-        store: where the steps are.
-        steps: their numbers.
-        force: delete the newest step, too, from which a run would go on.
+        store: the steps.
+        steps: numbers of the steps to delete.
+        force: also delete the newest step, from which a run would resume.
+        progress: called after each step.
 
     Returns:
-        What went, and in ``busy`` what somebody is loading or saving.
+        The deleted steps, and in ``busy`` those that a process is loading or saving.
 
     Raises:
-        FileNotFoundError: one of them is not there, or is not complete.
-        CheckpointError: one of them is pinned, is being saved again, or is the newest one and
+        FileNotFoundError: one of the steps does not exist or is not complete.
+        CheckpointError: one of the steps is pinned, is being saved again, or is the newest one and
             ``force`` is False.
-        OSError: the root cannot be listed, or something in it not be deleted.
+        OSError: the root cannot be listed, or something below it cannot be deleted.
     """
     entries = store.entries()
     complete = {entry.step: entry for entry in entries if entry.complete}
@@ -175,49 +183,66 @@ def delete(store: StepStore, steps: Sequence[int], *, force: bool = False) -> Gc
     for step in chosen:
         where = f"{store.root}: step {step}"
         if step in unfinished:
-            raise CheckpointError(f"{where}{_about_unfinished(store, unfinished[step])}")
-        _require(store, complete, step)
+            raise CheckpointError(f"{where} {_explain_unfinished(store, unfinished[step])}")
+        _require_complete(store, complete, step)
         if complete[step].pinned:
-            raise CheckpointError(f"{where} is pinned: torch-ckpt unpin releases it")
+            raise CheckpointError(
+                f"{where} is pinned; unpin it first (torch-ckpt unpin {store.root} {step})"
+            )
         if step == max(complete) and not force:
             raise CheckpointError(
-                f"{where} is the newest one, from which a run would go on: --force deletes it"
+                f"{where} is the newest step, from which a run would resume; pass --force to "
+                "delete it"
             )
     report = GcReport(store.root, dry_run=False)
-    for step in chosen:
-        _delete(store, complete[step], report)
+    for entry in _show_progress([complete[step] for step in chosen], progress):
+        _delete(store, entry, report)
     return report
 
 
 def set_pinned(store: StepStore, steps: Sequence[int], pinned: bool) -> None:
-    """Pins steps, which retention then leaves alone, or releases them: all or none.
+    """Pins or unpins steps: all of them, or none if one does not exist.
 
     Raises:
-        FileNotFoundError: one of them is not there, or is not complete.
+        FileNotFoundError: one of the steps does not exist or is not complete.
         OSError: the root cannot be listed or written to.
     """
     complete = {entry.step: entry for entry in store.entries(leftovers=False)}
     for step in steps:
-        _require(store, complete, step)
+        _require_complete(store, complete, step)
     for step in steps:
         store.set_pinned(step, pinned)
 
 
-def _about_unfinished(store: StepStore, entry: StepInfo) -> str:
+def _explain_unfinished(store: StepStore, entry: StepInfo) -> str:
     if entry.lacks_marker and not store.sweeps_what_lacks_markers:
-        return f" has no {MARKER_NAME}: no manager has saved it, so remove {entry.path} by hand"
+        return (
+            f"has no {MARKER_NAME}, so no manager saved it; if you do not need it, delete "
+            f"{entry.path} by hand"
+        )
     return (
-        f" is being saved, or a save of it did not end: {entry.name}; torch-ckpt gc --sweep "
-        "removes it where nobody saves there"
+        f"is being saved, or its save was interrupted ({entry.name}); if no process saves it, "
+        f"delete it with torch-ckpt gc --sweep {store.root}"
     )
 
 
-def _require(store: StepStore, complete: dict[int, StepInfo], step: int) -> None:
+def _require_complete(store: StepStore, complete: dict[int, StepInfo], step: int) -> None:
     if step not in complete:
-        newest = f"; the newest one is {max(complete)}" if complete else ""
+        newest = f"; the newest step is {max(complete)}" if complete else ""
         raise FileNotFoundError(
             errno.ENOENT, f"there is no complete step {step}{newest}", store.root
         )
+
+
+def _show_progress(entries: Sequence[StepInfo], progress: _OnProgress) -> Iterator[StepInfo]:
+    """Yields the steps and reports their bytes as done when the next one is requested."""
+    total = sum(entry.bytes for entry in entries)
+    done = 0
+    for entry in entries:
+        yield entry
+        done += entry.bytes
+        if progress is not None:
+            progress(Progress(total, 0, done))
 
 
 def _delete(store: StepStore, entry: StepInfo, report: GcReport) -> None:
@@ -229,11 +254,11 @@ def _delete(store: StepStore, entry: StepInfo, report: GcReport) -> None:
         report.busy.append(entry)
 
 
-def step_lines(entries: Iterable[StepInfo], now: float | None = None) -> Iterator[str]:
-    """One line for each step, below a header, then leftovers by name.
+def step_blocks(entries: Iterable[StepInfo], now: float | None = None) -> Iterator[Block]:
+    """A table of the complete steps, a line for each leftover, and the totals.
 
     Args:
-        now: seconds since 1970, for the ages; None: the clock's.
+        now: the current time in seconds since 1970, for the ages; None: read the clock.
     """
     now = time.time() if now is None else now
     entries = list(entries)
@@ -250,7 +275,7 @@ def step_lines(entries: Iterable[StepInfo], now: float | None = None) -> Iterato
             for entry in complete
         ]
         header = ("STEP", "SIZE", "AGE", "PINNED", "METRICS")
-        yield from table(header, rows, right=frozenset({"STEP", "SIZE", "AGE"}))
+        yield Table(header, rows, right=frozenset({"STEP", "SIZE", "AGE"}))
         yield ""
     for entry in entries:
         if not entry.complete:
@@ -262,10 +287,5 @@ def step_lines(entries: Iterable[StepInfo], now: float | None = None) -> Iterato
 
 
 def steps_document(root: str, entries: Iterable[StepInfo]) -> dict[str, Any]:
-    """All of it, for JSON, which has no infinity: that is a string there."""
-    steps = [pytree.tree_map(_finite, asdict(entry)) for entry in entries]
-    return {"root": root, "steps": steps}
-
-
-def _finite(value: Any) -> Any:
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    """The steps and leftovers for JSON."""
+    return {"root": root, "steps": [asdict(entry) for entry in entries]}

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch_ckpt import _core
-from torch_ckpt._base.formatting import plural, printable, size, table
+from torch_ckpt._base.formatting import Block, Table, plural, printable, size, text_lines
 from torch_ckpt.checkpoint.locating import open_checkpoint
 from torch_ckpt.checkpoint.metadata import read_index_in
 
@@ -73,7 +73,11 @@ class Explanation:
     remarks: list[str]
 
     def lines(self) -> Iterator[str]:
-        """Yields a line for each rank, and the remarks."""
+        """The report as plain text, with escaped names."""
+        return text_lines(self.blocks())
+
+    def blocks(self) -> Iterator[Block]:
+        """A table with a row for each rank, and the remarks."""
         rows = [
             (
                 "-" if share.rank is None else str(share.rank),
@@ -90,7 +94,8 @@ class Explanation:
             for share in self.ranks
         ]
         header = ("RANK", "RECORDS", "BYTES", "WHOLE", "FILES", "PLAN", "FIND", "WRITE", "RATE")
-        yield from table(header, rows, right=frozenset(header))
+        optional = ("FILES", "RECORDS", "FIND", "PLAN", "WHOLE")
+        yield Table(header, rows, frozenset(header), optional)
         yield ""
         yield from map(printable, self.remarks)
 

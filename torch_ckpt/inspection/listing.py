@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_ckpt import _core
-from torch_ckpt._base.formatting import plural, printable, size, table
+from torch_ckpt._base.formatting import Table, plural, printable, size
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.locating import open_checkpoint
 from torch_ckpt.checkpoint.metadata import METADATA_NAME, read_index_in
@@ -246,8 +246,8 @@ def examine(path: str | os.PathLike[str], names: Sequence[str] | None = None) ->
         return _build_listing(Path(opened.path), opened, read_index_in(opened), names)
 
 
-def item_lines(listing: Listing) -> Iterable[str]:
-    """Formats a header and one line for each item."""
+def item_table(listing: Listing) -> Table:
+    """Tabulates the items."""
     rows = [
         (
             printable(item.name),
@@ -260,11 +260,12 @@ def item_lines(listing: Listing) -> Iterable[str]:
         for item in listing.items
     ]
     header = ("NAME", "DTYPE", "SHAPE", "SHARDS", "STORED", "FILES")
-    return table(header, rows, right=frozenset({"SHARDS", "STORED"}))
+    right = frozenset({"SHARDS", "STORED"})
+    return Table(header, rows, right, optional=("FILES", "SHARDS", "STORED", "DTYPE"))
 
 
-def file_lines(listing: Listing) -> Iterable[str]:
-    """Formats a header and one line for each file."""
+def file_table(listing: Listing) -> Table:
+    """Tabulates the files."""
     rows = [
         (
             printable(file.name),
@@ -276,14 +277,15 @@ def file_lines(listing: Listing) -> Iterable[str]:
         for file in listing.files
     ]
     header = ("FILE", "RECORDS", "STORED", "ON DISK", "STATE")
-    return table(header, rows, right=frozenset({"RECORDS", "STORED", "ON DISK"}))
+    right = frozenset({"RECORDS", "STORED", "ON DISK"})
+    return Table(header, rows, right, optional=("STORED", "RECORDS"))
 
 
-def part_lines(listing: Listing) -> Iterable[str]:
-    """Formats a header and one line for each top-level key; nothing if each item has its own."""
+def part_table(listing: Listing) -> Table | None:
+    """Tabulates the sums by top-level key; None if every item is a top-level key of its own."""
     parts = listing.parts
     if len(parts) == len(listing.items):
-        return []
+        return None
     rows = [
         (
             printable(part.key),
@@ -295,7 +297,7 @@ def part_lines(listing: Listing) -> Iterable[str]:
         for part in parts
     ]
     header = ("KEY", "TENSORS", "OBJECTS", "PARAMETERS", "STORED")
-    return table(header, rows, right=frozenset(header[1:]))
+    return Table(header, rows, frozenset(header[1:]), optional=("OBJECTS", "TENSORS"))
 
 
 def total_line(listing: Listing) -> str:

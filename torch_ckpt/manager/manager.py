@@ -30,7 +30,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt._base.options import given_options, refuse_unknown, require_choice
-from torch_ckpt._base.progress import wants_bar
+from torch_ckpt._base.progress import stderr_is_terminal
 from torch_ckpt.api import LOAD_OPTIONS
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.inspection.verify import VerifyReport
@@ -184,7 +184,7 @@ class CheckpointManager:
         self._store = open_steps(root, staging_dir=staging_dir)
         self._deadline = preemption_deadline
         self._read_only = read_only
-        writer_options = {"progress": wants_bar(), **writer_options}
+        writer_options = {"progress": stderr_is_terminal(), **writer_options}
         # Raise now, not in the first save, if an option of the writer is invalid.
         self._store.writer(
             0, attempt="", overwrite=False, marker=dict, expected_bytes=0, **writer_options

@@ -1,4 +1,4 @@
-"""The command line: what ``ls`` prints, and how it says what is wrong."""
+"""The command line: ``ls``, errors and wrong arguments."""
 
 import errno
 import json
@@ -72,7 +72,7 @@ def ls_json(capsys: pytest.CaptureFixture[str], directory: Path) -> dict[str, An
 
 
 def fails_with_one_sentence(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
-    """Runs a command that must end with code 2 and returns the one line that it says."""
+    """Runs a command that must exit with 2 and one line on stderr, which it returns."""
     assert cli.main(arguments) == 2
     output = capsys.readouterr()
     assert output.out == ""
@@ -95,7 +95,7 @@ def test_ls_lists_what_was_saved(
 
 
 @pytest.mark.parametrize("writer", [dcp.FileSystemWriter, torch_ckpt.FileSystemWriter])
-def test_ls_finds_every_record_inside_its_file(
+def test_ls_counts_every_record_in_its_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], writer: type[dcp.FileSystemWriter]
 ) -> None:
     save(tmp_path, writer(tmp_path))
@@ -121,9 +121,7 @@ def test_ls_table_aligns_its_columns(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert rows[1].split(maxsplit=1)[1].split("  ")[-1] == "__0_0.distcp, __1_0.distcp"
 
 
-def test_ls_total_counts_what_is_on_disk(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ls_total_counts_bytes_on_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     commit(tmp_path, two_shards(tmp_path))
     (tmp_path / "__2_0.distcp").write_bytes(bytes(5000))
     total = ls_json(capsys, tmp_path)["total"]
@@ -158,12 +156,12 @@ def test_ls_adds_up_parameters_and_bytes_by_top_level_key(
 
 
 @pytest.mark.parametrize("form", [[], ["--files"]], ids=["items", "files"])
-def test_ls_lists_what_is_like_a_pattern(
+def test_ls_lists_the_names_that_match_a_pattern(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], form: list[str]
 ) -> None:
     commit(tmp_path, two_shards(tmp_path))
     (tmp_path / "__1_0.distcp").unlink()
-    # What is missing belongs to another name.
+    # The missing file belongs to another name.
     assert cli.main(["ls", str(tmp_path), "layers.9.*", *form]) == 0
     output = capsys.readouterr().out
     assert "total: 0 tensors, 0 parameters, 1 object, 1 file, " in output
@@ -171,7 +169,7 @@ def test_ls_lists_what_is_like_a_pattern(
     assert "__1_0.distcp" not in output
 
 
-def test_ls_says_where_no_name_is_like_a_pattern(
+def test_ls_of_a_pattern_without_a_match_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     commit(tmp_path, two_shards(tmp_path))
@@ -179,7 +177,7 @@ def test_ls_says_where_no_name_is_like_a_pattern(
     assert "no name matches head.*" in message
 
 
-def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(["--version"])
     assert ended.value.code == 0
@@ -226,7 +224,7 @@ def test_ls_reports_files_that_cannot_hold_their_records(
     assert cli.main(["ls", str(tmp_path)]) == 1
     output = capsys.readouterr()
     assert "layers.10.w" in output.out
-    assert f"cannot be loaded whole: {name} ({fault})\n" in output.err
+    assert f"cannot be loaded completely: {name} ({fault})\n" in output.err
 
 
 def test_ls_reports_shards_that_were_never_stored(
@@ -240,7 +238,7 @@ def test_ls_reports_shards_that_were_never_stored(
 
 
 @pytest.mark.parametrize("outside", ["/etc/hostname", "../outside.distcp"])
-def test_ls_looks_at_no_file_outside_the_checkpoint(
+def test_ls_refuses_files_outside_the_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], outside: str
 ) -> None:
     (tmp_path / "outside.distcp").write_bytes(bytes(1000))
@@ -253,7 +251,7 @@ def test_ls_looks_at_no_file_outside_the_checkpoint(
     assert f"layers.9.note: the metadata says that its data lies in {outside!r}" in message
 
 
-def test_ls_does_not_follow_a_link_in_the_place_of_a_file(
+def test_ls_does_not_follow_a_link_that_replaced_a_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     commit(tmp_path, two_shards(tmp_path))
@@ -265,7 +263,7 @@ def test_ls_does_not_follow_a_link_in_the_place_of_a_file(
     assert "__1_0.distcp (unreadable)" in output.err
 
 
-def test_ls_does_not_take_an_error_of_the_machine_for_damage(
+def test_ls_does_not_report_a_system_error_as_damage(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     commit(tmp_path, two_shards(tmp_path))
@@ -276,7 +274,7 @@ def test_ls_does_not_take_an_error_of_the_machine_for_damage(
     assert "Too many open files" in message
 
 
-def test_ls_shows_a_link_to_nowhere_as_what_nobody_names(
+def test_ls_lists_a_dangling_link_as_unreferenced(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     commit(tmp_path, two_shards(tmp_path))
@@ -320,13 +318,6 @@ def test_metadata_with_fields_of_wrong_types_is_one_sentence(
     assert "storage_data has a key" in fails_with_one_sentence(capsys, ["ls", str(tmp_path)])
 
 
-def test_no_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        cli.main([])
-    assert exit_.value.code == 2
-    assert "usage: torch-ckpt" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("count", "text"),
     [
@@ -346,7 +337,7 @@ def test_sizes_are_written_for_people(count: int, text: str) -> None:
 
 def test_module_runs_and_survives_a_closed_pipe(tmp_path: Path) -> None:
     metadata = two_shards(tmp_path)
-    for number in range(3000):  # more than a pipe holds, so that the listing meets its end
+    for number in range(3000):  # more than a pipe holds
         metadata.state_dict_metadata[f"filler.{number}"] = BytesStorageMetadata()
         index = MetadataIndex(f"filler.{number}")
         metadata.storage_data[index] = _StorageInfo("__0_0.distcp", 0, 0)
@@ -364,13 +355,13 @@ def test_module_runs_and_survives_a_closed_pipe(tmp_path: Path) -> None:
     assert process.wait(60) == 141
 
 
-def test_a_pipe_that_is_closed_behind_the_outcome_keeps_the_exit_code(tmp_path: Path) -> None:
+def test_a_pipe_that_is_closed_after_the_last_line_keeps_the_exit_code(tmp_path: Path) -> None:
     commit(tmp_path, two_shards(tmp_path))
     next(tmp_path.glob("*.distcp")).unlink()
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "torch_ckpt", "ls", str(tmp_path)]
-    # So that the end of the pipe is met behind the last line.
+    # Without buffering, the first line would already fail.
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     process = subprocess.run(command, stdout=writer, env=buffered, check=False)
     os.close(writer)
@@ -390,13 +381,13 @@ def test_a_pipe_that_is_closed_behind_the_outcome_keeps_the_exit_code(tmp_path: 
     ],
     ids=" ".join,
 )
-def test_commands_on_directories_say_that_they_take_no_urls(
+def test_commands_on_directories_refuse_urls(
     capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main([argument.replace("URL", "s3://bucket/run") for argument in arguments])
     assert ended.value.code == 2
-    assert "only steps, gc, delete, pin and unpin take URLs" in capsys.readouterr().err
+    assert "only steps, gc, delete, pin and unpin accept URLs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -413,7 +404,7 @@ def test_commands_on_directories_say_that_they_take_no_urls(
         (["doctor", "c", "--size", "1kB"], "--size: must be at least 32768 bytes, got '1kB'"),
     ],
 )
-def test_a_wrong_option_is_told_in_a_sentence(
+def test_a_wrong_option_is_explained_in_a_sentence(
     capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str
 ) -> None:
     with pytest.raises(SystemExit) as ended:

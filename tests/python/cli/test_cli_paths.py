@@ -1,4 +1,4 @@
-"""Paths on the command line: each command finds the same checkpoint, and says the same."""
+"""Paths on the command line: every command finds the same checkpoint or prints the same error."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ COMMANDS = {
 }
 
 
-def said(capsys: pytest.CaptureFixture[str], command: str, path: object, code: int) -> str:
-    """What a command with the path says, and nothing else."""
+def output_of(capsys: pytest.CaptureFixture[str], command: str, path: object, code: int) -> str:
+    """Runs a command on the path; returns the output, or the error without its prefix."""
     arguments = [str(path) if word == "PATH" else word for word in COMMANDS[command]]
     assert cli.main(arguments) == code
     output = capsys.readouterr()
@@ -46,61 +46,62 @@ def said(capsys: pytest.CaptureFixture[str], command: str, path: object, code: i
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_each_command_takes_a_step_by_its_number(
+def test_each_command_accepts_a_step_number(
     root: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    assert said(capsys, command, root / "40", 0)
+    assert output_of(capsys, command, root / "40", 0)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_each_command_takes_the_newest_step_of_a_root(
+def test_each_command_uses_the_newest_step_of_a_root(
     root: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    assert said(capsys, command, root, 0)
+    assert output_of(capsys, command, root, 0)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_each_command_tells_what_is_missing_from_what_is_not_a_checkpoint(
+def test_each_command_distinguishes_a_missing_directory_from_missing_metadata(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     lacking = "no committed checkpoint: there is no"
-    assert said(capsys, command, tmp_path / "no", 2) == (
+    assert output_of(capsys, command, tmp_path / "no", 2) == (
         f"{tmp_path / 'no'}: {lacking} such directory"
     )
-    assert said(capsys, command, tmp_path, 2) == f"{tmp_path}: {lacking} .metadata in the directory"
+    assert (
+        output_of(capsys, command, tmp_path, 2)
+        == f"{tmp_path}: {lacking} .metadata in the directory"
+    )
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_each_command_names_an_empty_argument(
+def test_each_command_refuses_an_empty_path(
     capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     with pytest.raises(SystemExit):
         cli.main([word if word != "PATH" else "" for word in COMMANDS[command]])
-    assert "must name a path, got an empty text" in capsys.readouterr().err
+    assert "must name a path, got an empty string" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_each_command_names_convert_for_a_file_of_another_format(
+def test_each_command_recommends_convert_for_another_format(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     torch.save({"t": torch.ones(3)}, tmp_path / "model.pt")
-    assert said(capsys, command, tmp_path / "model.pt", 2) == (
+    assert output_of(capsys, command, tmp_path / "model.pt", 2) == (
         f"{tmp_path / 'model.pt'} is not a directory but a file of torch.save: torch-ckpt convert "
         "(torch_ckpt.convert) makes a checkpoint of it"
     )
 
 
-def test_verify_does_not_list_the_files_that_mark_a_step(
+def test_verify_does_not_list_the_markers_of_a_step(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     LocalSteps(root).set_pinned(3, True)
-    assert "unreferenced" not in said(capsys, "verify", root / "3", 0)
+    assert "unreferenced" not in output_of(capsys, "verify", root / "3", 0)
     assert torch_ckpt.verify(root / "3").unreferenced == []
 
 
 @pytest.mark.parametrize("source", ["40", ""])
-def test_convert_takes_a_step_by_its_number_or_its_root(
-    root: Path, tmp_path: Path, source: str
-) -> None:
+def test_convert_accepts_a_step_number_or_a_root(root: Path, tmp_path: Path, source: str) -> None:
     assert cli.main(["convert", str(root / source), str(tmp_path / "model.pt")]) == 0
     assert torch.load(tmp_path / "model.pt")["t"].tolist() == [1.0] * 5

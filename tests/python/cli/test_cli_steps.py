@@ -1,4 +1,4 @@
-"""``torch-ckpt steps``, ``gc``, ``delete``, ``pin``: what they list, keep and delete."""
+"""``torch-ckpt steps``, ``gc``, ``delete``, ``pin`` and ``unpin``."""
 
 import json
 import sys
@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 import torch_ckpt
 from tests.fault_hooks import before
 from torch_ckpt import cli
-from torch_ckpt._base.formatting import duration
+from torch_ckpt._base.formatting import duration, text_lines
 from torch_ckpt.checkpoint.directory import OpenDirectory
-from torch_ckpt.cli.steps import collect, step_lines
+from torch_ckpt.cli.steps import collect, step_blocks
 from torch_ckpt.manager.retention import Retention
 from torch_ckpt.steps import LocalSteps, StepInfo, open_steps
 from torch_ckpt.steps.remote import RemoteSteps
@@ -48,7 +48,7 @@ def steps_of(root: Path) -> list[int]:
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
-    """The output of a command that ends with the code."""
+    """Runs a command that must return the code; returns its output."""
     assert cli.main(list(arguments)) == code
     captured = capsys.readouterr()
     return captured.err if code == 2 else captured.out
@@ -76,7 +76,7 @@ def test_steps_lists_size_age_metrics_and_pins(
     assert total.startswith("total: 2 complete steps, ")
 
 
-def test_steps_of_a_url_whose_package_is_missing_says_which(
+def test_steps_names_the_missing_package_of_a_url(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "paramiko", None)
@@ -94,7 +94,7 @@ def test_steps_names_leftovers(root: Path, capsys: pytest.CaptureFixture[str]) -
     assert lines[-1].startswith("total: 1 complete step, 1 leftover, ")
 
 
-def test_steps_gives_everything_as_json(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_prints_every_field_as_json(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_step(root, 100, loss=0.25, bad=float("nan"))
     leave_unfinished(root, 200)
     complete, unfinished = run_json(capsys, "steps", str(root))["steps"]
@@ -108,36 +108,38 @@ def test_steps_gives_everything_as_json(root: Path, capsys: pytest.CaptureFixtur
     )
 
 
-def test_a_root_without_steps_ends_with_2(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_of_a_root_without_steps_exits_with_2(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert "there are no steps" in run(capsys, "steps", str(root), code=2)
 
 
 def test_names_of_metrics_are_escaped() -> None:
     entry = StepInfo(1, "/run/0000000001", "complete", metrics={"\x1b[2J": 1.0})
-    assert all(line.isprintable() for line in step_lines([entry]))
+    assert all(line.isprintable() for line in text_lines(step_blocks([entry])))
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(-5, "0 s"), (59, "59 s"), (60, "1 min"), (7199, "1 h"), (86400 * 12.9, "12 d")],
 )
-def test_ages_are_in_their_largest_unit(seconds: float, text: str) -> None:
+def test_ages_are_written_in_the_largest_unit(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
 # --- gc ------------------------------------------------------------------------------------------
 
 
-def test_a_dry_run_does_not_say_that_a_leftover_would_go(
+def test_a_dry_run_lists_leftovers_as_to_be_examined(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_step(root, 1)
     name = leave_unfinished(root, 2)
     lines = run(capsys, "gc", str(root), "--sweep", "--dry-run").splitlines()
-    assert f"leftover that would be looked at: {name}" in lines
+    assert f"leftover that would be examined: {name}" in lines
 
 
-def test_gc_leaves_a_step_that_is_pinned_while_it_deletes_others(root: Path) -> None:
+def test_gc_keeps_a_step_that_is_pinned_while_others_are_deleted(root: Path) -> None:
     for step in (1, 2, 3):
         save_step(root, step)
     with before("rmtree", lambda: LocalSteps(root).set_pinned(2, True)):
@@ -147,7 +149,7 @@ def test_gc_leaves_a_step_that_is_pinned_while_it_deletes_others(root: Path) -> 
     assert steps_of(root) == [2, 3]
 
 
-def test_gc_keeps_what_a_rule_keeps_and_says_why(
+def test_gc_reports_the_rules_that_keep_each_step(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for step in (100, 150, 200, 250, 300):
@@ -172,14 +174,14 @@ def test_gc_keeps_the_best_by_a_metric(root: Path, capsys: pytest.CaptureFixture
     assert steps_of(root) == [2, 3, 4]
 
 
-def test_gc_keeps_one_each_so_many_hours(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gc_keeps_one_step_for_each_period(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for step, hours in ((1, 10), (2, 9), (3, 7.9), (4, 7), (5, 0)):
         save_step(root, step, hours_ago=hours)
     run(capsys, "gc", str(root), "--keep-every-hours", "2")
     assert steps_of(root) == [1, 3, 5]
 
 
-def test_a_dry_run_deletes_nothing_and_says_the_same(
+def test_a_dry_run_deletes_nothing_and_prints_the_same_report(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for step in (1, 2, 3):
@@ -202,7 +204,7 @@ def files_and_bytes(directory: Path) -> tuple[int, int]:
     return len(sizes), sum(sizes)
 
 
-def test_gc_says_how_many_files_and_bytes_it_has_freed(
+def test_gc_counts_the_files_and_bytes_that_it_frees(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for step in (1, 2):
@@ -214,7 +216,7 @@ def test_gc_says_how_many_files_and_bytes_it_has_freed(
 
 
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["", "dry run"])
-def test_a_sweep_counts_what_it_frees(
+def test_a_sweep_counts_the_files_and_bytes_that_it_frees(
     root: Path, capsys: pytest.CaptureFixture[str], dry: list[str]
 ) -> None:
     save_step(root, 1)
@@ -231,7 +233,7 @@ def test_a_sweep_counts_what_it_frees(
 # --- delete, pin, unpin --------------------------------------------------------------------------
 
 
-def test_delete_deletes_the_steps_that_are_named_and_counts_them(
+def test_delete_deletes_the_given_steps_and_counts_their_files(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for step in (1, 2, 3, 4):
@@ -248,13 +250,13 @@ def test_delete_deletes_the_steps_that_are_named_and_counts_them(
 @pytest.mark.parametrize(
     ("step", "sentence"),
     [
-        (9, "there is no complete step 9; the newest one is 3"),
-        (2, "step 2 is pinned: torch-ckpt unpin releases it"),
-        (3, "step 3 is the newest one, from which a run would go on: --force deletes it"),
-        (5, "step 5 is being saved, or a save of it did not end: 0000000005.tmp-0123abcd"),
+        (9, "there is no complete step 9; the newest step is 3"),
+        (2, "step 2 is pinned; unpin it first (torch-ckpt unpin "),
+        (3, "step 3 is the newest step, from which a run would resume; pass --force to delete it"),
+        (5, "step 5 is being saved, or its save was interrupted (0000000005.tmp-0123abcd)"),
     ],
 )
-def test_delete_refuses_a_step_and_then_deletes_none(
+def test_delete_deletes_no_step_if_it_refuses_one(
     root: Path, capsys: pytest.CaptureFixture[str], step: int, sentence: str
 ) -> None:
     for number in (1, 2, 3):
@@ -265,7 +267,7 @@ def test_delete_refuses_a_step_and_then_deletes_none(
     assert steps_of(root) == [1, 2, 3]
 
 
-def test_delete_takes_no_step_that_is_being_saved_again(
+def test_delete_refuses_a_step_that_is_being_saved_again(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_step(root, 1)
@@ -275,15 +277,15 @@ def test_delete_takes_no_step_that_is_being_saved_again(
     assert (root / name).is_dir()
 
 
-def test_delete_leaves_a_checkpoint_that_no_manager_has_saved(
+def test_delete_refuses_a_checkpoint_that_no_manager_saved(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = leave_unmarked(root)
-    assert f"remove {root / name} by hand" in run(capsys, "delete", str(root), "7", code=2)
+    assert f"delete {root / name} by hand" in run(capsys, "delete", str(root), "7", code=2)
     assert (root / name / ".metadata").exists()
 
 
-def test_delete_takes_the_newest_step_by_force(
+def test_delete_deletes_the_newest_step_with_force(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_step(root, 1)
@@ -292,9 +294,7 @@ def test_delete_takes_the_newest_step_by_force(
     assert steps_of(root) == [1]
 
 
-def test_delete_leaves_a_step_that_is_in_use(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_delete_keeps_a_step_that_is_in_use(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for step in (1, 2, 3):
         save_step(root, step)
     with closing(OpenDirectory(root / "0000000001")) as loading:
@@ -304,7 +304,7 @@ def test_delete_leaves_a_step_that_is_in_use(
     assert steps_of(root) == [1, 3]
 
 
-def test_pin_and_unpin_say_which_steps(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pin_and_unpin_print_the_steps(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for step in (1, 2, 3):
         save_step(root, step)
     assert run(capsys, "pin", str(root), "1", "2").splitlines() == ["pinned: 1", "pinned: 2"]
@@ -313,7 +313,7 @@ def test_pin_and_unpin_say_which_steps(root: Path, capsys: pytest.CaptureFixture
     assert pinned == {1: True, 2: False, 3: False}
 
 
-def test_pin_of_a_step_that_is_not_there_pins_none(
+def test_pin_pins_no_step_if_one_does_not_exist(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_step(root, 1)
@@ -321,7 +321,7 @@ def test_pin_of_a_step_that_is_not_there_pins_none(
     assert not LocalSteps(root).is_pinned(1)
 
 
-# --- gc: what it refuses -------------------------------------------------------------------------
+# --- gc: refusals --------------------------------------------------------------------------------
 
 
 def test_gc_without_a_rule_is_refused(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -331,7 +331,7 @@ def test_gc_without_a_rule_is_refused(root: Path, capsys: pytest.CaptureFixture[
     assert steps_of(root) == [1, 2]
 
 
-def test_the_best_without_a_metric_is_refused(
+def test_gc_refuses_keep_best_without_a_metric(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_step(root, 1)
@@ -339,7 +339,7 @@ def test_the_best_without_a_metric_is_refused(
 
 
 @pytest.mark.parametrize("dry_run", [["--dry-run"], []], ids=["dry", "real"])
-def test_a_metric_that_no_step_has_is_refused_with_the_nearest(
+def test_gc_suggests_a_metric_for_one_that_no_step_has(
     root: Path, dry_run: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     for step in range(1, 7):
@@ -354,13 +354,13 @@ def test_a_metric_that_no_step_has_is_refused_with_the_nearest(
 
 
 @pytest.mark.parametrize("hours", ["0", "-1", "nan", "inf", "x"])
-def test_hours_that_are_none_are_refused(root: Path, hours: str) -> None:
+def test_gc_refuses_an_invalid_number_of_hours(root: Path, hours: str) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(["gc", str(root), f"--keep-every-hours={hours}"])
     assert ended.value.code == 2
 
 
-def test_a_step_that_is_in_use_stays_and_the_exit_code_says_so(
+def test_gc_keeps_a_step_that_is_in_use_and_exits_with_1(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for step in (1, 2, 3):
@@ -373,14 +373,16 @@ def test_a_step_that_is_in_use_stays_and_the_exit_code_says_so(
     assert steps_of(root) == [2, 3]
 
 
-def test_leftovers_stay_without_sweep(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gc_without_sweep_keeps_leftovers(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_step(root, 1)
     name = leave_unfinished(root, 2)
     run(capsys, "gc", str(root), "--keep-last", "1")
     assert (root / name).is_dir()
 
 
-def test_sweep_alone_deletes_no_step(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_without_rules_deletes_no_step(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     save_step(root, 1)
     save_step(root, 2)
     name = leave_unfinished(root, 3)
@@ -390,14 +392,14 @@ def test_sweep_alone_deletes_no_step(root: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize("arguments", [["--keep-last", "1"], ["--sweep"]], ids=" ".join)
-def test_gc_of_a_root_that_is_not_there_ends_with_2(
+def test_gc_of_a_missing_root_exits_with_2(
     root: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
     assert f"{root}: there are no steps" in run(capsys, "gc", str(root), *arguments, code=2)
     assert not root.exists()
 
 
-def test_gc_of_leftovers_alone_ends_with_2_unless_it_sweeps(
+def test_gc_of_a_root_with_only_leftovers_exits_with_2_without_sweep(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = leave_unfinished(root, 1)
@@ -412,12 +414,12 @@ def leave_unmarked(root: Path) -> str:
 
 
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["", "dry run"])
-def test_a_sweep_leaves_a_checkpoint_without_a_marker_and_names_it(
+def test_a_sweep_keeps_and_names_a_checkpoint_without_a_marker(
     root: Path, capsys: pytest.CaptureFixture[str], dry: list[str]
 ) -> None:
     name = leave_unmarked(root)
     lines = run(capsys, "gc", str(root), "--sweep", *dry).splitlines()
-    assert f"left alone: {name} (there is no write_completed)" in lines
+    assert f"not removed: {name} (it has no write_completed)" in lines
     assert (root / name / ".metadata").exists()
 
 
@@ -430,7 +432,7 @@ def test_a_sweep_names_a_leftover_in_use(root: Path, capsys: pytest.CaptureFixtu
     assert (report["swept"], report["left"]) == ([], [name])
 
 
-def test_a_dry_run_may_sweep_what_has_no_marker_beneath_a_url(
+def test_a_dry_run_below_a_url_lists_unmarked_steps_as_to_be_swept(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     store = RemoteSteps("memory://test_dry_run")
@@ -456,12 +458,12 @@ def test_steps_and_gc_work_on_remote_roots(capsys: pytest.CaptureFixture[str]) -
     assert [step["step"] for step in run_json(capsys, "steps", root)["steps"]] == [2]
 
 
-def test_an_unknown_kind_of_root_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_refuses_an_unknown_url_scheme(capsys: pytest.CaptureFixture[str]) -> None:
     assert "nosuch" in run(capsys, "steps", "nosuch://run", code=2)
 
 
 class Memory(LocalSteps):
-    """Steps that are nowhere; all that is deleted is deletable."""
+    """Steps without files, each of which can be deleted."""
 
     def __init__(self, steps: list[int]) -> None:
         super().__init__("/nowhere")
@@ -483,9 +485,7 @@ class Memory(LocalSteps):
     last=st.integers(1, 5),
     every=st.integers(1, 50),
 )
-def test_what_is_kept_and_deleted_is_what_was_there(
-    steps: list[int], last: int, every: int
-) -> None:
+def test_every_step_is_either_kept_or_deleted(steps: list[int], last: int, every: int) -> None:
     store = Memory(list(steps))
     report = collect(store, Retention(keep_last=last, keep_every=every))
     gone = [entry.step for entry in report.deleted]

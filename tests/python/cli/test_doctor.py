@@ -1,4 +1,4 @@
-"""``torch-ckpt doctor``: what it measures, what it makes of that, and that it leaves nothing."""
+"""``torch-ckpt doctor``: measurements, conclusions, and the removal of its files."""
 
 import json
 import os
@@ -19,31 +19,31 @@ from torch_ckpt.cli.doctor import (
     Bandwidth,
     DoctorReport,
     Mount,
-    assumptions_of,
+    check_assumptions,
+    choose_options,
     diagnose,
-    direct_alignment,
-    mount_of,
-    options_for,
-    parsed_mount,
+    find_mount,
+    measure_alignment,
+    parse_mount,
 )
 
 SMALL = 1 << 20
 
 
 def report_of(file_system: str, options: str = "rw", **found: Any) -> DoctorReport:
-    """Of a directory where all that was tried works, but for what is given."""
+    """Builds the report of a directory on which every check succeeded, except as given."""
     works = {"exclusive_rename": True, "locks": True, **found}
     return DoctorReport("/d", file_system, "/", options, 10**9, 10**6, **works)
 
 
 def states(report: DoctorReport) -> dict[int, str]:
-    return {assumption.number: assumption.state for assumption in assumptions_of(report)}
+    return {assumption.number: assumption.state for assumption in check_assumptions(report)}
 
 
-# --- a directory that is there -------------------------------------------------------------------
+# --- an existing directory -----------------------------------------------------------------------
 
 
-def test_a_directory_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
+def test_a_directory_is_measured_and_keeps_its_contents(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("stays")
     report = diagnose(tmp_path, measured_bytes=SMALL)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
@@ -60,26 +60,26 @@ def test_a_directory_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
     assert report.free_bytes > 0
 
 
-def test_locks_and_exclusive_renames_are_found_where_tests_run(tmp_path: Path) -> None:
+def test_locks_and_exclusive_renames_are_detected(tmp_path: Path) -> None:
     report = diagnose(tmp_path, measured_bytes=SMALL)
     assert report.locks
     assert report.exclusive_rename
 
 
-def test_an_interruption_leaves_nothing(tmp_path: Path) -> None:
-    there: list[list[Path]] = []
+def test_an_interruption_leaves_no_file(tmp_path: Path) -> None:
+    found: list[list[Path]] = []
 
     def interrupt() -> None:
-        there.append(list(tmp_path.iterdir()))
+        found.append(list(tmp_path.iterdir()))
         os.kill(os.getpid(), signal.SIGINT)
 
     with before("pread", interrupt), pytest.raises(KeyboardInterrupt):
         diagnose(tmp_path, measured_bytes=SMALL)
-    assert list(map(len, there)) == [1]
+    assert list(map(len, found)) == [1]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_direct_io_and_known_space_the_rest_is_measured(ram_disk: Path) -> None:
+def test_a_file_system_without_direct_io_and_space_counts_is_measured(ram_disk: Path) -> None:
     report = diagnose(ram_disk, measured_bytes=SMALL)
     assert report.alignment is None
     assert {one.direct for one in report.bandwidths} == {False}
@@ -87,7 +87,7 @@ def test_without_direct_io_and_known_space_the_rest_is_measured(ram_disk: Path) 
     assert {"direct I/O: no", "free: not known"} <= set(report.lines())
 
 
-def test_the_alignment_is_the_smallest_that_is_read(
+def test_the_alignment_is_the_smallest_one_that_can_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def reading(_fd: int, targets: list[memoryview], offset: int) -> int:
@@ -95,20 +95,20 @@ def test_the_alignment_is_the_smallest_that_is_read(
             raise OSError(22, "Invalid argument")
         return len(targets[0])
 
-    # Disks with such sectors are rare.
+    # Simulate a disk with sectors of 4096 bytes.
     monkeypatch.setattr(os, "O_DIRECT", 0)
     monkeypatch.setattr(os, "preadv", reading)
-    assert direct_alignment(str(tmp_path)) == 4096
+    assert measure_alignment(str(tmp_path)) == 4096
 
 
-def test_locks_that_keep_nobody_out_are_none(
+def test_locks_that_do_not_exclude_are_reported_as_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Unlocked(OpenDirectory):
         def try_lock_exclusive(self) -> bool:
             return True
 
-    # Every file system keeps descriptors of one machine apart.
+    # On one machine flock excludes on every file system, so simulate a failure.
     monkeypatch.setattr(doctor, "OpenDirectory", Unlocked)
     report = diagnose(tmp_path, measured_bytes=SMALL)
     assert not report.locks
@@ -116,7 +116,7 @@ def test_locks_that_keep_nobody_out_are_none(
     assert not report.ok
 
 
-def test_a_rename_that_replaces_what_it_must_not_is_found(tmp_path: Path) -> None:
+def test_an_exclusive_rename_that_replaces_a_file_is_detected(tmp_path: Path) -> None:
     def make_way(operation: str, path: str) -> None:
         if operation == "rename" and path.endswith("/exclusive"):
             Path(path).unlink(missing_ok=True)
@@ -137,7 +137,7 @@ def test_too_few_bytes_are_refused(tmp_path: Path) -> None:
 
 def test_a_line_of_mountinfo_is_parsed() -> None:
     line = r"36 35 98:0 /mnt1 /mnt\040two rw,noatime master:1 - ext3 /dev/root rw,barrier=0" + "\n"
-    assert parsed_mount(line) == Mount("/mnt two", "ext3", "rw,noatime,barrier=0")
+    assert parse_mount(line) == Mount("/mnt two", "ext3", "rw,noatime,barrier=0")
 
 
 @pytest.mark.parametrize(
@@ -150,32 +150,30 @@ def test_a_line_of_mountinfo_is_parsed() -> None:
         ("/data/scratch/x", "tmpfs"),
     ],
 )
-def test_a_path_lies_in_the_deepest_mount_and_of_these_the_last(
-    path: str, file_system: str
-) -> None:
+def test_a_path_belongs_to_the_last_of_the_deepest_mounts(path: str, file_system: str) -> None:
     mounts = [
         Mount("/", "ext4", ""),
         Mount("/data", "nfs", ""),
         Mount("/data/scratch", "tmpfs", ""),
         Mount("/data", "xfs", ""),
     ]
-    assert mount_of(path, mounts).file_system == file_system
+    assert find_mount(path, mounts).file_system == file_system
 
 
-# --- what follows --------------------------------------------------------------------------------
+# --- conclusions ---------------------------------------------------------------------------------
 
 RATES = st.lists(st.floats(1.0, 1e10), min_size=len(THREADS), max_size=len(THREADS))
 
 
 @given(buffered=RATES, direct=RATES)
-def test_the_options_are_about_as_fast_as_any_with_no_more_threads_than_that_takes(
+def test_the_options_use_the_fewest_threads_that_are_about_as_fast_as_any(
     buffered: list[float], direct: list[float]
 ) -> None:
     rates = {(False, n): rate for n, rate in zip(THREADS, buffered, strict=True)}
     rates |= {(True, n): rate for n, rate in zip(THREADS, direct, strict=True)}
     found = [Bandwidth("read", is_direct, n, rate) for (is_direct, n), rate in rates.items()]
     others = [Bandwidth("write", True, n, 1e11) for n in THREADS]
-    options = options_for("read", found + others)
+    options = choose_options("read", found + others)
     is_direct, threads = options["direct_io"] == "auto", options["thread_count"]
     of_mode = [rates[is_direct, n] for n in THREADS]
     assert rates[is_direct, threads] >= 0.9 * max(of_mode)
@@ -183,37 +181,35 @@ def test_the_options_are_about_as_fast_as_any_with_no_more_threads_than_that_tak
     assert all(rates[is_direct, n] < 0.9 * max(of_mode) for n in THREADS if n < threads)
 
 
-def test_without_direct_io_the_option_is_left_to_the_engine() -> None:
+def test_without_direct_io_measurements_the_engine_chooses() -> None:
     found = [Bandwidth("write", False, n, 1e9) for n in THREADS]
-    assert options_for("write", found) == {"thread_count": 1, "direct_io": "auto"}
+    assert choose_options("write", found) == {"thread_count": 1, "direct_io": "auto"}
 
 
 @pytest.mark.parametrize("file_system", ["ext4", "xfs"])
-def test_all_assumptions_hold_on_what_was_tried(file_system: str) -> None:
+def test_all_assumptions_hold_on_tested_file_systems(file_system: str) -> None:
     assert states(report_of(file_system)) == dict.fromkeys((1, 2, 3, 5, 6), "holds")
 
 
-def test_nothing_survives_in_memory() -> None:
+def test_durability_fails_on_file_systems_in_memory() -> None:
     report = report_of("tmpfs")
     assert (states(report)[1], states(report)[3]) == ("fails", "fails")
 
 
 @pytest.mark.parametrize("option", ["nobarrier", "barrier=0"])
-def test_a_mount_without_barriers_keeps_no_promise(option: str) -> None:
+def test_fsync_fails_on_a_mount_without_barriers(option: str) -> None:
     assert states(report_of("ext4", f"rw,{option},noatime"))[1] == "fails"
 
 
 @pytest.mark.parametrize("file_system", ["nfs4", "lustre", "fuse.sshfs", "9p"])
-def test_of_file_systems_that_machines_share_nothing_is_said_for_sure(file_system: str) -> None:
+def test_assumptions_are_unknown_on_shared_file_systems(file_system: str) -> None:
     assert states(report_of(file_system)) == dict.fromkeys((1, 2, 3, 5, 6), "unknown")
 
 
 # --- the command ---------------------------------------------------------------------------------
 
 
-def test_the_command_says_what_suits_the_directory(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_recommends_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = cli.main(["doctor", str(tmp_path), "--size", "1MiB"])
     text = capsys.readouterr().out
     assert code == (1 if ": fails" in text else 0)
@@ -223,7 +219,7 @@ def test_the_command_says_what_suits_the_directory(
     assert text.count("\nassumption ") == 5
 
 
-def test_the_command_gives_everything_as_json(
+def test_the_command_prints_the_report_as_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cli.main(["doctor", str(tmp_path), "--size", "1MiB", "--json"])
@@ -233,14 +229,16 @@ def test_the_command_gives_everything_as_json(
     assert document["ok"] == all(one["state"] != "fails" for one in document["assumptions"])
 
 
-def test_a_directory_that_is_not_there_ends_with_2(
+def test_a_missing_directory_exits_with_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["doctor", str(tmp_path / "none")]) == 2
     assert "No such file or directory" in capsys.readouterr().err
 
 
-def test_more_than_is_free_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_size_larger_than_the_free_space_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["doctor", str(tmp_path), "--size", "1000000TB"]) == 2
     assert "choose a smaller size" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

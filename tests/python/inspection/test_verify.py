@@ -369,8 +369,7 @@ def test_what_could_not_be_read_is_named_and_what_is_damaged_counts_more(
         in output.out
     )
     assert (
-        "was not read whole: the file cannot be opened: openat2 failed: Permission denied"
-        in output.err
+        "was not read completely: the file cannot be opened: openat2 failed: Permission denied"
         in output.err
     )
     next(other for other in data_files(checkpoint) if other != file).unlink()

@@ -1,4 +1,4 @@
-"""``torch-ckpt verify``: what it prints and the code it ends with."""
+"""``torch-ckpt verify``: output and exit codes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.verified_checkpoints import payload_offset, place
 from torch_ckpt import cli
 
 
-def test_the_command_says_what_it_comes_to(ours: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_a_summary(ours: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["verify", str(ours)]) == 0
     output = capsys.readouterr()
     assert output.err == ""
@@ -28,7 +28,7 @@ def test_the_command_says_what_it_comes_to(ours: Path, capsys: pytest.CaptureFix
     assert line.endswith("GB/s: all is sound")
 
 
-def test_the_command_names_all_damage(our_copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_lists_all_damage(our_copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("small", "blocks"):
         flip_bit(place(our_copy, name)[0], payload_offset(our_copy, name), 0)
     place(our_copy, "many blocks")
@@ -38,7 +38,7 @@ def test_the_command_names_all_damage(our_copy: Path, capsys: pytest.CaptureFixt
     assert lines[-1].endswith("2 places damaged")
 
 
-def test_the_quiet_command_says_only_what_is_wrong(
+def test_the_command_can_print_damage_only(
     our_copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["verify", "--quiet", str(our_copy)]) == 0
@@ -49,7 +49,7 @@ def test_the_quiet_command_says_only_what_is_wrong(
     assert line.startswith("damaged: small: ")
 
 
-def test_the_command_gives_json(our_copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_json(our_copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data_files(our_copy)[0].unlink()
     assert cli.main(["verify", "--json", str(our_copy)]) == 1
     document = json.loads(capsys.readouterr().out)
@@ -66,7 +66,7 @@ def test_the_command_escapes_names(tmp_path: Path, capsys: pytest.CaptureFixture
     assert r"\x1b[2Jname" in output
 
 
-def test_of_no_checkpoint_the_command_says_so(
+def test_the_command_explains_that_there_is_no_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["verify", str(tmp_path)]) == 2
@@ -77,11 +77,11 @@ def test_of_no_checkpoint_the_command_says_so(
 
 
 def verify_and_diff(path: str) -> tuple[int, int, bool]:
-    """The exit codes, and whether CUDA has been initialized."""
+    """Returns the exit codes of verify and diff, and True if CUDA was initialized."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     codes = cli.main(["verify", path]), cli.main(["diff", path, path])
     return *codes, torch.cuda.is_initialized()
 
 
-def test_the_commands_leave_cuda_alone(ours: Path) -> None:
+def test_the_commands_do_not_initialize_cuda(ours: Path) -> None:
     assert in_fresh_process(verify_and_diff, str(ours)) == (0, 0, False)

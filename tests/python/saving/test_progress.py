@@ -1,8 +1,9 @@
-"""The bar of ``progress=True``: redrawn on a terminal, one line in a log."""
+"""The progress bar of ``progress=True``: redrawn on a terminal, one line in a log."""
 
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 
@@ -10,43 +11,71 @@ from tests.support import Terminal
 from torch_ckpt._base.progress import Progress, Reporter
 
 
-def drawn(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, title: str = "save x") -> str:
-    """What a save of 2 MB draws that is told of twice."""
+@pytest.fixture(autouse=True)
+def _terminal_of_100_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+
+def draw(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, title: str = "save x") -> str:
+    """Draws the progress of a save of 2 MB that reports twice."""
     monkeypatch.setattr("sys.stderr", stream)
-    with Reporter(True, title, 0, 2_000_000, seconds_between=0.0) as shown:
+    with Reporter(True, title, 0, 2_000_000, seconds_between=0.0) as reporter:
         for done in (500_000, 2_000_000):
-            shown.update(Progress(2_000_000, done, done))
+            reporter.update(Progress(2_000_000, done, done))
     return stream.getvalue()
 
 
-def test_on_a_terminal_one_line_is_drawn_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, *lines = drawn(monkeypatch, Terminal()).split("\r")
-    assert [line.partition(",")[0] for line in lines] == [
-        "save x: 25% of 2.0 MB",
-        "save x: 100% of 2.0 MB",
-        "save x: 100% of 2.0 MB",
+def test_a_terminal_shows_a_bar_with_rate_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, *lines = draw(monkeypatch, Terminal()).split("\r")
+    rate = r"[0-9.]+ [kMGT]?B/s"
+    patterns = [
+        rf"save x: #{{5}}-{{15}} 25% of 2\.0 MB, {rate}, [0-9]+ s left\x1b\[K",
+        rf"save x: #{{20}} 100% of 2\.0 MB, {rate}\x1b\[K",
+        rf"save x: #{{20}} 100% of 2\.0 MB, {rate}\x1b\[K\n",
     ]
-    assert lines[-1].endswith("\n")
+    assert len(lines) == len(patterns)
+    for line, pattern in zip(lines, patterns, strict=True):
+        assert re.fullmatch(pattern, line)
 
 
-def test_in_a_log_there_is_one_line_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = drawn(monkeypatch, io.StringIO())
-    assert text.startswith("save x: 100% of 2.0 MB, ")
-    assert text.count("\n") == 1
-    assert "\r" not in text
+def test_the_bar_is_coloured_unless_no_color_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "\x1b[32m" not in draw(monkeypatch, Terminal())
+    monkeypatch.delenv("NO_COLOR")
+    assert "\x1b[32m#####\x1b[0m-" in draw(monkeypatch, Terminal())
 
 
-def test_what_a_terminal_would_act_on_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "\\x1b[2J" in drawn(monkeypatch, io.StringIO(), "load \x1b[2J")
+@pytest.mark.parametrize("columns", [40, 60, 80, 100])
+@pytest.mark.parametrize("title", ["save x", "save " + "0123456789" * 10])
+def test_the_line_is_shorter_than_the_terminal_is_wide(
+    monkeypatch: pytest.MonkeyPatch, columns: int, title: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for line in draw(monkeypatch, Terminal(), title).split("\r"):
+        assert len(line.rstrip("\n").removesuffix("\x1b[K")) < columns
 
 
-def test_a_closed_standard_error_fails_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stream", [io.StringIO, Terminal], ids=["log", "dumb terminal"])
+def test_a_log_gets_one_line_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, stream: type[io.StringIO]
+) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    text = draw(monkeypatch, stream())
+    assert re.fullmatch(r"save x: 100% of 2\.0 MB, [0-9.]+ [kMGT]?B/s\n", text)
+
+
+def test_control_characters_in_the_title_are_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "\\x1b[2J" in draw(monkeypatch, io.StringIO(), "load \x1b[2J")
+
+
+def test_a_closed_standard_error_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Terminal()
-    stream.close()
     monkeypatch.setattr("sys.stderr", stream)
-    with Reporter(True, "save x", 0, 1) as shown:
-        shown.update(Progress(1, 1, 1))
+    with Reporter(True, "save x", 0, 1) as reporter:
+        stream.close()
+        reporter.update(Progress(1, 1, 1))
 
 
-def test_other_ranks_draw_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_other_than_0_draw_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not Reporter(True, "save x", 1, 1).active

@@ -1,0 +1,31 @@
+"""The exit codes of torch-ckpt."""
+
+from __future__ import annotations
+
+import enum
+
+
+class ExitCode(enum.IntEnum):
+    """The exit code of a command; ``meaning`` is the text of ``--help`` and of docs/cli.md."""
+
+    meaning: str
+
+    def __new__(cls, code: int, meaning: str) -> ExitCode:
+        member = int.__new__(cls, code)
+        member._value_ = code
+        member.meaning = meaning
+        return member
+
+    SUCCESS = 0, "the command succeeded and found nothing wrong"
+    FINDING = (
+        1,
+        "ls, show, verify: something is damaged or missing; diff: the checkpoints differ; gc, "
+        "delete: a step to be deleted is in use; doctor: an assumption does not hold",
+    )
+    ERROR = (
+        2,
+        "the command line is wrong, or the command failed: nothing to read, no access, no space; "
+        "verify: no damage found, but part of the checkpoint could not be read",
+    )
+    INTERRUPTED = 130, "Ctrl-C stopped the command"
+    CLOSED_PIPE = 141, "the reader of the output closed it before the result was known"

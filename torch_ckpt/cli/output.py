@@ -1,0 +1,161 @@
+"""Prints reports: plain text on pipes; on terminals tables that fit, and colours if rich is there.
+
+The optional package ``rich`` is imported only if stdout is a terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torch_ckpt._base.formatting import Block, Table, printable, shorten, text_lines
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.text import Text
+
+# A left-aligned column is not made narrower than this before a column is left out.
+_LEAST_WIDTH = 20
+
+_GAP = 2
+
+_CELL_STYLES = {
+    "ok": "green",
+    "yes": "green",
+    "unreferenced": "yellow",
+    "missing": "red",
+    "too short": "red",
+    "unreadable": "red",
+}
+
+# The styles of parts of a line: its label and its verdict.
+_LINE_STYLES = {
+    r"^(damaged|missing|incomplete)(?=: )": "red",
+    r"(?<=: )([0-9]+ \w+ (damaged|missing|incomplete|not read)(, )?)+$": "red",
+    r"(?<=: )fails(?= \()": "red",
+    r"(?<= are )different\b.*(?=: )": "red",
+    r"^(not read|not part of the checkpoint|not verifiable[^:]*)(?=: )": "yellow",
+    r"^(note|in use|not removed|unfinished)(?=: )": "yellow",
+    r"(?<=: )unknown(?= \()": "yellow",
+    r"(?<=: )(all is sound|nothing is wrong, .*)$": "green",
+    r"(?<=: )holds(?= \()": "green",
+    r"(?<= are )equal\b.*(?=: )": "green",
+    r"^\(not shown, .*": "dim",
+}
+
+
+def print_json(document: dict[str, Any]) -> None:
+    """Prints one JSON document. NaN and infinities, which JSON does not have, become strings."""
+    print(json.dumps(_without_infinities(document), indent=2, allow_nan=False))
+
+
+def _without_infinities(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_infinities(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_infinities(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def print_error(text: str) -> None:
+    """Prints one line on standard error."""
+    print(f"torch-ckpt: {printable(text)}", file=sys.stderr)
+
+
+def print_blocks(blocks: Iterable[Block]) -> None:
+    """Prints the lines and tables of a report."""
+    if not sys.stdout.isatty():
+        for line in text_lines(blocks):
+            print(line)
+        return
+    fitted = _fit_all(blocks, shutil.get_terminal_size().columns)
+    try:
+        from rich.console import Console
+    except ImportError:
+        for line in text_lines(fitted):
+            print(line)
+        return
+    console = Console(file=sys.stdout, soft_wrap=True, highlight=False)
+    for block in fitted:
+        console.print(_style_table(block) if isinstance(block, Table) else _style_line(block))
+
+
+def _fit_all(blocks: Iterable[Block], width: int) -> Iterator[Block]:
+    for block in blocks:
+        if not isinstance(block, Table):
+            yield block
+            continue
+        table = fit_table(block, width)
+        yield table
+        if hidden := [title for title in block.header if title not in table.header]:
+            yield f"(not shown, because the terminal is too narrow: {', '.join(hidden)})"
+
+
+def fit_table(table: Table, width: int) -> Table:
+    """Makes a table fit into a terminal.
+
+    Shortens the left-aligned cells in the middle, the widest column first. If that is not enough,
+    leaves out optional columns.
+    """
+    optional = list(table.optional)
+    while True:
+        widths = [max(map(len, column)) for column in zip(table.header, *table.rows, strict=True)]
+        excess = sum(widths) + _GAP * (len(widths) - 1) - width
+        if excess <= 0:
+            return table
+        flexible = [n for n, title in enumerate(table.header) if title not in table.right]
+        if not optional or excess <= sum(max(widths[n] - _LEAST_WIDTH, 0) for n in flexible):
+            return _shorten_cells(table, _narrow(widths, flexible, excess))
+        table = _leave_out(table, table.header.index(optional.pop(0)))
+
+
+def _narrow(widths: list[int], flexible: list[int], excess: int) -> list[int]:
+    """Takes the excess from the widest flexible columns."""
+    narrowed = list(widths)
+    for _ in range(excess):
+        widest = max(flexible, key=narrowed.__getitem__, default=None)
+        if widest is None or narrowed[widest] == 1:
+            break
+        narrowed[widest] -= 1
+    return narrowed
+
+
+def _shorten_cells(table: Table, widths: list[int]) -> Table:
+    header, *rows = [
+        [shorten(cell, width) for cell, width in zip(line, widths, strict=True)]
+        for line in (table.header, *table.rows)
+    ]
+    return replace(table, header=header, rows=rows)
+
+
+def _leave_out(table: Table, column: int) -> Table:
+    header, *rows = [[*line[:column], *line[column + 1 :]] for line in (table.header, *table.rows)]
+    return replace(table, header=header, rows=rows)
+
+
+def _style_table(table: Table) -> RenderableType:
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    styled = RichTable(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
+    for title in table.header:
+        styled.add_column(
+            Text(title), justify="right" if title in table.right else "left", no_wrap=True
+        )
+    for row in table.rows:
+        styled.add_row(*(Text(cell, style=_CELL_STYLES.get(cell, "")) for cell in row))
+    return styled
+
+
+def _style_line(line: str) -> Text:
+    from rich.text import Text
+
+    text = Text(line)
+    for pattern, style in _LINE_STYLES.items():
+        text.highlight_regex(pattern, style)
+    return text
