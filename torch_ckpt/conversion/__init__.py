@@ -1,1 +1,1 @@
-"""Checkpoints to and from other formats."""
+"""Conversion of checkpoints to and from other formats."""

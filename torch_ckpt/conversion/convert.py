@@ -1,10 +1,9 @@
-"""``convert``: a model from one format to another, never all of it in memory.
+"""``convert``: converts a model between formats without holding all of it in memory.
 
-1. The source is opened by its metadata: names, dtypes, shapes, and where each tensor lies; and what
-   is not selected is forgotten.
-2. What the target's format does not hold is refused by name, before anything is written.
-3. Tensors are read and written some at a time, in the same bytes where no other dtype is wanted.
-4. The target takes its name once it is complete and durable.
+1. Open the source, reading only names, dtypes, shapes and locations, and apply the selection.
+2. Reject values that the target format cannot hold, before anything is written.
+3. Read and write tensors, a few at a time. Their bytes do not change unless a dtype is given.
+4. Publish the target under its name once it is complete and durable.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import torch
 from torch_ckpt._base.formatting import plural, printable, size, some_of
 from torch_ckpt._base.progress import Progress, ProgressOption, Reporter
 from torch_ckpt.checkpoint.locating import TORCH_SUFFIXES
-from torch_ckpt.conversion.selection import Selection, dtype_of
+from torch_ckpt.conversion.selection import Selection, parse_dtype
 from torch_ckpt.conversion.source import Source
 from torch_ckpt.conversion.sources import open_source
 from torch_ckpt.conversion.targets import (
@@ -37,7 +36,7 @@ from torch_ckpt.conversion.transformers_config import Config, leave_out_tied
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.loading.renaming import Rename
 
-# The most bytes of tensors in a file of a directory for transformers.
+# Default of max_shard_size, as in transformers.
 _SHARD_BYTES = 5 * 10**9
 
 _NAMES = {"dcp": "a checkpoint directory", "torch": "torch.save", "safetensors": "safetensors"}
@@ -45,16 +44,21 @@ _NAMES = {"dcp": "a checkpoint directory", "torch": "torch.save", "safetensors":
 
 @dataclass
 class ConvertReport:
-    """What :func:`convert` did.
+    """Result of :func:`convert`.
 
     Attributes:
         source, target: the paths.
         source_format, target_format: "dcp", "torch" or "safetensors".
-        files: paths that were written; of a checkpoint its directory.
-        tensors, objects: how many were written.
-        bytes: of the tensors.
-        seconds: that it took.
-        notes: what the source has and the target has not: clauses for people.
+        files: paths that were written; for a checkpoint, its directory.
+        tensors, objects: number of tensors and objects that were written.
+        bytes: size of the tensors.
+        seconds: duration.
+        notes: clauses of text about properties of the source that the target does not have.
+
+    Example::
+
+        report = torch_ckpt.convert("run/40", "model.safetensors", select=["model.*"])
+        print(report.tensors, report.bytes, report.notes)
     """
 
     source: str
@@ -69,7 +73,7 @@ class ConvertReport:
     notes: list[str] = field(default_factory=list)
 
     def lines(self) -> Iterator[str]:
-        """The whole report for people, with escaped names."""
+        """Yields the report as text, with escaped names."""
         for note in self.notes:
             yield printable(f"note: {note}")
         parts = [plural(self.tensors, "tensor"), size(self.bytes), f"{self.seconds:.2f} s"]
@@ -78,12 +82,12 @@ class ConvertReport:
         if self.files != [self.target]:
             parts.append(plural(len(self.files), "file"))
         yield printable(
-            f"{self.source} ({_NAMES[self.source_format]}) is now {self.target} "
+            f"converted {self.source} ({_NAMES[self.source_format]}) to {self.target} "
             f"({_NAMES[self.target_format]}): {', '.join(parts)}"
         )
 
     def document(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """Returns the report as a document for JSON."""
         return asdict(self)
 
 
@@ -105,78 +109,91 @@ def convert(
 ) -> ConvertReport:
     """Converts between checkpoint directories, files of ``torch.save``, and safetensors.
 
-    Tensors arrive bit for bit, where ``dtype`` is not given. Names of nested dicts and lists become
-    "a.b.0" in safetensors, and are nested again in files of ``torch.save`` where the source is a
-    checkpoint. There the values of :class:`torch_ckpt.AppState` are what their
-    ``load_state_dict()`` takes.
+    Tensors are copied bit for bit unless ``dtype`` is given. In safetensors, nested values get
+    names such as "a.b.0". If the source is a checkpoint, files of ``torch.save`` are nested like
+    the saved state dict, and values of :class:`torch_ckpt.AppState` become the states that their
+    ``load_state_dict()`` accepts.
 
     Args:
-        source: a checkpoint directory of torch or of ours, ``ROOT/40`` for step 40 of a run or ROOT
-            for its newest step, a file of ``torch.save``, a safetensors
-            file, or a directory of such files with their index.
-        target: ``*.safetensors``; ``*.pt``, ``*.pth`` or ``*.bin`` for ``torch.save``; else a
-            checkpoint directory.
-        select: patterns as of :mod:`fnmatch` of the names in the source to take, as
-            ``["model.*"]``. None: all.
-        strip_prefix: is taken away from the names that begin with it, as ``"model."``.
-        rename: gives what is left of the names others: see :func:`torch_ckpt.load`.
-        dtype: of floating point tensors, also as "bf16", "fp16" or "fp32". What becomes too large
-            for it is noted.
-        config: a ``config.json``, or a directory that has one, which is copied to the target, with
-            ``dtype`` in it if that is given. The target is a directory of safetensors files then,
-            of 5 GB at most if ``max_shard_size`` is not given: with the names of a model of
-            ``transformers`` its ``from_pretrained`` loads that. If ``transformers`` is installed,
-            weights that the model ties to others, and that equal them, are left out.
-        max_shard_size: makes the target a directory of safetensors files with an index, none with
-            more bytes of tensors, unless one tensor has more.
+        source: a checkpoint directory of torch_ckpt or stock torch, ``ROOT/40`` for step 40 of a
+            run, ROOT for its newest step, a file of ``torch.save``, a safetensors file, or a
+            directory of safetensors files with their index.
+        target: ``*.safetensors``; ``*.pt``, ``*.pth`` or ``*.bin`` for ``torch.save``; any other
+            path for a checkpoint directory.
+        select: :mod:`fnmatch` patterns of the names to convert, such as ``["model.*"]``. None
+            converts all names.
+        strip_prefix: prefix to remove from the names that begin with it, such as ``"model."``.
+        rename: new names for the names without their prefix; see :func:`torch_ckpt.load`.
+        dtype: convert floating point tensors to this dtype, which may also be given as "bf16",
+            "fp16" or "fp32". The report notes tensors with values that overflow.
+        config: a ``config.json``, or a directory that contains one, to copy to the target. If
+            ``dtype`` is given, it replaces the dtype in the copy. The target becomes a directory of
+            safetensors files that ``from_pretrained`` of ``transformers`` loads, if the names are
+            those of the model. If ``transformers`` is installed, weights that the model ties to
+            equal weights are left out.
+        max_shard_size: makes the target a directory of safetensors files with an index. It is the
+            most bytes of tensors in a file, unless a single tensor is larger. The default is 5 GB
+            if ``config`` is given.
         tensors_only: leave out values that are not tensors.
-        overwrite: replace what is there. It stays until the new one is complete.
-        allow_pickle: unpickle whatever the source holds, which may run code; only from trusted
-            writers.
-        max_host_bytes: of tensors that are in memory at once; the largest one always is.
+        overwrite: replace an existing target, which is kept until the new one is complete.
+        allow_pickle: unpickle objects of any type. This may run code that the source contains, so
+            use it only for trusted sources.
+        max_host_bytes: most bytes of tensors to hold in memory; a larger tensor is held alone.
         progress: see :data:`torch_ckpt._base.progress.ProgressOption`.
 
     Raises:
-        FileNotFoundError: there is no source.
-        FileExistsError: there is something at the target.
-        CheckpointError: the formats are the same and nothing else changes, or the target's does not
-            hold what the source has, which is named; or ``config`` is not a JSON object.
-        Corrupt, Unsafe: the source is damaged, or would run code.
-        OSError: a system call failed. Nothing is left of the target.
-        DurabilityUncertain: the target is complete, but may not be there after a power cut.
-        ValueError: an option is out of range, a pattern matches no name, or two names become one.
+        FileNotFoundError: the source does not exist.
+        FileExistsError: the target exists, and ``overwrite`` is False.
+        CheckpointError: source and target have the same format and nothing is to be changed; the
+            target format cannot hold a value, which the message names; or ``config`` is not a JSON
+            object.
+        Corrupt, Unsafe: the source is damaged, or loading it would run code.
+        OSError: a system call failed. The unfinished target has been removed.
+        DurabilityUncertain: the target is complete, but may be lost in a power failure.
+        ValueError: an option is out of range, a pattern matches no name, or two values would get
+            the same name.
+
+    Example::
+
+        torch_ckpt.convert(
+            "run/40", "model.safetensors", select=["model.*"], strip_prefix="model.", dtype="bf16"
+        )
     """
     for title, value in (("max_shard_size", max_shard_size), ("max_host_bytes", max_host_bytes)):
         if value is not None and value < 1:
             raise ValueError(f"{title} must be at least 1, got {value}")
     begun = time.perf_counter()
-    path, place = os.fspath(source), os.fspath(target)
-    to_dtype = None if dtype is None else dtype_of(dtype)
-    names_file = _suffix(place) in (".safetensors", *TORCH_SUFFIXES)
-    if names_file and (max_shard_size is not None or config is not None):
+    path, target_path = os.fspath(source), os.fspath(target)
+    to_dtype = None if dtype is None else parse_dtype(dtype)
+    is_file = _suffix(target_path) in (".safetensors", *TORCH_SUFFIXES)
+    if is_file and (max_shard_size is not None or config is not None):
         option = "config" if max_shard_size is None else "max_shard_size"
-        raise ValueError(f"{option} makes a directory, and {place} names a file")
+        raise ValueError(
+            f"{option} writes a directory, but {target_path} has the suffix of a file. Pass the "
+            "path of a directory as the target"
+        )
     model_config = None if config is None else Config(os.fspath(config))
-    target_format, write = _target(place, max_shard_size, model_config, to_dtype)
+    target_format, write = _choose_target(target_path, max_shard_size, model_config, to_dtype)
     is_changed = not (select is None and not strip_prefix and rename is None and dtype is None)
-    if os.path.exists(place) and os.path.exists(path) and os.path.samefile(path, place):
-        raise CheckpointError(f"{path} cannot be converted to itself")
+    if os.path.exists(target_path) and os.path.exists(path) and os.path.samefile(path, target_path):
+        raise CheckpointError(f"source and target are the same: {path}")
     with ExitStack() as stack:
         opened = stack.enter_context(closing(open_source(path, allow_pickle)))
         if is_changed:
             opened = Selection(
                 opened, select=select, strip_prefix=strip_prefix, rename=rename, dtype=to_dtype
             )
-        report = ConvertReport(path, place, opened.format, target_format)
+        report = ConvertReport(path, target_path, opened.format, target_format)
         if target_format == opened.format != "safetensors" and not is_changed:
             raise CheckpointError(
-                f"{path} and {place} are both {_NAMES[target_format]}: there is nothing to convert"
+                f"{path} and {target_path} are both {_NAMES[target_format]}: there is nothing to "
+                "convert. Pass select, rename or dtype to change something"
             )
-        notes = _left_out(opened, target_format, tensors_only)
+        notes = _drop_objects(opened, target_format, tensors_only)
         if target_format == "safetensors":
             require_safetensors(opened)
         if model_config is not None and (tied := leave_out_tied(opened, model_config)):
-            notes.append(f"tied to other weights, of which they are copies: {some_of(tied)}")
+            notes.append(f"left out, since the model ties them to equal weights: {some_of(tied)}")
         report.tensors, report.objects = len(opened.tensors), len(opened.objects)
         total = sum(entry.nbytes for entry in opened.tensors.values())
         with Reporter(progress, f"convert {os.path.basename(path)}", 0, total) as shown:
@@ -186,7 +203,7 @@ def convert(
                 shown.update(Progress(total, 0, report.bytes))
 
             report.files = write(
-                opened, place, overwrite=overwrite, wave_bytes=max_host_bytes, wrote=wrote
+                opened, target_path, overwrite=overwrite, wave_bytes=max_host_bytes, wrote=wrote
             )
         report.notes = notes + opened.notes
     report.seconds = time.perf_counter() - begun
@@ -197,9 +214,10 @@ def _suffix(path: str) -> str:
     return os.path.splitext(path)[1].lower()
 
 
-def _target(
+def _choose_target(
     path: str, max_shard_size: int | None, config: Config | None, dtype: torch.dtype | None
 ) -> tuple[str, Write]:
+    """Returns the format of a target and the function that writes it."""
     suffix = _suffix(path)
     if max_shard_size is not None or config is not None:
         return "safetensors", partial(
@@ -214,11 +232,14 @@ def _target(
     return "dcp", write_dcp
 
 
-def _left_out(source: Source, target_format: str, tensors_only: bool) -> list[str]:
-    """Leaves out what is not wanted; notes of what that is.
+def _drop_objects(source: Source, target_format: str, tensors_only: bool) -> list[str]:
+    """Removes the objects of a source if only tensors are to be converted.
+
+    Returns:
+        Notes about objects and metadata that the target will lack.
 
     Raises:
-        CheckpointError: the target does not hold objects.
+        CheckpointError: the target format cannot hold objects.
     """
     notes = []
     names = some_of(source.objects)
@@ -227,10 +248,10 @@ def _left_out(source: Source, target_format: str, tensors_only: bool) -> list[st
         source.objects.clear()
     elif source.objects and target_format == "safetensors":
         raise CheckpointError(
-            f"safetensors files hold tensors only, and these are not tensors: {names}; "
-            "tensors_only=True (--tensors-only) leaves them out"
+            f"safetensors files hold only tensors, and these values are not tensors: {names}. Pass "
+            "tensors_only=True (--tensors-only) to leave them out"
         )
     if source.metadata and target_format != "safetensors":
         keys = ", ".join(sorted(source.metadata))
-        notes.append(f"metadata of the safetensors file, which has no place here: {keys}")
+        notes.append(f"left out metadata of the safetensors file: {keys}")
     return notes

@@ -1,8 +1,8 @@
-"""What a conversion publishes: a file, or a directory of files of safetensors.
+"""Publishes the target of a conversion: a file, or a directory of safetensors files.
 
-They appear as checkpoint/publishing.py says. The files of a directory lie in one of a temporary
-name, which is renamed; a directory that is replaced gets a temporary name, too, until it is
-removed. What somebody has put into that one meanwhile stays, and a warning says where.
+Files are published by checkpoint/publishing.py. A directory is filled under a temporary name and
+then renamed. A directory that it replaces is renamed to another temporary name and removed. If
+another process has added files to the replaced directory, it is kept, and a warning gives its path.
 """
 
 from __future__ import annotations
@@ -23,22 +23,32 @@ from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.publishing import require_absent, split, told_of_durability
 from torch_ckpt.errors import DurabilityUncertain
 
-_OUR_NAME = re.compile(
+_MODEL_FILE = re.compile(
     r"^model(-\d{5,}-of-\d{5,})?\.safetensors$|^model\.safetensors\.index\.json$|^config\.json$"
 )
 
-_ADVICE = "; convert again with overwrite=True (--overwrite)"
+_ADVICE = ". Convert again with overwrite=True (--overwrite)"
 
 
 def published_file(target: str, overwrite: bool) -> AbstractContextManager[BinaryIO]:
-    """See :func:`torch_ckpt.checkpoint.publishing.published_file`."""
+    """Opens a file that is published at the end of the block.
+
+    See :func:`torch_ckpt.checkpoint.publishing.published_file`.
+    """
     return publishing.published_file(target, overwrite=overwrite, advice=_ADVICE)
 
 
 @contextmanager
 def published_directory(target: str, overwrite: bool) -> Iterator[str]:
-    """The same with a directory. One that is replaced may hold nothing but files of this kind."""
-    _require_ours(target, overwrite)
+    """Creates a directory that is published at the end of the block; yields its temporary path.
+
+    Raises:
+        FileExistsError: the target exists and ``overwrite`` is False; or it contains files other
+            than a model in safetensors files.
+        OSError: a system call failed.
+        DurabilityUncertain: the directory is complete, but may be lost in a power failure.
+    """
+    _require_replaceable(target, overwrite)
     directory, name = split(target)
     temporary, former = publishing.temporary_name(name), publishing.temporary_name(name)
     path = os.path.join(directory, temporary)
@@ -48,12 +58,12 @@ def published_directory(target: str, overwrite: bool) -> Iterator[str]:
             yield path
             with closing(OpenDirectory(path)) as written:
                 written.sync()
-                _require_ours(target, overwrite)
+                _require_replaceable(target, overwrite)
                 aside = former if overwrite and os.path.lexists(target) else None
-                with told_of_durability(target, _ADVICE), _told_of_others(target):
+                with told_of_durability(target, _ADVICE), _explain_concurrent_creation(target):
                     _core.publish(opened, temporary, name, aside, renamed=written)
         except DurabilityUncertain:
-            # The rename may yet be carried out.
+            # The rename may still take effect, so keep the files.
             raise
         except BaseException:
             shutil.rmtree(path, ignore_errors=True)
@@ -63,51 +73,57 @@ def published_directory(target: str, overwrite: bool) -> Iterator[str]:
 
 
 @contextmanager
-def _told_of_others(target: str) -> Iterator[None]:
-    # A rename replaces no directory but an empty one.
+def _explain_concurrent_creation(target: str) -> Iterator[None]:
+    # A rename replaces only an empty directory. It fails if another process created the target.
     try:
         yield
     except OSError as error:
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
             raise
         raise FileExistsError(
-            errno.EEXIST, "somebody has made it meanwhile; it stays", target
+            errno.EEXIST,
+            "another process has created the target during the conversion; it is not replaced",
+            target,
         ) from error
 
 
 def _remove_former(path: str, target: str) -> None:
-    """Removes the directory that was replaced, and nothing in it but files of this kind."""
+    """Removes the replaced directory, unless it contains files other than those of a model."""
     try:
         if os.path.islink(path):
-            # What it leads to was never ours to replace.
+            # Remove only the link, not the directory that it points to.
             os.unlink(path)
             return
         names = os.listdir(path)
-        others = [name for name in names if not _is_ours(path, name)]
+        others = [name for name in names if not _is_model_file(path, name)]
         if others:
             raise FileExistsError(
-                errno.EEXIST, f"other files were put into it meanwhile ({others[0]})", path
+                errno.EEXIST, f"another process has added other files ({others[0]})", path
             )
         for name in names:
             os.unlink(os.path.join(path, name))
         os.rmdir(path)
     except OSError as error:
-        warn(f"{target} is replaced, and what it was is kept as {path}: {error}")
+        warn(f"{target} was replaced, but its former contents are kept in {path}: {error}")
 
 
-def _is_ours(directory: str, name: str) -> bool:
+def _is_model_file(directory: str, name: str) -> bool:
     mode = os.lstat(os.path.join(directory, name)).st_mode
-    return _OUR_NAME.match(name) is not None and not stat.S_ISDIR(mode)
+    return _MODEL_FILE.match(name) is not None and not stat.S_ISDIR(mode)
 
 
-def _require_ours(target: str, overwrite: bool) -> None:
+def _require_replaceable(target: str, overwrite: bool) -> None:
+    """Raises FileExistsError if the target exists and must not be replaced."""
     if not os.path.isdir(target):
         require_absent(target, overwrite=False)
         return
-    others = [name for name in os.listdir(target) if not _OUR_NAME.match(name)]
+    others = [name for name in os.listdir(target) if not _MODEL_FILE.match(name)]
     if others:
         raise FileExistsError(
-            errno.EEXIST, f"is a directory with other files ({others[0]}); they stay", target
+            errno.EEXIST,
+            f"the directory has files of other kinds ({others[0]}) and is not replaced. Choose "
+            "another target",
+            target,
         )
     if os.listdir(target):
         require_absent(target, overwrite)

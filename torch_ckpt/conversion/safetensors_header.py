@@ -1,8 +1,9 @@
-"""The header of a ``.safetensors`` file.
+"""Encodes and decodes the header of a ``.safetensors`` file.
 
-``u64`` length of the header, JSON, tensors one behind the other. The library of that name writes a
-file only from tensors that are all in memory and maps all of a file that it reads; here a tensor is
-a range of bytes, so that files may be larger than memory. What it refuses is refused here.
+A file has the length of the header as a ``u64``, the header as JSON, and the tensors, without gaps.
+The safetensors library needs all tensors of a file in memory to write it, and maps a complete file
+to read it. This module gives each tensor's range of bytes, so files may be larger than memory. It
+rejects every file that the library rejects.
 """
 
 from __future__ import annotations
@@ -40,31 +41,31 @@ _NAMES = {
     "F4": "float4_e2m1fn_x2",
 }
 
-#: dtypes by the format's own names for them.
+#: dtypes by their names in the format.
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, of_torch) for name, of_torch in _NAMES.items() if hasattr(torch, of_torch)
 }
 
 _CODES = {dtype: name for name, dtype in DTYPES.items()}
 
-#: The key that does not name a tensor.
+#: The key of the file's own metadata, which is not a tensor.
 METADATA_KEY = "__metadata__"
 
-# The library's own limit, before anything is allocated.
-_MOST_HEADER_BYTES = 100_000_000
+# Limit of the safetensors library. It also bounds what a damaged file makes us allocate.
+_MAX_HEADER_BYTES = 100_000_000
 
-#: The library's own, too.
-MOST_DIMENSIONS = 64
+#: Limit of the safetensors library.
+MAX_DIMENSIONS = 64
 
 
 @dataclass(frozen=True)
-class Place:
-    """A tensor of a file.
+class TensorRange:
+    """A tensor of a file, and the range of bytes that holds it.
 
     Attributes:
-        dtype, shape: of the tensor in torch.
-        begin: where its bytes begin in the file.
-        nbytes: how many there are.
+        dtype, shape: dtype and shape in torch.
+        begin: offset in the file in bytes.
+        nbytes: size in bytes.
     """
 
     dtype: torch.dtype
@@ -76,14 +77,14 @@ class Place:
 def encode_header(
     tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], metadata: dict[str, str]
 ) -> bytes:
-    """The bytes of a file before its tensors, which follow in this order without gaps.
+    """Returns the bytes that precede the tensors, which follow in this order without gaps.
 
     Args:
-        tensors: name, dtype, which is one of :data:`DTYPES`, and shape of each.
-        metadata: the file's own, for its key ``__metadata__``.
+        tensors: name, dtype (one of :data:`DTYPES`) and shape of each tensor.
+        metadata: metadata of the file, stored under ``__metadata__``.
 
     Raises:
-        CheckpointError: they would have more bytes than readers take.
+        CheckpointError: the header would be larger than readers accept.
     """
     header: dict[str, Any] = {METADATA_KEY: metadata} if metadata else {}
     begin = 0
@@ -91,33 +92,34 @@ def encode_header(
         end = begin + math.prod(shape) * dtype.itemsize
         header[name] = {
             "dtype": _CODES[dtype],
-            "shape": _logical(dtype, shape),
+            "shape": _format_shape(dtype, shape),
             "data_offsets": [begin, end],
         }
         begin = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    if len(text) > _MOST_HEADER_BYTES:
+    if len(text) > _MAX_HEADER_BYTES:
         raise CheckpointError(
-            f"the header of a safetensors file would have {len(text)} bytes for {len(header)} "
-            f"names, more than the {_MOST_HEADER_BYTES} that readers take: convert fewer tensors, "
-            "or pass max_shard_size (--max-shard-size)"
+            f"the header of the safetensors file would have {len(text)} bytes for {len(header)} "
+            f"names, but readers accept at most {_MAX_HEADER_BYTES}. Convert fewer tensors, or "
+            "pass max_shard_size (--max-shard-size)"
         )
     return len(text).to_bytes(8, "little") + text
 
 
 def read_header(
     stream: BinaryIO, length: int, path: str
-) -> tuple[dict[str, Place], dict[str, str]]:
-    """The tensors of a file, ascending by their place, and the file's own metadata.
+) -> tuple[dict[str, TensorRange], dict[str, str]]:
+    """Reads the tensors of a file, sorted by offset, and the metadata of the file.
 
     Args:
-        stream: at the beginning of the file.
-        length: of the file, in bytes.
-        path: of the file, for messages.
+        stream: the file, positioned at its beginning.
+        length: length of the file in bytes.
+        path: path of the file, for error messages.
 
     Raises:
-        Corrupt: it is not such a file, or it is cut off, or its tensors overlap or leave gaps.
+        Corrupt: the file is not a safetensors file, is truncated, or its tensors overlap or leave
+            gaps.
     """
 
     def refuse(what: str) -> NoReturn:
@@ -126,68 +128,73 @@ def read_header(
     head = stream.read(8)
     size = int.from_bytes(head, "little")
     if len(head) < 8 or size > length - 8:
-        refuse("it is shorter than its header")
-    if size > _MOST_HEADER_BYTES:
-        refuse(f"its header has {size} bytes, more than {_MOST_HEADER_BYTES}")
+        refuse("the file is shorter than its header")
+    if size > _MAX_HEADER_BYTES:
+        refuse(f"the header has {size} bytes, more than the limit of {_MAX_HEADER_BYTES}")
     try:
         header = json.loads(stream.read(size).decode(), object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
-        refuse(f"its header is not JSON of that format ({error})")
+        refuse(f"the header is not JSON of the format ({error})")
     if not isinstance(header, dict):
-        refuse("its header is not an object")
+        refuse("the header is not a JSON object")
     metadata = header.pop(METADATA_KEY, {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        refuse(f"{METADATA_KEY} is not an object of texts")
+        refuse(f"{METADATA_KEY} is not an object of strings")
     if not all(is_unicode(text) for item in metadata.items() for text in item):
-        refuse(f"{METADATA_KEY} has a text that is not Unicode")
-    data = length - 8 - size
-    places = []
+        refuse(f"{METADATA_KEY} has a string that is not Unicode")
+    data_bytes = length - 8 - size
+    ranges = []
     for name, entry in header.items():
         if not is_unicode(name):
             refuse(f"the name {name!r} is not Unicode")
-        place = _place(entry, data)
-        if isinstance(place, str):
-            refuse(f"{name}: {place}")
-        places.append((name, place))
-    places.sort(key=lambda item: (item[1].begin, item[1].nbytes))
+        found = _parse_entry(entry, data_bytes)
+        if isinstance(found, str):
+            refuse(f"{name}: {found}")
+        ranges.append((name, found))
+    ranges.sort(key=lambda item: (item[1].begin, item[1].nbytes))
     end = 0
-    for name, place in places:
-        if place.begin != end:
-            refuse(f"{name}: its bytes begin at {place.begin}, where those before it end at {end}")
-        end += place.nbytes
-    if end != data:
-        refuse(f"its tensors have {end} bytes, the file has {data} for them")
+    for name, found in ranges:
+        if found.begin != end:
+            refuse(
+                f"{name}: its data begins at {found.begin}, but the preceding data ends at {end}"
+            )
+        end += found.nbytes
+    if end != data_bytes:
+        refuse(f"the tensors have {end} bytes, but the file has {data_bytes} bytes of data")
     first = 8 + size
     return {
-        name: Place(place.dtype, place.shape, first + place.begin, place.nbytes)
-        for name, place in places
+        name: TensorRange(found.dtype, found.shape, first + found.begin, found.nbytes)
+        for name, found in ranges
     }, metadata
 
 
 def is_unicode(name: str) -> bool:
-    """Whether a name has no half of a surrogate pair, which UTF-8 cannot say."""
+    """True if a name can be encoded in UTF-8, that is, has no unpaired surrogate."""
     return not any(0xD800 <= ord(character) <= 0xDFFF for character in name)
 
 
-def _place(entry: object, data: int) -> Place | str:
-    """A tensor by its entry, counted from the end of the header; or what is wrong with it."""
+def _parse_entry(entry: object, data_bytes: int) -> TensorRange | str:
+    """Parses the entry of a tensor; returns a description of the error if it is invalid.
+
+    Offsets are relative to the end of the header.
+    """
     if not isinstance(entry, dict):
         return "its entry is not an object"
     code, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
     dtype = DTYPES.get(code) if isinstance(code, str) else None
     if dtype is None:
-        return f"this torch has no dtype for {code!r}"
-    if not _are_sizes(shape) or len(shape) > MOST_DIMENSIONS:
-        return "its shape is not a list of sizes"
+        return f"this version of torch has no dtype for {code!r}"
+    if not _are_sizes(shape) or len(shape) > MAX_DIMENSIONS:
+        return f"its shape is not a list of at most {MAX_DIMENSIONS} sizes"
     if not _are_sizes(offsets) or len(offsets) != 2:
-        return "its offsets are not two numbers"
+        return "its data_offsets are not two numbers"
     begin, end = offsets
-    if not begin <= end <= data:
-        return f"its bytes, {begin} to {end}, do not lie in the file, which has {data} for tensors"
-    sizes = _physical(dtype, shape)
+    if not begin <= end <= data_bytes:
+        return f"its data_offsets [{begin}, {end}] exceed the {data_bytes} bytes of data"
+    sizes = _torch_shape(dtype, shape)
     if sizes is None or math.prod(sizes) * dtype.itemsize != end - begin:
-        return f"{code} {shape} does not take {end - begin} bytes"
-    return Place(dtype, sizes, begin, end - begin)
+        return f"{code} {shape} does not have {end - begin} bytes"
+    return TensorRange(dtype, sizes, begin, end - begin)
 
 
 def _are_sizes(value: Any) -> TypeGuard[list[int]]:
@@ -195,15 +202,17 @@ def _are_sizes(value: Any) -> TypeGuard[list[int]]:
 
 
 def _is_packed(dtype: torch.dtype) -> bool:
-    """Whether one element of torch's is two of the format's."""
+    """True if an element in torch holds two elements of the format."""
     return _CODES[dtype] == "F4"
 
 
-def _logical(dtype: torch.dtype, shape: tuple[int, ...]) -> list[int]:
+def _format_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> list[int]:
+    """Converts a shape in torch to a shape in the format."""
     return [*shape[:-1], 2 * shape[-1]] if _is_packed(dtype) else list(shape)
 
 
-def _physical(dtype: torch.dtype, shape: list[int]) -> tuple[int, ...] | None:
+def _torch_shape(dtype: torch.dtype, shape: list[int]) -> tuple[int, ...] | None:
+    """Converts a shape in the format to a shape in torch; None if it cannot be packed."""
     if not _is_packed(dtype):
         return tuple(shape)
     if not shape or shape[-1] % 2:
@@ -214,5 +223,5 @@ def _physical(dtype: torch.dtype, shape: list[int]) -> tuple[int, ...] | None:
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("a key is there twice")
+        raise ValueError("a key occurs twice")
     return found

@@ -1,4 +1,4 @@
-"""Safetensors files and directories as sources."""
+"""Sources of ``convert``: safetensors files, and directories of them."""
 
 from __future__ import annotations
 
@@ -11,49 +11,49 @@ import torch
 
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.files import lies_beneath, outside
-from torch_ckpt.conversion.safetensors_header import Place, read_header
+from torch_ckpt.conversion.safetensors_header import TensorRange, read_header
 from torch_ckpt.conversion.source import Entry, Source, allocate_tensor, read_exactly
 from torch_ckpt.errors import CheckpointError, Corrupt
 
-# JSON with names and files.
-_MOST_INDEX_BYTES = 1 << 30
+# Limit of the size of an index, which is read into memory.
+_MAX_INDEX_BYTES = 1 << 30
 
 
 class _Safetensors(Source):
-    """Tensors in files of that format."""
+    """Reads tensors from one or more safetensors files."""
 
     format = "safetensors"
 
     def __init__(self) -> None:
         super().__init__()
-        self._places: dict[str, tuple[BinaryIO, Place]] = {}
+        self._ranges: dict[str, tuple[BinaryIO, TensorRange]] = {}
         self._streams: list[BinaryIO] = []
 
     def _add(self, stream: BinaryIO) -> list[str]:
         """Adds the tensors of a file; returns their names."""
         self._streams.append(stream)
         length = os.fstat(stream.fileno()).st_size
-        places, metadata = read_header(stream, length, stream.name)
-        for name, place in places.items():
-            if name in self._places:
-                other = self._places[name][0].name
-                raise Corrupt(f"{name}: both {other} and {stream.name} have it")
-            self._places[name] = stream, place
-            self.tensors[name] = Entry(place.dtype, place.shape)
+        ranges, metadata = read_header(stream, length, stream.name)
+        for name, found in ranges.items():
+            if name in self._ranges:
+                other = self._ranges[name][0].name
+                raise Corrupt(f"both {other} and {stream.name} have a tensor {name}")
+            self._ranges[name] = stream, found
+            self.tensors[name] = Entry(found.dtype, found.shape)
             self.paths[name] = (name,)
         self.metadata.update(metadata)
-        return list(places)
+        return list(ranges)
 
     def read(self, names: list[str]) -> list[torch.Tensor]:
         return [self._read(name) for name in names]
 
     def _read(self, name: str) -> torch.Tensor:
-        stream, place = self._places[name]
-        if not place.nbytes:
+        stream, found = self._ranges[name]
+        if not found.nbytes:
             return allocate_tensor(self.tensors[name])
-        stream.seek(place.begin)
-        data = read_exactly(stream, place.nbytes, stream.name, name)
-        return torch.frombuffer(data, dtype=torch.uint8).view(place.dtype).view(place.shape)
+        stream.seek(found.begin)
+        data = read_exactly(stream, found.nbytes, stream.name, name)
+        return torch.frombuffer(data, dtype=torch.uint8).view(found.dtype).view(found.shape)
 
     def close(self) -> None:
         for stream in self._streams:
@@ -61,7 +61,7 @@ class _Safetensors(Source):
 
 
 class SafetensorsFile(_Safetensors):
-    """One file."""
+    """A single safetensors file."""
 
     def __init__(self, path: str) -> None:
         super().__init__()
@@ -73,7 +73,12 @@ class SafetensorsFile(_Safetensors):
 
 
 class SafetensorsDirectory(_Safetensors):
-    """A directory of files with an index, or of one file."""
+    """A directory with an index of safetensors files, or with a single file.
+
+    Raises:
+        CheckpointError: the directory has several files and no index, or several indices.
+        Corrupt: a file is damaged, or the index does not match the files.
+    """
 
     def __init__(self, path: str, names: list[str]) -> None:
         super().__init__()
@@ -90,39 +95,39 @@ class SafetensorsDirectory(_Safetensors):
         files = [name for name in names if name.endswith(".safetensors")]
         if len(indices) == 1:
             with self._open(indices[0]) as stream:
-                places = _weight_map(stream)
+                indexed = _read_weight_map(stream)
         elif indices or len(files) != 1:
             raise CheckpointError(
-                f"{path} has {len(files)} safetensors files and {len(indices)} indices: name one "
-                "file, or leave one *.safetensors.index.json"
+                f"{path} has {len(files)} safetensors files and {len(indices)} indices. Pass the "
+                "path of one file, or keep exactly one *.safetensors.index.json"
             )
         else:
-            places = None
-        if places is None:
+            indexed = None
+        if indexed is None:
             self._add(self._open(files[0]))
             return
         stored = {
             name: file
-            for file in sorted(set(places.values()))
+            for file in sorted(set(indexed.values()))
             for name in self._add(self._open(file))
         }
-        for name in {**places, **stored}:
-            said, found = places.get(name, "no file"), stored.get(name, "no file")
-            if said != found:
-                raise Corrupt(f"{path}: {name}: the index has it in {said}, and {found} has it")
+        for name in {**indexed, **stored}:
+            expected, found = indexed.get(name, "no file"), stored.get(name, "no file")
+            if expected != found:
+                raise Corrupt(f"{path}: the index lists {name} in {expected}, but {found} has it")
 
     def _open(self, file: str) -> BinaryIO:
         if not lies_beneath(file):
             raise outside(self._directory.path, file)
-        return _Named(self._directory, file)
+        return _NamedFile(self._directory, file)
 
     def close(self) -> None:
         super().close()
         self._directory.close()
 
 
-class _Named(io.BufferedReader):
-    """A file beneath a directory that is open, with its path for messages."""
+class _NamedFile(io.BufferedReader):
+    """A file opened beneath an open directory, with its path for error messages."""
 
     def __init__(self, directory: OpenDirectory, file: str) -> None:
         super().__init__(io.FileIO(file, opener=directory.open_for_read))
@@ -133,15 +138,15 @@ class _Named(io.BufferedReader):
         return self._path
 
 
-def _weight_map(stream: BinaryIO) -> dict[str, str]:
-    text = stream.read(_MOST_INDEX_BYTES + 1)
+def _read_weight_map(stream: BinaryIO) -> dict[str, str]:
+    text = stream.read(_MAX_INDEX_BYTES + 1)
     try:
-        if len(text) > _MOST_INDEX_BYTES:
-            raise ValueError(f"it has more than {_MOST_INDEX_BYTES} bytes")
+        if len(text) > _MAX_INDEX_BYTES:
+            raise ValueError(f"it has more than {_MAX_INDEX_BYTES} bytes")
         index = json.loads(text.decode())
-        places = index["weight_map"]
-        if not all(isinstance(file, str) for file in places.values()):
-            raise ValueError("weight_map does not name files")
+        files = index["weight_map"]
+        if not all(isinstance(file, str) for file in files.values()):
+            raise ValueError("the values of weight_map are not file names")
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise Corrupt(f"{stream.name} is not an index of safetensors files: {error}") from error
-    return dict(places)
+    return dict(files)

@@ -1,4 +1,4 @@
-"""What ``convert`` takes of a source: some of its names, by other ones, in another dtype."""
+"""Selects and renames the tensors of a source for ``convert``, and converts their dtype."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from torch_ckpt.conversion.source import Entry, Source
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.loading.renaming import Rename, new_names, new_path
 
-#: Names of dtypes that are shorter than torch's.
-_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+#: Short names of dtypes.
+_SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
 class Selection(Source):
-    """A part of a source.
+    """A source that shows a part of another source, under other names or in another dtype.
 
     Args:
-        source: it; closed with this.
-        select: patterns as of :mod:`fnmatch` of the names to take; None: all.
-        strip_prefix: is taken away where a name begins with it.
-        rename: gives what is left of the names others.
-        dtype: of floating point tensors; None: what they have.
+        source: the other source, which ``close()`` closes, too.
+        select: :mod:`fnmatch` patterns of the names to keep; None keeps all.
+        strip_prefix: prefix to remove from names that begin with it.
+        rename: new names for the names without their prefix.
+        dtype: dtype for floating point tensors; None keeps their dtypes.
 
     Raises:
-        ValueError: a pattern or the prefix matches nothing, or two names become one.
+        ValueError: a pattern or the prefix matches no name, or two values would get the same name.
     """
 
     def __init__(
@@ -49,36 +49,36 @@ class Selection(Source):
         known = {*source.tensors, *source.objects}
         names = [name for name in source.paths if name in known]
         if select is not None:
-            names = _selected(names, select)
+            names = _select_names(names, select)
         new = dict(zip(names, names, strict=True))
         if strip_prefix:
             if "*" in strip_prefix:
                 raise ValueError(f"strip_prefix must be a string without '*', got {strip_prefix!r}")
             new = new_names(names, {f"{strip_prefix}*": "*"}, "strip_prefix")
         renamed = new_names(new.values(), rename)
-        #: The old name of each new one.
-        self._old = {renamed[stripped]: old for old, stripped in new.items()}
-        for name, old in self._old.items():
+        #: Names in the source, by their new names.
+        self._source_names = {renamed[stripped]: old for old, stripped in new.items()}
+        for name, old in self._source_names.items():
             path = source.paths[old]
             self.paths[name] = path if name == old else new_path(path, old, name)
             if old in source.tensors:
                 entry = source.tensors[old]
-                self.tensors[name] = Entry(self._converted(entry.dtype), entry.shape)
+                self.tensors[name] = Entry(self._target_dtype(entry.dtype), entry.shape)
             else:
                 self.objects.append(name)
 
-    def _converted(self, dtype: torch.dtype) -> torch.dtype:
+    def _target_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self._dtype if self._dtype is not None and dtype.is_floating_point else dtype
 
     def read(self, names: list[str]) -> list[torch.Tensor]:
         if self._dtype is None:
-            return self._source.read([self._old[name] for name in names])
-        # One by one: the limit on memory counts them in the dtype that they get.
+            return self._source.read([self._source_names[name] for name in names])
+        # One at a time: the caller's memory limit allows for the converted tensors only.
         return [self._read(name) for name in names]
 
     def _read(self, name: str) -> torch.Tensor:
-        [stored] = self._source.read([self._old[name]])
-        dtype = self._converted(stored.dtype)
+        [stored] = self._source.read([self._source_names[name]])
+        dtype = self._target_dtype(stored.dtype)
         if dtype is stored.dtype:
             return stored
         try:
@@ -88,36 +88,39 @@ class Selection(Source):
                 f"{name}: {stored.dtype} cannot be converted to {dtype}: {error}"
             ) from error
         if torch.finfo(dtype).max < torch.finfo(stored.dtype).max:
-            # Nothing else is known of the narrow ones.
+            # torch does not implement isfinite() for 8-bit floats.
             before = stored.float() if stored.dtype.itemsize == 1 else stored
             if bool((before.isfinite() & ~tensor.float().isfinite()).any()):
-                self.notes.append(f"values of {name} are too large for {dtype}, and not finite now")
+                self.notes.append(f"{name} has values that overflow {dtype} and are not finite now")
         return tensor
 
-    def object(self, name: str) -> Any:
-        return self._source.object(self._old[name])
+    def read_object(self, name: str) -> Any:
+        return self._source.read_object(self._source_names[name])
 
     def close(self) -> None:
         self._source.close()
 
 
-def _selected(names: list[str], select: Iterable[str]) -> list[str]:
+def _select_names(names: list[str], select: Iterable[str]) -> list[str]:
     if isinstance(select, str):
         raise ValueError(f"select must be a list of patterns, got the string {select!r}")
     patterns = list(select)
     for pattern in patterns:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-            raise ValueError(f"select: no name matches {pattern!r}; there are {some_of(names)}")
+            raise ValueError(
+                f"select: no name matches {pattern!r}; the source has {some_of(names)}"
+            )
     return [name for name in names if any(fnmatch.fnmatchcase(name, p) for p in patterns)]
 
 
-def dtype_of(dtype: torch.dtype | str) -> torch.dtype:
-    """A floating point dtype by its name: "bf16", "bfloat16", "float8_e4m3fn".
+def parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """Returns a floating point dtype by its name, such as "bf16", "bfloat16", "float8_e4m3fn".
 
     Raises:
-        ValueError: it is not one.
+        ValueError: there is no floating point dtype of this name.
     """
-    found = getattr(torch, _SHORT.get(dtype, dtype), None) if isinstance(dtype, str) else dtype
+    name = _SHORT_NAMES.get(dtype, dtype) if isinstance(dtype, str) else None
+    found = dtype if name is None else getattr(torch, name, None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ValueError(
             f"dtype must be a floating-point dtype such as bf16, fp16 or fp32, got {dtype!r}"

@@ -1,4 +1,4 @@
-"""What every source of a conversion has."""
+"""Defines the interface of the sources of ``convert``."""
 
 from __future__ import annotations
 
@@ -13,40 +13,36 @@ import torch
 from torch_ckpt.errors import Corrupt
 from torch_ckpt.inspection.stored_tensors import empty_tensor
 
-#: Where a value lies in nested dicts and lists.
+#: Keys and indices that lead to a value in nested dicts and lists.
 Path = tuple[str | int, ...]
 
-# From this size on memory is mapped.
+# Buffers of at least this size are mapped memory.
 _MAPPED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor that a source has.
-
-    Attributes:
-        dtype, shape: of the tensor.
-    """
+    """The dtype and shape of a tensor in a source."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
+        """The size of the tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class Source(ABC):
-    """A model in some format. Not thread-safe; ``close()`` lets go of its files.
+    """A model in one of the formats. Not thread-safe; ``close()`` closes its files.
 
     Attributes:
         format: "dcp", "torch" or "safetensors".
-        tensors: by fully qualified name, in the source's order.
+        tensors: tensors by fully qualified name, in the order of the source.
         objects: names of values that are not tensors.
-        paths: where each of them lies in nested dicts and lists.
-        notes: what the formats that it may be converted to do not keep; clauses for people.
-        metadata: texts that belong to the whole, of a safetensors file.
+        paths: the path of each tensor and object in nested dicts and lists.
+        notes: clauses of text about properties that a conversion loses.
+        metadata: metadata of a safetensors file; empty for other formats.
     """
 
     format: str
@@ -60,61 +56,69 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, names: list[str]) -> list[torch.Tensor]:
-        """Contiguous CPU tensors that each have a storage of their own.
+        """Reads tensors into contiguous CPU tensors, each with a storage of its own.
 
         Raises:
-            Corrupt: what is stored is damaged or cut off.
+            Corrupt: the stored data is damaged or truncated.
             OSError: a system call failed.
         """
 
-    def object(self, name: str) -> Any:
-        """One that is not a tensor.
+    def read_object(self, name: str) -> Any:
+        """Reads a value that is not a tensor.
 
         Raises:
-            Corrupt, Unsafe, OSError: it cannot be read, or would run code.
+            Corrupt, OSError: it cannot be read.
+            Unsafe: it has a type that is not allow-listed.
         """
         raise KeyError(name)
 
     @abstractmethod
     def close(self) -> None:
-        """Lets go of what is open; further calls do nothing."""
+        """Closes the files; further calls do nothing."""
 
 
-def _memory(count: int) -> bytearray | mmap.mmap:
-    """So many bytes, all of which go back to the system with the last that refers to them.
+def _allocate(count: int) -> bytearray | mmap.mmap:
+    """Allocates memory that returns to the system as soon as it is no longer used.
 
-    What malloc keeps of tensors of different sizes for later may be several times what is in use.
+    Freed tensors of different sizes fragment the heap of malloc, which may then retain several
+    times the memory in use.
     """
     return bytearray(count) if count < _MAPPED_BYTES else mmap.mmap(-1, count)
 
 
 def allocate_tensor(entry: Entry) -> torch.Tensor:
-    """A tensor with a storage of its own."""
+    """Allocates a tensor with a storage of its own."""
     if not entry.nbytes:
         return empty_tensor(entry.shape, entry.dtype)
-    flat = torch.frombuffer(_memory(entry.nbytes), dtype=torch.uint8)
+    flat = torch.frombuffer(_allocate(entry.nbytes), dtype=torch.uint8)
     return flat.view(entry.dtype).view(entry.shape)
 
 
 def read_exactly(stream: BinaryIO, count: int, path: str, name: str) -> bytearray | mmap.mmap:
-    """So many bytes.
+    """Reads ``count`` bytes at the current position of a file.
+
+    Args:
+        path, name: path of the file and name of the tensor, for error messages.
 
     Raises:
         Corrupt: the file ends before.
         OSError: it cannot be read.
     """
-    data = _memory(count)
-    rest = memoryview(data)
+    data = _allocate(count)
+    remaining = memoryview(data)
     try:
-        while rest:
-            done = stream.readinto(rest)  # type: ignore[attr-defined]
+        while remaining:
+            done = stream.readinto(remaining)  # type: ignore[attr-defined]
             if not done:
-                raise Corrupt(f"{name}: {path} ends {len(rest)} bytes too early")
-            rest = rest[done:]
+                raise Corrupt(
+                    f"{name}: {path} is truncated: {len(remaining)} bytes of the tensor are missing"
+                )
+            remaining = remaining[done:]
     except OSError as error:
         raise OSError(error.errno, error.strerror, path) from None
     return data
 
 
 def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's message, or the name of its type."""
     return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -1,7 +1,8 @@
-"""What ``convert`` reads: tensors of a file or a checkpoint by name, a few at a time.
+"""Opens the sources of ``convert``, which read tensors by name, a few at a time.
 
-A source is opened by its metadata alone. Tensors are read into memory of their own, never mapped: a
-mapped file that somebody cuts off ends the process, and its pages count as the process's.
+Opening a source reads only its metadata. Tensors are read into memory, and files are never mapped:
+if another process truncated a mapped file, this process would be killed, and the mapped pages count
+towards its memory.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from torch_ckpt.conversion.torch_source import TorchSource
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.inspection.stored_tensors import QUANTIZED, StoredTensors
 
-# What reading tensors from a checkpoint takes beyond them.
+# Memory limit of the reader of a checkpoint, not counting the tensors.
 _INFLIGHT_BYTES = 64 << 20
 
 
 def open_source(path: str, allow_pickle: bool) -> Source:
-    """Opens a checkpoint, a file of ``torch.save``, or safetensors, by what is at the path.
+    """Opens a checkpoint, a file of ``torch.save``, or safetensors, detecting the format.
 
     Raises:
-        FileNotFoundError: there is nothing.
-        CheckpointError: it is none of these.
-        Corrupt, Unsafe, OSError: it cannot be read.
+        FileNotFoundError: the path does not exist.
+        CheckpointError: the format is not known.
+        Corrupt, Unsafe, OSError: the source cannot be read.
     """
     if os.path.isdir(path):
         names = os.listdir(path)
@@ -47,8 +48,8 @@ def open_source(path: str, allow_pickle: bool) -> Source:
     if kind == "safetensors":
         return SafetensorsFile(path)
     raise CheckpointError(
-        f"{path} is neither a safetensors file nor an archive of torch.save; a file of torch.save "
-        "from before torch 1.6 must be loaded and saved again first"
+        f"{path} is neither a safetensors file nor a zip archive of torch.save. If torch before "
+        "1.6 wrote it, load it and save it again first"
     )
 
 
@@ -74,14 +75,14 @@ class DcpSource(Source):
                 continue
             if tensor.dtype in QUANTIZED:
                 raise CheckpointError(
-                    f"{name}: a quantized tensor ({tensor.dtype}) has no place in other "
-                    "formats; dequantize it, or store its integers and scales as tensors"
+                    f"{name}: quantized tensors ({tensor.dtype}) cannot be converted. Dequantize "
+                    "the tensor, or store its integers and scales as tensors"
                 )
             self.tensors[name] = Entry(tensor.dtype, tensor.shape)
         paths = self._stored.paths()
         for name in self._stored.names:
             path = paths.get(name)
-            # Of another planner this may be anything.
+            # Another planner may have stored anything.
             self.paths[name] = path if _is_path(path) else (name,)
 
     def read(self, names: list[str]) -> list[torch.Tensor]:
@@ -91,19 +92,19 @@ class DcpSource(Source):
         for name in names:
             entry = self.tensors[name]
             target = allocate_tensor(entry)
-            whole = (0,) * len(entry.shape), entry.shape
-            rows += self._stored.rows(name, whole, target, files)
+            box = (0,) * len(entry.shape), entry.shape
+            rows += self._stored.rows(name, box, target, files)
             targets.append(target)
         if not rows:
             return targets
         try:
             self._stored.reader.read_rows(list(files), rows)
         except ValueError as error:
-            # A record that only torch.load knows, and that has more bytes than the limit.
+            # A record that needs torch.load, and is larger than the limit.
             raise CheckpointError(f"{some_of(names)}: cannot be read in parts: {error}") from error
         return targets
 
-    def object(self, name: str) -> Any:
+    def read_object(self, name: str) -> Any:
         return self._stored.read_object(name)
 
     def close(self) -> None:

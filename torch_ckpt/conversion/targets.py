@@ -1,6 +1,7 @@
-"""What ``convert`` writes. A target is complete, or it is not there: files of safetensors and of
-``torch.save`` are published by conversion/publishing.py, a checkpoint directory is committed as
-any save.
+"""Writes the targets of ``convert``: safetensors files and checkpoint directories.
+
+A target appears only when it is complete. Files are published by conversion/publishing.py, and a
+checkpoint directory is committed like any save. torch_target.py writes files of ``torch.save``.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from torch_ckpt.checkpoint.publishing import new_file, require_absent
 from torch_ckpt.conversion.publishing import published_directory, published_file
 from torch_ckpt.conversion.safetensors_header import (
     DTYPES,
+    MAX_DIMENSIONS,
     METADATA_KEY,
-    MOST_DIMENSIONS,
     encode_header,
     is_unicode,
 )
@@ -34,22 +35,28 @@ from torch_ckpt.loading.reading import in_waves
 from torch_ckpt.saving.items import resolve, results_of
 from torch_ckpt.saving.writer import FileSystemWriter
 
-#: Called with the number of bytes of tensors that have been written.
+#: Called with the number of bytes of tensors that were written since the last call.
 Wrote = Callable[[int], None]
 
 
 class Write(Protocol):
-    """Writes a target and returns the paths of its files."""
+    """Writes a target and returns the paths of its files.
+
+    Args:
+        overwrite: replace an existing target.
+        wave_bytes: most bytes of tensors to hold in memory.
+        wrote: called for progress.
+    """
 
     def __call__(
         self, source: Source, target: str, *, overwrite: bool, wave_bytes: int, wrote: Wrote
     ) -> list[str]: ...
 
 
-def each_in_waves(
+def read_in_waves(
     source: Source, tensors: Mapping[str, Entry], wave_bytes: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Reads tensors in waves, and lets go of each when the next one is taken."""
+    """Yields tensors, reading several at a time. Releases each when the next one is requested."""
     for wave in in_waves(_sizes(tensors), wave_bytes):
         read = source.read(wave)[::-1]
         for name in wave:
@@ -64,32 +71,35 @@ def _sizes(tensors: Mapping[str, Entry]) -> Iterator[tuple[str, int]]:
 
 
 def require_safetensors(source: Source) -> None:
-    """Raises CheckpointError where the format does not hold a tensor's dtype, shape or name."""
+    """Raises CheckpointError if the format cannot hold a tensor's dtype, shape or name."""
     known = set(DTYPES.values())
     others = [f"{n} ({e.dtype})" for n, e in source.tensors.items() if e.dtype not in known]
     if others:
-        raise CheckpointError(f"safetensors files do not hold these dtypes: {some_of(others)}")
+        raise CheckpointError(f"safetensors files cannot hold these dtypes: {some_of(others)}")
     for name, entry in source.tensors.items():
         if entry.dtype == DTYPES.get("F4") and not entry.shape:
             raise CheckpointError(
-                f"{name}: safetensors files pack {entry.dtype} in pairs along a row"
+                f"{name}: safetensors files cannot hold a tensor of {entry.dtype} without "
+                "dimensions, since its elements are packed in pairs along the last one"
             )
-        if len(entry.shape) > MOST_DIMENSIONS:
+        if len(entry.shape) > MAX_DIMENSIONS:
             raise CheckpointError(
-                f"{name}: it has {len(entry.shape)} dimensions; tensors of safetensors files have "
-                f"at most {MOST_DIMENSIONS}"
+                f"{name}: the tensor has {len(entry.shape)} dimensions, but safetensors files "
+                f"hold tensors of at most {MAX_DIMENSIONS}"
             )
         if name == METADATA_KEY:
-            raise CheckpointError(f"{name}: safetensors files use this name for themselves")
+            raise CheckpointError(f"{name}: safetensors files reserve this name; rename the tensor")
         if not is_unicode(name):
-            raise CheckpointError(f"{name!r}: safetensors files have names in UTF-8 only")
+            raise CheckpointError(
+                f"{name!r}: safetensors files hold only names in UTF-8; rename the tensor"
+            )
 
 
 def write_safetensors(
     source: Source, target: str, *, overwrite: bool, wave_bytes: int, wrote: Wrote
 ) -> list[str]:
     """Writes one file; returns its path."""
-    layout = _laid_out(source, source.tensors)
+    layout = _lay_out(source, source.tensors)
     with published_file(target, overwrite) as stream:
         _write_safetensors(source, layout, stream, wave_bytes, wrote)
     return [target]
@@ -105,22 +115,24 @@ def write_safetensors_shards(
     wave_bytes: int,
     wrote: Wrote,
 ) -> list[str]:
-    """Writes a directory of files of at most so many bytes of tensors, or one tensor, their index,
-    and a configuration; returns the paths."""
+    """Writes a directory of files with an index and a configuration; returns the paths.
+
+    Each file has at most ``max_shard_size`` bytes of tensors, or a single tensor.
+    """
     shards = list(in_waves(_sizes(source.tensors), max_shard_size)) or [[]]
     count = len(shards)
     names = [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
     if count == 1:
         names = ["model.safetensors"]
-    layouts = [_laid_out(source, {name: source.tensors[name] for name in of}) for of in shards]
+    layouts = [_lay_out(source, {n: source.tensors[n] for n in shard}) for shard in shards]
     with published_directory(target, overwrite) as directory:
         for file, layout in zip(names, layouts, strict=True):
             with new_file(os.path.join(directory, file)) as stream:
                 _write_safetensors(source, layout, stream, wave_bytes, wrote)
         if count > 1:
-            places = {n: file for file, of_file in zip(names, shards, strict=True) for n in of_file}
+            files = {n: file for file, shard in zip(names, shards, strict=True) for n in shard}
             total = sum(entry.nbytes for entry in source.tensors.values())
-            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
             names.append("model.safetensors.index.json")
             with new_file(os.path.join(directory, names[-1])) as stream:
                 stream.write(json.dumps(index, indent=2).encode() + b"\n")
@@ -131,9 +143,9 @@ def write_safetensors_shards(
     return [os.path.join(target, name) for name in names]
 
 
-def _laid_out(source: Source, tensors: Mapping[str, Entry]) -> tuple[dict[str, Entry], bytes]:
-    """The tensors of a file in their order there, and its header."""
-    # Wide elements first, so that each tensor lies at a multiple of its width: readers map them.
+def _lay_out(source: Source, tensors: Mapping[str, Entry]) -> tuple[dict[str, Entry], bytes]:
+    """Returns the tensors of a file in their stored order, and the header of the file."""
+    # Wide elements first, so that each tensor is aligned to its element size. Readers map them.
     order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     rows = [(name, tensors[name].dtype, tensors[name].shape) for name in order]
     header = encode_header(rows, source.metadata or {"format": "pt"})
@@ -149,14 +161,17 @@ def _write_safetensors(
 ) -> None:
     tensors, header = layout
     stream.write(header)
-    for _name, tensor in each_in_waves(source, tensors, wave_bytes):
+    for _name, tensor in read_in_waves(source, tensors, wave_bytes):
         if tensor.nbytes:
-            stream.write(_bytes_of(tensor))
+            stream.write(_view_bytes(tensor))
         wrote(tensor.nbytes)
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Its memory, for as long as it is there; torch may be installed without numpy."""
+def _view_bytes(tensor: torch.Tensor) -> memoryview:
+    """Returns a view of a tensor's memory, which the caller must keep alive.
+
+    Tensor.numpy() would do, but torch may be installed without numpy.
+    """
     memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
     return memoryview(memory)
 
@@ -165,15 +180,15 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 class _Planner(DefaultSavePlanner):
-    """torch's planner over tensors without data."""
+    """torch's planner, applied to meta tensors."""
 
     def set_up(self, source: Source, writer: FileSystemWriter) -> None:
-        """Sets it up for all of a source."""
+        """Prepares a plan of all values of a source."""
         values: dict[str, Any] = {}
         for name, entry in source.tensors.items():
             values[name] = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
         for name in source.objects:
-            values[name] = source.object(name)
+            values[name] = source.read_object(name)
         self.set_up_planner({}, writer.storage_meta(), True)
         order = [name for name in source.paths if name in values]
         self.state_dict = {name: values[name] for name in order}
@@ -183,7 +198,7 @@ class _Planner(DefaultSavePlanner):
 def write_dcp(
     source: Source, target: str, *, overwrite: bool, wave_bytes: int, wrote: Wrote
 ) -> list[str]:
-    """Writes a checkpoint directory, some tensors at a time; returns its path."""
+    """Writes a checkpoint directory, a few tensors at a time; returns its path."""
     is_new = not os.path.lexists(target)
     if not is_new and not (os.path.isdir(target) and not os.listdir(target)):
         require_absent(target, overwrite)
@@ -207,7 +222,7 @@ def write_dcp(
             wrote(sum(source.tensors[name].nbytes for name in wave))
         writer.finish(metadata, [results])
     except BaseException:
-        # With it go the files of all waves.
+        # Removes the files of all waves.
         writer.abandon()
         if is_new:
             with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Files of torch.save as targets."""
+"""Target of ``convert``: files of ``torch.save``."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch_ckpt._base.formatting import some_of
 from torch_ckpt.conversion.publishing import published_file
 from torch_ckpt.conversion.source import Entry, Source
-from torch_ckpt.conversion.targets import Wrote, each_in_waves
+from torch_ckpt.conversion.targets import Wrote, read_in_waves
 from torch_ckpt.errors import Corrupt
 from torch_ckpt.state.trees import as_states
 
 
 class _Storage:
-    """The storage of a tensor that is written later."""
+    """Stands for the storage of a tensor whose data is written later."""
 
     def __init__(self, key: int, entry: Entry) -> None:
         self.key = key
         self.entry = entry
 
     def persistent_id(self) -> tuple[str, Any, str, str, int]:
-        """What torch's unpickler makes a storage of."""
+        """Returns the persistent id from which torch's unpickler creates the storage."""
         if self.entry.dtype in _UNTYPED:
             return "storage", torch.UntypedStorage, str(self.key), "cpu", self.entry.nbytes
         kind = getattr(torch, _TYPED[self.entry.dtype])
@@ -40,8 +40,8 @@ _UNTYPED = torch.storage._new_dtypes()
 _TYPED: dict[torch.dtype, str] = torch.storage._dtype_to_storage_type_map()
 
 
-class _Later:
-    """Takes the place of a tensor until it is pickled."""
+class _Placeholder:
+    """Stands for a tensor whose data is written later."""
 
     def __init__(self, name: str, entry: Entry) -> None:
         self.name = name
@@ -49,20 +49,20 @@ class _Later:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles as torch.save does; tensors only by where their data will be.
+    """Pickles as torch.save does, but writes references for the data of tensors.
 
     Attributes:
-        storages: names of tensors, and storages of tensors within objects, by their keys.
+        storages: the name of a tensor, or the storage of a tensor within an object, for each key.
     """
 
     def __init__(self, stream: Any) -> None:
-        # torch.save's own protocol, which torch.load(weights_only=True) reads.
+        # The protocol of torch.save. torch.load(weights_only=True) reads no later one.
         super().__init__(stream, protocol=2)
         self.storages: list[str | torch.UntypedStorage] = []
         self._keys: dict[int, int] = {}
 
     def reducer_override(self, value: Any) -> Any:
-        if not isinstance(value, _Later):
+        if not isinstance(value, _Placeholder):
             return NotImplemented
         entry = value.entry
         storage = _Storage(len(self.storages), entry)
@@ -77,7 +77,7 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, value: Any) -> Any:
         if isinstance(value, _Storage):
             return value.persistent_id()
-        # Of tensors within objects, as torch.save has it; none of this has types.
+        # Storages of tensors within objects, as in torch.save.
         storage: Any = value
         if isinstance(value, torch.storage.TypedStorage):
             kind, count, storage = _TYPED[value.dtype], storage._size(), value._untyped_storage
@@ -94,18 +94,18 @@ class _Pickler(pickle.Pickler):
 def write_torch(
     source: Source, target: str, *, overwrite: bool, wave_bytes: int, wrote: Wrote
 ) -> list[str]:
-    """Writes one file that torch.load reads, nested as the source is; returns its path."""
-    objects = {name: source.object(name) for name in source.objects}
-    # Before they get their tensors.
-    refused = [name for name, value in objects.items() if not _is_plain(as_states(value))]
+    """Writes one file for torch.load, nested like the source; returns its path."""
+    objects = {name: source.read_object(name) for name in source.objects}
+    # Check them now: as_states() below puts placeholders of tensors into them.
+    refused = [name for name, value in objects.items() if not _is_safe(as_states(value))]
     if refused:
         source.notes.append(
-            "torch.load takes these with weights_only=False alone, so leave them out where that is "
-            f"not wanted: {some_of(refused)}"
+            "torch.load needs weights_only=False for the target, because of these objects (convert "
+            f"without them if that is not wanted): {some_of(refused)}"
         )
     pickled = io.BytesIO()
     pickler = _Pickler(pickled)
-    pickler.dump(as_states(_nested(source, objects)))
+    pickler.dump(as_states(_nest(source, objects)))
     with published_file(target, overwrite) as stream, _archive(stream) as archive:
         data = pickled.getvalue()
         archive.write_record("data.pkl", data, len(data))
@@ -117,7 +117,7 @@ def write_torch(
             archive.write_record(name, text.encode(), len(text))
         keys = {stored: key for key, stored in enumerate(pickler.storages) if type(stored) is str}
         tensors = {name: source.tensors[name] for name in keys}
-        for name, tensor in each_in_waves(source, tensors, wave_bytes):
+        for name, tensor in read_in_waves(source, tensors, wave_bytes):
             storage = tensor.untyped_storage()
             assert storage.nbytes() == tensor.nbytes
             archive.write_record(f"data/{keys[name]}", storage, tensor.nbytes)
@@ -134,15 +134,15 @@ def _archive(stream: BinaryIO) -> Iterator[Any]:
     try:
         yield archive
     except BaseException:
-        # Its destructor would do it, where an exception ends the process.
+        # Otherwise the destructor would do this, where an exception terminates the process.
         with suppress(Exception):
             archive.write_end_of_file()
         raise
     archive.write_end_of_file()
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether ``torch.load(weights_only=True)`` takes an object."""
+def _is_safe(value: Any) -> bool:
+    """True if ``torch.load(weights_only=True)`` accepts an object."""
     stored = io.BytesIO()
     torch.save(value, stored)
     stored.seek(0)
@@ -153,17 +153,18 @@ def _is_plain(value: Any) -> bool:
     return True
 
 
-def _nested(source: Source, objects: Mapping[str, Any]) -> dict[Any, Any]:
-    """Tensors, which are written later, and objects where they belong."""
+def _nest(source: Source, objects: Mapping[str, Any]) -> dict[Any, Any]:
+    """Returns nested dicts and lists of the objects, and of placeholders for the tensors."""
     nested: dict[Any, Any] = {}
     known = {*source.tensors, *objects}
     for name in filter(known.__contains__, source.paths):
         entry = source.tensors.get(name)
-        value = objects[name] if entry is None else _Later(name, entry)
+        value = objects[name] if entry is None else _Placeholder(name, entry)
         try:
             set_element(nested, source.paths[name], value)
         except (TypeError, AttributeError, KeyError, IndexError, AssertionError) as error:
             raise Corrupt(
-                f"{name}: its path {source.paths[name]} does not go with those of others: {error}"
+                f"{name}: its path {source.paths[name]} contradicts the path of another value: "
+                f"{error}"
             ) from error
     return nested

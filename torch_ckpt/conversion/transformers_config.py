@@ -1,4 +1,4 @@
-"""A ``config.json`` of transformers: the dtype in it, and the weights that its model ties."""
+"""Reads a ``config.json`` of transformers, sets its dtype, and finds the weights that are tied."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 from torch_ckpt.conversion.source import Source
 from torch_ckpt.errors import CheckpointError
 
-#: What transformers reads a model's configuration from.
+#: Name of the file from which transformers reads the configuration of a model.
 CONFIG_NAME = "config.json"
 
-# Older and newer versions of transformers write one of them, and read both.
+# Older versions of transformers write the first, newer ones the second. All read both.
 _DTYPE_KEYS = ("torch_dtype", "dtype")
 
 _MAPPINGS = (
@@ -27,14 +27,14 @@ _MAPPINGS = (
 
 
 class Config:
-    """A model's configuration.
+    """The configuration of a model.
 
     Args:
-        path: of a ``config.json``, or of a directory that has one.
+        path: path of a ``config.json``, or of a directory that contains one.
 
     Raises:
-        CheckpointError: it is not a JSON object.
-        OSError: it cannot be read.
+        CheckpointError: the file is not a JSON object.
+        OSError: the file cannot be read.
     """
 
     def __init__(self, path: str) -> None:
@@ -47,10 +47,10 @@ class Config:
         except ValueError:
             self._values = None
         if not isinstance(self._values, dict):
-            raise CheckpointError(f"{path} is not a JSON object, as a {CONFIG_NAME} is")
+            raise CheckpointError(f"{path} is not a JSON object. Pass a {CONFIG_NAME} of a model")
 
     def text(self, dtype: torch.dtype | None) -> bytes:
-        """The file's text, with another dtype for the weights if one is given."""
+        """Returns the text of the file, with the dtype of the weights replaced if one is given."""
         if dtype is None:
             return self._text
         name = str(dtype).removeprefix("torch.")
@@ -60,7 +60,10 @@ class Config:
         return json.dumps(values, indent=2).encode() + b"\n"
 
     def tied_names(self, names: list[str]) -> list[str]:
-        """Selects the names of weights that the model ties to others, if transformers knows it."""
+        """Selects the names of weights that the model ties to others.
+
+        Returns no names if transformers is not installed or does not know the model.
+        """
         if self._values.get("tie_word_embeddings") is False:
             return []
         patterns = [pattern for kind in self._model_classes() for pattern in _tied_patterns(kind)]
@@ -81,25 +84,27 @@ class Config:
 
 
 def leave_out_tied(source: Source, config: Config) -> list[str]:
-    """Leaves out weights that the model ties, and that equal another one bit for bit.
+    """Removes weights that the model ties to others, and that equal another weight bit for bit.
+
+    ``from_pretrained`` ties them again.
 
     Returns:
-        Their names. ``from_pretrained`` ties them again.
+        Their names.
     """
     tied = config.tied_names(list(source.tensors))
     kept = source.tensors.keys() - set(tied)
-    gone = []
+    removed = []
     for name in tied:
         entry = source.tensors[name]
-        alike = [other for other in source.tensors if other in kept]
         if any(
             source.tensors[other] == entry and _are_equal(*source.read([name, other]))
-            for other in alike
+            for other in source.tensors
+            if other in kept
         ):
-            gone.append(name)
-    for name in gone:
+            removed.append(name)
+    for name in removed:
         del source.tensors[name]
-    return gone
+    return removed
 
 
 def _with_dtype(values: dict[str, Any], name: str) -> dict[str, Any]:
@@ -107,7 +112,7 @@ def _with_dtype(values: dict[str, Any], name: str) -> dict[str, Any]:
     for key, value in values.items():
         if key in _DTYPE_KEYS:
             changed[key] = name
-        # Of a model's parts, as text_config; a quantization has dtypes of its own.
+        # Configurations of parts of the model, such as text_config. Quantization has other dtypes.
         elif key.endswith("_config") and key != "quantization_config" and isinstance(value, dict):
             changed[key] = _with_dtype(value, name)
     return changed

@@ -1,4 +1,4 @@
-"""``convert``: what arrives, also in shards, and the command."""
+"""``convert``: values that arrive in the target, sharded targets, and the command."""
 
 import argparse
 import json
@@ -111,7 +111,7 @@ MODELS = st.dictionaries(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(model=MODELS, wave=st.integers(1, 200))
-def test_the_safetensors_library_reads_what_is_written(
+def test_the_safetensors_library_reads_a_converted_file(
     tmp_path: Path, model: dict[str, Any], wave: int
 ) -> None:
     state = {name: random_tensor(tuple(shape), dtype) for name, (dtype, shape) in model.items()}
@@ -123,12 +123,12 @@ def test_the_safetensors_library_reads_what_is_written(
     assert len(read) == len(state)
 
 
-def test_what_the_safetensors_library_writes_is_read(tmp_path: Path) -> None:
+def test_files_of_the_safetensors_library_are_read(tmp_path: Path) -> None:
     safetensors.torch.save_file(TENSORS, tmp_path / "m.safetensors", {"format": "pt", "by": "us"})
     report = convert(tmp_path / "m.safetensors", tmp_path / "m.pt")
     read = loaded(tmp_path / "m.pt")
     assert_equal({name: read[name] for name in TENSORS}, TENSORS)
-    assert report.notes == ["metadata of the safetensors file, which has no place here: by, format"]
+    assert report.notes == ["left out metadata of the safetensors file: by, format"]
 
 
 KEYS = st.text("abc", min_size=1, max_size=2)
@@ -177,7 +177,7 @@ def test_views_of_all_kinds_arrive_by_value(tmp_path: Path) -> None:
     assert_equal({name: read[name] for name in state}, {n: t.detach() for n, t in state.items()})
 
 
-def test_shards_of_a_tensor_are_put_together(tmp_path: Path) -> None:
+def test_shards_of_a_tensor_are_joined(tmp_path: Path) -> None:
     tensor = random_tensor((5, 4), torch.float32)
     boxes = [((0, 0), (2, 4)), ((2, 0), (3, 1)), ((2, 1), (3, 3))]
     directory = tmp_path / "ckpt"
@@ -200,21 +200,21 @@ def test_tensors_that_share_memory_are_noted_and_both_arrive(tmp_path: Path) -> 
     weight = random_tensor((4, 4), torch.float32)
     torch.save({"embedding": weight, "head": weight}, tmp_path / "a.pt")
     report = convert(tmp_path / "a.pt", tmp_path / "m.safetensors")
-    assert report.notes == ["share memory in the source, and no more: embedding, head"]
+    assert report.notes == ["share memory in the source, but not in the target: embedding, head"]
     read = safetensors.torch.load_file(tmp_path / "m.safetensors")
     assert_equal([read["embedding"], read["head"]], [weight, weight])
 
 
-def test_what_a_checkpoint_cannot_say_is_noted(tmp_path: Path) -> None:
+def test_values_that_a_checkpoint_cannot_hold_are_noted(tmp_path: Path) -> None:
     torch.save({"state": {0: torch.ones(1)}, "nothing": {}}, tmp_path / "a.pt")
     report = convert(tmp_path / "a.pt", tmp_path / "ckpt")
     assert report.notes == [
-        "empty dicts, which have no name: nothing",
+        "left out, since they are empty dicts: nothing",
         "keys that are not strings become strings: state.0",
     ]
 
 
-def test_shards_hold_no_more_than_asked_for_and_the_index_names_every_tensor(
+def test_shards_respect_the_size_limit_and_the_index_names_every_tensor(
     tmp_path: Path,
 ) -> None:
     state = {f"layer.{n}": random_tensor((10,), torch.float32, n) for n in range(5)}
@@ -231,7 +231,7 @@ def test_shards_hold_no_more_than_asked_for_and_the_index_names_every_tensor(
         assert_equal(read[name], tensor)
 
 
-def test_a_directory_with_an_index_is_read_whole(tmp_path: Path) -> None:
+def test_all_files_of_an_index_are_read(tmp_path: Path) -> None:
     state = {f"layer.{n}": random_tensor((10,), torch.float32, n) for n in range(5)}
     save(state, tmp_path / "ckpt")
     convert(tmp_path / "ckpt", tmp_path / "hf", max_shard_size=50)
@@ -239,7 +239,7 @@ def test_a_directory_with_an_index_is_read_whole(tmp_path: Path) -> None:
     assert_equal(loaded(tmp_path / "m.pt"), state)
 
 
-def test_one_file_of_all_needs_no_index(tmp_path: Path) -> None:
+def test_a_directory_with_a_single_file_needs_no_index(tmp_path: Path) -> None:
     torch.save(TENSORS, tmp_path / "a.pt")
     convert(tmp_path / "a.pt", tmp_path / "hf", max_shard_size=10**6)
     assert names_in(tmp_path / "hf") == ["model.safetensors"]
@@ -248,7 +248,7 @@ def test_one_file_of_all_needs_no_index(tmp_path: Path) -> None:
 
 
 def sharded(tmp_path: Path, weight_map: Any) -> None:
-    """A directory with one file of the tensor "a" and an index of the caller's."""
+    """Writes a directory with one file of the tensor "a" and an index of the caller's."""
     (tmp_path / "hf").mkdir()
     safetensors.torch.save_file({"a": torch.ones(2)}, tmp_path / "hf/x.safetensors")
     index = tmp_path / "hf/model.safetensors.index.json"
@@ -260,10 +260,10 @@ def test_an_index_that_names_a_file_elsewhere_is_unsafe(tmp_path: Path) -> None:
     refused(tmp_path, torch_ckpt.Unsafe, "not a file in the checkpoint's directory", "hf", "m.pt")
 
 
-def test_an_index_that_names_a_tensor_which_is_not_there_is_corrupt(tmp_path: Path) -> None:
+def test_an_index_that_names_a_missing_tensor_is_corrupt(tmp_path: Path) -> None:
     sharded(tmp_path, {"a": "x.safetensors", "b": "x.safetensors"})
     refused(
-        tmp_path, torch_ckpt.Corrupt, "b: the index has it in x.safe.*, and no file", "hf", "m.pt"
+        tmp_path, torch_ckpt.Corrupt, "the index lists b in x.safe.*, but no file", "hf", "m.pt"
     )
 
 
@@ -272,7 +272,7 @@ def test_a_tensor_that_the_index_does_not_name_is_corrupt(tmp_path: Path) -> Non
     (tmp_path / "hf/y.safetensors").write_bytes((tmp_path / "hf/x.safetensors").read_bytes())
     index = tmp_path / "hf/model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"b": "y.safetensors"}}))
-    refused(tmp_path, torch_ckpt.Corrupt, "the index has it in", "hf", "m.pt")
+    refused(tmp_path, torch_ckpt.Corrupt, "the index lists b in", "hf", "m.pt")
 
 
 def test_an_index_without_a_map_is_corrupt(tmp_path: Path) -> None:
@@ -287,13 +287,13 @@ def test_several_files_without_an_index_are_refused(tmp_path: Path) -> None:
     refused(tmp_path, torch_ckpt.CheckpointError, "2 safetensors files and 0 ind", "hf", "m.pt")
 
 
-def test_the_command_converts_and_says_what_it_did(
+def test_the_command_converts_and_prints_a_summary(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.save(TENSORS, tmp_path / "a.pt")
     assert cli.main(["convert", str(tmp_path / "a.pt"), str(tmp_path / "m.safetensors")]) == 0
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith(f"{tmp_path}/a.pt (torch.save) is now {tmp_path}/m.safetensors")
+    assert line.startswith(f"converted {tmp_path}/a.pt (torch.save) to {tmp_path}/m.safetensors")
     assert "3 tensors, 29 B" in line
 
 
@@ -324,17 +324,17 @@ def test_sizes_are_read_in_the_usual_units(text: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-1", "0", "1e9", "5 bytes"])
-def test_other_texts_are_no_sizes(text: str) -> None:
+def test_invalid_sizes_are_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
         arguments._bytes(text)
 
 
-def test_a_report_escapes_what_a_terminal_would_act_on(tmp_path: Path) -> None:
+def test_a_report_escapes_control_characters(tmp_path: Path) -> None:
     report = ConvertReport("\x1b[2J", "b", "dcp", "torch", ["b"])
     assert all(line.isprintable() for line in report.lines())
 
 
-def test_stock_checkpoints_are_converted_as_ours(tmp_path: Path) -> None:
+def test_stock_checkpoints_are_converted(tmp_path: Path) -> None:
     stock_save(STATE, tmp_path / "ckpt")
     convert(tmp_path / "ckpt", tmp_path / "m.pt")
     assert_equal(loaded(tmp_path / "m.pt"), STATE)

@@ -1,4 +1,4 @@
-"""What ``convert`` refuses: objects, damaged files, what a format cannot say."""
+"""``convert`` refuses objects, damaged files, and values that a format cannot hold."""
 
 import json
 import pickle
@@ -36,10 +36,10 @@ pytestmark = [
 def test_objects_are_refused_by_name_in_safetensors(tmp_path: Path) -> None:
     save(STATE, tmp_path / "ckpt")
     error = torch_ckpt.CheckpointError
-    refused(tmp_path, error, "these are not tensors: epoch, rng", "ckpt", "m.safetensors")
+    refused(tmp_path, error, "these values are not tensors: epoch, rng", "ckpt", "m.safetensors")
 
 
-def test_tensors_only_leaves_objects_out_and_says_so(tmp_path: Path) -> None:
+def test_tensors_only_leaves_objects_out_and_notes_them(tmp_path: Path) -> None:
     save(STATE, tmp_path / "ckpt")
     report = convert(tmp_path / "ckpt", tmp_path / "m.safetensors", tensors_only=True)
     assert report.notes == ["left out, since they are not tensors: epoch, rng"]
@@ -49,25 +49,23 @@ def test_tensors_only_leaves_objects_out_and_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "dtype", [dtype for dtype in DTYPES if dtype not in SAFETENSORS_DTYPES.values()], ids=str
 )
-def test_a_dtype_that_safetensors_do_not_have_is_refused_by_name(
-    tmp_path: Path, dtype: torch.dtype
-) -> None:
+def test_a_dtype_that_safetensors_lacks_is_refused(tmp_path: Path, dtype: torch.dtype) -> None:
     torch.save({"layer": {"t": random_tensor((2,), dtype)}}, tmp_path / "a.pt")
     match = rf"layer\.t \({dtype}\)"
     refused(tmp_path, torch_ckpt.CheckpointError, match, "a.pt", "m.safetensors")
 
 
-def test_one_format_to_itself_is_refused(tmp_path: Path) -> None:
+def test_a_conversion_that_changes_nothing_is_refused(tmp_path: Path) -> None:
     torch.save(TENSORS, tmp_path / "a.pt")
     refused(tmp_path, torch_ckpt.CheckpointError, "are both torch.save", "a.pt", "b.pth")
 
 
-def test_other_files_are_no_source(tmp_path: Path) -> None:
+def test_a_file_of_an_unknown_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.pt").write_bytes(b"no model at all")
     refused(tmp_path, torch_ckpt.CheckpointError, "is neither a safetensors file", "a.pt", "b")
 
 
-def test_a_directory_without_a_checkpoint_is_no_source(tmp_path: Path) -> None:
+def test_a_directory_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "d").mkdir()
     refused(tmp_path, FileNotFoundError, "no committed checkpoint", "d", "m.pt")
 
@@ -83,7 +81,7 @@ def test_an_object_of_a_checkpoint_that_would_run_code_is_refused(tmp_path: Path
 
 
 @pytest.mark.parametrize("source", ["a.pt", "a"])
-def test_allow_pickle_takes_objects_of_any_type_over(tmp_path: Path, source: str) -> None:
+def test_allow_pickle_converts_objects_of_any_type(tmp_path: Path, source: str) -> None:
     state = {"a": torch.ones(1), "b": Foreign()}
     torch.save(state, tmp_path / "a.pt")
     save(state, tmp_path / "a")
@@ -96,14 +94,26 @@ def test_a_flipped_bit_of_a_torch_save_file_is_found(tmp_path: Path) -> None:
     torch.save({"t": torch.ones(1000)}, tmp_path / "a.pt")
     begin = (tmp_path / "a.pt").read_bytes().index(torch.ones(4).numpy().tobytes())
     flip_bit(tmp_path / "a.pt", begin + 2000, 3)
-    refused(tmp_path, torch_ckpt.Corrupt, "t: .*other bytes", "a.pt", "m.safetensors")
+    refused(
+        tmp_path,
+        torch_ckpt.Corrupt,
+        "data of t does not match its checksum",
+        "a.pt",
+        "m.safetensors",
+    )
 
 
 def test_a_flipped_bit_outside_of_a_view_is_found(tmp_path: Path) -> None:
     torch.save({"t": torch.ones(1000)[:10]}, tmp_path / "a.pt")
     begin = (tmp_path / "a.pt").read_bytes().index(torch.ones(4).numpy().tobytes())
     flip_bit(tmp_path / "a.pt", begin + 2000, 3)
-    refused(tmp_path, torch_ckpt.Corrupt, "t: .*other bytes", "a.pt", "m.safetensors")
+    refused(
+        tmp_path,
+        torch_ckpt.Corrupt,
+        "data of t does not match its checksum",
+        "a.pt",
+        "m.safetensors",
+    )
 
 
 def test_a_flipped_bit_of_a_checkpoint_is_found(tmp_path: Path) -> None:
@@ -148,9 +158,7 @@ DEFECTS = {
 
 
 @pytest.mark.parametrize("defect", DEFECTS)
-def test_a_defect_of_a_safetensors_file_is_found_as_by_its_library(
-    tmp_path: Path, defect: str
-) -> None:
+def test_defects_that_the_safetensors_library_finds_are_found(tmp_path: Path, defect: str) -> None:
     (tmp_path / "m.safetensors").write_bytes(DEFECTS[defect])
     with pytest.raises(SafetensorError), safe_open(tmp_path / "m.safetensors", framework="pt"):
         pass
@@ -159,7 +167,7 @@ def test_a_defect_of_a_safetensors_file_is_found_as_by_its_library(
 
 
 class Subclass(torch.Tensor):
-    """A tensor that may mean something else."""
+    """A subclass of Tensor, whose elements may have another meaning."""
 
 
 @pytest.mark.parametrize(
@@ -177,28 +185,28 @@ def test_tensors_that_are_not_plain_are_refused(tmp_path: Path, value: torch.Ten
     refused(tmp_path, torch_ckpt.CheckpointError, "a.pt", "a.pt", "ckpt", **options)
 
 
-def test_names_that_safetensors_cannot_say_are_refused(tmp_path: Path) -> None:
+def test_names_that_are_not_unicode_are_refused_for_safetensors(tmp_path: Path) -> None:
     save({"\ud800": torch.ones(1)}, tmp_path / "ckpt")
-    refused(tmp_path, torch_ckpt.CheckpointError, "UTF-8 only", "ckpt", "m.safetensors")
+    refused(tmp_path, torch_ckpt.CheckpointError, "names in UTF-8", "ckpt", "m.safetensors")
 
 
-def test_the_name_that_safetensors_use_themselves_is_refused(tmp_path: Path) -> None:
+def test_the_reserved_name_of_safetensors_is_refused(tmp_path: Path) -> None:
     save({"__metadata__": torch.ones(1)}, tmp_path / "ckpt")
-    refused(tmp_path, torch_ckpt.CheckpointError, "for themselves", "ckpt", "m.safetensors")
+    refused(tmp_path, torch_ckpt.CheckpointError, "reserve this name", "ckpt", "m.safetensors")
 
 
-def test_two_values_of_one_flat_name_are_refused(tmp_path: Path) -> None:
+def test_two_values_with_the_same_flat_name_are_refused(tmp_path: Path) -> None:
     torch.save({"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}}, tmp_path / "a.pt")
-    refused(tmp_path, torch_ckpt.CheckpointError, "two values have one name", "a.pt", "ckpt")
+    refused(tmp_path, torch_ckpt.CheckpointError, "two values have the same name", "a.pt", "ckpt")
 
 
-def test_a_file_that_holds_no_dict_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_contains_no_dict_is_refused(tmp_path: Path) -> None:
     torch.save([torch.ones(1)], tmp_path / "a.pt")
-    refused(tmp_path, torch_ckpt.CheckpointError, "holds a list", "a.pt", "ckpt")
+    refused(tmp_path, torch_ckpt.CheckpointError, "contains a list", "a.pt", "ckpt")
 
 
 def rewritten(path: Path, compression: int = zipfile.ZIP_STORED, **contents: bytes) -> None:
-    """The archive with other contents of some entries, by the last part of their names."""
+    """Rewrites an archive with other contents for entries, by the last part of their names."""
     with zipfile.ZipFile(path) as old:
         entries = [(info.filename, old.read(info)) for info in old.infolist()]
     with zipfile.ZipFile(path, "w", compression) as new:
@@ -206,13 +214,13 @@ def rewritten(path: Path, compression: int = zipfile.ZIP_STORED, **contents: byt
             new.writestr(name, contents.get(name.rpartition("/")[2], data))
 
 
-def test_an_archive_that_was_packed_again_is_refused(tmp_path: Path) -> None:
+def test_a_compressed_archive_is_refused(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(100)}, tmp_path / "a.pt")
     rewritten(tmp_path / "a.pt", zipfile.ZIP_DEFLATED)
     refused(tmp_path, torch_ckpt.Corrupt, "is compressed", "a.pt", "ckpt")
 
 
-def test_a_file_of_a_big_endian_machine_is_refused(tmp_path: Path) -> None:
+def test_a_file_from_a_big_endian_machine_is_refused(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(100)}, tmp_path / "a.pt")
     rewritten(tmp_path / "a.pt", byteorder=b"big")
     refused(tmp_path, torch_ckpt.CheckpointError, "big-endian", "a.pt", "ckpt")
@@ -233,7 +241,7 @@ def test_a_file_without_checksums_is_converted(tmp_path: Path) -> None:
     max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
-def test_a_damaged_torch_save_file_is_refused_or_gives_what_was_saved(
+def test_a_damaged_torch_save_file_is_refused_or_converted_correctly(
     tmp_path: Path, data: st.DataObject
 ) -> None:
     state = {"t": torch.arange(30.0), "n": 7, "v": torch.arange(9)[2:5]}
@@ -259,7 +267,7 @@ def test_a_damaged_torch_save_file_is_refused_or_gives_what_was_saved(
 def test_a_damaged_safetensors_file_is_converted_or_refused(
     tmp_path: Path, data: st.DataObject, target: str
 ) -> None:
-    # Without checksums, other names and values may come of it; but nothing else.
+    # The format has no checksums, so damage may change names and values, but nothing else.
     safetensors.torch.save_file(TENSORS, tmp_path / "sound.safetensors", {"format": "pt"})
     damaged = bytearray((tmp_path / "sound.safetensors").read_bytes())
     for _ in range(data.draw(st.integers(1, 3), "flips")):
@@ -273,23 +281,23 @@ def test_a_damaged_safetensors_file_is_converted_or_refused(
     assert report.tensors == len(TENSORS)
 
 
-def test_options_that_contradict_each_other_are_one_sentence(
+def test_contradictory_options_fail_with_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.save({"a": torch.ones(3)}, tmp_path / "a.pt")
     arguments = [str(tmp_path / "a.pt"), str(tmp_path / "m.safetensors"), "--max-shard-size", "5GB"]
     assert cli.main(["convert", *arguments]) == 2
-    assert capsys.readouterr().err.startswith("torch-ckpt: max_shard_size makes a directory")
+    assert capsys.readouterr().err.startswith("torch-ckpt: max_shard_size writes a directory")
 
 
 def checkpoint_with_paths(directory: Path, paths: Any) -> None:
-    """A checkpoint of two tensors, a and b, whose metadata says what the planner kept."""
+    """Writes a checkpoint of two tensors, a and b, with the given planner data in its metadata."""
     metadata = stock_save({"a": torch.ones(1), "b": torch.zeros(1)}, directory)
     metadata.planner_data = paths
     (directory / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def test_a_checkpoint_without_paths_gives_flat_names(tmp_path: Path) -> None:
+def test_a_checkpoint_without_paths_has_flat_names(tmp_path: Path) -> None:
     checkpoint_with_paths(tmp_path / "ckpt", None)
     convert(tmp_path / "ckpt", tmp_path / "m.pt")
     assert_equal(loaded(tmp_path / "m.pt"), {"a": torch.ones(1), "b": torch.zeros(1)})
@@ -301,7 +309,7 @@ def test_paths_that_contradict_each_other_are_corrupt(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["text", 5, (), ([],), ["a"], (True,)])
-def test_what_is_no_path_gives_a_flat_name(tmp_path: Path, path: Any) -> None:
+def test_an_invalid_path_is_replaced_by_the_flat_name(tmp_path: Path, path: Any) -> None:
     checkpoint_with_paths(tmp_path / "ckpt", {"a": path, "b": ("x", "b")})
     convert(tmp_path / "ckpt", tmp_path / "m.pt")
     assert_equal(loaded(tmp_path / "m.pt"), {"a": torch.ones(1), "x": {"b": torch.zeros(1)}})
@@ -313,7 +321,7 @@ def test_metadata_that_is_not_unicode_is_refused(tmp_path: Path) -> None:
     refused(tmp_path, torch_ckpt.Corrupt, "not Unicode", "a.safetensors", "m.safetensors")
 
 
-def test_more_dimensions_than_safetensors_have_are_refused(tmp_path: Path) -> None:
+def test_tensors_with_too_many_dimensions_for_safetensors_are_refused(tmp_path: Path) -> None:
     torch.save({"a": torch.ones((1,) * 65)}, tmp_path / "a.pt")
     refused(tmp_path, torch_ckpt.CheckpointError, "a: .*65 dimensions", "a.pt", "m.safetensors")
 
@@ -322,11 +330,11 @@ def test_more_dimensions_than_safetensors_have_are_refused(tmp_path: Path) -> No
 def test_a_header_that_is_too_long_is_refused_before_anything_is_written(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    # In JSON each of these characters takes six.
+    # JSON needs six bytes for each of these characters.
     torch.save({"a": torch.ones(1), "\x01" * (17 << 20): torch.ones(1)}, tmp_path / "a.pt")
     target = tmp_path / ("hf" if options else "m.safetensors")
     written: list[torch_ckpt._base.progress.Progress] = []
-    with pytest.raises(torch_ckpt.CheckpointError, match="header of a safetensors file"):
+    with pytest.raises(torch_ckpt.CheckpointError, match="header of the safetensors file"):
         convert(tmp_path / "a.pt", target, progress=written.append, **options)
     assert written == []
     assert names_in(tmp_path) == ["a.pt"]

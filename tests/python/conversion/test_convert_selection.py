@@ -1,5 +1,4 @@
-"""``convert``: a part of a run's step, by other names, in another dtype; and steps of a manager as
-files of torch.save."""
+"""``convert`` with a selection, new names or another dtype, and of steps of a manager."""
 
 import json
 import warnings
@@ -48,13 +47,13 @@ def converted(source: Path, **options: Any) -> tuple[dict[str, torch.Tensor], Co
 # --- names ---------------------------------------------------------------------------------------
 
 
-def test_what_is_selected_arrives_without_its_prefix(step: Path) -> None:
+def test_selected_names_lose_their_prefix(step: Path) -> None:
     found, report = converted(step, select=["model.*"], strip_prefix="model.")
     assert_equal(dict(sorted(found.items())), dict(sorted(STATE["model"].items())))  # type: ignore
     assert (report.tensors, report.objects) == (2, 0)
 
 
-def test_renames_see_what_is_left_of_a_name(step: Path) -> None:
+def test_renames_apply_to_names_without_their_prefix(step: Path) -> None:
     options = {"select": ["model.*", "step"], "strip_prefix": "model."}
     found, _report = converted(
         step, **options, rename={"layer.*": "h.*", "step": "n"}, tensors_only=True
@@ -62,14 +61,14 @@ def test_renames_see_what_is_left_of_a_name(step: Path) -> None:
     assert sorted(found) == ["h.count", "h.weight"]
 
 
-def test_what_loses_its_first_key_is_nested_as_it_was(step: Path, tmp_path: Path) -> None:
+def test_a_value_without_its_first_key_keeps_its_nesting(step: Path, tmp_path: Path) -> None:
     options: Any = {"select": ["optimizer.*"], "strip_prefix": "optimizer."}
     convert(step, tmp_path / "m.pt", **options)
     loaded = torch.load(tmp_path / "m.pt", weights_only=True)
     assert_equal(loaded, STATE["optimizer"])
 
 
-def test_a_checkpoint_of_a_part_is_one(step: Path, tmp_path: Path) -> None:
+def test_a_selection_becomes_a_valid_checkpoint(step: Path, tmp_path: Path) -> None:
     convert(step, tmp_path / "part", select=["model.*"], rename={"model.*": "net.*"})
     state = {"net": {"layer.weight": torch.zeros(4, 3), "layer.count": torch.zeros(3).long()}}
     torch_ckpt.load(state, tmp_path / "part")
@@ -79,7 +78,7 @@ def test_a_checkpoint_of_a_part_is_one(step: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"select": ["modle.*"]}, r"select: no name matches 'modle\.\*'; there are model"),
+        ({"select": ["modle.*"]}, r"select: no name matches 'modle\.\*'; the source has model"),
         ({"select": "model.*"}, "select must be a list of patterns"),
         ({"strip_prefix": "net."}, r"strip_prefix: no name matches 'net\.\*'"),
         ({"strip_prefix": "model*"}, "strip_prefix must be a string"),
@@ -90,7 +89,7 @@ def test_a_checkpoint_of_a_part_is_one(step: Path, tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_options_that_do_not_go_with_the_names_are_refused(
+def test_options_that_match_no_name_are_refused(
     step: Path, tmp_path: Path, options: Any, match: str
 ) -> None:
     with pytest.raises(ValueError, match=match):
@@ -102,7 +101,7 @@ def test_options_that_do_not_go_with_the_names_are_refused(
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "bfloat16", torch.bfloat16], ids=str)
-def test_floating_point_tensors_get_another_dtype_and_others_do_not(step: Path, dtype: Any) -> None:
+def test_only_floating_point_tensors_change_their_dtype(step: Path, dtype: Any) -> None:
     found, report = converted(step, select=["model.*"], dtype=dtype, max_host_bytes=1)
     weight = STATE["model"]["layer.weight"]  # type: ignore[index]
     assert_equal(found["model.layer.weight"], weight.bfloat16())
@@ -111,16 +110,16 @@ def test_floating_point_tensors_get_another_dtype_and_others_do_not(step: Path, 
     assert report.notes == []
 
 
-def test_values_that_a_dtype_does_not_hold_are_noted(tmp_path: Path) -> None:
+def test_values_that_overflow_a_dtype_are_noted(tmp_path: Path) -> None:
     save({"large": torch.tensor([1e5, 1.0]), "inf": torch.tensor([torch.inf])}, tmp_path / "step")
     _found, report = converted(tmp_path / "step", dtype="fp16")
-    assert report.notes == ["values of large are too large for torch.float16, and not finite now"]
+    assert report.notes == ["large has values that overflow torch.float16 and are not finite now"]
 
 
 # --- transformers --------------------------------------------------------------------------------
 
 
-def test_a_managers_step_becomes_what_transformers_loads_without_a_missing_key(
+def test_transformers_loads_a_converted_step_without_missing_keys(
     tmp_path: Path,
 ) -> None:
     transformers = pytest.importorskip("transformers")
@@ -147,14 +146,12 @@ def test_a_managers_step_becomes_what_transformers_loads_without_a_missing_key(
     state = {name: tensor.bfloat16() for name, tensor in found.state_dict().items()}
     assert_equal(state, expected)
     index = json.loads((tmp_path / "hf/model.safetensors.index.json").read_text())
-    # transformers ties it to transformer.wte.weight.
+    # transformers ties lm_head.weight to transformer.wte.weight.
     assert sorted(index["weight_map"]) == sorted(expected.keys() - {"lm_head.weight"})
     assert found.config.dtype is torch.bfloat16
 
 
-def test_weights_that_are_tied_by_the_configuration_and_differ_are_kept(
-    step: Path, tmp_path: Path
-) -> None:
+def test_tied_weights_that_differ_are_kept(step: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -176,7 +173,7 @@ def test_weights_that_are_tied_by_the_configuration_and_differ_are_kept(
         ),
     ],
 )
-def test_the_configuration_says_the_dtype_that_was_given(
+def test_the_dtype_is_written_into_the_configuration(
     step: Path, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(before))
@@ -184,7 +181,7 @@ def test_the_configuration_says_the_dtype_that_was_given(
     assert json.loads((tmp_path / "hf/config.json").read_text()) == after
 
 
-def test_a_configuration_makes_a_directory_that_may_be_replaced(step: Path, tmp_path: Path) -> None:
+def test_a_directory_with_a_configuration_can_be_overwritten(step: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "x"}')
     options: Any = {"select": ["model.*"], "config": tmp_path / "config.json"}
     convert(step, tmp_path / "hf", **options)
@@ -197,15 +194,15 @@ def test_a_configuration_makes_a_directory_that_may_be_replaced(step: Path, tmp_
 
 
 @pytest.mark.parametrize("text", ["[]", "{", "\xff"])
-def test_a_configuration_that_is_none_is_refused(step: Path, tmp_path: Path, text: str) -> None:
+def test_an_invalid_configuration_is_refused(step: Path, tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_bytes(text.encode("latin1"))
     with pytest.raises(CheckpointError, match="is not a JSON object"):
         convert(step, tmp_path / "hf", config=tmp_path)
     assert not (tmp_path / "hf").exists()
 
 
-def test_a_configuration_goes_with_a_directory_only(step: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="config makes a directory"):
+def test_a_configuration_needs_a_directory_as_target(step: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="config writes a directory"):
         convert(step, tmp_path / "m.pt", config=tmp_path)
 
 
@@ -234,7 +231,7 @@ def _program(steps: int, **options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("options", [{"momentum": 0.9}, {}], ids=str)
-def test_a_managers_step_becomes_what_load_state_dict_takes(
+def test_load_state_dict_accepts_the_states_of_a_converted_step(
     tmp_path: Path, options: dict[str, float]
 ) -> None:
     saved, fresh = _program(3, **options), _program(0, **options)
@@ -251,7 +248,7 @@ def test_a_managers_step_becomes_what_load_state_dict_takes(
     RNGState().load_state_dict(loaded["rng"]["rank0"])
 
 
-def test_objects_that_torch_load_refuses_are_noted(tmp_path: Path) -> None:
+def test_objects_that_torch_load_rejects_are_noted(tmp_path: Path) -> None:
     numpy = pytest.importorskip("numpy")
     save({"config": {"a": (numpy.arange(3),)}, "step": 3}, tmp_path / "step")
     report = convert(tmp_path / "step", tmp_path / "m.pt")

@@ -1,4 +1,4 @@
-"""What ``convert`` leaves behind where it ends early, and how much memory it takes."""
+"""``convert``: the files that remain after a failure, and its use of memory."""
 
 import errno
 from pathlib import Path
@@ -43,7 +43,7 @@ def source_for(tmp_path: Path, target: str, value: float = 1.0) -> Path:
 
 
 def first_value(path: Path) -> float:
-    """Of a converted model, in whatever format."""
+    """Reads the tensors of a converted model in any format."""
     if path.suffix == ".pt":
         return float(loaded(path)["t0"][0])
     copy = path.parent / "copy.pt"
@@ -54,7 +54,7 @@ def first_value(path: Path) -> float:
 
 
 @pytest.mark.parametrize("target", ["m.safetensors", "m.pt", "hf"])
-def test_a_target_whose_last_fsync_fails_is_there_and_said_to_be(
+def test_a_target_whose_last_fsync_fails_exists_and_durability_is_uncertain(
     tmp_path: Path, target: str
 ) -> None:
     torch.save({"a": torch.ones(3)}, tmp_path / "a.pt")
@@ -73,7 +73,7 @@ def test_a_target_whose_last_fsync_fails_is_there_and_said_to_be(
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_an_existing_target_stays(tmp_path: Path, target: str) -> None:
+def test_an_existing_target_is_kept(tmp_path: Path, target: str) -> None:
     source = source_for(tmp_path, target)
     convert(source, tmp_path / target, **TARGETS[target])
     match = "is there already"
@@ -91,7 +91,7 @@ def test_overwrite_replaces_the_target(tmp_path: Path, target: str) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_an_interruption_leaves_nothing_of_a_new_target(tmp_path: Path, target: str) -> None:
+def test_an_interruption_removes_a_new_target(tmp_path: Path, target: str) -> None:
     source = source_for(tmp_path, target)
 
     def interrupt(_progress: torch_ckpt._base.progress.Progress) -> None:
@@ -104,7 +104,7 @@ def test_an_interruption_leaves_nothing_of_a_new_target(tmp_path: Path, target: 
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_an_interruption_leaves_the_old_target(tmp_path: Path, target: str) -> None:
+def test_an_interruption_keeps_the_old_target(tmp_path: Path, target: str) -> None:
     convert(source_for(tmp_path, target), tmp_path / target, **TARGETS[target])
     before = names_in(tmp_path)
     source = source_for(tmp_path, target, 2.0)
@@ -120,7 +120,7 @@ def test_an_interruption_leaves_the_old_target(tmp_path: Path, target: str) -> N
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_file_that_may_not_grow_is_an_error_of_that_file(tmp_path: Path, target: str) -> None:
+def test_an_error_at_the_file_size_limit_names_the_file(tmp_path: Path, target: str) -> None:
     source = source_for(tmp_path, target)
     with files_limited_to(200), pytest.raises(OSError, match="File too large") as caught:
         convert(source, tmp_path / target, **TARGETS[target])
@@ -129,7 +129,7 @@ def test_a_file_that_may_not_grow_is_an_error_of_that_file(tmp_path: Path, targe
 
 
 @pytest.mark.parametrize("target", ["m.pt", "m.safetensors", "hf"])
-def test_what_could_not_be_made_durable_is_not_there(tmp_path: Path, target: str) -> None:
+def test_a_target_that_cannot_be_made_durable_is_not_published(tmp_path: Path, target: str) -> None:
     source = source_for(tmp_path, target)
     with (
         failing("fsync", errno.EIO),
@@ -144,14 +144,14 @@ def test_other_files_of_a_directory_are_never_replaced(tmp_path: Path) -> None:
     source = source_for(tmp_path, "hf")
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf/thesis.tex").write_text("the only copy")
-    match = "is a directory with other files"
+    match = "the directory has files of other kinds"
     options = {"overwrite": True, "max_shard_size": 100}
     refused(tmp_path, FileExistsError, match, source.name, "hf", **options)
     assert names_in(tmp_path / "hf") == ["thesis.tex"]
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_directory_that_somebody_makes_meanwhile_stays(tmp_path: Path, overwrite: bool) -> None:
+def test_a_directory_that_another_process_creates_is_kept(tmp_path: Path, overwrite: bool) -> None:
     source = source_for(tmp_path, "hf")
     target = tmp_path / "hf"
 
@@ -161,13 +161,16 @@ def test_a_directory_that_somebody_makes_meanwhile_stays(tmp_path: Path, overwri
             (target / "model.safetensors").write_text("somebody's")
         return 0
 
-    with at_fault_points(hook), pytest.raises(FileExistsError, match="made it meanwhile"):
+    with (
+        at_fault_points(hook),
+        pytest.raises(FileExistsError, match="another process has created the target"),
+    ):
         convert(source, target, overwrite=overwrite, max_shard_size=100)
     assert names_in(tmp_path) == sorted([source.name, "hf"])
     assert (target / "model.safetensors").read_text() == "somebody's"
 
 
-def test_what_somebody_puts_into_a_directory_that_is_replaced_stays(tmp_path: Path) -> None:
+def test_files_added_to_a_replaced_directory_are_kept(tmp_path: Path) -> None:
     source = source_for(tmp_path, "hf")
     target = tmp_path / "hf"
     convert(source, target, max_shard_size=100)
@@ -177,7 +180,10 @@ def test_what_somebody_puts_into_a_directory_that_is_replaced_stays(tmp_path: Pa
             (target / "thesis.tex").write_text("the only copy")
         return 0
 
-    with at_fault_points(put_before_the_first_rename), pytest.warns(match="is kept as"):
+    with (
+        at_fault_points(put_before_the_first_rename),
+        pytest.warns(match="former contents are kept in"),
+    ):
         convert(source, target, overwrite=True, max_shard_size=100)
     (kept,) = tmp_path.glob(".hf.tmp-*/thesis.tex")
     assert kept.read_text() == "the only copy"
@@ -230,7 +236,7 @@ def test_the_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     peaks = {target: int(count) for target, count in map(str.split, run.stdout.splitlines())}
     assert list(peaks) == ["ckpt", "model.safetensors", "hf", "ckpt2", "again.pt"]
-    # 192 MiB in tensors of 16 MiB; two are held at once, and what reading and writing take.
+    # 192 MiB in tensors of 16 MiB. Two are held at once, beside the buffers of reader and writer.
     assert max(peaks.values()) < 96 << 20, peaks
     read = loaded(tmp_path / "again.pt")
     assert_equal({name: read[name] for name in state}, state)
