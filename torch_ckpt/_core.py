@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torch_ckpt import _C
+import torch_ckpt._C as _C
 from torch_ckpt._C import *  # type: ignore[assignment]  # noqa: F403
 
 

@@ -4,7 +4,7 @@
     clang-format -i tests/cpp/stock_metadata.cpp
 
 The C++ tests and the fuzzers need no torch; they begin with these constants. The table of names is
-that of torch_ckpt/checkpoint/metadata.py.
+that of torch_ckpt/checkpoint/index.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.distributed.checkpoint.planner import WriteItemType
 
 from tests.cpp.stock_records import literal
-from torch_ckpt.checkpoint.metadata import ROLES, encode_metadata, with_checksum_tables
+from torch_ckpt.checkpoint.index import roles
+from torch_ckpt.checkpoint.metadata import encode_metadata, with_checksum_tables
 
 
 def small() -> Metadata:
@@ -84,7 +85,7 @@ def main() -> None:
     print("};\nreturn kMetadata;\n}\n")
     print("const index::Globals& stock_globals() {")
     print("static const index::Globals kGlobals = {")
-    for name, role in ROLES.items():
+    for name, role in roles().items():
         print(f'{{"{name}", index::GlobalRole::{role}}},')
     print("};\nreturn kGlobals;\n}\n\n}  // namespace torch_ckpt::test")
 

@@ -47,7 +47,7 @@ from tests.distributed.loads import (
 )
 from tests.local_steps import saved
 from tests.support import assert_equal, data_files
-from torch_ckpt.checkpoint.coverage import chunks_here
+from torch_ckpt.checkpoint.chunks import chunks_here
 from torch_ckpt.errors import Corrupt, LoadMismatch
 from torch_ckpt.loading.reader import FileSystemReader
 from torch_ckpt.steps import LocalSteps

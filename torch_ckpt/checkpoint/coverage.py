@@ -7,53 +7,13 @@ and do not reach all: then shards are looked at as boxes.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise, product
-from typing import Any
-
-import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from collections.abc import Sequence
 
 from torch_ckpt import _core
-from torch_ckpt.errors import CheckpointError, Corrupt
+from torch_ckpt.errors import Corrupt
 
 #: Offsets and sizes, by dimension.
 Box = tuple[Sequence[int], Sequence[int]]
-
-
-def require_cover(
-    metadata: Metadata, targets: Mapping[str, Any], items: Iterable[ReadItem]
-) -> None:
-    """Raises Corrupt where a plan does not read all that a target has room for.
-
-    Args:
-        targets: tensors and other values by fully qualified name; all are in the metadata.
-        items: the plan.
-    """
-    planned: dict[tuple[str, Any], list[Box]] = defaultdict(list)
-    for item in items:
-        index = item.dest_index
-        planned[index.fqn, index.offset].append((item.dest_offsets, item.lengths))
-    for name, target in targets.items():
-        stored = metadata.state_dict_metadata[name]
-        if not isinstance(stored, TensorStorageMetadata):
-            continue
-        require_consecutive(name, target)
-        for chunk in chunks_here(target):
-            places = zip(chunk.offsets, chunk.sizes, tuple(stored.size), strict=True)
-            wanted = tuple(
-                max(min(begin + length, end) - begin, 0) for begin, length, end in places
-            )
-            require_all(name, wanted, planned[name, chunk.offsets], chunk.offsets)
 
 
 def require_all(
@@ -111,70 +71,3 @@ def _gap(whole: tuple[int, ...], boxes: list[tuple[tuple[int, int], ...]]) -> li
         if inner is not None:
             return [begin, *inner]
     return None
-
-
-def chunks_here(value: Any) -> list[ChunkStorageMetadata]:
-    """List the parts of a tensor that this rank has.
-
-    Raises:
-        ValueError: it is not a tensor.
-    """
-    # torch makes up an element for ranks outside of the mesh.
-    if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
-        return []
-    # torch computes with tensors on the default device, which may be "meta".
-    with torch.device("cpu"):
-        chunks = _create_chunk_list(value)
-    if not _is_strided(value) or 0 in chunks[0].sizes:
-        return chunks
-    # torch assumes that the elements follow the first one without a gap.
-    runs = [_runs_here(value, dim) for dim in range(value.dim())]
-    return [
-        ChunkStorageMetadata(
-            offsets=torch.Size(begin for begin, _length in box),
-            sizes=torch.Size(length for _begin, length in box),
-        )
-        for box in product(*runs)
-    ]
-
-
-def require_consecutive(name: str, value: Any) -> None:
-    """Refuse a DTensor of which this rank has elements that are not consecutive.
-
-    torch's planners read and write other elements for it.
-
-    Raises:
-        CheckpointError: it is such a DTensor.
-    """
-    if _is_strided(value) and len(chunks_here(value)) > 1:
-        raise CheckpointError(
-            f"{name}: the elements that this rank has of the DTensor are not consecutive, because "
-            f"of its placements {tuple(value.placements)} and shape {list(value.shape)}, and "
-            "checkpoints describe only consecutive ones; redistribute it to Shard and Replicate "
-            "placements first"
-        )
-
-
-def _is_strided(value: Any) -> bool:
-    return isinstance(value, DTensor) and any(
-        isinstance(placement, _StridedShard) for placement in value.placements
-    )
-
-
-def _runs_here(tensor: DTensor, dim: int) -> list[tuple[int, int]]:
-    """Compute begin and length of each run of indices of a dimension that this rank has."""
-    mesh = tensor.device_mesh
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    # Split as distribute_tensor splits the tensor itself.
-    here = torch.arange(tensor.size(dim), device="cpu").view(*[1] * dim, -1)
-    for mesh_dim, placement in enumerate(tensor.placements):
-        if isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim:
-            parts, _padding = placement._split_tensor(
-                here, mesh.size(mesh_dim), with_padding=False, contiguous=False
-            )
-            here = parts[coordinate[mesh_dim]]
-    indices = here.flatten()
-    gaps = (torch.nonzero(indices.diff() != 1).flatten() + 1).tolist()
-    edges = [0, *gaps, indices.numel()]
-    return [(int(indices[begin]), end - begin) for begin, end in pairwise(edges)]

@@ -10,13 +10,28 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from torch_ckpt._core import Directory as OpenDirectory
 from torch_ckpt.errors import NotCommitted
 
-__all__ = ["OpenDirectory", "Place", "require_one_directory"]
+__all__ = ["OpenDirectory", "Place", "require_one_directory", "share_or_warn"]
+
+
+def share_or_warn(directory: OpenDirectory) -> OpenDirectory:
+    """Locks a directory, so that no other process removes files in it while it is open.
+
+    Warns if another process holds its lock for too long.
+    """
+    if not directory.share():
+        warnings.warn(
+            f"another process has had {directory.path} for itself for long; files that it removes "
+            "may be missing in this load",
+            stacklevel=3,
+        )
+    return directory
 
 
 class Place(NamedTuple):

@@ -8,7 +8,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
 
 from torch_ckpt import _C
-from torch_ckpt.checkpoint.coverage import chunks_here
+from torch_ckpt.checkpoint.chunks import chunks_here
 
 
 def flat_state(state_dict: dict[str, Any]) -> _C.FlatState:

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from torch_ckpt import _core
 from torch_ckpt.checkpoint.directory import OpenDirectory
-from torch_ckpt.checkpoint.metadata import METADATA_NAME, read_index_in
+from torch_ckpt.checkpoint.index import METADATA_NAME, read_index_in
 from torch_ckpt.errors import CheckpointError, NotCommitted
 
 #: How long a save waits for a process that removes files, which takes seconds where they are large.

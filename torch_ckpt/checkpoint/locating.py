@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from torch_ckpt.checkpoint.directory import OpenDirectory
-from torch_ckpt.checkpoint.metadata import METADATA_NAME, no_checkpoint
+from torch_ckpt.checkpoint.index import METADATA_NAME, no_checkpoint
 from torch_ckpt.checkpoint.step_names import MARKER_NAME, STEP_NAME, step_name
 from torch_ckpt.errors import CheckpointError
 

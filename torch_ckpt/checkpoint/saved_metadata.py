@@ -10,11 +10,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from torch_ckpt import _core
 from torch_ckpt._base.paths import is_url
-from torch_ckpt.checkpoint.metadata import (
-    decode_metadata,
-    metadata_bytes_in,
-    open_directory,
-)
+from torch_ckpt.checkpoint.index import metadata_bytes_in, open_directory
+from torch_ckpt.checkpoint.metadata import decode_metadata
 from torch_ckpt.checkpoint.undecoded import NotDecoded, undecode, undecoded
 from torch_ckpt.errors import CheckpointError
 

@@ -13,8 +13,8 @@ from typing import Any, TypeGuard
 import torch
 
 from torch_ckpt._base.formatting import some_of
+from torch_ckpt.checkpoint.index import METADATA_NAME
 from torch_ckpt.checkpoint.locating import format_of, is_step_number
-from torch_ckpt.checkpoint.metadata import METADATA_NAME
 from torch_ckpt.checkpoint.step_names import STEP_NAME
 from torch_ckpt.conversion.safetensors_source import SafetensorsDirectory, SafetensorsFile
 from torch_ckpt.conversion.source import Entry, Path, Source, allocate_tensor

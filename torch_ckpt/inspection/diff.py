@@ -33,7 +33,7 @@ from torch_ckpt.inspection.stored_tensors import (
     split_into_boxes,
     widen,
 )
-from torch_ckpt.loading.reader import LEAST_INFLIGHT_BYTES
+from torch_ckpt.loading.limits import LEAST_INFLIGHT_BYTES
 from torch_ckpt.loading.reading import Row
 
 # Elements compared in one pass. Keeps the temporaries of a comparison below 64 MiB.

@@ -18,8 +18,8 @@ from typing import Any
 
 from torch_ckpt import _core
 from torch_ckpt._base.formatting import Block, Table, plural, printable, size, text_lines
+from torch_ckpt.checkpoint.index import read_index_in
 from torch_ckpt.checkpoint.locating import open_checkpoint
-from torch_ckpt.checkpoint.metadata import read_index_in
 
 _RANK_IN_FILE_NAME = re.compile(r"__(\d+)_")
 

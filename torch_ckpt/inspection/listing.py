@@ -16,8 +16,8 @@ from typing import Any
 from torch_ckpt import _core
 from torch_ckpt._base.formatting import Table, plural, printable, size
 from torch_ckpt.checkpoint.directory import OpenDirectory
+from torch_ckpt.checkpoint.index import METADATA_NAME, read_index_in
 from torch_ckpt.checkpoint.locating import open_checkpoint
-from torch_ckpt.checkpoint.metadata import METADATA_NAME, read_index_in
 from torch_ckpt.errors import CheckpointError, Unsafe
 from torch_ckpt.inspection.verify import is_file_damage
 

@@ -26,12 +26,12 @@ from torch_ckpt import _core
 from torch_ckpt._base.formatting import plural, printable, size
 from torch_ckpt._base.progress import Progress, ProgressOption, Reporter
 from torch_ckpt.checkpoint.coverage import gap_in
-from torch_ckpt.checkpoint.directory import OpenDirectory
+from torch_ckpt.checkpoint.directory import OpenDirectory, share_or_warn
+from torch_ckpt.checkpoint.index import METADATA_NAME, read_index_in
 from torch_ckpt.checkpoint.locating import open_checkpoint
-from torch_ckpt.checkpoint.metadata import METADATA_NAME, read_index_in
 from torch_ckpt.checkpoint.step_names import MARKER_NAME, PINNED_NAME, STEP_NAME
 from torch_ckpt.errors import Unsafe
-from torch_ckpt.loading.reader import DEFAULT_THREADS, LEAST_INFLIGHT_BYTES, shared
+from torch_ckpt.loading.limits import DEFAULT_THREADS, LEAST_INFLIGHT_BYTES
 
 _METADATA_OF_RANK = re.compile(rf"^__\d+{re.escape(METADATA_NAME)}$")
 
@@ -237,7 +237,7 @@ def verify(
     begun = time.perf_counter()
     directory = open_checkpoint(checkpoint_id)
     try:
-        shared(directory)
+        share_or_warn(directory)
         verification = _Verification(directory)
         for name in _metadata_names(directory):
             verification.add_metadata(name)

@@ -34,7 +34,7 @@ from torch_ckpt import _C, _core
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.formatting import some_of
 from torch_ckpt._base.options import reusable
-from torch_ckpt.checkpoint.coverage import chunks_here, require_consecutive, require_cover
+from torch_ckpt.checkpoint.chunks import chunks_here, require_consecutive, require_cover
 from torch_ckpt.checkpoint.flat_state import flat_state
 from torch_ckpt.errors import LoadMismatch
 from torch_ckpt.loading.reader import FileSystemReader

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from torch_ckpt._base.planner_hooks import keeps_methods
-from torch_ckpt.checkpoint.coverage import require_cover
+from torch_ckpt.checkpoint.chunks import require_cover
 from torch_ckpt.checkpoint.objects import decode
 from torch_ckpt.errors import Corrupt
 

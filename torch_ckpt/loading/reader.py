@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import io
 import os
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,22 +29,25 @@ from torch_ckpt._base.cuda_events import events_of_now
 from torch_ckpt._base.cycle_collector import RelaxedGc, no_gc
 from torch_ckpt._base.paths import refuse_url
 from torch_ckpt._base.progress import Progress, ProgressOption, Reporter
-from torch_ckpt.checkpoint.directory import OpenDirectory
-from torch_ckpt.checkpoint.files import FilesBeneath
-from torch_ckpt.checkpoint.locating import open_checkpoint
-from torch_ckpt.checkpoint.metadata import (
+from torch_ckpt.checkpoint.directory import OpenDirectory, share_or_warn
+from torch_ckpt.checkpoint.file_system import FilesBeneath
+from torch_ckpt.checkpoint.index import (
     MAX_METADATA_BYTES,
     METADATA_NAME,
-    checksum_tables,
     decode_index,
+    metadata_bytes_in,
+)
+from torch_ckpt.checkpoint.locating import open_checkpoint
+from torch_ckpt.checkpoint.metadata import (
+    checksum_tables,
     decode_indexed,
     decode_metadata,
     index_of,
-    metadata_bytes_in,
 )
 from torch_ckpt.checkpoint.undecoded import NotDecoded, index_kept, undecoded
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.loading.dtypes import LostPrecision
+from torch_ckpt.loading.limits import DEFAULT_THREADS, LEAST_INFLIGHT_BYTES
 from torch_ckpt.loading.planners import SafePlanner, keeps_default_hooks, require_whole
 from torch_ckpt.loading.reading import (
     ByteRow,
@@ -64,12 +66,6 @@ from torch_ckpt.loading.zero_fill import (
     let_sizes_differ,
     zero_what_is_not_stored,
 )
-
-#: With less a load would be all overhead.
-LEAST_INFLIGHT_BYTES = 1 << 20
-
-#: Threads that read at once: they wait for the disk, so there may be more than cores.
-DEFAULT_THREADS = 8
 
 
 class FileSystemReader(StockReader):
@@ -223,7 +219,7 @@ class FileSystemReader(StockReader):
         if not self.engine_can_read():
             return self._remote_bytes(name), os.path.join(self.path, name)
         # Shared before it is read: what it names then is still there.
-        self._directory = shared(open_checkpoint(self.path))
+        self._directory = share_or_warn(open_checkpoint(self.path))
         data = metadata_bytes_in(self._directory, name)
         return data, os.path.join(self._directory.path, name)
 
@@ -589,7 +585,7 @@ class FileSystemReader(StockReader):
         if self._directory is not None:
             yield self._directory
             return
-        directory = shared(open_checkpoint(self.path))
+        directory = share_or_warn(open_checkpoint(self.path))
         try:
             yield directory
         finally:
@@ -618,17 +614,6 @@ def require_one_version(versions: Iterable[str | None], reader: FileSystemReader
             f"{reader.checkpoint_id}: ranks have read the metadata of different saves: the "
             "checkpoint was replaced meanwhile, or a newer step was saved; load again"
         )
-
-
-def shared(directory: OpenDirectory) -> OpenDirectory:
-    """The same, in which nobody removes a file while it is open."""
-    if not directory.share():
-        warnings.warn(
-            f"another process has had {directory.path} for itself for long; files that it removes "
-            "may be missing in this load",
-            stacklevel=3,
-        )
-    return directory
 
 
 def _make_known(metadata: Metadata, size_rule: str, load_id: str | None) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
-from torch_ckpt.checkpoint.coverage import chunks_here
+from torch_ckpt.checkpoint.chunks import chunks_here
 
 
 class GrowingSize(tuple[int, ...]):

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_ckpt import _core
 from torch_ckpt.checkpoint.directory import OpenDirectory
-from torch_ckpt.checkpoint.files import FilesBeneath
+from torch_ckpt.checkpoint.file_system import FilesBeneath
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.saving.rank_write import WriteOptions
 from torch_ckpt.saving.sources import Watched, source_changed

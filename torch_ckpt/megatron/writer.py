@@ -37,8 +37,9 @@ from torch_ckpt._base.live_objects import LiveObjects
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt._base.options import require_choice
 from torch_ckpt.checkpoint.directory import Place
+from torch_ckpt.checkpoint.index import METADATA_NAME
 from torch_ckpt.checkpoint.lease import DirectoryLease
-from torch_ckpt.checkpoint.metadata import DCP_VERSION, METADATA_NAME
+from torch_ckpt.checkpoint.metadata import DCP_VERSION
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.megatron.results_queue import ResultsQueue
 from torch_ckpt.megatron.structures import named_plan

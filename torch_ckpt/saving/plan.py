@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_ckpt import _C, _core
 from torch_ckpt._base.cycle_collector import no_gc
-from torch_ckpt.checkpoint.coverage import require_consecutive
+from torch_ckpt.checkpoint.chunks import require_consecutive
 from torch_ckpt.checkpoint.flat_state import flat_state
 from torch_ckpt.checkpoint.metadata import DCP_VERSION, index_of
 from torch_ckpt.checkpoint.objects import unpicklable, warn_of_what_will_not_load

@@ -29,7 +29,7 @@ from torch_ckpt._base.cycle_collector import RelaxedGc, no_gc
 from torch_ckpt._base.paths import absolute, is_url, refuse_url
 from torch_ckpt._base.progress import ProgressOption
 from torch_ckpt.checkpoint.directory import OpenDirectory, Place, require_one_directory
-from torch_ckpt.checkpoint.files import FilesBeneath
+from torch_ckpt.checkpoint.file_system import FilesBeneath
 from torch_ckpt.checkpoint.lease import (
     DirectoryLease,
     refuse_hidden_save,

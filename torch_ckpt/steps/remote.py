@@ -29,7 +29,7 @@ from torch_ckpt._base.log import LOGGER
 from torch_ckpt._base.options import names_of
 from torch_ckpt.api import load
 from torch_ckpt.checkpoint.files import lies_beneath
-from torch_ckpt.checkpoint.metadata import METADATA_NAME
+from torch_ckpt.checkpoint.index import METADATA_NAME
 from torch_ckpt.checkpoint.step_names import MARKER_NAME, PINNED_NAME, STEP_NAME, step_name
 from torch_ckpt.inspection.verify import VerifyReport, verify
 from torch_ckpt.loading.report import LoadReport

@@ -30,7 +30,8 @@ import torch
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from torch_ckpt import _C
-from torch_ckpt.checkpoint.metadata import MAX_METADATA_BYTES, checksum_tables
+from torch_ckpt.checkpoint.index import MAX_METADATA_BYTES
+from torch_ckpt.checkpoint.metadata import checksum_tables
 from torch_ckpt.checkpoint.step_names import MARKER_NAME
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.loading.planners import place_of

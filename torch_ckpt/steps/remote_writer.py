@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from torch_ckpt import _core
 from torch_ckpt._base.log import LOGGER
-from torch_ckpt.checkpoint.metadata import METADATA_NAME
+from torch_ckpt.checkpoint.index import METADATA_NAME
 from torch_ckpt.checkpoint.step_names import MARKER_NAME, PINNED_NAME
 from torch_ckpt.errors import CheckpointError, NotCommitted
 from torch_ckpt.saving.items import Written

@@ -19,18 +19,17 @@ import pytest
 import torch
 
 import torch_ckpt
-from torch_ckpt.checkpoint import directory, files, metadata
+from torch_ckpt.checkpoint import directory, files, index, locating
 from torch_ckpt.inspection import verify
 from torch_ckpt.loading import reader
 
 _FILES = {module.__file__ for module in (files, directory)}
 _FUNCTIONS = {
-    (metadata.__file__, "metadata_bytes_in"),
-    (metadata.__file__, "open_checkpoint"),
+    (index.__file__, "metadata_bytes_in"),
+    (locating.__file__, "open_checkpoint"),
     (reader.__file__, "_metadata_bytes"),
     (reader.__file__, "_opening"),
     (reader.__file__, "_opened"),
-    (reader.__file__, "shared"),
     (verify.__file__, "verify"),
     (verify.__file__, "_length_of"),
 }

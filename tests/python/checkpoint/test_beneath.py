@@ -17,7 +17,8 @@ import torch_ckpt
 from tests.fresh import in_fresh_process
 from tests.support import StateDict, assert_equal, cause_of, data_files, emptied, place_of, save
 from torch_ckpt.checkpoint.directory import OpenDirectory
-from torch_ckpt.checkpoint.metadata import MAX_METADATA_BYTES, read_metadata
+from torch_ckpt.checkpoint.index import MAX_METADATA_BYTES
+from torch_ckpt.checkpoint.metadata import read_metadata
 from torch_ckpt.errors import Corrupt, Unsafe
 
 STATE: StateDict = {

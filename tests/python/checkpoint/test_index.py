@@ -21,13 +21,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from tests.support import DTYPES, save, stock_save, zeros
 from torch_ckpt import Corrupt, _core
-from torch_ckpt.checkpoint.metadata import (
-    checksum_tables,
-    decode_index,
-    encode_metadata,
-    index_of,
-    read_metadata,
-)
+from torch_ckpt.checkpoint.index import decode_index
+from torch_ckpt.checkpoint.metadata import checksum_tables, encode_metadata, index_of, read_metadata
 
 STATE: dict[str, Any] = {
     **{str(dtype): zeros((2, 3), dtype) for dtype in DTYPES},

@@ -9,6 +9,8 @@ import random
 import re
 import resource
 import struct
+import subprocess
+import sys
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -36,8 +38,8 @@ from tests.children import in_fork
 from tests.cpp.stock_metadata import rich, small, with_looked_up_members
 from tests.support import DTYPES, assert_equal, emptied, save, stock_load, stock_save, zeros
 from torch_ckpt import _core
+from torch_ckpt.checkpoint.index import _roles, roles
 from torch_ckpt.checkpoint.metadata import (
-    ROLES,
     _AllowListUnpickler,
     decode_metadata,
     encode_metadata,
@@ -45,6 +47,7 @@ from torch_ckpt.checkpoint.metadata import (
 )
 from torch_ckpt.errors import Corrupt, Unsafe
 
+ROLES = roles()
 SEAL_BYTES = 16
 PROTOCOLS = [2, 3, 4, 5]
 
@@ -189,6 +192,31 @@ def test_every_name_has_the_role_that_its_object_asks_for() -> None:
             assert isinstance(value, type), name
             assert hasattr(value, "__setstate__") == (role == "tuple_class"), name
             assert hasattr(value, "__slots__") == (role == "slots_class"), name
+
+
+def test_every_dtype_of_torch_is_known_before_torch_is_imported() -> None:
+    assert _roles(True).keys() <= _roles(False).keys()
+
+
+_DECODE_UNKNOWN_DTYPE = """
+import sys
+from torch_ckpt.checkpoint import index
+index._DTYPES -= {"float32"}
+print(len(index.decode_index(sys.stdin.buffer.read(), "a test")))
+"""
+
+
+def test_metadata_with_a_dtype_that_only_the_installed_torch_knows_is_read(
+    tmp_path: Path,
+) -> None:
+    save({"a": torch.zeros(2)}, tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", _DECODE_UNKNOWN_DTYPE],
+        input=(tmp_path / ".metadata").read_bytes(),
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    assert done.stdout == b"1\n"
 
 
 def test_the_engine_is_tested_and_fuzzed_with_the_same_names_and_roles() -> None:

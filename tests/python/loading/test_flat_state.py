@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from torch_ckpt import _C
-from torch_ckpt.checkpoint.coverage import chunks_here
+from torch_ckpt.checkpoint.chunks import chunks_here
 
 KEYS = st.one_of(st.text("ab.", max_size=2), st.integers(0, 3))
 LEAVES = st.sampled_from(

@@ -1,0 +1,38 @@
+"""torch's file system over a checkpoint's directory that is held open."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import cast
+
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from torch_ckpt.checkpoint.directory import OpenDirectory
+
+
+class FilesBeneath(FileSystem):
+    """For torch's own reading and writing: files beneath a directory that is open."""
+
+    def __init__(self, directory: OpenDirectory) -> None:
+        self._directory = directory
+
+    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
+        """The file's name, by which :meth:`create_stream` opens it."""
+        return suffix
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        """A stream of the file, which is closed behind the block."""
+        opener = self._directory.open_for_read if mode == "rb" else self._open_for_write
+        with open(path, mode, opener=opener) as stream:
+            yield cast(io.IOBase, stream)
+
+    def _open_for_write(self, name: str, flags: int) -> int:
+        try:
+            return os.open(name, flags | os.O_NOFOLLOW, 0o666, dir_fd=self._directory.fd)
+        except OSError as error:
+            path = os.path.join(self._directory.path, name)
+            raise OSError(error.errno, error.strerror, path) from None
