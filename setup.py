@@ -82,6 +82,11 @@ class CMakeBuild(build_ext):
         ):
             subprocess.run(["cmake", *arguments], check=True, env=ENVIRONMENT)
 
+    def copy_extensions_to_source(self) -> None:
+        # setuptools would copy `_C.so`, without the library of the core and `_core.so`.
+        command = ["cmake", "--install", str(BUILD), "--prefix", str(ROOT / "torch_ckpt")]
+        subprocess.run(command, check=True, env=ENVIRONMENT)
+
     def get_ext_filename(self, fullname: str) -> str:
         # The CMake targets are plain `_core.so` and `_C.so`, with no tag of the interpreter.
         return os.path.join(*fullname.split(".")) + ".so"
