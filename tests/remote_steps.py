@@ -134,7 +134,7 @@ def failing_at_the_end(kind: str, name: str) -> Any:
 def which(steps: RemoteSteps) -> str:
     """The save that step 1 is of, by all of its values; "none" where it is no complete step."""
     if kinds_of(steps) != {1: "complete"}:
-        with pytest.raises(dcp.CheckpointException, match=f"there is no {MARKER_NAME}"):
+        with pytest.raises(dcp.CheckpointException, match=f"{MARKER_NAME} is missing"):
             loaded(steps, 1)
         return "none"
     state = loaded(steps, 1)

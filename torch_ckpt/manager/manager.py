@@ -108,7 +108,7 @@ class CheckpointManager:
         on_commit: called with the step on rank 0, in the save's thread, once the step is complete.
             The save ends on all ranks when the callback has returned. An exception in it is raised
             on all ranks as the error of the save, although the step stays.
-        on_event: called with each :class:`torch_ckpt.events.Event`, on the thread where it occurs.
+        on_event: called with each :class:`torch_ckpt.events.Event`, in the thread that causes it.
             Methods that wait for the event's save return at once there.
         tensorboard: a ``SummaryWriter`` for rank 0, or the directory of a new one.
         process_group: the ranks; None: the default group.

@@ -34,17 +34,22 @@ __all__ = [
 def open_steps(
     root: str | os.PathLike[str], *, staging_dir: str | os.PathLike[str] | None = None
 ) -> StepStore:
-    """The steps beneath a root.
+    """Opens the steps beneath a root.
 
     Args:
-        root: a local directory, or a URL that fsspec knows.
-        staging_dir: local directory for what is on its way to or from a remote root; a temporary
-            one if None.
+        root: a local directory, or a URL that fsspec supports.
+        staging_dir: local directory for files on their way to or from a remote root. None: the
+            system's temporary directory.
 
     Raises:
-        ImportError: the URL's file system is in a package that is not installed; says which.
-        ValueError: ``staging_dir`` is given for a local root, or fsspec does not know the URL's
+        ImportError: the file system of the URL needs a package that is not installed; names it.
+        ValueError: ``staging_dir`` is given for a local root, or fsspec does not support the URL's
             protocol.
+
+    Example::
+
+        steps = open_steps("s3://bucket/run")
+        print([info.step for info in steps.entries(leftovers=False)])
     """
     path = os.fspath(root)
     scheme, separator, rest = path.partition("://")
@@ -54,5 +59,5 @@ def open_steps(
         remote: StepStore = RemoteSteps(path, staging_dir)
         return remote
     if staging_dir is not None:
-        raise ValueError(f"staging_dir is for remote roots, and {path} is a local one")
+        raise ValueError(f"staging_dir is for remote roots, but {path} is local. Omit staging_dir.")
     return LocalSteps(rest if separator else path)

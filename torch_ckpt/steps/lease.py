@@ -1,17 +1,18 @@
-"""Who may write beneath a root: one run at a time.
+"""The lease on a root: one run at a time may write beneath it.
 
-1. Rank 0 of a run that writes makes a file, holds a ``flock`` of it, and says in it which process
-   it is: host, pid, and when the process began. Then it names the file ``.lease``.
+1. Rank 0 of a run that writes creates a file, locks it with ``flock``, and writes into it which
+   process it is: host, pid, and start time. Then it renames the file to ``.lease``.
 2. It touches the file every ten seconds.
-3. Who finds a lease asks whether its process lives. On the same host ``/proc`` tells. For another
-   host the lock tells where it reaches there. Elsewhere the process lives if the file is touched
-   while this one waits, and is dead once the file has not been touched for a minute.
-4. The lease of a dead process is replaced: a new file is renamed over it. Looking and replacing are
-   done under a ``flock`` of the root itself.
-5. A run whose lease was replaced, as by ``takeover=True``, finds another file in its place. Its
-   saves fail, the one under way before its commit.
+3. A process that finds a lease determines whether the lease's process is alive. On the same host it
+   reads ``/proc``. For another host it tests the lock, if the file system shares locks between
+   hosts. Otherwise the process is alive if the file is touched while this process waits, and dead
+   once the file has not been touched for a minute.
+4. The lease of a dead process is replaced: a new file is renamed over it. Both the test and the
+   rename happen under a ``flock`` of the root itself.
+5. A run whose lease was replaced, for example by ``takeover=True``, finds another file in its
+   place. Its saves fail, including a running one before its commit.
 
-The lease is the process's. Several managers of one process share it. A forked child has none.
+The lease belongs to a process. Several managers of one process share it. A forked child has none.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from torch_ckpt.errors import RootInUse
 
 LEASE_NAME = ".lease"
 
-#: More is not a lease of ours.
+# Size limit of a lease. A longer file was not written by torch_ckpt.
 _MOST_BYTES = 4096
 
 #: (device, inode) of a file.
@@ -47,30 +48,30 @@ _Identity = tuple[int, int]
 
 @dataclass(frozen=True)
 class Times:
-    """How long things take, in seconds.
+    """Intervals in seconds.
 
     Attributes:
-        renew: from one touch of a lease by its run to the next.
-        expiry: after which a lease of another host that was not touched is that of a dead run.
-        look: between looks at a lease of which nobody knows whether its run lives.
+        renew: time between two touches of a lease by its run.
+        expiry: age after which a lease of another host, if it was not touched, counts as dead.
+        poll: time between two checks of a lease while it is unknown whether its run is alive.
     """
 
     renew: float = 10.0
     expiry: float = 60.0
-    look: float = 1.0
+    poll: float = 1.0
 
 
 TIMES = Times()
 
 
 class Lease:
-    """One manager's part in its process's lease on a root.
+    """One manager's share in the lease of its process on a root.
 
-    Used by several threads, but made and released by one.
+    Several threads may use it. One thread makes and releases it.
 
     Args:
-        root: a local directory. None: nothing is held, and every method does nothing.
-        takeover: whether the lease of a run that lives is replaced.
+        root: a local directory. None: there is no lease, and the methods do nothing.
+        takeover: replace the lease of a running job.
         times: see :class:`Times`.
     """
 
@@ -78,21 +79,25 @@ class Lease:
         self._root = root
         self._takeover = takeover
         self._times = times
-        self._held: _Held | None = None
+        self._held: _ProcessLease | None = None
 
     def take(self) -> None:
-        """Takes the lease. If the disk is full, :meth:`require` tries again.
+        """Takes the lease. If the disk is full, the next :meth:`require` tries again.
 
         Raises:
-            RootInUse: another run lives.
+            RootInUse: another running job holds the lease.
             OSError: the root cannot be written.
         """
         try:
             self.require()
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                # The steps can be restored, and a sweep or a deletion may make room.
-                LOGGER.warning("the first save tries again to take the lease: %s", error)
+                # Steps can be restored without it, and a sweep or a deletion may make room.
+                LOGGER.warning(
+                    "%s: the lease could not be taken (%s). The first save tries again.",
+                    self._root,
+                    error,
+                )
                 return
             raise OSError(
                 error.errno,
@@ -102,10 +107,11 @@ class Lease:
             ) from error
 
     def require(self) -> None:
-        """Returns if this process holds the lease, and takes it first where it has none.
+        """Checks that this process holds the lease. Takes it first if no lease was taken yet.
 
         Raises:
-            RootInUse: another run lives, or has taken the lease over; or this is a forked child.
+            RootInUse: another running job holds the lease, or has taken it over; or this is a
+                forked child.
             OSError: the lease cannot be written.
         """
         if self._root is None:
@@ -115,14 +121,14 @@ class Lease:
         self._held.require()
 
     def release(self) -> None:
-        """Lets go of the lease, and with the last manager removes it; once."""
+        """Releases this manager's share. The last share of the process removes the lease."""
         held, self._held = self._held, None
         if held is not None:
             held.release()
 
 
-class _Held:
-    """The lease of this process on one root, for as long as it has users."""
+class _ProcessLease:
+    """The lease of this process on one root, which is shared by its users."""
 
     def __init__(self, path: str, fd: int, has_made_root: bool, renew_seconds: float) -> None:
         self.users = 1
@@ -135,19 +141,19 @@ class _Held:
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="torch_ckpt lease", daemon=True)
         self._thread.start()
-        _all[self._identity] = self
+        _leases[self._identity] = self
 
     def require(self) -> None:
         if os.getpid() != self._pid:
             raise RootInUse(
-                f"{os.path.dirname(self._path)}: this process was forked by the run that writes "
-                "here, and cannot write beside it"
+                f"{os.path.dirname(self._path)}: this process is a forked child of process "
+                f"{self._pid}, which holds the lease. Save in the parent, or use another root."
             )
         other = self._other()
         if other is not None:
             raise RootInUse(
-                f"{os.path.dirname(self._path)}: {other} has taken over this root, so this run "
-                "saves no more"
+                f"{os.path.dirname(self._path)}: {other} has taken over this root. This run can no "
+                "longer save to it."
             )
 
     def release(self) -> None:
@@ -157,36 +163,36 @@ class _Held:
             self.users -= 1
             if self.users > 0:
                 return
-            _all.pop(self._identity, None)
+            _leases.pop(self._identity, None)
         self._ends.set()
         root = os.path.dirname(self._path)
-        with suppress(OSError), in_turn(root):
+        with suppress(OSError), locked_root(root):
             if self._other() is None:
                 os.unlink(self._path)
         if self._has_made_root:
-            # Nothing was saved where it is empty.
+            # Fails, as it should, if a step was saved.
             with suppress(OSError):
                 os.rmdir(root)
         with suppress(OSError):
-            # Explicitly: a child that was forked without Python's knowledge has the lock, too.
+            # Unlock explicitly: a child forked by native code still has the descriptor open.
             fcntl.flock(self._fd, fcntl.LOCK_UN)
         with suppress(OSError):
             os.close(self._fd)
 
     def leave_to_parent(self) -> None:
-        """In a forked child: the lock stays the parent's."""
+        """Closes the descriptor in a forked child. The lock stays with the parent."""
         with suppress(OSError):
             os.close(self._fd)
 
-    def _other(self) -> _Found | None:
-        """Whose lease is there instead of this one."""
+    def _other(self) -> _ExistingLease | None:
+        """Returns the lease that has replaced this one; None if none has."""
         try:
-            there = _Found(self._path)
+            existing = _ExistingLease(self._path)
         except OSError:
-            # It was removed by hand, or the file system does not answer: the save will tell.
+            # A user removed the file, or the file system fails: then the save will fail, too.
             return None
-        there.close()
-        return None if there.identity == self._identity else there
+        existing.close()
+        return None if existing.identity == self._identity else existing
 
     def _renew(self) -> None:
         while not self._ends.wait(self._renew_seconds):
@@ -194,18 +200,18 @@ class _Held:
                 os.utime(self._fd)
 
 
-class _Found:
-    """A lease that is there.
+class _ExistingLease:
+    """A lease found in a root, of this or another process.
 
     Args:
-        path: of its file.
+        path: path of the lease.
 
     Raises:
-        OSError: it is not there, or cannot be read.
+        OSError: the file does not exist, or cannot be read.
     """
 
     def __init__(self, path: str) -> None:
-        # With close-to-open consistency this asks the server.
+        # On NFS, opening the file revalidates its cached attributes.
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             status = os.fstat(self._fd)
@@ -225,17 +231,18 @@ class _Found:
     def close(self) -> None:
         os.close(self._fd)
 
-    def lives(self) -> bool | None:
-        """Whether the process lives that has it; None: nobody knows yet."""
-        if self.identity in _all:
+    def is_alive(self) -> bool | None:
+        """True if the process that holds the lease is alive; None if that is not known yet."""
+        if self.identity in _leases:
             return True
         process = _Process.of_this()
-        if process.where and all(self._record.get(key) == at for key, at in process.where.items()):
+        namespace = process.namespace
+        if namespace and all(self._record.get(key) == value for key, value in namespace.items()):
             pid = self._record.get("pid")
-            # What this process was before it ran another program is dead, too.
+            # This pid without a lease in _leases: the program that took it was replaced by exec.
             if not isinstance(pid, int) or pid == os.getpid():
                 return False
-            start = _start_of(pid)
+            start = _start_time(pid)
             return start is not None and start == self._record.get("start")
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -245,98 +252,110 @@ class _Found:
             has_locks = False
         else:
             has_locks = True
-        # A run writes it before it gives it its name.
+        # A run writes the record before it renames the file, so an empty one is not a run's.
         if not self._record:
             return False
-        # The lock is let go of with the descriptor. One kernel knows all of its locks.
-        boot = process.where.get("boot")
+        # The lock is free (closing the descriptor releases it again). A kernel knows all locks of
+        # its own processes, but not always those of other hosts.
+        boot = process.namespace.get("boot")
         return False if has_locks and boot and self._record.get("boot") == boot else None
 
 
 @dataclass(frozen=True)
 class _Process:
-    """This process, as a lease names it.
+    """This process, as recorded in a lease.
 
     Attributes:
-        where: what is the same for all processes that its pid tells it from; empty where the system
-            does not say.
+        namespace: identifies the host, its boot and its pid namespace, within which pids are
+            unique; empty if the system does not provide them.
     """
 
-    where: dict[str, str]
+    namespace: dict[str, str]
 
     @classmethod
     def of_this(cls) -> _Process:
         try:
             with open("/proc/sys/kernel/random/boot_id") as file:
                 boot = file.read().strip()
-            # Containers of one machine do not see each other's processes.
+            # Containers on one machine have separate pid namespaces.
             pids = os.readlink("/proc/self/ns/pid")
         except OSError:
             return cls({})
         return cls({"host": socket.gethostname(), "boot": boot, "pids": pids})
 
     def record(self) -> bytes:
-        """The content of a lease."""
+        """Returns the content of this process's lease."""
         document: dict[str, Any] = {
             "host": socket.gethostname(),
-            **self.where,
+            **self.namespace,
             "pid": os.getpid(),
-            "start": _start_of(os.getpid()),
+            "start": _start_time(os.getpid()),
             "began_at": time.time(),
         }
         return json.dumps(document).encode()
 
 
 _lock = threading.Lock()
-# Of this process.
-_all: dict[_Identity, _Held] = {}
+# The leases that this process holds.
+_leases: dict[_Identity, _ProcessLease] = {}
 
 
-def _take(root: str, takeover: bool, times: Times) -> _Held:
+def _take(root: str, takeover: bool, times: Times) -> _ProcessLease:
     path = os.path.join(root, LEASE_NAME)
     has_made_root = False
-    first: _Found | None = None
-    begun = time.monotonic()
+    first: _ExistingLease | None = None
+    started = time.monotonic()
     while True:
         has_made_root = has_made_root or not os.path.lexists(root)
         _core.make_directories(root)
         try:
-            with _lock, in_turn(root):
-                waited = time.monotonic() - begun
-                taken, found = _look(path, first, waited, takeover, has_made_root, times)
+            with _lock, locked_root(root):
+                waited = time.monotonic() - started
+                taken, found = _try_take(path, first, waited, takeover, has_made_root, times)
         except FileNotFoundError:
-            # Another manager was released meanwhile, perhaps with its root, or was in this turn.
+            # Another manager has removed its lease or the root meanwhile, or, without locks, this
+            # temporary file.
             continue
         if taken is not None:
             return taken
         if first is None:
             first = found
             LOGGER.warning(
-                "%s has a lease of %s: waiting for up to %.0f s to learn whether it still runs",
+                "%s has a lease of %s: waiting up to %.0f s to find out whether it is still "
+                "running",
                 root,
                 found,
                 times.expiry,
             )
         _core.fault_point("wait for a lease", path)
-        time.sleep(times.look)
+        time.sleep(times.poll)
 
 
-def _look(
+def _try_take(
     path: str,
-    first: _Found | None,
+    first: _ExistingLease | None,
     waited: float,
     takeover: bool,
     has_made_root: bool,
     times: Times,
-) -> tuple[_Held | None, _Found | None]:
-    """The lease, once it is taken; else whose it is while nobody knows whether that lives."""
+) -> tuple[_ProcessLease | None, _ExistingLease | None]:
+    """Takes the lease, or a share in the one that this process holds.
+
+    Args:
+        first: the lease found by the first try.
+        waited: seconds since the first try.
+
+    Returns:
+        The lease if it was taken, else the existing lease, of which it is not yet known whether its
+        process is alive.
+    """
     try:
-        found: _Found | None = _Found(path)
+        found: _ExistingLease | None = _ExistingLease(path)
     except FileNotFoundError:
         found = None
-    if found is not None and found.identity in _all:
+    if found is not None and found.identity in _leases:
         found.close()
-        held = _all[found.identity]
+        held = _leases[found.identity]
         held.users += 1
         return held, None
     _remove_temporaries(path)
@@ -349,33 +368,34 @@ def _look(
         raise
     try:
         with suppress(OSError):
-            # A file system without locks has the record.
+            # A file system without locks still has the record.
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.write(fd, _Process.of_this().record())
-        # Whoever finds it by its name, be it after a crash of the machine, finds it whole.
+        # A lease must never be found incomplete, not even after a crash of the machine.
         os.fsync(fd)
         if found is not None:
-            lives = found.lives()
-            if lives is None and first is not None and found.identity == first.identity:
-                lives = True if found.touched_at != first.touched_at else None
-            if lives is None and (
+            is_alive = found.is_alive()
+            if is_alive is None and first is not None and found.identity == first.identity:
+                is_alive = True if found.touched_at != first.touched_at else None
+            if is_alive is None and (
                 waited > times.expiry
-                # Both by the file system's clock.
+                # Both times are by the file system's clock.
                 or os.fstat(fd).st_mtime - found.touched_at > times.expiry
             ):
-                lives = False
-            if lives and not takeover:
+                is_alive = False
+            if is_alive and not takeover:
                 raise RootInUse(
                     f"{os.path.dirname(path)}: another run writes here, {found}. Wait for its end, "
-                    "or use another root; CheckpointManager(..., takeover=True) ends its saves"
+                    "or use another root. To end its saves, pass takeover=True to "
+                    "CheckpointManager."
                 )
-            if lives is None and not takeover:
+            if is_alive is None and not takeover:
                 os.close(fd)
                 os.unlink(temporary)
                 return None, found
         os.rename(temporary, path)
         temporary = path
-        return _Held(path, fd, has_made_root, times.renew), None
+        return _ProcessLease(path, fd, has_made_root, times.renew), None
     except BaseException:
         with suppress(OSError):
             os.close(fd)
@@ -388,9 +408,10 @@ def _look(
 
 
 def _remove_temporaries(path: str) -> None:
-    """Removes what processes have left that were killed while they took the lease.
+    """Removes the temporary files of processes that were killed while they took the lease.
 
-    Nobody is in that by now; where the root has no locks, whoever is begins anew.
+    The caller has the lock on the root, so no process is taking the lease now. Without locks, a
+    process that is taking it fails and tries again.
     """
     root, name = os.path.split(path)
     for other in os.listdir(root):
@@ -400,21 +421,23 @@ def _remove_temporaries(path: str) -> None:
 
 
 @contextmanager
-def in_turn(root: str | OpenDirectory) -> Iterator[bool]:
-    """A block that one thread of one process at a time runs, where the file system has locks.
+def locked_root(root: str | OpenDirectory) -> Iterator[bool]:
+    """Locks a root for one thread of one process, if the file system has locks.
 
     Yields:
-        False if another one has kept its turn for a second, and this one goes on beside it.
+        False if another thread or process has held the lock for a second; then the block runs
+        without it.
     """
     with closing(OpenDirectory(root) if isinstance(root, str) else root.reopen()) as opened:
-        until = time.monotonic() + TIMES.look
-        while not (has_turn := _has_turn(opened)) and time.monotonic() < until:
+        until = time.monotonic() + TIMES.poll
+        while not (is_locked := _try_lock(opened)) and time.monotonic() < until:
             time.sleep(0.005)
-        yield has_turn
+        yield is_locked
 
 
-def _has_turn(root: OpenDirectory) -> bool:
-    """True on a file system without locks, where the record of the lease decides."""
+def _try_lock(root: OpenDirectory) -> bool:
+    """Tries to lock a root. Returns True on a file system without locks, too, which has to rely on
+    the record in the lease."""
     return root.try_lock_exclusive() or not root.has_locks
 
 
@@ -430,20 +453,20 @@ def _parsed(data: bytes) -> dict[str, Any]:
     return document if isinstance(document, dict) else {}
 
 
-def _start_of(pid: int) -> str | None:
-    """When a process began, in ticks since the machine did; None where it does not run."""
+def _start_time(pid: int) -> str | None:
+    """Returns the start time of a process, in clock ticks since boot; None if it is not running."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # The name in parentheses may hold anything.
+            # The process name in parentheses may contain any character.
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return None
-    # A zombie writes nothing more.
+    # A zombie has stopped writing.
     return None if fields[0] in (b"Z", b"X") else fields[19].decode()
 
 
 def _release_all() -> None:
-    for held in list(_all.values()):
+    for held in list(_leases.values()):
         held.users = 1
         held.release()
 
@@ -451,9 +474,9 @@ def _release_all() -> None:
 def _forget_in_child() -> None:
     global _lock
     _lock = threading.Lock()
-    for held in _all.values():
+    for held in _leases.values():
         held.leave_to_parent()
-    _all.clear()
+    _leases.clear()
 
 
 register(Part.LEASES, at_exit=_release_all, in_child=_forget_in_child)

@@ -1,27 +1,27 @@
-"""The steps of a run: a directory of ten digits for each, beneath a root.
+"""The steps of a run beneath a local root, one directory of ten digits for each step.
 
-A crash at any point leaves each step either complete or not there, and a leftover that says so by
-its name.
+A crash at any point leaves each step either complete or absent. Leftovers have names of their own.
 
-1. Step 100 is written into ``0000000100.tmp-{attempt}``, as any checkpoint (saving/session.py,
-   csrc/directory/lease.h). The attempt is 8 hex digits that the ranks of a run have agreed on,
-   so that nothing that is left of an earlier run, or still runs, is in the way.
+1. Step 100 is written into ``0000000100.tmp-{attempt}``, like any checkpoint (saving/session.py,
+   csrc/directory/lease.h). The attempt is 8 hex digits that the ranks of a run have agreed on, so
+   that the files of an earlier run, or of one that is still running, are not in the way.
 2. When the files of all ranks are durable and the metadata is committed, the coordinator writes
-   ``write_completed`` beside them: a JSON document of what the step is. The file is fsynced, then
-   the directory.
+   ``write_completed`` beside them: a JSON document that describes the step. It fsyncs the file,
+   then the directory.
 3. It renames the directory to ``0000000100`` and fsyncs the root. Only now is the save committed,
-   on every rank. A step that is replaced is renamed as in 5 just before.
-4. A step is complete if its name is ten digits and the marker is in it. Who lists the root sees
-   nothing else as a step.
-5. A deletion needs the directory for itself (csrc/directory/lease.h), so no step goes that is
-   being loaded. It is renamed to ``0000000100.deleted-{8 hex digits}``, the root fsynced, then its
-   files go: a power cut brings back all of it or nothing. A deletion and a save that replaces a
-   step rename under a ``flock`` of the root, so a deletion never renames the new step.
-6. A directory of ten digits without the marker is of no save of a manager: somebody has put it
-   there, and it stays until that step is saved.
-7. At start the sweep ends what a crash has interrupted: a directory with the marker whose rename in
-   3 was not reached, and whose step is not there, gets its name; other leftovers go. None does
-   while somebody works in it.
+   on all ranks. A replaced step is renamed right before, as in 5.
+4. A step is complete if its name is ten digits and it contains the marker. A listing of the root
+   shows nothing else as a step.
+5. A deletion locks the directory exclusively (csrc/directory/lease.h), so it never deletes a step
+   that is being loaded. It renames the directory to ``0000000100.deleted-{8 hex digits}``, fsyncs
+   the root, then deletes the files: after a power failure either the complete step exists, or a
+   leftover. A deletion and a save that replaces a step both rename under a ``flock`` of the root,
+   so a deletion never renames the new step.
+6. A directory of ten digits without the marker was not written by a manager. It stays until that
+   step is saved.
+7. At the start a sweep finishes interrupted work. A directory with the marker that was not renamed
+   in 3 gets its final name, if that step does not exist. Other leftovers are deleted. Directories
+   that a process is using are spared.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from torch_ckpt.inspection.verify import VerifyReport, verify
 from torch_ckpt.loading.reader import FileSystemReader
 from torch_ckpt.loading.report import LoadReport
 from torch_ckpt.saving.writer import FileSystemWriter
-from torch_ckpt.steps.lease import in_turn
+from torch_ckpt.steps.lease import locked_root
 from torch_ckpt.steps.marker import pin, read_marker, write_marker
 from torch_ckpt.steps.store import StepInfo, StepStore, info_of
 
@@ -61,28 +61,29 @@ class LocalSteps(StepStore):
     """The steps beneath a local directory.
 
     Args:
-        patience: seconds that files of other ranks may take to be seen.
+        patience: seconds to wait until files of other ranks become visible.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, patience: float = 30.0) -> None:
         super().__init__(os.path.abspath(root))
         self.patience = patience
-        self._saved_in: tuple[int, ...] | None = None
+        self._root_identity: tuple[int, ...] | None = None
 
-    def saved_in(self, root: tuple[int, ...]) -> None:
-        """From now on nothing is removed where the path leads to another root than this one.
+    def remember_root(self, identity: tuple[int, ...]) -> None:
+        """Records the directory that a save used as root. From now on nothing is removed if the
+        path leads to another directory.
 
         Args:
-            root: the identity of its directory.
+            identity: directory identity of the root.
         """
-        self._saved_in = root
+        self._root_identity = identity
 
     @property
     def lease_root(self) -> str:
         return self.root
 
     def path_of(self, step: int) -> str:
-        """The directory of a complete step."""
+        """Returns the directory of a complete step."""
         return os.path.join(self.root, step_name(step))
 
     def entries(self, *, leftovers: bool = True) -> list[StepInfo]:
@@ -98,20 +99,22 @@ class LocalSteps(StepStore):
             names = sorted(os.listdir(self.root))
         except FileNotFoundError:
             return []
-        gone = []
+        removed = []
         for name in names:
             if deleted_only and ".deleted-" not in name:
                 continue
-            # Between the making of a directory and the lease nobody works in it.
+            # A rank of this run may have made the directory, but not locked it yet.
             if attempt and name.endswith(f".tmp-{attempt}"):
                 continue
             try:
                 if self._sweep(name):
-                    gone.append(name)
+                    removed.append(name)
             except OSError as error:
-                # The others still may go.
-                LOGGER.warning("a leftover could not be removed, and is tried again: %s", error)
-        return gone
+                # Continue with the other leftovers.
+                LOGGER.warning(
+                    "a leftover could not be removed; the next sweep tries again: %s", error
+                )
+        return removed
 
     def writer(
         self,
@@ -153,7 +156,7 @@ class LocalSteps(StepStore):
         files = total = 0
         for directory, _, names in os.walk(os.path.join(self.root, name)):
             for file in names:
-                # A load or a save beside us may be removing it.
+                # Another process may be removing the file.
                 with suppress(FileNotFoundError):
                     total += os.lstat(os.path.join(directory, file)).st_size
                     files += 1
@@ -168,7 +171,7 @@ class LocalSteps(StepStore):
     def set_pinned(self, step: int, pinned: bool) -> None:
         path = self.path_of(step)
         if not self.is_complete(step):
-            raise FileNotFoundError(2, "there is no complete step to pin", path)
+            raise FileNotFoundError(2, f"step {step} cannot be pinned: it is not complete", path)
         if pinned:
             with closing(OpenDirectory(path)) as opened:
                 pin(opened)
@@ -178,42 +181,43 @@ class LocalSteps(StepStore):
         _core.sync_directory(path)
 
     def remove(self, name: str) -> bool:
-        """Removes a directory beneath the root, unless somebody works in it.
+        """Removes a directory beneath the root, unless a process is using it.
 
         Returns:
-            Whether it has gone.
+            True if it was removed.
 
         Raises:
-            OSError: it is not there, or cannot be removed; or the last save went to another root.
+            OSError: it does not exist or cannot be removed; or the path of the root leads to
+                another directory than at the last save.
         """
         path = os.path.join(self.root, name)
         with closing(OpenDirectory(self.root)) as root, closing(OpenDirectory(path)) as opened:
-            if self._saved_in not in (None, root.identity()):
+            if self._root_identity not in (None, root.identity()):
                 raise OSError(
                     errno.ESTALE,
-                    "the path leads to another directory than at the last save, so nothing is "
-                    "removed there",
+                    "the path leads to another directory than at the last save; refusing to "
+                    "remove anything there",
                     self.root,
                 )
-            # Without locks nothing shows the readers of a step. It is deleted all the same, since
-            # the run that deletes it holds the root's lease.
+            # Without locks the readers of a step cannot be detected. Delete the step anyway: this
+            # run holds the lease on the root.
             if not opened.try_lock_exclusive() and opened.has_locks:
                 return False
             if ".deleted-" not in name:
-                aside = aside_of(name)
-                with in_turn(root) as has_turn:
+                deleted = name_for_deletion(name)
+                with locked_root(root) as is_locked:
                     # A save may have replaced the directory since it was opened.
-                    if not has_turn or not is_named(opened, root, name):
+                    if not is_locked or not is_named(opened, root, name):
                         return False
-                    root.rename(name, aside)
-                if not is_named(opened, root, aside):
-                    # A save that waited for its turn for too long has replaced it all the same.
-                    root.rename(aside, name)
+                    root.rename(name, deleted)
+                if not is_named(opened, root, deleted):
+                    # A save has replaced the directory without the lock, after waiting too long.
+                    root.rename(deleted, name)
                     return False
                 root.sync()
-                path = os.path.join(self.root, aside)
+                path = os.path.join(self.root, deleted)
             if os.path.islink(path):
-                # To a disk of somebody's choice; what is there is not ours to remove.
+                # A user has moved the step to another disk. Remove the link only.
                 os.unlink(path)
             else:
                 _core.fault_point("rmtree", path)
@@ -236,37 +240,41 @@ class LocalSteps(StepStore):
                 return StepInfo(step, path, state, bytes=bytes_in(path))
             return info_of(step, path, marker, self.is_pinned(step), lambda: bytes_in(path))
         except FileNotFoundError:
-            # Deleted meanwhile.
+            # Another process has deleted it meanwhile.
             return None
 
     def _sweep(self, name: str) -> bool:
-        """Whether it was a leftover, and has gone."""
+        """Removes a leftover, or renames a step that lacks only its final name.
+
+        Returns:
+            True if it was a leftover, and was removed.
+        """
         match = _LEFTOVER.match(name)
         if match is None:
             return False
         path = os.path.join(self.root, name)
         if not os.path.isdir(path):
             return False
-        # Another sweep may be at it.
+        # Another process may be sweeping it.
         with suppress(FileNotFoundError):
             if match.group(2) == "tmp":
                 final = match.group(1)
                 with closing(OpenDirectory(path)) as opened:
                     if not opened.try_lock_exclusive():
                         return False
-                    if MARKER_NAME in opened.names() and not self._is_there(final):
+                    if MARKER_NAME in opened.names() and not self._exists(final):
                         os.rename(path, os.path.join(self.root, final))
                         _core.sync_directory(self.root)
                         return False
             return self.remove(name)
         return False
 
-    def _is_there(self, name: str) -> bool:
+    def _exists(self, name: str) -> bool:
         return os.path.lexists(os.path.join(self.root, name))
 
 
 class _StepWriter(FileSystemWriter):
-    """Writes one step, and names it when it is complete."""
+    """Writes one step, and renames it to its final name when it is complete."""
 
     reported_elsewhere = True
 
@@ -288,8 +296,8 @@ class _StepWriter(FileSystemWriter):
         self._marker = marker
         self._expected_bytes = expected_bytes
         self._make_room = make_room
-        self._tidies = False
-        self._works = False
+        self._removes_directory = False
+        self._is_working = False
         super().__init__(f"{self._final}.tmp-{attempt}", **options)
 
     @property
@@ -306,168 +314,176 @@ class _StepWriter(FileSystemWriter):
     def set_up_for_save(self, rank: int) -> None:
         try:
             if rank == 0:
-                self._refuse_if_there()
+                self._refuse_existing()
                 _core.make_directories(self._steps.root)
                 require_room(
                     self._steps.root,
                     self._expected_bytes,
-                    f"the step takes at least {size(self._expected_bytes)}",
-                    "keep fewer steps, or make room",
+                    f"the step needs at least {size(self._expected_bytes)}",
+                    "keep fewer steps, or free space",
                     self._make_room,
                 )
             super().set_up_for_save(rank)
             if rank == 0:
-                # Of a save of this run that was complete and could not be named.
+                # Left by a save of this run that was complete, but could not be renamed.
                 self.directory.remove(MARKER_NAME)
         finally:
-            # Not before, when another rank may be making the directory.
-            self._tidies = True
+            # Not earlier: another rank may be making the directory.
+            self._removes_directory = True
 
     def commit(self, data: bytes, files: set[str]) -> None:
-        # The lease ends with the metadata; no sweep may come between that and the name.
+        # The save's lock is released when the metadata is committed. Hold another one until the
+        # rename, against sweeps.
         with (
             closing(self.directory.reopen()) as opened,
             closing(OpenDirectory(self._steps.root)) as root,
         ):
             opened.share()
-            replaced = self._name(opened, root, data, files)
+            replaced = self._complete(opened, root, data, files)
         if replaced is not None:
-            # Who loads it keeps it until the next sweep; and the save has not failed.
+            # Ignore failures: the save has succeeded. While a process loads the replaced step, it
+            # stays until the next sweep.
             with suppress(OSError), self._working():
                 self._steps.remove(replaced)
 
     def abandon(self) -> None:
         super().abandon()
-        if not self._tidies:
+        if not self._removes_directory:
             return
-        # Every rank tries: rank 0 may have failed before it could make a writer. The coordinator
-        # has removed the files of a failed save; files of others keep the directory.
+        # Every rank tries: rank 0 may have failed before it made a writer. The coordinator has
+        # removed the files of a failed save. If other files are left, rmdir fails.
         with suppress(OSError), closing(OpenDirectory(self.path)) as opened:
-            # Another rank may be saving the step again.
+            # Fails if another rank is already saving the step again.
             if opened.try_lock_exclusive():
                 os.rmdir(self.path)
 
     def bytes_moved(self) -> int:
-        return super().bytes_moved() + (time.monotonic_ns() if self._works else 0)
+        return super().bytes_moved() + (time.monotonic_ns() if self._is_working else 0)
 
     @contextmanager
     def _working(self) -> Iterator[None]:
-        """A block that may take long, in which nothing is moved; it ends by itself."""
-        self._works = True
+        """Sends heartbeats during a block that may take long and moves no bytes."""
+        self._is_working = True
         try:
             yield
         finally:
-            self._works = False
+            self._is_working = False
 
-    def _name(
+    def _complete(
         self, opened: OpenDirectory, root: OpenDirectory, data: bytes, files: set[str]
     ) -> str | None:
-        """Makes the step complete; the name of what it has replaced."""
-        attempt, aside = os.path.basename(self.path), aside_of(self._step)
+        """Completes the step.
+
+        Returns:
+            The name that the replaced step has now; None if there was none.
+        """
+        unfinished, deleted = os.path.basename(self.path), name_for_deletion(self._step)
         uncertain: DurabilityUncertain | None = None
         try:
-            # Nothing that can fail comes after the rename.
+            # Read it now: after the rename nothing may fail.
             identity = root.identity()
             with self._working():
-                self._refuse_if_missing(opened, files)
+                self._require_files(opened, files)
             super().commit(data, files)
-            self._mark(opened)
-            self._refuse_if_there()
-            is_there = os.path.lexists(self._final)
+            self._write_marker(opened)
+            self._refuse_existing()
+            exists = os.path.lexists(self._final)
             if os.path.lexists(os.path.join(self._final, PINNED_NAME)):
                 pin(opened)
             try:
-                # A deletion must not rename the new step in the place of the replaced one.
-                with in_turn(root) if is_there else nullcontext():
+                # A deletion must not rename the new step instead of the replaced one.
+                with locked_root(root) if exists else nullcontext():
                     _core.publish(
                         root,
-                        attempt,
+                        unfinished,
                         self._step,
-                        # Only what was looked at is put aside, and removed.
-                        aside if is_there else None,
+                        # Replace only the step that was checked above.
+                        deleted if exists else None,
                         renamed=opened,
                         sync=self.sync_files,
-                        replace=is_there,
+                        replace=exists,
                         sync_above=False,
                     )
             except DurabilityUncertain as error:
                 uncertain = error
         except BaseException as error:
-            # What may be visible is an unfinished step's part, which goes.
-            said = error.args[0] if isinstance(error, DurabilityUncertain) else error
+            # The step is not complete, even if its metadata may be durable. Remove its files.
+            reason = error.args[0] if isinstance(error, DurabilityUncertain) else error
             with suppress(OSError):
-                if aside in root.names():
+                if deleted in root.names():
                     raise NotCommitted(
-                        f"{self._final}: {said}; the step is complete in {self.path}, and the "
-                        "next sweep names it"
+                        f"{self._final}: {reason}; the step is complete in {self.path}, and the "
+                        "next sweep renames it"
                     ) from error
                 self._discard(opened, root)
             if isinstance(error, FileExistsError):
                 raise
-            # Metadata that may not last does not make a step either; nor what somebody has moved.
+            # DurabilityUncertain of the metadata, or a moved directory (CheckpointError), means
+            # that there is no step.
             if isinstance(error, OSError | DurabilityUncertain) or type(error) is CheckpointError:
                 number = getattr(error, "errno", None) or 0
-                raise NotCommitted(f"{self._final}: {said}", number) from error
+                raise NotCommitted(f"{self._final}: {reason}", number) from error
             raise
-        self._steps.saved_in(identity)
+        self._steps.remember_root(identity)
         if uncertain is not None:
             raise DurabilityUncertain(
                 f"{self._final}: {uncertain.args[0]}", uncertain.errno
             ) from uncertain
-        return aside if is_there else None
+        return deleted if exists else None
 
     def _discard(self, opened: OpenDirectory, root: OpenDirectory) -> None:
-        """Removes what the save has written, wherever its directory is now."""
+        """Removes the files of the save, even if its directory was moved."""
         if not opened.try_lock_exclusive():
             return
-        # The marker first: without it the next sweep removes the rest.
+        # Remove the marker first: then the next sweep removes the remaining files.
         for name in sorted(opened.names(), key=lambda name: name != MARKER_NAME):
             opened.remove(name)
-        attempt = os.path.basename(self.path)
-        if is_named(opened, root, attempt):
-            os.rmdir(attempt, dir_fd=root.fd)
+        unfinished = os.path.basename(self.path)
+        if is_named(opened, root, unfinished):
+            os.rmdir(unfinished, dir_fd=root.fd)
 
-    def _mark(self, opened: OpenDirectory) -> None:
-        said = {"step": int(self._step), "saved_at": time.time(), "bytes": bytes_in(opened.fd)}
-        write_marker(opened, {**said, **self._marker()}, self.sync_files)
+    def _write_marker(self, opened: OpenDirectory) -> None:
+        facts = {"step": int(self._step), "saved_at": time.time(), "bytes": bytes_in(opened.fd)}
+        write_marker(opened, {**facts, **self._marker()}, self.sync_files)
 
-    def _refuse_if_missing(self, opened: OpenDirectory, files: set[str]) -> None:
-        """Other ranks' files are here, or their directory is another one."""
+    def _require_files(self, opened: OpenDirectory, files: set[str]) -> None:
+        """Checks that the files of all ranks are in this rank's directory."""
         missing = files - set(opened.names())
         until = time.monotonic() + self._steps.patience
         while missing:
-            # Network file systems remember for some time what was not there.
+            # Network file systems may cache for some time that a file does not exist.
             missing -= set(opened.names())
             if missing and time.monotonic() >= until:
                 raise NotCommitted(
-                    f"{self._final}: what other ranks have written is not here ("
+                    f"{self._final}: rank 0 does not see files that other ranks have written ("
                     f"{', '.join(sorted(missing)[:3])}): all ranks must see the same directory"
                 )
             if missing:
                 time.sleep(0.1)
 
-    def _refuse_if_there(self) -> None:
+    def _refuse_existing(self) -> None:
         if os.path.lexists(self._final) and not os.path.isdir(self._final):
-            # Nobody knows whose it is, and a step that takes its name would have to remove it.
+            # The file belongs to the user, and saving the step would replace it.
             raise FileExistsError(
-                errno.EEXIST, "this has a step's name and is not a directory: move it", self._final
+                errno.EEXIST, "a file has the name of this step. Move the file", self._final
             )
         if not self._may_replace and read_marker(self._final) is not None:
             raise FileExistsError(
-                17,
-                "the step is there and complete, and is not one that training has come back to: "
-                "restore() first, or delete it, or use another root",
+                errno.EEXIST,
+                "the step already exists and is complete, and this run has neither saved it nor "
+                "restored an earlier step. Call restore() first, delete the step, or use another "
+                "root",
                 self._final,
             )
 
 
-def aside_of(name: str) -> str:
-    """What a directory of a step is named that is not a step any more."""
+def name_for_deletion(name: str) -> str:
+    """Returns a new name for the directory of a step that is being deleted or was replaced."""
     return f"{name[:10]}.deleted-{uuid.uuid4().hex[:8]}"
 
 
 def is_named(opened: OpenDirectory, root: OpenDirectory, name: str) -> bool:
-    """Whether a name beneath a root is that of an open directory."""
+    """True if an open directory has this name beneath a root."""
     try:
         return os.path.samestat(os.stat(name, dir_fd=root.fd), os.fstat(opened.fd))
     except FileNotFoundError:
@@ -475,7 +491,11 @@ def is_named(opened: OpenDirectory, root: OpenDirectory, name: str) -> bool:
 
 
 def bytes_in(directory: str | int) -> int:
-    """Of all files of a checkpoint's directory, by its path or its descriptor."""
+    """Returns the total size of the files in a checkpoint's directory.
+
+    Args:
+        directory: path or descriptor of the directory.
+    """
     total = 0
     with os.scandir(directory) as entries:
         for entry in entries:

@@ -1,4 +1,4 @@
-"""The file that makes a step complete, and the one that pins it."""
+"""The marker, which completes a step, and the file that pins a step."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from torch_ckpt._base.formatting import size
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.step_names import MARKER_NAME, PINNED_NAME
 
-#: A longer file is not a marker of ours.
+#: Size limit of a marker, in bytes. A longer file was not written by torch_ckpt.
 MOST_MARKER_BYTES = 16 << 20
 
 
 def read_marker(directory: str) -> dict[str, Any] | None:
-    """What a step's marker says; None where there is none.
+    """Reads the marker of a step.
 
-    The marker's being there is what counts. One that cannot be understood, as an empty one of
-    another program, says nothing.
+    Returns:
+        Its content; None if the step has no marker. An empty dict if the marker cannot be read or
+        parsed, for example an empty one of another program: a step with any marker is complete.
     """
     try:
         with open(os.path.join(directory, MARKER_NAME), "rb") as file:
@@ -27,12 +28,12 @@ def read_marker(directory: str) -> dict[str, Any] | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError:
-        # It is there; whether the step can be read, loading it tells.
+        # The marker exists. Loading the step will report whether its files can be read.
         return {}
 
 
 def parsed_marker(data: bytes) -> dict[str, Any]:
-    """The document in a marker; empty where there is none."""
+    """Parses a marker. Returns an empty dict if it is not a JSON object."""
     try:
         document = json.loads(data)
     except (ValueError, RecursionError):
@@ -41,33 +42,34 @@ def parsed_marker(data: bytes) -> dict[str, Any]:
 
 
 def encoded_marker(document: dict[str, Any]) -> bytes:
-    """A marker's bytes.
+    """Encodes the content of a marker.
 
     Raises:
-        TypeError, ValueError: something in it is nothing that JSON knows, or it is too long.
+        TypeError, ValueError: a value is not a JSON value, or the marker is too long.
     """
     data = json.dumps(document, indent=1, sort_keys=True).encode()
     if len(data) > MOST_MARKER_BYTES:
         raise ValueError(
-            f"metrics and notes take {size(len(data))} as JSON; at most "
-            f"{size(MOST_MARKER_BYTES)} are read again: save the rest as a part of the state"
+            f"metrics and notes take {size(len(data))} as JSON, more than the limit of "
+            f"{size(MOST_MARKER_BYTES)}. Save large values as a part of the state."
         )
     return data
 
 
 def write_marker(directory: OpenDirectory, document: dict[str, Any], sync: bool) -> None:
-    """Writes the marker whole, since an empty one is that of a step that has no metrics.
+    """Writes the marker atomically, so that a crash leaves no empty marker without metrics.
 
-    Durably if wanted.
+    Args:
+        sync: make the marker durable.
     """
-    # The commit of the metadata has made durable what lies above.
+    # The commit of the metadata has already made the directories above durable.
     _core.publish_contents(
         directory, MARKER_NAME, encoded_marker(document), sync=sync, sync_above=False
     )
 
 
 def pin(directory: OpenDirectory) -> None:
-    """Has retention leave a step alone, durably."""
+    """Pins a step, durably."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
     os.close(os.open(PINNED_NAME, flags, 0o666, dir_fd=directory.fd))
     directory.sync()

@@ -1,13 +1,14 @@
-"""The steps of a run beneath a URL that fsspec knows: object stores, and other file systems.
+"""The steps of a run beneath a URL that fsspec supports: object stores, and other file systems.
 
-1. A step has its ten digits from the start: ``0000000100/`` with the files of a checkpoint. It is
-   complete once it has the marker ``write_completed``, which comes last (remote_writer.py).
-2. A deletion first puts ``deleted`` there, then removes the marker, the rest, and ``deleted`` last.
-3. The sweep ends deletions, and removes steps without a marker that this process does not save and
-   whose newest file is older than an hour. A save by somebody else that is slower than that fails
-   by itself: it looks for its files before it puts the marker.
-4. A load fetches ranges of bytes (remote_reader.py). It holds nothing: where a step is deleted or
-   replaced meanwhile, it fails, since the files of the other save have other names.
+1. A step has its final name from the start: ``0000000100/`` with the files of a checkpoint. It is
+   complete once it has the marker ``write_completed``, which is written last (remote_writer.py).
+2. A deletion first writes a file ``deleted``, then removes the marker, the other files, and
+   ``deleted`` last.
+3. A sweep completes deletions. It also removes steps without a marker that this process is not
+   saving and whose newest file is older than an hour. If another process is still saving such a
+   step, that save fails: it checks for its files before it writes the marker.
+4. A load fetches ranges of bytes (remote_reader.py). It takes no lock: if the step is deleted or
+   replaced meanwhile, the load fails, since the files of another save have other names.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ from torch_ckpt.steps.remote_reader import RemoteReader
 from torch_ckpt.steps.remote_writer import DELETED_NAME, RemoteWriter, busy
 from torch_ckpt.steps.store import StepInfo, StepStore, info_of
 
-#: A step without a marker that nobody has written to for so long is what a dead save left.
+#: Age of the newest file, in seconds, after which a step without a marker counts as a leftover.
 LEFTOVER_SECONDS = 3600.0
 
 _OWN_NAMES = {METADATA_NAME, MARKER_NAME, PINNED_NAME, DELETED_NAME}
 
-# File systems resolve names in threads of such a pool.
+# fsspec's file systems resolve host names in a thread pool, so saves must end before it does.
 before_thread_pools_end(join_saves)
 
 
@@ -54,16 +55,15 @@ class RemoteSteps(StepStore):
     """The steps beneath a URL.
 
     Args:
-        root: the URL; settings such as credentials are fsspec's own.
-        staging_dir: a local directory. A save needs room there for what its rank writes; a load for
-            1 GiB, or for what it wants of the largest record; verify for 4 GiB, or the largest
-            file. The system's temporary directory if None.
-        verified_at_once: ``verify`` stages at most so many bytes at once, but for a single file
-            that is larger.
+        root: the URL. Credentials and other settings are configured in fsspec.
+        staging_dir: local directory for staging. A save needs space there for all that its rank
+            writes; a load for 1 GiB, or for the part of the largest record that it reads; verify
+            for 4 GiB, or for the largest file. None: the system's temporary directory.
+        verified_at_once: bytes that ``verify`` stages at once; a single file may be larger.
 
     Raises:
-        ImportError: the URL's file system is in a package that is not installed.
-        ValueError: fsspec does not know the URL's protocol.
+        ImportError: the file system of the URL needs a package that is not installed.
+        ValueError: fsspec does not support the URL's protocol.
     """
 
     sweeps_what_lacks_markers = True
@@ -81,15 +81,15 @@ class RemoteSteps(StepStore):
         self._staging_dir = None if staging_dir is None else os.fspath(staging_dir)
 
     def entries(self, *, leftovers: bool = True) -> list[StepInfo]:
-        steps = self._listed()
+        steps = self._list_steps()
         markers: dict[str, dict[str, Any]] = {}
 
         def read(name: str) -> None:
             if steps[name][MARKER_NAME].bytes > MOST_MARKER_BYTES:
-                # That it is there is what counts.
+                # Too large to be read. A step with any marker is complete.
                 markers[name] = {}
                 return
-            # Without it the step has been deleted meanwhile.
+            # Another process may have deleted the step meanwhile.
             with suppress(FileNotFoundError):
                 data = self._files.read(f"{name}/{MARKER_NAME}")
                 markers[name] = parsed_marker(data)
@@ -111,19 +111,21 @@ class RemoteSteps(StepStore):
 
     def sweep(self, *, deleted_only: bool = False, attempt: str = "") -> list[str]:
         swept = []
-        for name, seen in sorted(self._listed().items()):
+        for name, seen in sorted(self._list_steps().items()):
             if not _is_leftover(seen, deleted_only):
                 continue
             with busy.reserved(self._files.url_of(name)) as is_free:
-                # A save may have ended since the listing.
+                # List again: a save may have completed the step since.
                 files = self._files.below(name).list() if is_free else {}
                 if not _is_leftover(files, deleted_only):
                     continue
                 try:
                     self._remove(name, files)
                 except OSError as error:
-                    # The others still may go.
-                    LOGGER.warning("a leftover could not be removed, and is tried again: %s", error)
+                    # Continue with the other leftovers.
+                    LOGGER.warning(
+                        "a leftover could not be removed; the next sweep tries again: %s", error
+                    )
                 else:
                     swept.append(name)
         return swept
@@ -139,19 +141,20 @@ class RemoteSteps(StepStore):
         make_room: Callable[[], None] | None = None,
         **options: Any,
     ) -> FileSystemWriter:
-        """See :meth:`StepStore.writer`. Names are told apart without ``attempt``, and how much is
-        free there a remote file system does not say; the staging directory is looked at."""
+        """See :meth:`StepStore.writer`. Ignores ``attempt``, since file names are unique without
+        it. Checks the free space of the staging directory only, since remote file systems do not
+        report theirs."""
         return RemoteWriter(
             self._files.below(step_name(step)), step, self._staging_dir, overwrite, marker, options
         )
 
     def load(self, step: int, state_dict: dict[str, Any], **options: Any) -> LoadReport | None:
-        of_load = {name: options.pop(name) for name in names_of(load) & options.keys()}
+        load_options = {name: options.pop(name) for name in names_of(load) & options.keys()}
         files = self._files.below(step_name(step))
         reader = RemoteReader(files, self._staging_dir, **options)
         busy.begin(files.url)
         try:
-            return load(state_dict, storage_reader=reader, **of_load)
+            return load(state_dict, storage_reader=reader, **load_options)
         finally:
             busy.end(files.url)
 
@@ -163,13 +166,13 @@ class RemoteSteps(StepStore):
             reader.release()
 
     def verify(self, step: int) -> VerifyReport:
-        begun = time.perf_counter()
+        started = time.perf_counter()
         files = self._files.below(step_name(step))
         listing = files.list()
         for needed in (METADATA_NAME, MARKER_NAME):
             if needed not in listing:
                 raise FileNotFoundError(
-                    errno.ENOENT, f"no complete checkpoint: there is no {needed}", files.url
+                    errno.ENOENT, f"no complete checkpoint: {needed} is missing", files.url
                 )
         total = VerifyReport(files.url)
         unverifiable: set[str] = set()
@@ -189,14 +192,14 @@ class RemoteSteps(StepStore):
                 total.unread += part.unread
                 total.unreferenced += part.unreferenced
                 unverifiable.update(part.unverifiable)
-                # Of the metadata alone.
+                # These are computed from the metadata only, so they are equal for all batches.
                 total.incomplete = part.incomplete
                 total.missing = [entry for entry in part.missing if entry[0] not in listing]
         finally:
             busy.end(files.url)
         total.unverifiable = sorted(unverifiable)
         total.unreferenced += [name for name in listing if not lies_beneath(name)]
-        total.seconds = time.perf_counter() - begun
+        total.seconds = time.perf_counter() - started
         return total
 
     def delete(self, step: int) -> bool:
@@ -221,7 +224,9 @@ class RemoteSteps(StepStore):
     def set_pinned(self, step: int, pinned: bool) -> None:
         files = self._files.below(step_name(step))
         if not _is_complete(files.list()):
-            raise FileNotFoundError(errno.ENOENT, "there is no complete step to pin", files.url)
+            raise FileNotFoundError(
+                errno.ENOENT, f"step {step} cannot be pinned: it is not complete", files.url
+            )
         if pinned:
             files.write(PINNED_NAME, b"")
         else:
@@ -229,17 +234,17 @@ class RemoteSteps(StepStore):
 
     # --- private ---------------------------------------------------------------------------------
 
-    def _listed(self) -> dict[str, dict[str, RemoteFile]]:
-        """The files of each step, by its ten digits."""
+    def _list_steps(self) -> dict[str, dict[str, RemoteFile]]:
+        """Lists the files of each step, by the step's ten digits and the file's name."""
         steps: dict[str, dict[str, RemoteFile]] = defaultdict(dict)
-        for name, file in self._files.list().items():
-            step, _slash, rest = name.partition("/")
-            if rest and STEP_NAME.match(step):
-                steps[step][rest] = file
+        for path, file in self._files.list().items():
+            step, _slash, name = path.partition("/")
+            if name and STEP_NAME.match(step):
+                steps[step][name] = file
         return steps
 
     def _remove(self, name: str, files: dict[str, RemoteFile]) -> None:
-        """Removes all of a step, in the order of the head of this file."""
+        """Removes all files of a step, in the order that the module docstring describes."""
         step = self._files.below(name)
         step.remove({MARKER_NAME} & files.keys())
         step.remove(files.keys() - {MARKER_NAME, DELETED_NAME})
@@ -260,22 +265,22 @@ def _is_leftover(files: dict[str, RemoteFile], deleted_only: bool) -> bool:
 
 
 def _batches(listing: dict[str, RemoteFile], most: int) -> Iterator[list[str]]:
-    """The data files in runs that are staged together; a single empty one where there are none.
+    """Groups the data files that are staged together. Yields an empty group if there are none.
 
     Args:
-        most: bytes of a run, but for a single file that is larger.
+        most: limit of a group, in bytes. A larger file is a group of its own.
     """
     batch: list[str] = []
-    held = 0
+    total = 0
     for name in sorted(listing.keys() - _OWN_NAMES):
-        # Others are of no name that metadata may have.
+        # Metadata cannot refer to files of other names.
         if not lies_beneath(name):
             continue
-        if batch and held + listing[name].bytes > most:
+        if batch and total + listing[name].bytes > most:
             yield batch
-            batch, held = [], 0
+            batch, total = [], 0
         batch.append(name)
-        held += listing[name].bytes
+        total += listing[name].bytes
     yield batch
 
 

@@ -1,7 +1,7 @@
-"""Files beneath a URL, through fsspec.
+"""Files beneath a URL, accessed through fsspec.
 
-File systems that fsspec drives by coroutines (s3, gs, az, http) are used by several threads at
-once, others by one at a time: not all of those bear more.
+File systems that fsspec implements with coroutines (s3, gs, az, http) are used by several threads
+at once, others by one thread at a time, since not all of them are thread-safe.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any
 from torch_ckpt._base.formatting import size
 from torch_ckpt._base.free_space import require_room
 
-#: Requests under way at once.
+#: Limit of simultaneous requests.
 MOST_REQUESTS = 16
 
-# What a file system may say of a file's age, in the words of s3fs, adlfs, gcsfs, local and others.
+# Keys for the time of modification, as s3fs, adlfs, gcsfs, local and other file systems name it.
 _MODIFIED = ("LastModified", "last_modified", "updated", "mtime", "created")
 
-# For errors without a number.
+# Error numbers for exceptions without one.
 _NUMBERS: list[tuple[type[OSError], int]] = [
     (FileNotFoundError, errno.ENOENT),
     (FileExistsError, errno.EEXIST),
@@ -40,7 +40,8 @@ class RemoteFile:
 
     Attributes:
         bytes: its size.
-        modified: when it was written, in seconds since 1970; None where that is not told.
+        modified: time of the last write, in seconds since 1970; None if the file system does not
+            report it.
     """
 
     bytes: int
@@ -48,114 +49,116 @@ class RemoteFile:
 
 
 def resolve(url: str) -> tuple[Any, str]:
-    """The fsspec file system of a URL, and the path on it.
+    """Returns the fsspec file system of a URL, and the path on it.
 
     Raises:
-        ImportError: the file system is in a package that is not installed; says which.
-        ValueError: fsspec does not know the URL's protocol.
+        ImportError: the file system needs a package that is not installed; names it.
+        ValueError: fsspec does not support the URL's protocol.
     """
-    # Not before it is needed: fsspec is a dependency of torch's, and slow to import.
+    # Import it only now: fsspec is slow to import.
     core = importlib.import_module("fsspec.core")
     try:
-        file_system, place = core.url_to_fs(url)
+        file_system, path = core.url_to_fs(url)
     except ImportError as error:
         raise ImportError(f"{url}: {error}") from error
     except ValueError as error:
-        raise ValueError(f"{url}: {error}; local paths have no protocol") from error
-    return file_system, place
+        raise ValueError(f"{url}: {error}. Pass a local path without a protocol.") from error
+    return file_system, path
 
 
 class RemoteFiles:
-    """Files beneath a URL, by names relative to it.
+    """The files beneath a URL, named relative to it.
 
-    Safe for use by several threads at once. What fails raises ``OSError`` with the URL as its
-    ``filename``; retries are the file system's own.
+    Thread-safe. Failures raise ``OSError`` with the URL as ``filename``. Retries are left to the
+    file system.
     """
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        self._fs, place = resolve(url)
-        self._place = place.rstrip("/")
+        self._fs, root = resolve(url)
+        self._root = root.rstrip("/")
 
     def below(self, name: str) -> RemoteFiles:
-        """Those of a directory."""
+        """Returns the files of a directory."""
         return RemoteFiles(self.url_of(name))
 
     def url_of(self, name: str) -> str:
         return f"{self.url}/{name}"
 
     def list(self) -> dict[str, RemoteFile]:
-        """All files, in directories too; none where there is no such directory."""
-        with _told("list", self.url):
-            # Other ranks and other processes write here, too.
+        """Lists all files, recursively. The list is empty if the directory does not exist."""
+        with _errors_with_url("list", self.url):
+            # Other ranks and other processes change the files, too.
             self._fs.invalidate_cache()
             try:
                 found = self._find()
             except FileNotFoundError:
                 return {}
         return {
-            name.removeprefix(self._place).lstrip("/"): RemoteFile(info["size"], modified(info))
+            name.removeprefix(self._root).lstrip("/"): RemoteFile(info["size"], modified(info))
             for name, info in found.items()
             if info["type"] == "file" and not name.endswith("/") and info["size"] is not None
         }
 
     def read(self, name: str, begin: int | None = None, end: int | None = None) -> bytes:
-        """The bytes of a file, or of a range of it."""
-        with _told("read", self.url_of(name)):
-            data: bytes = self._fs.cat_file(self._at(name), start=begin, end=end)
+        """Reads a file, or the bytes from ``begin`` to ``end`` (exclusive) of it."""
+        with _errors_with_url("read", self.url_of(name)):
+            data: bytes = self._fs.cat_file(self._path_of(name), start=begin, end=end)
         if begin is not None and end is not None and len(data) != end - begin:
             raise OSError(
                 errno.EIO,
-                f"read failed: asked for bytes {begin} to {end}, got {len(data)}",
+                f"read failed: requested bytes {begin} to {end}, got {len(data)} bytes",
                 self.url_of(name),
             )
         return data
 
     def write(self, name: str, data: bytes) -> None:
-        """Makes or replaces a file; at once, where the file system can."""
-        with _told("write", self.url_of(name)):
+        """Creates or replaces a file, atomically if the file system supports it."""
+        with _errors_with_url("write", self.url_of(name)):
             self._make_directory_of(name)
-            self._fs.pipe_file(self._at(name), data)
+            self._fs.pipe_file(self._path_of(name), data)
 
     def upload(self, source: str, name: str, uploaded: Callable[[int], None]) -> None:
         """Copies a local file.
 
         Args:
-            uploaded: called with numbers of bytes, as they have gone.
+            source: path of the local file.
+            uploaded: called with a number of bytes whenever so many more have been sent.
         """
-        with _told("upload", self.url_of(name)):
+        with _errors_with_url("upload", self.url_of(name)):
             self._make_directory_of(name)
-            self._fs.put_file(source, self._at(name), callback=_callback(uploaded))
+            self._fs.put_file(source, self._path_of(name), callback=_callback(uploaded))
 
     def download(self, name: str, target: str) -> None:
         """Copies a file to a local path."""
-        with _told("download", self.url_of(name)):
-            self._fs.get_file(self._at(name), target)
+        with _errors_with_url("download", self.url_of(name)):
+            self._fs.get_file(self._path_of(name), target)
 
     def remove(self, names: Iterable[str]) -> None:
-        """Removes files; those that are not there are no error."""
-        places = [self._at(name) for name in names]
-        if not places:
+        """Removes files. Ignores files that do not exist."""
+        paths = [self._path_of(name) for name in names]
+        if not paths:
             return
-        with _told("remove", self.url):
-            # Names with *, ? or [ would be patterns there, which other files may match.
-            if not any(map(_has_magic, places)):
+        with _errors_with_url("remove", self.url):
+            # fs.rm() treats names with *, ? or [ as patterns, which may match other files.
+            if not any(map(_has_magic, paths)):
                 with suppress(FileNotFoundError):
-                    self._fs.rm(places)
+                    self._fs.rm(paths)
                     return
-            self.for_each(self._remove_one, ((place,) for place in places))
+            self.for_each(self._remove_one, ((path,) for path in paths))
 
     def remove_directory(self) -> None:
-        """Removes the directory itself, where file systems have them and it is empty."""
+        """Removes the directory itself if it is empty and the file system has directories."""
         if not self._fs.async_impl:
             with suppress(OSError, NotImplementedError):
-                self._fs.rmdir(self._place)
+                self._fs.rmdir(self._root)
 
-    def for_each(self, work: Callable[..., None], calls: Iterable[tuple[Any, ...]]) -> None:
-        """Makes calls that use these files, several at once; raises the first error."""
+    def for_each(self, function: Callable[..., None], calls: Iterable[tuple[Any, ...]]) -> None:
+        """Calls a function that uses these files for each tuple of arguments, in several threads if
+        the file system supports it. Raises the first error."""
         workers = MOST_REQUESTS if self._fs.async_impl else 1
         with ThreadPoolExecutor(workers, thread_name_prefix="torch_ckpt remote") as pool:
-            futures = [pool.submit(work, *call) for call in calls]
+            futures = [pool.submit(function, *call) for call in calls]
             try:
                 for future in wait(futures, return_when=FIRST_EXCEPTION).done:
                     future.result()
@@ -164,24 +167,24 @@ class RemoteFiles:
 
     # --- private ---------------------------------------------------------------------------------
 
-    def _at(self, name: str) -> str:
-        return f"{self._place}/{name}"
+    def _path_of(self, name: str) -> str:
+        return f"{self._root}/{name}"
 
-    def _remove_one(self, place: str) -> None:
+    def _remove_one(self, path: str) -> None:
         with suppress(FileNotFoundError):
-            self._fs.rm_file(place)
+            self._fs.rm_file(path)
 
     def _find(self) -> dict[str, dict[str, Any]]:
-        """What there is at all depths, by its path on the file system."""
-        if not _walks(self._fs):
-            found: dict[str, dict[str, Any]] = self._fs.find(self._place, detail=True)
+        """Finds all files, recursively, by path on the file system."""
+        if not _uses_default_walk(self._fs):
+            found: dict[str, dict[str, Any]] = self._fs.find(self._root, detail=True)
             return found
-        # fsspec's own walk takes a directory whose listing has failed for an empty one.
+        # Walk here: fsspec's own walk treats a directory whose listing fails as empty.
         found = {}
-        directories = [self._fs._strip_protocol(self._place)]
+        directories = [self._fs._strip_protocol(self._root)]
         while directories:
             directory = directories.pop()
-            # Another process may be removing it.
+            # Another process may be removing the directory.
             with suppress(FileNotFoundError):
                 for info in self._fs.ls(directory, detail=True):
                     name = info["name"].rstrip("/")
@@ -192,37 +195,42 @@ class RemoteFiles:
         return found
 
     def _make_directory_of(self, name: str) -> None:
-        # Object stores have none; s3fs would look whether it may make the bucket.
+        # Object stores have no directories; s3fs would try to create the bucket.
         if not self._fs.async_impl:
-            self._fs.makedirs(self._fs._parent(self._at(name)), exist_ok=True)
+            self._fs.makedirs(self._fs._parent(self._path_of(name)), exist_ok=True)
 
 
-def _has_magic(place: str) -> bool:
-    return any(character in place for character in "*?[")
+def _has_magic(path: str) -> bool:
+    return any(character in path for character in "*?[")
 
 
-def _walks(file_system: Any) -> bool:
-    """Whether it finds files by fsspec's own walk from directory to directory."""
+def _uses_default_walk(file_system: Any) -> bool:
+    """True if a file system finds files by fsspec's own walk of the directories."""
     find = file_system._find if file_system.async_impl else file_system.find
     base = importlib.import_module("fsspec.asyn").AsyncFileSystem
     return getattr(find, "__func__", None) in (base._find, base.find)
 
 
 @contextmanager
-def _told(what: str, url: str) -> Iterator[None]:
-    """Errors as OSError with the URL: packages have classes of their own, and texts without it."""
+def _errors_with_url(operation: str, url: str) -> Iterator[None]:
+    """Converts exceptions to OSError with the URL: the packages of file systems raise exceptions of
+    their own classes, whose messages lack the URL."""
     try:
         yield
     except OSError as error:
         known = (number for kind, number in _NUMBERS if isinstance(error, kind))
         number = error.errno or next(known, errno.EIO)
-        raise OSError(number, f"{what} failed: {error}", url) from error
+        raise OSError(number, f"{operation} failed: {error}", url) from error
     except Exception as error:
-        raise OSError(errno.EIO, f"{what} failed: {type(error).__name__}: {error}", url) from error
+        message = f"{operation} failed: {type(error).__name__}: {error}"
+        raise OSError(errno.EIO, message, url) from error
 
 
 def modified(info: dict[str, Any]) -> float | None:
-    """When a file was written, by what its file system says of it; see :class:`RemoteFile`."""
+    """Returns the time of the last write, from a file system's description of a file.
+
+    See :class:`RemoteFile`.
+    """
     for key in _MODIFIED:
         value = info.get(key)
         if isinstance(value, str):
@@ -236,7 +244,8 @@ def modified(info: dict[str, Any]) -> float | None:
 
 
 def age(files: Iterable[RemoteFile]) -> float:
-    """Seconds since the newest of them was written; 0 where that is not told of one."""
+    """Returns the seconds since the newest file was written; 0 if the time is unknown for a
+    file."""
     newest = 0.0
     for file in files:
         if file.modified is None:
@@ -260,10 +269,10 @@ def _callback(uploaded: Callable[[int], None]) -> Any:
 
 
 def require_staging_room(directory: str, wanted: int, url: str) -> None:
-    """Refuses to stage more bytes of a URL in a local directory than there is room for.
+    """Checks that a local directory has enough free space to stage so many bytes of a URL.
 
     Raises:
-        OSError: ``ENOSPC``, with both numbers.
+        OSError: ``ENOSPC``, with the bytes needed and free.
     """
-    need = f"{size(wanted)} of {url} are to be staged here at once"
+    need = f"staging {url} needs {size(wanted)} in this directory"
     require_room(directory, wanted, need, "pass another staging_dir")

@@ -1,8 +1,8 @@
-"""Which bytes of a record a load touches, for those who must have them at hand before.
+"""The byte ranges of a record that a load reads, which must be fetched before the engine reads.
 
-The engine decides what it reads in csrc/planning and csrc/engine/read_pipeline.cpp. What is found
-here is never less: gaps that it reads over are read over here, and whole checksummed blocks are
-taken, wherever in the record the payload begins.
+The engine chooses its reads in csrc/planning and csrc/engine/read_pipeline.cpp. The ranges computed
+here always cover them: small gaps are included, as in the engine, and so are complete checksummed
+blocks, wherever in the record the payload begins.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ from math import prod
 
 Range = tuple[int, int]
 
-#: Unwanted bytes that are read over. No less than the engine's own, 64 KiB.
+#: Gaps of up to this many unwanted bytes are read, too. At least the engine's limit of 64 KiB.
 GAP_BYTES = 256 << 10
 
-#: Records up to this size are read whole. No less than the engine's own, 256 KiB.
+#: Records of up to this many bytes are read completely. At least the engine's limit of 256 KiB.
 SMALL_BYTES = 256 << 10
 
-# Both ends of a record that the engine looks at, at least: kEndsBytes of record_reader.cpp.
+# The engine reads at least this many bytes at both ends of a record: kEndsBytes of
+# record_reader.cpp.
 _ENDS_BYTES = 2048
 
-# More than this around a payload is not a record of a tensor as torch writes it.
+# With more bytes around its payload, a record is not that of a tensor as torch writes it.
 _MOST_ENVELOPE_BYTES = 1 << 20
 
-# Of one record: above this, more is read than is wanted (kMostRanges of read_plan.cpp).
+# Limit of the ranges in one record. Beyond it, gaps are read, too (kMostRanges of read_plan.cpp).
 _MOST_RANGES = 1 << 20
 
 _TABLE_HEAD = struct.Struct("<4sI")
@@ -34,7 +35,8 @@ _TABLE_ENTRY = struct.Struct("<QII")
 
 
 def coalesced(ranges: Iterable[Range], gap: int = GAP_BYTES) -> list[Range]:
-    """The same bytes in ascending ranges, which are further than ``gap`` bytes apart."""
+    """Merges ranges with gaps of at most ``gap`` bytes between them. Returns them in ascending
+    order."""
     united: list[Range] = []
     for begin, end in sorted(ranges):
         if begin == end:
@@ -49,7 +51,8 @@ def coalesced(ranges: Iterable[Range], gap: int = GAP_BYTES) -> list[Range]:
 def box_ranges(
     sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int], item_bytes: int
 ) -> Iterator[Range]:
-    """The bytes of a box in a row-major tensor, read over small gaps; ascending."""
+    """Yields the byte ranges of a box in a row-major tensor, in ascending order. Small gaps are
+    included."""
     if 0 in lengths:
         return
     begin, stride = 0, item_bytes
@@ -65,18 +68,19 @@ def box_ranges(
     extent = item_bytes
     while loops:
         count, stride = loops[0]
-        apart = prod(of for of, _stride in loops)
-        if stride - extent > GAP_BYTES and apart <= _MOST_RANGES:
+        range_count = prod(of for of, _stride in loops)
+        if stride - extent > GAP_BYTES and range_count <= _MOST_RANGES:
             break
         extent += (count - 1) * stride
         loops.pop(0)
-    for place in product(*(range(0, count * stride, stride) for count, stride in reversed(loops))):
-        first = begin + sum(place)
+    for steps in product(*(range(0, count * stride, stride) for count, stride in reversed(loops))):
+        first = begin + sum(steps)
         yield first, first + extent
 
 
 def ends_of_record(length: int, payload_bytes: int) -> int | None:
-    """How many bytes at either end hold all that is not payload; None: it is not a usual record."""
+    """Returns the number of bytes at each end of a record that contain everything but the payload;
+    None if the record is not one of a tensor as torch writes it."""
     envelope = length - payload_bytes
     return max(envelope, _ENDS_BYTES) if 0 <= envelope <= _MOST_ENVELOPE_BYTES else None
 
@@ -84,13 +88,14 @@ def ends_of_record(length: int, payload_bytes: int) -> int | None:
 def record_ranges(
     wanted: Iterable[Range], length: int, payload_bytes: int, block_bytes: int
 ) -> list[Range]:
-    """The bytes of a record that hold the wanted ones of its payload, and what verifies them.
+    """Returns the byte ranges of a record that contain wanted ranges of its payload, and all bytes
+    that are needed to verify them.
 
     Args:
         wanted: ranges of the payload.
-        length: of the record, whose ends :func:`ends_of_record` knows.
-        payload_bytes: of the whole payload.
-        block_bytes: of the blocks that have checksums; 1 where there are none.
+        length: length of the record, for which :func:`ends_of_record` is not None.
+        payload_bytes: length of the payload.
+        block_bytes: length of the blocks that have checksums; 1 if there are none.
     """
     ends = ends_of_record(length, payload_bytes)
     assert ends is not None
@@ -105,10 +110,11 @@ def record_ranges(
 
 
 def block_sizes(table: bytes) -> dict[int, int]:
-    """The sizes of checksummed blocks, in bytes, by the offsets of their records in the file.
+    """Reads the sizes of checksummed blocks, in bytes, by the offset of the record in its file.
 
     Args:
-        table: a checksum table (docs/format.md); the engine refuses a damaged one.
+        table: a checksum table (docs/format.md). A damaged one yields sizes that may be wrong; the
+            engine refuses it later.
     """
     if len(table) < _TABLE_HEAD.size:
         return {}

@@ -1,13 +1,14 @@
-"""A load of a remote checkpoint.
+"""Loads of remote checkpoints.
 
-1. The metadata is copied to a staging directory and read as any.
-2. Before the engine reads a wave of records, the bytes of them that it will look at are fetched:
-   into sparse files of the names and lengths of the remote ones, at the offsets that they have
-   there. Resharding, conversion and verification are then the engine's, as for local files.
-3. What was fetched is let go of behind each wave, and the directory at the end of the load.
+1. The metadata is copied to a staging directory and read like that of a local checkpoint.
+2. Before the engine reads a wave of records, the bytes that it will read are fetched into sparse
+   files. These have the names and lengths of the remote files, and the bytes have the same offsets.
+   The engine then reshards, converts and verifies them like local files.
+3. The fetched bytes are freed after each wave, and the directory at the end of the load.
 
-Of a record that is wanted in part the ends are fetched first, since how its elements lie is written
-there. Only of row-major ones it is known where the wanted part is; of others all is fetched.
+For a partial read of a record, its two ends are fetched first: they describe the layout of the
+elements. The location of the wanted part is known for row-major tensors only; other records are
+fetched completely.
 """
 
 from __future__ import annotations
@@ -48,25 +49,25 @@ from torch_ckpt.steps.remote_ranges import (
     record_ranges,
 )
 
-# Of one request: large enough for the way there to cost little, and so many are held in memory.
+# Size of a request: large enough to hide its latency, small enough for MOST_REQUESTS in memory.
 _REQUEST_BYTES = 8 << 20
 
 _Wanted = dict[str, list[Range]]
-_Record = tuple[str, int]  # its file, and its offset there
+_Record = tuple[str, int]  # file, and offset in the file
 
 
 class RemoteReader(FileSystemReader):
-    """Reads a checkpoint beneath a URL, byte ranges of it.
+    """Reads byte ranges of a checkpoint beneath a URL.
 
     Args:
-        files: of the checkpoint.
-        staging_dir: a local directory for what is fetched; the system's temporary one if None.
-        wave_bytes: fetched at most before the engine reads it, but for a single record that is
-            larger.
+        files: files of the checkpoint.
+        staging_dir: local directory for fetched bytes; None: the system's temporary directory.
+        wave_bytes: limit of the bytes that are fetched before the engine reads them. A larger
+            record is fetched separately.
         options: passed to :class:`FileSystemReader`.
 
-    Raises (as :class:`FileSystemReader`, and):
-        FileNotFoundError: the checkpoint, or its marker, is not there.
+    Raises (in addition to :class:`FileSystemReader`):
+        FileNotFoundError: the checkpoint, or its marker, does not exist.
         OSError: a request failed; ``filename`` is the URL. Or the staging directory is full.
     """
 
@@ -94,11 +95,11 @@ class RemoteReader(FileSystemReader):
 
     @property
     def version(self) -> str | None:
-        # Nothing holds the checkpoint: it may be replaced between two ranks' looks at it.
+        # The checkpoint is not locked: another save may replace it between two ranks' reads.
         return self._version
 
     def _refuse_url(self) -> None:
-        """What is local here is the staging directory."""
+        """Accepts the URL: the base class reads the local staging directory."""
 
     def release(self) -> None:
         super().release()
@@ -116,7 +117,7 @@ class RemoteReader(FileSystemReader):
         self.read_rows(match.files(), match.rows())
 
     def read_bytes(self, files: list[str], rows: list[ByteRow]) -> list[bytes]:
-        places_of(files, rows, self._tables())  # refuses files outside of the directory
+        places_of(files, rows, self._tables())  # refuses files outside the directory
         wanted: _Wanted = defaultdict(list)
         for _name, file, offset, length in rows:
             wanted[files[file]].append((offset, offset + length))
@@ -136,19 +137,19 @@ class RemoteReader(FileSystemReader):
         for needed in (name, MARKER_NAME):
             if needed not in listing:
                 raise FileNotFoundError(
-                    errno.ENOENT, f"no complete checkpoint: there is no {needed}", self._files.url
+                    errno.ENOENT, f"no complete checkpoint: {needed} is missing", self._files.url
                 )
         self._sizes = {file: entry.bytes for file, entry in listing.items()}
         self._blocks = {}
         if self._sizes[name] > MAX_METADATA_BYTES:
             raise CheckpointError(
-                f"{self._files.url_of(name)} has {self._sizes[name]} bytes, more than "
-                f"{MAX_METADATA_BYTES}"
+                f"{self._files.url_of(name)} has {self._sizes[name]} bytes, more than the limit of "
+                f"{MAX_METADATA_BYTES} bytes"
             )
         staging = tempfile.mkdtemp(prefix="torch_ckpt-", dir=self._staging_dir)
-        # dcp.load tells its reader nothing at its end.
+        # dcp.load does not notify its reader of its end.
         self._end_staging = weakref.finalize(self, shutil.rmtree, staging, ignore_errors=True)
-        # The name is that of titles and messages.
+        # Titles and messages show this name.
         self.path = self._staged_path = Path(staging, os.path.basename(self._files.url))
         self._staged_path.mkdir()
         data = self._files.read(name)
@@ -158,12 +159,12 @@ class RemoteReader(FileSystemReader):
 
     @contextmanager
     def _opening(self) -> Iterator[None]:
-        with super()._opening(), self._told():
+        with super()._opening(), self._errors_with_url():
             yield
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
-        """Errors with the URL instead of the staging directory, which nobody knows."""
+    def _errors_with_url(self) -> Iterator[None]:
+        """Replaces the path of the staging directory by the URL in errors."""
         try:
             yield
         except CheckpointError as error:
@@ -182,65 +183,73 @@ class RemoteReader(FileSystemReader):
 
     @contextmanager
     def _staged(self, wanted: _Wanted) -> Iterator[None]:
-        """A block in which these ranges are in the staging directory."""
+        """Fetches ranges into the staging directory for the duration of a block."""
         self._fetch(wanted)
-        with self._told():
+        with self._errors_with_url():
             yield
         for file in wanted:
-            # Frees what was fetched; a failed load removes the directory.
+            # Free the fetched bytes. After a failure, release() removes the directory.
             os.truncate(self._staged_path / file, 0)
             os.truncate(self._staged_path / file, self._sizes[file])
 
     def _waves_of_rows(
         self, files: list[str], rows: list[Row]
     ) -> Iterator[tuple[list[Row], _Wanted]]:
-        """Runs of rows, in their order, that are staged together, with what is staged for them."""
+        """Groups the rows that are staged together, in their order. Yields each group with the
+        ranges to stage."""
         ranges_of = self._ranges_of(files, rows)
         wave: list[Row] = []
         wanted: dict[_Record, list[Range]] = {}
-        held = 0
+        total = 0
         for row in rows:
             record = files[row[1]], row[2]
             more = sum(end - begin for begin, end in ranges_of[record])
             if record not in wanted:
-                if wave and held + more > self._wave_bytes:
+                if wave and total + more > self._wave_bytes:
                     yield wave, _by_file(wanted)
-                    wave, wanted, held = [], {}, 0
+                    wave, wanted, total = [], {}, 0
                 wanted[record] = ranges_of[record]
-                held += more
+                total += more
             wave.append(row)
         if wave:
             yield wave, _by_file(wanted)
 
     def _ranges_of(self, files: list[str], rows: list[Row]) -> dict[_Record, list[Range]]:
-        """Of each record the bytes, in its file, that the engine looks at for some rows."""
+        """Returns the byte ranges, by record, that the engine reads for some rows. They are offsets
+        in the record's file."""
         records: dict[_Record, list[Row]] = defaultdict(list)
         for row in rows:
             records[files[row[1]], row[2]].append(row)
-        parts = {place: of for place, of in records.items() if all(map(_may_be_read_in_part, of))}
-        self._fetch(_by_file({place: _ends(place[1], of[0]) for place, of in parts.items()}))
+        partial = {
+            record: its_rows
+            for record, its_rows in records.items()
+            if all(map(_may_be_read_partially, its_rows))
+        }
+        ends = {record: _ends(record[1], its_rows[0]) for record, its_rows in partial.items()}
+        self._fetch(_by_file(ends))
         found = {}
-        for (file, offset), of_record in records.items():
-            length = max(row[3] for row in of_record)
+        for (file, offset), its_rows in records.items():
+            length = max(row[3] for row in its_rows)
             ranges: list[Range] = [(0, length)]
-            if (file, offset) in parts and self._is_row_major(file, of_record[0]):
+            if (file, offset) in partial and self._is_row_major(file, its_rows[0]):
                 ranges = record_ranges(
-                    (box for row in of_record for box in box_ranges(*row[5:8], row[4].itemsize)),
+                    (box for row in its_rows for box in box_ranges(*row[5:8], row[4].itemsize)),
                     length,
-                    _payload_bytes(of_record[0]),
+                    _payload_bytes(its_rows[0]),
                     self._block_bytes(file, offset),
                 )
             found[file, offset] = [(offset + begin, offset + end) for begin, end in ranges]
         return found
 
     def _is_row_major(self, file: str, row: Row) -> bool:
-        """Whether a record whose ends are there holds the tensor that a row tells of, row-major."""
+        """True if a record, whose ends have been fetched, contains the tensor that a row describes,
+        in row-major order."""
         with open(self._staged_path / file, "rb") as stream, torch.serialization.skip_data():
             view: Any = _create_file_view(cast(io.IOBase, stream), row[2], row[3])
             try:
                 stored = torch.load(view, map_location="cpu", weights_only=True)
             except Exception:
-                # What is wrong with it the engine says, or it is one of those for torch.load.
+                # The engine will report the damage, or read the record by torch.load.
                 return False
         return (
             type(stored) is torch.Tensor
@@ -251,7 +260,7 @@ class RemoteReader(FileSystemReader):
         )
 
     def _block_bytes(self, file: str, offset: int) -> int:
-        """Of the checksummed blocks of a record; 1 where it has none."""
+        """Returns the size of a record's checksummed blocks, in bytes; 1 if it has none."""
         if file not in self._blocks:
             table = checksum_tables(self._metadata).get(file, b"") if self.verify else b""
             self._blocks[file] = block_sizes(table)
@@ -262,7 +271,7 @@ class RemoteReader(FileSystemReader):
         for file, ranges in wanted.items():
             self._make_sparse(file)
             for begin, range_end in coalesced(ranges):
-                # What lies behind the end the engine tells of.
+                # The engine reports ranges beyond the end of the file.
                 end = min(range_end, self._sizes[file])
                 starts = range(begin, end, _REQUEST_BYTES)
                 requests += [(file, at, min(at + _REQUEST_BYTES, end)) for at in starts]
@@ -286,7 +295,8 @@ class RemoteReader(FileSystemReader):
         if file not in self._sizes:
             raise FileNotFoundError(
                 errno.ENOENT,
-                "the checkpoint names a file that is not there; was it replaced meanwhile?",
+                "the metadata names a file that does not exist; another save may have replaced the "
+                "checkpoint during this load",
                 self._files.url_of(file),
             )
         if not path.exists():
@@ -303,23 +313,23 @@ def _by_file(records: dict[_Record, list[Range]]) -> _Wanted:
 
 
 def _ends(offset: int, row: Row) -> list[Range]:
-    """Of the record of a row, which begins at ``offset`` in its file."""
+    """Returns the ranges of both ends of a row's record, which begins at ``offset`` in its file."""
     length = row[3]
-    known = ends_of_record(length, _payload_bytes(row))
-    assert known is not None
-    return [(offset, offset + known), (offset + length - known, offset + length)]
+    end_bytes = ends_of_record(length, _payload_bytes(row))
+    assert end_bytes is not None
+    return [(offset, offset + end_bytes), (offset + length - end_bytes, offset + length)]
 
 
-def _is_whole(row: Row) -> bool:
+def _reads_all(row: Row) -> bool:
     return not row[7] or tuple(row[7]) == tuple(row[5])
 
 
 def _payload_bytes(row: Row) -> int:
-    """Of the tensor that a row tells of, where its record has nothing else."""
+    """Returns the size of the tensor that a row describes, in bytes."""
     return int(prod(row[5])) * row[4].itemsize
 
 
-def _may_be_read_in_part(row: Row) -> bool:
-    if row[3] <= SMALL_BYTES or _is_whole(row):
+def _may_be_read_partially(row: Row) -> bool:
+    if row[3] <= SMALL_BYTES or _reads_all(row):
         return False
     return ends_of_record(row[3], _payload_bytes(row)) is not None

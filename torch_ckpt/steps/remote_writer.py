@@ -1,18 +1,18 @@
-"""The save of one step beneath a URL. Object stores have no rename, so a marker makes the step.
+"""The save of one step beneath a URL. Object stores have no rename, so a marker completes the step.
 
-1. Every rank writes its part to a staging directory of its own and copies it from there, file by
-   file. The names of a save's files have a tag that no other save has, so nothing that is there is
-   overwritten: a step that is to be replaced stays as it is.
-2. Where any rank has failed, the files of the save are removed, and nothing else has happened.
-3. The coordinator looks whether all data files are there, reads the metadata and the marker of a
-   step that is to be replaced, removes that marker, copies the metadata, and then the marker. Only
-   now is the step complete, and the save committed on any rank. Where a request has failed, the
-   metadata and the marker that were there are put back.
-4. What else is there, of a step that was replaced or of saves that died, is removed.
+1. Every rank writes its part into a staging directory of its own and uploads the files one by one.
+   The names of a save's files contain a unique tag, so no existing file is overwritten: a step that
+   is to be replaced stays unchanged.
+2. If any rank fails, the files of the save are removed. No other file has changed.
+3. The coordinator checks that all data files exist. It reads the metadata and the marker of a step
+   that is to be replaced, and removes that marker. Then it uploads the metadata, and last the
+   marker. Only now is the step complete, and the save committed on all ranks. If a request fails,
+   the former metadata and marker are restored.
+4. The coordinator removes all other files, which belong to a replaced step or to interrupted saves.
 
-Two saves are never mixed: metadata names files of one save, all of which are there when it comes.
-A coordinator that dies within 3 leaves a step without a marker, which is none; the one that was to
-be replaced is then lost, too.
+Two saves never mix: the metadata names files of one save, all of which exist when it is uploaded.
+A coordinator that dies within 3 leaves a directory without a marker, which is not a step. A step
+that was to be replaced is then lost, too.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from torch_ckpt.saving.writer import FileSystemWriter
 from torch_ckpt.steps.marker import encoded_marker
 from torch_ckpt.steps.remote_files import RemoteFiles, require_staging_room
 
-#: Is there while a step is deleted, so that the rest of it can go at any later time.
+#: A file that marks a step as deleted, so that an interrupted deletion can be completed later.
 DELETED_NAME = "deleted"
 
 
-class Busy:
-    """The steps that this process saves, loads or removes, by URL; safe for use by several threads.
+class BusySteps:
+    """The steps that this process saves, loads or removes, by URL. Thread-safe.
 
-    Who removes a step has it alone: those that begin to save or load it wait until it has gone.
+    A removal excludes all other users: saves and loads of the step wait until it has ended.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Busy:
 
     @contextmanager
     def reserved(self, url: str) -> Iterator[bool]:
-        """A block that has a step alone, if it is told True; somebody else has it if not."""
+        """Reserves a step for removal during a block. Yields False if the step has other users."""
         with self._changed:
             is_free = url not in self and url not in self._reserved
             if is_free:
@@ -93,19 +93,20 @@ class Busy:
                     self._changed.notify_all()
 
 
-busy = Busy()
+busy = BusySteps()
 
 
 class RemoteWriter(FileSystemWriter):
-    """Writes one step, as the head of this file says.
+    """Writes one step, as the module docstring describes.
 
     Args:
-        files: of the step.
-        step: its number.
-        staging_dir: a local directory for all that this rank writes; the system's temporary one if
-            None.
-        overwrite: whether a complete step may be replaced.
-        marker: gives, on the coordinator at the commit, what the marker is to say: JSON.
+        files: files of the step.
+        step: number of the step.
+        staging_dir: local directory for all files that this rank writes; None: the system's
+            temporary directory.
+        overwrite: a complete step may be replaced.
+        marker: returns the content of the marker, a dict of JSON values. Called on the coordinator
+            at the commit.
         options: passed to :class:`FileSystemWriter`.
     """
 
@@ -120,7 +121,7 @@ class RemoteWriter(FileSystemWriter):
         marker: Callable[[], dict[str, Any]],
         options: dict[str, Any],
     ) -> None:
-        # What is staged need not survive a power cut.
+        # Staged files need not survive a power failure.
         super().__init__(files.url, **{**options, "sync_files": False})
         self._files = files
         self._step = step
@@ -146,7 +147,7 @@ class RemoteWriter(FileSystemWriter):
         return self._upload.tag if self._upload is not None else ""
 
     def _refuse_url(self) -> None:
-        """What is local here is the staging directory."""
+        """Accepts the URL: the base class writes the local staging directory."""
 
     def storage_meta(self) -> StorageMeta | None:
         return StorageMeta(checkpoint_id=self._files.url, save_id=self.save_id)
@@ -154,11 +155,14 @@ class RemoteWriter(FileSystemWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         self.abandon()
         if not self.use_collectives:
-            raise ValueError("a step is saved by all ranks together, with use_collectives=True")
+            raise ValueError(
+                "a step beneath a URL needs a coordinator that commits it for all ranks. Pass "
+                "use_collectives=True."
+            )
         if self._is_coordinator:
-            self._refuse_if_there(self._files.list())
+            self._refuse_existing(self._files.list())
         staging = tempfile.mkdtemp(prefix="torch_ckpt-", dir=self._staging_dir)
-        # The name is that of titles and messages.
+        # Titles and messages show this name.
         self.path = Path(staging, os.path.basename(self._files.url))
         try:
             plan = super().prepare_local_plan(plan)
@@ -171,10 +175,10 @@ class RemoteWriter(FileSystemWriter):
     def write_values(
         self, prefix: str, names: list[str], values: list[Any], write: RankWrite | None = None
     ) -> Written:
-        """As that of the base class; returns when all has been copied.
+        """Writes this rank's files, as the base class does, and uploads them.
 
         Raises:
-            OSError: a file could not be written or copied; what this call has made is removed.
+            OSError: a file could not be written or uploaded. The files of this call are removed.
         """
         assert self._upload is not None
         wanted = sum(value.nbytes for value in values)
@@ -182,7 +186,7 @@ class RemoteWriter(FileSystemWriter):
         written = super().write_values(prefix, names, values, write)
         files = set(written.files.names)
         try:
-            self._files.for_each(self._copy, ((file,) for file in sorted(files)))
+            self._files.for_each(self._upload_file, ((file,) for file in sorted(files)))
         except BaseException:
             self._upload.remove(files)
             raise
@@ -196,19 +200,19 @@ class RemoteWriter(FileSystemWriter):
         return super().bytes_moved() + self._uploaded_bytes
 
     def commit(self, data: bytes, files: set[str]) -> None:
-        """Makes the step complete.
+        """Completes the step.
 
         Raises:
             NotCommitted: the files of this save have been removed. A step that was to be replaced
-                is there as before.
-            FileExistsError: meanwhile somebody else has completed it.
-            CheckpointError: whether it is complete is not known: the request for it has failed, and
-                so have those that were to undo it.
+                is unchanged.
+            FileExistsError: another run has completed the step meanwhile.
+            CheckpointError: it is unknown whether the step is complete: a request of the commit has
+                failed, and so have the requests to undo it.
         """
         try:
             self._commit(data, files)
         finally:
-            # dcp.save says nothing to its writer after this.
+            # dcp.save does not notify its writer of the end.
             self.abandon()
 
     def abandon(self) -> None:
@@ -223,60 +227,63 @@ class RemoteWriter(FileSystemWriter):
         upload = self._upload
         assert upload is not None
         listing = self._files.list()
-        self._refuse_if_there(listing)
+        self._refuse_existing(listing)
         missing = sorted(files - listing.keys())
         if missing:
             raise NotCommitted(
-                f"{self._files.url}: files that this save has written are gone, as {missing[0]}; "
-                "look whether another job saves or sweeps there"
+                f"{self._files.url}: {len(missing)} of the {len(files)} files that this save has "
+                f"written no longer exist, among them {missing[0]}; check that no other job saves "
+                "or sweeps beneath this root"
             )
         total = sum(listing[file].bytes for file in files) + len(data)
-        said = {"step": self._step, "saved_at": time.time(), "bytes": total, **self._marker()}
-        document = encoded_marker(said)
-        former = self._former(listing)
+        facts = {"step": self._step, "saved_at": time.time(), "bytes": total, **self._marker()}
+        document = encoded_marker(facts)
+        former = self._read_former(listing)
         upload.committing = True
         try:
             self._files.remove({MARKER_NAME} & listing.keys())
-            # After the marker, or what is left of a deletion would be a step.
+            # After the marker, or an interrupted deletion would become a step again.
             self._files.remove({DELETED_NAME} & listing.keys())
             self._files.write(METADATA_NAME, data)
             self._uploaded_bytes += len(data)
             self._files.write(MARKER_NAME, document)
         except BaseException as error:
-            self._not_committed(files, former)
+            self._undo_commit(files, former)
             if isinstance(error, OSError):
                 raise NotCommitted(str(error), error.errno or 0) from error
             raise
         upload.remove(listing.keys() - files - {METADATA_NAME, MARKER_NAME, PINNED_NAME})
 
-    def _refuse_if_there(self, listing: Iterable[str]) -> None:
+    def _refuse_existing(self, listing: Iterable[str]) -> None:
         if not self._may_replace and MARKER_NAME in listing and DELETED_NAME not in listing:
             raise FileExistsError(
                 EEXIST,
-                "the step is there and complete, and is not one that training has come back to: "
-                "restore() first, or delete it, or use another root",
+                "the step already exists and is complete, and this run has neither saved it nor "
+                "restored an earlier step. Call restore() first, delete the step, or use another "
+                "root",
                 self._files.url,
             )
 
-    def _copy(self, file: str) -> None:
+    def _upload_file(self, file: str) -> None:
         def count(moved: int) -> None:
             self._uploaded_bytes += moved
 
         source = Path(self.path, file)
         self._files.upload(str(source), file, count)
-        # Also a sign of life where the file system tells nothing in between.
+        # A heartbeat, for file systems that do not report progress.
         count(1)
         source.unlink()
 
-    def _former(self, listing: Iterable[str]) -> dict[str, bytes]:
-        """The metadata and the marker, in this order, of a complete step; nothing of another."""
+    def _read_former(self, listing: Iterable[str]) -> dict[str, bytes]:
+        """Reads the metadata and the marker, in this order, of a step that is to be replaced.
+        Returns an empty dict if the step is not complete."""
         names = (METADATA_NAME, MARKER_NAME)
         if DELETED_NAME in listing or not set(names) <= set(listing):
             return {}
         return {name: self._files.read(name) for name in names}
 
-    def _not_committed(self, files: set[str], former: dict[str, bytes]) -> None:
-        """Undoes a commit whose last request may have been carried out all the same."""
+    def _undo_commit(self, files: set[str], former: dict[str, bytes]) -> None:
+        """Undoes a commit whose last request has failed, but may have taken effect."""
         try:
             for name, data in former.items():
                 self._files.write(name, data)
@@ -284,22 +291,23 @@ class RemoteWriter(FileSystemWriter):
                 self._files.remove([MARKER_NAME])
         except OSError as error:
             raise CheckpointError(
-                f"{self._files.url}: a request of the commit has failed, and so has undoing it "
-                f"({error}): whether the step is complete, and of which save, is not known; look "
-                f"whether there is a {MARKER_NAME}, and save again if not"
+                f"{self._files.url}: a request of the commit failed, and so did its reversal "
+                f"({error}). It is unknown whether the step is complete, and from which save. If "
+                f"the file {MARKER_NAME} does not exist there, save again."
             ) from error
         assert self._upload is not None
         self._upload.remove(files if former else {METADATA_NAME, *files})
 
 
 class _Upload:
-    """What one save has in the staging directory of this rank, and what it puts into the step.
+    """The staged files of one save on this rank, and the files that it adds to the step.
 
-    One that is dropped, as dcp.save drops its writer, leaves neither staged files nor a busy step.
+    If the object is garbage-collected, for example because dcp.save drops its writer, the staged
+    files are removed and the step is no longer busy.
 
     Attributes:
-        tag: in the names of its data files.
-        committing: from here on only the commit itself removes files.
+        tag: part of the names of the save's data files.
+        committing: the commit has started; from now on only the commit removes files.
     """
 
     def __init__(self, files: RemoteFiles, staging: str, is_coordinator: bool) -> None:
@@ -308,29 +316,29 @@ class _Upload:
         self._files = files
         self._is_coordinator = is_coordinator
         busy.begin(files.url)
-        self._let_go = weakref.finalize(self, _let_go, staging, files.url, os.getpid())
+        self._release = weakref.finalize(self, _release, staging, files.url, os.getpid())
 
     def remove(self, names: Iterable[str]) -> None:
-        """Removes files of the step that nothing needs; logs where that fails."""
+        """Removes unused files of the step. Logs failures."""
         try:
             self._files.remove(names)
         except OSError as error:
             LOGGER.warning("unused files are left in %s: %s", self._files.url, error)
 
     def end(self) -> None:
-        """Leaves nothing in the staging directory; of a save that has failed, nowhere."""
+        """Removes the staged files, and, on the coordinator, all files of a failed save."""
         try:
             if self._is_coordinator and not self.committing:
-                # Those of a rank that died, too.
+                # Includes the files of ranks that died.
                 self.remove([name for name in self._files.list() if f"_{self.tag}" in name])
         except OSError as error:
             LOGGER.warning("unused files may be left in %s: %s", self._files.url, error)
         finally:
-            self._let_go()
+            self._release()
 
 
-def _let_go(staging: str, url: str, process: int) -> None:
-    # The staging directory of a fork is its parent's.
+def _release(staging: str, url: str, process: int) -> None:
+    # In a forked child the staging directory belongs to the parent.
     if os.getpid() == process:
         shutil.rmtree(staging, ignore_errors=True)
         busy.end(url)

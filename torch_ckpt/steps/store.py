@@ -1,4 +1,4 @@
-"""What the steps of a run are, wherever they lie."""
+"""The interface of step stores: local directories and URLs."""
 
 from __future__ import annotations
 
@@ -18,18 +18,23 @@ from torch_ckpt.saving.writer import FileSystemWriter
 
 @dataclass(frozen=True)
 class StepInfo:
-    """One step beneath a root, or a leftover of one.
+    """A step beneath a root, or the leftover of one.
 
     Attributes:
-        step: its number, at least 0.
+        step: number of the step, at least 0.
         path: its directory or URL.
-        state: "complete"; "unfinished" for one that is being saved, or was when its ranks died;
-            "deleted" for one whose deletion was not ended.
-        saved_at: when it was completed, in seconds since 1970; None where unknown.
-        bytes: of its files.
-        metrics: as given when it was saved.
-        notes: likewise.
-        pinned: whether retention leaves it alone.
+        state: "complete"; "unfinished" if it is being saved or its save was interrupted; "deleted"
+            if its deletion is running or was interrupted.
+        saved_at: time of completion, in seconds since 1970; None if unknown.
+        bytes: total size of its files, in bytes.
+        metrics: the metrics passed to the save.
+        notes: the notes passed to the save.
+        pinned: True if retention keeps it until it is unpinned.
+
+    Example::
+
+        newest = open_steps("checkpoints").entries(leftovers=False)[-1]
+        print(newest.step, newest.path, newest.metrics)
     """
 
     step: int
@@ -43,29 +48,38 @@ class StepInfo:
 
     @property
     def complete(self) -> bool:
-        """Whether it can be loaded."""
+        """True if the step can be loaded."""
         return self.state == "complete"
 
     @property
     def lacks_marker(self) -> bool:
-        """Whether only the marker tells it from a step: it has a step's name, and is none."""
+        """True if it has a step's name and lacks only the marker."""
         return self.state == "unfinished" and STEP_NAME.match(self.name) is not None
 
     @property
     def name(self) -> str:
-        """Of its directory, beneath the root."""
+        """Name of its directory beneath the root."""
         return self.path.rstrip("/").rpartition("/")[2]
 
 
 class StepStore(abc.ABC):
-    """Where the steps of a run are. Any rank may list and load; one at a time deletes and sweeps.
+    """The steps of a run beneath a root. Made by :func:`torch_ckpt.steps.open_steps`.
+
+    Any rank may list and load. Only one process at a time may sweep and delete.
 
     Args:
         root: a directory or URL. It need not exist before the first save.
+
+    Example::
+
+        steps = open_steps("checkpoints")
+        for info in steps.entries():
+            print(info.step, info.state, info.bytes)
+        steps.load(100, {"model": model})
     """
 
-    #: Whether a sweep may remove what lacks a marker: beneath URLs a save has its step's name from
-    #: the start, elsewhere nothing of ours is so.
+    #: A sweep may remove directories without a marker. True beneath URLs: there an unfinished save
+    #: already has its step's name. In local directories a save gets that name only when complete.
     sweeps_what_lacks_markers = False
 
     def __init__(self, root: str) -> None:
@@ -73,15 +87,15 @@ class StepStore(abc.ABC):
 
     @property
     def lease_root(self) -> str | None:
-        """The directory of the lease of who writes here (lease.py); None where there is none."""
+        """Directory of the lease on the root (steps/lease.py); None if the store has no leases."""
         return None
 
     @abc.abstractmethod
     def entries(self, *, leftovers: bool = True) -> list[StepInfo]:
-        """What is there, by step; nothing where there is no root.
+        """Lists the steps, sorted by step. The list is empty if the root does not exist.
 
         Args:
-            leftovers: also what is not complete, whose files are looked at for their bytes.
+            leftovers: list unfinished and deleted steps, too. This reads the sizes of their files.
 
         Raises:
             OSError: the root cannot be listed.
@@ -89,13 +103,18 @@ class StepStore(abc.ABC):
 
     @abc.abstractmethod
     def sweep(self, *, deleted_only: bool = False, attempt: str = "") -> list[str]:
-        """Ends what crashes have interrupted; the names of the leftovers that went.
+        """Removes the leftovers of interrupted saves and deletions.
 
-        What cannot be removed is logged, and tried again the next time.
+        A leftover that cannot be removed is logged, and tried again by the next sweep.
 
         Args:
-            deleted_only: leave alone what may be a save under way.
-            attempt: of this run, whose ranks may have begun to save.
+            deleted_only: complete interrupted deletions only; spare unfinished steps, which may
+                belong to a running save.
+            attempt: the 8 hex digits of this run (see :meth:`writer`), whose unfinished steps are
+                spared.
+
+        Returns:
+            The names of the removed leftovers.
 
         Raises:
             OSError: the root cannot be listed.
@@ -113,73 +132,78 @@ class StepStore(abc.ABC):
         make_room: Callable[[], None] | None = None,
         **options: Any,
     ) -> FileSystemWriter:
-        """The writer for one save of a step, which makes it complete at its commit.
+        """Makes the writer for one save of a step. Its commit completes the step.
 
         Args:
-            step: 0 to 9,999,999,999.
-            attempt: 8 hex digits, the same on all ranks, and another one in each run.
-            overwrite: whether a complete step may be replaced; it stays until the commit.
-            marker: gives, on the coordinator at the commit, what the marker is to say: JSON.
-            expected_bytes: that all ranks will write together, at least.
-            make_room: called where less is free, before the save is refused.
+            step: number of the step, 0 to 9,999,999,999.
+            attempt: 8 hex digits, the same on all ranks and different for each run.
+            overwrite: a complete step may be replaced. It stays until the commit.
+            marker: returns the content of the marker, a dict of JSON values. Called on the
+                coordinator at the commit.
+            expected_bytes: lower limit of the bytes that all ranks together will write.
+            make_room: called if fewer bytes are free, before the save is refused.
             options: passed to :class:`FileSystemWriter`.
 
         Raises:
-            ValueError: there can be no such step.
+            ValueError: the number of the step is out of range.
 
         Raises (from the save, on every rank, inside a ``CheckpointException``):
             FileExistsError: the step is complete, and ``overwrite`` is False.
-            OSError: ``ENOSPC``, and less is free than expected; or another call failed.
+            OSError: ``ENOSPC`` if fewer bytes are free than expected; or a system call failed.
         """
 
     @abc.abstractmethod
     def load(self, step: int, state_dict: dict[str, Any], **options: Any) -> LoadReport | None:
-        """Loads a step, as :func:`torch_ckpt.load`; all ranks call it.
+        """Loads a step, as :func:`torch_ckpt.load` does. All ranks call it.
 
         Args:
-            options: passed to :func:`torch_ckpt.load`.
+            step: number of the step.
+            state_dict, options: passed to :func:`torch_ckpt.load`.
+
+        Returns, raises: see :func:`torch_ckpt.load`.
         """
 
     @abc.abstractmethod
     def metadata(self, step: int) -> Metadata:
-        """Names, shapes, dtypes and places of all that a step holds.
+        """Reads the metadata of a step: names, shapes, dtypes and locations of its values.
 
         Raises:
-            FileNotFoundError, Corrupt, Unsafe: there is none, or it cannot be read.
+            FileNotFoundError, Corrupt, Unsafe: the step does not exist or cannot be read.
         """
 
     @abc.abstractmethod
     def verify(self, step: int) -> VerifyReport:
-        """Reads and checks all of a step, as :func:`torch_ckpt.verify`."""
+        """Reads and checks all files of a step, as :func:`torch_ckpt.verify` does."""
 
     @abc.abstractmethod
     def delete(self, step: int) -> bool:
-        """Deletes a step; one that is not there is no error.
+        """Deletes a step. Succeeds if the step does not exist.
 
         Returns:
-            False where somebody saves or loads there: nothing has happened, try again later.
+            False if a process is saving or loading the step, which is then unchanged: try again
+            later.
 
         Raises:
-            OSError: it cannot be deleted.
+            OSError: the step cannot be deleted.
         """
 
     @abc.abstractmethod
     def contents(self, name: str) -> tuple[int, int]:
-        """How many files, and bytes, a directory of :meth:`entries` holds; zeros of one that is not
-        there."""
+        """Returns the number of files and of bytes in a directory that :meth:`entries` lists; zeros
+        if it no longer exists."""
 
     @abc.abstractmethod
     def is_complete(self, step: int) -> bool:
-        """Whether a step is there and complete now, by its own files alone.
+        """True if a step exists and is complete. Reads only the step's own directory.
 
         Raises:
-            ValueError: there can be no such step.
+            ValueError: the number of the step is out of range.
             OSError: its files cannot be listed.
         """
 
     @abc.abstractmethod
     def is_pinned(self, step: int) -> bool:
-        """Whether a step is there and pinned now.
+        """True if a step exists and is pinned.
 
         Raises:
             OSError: its files cannot be listed.
@@ -187,7 +211,7 @@ class StepStore(abc.ABC):
 
     @abc.abstractmethod
     def set_pinned(self, step: int, pinned: bool) -> None:
-        """Has retention leave a step alone, or not any more.
+        """Pins or unpins a step. Retention keeps pinned steps.
 
         Raises:
             FileNotFoundError: there is no such complete step.
@@ -197,10 +221,10 @@ class StepStore(abc.ABC):
 def info_of(
     step: int, path: str, marker: dict[str, Any], pinned: bool, bytes_of: Callable[[], int]
 ) -> StepInfo:
-    """A complete step, by its marker, whose fields may be of any type.
+    """Makes the StepInfo of a complete step. Ignores fields of the marker with unexpected types.
 
     Args:
-        bytes_of: where the marker does not say.
+        bytes_of: computes the size of the step if the marker lacks it.
     """
     saved_at, total = marker.get("saved_at"), marker.get("bytes")
     metrics, notes = marker.get("metrics"), marker.get("notes")
@@ -223,6 +247,6 @@ def _number(value: object, wanted: Callable[[float], bool] = lambda _: True) -> 
     try:
         number = float(value)
     except OverflowError:
-        # JSON's integers have no bound.
+        # An integer in the JSON that is too large for a float.
         return None
     return number if wanted(number) else None

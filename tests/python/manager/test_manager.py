@@ -447,7 +447,7 @@ def test_on_a_full_disk_a_manager_restores_and_the_first_save_takes_the_lease(
     disk = os.statvfs(small_disk)
     filling.write_bytes(bytes(disk.f_bavail * disk.f_frsize))
     made = make(root)
-    assert "the first save tries again to take the lease" in caplog.text
+    assert "The first save tries again" in caplog.text
     assert restored(made) == 1
     assert not (root / LEASE_NAME).exists()
     filling.unlink()

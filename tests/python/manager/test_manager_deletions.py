@@ -72,7 +72,7 @@ def test_a_pinned_step_stays_until_it_is_not(make: Make) -> None:
 
 
 def test_a_step_that_is_not_there_cannot_be_pinned(make: Make) -> None:
-    with pytest.raises(FileNotFoundError, match="there is no complete step to pin"):
+    with pytest.raises(FileNotFoundError, match="step 3 cannot be pinned"):
         make().pin(3)
 
 
@@ -180,7 +180,7 @@ def test_a_save_for_which_there_is_no_room_fails_and_says_what_to_do(
 ) -> None:
     made = make(small_disk / "run", keep_last=1)
     made.save(1, {"x": torch.ones(9 << 18)})
-    with pytest.raises(CheckpointException, match="keep fewer steps, or make room"):
+    with pytest.raises(CheckpointException, match="keep fewer steps, or free space"):
         made.wait_until_finished()
     assert made.steps() == []
 

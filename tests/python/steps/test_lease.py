@@ -91,7 +91,7 @@ def record(root: Path, **fields: Any) -> Path:
 
 
 def of_this_machine() -> dict[str, str]:
-    return lease._Process.of_this().where
+    return lease._Process.of_this().namespace
 
 
 def touch_long_ago(path: Path) -> None:
@@ -112,7 +112,7 @@ def test_the_lease_of_a_dead_run_does_not_block(root: Path) -> None:
     with run_in_a_child(root) as child:
         # Nobody has waited for it: it is still in the table of processes.
         child.kill()
-        eventually(lambda: lease._start_of(child.pid) is None)
+        eventually(lambda: lease._start_time(child.pid) is None)
         with leased(root):
             pass
 
@@ -247,7 +247,7 @@ def test_a_forked_child_cannot_write_beside_its_parent(root: Path) -> None:
     with leased(root) as made:
         child = Child(made.require)
         try:
-            assert "was forked by the run that writes here" in child.said()
+            assert "is a forked child of process" in child.said()
         finally:
             child.end()
 
@@ -323,7 +323,7 @@ def test_a_lease_of_another_machine_is_waited_for_and_taken_if_it_is_not_touched
     root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     record(root)
-    with leased(root, times=Times(expiry=0.05, look=0.01)):
+    with leased(root, times=Times(expiry=0.05, poll=0.01)):
         pass
     assert "has a lease of process 123 on host elsewhere" in caplog.text
 
@@ -334,7 +334,7 @@ def test_a_run_on_another_machine_that_touches_its_lease_lives(root: Path) -> No
         before("wait for a lease", lambda: os.utime(path, (1e9, time.time() + 5))),
         pytest.raises(RootInUse, match="process 123 on host elsewhere"),
     ):
-        Lease(os.fspath(root), times=Times(look=0.01)).require()
+        Lease(os.fspath(root), times=Times(poll=0.01)).require()
 
 
 def test_a_run_on_another_machine_whose_lock_is_seen_lives(root: Path) -> None:

@@ -245,7 +245,7 @@ def test_an_answer_that_is_cut_short_fails_the_load(
         return data[:-1] if path.endswith(".distcp") else data
 
     monkeypatch.setattr(Hooked, "cat_file", short)
-    with pytest.raises(dcp.CheckpointException, match="asked for bytes"):
+    with pytest.raises(dcp.CheckpointException, match="requested bytes"):
         loaded(flaky, 1)
 
 

@@ -96,7 +96,7 @@ def test_files_that_vanish_before_the_marker_fail_the_save(flaky: RemoteSteps) -
 
     with hooked(sweep_by_another_job), pytest.raises(dcp.CheckpointException) as caught:
         save(flaky, 1, state_of())
-    assert "are gone" in str(cause_of(caught.value))
+    assert "no longer exist" in str(cause_of(caught.value))
     assert kinds_of(flaky) == {}
 
 
@@ -177,7 +177,7 @@ def killed(left_by_a_killed_save: Path, tmp_path: Path, staging: Path) -> Remote
 def test_a_save_that_is_killed_before_its_marker_is_no_step(killed: RemoteSteps) -> None:
     save(killed, 1, state_of())
     assert kinds_of(killed) == {1: "complete", 2: "unfinished"}
-    with pytest.raises(dcp.CheckpointException, match=f"there is no {MARKER_NAME}"):
+    with pytest.raises(dcp.CheckpointException, match=f"{MARKER_NAME} is missing"):
         killed.load(2, {"t": torch.zeros(9)}, no_dist=True)
 
 

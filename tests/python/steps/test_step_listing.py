@@ -17,7 +17,7 @@ from tests.local_steps import ATTEMPT, listed, names, saved, state, unfinished, 
 from tests.support import assert_equal, data_files
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.steps import MARKER_NAME, PINNED_NAME, LocalSteps, StepInfo, open_steps, step_name
-from torch_ckpt.steps.local import aside_of
+from torch_ckpt.steps.local import name_for_deletion
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_steps_and_leftovers_are_listed_by_number(store: LocalSteps) -> None:
     unfinished(store, 10)
     saved(store, 2)
     with closing(OpenDirectory(store.root)) as root:
-        root.rename(step_name(2), aside_of(step_name(2)))
+        root.rename(step_name(2), name_for_deletion(step_name(2)))
     assert listed(store) == [(2, "deleted"), (3, "complete"), (10, "unfinished"), (20, "complete")]
 
 
@@ -297,7 +297,7 @@ def test_the_sweep_ends_a_replacement_that_had_put_the_old_step_aside(store: Loc
     left = unfinished(store, 2, marker="{}")
     saved(store, 2, 1.0)
     with closing(OpenDirectory(store.root)) as root:
-        aside = aside_of(step_name(2))
+        aside = name_for_deletion(step_name(2))
         root.rename(step_name(2), aside)
     assert store.sweep() == [aside]
     assert not left.exists()
@@ -376,7 +376,7 @@ def test_a_step_that_is_not_complete_cannot_be_pinned(store: LocalSteps) -> None
     path = saved(store, 2)
     (path / MARKER_NAME).unlink()
     for step in (2, 3):
-        with pytest.raises(FileNotFoundError, match="there is no complete step to pin"):
+        with pytest.raises(FileNotFoundError, match=f"step {step} cannot be pinned"):
             store.set_pinned(step, True)
     assert not (path / PINNED_NAME).exists()
 

@@ -308,7 +308,7 @@ def test_what_has_a_steps_name_and_is_not_a_directory_is_refused_and_stays(
         path.write_text("somebody's")
     else:
         path.symlink_to("nowhere")
-    with pytest.raises(FileExistsError, match="has a step's name and is not a directory: move it"):
+    with pytest.raises(FileExistsError, match="a file has the name of this step"):
         saved(store, 100, overwrite=True)
     assert [entry.name for entry in os.scandir(store.root)] == ["0000000100"]
     path.unlink()
@@ -352,7 +352,7 @@ def test_a_save_for_which_there_is_no_room_is_refused_before_it_writes(store: Lo
     assert isinstance(error, OSError)
     assert error.errno == ENOSPC
     assert error.filename == store.root
-    assert "keep fewer steps, or make room" in str(error)
+    assert "keep fewer steps, or free space" in str(error)
     assert names(store) == []
 
 
@@ -393,7 +393,7 @@ def test_files_that_are_not_here_are_no_step(tmp_path: Path) -> None:
     store = LocalSteps(tmp_path, patience=0.0)
     writer = store.writer(3, attempt=ATTEMPT)
     writer.set_up_for_save(0)
-    with pytest.raises(NotCommitted, match="what other ranks have written is not here"):
+    with pytest.raises(NotCommitted, match="rank 0 does not see files"):
         writer.commit(b"", {"__1_0.distcp"})
     writer.abandon()
     assert [info.complete for info in store.entries()] in ([], [False])
