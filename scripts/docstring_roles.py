@@ -1,17 +1,22 @@
-"""A griffe extension: Sphinx's roles in docstrings become code, and links to what has a page."""
+"""A griffe extension that turns reStructuredText in docstrings into Markdown.
+
+Roles become code, and links to names that have a page. Literal blocks become Python code.
+"""
 
 import re
+import textwrap
 from typing import Any
 
 import griffe
 
 ROLE = re.compile(r":[a-z]+:`~?([\w.]+)`")
+BLOCK = re.compile(r"^(\w.*):: *\n\n((?: {4}.*\n?|\n)+)", re.M)
 # Those whose names have a page of their own.
 PACKAGES = ("torch_ckpt.multihost", "torch_ckpt.training", "torch_ckpt.integrations")
 
 
 class DocstringRoles(griffe.Extension):
-    """``:func:`save``` would be shown as it is: Markdown has no roles."""
+    """Rewrites each docstring, since Markdown has neither roles nor literal blocks."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is None:
@@ -23,4 +28,7 @@ class DocstringRoles(griffe.Extension):
             path = name if name.startswith("torch_ckpt.") else f"{package}.{name}"
             return f'<autoref identifier="{path}" optional><code>{name}</code></autoref>'
 
-        obj.docstring.value = ROLE.sub(link, obj.docstring.value)
+        def fence(block: re.Match[str]) -> str:
+            return f"{block[1]}:\n\n```python\n{textwrap.dedent(block[2]).strip()}\n```\n\n"
+
+        obj.docstring.value = ROLE.sub(link, BLOCK.sub(fence, obj.docstring.value))

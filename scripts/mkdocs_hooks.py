@@ -1,7 +1,8 @@
-"""Pages that lie above docs/ get onto the site; links work there as in the repository.
+"""Puts pages from outside docs/ on the site, and adapts the links.
 
-README.md and its like become project/README.md on the site. Links change with them: into docs/ from
-there, and ``../README.md`` from docs/. A directory of sources has no page: it is named.
+README.md becomes project/README.md, and likewise the other pages beside it. Links to them and from
+them are changed. A link to a directory of sources becomes text. A link whose text is a file name,
+as in "see loading.md", shows the title of the page.
 """
 
 import re
@@ -33,6 +34,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         path = (ROOT if is_above else ROOT / "docs") / target.partition("#")[0]
         if path.is_dir():
             return text
+        if text in (target, path.name) and path.suffix == ".md":
+            text = path.read_text("utf-8").partition("\n")[0].removeprefix("# ")
         if is_above and target.startswith("docs/"):
             target = target.replace("docs/", "../", 1)
         elif path.parent.resolve() == ROOT and path.name in ABOVE and not is_above:

@@ -55,8 +55,9 @@ if ((${#missing[@]})); then
     "${missing[@]}" > /dev/null
 fi
 
-# ccache is for the builds after the first one. The others are for tests that draw, or mount file systems
-# of their own, which takes root; without them these tests skip. apt installs them while pip works.
+# ccache shortens every build after the first. The others are for tests that draw, read the site in a
+# browser, or mount file systems, which needs root; without them these tests skip. apt installs them
+# while pip works.
 optional=()
 want() { # want PACKAGE COMMAND
   PATH=$PATH:/usr/sbin:/sbin command -v "$2" > /dev/null 2>&1 || optional+=("$1")
@@ -66,6 +67,7 @@ want xfsprogs mkfs.xfs
 want libnbd-bin nbdfuse
 want nbdkit nbdkit
 want graphviz dot
+want chromium chromium
 if ((${#optional[@]})) && [[ $(id -u) -eq 0 ]] && command -v apt-get > /dev/null; then
   echo "torch_ckpt: installing ${optional[*]}, which the build does not need"
   # A machine without network is not to wait for long.

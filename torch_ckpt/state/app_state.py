@@ -150,25 +150,19 @@ class RNGState:
 class AppState:
     """Converts the objects of a training program into a state dict, and back.
 
-    ================================== ============================================================
-    value                              how it is saved and restored
-    ================================== ============================================================
-    ``nn.Module``                      under fully qualified names, without the prefixes
-                                       ``module.`` (DDP) and ``_orig_mod.`` (``torch.compile``);
-                                       FSDP2 and tensor parallel modules as DTensors, which can be
-                                       resharded. FSDP1 is not supported
-    ``Optimizer``                      under the names of its parameters in the modules of the
-                                       mapping. If there are several modules, names begin with
-                                       their keys. Parameters that are in no module are numbered as
-                                       in the optimizer's ``state_dict()``
-    ``PerRank``, ``RNGState``,         separately for each rank
-    torchdata's ``StatefulDataLoader``
-    object with ``state_dict()`` and   its tensors are filled in place, then
-    ``load_state_dict()``              ``load_state_dict()`` is called
-    tensor                             filled in place
-    other                              replaced in the mapping; tensors in dicts and lists are
-                                       filled in place
-    ================================== ============================================================
+    Each value is saved and restored by its type:
+
+    - ``nn.Module``: under fully qualified names, without the prefixes ``module.`` (DDP) and
+      ``_orig_mod.`` (``torch.compile``); FSDP2 and tensor parallel modules as DTensors, which can
+      be resharded. FSDP1 is not supported.
+    - ``Optimizer``: under the names of its parameters in the modules of the mapping. If there are
+      several modules, names begin with their keys. Parameters that are in no module are numbered
+      as in the optimizer's ``state_dict()``.
+    - ``PerRank``, ``RNGState``, torchdata's ``StatefulDataLoader``: separately for each rank.
+    - Other objects with ``state_dict()`` and ``load_state_dict()``: their tensors are filled in
+      place, then ``load_state_dict()`` is called.
+    - Tensors: filled in place.
+    - Other values: replaced in the mapping; tensors in dicts and lists are filled in place.
 
     Hooks run before any value is read: first those of ``before_save``, then the method
     ``before_checkpoint()`` of every value, and of every module within a module, that has one.

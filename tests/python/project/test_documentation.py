@@ -14,10 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FunctionType
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import pytest
 
 from tests import manager_options, promises
+from tests.browser import Browser, find_chromium, open_browser
 from tests.snippets import snippets_of
 
 REPOSITORY = Path(__file__).parents[3]
@@ -77,6 +79,108 @@ def test_the_site_asks_no_other_server(site: Path) -> None:
     asked = re.compile(r'<(?:script|img|link|iframe)[^>]+(?:src|href)="https?://[^"]*"')
     found = {asking for page in site.rglob("*.html") for asking in asked.findall(page.read_text())}
     assert not found
+
+
+#: What a page shows: its anchors, its links, what is wider than a phone, and markup left unread.
+_FACTS = """(() => {
+    const width = document.documentElement.clientWidth;
+    const scrolls = (node) => {
+        for (; node; node = node.parentElement)
+            if (["auto", "scroll"].includes(getComputedStyle(node).overflowX)) return true;
+        return false;
+    };
+    const content = [...document.querySelectorAll(".md-content *, .md-header *")];
+    const text = document.querySelector(".md-content").innerText;
+    return {
+        anchors: [...document.querySelectorAll("[id]")].map((node) => node.id),
+        links: [...document.links].map((link) => link.href),
+        wide: content.filter((node) => node.getBoundingClientRect().right > width + 1)
+            .filter((node) => !scrolls(node.parentElement)).map((node) => node.outerHTML),
+        markup: text.match(/={5,}|^\\.\\. .*|.*::$/gm) || [],
+    };
+})()"""
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    program = find_chromium()
+    if program is None:
+        pytest.skip("no Chromium: apt install chromium")
+    with open_browser(program, tmp_path_factory.mktemp("profile")) as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def shown(site: Path, browser: Browser) -> dict[str, dict[str, list[str]]]:
+    """The facts of each page at the width of a phone, by the URL of the page."""
+    browser.set_width(390)
+    found = {}
+    for page in site.rglob("*.html"):
+        browser.open(page)
+        found[page.as_uri()] = browser.evaluate(_FACTS)
+    return found
+
+
+def test_no_link_of_the_site_is_broken(shown: dict[str, dict[str, list[str]]]) -> None:
+    broken = set()
+    for page, facts in shown.items():
+        if page.endswith("/404.html"):  # Its links begin at the root of a server.
+            continue
+        for link in facts["links"]:
+            target, _, anchor = link.partition("#")
+            if target in shown:
+                is_found = not anchor or unquote(anchor) in shown[target]["anchors"]
+            else:
+                is_found = not target.startswith("file:") or (
+                    Path(unquote(urlsplit(target).path)).is_file()
+                )
+            if not is_found:
+                broken.add(f"{page}: {link}")
+    assert not broken
+
+
+def test_no_page_is_wider_than_a_phone(shown: dict[str, dict[str, list[str]]]) -> None:
+    assert not {page: facts["wide"] for page, facts in shown.items() if facts["wide"]}
+
+
+def test_no_page_shows_markup_of_another_language(shown: dict[str, dict[str, list[str]]]) -> None:
+    assert not {page: facts["markup"] for page, facts in shown.items() if facts["markup"]}
+
+
+#: The lowest contrast of text on its background, by the formula of WCAG 2.
+_CONTRAST = """(() => {
+    const parse = (color) => {
+        const [r, g, b, a] = color.match(/[0-9.]+/g).map(Number);
+        return [r, g, b, a === undefined ? 1 : a];
+    };
+    const over = ([r, g, b, a], [R, G, B]) => [
+        r * a + R * (1 - a), g * a + G * (1 - a), b * a + B * (1 - a), 1];
+    const ground = (node) => node === null ? [255, 255, 255, 1]
+        : over(parse(getComputedStyle(node).backgroundColor), ground(node.parentElement));
+    const luminance = (color) => color.slice(0, 3).map((part) => part / 255)
+        .map((part) => part <= 0.03928 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4)
+        .reduce((sum, part, i) => sum + part * [0.2126, 0.7152, 0.0722][i], 0);
+    const texts = ".md-content :is(p, li, td, th, h1, h2, code, a:not(.headerlink))";
+    return Math.min(...[...document.querySelectorAll(texts)].map((node) => {
+        const back = ground(node);
+        const text = over(parse(getComputedStyle(node).color), back);
+        const [low, high] = [luminance(back), luminance(text)].sort((a, b) => a - b);
+        return (high + 0.05) / (low + 0.05);
+    }));
+})()"""
+
+
+@pytest.mark.parametrize(("scheme", "is_dark"), [("light", False), ("dark", True)])
+def test_the_site_follows_the_color_scheme_and_can_be_read(
+    site: Path, browser: Browser, scheme: str, is_dark: bool
+) -> None:
+    browser.set_color_scheme(scheme)
+    for page in ("index.html", "manager.html", "reference/manager.html"):
+        browser.open(site / page)
+        background = browser.evaluate("getComputedStyle(document.body).backgroundColor")
+        brightness = sum(map(int, re.findall(r"\d+", background)[:3])) / 3
+        assert (brightness < 128) == is_dark
+        assert browser.evaluate(_CONTRAST) >= 4, page
 
 
 @pytest.mark.parametrize(
