@@ -35,14 +35,6 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def shorten(text: str, length: int) -> str:
-    """Replaces the middle of a text by an ellipsis if it is longer than ``length``."""
-    if len(text) <= length:
-        return text
-    end = length // 2
-    return f"{text[: length - end - 1]}…{text[len(text) - end :]}"
-
-
 def sentence(error: BaseException) -> str:
     """What an error says, of the system's without Python's "[Errno 2]" and quotes."""
     if isinstance(error, OSError) and error.filename:
@@ -82,7 +74,7 @@ class Table:
         header: the titles of the columns.
         rows: one text for each column.
         right: titles of the right-aligned columns.
-        optional: titles of the columns that a narrow terminal may leave out, the least important
+        optional: titles of minor columns, which a narrow terminal leaves out, the least important
             one first.
     """
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from torch_ckpt._base.formatting import duration, printable, shorten, size
+from torch_ckpt._base.formatting import duration, printable, size
 
 _BAR_LENGTH = 20
 
@@ -112,7 +112,7 @@ class ProgressBar:
     def _line(self) -> str:
         """The text with a bar, in one line of the terminal."""
         width = shutil.get_terminal_size().columns - 1
-        title = shorten(self._title, max(width - _TEXT_LENGTH - 2, 8))
+        title = _shorten(self._title, max(width - _TEXT_LENGTH - 2, 8))
         bar = ""
         if width - _TEXT_LENGTH - len(title) - 3 >= _BAR_LENGTH:
             bar = f" {_draw_bar(self._share())}"
@@ -124,6 +124,14 @@ class ProgressBar:
         with suppress(OSError, ValueError):
             if sys.stderr is not None and text:
                 print(text, end="", file=sys.stderr, flush=True)
+
+
+def _shorten(text: str, length: int) -> str:
+    """Replaces the middle of a text by an ellipsis if it is longer than ``length``."""
+    if len(text) <= length:
+        return text
+    end = length // 2
+    return f"{text[: length - end - 1]}…{text[len(text) - end :]}"
 
 
 def _draw_bar(share: float) -> str:

@@ -9,20 +9,27 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
-from torch_ckpt._base.formatting import Block, Table, printable, shorten, text_lines
+from torch_ckpt._base.formatting import Block, Table, printable, text_lines
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
 
-# A left-aligned column is not made narrower than this before a column is left out.
-_LEAST_WIDTH = 20
+# Other columns are left out before a left-aligned column is made narrower than this.
+_LEAST_WIDTH = 24
 
 _GAP = 2
+
+# Before the continuation of a wrapped cell.
+_INDENT = "  "
+
+# A cell is wrapped after one of the first, or else after one of the second.
+_SEPARATORS = ("./, ", "_")
 
 _CELL_STYLES = {
     "ok": "green",
@@ -45,7 +52,7 @@ _LINE_STYLES = {
     r"(?<=: )(all is sound|nothing is wrong, .*)$": "green",
     r"(?<=: )holds(?= \()": "green",
     r"(?<= are )equal\b.*(?=: )": "green",
-    r"^\(not shown, .*": "dim",
+    r"^\(narrow terminal, .*": "dim",
 }
 
 
@@ -93,49 +100,75 @@ def _fit_all(blocks: Iterable[Block], width: int) -> Iterator[Block]:
         table = fit_table(block, width)
         yield table
         if hidden := [title for title in block.header if title not in table.header]:
-            yield f"(not shown, because the terminal is too narrow: {', '.join(hidden)})"
+            yield f"(narrow terminal, not shown: {', '.join(hidden)})"
 
 
 def fit_table(table: Table, width: int) -> Table:
     """Makes a table fit into a terminal.
 
-    Shortens the left-aligned cells in the middle, the widest column first. If that is not enough,
-    leaves out optional columns.
+    Leaves out optional columns if the others fit then. Otherwise wraps the left-aligned cells, and
+    leaves out optional columns and then the last ones until these have enough room.
     """
-    optional = list(table.optional)
-    while True:
-        widths = [max(map(len, column)) for column in zip(table.header, *table.rows, strict=True)]
-        excess = sum(widths) + _GAP * (len(widths) - 1) - width
-        if excess <= 0:
-            return table
-        flexible = [n for n, title in enumerate(table.header) if title not in table.right]
-        if not optional or excess <= sum(max(widths[n] - _LEAST_WIDTH, 0) for n in flexible):
-            return _shorten_cells(table, _narrow(widths, flexible, excess))
-        table = _leave_out(table, table.header.index(optional.pop(0)))
+    candidates = [table]
+    for title in table.optional:
+        candidates.append(_leave_out(candidates[-1], title))
+    for candidate in candidates:
+        if _excess(candidate, width) <= 0:
+            return candidate
+    while len(candidates[-1].header) > 1:
+        candidates.append(_leave_out(candidates[-1], candidates[-1].header[-1]))
+    for candidate in candidates:
+        widths = _widths(candidate)
+        flexible = [n for n, title in enumerate(candidate.header) if title not in table.right]
+        room = sum(max(widths[n] - _LEAST_WIDTH, 0) for n in flexible)
+        if _excess(candidate, width) <= room:
+            return _wrap_cells(candidate, _narrow(widths, flexible, _excess(candidate, width)))
+    return _wrap_cells(candidates[-1], [width])
+
+
+def _widths(table: Table) -> list[int]:
+    return [max(map(len, column)) for column in zip(table.header, *table.rows, strict=True)]
+
+
+def _excess(table: Table, width: int) -> int:
+    """The number of columns by which a table is wider than the terminal."""
+    widths = _widths(table)
+    return sum(widths) + _GAP * (len(widths) - 1) - width
+
+
+def _leave_out(table: Table, title: str) -> Table:
+    column = list(table.header).index(title)
+    header, *rows = [[*line[:column], *line[column + 1 :]] for line in (table.header, *table.rows)]
+    return replace(table, header=header, rows=rows)
 
 
 def _narrow(widths: list[int], flexible: list[int], excess: int) -> list[int]:
     """Takes the excess from the widest flexible columns."""
     narrowed = list(widths)
     for _ in range(excess):
-        widest = max(flexible, key=narrowed.__getitem__, default=None)
-        if widest is None or narrowed[widest] == 1:
-            break
-        narrowed[widest] -= 1
+        narrowed[max(flexible, key=narrowed.__getitem__)] -= 1
     return narrowed
 
 
-def _shorten_cells(table: Table, widths: list[int]) -> Table:
-    header, *rows = [
-        [shorten(cell, width) for cell, width in zip(line, widths, strict=True)]
-        for line in (table.header, *table.rows)
-    ]
-    return replace(table, header=header, rows=rows)
+def _wrap_cells(table: Table, widths: list[int]) -> Table:
+    """Continues cells that are too long in additional rows."""
+    rows: list[Sequence[str]] = []
+    for row in table.rows:
+        cells = [_wrap(cell, width) for cell, width in zip(row, widths, strict=True)]
+        rows += zip_longest(*cells, fillvalue="")
+    return replace(table, rows=rows)
 
 
-def _leave_out(table: Table, column: int) -> Table:
-    header, *rows = [[*line[:column], *line[column + 1 :]] for line in (table.header, *table.rows)]
-    return replace(table, header=header, rows=rows)
+def _wrap(cell: str, width: int) -> list[str]:
+    """Breaks a text into lines, after a separator if there is one in the second half of a line."""
+    width = max(width, 2 * len(_INDENT) + 1)
+    lines = []
+    while len(cell) > width:
+        ends = [max(cell.rfind(mark, 0, width) for mark in marks) + 1 for marks in _SEPARATORS]
+        end = next((end for end in ends if end > width // 2), width)
+        lines.append(cell[:end].rstrip())
+        cell = _INDENT + cell[end:].lstrip()
+    return [*lines, cell]
 
 
 def _style_table(table: Table) -> RenderableType:

@@ -94,7 +94,7 @@ class Explanation:
             for share in self.ranks
         ]
         header = ("RANK", "RECORDS", "BYTES", "WHOLE", "FILES", "PLAN", "FIND", "WRITE", "RATE")
-        optional = ("FILES", "RECORDS", "FIND", "PLAN", "WHOLE")
+        optional = ("FILES", "RECORDS", "WHOLE")
         yield Table(header, rows, frozenset(header), optional)
         yield ""
         yield from map(printable, self.remarks)

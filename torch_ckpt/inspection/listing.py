@@ -261,7 +261,7 @@ def item_table(listing: Listing) -> Table:
     ]
     header = ("NAME", "DTYPE", "SHAPE", "SHARDS", "STORED", "FILES")
     right = frozenset({"SHARDS", "STORED"})
-    return Table(header, rows, right, optional=("FILES", "SHARDS", "STORED", "DTYPE"))
+    return Table(header, rows, right, optional=("FILES", "SHARDS"))
 
 
 def file_table(listing: Listing) -> Table:
@@ -278,7 +278,7 @@ def file_table(listing: Listing) -> Table:
     ]
     header = ("FILE", "RECORDS", "STORED", "ON DISK", "STATE")
     right = frozenset({"RECORDS", "STORED", "ON DISK"})
-    return Table(header, rows, right, optional=("STORED", "RECORDS"))
+    return Table(header, rows, right, optional=("RECORDS", "STORED"))
 
 
 def part_table(listing: Listing) -> Table | None:
