@@ -1,1 +1,1 @@
-"""What every part uses: the log, words for people, progress, options and paths."""
+"""Helpers that all parts share: the log, text formatting, progress, options and paths."""

@@ -1,4 +1,4 @@
-"""Events on CUDA devices, for work on other streams that comes after them."""
+"""CUDA events, which work on other streams waits for."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 
 
-def events_of_now(
+def record_events(
     devices: Iterable[torch.device],
 ) -> list[tuple[torch.cuda.Event, torch.device]]:
-    """For each device an event after the work that its current stream has been given by now."""
+    """Records an event on the current stream of each device, after the work submitted so far."""
     return [(torch.cuda.current_stream(device).record_event(), device) for device in devices]

@@ -1,7 +1,7 @@
 """Python's cycle collector during planning.
 
-Plans and metadata are some ten objects for each tensor. Making 20,000 tensors' worth of them runs
-the collector over and over: it takes half of the time of ``dcp.save``'s planning, and finds
+Plans and metadata consist of some ten objects for each tensor. Allocating them for 20,000 tensors
+runs the collector many times, which takes half of the planning time of ``dcp.save``. It frees
 nothing, since none of these objects is in a cycle.
 """
 
@@ -14,21 +14,20 @@ from typing import ClassVar
 
 from torch_ckpt._base.life_cycle import Part, register
 
-# New objects between two runs of the collector: enough for a plan of many thousand tensors, few
-# enough that a program's own garbage is still collected.
+# New objects between two runs of the collector: enough for a plan of many thousand tensors, and few
+# enough that garbage of the program is still collected.
 _RELAXED_THRESHOLD = 500_000
 
 
-# Whether no_gc has switched the collector off, for a child that is forked meanwhile: nobody would
-# switch it on again there.
+# True while no_gc() has disabled the collector. A child forked meanwhile must enable it itself.
 _is_paused = False
 
 
 @contextmanager
 def no_gc() -> Iterator[None]:
-    """Keeps the collector out for a block of our own that makes many objects and waits for nothing.
+    """Disables the collector during a block that allocates many objects and waits for nothing.
 
-    Not for blocks in which data moves: another thread's garbage would pile up.
+    Do not use it for blocks that move data: garbage of other threads would accumulate.
     """
     global _is_paused
     if not gc.isenabled():
@@ -52,31 +51,31 @@ register(Part.COLLECTOR, in_child=_resume_in_child)
 
 
 class RelaxedGc:
-    """Makes the collector rare between two calls of DCP's, with other people's code in between.
+    """Makes runs of the collector rarer between two calls by DCP, with other code in between.
 
-    That code may fail, and then nobody calls ``end``. So the relaxation ends by itself: with the
-    first run of the collector, or when it is to begin for the next time, which then is not
-    relaxed, and in which the collector finds what the failed one has left.
+    That code may fail, so that ``end`` is never called. Therefore the relaxation also ends with the
+    first run of the collector, and with the next call of ``begin``. That call does not relax the
+    collector again, so that it collects the garbage of the failed operation.
     """
 
     _before: ClassVar[tuple[int, int, int] | None] = None
 
     @classmethod
     def begin(cls) -> None:
-        """Relaxes the collector, unless it is off, relaxed, or rarer already."""
+        """Relaxes the collector, unless it is disabled, already relaxed, or runs more rarely."""
         threshold = gc.get_threshold()
         if cls._before is not None:
             cls.end()
         elif 0 < threshold[0] < _RELAXED_THRESHOLD:
             cls._before = threshold
-            # Once and for all: to remove it at a run would hide the run from who comes after it.
+            # Never remove it: removing it during a run would skip the next callback in the list.
             if cls._at_run not in gc.callbacks:
                 gc.callbacks.append(cls._at_run)
             gc.set_threshold(_RELAXED_THRESHOLD, *threshold[1:])
 
     @classmethod
     def end(cls) -> None:
-        """Restores what ``begin`` changed; from any thread."""
+        """Undoes the change made by ``begin``. Any thread may call it."""
         before, cls._before = cls._before, None
         if before is not None and gc.get_threshold()[0] == _RELAXED_THRESHOLD:
             gc.set_threshold(*before)

@@ -1,11 +1,11 @@
-"""How things are written for people, on the command line and in messages."""
+"""Formatting of sizes, durations, lists and tables for messages and the command line."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-#: As many names an error or a warning gives.
+#: Limit of the names that an error or a warning lists.
 MOST_NAMES = 8
 
 
@@ -14,7 +14,7 @@ def size(count: float) -> str:
     if count < 1000:
         return f"{count:.0f} B"
     value, units = count / 1000, ["kB", "MB", "GB", "TB"]
-    while value >= 999.95 and len(units) > 1:  # which would be written as 1000.0
+    while value >= 999.95 and len(units) > 1:  # would be rounded to 1000.0
         value /= 1000
         del units[0]
     return f"{value:.1f} {units[0]}"
@@ -29,26 +29,26 @@ def duration(seconds: float) -> str:
 
 
 def printable(text: str) -> str:
-    """Escapes what a terminal would act on: a checkpoint, and so its names, may be anybody's."""
+    """Escapes control characters, which names in an untrusted checkpoint may contain."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def sentence(error: BaseException) -> str:
-    """What an error says, of the system's without Python's "[Errno 2]" and quotes."""
+    """Returns the message of an error, without the "[Errno 2]" and quotes of system errors."""
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
     return str(error)
 
 
 def plural(count: int, noun: str) -> str:
-    """A number and its noun: "1 file", "2 files"."""
+    """Writes a number and its noun: "1 file", "2 files"."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def some_of(names: Sequence[str], most: int = MOST_NAMES) -> str:
-    """The first of some names: "a, b and 3 more"."""
+    """Lists the first names: "a, b and 3 more"."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"{', '.join(names[:most])}{more}"
 
@@ -84,7 +84,7 @@ class Table:
     optional: Sequence[str] = ()
 
     def lines(self) -> Iterator[str]:
-        """Aligns the columns, two spaces apart."""
+        """Yields lines of aligned columns, with two spaces in between."""
         lines = [self.header, *self.rows]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         for line in lines:

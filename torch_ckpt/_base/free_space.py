@@ -1,4 +1,4 @@
-"""Whether a file system has room for what is about to be written."""
+"""Checks that a file system has enough free space for files to be written."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ def require_room(
     remedy: str,
     make_room: Callable[[], None] | None = None,
 ) -> None:
-    """Refuses what takes more bytes than this user may write to a directory.
+    """Checks that this user may write so many bytes to a directory.
 
     Args:
-        wanted: bytes.
-        need: what takes them, and how many: the begin of the message.
-        remedy: what to do: the end of the message.
-        make_room: called where there is too little, before it is refused.
+        wanted: number of bytes.
+        need: start of the message: what needs how many bytes.
+        remedy: end of the message: what to do.
+        make_room: called if there is too little space; then the space is checked again.
 
     Raises:
-        OSError: ``ENOSPC``, with what is free; or the file system cannot be asked.
+        OSError: ``ENOSPC``, with the free bytes; or the free space cannot be queried.
     """
     free = free_bytes(directory)
     if free is not None and free < wanted and make_room is not None:
         make_room()
         free = free_bytes(directory)
     if free is not None and free < wanted:
-        raise OSError(ENOSPC, f"{need}, and {size(free)} are free: {remedy}", directory)
+        raise OSError(ENOSPC, f"{need}, but only {size(free)} are free: {remedy}", directory)
 
 
 def free_bytes(directory: str) -> int | None:
-    """What this user may write there; None where the file system does not say.
+    """Returns the bytes that this user may write; None if the file system does not report them.
 
-    Some in user space do not: then the writing tells.
+    Some FUSE file systems do not. Then a full disk is noticed only by writing.
 
     Raises:
-        OSError: the file system cannot be asked.
+        OSError: the free space cannot be queried.
     """
     status = os.statvfs(directory)
     return status.f_bavail * status.f_frsize if status.f_blocks else None

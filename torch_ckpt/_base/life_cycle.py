@@ -1,13 +1,14 @@
-"""What parts of the package do when the process forks, and when it ends: all of it, in one order.
+"""Hooks of the package's parts for forks and for the exit of the interpreter.
 
-1. Before a fork, parts get ready for what a child will ask of them.
-2. In a forked child, they forget what is the parent's.
-3. At the end of the interpreter, thread pools of other packages end first; parts that need these
-   are called before (:func:`before_thread_pools_end`). Then each part ends. What is registered with
-   ``atexit`` after the import of torch_ckpt comes before, what was registered earlier after it.
+1. Before a fork, parts prepare for the child.
+2. In a forked child, parts drop the state that belongs to the parent.
+3. When the interpreter exits, thread pools of ``concurrent.futures`` are shut down first; parts
+   that need these are called before (:func:`before_thread_pools_end`). Then each part ends.
+   ``atexit`` callbacks registered after the import of torch_ckpt run before the parts, earlier ones
+   after them.
 
-The order among the parts is that of :class:`Part`. The engine itself, which outlives all of them,
-has rules of its own in csrc/os/fork_guard.h. Signals are watched by ranks/preemption.py alone.
+The parts are called in the order of :class:`Part`. The engine, which outlives all of them, has
+rules of its own in csrc/os/fork_guard.h. Signals are handled in ranks/preemption.py only.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ from enum import IntEnum, auto
 
 
 class Part(IntEnum):
-    """Who is called, in this order."""
+    """The parts, in the order in which their hooks are called."""
 
-    #: The cycle collector is on again.
+    #: The cycle collector, which a child enables again.
     COLLECTOR = auto()
-    #: Calls of Megatron-shaped queues tell the other ranks that this one ends.
+    #: Calls of Megatron's queues: at exit, the other ranks are notified that this rank ends.
     CALLS = auto()
-    #: Plans of saves, on which a thread of the parent's may be at work.
+    #: Cached plans of saves, which a thread of the parent may be using: a child drops them.
     PLANS = auto()
-    #: Saves under way end, and the engine's threads with them.
+    #: Running saves. At exit they end, and the engine's threads with them.
     SAVES = auto()
-    #: Memory that is reserved for saves.
+    #: Memory reserved for saves, which belongs to the parent.
     MEMORY = auto()
-    #: Queues that children put results to.
+    #: Queues through which children send results.
     RESULTS = auto()
-    #: Watches for notices, whose threads ask the store.
+    #: Watches for preemption notices, whose threads poll the store.
     NOTICES = auto()
-    #: Leases of roots: no save is under way any more.
+    #: Leases on roots. At exit they are released last, when no save is running any more.
     LEASES = auto()
 
 
@@ -49,7 +50,7 @@ class _Hooks:
     in_child: Callable[[], object] | None
 
 
-_of_parts: dict[Part, _Hooks] = {}
+_hooks: dict[Part, _Hooks] = {}
 
 
 def register(
@@ -59,27 +60,27 @@ def register(
     before_fork: Callable[[], object] | None = None,
     in_child: Callable[[], object] | None = None,
 ) -> None:
-    """Says what a part does; once, when its module is imported."""
-    assert part not in _of_parts
-    _of_parts[part] = _Hooks(at_exit, before_fork, in_child)
+    """Registers the hooks of a part. Called once, when the part's module is imported."""
+    assert part not in _hooks
+    _hooks[part] = _Hooks(at_exit, before_fork, in_child)
 
 
 def before_thread_pools_end(function: Callable[[], object]) -> None:
-    """Has a function called at the interpreter's end while ``concurrent.futures`` still works."""
+    """Registers a function to call at exit, before ``concurrent.futures`` shuts down."""
     threading._register_atexit(function)  # type: ignore[attr-defined]
 
 
 def _call(hook: str) -> None:
-    """All parts' in their order, also where one fails: then its error comes last."""
+    """Calls a hook of all parts, in their order. If one raises, the others are still called."""
     with contextlib.ExitStack() as calls:
-        for part in sorted(_of_parts, reverse=True):
-            function = getattr(_of_parts[part], hook)
+        for part in sorted(_hooks, reverse=True):
+            function = getattr(_hooks[part], hook)
             if function is not None:
                 calls.callback(function)
 
 
 def watch_exit() -> None:
-    """From here on the parts are called at the interpreter's end."""
+    """Registers the exit hooks of the parts with ``atexit``."""
     atexit.register(_call, "at_exit")
 
 

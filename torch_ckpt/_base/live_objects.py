@@ -1,4 +1,4 @@
-"""The objects of a kind that somebody still has."""
+"""A registry of the live objects of a class."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ T = TypeVar("T")
 
 
 class LiveObjects(Generic[T]):
-    """A set that keeps nobody alive, compares by identity, and may be changed while it is read.
+    """A set of weak references, compared by identity, that may change while it is iterated.
 
-    A ``WeakSet`` fails where another thread adds to it meanwhile. A lock would be in the way of
-    signal handlers and forks.
+    Iterating a ``WeakSet`` fails if another thread adds an object meanwhile. A lock could deadlock
+    in signal handlers and forked children.
     """
 
     def __init__(self) -> None:

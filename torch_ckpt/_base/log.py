@@ -5,18 +5,19 @@ from __future__ import annotations
 import logging
 import warnings
 
-#: Receives one record for each finished background save, with the metrics as ``record.metrics``.
+#: The logger of the package. A finished background save is one record, with ``record.metrics``.
 LOGGER = logging.getLogger("torch_ckpt")
 
 
 def warn(text: str, stacklevel: int = 2) -> None:
-    """Warns, and never raises: amid what ranks do together, or after what cannot fail any more.
+    """Warns, and never raises, so that it may be called during exchanges between ranks or after a
+    commit.
 
     Args:
-        stacklevel: as of ``warnings.warn``, counted from the caller.
+        stacklevel: stack level as for ``warnings.warn``, counted from the caller.
     """
     try:
         warnings.warn(text, stacklevel=stacklevel + 1)
     except Warning:
-        # A filter makes errors of warnings.
+        # A warning filter turns warnings into errors.
         LOGGER.warning("%s", text)

@@ -1,4 +1,5 @@
-"""Options that are refused, named for who was called and not for who was to get them."""
+"""Checks of options: unknown options are refused with the name of the function that the user
+called, not of the function that they are passed to."""
 
 from __future__ import annotations
 
@@ -10,14 +11,15 @@ from typing import Any
 
 
 def refuse_unknown(caller: Callable[..., Any], kind: type, options: Iterable[str]) -> None:
-    """Refuses options that neither the caller nor what it passes them to has.
+    """Refuses options that neither a function nor the class that it passes them to accepts.
 
     Args:
-        caller: a function or class that takes options of its own by name.
-        kind: of ours, derived from torch's class of the same name; it gets the others.
+        caller: the function or class that the user called.
+        kind: the torch_ckpt class that gets the options, derived from torch's class of that name.
+        options: names of the options.
 
     Raises:
-        TypeError: one is unknown; names the nearest.
+        TypeError: an option is unknown; suggests the nearest name.
     """
     passed_on = options_of(kind)
     for option in options:
@@ -28,19 +30,19 @@ def refuse_unknown(caller: Callable[..., Any], kind: type, options: Iterable[str
             )
 
 
-def given_options(title: str, options: Any, known: Collection[str]) -> dict[str, Any]:
-    """Receives a mapping of options; refuses unknown names, and makes the values reusable.
+def check_options(title: str, options: Any, known: Collection[str]) -> dict[str, Any]:
+    """Checks and copies a mapping of options.
 
     Args:
-        title: the name of the mapping, for errors.
+        title: name of the mapping, for errors.
         options: the mapping that the caller passed; None for no options.
-        known: the names that it may have.
+        known: the allowed names.
 
     Returns:
-        A dict of its own. See :func:`reusable` for the values.
+        A new dict, whose values can be read repeatedly: see :func:`reusable`.
 
     Raises:
-        TypeError: it is not a mapping, or a name is unknown; names the nearest.
+        TypeError: ``options`` is not a mapping, or a name is unknown; suggests the nearest name.
     """
     options = options or {}
     if not isinstance(options, Mapping):
@@ -57,9 +59,9 @@ def _hint(option: object, known: Collection[str]) -> str:
 
 
 def reusable(option: Any) -> Any:
-    """Makes a tuple of an iterator, such as a generator or ``zip()``, which can be read only once.
+    """Converts an iterator, such as a generator or ``zip()``, to a tuple that can be read again.
 
-    Everything else is returned unchanged. Call it where a public function receives the option.
+    Returns other values unchanged. Public functions call it for options that they read repeatedly.
     """
     return tuple(option) if isinstance(option, Iterator) else option
 
@@ -70,20 +72,20 @@ def reusable_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raises ValueError for a value of the option ``name`` that is none of the choices."""
+    """Raises ValueError if the value of the option ``name`` is none of the choices."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
 @functools.cache
 def options_of(kind: type) -> frozenset[str]:
-    """What a class of ours takes, and torch's of the same name, but for the path."""
+    """Returns the options of a torch_ckpt class and of its torch base class, without ``path``."""
     return (names_of(kind) | names_of(kind.__mro__[1])) - {"path"}
 
 
 @functools.cache
 def names_of(function: Callable[..., Any]) -> frozenset[str]:
-    """Of the parameters."""
+    """Returns the names of a function's parameters, without ``*args`` and ``**kwargs``."""
     parameters = inspect.signature(function).parameters.values()
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return frozenset(one.name for one in parameters if one.kind not in variable)

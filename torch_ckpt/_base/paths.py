@@ -1,7 +1,4 @@
-"""Which paths are local directories, and what they are from any working directory.
-
-URLs are for the roots of runs alone.
-"""
+"""Local paths and URLs. Only the roots of runs may be URLs."""
 
 from __future__ import annotations
 
@@ -13,24 +10,23 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*://")
 
 
 def is_url(path: object) -> bool:
-    """Whether it is a text that begins as ``scheme://``. Other kinds of paths are local."""
+    """True for a string that begins with ``scheme://``. Path objects are local."""
     return isinstance(path, str) and _URL.match(path) is not None
 
 
 def refuse_url(path: object) -> None:
-    """Refuses what pathlib would take for a directory beneath the current one.
+    """Refuses URLs, which pathlib would treat as relative paths.
 
     Raises:
-        ValueError: it is a URL.
+        ValueError: ``path`` is a URL.
     """
     if is_url(path):
         raise ValueError(
-            f"{path} is a URL, and a checkpoint's directory is a local path, without a protocol: "
-            "URLs are for the roots of CheckpointManager and of torch_ckpt.training "
-            "(docs/remote.md)"
+            f"{path} is a URL, but a checkpoint's directory must be a local path. Pass URLs to "
+            "CheckpointManager or torch_ckpt.training, as the root of a run (docs/remote.md)."
         )
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
-    """The same path for any working directory. Links and ``..`` in it stay, for the kernel."""
+    """Makes a path absolute. Keeps symbolic links and ``..``, which the kernel resolves."""
     return Path(path).absolute()

@@ -1,10 +1,10 @@
-"""Which of a planner's hooks are torch's own, so that calling them may be spared."""
+"""Detection of planner hooks that are not overridden, and thus need not be called."""
 
 from __future__ import annotations
 
 
 def keeps_methods(planner: object, kind: type, names: tuple[str, ...]) -> bool:
-    """Whether a planner's methods are all those of ``kind``, overridden nowhere."""
+    """True if a planner overrides none of these methods of ``kind``."""
     return isinstance(planner, kind) and all(
         getattr(getattr(planner, name), "__func__", None) is getattr(kind, name) for name in names
     )

@@ -1,7 +1,7 @@
-"""Trees as all functions here see them: leaves by name, and what a leaf is, in words.
+"""Trees of values: their leaves by name, and descriptions of leaves.
 
-A tree is what ``torch.utils._pytree`` takes apart: dicts, lists, tuples, named tuples, dataclasses
-and other classes that are registered there. All else is a leaf, ``None`` too.
+The containers of a tree are the types registered with ``torch.utils._pytree``: dicts, lists,
+tuples, named tuples, dataclasses and others. All other values are leaves, including ``None``.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from torch.distributed.tensor import DTensor
 
 from torch_ckpt._base.formatting import ranks_text
 
-#: Differences that an error names; the others are counted.
+#: Limit of the differences that an error lists.
 SHOWN = 10
 
-# How much of a device's tensor is copied at once.
+# Bytes of a tensor on a device that are copied to the host at once.
 _PIECE_BYTES = 64 << 20
 
 _LEAVES = (int, float, bool, str, bytes, type(None))
 
-#: Integers of the same size: not every dtype can be copied or reshaped as itself.
+#: Integer dtypes by size in bytes. Some dtypes can be copied and reshaped only as integers.
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Tree:
-    """A tree taken apart.
+    """A flattened tree.
 
     Attributes:
-        names: of the leaves, as "a.b.0"; "" where the tree is a leaf itself.
-        leaves: in the same order.
-        containers: type of each container by its name; they tell empty ones apart.
-        spec: puts leaves together again.
+        names: names of the leaves, such as "a.b.0"; "" if the tree itself is a leaf.
+        leaves: the leaves, in the order of their names.
+        containers: type of each container by name, to distinguish empty containers.
+        spec: pytree specification, to unflatten leaves.
     """
 
     def __init__(self, tree: Any) -> None:
@@ -48,13 +48,19 @@ class Tree:
         self._add("", tree)
 
     def with_leaves(self, leaves: Iterable[Any]) -> Any:
-        """The same containers with other leaves."""
+        """Returns a tree with the same containers and other leaves."""
         return pytree.tree_unflatten(list(leaves), self.spec)
 
     def described(self, leaves: Iterable[str]) -> dict[str, str]:
-        """What all containers and leaves are, by name; what the leaves are is given."""
-        whole = {f"{name or 'the tree'} (container)": of for name, of in self.containers.items()}
-        return {**whole, **dict(zip(self.names, leaves, strict=True))}
+        """Returns the descriptions of all containers and leaves by name.
+
+        Args:
+            leaves: descriptions of the leaves.
+        """
+        containers = {
+            f"{name or 'the tree'} (container)": kind for name, kind in self.containers.items()
+        }
+        return {**containers, **dict(zip(self.names, leaves, strict=True))}
 
     def _add(self, name: str, node: Any) -> None:
         inside = children(node)
@@ -68,12 +74,13 @@ class Tree:
 
 
 def children(node: Any) -> list[tuple[str, Any]] | None:
-    """What a container holds, by key; None for a leaf.
+    """Returns the children of a container by key; None for a leaf.
 
-    Where two keys would look the same, or have a dot, all are as Python writes them: "['a.b']".
+    If the text of two keys is equal, or a key contains a dot, all keys are written in Python's
+    syntax: "['a.b']".
     """
     if isinstance(node, torch.Tensor) or type(node) in _LEAVES:
-        return None  # at a tenth of the time
+        return None  # ten times faster than pytree
     inside, _spec = pytree.tree_flatten_with_path(node, is_leaf=lambda other: other is not node)
     if len(inside) == 1 and not inside[0][0]:
         return None
@@ -84,7 +91,7 @@ def children(node: Any) -> list[tuple[str, Any]] | None:
 
 
 def is_strided(leaf: Any) -> bool:
-    """Whether a leaf is a tensor that is its bytes; sparse, quantized, meta and others are not."""
+    """True for a plain strided tensor. False for sparse, quantized, meta and other tensors."""
     return (
         type(leaf) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
         and leaf.layout == torch.strided
@@ -94,13 +101,13 @@ def is_strided(leaf: Any) -> bool:
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf is an array of numpy's that is its bytes."""
+    """True for a NumPy array without Python objects."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and type(leaf) is numpy.ndarray and not leaf.dtype.hasobject
 
 
 def kind(leaf: Any) -> str:
-    """What a leaf is, without its values."""
+    """Describes the type, dtype and shape of a leaf, without its values."""
     if isinstance(leaf, DTensor):
         placements = ", ".join(str(placement) for placement in leaf.placements)
         return f"a DTensor of {_dtype(leaf)}, shape {tuple(leaf.shape)}, placements [{placements}]"
@@ -112,16 +119,16 @@ def kind(leaf: Any) -> str:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's bytes in one dimension: its memory if it is contiguous, else a copy's."""
+    """Returns the bytes of a tensor in one dimension: a view if it is contiguous, else a copy."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.itemsize in BITS:
         tensor = tensor.view(BITS[tensor.itemsize])
-    # Not view or reshape: they keep the last stride of a single element, which may be any number.
+    # view() and reshape() keep the stride of a dimension of size 1, which may be any number.
     return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def host_pieces(data: torch.Tensor) -> Iterator[ctypes.Array[ctypes.c_char]]:
-    """A tensor of bytes piece by piece, for checksums; each is valid until the next."""
+    """Yields a tensor of bytes in pieces in host memory. Each is valid until the next."""
     for begin in range(0, data.numel(), _PIECE_BYTES):
         host = data[begin : begin + _PIECE_BYTES].cpu()
         yield (ctypes.c_char * host.numel()).from_address(host.data_ptr())
@@ -130,14 +137,15 @@ def host_pieces(data: torch.Tensor) -> Iterator[ctypes.Array[ctypes.c_char]]:
 def empty(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """A contiguous tensor whose bytes are to be set."""
+    """Allocates a contiguous tensor without initializing it."""
     count = torch.Size(shape).numel()
     data = torch.empty(count * dtype.itemsize, dtype=torch.uint8, device=device)
     return data.view(dtype).view(tuple(shape))
 
 
 def array_bytes(array: Any) -> torch.Tensor:
-    """An array's bytes, in one dimension: its memory where it is contiguous and may be written."""
+    """Returns the bytes of an array in one dimension: a view if it is contiguous and writable,
+    else a copy."""
     import numpy
 
     data = numpy.ascontiguousarray(array).reshape(-1).view(numpy.uint8)
@@ -145,12 +153,12 @@ def array_bytes(array: Any) -> torch.Tensor:
 
 
 def digest(described: dict[str, str]) -> bytes:
-    """16 bytes that tell whether two ranks have described the same, in whatever order."""
+    """Returns a hash of 16 bytes, to compare descriptions between ranks. Ignores their order."""
     return hashlib.blake2b(repr(sorted(described.items())).encode(), digest_size=16).digest()
 
 
 def differences(by_rank: Sequence[dict[str, str]]) -> list[str]:
-    """One line for each name that is not the same on all ranks."""
+    """Returns a line for each name whose description differs between ranks."""
     names = dict.fromkeys(name for described in by_rank for name in described)
     lines = []
     for name in names:
@@ -158,13 +166,13 @@ def differences(by_rank: Sequence[dict[str, str]]) -> list[str]:
         for rank, described in enumerate(by_rank):
             ranks.setdefault(described.get(name, "missing"), []).append(rank)
         if len(ranks) > 1:
-            said = "; ".join(f"{what} on {ranks_text(who)}" for what, who in ranks.items())
-            lines.append(f"{name or 'the tree'} is {said}")
+            kinds = "; ".join(f"{kind} on {ranks_text(where)}" for kind, where in ranks.items())
+            lines.append(f"{name or 'the tree'} is {kinds}")
     return lines
 
 
-def listed(lines: Sequence[str]) -> str:
-    """The first few lines, each on one of its own, and how many more there are."""
+def indented(lines: Sequence[str]) -> str:
+    """Joins the first lines, indented, and the number of further lines."""
     more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
     return "\n".join(f"  {line}" for line in [*lines[:SHOWN], *more])
 

@@ -1,4 +1,4 @@
-"""Optimizers that wrap another one."""
+"""Optimizers that wrap another optimizer."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from torch.optim import Optimizer
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:
-    """Returns the optimizer that holds the states, which a wrapper such as Accelerate's delegates
-    to; an optimizer with states of its own is returned as it is."""
+    """Returns the optimizer that holds the state: the one that a wrapper, such as Accelerate's,
+    delegates to, or else the optimizer itself."""
     while True:
         held = (value for value in vars(optimizer).values() if isinstance(value, Optimizer))
         inner = next((o for o in held if o is not optimizer and o.state is optimizer.state), None)

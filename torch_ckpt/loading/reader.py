@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from torch_ckpt import _C, _core
-from torch_ckpt._base.cuda_events import events_of_now
+from torch_ckpt._base.cuda_events import record_events
 from torch_ckpt._base.cycle_collector import RelaxedGc, no_gc
 from torch_ckpt._base.paths import refuse_url
 from torch_ckpt._base.progress import Progress, ProgressOption, Reporter
@@ -457,7 +457,7 @@ class FileSystemReader(StockReader):
         self, load: Callable[..., list[int]], planned: int, devices: set[torch.device]
     ) -> list[int]:
         """Calls the engine, and tells how far it is."""
-        events = events_of_now(devices)
+        events = record_events(devices)
         told = 0
 
         def tell(done: int) -> None:

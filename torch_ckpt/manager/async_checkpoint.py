@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from torch_ckpt import _core
-from torch_ckpt._base.options import given_options, names_of, options_of
+from torch_ckpt._base.options import check_options, names_of, options_of
 from torch_ckpt.api import LOAD_OPTIONS, async_save, load
 from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS
 from torch_ckpt.saving.async_save import AsyncSave
@@ -93,7 +93,7 @@ class AsyncCheckpoint:
             )
         self.state = {**state, SAVE_COUNTER: 0}
         self._save_options = _checked(save_options or {})
-        self._load_options = given_options(
+        self._load_options = check_options(
             "load_options", load_options, LOAD_OPTIONS | {"no_dist", "process_group"}
         )
         self._before_save = BeforeSave()

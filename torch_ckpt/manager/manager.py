@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.utils.hooks import RemovableHandle
 
 from torch_ckpt._base.log import LOGGER
-from torch_ckpt._base.options import given_options, refuse_unknown, require_choice
+from torch_ckpt._base.options import check_options, refuse_unknown, require_choice
 from torch_ckpt._base.progress import stderr_is_terminal
 from torch_ckpt.api import LOAD_OPTIONS
 from torch_ckpt.errors import CheckpointError
@@ -178,7 +178,7 @@ class CheckpointManager:
             keep_last, keep_every, keep_every_hours, keep_best, best_metric, best_mode, should_keep
         )
         replicas = ReplicaCheck(check_replicas, check_replicas_every)
-        load_options = given_options("load_options", load_options, LOAD_OPTIONS)
+        load_options = check_options("load_options", load_options, LOAD_OPTIONS)
         if preemption_signals is not None:
             preemption_signals = signal_numbers(preemption_signals, "preemption_signals")
         self._store = open_steps(root, staging_dir=staging_dir)

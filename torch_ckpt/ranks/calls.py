@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_ckpt._base.formatting import ranks_text
-from torch_ckpt._base.trees import listed
+from torch_ckpt._base.trees import indented
 from torch_ckpt.ranks.meeting import Meeting
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ class Disagreement:
     """
 
     def __init__(self, text: str, lines: Sequence[str] = (), *, of_calls: bool = False) -> None:
-        self.text = f"{text}\n{listed(lines)}" if lines else text
+        self.text = f"{text}\n{indented(lines)}" if lines else text
         self.of_calls = of_calls
 
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from torch_ckpt import _C, _core
-from torch_ckpt._base.cuda_events import events_of_now
+from torch_ckpt._base.cuda_events import record_events
 from torch_ckpt._base.cycle_collector import no_gc
 from torch_ckpt._base.progress import Progress, ProgressOption, Reporter
 from torch_ckpt.checkpoint.directory import OpenDirectory, Place
@@ -117,7 +117,7 @@ class RankWrite:
         self._changed: list[str] | None = None
         # The engine has begun, or will not.
         self._started = threading.Event()
-        self._ready = events_of_now(sources.devices if sources is not None else ())
+        self._ready = record_events(sources.devices if sources is not None else ())
 
     # --- by the thread that writes ---------------------------------------------------------------
 

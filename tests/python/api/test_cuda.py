@@ -196,7 +196,7 @@ def test_a_temporary_is_not_written_before_work_that_still_reads_its_memory(
     # Spread on the device, by way of a temporary of 1000 x 3000.
     target = torch.zeros(3000, 1000, device="cuda").t()
     copies: list[torch.Tensor] = []
-    record = reader.events_of_now
+    record = reader.record_events
 
     def record_and_free(devices: Any) -> Any:
         events = record(devices)
@@ -205,7 +205,7 @@ def test_a_temporary_is_not_written_before_work_that_still_reads_its_memory(
         copies.append(block.clone())
         return events
 
-    monkeypatch.setattr(reader, "events_of_now", record_and_free)
+    monkeypatch.setattr(reader, "record_events", record_and_free)
     torch_ckpt.load({"weight": target}, tmp_path)
     assert torch.equal(target.cpu(), values)
     assert torch.equal(copies[0].cpu(), torch.full((1000, 3000), 7.0))

@@ -32,7 +32,7 @@ def no_cuda_in_the_build(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_the_first_cuda_tensor_warns_and_names_the_toolkit() -> None:
     tensor = torch.arange(3).as_subclass(OnDevice)
-    with pytest.warns(UserWarning, match=r"no CUDA support.*Build torch_ckpt again.*CUDA \w+"):
+    with pytest.warns(UserWarning, match=r"no CUDA support.*Rebuild torch_ckpt.*CUDA \w+"):
         value: Any = as_value(tensor)
     stored = torch.load(io.BytesIO(bytes(value)), weights_only=False)
     assert torch.equal(stored.as_subclass(torch.Tensor), torch.arange(3))
