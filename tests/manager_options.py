@@ -1,6 +1,6 @@
-"""The table of options in docs/manager.md, from the signature and the docstrings.
+"""Generates the table of options in docs/manager.md from the signature and the docstrings.
 
-``python -m tests.manager_options`` writes it anew.
+Run ``python -m tests.manager_options`` to update it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def described(kind: type) -> dict[str, str]:
 
 
 def table() -> str:
-    """A row for each option of the manager: name, default, meaning.
+    """Makes a table with a row for each option of the manager: name, default, meaning.
 
     Raises:
         KeyError: an option has no description.
@@ -46,7 +46,7 @@ def table() -> str:
 
 
 def filled(text: str) -> str:
-    """A document with the table of now between its marks."""
+    """Replaces the table in a document by the current one."""
     before, rest = text.split(BEGIN)
     return before + BEGIN + table() + END + rest.split(END)[1]
 

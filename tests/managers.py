@@ -1,4 +1,4 @@
-"""Runs under a CheckpointManager for tests: what is trained, and the fixtures that tests share."""
+"""Trainings under a CheckpointManager for tests, and the fixtures that tests share."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from torch_ckpt.saving.events import Event
 
 Make = Callable[..., CheckpointManager]
 
-#: Of warnings.
+#: Parts of warnings.
 LATER = "and the root has later steps"
 PASSED = "; (falling back to step|no step is left)"
 UNMARKED = "not restoring directories without write_completed"
 
-#: In the error of a save that is ``broken``.
+#: Part of the error of a save that the fixture ``broken`` fails.
 BROKEN = "rename failed: Read-only file system"
 
 
 class Training:
-    """A model, its optimizer and a number, whose values tell the step."""
+    """A model, its optimizer and a number, whose values identify the step."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -48,7 +48,7 @@ class Training:
         self.state["epoch"] += 1
 
     def values(self) -> dict[str, Any]:
-        """All that was trained, as it is now."""
+        """Copies the trained values."""
         momenta = [state.get("momentum_buffer") for state in self.optimizer.state.values()]
         tensors = [*self.model.parameters(), *momenta]
         return {
@@ -58,7 +58,7 @@ class Training:
 
 
 def training_of(number: int) -> Training:
-    """After so many steps."""
+    """Makes a training after so many steps."""
     made = Training()
     for _ in range(number):
         made.step()
@@ -66,7 +66,7 @@ def training_of(number: int) -> Training:
 
 
 def state_of(step: int) -> dict[str, Any]:
-    """Where no model is needed."""
+    """Makes a small state that identifies the step, for tests without a model."""
     return {"x": torch.full((3,), float(step))}
 
 
@@ -77,14 +77,14 @@ def root(tmp_path: Path) -> Path:
 
 @contextmanager
 def manager_of(root: Path, **options: Any) -> Iterator[CheckpointManager]:
-    """Without watching signals, by default."""
+    """Makes a manager, without preemption signals by default."""
     with CheckpointManager(root, **{"preemption_signals": (), **options}) as made:
         yield made
 
 
 @pytest.fixture
 def make(root: Path) -> Iterator[Make]:
-    """Makes managers that end with the test; without watching signals, by default."""
+    """Makes managers that are closed after the test, without preemption signals by default."""
     made: list[CheckpointManager] = []
 
     def make_one(path: Path = root, **options: Any) -> CheckpointManager:
@@ -99,14 +99,14 @@ def make(root: Path) -> Iterator[Make]:
 
 @pytest.fixture
 def held_commits() -> Iterator[Gate]:
-    """Saves do not commit until it is opened."""
+    """Holds commits until the gate is opened."""
     with held("rename", "*/.metadata") as gate:
         yield gate
 
 
 @pytest.fixture
 def broken() -> Iterator[Callable[[], None]]:
-    """The marker of saves cannot be written, until it is called."""
+    """Makes the marker of saves unwritable until it is called."""
     with ExitStack() as stack:
         stack.enter_context(failing("rename", EROFS, "*/write_completed"))
         yield stack.close
@@ -115,7 +115,7 @@ def broken() -> Iterator[Callable[[], None]]:
 def train(
     made: CheckpointManager, numbers: Any, training: Training | None = None, **options: Any
 ) -> list[int]:
-    """The steps at which it saved."""
+    """Runs steps, and returns those that were saved."""
     training = training or training_of(numbers[0] - 1)
     found = []
     for number in numbers:
@@ -126,29 +126,29 @@ def train(
 
 
 def run_of(make: Make, numbers: Any) -> None:
-    """A run that has ended."""
+    """Runs a training to its end."""
     with make() as made:
         train(made, numbers)
 
 
-def until_told(made: CheckpointManager, first: int, training: Training) -> int:
-    """The step at which training is told to stop."""
+def until_stopped(made: CheckpointManager, first: int, training: Training) -> int:
+    """Runs steps until ``should_stop`` is true, and returns the last step."""
     for step in range(first, first + 100_000):
         training.step()
         made.save(step, training.state)
         if made.should_stop:
             return step
-    raise AssertionError("nobody was told")
+    raise AssertionError("should_stop was never true")
 
 
 def finish(made: CheckpointManager) -> None:
-    """Waits for the save and the deletions under way."""
+    """Waits for the running save and deletions."""
     made.wait_until_finished()
     made._deletions.wait_until_idle()
 
 
 def restored(made: CheckpointManager, step: int | None = None) -> int:
-    """The number of steps that were done by the state that is restored; its step is the same."""
+    """Restores a step, and checks that the state is that of the returned step."""
     training = training_of(1)
     found = made.restore(training.state, step)
     assert_equal(training.values(), training_of(found or 1).values())
@@ -165,5 +165,5 @@ def kinds(events: list[Event]) -> list[str]:
 
 
 def of_kind(kind: str, work: Callable[[], object]) -> Callable[[Event], None]:
-    """An ``on_event`` that does something at the events of one kind."""
+    """Makes an ``on_event`` callback that acts on events of one kind."""
     return lambda event: work() and None if event.kind == kind else None

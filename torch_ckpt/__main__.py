@@ -1,4 +1,4 @@
-"""``python -m torch_ckpt``: the command line."""
+"""Runs the command line: ``python -m torch_ckpt``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The path to import events from; they are in torch_ckpt/saving/events.py."""
+"""Events of the checkpoint manager: the public import path of torch_ckpt/saving/events.py."""
 
 from torch_ckpt.saving.events import Event
 

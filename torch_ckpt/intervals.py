@@ -1,4 +1,4 @@
-"""The path to import intervals from; they are in torch_ckpt/manager/intervals.py."""
+"""Intervals between saves: the public import path of torch_ckpt/manager/intervals.py."""
 
 from torch_ckpt.manager.intervals import AutoInterval
 

@@ -1,6 +1,6 @@
-"""Asynchronous saves in the shapes of nvidia-resiliency-ext: the path to import them from.
+"""Replacements for nvidia-resiliency-ext's asynchronous saves, with the same names.
 
-They are in torch_ckpt/megatron/nvrx.py.
+This is the public import path of torch_ckpt/megatron/nvrx.py.
 """
 
 from torch_ckpt.megatron.nvrx import (
@@ -33,6 +33,6 @@ __all__ = [
     "save_state_dict_async_plan",
 ]
 
-# Names that sites look up here, besides the public ones.
+# Private names that callers of nvidia-resiliency-ext access as well.
 _results_queue = None
 _get_write_results_queue = get_write_results_queue

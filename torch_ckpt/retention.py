@@ -1,4 +1,4 @@
-"""The path to import retention from; it is in torch_ckpt/manager/retention.py."""
+"""Rules for the steps to keep: the public import path of torch_ckpt/manager/retention.py."""
 
 from torch_ckpt.manager.retention import Retention
 

@@ -1,4 +1,4 @@
-"""torch_ckpt.manager.async_checkpoint: numbered writes in the background, and reading them back."""
+"""Tests of AsyncCheckpoint: numbered background writes, and reading them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_saves_are_numbered_from_1(tmp_path: Path) -> None:
     assert all(Path(path, ".metadata").exists() for path in paths)
 
 
-def test_a_write_goes_where_the_caller_says_and_counts_nothing(tmp_path: Path) -> None:
+def test_a_write_uses_the_given_path_and_no_number(tmp_path: Path) -> None:
     checkpoint = AsyncCheckpoint(model=weights(1))
     path = checkpoint.write(tmp_path / "here")
     checkpoint.sync()
@@ -55,7 +55,7 @@ def test_a_write_goes_where_the_caller_says_and_counts_nothing(tmp_path: Path) -
     assert checkpoint.save_counter == 0
 
 
-def test_numbers_go_on_after_a_restore(tmp_path: Path) -> None:
+def test_numbers_continue_after_a_restore(tmp_path: Path) -> None:
     checkpoint = AsyncCheckpoint(model=weights(1))
     for _ in range(3):
         path = checkpoint.save(tmp_path / "ckpt")
@@ -66,7 +66,7 @@ def test_numbers_go_on_after_a_restore(tmp_path: Path) -> None:
     fresh.sync()
 
 
-def test_a_read_leaves_the_counter(tmp_path: Path) -> None:
+def test_a_read_keeps_the_counter(tmp_path: Path) -> None:
     checkpoint = AsyncCheckpoint(model=weights(1))
     path = checkpoint.save(tmp_path / "ckpt")
     checkpoint.sync()
@@ -83,7 +83,7 @@ def test_a_checkpoint_without_a_counter_can_be_read(tmp_path: Path) -> None:
     assert (fresh.state["step"], fresh.save_counter) == (8, 0)
 
 
-def test_a_value_must_not_have_the_counters_name() -> None:
+def test_a_value_cannot_have_the_name_of_the_counter() -> None:
     with pytest.raises(ValueError, match="save_counter"):
         AsyncCheckpoint(save_counter=1)
 
@@ -103,20 +103,20 @@ def test_values_are_attributes(tmp_path: Path) -> None:
     assert again.model is again.state["model"]
 
 
-def test_a_value_that_is_not_there_is_no_attribute() -> None:
+def test_an_unknown_value_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no value 'modle', only model, save_counter"):
         _ = AsyncCheckpoint(model=weights(1)).modle
 
 
 @pytest.mark.parametrize("name", ["save", "save_counter"])
-def test_its_own_attributes_are_not_set(name: str) -> None:
+def test_its_own_attributes_cannot_be_set(name: str) -> None:
     checkpoint = AsyncCheckpoint(model=weights(1))
     with pytest.raises(AttributeError, match=f"{name} is an attribute of AsyncCheckpoint itself"):
         setattr(checkpoint, name, 3)
 
 
 @pytest.mark.parametrize("given", [{"model": weights(1)}, weights(1)], ids=["dict", "module"])
-def test_values_that_are_not_given_by_keyword_are_refused(given: Any) -> None:
+def test_values_must_be_passed_by_keyword(given: Any) -> None:
     with pytest.raises(TypeError, match=r"keywords: AsyncCheckpoint\(model=model\)"):
         AsyncCheckpoint(given)
 
@@ -130,13 +130,13 @@ def test_a_restore_works_before_the_first_save(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["read", "restore"])
-def test_reading_waits_for_a_write_under_way(tmp_path: Path, name: str, gate: Gate) -> None:
+def test_reading_waits_for_a_running_write(tmp_path: Path, name: str, gate: Gate) -> None:
     model = weights(3)
     checkpoint = AsyncCheckpoint({"write_done": gate}, model=model)
     path = checkpoint.save(tmp_path / "ckpt")
     gate.wait()
     nn.init.constant_(model.weight, 9)
-    # Who does not wait finds no checkpoint.
+    # Without the wait, the read would find no checkpoint.
     with before("wait for the save before", gate.open, path):
         getattr(checkpoint, name)(path)
     assert_equal(model.state_dict(), weights(3).state_dict())
@@ -151,7 +151,7 @@ def test_plain_values_are_replaced_in_the_state(tmp_path: Path) -> None:
     assert fresh.state["epoch"] == 7
 
 
-def test_a_failed_write_does_not_keep_from_restoring(tmp_path: Path) -> None:
+def test_a_restore_works_after_a_failed_write(tmp_path: Path) -> None:
     checkpoint = AsyncCheckpoint(model=weights(3))
     path = checkpoint.save(tmp_path / "ckpt")
     checkpoint.sync()
@@ -167,7 +167,7 @@ def test_a_failed_write_does_not_keep_from_restoring(tmp_path: Path) -> None:
 # --- waiting and errors --------------------------------------------------------------------------
 
 
-def test_what_is_written_is_the_state_at_the_call(tmp_path: Path) -> None:
+def test_a_write_saves_a_snapshot_of_the_state(tmp_path: Path) -> None:
     gate = Gate()
     model = weights(3)
     checkpoint = AsyncCheckpoint({"write_done": gate}, model=model)
@@ -180,7 +180,7 @@ def test_what_is_written_is_the_state_at_the_call(tmp_path: Path) -> None:
     assert_equal(fresh.state["model"].state_dict(), weights(3).state_dict())
 
 
-def test_sync_waits_no_longer_than_told(tmp_path: Path) -> None:
+def test_sync_waits_no_longer_than_its_timeout(tmp_path: Path) -> None:
     gate = Gate()
     checkpoint = AsyncCheckpoint({"write_done": gate}, model=weights(1))
     checkpoint.save(tmp_path / "ckpt")
@@ -195,7 +195,7 @@ def test_sync_before_the_first_write_returns() -> None:
     AsyncCheckpoint(model=weights(1)).sync()
 
 
-def test_sync_tells_a_failed_write_once(tmp_path: Path) -> None:
+def test_sync_raises_the_error_of_a_failed_write_once(tmp_path: Path) -> None:
     checkpoint = AsyncCheckpoint(model=weights(1))
     (tmp_path / "file").touch()
     checkpoint.write(tmp_path / "file")
@@ -206,17 +206,17 @@ def test_sync_tells_a_failed_write_once(tmp_path: Path) -> None:
     checkpoint.sync()
 
 
-def test_the_next_write_tells_a_failed_one_that_nobody_has_seen(tmp_path: Path) -> None:
+def test_the_next_write_raises_the_unreported_error_of_a_failed_write(tmp_path: Path) -> None:
     checkpoint = AsyncCheckpoint(model=weights(1))
     (tmp_path / "file").touch()
     checkpoint.write(tmp_path / "file")
     with pytest.raises(CheckpointException):
         checkpoint.write(tmp_path / "good")
-    # Told once.
+    # The error is raised once only.
     checkpoint.sync()
 
 
-def test_a_state_that_cannot_be_read_is_told_by_the_write(tmp_path: Path) -> None:
+def test_an_unreadable_state_is_an_error_of_the_write(tmp_path: Path) -> None:
     checkpoint = AsyncCheckpoint(model=weights(1))
 
     def fail() -> None:
@@ -230,7 +230,7 @@ def test_a_state_that_cannot_be_read_is_told_by_the_write(tmp_path: Path) -> Non
     checkpoint.sync()
 
 
-def test_leaving_the_interpreter_waits_for_the_write(tmp_path: Path) -> None:
+def test_the_interpreter_waits_for_the_write_at_exit(tmp_path: Path) -> None:
     program = f"""
 import torch
 from torch_ckpt.manager.async_checkpoint import AsyncCheckpoint
@@ -248,9 +248,7 @@ checkpoint.save({str(tmp_path / "ckpt")!r})
 
 
 @pytest.mark.parametrize("name", ["write", "save"])
-def test_the_callback_gets_the_path_of_a_checkpoint_that_is_there(
-    tmp_path: Path, name: str
-) -> None:
+def test_the_callback_gets_the_path_of_a_complete_checkpoint(tmp_path: Path, name: str) -> None:
     found: list[tuple[str, bool]] = []
     checkpoint = AsyncCheckpoint(model=weights(1))
     path = getattr(checkpoint, name)(
@@ -260,7 +258,7 @@ def test_the_callback_gets_the_path_of_a_checkpoint_that_is_there(
     assert found == [(path, True)]
 
 
-def test_a_callback_that_fails_is_told_and_the_checkpoint_stays(tmp_path: Path) -> None:
+def test_an_error_of_the_callback_is_raised_and_the_checkpoint_stays(tmp_path: Path) -> None:
     checkpoint = AsyncCheckpoint(epoch=3)
 
     def fail(_path: str) -> None:
@@ -300,7 +298,7 @@ def test_an_overlapped_write_guards_the_optimizers(tmp_path: Path, gate: Gate) -
     with at_fault_points(hook):
         checkpoint.save(tmp_path / "ckpt")
         gate.wait()
-        # Where it does not wait, nobody opens the gate.
+        # The gate opens only while the step waits.
         optimizer.step()
         checkpoint.sync()
 
@@ -312,7 +310,7 @@ def test_there_are_no_metrics_before_the_first_write() -> None:
     assert AsyncCheckpoint().metrics() is None
 
 
-def test_metrics_tell_the_times_of_the_last_write(tmp_path: Path) -> None:
+def test_metrics_have_the_durations_of_the_last_write(tmp_path: Path) -> None:
     checkpoint = AsyncCheckpoint(model=weights(1))
     checkpoint.save(tmp_path / "ckpt")
     first = checkpoint.metrics()

@@ -1,4 +1,4 @@
-"""What rank 0 deletes beside training, apart from the manager."""
+"""Tests of the background deletions of rank 0, without a manager."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def deletions(root: Path, report: Callable[[Event], object] = lambda _event: Non
     return Deletions(LocalSteps(root), Retention(keep_last=1), told)
 
 
-def test_steps_that_no_rule_keeps_go_after_a_commit(tmp_path: Path) -> None:
+def test_steps_that_no_rule_keeps_are_deleted_after_a_commit(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save_step(tmp_path, step)
     made = deletions(tmp_path)
@@ -31,7 +31,7 @@ def test_steps_that_no_rule_keeps_go_after_a_commit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [OSError("the store is gone"), RuntimeError("it is over")])
-def test_keys_that_cannot_be_removed_are_told_and_hinder_no_deletion(
+def test_keys_that_cannot_be_removed_are_logged_and_block_no_deletion(
     error: Exception, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for step in (1, 2):
@@ -47,7 +47,7 @@ def test_keys_that_cannot_be_removed_are_told_and_hinder_no_deletion(
     assert str(error) in caplog.text
 
 
-def test_what_is_read_stays_until_a_later_save(tmp_path: Path) -> None:
+def test_a_step_that_is_being_read_stays_until_a_later_save(tmp_path: Path) -> None:
     for step in (1, 2):
         save_step(tmp_path, step)
     made = deletions(tmp_path)
@@ -60,7 +60,7 @@ def test_what_is_read_stays_until_a_later_save(tmp_path: Path) -> None:
     assert steps_of(tmp_path) == [2]
 
 
-def test_who_is_told_of_a_deletion_has_its_turn_at_once(tmp_path: Path) -> None:
+def test_a_callback_of_a_deletion_runs_further_work_at_once(tmp_path: Path) -> None:
     for step in (1, 2):
         save_step(tmp_path, step)
     seen: list[list[int]] = []
@@ -72,7 +72,9 @@ def test_who_is_told_of_a_deletion_has_its_turn_at_once(tmp_path: Path) -> None:
     assert seen == [[2]]
 
 
-def test_who_is_told_of_a_deletion_elsewhere_waits_for_its_turn_here(tmp_path: Path) -> None:
+def test_a_callback_of_another_managers_deletion_waits_for_the_deleting_thread(
+    tmp_path: Path,
+) -> None:
     for root in ("a", "b"):
         for step in (1, 2):
             save_step(tmp_path / root, step)

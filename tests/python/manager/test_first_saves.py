@@ -1,4 +1,4 @@
-"""What a manager refuses before it has saved anything wrong: other courses of training, metrics."""
+"""Tests of the first save of a manager: a forgotten restore, rewound training, a missing metric."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from tests.managers import LATER, Training, finish, manager_of, state_of, until_told
+from tests.managers import LATER, Training, finish, manager_of, state_of, until_stopped
 
 
 def run_of(root: Path, steps: Any, **options: Any) -> None:
-    """A run that has ended."""
+    """Runs a training to its end."""
     with manager_of(root, **options) as made:
         for step in steps:
             made.save(step, state_of(step))
 
 
 def restored(root: Path) -> float:
-    """The value in the newest step."""
+    """Reads the value in the newest step."""
     state = state_of(0)
     with manager_of(root, read_only=True) as made:
         made.restore(state)
@@ -31,7 +31,7 @@ def restored(root: Path) -> float:
 
 
 @pytest.mark.parametrize("step", [2, 3])
-def test_a_forgotten_restore_is_named_at_the_first_save(tmp_path: Path, step: int) -> None:
+def test_the_first_save_reports_a_forgotten_restore(tmp_path: Path, step: int) -> None:
     run_of(tmp_path, [1, 2, 3])
     with manager_of(tmp_path) as made:
         for force in (False, True):
@@ -43,20 +43,20 @@ def test_a_forgotten_restore_is_named_at_the_first_save(tmp_path: Path, step: in
     assert restored(tmp_path) == 4
 
 
-def test_a_forgotten_restore_is_named_where_it_is_not_time_to_save(tmp_path: Path) -> None:
+def test_a_forgotten_restore_is_reported_even_if_no_save_is_due(tmp_path: Path) -> None:
     run_of(tmp_path, [1, 2, 3])
     with manager_of(tmp_path, interval=100) as made, pytest.raises(FileExistsError):
         made.save(1, state_of(1))
 
 
-def test_a_run_may_go_on_after_the_steps_that_are_there(tmp_path: Path) -> None:
+def test_a_run_may_continue_after_the_existing_steps(tmp_path: Path) -> None:
     run_of(tmp_path, [1, 2, 3])
     run_of(tmp_path, [4, 5])
     with manager_of(tmp_path, read_only=True) as made:
         assert made.all_steps() == [1, 2, 3, 4, 5]
 
 
-def test_the_first_save_may_overwrite_where_that_is_meant(tmp_path: Path) -> None:
+def test_the_first_save_may_overwrite_existing_steps_on_request(tmp_path: Path) -> None:
     run_of(tmp_path, [1, 2, 3])
     with manager_of(tmp_path) as made:
         with pytest.warns(UserWarning, match=LATER):
@@ -87,13 +87,13 @@ def test_a_step_before_the_restored_one_is_refused(tmp_path: Path) -> None:
             made.save(2, state_of(2))
 
 
-def test_a_step_may_come_twice(tmp_path: Path) -> None:
+def test_a_step_may_be_repeated(tmp_path: Path) -> None:
     with manager_of(tmp_path) as made:
         assert made.save(5, state_of(5))
         assert not made.save(5, state_of(5))
 
 
-def test_after_an_earlier_step_is_restored_its_successors_may_come_again(tmp_path: Path) -> None:
+def test_after_restoring_an_earlier_step_its_successors_are_saved_again(tmp_path: Path) -> None:
     with manager_of(tmp_path) as made:
         for step in (1, 2, 3):
             made.save(step, state_of(step))
@@ -104,7 +104,7 @@ def test_after_an_earlier_step_is_restored_its_successors_may_come_again(tmp_pat
     assert restored(tmp_path) == 30
 
 
-def test_newer_steps_stay_until_training_that_went_back_replaces_or_passes_them(
+def test_stale_steps_stay_until_training_replaces_or_passes_them(
     tmp_path: Path,
 ) -> None:
     with manager_of(tmp_path, keep_last=4) as made:
@@ -125,7 +125,7 @@ def test_newer_steps_stay_until_training_that_went_back_replaces_or_passes_them(
         assert float(state["x"][0]) == 500
 
 
-def test_overwriting_where_nothing_is_newer_is_a_save(tmp_path: Path) -> None:
+def test_overwrite_without_newer_steps_is_a_normal_save(tmp_path: Path) -> None:
     with manager_of(tmp_path) as made:
         for step in (1, 2):
             made.save(step, state_of(step), overwrite=True)
@@ -147,15 +147,15 @@ def test_the_first_save_without_the_metric_is_refused(tmp_path: Path, metrics: A
         assert made.save(1, state_of(1), metrics={"eval_los": 1.0})
 
 
-def test_nan_says_that_a_step_has_no_value_yet(tmp_path: Path) -> None:
+def test_nan_means_that_a_step_has_no_value_yet(tmp_path: Path) -> None:
     with manager_of(tmp_path, **BEST) as made:
         made.save(1, state_of(1), metrics={"eval_los": math.nan})
-        # It has no number yet, and so may still be misspelled.
+        # No step has a number yet, so the name may still be misspelled.
         with pytest.raises(ValueError, match="did you mean 'eval_loss'"):
             made.save(2, state_of(2), metrics={"eval_loss": 2.0})
 
 
-def test_a_step_may_go_without_a_metric_that_another_has(tmp_path: Path) -> None:
+def test_a_step_may_lack_a_metric_that_another_step_has(tmp_path: Path) -> None:
     with manager_of(tmp_path, **BEST) as made:
         made.save(1, state_of(1), metrics={"eval_los": 1.0})
         assert made.save(2, state_of(2))
@@ -164,7 +164,7 @@ def test_a_step_may_go_without_a_metric_that_another_has(tmp_path: Path) -> None
         assert made.save(3, state_of(3))
 
 
-def test_steps_without_a_number_stay_until_enough_have_one_and_that_is_said_once(
+def test_steps_without_a_number_stay_until_enough_have_one_and_one_warning_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with manager_of(tmp_path, **BEST) as made:
@@ -178,18 +178,18 @@ def test_steps_without_a_number_stay_until_enough_have_one_and_that_is_said_once
     assert caplog.text.count("have no number for eval_los") == 1
 
 
-def test_the_last_save_before_the_end_is_made_without_the_metric(
+def test_the_save_before_preemption_works_without_the_metric(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with manager_of(tmp_path, interval=10**6, preemption_signals=(signal.SIGUSR1,), **BEST) as made:
         signal.raise_signal(signal.SIGUSR1)
-        stopped = until_told(made, 1, Training())
+        stopped = until_stopped(made, 1, Training())
     assert "there is no metric 'eval_los'" in caplog.text
     with manager_of(tmp_path, read_only=True) as made:
         assert made.all_steps() == [stopped]
 
 
-def test_an_integer_that_no_float_can_hold_is_refused_by_its_name(tmp_path: Path) -> None:
+def test_an_integer_too_large_for_a_float_is_refused_and_named(tmp_path: Path) -> None:
     with manager_of(tmp_path) as made:
         with pytest.raises(
             ValueError, match=r"metrics\['loss'\] is an integer too large for a float"

@@ -1,4 +1,5 @@
-"""When to save: numbers of Young and Daly, and rank 0's decisions for threads as ranks."""
+"""Tests of Schedule: the interval of Young and Daly, and rank 0's decisions, with threads as
+ranks."""
 
 from __future__ import annotations
 
@@ -18,17 +19,17 @@ from torch_ckpt.errors import CheckpointError
 from torch_ckpt.manager.intervals import AutoInterval, Interval, Schedule
 from torch_ckpt.ranks.meeting import Meeting
 
-#: For what nothing should be waiting, in seconds.
+#: Limit in seconds for operations that should not have to wait.
 PATIENCE = 60.0
 
-#: After which a rank that does not come is given up.
+#: Timeout in seconds for a rank that never arrives.
 SHORT = 0.4
 
 DAY = 86400.0
 
 
 class Clock:
-    """Instead of the time that passes."""
+    """A clock that tests advance."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -78,25 +79,25 @@ def saves_of(
     return [step for step in steps if made.should_save(step, is_busy)]
 
 
-# --- by the step ---------------------------------------------------------------------------------
+# --- intervals in steps --------------------------------------------------------------------------
 
 
-def test_a_number_saves_after_every_so_many_steps() -> None:
+def test_an_integer_interval_saves_every_so_many_steps() -> None:
     assert saves_of(schedule(5), range(1, 18)) == [5, 10, 15]
 
 
-def test_a_function_of_the_step_decides() -> None:
+def test_a_function_of_the_step_decides_when_to_save() -> None:
     made = schedule(lambda step: step in (2, 3, 5, 7))
     assert saves_of(made, range(1, 10)) == [2, 3, 5, 7]
 
 
-def test_chosen_steps_are_saved_in_any_case() -> None:
+def test_chosen_steps_are_always_saved() -> None:
     assert saves_of(schedule(5, [3, 5, 8]), range(1, 11)) == [3, 5, 8, 10]
     assert saves_of(schedule(lambda _step: False, (4,)), range(1, 11)) == [4]
     assert saves_of(schedule(timedelta(hours=9), (4,)), range(1, 11)) == [4]
 
 
-def test_a_busy_save_is_no_hindrance_unless_asked_to_be() -> None:
+def test_a_running_save_postpones_no_save_by_default() -> None:
     assert saves_of(schedule(2), range(1, 7), busy) == [2, 4, 6]
     assert saves_of(schedule(2, skip_if_busy=True), range(1, 7), busy) == []
     assert saves_of(schedule(2, skip_if_busy=True), range(1, 7), idle) == [2, 4, 6]
@@ -113,18 +114,19 @@ def test_other_intervals_are_refused(interval: Any) -> None:
 
 
 @pytest.mark.parametrize("seconds", [0, -5])
-def test_a_time_apart_must_be_positive(seconds: float) -> None:
+def test_a_time_interval_must_be_positive(seconds: float) -> None:
     with pytest.raises(ValueError, match="interval must be positive"):
         schedule(timedelta(seconds=seconds))
 
 
-# --- by the time ---------------------------------------------------------------------------------
+# --- intervals in time ---------------------------------------------------------------------------
 
 
 def run(
     made: Schedule, clock: Clock, steps: Collection[int], seconds: float = 1.0
 ) -> list[tuple[int, float]]:
-    """Steps that take so long, and a save where it is time; (step, time since) of each."""
+    """Runs steps of so many seconds, and saves when a save is due. Returns (step, time since the
+    last save) for each save."""
     found = []
     last = clock.now
     for step in steps:
@@ -136,41 +138,41 @@ def run(
     return found
 
 
-def test_saves_are_so_much_time_apart(clock: Clock) -> None:
+def test_saves_keep_the_time_interval(clock: Clock) -> None:
     made = schedule(timedelta(seconds=10), clock=clock)
     assert run(made, clock, range(1, 36)) == [(10, 10.0), (20, 10.0), (30, 10.0)]
 
 
-def test_a_save_in_between_puts_the_next_one_off(clock: Clock) -> None:
+def test_an_extra_save_postpones_the_next_one(clock: Clock) -> None:
     made = schedule(timedelta(seconds=10), clock=clock)
     assert run(made, clock, range(1, 8)) == []
     made.save_started()
     assert run(made, clock, range(8, 20)) == [(17, 10.0)]
 
 
-def test_fast_steps_are_decided_on_a_block_at_a_time(clock: Clock) -> None:
+def test_fast_steps_are_decided_in_blocks(clock: Clock) -> None:
     made = schedule(timedelta(seconds=10), clock=clock)
     saves = run(made, clock, range(1, 10_001), seconds=0.01)
-    # A block is half a second of steps, so that saves come that much late at most.
+    # A block is half a second of steps, so a save is at most half a second late.
     assert len(saves) in (9, 10)
     assert all(10.0 - 1e-6 <= apart <= 10.5 + 1e-6 for _step, apart in saves)
     assert made.decision_count < 10_000 / 40
 
 
-def test_slow_steps_are_decided_on_one_by_one(clock: Clock) -> None:
+def test_slow_steps_are_decided_one_by_one(clock: Clock) -> None:
     made = schedule(timedelta(seconds=10), clock=clock)
     run(made, clock, range(1, 101), seconds=1.0)
     assert made.decision_count == 100
 
 
-def test_steps_that_become_slow_are_decided_on_soon(clock: Clock) -> None:
+def test_blocks_shrink_soon_when_steps_become_slow(clock: Clock) -> None:
     made = schedule(timedelta(seconds=10), clock=clock)
     run(made, clock, range(1, 4), seconds=1e-9)
-    # Of steps that seemed to take no time only a few are in a block.
+    # While steps seem to take no time, blocks grow slowly.
     assert run(made, clock, range(4, 40), seconds=10.0)[0][0] <= 10
 
 
-def test_training_that_has_gone_back_is_saved_again(clock: Clock) -> None:
+def test_rewound_training_is_saved_again(clock: Clock) -> None:
     made = schedule(timedelta(seconds=10), clock=clock)
     run(made, clock, range(1, 100_001), seconds=1e-3)
     saves = run(made, clock, range(1, 20_001), seconds=1e-3)
@@ -178,7 +180,7 @@ def test_training_that_has_gone_back_is_saved_again(clock: Clock) -> None:
     assert saves[0][0] <= 10_500
 
 
-def test_a_time_apart_is_not_kept_while_a_save_is_under_way(clock: Clock) -> None:
+def test_a_skipping_schedule_saves_nothing_while_a_save_is_running(clock: Clock) -> None:
     made = schedule(timedelta(seconds=10), skip_if_busy=True, clock=clock)
     clock.now += 11
     assert not made.should_save(1, busy)
@@ -193,7 +195,7 @@ def auto(max_overhead: float = 0.5, mtbf_seconds: float = DAY) -> AutoInterval:
     return AutoInterval(max_overhead, mtbf_seconds)
 
 
-def test_before_the_first_save_has_ended_there_is_no_interval() -> None:
+def test_the_interval_is_unknown_until_the_first_save_has_ended() -> None:
     made = auto()
     assert made.seconds == 0.0
     made.stepped(1.0, False)
@@ -210,7 +212,7 @@ def test_the_interval_is_that_of_young_and_daly(cost: float, mtbf: float, expect
     assert made.seconds == pytest.approx(expected, rel=1e-12)
 
 
-def test_what_steps_take_longer_during_a_save_is_a_cost() -> None:
+def test_slower_steps_during_a_save_are_a_cost() -> None:
     made = auto()
     for _ in range(20):
         made.stepped(1.0, False)
@@ -220,7 +222,7 @@ def test_what_steps_take_longer_during_a_save_is_a_cost() -> None:
     assert made.seconds == pytest.approx(math.sqrt(2 * 1.0 * DAY))
 
 
-def test_steps_that_are_faster_during_a_save_are_no_gain() -> None:
+def test_faster_steps_during_a_save_are_no_gain() -> None:
     made = auto()
     for _ in range(20):
         made.stepped(1.0, False)
@@ -229,7 +231,7 @@ def test_steps_that_are_faster_during_a_save_are_no_gain() -> None:
     assert made.seconds == pytest.approx(math.sqrt(2 * 0.25 * DAY))
 
 
-def test_slow_steps_count_for_the_save_that_was_under_way() -> None:
+def test_slow_steps_count_for_the_running_save() -> None:
     made = auto()
     made.stepped(1.0, False)
     made.stepped(5.0, True)
@@ -239,7 +241,7 @@ def test_slow_steps_count_for_the_save_that_was_under_way() -> None:
     assert made.seconds == pytest.approx(math.sqrt(2 * 1.0 * DAY))
 
 
-def test_the_first_save_counts_until_there_is_a_second() -> None:
+def test_the_first_save_counts_until_the_second_has_ended() -> None:
     made = auto()
     made.saved(50.0, 0.0)
     assert made.seconds == pytest.approx(math.sqrt(2 * 50.0 * DAY))
@@ -254,7 +256,7 @@ def test_one_slow_save_does_not_change_the_cost() -> None:
     assert made.seconds == pytest.approx(math.sqrt(2 * 1.0 * DAY))
 
 
-def test_costs_that_have_changed_are_followed() -> None:
+def test_the_interval_follows_changing_costs() -> None:
     made = auto()
     for cost in [1.0] * 20 + [4.0] * 6:
         made.saved(cost, 0.0)
@@ -269,14 +271,14 @@ def test_saves_cost_no_more_than_their_bound(cost: float, max_overhead: float) -
     assert cost / made.seconds <= max_overhead * (1 + 1e-9)
 
 
-def test_saves_do_not_begin_before_the_one_before_has_been_written() -> None:
+def test_a_save_does_not_start_before_the_previous_one_is_written() -> None:
     made = auto()
     made.saved(0.001, 4000.0)
     assert made.seconds == 4000.0
 
 
 @pytest.mark.parametrize("max_overhead", [0.0, 1.0, -0.1, math.nan])
-def test_an_overhead_that_is_no_fraction_is_refused(max_overhead: float) -> None:
+def test_an_overhead_that_is_not_a_fraction_is_refused(max_overhead: float) -> None:
     with pytest.raises(ValueError, match="max_overhead must be between 0 and 1"):
         AutoInterval(max_overhead, DAY)
 
@@ -287,12 +289,12 @@ def test_a_time_between_failures_that_is_not_positive_is_refused(mtbf: float) ->
         AutoInterval(0.01, mtbf)
 
 
-def test_the_first_save_is_made_at_once_and_the_next_by_what_it_cost(clock: Clock) -> None:
+def test_the_first_save_starts_at_once_and_its_cost_schedules_the_next(clock: Clock) -> None:
     made = schedule("auto", clock=clock)
     assert made.auto is not None
     assert made.should_save(1, idle)
     made.save_started()
-    # While it is under way nothing is known of what another one would cost.
+    # While the first save is running, the cost of a save is unknown.
     clock.now += 100
     assert not made.should_save(2, busy)
     made.auto.saved(3.0, 0.5)
@@ -334,15 +336,16 @@ def schedules(
 
 
 def together(made: list[Schedule], work: Callable[[int, Schedule], Any]) -> list[Any]:
-    """By rank what each one's work returned or raised."""
+    """Calls a function for all schedules in threads. Returns the result or exception of each
+    rank."""
     with ThreadPoolExecutor(len(made)) as pool:
         futures = [pool.submit(work, rank, one) for rank, one in enumerate(made)]
         return [future.exception(PATIENCE) or future.result() for future in futures]
 
 
-def test_all_ranks_save_where_rank_0_decides(any_store: dist.Store) -> None:
+def test_all_ranks_save_at_the_steps_that_rank_0_chooses(any_store: dist.Store) -> None:
     made = schedules(any_store, 3, timedelta(hours=1))
-    # As if their clocks were of another time: only rank 0's counts.
+    # Shift the clocks of ranks 0 and 1: only rank 0's counts.
     made[0]._last_start -= 7200
     made[1]._last_start -= 3600
 
@@ -358,7 +361,7 @@ def test_all_ranks_save_where_rank_0_decides(any_store: dist.Store) -> None:
     assert made[0].decision_count == made[1].decision_count == made[2].decision_count
 
 
-def test_ranks_that_are_busy_for_longer_save_with_rank_0(store: dist.Store) -> None:
+def test_ranks_that_are_busy_at_other_steps_follow_rank_0(store: dist.Store) -> None:
     made = schedules(store, 2, 2, skip_if_busy=True)
     steps = range(1, 9)
     of_rank = [[busy, idle, busy, idle, idle, busy, idle, busy], [idle, busy] * 4]
@@ -377,7 +380,7 @@ def test_a_rank_that_is_ahead_waits_for_rank_0(store: dist.Store) -> None:
     asked = threading.Event()
 
     class Noticing:
-        """The store as rank 1 sees it."""
+        """The store as rank 1 uses it."""
 
         def __getattr__(self, name: str) -> Any:
             return getattr(store, name)
@@ -396,12 +399,12 @@ def test_a_rank_that_is_ahead_waits_for_rank_0(store: dist.Store) -> None:
         assert ahead.result(PATIENCE)
 
 
-def test_within_a_block_nobody_asks(store: dist.Store) -> None:
+def test_within_a_block_no_rank_reads_the_store(store: dist.Store) -> None:
     made = schedules(store, 2, timedelta(hours=1))
     together(made, lambda _rank, one: [one.should_save(step, idle) for step in range(1, 2000)])
     assert made[0].decision_count < 100
     before = made[1].decision_count
-    # Rank 0 is not there to answer.
+    # Rank 0 does not run now, so it cannot decide.
     block = made[1]._decisions._block
     inside = range(1999, block.stop)
     assert [made[1].should_save(step, idle) for step in inside] == [False] * len(inside)
@@ -416,7 +419,7 @@ def test_a_rank_at_another_step_raises(store: dist.Store) -> None:
     assert "rank 1 is at step 6, but rank 0 is at step 5" in str(outcomes[1])
 
 
-def test_a_rank_0_that_does_not_come_is_named(store: dist.Store) -> None:
+def test_a_missing_rank_0_is_named(store: dist.Store) -> None:
     _rank_0, rank_1 = schedules(store, 2, timedelta(hours=1), timeout=SHORT)
     with pytest.raises(CheckpointException) as caught:
         rank_1.should_save(1, idle)
@@ -426,7 +429,7 @@ def test_a_rank_0_that_does_not_come_is_named(store: dist.Store) -> None:
     assert "rank 0 gave no sign of life for 0.4 s in 'the decision whether to save'" in str(cause)
 
 
-def test_a_store_that_is_lost_is_an_error_of_the_rank_itself() -> None:
+def test_a_lost_store_is_an_error_of_the_rank_itself() -> None:
     class Lost:
         def compare_set(self, key: str, expected: str, desired: str) -> bytes:
             raise RuntimeError("connection reset by peer")
@@ -440,7 +443,7 @@ def test_a_store_that_is_lost_is_an_error_of_the_rank_itself() -> None:
     assert isinstance(cause, ConnectionError)
 
 
-def test_decisions_that_all_have_taken_are_removed(store: dist.Store) -> None:
+def test_decisions_that_all_ranks_have_read_are_deleted(store: dist.Store) -> None:
     made = schedules(store, 2, 1, skip_if_busy=True)
     before = store.num_keys()
     together(made, lambda _rank, one: [one.should_save(step, idle) for step in range(1, 11)])
@@ -450,11 +453,11 @@ def test_decisions_that_all_have_taken_are_removed(store: dist.Store) -> None:
     made[0].delete_decisions(7)
     made[0].delete_decisions(made[0].decision_count)
     assert store.num_keys() == before
-    # The numbers go on.
+    # Decisions continue with the next number.
     assert together(made, lambda _rank, one: one.should_save(11, idle)) == [True, True]
 
 
-def test_schedules_of_two_managers_are_kept_apart(store: dist.Store) -> None:
+def test_schedules_of_two_managers_are_independent(store: dist.Store) -> None:
     meetings = [Meeting(store, rank, 2, "test") for rank in range(2)]
     one = [schedule(1, meeting=m.apart("one"), skip_if_busy=True) for m in meetings]
     other = [schedule(1, meeting=m.apart("other"), skip_if_busy=True) for m in meetings]
@@ -470,7 +473,7 @@ def test_schedules_of_two_managers_are_kept_apart(store: dist.Store) -> None:
 # --- failures ------------------------------------------------------------------------------------
 
 
-def test_after_a_failure_the_next_save_is_not_at_once() -> None:
+def test_after_a_failure_the_next_save_is_delayed() -> None:
     auto = AutoInterval(0.01, 3600.0)
     assert auto.seconds == 0
     auto.failed()
@@ -479,7 +482,7 @@ def test_after_a_failure_the_next_save_is_not_at_once() -> None:
     assert 0 < first < auto.seconds
 
 
-def test_what_a_failed_save_took_is_no_cost() -> None:
+def test_the_duration_of_a_failed_save_is_no_cost() -> None:
     auto, other = AutoInterval(0.01, 3600.0), AutoInterval(0.01, 3600.0)
     for one in (auto, other):
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""CheckpointManager in one process: a save and what it gives back, and what is refused."""
+"""Tests of CheckpointManager in one process: saves, restores, and refused calls."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from torch_ckpt.steps.lease import LEASE_NAME
 # --- saving and restoring -------------------------------------------------------------------------
 
 
-def test_the_ten_lines_go_on_where_they_have_stopped(root: Path) -> None:
+def test_the_ten_line_loop_resumes_at_its_last_step(root: Path) -> None:
     begun = []
     for until in (5, 12):
         with CheckpointManager(root, interval=4, preemption_signals=()) as made:
@@ -53,13 +53,13 @@ def test_the_ten_lines_go_on_where_they_have_stopped(root: Path) -> None:
         assert restored(made) == 12
 
 
-def test_restoring_where_nothing_is_leaves_the_state_alone(make: Make) -> None:
+def test_restoring_from_an_empty_root_leaves_the_state_unchanged(make: Make) -> None:
     training = training_of(3)
     assert make().restore(training.state) == 0
     assert_equal(training.values(), training_of(3).values())
 
 
-def test_what_there_is_can_be_asked_before_any_save(make: Make) -> None:
+def test_steps_can_be_listed_before_the_first_save(make: Make) -> None:
     made = make(keep_best=1, best_metric="loss")
     assert (made.all_steps(), made.steps(), made.latest_step(), made.best_step()) == (
         [],
@@ -116,7 +116,7 @@ def test_metrics_may_be_tensors(make: Make) -> None:
         ({"notes": {"a": 1, "set": {1}}}, TypeError, r"notes\['set'\] must be a JSON value"),
     ],
 )
-def test_wrong_metrics_and_notes_are_refused_and_nothing_is_saved(
+def test_invalid_metrics_and_notes_are_refused_and_nothing_is_saved(
     make: Make, of: dict[str, Any], error: type[Exception], text: str
 ) -> None:
     made = make()
@@ -128,19 +128,19 @@ def test_wrong_metrics_and_notes_are_refused_and_nothing_is_saved(
 
 
 @pytest.mark.parametrize("step", [-1, 10**10])
-def test_wrong_steps_are_refused_even_where_it_is_not_time(make: Make, step: int) -> None:
+def test_invalid_steps_are_refused_even_if_no_save_is_due(make: Make, step: int) -> None:
     with pytest.raises(ValueError, match="a step must be from 0 to 9999999999"):
         make(interval=7).save(step, training_of(1).state)
 
 
 @pytest.mark.parametrize("step", [1.0, "1", None])
-def test_a_step_that_is_no_integer_is_refused(make: Make, step: Any) -> None:
+def test_a_step_that_is_not_an_integer_is_refused(make: Make, step: Any) -> None:
     with pytest.raises(TypeError, match=f"a step must be an int, got {step!r}"):
         make().save(step, training_of(1).state)
 
 
 @pytest.mark.parametrize("step", [numpy.int64(1), torch.tensor(1)], ids=["numpy", "tensor"])
-def test_a_step_may_be_any_integer(make: Make, step: Any) -> None:
+def test_a_step_may_be_any_integer_type(make: Make, step: Any) -> None:
     made = make()
     assert made.save(step, training_of(1).state)
     made.wait_until_finished()
@@ -148,7 +148,7 @@ def test_a_step_may_be_any_integer(make: Make, step: Any) -> None:
     assert type(made.last_step) is int
 
 
-def test_a_module_in_the_place_of_a_state_is_refused(make: Make) -> None:
+def test_a_module_instead_of_a_state_is_refused(make: Make) -> None:
     made = make()
     train(made, [1])
     calls: list[Callable[[Any], Any]] = [lambda state: made.save(2, state), made.restore]
@@ -158,7 +158,7 @@ def test_a_module_in_the_place_of_a_state_is_refused(make: Make) -> None:
     assert made.all_steps() == [1]
 
 
-def test_metadata_tells_names_and_shapes_without_reading(make: Make) -> None:
+def test_metadata_has_names_and_shapes_without_reading_values(make: Make) -> None:
     made = make()
     train(made, [1])
     made.wait_until_finished()
@@ -166,7 +166,7 @@ def test_metadata_tells_names_and_shapes_without_reading(make: Make) -> None:
     assert list(entries["model.weight"].size) == [3, 4]
 
 
-def test_a_restore_that_is_not_strict_tells_what_it_has_left(make: Make) -> None:
+def test_a_non_strict_restore_reports_the_unchanged_names(make: Make) -> None:
     made = make()
     assert made.restore_report is None
     made.save(1, {"a": {"x": torch.ones(2), "y": torch.ones(2)}, "n": 3})
@@ -181,7 +181,7 @@ def test_a_restore_that_is_not_strict_tells_what_it_has_left(make: Make) -> None
     assert_equal(state["a"], {"x": torch.ones(2), "z": torch.zeros(2)})
 
 
-def test_a_part_can_be_restored(make: Make) -> None:
+def test_a_part_of_the_state_can_be_restored(make: Make) -> None:
     made = make()
     train(made, [1, 2])
     training = training_of(1)
@@ -244,7 +244,7 @@ def test_replicas_are_not_compared_in_one_process(make: Make) -> None:
     assert made.all_steps() == [1, 2]
 
 
-# --- its end --------------------------------------------------------------------------------------
+# --- the end of a manager -------------------------------------------------------------------------
 
 
 def test_leaving_the_block_waits_for_the_save(root: Path, held_commits: Gate) -> None:
@@ -255,7 +255,9 @@ def test_leaving_the_block_waits_for_the_save(root: Path, held_commits: Gate) ->
     assert made.all_steps() == [1]
 
 
-def test_what_ended_the_block_is_raised_and_the_save_ends(make: Make, held_commits: Gate) -> None:
+def test_the_exception_that_left_the_block_is_raised_and_the_save_ends(
+    make: Make, held_commits: Gate
+) -> None:
     def end(made: CheckpointManager) -> None:
         train(made, [1])
         held_commits.open()
@@ -282,7 +284,7 @@ def test_a_closed_manager_refuses_to_save_and_may_be_closed_again(make: Make) ->
     assert restored(made) == 1
 
 
-def test_an_interpreter_that_ends_without_close_saves_and_is_quiet(root: Path) -> None:
+def test_an_interpreter_that_exits_without_close_finishes_the_save_silently(root: Path) -> None:
     program = (
         "import sys, torch, torch_ckpt\n"
         "made = torch_ckpt.CheckpointManager(sys.argv[1], keep_last=1)\n"
@@ -293,12 +295,13 @@ def test_an_interpreter_that_ends_without_close_saves_and_is_quiet(root: Path) -
     assert CheckpointManager(root, read_only=True).latest_step() == 2
 
 
-def test_a_manager_that_is_dropped_gives_its_signals_back_and_says_so(root: Path) -> None:
+def test_a_dropped_manager_restores_signal_handlers_and_warns(root: Path) -> None:
     before = signal.getsignal(signal.SIGUSR1)
     made = CheckpointManager(root, preemption_signals=(signal.SIGUSR1,))
     train(made, [1])
     finish(made)
-    # The thread has the manager for a moment longer, and only the main thread may give back.
+    # The save's thread holds the manager a moment longer, and only the main thread may restore the
+    # signal handlers.
     for thread in threading.enumerate():
         if thread.name == "torch_ckpt save":
             thread.join(LIMIT)
@@ -322,7 +325,7 @@ def test_a_forked_child_does_not_wait_for_the_save_of_its_parent(
     train(made, [1])
     held_commits.wait()
     with warnings.catch_warnings():
-        # Since Python 3.12: that there are threads, which is what this is about.
+        # Since Python 3.12, os.fork() warns of other threads. This test needs them.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
@@ -337,7 +340,7 @@ def test_a_forked_child_does_not_wait_for_the_save_of_its_parent(
 # --- read_only ------------------------------------------------------------------------------------
 
 
-def test_who_only_reads_changes_nothing(make: Make, root: Path) -> None:
+def test_a_read_only_manager_changes_nothing(make: Make, root: Path) -> None:
     run_of(make, [1])
     left = root / "0000000009.tmp-0a1b2c3d"
     left.mkdir()
@@ -359,7 +362,7 @@ def test_who_only_reads_changes_nothing(make: Make, root: Path) -> None:
     made.close()
 
 
-# --- wrong options --------------------------------------------------------------------------------
+# --- invalid options ------------------------------------------------------------------------------
 
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -409,7 +412,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("options", "error", "text"), WRONG, ids=lambda value: str(value)[:40])
-def test_wrong_options_are_refused_when_it_is_made(
+def test_invalid_options_are_refused_by_the_constructor(
     root: Path, options: dict[str, Any], error: type[Exception], text: str
 ) -> None:
     before = signal.getsignal(signal.SIGTERM)
@@ -420,7 +423,7 @@ def test_wrong_options_are_refused_when_it_is_made(
 
 
 @pytest.mark.parametrize("read_only", [False, True])
-def test_a_root_that_is_a_file_is_refused_when_it_is_made(root: Path, read_only: bool) -> None:
+def test_a_root_that_is_a_file_is_refused_by_the_constructor(root: Path, read_only: bool) -> None:
     root.write_text("mine")
     with pytest.raises(NotADirectoryError, match="the root is not a directory") as caught:
         CheckpointManager(root, read_only=read_only)
@@ -429,7 +432,7 @@ def test_a_root_that_is_a_file_is_refused_when_it_is_made(root: Path, read_only:
 
 
 @pytest.mark.parametrize("error", [EACCES, EROFS])
-def test_a_root_that_cannot_be_written_is_refused_when_it_is_made(root: Path, error: int) -> None:
+def test_an_unwritable_root_is_refused_by_the_constructor(root: Path, error: int) -> None:
     before = signal.getsignal(signal.SIGTERM)
     with failing("mkdir", error), pytest.raises(OSError, match="pass read_only=True") as caught:
         CheckpointManager(root)
@@ -465,7 +468,7 @@ def unsaved(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if "was not saved" in r.getMessage()]
 
 
-def test_a_last_step_that_was_not_saved_is_named_at_the_end(
+def test_an_unsaved_last_step_is_named_at_the_end(
     root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with manager_of(root, interval=4) as made:
@@ -476,7 +479,7 @@ def test_a_last_step_that_was_not_saved_is_named_at_the_end(
     assert "save(step, state, force=True)" in line
 
 
-def test_a_run_that_has_saved_nothing_is_told_so_at_its_end(
+def test_a_run_without_any_save_is_warned_at_its_end(
     root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with manager_of(root, interval=10) as made:

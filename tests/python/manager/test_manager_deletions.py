@@ -1,4 +1,4 @@
-"""Which steps a manager keeps, and what it removes."""
+"""Tests of the steps that a manager keeps and deletes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from torch_ckpt.saving.events import Event
 # --- by rules -------------------------------------------------------------------------------------
 
 
-def test_steps_that_no_rule_keeps_go_in_the_background(make: Make) -> None:
+def test_steps_that_no_rule_keeps_are_deleted_in_the_background(make: Make) -> None:
     events: list[Event] = []
     made = make(keep_last=2, keep_every=4, on_event=events.append)
     train(made, range(1, 11))
@@ -38,7 +38,7 @@ def test_steps_that_no_rule_keeps_go_in_the_background(make: Make) -> None:
     assert [event.step for event in events if event.kind == "deleted"] == [1, 2, 3, 5, 6, 7]
 
 
-def test_without_a_rule_nothing_goes(make: Make) -> None:
+def test_without_a_rule_nothing_is_deleted(make: Make) -> None:
     made = make()
     train(made, range(1, 8))
     finish(made)
@@ -55,7 +55,7 @@ def test_the_best_steps_stay(make: Make) -> None:
     assert made.best_step() == 2
 
 
-def test_a_pinned_step_stays_until_it_is_not(make: Make) -> None:
+def test_a_pinned_step_stays_until_it_is_unpinned(make: Make) -> None:
     made = make(keep_last=1)
     training = Training()
     train(made, [1], training)
@@ -71,12 +71,12 @@ def test_a_pinned_step_stays_until_it_is_not(make: Make) -> None:
     assert made.all_steps() == [4]
 
 
-def test_a_step_that_is_not_there_cannot_be_pinned(make: Make) -> None:
+def test_a_missing_step_cannot_be_pinned(make: Make) -> None:
     with pytest.raises(FileNotFoundError, match="step 3 cannot be pinned"):
         make().pin(3)
 
 
-def test_the_step_that_was_restored_stays(make: Make) -> None:
+def test_the_restored_step_stays(make: Make) -> None:
     run_of(make, [1, 2])
     made = make(keep_last=1)
     restored(made)
@@ -96,7 +96,7 @@ def test_the_step_that_was_verified_last_stays_unless_it_is_damaged(make: Make, 
     assert made.all_steps() == [1, 4]
 
 
-def test_a_step_that_somebody_reads_stays_until_a_later_save(make: Make, root: Path) -> None:
+def test_a_step_that_a_process_reads_stays_until_a_later_save(make: Make, root: Path) -> None:
     made = make(keep_last=1)
     training = Training()
     train(made, [1], training)
@@ -111,7 +111,7 @@ def test_a_step_that_somebody_reads_stays_until_a_later_save(make: Make, root: P
     assert made.all_steps() == [3]
 
 
-def test_a_deletion_that_fails_is_logged_and_training_goes_on(
+def test_a_failed_deletion_is_logged_and_training_continues(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = make(keep_last=1)
@@ -122,10 +122,10 @@ def test_a_deletion_that_fails_is_logged_and_training_goes_on(
     assert made.all_steps() == [2]
 
 
-# --- by hand, for room, at the start --------------------------------------------------------------
+# --- explicit deletions, full disks, sweeps -------------------------------------------------------
 
 
-def test_a_step_can_be_deleted_by_hand(make: Make, root: Path) -> None:
+def test_a_step_can_be_deleted_explicitly(make: Make, root: Path) -> None:
     made = make()
     train(made, [1, 2])
     made.wait_until_finished()
@@ -138,9 +138,7 @@ def test_a_step_can_be_deleted_by_hand(make: Make, root: Path) -> None:
     assert made.all_steps() == [2]
 
 
-def test_a_save_for_which_there_is_no_room_waits_for_deletions(
-    make: Make, small_disk: Path
-) -> None:
+def test_a_save_without_enough_space_waits_for_deletions(make: Make, small_disk: Path) -> None:
     made = make(small_disk / "run", keep_last=1)
     state = {"x": torch.ones(3 << 18)}
     with held("rmtree") as gate:
@@ -155,7 +153,7 @@ def test_a_save_for_which_there_is_no_room_waits_for_deletions(
     assert made.all_steps() == [3]
 
 
-def test_a_run_that_begins_on_a_full_disk_deletes_what_its_rules_do_not_keep(
+def test_a_run_that_starts_on_a_full_disk_deletes_the_steps_that_no_rule_keeps(
     make: Make, small_disk: Path
 ) -> None:
     def state_of(step: int) -> dict[str, torch.Tensor]:
@@ -170,14 +168,12 @@ def test_a_run_that_begins_on_a_full_disk_deletes_what_its_rules_do_not_keep(
     assert made.restore(state) == 3
     made.save(4, state)
     finish(made)
-    # 3 was verified by the restore.
+    # Step 3 stays because the restore has verified it.
     assert made.all_steps() == [3, 4]
     made.close()
 
 
-def test_a_save_for_which_there_is_no_room_fails_and_says_what_to_do(
-    make: Make, small_disk: Path
-) -> None:
+def test_a_save_without_enough_space_fails_and_names_a_remedy(make: Make, small_disk: Path) -> None:
     made = make(small_disk / "run", keep_last=1)
     made.save(1, {"x": torch.ones(9 << 18)})
     with pytest.raises(CheckpointException, match="keep fewer steps, or free space"):
@@ -185,7 +181,7 @@ def test_a_save_for_which_there_is_no_room_fails_and_says_what_to_do(
     assert made.steps() == []
 
 
-def test_leftovers_of_a_crash_go_at_the_start_and_are_named(
+def test_leftovers_of_a_crash_are_removed_at_the_start_and_named(
     make: Make, root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     left = root / "0000000003.tmp-0a1b2c3d"

@@ -1,4 +1,4 @@
-"""What becomes of a manager's save that fails: who is told, and that training may go on."""
+"""Tests of failed saves of a manager: when their errors are raised, and how training continues."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def test_the_error_of_a_save_is_raised_once(
     if how != "close":
         assert train(made, [3], training) == [3]
         made.wait_until_finished()
-        # The save that tells of the one before has begun all the same.
+        # The save that raises the error of the previous one has started anyway.
         assert made.all_steps() == ([2, 3] if how == "save" else [3])
     made.close()
     assert made.save_errors == 1
 
 
-def test_a_step_whose_marker_may_yet_appear_is_removed_and_not_committed(
+def test_a_step_whose_marker_rename_is_uncertain_is_removed_and_not_committed(
     make: Make, tmp_path: Path
 ) -> None:
     made = make()
@@ -77,7 +77,7 @@ def test_a_step_whose_marker_may_yet_appear_is_removed_and_not_committed(
     assert not list(tmp_path.glob("**/*.tmp-*"))
 
 
-def test_training_may_go_on_without_the_saves_that_fail(
+def test_training_may_continue_after_failed_saves(
     make: Make, broken: Callable[[], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     made, training = make(on_save_error="warn_and_continue"), Training()
@@ -93,7 +93,7 @@ def test_training_may_go_on_without_the_saves_that_fail(
     assert made.all_steps() == [3]
 
 
-def test_a_state_that_cannot_be_read_raises_at_once(make: Make) -> None:
+def test_an_unreadable_state_raises_at_once(make: Make) -> None:
     class Bad:
         def state_dict(self) -> Any:
             raise RuntimeError("no state today")
@@ -108,7 +108,7 @@ def test_a_state_that_cannot_be_read_raises_at_once(make: Make) -> None:
     assert restored(made) == 1
 
 
-def test_training_may_go_on_without_a_state_that_cannot_be_read(make: Make) -> None:
+def test_training_may_continue_after_an_unreadable_state(make: Make) -> None:
     made = make(on_save_error="warn_and_continue")
     handle = made.before_save(lambda: 1 // 0)  # type: ignore[arg-type,return-value]
     assert train(made, [1]) == []
@@ -130,7 +130,7 @@ def test_a_state_that_changes_too_early_fails_its_save(make: Make) -> None:
     assert made.steps() == []
 
 
-def test_a_failed_save_before_the_stop_does_not_lose_the_stop(
+def test_a_failed_save_before_the_stop_keeps_the_stop(
     make: Make, broken: Callable[[], None]
 ) -> None:
     with make(preemption_signals=(signal.SIGUSR1,)) as made:
@@ -147,7 +147,7 @@ def test_a_failed_save_before_the_stop_does_not_lose_the_stop(
         assert made.all_steps() == [2]
 
 
-def test_an_error_of_a_save_does_not_hide_what_ended_the_block(
+def test_the_error_of_a_save_does_not_hide_the_exception_that_left_the_block(
     make: Make, broken: Callable[[], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     def end(made: CheckpointManager) -> None:
@@ -160,7 +160,7 @@ def test_an_error_of_a_save_does_not_hide_what_ended_the_block(
     assert BROKEN in caplog.text
 
 
-def test_control_c_amid_a_save_is_not_hidden_by_an_earlier_error(
+def test_a_keyboard_interrupt_in_a_save_is_not_hidden_by_an_earlier_error(
     make: Make, broken: Callable[[], None]
 ) -> None:
     made = make()
@@ -177,11 +177,11 @@ def test_control_c_amid_a_save_is_not_hidden_by_an_earlier_error(
         train(made, [3])
 
 
-def test_the_error_of_one_manager_is_not_the_others(make: Make, tmp_path: Path) -> None:
+def test_one_manager_does_not_raise_the_error_of_another(make: Make, tmp_path: Path) -> None:
     other = make(tmp_path / "other")
 
     def save_other() -> None:
-        # It finds that the save before has failed, of which the first manager is not told yet.
+        # This save finds the failed save of the first manager, which has not raised its error yet.
         train(other, [1])
         other.wait_until_finished()
 

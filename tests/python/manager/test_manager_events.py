@@ -1,4 +1,4 @@
-"""What a manager tells of its saves: events, the log, tensorboard, a bar."""
+"""Tests of a manager's reports: events, the log, TensorBoard, the progress bar."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support import Terminal
 from torch_ckpt.saving.events import Event
 
 
-def test_events_tell_what_was_done(make: Make) -> None:
+def test_events_report_each_action(make: Make) -> None:
     events: list[Event] = []
     made = make(on_event=events.append)
     train(made, [1])
@@ -53,7 +53,7 @@ def test_a_failed_save_is_an_event(make: Make, broken: Callable[[], None]) -> No
     assert BROKEN in events[1].message
 
 
-def test_a_function_that_fails_on_an_event_fails_no_save(
+def test_a_failing_event_callback_fails_no_save(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(event: Event) -> None:
@@ -67,7 +67,7 @@ def test_a_function_that_fails_on_an_event_fails_no_save(
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), CheckpointException("test", {}), KeyError()])
-def test_what_on_event_raises_goes_to_the_log(
+def test_an_exception_in_on_event_is_logged(
     error: BaseException, make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail() -> None:
@@ -92,7 +92,7 @@ def test_on_event_may_call_the_manager(kind: str, how: str, make: Make) -> None:
     called = threading.Event()
 
     def call() -> None:
-        # Only the first one: what it does has events of its own.
+        # Call once only: the calls cause events of their own.
         if not called.is_set():
             called.set()
             calls[how]()
@@ -117,7 +117,7 @@ def test_the_log_has_a_line_for_each_event(make: Make, caplog: pytest.LogCapture
     assert kinds(events) == ["saved"]
 
 
-def test_tensorboard_gets_what_saves_cost(make: Make) -> None:
+def test_tensorboard_gets_the_cost_of_saves(make: Make) -> None:
     class Board:
         def __init__(self) -> None:
             self.scalars: list[tuple[str, float, int]] = []
@@ -154,7 +154,7 @@ def test_tensorboard_may_be_a_directory(make: Make, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stream", [Terminal(), io.StringIO()], ids=["terminal", "log"])
-def test_there_is_a_bar_on_terminals_and_none_in_logs(
+def test_progress_is_a_bar_on_terminals_and_absent_from_logs(
     make: Make, monkeypatch: pytest.MonkeyPatch, stream: io.StringIO
 ) -> None:
     monkeypatch.setattr("sys.stderr", stream)

@@ -1,4 +1,4 @@
-"""Which steps a manager saves, and who waits for a save."""
+"""Tests of the steps that a manager saves, and of waiting for saves."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from torch_ckpt import CheckpointManager
 # --- which steps ----------------------------------------------------------------------------------
 
 
-def test_the_last_step_is_the_one_that_was_saved_or_restored_last(make: Make) -> None:
+def test_last_step_is_the_step_saved_or_restored_last(make: Make) -> None:
     made = make()
     assert made.last_step is None
     train(made, [1, 2])
@@ -37,7 +37,7 @@ def test_the_last_step_is_the_one_that_was_saved_or_restored_last(make: Make) ->
     assert made.last_step == 1
 
 
-def test_a_step_counts_as_saved_when_its_save_has_ended(make: Make, held_commits: Gate) -> None:
+def test_a_step_counts_as_saved_once_its_save_has_ended(make: Make, held_commits: Gate) -> None:
     made = make()
     train(made, [1])
     assert made.last_step is None
@@ -60,34 +60,34 @@ def test_steps_are_saved_by_the_interval_and_by_choice(make: Make) -> None:
     assert train(make(interval=3, save_on_steps=[4]), range(1, 8)) == [3, 4, 6]
 
 
-def test_a_function_says_when_to_save(make: Make) -> None:
+def test_a_function_of_the_step_as_interval(make: Make) -> None:
     assert train(make(interval=lambda step: step in (2, 5)), range(1, 8)) == [2, 5]
 
 
 @pytest.mark.parametrize(
     ("apart", "saves"), [(timedelta(microseconds=1), 2), (timedelta(days=9), 0)]
 )
-def test_a_time_apart_says_when_to_save(make: Make, apart: timedelta, saves: int) -> None:
-    # The second step is the first of a block, whose length follows from the time between the two.
+def test_a_timedelta_as_interval(make: Make, apart: timedelta, saves: int) -> None:
+    # The second step begins a block, whose length depends on the time between the two steps.
     assert len(train(make(interval=apart), [1, 2])) == saves
 
 
-def test_time_based_saves_go_on_after_going_back(make: Make) -> None:
+def test_time_based_saves_continue_after_a_rewind(make: Make) -> None:
     made, training = make(interval=timedelta(microseconds=1)), Training()
     assert len(train(made, range(1, 200), training)) > 2
     first, last = made.all_steps()[0], made.all_steps()[-1]
     with pytest.warns(UserWarning, match=LATER):
         made.restore(training.state, first)
-    # Blocks begin anew, or none would begin before the steps from before are passed.
+    # Blocks must start again. Otherwise no block would start before training passes the old steps.
     assert train(made, range(first + 1, last), training)
 
 
-def test_auto_saves_at_once_and_then_by_what_it_cost(make: Make, tmp_path: Path) -> None:
+def test_auto_saves_at_once_and_then_by_measured_cost(make: Make, tmp_path: Path) -> None:
     seldom, training = make(tmp_path / "seldom", interval="auto"), Training()
     assert train(seldom, [1], training) == [1]
     seldom.wait_until_finished()
     assert train(seldom, range(2, 20), training) == []
-    # As often as saves may cost nearly all of the time.
+    # Let saves cost nearly all of the time, so that they are frequent.
     often = make(tmp_path / "often", interval="auto", max_overhead=0.99, mtbf_hours=1e-9)
     assert train(often, [1], training) == [1]
     often.wait_until_finished()
@@ -101,7 +101,7 @@ def test_auto_does_not_wait_for_its_first_save(make: Make, held_commits: Gate) -
     assert made.is_saving
 
 
-def test_force_saves_in_any_case(make: Make) -> None:
+def test_force_saves_even_if_no_save_is_due(make: Make) -> None:
     made = make(interval=100)
     assert train(made, [1, 2]) == []
     assert train(made, [3], force=True) == [3]
@@ -114,7 +114,7 @@ def test_a_step_is_saved_once(make: Make) -> None:
     assert not made.save(1, training.state)
 
 
-def test_a_step_is_saved_again_where_forced_to(make: Make) -> None:
+def test_a_step_is_saved_again_by_force(make: Make) -> None:
     made, training = make(), training_of(1)
     made.save(1, training.state, notes={"n": 1})
     assert made.save(1, training.state, notes={"n": 2}, force=True)
@@ -122,7 +122,7 @@ def test_a_step_is_saved_again_where_forced_to(make: Make) -> None:
     assert [info.notes for info in made.steps()] == [{"n": 2}]
 
 
-def test_the_step_that_was_restored_is_not_saved_again(make: Make) -> None:
+def test_the_restored_step_is_not_saved_again(make: Make) -> None:
     run_of(make, [1, 2])
     made = make()
     assert restored(made) == 2
@@ -143,7 +143,7 @@ def test_the_restored_step_may_be_saved_by_force(make: Make) -> None:
 # --- waiting --------------------------------------------------------------------------------------
 
 
-def test_a_busy_save_is_waited_for(make: Make, held_commits: Gate) -> None:
+def test_a_save_waits_for_the_running_one(make: Make, held_commits: Gate) -> None:
     made, training = make(), Training()
     train(made, [1], training)
     with before("wait for a save", held_commits.open):
@@ -152,7 +152,7 @@ def test_a_busy_save_is_waited_for(make: Make, held_commits: Gate) -> None:
     assert made.all_steps() == [1, 2]
 
 
-def test_a_save_is_skipped_while_one_is_under_way(make: Make, held_commits: Gate) -> None:
+def test_a_save_is_skipped_while_another_is_running(make: Make, held_commits: Gate) -> None:
     made, training = make(if_busy="skip", save_on_steps=[5]), Training()
     assert train(made, [1, 2, 3], training) == [1]
     assert made.is_saving
@@ -164,7 +164,9 @@ def test_a_save_is_skipped_while_one_is_under_way(make: Make, held_commits: Gate
     assert made.all_steps() == [1, 4]
 
 
-def test_waiting_in_vain_is_a_timeout_and_the_save_goes_on(make: Make, held_commits: Gate) -> None:
+def test_waiting_too_long_is_a_timeout_and_the_save_continues(
+    make: Make, held_commits: Gate
+) -> None:
     made = make()
     train(made, [1])
     with pytest.raises(TimeoutError, match=r"the save of step 1 did not end within 0\.01 s"):
@@ -174,14 +176,14 @@ def test_waiting_in_vain_is_a_timeout_and_the_save_goes_on(make: Make, held_comm
     assert made.all_steps() == [1]
 
 
-def test_restore_waits_for_the_save_under_way(make: Make, held_commits: Gate) -> None:
+def test_restore_waits_for_the_running_save(make: Make, held_commits: Gate) -> None:
     made = make()
     train(made, [1])
     with before("wait for a save", held_commits.open):
         assert restored(made) == 1
 
 
-def test_a_new_step_is_waited_for(make: Make, root: Path) -> None:
+def test_wait_for_new_step_returns_a_new_step(make: Make, root: Path) -> None:
     evaluator = CheckpointManager(root, read_only=True)
     made, training = make(), Training()
     assert evaluator.wait_for_new_step(timeout=0.0) is None

@@ -1,4 +1,4 @@
-"""What a manager tells, and whom: callbacks of commits, the log, signals, groups that have gone."""
+"""Tests of a manager's notices: on_commit, the log, signals, destroyed process groups."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_on_commit_is_called_with_the_step_once_it_is_complete(tmp_path: Path) -
     assert found == [(1, [1], None), (2, [1, 2], 1)]
 
 
-def test_what_on_commit_raises_is_raised_by_the_next_save_and_the_step_stays(
+def test_an_exception_in_on_commit_is_raised_by_the_next_save_and_the_step_stays(
     tmp_path: Path,
 ) -> None:
     def fail(step: int) -> None:
@@ -45,7 +45,7 @@ def test_what_on_commit_raises_is_raised_by_the_next_save_and_the_step_stays(
             made.wait_until_finished()
         assert isinstance(cause_of(caught.value), OnCommitFailed)
         assert (made.last_step, made.all_steps(), made.save_errors) == (1, [1], 1)
-        # It is saved, and so is not saved again.
+        # The step is saved, so it is not saved again.
         assert not made.save(1, state_of(1))
         made.save(2, state_of(2))
         with pytest.raises(OnCommitFailed):
@@ -54,7 +54,7 @@ def test_what_on_commit_raises_is_raised_by_the_next_save_and_the_step_stays(
         assert made.all_steps() == [2]
 
 
-def test_training_may_go_on_where_on_commit_fails(
+def test_training_may_continue_if_on_commit_fails(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(step: int) -> None:
@@ -68,7 +68,7 @@ def test_training_may_go_on_where_on_commit_fails(
     assert "could not be saved" not in caplog.text
 
 
-def test_on_commit_may_ask_the_manager_to_wait(tmp_path: Path) -> None:
+def test_on_commit_may_call_methods_that_wait(tmp_path: Path) -> None:
     called = threading.Event()
 
     def wait(step: int) -> None:
@@ -83,7 +83,7 @@ def test_on_commit_may_ask_the_manager_to_wait(tmp_path: Path) -> None:
 # --- the log -------------------------------------------------------------------------------------
 
 
-def test_each_save_and_each_restore_is_one_line_of_the_log(
+def test_each_save_and_restore_is_one_line_in_the_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "torch_ckpt")
@@ -109,7 +109,8 @@ def damaged_run(root: Path) -> None:
 
 @contextmanager
 def own_logger() -> Iterator[logging.Logger]:
-    """As in a program that has set nothing up; pytest has, for the root logger."""
+    """Restores the logger of a program that has not configured logging; pytest configures the
+    root logger."""
     logger = logging.getLogger("torch_ckpt")
     handlers, level = logger.handlers[:], logger.level
     logger.handlers.clear()
@@ -171,7 +172,7 @@ with torch_ckpt.CheckpointManager(sys.argv[1], interval=10**6, preemption_file="
 """
 
 
-def test_a_second_signal_ends_a_program_whose_loop_never_asks(tmp_path: Path) -> None:
+def test_a_second_signal_ends_a_program_that_ignores_should_stop(tmp_path: Path) -> None:
     command = [sys.executable, "-u", "-c", _NEVER_ASKS, str(tmp_path)]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -193,7 +194,7 @@ def test_a_second_signal_ends_a_program_whose_loop_never_asks(tmp_path: Path) ->
         assert len(made.all_steps()) == 1
 
 
-def test_a_loop_that_asks_may_go_on_and_be_told_again(tmp_path: Path) -> None:
+def test_a_loop_that_reads_should_stop_may_continue_and_be_notified_again(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, interval=100) as made:
         for step in (1, 2):
             made.save(step, state_of(step))
@@ -211,7 +212,7 @@ def test_a_loop_that_asks_may_go_on_and_be_told_again(tmp_path: Path) -> None:
 
 @contextmanager
 def ranks_of_a_run(size: int) -> Iterator[None]:
-    """A process group whose other ranks are not there."""
+    """Makes a process group whose other ranks do not exist."""
     store = FakeStore() if size > 1 else dist.HashStore()
     dist.init_process_group("fake", rank=0, world_size=size, store=store)
     try:
@@ -221,7 +222,7 @@ def ranks_of_a_run(size: int) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def test_after_the_group_was_destroyed_the_manager_says_so(tmp_path: Path) -> None:
+def test_a_manager_is_refused_after_its_group_was_destroyed(tmp_path: Path) -> None:
     with ranks_of_a_run(2):
         made = CheckpointManager(tmp_path, read_only=True)
         dist.destroy_process_group()
@@ -232,7 +233,7 @@ def test_after_the_group_was_destroyed_the_manager_says_so(tmp_path: Path) -> No
     made.close()
 
 
-def test_a_manager_from_before_the_group_says_so(tmp_path: Path) -> None:
+def test_a_manager_made_before_its_group_is_refused(tmp_path: Path) -> None:
     with manager_of(tmp_path) as made:
         with (
             ranks_of_a_run(2),
@@ -242,7 +243,7 @@ def test_a_manager_from_before_the_group_says_so(tmp_path: Path) -> None:
         assert made.save(1, state_of(1))
 
 
-def test_a_group_of_one_rank_may_come_and_go(tmp_path: Path) -> None:
+def test_a_group_of_one_rank_may_be_made_and_destroyed(tmp_path: Path) -> None:
     with ranks_of_a_run(1), manager_of(tmp_path) as made:
         dist.destroy_process_group()
         assert made.save(1, state_of(1))

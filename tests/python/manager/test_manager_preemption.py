@@ -1,4 +1,4 @@
-"""A manager whose run is told to stop, by a signal or a file."""
+"""Tests of a manager with preemption notices, by signal or file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.managers import (
     finish,
     restored,
     train,
-    until_told,
+    until_stopped,
 )
 from torch_ckpt import CheckpointManager, multihost
 from torch_ckpt.ranks.preemption import current_watch
@@ -30,7 +30,7 @@ def test_a_signal_saves_and_stops(make: Make) -> None:
     training = Training()
     assert train(made, [1, 2], training) == []
     os.kill(os.getpid(), signal.SIGUSR1)
-    stopped = until_told(made, 3, training)
+    stopped = until_stopped(made, 3, training)
     assert stopped <= 4
     finish(made)
     assert made.all_steps() == [stopped]
@@ -47,27 +47,27 @@ def test_a_file_saves_and_stops(make: Make, tmp_path: Path) -> None:
     train(made, [1, 2], training)
     assert not made.should_stop
     file.touch()
-    stopped = until_told(made, 3, training)
+    stopped = until_stopped(made, 3, training)
     made.wait_until_finished()
     assert made.all_steps() == [stopped]
 
 
-def test_a_step_that_is_saved_anyway_is_saved_once_at_the_stop(make: Make) -> None:
+def test_a_due_step_is_saved_once_at_the_stop(make: Make) -> None:
     events: list[Event] = []
     made = make(preemption_signals=(signal.SIGUSR1,), on_event=events.append)
     os.kill(os.getpid(), signal.SIGUSR1)
-    stopped = until_told(made, 1, Training())
+    stopped = until_stopped(made, 1, Training())
     made.wait_until_finished()
     assert [event.step for event in events if event.kind == "saved"] == [*range(1, stopped + 1)]
 
 
-def test_with_a_deadline_the_last_save_is_waited_for_and_its_time_logged(
+def test_with_a_deadline_save_waits_for_the_last_save_and_logs_its_time(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = make(interval=10**6, preemption_signals=(signal.SIGUSR1,), preemption_deadline=90)
     os.kill(os.getpid(), signal.SIGUSR1)
     with caplog.at_level(logging.INFO, "torch_ckpt"):
-        stopped = until_told(made, 1, Training())
+        stopped = until_stopped(made, 1, Training())
     assert not made.is_saving
     assert made.all_steps() == [stopped]
     assert (
@@ -85,11 +85,11 @@ def test_a_deadline_that_is_too_short_is_a_warning(
     made.wait_until_finished()
     os.kill(os.getpid(), signal.SIGUSR1)
     with caplog.at_level(logging.WARNING, "torch_ckpt"):
-        until_told(made, 2, training)
+        until_stopped(made, 2, training)
     assert "before preemption (preemption_deadline: 0 s); the previous save took" in caplog.text
 
 
-def test_a_skipping_manager_saves_at_the_stop_though_it_is_busy(
+def test_a_skipping_manager_saves_at_the_stop_even_while_another_save_runs(
     make: Make, held_commits: Gate
 ) -> None:
     made = make(if_busy="skip", preemption_signals=(signal.SIGUSR1,))
@@ -98,19 +98,19 @@ def test_a_skipping_manager_saves_at_the_stop_though_it_is_busy(
     os.kill(os.getpid(), signal.SIGUSR1)
     held_commits.wait()
     held_commits.open()
-    stopped = until_told(made, 2, training)
+    stopped = until_stopped(made, 2, training)
     made.wait_until_finished()
     assert made.latest_step() == stopped
 
 
-def test_signals_are_as_they_were_after_the_block(root: Path) -> None:
+def test_signal_handlers_are_restored_after_the_block(root: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     with CheckpointManager(root):
         assert signal.getsignal(signal.SIGTERM) != before
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_signals_that_are_asked_for_are_refused_outside_the_main_thread(root: Path) -> None:
+def test_explicit_signals_are_refused_outside_the_main_thread(root: Path) -> None:
     with (
         ThreadPoolExecutor(1) as pool,
         pytest.raises(ValueError, match="signals can be watched from the main thread only"),
@@ -131,7 +131,7 @@ def test_outside_the_main_thread_no_signal_is_watched_by_default(root: Path) -> 
 # --- several managers -----------------------------------------------------------------------------
 
 
-def test_notices_that_nobody_waits_for_are_named(
+def test_notices_that_the_existing_watch_lacks_are_named(
     make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     make(preemption_signals=(signal.SIGUSR1,))
@@ -141,7 +141,7 @@ def test_notices_that_nobody_waits_for_are_named(
     assert "already has a watch for other notices" in caplog.text
 
 
-def test_of_several_managers_each_stops_at_its_next_step(make: Make, tmp_path: Path) -> None:
+def test_each_of_several_managers_stops_at_its_next_step(make: Make, tmp_path: Path) -> None:
     often = make(preemption_signals=(signal.SIGUSR1,))
     seldom = make(tmp_path / "other", preemption_signals=(signal.SIGUSR1,))
     training = Training()
@@ -167,7 +167,7 @@ def test_two_managers_share_a_watch_until_both_are_closed(make: Make, tmp_path: 
     training = Training()
     train(other, [1], training)
     os.kill(os.getpid(), signal.SIGUSR1)
-    stopped = until_told(other, 2, training)
+    stopped = until_stopped(other, 2, training)
     other.wait_until_finished()
     assert other.latest_step() == stopped
     other.close()

@@ -1,4 +1,4 @@
-"""Which step a manager restores: an earlier one, the newest that is sound, or none."""
+"""Tests of the step that a manager restores: a requested one, the newest intact one, or none."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from torch_ckpt.errors import CheckpointError, LoadMismatch, Unsafe
 from torch_ckpt.saving.events import Event
 from torch_ckpt.steps import MARKER_NAME
 
-# --- going back -----------------------------------------------------------------------------------
+# --- rewinding ------------------------------------------------------------------------------------
 
 
 def test_any_step_can_be_restored_by_number(make: Make) -> None:
@@ -53,7 +53,7 @@ def test_the_newest_step_is_restored_by_number_without_a_warning(make: Make) -> 
         assert restored(made, 2) == 2
 
 
-def test_after_going_back_later_steps_are_replaced(make: Make) -> None:
+def test_after_a_rewind_later_steps_are_replaced(make: Make) -> None:
     made = make()
     training = Training()
     train(made, range(1, 5), training)
@@ -70,7 +70,7 @@ def test_after_going_back_later_steps_are_replaced(make: Make) -> None:
     ]
 
 
-def test_after_going_back_the_steps_of_before_do_not_drive_new_ones_out(make: Make) -> None:
+def test_stale_steps_do_not_displace_new_ones(make: Make) -> None:
     made = make(interval=10, keep_last=2)
     training = Training()
     train(made, range(1, 61), training)
@@ -82,11 +82,11 @@ def test_after_going_back_the_steps_of_before_do_not_drive_new_ones_out(make: Ma
     for step in (51, 52, 53):
         made.save(step, training.state)
     finish(made)
-    # 50 is what was verified last; 60 waits to be replaced.
+    # Step 50 was verified last; step 60 is stale and not yet passed.
     assert made.all_steps() == [50, 52, 53, 60]
 
 
-def test_steps_of_before_training_stale_go_when_it_has_passed_them(make: Make) -> None:
+def test_stale_steps_are_deleted_once_training_has_passed_them(make: Make) -> None:
     run_of(make, [40, 50, 60])
     events: list[Event] = []
     made = make(keep_last=2, on_event=events.append)
@@ -99,13 +99,13 @@ def test_steps_of_before_training_stale_go_when_it_has_passed_them(make: Make) -
     for step in (58, 63):
         made.save(step, training.state)
         finish(made)
-    # 40 was verified by the restore.
+    # Step 40 stays because the restore has verified it.
     assert made.all_steps() == [40, 58, 63]
     stale = [event for event in events if "it is stale" in event.message]
     assert [event.step for event in stale] == [50, 60]
 
 
-def test_a_replaced_step_is_no_more_one_of_before(make: Make) -> None:
+def test_a_replaced_step_is_no_longer_stale(make: Make) -> None:
     run_of(make, [1, 2, 3])
     made = make(keep_last=2)
     training = training_of(1)
@@ -116,7 +116,7 @@ def test_a_replaced_step_is_no_more_one_of_before(make: Make) -> None:
     assert made.all_steps() == [1, 2, 3]
 
 
-def test_a_step_that_is_not_there_is_refused_and_those_that_are_are_named(make: Make) -> None:
+def test_a_missing_step_is_refused_and_the_existing_ones_are_named(make: Make) -> None:
     made = make()
     with pytest.raises(FileNotFoundError, match="step 7 does not exist; no step is complete"):
         restored(made, 7)
@@ -144,7 +144,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_a_damaged_step_is_passed_over(make: Make, root: Path, kind: str) -> None:
+def test_a_damaged_step_is_skipped(make: Make, root: Path, kind: str) -> None:
     run_of(make, range(1, 4))
     events: list[Event] = []
     made = make(on_event=events.append)
@@ -154,7 +154,7 @@ def test_a_damaged_step_is_passed_over(make: Make, root: Path, kind: str) -> Non
     assert [(event.kind, event.step) for event in events] == [("damaged", 3), ("restored", 2)]
 
 
-def test_several_damaged_steps_are_passed_over(make: Make, root: Path) -> None:
+def test_several_damaged_steps_are_skipped(make: Make, root: Path) -> None:
     made = make()
     train(made, range(1, 5))
     made.wait_until_finished()
@@ -165,7 +165,7 @@ def test_several_damaged_steps_are_passed_over(make: Make, root: Path) -> None:
     assert len(caught) == 3
 
 
-def test_a_damaged_step_that_was_asked_for_is_an_error(make: Make, root: Path) -> None:
+def test_a_requested_step_that_is_damaged_is_an_error(make: Make, root: Path) -> None:
     made = make()
     train(made, [1, 2])
     made.wait_until_finished()
@@ -174,7 +174,9 @@ def test_a_damaged_step_that_was_asked_for_is_an_error(make: Make, root: Path) -
         restored(made, 2)
 
 
-def test_where_all_steps_are_damaged_training_does_not_begin_anew(make: Make, root: Path) -> None:
+def test_if_all_steps_are_damaged_training_does_not_start_from_scratch(
+    make: Make, root: Path
+) -> None:
     made = make()
     train(made, [1, 2])
     made.wait_until_finished()
@@ -187,7 +189,7 @@ def test_where_all_steps_are_damaged_training_does_not_begin_anew(make: Make, ro
         restored(made)
 
 
-def test_a_state_that_does_not_fit_is_an_error_and_no_damage(make: Make) -> None:
+def test_a_mismatch_is_an_error_and_not_damage(make: Make) -> None:
     made = make()
     train(made, [1, 2])
     state = {"model": torch.nn.Linear(5, 3)}
@@ -196,7 +198,7 @@ def test_a_state_that_does_not_fit_is_an_error_and_no_damage(make: Make) -> None
     assert isinstance(cause_of(caught.value), LoadMismatch)
 
 
-def test_a_step_that_may_not_be_read_is_an_error_and_no_damage(make: Make, root: Path) -> None:
+def test_an_unreadable_step_is_an_error_and_not_damage(make: Make, root: Path) -> None:
     made = make()
     train(made, [1, 2])
     made.wait_until_finished()
@@ -253,7 +255,7 @@ def test_many_checkpoints_without_markers_are_counted(make: Make, root: Path) ->
         make().restore({})
 
 
-def test_what_a_crash_has_left_is_not_named_when_a_step_is_restored(make: Make, root: Path) -> None:
+def test_leftovers_of_a_crash_are_not_named_by_a_restore(make: Make, root: Path) -> None:
     made = make()
     train(made, [1])
     made.wait_until_finished()
@@ -263,7 +265,7 @@ def test_what_a_crash_has_left_is_not_named_when_a_step_is_restored(make: Make, 
         assert restored(made) == 1
 
 
-def test_a_step_that_is_asked_for_and_has_no_marker_says_so(make: Make, root: Path) -> None:
+def test_a_requested_step_without_a_marker_is_an_error_that_says_so(make: Make, root: Path) -> None:
     (root / "0000000002").mkdir(parents=True)
     with pytest.raises(
         FileNotFoundError, match=f"step 2 has no {MARKER_NAME}; no step is complete"
@@ -271,7 +273,7 @@ def test_a_step_that_is_asked_for_and_has_no_marker_says_so(make: Make, root: Pa
         make().restore({}, 2)
 
 
-# --- a run that saves beside the restore ----------------------------------------------------------
+# --- another run saves during the restore ---------------------------------------------------------
 
 
 def test_a_step_that_is_deleted_after_the_listing_is_replaced_by_a_newer_one(
@@ -318,7 +320,7 @@ def test_a_damaged_step_that_stays_is_not_tried_again(make: Make, root: Path) ->
     ids=["names", "rename"],
 )
 @pytest.mark.parametrize("given", ["to restore", "as load_options"])
-def test_an_iterator_is_an_option_of_every_step_that_is_tried(
+def test_an_iterator_option_is_used_for_every_step_tried(
     make: Make, root: Path, options: dict[str, Any], given: str
 ) -> None:
     run_of(make, [1, 2])
@@ -334,7 +336,7 @@ def test_an_iterator_is_an_option_of_every_step_that_is_tried(
     assert_equal(training.values()["tensors"][:2], wanted[:2])
 
 
-def test_an_object_that_needs_allow_pickle_names_load_options(make: Make) -> None:
+def test_an_object_that_needs_allow_pickle_is_an_error_that_names_load_options(make: Make) -> None:
     made = make()
     with pytest.warns(UserWarning, match="what is saved will not load"):
         made.save(1, {"own": Own()})
@@ -344,4 +346,4 @@ def test_an_object_that_needs_allow_pickle_names_load_options(make: Make) -> Non
 
 
 class Own:
-    """A type that no list of safe types has."""
+    """A type that is on no allow-list."""

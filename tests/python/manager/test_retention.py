@@ -1,4 +1,4 @@
-"""Which steps stay: each rule, and all of them against a plain model."""
+"""Tests of Retention: each rule, and all rules against a simple model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def steps_of(*numbers: int) -> list[StepInfo]:
 
 
 def rated(*values: float | None) -> list[StepInfo]:
-    """Steps 1, 2, ... with these losses; None: without."""
+    """Makes steps 1, 2, ... with these losses; None: without a loss."""
     return [
         info(number, metrics={} if value is None else {"loss": value})
         for number, value in enumerate(values, 1)
@@ -34,27 +34,27 @@ def rated(*values: float | None) -> list[StepInfo]:
 
 
 def kept(rules: Retention, steps: list[StepInfo], protected: set[int] | None = None) -> list[int]:
-    """The complete steps that stay."""
+    """Returns the complete steps that stay."""
     gone = rules.to_delete(steps, protected or set())
     return [step.step for step in steps if step.complete and step.step not in gone]
 
 
-# --- single rules --------------------------------------------------------------------------------
+# --- one rule ------------------------------------------------------------------------------------
 
 
-def test_without_a_rule_all_stay() -> None:
+def test_without_a_rule_all_steps_stay() -> None:
     assert Retention().to_delete(steps_of(*range(100))) == []
 
 
-def test_a_metric_alone_is_no_rule() -> None:
+def test_best_metric_without_keep_best_is_no_rule() -> None:
     assert Retention(best_metric="loss").to_delete(rated(1, 2, 3)) == []
 
 
-def test_the_last_ones_stay() -> None:
+def test_the_last_steps_stay() -> None:
     assert kept(Retention(keep_last=3), steps_of(1, 5, 9, 12, 30)) == [9, 12, 30]
 
 
-def test_more_may_be_kept_than_there_are() -> None:
+def test_keep_last_may_exceed_the_number_of_steps() -> None:
     assert Retention(keep_last=9).to_delete(steps_of(1, 2)) == []
 
 
@@ -62,27 +62,27 @@ def test_multiples_and_the_newest_stay() -> None:
     assert kept(Retention(keep_every=10), steps_of(0, 5, 10, 15, 20, 25)) == [0, 10, 20, 25]
 
 
-def test_steps_that_are_hours_apart_stay() -> None:
+def test_one_step_in_so_many_hours_stays() -> None:
     times = [0.0, 0.9, 1.0, 1.5, 2.1, 2.2]
     steps = [info(n, saved_at=100 + t * HOUR) for n, t in enumerate(times)]
     assert kept(Retention(keep_every_hours=1), steps) == [0, 2, 4, 5]
 
 
-def test_a_step_that_does_not_say_when_it_was_saved_stays_and_moves_no_other() -> None:
+def test_a_step_without_a_time_stays_and_affects_no_other() -> None:
     steps = [info(1, saved_at=0.0), info(2), info(3, saved_at=0.5 * HOUR), info(4, saved_at=HOUR)]
     assert kept(Retention(keep_every_hours=1), [*steps, info(5)]) == [1, 2, 4, 5]
 
 
-def test_the_best_stay_and_the_newest() -> None:
+def test_the_best_steps_and_the_newest_stay() -> None:
     assert kept(Retention(keep_best=2, best_metric="loss"), rated(3, 1, 4, 2, 9)) == [2, 4, 5]
 
 
-def test_the_best_may_be_the_largest() -> None:
+def test_the_largest_may_be_the_best() -> None:
     rules = Retention(keep_best=2, best_metric="loss", best_mode="max")
     assert kept(rules, rated(3, 1, 4, 2, 0)) == [1, 3, 5]
 
 
-def test_of_equal_ones_the_newer_is_better() -> None:
+def test_the_newer_of_two_equal_steps_is_better() -> None:
     for mode in ("min", "max"):
         rules = Retention(keep_best=1, best_metric="loss", best_mode=mode)
         assert [step.step for step in rules.best_first(rated(1, 1, 1))] == [3, 2, 1]
@@ -93,14 +93,14 @@ def test_steps_without_the_metric_or_with_nan_are_not_among_the_best() -> None:
     assert kept(rules, rated(math.nan, None, 7, math.inf, math.nan)) == [3, 4, 5]
 
 
-def test_until_enough_steps_have_the_metric_all_stay() -> None:
+def test_all_steps_stay_until_enough_have_the_metric() -> None:
     rules = Retention(keep_best=3, best_metric="loss")
     assert kept(rules, rated(math.nan, None, 7, math.inf, math.nan)) == [1, 2, 3, 4, 5]
     assert "3 of 5 steps have no number for loss" in rules.waits_for(rated(None, None, 7, 8, None))
 
 
 @pytest.mark.parametrize("losses", [(), (1.0,), (1.0, None, 2.0)])
-def test_nothing_waits_where_enough_steps_or_all_have_the_metric(losses: Any) -> None:
+def test_keep_best_applies_if_enough_steps_or_all_have_the_metric(losses: Any) -> None:
     assert Retention(keep_best=2, best_metric="loss").waits_for(rated(*losses)) == ""
 
 
@@ -122,14 +122,14 @@ def test_a_misspelled_metric_is_named_with_the_nearest() -> None:
     ],
     ids=["given", "there", "NaN"],
 )
-def test_a_metric_is_known_where_any_step_has_a_number(
+def test_a_metric_is_known_if_any_step_has_a_number(
     metrics: Any, others: Any, expected: str | None
 ) -> None:
     rules = Retention(keep_best=2, best_metric="loss")
     assert rules.lacks_metric(metrics, others) == expected
 
 
-def test_a_metric_that_a_function_misses_is_named() -> None:
+def test_a_metric_that_a_function_lacks_is_named() -> None:
     rules = Retention(keep_best=2, best_metric=lambda metrics: -metrics["acuracy"])
     assert rules.lacks_metric({}, []) == ""
     assert "did you mean 'accuracy'" in (rules.lacks_metric({"accuracy": 1.0}, []) or "")
@@ -137,7 +137,7 @@ def test_a_metric_that_a_function_misses_is_named() -> None:
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_a_function_may_return_an_integer_that_no_float_can_hold(sign: int) -> None:
+def test_a_function_may_return_an_integer_too_large_for_a_float(sign: int) -> None:
     rules = Retention(keep_best=1, best_metric=lambda m: sign * 10**400 if m["a"] else 0)
     steps = [info(1, metrics={"a": 1.0}), info(2, metrics={"a": 0.0}), info(3, metrics={"a": 0.0})]
     assert kept(rules, steps) == ([3] if sign > 0 else [1, 3])
@@ -153,12 +153,12 @@ def test_a_function_may_rate_steps() -> None:
     assert kept(rules, steps) == [2, 3]
 
 
-def test_a_function_is_not_asked_about_steps_without_metrics() -> None:
+def test_a_function_is_not_called_for_steps_without_metrics() -> None:
     rules = Retention(keep_best=2, best_metric=lambda metrics: 1 / len(metrics))
     assert [step.step for step in rules.best_first(rated(1, None))] == [1]
 
 
-def test_a_metric_that_a_function_misses_makes_a_step_no_best_one() -> None:
+def test_a_step_that_lacks_a_metric_of_the_function_is_not_a_best_one() -> None:
     steps = [info(1, metrics={"a": 1.0}), info(2, metrics={"b": 1.0}), info(3)]
     rules = Retention(keep_best=1, best_metric=lambda metrics: metrics["a"])
     assert kept(rules, steps) == [1, 3]
@@ -175,7 +175,7 @@ def test_pinned_and_protected_steps_stay() -> None:
     assert kept(Retention(keep_last=1), steps, {3}) == [2, 3, 4]
 
 
-def test_pinned_steps_are_among_the_last_ones() -> None:
+def test_pinned_steps_count_among_the_last_ones() -> None:
     steps = [info(1), info(2), info(3, pinned=True), info(4)]
     assert kept(Retention(keep_last=2), steps) == [3, 4]
 
@@ -224,7 +224,7 @@ def test_the_order_of_the_steps_does_not_matter() -> None:
     assert kept(Retention(keep_last=2), steps_of(9, 1, 5)) == [9, 5]
 
 
-# --- wrong rules ---------------------------------------------------------------------------------
+# --- invalid rules -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["keep_last", "keep_every", "keep_every_hours", "keep_best"])
@@ -235,22 +235,22 @@ def test_numbers_must_be_positive(name: str, value: float) -> None:
 
 
 @pytest.mark.parametrize("name", ["keep_last", "keep_every", "keep_best"])
-def test_numbers_of_steps_must_be_whole(name: str) -> None:
+def test_numbers_of_steps_must_be_integers(name: str) -> None:
     with pytest.raises(TypeError, match="'float' object cannot be interpreted as an integer"):
         Retention(best_metric="loss", **{name: 2.5})
 
 
-def test_the_best_need_a_metric() -> None:
+def test_keep_best_needs_a_metric() -> None:
     with pytest.raises(ValueError, match="keep_best needs a metric"):
         Retention(keep_best=1)
 
 
-def test_what_is_best_must_be_known() -> None:
+def test_best_mode_must_be_valid() -> None:
     with pytest.raises(ValueError, match="best_mode must be"):
         Retention(best_mode="largest")
 
 
-# --- against a model -----------------------------------------------------------------------------
+# --- comparison with a simple model --------------------------------------------------------------
 
 _METRICS = st.one_of(
     st.none(), st.sampled_from([0.0, -0.0, 1.0, math.nan, math.inf, -math.inf]), st.floats()
@@ -260,7 +260,7 @@ _STEPS = st.dictionaries(
     st.integers(0, 60),
     st.tuples(
         st.sampled_from(["complete", "complete", "complete", "unfinished", "deleted"]),
-        st.one_of(st.none(), st.integers(0, 40)),  # half hours
+        st.one_of(st.none(), st.integers(0, 40)),  # in half hours
         _METRICS,
         st.booleans(),
     ),
@@ -285,7 +285,7 @@ _KEEPERS: dict[str, Callable[[StepInfo], bool]] = {
 
 
 def model(steps: list[StepInfo], rules: dict[str, Any], mode: str, protected: set[int]) -> set[int]:
-    """The numbers of the steps that go, by asking of each whether anything speaks for it."""
+    """Returns the steps to delete, by checking for each step whether any rule keeps it."""
     complete = {step.step: step for step in steps if step.state == "complete"}
 
     def newer(one: int) -> int:
@@ -299,7 +299,7 @@ def model(steps: list[StepInfo], rules: dict[str, Any], mode: str, protected: se
             time = complete[number].saved_at
             if time is None:
                 continue
-            # Also where the clock went back.
+            # Includes times before the last one: the clock was set back.
             if last is None or not last <= time < last + rules["keep_every_hours"] * HOUR:
                 last = time
                 if number == one:
@@ -343,7 +343,7 @@ def model(steps: list[StepInfo], rules: dict[str, Any], mode: str, protected: se
     protected=st.sets(st.integers(0, 60), max_size=3),
     shuffle=st.randoms(use_true_random=False),
 )
-def test_what_goes_is_what_a_plain_model_lets_go(
+def test_deletions_match_those_of_a_simple_model(
     of: dict[int, Any], rules: dict[str, Any], mode: str, protected: set[int], shuffle: Any
 ) -> None:
     steps = [
@@ -377,7 +377,7 @@ _NAMES = ["loss", "los", "Loss", "eval_loss"]
     mode=st.sampled_from(["min", "max"]),
     by_function=st.booleans(),
 )
-def test_no_step_goes_for_a_metric_before_enough_steps_have_it(
+def test_no_step_is_deleted_by_a_metric_before_enough_steps_have_it(
     metric: str, of_steps: list[dict[str, float]], best: int, mode: str, by_function: bool
 ) -> None:
     by: Any = (lambda metrics: metrics[metric]) if by_function else metric
@@ -388,7 +388,7 @@ def test_no_step_goes_for_a_metric_before_enough_steps_have_it(
     if len(numbers) < best:
         assert gone == []
         return
-    # Nothing that goes is better than what stays as one of the best, or equal and newer.
+    # The steps that stay are the best ones, the newer of equal ones, and the newest.
     sign = 1 if mode == "min" else -1
     ranked = sorted(numbers, key=lambda n: (sign * numbers[n], -n))
     assert set(gone) == set(range(len(steps))) - set(ranked[:best]) - {len(steps) - 1}

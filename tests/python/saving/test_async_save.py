@@ -62,7 +62,7 @@ def test_an_overlapped_call_returns_before(tmp_path: Path, held: Gate) -> None:
     assert handle.committed.done()
 
 
-def test_waiting_in_vain_is_a_timeout_and_the_save_goes_on(tmp_path: Path, held: Gate) -> None:
+def test_waiting_too_long_is_a_timeout_and_the_save_continues(tmp_path: Path, held: Gate) -> None:
     handle = torch_ckpt.async_save({"t": torch.ones(3)}, tmp_path / "c", staging="overlapped")
     with pytest.raises(TimeoutError, match=r"c was not staged within 0\.01 s; it goes on"):
         handle.wait_staged(0.01)

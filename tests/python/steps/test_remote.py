@@ -103,7 +103,7 @@ def test_a_step_is_pinned_and_unpinned(steps: RemoteSteps) -> None:
     assert [entry.pinned for entry in steps.entries()] == [False]
 
 
-def test_a_step_that_is_not_there_cannot_be_pinned(steps: RemoteSteps) -> None:
+def test_a_missing_step_cannot_be_pinned(steps: RemoteSteps) -> None:
     with pytest.raises(FileNotFoundError, match="step 1 cannot be pinned"):
         steps.set_pinned(1, True)
 

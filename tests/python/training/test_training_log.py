@@ -240,7 +240,7 @@ def test_a_refusal_of_many_names_ten_and_counts_the_others() -> None:
     assert "'9': None; and 3 more." in text
 
 
-def test_a_step_that_is_no_integer_is_refused() -> None:
+def test_a_step_that_is_not_an_integer_is_refused() -> None:
     with pytest.raises(TypeError, match="float"):
         log(1.5, None, {})  # type: ignore[arg-type]
 
