@@ -5,12 +5,17 @@
 ``async_save`` saves while training goes on. ``CheckpointManager`` is what a training loop needs.
 """
 
-import torch  # Its libraries must be there before the extension is loaded.
+import sys
+from typing import TYPE_CHECKING
 
-from torch_ckpt._base.version import __version__, check_torch_version
+from torch_ckpt._base.lazy_attributes import lazy_attributes
+from torch_ckpt._base.life_cycle import watch_exit
+from torch_ckpt._base.version import __version__
+
+if "torch" in sys.modules:
+    import torch_ckpt._base.supported_torch
 
 try:
-    check_torch_version(torch.__version__)
     import torch_ckpt._core  # noqa: F401
 except ModuleNotFoundError as error:
     if error.name not in ("torch_ckpt._C", "torch_ckpt._core"):
@@ -20,11 +25,7 @@ except ModuleNotFoundError as error:
         "`make build` in the clone, or `pip install .` and import it elsewhere"
     ) from None
 
-from torch_ckpt._base.life_cycle import watch_exit
 from torch_ckpt._core import trim_pool
-from torch_ckpt.api import async_save, estimate_read_memory, load, preflight, save
-from torch_ckpt.checkpoint.lease import remove_leftovers
-from torch_ckpt.conversion.convert import ConvertReport, convert
 from torch_ckpt.errors import (
     CheckpointError,
     Corrupt,
@@ -36,23 +37,65 @@ from torch_ckpt.errors import (
     SourceChanged,
     Unsafe,
 )
-from torch_ckpt.inspection.diff import diff
-from torch_ckpt.inspection.diff_report import DiffReport, TensorDifference
-from torch_ckpt.inspection.show import ShownObject, ShownTensor, ShowReport, show
-from torch_ckpt.inspection.verify import Damage, VerifyReport, verify
-from torch_ckpt.loading.load_planner import LoadPlanner
-from torch_ckpt.loading.reader import FileSystemReader
-from torch_ckpt.loading.report import LoadReport, ReadMemory
-from torch_ckpt.manager import CheckpointManager
-from torch_ckpt.manager.async_checkpoint import AsyncCheckpoint
-from torch_ckpt.saving.async_save import AsyncSave
-from torch_ckpt.saving.background import Background
-from torch_ckpt.saving.host_memory import reserve_pool
-from torch_ckpt.saving.metrics import SaveMetrics
-from torch_ckpt.saving.running_saves import check_for_errors
-from torch_ckpt.saving.save_planner import SavePlanner
-from torch_ckpt.saving.writer import FileSystemWriter
-from torch_ckpt.state.app_state import AppState, PerRank, RNGState
+
+# The other public names import their modules, and torch, at the first use. torch takes seconds, and
+# commands such as `torch-ckpt ls` need no tensors.
+if TYPE_CHECKING:
+    from torch_ckpt.api import async_save, estimate_read_memory, load, preflight, save
+    from torch_ckpt.checkpoint.lease import remove_leftovers
+    from torch_ckpt.conversion.convert import ConvertReport, convert
+    from torch_ckpt.inspection.diff import diff
+    from torch_ckpt.inspection.diff_report import DiffReport, TensorDifference
+    from torch_ckpt.inspection.show import ShownObject, ShownTensor, ShowReport, show
+    from torch_ckpt.inspection.verify import Damage, VerifyReport, verify
+    from torch_ckpt.loading.load_planner import LoadPlanner
+    from torch_ckpt.loading.reader import FileSystemReader
+    from torch_ckpt.loading.report import LoadReport, ReadMemory
+    from torch_ckpt.manager import CheckpointManager
+    from torch_ckpt.manager.async_checkpoint import AsyncCheckpoint
+    from torch_ckpt.saving.async_save import AsyncSave
+    from torch_ckpt.saving.background import Background
+    from torch_ckpt.saving.host_memory import reserve_pool
+    from torch_ckpt.saving.metrics import SaveMetrics
+    from torch_ckpt.saving.running_saves import check_for_errors
+    from torch_ckpt.saving.save_planner import SavePlanner
+    from torch_ckpt.saving.writer import FileSystemWriter
+    from torch_ckpt.state.app_state import AppState, PerRank, RNGState
+else:
+    _MODULES = {
+        "api": ("async_save", "estimate_read_memory", "load", "preflight", "save"),
+        "checkpoint.lease": ("remove_leftovers",),
+        "conversion.convert": ("ConvertReport", "convert"),
+        "inspection.diff": ("diff",),
+        "inspection.diff_report": ("DiffReport", "TensorDifference"),
+        "inspection.show": ("ShownObject", "ShownTensor", "ShowReport", "show"),
+        "inspection.verify": ("Damage", "VerifyReport", "verify"),
+        "loading.load_planner": ("LoadPlanner",),
+        "loading.reader": ("FileSystemReader",),
+        "loading.report": ("LoadReport", "ReadMemory"),
+        "manager": ("CheckpointManager",),
+        "manager.async_checkpoint": ("AsyncCheckpoint",),
+        "saving.async_save": ("AsyncSave",),
+        "saving.background": ("Background",),
+        "saving.host_memory": ("reserve_pool",),
+        "saving.metrics": ("SaveMetrics",),
+        "saving.running_saves": ("check_for_errors",),
+        "saving.save_planner": ("SavePlanner",),
+        "saving.writer": ("FileSystemWriter",),
+        "state.app_state": ("AppState", "PerRank", "RNGState"),
+    }
+    _PACKAGES = (
+        *("_C", "api", "checkpoint", "conversion", "inspection", "loading", "manager"),
+        *("ranks", "saving", "state", "steps"),
+    )
+    _get_attribute, __dir__ = lazy_attributes(__name__, _MODULES, _PACKAGES)
+
+    def __getattr__(name: str) -> object:
+        if name in ("_C", "api", *_MODULES["api"]):
+            # _C needs torch's libraries. All packages that need torch import this module, too.
+            import torch_ckpt._base.supported_torch  # noqa: F401
+        return _get_attribute(name)
+
 
 __all__ = [
     "AppState",
@@ -102,5 +145,6 @@ __all__ = [
     "verify",
 ]
 
-# While the interpreter still stands: a save under way ends, and the engine's threads with it.
+# Registered now, and not at the first save: functions that the program registers with atexit after
+# this import are called before these.
 watch_exit()

@@ -15,8 +15,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging  # noqa: F401
+import multiprocessing.util  # noqa: F401
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum, auto
@@ -67,6 +70,9 @@ def register(
 
 def before_thread_pools_end(function: Callable[[], object]) -> None:
     """Registers a function to call at exit, before ``concurrent.futures`` shuts down."""
+    # concurrent.futures registers its own shutdown when it is imported.
+    import concurrent.futures.thread  # noqa: F401
+
     threading._register_atexit(function)  # type: ignore[attr-defined]
 
 
@@ -80,7 +86,14 @@ def _call(hook: str) -> None:
 
 
 def watch_exit() -> None:
-    """Registers the exit hooks of the parts with ``atexit``."""
+    """Registers the exit hooks of the parts with ``atexit``.
+
+    ``atexit`` calls functions in the reverse order of their registration. Those of logging,
+    multiprocessing and weakref must come after the parts, because saves log, wait for child
+    processes and hold finalizers. Importing the first two registers them; the first finalizer
+    registers that of weakref.
+    """
+    weakref.finalize(watch_exit, int).detach()
     atexit.register(_call, "at_exit")
 
 

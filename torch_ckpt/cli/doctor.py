@@ -18,13 +18,10 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
-
 from torch_ckpt import _core
 from torch_ckpt._base.formatting import Block, Table, printable, size, text_lines
 from torch_ckpt._base.free_space import free_bytes, require_room
 from torch_ckpt._base.progress import Progress
-from torch_ckpt.api import load, save
 from torch_ckpt.checkpoint.directory import OpenDirectory
 
 #: Thread counts for which bandwidth is measured.
@@ -345,6 +342,10 @@ def _check_locks(directory: str) -> bool:
 
 
 def _measure_bandwidths(directory: str, count: int, direct: bool) -> Iterator[Bandwidth]:
+    import torch
+
+    from torch_ckpt.api import load, save
+
     # Random values, because some file systems compress; one tensor for each thread.
     parts = max(THREADS)
     state = {f"t{n}": torch.empty(count // parts // 8, dtype=torch.int64) for n in range(parts)}

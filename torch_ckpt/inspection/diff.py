@@ -19,6 +19,7 @@ from typing import cast
 import torch
 
 from torch_ckpt._base.progress import Progress, ProgressOption, Reporter
+from torch_ckpt.checkpoint.limits import LEAST_INFLIGHT_BYTES
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.inspection.diff_report import DiffReport, TensorDifference
 from torch_ckpt.inspection.listing import select_names
@@ -33,7 +34,6 @@ from torch_ckpt.inspection.stored_tensors import (
     split_into_boxes,
     widen,
 )
-from torch_ckpt.loading.limits import LEAST_INFLIGHT_BYTES
 from torch_ckpt.loading.reading import Row
 
 # Elements compared in one pass. Keeps the temporaries of a comparison below 64 MiB.

@@ -28,10 +28,10 @@ from torch_ckpt._base.progress import Progress, ProgressOption, Reporter
 from torch_ckpt.checkpoint.coverage import gap_in
 from torch_ckpt.checkpoint.directory import OpenDirectory, share_or_warn
 from torch_ckpt.checkpoint.index import METADATA_NAME, read_index_in
+from torch_ckpt.checkpoint.limits import DEFAULT_THREADS, LEAST_INFLIGHT_BYTES
 from torch_ckpt.checkpoint.locating import open_checkpoint
 from torch_ckpt.checkpoint.step_names import MARKER_NAME, PINNED_NAME, STEP_NAME
 from torch_ckpt.errors import Unsafe
-from torch_ckpt.loading.limits import DEFAULT_THREADS, LEAST_INFLIGHT_BYTES
 
 _METADATA_OF_RANK = re.compile(rf"^__\d+{re.escape(METADATA_NAME)}$")
 

@@ -37,6 +37,7 @@ from torch_ckpt.checkpoint.index import (
     decode_index,
     metadata_bytes_in,
 )
+from torch_ckpt.checkpoint.limits import DEFAULT_THREADS, LEAST_INFLIGHT_BYTES
 from torch_ckpt.checkpoint.locating import open_checkpoint
 from torch_ckpt.checkpoint.metadata import (
     checksum_tables,
@@ -47,7 +48,6 @@ from torch_ckpt.checkpoint.metadata import (
 from torch_ckpt.checkpoint.undecoded import NotDecoded, index_kept, undecoded
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.loading.dtypes import LostPrecision
-from torch_ckpt.loading.limits import DEFAULT_THREADS, LEAST_INFLIGHT_BYTES
 from torch_ckpt.loading.planners import SafePlanner, keeps_default_hooks, require_whole
 from torch_ckpt.loading.reading import (
     ByteRow,

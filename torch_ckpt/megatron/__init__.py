@@ -7,6 +7,7 @@ an asynchronous queue and finalizes on all ranks later replaces its imports by t
 torch_ckpt.nvrx has what nvidia-resiliency-ext does otherwise.
 """
 
+import torch_ckpt._base.supported_torch  # noqa: F401
 from torch_ckpt.megatron.replacement import install, uninstall
 from torch_ckpt.megatron.shapes import (
     AsyncCallsQueue,

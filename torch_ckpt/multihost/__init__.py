@@ -9,6 +9,7 @@ process group's store, so that a rank that is dead or does something else is nam
 place of a hang; tensors go by its collectives. docs/multihost.md has more.
 """
 
+import torch_ckpt._base.supported_torch  # noqa: F401
 from torch_ckpt.multihost.comparison import assert_equal, sync_global_devices
 from torch_ckpt.multihost.layout import global_to_local, local_to_global
 from torch_ckpt.multihost.moving import broadcast_one_to_all, process_allgather

@@ -13,8 +13,8 @@ from torch_ckpt import _C, _core
 from torch_ckpt._base.formatting import MOST_NAMES, some_of
 from torch_ckpt._base.log import LOGGER, warn
 from torch_ckpt.checkpoint.chunks import chunks_here
+from torch_ckpt.checkpoint.limits import LEAST_INFLIGHT_BYTES
 from torch_ckpt.errors import LoadMismatch
-from torch_ckpt.loading.limits import LEAST_INFLIGHT_BYTES
 from torch_ckpt.loading.load import Load, Prepared, StateDict, Strict, T
 from torch_ckpt.loading.reader import require_one_version
 from torch_ckpt.loading.report import LoadReport, ReadMemory

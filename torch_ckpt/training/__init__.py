@@ -7,6 +7,7 @@ for steps, which all ranks write and read. Without ``torch.distributed`` the pro
 Paths are local ones or URLs that fsspec knows.
 """
 
+import torch_ckpt._base.supported_torch  # noqa: F401
 from torch_ckpt.training.checkpoints import load_checkpoint_if_it_exists, save_checkpoint
 from torch_ckpt.training.files import mkdir
 from torch_ckpt.training.graphs import GraphRecorder, save_graph

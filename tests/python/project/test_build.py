@@ -65,19 +65,22 @@ CMake Error at CMakeLists.txt:47 (message):
 _IMPORT = """
 import sys
 sys.meta_path = [f for f in sys.meta_path if "editable" not in f"{f} {f.__module__}"]
-import torch_ckpt
+%s
 """
 
 
-def import_copy(directory: Path) -> subprocess.CompletedProcess[str]:
-    """Imports a copy of the package without its extension from this directory."""
+def import_copy(
+    directory: Path, statement: str, *, is_built: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """Runs an import of a copy of the package in this directory, and expects that it fails."""
+    left_out = () if is_built else ("*.so", "_core.py")
     shutil.copytree(
         REPOSITORY / "torch_ckpt",
         directory / "torch_ckpt",
-        ignore=shutil.ignore_patterns("*.so", "_core.py"),
+        ignore=shutil.ignore_patterns(*left_out),
     )
     done = subprocess.run(
-        [sys.executable, "-c", _IMPORT],
+        [sys.executable, "-c", _IMPORT % statement],
         cwd=directory,
         env={"PATH": "/usr/bin:/bin"},
         capture_output=True,
@@ -88,16 +91,29 @@ def import_copy(directory: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_an_import_of_a_clone_that_is_not_built_says_so(tmp_path: Path) -> None:
-    assert import_copy(tmp_path).stderr.splitlines()[-1] == (
+    assert import_copy(tmp_path, "import torch_ckpt").stderr.splitlines()[-1] == (
         f"ImportError: the extension of torch_ckpt is not built (there is no _core.so in "
         f"{tmp_path}/torch_ckpt): run `make build` in the clone, or `pip install .` and import it "
         "elsewhere"
     )
 
 
-def test_an_import_with_an_old_torch_names_the_supported_versions(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import torch, torch_ckpt",
+        "from torch_ckpt import save",
+        "from torch_ckpt import _C",
+        "import torch_ckpt.saving.writer",
+        "import torch_ckpt.megatron",
+    ],
+)
+def test_an_import_with_an_old_torch_names_the_supported_versions(
+    tmp_path: Path, statement: str
+) -> None:
     (tmp_path / "torch.py").write_text('__version__ = "2.10.1+cpu"\n')
-    assert import_copy(tmp_path).stderr.splitlines()[-1] == (
+    done = import_copy(tmp_path, statement, is_built=True)
+    assert done.stderr.splitlines()[-1] == (
         f"ImportError: torch_ckpt {__version__} supports torch 2.11 to 2.15 and found torch "
         "2.10.1+cpu: run `pip install 'torch>=2.11,<2.16'`, then install torch_ckpt again"
     )
@@ -105,7 +121,7 @@ def test_an_import_with_an_old_torch_names_the_supported_versions(tmp_path: Path
 
 def test_an_import_with_an_untested_torch_warns_and_continues(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text('__version__ = "2.16.0a0+git"\n')
-    error = import_copy(tmp_path).stderr
+    error = import_copy(tmp_path, "import torch, torch_ckpt").stderr
     assert error.count("UserWarning") == 1
     assert "is tested with torch 2.11 to 2.15, not with torch 2.16.0a0+git" in error
     assert error.splitlines()[-1].startswith(

@@ -1,0 +1,64 @@
+"""Commands that need no tensors import neither torch nor numpy, which take seconds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support import save
+
+_RUN = """
+import sys
+from torch_ckpt.cli import main
+try:
+    code = main(sys.argv[1:])
+except SystemExit as exit:
+    code = exit.code
+imported = {"torch", "numpy"} & sys.modules.keys()
+print(code, *sorted(imported), file=sys.stderr)
+"""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("saved")
+    save({"model": {"a": torch.zeros(3), "b": torch.ones(2, 2)}, "step": 4}, path)
+    return path
+
+
+def run(*arguments: str | Path) -> list[str]:
+    """Returns the exit code of a command, and which of torch and numpy it imported."""
+    done = subprocess.run(
+        [sys.executable, "-c", _RUN, *map(str, arguments)], capture_output=True, text=True
+    )
+    return done.stderr.splitlines()[-1].split()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--help"], "0"),
+        (["--version"], "0"),
+        ([], "2"),
+        (["lss"], "2"),
+        (["show", "--help"], "0"),
+        (["convert", "--help"], "0"),
+    ],
+)
+def test_the_command_line_itself_imports_no_torch(arguments: list[str], code: str) -> None:
+    assert run(*arguments) == [code]
+
+
+@pytest.mark.parametrize("command", ["ls", "verify", "explain"])
+def test_a_command_without_tensors_imports_no_torch(command: str, checkpoint: Path) -> None:
+    assert run(command, checkpoint) == ["0"]
+    assert run(command, checkpoint, "--json") == ["0"]
+
+
+@pytest.mark.parametrize("command", ["ls", "verify", "explain", "doctor"])
+def test_an_error_before_any_tensor_is_read_imports_no_torch(command: str, tmp_path: Path) -> None:
+    assert run(command, tmp_path / "missing") == ["2"]

@@ -1,0 +1,97 @@
+"""The public names of torch_ckpt, which import their modules at the first use."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+
+import torch_ckpt
+from tests.house import REPOSITORY
+
+#: Packages whose names are public.
+PACKAGES = ["torch_ckpt", "torch_ckpt.manager"]
+
+
+def imported_for_type_checkers(package: str) -> set[tuple[str, str]]:
+    """Returns (module, name) of the imports below ``if TYPE_CHECKING``."""
+    file = REPOSITORY.joinpath(*package.split("."), "__init__.py")
+    (block,) = (
+        node
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
+    )
+    return {
+        (str(node.module), alias.name)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_lazy_name_is_that_of_the_module_which_type_checkers_see(package: str) -> None:
+    names = imported_for_type_checkers(package)
+    assert names
+    for module, name in names:
+        assert getattr(import_module(package), name) is getattr(import_module(module), name)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_all_and_dir_list_every_lazy_name(package: str) -> None:
+    module = import_module(package)
+    names = {name for _, name in imported_for_type_checkers(package)}
+    assert names <= set(module.__all__) <= set(dir(module))
+
+
+def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="'torch_ckpt' has no attribute 'savee'"):
+        torch_ckpt.savee  # type: ignore[attr-defined]  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("import torch_ckpt", "False"),
+        ("import torch_ckpt; torch_ckpt.Corrupt; torch_ckpt.trim_pool()", "False"),
+        ("import torch_ckpt; torch_ckpt.verify", "False"),
+        ("import torch_ckpt; torch_ckpt.save", "True"),
+        ("import torch_ckpt; torch_ckpt._C", "True"),
+        ("from torch_ckpt import *", "True"),
+    ],
+)
+def test_torch_is_imported_at_the_first_use_of_a_name_that_needs_it(
+    code: str, expected: str
+) -> None:
+    code += "; import sys; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == expected
+
+
+_EXIT_ORDER = """
+import atexit, logging, multiprocessing.util, sys, weakref
+import torch_ckpt
+from torch_ckpt._base.life_cycle import Part, register
+import torch
+
+class Object:
+    pass
+
+kept = Object()
+weakref.finalize(kept, print, "finalizer")
+multiprocessing.util.Finalize(None, print, ("multiprocessing",), exitpriority=0)
+logging.getLogger().addHandler(handler := logging.StreamHandler())
+handler.close = lambda: print("logging")
+atexit.register(print, "registered by the program")
+register(Part.CALLS, at_exit=lambda: print("torch_ckpt"))
+"""
+
+
+def test_saves_end_before_what_they_need_also_if_torch_is_imported_later() -> None:
+    done = subprocess.run([sys.executable, "-c", _EXIT_ORDER], capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    assert lines[:2] == ["registered by the program", "torch_ckpt"]
+    assert set(lines[2:]) == {"finalizer", "multiprocessing", "logging"}
