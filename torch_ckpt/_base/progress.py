@@ -127,11 +127,11 @@ class ProgressBar:
 
 
 def _shorten(text: str, length: int) -> str:
-    """Replaces the middle of a text by an ellipsis if it is longer than ``length``."""
+    """Replaces the middle of a text by "..." if it is longer than ``length``."""
     if len(text) <= length:
         return text
     end = length // 2
-    return f"{text[: length - end - 1]}…{text[len(text) - end :]}"
+    return f"{text[: length - end - 3]}...{text[len(text) - end :]}"
 
 
 def _draw_bar(share: float) -> str:

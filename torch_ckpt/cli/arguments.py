@@ -334,8 +334,8 @@ def build_parser() -> argparse.ArgumentParser:
         "torch.save file, a safetensors file, or a directory of safetensors files with an index. "
         "The name of TARGET selects its format: *.safetensors; *.pt, *.pth or *.bin for "
         "torch.save; otherwise a checkpoint directory, or, with --max-shard-size or --config, a "
-        "directory of safetensors files. Exits with 2 if the conversion fails; nothing is left at "
-        "TARGET then.",
+        "directory of safetensors files. Exits with 2 if the conversion fails; an "
+        "existing TARGET is kept then, and a new one is removed.",
     )
     convert.add_argument(
         "source", type=_parse_local_path, metavar="SOURCE", help="the model to convert"

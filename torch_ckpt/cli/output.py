@@ -1,24 +1,21 @@
-"""Prints reports: plain text on pipes; on terminals tables that fit, and colours if rich is there.
+"""Prints reports: plain text on pipes; on terminals, tables that fit and colours.
 
-The optional package ``rich`` is imported only if stdout is a terminal.
+Colours need the optional package ``rich``. It is imported only if stdout is a terminal.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch_ckpt._base.formatting import Block, Table, printable, text_lines
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.text import Text
 
 # Other columns are left out before a left-aligned column is made narrower than this.
 _LEAST_WIDTH = 24
@@ -28,30 +25,24 @@ _GAP = 2
 # Before the continuation of a wrapped cell.
 _INDENT = "  "
 
-# A cell is wrapped after one of the first, or else after one of the second.
+# Separators after which a cell is wrapped, the preferred ones first.
 _SEPARATORS = ("./, ", "_")
 
-_CELL_STYLES = {
-    "ok": "green",
-    "yes": "green",
-    "unreferenced": "yellow",
-    "missing": "red",
-    "too short": "red",
-    "unreadable": "red",
-}
-
-# The styles of parts of a line: its label and its verdict.
-_LINE_STYLES = {
+# The styles of the labels and verdicts of lines, and of the states in tables.
+_STYLES = {
     r"^(damaged|missing|incomplete)(?=: )": "red",
     r"(?<=: )([0-9]+ \w+ (damaged|missing|incomplete|not read)(, )?)+$": "red",
     r"(?<=: )fails(?= \()": "red",
     r"(?<= are )different\b.*(?=: )": "red",
+    r"(?<=  )(missing|too short|unreadable)$": "red",
     r"^(not read|not part of the checkpoint|not verifiable[^:]*)(?=: )": "yellow",
     r"^(note|in use|not removed|unfinished)(?=: )": "yellow",
     r"(?<=: )unknown(?= \()": "yellow",
+    r"(?<=  )unreferenced$": "yellow",
     r"(?<=: )(all is sound|nothing is wrong, .*)$": "green",
     r"(?<=: )holds(?= \()": "green",
     r"(?<= are )equal\b.*(?=: )": "green",
+    r"(?<=  )(ok$|yes(?=  ))": "green",
     r"^\(narrow terminal, .*": "dim",
 }
 
@@ -77,19 +68,33 @@ def print_error(text: str) -> None:
 def print_blocks(blocks: Iterable[Block]) -> None:
     """Prints the lines and tables of a report."""
     if not sys.stdout.isatty():
-        for line in text_lines(blocks):
-            print(line)
+        _print_plain(blocks)
         return
     fitted = _fit_all(blocks, shutil.get_terminal_size().columns)
     try:
-        from rich.console import Console
+        _print_styled(fitted)
     except ImportError:
-        for line in text_lines(fitted):
-            print(line)
-        return
-    console = Console(file=sys.stdout, soft_wrap=True, highlight=False)
-    for block in fitted:
-        console.print(_style_table(block) if isinstance(block, Table) else _style_line(block))
+        _print_plain(fitted)
+
+
+def _print_plain(blocks: Iterable[Block]) -> None:
+    for line in text_lines(blocks):
+        print(line)
+
+
+def _print_styled(blocks: Iterable[Block]) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    # One text for all lines: rich takes a millisecond for each row of its own tables.
+    text = Text()
+    for block in blocks:
+        header, *rows = text_lines([block])
+        text.append(header, "bold" if isinstance(block, Table) else "")
+        text.append("".join(f"\n{row}" for row in rows) + "\n")
+    for pattern, style in _STYLES.items():
+        text.highlight_regex(re.compile(pattern, re.MULTILINE), style)
+    Console(file=sys.stdout, soft_wrap=True, highlight=False).print(text, end="")
 
 
 def _fit_all(blocks: Iterable[Block], width: int) -> Iterator[Block]:
@@ -169,26 +174,3 @@ def _wrap(cell: str, width: int) -> list[str]:
         lines.append(cell[:end].rstrip())
         cell = _INDENT + cell[end:].lstrip()
     return [*lines, cell]
-
-
-def _style_table(table: Table) -> RenderableType:
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
-    styled = RichTable(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
-    for title in table.header:
-        styled.add_column(
-            Text(title), justify="right" if title in table.right else "left", no_wrap=True
-        )
-    for row in table.rows:
-        styled.add_row(*(Text(cell, style=_CELL_STYLES.get(cell, "")) for cell in row))
-    return styled
-
-
-def _style_line(line: str) -> Text:
-    from rich.text import Text
-
-    text = Text(line)
-    for pattern, style in _LINE_STYLES.items():
-        text.highlight_regex(pattern, style)
-    return text

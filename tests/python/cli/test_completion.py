@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import select
 import shlex
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -82,3 +86,38 @@ def test_fish_completes_commands_and_options() -> None:
         ["fish", "--no-config", "-c", code], capture_output=True, text=True, check=True
     )
     assert [line.split("\t")[0] for line in done.stdout.splitlines()] == ["verify", "max", "min"]
+
+
+def test_zsh_completes_commands_and_options(tmp_path: Path) -> None:
+    if shutil.which("zsh") is None:
+        pytest.skip("zsh is not installed")
+    (tmp_path / "script").write_text(completion_script(build_parser(), "zsh"))
+    terminal, device = pty.openpty()
+    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "TERM": "dumb"}
+    process = subprocess.Popen(
+        ["zsh", "-f", "-i"],
+        stdin=device,
+        stdout=device,
+        stderr=device,
+        cwd=tmp_path,
+        env=environment,
+        start_new_session=True,
+    )
+    os.close(device)
+
+    def type_until(text: str, expected: str) -> None:
+        os.write(terminal, text.encode())
+        output = ""
+        while expected not in output:
+            assert select.select([terminal], [], [], 60)[0], output
+            output += os.read(terminal, 1 << 16).decode()
+
+    try:
+        loading = "autoload -Uz compinit; compinit -u -D; source ./script; echo loa''ded\n"
+        type_until(loading, "loaded")
+        type_until("torch-ckpt ver\t", "verify ")
+        type_until("x --thr\t", "--threads ")
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)

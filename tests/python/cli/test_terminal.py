@@ -12,11 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import torch_ckpt
 from tests.support import data_files, save
 from tests.terminals import run_in_terminal, visible
 from torch_ckpt import cli
 from torch_ckpt._base.formatting import Table
 from torch_ckpt.cli.output import fit_table
+from torch_ckpt.steps import LocalSteps
 
 LONG = "model.layers.10.self_attention.query_projection.weight"
 
@@ -120,6 +122,7 @@ def test_states_are_coloured(
     code, output = run_in_terminal(monkeypatch, ["ls", str(tmp_path), "--files"])
     assert code == 1
     assert "\x1b[31mmissing" in output
+    assert "\x1b[1mFILE " in output
 
 
 def test_no_color_turns_colours_off(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> None:
@@ -155,8 +158,23 @@ def test_a_long_command_shows_progress_and_erases_it(
     code, output = run_in_terminal(monkeypatch, arguments[command])
     assert code == 0
     drawings, _, report = output.rpartition("\r\x1b[K")
-    assert "% of 4.8 kB" in drawings or "% of " in drawings
+    assert "% of " in drawings
     assert "% of " not in report
+
+
+def test_deletions_and_measurements_show_progress(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for step in (1, 2, 3, 4):
+        writer = LocalSteps(tmp_path).writer(step, attempt="0123abcd", marker=dict)
+        torch_ckpt.save({"t": torch.ones(100)}, storage_writer=writer, no_dist=True)
+    for title, arguments in (
+        ("delete", ["delete", str(tmp_path), "1"]),
+        ("delete", ["gc", str(tmp_path), "--keep-last", "1"]),
+        ("measure", ["doctor", str(tmp_path), "--size", "1MiB"]),
+    ):
+        _, output = run_in_terminal(monkeypatch, arguments)
+        assert f"{title}: " in output.split("% of ")[0]
 
 
 def test_json_and_findings_only_show_no_progress(
