@@ -36,7 +36,7 @@ from torch_ckpt.manager import intervals
 from torch_ckpt.multihost import RanksDisagree
 from torch_ckpt.saving.events import Event
 from torch_ckpt.state.app_state import PerRank
-from torch_ckpt.steps import local
+from torch_ckpt.steps import local_writer
 
 # After which a rank that does not come is given up.
 SHORT = 2.0
@@ -114,13 +114,13 @@ def case_a_rank_at_another_step_is_told(launch: Launch) -> None:
 
 def case_a_busy_save_is_skipped_on_all_ranks(launch: Launch) -> None:
     gate = Gate()
-    commit = local._StepWriter.commit
+    commit = local_writer.StepWriter.commit
 
     def commit_later(self: Any, data: bytes, files: set[str]) -> None:
         gate()
         commit(self, data, files)
 
-    local._StepWriter.commit = commit_later  # type: ignore[method-assign]
+    local_writer.StepWriter.commit = commit_later  # type: ignore[method-assign]
     try:
         with manager_of(launch, if_busy="skip") as made:
             assert saved(launch, made, [1, 2, 3]) == [1]
@@ -131,7 +131,7 @@ def case_a_busy_save_is_skipped_on_all_ranks(launch: Launch) -> None:
             assert saved(launch, made, [4]) == [4]
     finally:
         gate.open()
-        local._StepWriter.commit = commit  # type: ignore[method-assign]
+        local_writer.StepWriter.commit = commit  # type: ignore[method-assign]
     dist.barrier()
     assert made.all_steps() == [1, 4]
 
@@ -192,17 +192,17 @@ def case_with_a_deadline_the_last_save_is_complete_on_all_ranks(launch: Launch) 
 @contextmanager
 def broken_on(launch: Launch, ranks: set[int]) -> Iterator[None]:
     """These ranks cannot write data."""
-    write_values = local._StepWriter.write_values
+    write_values = local_writer.StepWriter.write_values
 
     def fail(self: Any, *_: object, **__: object) -> Any:
         raise OSError(EIO, "the disk is broken", str(self.path))
 
     if launch.rank in ranks:
-        local._StepWriter.write_values = fail  # type: ignore[method-assign]
+        local_writer.StepWriter.write_values = fail  # type: ignore[method-assign]
     try:
         yield
     finally:
-        local._StepWriter.write_values = write_values  # type: ignore[method-assign]
+        local_writer.StepWriter.write_values = write_values  # type: ignore[method-assign]
 
 
 def case_one_ranks_failure_reaches_all_and_is_raised_once(launch: Launch) -> None:
@@ -236,18 +236,18 @@ def case_training_goes_on_without_a_save_that_one_rank_failed(launch: Launch) ->
 
 
 def case_a_commit_that_fails_reaches_all_ranks(launch: Launch) -> None:
-    write_marker = local.write_marker
+    write_marker = local_writer.write_marker
 
     def fail(directory: str, *_: object) -> None:
         raise OSError(EIO, "no marker today", directory)
 
     with manager_of(launch) as made:
-        local.write_marker = fail
+        local_writer.write_marker = fail
         try:
             made.save(1, state_of(launch, 1))
             causes = failures_of(made.wait_until_finished)
         finally:
-            local.write_marker = write_marker
+            local_writer.write_marker = write_marker
         assert [type(cause) for cause in causes.values()] == [NotCommitted]
         assert list(causes) == [0]
         dist.barrier()

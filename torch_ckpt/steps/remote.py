@@ -21,34 +21,29 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch.distributed.checkpoint.metadata import Metadata
-
-from torch_ckpt._base.life_cycle import before_thread_pools_end
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt._base.options import names_of
-from torch_ckpt.api import load
 from torch_ckpt.checkpoint.files import lies_beneath
 from torch_ckpt.checkpoint.index import METADATA_NAME
 from torch_ckpt.checkpoint.step_names import MARKER_NAME, PINNED_NAME, STEP_NAME, step_name
 from torch_ckpt.inspection.verify import VerifyReport, verify
-from torch_ckpt.loading.report import LoadReport
-from torch_ckpt.saving.running_saves import join_saves
-from torch_ckpt.saving.writer import FileSystemWriter
+from torch_ckpt.steps.busy import DELETED_NAME, busy
 from torch_ckpt.steps.marker import MOST_MARKER_BYTES, parsed_marker
 from torch_ckpt.steps.remote_files import RemoteFile, RemoteFiles, age, require_staging_room
-from torch_ckpt.steps.remote_reader import RemoteReader
-from torch_ckpt.steps.remote_writer import DELETED_NAME, RemoteWriter, busy
 from torch_ckpt.steps.store import StepInfo, StepStore, info_of
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    from torch_ckpt.loading.report import LoadReport
+    from torch_ckpt.saving.writer import FileSystemWriter
 
 #: Age of the newest file, in seconds, after which a step without a marker counts as a leftover.
 LEFTOVER_SECONDS = 3600.0
 
 _OWN_NAMES = {METADATA_NAME, MARKER_NAME, PINNED_NAME, DELETED_NAME}
-
-# fsspec's file systems resolve host names in a thread pool, so saves must end before it does.
-before_thread_pools_end(join_saves)
 
 
 class RemoteSteps(StepStore):
@@ -144,11 +139,16 @@ class RemoteSteps(StepStore):
         """See :meth:`StepStore.writer`. Ignores ``attempt``, since file names are unique without
         it. Checks the free space of the staging directory only, since remote file systems do not
         report theirs."""
+        from torch_ckpt.steps.remote_writer import RemoteWriter
+
         return RemoteWriter(
             self._files.below(step_name(step)), step, self._staging_dir, overwrite, marker, options
         )
 
     def load(self, step: int, state_dict: dict[str, Any], **options: Any) -> LoadReport | None:
+        from torch_ckpt.api import load
+        from torch_ckpt.steps.remote_reader import RemoteReader
+
         load_options = {name: options.pop(name) for name in names_of(load) & options.keys()}
         files = self._files.below(step_name(step))
         reader = RemoteReader(files, self._staging_dir, **options)
@@ -159,6 +159,8 @@ class RemoteSteps(StepStore):
             busy.end(files.url)
 
     def metadata(self, step: int) -> Metadata:
+        from torch_ckpt.steps.remote_reader import RemoteReader
+
         reader = RemoteReader(self._files.below(step_name(step)), self._staging_dir)
         try:
             return reader.read_metadata()

@@ -20,13 +20,10 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-import threading
 import time
 import uuid
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from errno import EEXIST
 from pathlib import Path
 from typing import Any
@@ -34,66 +31,21 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 
-from torch_ckpt import _core
+from torch_ckpt._base.life_cycle import before_thread_pools_end
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt.checkpoint.index import METADATA_NAME
 from torch_ckpt.checkpoint.step_names import MARKER_NAME, PINNED_NAME
 from torch_ckpt.errors import CheckpointError, NotCommitted
 from torch_ckpt.saving.items import Written
 from torch_ckpt.saving.rank_write import RankWrite
+from torch_ckpt.saving.running_saves import join_saves
 from torch_ckpt.saving.writer import FileSystemWriter
+from torch_ckpt.steps.busy import DELETED_NAME, busy
 from torch_ckpt.steps.marker import encoded_marker
 from torch_ckpt.steps.remote_files import RemoteFiles, require_staging_room
 
-#: A file that marks a step as deleted, so that an interrupted deletion can be completed later.
-DELETED_NAME = "deleted"
-
-
-class BusySteps:
-    """The steps that this process saves, loads or removes, by URL. Thread-safe.
-
-    A removal excludes all other users: saves and loads of the step wait until it has ended.
-    """
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._users: Counter[str] = Counter()
-        self._reserved: set[str] = set()
-
-    def __contains__(self, url: str) -> bool:
-        return self._users[url] > 0
-
-    def begin(self, url: str) -> None:
-        def is_free() -> bool:
-            if url in self._reserved:
-                _core.fault_point("wait for the removal of a step", url)
-            return url not in self._reserved
-
-        with self._changed:
-            self._changed.wait_for(is_free)
-            self._users[url] += 1
-
-    def end(self, url: str) -> None:
-        with self._changed:
-            self._users[url] -= 1
-
-    @contextmanager
-    def reserved(self, url: str) -> Iterator[bool]:
-        """Reserves a step for removal during a block. Yields False if the step has other users."""
-        with self._changed:
-            is_free = url not in self and url not in self._reserved
-            if is_free:
-                self._reserved.add(url)
-        try:
-            yield is_free
-        finally:
-            if is_free:
-                with self._changed:
-                    self._reserved.discard(url)
-                    self._changed.notify_all()
-
-
-busy = BusySteps()
+# fsspec's file systems resolve host names in a thread pool, so saves must end before it does.
+before_thread_pools_end(join_saves)
 
 
 class RemoteWriter(FileSystemWriter):

@@ -6,14 +6,16 @@ import abc
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
-
-from torch.distributed.checkpoint.metadata import Metadata
+from typing import TYPE_CHECKING, Any
 
 from torch_ckpt.checkpoint.step_names import STEP_NAME
-from torch_ckpt.inspection.verify import VerifyReport
-from torch_ckpt.loading.report import LoadReport
-from torch_ckpt.saving.writer import FileSystemWriter
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    from torch_ckpt.inspection.verify import VerifyReport
+    from torch_ckpt.loading.report import LoadReport
+    from torch_ckpt.saving.writer import FileSystemWriter
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,23 @@ def test_a_command_without_tensors_imports_no_torch(command: str, checkpoint: Pa
     assert run(command, checkpoint, "--json") == ["0"]
 
 
-@pytest.mark.parametrize("command", ["ls", "verify", "explain", "doctor"])
+@pytest.mark.parametrize("url", ["{}", "file://{}", "memory://{}"])
+def test_listing_and_deleting_steps_imports_no_torch(url: str, tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        path = tmp_path / f"{step:010d}"
+        path.mkdir()
+        (path / "write_completed").write_text("{}")
+    root = url.format(tmp_path)
+    for command in (
+        ["steps"],
+        ["pin", "1"],
+        ["gc", "--keep-last", "1"],
+        ["delete", "--force", "3"],
+    ):
+        code = "2" if url.startswith("memory") else "0"
+        assert run(command[0], root, *command[1:]) == [code], command
+
+
+@pytest.mark.parametrize("command", ["ls", "verify", "explain", "doctor", "steps"])
 def test_an_error_before_any_tensor_is_read_imports_no_torch(command: str, tmp_path: Path) -> None:
     assert run(command, tmp_path / "missing") == ["2"]

@@ -25,8 +25,8 @@ from tests.remote_steps import (
 from tests.remote_stores import hooked, hooked_url
 from tests.support import assert_equal
 from torch_ckpt.steps import MARKER_NAME
+from torch_ckpt.steps.busy import busy
 from torch_ckpt.steps.remote import RemoteSteps
-from torch_ckpt.steps.remote_writer import busy
 from torch_ckpt.training import load_checkpoint_if_it_exists, save_checkpoint
 
 

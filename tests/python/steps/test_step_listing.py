@@ -17,7 +17,7 @@ from tests.local_steps import ATTEMPT, listed, names, saved, state, unfinished, 
 from tests.support import assert_equal, data_files
 from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.steps import MARKER_NAME, PINNED_NAME, LocalSteps, StepInfo, open_steps, step_name
-from torch_ckpt.steps.local import name_for_deletion
+from torch_ckpt.steps.step_directory import name_for_deletion
 
 
 @pytest.fixture
