@@ -212,6 +212,15 @@ def suggest_command(parser: argparse.ArgumentParser, name: str) -> str:
     return f"unknown command {name!r}; {hint}"
 
 
+def suggest_option(command: argparse.ArgumentParser, word: str) -> str:
+    """Names the option of a command that is closest to a misspelled one; "" if none is close."""
+    if not word.startswith("--"):
+        return ""
+    options = [option[2:] for action in command._actions for option in action.option_strings]
+    close = difflib.get_close_matches(word[2:].partition("=")[0], options, n=1)
+    return f"; did you mean --{close[0]}?" if close else ""
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Builds the parser. Each command is a subparser whose default ``run`` is its function."""
     parser = argparse.ArgumentParser(
@@ -227,7 +236,7 @@ def build_parser() -> argparse.ArgumentParser:
         name: str, run: Command, help: str, description: str
     ) -> argparse.ArgumentParser:
         subparser = subparsers.add_parser(name, help=help, description=description)
-        subparser.set_defaults(run=run)
+        subparser.set_defaults(run=run, command=subparser)
         return subparser
 
     steps = add_command(

@@ -13,7 +13,13 @@ import sys
 from collections.abc import Sequence
 
 from torch_ckpt._base.formatting import sentence
-from torch_ckpt.cli.arguments import Command, build_parser, overview, suggest_command
+from torch_ckpt.cli.arguments import (
+    Command,
+    build_parser,
+    overview,
+    suggest_command,
+    suggest_option,
+)
 from torch_ckpt.cli.exit_codes import ExitCode
 from torch_ckpt.cli.output import print_error
 from torch_ckpt.errors import CheckpointError
@@ -66,7 +72,8 @@ def _parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Nam
         arguments.names = [word for word in rest if not word.startswith("-")]
         rest = [word for word in rest if word.startswith("-")]
     if rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        command: argparse.ArgumentParser = arguments.command
+        command.error(f"unrecognized arguments: {' '.join(rest)}{suggest_option(command, rest[0])}")
     return arguments
 
 

@@ -118,14 +118,25 @@ def test_a_misspelled_command_is_an_error_with_a_suggestion(
     assert f"unknown command {word!r}; {hint}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["ls", "x", "--wrong"], ["steps", "x", "y"]], ids=" ".join)
-def test_unknown_arguments_are_an_error(
-    capsys: pytest.CaptureFixture[str], arguments: list[str]
+@pytest.mark.parametrize(
+    ("arguments", "command", "error"),
+    [
+        (["ls", "x", "--wrong"], "ls", "--wrong"),
+        (["--wrong", "ls", "x"], "ls", "--wrong"),
+        (["steps", "x", "y"], "steps", "y"),
+        (["verify", "x", "--quite"], "verify", "--quite; did you mean --quiet?"),
+        (["gc", "x", "--keep-lst=3"], "gc", "--keep-lst=3; did you mean --keep-last?"),
+    ],
+)
+def test_an_unknown_argument_is_an_error_with_a_suggestion(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], command: str, error: str
 ) -> None:
     with pytest.raises(SystemExit) as exit_:
         cli.main(arguments)
     assert exit_.value.code == ExitCode.ERROR
-    assert f"unrecognized arguments: {arguments[-1]}" in capsys.readouterr().err
+    text = capsys.readouterr().err
+    assert text.startswith(f"usage: torch-ckpt {command} ")
+    assert text.endswith(f"unrecognized arguments: {error}\n")
 
 
 def test_names_may_follow_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
