@@ -75,7 +75,3 @@ def _parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Nam
         command: argparse.ArgumentParser = arguments.command
         command.error(f"unrecognized arguments: {' '.join(rest)}{suggest_option(command, rest[0])}")
     return arguments
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -320,13 +320,13 @@ def test_the_command_refuses_in_one_sentence(
     ("text", "count"), [("5GB", 5 * 10**9), ("1.5 MiB", 3 << 19), ("800", 800), ("2k", 2000)]
 )
 def test_sizes_are_read_in_the_usual_units(text: str, count: int) -> None:
-    assert arguments._bytes(text) == count
+    assert arguments._parse_size(text) == count
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-1", "0", "1e9", "5 bytes"])
 def test_invalid_sizes_are_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
-        arguments._bytes(text)
+        arguments._parse_size(text)
 
 
 def test_a_report_escapes_control_characters(tmp_path: Path) -> None:
