@@ -58,11 +58,13 @@ $(VENV)/.ready: scripts/setup.sh pyproject.toml
 	$(TIMED) environment scripts/setup.sh "$(PYTHON)" "$(VENV)" "$(TORCH_VERSION)"
 	touch $@
 
-lint: build ## formatting, clang-tidy's short list on what changed, ruff, mypy --strict
+lint: build ## formatting, clang-tidy's short list on what changed, ruff, mypy --strict, stubs
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(TIMED) mypy $(BIN)/mypy
+	$(TIMED) stubtest $(BIN)/python -c 'import runpy, torch; runpy.run_module("mypy.stubtest", run_name="__main__")' \
+	  --allowlist scripts/stubtest_allowlist.txt torch_ckpt._C torch_ckpt._core
 	$(TIMED) clang-tidy scripts/tidy.sh "$(LINT_SINCE)"
 
 format: $(VENV)/.ready ## write the formatting that lint asks for
