@@ -58,7 +58,6 @@ def imports(package: Path) -> Graph:
     root = package.name
     files = {_module_of(path, package.parent): path for path in package.rglob("*.py")}
     extensions = tuple(f"{root}.{name}" for name in EXTENSIONS)
-    files = {name: path for name, path in files.items() if name not in extensions}
     graph: Graph = {}
     for name, path in files.items():
         tree = ast.parse(path.read_text())

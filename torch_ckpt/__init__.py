@@ -18,7 +18,7 @@ if "torch" in sys.modules:
 try:
     import torch_ckpt._core  # noqa: F401
 except ModuleNotFoundError as error:
-    if error.name not in ("torch_ckpt._C", "torch_ckpt._core"):
+    if error.name != "torch_ckpt._core":
         raise
     raise ImportError(
         f"the extension of torch_ckpt is not built (there is no _core.so in {__path__[0]}): run "

@@ -88,8 +88,17 @@ def explain_checkpoint(arguments: argparse.Namespace) -> ExitCode:
     return ExitCode.SUCCESS
 
 
+def _require_checkpoints(*paths: str) -> None:
+    """Reports a path without a checkpoint before torch is imported, which takes seconds."""
+    from torch_ckpt.checkpoint.locating import open_checkpoint
+
+    for path in paths:
+        open_checkpoint(path).close()
+
+
 def show_checkpoint(arguments: argparse.Namespace) -> ExitCode:
     """Shows values of tensors and objects; FINDING if some are damaged."""
+    _require_checkpoints(arguments.directory)
     from torch_ckpt.inspection.show import show
 
     with _progress_bar(arguments, "show") as progress:
@@ -124,6 +133,7 @@ def verify_checkpoint(arguments: argparse.Namespace) -> ExitCode:
 
 def diff_checkpoints(arguments: argparse.Namespace) -> ExitCode:
     """Compares two checkpoints; FINDING if they differ."""
+    _require_checkpoints(arguments.a, arguments.b)
     from torch_ckpt.inspection.diff import diff
 
     with _progress_bar(arguments, "compare") as progress:

@@ -76,6 +76,12 @@ def test_listing_and_deleting_steps_imports_no_torch(url: str, tmp_path: Path) -
         assert run(command[0], root, *command[1:]) == [code], command
 
 
-@pytest.mark.parametrize("command", ["ls", "verify", "explain", "doctor", "steps"])
+@pytest.mark.parametrize("command", ["ls", "verify", "explain", "show", "doctor", "steps"])
 def test_an_error_before_any_tensor_is_read_imports_no_torch(command: str, tmp_path: Path) -> None:
     assert run(command, tmp_path / "missing") == ["2"]
+
+
+def test_a_missing_side_of_a_comparison_is_found_without_torch(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    assert run("diff", checkpoint, tmp_path / "missing") == ["2"]
