@@ -115,7 +115,7 @@ py-tsan: $(VENV)/.ready ## a part of pytest with the extension under ThreadSanit
 	  -DTORCH_CKPT_CUDA=OFF -DCMAKE_BUILD_TYPE=RelWithDebInfo -DPYTHON_EXECUTABLE=$(abspath $(BIN))/python \
 	  -DCMAKE_INSTALL_PREFIX=$(abspath $(TSAN))/package/torch_ckpt
 	cmake --build $(TSAN)
-	rm -rf $(TSAN)/package && cp -r torch_ckpt $(TSAN)/tree && mkdir $(TSAN)/package && mv $(TSAN)/tree $(TSAN)/package/torch_ckpt
+	rm -rf $(TSAN)/package && cp -r torch_ckpt $(TSAN)/tree && mkdir $(TSAN)/package && mv $(TSAN)/tree $(TSAN)/package/torch_ckpt && rm -f $(TSAN)/package/torch_ckpt/*.so
 	cmake --install $(TSAN)
 	LD_PRELOAD=$$(g++ -print-file-name=libtsan.so) \
 	  TSAN_OPTIONS="ignore_noninstrumented_modules=1 halt_on_error=1 report_signal_unsafe=0 die_after_fork=0" \
