@@ -42,7 +42,9 @@ ENVIRONMENT = {
 #: What nearly all children need. Optimizers import the compiler.
 MODULES = (
     *("torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"),
-    *("torch_ckpt", "torch_ckpt.megatron", "pytest", "tests.support", "tests.distributed.launcher"),
+    *("torch_ckpt.api", "torch_ckpt.manager.async_checkpoint", "torch_ckpt.manager.manager"),
+    *("torch_ckpt.conversion.convert", "torch_ckpt.inspection.diff", "torch_ckpt.inspection.show"),
+    *("torch_ckpt.megatron", "pytest", "tests.support", "tests.distributed.launcher"),
 )
 
 #: Nothing here takes long. What takes longer hangs.

@@ -164,7 +164,7 @@ class Server:
         self._block = _Block.from_buffer(mmap.mmap(memory, ctypes.sizeof(_Block)))
         block = f"/proc/{os.getpid()}/fd/{memory}"
         # No more than saves need: a larger process takes longer to fork.
-        modules = ("torch", "torch.distributed.checkpoint", "torch_ckpt")
+        modules = ("torch", "torch.distributed.checkpoint", "torch_ckpt.api")
         environment = {"LD_PRELOAD": str(library), "SHIM_BLOCK": block}
         self._server = forked.Server(modules, environment)
         os.close(memory)
