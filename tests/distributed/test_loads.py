@@ -558,7 +558,7 @@ def case_freeing_needs_the_same_stateful_values_on_all_ranks(launch: Launch) -> 
         state["b"] = Collective(launch)
     causes = failure_of(launch, lambda: by_load(state, path, free_before_read=True))
     assert "same keys of values with a state on all ranks" in str(causes[0])
-    assert "rank 1 ['a', 'b']" in str(causes[0])
+    assert "rank 1 has ['a', 'b']" in str(causes[0])
     others: StateDict = {"a": Collective(launch)}
     if launch.rank == 1:
         others["c"] = torch.zeros(1)
