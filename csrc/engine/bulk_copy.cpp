@@ -16,12 +16,12 @@
 namespace torch_ckpt::engine {
 namespace {
 
-// Several blocks for each thread, so that the last ones do not wait for one; large enough that
-// their pages are huge ones.
+// Small enough that each thread copies several blocks, so that all threads end at about the same
+// time; large enough for huge pages.
 constexpr std::uint64_t kBlockBytes = std::uint64_t{64} << 20;
 constexpr std::uint64_t kAlignment = 64;
 
-// Copies that share memory: sources [first, last).
+// Sources [first, last), whose copies share a chunk.
 struct Block {
   std::size_t first = 0;
   std::size_t last = 0;
@@ -47,7 +47,7 @@ Result<> copy_block(staging::ChunkPool& pool, std::span<const staging::Source> s
   if (!taken) return taken.error();
   const std::shared_ptr<staging::Chunk> memory(
       taken->release(), [&pool, process = os::ProcessMark()](staging::Chunk* chunk) {
-        // A forked child does not have the memory, and may have other memory in its place.
+        // A forked child does not have this memory; another mapping may have its address there.
         if (process.inherited()) return;
         pool.give_back(std::unique_ptr<staging::Chunk>(chunk));
       });
@@ -69,7 +69,7 @@ Result<std::vector<PooledCopy>> copy_to_pool(Context& context,
   std::vector<PooledCopy> copies(sources.size());
   const std::size_t threads =
       std::min<std::size_t>(blocks.size(), std::max(1U, std::thread::hardware_concurrency()));
-  if (auto there = context.executor.need_threads({}, 0); !there) return there.error();
+  if (auto ensured = context.executor.ensure_threads({}, 0); !ensured) return ensured.error();
   std::atomic<std::size_t> next{0};
   FirstFailure<> failure;
   std::latch done(static_cast<std::ptrdiff_t>(threads));
@@ -90,7 +90,7 @@ Result<std::vector<PooledCopy>> copy_to_pool(Context& context,
         done.count_down();
       });
     } catch (...) {
-      // Those before it use what is here.
+      // Tasks that were posted before this one use local variables, so wait for them.
       failure.set(exception_error(std::current_exception(), "copy"));
       done.count_down();
     }

@@ -12,15 +12,15 @@
 
 namespace torch_ckpt::engine {
 
-/// Where a copy lies, and what keeps it there: the memory goes back to the chunk pool with the last
-/// owner, whose pool outlives it.
+/// A copy and the memory that holds it. The memory returns to the chunk pool with its last owner,
+/// so the pool must outlive all copies.
 struct PooledCopy {
   std::byte* address = nullptr;
   std::shared_ptr<staging::Chunk> memory;
 };
 
-/// Copies sources from host memory into memory of the context's chunk pool, by several threads, and
-/// waits for them. Copies are aligned to 64 bytes; small ones share memory.
+/// Copies sources in host memory into memory of the context's chunk pool, on several threads, and
+/// waits until all are copied. Copies are aligned to 64 bytes; small ones share a chunk.
 Result<std::vector<PooledCopy>> copy_to_pool(Context& context,
                                              std::span<const staging::Source> sources);
 

@@ -6,15 +6,15 @@
 
 namespace torch_ckpt::engine {
 
-// What saves and loads share: threads, the memory they stage in, and what they have to tell. Who
-// starts a session passes it, and it outlives the session.
+// Resources that saves and loads share: thread pools, staging memory and pending warnings. The
+// caller passes a context to each session that it starts; the context outlives the session.
 struct Context {
   Warnings warnings;
   staging::ChunkPool chunks;
   Executor executor{warnings};
 
-  /// That of all sessions of this process; made lazily, and anew in a forked child, which has none
-  /// of its parent's threads. It lives until the process ends.
+  /// The context of this process, created on first use. It lives until the process ends. A forked
+  /// child gets a new one, since it has none of its parent's threads.
   static Context& process();
 };
 

@@ -14,9 +14,9 @@
 
 namespace torch_ckpt::engine {
 
-// The data files of a session that reads: each is opened beneath the directory by the first of its
-// units and closed after the last, so that a checkpoint of many files never has more than a few of
-// them open. acquire() and release() may be called by several threads at once.
+// The data files that a session reads. Each file is opened for its first read unit and closed after
+// its last, so that only a few files of a large checkpoint are open at any time. acquire() and
+// release() may be called by several threads at once.
 class DataFiles {
  public:
   DataFiles(os::Directory directory, std::vector<std::string> names, DirectIo direct_io)
@@ -27,14 +27,16 @@ class DataFiles {
 
   std::string path(std::size_t file) const { return directory_.path_of(names_[file]); }
 
-  /// Before the first acquire(), once for each unit that will release().
+  /// Counts one more unit that will call release(). Call this before the first acquire().
   void expect_unit(std::size_t file) { ++files_[file].units_left; }
 
+  /// Opens the file unless it is open already.
   Result<std::shared_ptr<DataFile>> acquire(std::size_t file);
-  /// After the last unit: threads may hold on to the session a little longer, but not to this.
-  void close_directory() { directory_.close(); }
-  /// After a unit, which no longer holds what it acquired.
+  /// Ends a unit. The caller has dropped the file that it acquired.
   void release(std::size_t file);
+  /// Closes the directory after the last unit. Threads may keep the session alive a little longer,
+  /// and must not keep the directory open with it.
+  void close_directory() { directory_.close(); }
 
  private:
   struct State {

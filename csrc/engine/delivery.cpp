@@ -11,8 +11,8 @@ namespace {
 
 using planning::Region;
 
-// How many bytes on a device come from one that is read, where they must be packed first.
-std::size_t packed_for_each(const Region& region, const Target& target) {
+// How many bytes are packed for each byte that is read; 0 if the elements need no packing.
+std::size_t packed_bytes_per_byte(const Region& region, const Target& target) {
   if (target.device == staging::Source::kHost) return 0;
   if (!target.convert && region.is_one_run()) return 0;
   return (region.target_item_bytes() + region.item_bytes() - 1) / region.item_bytes();
@@ -25,29 +25,29 @@ void pin_or_warn(Warnings& warnings, staging::Chunk& chunk, int device) {
   if (pinned) return;
   warnings.add_once("page-locking",
                     "host memory cannot be page-locked (" + pinned.error().message() +
-                        "), so that copies from and to the device are slower; see the "
-                        "limit on locked memory (ulimit -l)");
+                        "), so copies between host and device are slower. Raise the limit on "
+                        "locked memory (ulimit -l).");
 }
 
-std::size_t scratch_chunk_bytes(std::size_t chunk_bytes, std::size_t most_bytes,
+std::size_t scratch_chunk_bytes(std::size_t chunk_bytes, std::size_t max_bytes,
                                 std::size_t threads) {
-  constexpr std::size_t kLeast = std::size_t{1} << 20;
-  const std::size_t share = most_bytes / std::max<std::size_t>(threads, 1);
-  return std::min(chunk_bytes, std::max(share, kLeast));
+  constexpr std::size_t kMinBytes = std::size_t{1} << 20;
+  const std::size_t share = max_bytes / std::max<std::size_t>(threads, 1);
+  return std::min(chunk_bytes, std::max(share, kMinBytes));
 }
 
 ScratchLayout lay_out_scratch(std::span<const Region* const> regions,
                               std::span<const Target* const> targets, std::size_t chunk_bytes,
-                              std::size_t most_bytes) {
+                              std::size_t max_bytes) {
   ScratchLayout layout;
   std::size_t packed = 0;
   for (std::size_t i = 0; i < regions.size(); ++i) {
-    packed = std::max(packed, packed_for_each(*regions[i], *targets[i]));
+    packed = std::max(packed, packed_bytes_per_byte(*regions[i], *targets[i]));
     if (targets[i]->device != staging::Source::kHost) layout.device = targets[i]->device;
   }
   if (layout.device != staging::Source::kHost) layout.chunks = 2;
   layout.chunk_bytes =
-      align_down(std::min(chunk_bytes, most_bytes / layout.chunks), os::kDirectAlignment);
+      align_down(std::min(chunk_bytes, max_bytes / layout.chunks), os::kDirectAlignment);
   layout.read_bytes = align_down(layout.chunk_bytes / (1 + packed), os::kDirectAlignment);
   if (layout.read_bytes == 0) layout.chunk_bytes = 0;
   return layout;
@@ -57,9 +57,9 @@ Result<std::unique_ptr<Scratch>> Scratch::make(Context& context, const ScratchLa
                                                const std::vector<staging::ReadyEvent>& ready) {
   std::unique_ptr<Scratch> scratch(new Scratch(context, layout, ready));
   for (Slot& slot : scratch->slots_) {
-    slot.chunk = context.chunks.take_kept(layout.chunk_bytes);
-    slot.was_kept = slot.chunk != nullptr;
-    if (!slot.was_kept) {
+    slot.chunk = context.chunks.take_idle(layout.chunk_bytes);
+    slot.was_idle = slot.chunk != nullptr;
+    if (!slot.was_idle) {
       auto chunk = context.chunks.take(layout.chunk_bytes);
       if (!chunk) return chunk.error();
       slot.chunk = std::move(*chunk);
@@ -74,19 +74,19 @@ Scratch::~Scratch() {
   static_cast<void>(wait_all());
   for (Slot& slot : slots_) {
     if (slot.chunk == nullptr) continue;
-    if (slot.was_kept) {
+    if (slot.was_idle) {
       pool_.give_back(std::move(slot.chunk));
     } else {
-      pool_.give_back_within(std::move(slot.chunk), layout_.most_kept);
+      pool_.give_back_within(std::move(slot.chunk), layout_.max_idle_bytes);
     }
   }
 }
 
-Result<> Scratch::free(Slot& slot) {
+Result<> Scratch::wait_for_copies(Slot& slot) {
   Result<> status;
-  // All of them, also after an error: until then the memory belongs to the device.
+  // Waits for all submissions even after an error: until then the device may use the memory.
   for (; slot.in_flight > 0; --slot.in_flight) {
-    if (auto arrived = copier_->wait_oldest(); !arrived) status = arrived;
+    if (auto waited = copier_->wait_oldest(); !waited) status = waited;
   }
   return status;
 }
@@ -94,19 +94,22 @@ Result<> Scratch::free(Slot& slot) {
 Result<std::span<std::byte>> Scratch::next_buffer() {
   current_ = (current_ + 1) % slots_.size();
   packed_ = 0;
-  if (auto freed = free(slots_[current_]); !freed) return freed.error();
+  if (auto waited = wait_for_copies(slots_[current_]); !waited) return waited.error();
   return slots_[current_].chunk->bytes().first(layout_.read_bytes);
 }
 
 std::size_t ScratchLayout::step_bytes() const {
+  // A direct read may be extended by one block at each end. Scratch memory that has no room for
+  // them is for buffered reads.
   constexpr std::size_t kEnds = 2 * os::kDirectAlignment;
-  // Smaller scratch memory than that is for buffered reads.
   return read_bytes > kEnds ? read_bytes - kEnds : read_bytes;
 }
 
 Result<std::uint64_t> Scratch::deliver(const Region& region, const Target& target,
                                        std::uint64_t position, std::span<const std::byte> bytes) {
-  if (target.device != staging::Source::kHost) return send(region, target, position, bytes);
+  if (target.device != staging::Source::kHost) {
+    return deliver_to_device(region, target, position, bytes);
+  }
   std::uint64_t delivered = 0;
   region.for_each_run({position, position + bytes.size()}, [&](const Region::Run& run) {
     staging::copy_run(target.address + run.target, bytes.data() + (run.stored - position), run,
@@ -116,8 +119,9 @@ Result<std::uint64_t> Scratch::deliver(const Region& region, const Target& targe
   return delivered;
 }
 
-Result<std::uint64_t> Scratch::send(const Region& region, const Target& target,
-                                    std::uint64_t position, std::span<const std::byte> bytes) {
+Result<std::uint64_t> Scratch::deliver_to_device(const Region& region, const Target& target,
+                                                 std::uint64_t position,
+                                                 std::span<const std::byte> bytes) {
   const planning::ByteRange window{position, position + bytes.size()};
   std::uint64_t elements = 0;
   std::int64_t begin = 0;  // in the target
@@ -127,7 +131,7 @@ Result<std::uint64_t> Scratch::send(const Region& region, const Target& target,
   });
   if (elements == 0) return std::uint64_t{0};
   std::byte* const out = target.address + begin;
-  if (packed_for_each(region, target) == 0) {
+  if (packed_bytes_per_byte(region, target) == 0) {
     const std::uint64_t at = std::max(position, region.covering().begin) - position;
     runs_.push_back({bytes.subspan(at, elements * region.item_bytes()), out, target.device});
     return elements * region.item_bytes();
@@ -135,10 +139,10 @@ Result<std::uint64_t> Scratch::send(const Region& region, const Target& target,
   const std::size_t size = elements * region.target_item_bytes();
   const std::size_t space = layout_.chunk_bytes - layout_.read_bytes;
   if (packed_ + size > space) {
-    // Several regions want the same bytes. Submissions are waited for in their order, and those of
-    // the other chunk came first.
+    // Several regions want the same bytes, and the space for packed elements is used up. Waiting
+    // for this chunk's copies means waiting for all, since submissions are waited for in order.
     if (auto submitted = submit(); !submitted) return submitted.error();
-    if (auto settled = wait_all(); !settled) return settled.error();
+    if (auto waited = wait_all(); !waited) return waited.error();
     packed_ = 0;
   }
   const std::span<std::byte> packed =
@@ -167,9 +171,10 @@ Result<> Scratch::submit() {
 
 Result<> Scratch::wait_all() {
   Result<> status;
-  // The oldest submissions are those of the slot that is used next.
+  // The slot after the current one has the oldest submissions.
   for (std::size_t i = 1; i <= slots_.size(); ++i) {
-    if (auto freed = free(slots_[(current_ + i) % slots_.size()]); !freed) status = freed;
+    auto waited = wait_for_copies(slots_[(current_ + i) % slots_.size()]);
+    if (!waited) status = waited;
   }
   return status;
 }

@@ -16,68 +16,78 @@
 
 namespace torch_ckpt::engine {
 
-/// Where a region's elements go, and what becomes of them on the way.
+// How bytes that were read reach their targets. Each task of a load has one Scratch:
+//
+//   1. next_buffer() returns memory to read into.
+//   2. deliver() moves the wanted elements to their target. For a target on the host it copies or
+//      converts them at once. For a target on a device it packs them next to the bytes that were
+//      read, if they are not contiguous or need a conversion, and queues a copy.
+//   3. submit() starts the queued copies. They run while the other chunk is filled.
+
+/// The memory that receives a region's elements.
 struct Target {
   std::byte* address = nullptr;
-  /// On a device the elements lie one beside the other, in the order in which they are stored.
+  /// Elements on a device are contiguous, in the order in which they are stored.
   int device = staging::Source::kHost;
-  staging::Convert convert;  // to the target's dtype; empty: as they are
+  staging::Convert convert;  // to the target's dtype; empty: no conversion
 };
 
-/// Page-locks a chunk for copies from or to a device, which are slower where that fails.
+/// Page-locks a chunk for copies from or to a device. If that fails, adds a warning: the copies
+/// will be slower.
 void pin_or_warn(Warnings& warnings, staging::Chunk& chunk, int device);
 
-/// How the tasks of a load use their scratch memory.
+/// The scratch memory of each task of a load.
 struct ScratchLayout {
   std::size_t chunk_bytes = 0;
-  std::size_t read_bytes = 0;  // of a chunk: for what is read; the rest is for what is packed
-  std::size_t chunks = 1;      // two with devices: one is filled while the other is copied from
-  int device = staging::Source::kHost;  // that chunks are page-locked for
-  // What chunks that are made for the load may bring the chunk pool to, in bytes.
-  std::size_t most_kept = ~std::size_t{0};
+  std::size_t read_bytes = 0;  // part of a chunk to read into; packed elements use the remainder
+  std::size_t chunks = 1;      // two for devices: one is filled while the other is copied from
+  int device = staging::Source::kHost;  // chunks are page-locked for this device
+  // A chunk allocated for the load is freed afterwards if the pool would exceed this many idle
+  // bytes.
+  std::size_t max_idle_bytes = ~std::size_t{0};
 
   std::size_t bytes() const { return chunk_bytes * chunks; }
 
-  /// The most that there is room for wherever it lies in the file: a direct read takes whole
-  /// blocks. A multiple of 64, so that steps of as many bytes cut no element.
+  /// The most bytes that one read may ask for at any file offset: a direct read is extended to
+  /// block boundaries. A multiple of 64, so that steps of this size split no element.
   std::size_t step_bytes() const;
 };
 
-/// `chunk_bytes`, or less where `threads` would not have a chunk each within `most_bytes`, but not
-/// so little that reads are slow.
-std::size_t scratch_chunk_bytes(std::size_t chunk_bytes, std::size_t most_bytes,
+/// Returns `chunk_bytes`, reduced so that `threads` chunks fit into `max_bytes`, but never to a
+/// size that makes reads slow.
+std::size_t scratch_chunk_bytes(std::size_t chunk_bytes, std::size_t max_bytes,
                                 std::size_t threads);
 
-/// The layout of at most `most_bytes` for these regions, in chunks of about `chunk_bytes`;
-/// chunk_bytes is 0 where there is not enough.
+/// Lays out at most `max_bytes` for these regions, in chunks of about `chunk_bytes`. Returns a
+/// layout with chunk_bytes == 0 if `max_bytes` is too small.
 ScratchLayout lay_out_scratch(std::span<const planning::Region* const> regions,
                               std::span<const Target* const> targets, std::size_t chunk_bytes,
-                              std::size_t most_bytes);
+                              std::size_t max_bytes);
 
-// The memory of one task of a load, and the way from there to targets. For one thread.
+// The scratch memory of one task, and the copies from it to targets. For one thread.
 class Scratch {
  public:
-  /// `context` and `ready` outlive it.
+  /// `context` and `ready` outlive the Scratch.
   static Result<std::unique_ptr<Scratch>> make(Context& context, const ScratchLayout& layout,
                                                const std::vector<staging::ReadyEvent>& ready);
-  /// Waits for all copies and gives the memory back to the chunk pool.
+  /// Waits for all copies and returns the memory to the chunk pool.
   ~Scratch();
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
 
-  /// Page-aligned room for what is read next; what was read before may be on its way to a device
-  /// meanwhile, but not what was read before that.
+  /// Returns a page-aligned buffer for the next read. Copies from the previous buffer may still be
+  /// in flight; copies from the one before it are waited for.
   Result<std::span<std::byte>> next_buffer();
 
   std::size_t step_bytes() const { return layout_.step_bytes(); }
 
-  /// Brings the elements of `region` that lie in `bytes`, which begin at `position` of the payload,
-  /// to the target; returns how many bytes of the payload these were. `bytes` lie in the room or,
-  /// with a target on the host, anywhere.
+  /// Delivers the elements of `region` that lie in `bytes`, which begin at `position` in the
+  /// payload. Returns how many payload bytes were delivered. For a target on a device, `bytes` must
+  /// lie in the buffer of the last next_buffer().
   Result<std::uint64_t> deliver(const planning::Region& region, const Target& target,
                                 std::uint64_t position, std::span<const std::byte> bytes);
 
-  /// Starts the copies to devices that have been delivered. Before the next next_buffer().
+  /// Starts the queued copies to devices. Call this before the next next_buffer().
   Result<> submit();
 
   /// Waits for all copies.
@@ -86,8 +96,8 @@ class Scratch {
  private:
   struct Slot {
     std::unique_ptr<staging::Chunk> chunk;
-    bool was_kept = false;      // by the chunk pool
-    std::size_t in_flight = 0;  // submissions
+    bool was_idle = false;      // taken from the pool's idle chunks, not allocated for this load
+    std::size_t in_flight = 0;  // submissions that were not waited for
   };
 
   Scratch(Context& context, const ScratchLayout& layout,
@@ -95,11 +105,11 @@ class Scratch {
       : pool_(context.chunks),
         layout_(layout),
         ready_(ready),
-        warn_(context.warnings.once()),
+        warn_(context.warnings.callback()),
         slots_(layout.chunks) {}
-  Result<> free(Slot& slot);
-  Result<std::uint64_t> send(const planning::Region& region, const Target& target,
-                             std::uint64_t position, std::span<const std::byte> bytes);
+  Result<> wait_for_copies(Slot& slot);
+  Result<std::uint64_t> deliver_to_device(const planning::Region& region, const Target& target,
+                                          std::uint64_t position, std::span<const std::byte> bytes);
 
   staging::ChunkPool& pool_;
   const ScratchLayout layout_;
@@ -107,7 +117,7 @@ class Scratch {
   const staging::Warn warn_;
   std::vector<Slot> slots_;
   std::size_t current_ = 0;
-  std::size_t packed_ = 0;  // bytes in the current chunk, behind what is read
+  std::size_t packed_ = 0;  // bytes packed in the current chunk, after layout_.read_bytes
   std::vector<staging::HostRun> runs_;
   std::shared_ptr<staging::DeviceCopier> copier_;
 };

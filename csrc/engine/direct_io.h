@@ -2,7 +2,11 @@
 
 namespace torch_ckpt::engine {
 
-/// Around the page cache: where it helps and is offered, always (or an error), never.
-enum class DirectIo { automatic, on, off };
+/// When to use direct I/O, which bypasses the page cache.
+enum class DirectIo {
+  automatic,  // for large reads and writes, if the file system supports it
+  on,         // always; an error if the file system does not support it
+  off,
+};
 
 }  // namespace torch_ckpt::engine

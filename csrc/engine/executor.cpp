@@ -15,28 +15,28 @@ namespace {
 
 namespace asio = boost::asio;
 
-// Two writes of each of four files, and some to stage, checksum and fsync.
-constexpr std::size_t kQuietThreads = 16;
+// Enough for two writes of each of four files, and for staging, checksums and fsync beside them.
+constexpr std::size_t kLowPriorityThreads = 16;
 
 constexpr std::string_view kThreadsTopic = "threads";
 
 }  // namespace
 
 struct Executor::Pool {
-  explicit Pool(const Threads& kind) : of(kind), work(context.get_executor()) {}
+  explicit Pool(const PoolSpec& pool_spec) : spec(pool_spec), work(context.get_executor()) {}
 
-  // Quiet threads serve one save at a time.
-  bool is_quiet() const { return of.priority != os::Priority{}; }
-  std::size_t least() const {
-    if (of.count != 0) return of.count;
-    return is_quiet() ? kQuietThreads : executor_threads();
+  bool is_low_priority() const { return spec.priority != os::Priority{}; }
+  std::size_t min_threads() const {
+    if (spec.count != 0) return spec.count;
+    // Low-priority threads serve one save at a time, so they can be few.
+    return is_low_priority() ? kLowPriorityThreads : executor_threads();
   }
   Result<> enlarge(std::size_t wanted);
 
-  const Threads of;
+  const PoolSpec spec;
   asio::io_context context;
   std::optional<asio::executor_work_guard<asio::io_context::executor_type>> work;
-  std::vector<std::thread> threads;  // of a pool in Executor::pools_, guarded by its mutex
+  std::vector<std::thread> threads;  // guarded by Executor::mutex_ while in Executor::pools_
 };
 
 Result<> Executor::Pool::enlarge(std::size_t wanted) {
@@ -44,7 +44,7 @@ Result<> Executor::Pool::enlarge(std::size_t wanted) {
   while (threads.size() < wanted) {
     std::thread thread;
     auto started = os::start_thread(thread, [this] {
-      if (is_quiet()) os::lower_priority(of.priority);
+      if (is_low_priority()) os::lower_priority(spec.priority);
       context.run();
     });
     if (!started) return started;
@@ -62,11 +62,11 @@ Executor::Executor(Warnings& warnings) : warnings_(warnings) {}
 
 Executor::~Executor() { join(); }
 
-Executor::Pool& Executor::find_or_make(const Threads& threads) {
+Executor::Pool& Executor::find_or_create(const PoolSpec& spec) {
   for (const auto& pool : pools_) {
-    if (pool->of == threads) return *pool;
+    if (pool->spec == spec) return *pool;
   }
-  return *pools_.emplace_back(std::make_unique<Pool>(threads));
+  return *pools_.emplace_back(std::make_unique<Pool>(spec));
 }
 
 Executor::Pool* Executor::pool_with_threads(Pool& preferred) {
@@ -77,40 +77,40 @@ Executor::Pool* Executor::pool_with_threads(Pool& preferred) {
   return nullptr;
 }
 
-/// How many threads a pool should have beside `waiting` ones that wait for a disk.
-std::size_t Executor::wanted_threads(const Pool& pool, std::size_t waiting) {
-  std::size_t wanted = pool.least();
-  if (pool.of.count == 0) wanted = std::max(wanted, wanted / 2 + waiting);
-  if (pool.of == Threads{}) wanted += long_tasks_;
+/// How many threads a pool should have while `blocked` of them wait for a disk.
+std::size_t Executor::wanted_threads(const Pool& pool, std::size_t blocked) {
+  std::size_t wanted = pool.min_threads();
+  if (pool.spec.count == 0) wanted = std::max(wanted, wanted / 2 + blocked);
+  if (pool.spec == PoolSpec{}) wanted += long_tasks_;
   return wanted;
 }
 
-Result<> Executor::enlarge(const Threads& threads, std::size_t waiting) {
-  Pool& pool = find_or_make(threads);
-  const std::size_t wanted = wanted_threads(pool, waiting);
+Result<> Executor::enlarge(const PoolSpec& spec, std::size_t blocked) {
+  Pool& pool = find_or_create(spec);
+  const std::size_t wanted = wanted_threads(pool, blocked);
   auto enlarged = pool.enlarge(wanted);
   if (enlarged) return {};
   if (pool_with_threads(pool) == nullptr) return enlarged;
-  warnings_.add_once(kThreadsTopic, "the system allows torch_ckpt " +
+  warnings_.add_once(kThreadsTopic, "the system allows torch_ckpt only " +
                                         std::to_string(pool.threads.size()) + " of " +
                                         std::to_string(wanted) +
-                                        " threads, so that saves and loads may be slower; raise " +
-                                        os::thread_limits());
+                                        " threads, so saves and loads may be slower. Raise " +
+                                        os::thread_limits() + ".");
   return {};
 }
 
-asio::io_context& Executor::pool(const Threads& threads) {
+asio::io_context& Executor::pool(const PoolSpec& spec) {
   const os::MutexLock lock(mutex_);
-  Pool& pool = find_or_make(threads);
-  // need_threads() tells that there is none.
-  if (pool.threads.empty()) static_cast<void>(enlarge(threads, 0));
+  Pool& pool = find_or_create(spec);
+  // An error is ignored: ensure_threads() reports it.
+  if (pool.threads.empty()) static_cast<void>(enlarge(spec, 0));
   Pool* const usable = pool_with_threads(pool);
   return usable != nullptr ? usable->context : pool.context;
 }
 
-Result<> Executor::need_threads(const Threads& threads, std::size_t waiting) {
+Result<> Executor::ensure_threads(const PoolSpec& spec, std::size_t blocked) {
   const os::MutexLock lock(mutex_);
-  return enlarge(threads, waiting);
+  return enlarge(spec, blocked);
 }
 
 Result<> Executor::post_long_tasks(std::size_t count, std::string_view operation,
@@ -123,8 +123,9 @@ Result<> Executor::post_long_tasks(std::size_t count, std::string_view operation
   };
   add(count);
   const std::shared_ptr<const void> threads(this, [add, count](const void*) { add(-count); });
-  if (auto there = need_threads({}, 0); !there) return there;
-  // Asio copies a handler before it calls it: a copy must not need memory, which may be at its end.
+  if (auto ensured = ensure_threads({}, 0); !ensured) return ensured;
+  // Asio copies a handler before it calls it. The task is shared, so that the copy cannot fail for
+  // lack of memory.
   const auto shared = std::make_shared<const LongTask>(task);
   for (std::size_t i = 0; i < count; ++i) {
     try {
@@ -143,9 +144,10 @@ void Executor::join() {
     pools = std::move(pools_);
     pools_.clear();
   }
-  // Quiet threads wait for work of the default pool, never the other way round at a session's end.
+  // Low-priority pools first: work in them may wait for work in the default pool, but work in the
+  // default pool does not wait for them when a session ends.
   std::stable_partition(pools.begin(), pools.end(),
-                        [](const auto& pool) { return pool->of != Threads{}; });
+                        [](const auto& pool) { return pool->spec != PoolSpec{}; });
   for (auto& pool : pools) {
     pool->work.reset();
     for (std::thread& thread : pool->threads) thread.join();

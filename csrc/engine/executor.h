@@ -14,65 +14,65 @@
 
 namespace torch_ckpt::engine {
 
-/// Which threads do some work. The default is the pool of all work that somebody waits for.
-struct Threads {
+/// Selects a thread pool. The default is the pool for work that a caller waits for.
+struct PoolSpec {
   os::Priority priority;
-  std::size_t count = 0;  // 0: chosen for the machine
+  std::size_t count = 0;  // threads; 0: chosen for the machine
 
-  bool operator==(const Threads&) const = default;
+  bool operator==(const PoolSpec&) const = default;
 };
 
-/// Gets what keeps the threads that the pool has for it.
+/// A task that occupies a thread until it ends. The pool keeps the extra thread for as long as the
+/// task holds `threads`.
 using LongTask = std::function<void(std::shared_ptr<const void> threads)>;
 
-// Thread pools, one for each kind: made lazily. No thread of them ever takes the GIL. Where the
-// system refuses threads, a pool works with those it has, and one that has none leaves its work to
-// another pool: no work may wait for other work that has not begun.
+// Thread pools, one for each PoolSpec, created on first use. Their threads never take the GIL.
+// If the system refuses threads, a pool works with those it has, and a pool without threads runs
+// its work on another pool. Tasks must therefore never block until a queued task has started.
 // Safe for concurrent use by multiple threads.
 class Executor {
  public:
-  /// `warnings` outlives it.
+  /// `warnings` outlives the executor.
   explicit Executor(Warnings& warnings);
   ~Executor();
   Executor(const Executor&) = delete;
   Executor& operator=(const Executor&) = delete;
 
-  boost::asio::io_context& pool(const Threads& threads = {});
+  boost::asio::io_context& pool(const PoolSpec& spec = {});
 
-  /// Before work is given to pool(threads): fails where there is no thread to do it. A pool whose
-  /// count is chosen for the machine is enlarged so that it has threads left beside `waiting` ones
-  /// that wait for a disk.
-  Result<> need_threads(const Threads& threads, std::size_t waiting);
+  /// Makes sure that work posted to pool(spec) will run; fails if no pool has a thread. A pool
+  /// whose size is chosen for the machine grows, so that it keeps free threads while `blocked` of
+  /// them wait for a disk. Call this before posting work.
+  Result<> ensure_threads(const PoolSpec& spec, std::size_t blocked);
 
-  /// Posts `count` tasks of `operation` to the default pool that keep a thread until they end, as
-  /// those of a load. The pool gets as many threads more, so that nothing else waits for them; it
-  /// has these for as long as a task keeps what it was given. Fails where there is no thread at
-  /// all. A task that cannot be posted is `refused`: those before it work on what the caller has
-  /// given.
+  /// Posts `count` tasks to the default pool, each of which occupies a thread until it ends. The
+  /// pool grows by as many threads, so that other work does not wait for these tasks. Fails if no
+  /// pool has a thread. If a task cannot be posted, calls `refused` with the error instead; tasks
+  /// that were posted before it run, so their data must stay alive. `operation` is for errors.
   Result<> post_long_tasks(std::size_t count, std::string_view operation, const LongTask& task,
                            const std::function<void(Error)>& refused);
 
-  /// Ends the pools after the work they have; for interpreter exit. The next pool() makes a new
-  /// one.
+  /// Runs all queued work, then ends the threads; for interpreter exit. A later pool() creates new
+  /// ones.
   void join();
 
  private:
   struct Pool;
 
-  Pool& find_or_make(const Threads& threads) TC_REQUIRES(mutex_);
+  Pool& find_or_create(const PoolSpec& spec) TC_REQUIRES(mutex_);
   Pool* pool_with_threads(Pool& preferred) TC_REQUIRES(mutex_);
-  std::size_t wanted_threads(const Pool& pool, std::size_t waiting) TC_REQUIRES(mutex_);
-  Result<> enlarge(const Threads& threads, std::size_t waiting) TC_REQUIRES(mutex_);
+  std::size_t wanted_threads(const Pool& pool, std::size_t blocked) TC_REQUIRES(mutex_);
+  Result<> enlarge(const PoolSpec& spec, std::size_t blocked) TC_REQUIRES(mutex_);
 
   Warnings& warnings_;
   os::Mutex mutex_;
   std::vector<std::unique_ptr<Pool>> pools_ TC_GUARDED_BY(mutex_);
-  // Pools without threads: the channels of sessions that outlive them still refer to them.
+  // Pools whose threads have ended. Sessions that outlive them still refer to their io_context.
   std::vector<std::unique_ptr<Pool>> joined_ TC_GUARDED_BY(mutex_);
   std::size_t long_tasks_ TC_GUARDED_BY(mutex_) = 0;
 };
 
-/// Threads in a pool: most of them wait for the disk, so there are more than cores.
+/// Threads in the default pool: more than cores, since most of them wait for a disk.
 std::size_t executor_threads();
 
 }  // namespace torch_ckpt::engine

@@ -22,8 +22,8 @@ void FileImage::add_bytes(staging::Source source) {
 
 void FileImage::add_tensor(const format::TensorHeader& header, staging::Source source) {
   std::string pickle = format::encode_tensor_pickle(header);
-  // Tensors of one shape come one after another (buckets are sorted by size), so that remembering
-  // the last template serves nearly all of many small ones.
+  // Buckets are sorted by size, so tensors of one shape are usually neighbours and share the last
+  // template.
   if (last_ == nullptr || last_->pickle != pickle || last_->layout.payload_bytes != source.bytes) {
     auto fresh = std::make_shared<RecordTemplate>();
     fresh->layout = format::lay_out_record(pickle, source.bytes);

@@ -10,7 +10,7 @@
 
 namespace torch_ckpt::engine {
 
-/// Everything that records of one pickle and one payload size share.
+/// The parts that all records with the same pickle and payload size share.
 struct RecordTemplate {
   std::string pickle;
   format::RecordLayout layout;
@@ -20,25 +20,25 @@ struct RecordTemplate {
 
 struct ImageItem {
   std::uint64_t offset = 0;  // in the file
-  std::uint64_t bytes = 0;   // in the file, headers included
+  std::uint64_t bytes = 0;   // in the file, archive headers included
   staging::Source source;
-  std::shared_ptr<const RecordTemplate> record;  // nullptr: the source's bytes as they are
+  std::shared_ptr<const RecordTemplate> record;  // nullptr: the source's bytes without an archive
 };
 
-// One file, known byte for byte but for the checksums before any byte moves: items one behind the
-// other with nothing between them, as stock torch lays them out.
+// The layout of one data file: items back to back, as stock torch lays them out. It is complete
+// before any byte is copied, except for the checksums.
 class FileImage {
  public:
-  /// Appends the bytes of `source` as they are.
+  /// Appends the bytes of `source`, without an archive.
   void add_bytes(staging::Source source);
   /// Appends a torch.save record of one tensor whose storage is `source`.
   void add_tensor(const format::TensorHeader& header, staging::Source source);
 
   const std::vector<ImageItem>& items() const { return items_; }
   std::uint64_t bytes() const { return bytes_; }
-  /// The CUDA device of the first source that lies on one, or staging::Source::kHost.
+  /// The CUDA device of the first source on a device; staging::Source::kHost if there is none.
   int device() const { return device_; }
-  /// Bytes of sources on devices.
+  /// Payload bytes of all sources on devices.
   std::uint64_t device_bytes() const { return device_bytes_; }
 
  private:

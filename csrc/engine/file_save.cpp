@@ -14,7 +14,7 @@ Result<format::FileResult> FileSave::result() const try {
   for (std::size_t i = 0; i < items.size(); ++i) {
     const std::size_t item = job.items.empty() ? i : job.items[i];
     result.items.push_back({item, items[i].offset, items[i].bytes, stream.checksums()[i]});
-    // Of nothing there is nothing to check, and it lies where the next item does.
+    // An empty item has the same offset as the next one, whose table entry it would hide.
     if (items[i].bytes > 0) records.push_back(stream.sums()[i]);
   }
   result.checksum_table = format::encode_checksum_table(records);
@@ -24,7 +24,7 @@ Result<format::FileResult> FileSave::result() const try {
 }
 
 FilePhase FileSave::phase() const {
-  // In this order, since what is written was staged before.
+  // Read in this order: bytes are staged before they are written, so written <= staged_so_far.
   const std::uint64_t written = bytes_written;
   const std::uint64_t staged_so_far = bytes_staged;
   if (has_writer && staged_so_far > written) return FilePhase::writing;

@@ -17,22 +17,23 @@
 
 namespace torch_ckpt::engine {
 
+/// A file to be written.
 struct FileJob {
-  std::string name;  // of the file in the directory; must not exist
+  std::string name;  // in the directory; must not exist
   FileImage image;
-  // The numbers of the image's items in the plan; where it is empty they are 0 and so on.
+  // The number of each of the image's items in the save; empty: 0, 1, 2, ...
   std::vector<std::size_t> items = {};
 };
 
-/// What a file is waiting for.
+/// The step that a file is waiting for.
 enum class FilePhase {
-  waiting,  // for other files to be staged, or written
-  staging,  // for its sources, or for memory to copy them to
-  writing,  // for the disk to take what has been staged
-  fsync,    // for the disk to have it; of the save's last file also for the directory
+  waiting,  // its turn to be staged or written
+  staging,  // copies from its sources, or a free buffer
+  writing,  // writes of staged bytes
+  fsync,    // fsync of the file; for the last file of a save also fsync of the directory
 };
 
-/// How far a file has come that has not sent its result.
+/// The progress of a file that has not sent its result.
 struct FileProgress {
   std::size_t file = 0;
   FilePhase phase = FilePhase::waiting;
@@ -42,9 +43,9 @@ struct FileProgress {
 
 struct FileWriter;
 
-/// One file of a save.
+/// The state of one file of a save.
 struct FileSave {
-  /// `directory` and `ready` outlive it.
+  /// `directory` and `ready` outlive the FileSave.
   FileSave(FileJob given, std::size_t at, const os::Directory& directory, bool snapshot,
            const std::vector<staging::ReadyEvent>& ready, staging::Warn warn)
       : job(std::move(given)),
@@ -52,9 +53,9 @@ struct FileSave {
         stream(job.image, snapshot, ready, std::move(warn)),
         output(directory, job.name, job.image.bytes()) {}
 
-  /// Of a file that is complete.
+  /// The file's result, once it is complete.
   Result<format::FileResult> result() const;
-  /// From any thread, and so is what it looks at: each only grows, or becomes true once.
+  /// For any thread: the counters below only grow, and the flags become true once.
   FilePhase phase() const;
 
   const FileJob job;
@@ -68,12 +69,12 @@ struct FileSave {
   std::atomic<bool> has_writer{false};
   std::atomic<bool> is_done{false};
 
-  // From its stager to its writer, both of SavePipeline.
+  // Handed from the file's stager to its writer (engine/save_pipeline.h).
   os::Mutex mutex;
-  StagingBufferList staged TC_GUARDED_BY(mutex);      // and not taken by the writer, in order
-  bool is_staged TC_GUARDED_BY(mutex) = false;        // no more will come
-  FileWriter* writer TC_GUARDED_BY(mutex) = nullptr;  // once the file is open, or cannot be
-  bool is_checksumming TC_GUARDED_BY(mutex) = false;  // which is done in order
+  StagingBufferList staged TC_GUARDED_BY(mutex);      // buffers that wait for a write, in order
+  bool is_staged TC_GUARDED_BY(mutex) = false;        // no more buffers will follow
+  FileWriter* writer TC_GUARDED_BY(mutex) = nullptr;  // set once open() has succeeded or failed
+  bool is_checksumming TC_GUARDED_BY(mutex) = false;  // at most one buffer at a time, in order
   Result<> status TC_GUARDED_BY(mutex);
 };
 

@@ -9,15 +9,15 @@
 
 namespace torch_ckpt::engine {
 
-// Why a session, or another work of several threads, has failed: the first failure counts, and who
-// sees that there is one stops. Safe for concurrent use by multiple threads.
+// The first failure of a session, or of other work that several threads do together. Threads poll
+// is_set() and stop. Safe for concurrent use by multiple threads.
 template <class Failure = Error>
 class FirstFailure {
  public:
-  /// Does nothing after another failure, nor after end().
+  /// Does nothing after another failure or after close().
   void set(Failure failure) noexcept {
     const os::MutexLock lock(mutex_);
-    if (has_ended_ || failure_) return;
+    if (is_closed_ || failure_) return;
     failure_ = std::move(failure);
     is_set_ = true;
   }
@@ -28,21 +28,21 @@ class FirstFailure {
     return failure_;
   }
 
-  /// Lets it stand whether there has been one, and says so.
-  bool end() {
+  /// Ignores all later failures. Returns true if there has been one.
+  bool close() {
     const os::MutexLock lock(mutex_);
-    has_ended_ = true;
+    is_closed_ = true;
     return is_set_;
   }
-  bool has_ended() const {
+  bool is_closed() const {
     const os::MutexLock lock(mutex_);
-    return has_ended_;
+    return is_closed_;
   }
 
  private:
   mutable os::Mutex mutex_;
   std::optional<Failure> failure_ TC_GUARDED_BY(mutex_);
-  bool has_ended_ TC_GUARDED_BY(mutex_) = false;
+  bool is_closed_ TC_GUARDED_BY(mutex_) = false;
   std::atomic<bool> is_set_{false};
 };
 

@@ -11,11 +11,12 @@
 namespace torch_ckpt::engine {
 namespace {
 
-// Copied and checksummed while it is still in the second-level cache.
+// Bytes that are copied and then checksummed while they are in the second-level cache.
 constexpr std::size_t kFusedBytes = std::size_t{256} << 10;
 
-// The archive has the checksum of a payload of one block; bytes are in no archive. Thousands of
-// small tensors so cost a table no more than their entries.
+// Block size in the checksum table; 0: the table has no blocks for this item. A payload of a single
+// block needs none, since its archive has its checksum; items without an archive always need them.
+// This keeps the table small for checkpoints of many small tensors.
 std::uint64_t block_bytes_of(const ImageItem& item) {
   const std::uint64_t block = format::block_bytes_for(item.source.bytes);
   const bool has_blocks = item.source.bytes > (item.record != nullptr ? block : 0);
@@ -57,7 +58,7 @@ void ImageStream::copy_and_checksum(const ImageItem& item, std::uint64_t offset,
   }
 }
 
-// Each byte is checksummed once, in its block; the payload's checksum is the blocks' joined.
+// Checksums each byte once, as part of its block. The payload's checksum is joined from its blocks.
 void ImageStream::add_to_checksums(std::size_t item, std::uint64_t position,
                                    std::span<const std::byte> payload) {
   std::uint32_t& crc = checksums_[item];
@@ -83,11 +84,12 @@ void ImageStream::add_to_checksums(std::size_t item, std::uint64_t position,
 }
 
 void ImageStream::copy_tail(std::size_t item, std::uint64_t position, std::span<std::byte> out) {
-  const ImageItem& of = image_.items()[item];
+  const ImageItem& tensor = image_.items()[item];
   const std::string tail =
-      format::encode_tail(of.record->pickle, of.source.bytes, checksums_[item]);
+      format::encode_tail(tensor.record->pickle, tensor.source.bytes, checksums_[item]);
   if (position == 0) {
-    sums_[item].envelope_crc = format::crc32(of.record->head_crc, std::as_bytes(std::span(tail)));
+    sums_[item].envelope_crc =
+        format::crc32(tensor.record->head_crc, std::as_bytes(std::span(tail)));
   }
   std::memcpy(out.data(), tail.data() + position, out.size());
 }
@@ -149,22 +151,22 @@ Result<ImageStream::Piece> ImageStream::begin(std::span<std::byte> out) {
   return piece;
 }
 
-Result<> ImageStream::arrive(Piece& piece) {
+Result<> ImageStream::wait_for_copies(Piece& piece) {
   if (!piece.submitted_) return {};
   piece.submitted_ = false;
   return copier_->wait_oldest();
 }
 
-bool ImageStream::has_arrived(const Piece& piece) const {
+bool ImageStream::copies_are_done(const Piece& piece) const {
   return !piece.submitted_ || copier_->oldest_has_arrived();
 }
 
 void ImageStream::complete(const Piece& piece) {
-  for (const Piece::PendingChecksum& late : piece.pending_) {
-    if (late.is_payload) {
-      add_to_checksums(late.item, late.position, late.bytes);
+  for (const Piece::PendingChecksum& pending : piece.pending_) {
+    if (pending.is_payload) {
+      add_to_checksums(pending.item, pending.position, pending.bytes);
     } else {
-      copy_tail(late.item, late.position, late.bytes);
+      copy_tail(pending.item, pending.position, pending.bytes);
     }
   }
 }
@@ -172,7 +174,7 @@ void ImageStream::complete(const Piece& piece) {
 Result<> ImageStream::fill(std::span<std::byte> out) {
   auto piece = begin(out);
   if (!piece) return piece.error();
-  if (auto arrived = arrive(*piece); !arrived) return arrived;
+  if (auto waited = wait_for_copies(*piece); !waited) return waited;
   complete(*piece);
   return {};
 }

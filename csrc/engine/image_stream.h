@@ -16,30 +16,33 @@ namespace torch_ckpt::engine {
 
 // Produces a file image in order, piece by piece, in three steps for each piece:
 //
-//   begin     lays it out: literal bytes and host memory are copied, copies from a device start
-//   arrive    waits for the copies from a device; from then on the piece needs no source
-//   complete  computes the checksums, and what depends on them, that begin() has not
+//   1. begin() copies archive headers and host memory, and starts the copies from devices.
+//   2. wait_for_copies() waits for the copies from devices. The piece no longer needs its sources.
+//   3. complete() computes the checksums that begin() has left open, and writes the archive tails
+//      that contain them.
 //
-// So copies of many pieces can be under way at once, and sources are free before all is
-// checksummed. begin() and arrive() are for one thread, complete() for one that may be another;
-// each is called for the pieces in order. The image, its sources and `ready` outlive it.
+// Copies of many pieces can therefore be in flight at once, and sources are released before their
+// bytes are checksummed. begin() and wait_for_copies() are for one thread, complete() for one
+// thread, which may be another; each is called for the pieces in order. The image, its sources and
+// `ready` outlive the stream.
 class ImageStream {
  public:
   explicit ImageStream(const FileImage& image)
       : ImageStream(image, false, no_events(), [](const auto&, const auto&) {}) {}
 
-  /// snapshot: many pieces are begun before the first is completed. Host memory is then copied past
-  /// the caches and checksummed by complete(); else both happen at once, while it is in a cache.
+  /// With `snapshot`, many pieces are begun before the first is completed: begin() copies host
+  /// memory past the caches and complete() checksums it. Otherwise begin() does both while the
+  /// bytes are in a cache.
   ImageStream(const FileImage& image, bool snapshot, const std::vector<staging::ReadyEvent>& ready,
               staging::Warn warn);
 
-  /// What is left to do for a piece that was begun.
+  /// The work that remains for a piece after begin().
   class Piece {
    private:
     friend class ImageStream;
     struct PendingChecksum {
       std::size_t item = 0;
-      bool is_payload = false;     // else a part of the record's tail
+      bool is_payload = false;     // otherwise a part of the archive's tail
       std::uint64_t position = 0;  // within the payload or the tail
       std::span<std::byte> bytes;
     };
@@ -47,23 +50,25 @@ class ImageStream {
     bool submitted_ = false;
   };
 
-  /// Begins to fill `out` with the next out.size() bytes; asking for more than are left is a bug.
+  /// Begins to fill `out` with the next out.size() bytes. Asking for bytes past the end of the
+  /// image is a bug.
   Result<Piece> begin(std::span<std::byte> out);
-  Result<> arrive(Piece& piece);
-  /// Whether arrive() has nothing to wait for; of the oldest piece that has not arrived.
-  bool has_arrived(const Piece& piece) const;
+  Result<> wait_for_copies(Piece& piece);
+  /// True if wait_for_copies() would return at once. Call this only for the oldest piece that was
+  /// not waited for.
+  bool copies_are_done(const Piece& piece) const;
   void complete(const Piece& piece);
 
-  /// All three.
+  /// Calls begin(), wait_for_copies() and complete().
   Result<> fill(std::span<std::byte> out);
 
-  /// CRC-32 of each item's payload, in the image's order; complete once the whole image was filled.
+  /// CRC-32 of each item's payload, in the image's order. Valid once all pieces are complete.
   const std::vector<std::uint32_t>& checksums() const { return checksums_; }
 
-  /// What a checksum table says of each item, in the image's order; complete as checksums() is.
+  /// Checksum table entries of the items, in the image's order. Valid once all pieces are complete.
   const std::vector<format::RecordSums>& sums() const { return sums_; }
 
-  /// Where the copies from devices are made; nullptr where there have been none.
+  /// The copier of all copies from devices; nullptr if there have been none.
   const std::shared_ptr<staging::DeviceCopier>& copier() const { return copier_; }
 
  private:

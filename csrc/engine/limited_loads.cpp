@@ -19,30 +19,32 @@ Error about(const std::string& name, Error error) {
 Result<LimitedLoads> LimitedLoads::make(Context& context, const os::Directory& directory,
                                         std::vector<LoadFile> files, const LoadOptions& options,
                                         Wait wait) {
-  if (options.max_scratch_bytes < kLeastScratchBytes) {
+  if (options.max_scratch_bytes < kMinScratchBytes) {
     return format_error(Errc::invalid_argument, "max_inflight_bytes must be at least " +
-                                                    std::to_string(kLeastScratchBytes));
+                                                    std::to_string(kMinScratchBytes) + ", got " +
+                                                    std::to_string(options.max_scratch_bytes));
   }
   return LimitedLoads(context, directory, std::move(files), options, std::move(wait));
 }
 
 Result<> LimitedLoads::check_limit(const std::string& name, std::uint64_t bytes) const {
-  const std::uint64_t most = limit() - kLeastScratchBytes;
-  if (bytes <= most) return {};
+  const std::uint64_t available = limit() - kMinScratchBytes;
+  if (bytes <= available) return {};
   return about(name, format_error(Errc::invalid_argument,
-                                  "reading it takes " + std::to_string(bytes) +
-                                      " bytes at once, and max_inflight_bytes=" +
-                                      std::to_string(limit()) + " leaves " + std::to_string(most)));
+                                  "reading it needs " + std::to_string(bytes) +
+                                      " bytes of memory at once, but max_inflight_bytes=" +
+                                      std::to_string(limit()) + " leaves " +
+                                      std::to_string(available) + ". Raise max_inflight_bytes."));
 }
 
-Result<> LimitedLoads::check_room(const std::vector<ReadRequest>& records,
-                                  const std::vector<std::string>& names) const {
+Result<> LimitedLoads::check_records_fit(const std::vector<ReadRequest>& records,
+                                         const std::vector<std::string>& names) const {
   std::map<std::size_t, std::pair<std::string, std::uint64_t>> opened;  // path and length
-  std::uint64_t held = 0;
+  std::uint64_t total = 0;
   for (std::size_t i = 0; i < records.size(); ++i) {
     const ReadRequest& record = records[i];
-    const auto [place, is_new] = opened.try_emplace(record.file);
-    auto& [path, bytes] = place->second;
+    const auto [entry, is_new] = opened.try_emplace(record.file);
+    auto& [path, bytes] = entry->second;
     if (is_new) {
       const auto file = directory_->open_for_read(files_[record.file].name);
       if (!file) return about(names[i], file.error());
@@ -53,26 +55,26 @@ Result<> LimitedLoads::check_room(const std::vector<ReadRequest>& records,
     }
     if (!inside(record.offset, record.length, bytes)) {
       Error error = format_error(Errc::range_past_end,
-                                 "the metadata gives a record of " + std::to_string(record.length) +
-                                     " bytes, but the file has " + std::to_string(bytes),
+                                 "the metadata lists a record of " + std::to_string(record.length) +
+                                     " bytes, but the file has " + std::to_string(bytes) + " bytes",
                                  record.offset);
       error.path = path;
       return about(names[i], std::move(error));
     }
     if (auto enough = check_limit(names[i], record.length); !enough) return enough;
-    held += record.length;
-    if (auto enough = check_limit(names[i], held); !enough) return enough;
+    total += record.length;
+    if (auto enough = check_limit(names[i], total); !enough) return enough;
   }
   return {};
 }
 
 Result<std::shared_ptr<LoadSession>> LimitedLoads::run(
     std::vector<ReadRequest> requests, const std::vector<std::string>& names,
-    std::uint64_t held_bytes, std::uint64_t done_before,
+    std::uint64_t target_bytes, std::uint64_t done_before,
     const std::vector<staging::ReadyEvent>& ready) {
   LoadOptions options = options_;
   options.ready.insert(options.ready.end(), ready.begin(), ready.end());
-  options.max_scratch_bytes -= held_bytes;
+  options.max_scratch_bytes -= target_bytes;
   auto own = directory_->duplicate();
   if (!own) return own.error();
   auto session =

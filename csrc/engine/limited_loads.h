@@ -12,38 +12,38 @@
 
 namespace torch_ckpt::engine {
 
-// Loads from the same files, one after another, within one limit of memory: that of the targets
-// which are made for a load, and scratch memory. For one thread. The context and the directory
-// outlive it.
+// Loads from the same files, one after another, within one memory limit. Scratch memory and targets
+// that are allocated for a load count towards the limit. For one thread. The context and the
+// directory outlive it.
 class LimitedLoads {
  public:
-  /// Scratch memory that a load always takes.
-  static constexpr std::uint64_t kLeastScratchBytes = std::uint64_t{64} << 10;
+  /// The least scratch memory that a load needs.
+  static constexpr std::uint64_t kMinScratchBytes = std::uint64_t{64} << 10;
 
-  /// Waits for the end of a session; where it throws, the session has ended as well.
-  /// `done_before` are the bytes of earlier loads.
+  /// Waits until a session has ended. It may throw, but only after the session has ended.
+  /// `done_before` is the number of bytes that earlier loads have read.
   using Wait = std::function<void(LoadSession& session, std::uint64_t done_before)>;
 
-  /// The limit is `options.max_scratch_bytes`.
+  /// `options.max_scratch_bytes` is the limit.
   static Result<LimitedLoads> make(Context& context, const os::Directory& directory,
                                    std::vector<LoadFile> files, const LoadOptions& options,
                                    Wait wait);
 
   std::uint64_t limit() const { return options_.max_scratch_bytes; }
 
-  /// Errc::invalid_argument where targets of so many bytes leave no scratch memory.
+  /// Fails with Errc::invalid_argument if targets of `bytes` leave too little scratch memory.
   Result<> check_limit(const std::string& name, std::uint64_t bytes) const;
 
-  /// check_limit() for raw records that are read at once. They must lie in their files: the
-  /// metadata may make up a length.
-  Result<> check_room(const std::vector<ReadRequest>& records,
-                      const std::vector<std::string>& names) const;
+  /// Checks that raw records, read together, fit into the limit. Also checks that they lie inside
+  /// their files before memory is allocated for them: damaged metadata may contain any length.
+  Result<> check_records_fit(const std::vector<ReadRequest>& records,
+                             const std::vector<std::string>& names) const;
 
-  /// Reads, with targets that hold so many bytes of the limit. An error names the request that it
-  /// happened to. Copies to devices also wait for `ready`, whose events outlive the call.
+  /// Runs one load. `target_bytes` of the limit are in use by its targets. An error names the
+  /// request that failed. Copies to devices also wait for `ready`, whose events outlive the call.
   Result<std::shared_ptr<LoadSession>> run(std::vector<ReadRequest> requests,
                                            const std::vector<std::string>& names,
-                                           std::uint64_t held_bytes, std::uint64_t done_before,
+                                           std::uint64_t target_bytes, std::uint64_t done_before,
                                            const std::vector<staging::ReadyEvent>& ready = {});
 
  private:

@@ -17,12 +17,12 @@ Result<std::shared_ptr<LoadSession>> LoadSession::start(Context& context, os::Di
     regions.push_back(&request.region);
     targets.push_back(&request.target);
   }
-  auto scratch = scratch_for(options, regions, targets, "a load");
+  auto scratch = choose_scratch(options, regions, targets, "a load");
   if (!scratch) return scratch.error();
   std::shared_ptr<LoadSession> session(new LoadSession(context, std::move(directory), files,
                                                        std::move(requests), options, *scratch));
   if (auto planned = session->plan(files); !planned) return planned.error();
-  if (auto begun = session->pipeline_.start(session, "load"); !begun) return begun.error();
+  if (auto started = session->pipeline_.start(session, "load"); !started) return started.error();
   return session;
 }
 
@@ -56,16 +56,17 @@ void LoadSession::cancel() {
 
 std::optional<LoadFailure> LoadSession::failure() const {
   if (pipeline_.inherited()) {
-    return LoadFailure{
-        format_error(Errc::cancelled, "the load is that of the process that forked this one")};
+    return LoadFailure{format_error(
+        Errc::cancelled,
+        "the load belongs to the process that forked this one; wait for it in that process")};
   }
   auto failure = pipeline_.failure();
   if (!failure) return std::nullopt;
-  LoadFailure found{std::move(failure->error)};
+  LoadFailure load_failure{std::move(failure->error)};
   if (failure->record != ReadPipeline::kNoRecord) {
-    found.request = delivery_.request_of(failure->record);
+    load_failure.request = delivery_.request_of(failure->record);
   }
-  return found;
+  return load_failure;
 }
 
 }  // namespace torch_ckpt::engine

@@ -16,17 +16,26 @@ namespace torch_ckpt::engine {
 
 struct LoadOptions : ReadOptions {
   bool verify = true;
-  std::vector<staging::ReadyEvent> ready;  // when targets on devices may be written
+  std::vector<staging::ReadyEvent> ready;  // wait for these before writing to targets on devices
 };
 
 struct LoadFailure {
   static constexpr std::size_t kNoRequest = ~std::size_t{0};
 
   Error error;
-  std::size_t request = kNoRequest;  // the culprit, where it is one request
+  std::size_t request = kNoRequest;  // the request that failed, if the error is about one
 };
 
-// Reads regions of records' payloads into their targets: a ReadPipeline with a RecordDelivery.
+// Reads regions of records' payloads into their targets.
+//
+//   1. start() checks that the scratch memory suffices, decodes the files' checksum tables and
+//      plans the reads.
+//   2. A ReadPipeline (engine/read_pipeline.h) reads the records on several threads.
+//   3. A RecordDelivery (engine/record_delivery.h) checks what was read and copies it to the
+//      targets.
+//   4. The first error, or cancel(), ends the load: tasks stop after the step that they are in.
+//   5. wait_for() returns true once all tasks have ended. Then failure() returns the error, if
+//      there is one, and outcomes() the result of each request.
 //
 // start() and wait_for() are for one thread. Targets must stay valid until wait_for() has returned
 // true; after a failure their contents are unspecified.
@@ -37,18 +46,19 @@ class LoadSession {
                                                     std::vector<ReadRequest> requests,
                                                     const LoadOptions& options);
 
-  /// Waits until every task has sent its result; false when `timeout` passed before. In a forked
-  /// child, which has no part in its parent's load, it is over at once and has failed.
+  /// Waits until every task has sent its result; returns false if `timeout` passes first. In a
+  /// forked child it returns true at once, and failure() reports that the load is the parent's.
   bool wait_for(std::chrono::milliseconds timeout);
   void cancel();
 
-  /// After wait_for() has returned true.
+  /// Valid once wait_for() has returned true.
   std::optional<LoadFailure> failure() const;
   const std::vector<ReadOutcome>& outcomes() const { return delivery_.outcomes(); }
   const std::vector<ReadRequest>& requests() const { return delivery_.requests(); }
   std::string path(const ReadRequest& request) const { return pipeline_.path(request.file); }
 
-  /// Bytes asked for and bytes that reached their target so far, as stored.
+  /// Payload bytes that were requested, and those that have reached their targets so far. They are
+  /// counted before a conversion.
   std::uint64_t bytes_planned() const { return bytes_planned_; }
   std::uint64_t bytes_done() const { return delivery_.bytes_done(); }
 

@@ -7,7 +7,7 @@
 namespace torch_ckpt::engine {
 namespace {
 
-// Below this a file is a handful of blocks, and the page cache is as fast as going around it.
+// A smaller file has few blocks, and the page cache is as fast as direct I/O.
 constexpr std::uint64_t kDirectMinBytes = std::uint64_t{1} << 20;
 
 }  // namespace
@@ -23,7 +23,8 @@ Result<> OutputFile::open(DirectIo direct_io) {
   identity_ = *identity;
   if (direct_io == DirectIo::on && !file->is_direct()) {
     Error error = format_error(Errc::invalid_argument,
-                               "direct_io=True, but this file system has no direct I/O");
+                               "direct_io=True, but this file system does not support direct I/O. "
+                               "Pass direct_io=\"auto\".");
     error.operation = "open";
     error.path = file->path();
     return error;
@@ -51,16 +52,16 @@ Result<> OutputFile::finish(bool sync, Timing& timing, std::size_t number) {
     if (auto cut = file.truncate(bytes_); !cut) return cut;
   }
   if (sync) {
-    const Timed timed(timing, Activity::fsync, number);
+    const ScopedTimer timed(timing, Activity::fsync, number);
     if (auto synced = file.sync(); !synced) return synced;
   }
   return std::move(file).close();
 }
 
-// A file that cannot be removed is named by no metadata; the first cause is what matters.
+// Errors are ignored: no metadata names the file, and the save has failed with an error already.
 void OutputFile::remove() const noexcept try {
-  // One that has the name by now and is another belongs to a save that has taken over from this
-  // one, while this process was stopped and given up.
+  // A different file with this name belongs to another save. It has taken over the directory while
+  // this process was stopped and declared dead.
   if (identity_) {
     static_cast<void>(directory_.remove(name_, *identity_));
   } else if (is_created_) {

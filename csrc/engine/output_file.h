@@ -14,25 +14,25 @@
 
 namespace torch_ckpt::engine {
 
-// A file that a save makes, from its creation to its end or, where the save has failed, to its
-// removal. After an error only abandon() and remove() are left.
-// write() may be called by several threads at once, the other methods by one at a time.
+// A data file that a save writes: open(), write() several times, finish(). After an error call
+// abandon(), and remove() if the save has failed. write() may be called by several threads at once,
+// the other methods by one thread at a time.
 class OutputFile {
  public:
-  /// Both outlive it.
+  /// `directory` and `name` outlive the OutputFile.
   OutputFile(const os::Directory& directory, const std::string& name, std::uint64_t bytes)
       : directory_(directory), name_(name), bytes_(bytes) {}
 
-  /// Creates the file, which must not exist, and reserves its bytes on the disk.
+  /// Creates the file, which must not exist, and reserves disk space for it.
   Result<> open(DirectIo direct_io);
-  /// Writes the first `bytes` of the chunk at `offset`. Of a direct write, which takes whole
-  /// blocks, the last one is padded within the chunk.
+  /// Writes the first `bytes` of the chunk at file offset `offset`. Direct I/O writes full blocks,
+  /// so the last block is zero-padded, within the chunk.
   Result<> write(const staging::Chunk& chunk, std::size_t bytes, std::uint64_t offset);
-  /// Cuts the padding off, makes the file durable if `sync`, and closes it.
+  /// Truncates the padding, fsyncs the file if `sync`, and closes it.
   Result<> finish(bool sync, Timing& timing, std::size_t number);
-  /// Closes it as it is.
+  /// Closes the file unfinished.
   void abandon() { file_.reset(); }
-  /// Removes what open() has made.
+  /// Deletes the file that open() has created.
   void remove() const noexcept;
 
  private:

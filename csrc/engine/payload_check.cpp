@@ -9,7 +9,7 @@
 namespace torch_ckpt::engine {
 namespace {
 
-// The archive around a payload has some 2,000 bytes.
+// An archive has some 2,000 bytes around its payload; more than this means that it is damaged.
 constexpr std::uint64_t kMaxEnvelopeBytes = std::uint64_t{1} << 20;
 
 std::string hex(std::uint32_t value) {
@@ -21,7 +21,7 @@ std::string hex(std::uint32_t value) {
 
 }  // namespace
 
-const format::RecordSums* blocks_of(const std::optional<format::RecordSums>& sums, bool raw) {
+const format::RecordSums* block_sums(const std::optional<format::RecordSums>& sums, bool raw) {
   if (!sums || sums->block_bytes == 0 || sums->raw != raw) return nullptr;
   return &*sums;
 }
@@ -30,7 +30,8 @@ Result<> check_envelope(const format::RecordSums& sums, format::RecordBytes& rec
                         std::uint64_t payload_offset, std::uint64_t payload_bytes) {
   const std::uint64_t end = payload_offset + payload_bytes;
   if (payload_offset > kMaxEnvelopeBytes || record.size() - end > kMaxEnvelopeBytes) {
-    return format_error(Errc::checksum_mismatch, "the archive is not the one that was written");
+    return format_error(Errc::checksum_mismatch,
+                        "the archive is damaged: its headers are larger than those of any save");
   }
   std::uint32_t crc = 0;
   for (const auto& [begin, part_end] :
@@ -43,11 +44,24 @@ Result<> check_envelope(const format::RecordSums& sums, format::RecordBytes& rec
   return checksum_error(sums.envelope_crc, crc, "the checkpoint's metadata");
 }
 
+Error tensor_mismatch(const std::string& found, const std::string& expected) {
+  return format_error(Errc::tensor_mismatch, "the record holds a tensor of " + found +
+                                                 ", but the metadata describes one of " + expected);
+}
+
+std::string shape_text(const std::vector<std::uint64_t>& sizes) {
+  std::string text = "[";
+  for (const std::uint64_t size : sizes) {
+    text += (text.size() > 1 ? ", " : "") + std::to_string(size);
+  }
+  return text + "]";
+}
+
 Error checksum_error(std::uint32_t expected, std::uint32_t found, const char* source,
                      std::uint64_t offset) {
   return format_error(
       Errc::checksum_mismatch,
-      "the bytes are damaged: CRC-32 " + hex(found) + ", " + source + " says " + hex(expected),
+      "the bytes are damaged: CRC-32 " + hex(found) + ", but " + source + " has " + hex(expected),
       offset);
 }
 
@@ -59,17 +73,17 @@ PayloadCheck PayloadCheck::by_blocks(const format::RecordSums& sums, std::uint64
   return check;
 }
 
-PayloadCheck PayloadCheck::whole_payload() {
+PayloadCheck PayloadCheck::one_sum() {
   PayloadCheck check;
   check.active_ = true;
   return check;
 }
 
-Result<> PayloadCheck::take(std::uint64_t position, std::span<const std::byte> bytes) {
+Result<> PayloadCheck::update(std::uint64_t position, std::span<const std::byte> bytes) {
   if (!active_) return {};
   if (sums_ == nullptr) {
     crc_ = format::crc32(crc_, bytes);
-    taken_ += bytes.size();
+    bytes_added_ += bytes.size();
     return {};
   }
   while (!bytes.empty()) {

@@ -3,7 +3,9 @@
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "error.h"
 #include "format/checksum_table.h"
@@ -11,44 +13,55 @@
 
 namespace torch_ckpt::engine {
 
-// Checksums the bytes of a payload as they come by, in ascending order. Either block by block,
-// against the checksums that the save recorded; what comes then begins at a block's begin, or where
-// the last ended. Or all of them, for somebody who joins the sums of a payload's pieces.
+// Checksums payload bytes as they are read, in ascending order of position. There are two ways:
+//
+//   by_blocks()  compares each block with the checksum that the save recorded. A range of bytes
+//                must begin at a block boundary or where the range before it ended.
+//   one_sum()    computes the CRC-32 of all bytes of a piece. The caller joins the sums of the
+//                pieces and compares the result with the archive's CRC-32.
 class PayloadCheck {
  public:
   /// Checks nothing.
   PayloadCheck() = default;
-  /// `sums` outlive it.
+  /// `sums` outlives the check.
   static PayloadCheck by_blocks(const format::RecordSums& sums, std::uint64_t payload_bytes);
-  static PayloadCheck whole_payload();
+  static PayloadCheck one_sum();
 
-  /// Fails with checksum_mismatch at the end of a block that is damaged; the error's offset is that
-  /// of the block in the payload.
-  Result<> take(std::uint64_t position, std::span<const std::byte> bytes);
+  /// Adds bytes. Fails with Errc::checksum_mismatch if they complete a damaged block; the error's
+  /// offset is the position of the block in the payload.
+  Result<> update(std::uint64_t position, std::span<const std::byte> bytes);
 
-  /// CRC-32 and number of the bytes taken; whole_payload() only.
-  std::pair<std::uint32_t, std::uint64_t> sum() const { return {crc_, taken_}; }
+  /// CRC-32 and number of the bytes added; for one_sum() only.
+  std::pair<std::uint32_t, std::uint64_t> sum() const { return {crc_, bytes_added_}; }
 
  private:
   const format::RecordSums* sums_ = nullptr;
   bool active_ = false;
   std::uint64_t payload_bytes_ = 0;
   std::uint32_t crc_ = 0;
-  std::uint64_t taken_ = 0;
+  std::uint64_t bytes_added_ = 0;
 };
 
-/// Whether a payload's checksum in its archive is one: zero, of a payload that is not empty, means
-/// that the writer did not compute it (torch.serialization.set_crc32_options(False)).
-inline bool is_known(std::uint32_t crc, std::uint64_t bytes) { return crc != 0 || bytes == 0; }
+/// True if the archive has a checksum of the payload. Zero for a payload that is not empty means
+/// that the writer did not compute one (torch.serialization.set_crc32_options(False)).
+inline bool has_checksum(std::uint32_t crc, std::uint64_t bytes) { return crc != 0 || bytes == 0; }
 
-/// What is known of a payload block by block, where it is.
-const format::RecordSums* blocks_of(const std::optional<format::RecordSums>& sums, bool raw);
+/// Returns `sums` if they have checksums of blocks for such a payload, otherwise nullptr. `raw`:
+/// the record has no archive.
+const format::RecordSums* block_sums(const std::optional<format::RecordSums>& sums, bool raw);
 
-/// Compares all of a record that is not payload. The payload lies within the record.
+/// Compares the bytes of a record before and after its payload with their checksum. The payload
+/// must lie within the record.
 Result<> check_envelope(const format::RecordSums& sums, format::RecordBytes& record,
                         std::uint64_t payload_offset, std::uint64_t payload_bytes);
 
-/// `source` says where the expected one stands.
+/// The error for a record whose tensor differs from the metadata. `found` and `expected` are shapes
+/// or dtypes.
+Error tensor_mismatch(const std::string& found, const std::string& expected);
+/// A shape as text, e.g. "[3, 40]".
+std::string shape_text(const std::vector<std::uint64_t>& sizes);
+
+/// `source` names the place that the expected checksum was read from, for the message.
 Error checksum_error(std::uint32_t expected, std::uint32_t found, const char* source,
                      std::uint64_t offset = Error::kNoOffset);
 

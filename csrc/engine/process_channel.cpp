@@ -28,7 +28,7 @@ Result<ProcessChannel> ProcessChannel::create() {
   return ProcessChannel(std::move(*mailbox));
 }
 
-// --- a save's own --------------------------------------------------------------------------------
+// --- results of one save -------------------------------------------------------------------------
 
 void ProcessChannel::send(const Result<format::FileResult>& result, std::size_t files) {
   const os::MutexLock lock(mutex_);
@@ -37,13 +37,13 @@ void ProcessChannel::send(const Result<format::FileResult>& result, std::size_t 
     const std::string frame = result
                                   ? format::encode_file(*result, static_cast<std::uint32_t>(files))
                                   : format::encode_failure(result.error());
-    if (result) ++good_;
-    // Who waits has nothing to do before that.
-    sent = mailbox_.put(bytes_of(frame), !result || good_ == files).has_value();
+    if (result) ++files_done_;
+    // Wakes the waiting children only for an error or for the last result.
+    sent = mailbox_.put(bytes_of(frame), !result || files_done_ == files).has_value();
   } catch (const std::bad_alloc&) {
-    // Lost, as a message that the mailbox has no memory for.
+    // Reported as lost below.
   }
-  // Where this fails, too, the child learns of it when this process ends.
+  // If this fails as well, the children fail once this process has ended.
   try {
     if (!sent) static_cast<void>(mailbox_.put_lost());
   } catch (const std::bad_alloc&) {
@@ -55,7 +55,7 @@ Result<std::optional<ProcessChannel::Outcome>> ProcessChannel::wait_for_files(
     std::chrono::milliseconds timeout) {
   const auto deadline = std::chrono::steady_clock::now() + timeout;
   while (true) {
-    // Looked at before what it has sent, which is then all.
+    // Checked before the mailbox is read: if the process was dead by then, no frame is missing.
     const bool is_alive = os::is_alive(owner_);
     auto contents = mailbox_.read();
     if (!contents) return contents.error();
@@ -72,18 +72,19 @@ Result<std::optional<ProcessChannel::Outcome>> ProcessChannel::wait_for_files(
       outcome.files.push_back(std::move(frame.file));
     }
     if (outcome.object) return std::optional(std::move(outcome));
-    // Why it was cancelled, who has cancelled it tells by an object.
+    // After a cancel, wait for the object in which the cancelling process sends the reason.
     if (failure && failure->code != Errc::cancelled) return *failure;
     if (!failure && files != 0 && outcome.files.size() == files) {
       return std::optional(std::move(outcome));
     }
     if (contents->is_lost) {
-      return missing("there was no memory for the results of all files in process " +
-                     std::to_string(owner_.number));
+      return missing("process " + std::to_string(owner_.number) +
+                     " had no memory to send the results of all files");
     }
     if (!is_alive) {
-      return missing("process " + std::to_string(owner_.number) + " has died when " +
-                     std::to_string(outcome.files.size()) + " files were done");
+      return missing("process " + std::to_string(owner_.number) +
+                     " died after sending the results of " + std::to_string(outcome.files.size()) +
+                     (outcome.files.size() == 1 ? " file" : " files"));
     }
     const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
         deadline - std::chrono::steady_clock::now());
@@ -92,7 +93,7 @@ Result<std::optional<ProcessChannel::Outcome>> ProcessChannel::wait_for_files(
   }
 }
 
-// --- a queue -------------------------------------------------------------------------------------
+// --- queue ---------------------------------------------------------------------------------------
 
 Result<> ProcessChannel::send_object(std::span<const std::byte> object) {
   auto sent = mailbox_.put(bytes_of(
@@ -101,7 +102,7 @@ Result<> ProcessChannel::send_object(std::span<const std::byte> object) {
   return sent;
 }
 
-Result<> ProcessChannel::begin(std::string_view what) {
+Result<> ProcessChannel::announce(std::string_view what) {
   return mailbox_.put(bytes_of(format::encode_value(format::FrameKind::begun,
                                                     sender_of(os::own_process()), bytes_of(what))));
 }
@@ -114,11 +115,12 @@ Result<> ProcessChannel::receive() {
   for (format::Frame& frame : *frames) {
     const os::ProcessId sender = process_of(frame.sender);
     if (frame.kind == format::FrameKind::begun) {
-      begun_.push_back({sender, std::move(frame.value)});
+      announced_.push_back({sender, std::move(frame.value)});
     } else if (frame.kind == format::FrameKind::object) {
-      const auto owes = std::find_if(begun_.begin(), begun_.end(),
-                                     [&](const Begun& begun) { return begun.sender == sender; });
-      if (owes != begun_.end()) begun_.erase(owes);
+      const auto announcement =
+          std::find_if(announced_.begin(), announced_.end(),
+                       [&](const Announcement& other) { return other.sender == sender; });
+      if (announcement != announced_.end()) announced_.erase(announcement);
       objects_.push_back(std::move(frame.value));
     }
   }
@@ -135,29 +137,30 @@ Result<> ProcessChannel::wait(std::chrono::milliseconds timeout) {
   std::vector<os::ProcessId> senders;
   {
     const os::MutexLock lock(mutex_);
-    for (const Begun& begun : begun_) senders.push_back(begun.sender);
+    for (const Announcement& announcement : announced_) senders.push_back(announcement.sender);
   }
   return mailbox_.wait(timeout, senders);
 }
 
-Result<std::vector<std::pair<std::int64_t, std::string>>> ProcessChannel::take_missed() {
+Result<std::vector<std::pair<std::int64_t, std::string>>> ProcessChannel::take_dead_senders() {
   const os::MutexLock lock(mutex_);
-  std::vector<Begun> dead;
-  for (const Begun& begun : begun_) {
-    if (!os::is_alive(begun.sender)) dead.push_back(begun);
+  std::vector<Announcement> dead;
+  for (const Announcement& announcement : announced_) {
+    if (!os::is_alive(announcement.sender)) dead.push_back(announcement);
   }
-  // What they have sent before they died is there by now.
+  // Receives everything that the dead processes have sent, and drops those that sent their object.
   if (auto received = receive(); !received) return received.error();
-  std::vector<std::pair<std::int64_t, std::string>> missed;
-  for (Begun& begun : dead) {
-    const auto owes = std::find_if(begun_.begin(), begun_.end(), [&](const Begun& other) {
-      return other.sender == begun.sender && other.what == begun.what;
-    });
-    if (owes == begun_.end()) continue;
-    begun_.erase(owes);
-    missed.emplace_back(begun.sender.number, std::move(begun.what));
+  std::vector<std::pair<std::int64_t, std::string>> missing;
+  for (Announcement& announcement : dead) {
+    const auto open =
+        std::find_if(announced_.begin(), announced_.end(), [&](const Announcement& other) {
+          return other.sender == announcement.sender && other.what == announcement.what;
+        });
+    if (open == announced_.end()) continue;
+    announced_.erase(open);
+    missing.emplace_back(announcement.sender.number, std::move(announcement.what));
   }
-  return missed;
+  return missing;
 }
 
 }  // namespace torch_ckpt::engine

@@ -20,10 +20,12 @@ namespace torch_ckpt::engine {
 // A results channel between processes: frames (format/result_frame.h) in a mailbox (os/mailbox.h).
 // It is used in two ways.
 //
-//   - A save's own: the process that writes sends the result of each file, from whatever thread,
-//     and children that it forks wait for them. They stay there for every child.
-//   - A queue: any process sends objects to the one that made the channel, which takes each once.
-//     A sender that has said that it begins owes an object, and is missed when it dies before.
+//   - For the results of one save: the writing process sends the result of each file, from any
+//     thread, and children that it forks wait for them. Results stay in the mailbox, so that every
+//     child can read them.
+//   - As a queue: any process sends objects to the process that created the channel, which takes
+//     each object once. A sender first announces its object. If it dies before sending, the
+//     receiver finds it in take_dead_senders().
 //
 // Safe for concurrent use by multiple threads.
 class ProcessChannel {
@@ -35,37 +37,39 @@ class ProcessChannel {
 
   const os::Mailbox::Address& address() const { return mailbox_.address(); }
 
-  // --- a save's own ---
+  // --- results of one save ---
 
-  /// Sends what became of one of so many files. Where that cannot be, who waits is told.
+  /// Sends the result of one of `files` files. If there is no memory for it, marks it as lost, so
+  /// that waiting children fail instead of waiting forever.
   void send(const Result<format::FileResult>& result, std::size_t files);
 
   struct Outcome {
     std::vector<format::FileResult> files;
-    std::optional<std::string> object;  // why there are none, where somebody sent that instead
+    std::optional<std::string> object;  // sent instead of results, e.g. the reason of a cancel
   };
-  /// Waits in a forked child until all files' results are there, or why they are not; nothing when
-  /// a signal came or `timeout` passed before. Fails with the error of a file, or where the process
-  /// that writes died before.
+  /// Waits, in a forked child, for the results of all files or for an object. Returns nullopt if a
+  /// signal arrives or `timeout` passes first. Fails with the error of a file, or if the writing
+  /// process died.
   Result<std::optional<Outcome>> wait_for_files(std::chrono::milliseconds timeout);
 
-  // --- a queue ---
+  // --- queue ---
 
   Result<> send_object(std::span<const std::byte> object);
-  /// This process will send an object; `what` says of what, for a message.
-  Result<> begin(std::string_view what);
+  /// Announces that this process will send an object. `what` describes it, for messages.
+  Result<> announce(std::string_view what);
 
-  /// The objects that were sent and not taken, oldest first.
+  /// Returns all objects that were sent since the last call, oldest first.
   Result<std::vector<std::string>> take_objects();
-  /// Waits until there may be an object, or a sender that has begun has died.
+  /// Waits until there may be an object, or until a process that announced one has died.
   Result<> wait(std::chrono::milliseconds timeout);
   Result<> wake() { return mailbox_.wake(); }
-  /// Of the senders that have begun and have died without an object: who, and what they were going
-  /// to do. Each is told once.
-  Result<std::vector<std::pair<std::int64_t, std::string>>> take_missed();
+  /// Returns process id and description for each process that died after announcing an object and
+  /// before sending it. Each is returned once.
+  Result<std::vector<std::pair<std::int64_t, std::string>>> take_dead_senders();
 
  private:
-  struct Begun {
+  // An object that was announced and not sent yet.
+  struct Announcement {
     os::ProcessId sender;
     std::string what;
   };
@@ -77,9 +81,9 @@ class ProcessChannel {
   os::Mailbox mailbox_;
   os::ProcessId owner_;
   os::Mutex mutex_;
-  std::vector<Begun> begun_ TC_GUARDED_BY(mutex_);
+  std::vector<Announcement> announced_ TC_GUARDED_BY(mutex_);
   std::vector<std::string> objects_ TC_GUARDED_BY(mutex_);
-  std::size_t good_ TC_GUARDED_BY(mutex_) = 0;  // files whose results were sent
+  std::size_t files_done_ TC_GUARDED_BY(mutex_) = 0;  // successful files whose results were sent
 };
 
 }  // namespace torch_ckpt::engine

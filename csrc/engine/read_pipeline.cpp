@@ -12,7 +12,7 @@ namespace {
 
 using planning::ByteRange;
 
-// Read and then checksummed while it is still in the second-level cache.
+// Bytes that are read and then checksummed while they are in the second-level cache.
 constexpr std::uint64_t kFusedBytes = std::uint64_t{256} << 10;
 
 std::vector<std::string> names_of(const std::vector<LoadFile>& files) {
@@ -24,7 +24,7 @@ std::vector<std::string> names_of(const std::vector<LoadFile>& files) {
 
 PayloadCheck check_of(const Payload& payload) {
   if (payload.blocks != nullptr) return PayloadCheck::by_blocks(*payload.blocks, payload.bytes);
-  return payload.crc ? PayloadCheck::whole_payload() : PayloadCheck();
+  return payload.crc ? PayloadCheck::one_sum() : PayloadCheck();
 }
 
 }  // namespace
@@ -35,24 +35,27 @@ Result<std::optional<format::ChecksumTable>> checksum_table_of(const LoadFile& f
   if (table) return std::optional(std::move(*table));
   Error error = table.error();
   error.offset = Error::kNoOffset;
-  error.detail = "its checksums in the metadata are damaged: " + error.detail;
+  error.detail = "the metadata's checksums of this file are damaged: " + error.detail;
   return error;
 }
 
-Result<ScratchLayout> scratch_for(ReadOptions& options,
-                                  std::span<const planning::Region* const> regions,
-                                  std::span<const Target* const> targets, std::string_view user) {
+Result<ScratchLayout> choose_scratch(ReadOptions& options,
+                                     std::span<const planning::Region* const> regions,
+                                     std::span<const Target* const> targets,
+                                     std::string_view user) {
   ScratchLayout layout = lay_out_scratch(
       regions, targets,
       scratch_chunk_bytes(options.chunk_bytes, options.max_scratch_bytes, options.threads),
       options.max_scratch_bytes);
   if (layout.chunk_bytes == 0 || options.threads == 0) {
-    return format_error(
-        Errc::invalid_argument,
-        std::string(user) + " needs at least one thread and 4096 bytes of scratch memory");
+    return format_error(Errc::invalid_argument,
+                        std::string(user) +
+                            " needs at least 1 thread and 4096 bytes of scratch memory, got " +
+                            std::to_string(options.threads) + " threads and " +
+                            std::to_string(options.max_scratch_bytes) + " bytes");
   }
   options.threads = std::min(options.threads, options.max_scratch_bytes / layout.bytes());
-  layout.most_kept = layout.bytes() * options.threads;
+  layout.max_idle_bytes = layout.bytes() * options.threads;
   return layout;
 }
 
@@ -60,23 +63,22 @@ ReadPipeline::ReadPipeline(Context& context, os::Directory directory,
                            const std::vector<LoadFile>& files, const ReadOptions& options,
                            const ScratchLayout& scratch_layout,
                            const std::vector<staging::ReadyEvent>& ready, ReadSink& sink,
-                           bool goes_on)
+                           bool continue_after_errors)
     : context_(context),
       files_(std::move(directory), names_of(files), options.direct_io),
       threads_(options.threads),
       scratch_layout_(scratch_layout),
       ready_(ready),
       sink_(sink),
-      goes_on_(goes_on) {}
+      continue_after_errors_(continue_after_errors) {}
 
 void ReadPipeline::plan(std::vector<planning::WantedRecord> wanted, std::uint64_t bytes,
                         std::uint64_t block_bytes) {
   records_ = std::move(wanted);
   large_.resize(records_.size());
   planning::ReadPlanLimits limits;
-  // With room for the ends of the blocks that a direct read takes.
   limits.batch_bytes = scratch_layout_.step_bytes();
-  // A block is checked within one piece.
+  // Pieces must not divide a block: each block is checked within one piece.
   limits.cut_bytes = std::max(limits.cut_bytes, block_bytes);
   limits.piece_bytes = std::max(planning::piece_bytes_for(bytes, threads_), limits.cut_bytes);
   units_ = planning::plan_reads(records_, limits);
@@ -145,9 +147,9 @@ void ReadPipeline::run_unit(const planning::ReadUnit& unit, Scratch& scratch) {
   files_.release(unit.file);
   for (const std::size_t record : unit.records) {
     if (unit.is_batch) bytes_read_ += records_[record].length;
-    // Of several pieces of a record that fail so, one tells.
-    const bool told = done || (!unit.is_batch && large_[record]->has_unread.exchange(true));
-    if (!told) sink_.fail(record, done.error());
+    // If several pieces of a record fail, report only the first.
+    const bool is_reported = !unit.is_batch && !done && large_[record]->has_unread.exchange(true);
+    if (!done && !is_reported) sink_.fail(record, done.error());
   }
   for (const ByteRange& range : unit.ranges) bytes_read_ += range.bytes();
 }
@@ -155,10 +157,10 @@ void ReadPipeline::run_unit(const planning::ReadUnit& unit, Scratch& scratch) {
 bool ReadPipeline::lies_in_file(std::size_t record, const DataFile& file) {
   const planning::WantedRecord& wanted = records_[record];
   if (inside(wanted.offset, wanted.length, file.bytes())) return true;
-  sink_.fail(record,
-             format_error(Errc::range_past_end,
-                          "the metadata gives a record of " + std::to_string(wanted.length) +
-                              " bytes, but the file has " + std::to_string(file.bytes())));
+  sink_.fail(record, format_error(Errc::range_past_end,
+                                  "the metadata lists a record of " +
+                                      std::to_string(wanted.length) + " bytes, but the file has " +
+                                      std::to_string(file.bytes()) + " bytes"));
   return false;
 }
 
@@ -173,35 +175,38 @@ Result<> ReadPipeline::run_batch(const planning::ReadUnit& unit, const DataFile&
   if (failure_.is_set()) return {};
   Result<std::span<std::byte>> all = Error();
   if (is_in_file) {
-    all = file.fetch(*room, unit.begin, unit.length, file.goes_direct(unit.begin, unit.length));
-    if (!all && !goes_on_) return all.error();
+    all = file.fetch(*room, unit.begin, unit.length,
+                     file.prefers_direct_read(unit.begin, unit.length));
+    if (!all && !continue_after_errors_) return all.error();
   }
   for (const std::size_t record : unit.records) {
     const planning::WantedRecord& wanted = records_[record];
     if (!inside(wanted.offset, wanted.length, file.bytes())) continue;
-    // Others are read also where one cannot be read, or lies behind the end of the file.
+    // A record that cannot be read, or lies beyond the end of the file, must not fail the others
+    // of the batch: read them one by one.
     const Result<std::span<std::byte>> bytes =
         all ? all->subspan(wanted.offset - unit.begin, wanted.length)
             : file.fetch(*room, wanted.offset, wanted.length, false);
-    const Result<> taken = bytes ? take_whole(record, *bytes, scratch) : bytes.error();
-    if (!taken) sink_.fail(record, taken.error());
+    const Result<> consumed = bytes ? consume_record(record, *bytes, scratch) : bytes.error();
+    if (!consumed) sink_.fail(record, consumed.error());
     if (failure_.is_set()) return {};
   }
   return scratch.submit();
 }
 
-Result<> ReadPipeline::take_whole(std::size_t record, std::span<const std::byte> bytes,
-                                  Scratch& scratch) {
+Result<> ReadPipeline::consume_record(std::size_t record, std::span<const std::byte> bytes,
+                                      Scratch& scratch) {
   RecordInMemory archive(bytes);
   auto payload = sink_.open(record, archive);
   if (!payload) return payload.error();
   if (!payload->is_read) return {};
   const auto contents = bytes.subspan(payload->offset, payload->bytes);
   PayloadCheck check = check_of(*payload);
-  if (auto taken = sink_.take(record, *payload, 0, contents, check, &scratch); !taken) return taken;
+  auto consumed = sink_.consume(record, *payload, 0, contents, check, &scratch);
+  if (!consumed) return consumed;
   std::optional<std::uint32_t> crc;
   if (payload->crc) crc = check.sum().first;
-  return sink_.end(record, *payload, crc, contents);
+  return sink_.finish(record, *payload, crc, contents);
 }
 
 // --- large records -------------------------------------------------------------------------------
@@ -211,7 +216,7 @@ Result<> ReadPipeline::run_piece(const planning::ReadUnit& unit, const DataFile&
   const std::size_t record = unit.records.front();
   LargeRecord& large = *large_[record];
   const Payload& payload = large.payload;
-  std::call_once(large.once, [&] {
+  std::call_once(large.opened, [&] {
     if (!lies_in_file(record, file)) return;
     RecordInFile archive(file, records_[record].offset, records_[record].length);
     auto opened = sink_.open(record, archive);
@@ -233,7 +238,7 @@ Result<> ReadPipeline::run_piece(const planning::ReadUnit& unit, const DataFile&
     crc = 0;
     for (const auto& [sum, bytes] : large.pieces) crc = format::crc32_join(*crc, sum, bytes);
   }
-  return sink_.end(record, payload, crc, {});
+  return sink_.finish(record, payload, crc, {});
 }
 
 Result<> ReadPipeline::read_range(std::size_t record, ByteRange range, const DataFile& file,
@@ -245,45 +250,46 @@ Result<> ReadPipeline::read_range(std::size_t record, ByteRange range, const Dat
     std::uint64_t bytes = std::min<std::uint64_t>(range.bytes(), scratch.step_bytes());
     bool direct = false;
     if (range.begin >= buffered_until) {
-      direct = file.goes_direct(begin_in_file + range.begin, bytes);
+      direct = file.prefers_direct_read(begin_in_file + range.begin, bytes);
       if (!direct) buffered_until = range.begin + bytes;
     }
-    // Of a direct read the first and last blocks may hold other bytes, too.
-    std::span<std::byte> place;
+    // Direct reads always need scratch memory: they are extended to block boundaries, and the
+    // destination has no room for the additional bytes.
+    std::span<std::byte> destination;
     if (!direct) {
       bytes = std::min(kFusedBytes, buffered_until - range.begin);
-      place = sink_.place(record, range.begin, bytes);
+      destination = sink_.destination(record, range.begin, bytes);
     }
-    Result<std::span<std::byte>> fetched = place;
-    if (!place.empty()) {
-      if (auto read = file.read(place, begin_in_file + range.begin); !read) fetched = read.error();
+    Result<std::span<std::byte>> fetched = destination;
+    if (!destination.empty()) {
+      auto read = file.read(destination, begin_in_file + range.begin);
+      if (!read) fetched = read.error();
     } else {
       auto room = scratch.next_buffer();
       if (!room) return room.error();
       fetched = file.fetch(*room, begin_in_file + range.begin, bytes, direct);
     }
-    if (!fetched && !goes_on_) return fetched.error();
+    if (!fetched && !continue_after_errors_) return fetched.error();
     if (!fetched && direct) {
-      // Smaller reads tell better which bytes are lost.
+      // Retry with smaller, buffered reads, to find out which bytes are unreadable.
       buffered_until = range.begin + bytes;
       continue;
     }
     if (!fetched) {
       large_[record]->has_unread = true;
       const ByteRange lost{range.begin, range.begin + bytes};
-      range.begin +=
-          std::min(sink_.leave_out(record, payload, lost, fetched.error()), range.bytes());
+      range.begin += std::min(sink_.skip(record, payload, lost, fetched.error()), range.bytes());
       continue;
     }
     for (std::span<const std::byte> left = *fetched; !left.empty();) {
       const auto part = left.first(std::min<std::uint64_t>(left.size(), kFusedBytes));
-      auto taken =
-          sink_.take(record, payload, range.begin, part, check, place.empty() ? &scratch : nullptr);
-      if (!taken) return taken;
+      auto consumed = sink_.consume(record, payload, range.begin, part, check,
+                                    destination.empty() ? &scratch : nullptr);
+      if (!consumed) return consumed;
       range.begin += part.size();
       left = left.subspan(part.size());
     }
-    if (place.empty()) {
+    if (destination.empty()) {
       if (auto submitted = scratch.submit(); !submitted) return submitted;
     }
   }

@@ -28,78 +28,85 @@ namespace torch_ckpt::engine {
 
 struct ReadOptions {
   std::size_t threads = 8;
-  std::size_t chunk_bytes = std::size_t{4} << 20;  // scratch of each thread; two for devices
+  std::size_t chunk_bytes = std::size_t{4} << 20;  // scratch chunk of each thread; two for devices
   std::size_t max_scratch_bytes = std::size_t{1} << 30;
   DirectIo direct_io = DirectIo::automatic;
 };
 
-/// A data file beneath the checkpoint's directory, and what the metadata knows of its checksums.
+/// A data file in the checkpoint's directory, and the checksums that the metadata has for it.
 struct LoadFile {
   std::string name;
-  std::string checksum_table;  // encoded; empty where there is none
+  std::string checksum_table;  // encoded; empty: the metadata has no checksums
 };
 
-/// nullopt where the file has none. It refers to the file's bytes.
+/// Decodes the file's checksum table; nullopt if it has none. The table refers to the bytes of
+/// `file`.
 Result<std::optional<format::ChecksumTable>> checksum_table_of(const LoadFile& file);
 
-/// What a record's archive says of the payload, and how that is checked.
+/// The location of a payload in its record, and the checksums to compare it with.
 struct Payload {
-  bool is_read = false;      // else nobody wants it
+  bool is_read = false;      // false: the sink does not want the payload
   std::uint64_t offset = 0;  // in the record
   std::uint64_t bytes = 0;
-  const format::RecordSums* blocks = nullptr;  // compared block by block
-  std::optional<std::uint32_t> crc;            // compared with that of all bytes
+  const format::RecordSums* blocks = nullptr;  // checksums of blocks
+  std::optional<std::uint32_t> crc;            // checksum of the entire payload
 };
 
-// What becomes of the records that a pipeline reads, by their numbers in its plan. Methods are
-// called by several threads at once, but those of one record's open() and end() by one.
+// Receives the records that a pipeline reads. Records have the numbers of the pipeline's plan.
+// Methods are called by several threads at once; open() and finish() are called by one thread for
+// each record.
 class ReadSink {
  public:
-  /// Looks at the archive around a payload.
+  /// Parses the archive around a payload.
   virtual Result<Payload> open(std::size_t record, format::RecordBytes& archive) = 0;
 
-  /// Where the payload's bytes from `position` on may be read to at once, or nothing. `bytes` is
-  /// how many that will be; they may be made fewer.
-  virtual std::span<std::byte> place(std::size_t /*record*/, std::uint64_t /*position*/,
-                                     std::uint64_t& /*bytes*/) {
+  /// Returns memory to read the payload's next `bytes` from `position` into, without scratch
+  /// memory. May reduce `bytes`. Returns an empty span if the bytes must be read into scratch
+  /// memory.
+  virtual std::span<std::byte> destination(std::size_t /*record*/, std::uint64_t /*position*/,
+                                           std::uint64_t& /*bytes*/) {
     return {};
   }
 
-  /// Bytes of the payload, each once. Those of one range come in ascending order. `scratch` has
-  /// them, or is null where they have been read to their place.
-  virtual Result<> take(std::size_t record, const Payload& payload, std::uint64_t position,
-                        std::span<const std::byte> bytes, PayloadCheck& check,
-                        Scratch* scratch) = 0;
+  /// Processes bytes of the payload. Each byte is passed once; bytes of one range are passed in
+  /// ascending order. `scratch` holds the bytes; it is nullptr if they were read into
+  /// destination().
+  virtual Result<> consume(std::size_t record, const Payload& payload, std::uint64_t position,
+                           std::span<const std::byte> bytes, PayloadCheck& check,
+                           Scratch* scratch) = 0;
 
-  /// Bytes that cannot be read, where the pipeline goes on after errors; returns how many from
-  /// `position` on are left out.
-  virtual std::uint64_t leave_out(std::size_t /*record*/, const Payload& /*payload*/,
-                                  planning::ByteRange range, const Error& /*error*/) {
+  /// Reports a range that cannot be read, if the pipeline continues after errors. Returns how many
+  /// bytes from the range's begin to skip.
+  virtual std::uint64_t skip(std::size_t /*record*/, const Payload& /*payload*/,
+                             planning::ByteRange range, const Error& /*error*/) {
     return range.bytes();
   }
 
-  /// All that is wanted of the payload has been taken. `crc` is what its bytes have, where there is
-  /// one to compare it with; `payload_bytes` are those of a small record.
-  virtual Result<> end(std::size_t record, const Payload& payload, std::optional<std::uint32_t> crc,
-                       std::span<const std::byte> payload_bytes) = 0;
+  /// Ends a record whose wanted bytes have all been consumed. `crc` is the CRC-32 of the bytes that
+  /// were read, if payload.crc is set. `payload_bytes` is the payload of a small record, and empty
+  /// for a large record.
+  virtual Result<> finish(std::size_t record, const Payload& payload,
+                          std::optional<std::uint32_t> crc,
+                          std::span<const std::byte> payload_bytes) = 0;
 
-  /// A record that cannot be read, or whose methods have failed.
+  /// Reports a record that cannot be read, or for which a method above has failed.
   virtual void fail(std::size_t record, Error error) = 0;
 
  protected:
   ~ReadSink() = default;
 };
 
-// Reads records of data files, wholly or in parts, by a few tasks on the executor.
+// Reads records of data files, entirely or in part, with several tasks on the executor.
 //
-//   1. planning::plan_reads cuts what is wanted into units, ordered by file and offset. Each task
-//      takes unit after unit.
-//   2. Small neighbours are read at once into scratch memory and taken from there.
-//   3. Of a large record the archive's ends are read once, by whoever has its first piece; then its
-//      ranges, a step at a time, into scratch memory or straight to their place, and taken while
-//      they are in the cache.
-//   4. Each task sends one result through the results channel. A failure of the pipeline ends all
-//      of them.
+//   1. planning::plan_reads divides the wanted bytes into units, ordered by file and offset. Each
+//      task repeatedly takes the next unit.
+//   2. Small neighbouring records form one unit: one read into scratch memory.
+//   3. A large record is divided into pieces. The task with the first of them reads both ends of
+//      the archive and calls open(). Each piece is then read in steps, into scratch memory or into
+//      the sink's destination(), and each step is consumed while it is in a cache.
+//   4. Once the pipeline has failed, because the sink called fail() or a task had an error of its
+//      own, all tasks stop at their next step.
+//   5. Each task sends one message through the results channel when it ends.
 //
 // plan(), start() and wait_for() are for one thread, the other methods for any.
 class ReadPipeline {
@@ -107,24 +114,26 @@ class ReadPipeline {
   static constexpr std::size_t kNoRecord = ~std::size_t{0};
   struct Failure {
     Error error;
-    std::size_t record = kNoRecord;  // the culprit, where it is one
+    std::size_t record = kNoRecord;  // the record that failed, if the error is about one
   };
 
-  /// `context`, `ready` and `sink` outlive it. With `goes_on` an error of reading is the sink's
-  /// affair, and as much as possible is read beside it.
+  /// `context`, `ready` and `sink` outlive the pipeline. With `continue_after_errors`, read errors
+  /// are reported to the sink only, and everything else that is readable is read.
   ReadPipeline(Context& context, os::Directory directory, const std::vector<LoadFile>& files,
                const ReadOptions& options, const ScratchLayout& scratch_layout,
-               const std::vector<staging::ReadyEvent>& ready, ReadSink& sink, bool goes_on);
+               const std::vector<staging::ReadyEvent>& ready, ReadSink& sink,
+               bool continue_after_errors);
 
-  /// Checksums are compared in blocks of up to `block_bytes`.
+  /// `bytes` is the total number of wanted bytes. Blocks with a checksum have up to `block_bytes`.
   void plan(std::vector<planning::WantedRecord> wanted, std::uint64_t bytes,
             std::uint64_t block_bytes);
 
-  /// `owner`, of which the pipeline is a part, lives until the last task has ended.
+  /// Starts the tasks. They keep `owner`, which contains the pipeline, alive until the last of them
+  /// has ended.
   Result<> start(std::shared_ptr<const void> owner, std::string_view operation);
 
-  /// Waits until every task has sent its result; false when `timeout` passed before. In a forked
-  /// child, which has no part in its parent's work, it is over at once.
+  /// Waits until every task has sent its result; returns false if `timeout` passes first. Returns
+  /// true at once in a forked child, which has none of the tasks.
   bool wait_for(std::chrono::milliseconds timeout);
   bool inherited() const { return results_->inherited(); }
 
@@ -132,17 +141,19 @@ class ReadPipeline {
   std::optional<Failure> failure() const { return failure_.get(); }
 
   std::string path(std::size_t file) const { return files_.path(file); }
-  /// Of units that have ended.
+  /// Bytes of the units that have ended.
   std::uint64_t bytes_read() const { return bytes_read_; }
 
  private:
-  // A record that is read in pieces. The archive is opened by the first piece.
+  // A record that is read in pieces.
   struct LargeRecord {
-    std::once_flag once;
+    std::once_flag opened;  // by the first piece that a task starts
     Payload payload;
-    std::uint64_t bytes_from_begin = 0;  // that are read in one, where nothing else is
+    // The wanted bytes, if they are one range from the payload's begin; otherwise 0. A checksum of
+    // the entire payload can only be compared if this covers it.
+    std::uint64_t bytes_from_begin = 0;
     std::vector<std::pair<std::uint32_t, std::uint64_t>> pieces;  // CRC-32 and bytes of each
-    std::atomic<bool> has_unread{false};
+    std::atomic<bool> has_unread{false};                          // some bytes could not be read
     std::atomic<std::size_t> pieces_left{0};
   };
 
@@ -150,7 +161,7 @@ class ReadPipeline {
   void end_task(Result<> status) noexcept;
   void run_unit(const planning::ReadUnit& unit, Scratch& scratch);
   Result<> run_batch(const planning::ReadUnit& unit, const DataFile& file, Scratch& scratch);
-  Result<> take_whole(std::size_t record, std::span<const std::byte> bytes, Scratch& scratch);
+  Result<> consume_record(std::size_t record, std::span<const std::byte> bytes, Scratch& scratch);
   Result<> run_piece(const planning::ReadUnit& unit, const DataFile& file, Scratch& scratch);
   Result<> read_range(std::size_t record, planning::ByteRange range, const DataFile& file,
                       Scratch& scratch, PayloadCheck& check);
@@ -162,21 +173,22 @@ class ReadPipeline {
   const ScratchLayout scratch_layout_;
   const std::vector<staging::ReadyEvent>& ready_;
   ReadSink& sink_;
-  const bool goes_on_;
+  const bool continue_after_errors_;
   std::vector<planning::WantedRecord> records_;
-  std::vector<std::unique_ptr<LargeRecord>> large_;  // by record; null: a small one
+  std::vector<std::unique_ptr<LargeRecord>> large_;  // by record; nullptr for small records
   std::vector<planning::ReadUnit> units_;
 
-  std::optional<ResultsChannel<>> results_;  // of the tasks
+  std::optional<ResultsChannel<>> results_;  // one message from each task
   std::atomic<std::uint64_t> bytes_read_{0};
   std::atomic<std::size_t> next_unit_{0};
   FirstFailure<Failure> failure_;
 };
 
-/// The scratch memory of a pipeline for these targets. Of the threads those are left that have
-/// memory. Fails where there is not enough for one, with what `user` does.
-Result<ScratchLayout> scratch_for(ReadOptions& options,
-                                  std::span<const planning::Region* const> regions,
-                                  std::span<const Target* const> targets, std::string_view user);
+/// Lays out a pipeline's scratch memory for these targets. Reduces options.threads to as many as
+/// options.max_scratch_bytes has room for, and fails if that is none. `user` names the operation,
+/// for the message.
+Result<ScratchLayout> choose_scratch(ReadOptions& options,
+                                     std::span<const planning::Region* const> regions,
+                                     std::span<const Target* const> targets, std::string_view user);
 
 }  // namespace torch_ckpt::engine

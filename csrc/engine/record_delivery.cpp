@@ -11,14 +11,13 @@
 namespace torch_ckpt::engine {
 namespace {
 
-// What the archive says against what is asked; `done` where the payload can be used as it lies.
+// Compares an archive's tensor with the request. Returns `done` if its payload can be delivered.
 Result<ReadStatus> check_header(const ReadRequest& request, const format::RecordIndex& index) {
-  // A planner may store another dtype than the metadata says (a cast in its transform_object), and
-  // stock torch converts it on the way in.
+  // A planner may store a tensor with another dtype than the metadata has, if its transform_object
+  // casts it; stock torch converts the tensor when it loads it.
   if (index.header.dtype != request.dtype) return ReadStatus::unknown_record;
   if (index.header.sizes != request.sizes) {
-    return format_error(Errc::tensor_mismatch,
-                        "the record holds a tensor of another shape than the metadata says");
+    return tensor_mismatch(shape_text(index.header.sizes), shape_text(request.sizes));
   }
   if (request.kind == ReadKind::tensor) {
     const bool as_asked = request.layout == nullptr ? index.header.is_plain_row_major()
@@ -26,17 +25,20 @@ Result<ReadStatus> check_header(const ReadRequest& request, const format::Record
     if (!as_asked) return ReadStatus::other_layout;
   }
   if (request.region.covering().end > index.payload_bytes) {
-    return format_error(Errc::tensor_mismatch, "the record is shorter than the wanted region");
+    return format_error(Errc::tensor_mismatch,
+                        "the record has a payload of " + std::to_string(index.payload_bytes) +
+                            " bytes, but the requested region ends at byte " +
+                            std::to_string(request.region.covering().end));
   }
   return ReadStatus::done;
 }
 
-bool of_one_record(const ReadRequest& a, const ReadRequest& b) {
+bool have_same_record(const ReadRequest& a, const ReadRequest& b) {
   return a.kind == b.kind && a.file == b.file && a.offset == b.offset && a.length == b.length &&
          a.dtype == b.dtype && a.sizes == b.sizes && a.layout == b.layout;
 }
 
-// How many bytes the payload of what is asked has.
+// The size that the payload should have.
 std::uint64_t payload_bytes_of(const ReadRequest& request) {
   if (request.kind == ReadKind::raw) return request.length;
   if (request.kind == ReadKind::storage) return request.region.covering().end;
@@ -46,8 +48,8 @@ std::uint64_t payload_bytes_of(const ReadRequest& request) {
   return bytes;
 }
 
-// Whether the region is read straight into the target's memory.
-bool is_straight(const ReadRequest& request) {
+// True if the region can be read directly into the target's memory.
+bool reads_in_place(const ReadRequest& request) {
   return request.target.device == staging::Source::kHost && !request.target.convert &&
          request.region.is_one_run();
 }
@@ -64,7 +66,7 @@ RecordDelivery::RecordDelivery(std::vector<ReadRequest> requests, bool verify)
   });
   records_.reserve(requests_.size());
   for (const std::size_t index : order) {
-    if (records_.empty() || !of_one_record(first(records_.back()), requests_[index])) {
+    if (records_.empty() || !have_same_record(first(records_.back()), requests_[index])) {
       records_.emplace_back();
     }
     records_.back().requests.push_back(index);
@@ -74,7 +76,7 @@ RecordDelivery::RecordDelivery(std::vector<ReadRequest> requests, bool verify)
 void RecordDelivery::set_checksums(
     const std::vector<std::optional<format::ChecksumTable>>& tables) {
   for (Record& record : records_) {
-    // At the place of an item without bytes begins the next one, whose checksums these would be.
+    // An empty record has the same offset as the next one, and would find its checksums.
     if (const auto& table = tables[first(record).file]; table && first(record).length > 0) {
       record.sums = table->find(first(record).offset);
     }
@@ -85,27 +87,27 @@ std::vector<planning::WantedRecord> RecordDelivery::wanted() const {
   std::vector<planning::WantedRecord> wanted;
   wanted.reserve(records_.size());
   for (const Record& record : records_) {
-    const ReadRequest& of = first(record);
+    const ReadRequest& any = first(record);
     const format::RecordSums* sums = blocks(record);
     planning::WantedPayload payload;
     payload.block_bytes = sums != nullptr ? sums->block_bytes : 0;
     for (const std::size_t index : record.requests) {
       const ReadRequest& request = requests_[index];
       payload.bytes = std::max(payload.bytes, payload_bytes_of(request));
-      payload.is_whole |= request.whole;
+      payload.is_whole |= request.reads_entire_payload;
       payload.regions.push_back(&request.region);
     }
-    wanted.push_back({of.file, of.offset, of.length, planning::ranges_of(payload)});
+    wanted.push_back({any.file, any.offset, any.length, planning::ranges_of(payload)});
   }
   return wanted;
 }
 
 std::uint64_t RecordDelivery::block_bytes() const {
-  std::uint64_t most = 0;
+  std::uint64_t largest = 0;
   for (const Record& record : records_) {
-    if (const auto* sums = blocks(record)) most = std::max(most, sums->block_bytes);
+    if (const auto* sums = blocks(record)) largest = std::max(largest, sums->block_bytes);
   }
-  return most;
+  return largest;
 }
 
 void RecordDelivery::set_status(const Record& record, ReadStatus status) {
@@ -116,15 +118,14 @@ Result<ReadStatus> RecordDelivery::check_headers(const Record& record,
                                                  const format::RecordIndex& archive) {
   ReadStatus status = ReadStatus::done;
   for (const std::size_t index : record.requests) {
-    auto found = check_header(requests_[index], archive);
-    if (!found) return found;
-    status = *found;
+    auto checked = check_header(requests_[index], archive);
+    if (!checked) return checked;
+    status = *checked;
     if (status == ReadStatus::other_layout) outcomes_[index].header = archive.header;
   }
   return status;
 }
 
-// Decodes the archive around a payload and checks it.
 Result<Payload> RecordDelivery::open(std::size_t number, format::RecordBytes& bytes) {
   const Record& record = records_[number];
   const ReadRequest& request = first(record);
@@ -133,15 +134,19 @@ Result<Payload> RecordDelivery::open(std::size_t number, format::RecordBytes& by
     payload.bytes = request.length;
     for (const std::size_t index : record.requests) {
       if (requests_[index].region.covering().end <= request.length) continue;
-      return format_error(Errc::range_past_end, "the record is shorter than the wanted range");
+      return format_error(Errc::range_past_end,
+                          "the record has " + std::to_string(request.length) +
+                              " bytes, but the requested range ends at byte " +
+                              std::to_string(requests_[index].region.covering().end));
     }
   } else {
+    // The checksum table shows that the engine wrote an archive here.
     const bool is_ours = record.sums && !record.sums->raw;
     auto archive = format::index_record(bytes);
     if (!archive) {
       if (archive.error().code != Errc::pickle_unknown) return archive.error();
       if (is_ours) {
-        // Of a tensor that the engine wrote, which it would know.
+        // The decoder knows every archive that the engine writes.
         return format_error(Errc::checksum_mismatch,
                             "the archive is damaged: " + archive.error().detail);
       }
@@ -160,7 +165,7 @@ Result<Payload> RecordDelivery::open(std::size_t number, format::RecordBytes& by
       set_status(record, *status);
       return payload;
     }
-    if (verify_ && is_known(archive->payload_crc, payload.bytes)) {
+    if (verify_ && has_checksum(archive->payload_crc, payload.bytes)) {
       payload.crc = archive->payload_crc;
     }
   }
@@ -171,16 +176,16 @@ Result<Payload> RecordDelivery::open(std::size_t number, format::RecordBytes& by
   const std::uint64_t block_bytes = payload.blocks->block_bytes;
   if (payload.blocks->block_crcs.size() != (payload.bytes + block_bytes - 1) / block_bytes) {
     return format_error(Errc::checksum_mismatch,
-                        "the metadata has the checksums of a record of another size");
+                        "the metadata's checksums are those of a record of another size");
   }
   return payload;
 }
 
-std::span<std::byte> RecordDelivery::place(std::size_t number, std::uint64_t position,
-                                           std::uint64_t& bytes) {
+std::span<std::byte> RecordDelivery::destination(std::size_t number, std::uint64_t position,
+                                                 std::uint64_t& bytes) {
   const Record& record = records_[number];
   const ReadRequest& request = first(record);
-  if (record.requests.size() > 1 || !is_straight(request)) return {};
+  if (record.requests.size() > 1 || !reads_in_place(request)) return {};
   const planning::ByteRange run = request.region.covering();
   if (position >= run.end) return {};
   bytes = std::min(bytes, (position < run.begin ? run.begin : run.end) - position);
@@ -188,11 +193,11 @@ std::span<std::byte> RecordDelivery::place(std::size_t number, std::uint64_t pos
   return {request.target.address + (position - run.begin), bytes};
 }
 
-Result<> RecordDelivery::take(std::size_t number, const Payload& payload, std::uint64_t position,
-                              std::span<const std::byte> bytes, PayloadCheck& check,
-                              Scratch* scratch) {
-  if (auto intact = check.take(position, bytes); !intact) {
-    // A check counts from the payload's begin.
+Result<> RecordDelivery::consume(std::size_t number, const Payload& payload, std::uint64_t position,
+                                 std::span<const std::byte> bytes, PayloadCheck& check,
+                                 Scratch* scratch) {
+  if (auto intact = check.update(position, bytes); !intact) {
+    // The check's offset is relative to the payload.
     Error error = std::move(intact).error();
     error.offset += payload.offset;
     return error;
@@ -210,9 +215,9 @@ Result<> RecordDelivery::take(std::size_t number, const Payload& payload, std::u
   return {};
 }
 
-Result<> RecordDelivery::end(std::size_t number, const Payload& payload,
-                             std::optional<std::uint32_t> crc,
-                             std::span<const std::byte> payload_bytes) {
+Result<> RecordDelivery::finish(std::size_t number, const Payload& payload,
+                                std::optional<std::uint32_t> crc,
+                                std::span<const std::byte> payload_bytes) {
   const Record& record = records_[number];
   if (crc && *crc != *payload.crc) return checksum_error(*payload.crc, *crc, "the archive");
   if (verify_ && payload.blocks == nullptr && first(record).kind == ReadKind::raw) {
@@ -222,12 +227,12 @@ Result<> RecordDelivery::end(std::size_t number, const Payload& payload,
   return {};
 }
 
-// Objects: only a record that was read whole can be checked.
+// Checks a raw record that is an archive, such as an object. It must have been read entirely.
 Result<> RecordDelivery::check_raw(const Record& record, std::span<const std::byte> payload) const {
   for (const std::size_t index : record.requests) {
     const ReadRequest& request = requests_[index];
     if (!payload.empty()) break;
-    if (!is_straight(request) || request.region.bytes() != request.length) continue;
+    if (!reads_in_place(request) || request.region.bytes() != request.length) continue;
     payload = {request.target.address, request.length};
   }
   if (payload.empty()) return {};
@@ -237,7 +242,7 @@ Result<> RecordDelivery::check_raw(const Record& record, std::span<const std::by
 
 void RecordDelivery::fail(std::size_t record, Error error) {
   if (error.path.empty()) {
-    // The decoder counts from the record's begin.
+    // The decoder's offsets are relative to the record.
     const ReadRequest& request = first(records_[record]);
     if (error.offset == Error::kNoOffset) error.offset = 0;
     error.offset += request.offset;

@@ -18,15 +18,16 @@
 namespace torch_ckpt::engine {
 
 enum class ReadKind {
-  // The bytes of the record itself.
+  // The bytes of the record itself, which has no archive.
   raw,
-  // The payload of a tensor of `dtype` and `sizes`, stored row-major or as `layout` says.
+  // The payload of a tensor of `dtype` and `sizes`, stored row-major or with the strides of
+  // `layout`.
   tensor,
-  // The same tensor's whole payload as it is, however it is strided.
+  // The entire storage of such a tensor, with any strides.
   storage,
 };
 
-/// One region of one record, and where it goes.
+/// One region of one record, and its target.
 struct ReadRequest {
   ReadKind kind = ReadKind::raw;
   std::size_t file = 0;
@@ -37,16 +38,16 @@ struct ReadRequest {
   std::shared_ptr<const format::TensorHeader> layout;
   planning::Region region;
   Target target;
-  bool whole = false;  // all of the payload is read, to be verified
+  bool reads_entire_payload = false;  // read also what the region does not need, to verify it
 };
 
 enum class ReadStatus {
   pending,
   done,
-  // A plain tensor of the right dtype and sizes, but not stored row-major: `header` says how. Ask
-  // again with `layout`, or with ReadKind::storage.
+  // A plain tensor of the requested dtype and sizes that is not stored as requested; ReadOutcome::
+  // header has its strides. Request it again with `layout`, or with ReadKind::storage.
   other_layout,
-  // Not a record that the decoder knows, or of another dtype; torch.load may read it.
+  // A record that the decoder does not know, or with another dtype; torch.load may read it.
   unknown_record,
 };
 
@@ -55,26 +56,26 @@ struct ReadOutcome {
   std::optional<format::TensorHeader> header;  // with other_layout
 };
 
-// Brings regions of records' payloads to their targets; a pipeline's sink.
+// The sink of a load's pipeline: delivers regions of records' payloads to their targets.
 //
-//   1. Requests for one record are served together: each of its bytes is read once.
-//   2. A region that runs in step with the payload, in host memory, is read straight into its
-//      target where nobody else wants the record. Others go by way of scratch memory, element by
-//      element or by way of a conversion (delivery.h).
-//   3. Blocks with a known checksum are compared with it. Without, a payload that was read whole is
-//      compared with the archive's CRC-32, and raw records that are archives are checked entry by
-//      entry.
+//   1. Requests for the same record share one read of it.
+//   2. A region that is contiguous in the payload and in a target on the host is read directly into
+//      the target, if it is the only request for its record. Other regions are read into scratch
+//      memory, and from there copied or converted (engine/delivery.h).
+//   3. Blocks with a known checksum are compared with it. If there are no such blocks, a payload
+//      that was read entirely is compared with the archive's CRC-32. A raw record that is an
+//      archive itself is checked entry by entry.
 class RecordDelivery final : public ReadSink {
  public:
   RecordDelivery(std::vector<ReadRequest> requests, bool verify);
 
-  /// With the checksums that the metadata has of the files, by file.
+  /// Passes the checksum tables of the files, by file. Without this call no block is compared.
   void set_checksums(const std::vector<std::optional<format::ChecksumTable>>& tables);
-  /// What is to be read, by record.
+  /// The byte ranges to read, by record.
   std::vector<planning::WantedRecord> wanted() const;
-  /// The largest block that is compared with a checksum.
+  /// Bytes of the largest block that is compared with a checksum.
   std::uint64_t block_bytes() const;
-  /// The one to tell of where a record is the culprit.
+  /// The request to name in an error about this record.
   std::size_t request_of(std::size_t record) const { return records_[record].requests.front(); }
   void set_pipeline(ReadPipeline& pipeline) { pipeline_ = &pipeline; }
 
@@ -83,16 +84,17 @@ class RecordDelivery final : public ReadSink {
   std::uint64_t bytes_done() const { return bytes_done_; }
 
   Result<Payload> open(std::size_t record, format::RecordBytes& archive) override;
-  std::span<std::byte> place(std::size_t record, std::uint64_t position,
-                             std::uint64_t& bytes) override;
-  Result<> take(std::size_t record, const Payload& payload, std::uint64_t position,
-                std::span<const std::byte> bytes, PayloadCheck& check, Scratch* scratch) override;
-  Result<> end(std::size_t record, const Payload& payload, std::optional<std::uint32_t> crc,
-               std::span<const std::byte> payload_bytes) override;
+  std::span<std::byte> destination(std::size_t record, std::uint64_t position,
+                                   std::uint64_t& bytes) override;
+  Result<> consume(std::size_t record, const Payload& payload, std::uint64_t position,
+                   std::span<const std::byte> bytes, PayloadCheck& check,
+                   Scratch* scratch) override;
+  Result<> finish(std::size_t record, const Payload& payload, std::optional<std::uint32_t> crc,
+                  std::span<const std::byte> payload_bytes) override;
   void fail(std::size_t record, Error error) override;
 
  private:
-  // Requests that are served by one reading.
+  // The requests for one record.
   struct Record {
     std::vector<std::size_t> requests;
     std::optional<format::RecordSums> sums;
@@ -100,7 +102,7 @@ class RecordDelivery final : public ReadSink {
 
   const ReadRequest& first(const Record& record) const { return requests_[record.requests[0]]; }
   const format::RecordSums* blocks(const Record& record) const {
-    return blocks_of(record.sums, first(record).kind == ReadKind::raw);
+    return block_sums(record.sums, first(record).kind == ReadKind::raw);
   }
   Result<ReadStatus> check_headers(const Record& record, const format::RecordIndex& archive);
   Result<> check_raw(const Record& record, std::span<const std::byte> payload) const;
@@ -109,7 +111,7 @@ class RecordDelivery final : public ReadSink {
   const std::vector<ReadRequest> requests_;
   const bool verify_;
   std::vector<Record> records_;
-  std::vector<ReadOutcome> outcomes_;  // each written by the unit that completes the request
+  std::vector<ReadOutcome> outcomes_;  // by request; written by the thread that finishes the record
   std::atomic<std::uint64_t> bytes_done_{0};
   ReadPipeline* pipeline_ = nullptr;
 };

@@ -9,13 +9,15 @@
 namespace torch_ckpt::engine {
 namespace {
 
-// A stock head has 704 bytes and a stock tail some 1,250.
+// Bytes to cache at each end of a record. In stock torch's archives, 704 bytes precede the payload
+// and about 1,250 follow it.
 constexpr std::uint64_t kEndsBytes = 2048;
 
-// Below this a direct read costs more than it spares.
+// A smaller direct read costs more than the page cache that it saves.
 constexpr std::size_t kDirectMinRead = std::size_t{64} << 10;
 
-constexpr double kWarmFraction = 0.5;
+// A range of which this fraction is in the page cache is read from there.
+constexpr double kCachedFraction = 0.5;
 
 }  // namespace
 
@@ -33,7 +35,8 @@ Result<DataFile> DataFile::open(const os::Directory& directory, const std::strin
   }
   if (direct_io == DirectIo::on && !direct) {
     Error error = format_error(Errc::invalid_argument,
-                               "direct_io=True, but this file system has no direct I/O");
+                               "direct_io=True, but this file system does not support direct I/O. "
+                               "Pass direct_io=\"auto\".");
     error.operation = "open";
     error.path = directory.path_of(name);
     return error;
@@ -41,12 +44,10 @@ Result<DataFile> DataFile::open(const os::Directory& directory, const std::strin
   return DataFile(std::move(*buffered), std::move(direct), direct_io, *bytes);
 }
 
-bool DataFile::goes_direct(std::uint64_t offset, std::size_t length) const {
+bool DataFile::prefers_direct_read(std::uint64_t offset, std::size_t length) const {
   if (!direct_) return false;
   if (direct_io_ == DirectIo::on) return true;
-  // Reading what is in memory from the disk would be slower, and the other way round would push the
-  // trainer's pages out.
-  return length >= kDirectMinRead && buffered_.cached_fraction(offset, length) < kWarmFraction;
+  return length >= kDirectMinRead && buffered_.cached_fraction(offset, length) < kCachedFraction;
 }
 
 Result<std::span<std::byte>> DataFile::fetch(std::span<std::byte> scratch, std::uint64_t offset,
@@ -57,8 +58,8 @@ Result<std::span<std::byte>> DataFile::fetch(std::span<std::byte> scratch, std::
   if (direct && direct_ && ask <= scratch.size()) {
     auto got = direct_->read_some_at(scratch.first(ask), begin);
     if (got && *got >= skip + length) return scratch.subspan(skip, length);
-    // Some file systems open for direct I/O and then refuse it; and where the file ends too early
-    // the buffered read finds out, and says so.
+    // Fall back to a buffered read in two cases: some file systems open a file for direct I/O and
+    // then refuse the read; and if the file is too short, the buffered read reports the error.
     if (!got && got.error().sys_errno != EINVAL) return got.error();
   }
   const std::span<std::byte> out = scratch.first(length);
@@ -68,7 +69,7 @@ Result<std::span<std::byte>> DataFile::fetch(std::span<std::byte> scratch, std::
 
 Result<std::span<const std::byte>> RecordInMemory::at(std::uint64_t offset, std::uint64_t length) {
   if (!inside(offset, length, bytes_.size())) {
-    return format_error(Errc::zip_inconsistent, "a part of the archive lies outside the record");
+    return format_error(Errc::zip_inconsistent, "the archive refers to bytes outside its record");
   }
   return bytes_.subspan(offset, length);
 }
@@ -81,7 +82,7 @@ Result<> RecordInFile::load(std::vector<std::byte>& into, std::uint64_t offset,
 
 Result<std::span<const std::byte>> RecordInFile::at(std::uint64_t offset, std::uint64_t length) {
   if (!inside(offset, length, bytes_)) {
-    return format_error(Errc::zip_inconsistent, "a part of the archive lies outside the record");
+    return format_error(Errc::zip_inconsistent, "the archive refers to bytes outside its record");
   }
   const std::uint64_t ends = std::min(kEndsBytes, bytes_);
   if (inside(offset, length, ends)) {
@@ -96,7 +97,8 @@ Result<std::span<const std::byte>> RecordInFile::at(std::uint64_t offset, std::u
     }
     return std::span<const std::byte>(tail_).subspan(offset - (bytes_ - ends), length);
   }
-  // The decoder's caps keep this small (format/record_index.cpp).
+  // This read is small, because the decoder limits the sizes that it accepts
+  // (format/record_index.cpp).
   if (auto loaded = load(other_, offset, length); !loaded) return loaded.error();
   return std::span<const std::byte>(other_);
 }

@@ -15,8 +15,8 @@
 
 namespace torch_ckpt::engine {
 
-// One data file being read: buffered, and beside it direct where that is wanted and offered.
-// Safe for concurrent use by multiple threads, each with scratch memory of its own.
+// A data file that is being read, with buffered and, if enabled and supported, direct I/O.
+// Safe for concurrent use by multiple threads, each with its own scratch memory.
 class DataFile {
  public:
   static Result<DataFile> open(const os::Directory& directory, const std::string& name,
@@ -25,19 +25,18 @@ class DataFile {
   std::uint64_t bytes() const { return bytes_; }
   const std::string& path() const { return buffered_.path(); }
 
-  /// Whether to read a range around the page cache: what is mostly in it comes from there; other
-  /// ranges, where the file system offers it, by direct reads, which leave the cache to the
-  /// trainer.
-  bool goes_direct(std::uint64_t offset, std::size_t length) const;
+  /// True if a range should be read with direct I/O, which leaves the page cache to the training
+  /// process. A range that is mostly in the page cache should be read from there.
+  bool prefers_direct_read(std::uint64_t offset, std::size_t length) const;
 
   /// Reads exactly out.size() bytes at `offset` through the page cache.
   Result<> read(std::span<std::byte> out, std::uint64_t offset) const {
     return buffered_.read_at(out, offset);
   }
 
-  /// Reads exactly `length` bytes at `offset` into `scratch` and says where in it they are.
-  /// `scratch` is page-aligned and has room for them; a direct read takes whole blocks, and where
-  /// these have no room it is a buffered one.
+  /// Reads exactly `length` bytes at `offset` into `scratch` and returns the part of `scratch` that
+  /// contains them. `scratch` must be page-aligned and hold at least `length` bytes. A direct read
+  /// is extended to block boundaries; if `scratch` is too small for that, the read is buffered.
   Result<std::span<std::byte>> fetch(std::span<std::byte> scratch, std::uint64_t offset,
                                      std::size_t length, bool direct) const;
 
@@ -66,8 +65,8 @@ class RecordInMemory final : public format::RecordBytes {
   std::span<const std::byte> bytes_;
 };
 
-// A record in a file, of which the two ends are read and kept: the archive's headers and directory
-// nearly always lie there.
+// A record in a file. Caches both ends of the record, since they nearly always contain all of the
+// archive's headers and its directory.
 class RecordInFile final : public format::RecordBytes {
  public:
   RecordInFile(const DataFile& file, std::uint64_t offset, std::uint64_t bytes)

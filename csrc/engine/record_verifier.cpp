@@ -12,14 +12,7 @@ namespace {
 
 constexpr std::string_view kPayloadEntry = "data/0";
 
-std::string text_of(const std::vector<std::uint64_t>& sizes) {
-  std::string text = "[";
-  for (const std::uint64_t size : sizes) {
-    text += (text.size() > 1 ? ", " : "") + std::to_string(size);
-  }
-  return text + "]";
-}
-
+// True if `next` is about the bytes directly after those of `before`.
 bool continues(const Finding& before, const Finding& next) {
   return before.record == next.record && before.file == next.file && before.bytes > 0 &&
          next.bytes > 0 && before.error.offset + before.bytes == next.error.offset &&
@@ -43,12 +36,15 @@ RecordVerifier::RecordVerifier(const std::vector<LoadFile>& files,
   for (std::size_t number = 0; number < records.size(); ++number) {
     NamedRecord& named = records[number];
     if (!checked_add(named.offset, named.length)) {
-      Error error = format_error(Errc::range_past_end, "no file has so many bytes", named.offset);
+      Error error = format_error(Errc::range_past_end,
+                                 "the metadata lists a record of " + std::to_string(named.length) +
+                                     " bytes, which is beyond the largest file size",
+                                 named.offset);
       findings_.push_back({named.file, number, 0, std::move(error)});
       continue;
     }
     Record record{number, std::move(named), std::nullopt};
-    // At the place of an item without bytes begins the next one, whose checksums these would be.
+    // An empty record has the same offset as the next one, and would find its checksums.
     if (const auto& table = tables[record.named.file]; table && record.named.length > 0) {
       record.sums = table->find(record.named.offset);
     }
@@ -60,21 +56,21 @@ std::vector<planning::WantedRecord> RecordVerifier::wanted() const {
   std::vector<planning::WantedRecord> wanted;
   wanted.reserve(records_.size());
   for (const auto& [number, named, sums] : records_) {
-    // Where in the record the payload begins is not known yet; pieces count from there.
+    // Ranges are relative to the payload, whose offset is not known yet; the pipeline ignores the
+    // part beyond its end.
     wanted.push_back({named.file, named.offset, named.length, {{0, named.length}}});
   }
   return wanted;
 }
 
 std::uint64_t RecordVerifier::block_bytes() const {
-  std::uint64_t most = 0;
+  std::uint64_t largest = 0;
   for (const Record& record : records_) {
-    if (record.sums) most = std::max(most, record.sums->block_bytes);
+    if (record.sums) largest = std::max(largest, record.sums->block_bytes);
   }
-  return most;
+  return largest;
 }
 
-// Checks a record's archive, but for the payload, and says how that is checked.
 Result<Payload> RecordVerifier::open(std::size_t record, format::RecordBytes& bytes) {
   const auto& [number, named, sums] = records_[record];
   const bool raw = sums && sums->raw;
@@ -90,7 +86,7 @@ Result<Payload> RecordVerifier::open(std::size_t record, format::RecordBytes& by
     auto archive = format::index_record(bytes);
     if (!archive) {
       if (archive.error().code == Errc::pickle_unknown && !sums) {
-        // A quantized tensor, a subclass and the like, which only torch.load knows.
+        // Only torch.load can read this, e.g. a quantized tensor or a tensor subclass.
         check_entries(record, bytes, {});
       } else {
         add_finding(record, archive.error());
@@ -108,18 +104,19 @@ Result<Payload> RecordVerifier::open(std::size_t record, format::RecordBytes& by
     }
     if (named.tensor) check_header(record, archive->header);
   }
-  if (const format::RecordSums* blocks = blocks_of(sums, raw)) {
+  if (const format::RecordSums* blocks = block_sums(sums, raw)) {
     const std::uint64_t count =
         payload.bytes / blocks->block_bytes + (payload.bytes % blocks->block_bytes != 0 ? 1 : 0);
     payload.is_read = count == blocks->block_crcs.size();
     payload.blocks = blocks;
     if (payload.is_read) return payload;
     add_finding(record, format_error(Errc::checksum_mismatch,
-                                     "the metadata has the checksums of a record of another size"));
+                                     "the metadata's checksums are those of a record of another "
+                                     "size"));
   } else if (raw) {
-    // No blocks are those of no bytes.
+    // An empty record needs no blocks.
     if (payload.bytes > 0) add_unverifiable(record);
-  } else if (sums || is_known(crc, payload.bytes)) {
+  } else if (sums || has_checksum(crc, payload.bytes)) {
     payload.is_read = true;
     payload.crc = crc;
   } else {
@@ -130,37 +127,35 @@ Result<Payload> RecordVerifier::open(std::size_t record, format::RecordBytes& by
 
 void RecordVerifier::check_header(std::size_t record, const format::TensorHeader& header) {
   const auto& [number, named, sums] = records_[record];
-  const auto differs = [&](const std::string& found, const std::string& expected) {
-    add_finding(record,
-                format_error(Errc::tensor_mismatch, "the record holds a tensor of " + found +
-                                                        ", the metadata says " + expected));
-  };
-  if (header.sizes != named.sizes) differs(text_of(header.sizes), text_of(named.sizes));
+  if (header.sizes != named.sizes) {
+    add_finding(record, tensor_mismatch(shape_text(header.sizes), shape_text(named.sizes)));
+  }
   if (!sums && named.dtype != nullptr && header.dtype != named.dtype) {
-    differs(std::string(header.dtype->name), std::string(named.dtype->name));
+    add_finding(record,
+                tensor_mismatch(std::string(header.dtype->name), std::string(named.dtype->name)));
   }
 }
 
 void RecordVerifier::check_entries(std::size_t record, format::RecordBytes& bytes,
                                    std::string_view skip) {
-  auto found = format::check_entries(bytes, skip);
-  if (!found) {
-    add_finding(record, found.error());
-  } else if (found->unknown > 0 || (!found->archive && bytes.size() > 0)) {
+  auto checked = format::check_entries(bytes, skip);
+  if (!checked) {
+    add_finding(record, checked.error());
+  } else if (checked->unknown > 0 || (!checked->archive && bytes.size() > 0)) {
     add_unverifiable(record);
   }
 }
 
-Result<> RecordVerifier::take(std::size_t record, const Payload& payload, std::uint64_t position,
-                              std::span<const std::byte> bytes, PayloadCheck& check, Scratch*) {
-  if (payload.blocks == nullptr) return check.take(position, bytes);
-  // Block by block, since a check ends at the first that is damaged.
+Result<> RecordVerifier::consume(std::size_t record, const Payload& payload, std::uint64_t position,
+                                 std::span<const std::byte> bytes, PayloadCheck& check, Scratch*) {
+  if (payload.blocks == nullptr) return check.update(position, bytes);
+  // One block at a time, since update() returns at the first damaged block.
   const std::uint64_t block_bytes = payload.blocks->block_bytes;
   while (!bytes.empty()) {
     const std::uint64_t begin = align_down(position, block_bytes);
     const std::uint64_t end = begin + std::min(block_bytes, payload.bytes - begin);
     const auto part = bytes.first(std::min<std::uint64_t>(bytes.size(), end - position));
-    if (auto intact = check.take(position, part); !intact) {
+    if (auto intact = check.update(position, part); !intact) {
       Error error = intact.error();
       error.offset += payload.offset;
       add_finding(record, std::move(error), end - begin);
@@ -171,9 +166,9 @@ Result<> RecordVerifier::take(std::size_t record, const Payload& payload, std::u
   return {};
 }
 
-std::uint64_t RecordVerifier::leave_out(std::size_t record, const Payload& payload,
-                                        planning::ByteRange range, const Error& error) {
-  // With the rest of the block, of which no more can be said.
+std::uint64_t RecordVerifier::skip(std::size_t record, const Payload& payload,
+                                   planning::ByteRange range, const Error& error) {
+  // Skip to the end of the block: its checksum cannot be compared any more.
   if (payload.blocks != nullptr) {
     range.end = std::min(align_up(range.end, payload.blocks->block_bytes), payload.bytes);
   }
@@ -181,8 +176,8 @@ std::uint64_t RecordVerifier::leave_out(std::size_t record, const Payload& paylo
   return range.bytes();
 }
 
-Result<> RecordVerifier::end(std::size_t record, const Payload& payload,
-                             std::optional<std::uint32_t> crc, std::span<const std::byte>) {
+Result<> RecordVerifier::finish(std::size_t record, const Payload& payload,
+                                std::optional<std::uint32_t> crc, std::span<const std::byte>) {
   if (crc && *crc != *payload.crc) {
     add_finding(record, checksum_error(*payload.crc, *crc, "the archive", payload.offset),
                 payload.bytes);
@@ -192,8 +187,8 @@ Result<> RecordVerifier::end(std::size_t record, const Payload& payload,
 
 void RecordVerifier::add_finding(std::size_t record, Error error, std::uint64_t bytes) {
   const auto& [number, named, sums] = records_[record];
-  // Errors of the system have a path and count from the file's begin, the decoder's count from the
-  // record's.
+  // Errors of the system have a path and an offset in the file. The decoder's errors have an offset
+  // in the record.
   if (error.path.empty()) {
     const std::uint64_t in_record = error.offset == Error::kNoOffset ? 0 : error.offset;
     error.offset = checked_add(named.offset, in_record).value_or(named.offset);
@@ -227,7 +222,8 @@ std::vector<Finding> RecordVerifier::findings() const {
     merged.back().bytes += finding.bytes;
     if (merged.back().error.code != Errc::checksum_mismatch) continue;
     merged.back().error.detail =
-        "the bytes are damaged: their blocks' CRC-32s are not those in the checkpoint's metadata";
+        "the bytes are damaged: the CRC-32s of their blocks differ from those in the checkpoint's "
+        "metadata";
   }
   return merged;
 }

@@ -15,61 +15,63 @@
 
 namespace torch_ckpt::engine {
 
-/// A record that the metadata places, and what it says of it.
+/// A record to verify, as the metadata describes it.
 struct NamedRecord {
   std::size_t file = 0;
   std::uint64_t offset = 0;  // in the file
   std::uint64_t length = 0;
   bool tensor = false;
-  const format::Dtype* dtype = nullptr;  // of a tensor, where the decoder knows it
+  const format::Dtype* dtype = nullptr;  // of a tensor; nullptr if the decoder does not know it
   std::vector<std::uint64_t> sizes;      // of a tensor
 };
 
-/// Something that is not as it should be.
+/// One problem that verification has found.
 struct Finding {
   static constexpr std::size_t kWholeFile = ~std::size_t{0};
 
   std::size_t file = 0;
   std::size_t record = kWholeFile;
-  std::uint64_t bytes = 0;  // damaged ones from error.offset on; 0: somewhere behind it
-  Error error;              // its offset counts from the file's begin
+  std::uint64_t bytes = 0;  // damaged bytes from error.offset; 0: unknown number after error.offset
+  Error error;              // with an offset in the file
 };
 
-// Compares records with every checksum that there is, and with what the metadata says of them; a
-// pipeline's sink, which keeps what it finds and lets the pipeline go on.
+// The sink of a verification's pipeline: compares records with their checksums and with the
+// metadata. It collects findings, and the pipeline continues.
 //
-//   1. With a checksum table: the payload block by block, and all that is not payload.
-//   2. Without: each entry of the archive with its CRC-32.
-//   3. A tensor's archive must be one, of the shape that the metadata gives. Another dtype is a
-//      finding only without a table: a planner may have stored one, and what the table knows is
-//      what was stored.
-//   4. What has no checksum at all is counted.
+//   1. If the file has a checksum table, the payload is compared block by block, and the bytes
+//      around the payload with their checksum.
+//   2. Otherwise each entry of the archive is compared with its CRC-32.
+//   3. The record of a tensor must be an archive of a tensor with the metadata's shape. Another
+//      dtype is a finding only if there is no table: a planner may have cast the tensor, and a
+//      table proves that these are the bytes that were stored.
+//   4. Records with bytes that have no checksum are listed as unverifiable.
 class RecordVerifier final : public ReadSink {
  public:
-  /// Reads the checksum tables of the files. What cannot be read at all is found here.
+  /// Decodes the checksum tables. A damaged table, or a record beyond any file size, is a finding.
   RecordVerifier(const std::vector<LoadFile>& files, std::vector<NamedRecord> records);
 
-  /// All of the records, whose numbers are the pipeline's.
+  /// All records, entirely, in the order of the pipeline's numbers.
   std::vector<planning::WantedRecord> wanted() const;
   std::uint64_t block_bytes() const;
 
-  /// Ascending by file and offset; neighbouring blocks of a record are one.
+  /// Findings in ascending order of file and offset. Neighbouring damaged blocks are merged.
   std::vector<Finding> findings() const;
-  /// Numbers of the records, ascending, of which some bytes have no checksum.
+  /// Numbers of the records that contain bytes without a checksum, in ascending order.
   std::vector<std::size_t> unverifiable() const;
 
   Result<Payload> open(std::size_t record, format::RecordBytes& archive) override;
-  Result<> take(std::size_t record, const Payload& payload, std::uint64_t position,
-                std::span<const std::byte> bytes, PayloadCheck& check, Scratch* scratch) override;
-  std::uint64_t leave_out(std::size_t record, const Payload& payload, planning::ByteRange range,
-                          const Error& error) override;
-  Result<> end(std::size_t record, const Payload& payload, std::optional<std::uint32_t> crc,
-               std::span<const std::byte> payload_bytes) override;
+  Result<> consume(std::size_t record, const Payload& payload, std::uint64_t position,
+                   std::span<const std::byte> bytes, PayloadCheck& check,
+                   Scratch* scratch) override;
+  std::uint64_t skip(std::size_t record, const Payload& payload, planning::ByteRange range,
+                     const Error& error) override;
+  Result<> finish(std::size_t record, const Payload& payload, std::optional<std::uint32_t> crc,
+                  std::span<const std::byte> payload_bytes) override;
   void fail(std::size_t record, Error error) override { add_finding(record, std::move(error)); }
 
  private:
   struct Record {
-    std::size_t number = 0;  // as given
+    std::size_t number = 0;  // in the constructor's `records`
     NamedRecord named;
     std::optional<format::RecordSums> sums;
   };

@@ -11,26 +11,27 @@
 namespace torch_ckpt::engine {
 namespace {
 
-// The kernel clears pages as fast as memory takes it with fewer threads than this.
-constexpr unsigned kMostThreads = 16;
+// Fewer threads than this clear pages at the full bandwidth of the memory.
+constexpr unsigned kMaxThreads = 16;
 
 }  // namespace
 
-Result<std::size_t> grow_reserve(Context& context, std::size_t most_bytes, const Threads& threads,
+Result<std::size_t> grow_reserve(Context& context, std::size_t max_bytes, const PoolSpec& spec,
                                  int device) {
   staging::ChunkPool& pool = context.chunks;
-  if (auto there = context.executor.need_threads(threads, 0); !there) return there.error();
-  boost::asio::io_context& executor = context.executor.pool(threads);
-  const unsigned at_once = std::clamp(std::thread::hardware_concurrency(), 1U, kMostThreads);
+  if (auto ensured = context.executor.ensure_threads(spec, 0); !ensured) return ensured.error();
+  boost::asio::io_context& executor = context.executor.pool(spec);
+  const unsigned tasks = std::clamp(std::thread::hardware_concurrency(), 1U, kMaxThreads);
   FirstFailure<> failure;
-  std::latch done(static_cast<std::ptrdiff_t>(at_once));
-  // A task of its own for each chunk, so that a save's work on the same threads comes in between.
+  std::latch done(static_cast<std::ptrdiff_t>(tasks));
+  // Each task allocates one chunk and posts itself again, so that a save on the same threads does
+  // not wait until the reserve is complete.
   const auto end = [&](Error error) {
     failure.set(std::move(error));
     done.count_down();
   };
   std::function<void()> grow;
-  const auto begin = [&] {
+  const auto post = [&] {
     try {
       boost::asio::post(executor, [&grow] { grow(); });
     } catch (...) {
@@ -40,18 +41,18 @@ Result<std::size_t> grow_reserve(Context& context, std::size_t most_bytes, const
   grow = [&] {
     Result<bool> grown = false;
     try {
-      grown = pool.grow_reserve(most_bytes, device);
+      grown = pool.grow_reserve(max_bytes, device);
     } catch (...) {
       grown = exception_error(std::current_exception(), "grow_reserve");
     }
-    if (grown && *grown) return begin();
+    if (grown && *grown) return post();
     if (!grown) return end(grown.error());
     done.count_down();
   };
-  for (unsigned i = 0; i < at_once; ++i) begin();
+  for (unsigned i = 0; i < tasks; ++i) post();
   done.wait();
   if (auto error = failure.get()) return *error;
-  // Those of another caller who makes the same reserve.
+  // Another caller may still be allocating chunks of the same reserve.
   pool.wait_until_grown();
   return pool.reserved_bytes();
 }

@@ -8,10 +8,11 @@
 
 namespace torch_ckpt::engine {
 
-/// Makes chunks of the context's pool until its reserve (staging/chunk_pool.h), or
-/// `most_bytes` of it, are there, by several of these threads, and waits for them. They are
-/// page-locked for `device`, if one is given. The bytes of the reserve that are there.
-Result<std::size_t> grow_reserve(Context& context, std::size_t most_bytes, const Threads& threads,
+/// Allocates chunks until the reserve of the context's chunk pool (staging/chunk_pool.h) is
+/// complete or has `max_bytes`, and waits for that. Several threads of the pool `spec` allocate
+/// chunks. If `device` is given, the chunks are page-locked for it. Returns the bytes of the
+/// reserve that are allocated.
+Result<std::size_t> grow_reserve(Context& context, std::size_t max_bytes, const PoolSpec& spec,
                                  int device = staging::Source::kHost);
 
 }  // namespace torch_ckpt::engine

@@ -9,28 +9,29 @@
 namespace torch_ckpt::engine {
 namespace {
 
-// How long a write that waits for its turn may not notice that the save was cancelled.
+// A write that waits for the throttle checks this often whether the save was cancelled.
 constexpr std::chrono::milliseconds kCancelPoll{100};
 
 }  // namespace
 
 SavePipeline::SavePipeline(Context& context, const SaveOptions& options,
                            std::vector<std::unique_ptr<FileSave>>& files, std::size_t buffers,
-                           int device, FirstFailure<>& failure, Timing& timing, FileEnded ended)
+                           int device, FirstFailure<>& failure, Timing& timing,
+                           FileEnded on_file_ended)
     : warnings_(context.warnings),
       options_(options),
       files_(files),
       failure_(failure),
       timing_(timing),
-      ended_(std::move(ended)),
+      on_file_ended_(std::move(on_file_ended)),
       stagers_(context.executor.pool(options.stagers)),
       writers_(context.executor.pool(options.writers)),
-      at_once_(std::min(options.parallel_files, files.size())),
-      buffers_(context, buffers, options.chunk_bytes, device, at_once_),
-      stager_tasks_(at_once_),
-      writer_tasks_(at_once_),
-      maker_tasks_(std::min(at_once_, buffers_.unmade())),
-      to_stage_(files.size()),
+      parallel_files_(std::min(options.parallel_files, files.size())),
+      buffers_(context, buffers, options.chunk_bytes, device, parallel_files_),
+      stager_tasks_(parallel_files_),
+      writer_tasks_(parallel_files_),
+      allocator_tasks_(std::min(parallel_files_, buffers_.unallocated_count())),
+      files_to_stage_(files.size()),
       submitted_(files.size()),
       staged_(files.size()),
       throttle_(options.max_bytes_per_second) {}
@@ -38,10 +39,10 @@ SavePipeline::SavePipeline(Context& context, const SaveOptions& options,
 void SavePipeline::start(const std::shared_ptr<const void>& owner) noexcept {
   owner_ = owner;
   if (files_.empty()) return;
-  stagers_needed_.emplace(stagers_.get_executor());
-  writers_needed_.emplace(writers_.get_executor());
-  for (Task& task : maker_tasks_) {
-    post(task, stagers_, [this, &task] { make_buffers(task, false); });
+  stagers_guard_.emplace(stagers_.get_executor());
+  writers_guard_.emplace(writers_.get_executor());
+  for (Task& task : allocator_tasks_) {
+    post(task, stagers_, [this, &task] { allocate_buffers(task, false); });
   }
   for (Stager& stager : stager_tasks_) {
     stager.pipeline = this;
@@ -54,19 +55,19 @@ void SavePipeline::start(const std::shared_ptr<const void>& owner) noexcept {
 
 void SavePipeline::end() noexcept {
   buffers_.close();
-  stagers_needed_.reset();
-  writers_needed_.reset();
+  stagers_guard_.reset();
+  writers_guard_.reset();
 }
 
-// The owner is there: whoever posts runs by what was posted before.
+// The owner is alive: this runs in start() or in a task, which both keep the owner alive.
 template <class Run>
 void SavePipeline::post(Task& task, boost::asio::io_context& pool, Run run) noexcept {
   task.post(pool, owner_.lock(), std::move(run));
 }
 
-// What the work ends with, be it an exception. A failure is that of the save.
+// Runs the work and returns its result or the exception as an error. An error fails the save.
 template <class Work>
-Result<> SavePipeline::attempt(const Work& work) noexcept {
+Result<> SavePipeline::capture_exceptions(const Work& work) noexcept {
   Result<> done;
   try {
     done = work();
@@ -78,25 +79,26 @@ Result<> SavePipeline::attempt(const Work& work) noexcept {
   return done;
 }
 
-// Beside the stagers, which take the first buffer that is free: making memory may be slower than
-// the disk is in giving some back. What staging did not wait for is made for the next save,
-// quietly.
-void SavePipeline::make_buffers(Task& task, bool quiet) noexcept {
-  for (auto buffers = buffers_.take_unmade(); !buffers.empty(); buffers = buffers_.take_unmade()) {
-    Result<> made;
-    // Also of a cancelled save, and then without memory: a stager may be waiting for just this one.
-    if (!failure_.is_set()) made = buffers_.make(buffers);
-    // Once staging has had all that it needs, the next save asks again.
-    const bool is_needed = to_stage_ > 0;
-    if (!made && is_needed) failure_.set(made.error());
+// Runs in parallel with the stagers, because allocating a buffer may take longer than waiting for
+// the disk to release one. Buffers that are left once staging is done are allocated at low
+// priority, for the next save.
+void SavePipeline::allocate_buffers(Task& task, bool low_priority) noexcept {
+  for (auto buffers = buffers_.take_unallocated(); !buffers.empty();
+       buffers = buffers_.take_unallocated()) {
+    Result<> allocated;
+    // After a failure, buffers are released without memory: a stager may be waiting for one.
+    if (!failure_.is_set()) allocated = buffers_.allocate(buffers);
+    // Once staging is done, a failure to allocate does not matter: the next save tries again.
+    const bool is_needed = files_to_stage_ > 0;
+    if (!allocated && is_needed) failure_.set(allocated.error());
     while (!buffers.empty()) {
       StagingBufferList buffer;
       buffer.splice(buffer.end(), buffers, buffers.begin());
       buffers_.release(std::move(buffer));
     }
-    if (!made && !is_needed) return;
-    if (!quiet && to_stage_ == 0) {
-      return post(task, writers_, [this, &task] { make_buffers(task, true); });
+    if (!allocated && !is_needed) return;
+    if (!low_priority && files_to_stage_ == 0) {
+      return post(task, writers_, [this, &task] { allocate_buffers(task, true); });
     }
   }
 }
@@ -121,50 +123,52 @@ void SavePipeline::stage(Stager& stager) noexcept {
     {
       const os::MutexLock lock(file.mutex);
       file.is_staged = true;
-      go_on(file);
+      start_next_step(file);
     }
-    if (--to_stage_ == 0) timing_.staged_ns = timing_.now_ns();
+    if (--files_to_stage_ == 0) timing_.staged_ns = timing_.now_ns();
     staged_.send({});
   }
 }
 
-/// False where the stager waits for a buffer, and is another thread's from then on.
+/// Returns false if the stager was queued for a buffer. It must not be touched after that, since
+/// another thread may resume it at any time.
 bool SavePipeline::stage_file(Stager& stager) noexcept {
   FileSave& file = *stager.file;
   bool waits = false;
-  static_cast<void>(attempt([&]() -> Result<> {
+  static_cast<void>(capture_exceptions([&]() -> Result<> {
     while (stager.offset < file.job.image.bytes() && !failure_.is_set()) {
-      while (!stager.begun.empty() && file.stream.has_arrived(stager.begun.front().piece)) {
-        pass_on_oldest(stager);
+      while (!stager.in_flight.empty() &&
+             file.stream.copies_are_done(stager.in_flight.front().piece)) {
+        hand_over_oldest(stager);
       }
-      // What has been begun comes first.
-      const bool may_wait = stager.begun.empty();
+      // Pieces in flight are handed over before the stager waits.
+      const bool may_wait = stager.in_flight.empty();
       if (stager.buffer.empty() && !buffers_.take(stager, may_wait)) {
         waits = may_wait;
         if (waits) return {};
-        pass_on_oldest(stager);
+        hand_over_oldest(stager);
         continue;
       }
-      if (auto begun = begin_next(stager); !begun) return begun;
+      if (auto begun = begin_next_piece(stager); !begun) return begun;
     }
     return {};
   }));
   if (waits) return false;
   if (!stager.buffer.empty()) buffers_.release(std::move(stager.buffer));
   submitted_.send({});
-  while (!stager.begun.empty()) pass_on_oldest(stager);
+  while (!stager.in_flight.empty()) hand_over_oldest(stager);
   return true;
 }
 
-Result<> SavePipeline::begin_next(Stager& stager) {
+Result<> SavePipeline::begin_next_piece(Stager& stager) {
   const FileImage& image = stager.file->job.image;
   StagingBuffer& buffer = stager.buffer.front();
-  // Of a save that has failed meanwhile.
+  // The buffer was released without memory, because the save has failed.
   if (buffer.chunk == nullptr) return {};
   if (image.device() != staging::Source::kHost)
     pin_or_warn(warnings_, *buffer.chunk, image.device());
   const std::span<std::byte> memory = buffer.chunk->bytes();
-  const Timed timed(timing_, Activity::stage, stager.file->number);
+  const ScopedTimer timed(timing_, Activity::stage, stager.file->number);
   buffer.offset = stager.offset;
   buffer.contents =
       memory.first(std::min<std::uint64_t>(memory.size(), image.bytes() - stager.offset));
@@ -172,19 +176,19 @@ Result<> SavePipeline::begin_next(Stager& stager) {
   if (!piece) return piece.error();
   buffer.piece = std::move(*piece);
   stager.offset += buffer.contents.size();
-  stager.begun.splice(stager.begun.end(), stager.buffer);
+  stager.in_flight.splice(stager.in_flight.end(), stager.buffer);
   return {};
 }
 
-void SavePipeline::pass_on_oldest(Stager& stager) noexcept {
+void SavePipeline::hand_over_oldest(Stager& stager) noexcept {
   FileSave& file = *stager.file;
-  // Also of a cancelled save: until they have arrived the memory belongs to the device.
-  auto arrived = file.stream.arrive(stager.begun.front().piece);
-  if (!arrived) failure_.set(arrived.error());
-  file.bytes_staged += stager.begun.front().contents.size();
+  // Waits even if the save has failed: until then the device may use the memory.
+  auto waited = file.stream.wait_for_copies(stager.in_flight.front().piece);
+  if (!waited) failure_.set(waited.error());
+  file.bytes_staged += stager.in_flight.front().contents.size();
   const os::MutexLock lock(file.mutex);
-  file.staged.splice(file.staged.end(), stager.begun, stager.begun.begin());
-  go_on(file);
+  file.staged.splice(file.staged.end(), stager.in_flight, stager.in_flight.begin());
+  start_next_step(file);
 }
 
 // --- writers -----------------------------------------------------------------------------------
@@ -195,15 +199,17 @@ void SavePipeline::open_next(FileWriter& writer) noexcept {
   FileSave& file = *files_[next];
   file.has_writer = true;
   Result<> opened;
-  if (!failure_.is_set()) opened = attempt([&] { return file.output.open(options_.direct_io); });
+  if (!failure_.is_set())
+    opened = capture_exceptions([&] { return file.output.open(options_.direct_io); });
   const os::MutexLock lock(file.mutex);
   file.status = std::move(opened);
   file.writer = &writer;
-  go_on(file);
+  start_next_step(file);
 }
 
-/// Begins what is next of a file: a write, or its end.
-void SavePipeline::go_on(FileSave& file) noexcept {
+/// Starts the next step of a file, if there is one to start: a write or, after the last write, its
+/// end.
+void SavePipeline::start_next_step(FileSave& file) noexcept {
   if (file.writer == nullptr || file.is_checksumming) return;
   FileWriter& writer = *file.writer;
   const auto is_busy = [](const FileWriter::Write& write) { return write.is_busy; };
@@ -213,18 +219,18 @@ void SavePipeline::go_on(FileSave& file) noexcept {
     FileWriter::Write& write = *idle;
     write.buffer.splice(write.buffer.end(), file.staged, file.staged.begin());
     write.is_busy = file.is_checksumming = true;
-    post(write.task, busy_pool(), [this, &file, &write] { checksum(file, write); });
+    post(write.task, pool_for_writing(), [this, &file, &write] { checksum(file, write); });
   } else if (file.is_staged && std::none_of(writer.writes.begin(), writer.writes.end(), is_busy)) {
     file.writer = nullptr;
-    post(writer.task, busy_pool(), [this, &file, &writer] { end_file(file, writer); });
+    post(writer.task, pool_for_writing(), [this, &file, &writer] { end_file(file, writer); });
   }
 }
 
 void SavePipeline::checksum(FileSave& file, FileWriter::Write& write) noexcept {
   if (!failure_.is_set()) {
     const StagingBuffer& buffer = write.buffer.front();
-    const auto done = attempt([&]() -> Result<> {
-      const Timed timed(timing_, Activity::checksum, file.number);
+    const auto done = capture_exceptions([&]() -> Result<> {
+      const ScopedTimer timed(timing_, Activity::checksum, file.number);
       file.stream.complete(buffer.piece);
       return {};
     });
@@ -240,7 +246,7 @@ void SavePipeline::wait_for_turn(FileSave& file, FileWriter::Write& write) noexc
   const auto now = Throttle::Clock::now();
   bool waits = false;
   if (now < write.begin && !failure_.is_set()) {
-    static_cast<void>(attempt([&]() -> Result<> {
+    static_cast<void>(capture_exceptions([&]() -> Result<> {
       if (!write.timer) write.timer.emplace(writers_);
       write.timer->expires_at(std::min(write.begin, now + kCancelPoll));
       write.timer->async_wait(
@@ -250,23 +256,24 @@ void SavePipeline::wait_for_turn(FileSave& file, FileWriter::Write& write) noexc
     }));
   }
   if (waits) return;
-  // Its end takes a lock of Asio's, which a forked child that drops the save may find taken.
+  // Destroyed here, because that takes a lock of Asio. In a forked child which destroys the save,
+  // that lock might be held for ever.
   write.timer.reset();
   this->write(file, write);
 }
 
 void SavePipeline::write(FileSave& file, FileWriter::Write& write) noexcept {
   {
-    // The next buffer's checksums, beside this one's write.
+    // Lets another thread checksum the next buffer during this write.
     const os::MutexLock lock(file.mutex);
     file.is_checksumming = false;
-    go_on(file);
+    start_next_step(file);
   }
   Result<> written;
   if (!failure_.is_set()) {
     const StagingBuffer& buffer = write.buffer.front();
-    const Timed timed(timing_, Activity::write, file.number);
-    written = attempt(
+    const ScopedTimer timed(timing_, Activity::write, file.number);
+    written = capture_exceptions(
         [&] { return file.output.write(*buffer.chunk, buffer.contents.size(), buffer.offset); });
     if (written) file.bytes_written += buffer.contents.size();
   }
@@ -274,7 +281,7 @@ void SavePipeline::write(FileSave& file, FileWriter::Write& write) noexcept {
   const os::MutexLock lock(file.mutex);
   if (!written && file.status) file.status = std::move(written);
   write.is_busy = false;
-  go_on(file);
+  start_next_step(file);
 }
 
 void SavePipeline::end_file(FileSave& file, FileWriter& writer) noexcept {
@@ -284,13 +291,14 @@ void SavePipeline::end_file(FileSave& file, FileWriter& writer) noexcept {
     status = std::move(file.status);
   }
   if (status) {
-    status = attempt([&]() -> Result<> {
-      if (failure_.is_set()) return format_error(Errc::cancelled, "another file has failed");
+    status = capture_exceptions([&]() -> Result<> {
+      if (failure_.is_set())
+        return format_error(Errc::cancelled, "another file of the save has failed");
       return file.output.finish(options_.sync, timing_, file.number);
     });
   }
   file.output.abandon();
-  ended_(file, std::move(status));
+  on_file_ended_(file, std::move(status));
   open_next(writer);
 }
 

@@ -24,87 +24,91 @@
 
 namespace torch_ckpt::engine {
 
-/// Chunks for sources on the host: large enough for the disk, small enough for the third-level
+/// Chunk size for sources on the host: large enough for the disk, small enough for the third-level
 /// cache.
 inline constexpr std::size_t kHostChunkBytes = std::size_t{4} << 20;
-/// Chunks for sources on a device: a submission takes time of the driver, and no cache is involved.
+/// Chunk size for sources on a device: larger, since each submission costs driver time and the
+/// copies do not pass through a cache.
 inline constexpr std::size_t kDeviceChunkBytes = std::size_t{16} << 20;
 
 struct SaveOptions {
-  // A multiple of os::kDirectAlignment; 0: one of the above, see SaveSession::start().
+  // A multiple of os::kDirectAlignment; 0: SaveSession::start() chooses one of the sizes above.
   std::size_t chunk_bytes = 0;
-  std::size_t parallel_files = 0;  // written at once; 0: all
-  std::size_t max_host_bytes = 0;  // of chunks; 0: three for each file written at once, or of a
-                                   // snapshot as many as it takes
+  std::size_t parallel_files = 0;  // files written at once; 0: all
+  std::size_t max_host_bytes = 0;  // of staging chunks; 0: for a snapshot as many as it can use,
+                                   // otherwise three for each file written at once
   DirectIo direct_io = DirectIo::automatic;
-  bool sync = true;  // fsync files and directory before they count as written
+  bool sync = true;  // fsync each file and the directory before the save succeeds
 
-  // Of saves in the background.
+  // For saves in the background.
   bool snapshot = false;  // stage as far ahead of the disk as max_host_bytes allows
-  Threads stagers;        // that copy from the sources
-  Threads writers;
+  PoolSpec stagers;       // threads that copy from the sources
+  PoolSpec writers;
   std::uint64_t max_bytes_per_second = 0;  // to the disk; 0: no limit
   std::vector<staging::ReadyEvent> ready;
   bool trace = false;
 
-  // Gets the results as well, for children that are forked meanwhile; may be null.
+  // Also receives the results, for children that are forked during the save; may be nullptr.
   std::shared_ptr<ProcessChannel> children;
 
-  // Set by start(): what the chunk pool may keep afterwards, where max_host_bytes was given.
-  std::size_t keep_host_bytes = 0;
+  // Set by start(): how many idle bytes the chunk pool may keep after the save; 0: any number.
+  std::size_t max_idle_bytes = 0;
 };
 
-/// Writes of a file in flight: one on the device while the next one is queued behind it.
+/// Writes in flight for each file: the disk performs one while the next one is prepared.
 inline constexpr std::size_t kWritesInFlight = 2;
 
-/// Writes one file after the other.
+/// Writes files, one after another.
 struct FileWriter {
   struct Write {
     Task task;
-    bool is_busy = false;  // guarded by the mutex of the file that is being written
+    bool is_busy = false;  // guarded by the mutex of the file
     StagingBufferList buffer;
     std::optional<boost::asio::basic_waitable_timer<Throttle::Clock,
                                                     boost::asio::wait_traits<Throttle::Clock>,
                                                     boost::asio::io_context::executor_type>>
         timer;
-    Throttle::Clock::time_point begin;  // not before
+    Throttle::Clock::time_point begin;  // the throttle's earliest time for this write
   };
   Task task;
   std::array<Write, kWritesInFlight> writes;
 };
 
-// The way of the files' images from their sources to the disk.
+// Stages the files of a save and writes them to the disk.
 //
-//   1. As many files as may be written at once are staged, each by one thread at a time: take a
-//      free buffer, fill it from the image, pass it on, take the next. A stager that is done takes
-//      the next file.
-//   2. As many are written, each by up to two threads at a time: one completes a buffer's checksums
-//      and writes it, while the other does the same with the buffer before.
-//   3. Buffers are as many as the byte budget allows; waiting for a free one is the back-pressure.
-//      Files are staged and written in the same order, so that of the buffers that are filled some
-//      can always be written. A snapshot may hold the whole save in buffers; other saves hold what
-//      keeps the disk busy.
-//   4. A file whose last write has ended is cut to length, fsynced and closed.
-//   5. After the first failure, whosever it is, no buffer is filled and no write begins; buffers
-//      come back all the same, and every file ends.
+//   1. Stagers fill buffers. A stager works on one file: it takes a free buffer, fills it from the
+//      file's image, hands it to the file's writer and takes the next buffer. After the last byte
+//      of the file it continues with the next file. There are as many stagers as files that may be
+//      written at once.
+//   2. Writers write buffers; there are as many writers as stagers. Up to two threads work for a
+//      writer: while one writes a buffer, the other checksums the next one.
+//   3. The byte budget limits the number of buffers, and stagers without a buffer wait for one to
+//      be released. This is the back-pressure. Files are staged and written in the same order, so
+//      at least one of the filled buffers can always be written. A snapshot may fill as many
+//      buffers as the save has bytes; other saves have just enough to keep the disk busy.
+//   4. After the last write of a file, the writer truncates it to its length, fsyncs and closes it.
+//   5. After the first failure of any file, no buffer is filled and no write starts. Buffers are
+//      still released, and every file ends.
 //
-// No thread waits for another one. What has nothing to do is a part of what it waits for, and
-// posted again by whoever has that.
+// No thread blocks to wait for another. A stager or writer that has no work is registered with the
+// resource that it needs, and the thread that provides the resource posts it again.
 class SavePipeline {
  public:
   using FileEnded = std::function<void(FileSave& file, Result<> status)>;
 
-  /// `ended` must not throw. All that is given by reference outlives the pipeline, and so does the
-  /// owner that start() gets: it lives until all files have ended.
+  /// `on_file_ended` must not throw. All references outlive the pipeline.
   SavePipeline(Context& context, const SaveOptions& options,
                std::vector<std::unique_ptr<FileSave>>& files, std::size_t buffers, int device,
-               FirstFailure<>& failure, Timing& timing, FileEnded ended);
+               FirstFailure<>& failure, Timing& timing, FileEnded on_file_ended);
+  /// Starts the work. It keeps `owner`, which contains the pipeline, alive until all files have
+  /// ended.
   void start(const std::shared_ptr<const void>& owner) noexcept;
-  /// After the last file has ended.
+  /// Releases the buffers. Call this after the last file has ended.
   void end() noexcept;
 
-  /// Get a message of each file: once all its copies have been begun, and once all have arrived.
+  /// Receives one message for each file, once all its copies have started.
   ResultsChannel<>& submitted() { return submitted_; }
+  /// Receives one message for each file, once all its copies are done.
   ResultsChannel<>& staged() { return staged_; }
 
  private:
@@ -114,26 +118,27 @@ class SavePipeline {
     SavePipeline* pipeline = nullptr;
     Task task;
     FileSave* file = nullptr;
-    std::uint64_t offset = 0;  // in the file, of what is begun next
-    StagingBufferList begun;   // and perhaps still on their way from a device
+    std::uint64_t offset = 0;     // in the file, of the next piece
+    StagingBufferList in_flight;  // begun pieces, whose copies from a device may still run
   };
 
   void stage(Stager& stager) noexcept;
   bool stage_file(Stager& stager) noexcept;
-  Result<> begin_next(Stager& stager);
-  void pass_on_oldest(Stager& stager) noexcept;
+  Result<> begin_next_piece(Stager& stager);
+  void hand_over_oldest(Stager& stager) noexcept;
 
   void open_next(FileWriter& writer) noexcept;
-  void go_on(FileSave& file) noexcept TC_REQUIRES(file.mutex);
+  void start_next_step(FileSave& file) noexcept TC_REQUIRES(file.mutex);
   void checksum(FileSave& file, FileWriter::Write& write) noexcept;
   void wait_for_turn(FileSave& file, FileWriter::Write& write) noexcept;
   void write(FileSave& file, FileWriter::Write& write) noexcept;
   void end_file(FileSave& file, FileWriter& writer) noexcept;
 
-  void make_buffers(Task& task, bool quiet) noexcept;
-  boost::asio::io_context& busy_pool() { return to_stage_ == 0 ? writers_ : stagers_; }
+  void allocate_buffers(Task& task, bool low_priority) noexcept;
+  // Writes run at the stagers' priority until staging is done: staging waits for their buffers.
+  boost::asio::io_context& pool_for_writing() { return files_to_stage_ == 0 ? writers_ : stagers_; }
   template <class Work>
-  Result<> attempt(const Work& work) noexcept;
+  Result<> capture_exceptions(const Work& work) noexcept;
   template <class Run>
   void post(Task& task, boost::asio::io_context& pool, Run run) noexcept;
 
@@ -142,25 +147,26 @@ class SavePipeline {
   std::vector<std::unique_ptr<FileSave>>& files_;
   FirstFailure<>& failure_;
   Timing& timing_;
-  const FileEnded ended_;
-  // They have threads before the session begins: it must not fail half-way for want of them.
+  const FileEnded on_file_ended_;
+  // SaveSession::start() makes sure that both pools have threads, so that a save does not fail
+  // half-way for lack of one.
   boost::asio::io_context& stagers_;
   boost::asio::io_context& writers_;
-  // Until the save has ended: Executor::join() may find a pool without work while the next buffer
-  // for it is with the other.
+  // Keep both pools running until the save has ended. Without them Executor::join() could end a
+  // pool that is idle only because the other pool has the buffers.
   using PoolGuard = boost::asio::executor_work_guard<boost::asio::io_context::executor_type>;
-  std::optional<PoolGuard> stagers_needed_;
-  std::optional<PoolGuard> writers_needed_;
+  std::optional<PoolGuard> stagers_guard_;
+  std::optional<PoolGuard> writers_guard_;
   std::weak_ptr<const void> owner_;
 
-  const std::size_t at_once_;
+  const std::size_t parallel_files_;
   StagingBuffers buffers_;
   std::vector<Stager> stager_tasks_;
   std::vector<FileWriter> writer_tasks_;
-  std::vector<Task> maker_tasks_;
+  std::vector<Task> allocator_tasks_;
   std::atomic<std::size_t> next_to_stage_{0};
   std::atomic<std::size_t> next_to_write_{0};
-  std::atomic<std::size_t> to_stage_{0};
+  std::atomic<std::size_t> files_to_stage_{0};
   ResultsChannel<> submitted_;
   ResultsChannel<> staged_;
   Throttle throttle_;

@@ -14,8 +14,8 @@ std::size_t chunk_count(const FileImage& image, std::size_t chunk_bytes) {
   return (image.bytes() + chunk_bytes - 1) / chunk_bytes;
 }
 
-// The one place that chooses the size of a save's chunks: large ones if most bytes come from
-// devices and if the budget still has room for all that keeps the disk busy.
+// Chooses the chunk size: large if most bytes come from devices and the budget has room for enough
+// large chunks to keep the disk busy.
 std::size_t chunk_bytes_for(const std::vector<FileJob>& files, const SaveOptions& options) {
   if (options.chunk_bytes != 0) return options.chunk_bytes;
   std::uint64_t bytes = 0;
@@ -24,8 +24,8 @@ std::size_t chunk_bytes_for(const std::vector<FileJob>& files, const SaveOptions
     bytes += job.image.bytes();
     device_bytes += job.image.device_bytes();
   }
-  const std::size_t least = kDeviceChunkBytes * (kWritesInFlight + 1) * options.parallel_files;
-  const bool has_room = options.max_host_bytes == 0 || options.max_host_bytes >= least;
+  const std::size_t needed = kDeviceChunkBytes * (kWritesInFlight + 1) * options.parallel_files;
+  const bool has_room = options.max_host_bytes == 0 || options.max_host_bytes >= needed;
   return device_bytes > bytes / 2 && has_room ? kDeviceChunkBytes : kHostChunkBytes;
 }
 
@@ -44,7 +44,8 @@ Result<std::shared_ptr<SaveSession>> SaveSession::start(Context& context, os::Di
   SaveOptions options = given;
   if (options.chunk_bytes % os::kDirectAlignment != 0) {
     return format_error(Errc::invalid_argument, "chunk_bytes must be 0 or a multiple of " +
-                                                    std::to_string(os::kDirectAlignment));
+                                                    std::to_string(os::kDirectAlignment) +
+                                                    ", got " + std::to_string(options.chunk_bytes));
   }
   const std::size_t count = std::max<std::size_t>(files.size(), 1);
   if (options.parallel_files == 0 || options.parallel_files > count) options.parallel_files = count;
@@ -53,16 +54,17 @@ Result<std::shared_ptr<SaveSession>> SaveSession::start(Context& context, os::Di
   for (const FileJob& job : files) largest = std::max(largest, job.image.bytes());
   options.chunk_bytes = static_cast<std::size_t>(
       std::min<std::uint64_t>(options.chunk_bytes, align_up(largest, os::kDirectAlignment)));
-  // More a save cannot use: of each file one is filled while others are written.
-  std::size_t most_chunks = 0;
-  for (const FileJob& job : files) most_chunks += chunk_count(job.image, options.chunk_bytes);
+  // The most chunks that the save can use. A save that is not a snapshot fills one chunk of each
+  // file while others are written.
+  std::size_t max_chunks = 0;
+  for (const FileJob& job : files) max_chunks += chunk_count(job.image, options.chunk_bytes);
   if (!options.snapshot) {
-    most_chunks = std::min(most_chunks, (kWritesInFlight + 1) * options.parallel_files);
+    max_chunks = std::min(max_chunks, (kWritesInFlight + 1) * options.parallel_files);
   }
   if (options.max_host_bytes == 0) {
-    options.max_host_bytes = options.chunk_bytes * std::max<std::size_t>(most_chunks, 1);
+    options.max_host_bytes = options.chunk_bytes * std::max<std::size_t>(max_chunks, 1);
   } else {
-    // What an earlier save with a larger budget left must not come on top of this one's.
+    // Idle chunks of an earlier save with a larger budget count towards this budget.
     context.chunks.trim_to_budget(options.max_host_bytes);
   }
   // A budget below one chunk gets one smaller chunk.
@@ -74,16 +76,16 @@ Result<std::shared_ptr<SaveSession>> SaveSession::start(Context& context, os::Di
                         "max_host_bytes must be at least " + std::to_string(os::kDirectAlignment) +
                             ", got " + std::to_string(given.max_host_bytes));
   }
-  const std::size_t chunks = std::min(options.max_host_bytes / options.chunk_bytes, most_chunks);
-  options.keep_host_bytes = given.max_host_bytes;
-  for (const Threads& threads : {options.stagers, options.writers}) {
-    if (auto there = context.executor.need_threads(threads, options.parallel_files); !there)
-      return there.error();
+  const std::size_t chunks = std::min(options.max_host_bytes / options.chunk_bytes, max_chunks);
+  options.max_idle_bytes = given.max_host_bytes;
+  for (const PoolSpec& spec : {options.stagers, options.writers}) {
+    auto ensured = context.executor.ensure_threads(spec, options.parallel_files);
+    if (!ensured) return ensured.error();
   }
   std::shared_ptr<SaveSession> session(
       new SaveSession(context, std::move(directory), std::move(files), options, chunks));
   session->pipeline_.start(session);
-  // There is no last file that would do it.
+  // Otherwise the last file ends the session.
   if (session->files_.empty()) session->end();
   return session;
 }
@@ -109,20 +111,21 @@ std::vector<std::unique_ptr<FileSave>> SaveSession::files_of(Context& context,
   for (FileJob& job : jobs) {
     files.push_back(std::make_unique<FileSave>(std::move(job), files.size(), directory,
                                                options.snapshot, options.ready,
-                                               context.warnings.once()));
+                                               context.warnings.callback()));
   }
   return files;
 }
 
 void SaveSession::end_file(FileSave& file, Result<> status) noexcept {
-  // Before the end, which removes the files where there is no memory for a result.
+  // Before end(): if there is no memory for a result, the save fails and end() deletes the files.
   Result<format::FileResult> message = status ? file.result() : status.error();
   if (!message) failure_.set(message.error());
   ++files_done_;
   if (--running_ == 0) end();
-  // A file that has only stopped says why. So does the last one, where the directory has failed.
-  const bool has_only_stopped = !message && message.error().code == Errc::cancelled;
-  if (auto first = failure_.get(); first && (has_only_stopped || failure_.has_ended())) {
+  // A file that stopped because of another failure sends the first error. So does the last file,
+  // since the save may also fail in end(), when it syncs the directory.
+  const bool was_stopped = !message && message.error().code == Errc::cancelled;
+  if (auto first = failure_.get(); first && (was_stopped || failure_.is_closed())) {
     message = *std::move(first);
   }
   file.is_done = true;
@@ -130,26 +133,26 @@ void SaveSession::end_file(FileSave& file, Result<> status) noexcept {
   results_.send(std::move(message));
 }
 
-// After the last file: no stager and no write is left.
+// Ends the session after the last file, when no stager and no write is left.
 void SaveSession::end() noexcept {
   try {
     if (!failure_.is_set() && options_.sync && !files_.empty()) {
-      const Timed timed(timing_, Activity::fsync, 0);
+      const ScopedTimer timed(timing_, Activity::fsync, 0);
       if (auto synced = directory_.sync(); !synced) failure_.set(synced.error());
     }
   } catch (...) {
     failure_.set(exception_error(std::current_exception(), "save"));
   }
-  // From here on it is too late to cancel: the files are all there, or all removed.
-  if (failure_.end()) {
+  // From here on it is too late to cancel: either all files exist or all are deleted.
+  if (failure_.close()) {
     for (const auto& file : files_) file->output.remove();
   }
-  // Threads may hold on to the session a little longer, but not to this.
+  // Closed here, because threads may keep the session alive a little longer.
   directory_.close();
   timing_.ended_ns = timing_.now_ns();
   pipeline_.end();
-  if (options_.keep_host_bytes != 0) {
-    context_.chunks.trim_to_budget(options_.keep_host_bytes);
+  if (options_.max_idle_bytes != 0) {
+    context_.chunks.trim_to_budget(options_.max_idle_bytes);
   }
 }
 
@@ -175,7 +178,9 @@ bool SaveSession::wait_for(std::chrono::milliseconds timeout) { return results_.
 
 Result<> SaveSession::outcome() const {
   if (results_.inherited()) {
-    return format_error(Errc::cancelled, "the save is that of the process that forked this one");
+    return format_error(
+        Errc::cancelled,
+        "the save belongs to the process that forked this one; wait for it in that process");
   }
   if (auto failure = failure_.get()) return *std::move(failure);
   return {};
@@ -203,7 +208,7 @@ SaveProgress SaveSession::progress() const {
 
 std::vector<FileProgress> SaveSession::unfinished() const {
   std::vector<FileProgress> files;
-  // Whose threads a forked child does not have.
+  // A forked child has none of the threads that write them.
   if (results_.inherited()) return files;
   for (const auto& file : files_) {
     if (file->is_done) continue;

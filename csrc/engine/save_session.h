@@ -18,7 +18,7 @@
 
 namespace torch_ckpt::engine {
 
-/// Bytes and files so far. A snapshot of counters that only grow.
+/// Progress of a save. All numbers but the planned ones only grow.
 struct SaveProgress {
   std::uint64_t bytes_planned = 0;
   std::uint64_t bytes_staged = 0;
@@ -27,53 +27,58 @@ struct SaveProgress {
   std::uint64_t files_done = 0;
 };
 
-// Writes a set of files, all or nothing.
+// Writes a set of files: either all of them, or none.
 //
-//   1. The pipeline (engine/save_pipeline.h) stages and writes the files, several at once.
-//   2. When every file's last chunk has been filled the sources are free ("staged").
-//   3. Each file sends exactly one message through the results channel: where its items lie, with
-//      their checksums; or why it is not there, which is the first cause where it was cancelled.
-//   4. The first error cancels the session: no new chunk is filled, writes in flight end, and every
-//      file that the session made is removed before the last result is sent.
-//   5. Without an error the last file to end fsyncs the directory.
+//   1. start() chooses the chunk size and the number of staging buffers, and starts the pipeline
+//      (engine/save_pipeline.h), which stages and writes several files at once.
+//   2. Once the last chunk of every file is filled, the save is "staged": it no longer needs its
+//      sources.
+//   3. Each file sends exactly one message through the results channel: the locations and checksums
+//      of its items, or its error. A file that stopped because another one had failed sends the
+//      error of the first.
+//   4. The first error, or cancel(), stops the save: no chunk is filled any more, writes in flight
+//      end, and all files that the session has created are deleted before the last message is sent.
+//   5. If there was no error, the last file to end fsyncs the directory.
 //
-// An exception ends the session like any other error, and so does a lack of memory: what has been
-// started needs none to go on.
+// An exception stops the session like any other error, and so does a failed allocation: steps that
+// have been started need no memory to end.
 //
 // start() and each of the waits are for one thread; progress(), unfinished() and cancel() for any.
 // The sources must stay alive and unchanged until wait_staged() or wait_for() has returned true.
 class SaveSession {
  public:
-  /// Fails with invalid_argument where the options contradict themselves. All files lie in
-  /// `directory`, whatever becomes of its path.
+  /// Fails with Errc::invalid_argument if an option is out of range. Files are created in
+  /// `directory` even if its path is renamed or replaced during the save.
   static Result<std::shared_ptr<SaveSession>> start(Context& context, os::Directory directory,
                                                     std::vector<FileJob> files,
                                                     const SaveOptions& options);
 
-  /// Waits until no source is needed any more, be it that the save has failed; false when `timeout`
-  /// passed before.
+  /// Waits until the save no longer needs its sources, which is also the case after a failure.
+  /// Returns false if `timeout` passes first.
   bool wait_staged(std::chrono::milliseconds timeout);
 
-  /// The same, or until all copies from devices have been started, whichever comes first.
+  /// Waits until all copies from the sources have been started. Copies from host memory are done
+  /// then; copies from devices may still run.
   bool wait_submitted(std::chrono::milliseconds timeout);
 
-  /// After wait_submitted(): makes the work that is queued on a device's stream from now on wait,
-  /// there, for the copies from that device. Fails in a forked child and touches no device there.
+  /// Makes work that is queued on `stream` from now on wait for the copies from `device`. The
+  /// device waits, not the host. Call this after wait_submitted() has returned true. Fails in a
+  /// forked child, and touches no device there.
   Result<> make_stream_wait(int device, void* stream);
 
-  /// Waits until every file has sent its result; false when `timeout` passed before. In a forked
-  /// child, which has no part in its parent's save, it is over at once and has failed.
+  /// Waits until every file has sent its result; returns false if `timeout` passes first. In a
+  /// forked child it returns true at once, and outcome() reports that the save is the parent's.
   bool wait_for(std::chrono::milliseconds timeout);
 
-  /// The first cause where the save has failed, by now or at all.
+  /// The first error so far, or success.
   Result<> outcome() const;
-  /// What the files have sent, in the order in which they ended, or that cause; after wait_for()
-  /// has returned true.
+  /// The results of the files, in the order in which they ended, or the first error. Valid once
+  /// wait_for() has returned true.
   Result<std::vector<format::FileResult>> results() const;
 
   SaveProgress progress() const;
-  /// The files that have not sent their results, in their order; none in a forked child. Each is
-  /// told as it was at some moment of the call.
+  /// The files that have not sent their results, in the order of `files`; empty in a forked child.
+  /// The entries may be from slightly different moments.
   std::vector<FileProgress> unfinished() const;
   const Timing& timing() const { return timing_; }
   /// Makes the save fail, unless it has already succeeded.

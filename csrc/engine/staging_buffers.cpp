@@ -11,16 +11,17 @@ StagingBuffers::StagingBuffers(Context& context, std::size_t count, std::size_t 
     : context_(context), chunk_bytes_(chunk_bytes), device_(device) {
   waiting_.reserve(waiters);
   for (std::size_t i = 0; i < count; ++i) {
-    unmade_.emplace_back();
-    unmade_.back().chunk = context_.chunks.take_kept(chunk_bytes);
-    if (unmade_.back().chunk != nullptr) free_.splice(free_.end(), unmade_, --unmade_.end());
+    unallocated_.emplace_back();
+    unallocated_.back().chunk = context_.chunks.take_idle(chunk_bytes);
+    if (unallocated_.back().chunk != nullptr)
+      free_.splice(free_.end(), unallocated_, --unallocated_.end());
   }
 }
 
-bool StagingBuffers::take(BufferWaiter& waiter, bool waits) noexcept {
+bool StagingBuffers::take(BufferWaiter& waiter, bool may_wait) noexcept {
   const os::MutexLock lock(mutex_);
   if (free_.empty()) {
-    if (waits) waiting_.push_back(&waiter);
+    if (may_wait) waiting_.push_back(&waiter);
     return false;
   }
   waiter.buffer.splice(waiter.buffer.end(), free_, free_.begin());
@@ -30,11 +31,11 @@ bool StagingBuffers::take(BufferWaiter& waiter, bool waits) noexcept {
 void StagingBuffers::release(StagingBufferList buffer) noexcept {
   buffer.front().piece = {};
   BufferWaiter* next = nullptr;
-  std::unique_ptr<staging::Chunk> too_late;
+  std::unique_ptr<staging::Chunk> unneeded;
   {
     const os::MutexLock lock(mutex_);
     if (is_closed_) {
-      too_late = std::move(buffer.front().chunk);
+      unneeded = std::move(buffer.front().chunk);
     } else if (waiting_.empty()) {
       free_.splice(free_.end(), buffer);
     } else {
@@ -44,27 +45,28 @@ void StagingBuffers::release(StagingBufferList buffer) noexcept {
     }
   }
   if (next != nullptr) next->resume();
-  // The budget is the next save's. Freeing memory takes long, and unlocking its pages longer.
-  if (too_late != nullptr) context_.chunks.discard(std::move(too_late));
+  // After close() the next save has the budget, so the chunk is freed. That is slow, and slower if
+  // its pages are locked; hence without the lock.
+  if (unneeded != nullptr) context_.chunks.discard(std::move(unneeded));
 }
 
-std::size_t StagingBuffers::unmade() const {
+std::size_t StagingBuffers::unallocated_count() const {
   const os::MutexLock lock(mutex_);
-  return unmade_.size();
+  return unallocated_.size();
 }
 
-StagingBufferList StagingBuffers::take_unmade() noexcept {
+StagingBufferList StagingBuffers::take_unallocated() noexcept {
   StagingBufferList buffers;
-  const std::size_t most =
+  const std::size_t count =
       device_ == staging::Source::kHost ? 1 : staging::chunks_of_arena(chunk_bytes_);
   const os::MutexLock lock(mutex_);
-  while (!is_closed_ && !unmade_.empty() && buffers.size() < most) {
-    buffers.splice(buffers.end(), unmade_, unmade_.begin());
+  while (!is_closed_ && !unallocated_.empty() && buffers.size() < count) {
+    buffers.splice(buffers.end(), unallocated_, unallocated_.begin());
   }
   return buffers;
 }
 
-Result<> StagingBuffers::make(StagingBufferList& buffers) noexcept {
+Result<> StagingBuffers::allocate(StagingBufferList& buffers) noexcept {
   try {
     if (device_ != staging::Source::kHost) {
       if (auto arena = context_.chunks.take_arena(chunk_bytes_, buffers.size(), device_)) {
@@ -72,13 +74,13 @@ Result<> StagingBuffers::make(StagingBufferList& buffers) noexcept {
         for (StagingBuffer& buffer : buffers) buffer.chunk = std::move(*chunk++);
         return {};
       }
-      // Less memory at a time may still be had or page-locked.
+      // The system may still allow smaller allocations, or page-lock them.
     }
     for (StagingBuffer& buffer : buffers) {
       auto taken = context_.chunks.take(chunk_bytes_);
       if (!taken) return taken.error();
       buffer.chunk = std::move(*taken);
-      // Pinned here: only the work that waits for this buffer is held up.
+      // Page-locked here and not by the stager, which may be using other buffers meanwhile.
       if (device_ != staging::Source::kHost) {
         pin_or_warn(context_.warnings, *buffer.chunk, device_);
       }

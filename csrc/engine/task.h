@@ -9,21 +9,22 @@
 
 namespace torch_ckpt::engine {
 
-// Something that is done on the threads of a pool again and again, but never twice at a time. The
-// memory that Asio needs for it is a part of it, so that no lack of memory can stop it.
+// Work that is posted to a thread pool repeatedly, but never while an earlier post is pending. It
+// contains the memory that Asio needs for a post, so that posting cannot fail.
 class Task {
  public:
   Task() = default;
   Task(const Task&) = delete;
   Task& operator=(const Task&) = delete;
 
-  /// Calls run() on a thread of the pool. `owner`, of which this is a part, lives until then.
+  /// Calls run() on a thread of the pool. Until then the post keeps `owner`, which contains this
+  /// task, alive.
   template <class Run>
   void post(boost::asio::io_context& pool, std::shared_ptr<const void> owner, Run run) noexcept {
     boost::asio::post(pool, handler(std::move(owner), std::move(run)));
   }
 
-  /// The same for whatever of Asio's calls a handler.
+  /// Returns a handler for other Asio operations, such as timers. It keeps `owner` alive, too.
   template <class Run>
   auto handler(std::shared_ptr<const void> owner, Run run) {
     return Handler<Run>{this, std::move(owner), std::move(run)};
@@ -76,7 +77,7 @@ class Task {
 
   static constexpr std::size_t kBytes = 192;
 
-  // Asio frees it before it calls the handler, which may post the task again.
+  // Asio frees the memory before it calls the handler, so the handler may post the task again.
   bool is_used_ = false;
   alignas(std::max_align_t) std::byte memory_[kBytes];
 };

@@ -8,7 +8,7 @@
 
 namespace torch_ckpt::engine {
 
-// Spreads writes so that over any longer time they stay below a bandwidth.
+// Delays writes so that their average rate stays below a limit.
 // Safe for concurrent use by multiple threads.
 class Throttle {
  public:
@@ -19,13 +19,13 @@ class Throttle {
 
   bool limits() const { return bytes_per_second_ != 0; }
 
-  /// When a write of `bytes` may begin; it counts as made then.
+  /// Reserves bandwidth for a write of `bytes` and returns the time at which it may begin.
   Clock::time_point reserve(std::uint64_t bytes, Clock::time_point now = Clock::now()) {
     const os::MutexLock lock(mutex_);
     const Clock::time_point begin = std::max(now, free_from_);
-    const std::chrono::duration<double> takes(static_cast<double>(bytes) /
-                                              static_cast<double>(bytes_per_second_));
-    free_from_ = begin + std::chrono::duration_cast<Clock::duration>(takes);
+    const std::chrono::duration<double> duration(static_cast<double>(bytes) /
+                                                 static_cast<double>(bytes_per_second_));
+    free_from_ = begin + std::chrono::duration_cast<Clock::duration>(duration);
     return begin;
   }
 

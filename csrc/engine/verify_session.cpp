@@ -8,7 +8,7 @@ Result<std::shared_ptr<VerifySession>> VerifySession::start(Context& context,
                                                             std::vector<NamedRecord> records,
                                                             const VerifyOptions& given) {
   VerifyOptions options = given;
-  auto scratch = scratch_for(options, {}, {}, "verifying");
+  auto scratch = choose_scratch(options, {}, {}, "a verification");
   if (!scratch) return scratch.error();
   std::shared_ptr<VerifySession> session(new VerifySession(context, std::move(directory), files,
                                                            std::move(records), options, *scratch));
@@ -16,7 +16,7 @@ Result<std::shared_ptr<VerifySession>> VerifySession::start(Context& context,
   for (const planning::WantedRecord& record : wanted) session->bytes_planned_ += record.length;
   session->pipeline_.plan(std::move(wanted), session->bytes_planned_,
                           session->verifier_.block_bytes());
-  if (auto begun = session->pipeline_.start(session, "verify"); !begun) return begun.error();
+  if (auto started = session->pipeline_.start(session, "verify"); !started) return started.error();
   return session;
 }
 
@@ -26,12 +26,14 @@ bool VerifySession::wait_for(std::chrono::milliseconds timeout) {
 
 void VerifySession::cancel() {
   if (pipeline_.inherited()) return;
-  pipeline_.fail({format_error(Errc::cancelled, "verifying was cancelled")});
+  pipeline_.fail({format_error(Errc::cancelled, "the verification was cancelled")});
 }
 
 std::optional<Error> VerifySession::failure() const {
   if (pipeline_.inherited()) {
-    return format_error(Errc::cancelled, "it is the process that forked this one that verifies");
+    return format_error(Errc::cancelled,
+                        "the verification belongs to the process that forked this one; wait for it "
+                        "in that process");
   }
   auto failure = pipeline_.failure();
   return failure ? std::optional(std::move(failure->error)) : std::nullopt;

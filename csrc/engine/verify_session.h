@@ -16,8 +16,8 @@ namespace torch_ckpt::engine {
 
 using VerifyOptions = ReadOptions;
 
-// Reads every record once and verifies it, and goes on after whatever is found: a ReadPipeline with
-// a RecordVerifier. start() and wait_for() are for one thread.
+// Verifies records: a ReadPipeline that reads each of them once, with a RecordVerifier as its sink.
+// It continues after findings and read errors. start() and wait_for() are for one thread.
 class VerifySession {
  public:
   static Result<std::shared_ptr<VerifySession>> start(Context& context, os::Directory directory,
@@ -25,16 +25,16 @@ class VerifySession {
                                                       std::vector<NamedRecord> records,
                                                       const VerifyOptions& options);
 
-  /// Waits until every task has sent its result; false when `timeout` passed before.
+  /// Waits until every task has sent its result; returns false if `timeout` passes first.
   bool wait_for(std::chrono::milliseconds timeout);
   void cancel();
 
   std::uint64_t bytes_planned() const { return bytes_planned_; }
   std::uint64_t bytes_done() const { return pipeline_.bytes_read(); }
 
-  // After wait_for() has returned true:
+  // Valid once wait_for() has returned true:
 
-  /// What ended the session before its time, such as a lack of memory.
+  /// The error that ended the session early, e.g. a failed allocation.
   std::optional<Error> failure() const;
   std::vector<Finding> findings() const { return verifier_.findings(); }
   std::vector<std::size_t> unverifiable() const { return verifier_.unverifiable(); }

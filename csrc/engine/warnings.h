@@ -10,28 +10,29 @@
 
 namespace torch_ckpt::engine {
 
-// What the engine has to tell people although it goes on, each once. The bindings take it and tell
-// it. Safe for concurrent use by multiple threads.
+// Warnings for the user, at most one for each topic. The Python bindings take and issue them.
+// Safe for concurrent use by multiple threads.
 class Warnings {
  public:
-  /// Only the first text on a topic is kept.
+  /// Adds a warning, unless there was an earlier one on the topic.
   void add_once(std::string_view topic, const std::string& text);
 
-  /// add_once() as a function, for code that does not know this class. It outlives no Warnings.
-  std::function<void(const std::string& topic, const std::string& text)> once() {
+  /// Returns add_once() as a function, for code that does not know this class. The function must
+  /// not outlive the Warnings.
+  std::function<void(const std::string& topic, const std::string& text)> callback() {
     return [this](const std::string& topic, const std::string& text) { add_once(topic, text); };
   }
 
-  /// All that nobody has taken yet, in order.
+  /// Removes and returns all pending warnings, oldest first.
   std::vector<std::string> take();
 
-  /// Whatever there was on the topic, it may be told again.
+  /// Allows another warning on the topic.
   void forget(std::string_view topic);
 
  private:
   os::Mutex mutex_;
   std::set<std::string, std::less<>> topics_ TC_GUARDED_BY(mutex_);
-  std::vector<std::string> texts_ TC_GUARDED_BY(mutex_);  // not taken yet
+  std::vector<std::string> texts_ TC_GUARDED_BY(mutex_);  // pending
 };
 
 }  // namespace torch_ckpt::engine

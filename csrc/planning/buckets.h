@@ -10,8 +10,8 @@
 
 namespace torch_ckpt::planning {
 
-/// One write item as planning sees it: `bytes` is what will really be written for it, not the size
-/// of the global tensor that it is a shard of.
+/// The size of a write item. For a shard, `bytes` is the size of the shard, not of the global
+/// tensor.
 struct ItemSize {
   std::uint64_t bytes = 0;
   bool is_tensor = false;
@@ -20,17 +20,17 @@ struct ItemSize {
 /// Indices into the items, bytes items before tensors.
 using Bucket = std::vector<std::size_t>;
 
-/// How many buckets to make: always `most`, or fewer if there are few bytes.
+/// The number of buckets: `most`, or fewer if there are few bytes.
 struct BucketCount {
   std::size_t most = 1;
-  std::uint64_t bytes_each = 0;  // a bucket for each share of so many bytes; 0: always `most`
+  std::uint64_t bytes_each = 0;  // one bucket for each `bytes_each` bytes; 0: always `most`
 };
 
 /// Splits items into `count` buckets: bytes items round-robin, then tensors by decreasing size,
 /// each onto the bucket that is smallest so far (longest-processing-time rule, R. L. Graham 1969,
 /// with a min-heap). Items of equal size keep their order, so the result is the same on every run.
-/// With one bucket the items keep their order, but for bytes items coming first.
-/// Buckets may be empty when there are fewer items than buckets.
+/// With one bucket the items keep their order, except that bytes items come first.
+/// Buckets may be empty if there are fewer items than buckets.
 std::vector<Bucket> split_by_size(std::span<const ItemSize> items, BucketCount count);
 
 struct NamedBucket {
@@ -38,9 +38,9 @@ struct NamedBucket {
   Bucket items;
 };
 
-/// As split_by_size, but items whose name begins with `hint` get files of their own whose names
-/// carry the hint; each side has at most half of the buckets. An empty hint separates nothing.
-/// Fails with invalid_argument if a hint is given and `count.most` is below two.
+/// Like split_by_size(), but items whose name begins with `hint` have separate files, whose names
+/// begin with the hint. Each side has at most half of the buckets. An empty hint separates nothing.
+/// Fails with Errc::invalid_argument if a hint is given and `count.most` is below two.
 Result<std::vector<NamedBucket>> split_with_hint(std::span<const ItemSize> items,
                                                  std::span<const std::string> names,
                                                  BucketCount count, std::string_view hint);

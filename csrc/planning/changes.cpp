@@ -7,7 +7,7 @@ namespace {
 
 using Kind = StateTemplate::Kind;
 
-/// The checksums of a rank's rows, by their number among those that it owns.
+/// The checksums of a rank's rows, by their number among the rows that the rank owns.
 std::vector<std::uint32_t> checksums_of(const WrittenFiles& written, std::size_t owned) {
   std::vector<std::uint32_t> found(owned);
   for (const format::FileResult& file : written) {
@@ -18,7 +18,7 @@ std::vector<std::uint32_t> checksums_of(const WrittenFiles& written, std::size_t
   return found;
 }
 
-/// Whether it is a number, or nothing: a tensor of at most one element, or an object.
+/// True for an object, and for a tensor of at most one element.
 bool is_number(const StateTemplate& of, const StateTemplate::Row& row) {
   if (row.kind != Kind::tensor) return row.kind == Kind::object;
   const auto sizes = of.sizes(row);

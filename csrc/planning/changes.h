@@ -12,20 +12,21 @@
 
 namespace torch_ckpt::planning {
 
-/// How the values of two saves of one plan differ, by their checksums. A group is what lies under
-/// one key of the state dict; names that are such a key have the group "".
+/// How the values of two saves of one plan differ, by their checksums. A group is all values under
+/// one top-level key of the state dict; values at the top have the group "".
 struct Changes {
-  /// The first object, or tensor of at most one element, that has changed: what counts steps.
-  std::optional<std::uint32_t> moved;  // of the plan's names
-  // These two only where something has moved.
-  /// Groups of which a tensor has changed.
+  /// The first object, or tensor of at most one element, that has changed, e.g. a step counter. The
+  /// number of its name in the plan.
+  std::optional<std::uint32_t> moved;
+  // The next two members are only set if `moved` is.
+  /// Groups with a tensor that has changed.
   std::vector<std::string_view> changed;
-  /// All others that have tensors, with these.
+  /// All other groups that contain tensors, and these tensors.
   std::vector<std::pair<std::string_view, std::vector<std::uint32_t>>> unchanged;
 };
 
-/// before, now: by rank.
-/// ignored: a name that does not count as moved.
+/// Compares two saves. `before` and `now` are by rank; `ignored` is a name that does not count as
+/// moved.
 Changes changes_between(const GlobalPlan& plan, std::span<const WrittenFiles> before,
                         std::span<const WrittenFiles> now, std::string_view ignored);
 

@@ -42,10 +42,10 @@ Error refused(std::string detail) {
 
 constexpr std::uint32_t kNone = 0xffffffff;
 
-/// Parts by their entry and their place in the whole.
+/// Finds parts by their entry and their box.
 class PartTable {
  public:
-  /// The number of the part, or the free slot's, in which it is to be put.
+  /// Returns the part's number, or the free slot in which to insert it.
   std::uint32_t& slot(std::uint32_t entry, std::uint32_t offsets, std::uint32_t sizes) {
     if (2 * (used_ + 1) > slots_.size()) grow();
     return find({entry, offsets, sizes});
@@ -93,9 +93,9 @@ Result<GlobalPlan> GlobalPlan::of(std::vector<RankState> states) {
   plan.part_of_row_.resize(plan.ranks());
   PartTable known;
   index::ExtentsTable extents;
-  // The entry of each row of a template, which most ranks share.
+  // The entry of each row of a template. Most ranks share a template, so entries are kept for each.
   std::unordered_map<const StateTemplate*, std::vector<std::uint32_t>> entries_of;
-  // Of each box of a rank its offsets and sizes in `extents`.
+  // Offsets and sizes of each box of the current rank, in `extents`.
   std::vector<std::pair<std::uint32_t, std::uint32_t>> boxes;
   for (std::uint32_t rank = 0; rank < plan.ranks(); ++rank) {
     const RankState& here = plan.states_[rank];
@@ -157,15 +157,15 @@ Result<std::vector<std::uint32_t>> GlobalPlan::add_entries(std::uint32_t rank) {
     if (row.kind == Kind::other && !row.is_here) continue;
     if (here.name(i).size() > index::CheckpointIndex::kMostNameBytes) {
       return refused("rank " + std::to_string(rank) + " has a value whose name has " +
-                     std::to_string(here.name(i).size()) + " bytes, more than " +
-                     std::to_string(index::CheckpointIndex::kMostNameBytes) + ": " +
-                     std::string(here.name(i).substr(0, 100)) + "...");
+                     std::to_string(here.name(i).size()) + " bytes; at most " +
+                     std::to_string(index::CheckpointIndex::kMostNameBytes) +
+                     " are allowed: " + std::string(here.name(i).substr(0, 100)) + "...");
     }
     const auto [number, is_new] = names_.add(here.name(i));
     if (is_new) entries_.push_back({rank, i, kNone, kNone});
     entries[i] = number;
-    // Dtype and size of a DTensor count only on ranks that have a part of it: outside of its mesh
-    // torch may give it another size.
+    // Compare dtype and size of a DTensor only on ranks that have a part of it: outside of its mesh
+    // torch may report another size.
     if (row.kind == Kind::shard && row_of(entries_[number]).kind == Kind::shard) continue;
     if (auto same = check_same(entries_[number], rank, i); !same) return std::move(same).error();
   }
@@ -194,9 +194,9 @@ Result<> GlobalPlan::check_same(const Entry& first, std::uint32_t rank, std::uin
                              "torch." + here.dtype(b) + " " + listed(here.sizes(b))};
   const std::string why =
       a.kind == Kind::tensor
-          ? "; a plain tensor is taken to be the same on all ranks, so only one of them would be "
-            "saved"
-          : "; a DTensor has the same dtype and size on all ranks";
+          ? "; plain tensors with the same name count as replicas, and only one of them is saved. "
+            "Use a DTensor or different names."
+          : "; a DTensor must have the same dtype and size on all ranks";
   return refused(name + ": " + ranks[0] + " has " + of[0] + ", " + ranks[1] + " has " + of[1] +
                  why);
 }
@@ -206,7 +206,7 @@ void GlobalPlan::choose_owners() {
   for (Part& part : parts_) {
     if (part.holders == 1) loads[part.owner] += part.bytes;
   }
-  // Of each part that several ranks have, these, in their order.
+  // The ranks that have each replicated part, in their order.
   std::vector<std::vector<std::pair<std::uint32_t, std::uint32_t>>> holders(parts_.size());
   std::vector<std::uint32_t> several;
   for (std::uint32_t rank = 0; rank < ranks(); ++rank) {
@@ -251,7 +251,8 @@ bool GlobalPlan::are_cut_alike(const Entry& one, const Entry& other) const {
 }
 
 Result<> GlobalPlan::check_cover() const {
-  // Of each way in which a tensor is cut, the first entry.
+  // The first entry for each way in which a tensor is divided: entries that are divided in the same
+  // way need no second proof.
   std::unordered_multimap<std::uint64_t, std::uint32_t> proven;
   std::vector<Box> boxes;
   for (std::uint32_t number = 0; number < entries_.size(); ++number) {
@@ -288,8 +289,8 @@ Result<> GlobalPlan::check_cover() const {
     const std::uint64_t all = product(whole);
     if (held != all || (boxes.size() > 1 && !tile(whole, boxes))) {
       return refused(std::string(names_.at(number)) + ": the shards of all ranks have " +
-                     std::to_string(held) + " elements, and do not make up the tensor of " +
-                     listed(whole) + ", which has " + std::to_string(all));
+                     std::to_string(held) + " elements and do not cover the tensor of " +
+                     listed(whole) + ", which has " + std::to_string(all) + ", exactly once");
     }
     proven.emplace(hash, number);
   }

@@ -13,26 +13,26 @@
 
 namespace torch_ckpt::planning {
 
-// Which rank writes what, of the states of all ranks:
+// Assigns the parts of all ranks' state dicts to ranks, which write them:
 //
-//   1. Plain tensors and objects of one name are one part, whoever has them. Shards of one name are
-//      one part where they begin at the same place and have the same size.
-//   2. What only one rank has, it writes. What several have goes to the one with the fewest bytes
-//      so far (as torch's dedup_save_plans).
-//   3. All that ranks have under one name has the same kind, dtype and size, and the shards of a
-//      tensor make it up, each element once.
+//   1. Plain tensors, or objects, with the same name on several ranks are one part. Shards with the
+//      same name are one part if they have the same offsets and sizes.
+//   2. A part that only one rank has is written by that rank. A part that several ranks have is
+//      assigned to the rank with the fewest bytes so far (like torch's dedup_save_plans).
+//   3. Values with the same name must have the same kind, dtype and size on all ranks, and the
+//      shards of a tensor must cover it, each element exactly once.
 class GlobalPlan {
  public:
-  /// Errc::invalid_argument where the third does not hold, by name and ranks.
+  /// Fails with Errc::invalid_argument, which names the value and the ranks, if rule 3 is violated.
   static Result<GlobalPlan> of(std::vector<RankState> states);
 
   std::size_t ranks() const { return states_.size(); }
   const RankState& of_rank(std::size_t rank) const { return states_[rank]; }
-  /// Rows of the rank, in their order.
+  /// The rows that the rank writes, in ascending order.
   std::span<const std::uint32_t> owned(std::size_t rank) const { return owned_[rank]; }
-  /// Whether a name is that of a row that is planned here.
+  /// True if this plan, and not torch's planner, assigns the value of this name.
   bool plans(std::string_view name) const;
-  /// All names, with the first row of each.
+  /// Names are numbered; each has a first row, on the first rank that has it.
   std::size_t names() const { return entries_.size(); }
   std::string_view name(std::size_t number) const { return names_.at(number); }
   const StateTemplate& first_template(std::size_t number) const {
@@ -40,15 +40,15 @@ class GlobalPlan {
   }
   std::uint32_t first_row(std::size_t number) const { return entries_[number].row; }
 
-  /// Puts all names into an index, without places; of the names that are planned by torch what
-  /// `rest` has. The shard of each part.
+  /// Adds all names to an index, without locations. Names planned by torch are taken from `rest`.
+  /// Returns the shard of each part.
   std::vector<index::CheckpointIndex::Placed> describe(index::CheckpointIndex& index,
                                                        const index::CheckpointIndex* rest) const;
-  /// The part that a rank's owned row is, by its number among these.
+  /// The part of a row in owned(rank), by its position there.
   std::uint32_t part(std::size_t rank, std::size_t number) const {
     return part_of_row_[rank][owned_[rank][number]];
   }
-  /// The number of its name.
+  /// The number of the name of a row in owned(rank), by its position there.
   std::uint32_t entry(std::size_t rank, std::size_t number) const {
     return parts_[part(rank, number)].entry;
   }
@@ -66,7 +66,7 @@ class GlobalPlan {
     std::uint32_t entry = 0;
     std::uint32_t next = kNone;  // of the entry
     std::uint32_t holders = 0;
-    // Of shards, each once in the plan.
+    // For shards: numbers in a table in which equal extents have the same number.
     std::uint32_t offsets = 0;
     std::uint32_t sizes = 0;
     std::uint64_t bytes = 0;
@@ -76,11 +76,11 @@ class GlobalPlan {
   const StateTemplate::Row& row_of(const Entry& entry) const {
     return states_[entry.rank].state().row(entry.row);
   }
-  /// Adds what is new of a rank's template; the entry of each of its rows.
+  /// Adds the new names of a rank's template. Returns the entry of each of its rows.
   Result<std::vector<std::uint32_t>> add_entries(std::uint32_t rank);
   Result<> check_same(const Entry& first, std::uint32_t rank, std::uint32_t row) const;
   void choose_owners();
-  /// Whether the parts of two entries have the same sizes and places.
+  /// True if the parts of two entries have the same offsets and sizes.
   bool are_cut_alike(const Entry& one, const Entry& other) const;
   Result<> check_cover() const;
 

@@ -35,9 +35,9 @@ void PlanMetadata::describe() {
 Result<std::span<const std::string_view>> PlanMetadata::encode(
     std::span<const WrittenFiles> written, const index::CheckpointIndex* rest,
     const index::MetadataExtras& extras) {
-  // An exception on the way leaves nothing that is half done.
+  // Moved out, so that an exception discards it instead of leaving it half updated.
   auto described = std::move(described_);
-  // What the rest says of its places is in its index alone.
+  // Locations of the items planned by torch are only in their own index.
   if (!described || has_rest_ || rest != nullptr) {
     described = std::make_unique<Described>(plan_, written, rest);
   } else {
@@ -66,7 +66,7 @@ Result<> PlanMetadata::place(Described& described, std::span<const WrittenFiles>
           if (item.item >= owned) continue;
           if (is_placed[item.item]) {
             return format_error(Errc::metadata_inconsistent, "rank " + std::to_string(rank) +
-                                                                 " reports two places of " +
+                                                                 " reported two locations for " +
                                                                  name_of(rank, item.item));
           }
           is_placed[item.item] = true;
@@ -82,10 +82,10 @@ Result<> PlanMetadata::place(Described& described, std::span<const WrittenFiles>
     if (placed != owned) {
       const auto missing = std::ranges::find(is_placed, false) - is_placed.begin();
       return format_error(Errc::metadata_inconsistent,
-                          "rank " + std::to_string(rank) + " has told where " +
+                          "rank " + std::to_string(rank) + " reported the locations of " +
                               std::to_string(placed) + " of its " + std::to_string(owned) +
-                              " values lie, and not where " +
-                              name_of(rank, static_cast<std::size_t>(missing)) + " does");
+                              " items; the location of " +
+                              name_of(rank, static_cast<std::size_t>(missing)) + " is missing");
     }
   }
   return {};

@@ -15,26 +15,23 @@
 
 namespace torch_ckpt::planning {
 
-/// What a rank has written: the rows that it owns, by their number among these, and behind them
-/// what torch's planner plans.
+/// The files that a rank has written. Item numbers are positions in GlobalPlan::owned(); items
+/// planned by torch have the numbers after them.
 using WrittenFiles = std::span<const format::FileResult>;
 
-// The metadata of the saves of one plan. What the plan alone decides is encoded once, and where the
-// shards lie again only if that has changed; the names of files and the checksums are another
-// save's each time.
+// Encodes the metadata of the saves of one plan. The part that depends only on the plan is encoded
+// once. The locations of shards are encoded again only if they have changed. File names and
+// checksums differ for each save.
 class PlanMetadata {
  public:
-  /// Of a plan that stays.
+  /// `plan` outlives the PlanMetadata.
   explicit PlanMetadata(const GlobalPlan& plan) : plan_(plan) {}
 
-  /// Encodes what the plan alone decides.
+  /// Encodes the part that depends only on the plan.
   void describe();
-  /// The pickle and its seal, in pieces that hold until the next call.
-  ///
-  /// Errc::metadata_inconsistent if a rank has not reported exactly one place of each of its rows.
-  ///
-  /// written: by rank.
-  /// rest: the index of what torch's planner plans; may be null.
+  /// Returns the pickle and its seal, in pieces that are valid until the next call. Fails with
+  /// Errc::metadata_inconsistent if a rank has not reported exactly one location for each of its
+  /// rows. `written` is by rank. `rest` is the index of the items planned by torch; may be nullptr.
   Result<std::span<const std::string_view>> encode(std::span<const WrittenFiles> written,
                                                    const index::CheckpointIndex* rest,
                                                    const index::MetadataExtras& extras);

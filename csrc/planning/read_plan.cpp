@@ -9,11 +9,11 @@
 namespace torch_ckpt::planning {
 namespace {
 
-// Of one record. Larger records have larger pieces, so that metadata that gives an impossible size
-// is not a reason to run out of memory.
+// Limit for one record. Larger records have larger pieces, so that a record with an impossible size
+// in the metadata does not exhaust memory.
 constexpr std::uint64_t kMostPieces = 4096;
 
-// Of one record: above this, more is read than is wanted.
+// Limit for one record. Above this, ranges are merged, and more is read than was requested.
 constexpr std::size_t kMostRanges = std::size_t{1} << 20;
 
 bool is_small(const WantedRecord& record, const ReadPlanLimits& limits) {
@@ -21,7 +21,7 @@ bool is_small(const WantedRecord& record, const ReadPlanLimits& limits) {
   return record.length <= limits.gap_bytes || record.wanted() >= record.length / 8 * 7;
 }
 
-// Whether `record` continues `batch` without reading too much in between or growing too long.
+// True if `record` extends `batch` without reading a large gap and without exceeding a chunk.
 bool continues(const ReadUnit& batch, const WantedRecord& record, const ReadPlanLimits& limits) {
   if (batch.file != record.file) return false;
   const std::uint64_t end = batch.begin + batch.length;
@@ -29,8 +29,8 @@ bool continues(const ReadUnit& batch, const WantedRecord& record, const ReadPlan
   return record.offset - batch.begin + record.length <= limits.batch_bytes;
 }
 
-// Ranges in the order given, as many as make up a piece. They are cut at whole multiples of
-// cut_bytes only, so that what is checksummed block by block lies within one piece.
+// Groups ranges, in the given order, into pieces. Ranges are divided only at multiples of
+// cut_bytes, so that each block with a checksum lies within one piece.
 std::vector<std::vector<ByteRange>> cut(const WantedRecord& record, const ReadPlanLimits& limits) {
   std::vector<std::vector<ByteRange>> pieces(1);
   const std::uint64_t piece_bytes = std::max(limits.piece_bytes, record.wanted() / kMostPieces);
@@ -54,7 +54,7 @@ std::vector<std::vector<ByteRange>> cut(const WantedRecord& record, const ReadPl
     room -= std::min(room, range.bytes());
     if (room == 0) next_piece();
   }
-  // A record of which no byte is wanted still has its archive looked at, once.
+  // The archive of a record is checked even if no byte of its payload is wanted.
   if (pieces.back().empty() && pieces.size() > 1) pieces.pop_back();
   return pieces;
 }

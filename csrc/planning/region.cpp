@@ -82,7 +82,7 @@ std::optional<Region> Region::of_box(std::span<const std::uint64_t> sizes,
   }
   std::stable_sort(dims.begin(), dims.end(),
                    [](const Dim& a, const Dim& b) { return a.stored_stride < b.stored_stride; });
-  // From the innermost outwards: what continues the loop inside it, in both, becomes one with it.
+  // From the innermost loop outwards: merge a loop into the one inside it if both continue it.
   std::vector<Dim> merged;
   std::uint64_t extent = item_bytes;
   for (const Dim& dim : dims) {
@@ -115,8 +115,8 @@ std::optional<Region> Region::of_box(std::span<const std::uint64_t> sizes,
 
 std::vector<ByteRange> Region::ranges(std::uint64_t gap_bytes, std::size_t most) const {
   if (elements_ == 0) return {};
-  // A loop's blocks become one range where the gaps between them are small. Gaps grow outwards, so
-  // that the loops that stay apart are the outer ones, [0, apart).
+  // Merges the blocks of a loop into one range if the gaps between them are small. Gaps grow
+  // outwards, so the loops that are not merged are the outer ones, [0, apart).
   std::size_t apart = dims_.size();
   while (apart > 0) {
     const std::uint64_t gap = dims_[apart - 1].stored_stride - extents_[apart];

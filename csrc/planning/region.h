@@ -17,12 +17,12 @@ struct ByteRange {
   bool operator==(const ByteRange&) const = default;
 };
 
-/// Unites ranges that overlap or lie at most `gap_bytes` apart. They need not be sorted.
+/// Merges ranges that overlap or have a gap of at most `gap_bytes`. They need not be sorted.
 std::vector<ByteRange> coalesce(std::vector<ByteRange> ranges, std::uint64_t gap_bytes);
 
-/// The elements of a stored tensor that are wanted, and where in the target each of them goes: a
-/// box, as nested loops over bytes of the payload and of the target. Sizes and offsets count
-/// elements, strides and everything that this class gives count bytes.
+/// A box of elements of a stored tensor, and the position of each element in the target: nested
+/// loops over bytes of the payload and of the target. Parameters named sizes, offsets, lengths and
+/// strides count elements; all members and results count bytes.
 class Region {
  public:
   struct Dim {
@@ -30,10 +30,10 @@ class Region {
     std::uint64_t stored_stride = 0;
     std::int64_t target_stride = 0;
   };
-  /// Elements that follow each other with fixed strides.
+  /// A run of elements with fixed strides.
   struct Run {
-    std::uint64_t stored = 0;  // the first one in the payload
-    std::int64_t target = 0;   // the first one in the target
+    std::uint64_t stored = 0;  // of the first element, in the payload
+    std::int64_t target = 0;   // of the first element, in the target
     std::uint64_t count = 0;
     std::uint64_t stored_stride = 0;
     std::int64_t target_stride = 0;
@@ -41,12 +41,12 @@ class Region {
 
   Region() = default;
 
-  /// Bytes as they are: the payload's [begin, begin + bytes) to the target's [0, bytes).
+  /// Maps the payload's bytes [begin, begin + bytes) to the target's [0, bytes).
   static Region of_bytes(std::uint64_t begin, std::uint64_t bytes);
 
-  /// The box [offsets, offsets + lengths) of a tensor of `sizes`; nullopt where it does not lie
-  /// within, or its size overflows. Strides, in elements: empty `stored_strides` mean row-major;
-  /// others must not let elements overlap, and nullopt is the answer where they may.
+  /// The box [offsets, offsets + lengths) of a tensor of `sizes`. Strides are in elements; empty
+  /// `stored_strides` mean row-major. Returns nullopt if the box does not lie within the tensor, if
+  /// its size overflows, or if stored elements may overlap.
   static std::optional<Region> of_box(std::span<const std::uint64_t> sizes,
                                       std::span<const std::uint64_t> stored_strides,
                                       std::span<const std::uint64_t> offsets,
@@ -54,35 +54,36 @@ class Region {
                                       std::span<const std::int64_t> target_strides,
                                       std::size_t item_bytes, std::size_t target_item_bytes);
 
-  /// Of the wanted elements, as stored.
+  /// Bytes of the elements in the payload.
   std::uint64_t bytes() const { return elements_ * item_bytes_; }
   std::uint64_t elements() const { return elements_; }
   std::size_t item_bytes() const { return item_bytes_; }
   std::size_t target_item_bytes() const { return target_item_bytes_; }
 
-  /// From the first wanted byte of the payload to behind the last one.
+  /// The range from the first to the last requested byte of the payload.
   ByteRange covering() const { return {begin_, begin_ + (elements_ == 0 ? 0 : extent(0))}; }
 
-  /// Whether payload and target run in step: byte covering().begin + i goes to byte i.
+  /// True if the region is contiguous in payload and target: byte covering().begin + i of the
+  /// payload is byte i of the target.
   bool is_one_run() const {
     return elements_ == 0 || (dims_.size() == 1 && dims_[0].stored_stride == item_bytes_ &&
                               dims_[0].target_stride == static_cast<std::int64_t>(item_bytes_) &&
                               item_bytes_ == target_item_bytes_);
   }
 
-  /// The wanted bytes as ranges, in ascending order; what lies at most `gap_bytes` between is
-  /// wanted too. Where that makes more than `most` ranges, larger gaps are.
+  /// The requested bytes as ranges, in ascending order. Gaps of at most `gap_bytes` are included,
+  /// and larger gaps if there would otherwise be more than `most` ranges.
   std::vector<ByteRange> ranges(std::uint64_t gap_bytes, std::size_t most) const;
 
-  /// Calls visit(const Run&) for the elements that lie in the window, in ascending order. The
-  /// window's ends must not cut elements.
+  /// Calls visit(const Run&) for the elements in the window, in ascending order. The window must
+  /// not begin or end within an element.
   template <class Visit>
   void for_each_run(const ByteRange& window, Visit&& visit) const {
     if (elements_ > 0) walk(0, begin_, 0, window, visit);
   }
 
  private:
-  /// Bytes from the first to behind the last element of the loops from `dim` on.
+  /// Bytes from the first to the last element of the loops from `dim` on.
   std::uint64_t extent(std::size_t dim) const { return extents_[dim]; }
 
   template <class Visit>
@@ -90,7 +91,7 @@ class Region {
             Visit& visit) const {
     const Dim& d = dims_[dim];
     const std::uint64_t inner = extent(dim + 1);
-    // Of the blocks [stored + i * stride, + inner) those that meet the window.
+    // The blocks [stored + i * stride, + inner) that intersect the window are [first, last).
     std::uint64_t first = 0;
     if (window.begin > stored && window.begin - stored >= inner) {
       first = (window.begin - stored - inner) / d.stored_stride + 1;
@@ -111,15 +112,15 @@ class Region {
     }
   }
 
-  std::vector<Dim> dims_;               // by falling stored_stride; never empty with elements
-  std::vector<std::uint64_t> extents_;  // by dimension, and behind them that of an element
+  std::vector<Dim> dims_;               // by decreasing stored_stride; empty only without elements
+  std::vector<std::uint64_t> extents_;  // by dimension; the last one is the extent of an element
   std::uint64_t begin_ = 0;
   std::uint64_t elements_ = 0;
   std::size_t item_bytes_ = 1;
   std::size_t target_item_bytes_ = 1;
 };
 
-/// Whether the box lies within the tensor.
+/// True if the box lies within the tensor.
 bool box_inside(std::span<const std::uint64_t> sizes, std::span<const std::uint64_t> offsets,
                 std::span<const std::uint64_t> lengths);
 

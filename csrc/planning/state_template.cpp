@@ -7,7 +7,7 @@
 namespace torch_ckpt::planning {
 namespace {
 
-// Numbers in base 128, the lowest digit first; the top bit says that more follow.
+// Numbers in base 128, the lowest digit first; a set top bit means that more follow.
 void put(std::string& bytes, std::uint64_t number) {
   for (; number >= 0x80; number >>= 7) bytes += static_cast<char>(number | 0x80);
   bytes += static_cast<char>(number);
@@ -33,7 +33,7 @@ class Reader {
     has_failed_ = true;
     return 0;
   }
-  /// A number of things, each of which takes a byte at least.
+  /// Reads a count of things, each of which needs at least one byte.
   std::size_t count() {
     const std::uint64_t value = number();
     if (value <= rest_.size()) return static_cast<std::size_t>(value);
@@ -78,7 +78,7 @@ bool read(Reader& reader, index::ExtentsTable& extents) {
 }
 
 Error damaged() {
-  return format_error(Errc::frame_damaged, "what a rank tells of its state dict is damaged");
+  return format_error(Errc::frame_damaged, "a rank's description of its state dict is damaged");
 }
 
 bool is_tensor(StateTemplate::Kind kind) {
@@ -190,7 +190,8 @@ std::string RankState::encode() const {
     put(bytes, box.offsets);
     put(bytes, box.sizes);
   }
-  // How many shards in a row have one box, and its number, from 1; 0 has nothing.
+  // Consecutive shards with the same box: their count and the box's number, from 1; 0: not present
+  // on the rank.
   std::size_t row = 0;
   while (row < size()) {
     if (template_->row(row).kind != StateTemplate::Kind::shard) {

@@ -17,22 +17,22 @@
 
 namespace torch_ckpt::planning {
 
-/// What a state dict is made of, as far as a plan depends on it and ranks have it alike: names,
-/// kinds, dtypes and sizes, row by row, and no values. Ranks of one mesh have the same one.
+/// The part of a state dict that a plan depends on and that is identical on several ranks: names,
+/// kinds, dtypes and sizes, row by row, without values. Ranks of one mesh share a template.
 class StateTemplate {
  public:
   enum class Kind : std::uint8_t {
-    tensor,  // plain, taken to be the same on all ranks
-    shard,   // of a DTensor
-    object,  // what is not a tensor, taken to be the same on all ranks
-    other,   // torch's planner plans it; here only its name and path count
+    tensor,  // a plain tensor, which counts as replicated
+    shard,   // a shard of a DTensor
+    object,  // a value that is not a tensor, which counts as replicated
+    other,   // planned by torch; only its name and path count
   };
   struct Row {
     Kind kind = Kind::other;
-    bool is_here = true;  // false: others that count for nothing
+    bool is_here = true;  // false: a value of Kind::other that is ignored
     bool requires_grad = false;
     std::uint32_t dtype = 0;
-    std::uint32_t size = 0;  // of the whole tensor
+    std::uint32_t size = 0;  // of the global tensor
 
     bool operator==(const Row&) const = default;
   };
@@ -50,11 +50,11 @@ class StateTemplate {
 
   std::uint32_t add_dtype(std::string_view name, std::uint64_t item_bytes);
   std::uint32_t add_size(std::span<const std::int64_t> size) { return extents_.intern(size); }
-  /// False, and nothing is added, where a row has that name.
+  /// Adds a row. Returns false, and adds nothing, if there is a row with this name.
   bool add(std::string_view name, std::span<const PathPart> path, const Row& row);
 
   std::string encode() const;
-  /// Errc::frame_damaged where they are not the bytes of a template.
+  /// Fails with Errc::frame_damaged if the bytes are not a template.
   static Result<StateTemplate> decode(std::string_view bytes);
 
  private:
@@ -71,10 +71,10 @@ class StateTemplate {
   index::ExtentsTable extents_;
 };
 
-/// What one rank has of a state dict: a template, and which parts of the DTensors.
+/// The state dict of one rank: a template, and the rank's parts of DTensors.
 class RankState {
  public:
-  /// A part of a tensor, in the extents of this rank.
+  /// A part of a tensor: numbers in the extents of this rank.
   struct Box {
     std::uint32_t offsets = 0;
     std::uint32_t sizes = 0;
@@ -88,12 +88,12 @@ class RankState {
   const StateTemplate& state() const { return *template_; }
   const std::shared_ptr<const StateTemplate>& shared_template() const { return template_; }
   std::size_t size() const { return boxes_of_rows_.size(); }
-  /// Whether the rank has anything of a row.
+  /// True if the rank has a part of the row.
   bool has(std::size_t row) const {
     const StateTemplate::Row& what = template_->row(row);
     return what.kind == StateTemplate::Kind::shard ? boxes_of_rows_[row] != kNone : what.is_here;
   }
-  /// Of a shard that is here.
+  /// The box of a shard that the rank has.
   std::uint32_t box(std::size_t row) const { return boxes_of_rows_[row]; }
   std::size_t boxes() const { return boxes_.size(); }
   std::span<const std::int64_t> offsets(std::uint32_t box) const {
@@ -102,23 +102,23 @@ class RankState {
   std::span<const std::int64_t> sizes(std::uint32_t box) const {
     return extents_.at(boxes_[box].sizes);
   }
-  /// Of what the rank has of a row.
+  /// Bytes of the rank's part of a row.
   std::uint64_t bytes(std::size_t row) const;
 
-  /// Says which part of a DTensor is here.
+  /// Sets the rank's part of a DTensor.
   void set_box(std::size_t row, std::span<const std::int64_t> offsets,
                std::span<const std::int64_t> sizes);
 
-  /// All but the template.
+  /// Encodes the boxes, without the template.
   std::string encode() const;
-  /// Errc::frame_damaged where they are not the bytes of what a rank has of this template.
+  /// Fails with Errc::frame_damaged if the bytes are not those of a rank with this template.
   static Result<RankState> decode(std::shared_ptr<const StateTemplate> of, std::string_view bytes);
 
  private:
   std::shared_ptr<const StateTemplate> template_;
   index::ExtentsTable extents_;
   std::vector<Box> boxes_;
-  std::unordered_map<std::uint64_t, std::uint32_t> box_numbers_;  // of a state that is made here
+  std::unordered_map<std::uint64_t, std::uint32_t> box_numbers_;  // used by set_box()
   std::vector<std::uint32_t> boxes_of_rows_;
 };
 

@@ -8,10 +8,11 @@
 namespace torch_ckpt::planning {
 namespace {
 
-// A box has two to this many corners; nobody cuts tensors in as many dimensions.
+// A box has 2^n corners in n dimensions, so their number is limited; real tensors are divided in
+// few dimensions.
 constexpr std::size_t kMostCut = 6;
 
-/// The corners of a box in some dimensions, with their signs, as one number.
+/// Sums the hashes of the corners of a box in some dimensions, with their signs.
 std::uint64_t sum_of_corners(std::span<const std::size_t> dims,
                              std::span<const std::int64_t> begins,
                              std::span<const std::int64_t> lengths) {

@@ -14,16 +14,16 @@ struct Box {
   std::vector<std::int64_t> lengths;
 };
 
-/// Whether boxes, none of which is empty, fill a tensor of that size, each element once; all lie
-/// within it. False, too, where they are cut in more than six dimensions.
+/// True if the boxes cover a tensor of this size, each element exactly once. No box may be empty,
+/// and all must lie within the tensor. Also returns false if they divide more than six dimensions.
 ///
-/// They do if, and only if, their corners cancel out but for those of the whole, where a corner
-/// counts -1 for each dimension in which it is the far end. The corners are added up as 64-bit
-/// hashes with a seed of the process. Unlike a comparison of all pairs this takes no longer for
-/// each box where there are many.
+/// The boxes cover the tensor if and only if the signed sum of all their corners equals that of the
+/// tensor. The sign of a corner is negative if it is the far end in an odd number of dimensions.
+/// Corners are summed as 64-bit hashes with a seed of the process. The time is linear in the number
+/// of boxes; a comparison of all pairs would be quadratic.
 bool tile(std::span<const std::int64_t> whole, std::span<const Box> boxes);
 
-/// The entries whose shards do not fill their tensor, or for which that is hard to tell.
+/// The entries whose shards do not cover their tensor, or for which tile() cannot decide it.
 std::vector<std::uint32_t> uncovered(const index::CheckpointIndex& index);
 
 }  // namespace torch_ckpt::planning

@@ -24,12 +24,12 @@ inline engine::DirectIo direct_io_option(const pybind11::object& value) {
 }
 
 /// Converts a torch_ckpt.saving.background.Background.
-inline engine::Threads threads_of(const pybind11::handle& background) {
-  engine::Threads threads;
-  threads.priority.nice = background.attr("nice").cast<int>();
-  threads.priority.idle_io = background.attr("idle_io").cast<bool>();
-  threads.count = background.attr("threads").cast<std::size_t>();
-  return threads;
+inline engine::PoolSpec threads_of(const pybind11::handle& background) {
+  engine::PoolSpec spec;
+  spec.priority.nice = background.attr("nice").cast<int>();
+  spec.priority.idle_io = background.attr("idle_io").cast<bool>();
+  spec.count = background.attr("threads").cast<std::size_t>();
+  return spec;
 }
 
 /// (CUDA device, event handle) of each.

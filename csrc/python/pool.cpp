@@ -19,9 +19,9 @@ namespace {
 using engine::Context;
 
 Result<std::size_t> grow_reserve(std::size_t most_bytes, int device, const py::object& background) {
-  const engine::Threads threads = background.is_none() ? engine::Threads{} : threads_of(background);
+  const engine::PoolSpec spec = background.is_none() ? engine::PoolSpec{} : threads_of(background);
   const ReleasedGil released;
-  return engine::grow_reserve(Context::process(), most_bytes, threads, device);
+  return engine::grow_reserve(Context::process(), most_bytes, spec, device);
 }
 
 void set_reserve(std::size_t bytes, std::size_t chunk_bytes) {
@@ -41,7 +41,7 @@ void bind_pool(py::module_& module) {
   module.def("grow_reserve", &grow_reserve, py::arg("most_bytes"), py::arg("device"),
              py::arg("background"));
   module.def("end_reserve", [] { Context::process().chunks.end_reserve(); });
-  module.def("pool_bytes", [] { return Context::process().chunks.kept_bytes(); });
+  module.def("pool_bytes", [] { return Context::process().chunks.idle_bytes(); });
   module.def("reserve_bytes", [] { return Context::process().chunks.reserve_bytes(); });
   module.def("reserved_bytes", [] { return Context::process().chunks.reserved_bytes(); });
   module.def(

@@ -43,7 +43,7 @@ py::list load_bytes(FileRows file_rows, const std::vector<ByteRow>& rows,
   const py::none no_progress;
   engine::LimitedLoads loads = loads_of(directory, std::move(files), threads, max_inflight_bytes,
                                         direct_io, verify, no_progress, {});
-  without_gil([&] { return loads.check_room(requests, names); });
+  without_gil([&] { return loads.check_records_fit(requests, names); });
   py::list values;
   for (engine::ReadRequest& request : requests) {
     // bytes, since io.BytesIO shares them without a copy.
@@ -61,7 +61,7 @@ py::list load_bytes(FileRows file_rows, const std::vector<ByteRow>& rows,
 
 void bind_read(py::module_& module) {
   module.attr("load_chunk_bytes") = engine::LoadOptions{}.chunk_bytes;
-  module.attr("least_scratch_bytes") = engine::LimitedLoads::kLeastScratchBytes;
+  module.attr("least_scratch_bytes") = engine::LimitedLoads::kMinScratchBytes;
   module.def("load_bytes", &load_bytes, py::arg("files"), py::arg("rows"), py::kw_only(),
              py::arg("directory"), py::arg("threads"), py::arg("max_inflight_bytes"),
              py::arg("direct_io"), py::arg("verify"));

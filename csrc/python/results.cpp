@@ -156,9 +156,9 @@ void bind_results(py::module_& module) {
       .def_property_readonly(
           "address", [](ProcessChannel& channel) -> Address { return fields(channel.address()); })
       .def("send_object", &ProcessChannel::send_object, py::arg("pickled"), NoGil())
-      .def("begin", &ProcessChannel::begin, py::arg("what"), NoGil())
+      .def("begin", &ProcessChannel::announce, py::arg("what"), NoGil())
       .def("take_objects", &take_objects)
-      .def("take_missed", &ProcessChannel::take_missed, NoGil())
+      .def("take_missed", &ProcessChannel::take_dead_senders, NoGil())
       .def("wait", &wait, py::arg("seconds"), NoGil())
       .def("wake", &ProcessChannel::wake, NoGil())
       .def("wait_for_files", &wait_for_files, py::arg("seconds"));

@@ -12,7 +12,7 @@ Result<std::shared_ptr<Arena>> Arena::allocate(std::size_t bytes) {
   return std::shared_ptr<Arena>(new Arena(std::move(*pages)));
 }
 
-// A forked child has neither the memory nor a right to the parent's device.
+// A forked child does not have the memory, and must not touch the parent's device.
 Arena::~Arena() {
   if (pinned_for_ != Source::kHost && !process_.inherited()) {
     device_support()->unpin(bytes(), pinned_for_);
@@ -33,43 +33,44 @@ Result<std::unique_ptr<Chunk>> Chunk::allocate(std::size_t bytes) {
   return std::unique_ptr<Chunk>(new Chunk(std::move(*arena), all));
 }
 
-std::unique_ptr<Chunk> ChunkPool::take_kept(std::size_t bytes) {
+std::unique_ptr<Chunk> ChunkPool::take_idle(std::size_t bytes) {
   const os::MutexLock lock(mutex_);
   const auto found = sizes_.find(bytes);
-  if (found == sizes_.end() || found->second.kept.empty()) return nullptr;
-  std::unique_ptr<Chunk> chunk = std::move(found->second.kept.back());
-  found->second.kept.pop_back();
-  --chunk->arena_->kept_;
-  ++found->second.lent;
+  if (found == sizes_.end() || found->second.idle.empty()) return nullptr;
+  std::unique_ptr<Chunk> chunk = std::move(found->second.idle.back());
+  found->second.idle.pop_back();
+  --chunk->arena_->idle_chunks_;
+  ++found->second.in_use;
   return chunk;
 }
 
 Result<std::unique_ptr<Chunk>> ChunkPool::take(std::size_t bytes) {
-  if (auto chunk = take_kept(bytes)) return chunk;
+  if (auto chunk = take_idle(bytes)) return chunk;
   make_room(bytes);
   auto made = Chunk::allocate(bytes);
   if (!made) return made;
   const os::MutexLock lock(mutex_);
-  OfSize& of = sizes_[bytes];
-  of.make_room_to_lend(1);
-  ++of.lent;
+  SizeClass& chunks = sizes_[bytes];
+  chunks.reserve(1);
+  ++chunks.in_use;
   return made;
 }
 
 Result<std::vector<std::unique_ptr<Chunk>>> ChunkPool::take_arena(std::size_t bytes,
                                                                   std::size_t count, int device) {
   make_room(bytes * count);
-  auto chunks = cut_arena(bytes, count, device);
+  auto chunks = allocate_arena(bytes, count, device);
   if (!chunks) return chunks;
   const os::MutexLock lock(mutex_);
-  OfSize& of = sizes_[bytes];
-  of.make_room_to_lend(count);
-  of.lent += count;
+  SizeClass& size_class = sizes_[bytes];
+  size_class.reserve(count);
+  size_class.in_use += count;
   return chunks;
 }
 
-Result<std::vector<std::unique_ptr<Chunk>>> ChunkPool::cut_arena(std::size_t bytes,
-                                                                 std::size_t count, int device) {
+Result<std::vector<std::unique_ptr<Chunk>>> ChunkPool::allocate_arena(std::size_t bytes,
+                                                                      std::size_t count,
+                                                                      int device) {
   auto arena = Arena::allocate(bytes * count);
   if (!arena) return arena.error();
   if (device != Source::kHost) {
@@ -84,34 +85,34 @@ Result<std::vector<std::unique_ptr<Chunk>>> ChunkPool::cut_arena(std::size_t byt
   return chunks;
 }
 
-/// Frees chunks of other sizes, or a change of the size would exceed the budget of both.
+/// Frees idle chunks of at least `bytes`, before as many are allocated. Without this, a save with
+/// another chunk size than the last one would need the memory of both.
 void ChunkPool::make_room(std::size_t bytes) {
-  for (std::size_t room = 0; room < bytes;) {
-    const auto chunk = remove_above(0, Reserved::kept);
+  for (std::size_t freed = 0; freed < bytes;) {
+    const auto chunk = remove_above(0, Reserve::preserved);
     if (chunk == nullptr) break;
-    room += chunk->arena_->bytes().size();
+    freed += chunk->arena_->bytes().size();
   }
 }
 
-/// For so many more.
-void ChunkPool::OfSize::make_room_to_lend(std::size_t count) {
-  const std::size_t needed = kept.size() + lent + count;
-  if (kept.capacity() < needed) kept.reserve(std::max(needed, 2 * kept.capacity()));
+void ChunkPool::SizeClass::reserve(std::size_t count) {
+  const std::size_t needed = idle.size() + in_use + count;
+  if (idle.capacity() < needed) idle.reserve(std::max(needed, 2 * idle.capacity()));
 }
 
-void ChunkPool::OfSize::keep(std::unique_ptr<Chunk> chunk) noexcept {
-  ++chunk->arena_->kept_;
-  kept.push_back(std::move(chunk));
+void ChunkPool::SizeClass::add(std::unique_ptr<Chunk> chunk) noexcept {
+  ++chunk->arena_->idle_chunks_;
+  idle.push_back(std::move(chunk));
 }
 
-std::unique_ptr<Chunk> ChunkPool::OfSize::remove(const Arena& arena) noexcept {
+std::unique_ptr<Chunk> ChunkPool::SizeClass::remove(const Arena& arena) noexcept {
   std::unique_ptr<Chunk> last;
-  for (std::size_t i = kept.size(), left = arena.kept_; left > 0 && i-- > 0;) {
-    if (kept[i]->arena_.get() != &arena) continue;
-    last = std::move(kept[i]);
-    kept[i] = std::move(kept.back());
-    kept.pop_back();
-    --last->arena_->kept_;
+  for (std::size_t i = idle.size(), left = arena.idle_chunks_; left > 0 && i-- > 0;) {
+    if (idle[i]->arena_.get() != &arena) continue;
+    last = std::move(idle[i]);
+    idle[i] = std::move(idle.back());
+    idle.pop_back();
+    --last->arena_->idle_chunks_;
     --left;
   }
   return last;
@@ -119,24 +120,25 @@ std::unique_ptr<Chunk> ChunkPool::OfSize::remove(const Arena& arena) noexcept {
 
 void ChunkPool::give_back(std::unique_ptr<Chunk> chunk) noexcept {
   const os::MutexLock lock(mutex_);
-  OfSize& of = count_back(*chunk);
-  of.keep(std::move(chunk));
+  SizeClass& chunks = count_returned(*chunk);
+  chunks.add(std::move(chunk));
 }
 
-void ChunkPool::give_back_within(std::unique_ptr<Chunk> chunk, std::size_t most_kept) noexcept {
-  const bool has_room = kept_bytes() + chunk->bytes().size() <= most_kept;
+void ChunkPool::give_back_within(std::unique_ptr<Chunk> chunk,
+                                 std::size_t max_idle_bytes) noexcept {
+  const bool has_room = idle_bytes() + chunk->bytes().size() <= max_idle_bytes;
   has_room ? give_back(std::move(chunk)) : discard(std::move(chunk));
 }
 
 void ChunkPool::discard(std::unique_ptr<Chunk> chunk) noexcept {
   std::unique_ptr<Chunk> freed;
   const os::MutexLock lock(mutex_);
-  OfSize& of = count_back(*chunk);
+  SizeClass& chunks = count_returned(*chunk);
   const Arena& arena = *chunk->arena_;
   const long users = chunk->arena_.use_count();
   const std::size_t bytes = chunk->bytes().size();
-  of.keep(std::move(chunk));
-  if (may_be_freed(arena, users, bytes, Reserved::kept)) freed = of.remove(arena);
+  chunks.add(std::move(chunk));
+  if (may_be_freed(arena, users, bytes, Reserve::preserved)) freed = chunks.remove(arena);
 }
 
 void ChunkPool::trim(std::size_t bytes) {
@@ -147,19 +149,19 @@ void ChunkPool::trim(std::size_t bytes) {
     }
   }
   trim_to_budget(bytes);
-  // An arena of which the reserve has a part only.
+  // The reserve may own a part of an arena: freeing it makes the reserve smaller than its target.
   bool has_freed = false;
-  while (remove_above(bytes, Reserved::freed) != nullptr) has_freed = true;
+  while (remove_above(bytes, Reserve::freed) != nullptr) has_freed = true;
   if (has_freed) end_reserve();
 }
 
 void ChunkPool::trim_to_budget(std::size_t bytes) noexcept {
-  while (remove_above(bytes, Reserved::kept) != nullptr) continue;
+  while (remove_above(bytes, Reserve::preserved) != nullptr) continue;
 }
 
-std::size_t ChunkPool::kept_bytes() const {
+std::size_t ChunkPool::idle_bytes() const {
   const os::MutexLock lock(mutex_);
-  return kept_now();
+  return idle_bytes_locked();
 }
 
 void ChunkPool::set_reserve(std::size_t bytes, std::size_t chunk_bytes) {
@@ -170,46 +172,46 @@ void ChunkPool::set_reserve(std::size_t bytes, std::size_t chunk_bytes) {
   reserve_chunk_bytes_ = chunk_bytes;
 }
 
-Result<bool> ChunkPool::grow_reserve(std::size_t most_bytes, int device) {
+Result<bool> ChunkPool::grow_reserve(std::size_t max_bytes, int device) {
   std::size_t bytes = 0;
   std::size_t count = 1;
   {
     const os::MutexLock lock(mutex_);
     bytes = reserve_chunk_bytes_;
-    // The first comparison is for the second's sake: without a reserve a chunk has no bytes.
-    const std::size_t there = reserved_now() + growing_;
-    if (there >= reserve_chunks_ || there >= most_bytes / bytes) return false;
+    const std::size_t present = reserved_chunks() + growing_chunks_;
+    // The first comparison is true if there is no reserve, so the second does not divide by zero.
+    if (present >= reserve_chunks_ || present >= max_bytes / bytes) return false;
     if (device != Source::kHost) {
-      count =
-          std::min({chunks_of_arena(bytes), reserve_chunks_ - there, most_bytes / bytes - there});
+      count = std::min(
+          {chunks_of_arena(bytes), reserve_chunks_ - present, max_bytes / bytes - present});
     }
-    growing_ += count;
+    growing_chunks_ += count;
   }
-  auto made = cut_arena(bytes, count, device);
+  auto made = allocate_arena(bytes, count, device);
   const os::MutexLock lock(mutex_);
-  growing_ -= count;
+  growing_chunks_ -= count;
   grown_.notify_all();
   if (!made) {
-    reserve_chunks_ = std::min(reserve_chunks_, reserved_now() + growing_);
+    reserve_chunks_ = std::min(reserve_chunks_, reserved_chunks() + growing_chunks_);
     return made.error();
   }
-  // Unless the reserve was trimmed meanwhile.
-  if (bytes == reserve_chunk_bytes_ && reserved_now() + count <= reserve_chunks_) {
-    OfSize& of = sizes_[bytes];
-    of.make_room_to_lend(count);
-    for (auto& chunk : *made) of.keep(std::move(chunk));
+  // The chunks are freed if the reserve was trimmed in the meantime.
+  if (bytes == reserve_chunk_bytes_ && reserved_chunks() + count <= reserve_chunks_) {
+    SizeClass& chunks = sizes_[bytes];
+    chunks.reserve(count);
+    for (auto& chunk : *made) chunks.add(std::move(chunk));
   }
   return true;
 }
 
 void ChunkPool::wait_until_grown() {
   const os::MutexLock lock(mutex_);
-  while (growing_ > 0) grown_.wait(mutex_);
+  while (growing_chunks_ > 0) grown_.wait(mutex_);
 }
 
 void ChunkPool::end_reserve() {
   const os::MutexLock lock(mutex_);
-  reserve_chunks_ = std::min(reserve_chunks_, reserved_now() + growing_);
+  reserve_chunks_ = std::min(reserve_chunks_, reserved_chunks() + growing_chunks_);
 }
 
 std::size_t ChunkPool::reserve_bytes() const {
@@ -219,48 +221,48 @@ std::size_t ChunkPool::reserve_bytes() const {
 
 std::size_t ChunkPool::reserved_bytes() const {
   const os::MutexLock lock(mutex_);
-  return reserved_now() * reserve_chunk_bytes_;
+  return reserved_chunks() * reserve_chunk_bytes_;
 }
 
-std::size_t ChunkPool::kept_now() const {
-  std::size_t kept = 0;
-  for (const auto& [bytes, of] : sizes_) kept += bytes * of.kept.size();
-  return kept;
+std::size_t ChunkPool::idle_bytes_locked() const {
+  std::size_t total = 0;
+  for (const auto& [bytes, chunks] : sizes_) total += bytes * chunks.idle.size();
+  return total;
 }
 
-/// Chunks of the reserve's size, kept and lent.
-std::size_t ChunkPool::reserved_now() const {
+/// Chunks of the reserve's chunk size, idle and in use.
+std::size_t ChunkPool::reserved_chunks() const {
   const auto found = sizes_.find(reserve_chunk_bytes_);
-  return found == sizes_.end() ? 0 : found->second.kept.size() + found->second.lent;
+  return found == sizes_.end() ? 0 : found->second.idle.size() + found->second.in_use;
 }
 
-/// True if all chunks of the arena, which `users` have, are kept, and if the reserve does not need
-/// them or need not be `kept`.
+/// True if the arena's `users` chunks are all idle, and if the reserve either does not need them or
+/// need not be preserved.
 bool ChunkPool::may_be_freed(const Arena& arena, long users, std::size_t chunk_bytes,
-                             Reserved reserved) const {
-  if (static_cast<std::size_t>(users) != arena.kept_) return false;
-  if (reserved == Reserved::freed || chunk_bytes != reserve_chunk_bytes_) return true;
-  return reserved_now() >= reserve_chunks_ + arena.kept_;
+                             Reserve reserve) const {
+  if (static_cast<std::size_t>(users) != arena.idle_chunks_) return false;
+  if (reserve == Reserve::freed || chunk_bytes != reserve_chunk_bytes_) return true;
+  return reserved_chunks() >= reserve_chunks_ + arena.idle_chunks_;
 }
 
-/// The last chunk of a kept arena that may be freed, where more than so many bytes are kept, or
-/// nullptr.
-std::unique_ptr<Chunk> ChunkPool::remove_above(std::size_t bytes, Reserved reserved) {
+/// If more than `bytes` are idle, removes the chunks of an arena that may be freed, and returns the
+/// last of them. Returns nullptr if there is nothing to free.
+std::unique_ptr<Chunk> ChunkPool::remove_above(std::size_t bytes, Reserve reserve) {
   const os::MutexLock lock(mutex_);
-  if (kept_now() <= bytes) return nullptr;
-  for (auto& [size, of] : sizes_) {
-    for (auto chunk = of.kept.rbegin(); chunk != of.kept.rend(); ++chunk) {
+  if (idle_bytes_locked() <= bytes) return nullptr;
+  for (auto& [size, chunks] : sizes_) {
+    for (auto chunk = chunks.idle.rbegin(); chunk != chunks.idle.rend(); ++chunk) {
       const std::shared_ptr<Arena>& arena = (*chunk)->arena_;
-      if (may_be_freed(*arena, arena.use_count(), size, reserved)) return of.remove(*arena);
+      if (may_be_freed(*arena, arena.use_count(), size, reserve)) return chunks.remove(*arena);
     }
   }
   return nullptr;
 }
 
-ChunkPool::OfSize& ChunkPool::count_back(const Chunk& chunk) {
-  OfSize& of = sizes_[chunk.bytes().size()];
-  if (of.lent > 0) --of.lent;
-  return of;
+ChunkPool::SizeClass& ChunkPool::count_returned(const Chunk& chunk) {
+  SizeClass& chunks = sizes_[chunk.bytes().size()];
+  if (chunks.in_use > 0) --chunks.in_use;
+  return chunks;
 }
 
 }  // namespace torch_ckpt::staging

@@ -16,9 +16,9 @@
 
 namespace torch_ckpt::staging {
 
-// Memory that one or several chunks are cut from: one mapping and, if it is page-locked, one
-// registration with a device, since each registration takes time of the driver whatever its size.
-// It is freed with its last chunk. Memory of several chunks is always page-locked.
+// A memory mapping that is divided into one or several chunks. A page-locked arena is registered
+// with the device once, since each registration costs driver time regardless of its size. An arena
+// is freed with its last chunk. An arena of several chunks is always page-locked.
 class Arena {
  public:
   static Result<std::shared_ptr<Arena>> allocate(std::size_t bytes);
@@ -36,19 +36,18 @@ class Arena {
   os::Pages pages_;
   int pinned_for_ = Source::kHost;
   os::ProcessMark process_;
-  std::size_t kept_ = 0;  // chunks that the pool has; guarded by the pool's mutex
+  std::size_t idle_chunks_ = 0;  // chunks in the pool; guarded by the pool's mutex
 };
 
-// One piece of host memory that a file image passes through. Page-aligned and prefaulted.
-// Not thread-safe; whoever holds the chunk uses it alone.
+// A piece of host memory for staging. Page-aligned and prefaulted. Not thread-safe.
 class Chunk {
  public:
   static Result<std::unique_ptr<Chunk>> allocate(std::size_t bytes);
 
   std::span<std::byte> bytes() const { return bytes_; }
 
-  /// Page-locks the chunk for copies from a device; does nothing when it is already, or without
-  /// devices.
+  /// Page-locks the chunk for copies from a device. Does nothing if it is page-locked already, or
+  /// if this build has no device support.
   Result<> pin(int device) { return arena_->pin(device); }
 
  private:
@@ -60,87 +59,103 @@ class Chunk {
   std::span<std::byte> bytes_;
 };
 
-/// Chunks of an arena that is page-locked. So few bytes that the first of them is soon there, and
-/// so many that registrations do not count.
+/// Number of chunks in a page-locked arena: few enough that the first of them is available soon,
+/// and enough that the cost of registrations does not matter.
 constexpr std::size_t chunks_of_arena(std::size_t chunk_bytes) {
   constexpr std::size_t kArenaBytes = std::size_t{64} << 20;
   return std::max<std::size_t>(kArenaBytes / chunk_bytes, 1);
 }
 
-// Keeps chunks from one save to the next, since a cold page costs three times a warm one.
-// A reserve is made ahead of need, and no save or load shrinks it.
-// Memory goes back to the system by whole arenas: the chunks of an arena, once all of them are
-// kept. Safe for concurrent use by multiple threads.
+// Reuses chunks from one save to the next, since a new page costs three times as much as a page
+// that is mapped already.
+//
+//   1. A chunk is idle (in the pool) or in use. take() returns an idle chunk of the requested size.
+//      If there is none, it allocates one, and first frees idle chunks of other sizes, so that a
+//      change of the chunk size does not double the memory.
+//   2. A save with a budget (max_host_bytes) calls trim_to_budget() before it starts and after it
+//      has ended.
+//   3. A reserve can be allocated ahead of the first save: set_reserve(), then grow_reserve()
+//      until it returns false. No save or load shrinks it; trim() does.
+//   4. Memory is freed by entire arenas, once all chunks of an arena are idle.
+//
+// Safe for concurrent use by multiple threads.
 class ChunkPool {
  public:
-  /// A kept chunk of just this size, or a new one, for which kept chunks of other sizes are freed,
-  /// as far as they are not of the reserve.
+  /// Returns an idle chunk of exactly this size or allocates one.
   Result<std::unique_ptr<Chunk>> take(std::size_t bytes);
-  /// `count` new chunks, cut from one arena that is page-locked for `device`. Makes room as take().
+  /// Allocates an arena of `count` chunks, page-locked for `device`. Frees idle chunks as take().
   Result<std::vector<std::unique_ptr<Chunk>>> take_arena(std::size_t bytes, std::size_t count,
                                                          int device);
-  /// A kept chunk of just this size, or nullptr.
-  std::unique_ptr<Chunk> take_kept(std::size_t bytes);
-  /// Every chunk that was taken comes back by one of these. The second frees it, unless it is of
-  /// the reserve or other chunks of its arena are in use; the third where more than `most_kept`
-  /// bytes would be kept with it. They need no memory: that was made when the chunk was taken.
+  /// Returns an idle chunk of exactly this size, or nullptr.
+  std::unique_ptr<Chunk> take_idle(std::size_t bytes);
+
+  // Each chunk that was taken is returned by one of the next three methods. They allocate nothing:
+  // taking the chunk has reserved the memory that they need.
+
+  /// Returns a chunk to the pool.
   void give_back(std::unique_ptr<Chunk> chunk) noexcept;
+  /// Frees a chunk. It becomes idle instead if it belongs to the reserve or if other chunks of its
+  /// arena are in use.
   void discard(std::unique_ptr<Chunk> chunk) noexcept;
-  void give_back_within(std::unique_ptr<Chunk> chunk, std::size_t most_kept) noexcept;
+  /// Calls give_back() if at most `max_idle_bytes` are idle with this chunk, otherwise discard().
+  void give_back_within(std::unique_ptr<Chunk> chunk, std::size_t max_idle_bytes) noexcept;
 
-  /// Frees kept chunks until at most `bytes` are kept; arenas in use are not freed. A reserve
-  /// shrinks to that, also one that is being made.
+  /// Frees idle chunks until at most `bytes` are idle, and limits the reserve to `bytes`, even
+  /// while it is being allocated. Arenas with chunks in use are not freed.
   void trim(std::size_t bytes);
-  /// The same as far as what is kept is not of the reserve: for who has a budget of his own.
+  /// Frees idle chunks that do not belong to the reserve until at most `bytes` are idle.
   void trim_to_budget(std::size_t bytes) noexcept;
-  std::size_t kept_bytes() const;
+  std::size_t idle_bytes() const;
 
-  /// Lets the reserve be `bytes` of chunks of `chunk_bytes`, rounded up to whole ones; it never
-  /// shrinks by this. grow_reserve() makes what is missing.
+  /// Sets the target of the reserve to `bytes`, rounded up to chunks of `chunk_bytes`. A smaller
+  /// target for the same chunk size is ignored. grow_reserve() allocates the missing chunks.
   void set_reserve(std::size_t bytes, std::size_t chunk_bytes);
-  /// Makes one chunk of the reserve or, if a device is given, one arena that is page-locked for it.
-  /// False where the reserve, or `most_bytes` of it, are there. What saves have taken counts, for
-  /// it comes back. Where the memory is not to be had the reserve ends with what it has got.
-  Result<bool> grow_reserve(std::size_t most_bytes, int device);
-  /// Waits until no thread is amid grow_reserve().
+  /// Allocates one chunk of the reserve or, if a device is given, one arena that is page-locked for
+  /// it. Returns false if the reserve has reached its target or `max_bytes`. Chunks in use count,
+  /// since they will be returned. If memory cannot be allocated, the target becomes the present
+  /// size.
+  Result<bool> grow_reserve(std::size_t max_bytes, int device);
+  /// Waits until no thread is in grow_reserve().
   void wait_until_grown();
-  /// Lets the reserve be what is there of it.
+  /// Lowers the target of the reserve to its present size.
   void end_reserve();
-  /// Bytes that the reserve is meant to have.
+  /// The target of the reserve, in bytes.
   std::size_t reserve_bytes() const;
-  /// Bytes of chunks of the reserve's size that are there, those that saves have taken included.
+  /// Bytes of all chunks of the reserve's chunk size, idle and in use.
   std::size_t reserved_bytes() const;
 
  private:
-  // Chunks of one size.
-  struct OfSize {
-    std::vector<std::unique_ptr<Chunk>> kept;  // with room for those that are lent
-    std::size_t lent = 0;
+  // The chunks of one size.
+  struct SizeClass {
+    std::vector<std::unique_ptr<Chunk>> idle;  // with capacity for the chunks in use
+    std::size_t in_use = 0;
 
-    void make_room_to_lend(std::size_t count);
-    void keep(std::unique_ptr<Chunk> chunk) noexcept;
-    /// All kept chunks of the arena leave. Only the last one is returned: the others free nothing.
+    /// Reserves capacity for `count` more chunks in use.
+    void reserve(std::size_t count);
+    void add(std::unique_ptr<Chunk> chunk) noexcept;
+    /// Removes all idle chunks of the arena. Returns the last of them, which owns the arena.
     std::unique_ptr<Chunk> remove(const Arena& arena) noexcept;
   };
-  enum class Reserved { kept, freed };
+  // Freeing memory either preserves the reserve or may free it, too.
+  enum class Reserve { preserved, freed };
 
-  std::size_t kept_now() const TC_REQUIRES(mutex_);
-  std::size_t reserved_now() const TC_REQUIRES(mutex_);
-  bool may_be_freed(const Arena& arena, long users, std::size_t chunk_bytes,
-                    Reserved reserved) const TC_REQUIRES(mutex_);
-  // What is to be freed comes by value, so that it goes without the lock.
-  std::unique_ptr<Chunk> remove_above(std::size_t bytes, Reserved reserved);
+  std::size_t idle_bytes_locked() const TC_REQUIRES(mutex_);
+  std::size_t reserved_chunks() const TC_REQUIRES(mutex_);
+  bool may_be_freed(const Arena& arena, long users, std::size_t chunk_bytes, Reserve reserve) const
+      TC_REQUIRES(mutex_);
+  // Returns the chunk, so that the caller frees the memory without the lock.
+  std::unique_ptr<Chunk> remove_above(std::size_t bytes, Reserve reserve);
   void make_room(std::size_t bytes);
-  static Result<std::vector<std::unique_ptr<Chunk>>> cut_arena(std::size_t bytes, std::size_t count,
-                                                               int device);
-  OfSize& count_back(const Chunk& chunk) TC_REQUIRES(mutex_);
+  static Result<std::vector<std::unique_ptr<Chunk>>> allocate_arena(std::size_t bytes,
+                                                                    std::size_t count, int device);
+  SizeClass& count_returned(const Chunk& chunk) TC_REQUIRES(mutex_);
 
   mutable os::Mutex mutex_;
   os::CondVar grown_;
-  std::map<std::size_t, OfSize> sizes_ TC_GUARDED_BY(mutex_);
-  std::size_t reserve_chunks_ TC_GUARDED_BY(mutex_) = 0;
+  std::map<std::size_t, SizeClass> sizes_ TC_GUARDED_BY(mutex_);
+  std::size_t reserve_chunks_ TC_GUARDED_BY(mutex_) = 0;  // the target
   std::size_t reserve_chunk_bytes_ TC_GUARDED_BY(mutex_) = 0;
-  std::size_t growing_ TC_GUARDED_BY(mutex_) = 0;  // chunks being made
+  std::size_t growing_chunks_ TC_GUARDED_BY(mutex_) = 0;  // being allocated by grow_reserve()
 };
 
 }  // namespace torch_ckpt::staging

@@ -1,16 +1,15 @@
-// The one file that knows CUDA.
+// Copies between CUDA devices and the host. No other file uses CUDA.
 //
-// 1. Each copier has one non-blocking side stream per device, so that copies neither wait for nor
-//    delay the stream that trains.
-// 2. The side stream first waits, on the device, for the moment at which the caller's stream had
-//    produced the sources, or had done what it does with the targets.
-// 3. The runs of a chunk are one submission (cudaMemcpyBatchAsync where the runtime has it), with
-//    an event behind it. Waiting for that event is the only time that a thread of ours waits for
-//    the device. An event that has been waited for marks a later submission, so there are as many
-//    as submissions in flight.
-// 4. Sources are kept alive by their owner until the last event has been waited for, so that the
-//    caching allocator cannot hand their memory to anybody else meanwhile; nothing needs
-//    record_stream.
+// 1. Each copier has its own non-blocking stream on each device, so that copies neither wait for
+//    the training's stream nor delay it.
+// 2. The copier's stream first waits, on the device, for the caller's ready events. Once they have
+//    occurred, the sources are complete and targets may be overwritten.
+// 3. The copies of a chunk are one submission, followed by an event. The submission is one call of
+//    cudaMemcpyBatchAsync if the runtime has it. Such an event is the only thing on a device that a
+//    thread of the engine waits for. Events are reused, so there are as many as submissions in
+//    flight.
+// 4. The owner of the sources keeps them alive until the last event has been waited for, so that
+//    the caching allocator cannot reuse their memory. record_stream is not needed.
 
 #include <cuda_runtime_api.h>
 
@@ -36,11 +35,10 @@ Error cuda_error(cudaError_t code, const char* call) {
 #define TC_CUDA(call) \
   if (const cudaError_t code_ = (call); code_ != cudaSuccess) return cuda_error(code_, #call)
 
-// Whether the device's primary context is there: selecting a device makes it, and it takes hundreds
-// of megabytes of the device's memory. False where the driver cannot be asked.
+// True if the device has a primary context. Selecting a device creates one, which takes hundreds of
+// megabytes of device memory. Returns false if the driver does not have this query.
 bool has_context(int device) {
-  // cuDevicePrimaryCtxGetState of the driver's API, to which the runtime's device numbers are
-  // known.
+  // cuDevicePrimaryCtxGetState, a function of the driver API, accepts the runtime's device numbers.
   using GetState = int (*)(int device, unsigned int* flags, int* active);
   static const GetState get_state = [] {
     void* function = nullptr;
@@ -61,29 +59,32 @@ bool has_context(int device) {
   return get_state != nullptr && get_state(device, &flags, &active) == 0 && active != 0;
 }
 
-// The calling thread is often one of the training's, which goes on with the device that it had; and
-// what we do must not end a capture of a CUDA graph that another thread has begun.
-// A thread of ours begins with device 0, which it may never have used: what has no context is not
-// selected again.
-// The runtime keeps the last error of each thread until the thread asks for it. An error of our
-// calls is returned by value and cleared here, or torch would report it as one of its own. An error
-// that the caller already had stays, so that the caller still finds it.
-class OnDevice {
+// Selects a device, and restores the calling thread's CUDA state at the end of the scope:
+//
+// - The selected device. The thread often belongs to the training. The previous device is not
+//   selected again if it has no context: a thread's initial device is 0, which the process may not
+//   use at all, and selecting it would create a context.
+// - The capture mode. CUDA calls of this scope must not invalidate the capture of a CUDA graph that
+//   another thread has started.
+// - The last error. The runtime keeps it for the thread until it is read. Errors of this scope are
+//   returned by value and cleared, or torch would report them as its own; an error from before the
+//   scope is preserved for the caller.
+class DeviceGuard {
  public:
-  explicit OnDevice(int device)
+  explicit DeviceGuard(int device)
       : device_(device), caller_has_error_(cudaPeekAtLastError() != cudaSuccess) {
     cudaGetDevice(&before_);
-    // First, since exchanging the mode makes the context of the device that is selected.
+    // Select the device first: exchanging the mode creates a context on the selected device.
     status_ = cudaSetDevice(device);
     if (status_ == cudaSuccess) cudaThreadExchangeStreamCaptureMode(&mode_);
   }
-  ~OnDevice() {
+  ~DeviceGuard() {
     if (status_ == cudaSuccess) cudaThreadExchangeStreamCaptureMode(&mode_);
     if (before_ != device_ && has_context(before_)) cudaSetDevice(before_);
     if (!caller_has_error_) static_cast<void>(cudaGetLastError());
   }
-  OnDevice(const OnDevice&) = delete;
-  OnDevice& operator=(const OnDevice&) = delete;
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
   cudaError_t status() const { return status_; }
 
  private:
@@ -94,11 +95,11 @@ class OnDevice {
   cudaError_t status_ = cudaSuccess;
 };
 
-#define TC_ON_DEVICE(device)  \
-  const OnDevice on_(device); \
+#define TC_ON_DEVICE(device)     \
+  const DeviceGuard on_(device); \
   if (on_.status() != cudaSuccess) return cuda_error(on_.status(), "cudaSetDevice")
 
-// Copies of one device, in one direction, that are submitted together.
+// Copies from or to one device that are submitted together.
 struct Batch {
   bool to_device = false;
   std::vector<void*> to;
@@ -115,28 +116,28 @@ Result<> copy_one_by_one(const Batch& batch, cudaStream_t stream) {
   return {};
 }
 
-// False if the user turns batches off, because drivers have hung on them.
+// False if the user has disabled batches. Some drivers have hung on them.
 bool batches_are_allowed() {
   const char* const given = std::getenv("TORCH_CKPT_CUDA_BATCHES");
   return given == nullptr || std::string_view(given) != "0";
 }
 
 #if CUDART_VERSION >= 13000
-// Of one call: very many have made drivers hang.
-constexpr std::size_t kMostInBatch = 1024;
+// Drivers have hung on calls with very many copies.
+constexpr std::size_t kMaxCopiesInBatch = 1024;
 
 cudaError_t copy_as_batch(Batch& batch, int device, cudaStream_t stream) {
   cudaMemcpyAttributes attributes{};
   attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
   attributes.srcLocHint = {cudaMemLocationTypeDevice, device};
   attributes.dstLocHint = {cudaMemLocationTypeHost, 0};
-  // The copies are beside the training, which needs the multiprocessors.
+  // Leaves the multiprocessors to the training.
   attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
   if (batch.to_device) std::swap(attributes.srcLocHint, attributes.dstLocHint);
   cudaError_t code = cudaSuccess;
-  for (std::size_t at = 0; at < batch.to.size() && code == cudaSuccess; at += kMostInBatch) {
+  for (std::size_t at = 0; at < batch.to.size() && code == cudaSuccess; at += kMaxCopiesInBatch) {
     std::size_t first = 0;
-    const std::size_t count = std::min(kMostInBatch, batch.to.size() - at);
+    const std::size_t count = std::min(kMaxCopiesInBatch, batch.to.size() - at);
     code = cudaMemcpyBatchAsync(batch.to.data() + at, batch.from.data() + at,
                                 batch.bytes.data() + at, count, &attributes, &first, 1, stream);
   }
@@ -151,7 +152,7 @@ class CudaCopier final : public DeviceCopier {
 
   ~CudaCopier() override {
     for (auto& [device, side] : streams_) {
-      const OnDevice on(device);
+      const DeviceGuard on(device);
       cudaStreamSynchronize(side.stream);
       for (cudaEvent_t event : side.events) cudaEventDestroy(event);
       cudaStreamDestroy(side.stream);
@@ -185,9 +186,9 @@ class CudaCopier final : public DeviceCopier {
     const Submission oldest = std::move(submissions_.front());
     submissions_.pop_front();
     Result<> status;
-    // All devices, also after an error: until then the memory belongs to them.
+    // Waits for all devices even after an error: until then they may use the memory.
     for (const auto& [device, event] : oldest) {
-      if (auto arrived = wait_for(device, event); !arrived && status) status = arrived;
+      if (auto waited = wait_for(device, event); !waited && status) status = waited;
       streams_.at(device).free_events.push_back(event);
     }
     return status;
@@ -196,8 +197,8 @@ class CudaCopier final : public DeviceCopier {
   bool oldest_has_arrived() override {
     return std::all_of(submissions_.front().begin(), submissions_.front().end(),
                        [](const auto& part) {
-                         const OnDevice on(part.first);
-                         // An error, too, is for wait_oldest() to tell.
+                         const DeviceGuard on(part.first);
+                         // On an error returns true; wait_oldest() will report it.
                          return cudaEventQuery(part.second) != cudaErrorNotReady;
                        });
   }
@@ -210,10 +211,10 @@ class CudaCopier final : public DeviceCopier {
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     TC_CUDA(cudaStreamIsCapturing(waiting, &capture));
     if (capture != cudaStreamCaptureStatusNone) {
-      // To wait for an event from outside would end the capture with an error of its own.
+      // Waiting for an event from outside the capture would invalidate the capture.
       return format_error(Errc::invalid_argument,
                           "a CUDA graph is being captured on the stream that should wait for the "
-                          "copies");
+                          "copies; call this after the capture");
     }
     TC_CUDA(cudaStreamWaitEvent(waiting, side->second.last, 0));
     return {};
@@ -222,11 +223,10 @@ class CudaCopier final : public DeviceCopier {
  private:
   struct DeviceStream {
     cudaStream_t stream = nullptr;
-    std::vector<cudaEvent_t> events;       // all of them
-    std::vector<cudaEvent_t> free_events;  // with room for all of them
-    // Marks the last submission until there is another one, waited for or not.
-    cudaEvent_t last = nullptr;
-    bool batches = batches_are_allowed();  // until the driver refuses one
+    std::vector<cudaEvent_t> events;       // all events of the stream
+    std::vector<cudaEvent_t> free_events;  // with capacity for all of them
+    cudaEvent_t last = nullptr;            // of the last submission, even if it was waited for
+    bool batches = batches_are_allowed();  // false once the driver has rejected a batch
   };
   using Submission = std::vector<std::pair<int, cudaEvent_t>>;
 
@@ -237,7 +237,7 @@ class CudaCopier final : public DeviceCopier {
   }
 
   Result<> submit_all(std::map<int, Batch>& batches) {
-    // What has been submitted must not arrive in memory that its owner takes back.
+    // After an error the caller reuses the memory, so wait for the copies that were submitted.
     try {
       Submission submission;
       for (auto& [device, batch] : batches) {
@@ -275,13 +275,13 @@ class CudaCopier final : public DeviceCopier {
     if (batch.to.size() > 1 && side.batches) {
       const cudaError_t code = copy_as_batch(batch, device, side.stream);
       if (code == cudaSuccess) return {};
-      // Drivers older than the toolkit have no batches, and some refuse some memory. The part that
-      // was submitted is copied again, in the same order. The first of these copies returns an
-      // error that stays with the device.
+      // Drivers older than the toolkit have no batches, and some drivers reject some memory. All
+      // copies are submitted again one by one, also those that the batch has submitted. If the
+      // device has a permanent error, the first of these copies returns it.
       side.batches = false;
       warn_("CUDA batches, device " + std::to_string(device),
-            "the copies to and from CUDA device " + std::to_string(device) +
-                " are submitted one by one, which takes more time for many small tensors, because "
+            "copies to and from CUDA device " + std::to_string(device) +
+                " are submitted one by one, which is slower for many small tensors, because "
                 "cudaMemcpyBatchAsync failed: " +
                 cudaGetErrorString(code) +
                 ". Update the driver, or set TORCH_CKPT_CUDA_BATCHES=0 to skip the attempt.");
@@ -292,7 +292,7 @@ class CudaCopier final : public DeviceCopier {
     return copy_one_by_one(batch, side.stream);
   }
 
-  /// Takes no memory when the event is freed again.
+  /// Reserves capacity in free_events, so that returning the event allocates nothing.
   static Result<cudaEvent_t> free_event_of(DeviceStream& side) {
     if (side.free_events.empty()) {
       side.events.reserve(side.events.size() + 1);
@@ -309,13 +309,13 @@ class CudaCopier final : public DeviceCopier {
 
   void wait_for_all() {
     for (auto& [device, side] : streams_) {
-      const OnDevice on(device);
+      const DeviceGuard on(device);
       cudaStreamSynchronize(side.stream);
     }
   }
 
-  /// The stream of the device that is selected. It is kept only if it waits for all of ready_:
-  /// later copies would otherwise read sources that are not complete.
+  /// Returns the copier's stream on the selected device. A new stream is stored only once it waits
+  /// for all of ready_: otherwise later copies could read sources that are not complete.
   Result<DeviceStream*> stream_of(int device) {
     if (const auto found = streams_.find(device); found != streams_.end()) return &found->second;
     DeviceStream side;
@@ -343,7 +343,7 @@ Result<> pin(std::span<std::byte> memory, int device) {
 }
 
 void unpin(std::span<std::byte> memory, int device) {
-  const OnDevice on(device);
+  const DeviceGuard on(device);
   cudaHostUnregister(memory.data());
 }
 

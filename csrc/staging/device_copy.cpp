@@ -16,7 +16,8 @@ const DeviceSupport* device_support() { return registered; }
 Result<std::shared_ptr<DeviceCopier>> make_copier(const std::vector<ReadyEvent>& ready, Warn warn) {
   if (registered == nullptr) {
     return format_error(Errc::invalid_argument,
-                        "a tensor lies on a device that this build does not support");
+                        "a tensor is on a device that this build of torch_ckpt does not support; "
+                        "move it to the CPU, or build torch_ckpt with the CUDA toolkit");
   }
   std::unique_ptr<DeviceCopier> copier = registered->make_copier(ready, std::move(warn));
   return std::shared_ptr<DeviceCopier>(copier.release(),

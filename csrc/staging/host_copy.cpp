@@ -43,7 +43,7 @@ void copy_row(std::byte* out, const std::byte* in, std::uint64_t count, std::int
   }
 }
 
-// Walks the payload in order, one innermost row (or the part of one that is asked for) at a time.
+// Iterates over a strided source in payload order, by at most one innermost row at a time.
 class StridedWalk {
  public:
   StridedWalk(const Source& source, std::uint64_t first_item)
@@ -54,7 +54,7 @@ class StridedWalk {
     }
   }
 
-  /// Copies up to `items` from the current row; returns how many.
+  /// Copies up to `items` elements from the current row. Returns how many were copied.
   std::uint64_t copy(std::byte* out, std::uint64_t items) {
     const Source::Dim& row = source_.dims.back();
     const std::uint64_t count = std::min(items, row.size - index_.back());
@@ -87,8 +87,8 @@ class StridedWalk {
 }  // namespace
 
 #if defined(__SSE2__)
-// glibc's memcpy does this too, but only from a share of the last-level cache on, which on large
-// processors is far more than a chunk.
+// glibc's memcpy does this too, but only for copies larger than a fraction of the last-level cache.
+// On large processors that is far more than a chunk.
 void copy_bytes_past_caches(std::byte* out, const std::byte* in, std::size_t bytes) {
   constexpr std::size_t kVector = 16;
   constexpr std::size_t kLine = 64;
@@ -103,7 +103,8 @@ void copy_bytes_past_caches(std::byte* out, const std::byte* in, std::size_t byt
     }
   }
   std::memcpy(out + at, in + at, bytes - at);
-  // Streamed lines are not ordered with what tells another thread of them.
+  // Streaming stores are not ordered with the later store that publishes the data to another
+  // thread.
   _mm_sfence();
 }
 #else
@@ -120,7 +121,7 @@ void copy_from_host(const Source& source, std::uint64_t offset, std::span<std::b
   }
   const std::size_t item = source.item_bytes;
   StridedWalk walk(source, offset / item);
-  // A chunk may begin and end inside an item.
+  // A chunk may begin and end within an element.
   if (const std::size_t skip = offset % item; skip != 0) {
     const std::size_t count = std::min(item - skip, out.size());
     std::memcpy(out.data(), walk.address() + skip, count);

@@ -8,13 +8,14 @@
 
 namespace torch_ckpt::staging {
 
-/// Fills `out` with the payload's bytes [offset, offset + out.size()) of a host source, gathering
-/// strided ones. The range must lie within the payload; any byte offset is allowed.
+/// Copies the bytes [offset, offset + out.size()) of a host source's payload to `out`, gathering
+/// strided elements. The range must lie within the payload; it may begin and end within an element.
 void copy_from_host(const Source& source, std::uint64_t offset, std::span<std::byte> out);
 
-/// The same, leaving the destination out of the processor's caches: for memory that is not looked
-/// at again soon, this saves reading lines that are overwritten whole.
+/// copy_from_host() with stores that bypass the caches, for memory that is not read soon. Such
+/// stores save reading the cache lines that they overwrite. Strided sources are copied normally.
 void copy_past_caches(const Source& source, std::uint64_t offset, std::span<std::byte> out);
+/// Copies bytes with stores that bypass the caches.
 void copy_bytes_past_caches(std::byte* out, const std::byte* in, std::size_t bytes);
 
 }  // namespace torch_ckpt::staging

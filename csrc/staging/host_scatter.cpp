@@ -9,10 +9,11 @@
 namespace torch_ckpt::staging {
 namespace {
 
-// Elements that are gathered before they are converted, and converted before they are spread.
+// Size of the buffers that hold gathered elements before, and converted elements after a
+// conversion.
 constexpr std::size_t kBufferBytes = 4096;
 
-// From here on a copy pushes more out of the caches than it leaves for whoever reads it next.
+// Copies of at least this size bypass the caches: they would evict more useful data than they add.
 constexpr std::size_t kLongBytes = std::size_t{64} << 10;
 
 template <std::size_t kItem>
@@ -66,9 +67,9 @@ void copy_run(std::byte* out, const std::byte* in, const planning::Region::Run& 
   }
   alignas(16) std::array<std::byte, kBufferBytes> gathered;
   alignas(16) std::array<std::byte, kBufferBytes> converted;
-  const std::uint64_t most = kBufferBytes / std::max(item_bytes, target_item_bytes);
+  const std::uint64_t max_count = kBufferBytes / std::max(item_bytes, target_item_bytes);
   for (std::uint64_t done = 0; done < run.count;) {
-    const std::uint64_t count = std::min(most, run.count - done);
+    const std::uint64_t count = std::min(max_count, run.count - done);
     const std::byte* from = in + static_cast<std::int64_t>(done) * in_stride;
     std::byte* const to = out + static_cast<std::int64_t>(done) * run.target_stride;
     if (!dense_in) {

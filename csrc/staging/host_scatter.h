@@ -8,11 +8,11 @@
 
 namespace torch_ckpt::staging {
 
-/// Changes `count` elements on their way to another dtype; neither pointer need be aligned.
+/// Converts `count` contiguous elements to another dtype. The pointers need not be aligned.
 using Convert = std::function<void(std::byte* out, const std::byte* in, std::size_t count)>;
 
-/// Copies the elements of one run: from `in`, where the first of them lies, to `out`. Without a
-/// conversion both have `item_bytes` each.
+/// Copies the elements of one run. `in` and `out` point to its first element. If `convert` is
+/// empty, the target's elements also have `item_bytes`.
 void copy_run(std::byte* out, const std::byte* in, const planning::Region::Run& run,
               std::size_t item_bytes, std::size_t target_item_bytes, const Convert& convert);
 

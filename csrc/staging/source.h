@@ -6,8 +6,8 @@
 
 namespace torch_ckpt::staging {
 
-/// Where a payload's bytes lie. The core never owns them: whoever starts a session keeps them alive
-/// and unchanged until the session has staged them.
+/// The memory that holds a payload. The engine does not own it: the caller that starts a session
+/// keeps it alive and unchanged until the session has staged it.
 struct Source {
   static constexpr int kHost = -1;
 
@@ -18,9 +18,9 @@ struct Source {
   };
 
   const std::byte* address = nullptr;
-  std::uint64_t bytes = 0;  // of the payload, i.e. once gathered
+  std::uint64_t bytes = 0;  // of the payload, without gaps between elements
   int device = kHost;       // CUDA device ordinal, or kHost
-  /// Empty for contiguous bytes; else the dimensions in the payload's order, with
+  /// Empty for contiguous bytes. Otherwise the dimensions in the payload's order, with
   /// product(sizes) * item_bytes == bytes.
   std::vector<Dim> dims;
   std::size_t item_bytes = 1;

@@ -15,8 +15,8 @@
 namespace torch_ckpt::tensors {
 namespace {
 
-// Elements at a time: few enough that ATen does not spread them over threads of its own, of which
-// the engine has several at work already.
+// Elements to convert at a time: few enough that ATen uses no threads of its own, since several
+// threads of the engine run already.
 constexpr std::size_t kAtOnce = 1024;
 constexpr std::size_t kMaxItemBytes = 16;
 
@@ -62,7 +62,7 @@ staging::Convert conversion_between(const std::string& name, at::ScalarType from
     copy_by_torch(out, in, count, from, to, conj, neg);
   };
   try {
-    // Here, where it can be refused by name, and not in the midst of the load.
+    // Checked before the load, so that the error can name the item.
     const std::array<std::byte, kMaxItemBytes> zero{};
     std::array<std::byte, kMaxItemBytes> out{};
     convert(out.data(), zero.data(), 1);

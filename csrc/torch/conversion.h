@@ -8,8 +8,9 @@
 
 namespace torch_ckpt::tensors {
 
-/// What Tensor.copy_ does between two dtypes, and with `conj` or `neg` of the source's conjugate or
-/// negative. Throws Failure, naming the item, where copy_ knows no such conversion.
+/// Returns a conversion between two dtypes that equals Tensor.copy_. With `conj` or `neg`, converts
+/// the conjugate or negative of the source. Throws Failure, which names the item, if copy_ does not
+/// support the conversion.
 staging::Convert conversion_between(const std::string& name, at::ScalarType from, at::ScalarType to,
                                     bool conj, bool neg);
 

@@ -8,11 +8,12 @@
 
 namespace torch_ckpt::tensors {
 
-// Which memory the names of a wave fill. Of two names that fill the same memory the later one wins,
-// as in torch; read at once they would be mixed, and checksums of the one be those of the other.
+// The memory that the items of a wave fill. If two items fill the same memory, the later one must
+// win, as in torch. Reading both in one wave would mix their bytes and break their checksums.
 class FilledMemory {
  public:
-  /// False, and nothing is noted, where another name fills some of it.
+  /// Adds the memory of a tensor. Returns false, and adds nothing, if another name fills some of
+  /// it.
   bool add(const std::string& name, const at::Tensor& tensor);
   void clear() { spans_.clear(); }
 
@@ -21,7 +22,7 @@ class FilledMemory {
     std::uintptr_t end = 0;
     std::string name;
   };
-  std::map<std::uintptr_t, Span> spans_;  // by begin; apart from each other
+  std::map<std::uintptr_t, Span> spans_;  // by begin; disjoint
 };
 
 }  // namespace torch_ckpt::tensors

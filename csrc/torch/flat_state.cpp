@@ -14,7 +14,7 @@
 namespace torch_ckpt::tensors {
 namespace {
 
-// Held by Python for as long as the process lives, as names in code are.
+// The string is kept until the process ends, like names in code.
 PyObject* interned(const char* name) {
   PyObject* text = PyUnicode_InternFromString(name);
   if (text == nullptr) throw python_error();
@@ -31,7 +31,7 @@ PythonRef imported(const char* module, const char* name) {
   return checked(PyObject_GetAttrString(loaded.get(), name));
 }
 
-/// Raises RecursionError where a state dict holds itself.
+/// Raises RecursionError if a state dict contains itself.
 class Recursion {
  public:
   Recursion() {
@@ -42,7 +42,7 @@ class Recursion {
   Recursion& operator=(const Recursion&) = delete;
 };
 
-/// As UTF-8, in which surrogates pass as they do in pickles.
+/// Calls `use` with the text as UTF-8. Surrogates are encoded as in pickles.
 template <class Use>
 void with_utf8(PyObject* text, Use use) {
   Py_ssize_t size = 0;
@@ -56,7 +56,7 @@ void with_utf8(PyObject* text, Use use) {
                        static_cast<std::size_t>(PyBytes_GET_SIZE(encoded.get()))));
 }
 
-/// Whether torch's planner asks the tensor itself what to make of it.
+/// True if the tensor has methods of its own that torch's planner calls.
 bool plans_itself(PyObject* tensor) {
   PyObject** dict = _PyObject_GetDictPtr(tensor);
   if (dict == nullptr || *dict == nullptr || PyDict_GET_SIZE(*dict) == 0) return false;
@@ -70,7 +70,7 @@ bool plans_itself(PyObject* tensor) {
   return false;
 }
 
-/// The numbers of a tuple of sizes or offsets; false where it is another thing.
+/// Reads the numbers of a tuple of sizes or offsets. Returns false if `tuple` is something else.
 bool numbers_of(PyObject* tuple, std::vector<std::int64_t>& numbers) {
   numbers.clear();
   if (!PyTuple_Check(tuple)) return false;
@@ -95,7 +95,7 @@ FlatState::FlatState(PyObject* state_dict, PyObject* chunks_here)
       chunks_here_(PythonRef::to(chunks_here)),
       placements_(checked(PyDict_New())) {
   nodes_.emplace_back();
-  boxes_.emplace_back();  // for tensors that are not taken apart
+  boxes_.emplace_back();  // the box of rows that are no DTensors
   const auto count = PyObject_Size(state_dict);
   if (count < 0) throw python_error();
   rows_.reserve(static_cast<std::size_t>(count));
@@ -120,7 +120,7 @@ FlatState::Container FlatState::container_of(PyObject* value) {
     if (is_mapping < 0) throw python_error();
     if (is_mapping != 0) found = Container::mapping;
   }
-  // The class stays while one of its instances is in the state dict.
+  // The class outlives this entry: one of its instances is in the state dict.
   return known->second = found;
 }
 
@@ -159,7 +159,7 @@ void FlatState::visit_mapping(PyObject* mapping, std::uint32_t node) {
       throw python_error();
     }
     PythonRef key = checked(PyObject_Str(PyTuple_GET_ITEM(item, 0)));
-    // A name may begin with the empty key, whose dot torch writes.
+    // A name may begin with the empty key; torch writes its dot as well.
     if (node != kRoot) prefix_ += '.';
     const std::size_t begin = prefix_.size();
     with_utf8(key.get(), [&](std::string_view bytes) { prefix_ += bytes; });
@@ -319,7 +319,7 @@ planning::RankState FlatState::to_rank_state() const {
   for (std::size_t i = 0; i < rows_.size(); ++i) {
     are_objects[i] = !rows_[i].is_removed && is_object(rows_[i]);
   }
-  // What is looked at of Python's objects from here on does not change.
+  // From here on only members that do not change are read, so the GIL is not needed.
   const python::ReleasedGil released;
   auto of = std::make_shared<StateTemplate>();
   std::vector<StateTemplate::PathPart> path;
@@ -362,7 +362,8 @@ planning::RankState FlatState::to_rank_state() const {
 
 void FlatState::add(std::string_view name, PyObject* path, PyObject* value) {
   if (!PyTuple_Check(path) || PyTuple_GET_SIZE(path) == 0) {
-    PyErr_SetString(PyExc_TypeError, "a path is a tuple of keys and numbers");
+    PyErr_SetString(PyExc_TypeError,
+                    "a path must be a tuple of keys and indices that is not empty");
     throw python_error();
   }
   std::uint32_t node = kRoot;

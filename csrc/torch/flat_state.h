@@ -22,20 +22,20 @@ namespace torch_ckpt::tensors {
 // (torch.distributed.checkpoint._nested_dict.flatten_state_dict):
 //
 //   1. Keys of dicts, as text, and numbers in lists are joined by dots.
-//   2. A list is looked into where it holds a tensor or a dict, or a list that does. Other lists,
-//      and tuples, are values.
+//   2. A list that contains a tensor, a dict, or a list that does, is flattened. Other lists, and
+//      tuples, are values.
 //
-// Plain tensors and DTensors are taken apart here. What a rank has of a DTensor depends on its
-// mesh, its placements and its size, so torch is asked once for each such three.
+// FlatState resolves plain tensors and DTensors to their local tensors. Which part of a DTensor a
+// rank has depends on mesh, placements and size, so torch is asked once for each combination.
 //
-// All of it with the GIL.
+// All methods need the GIL unless they say otherwise.
 class FlatState {
  public:
   enum class Kind : std::uint8_t { plain, dtensor, other };
 
-  /// What this rank has of a tensor.
+  /// The part of a tensor that this rank has.
   struct Box {
-    bool is_here = true;  // false where the rank is not in the mesh
+    bool is_here = true;  // false if the rank is not in the mesh
     std::uint32_t offsets = 0;
     std::uint32_t sizes = 0;  // both in extents()
   };
@@ -44,14 +44,14 @@ class FlatState {
     Kind kind = Kind::other;
     bool is_removed = false;
     std::uint32_t node = 0;
-    std::uint32_t key = 0;   // the number of the value at the top that it belongs to
-    std::uint32_t size = 0;  // of the whole tensor, in extents()
+    std::uint32_t key = 0;   // the number of the top-level key that it belongs to
+    std::uint32_t size = 0;  // of the global tensor, in extents()
     std::uint32_t box = 0;
-    at::Tensor local;  // undefined for others
+    at::Tensor local;  // undefined for Kind::other
   };
 
-  /// `chunks_here(dtensor)` gives torch's list of the chunks that this rank has. Raises ValueError
-  /// where two values have the same name, and what keys and `chunks_here` raise.
+  /// `chunks_here(dtensor)` returns torch's list of the chunks that this rank has. Raises
+  /// ValueError if two values have the same name, and the exceptions of `chunks_here` and of keys.
   FlatState(PyObject* state_dict, PyObject* chunks_here);
   ~FlatState() = default;
   FlatState(const FlatState&) = delete;
@@ -62,23 +62,23 @@ class FlatState {
   std::string_view name(std::size_t number) const { return names_.at(number); }
   const Box& box(const Row& row) const { return boxes_[row.box]; }
   const index::ExtentsTable& extents() const { return extents_; }
-  /// The names of the values at the top.
+  /// The top-level keys.
   const index::NameTable& keys() const { return keys_; }
 
-  /// The keys and numbers that lead to a value; a new tuple.
+  /// Returns a new tuple of the keys and indices that lead to a value.
   PythonRef path(const Row& row) const;
 
-  /// Whether it is saved as an object: neither a tensor nor what torch's planner asks for its
-  /// parts.
+  /// True if the value is saved as an object: it is neither a tensor nor a value that torch's
+  /// planner asks for its parts.
   bool is_object(const Row& row) const;
-  /// What a plan of a save depends on.
+  /// Describes the state dict for a save plan.
   planning::RankState to_rank_state() const;
 
-  /// Takes a value away; its row stays, without it.
+  /// Removes a value; its row stays.
   void remove(std::size_t number);
-  /// Adds a value that is not in the state dict, at a path of its own.
+  /// Adds a value that is not in the state dict, with its path.
   void add(std::string_view name, PyObject* path, PyObject* value);
-  /// Puts another value in the place of one.
+  /// Replaces a value.
   void replace(std::size_t number, PyObject* value);
 
  private:
@@ -86,7 +86,7 @@ class FlatState {
   struct Node {
     std::uint32_t parent = kRoot;
     PythonRef key;            // a str or an int
-    std::uint32_t bytes = 0;  // of the key, as the name has it
+    std::uint32_t bytes = 0;  // of the key in the name
   };
   enum class Container : std::uint8_t { tensor, mapping, list, none };
 
@@ -97,21 +97,21 @@ class FlatState {
   void add_row(std::string_view name, PyObject* value, std::uint32_t node);
   void fill(Row& row);
   bool fill_dtensor(Row& row);
-  /// `bytes` are those of the key in a name.
+  /// `bytes` is the size of the key in the name.
   std::uint32_t add_node(std::uint32_t parent, PythonRef key, std::size_t bytes);
-  /// The nodes from the top to the row's own.
+  /// Sets `nodes` to the nodes from the top-level key to the row's own.
   void nodes_to(const Row& row, std::vector<const Node*>& nodes) const;
-  /// The number of the box; 0 where torch has no box of it.
+  /// The number of the rank's box of a DTensor; 0 if torch does not describe it as one box.
   std::uint32_t box_of(PyObject* value, std::uint32_t size);
 
   PythonRef mapping_class_;
   PythonRef dtensor_class_;
   PythonRef sharded_tensor_class_;
   PythonRef chunks_here_;
-  PythonRef placements_;  // a dict: equal placements to one number
+  PythonRef placements_;  // a dict from placements to numbers
   std::unordered_map<PyTypeObject*, Container> containers_;
   std::map<std::tuple<PyObject*, std::size_t, std::uint32_t>, std::uint32_t> box_numbers_;
-  std::vector<PythonRef> meshes_;  // kept, since boxes are known by their address
+  std::vector<PythonRef> meshes_;  // kept alive, since box_numbers_ contains their addresses
 
   index::NameTable names_;
   index::ExtentsTable extents_;

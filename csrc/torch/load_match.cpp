@@ -15,7 +15,7 @@ using index::CheckpointIndex;
 
 namespace {
 
-/// torch's dtype of a name without the module; nullopt where this torch has none.
+/// Returns torch's dtype for a name without "torch."; nullopt if this version of torch has none.
 std::optional<at::ScalarType> scalar_type_named(const std::string& name) {
   const PythonRef torch(PyImport_ImportModule("torch"));
   if (!torch) throw python_error();
@@ -59,7 +59,7 @@ LoadMatch::LoadMatch(const FlatState& state, const CheckpointIndex& index, SizeR
 LoadMatch::Status LoadMatch::compare(const FlatState::Row& row, const Entry& entry) const {
   const auto wanted = state_.extents().at(row.size);
   if (!entry.is_tensor) {
-    // Of a tensor without dimensions an object takes the place: a counter may be either.
+    // An object may take the place of a tensor without dimensions: a counter may be either.
     return wanted.empty() ? Status::loaded : Status::kind;
   }
   const auto stored = index_.extents(entry.size);
@@ -93,7 +93,7 @@ std::vector<std::uint32_t> LoadMatch::absent() const {
   std::vector<Found> found(state_.keys().size(), Found::nothing);
   for (std::size_t i = 0; i < statuses_.size(); ++i) {
     const FlatState::Row& row = state_.row(i);
-    // Not a value at the top; nor what None stands for, which each rank has for itself.
+    // Skips values at the top, and None, which counts only on its own rank.
     if (row.is_removed || statuses_[i] == Status::skipped || row.value.get() == Py_None ||
         state_.name(i) == state_.keys().at(row.key)) {
       continue;
@@ -149,7 +149,7 @@ std::uint32_t LoadMatch::file_number(std::uint32_t file) {
   return number;
 }
 
-/// False where it is left to the caller.
+/// Returns false if the row is left to the caller.
 bool LoadMatch::plan_row(std::size_t number) {
   const FlatState::Row& row = state_.row(number);
   if (row.kind == FlatState::Kind::other) return false;
@@ -181,7 +181,7 @@ bool LoadMatch::plan_row(std::size_t number) {
   for (const Shard& shard : index_.shards(entry)) {
     const auto offsets = index_.extents(shard.offsets);
     const auto sizes = index_.extents(shard.sizes);
-    // Counted from where this rank's part of the tensor begins.
+    // Relative to the begin of this rank's part of the tensor.
     planning::Box box{std::vector<std::int64_t>(dims), std::vector<std::int64_t>(dims)};
     std::vector<std::int64_t> region(dims);
     std::uint64_t common = 1;

@@ -17,10 +17,10 @@
 namespace torch_ckpt::tensors {
 namespace {
 
-// Of copies that are spread on the device.
+// Limit on temporaries on a device in one wave.
 constexpr std::uint64_t kMostOnDevice = std::uint64_t{256} << 20;
 
-// Of small tensors; what is known of each while it is read takes more memory than it has.
+// Limit on steps in one wave. A step needs more memory than a small tensor has.
 constexpr std::size_t kMostSteps = 1 << 16;
 
 engine::ReadRequest request_for(const TensorTarget& target, engine::ReadKind kind) {
@@ -42,9 +42,10 @@ staging::Convert conversion_for(const TensorTarget& target, at::ScalarType to,
   return conversion_between(target.name, target.scalar_type, to, conj, neg);
 }
 
-// Events on the current streams of devices. The caching allocator may give a temporary the memory
-// of a block that another thread has freed while its stream still reads it. It is free only for
-// later work on that stream, so an event that is to protect it must come after the allocation.
+// Records events on the current streams of devices. The caching allocator may place a temporary in
+// a block that another thread has freed while its stream still reads the block. The block is free
+// only for later work on that stream. An event that protects it must therefore be recorded after
+// the allocation.
 class CurrentStreams {
  public:
   explicit CurrentStreams(const std::set<int>& devices) {
@@ -71,14 +72,17 @@ class CurrentStreams {
   std::vector<staging::ReadyEvent> events_;
 };
 
-[[noreturn]] void fail_as_changed() {
-  throw Failure(format_error(Errc::internal, "a record has changed while it was read"));
+[[noreturn]] void fail_as_changed(const TensorTarget& target) {
+  throw Failure(format_error(
+      Errc::internal, target.name + ": the record changed while it was read; the checkpoint must "
+                                    "not be written during a load"));
 }
 
 }  // namespace
 
 std::vector<std::size_t> LoadWaves::run() {
-  // Inference tensors may only be changed inside inference mode, and the others may be there too.
+  // Inference tensors may be changed only in inference mode; all other tensors may be changed
+  // there, too.
   std::optional<c10::InferenceMode> guard;
   std::vector<std::size_t> unknown;
   for (std::size_t i = 0; i < targets_.size(); ++i) {
@@ -114,14 +118,14 @@ void LoadWaves::run_all_waves() {
     read_storage(targets_[index], *header);
   }
   run_wave();
-  if (!layouts_.empty()) fail_as_changed();
+  if (!layouts_.empty()) fail_as_changed(targets_[layouts_.front().first]);
   filled_.clear();
 }
 
-// False where the stored elements overlap.
+// Returns false if the stored elements overlap.
 bool LoadWaves::add(std::size_t index, const Layout& layout) {
   const at::Tensor& tensor = targets_[index].tensor;
-  // On a device elements arrive in the order in which they are stored.
+  // Elements arrive on a device in the order in which they are stored.
   if (can_be_filled(tensor) && (layout == nullptr || tensor.is_cpu())) {
     return add_rows(index, layout, 0, 0, tensor, at::Tensor());
   }
@@ -130,7 +134,7 @@ bool LoadWaves::add(std::size_t index, const Layout& layout) {
   return add_with_temporary(index, layout, on_device);
 }
 
-// In so many parts that each of them stays within the limit.
+// Reads the target in parts, each of which stays within the limit.
 bool LoadWaves::add_with_temporary(std::size_t index, const Layout& layout, bool on_device) {
   const TensorTarget& target = targets_[index];
   const std::uint64_t rows = target.sizes.empty() ? 1 : target.region_lengths[0];
@@ -160,7 +164,7 @@ bool LoadWaves::add_with_temporary(std::size_t index, const Layout& layout, bool
   return true;
 }
 
-// Some rows of a target's region; all of them where `count` is 0.
+// Adds `count` rows of a target's region from `begin` on; all rows if `count` is 0.
 bool LoadWaves::add_rows(std::size_t index, const Layout& layout, std::uint64_t begin,
                          std::uint64_t count, const at::Tensor& tensor,
                          const at::Tensor& temporary) {
@@ -171,8 +175,9 @@ bool LoadWaves::add_rows(std::size_t index, const Layout& layout, std::uint64_t 
   Extents offsets = target.region_offsets;
   Extents lengths = target.region_lengths;
   if (count > 0 && !lengths.empty()) {
-    // Only the archive's checksum of the whole may be known, and no later part sees all of it.
-    request.whole = begin == 0 && count < lengths[0] && lengths == target.sizes;
+    // Reads the entire payload with the first part: if only the archive has a checksum, it covers
+    // the entire payload, and no later part reads that.
+    request.reads_entire_payload = begin == 0 && count < lengths[0] && lengths == target.sizes;
     offsets[0] += begin;
     lengths[0] = count;
   }
@@ -224,7 +229,7 @@ void LoadWaves::run_wave() {
         step.finish();
         break;
       case engine::ReadStatus::other_layout:
-        // Once for all the parts that a target was read in.
+        // Add each target once, even if it was read in several parts.
         if (layouts_.empty() || layouts_.back().first != step.target) {
           layouts_.emplace_back(step.target,
                                 std::make_shared<format::TensorHeader>(*outcome.header));
@@ -234,12 +239,13 @@ void LoadWaves::run_wave() {
         if (unknown_.empty() || unknown_.back() != step.target) unknown_.push_back(step.target);
         break;
       case engine::ReadStatus::pending:
-        throw Failure(format_error(Errc::internal, "a read ended without a result"));
+        throw Failure(format_error(
+            Errc::internal, targets_[step.target].name + ": the read ended without a result"));
     }
   }
   if (!spread_on_device) return;
-  // Until the copies have been spread their memory must not be that of others, which the next
-  // wave's streams write to without waiting for this one.
+  // Wait until the temporaries have been copied. The next wave may reuse their memory, and its
+  // streams do not wait for this one.
   const c10::impl::VirtualGuardImpl cuda(c10::DeviceType::CUDA);
   for (const int device : devices) {
     const auto number = static_cast<c10::DeviceIndex>(device);
@@ -252,7 +258,7 @@ void LoadWaves::Step::finish() {
     tensor.copy_(temporary);
     temporary = at::Tensor();
   } else if (!tensor.is_inference()) {
-    // Written behind autograd's back; the version tells it that the values changed.
+    // Autograd has not seen this write, so bump the version to mark the values as changed.
     tensor.unsafeGetTensorImpl()->bump_version();
   }
 }
@@ -266,7 +272,7 @@ void LoadWaves::read_storage(const TensorTarget& target, const format::TensorHea
   request.target.address = static_cast<std::byte*>(bytes.mutable_data_ptr());
   const auto session =
       loads_.run({std::move(request)}, {target.name}, header.storage_bytes, bytes_done_).value();
-  if (session->outcomes()[0].status != engine::ReadStatus::done) fail_as_changed();
+  if (session->outcomes()[0].status != engine::ReadStatus::done) fail_as_changed(target);
   bytes_done_ += target.region_bytes(target.dtype->item_bytes);
   target.tensor.copy_(region_in_storage(target, bytes, header));
 }

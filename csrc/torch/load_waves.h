@@ -12,17 +12,18 @@
 
 namespace torch_ckpt::tensors {
 
-// Fills tensors, in waves of reads that each stay within the limit of memory.
+// Fills tensors in waves of reads, each of which stays within the memory limit.
 //
-//   1. The engine reads straight into tensors that it may write to. Others are read into temporary
-//      tensors and copied from there by torch, in parts where a temporary tensor would be too
-//      large; on a device that spreads the elements itself, too.
-//   2. Where two names fill the same memory the later one waits for the wave of the earlier one.
-//   3. What turns out to be stored transposed, conjugated or otherwise not row-major is read again,
-//      as its record says. Where the stored elements overlap, all of the storage is read.
+//   1. The engine reads directly into tensors that it may write to. Other tensors are read into a
+//      temporary tensor, from which torch copies them, on the host or on the device. A temporary
+//      that would be too large is read in parts.
+//   2. If two names fill the same memory, the later one waits for the wave of the earlier one.
+//   3. A tensor that turns out to be stored transposed, conjugated or otherwise not row-major is
+//      read again with the layout of its record. If stored elements overlap, the entire storage is
+//      read.
 //
-// For one thread, without the GIL. Targets, with their tensors, outlive it. Throws Failure, and
-// what ATen throws.
+// For one thread, without the GIL. Targets and their tensors outlive it. Throws Failure, and the
+// exceptions of ATen.
 class LoadWaves {
  public:
   LoadWaves(engine::LimitedLoads& loads, const std::vector<TensorTarget>& targets)
@@ -34,12 +35,12 @@ class LoadWaves {
  private:
   using Layout = std::shared_ptr<const format::TensorHeader>;
 
-  // One reading of the engine for a target, or for some of its rows.
+  // One read of a target, or of some of its rows.
   struct Step {
     std::size_t target = 0;
     engine::ReadRequest request;
-    at::Tensor tensor;     // of the caller
-    at::Tensor temporary;  // undefined where the engine writes into the tensor itself
+    at::Tensor tensor;     // the caller's
+    at::Tensor temporary;  // undefined if the engine writes into the tensor
 
     void finish();
   };
@@ -55,8 +56,8 @@ class LoadWaves {
   engine::LimitedLoads& loads_;
   const std::vector<TensorTarget>& targets_;
   std::vector<Step> wave_;
-  FilledMemory filled_;     // by this wave and those before, since the last time it was cleared
-  std::uint64_t held_ = 0;  // by the temporaries of the wave
+  FilledMemory filled_;     // by all waves since it was last cleared
+  std::uint64_t held_ = 0;  // bytes of the wave's temporaries on the host
   std::uint64_t held_on_device_ = 0;
   std::vector<std::pair<std::size_t, Layout>> layouts_;
   std::vector<std::size_t> unknown_;

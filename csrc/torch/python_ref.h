@@ -6,7 +6,7 @@
 
 namespace torch_ckpt::tensors {
 
-/// A reference to a Python object, or to none. It goes, as it came, with the GIL.
+/// An owned reference to a Python object, or nullptr. Creating and destroying it needs the GIL.
 class PythonRef {
  public:
   PythonRef() = default;

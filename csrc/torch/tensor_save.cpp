@@ -48,10 +48,11 @@ TensorSave::TensorSave(engine::Context& context, const os::Directory& directory,
                        SaveSources& sources, const engine::NamingOptions& naming,
                        const engine::SaveOptions& options) {
   sources.resolve();
-  engine::SavePlan plan = engine::plan_save(std::exchange(sources.items_, {}), naming).value();
-  file_names_ = std::move(plan.file_names);
+  engine::SaveLayout layout =
+      engine::lay_out_save(std::exchange(sources.items_, {}), naming).value();
+  file_names_ = std::move(layout.file_names);
   session_ = engine::SaveSession::start(context, directory.duplicate().value(),
-                                        std::move(plan.files), options)
+                                        std::move(layout.files), options)
                  .value();
   std::swap(sources_, sources);
 }
@@ -72,7 +73,7 @@ Result<bool> TensorSave::wait_submitted(double seconds) {
 }
 
 Result<bool> TensorSave::wait_by(Event event, double seconds) {
-  // Bounded, since the clock's arithmetic overflows where somebody waits for ever.
+  // Bounded, because the clock's arithmetic overflows for a wait without a limit.
   constexpr double kLongest = 1e9;
   const std::chrono::milliseconds timeout(
       static_cast<std::int64_t>(std::min(seconds, kLongest) * 1000.0));

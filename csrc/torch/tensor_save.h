@@ -9,13 +9,13 @@
 #include <tuple>
 #include <vector>
 
-#include "engine/save_plan.h"
+#include "engine/save_layout.h"
 #include "engine/save_session.h"
 #include "os/directory.h"
 
 namespace torch_ckpt::tensors {
 
-// What a save writes, and what keeps that alive.
+// The sources of a save, and the owners of their memory.
 class SaveSources {
  public:
   void add(std::string name, const at::Tensor& tensor);
@@ -24,29 +24,29 @@ class SaveSources {
  private:
   friend class TensorSave;
 
-  /// Finds what is written of the tensors, which somebody else holds meanwhile. Without the GIL.
+  /// Finds the memory of the tensors. Runs without the GIL; the caller keeps the tensors alive.
   void resolve();
 
   std::vector<engine::SaveItem> items_;
   std::vector<at::Tensor> tensors_;
   std::vector<std::size_t> items_of_tensors_;
-  // Of their own, since somebody may give a tensor another one (`tensor.data = ...`).
+  // Kept alive separately, since a tensor's storage may be replaced (`tensor.data = ...`).
   std::vector<c10::Storage> storages_;
   std::vector<std::shared_ptr<const void>> owners_;
 };
 
-// A save under way, with its sources. Times are in seconds since it began. Only release_sources()
-// and the destructor need the GIL, since they drop objects of Python.
+// A running save with its sources. Times are in seconds since its start. Only release_sources() and
+// the destructor need the GIL, since they release Python objects.
 class TensorSave {
  public:
   TensorSave(engine::Context& context, const os::Directory& directory, SaveSources& sources,
              const engine::NamingOptions& naming, const engine::SaveOptions& options);
-  /// Ends a save that has not ended: the engine reads the sources until then.
+  /// Cancels a running save and waits for its end: until then the engine reads the sources.
   ~TensorSave();
   TensorSave(const TensorSave&) = delete;
   TensorSave& operator=(const TensorSave&) = delete;
 
-  // As the session's, and with its failure; `seconds` may be without end.
+  // The waits of the session. They return its error after a failure. `seconds` may be infinite.
   Result<bool> wait(double seconds);
   Result<bool> wait_staged(double seconds);
   Result<bool> wait_submitted(double seconds);
@@ -56,9 +56,9 @@ class TensorSave {
   void cancel() { session_->cancel(); }
 
   double elapsed() const;
-  /// Until staged and until the end; thread seconds of staging, checksums, writes and fsyncs.
+  /// Seconds until staged and until the end; thread seconds of staging, checksums, writes, fsyncs.
   std::tuple<double, double, double, double, double, double> timing() const;
-  /// Activity, file, begin and end.
+  /// Activity, file, begin and end of each interval of work.
   std::vector<std::tuple<const char*, std::size_t, double, double>> trace() const;
   /// Bytes planned, staged and written; files planned and done.
   std::tuple<std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t> progress()

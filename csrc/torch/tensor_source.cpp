@@ -16,7 +16,7 @@
 namespace torch_ckpt::tensors {
 namespace {
 
-// The payload's order is that of the dense strides: dimensions by falling stride.
+// The payload is in the order of the dense strides: dimensions by decreasing stride.
 std::vector<staging::Source::Dim> gather_dims(const at::Tensor& tensor,
                                               const std::vector<std::int64_t>& dense_strides,
                                               std::size_t item_bytes) {
@@ -31,7 +31,7 @@ std::vector<staging::Source::Dim> gather_dims(const at::Tensor& tensor,
     if (size == 1) continue;
     const std::int64_t stride_bytes =
         tensor.stride(static_cast<std::int64_t>(d)) * static_cast<std::int64_t>(item_bytes);
-    // Merging dimensions that continue each other keeps the copied rows long.
+    // Merges dimensions that are contiguous with each other, so that rows are long.
     if (!dims.empty() &&
         dims.back().stride_bytes == stride_bytes * static_cast<std::int64_t>(size)) {
       dims.back().size *= size;
@@ -52,7 +52,7 @@ std::vector<staging::Source::Dim> gather_dims(const at::Tensor& tensor,
 TensorSource source_of(const at::Tensor& tensor) {
   const format::Dtype* dtype = dtype_of(tensor.scalar_type());
   if (dtype == nullptr) {
-    throw std::invalid_argument(std::string("the engine does not know tensors of ") +
+    throw std::invalid_argument(std::string("the engine does not support tensors of dtype ") +
                                 c10::toString(tensor.scalar_type()));
   }
   const auto bytes = static_cast<std::uint64_t>(tensor.numel()) * dtype->item_bytes;

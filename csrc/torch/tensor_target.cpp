@@ -22,7 +22,7 @@ namespace {
   throw Failure(format_error(Errc::invalid_argument, std::move(why)));
 }
 
-// Of the metadata, which may be damaged or mean harm.
+// Checks values from the metadata, which may be damaged or malicious.
 Extents checked_extents(at::IntArrayRef values) {
   if (std::any_of(values.begin(), values.end(), [](std::int64_t value) { return value < 0; })) {
     refuse("a size or offset in the metadata is negative");
@@ -73,7 +73,7 @@ TensorTarget make_target(std::string name, std::size_t file, std::uint64_t offse
   checked_product(target.sizes);
   if (!planning::box_inside(target.sizes, target.region_offsets, target.region_lengths)) {
     refuse(target.name + ": the wanted region " + text_of(target.region_lengths) + " at " +
-           text_of(target.region_offsets) + " does not lie within the stored " +
+           text_of(target.region_offsets) + " does not lie within the stored tensor of " +
            text_of(target.sizes));
   }
   const Extents target_sizes = unsigned_of(target.tensor.sizes());

@@ -1,4 +1,6 @@
-// Every allocation of a save, a load and a verification fails once, alone and with all that follow.
+// Fails each allocation of a save, a load and a verification: first only the allocation itself,
+// then the allocation and all later ones.
+
 #include <gtest/gtest.h>
 
 #include <cerrno>
@@ -32,7 +34,7 @@ constexpr std::size_t kAll = std::numeric_limits<std::size_t>::max();
 struct Failures {
   std::string name;
   std::size_t at_once;
-  bool has_threads;  // of the pool, from before
+  bool has_threads;  // stale chunks of the pool
 };
 
 void PrintTo(const Failures& failures, std::ostream* stream) { *stream << failures.name; }
@@ -43,8 +45,8 @@ class AllocationFailures : public ::testing::TestWithParam<Failures> {
     test::write_file(directory_.file("a"), record_ + record_);
   }
 
-  /// Runs what `start` starts again and again, until all allocations have failed once. `expected`
-  /// is the errno that the session may fail with although there is memory.
+  /// Runs the session that `start` starts repeatedly, until each allocation has failed once.
+  /// `expected` is an errno that the session may also fail with.
   template <class Start>
   void sweep(const Start& start, int expected = 0) {
     bool has_come = true;
@@ -76,7 +78,7 @@ class AllocationFailures : public ::testing::TestWithParam<Failures> {
     }
   }
 
-  /// Of two files, with names of their own for each save.
+  /// A save of two files, whose names differ between saves.
   Result<std::shared_ptr<SaveSession>> start_save(os::Directory directory, SaveOptions options) {
     const std::string number = std::to_string(saves_++);
     std::vector<FileJob> files(2);
@@ -130,7 +132,7 @@ class AllocationFailures : public ::testing::TestWithParam<Failures> {
   std::string record_;
 };
 
-TEST_P(AllocationFailures, ALoadEndsAndSaysSo) {
+TEST_P(AllocationFailures, ALoadEndsAndReportsThem) {
   std::string target(2 * header_.storage_bytes, '?');
   sweep([&](os::Directory directory, std::size_t record_bytes) {
     std::vector<ReadRequest> requests(2);
@@ -148,7 +150,7 @@ TEST_P(AllocationFailures, ALoadEndsAndSaysSo) {
   });
 }
 
-TEST_P(AllocationFailures, AVerificationEndsAndSaysSo) {
+TEST_P(AllocationFailures, AVerificationEndsAndReportsThem) {
   sweep([&](os::Directory directory, std::size_t record_bytes) {
     std::vector<NamedRecord> records(2);
     for (std::size_t i = 0; i < 2; ++i) {
@@ -160,15 +162,15 @@ TEST_P(AllocationFailures, AVerificationEndsAndSaysSo) {
   });
 }
 
-TEST_P(AllocationFailures, ASaveEndsAndSaysSo) {
+TEST_P(AllocationFailures, ASaveEndsAndReportsThem) {
   sweep([&](os::Directory directory, std::size_t) { return start_save(std::move(directory), {}); });
-  // Where there is memory again, nothing is left of a save that has failed.
+  // Once there is memory again, no file of a failed save is left.
   if (GetParam().at_once == 1) {
     EXPECT_EQ(directory_.names(), std::vector<std::string>{"a"});
   }
 }
 
-TEST_P(AllocationFailures, ASaveWhoseDiskIsFullEndsAndSaysSo) {
+TEST_P(AllocationFailures, ASaveToAFullDiskEndsAndReportsAnError) {
   SaveOptions options;
   options.children = std::make_shared<ProcessChannel>(ProcessChannel::create().value());
   options.trace = true;

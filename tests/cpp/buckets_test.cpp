@@ -29,7 +29,7 @@ std::uint64_t fullest(const std::vector<Bucket>& buckets, const std::vector<Item
   return most;
 }
 
-// The best possible fullest bucket, by trying every assignment.
+// The size of the fullest bucket in the best assignment, found by trying all of them.
 std::uint64_t optimum(const std::vector<ItemSize>& items, std::size_t count, std::size_t next,
                       std::vector<std::uint64_t>& filled, std::uint64_t best) {
   const std::uint64_t most = *std::max_element(filled.begin(), filled.end());
@@ -39,7 +39,7 @@ std::uint64_t optimum(const std::vector<ItemSize>& items, std::size_t count, std
     filled[bucket] += items[next].bytes;
     best = optimum(items, count, next + 1, filled, best);
     filled[bucket] -= items[next].bytes;
-    if (filled[bucket] == 0) break;  // the other empty buckets are alike
+    if (filled[bucket] == 0) break;  // other empty buckets give the same result
   }
   return best;
 }
@@ -50,47 +50,47 @@ std::vector<ItemSize> random_tensors(Random& random, std::size_t most, std::uint
   return items;
 }
 
-TEST(Buckets, TheLargestGoesFirstAndEachOntoTheEmptiest) {
+TEST(Buckets, AssignsItemsBySizeToTheEmptiestBucket) {
   const auto items = tensors({10, 70, 40, 30, 50});
   EXPECT_EQ(split_by_size(items, {2}), (std::vector<Bucket>{{1, 3}, {4, 2, 0}}));
 }
 
-TEST(Buckets, BalanceCountsBytesAndNotItems) {
+TEST(Buckets, BalancesBytesAndNotItems) {
   const auto items = tensors({1000, 1, 1, 1, 1, 1, 1});
   EXPECT_EQ(split_by_size(items, {2}), (std::vector<Bucket>{{0}, {1, 2, 3, 4, 5, 6}}));
 }
 
-TEST(Buckets, ItemsOfOneSizeKeepTheirOrder) {
+TEST(Buckets, KeepsTheOrderOfItemsOfEqualSize) {
   const std::vector<ItemSize> items(300, ItemSize{5, true});
   const auto buckets = split_by_size(items, {3});
   for (std::size_t i = 0; i < items.size(); ++i) ASSERT_EQ(buckets[i % 3][i / 3], i);
 }
 
-TEST(Buckets, BytesItemsGoRoundRobinAndLieBeforeTheTensors) {
+TEST(Buckets, AssignsBytesItemsRoundRobinBeforeTensors) {
   const std::vector<ItemSize> items{{9, true}, {1, false}, {1, false}, {8, true}, {1, false}};
   EXPECT_EQ(split_by_size(items, {2}), (std::vector<Bucket>{{1, 4, 3}, {2, 0}}));
 }
 
-TEST(Buckets, TensorsFillUpWhatLargeBytesItemsLeftUneven) {
+TEST(Buckets, BalancesTensorsAgainstLargeBytesItems) {
   const std::vector<ItemSize> items{{100, false}, {1, false}, {60, true}, {30, true}};
   EXPECT_EQ(split_by_size(items, {2}), (std::vector<Bucket>{{0}, {1, 2, 3}}));
 }
 
-TEST(Buckets, OneBucketKeepsThePlansOrder) {
+TEST(Buckets, KeepsTheOrderOfThePlanInASingleBucket) {
   const std::vector<ItemSize> items{{1, true}, {7, false}, {900, true}, {3, false}, {50, true}};
   EXPECT_EQ(split_by_size(items, {1}), (std::vector<Bucket>{{1, 3, 0, 2, 4}}));
 }
 
-TEST(Buckets, NoBucketsIsOneBucket) {
+TEST(Buckets, TreatsZeroBucketsAsOne) {
   EXPECT_EQ(split_by_size(tensors({1, 2}), {0}), (std::vector<Bucket>{{0, 1}}));
 }
 
-TEST(Buckets, FewerItemsThanBucketsLeavesEmptyOnes) {
+TEST(Buckets, HasEmptyBucketsIfThereAreFewerItems) {
   EXPECT_EQ(split_by_size(tensors({4}), {3}), (std::vector<Bucket>{{0}, {}, {}}));
   EXPECT_EQ(split_by_size({}, {2}), (std::vector<Bucket>{{}, {}}));
 }
 
-TEST(Buckets, EveryItemIsInExactlyOneBucket) {
+TEST(Buckets, ContainEveryItemExactlyOnce) {
   Random random(1);
   SCOPED_TRACE(random.seed_text());
   for (int round = 0; round < 200; ++round) {
@@ -107,7 +107,7 @@ TEST(Buckets, EveryItemIsInExactlyOneBucket) {
   }
 }
 
-TEST(Buckets, TheSameItemsAreSplitTheSameWayEveryTime) {
+TEST(Buckets, AreDeterministic) {
   Random random(2);
   SCOPED_TRACE(random.seed_text());
   for (int round = 0; round < 100; ++round) {
@@ -116,7 +116,7 @@ TEST(Buckets, TheSameItemsAreSplitTheSameWayEveryTime) {
   }
 }
 
-TEST(Buckets, TheFullestBucketIsWithinFourThirdsOfTheBestPossible) {
+TEST(Buckets, AreWithinFourThirdsOfTheOptimum) {
   Random random(3);
   SCOPED_TRACE(random.seed_text());
   for (int round = 0; round < 300; ++round) {
@@ -130,7 +130,7 @@ TEST(Buckets, TheFullestBucketIsWithinFourThirdsOfTheBestPossible) {
   }
 }
 
-TEST(Buckets, ManyTensorsLeaveNoBucketMoreThanOneTensorAboveTheMean) {
+TEST(Buckets, AreWithinOneTensorOfTheMean) {
   Random random(4);
   SCOPED_TRACE(random.seed_text());
   for (int round = 0; round < 100; ++round) {
@@ -145,7 +145,7 @@ TEST(Buckets, ManyTensorsLeaveNoBucketMoreThanOneTensorAboveTheMean) {
   }
 }
 
-TEST(Buckets, OneIsMadeForEachShareOfBytesThatBegins) {
+TEST(Buckets, HasOneBucketForEachStartedShareOfBytes) {
   const auto buckets_of = [](std::uint64_t bytes) {
     return split_by_size(tensors({bytes}), {.most = 3, .bytes_each = 100}).size();
   };
@@ -156,7 +156,7 @@ TEST(Buckets, OneIsMadeForEachShareOfBytesThatBegins) {
   EXPECT_EQ(buckets_of(~std::uint64_t{0}), 3);
 }
 
-TEST(SeparationHint, EachSideHasBucketsForItsOwnBytes) {
+TEST(SeparationHint, GivesEachSideBucketsForItsBytes) {
   const auto items = tensors({90, 80, 1});
   const std::vector<std::string> names{"model.a", "model.b", "optim.a"};
   const auto split = split_with_hint(items, names, {.most = 4, .bytes_each = 100}, "optim");
@@ -166,7 +166,7 @@ TEST(SeparationHint, EachSideHasBucketsForItsOwnBytes) {
   EXPECT_EQ(buckets, (std::vector<Bucket>{{0}, {1}, {2}}));
 }
 
-TEST(SeparationHint, HintedItemsGetTheirOwnHalfOfTheFiles) {
+TEST(SeparationHint, GivesHintedItemsHalfOfTheFiles) {
   const auto items = tensors({8, 7, 6, 5});
   const std::vector<std::string> names{"optim.a", "model.a", "optim.b", "model.b"};
   const auto split = split_with_hint(items, names, {4}, "optim");
@@ -181,7 +181,7 @@ TEST(SeparationHint, HintedItemsGetTheirOwnHalfOfTheFiles) {
   EXPECT_EQ(buckets, (std::vector<Bucket>{{1}, {3}, {0}, {2}}));
 }
 
-TEST(SeparationHint, AnOddFileIsNotUsed) {
+TEST(SeparationHint, LeavesAnOddFileUnused) {
   const auto items = tensors({1, 1});
   const std::vector<std::string> names{"model", "optim"};
   const auto split = split_with_hint(items, names, {5}, "optim");
@@ -189,7 +189,7 @@ TEST(SeparationHint, AnOddFileIsNotUsed) {
   EXPECT_EQ(split->size(), 4);
 }
 
-TEST(SeparationHint, OnlyTheBeginningOfANameCounts) {
+TEST(SeparationHint, MatchesOnlyTheBeginningOfAName) {
   const auto items = tensors({2, 1});
   const std::vector<std::string> names{"my.optim", "optim"};
   const auto split = split_with_hint(items, names, {2}, "optim");
@@ -210,7 +210,7 @@ TEST(SeparationHint, AnEmptyHintSeparatesNothing) {
   }
 }
 
-TEST(SeparationHint, OneFileIsRefusedWithAReason) {
+TEST(SeparationHint, RejectsASingleFileWithAReason) {
   const auto items = tensors({1});
   const std::vector<std::string> names{"a"};
   for (const std::size_t count : {0U, 1U}) {

@@ -33,7 +33,7 @@ std::vector<PooledCopy> copies_of(const std::vector<std::string>& payloads) {
   return copy_to_pool(context(), sources).value();
 }
 
-TEST(BulkCopy, GivesEachSourcesBytes) {
+TEST(BulkCopy, CopiesTheBytesOfEachSource) {
   Random random(1);
   SCOPED_TRACE(random.seed_text());
   std::vector<std::string> payloads;
@@ -54,7 +54,7 @@ TEST(BulkCopy, GathersStridedSources) {
   EXPECT_EQ(copied(copies->front(), 6), "adbecf");
 }
 
-TEST(BulkCopy, NeedsNoSourceAfterwards) {
+TEST(BulkCopy, IsIndependentOfItsSources) {
   std::string payload = "old";
   const Source source = host_source(payload);
   const auto copies = copy_to_pool(context(), {&source, 1});
@@ -81,17 +81,17 @@ TEST(BulkCopy, SmallCopiesShareMemory) {
   EXPECT_EQ(copies.front().memory->bytes().size(), 8192) << "no more than they need";
 }
 
-TEST(BulkCopy, GivesItsMemoryBackWithTheLastCopyOfIt) {
+TEST(BulkCopy, ReturnsMemoryToThePoolWithItsLastCopy) {
   context().chunks.trim(0);
   auto copies = copies_of({"one", "two"});
   PooledCopy last = copies.back();
   copies.clear();
-  EXPECT_EQ(context().chunks.kept_bytes(), 0);
+  EXPECT_EQ(context().chunks.idle_bytes(), 0);
   last = {};
-  EXPECT_EQ(context().chunks.kept_bytes(), 4096);
+  EXPECT_EQ(context().chunks.idle_bytes(), 4096);
 }
 
-TEST(BulkCopy, UsesTheMemoryOfTheOneBefore) {
+TEST(BulkCopy, ReusesTheMemoryOfAnEarlierBulkCopy) {
   context().chunks.trim(0);
   copies_of({"one", "two"});
   CallCounter counter;
@@ -100,7 +100,7 @@ TEST(BulkCopy, UsesTheMemoryOfTheOneBefore) {
   EXPECT_EQ(counter.calls("mmap"), 0);
 }
 
-TEST(BulkCopy, OfNoSourcesIsEmpty) {
+TEST(BulkCopy, WithoutSourcesIsEmpty) {
   CallCounter counter;
   ScopedFaultHook hook(counter);
   const auto copies = copy_to_pool(context(), {});
@@ -116,7 +116,7 @@ TEST(BulkCopy, NeverTouchesTheAddressOfAnEmptySource) {
   EXPECT_EQ(copies->size(), 3);
 }
 
-TEST(BulkCopy, WithoutMemoryIsAnError) {
+TEST(BulkCopy, FailsWithoutMemory) {
   context().chunks.trim(0);
   const std::string payload = "x";
   const Source source = host_source(payload);
@@ -126,7 +126,7 @@ TEST(BulkCopy, WithoutMemoryIsAnError) {
   EXPECT_TRUE(is_system_error(copies.error(), ENOMEM, "mmap", ""));
 }
 
-TEST(BulkCopy, FromManyThreadsAtOnceGivesEachItsOwn) {
+TEST(BulkCopy, ByManyThreadsAtOnceGivesEachItsOwnCopies) {
   std::vector<std::jthread> threads;
   for (int number = 0; number < 4; ++number) {
     threads.emplace_back([number] {
@@ -144,7 +144,7 @@ TEST(BulkCopy, FromManyThreadsAtOnceGivesEachItsOwn) {
   }
 }
 
-// Sources of more bytes than share one piece of memory, all of them parts of one payload.
+// Sources of more bytes than one chunk has, all of them parts of one payload.
 class LargeBulkCopy : public ::testing::Test {
  protected:
   static constexpr std::size_t kBytes = std::size_t{40} << 20;
@@ -161,7 +161,7 @@ class LargeBulkCopy : public ::testing::Test {
   std::vector<Source> sources_;
 };
 
-TEST_F(LargeBulkCopy, GivesEachSourcesBytes) {
+TEST_F(LargeBulkCopy, CopiesTheBytesOfEachSource) {
   const auto copies = copy_to_pool(context(), sources_);
   ASSERT_TRUE(ok(copies));
   for (std::size_t i = 0; i < sources_.size(); ++i) {
@@ -175,7 +175,7 @@ TEST_F(LargeBulkCopy, SharesNoMemory) {
   EXPECT_NE((*copies)[0].memory, (*copies)[1].memory);
 }
 
-TEST_F(LargeBulkCopy, ThatFailsGivesBackWhatItTook) {
+TEST_F(LargeBulkCopy, ReturnsItsMemoryIfItFails) {
   for (std::size_t n = 1; n <= 4; ++n) {
     CallCounter counter;
     const NthCallFails fault("mmap", n, ENOMEM);
@@ -186,7 +186,7 @@ TEST_F(LargeBulkCopy, ThatFailsGivesBackWhatItTook) {
     const auto copies = copy_to_pool(context(), sources_);
     ASSERT_FALSE(copies.has_value()) << n;
     EXPECT_TRUE(is_system_error(copies.error(), ENOMEM, "mmap", "")) << n;
-    EXPECT_EQ(context().chunks.kept_bytes(), (counter.calls("mmap") - 1) * kBytes) << n;
+    EXPECT_EQ(context().chunks.idle_bytes(), (counter.calls("mmap") - 1) * kBytes) << n;
     context().chunks.trim(0);
   }
 }

@@ -27,7 +27,7 @@ TEST(CheckedMath, ARangeWhoseEndOverflowsIsNotInside) {
   EXPECT_TRUE(inside(kMax - 1, 1, kMax));
 }
 
-TEST(CheckedMath, SumsAndProductsThatOverflowAreNothing) {
+TEST(CheckedMath, SumsAndProductsThatOverflowAreNullopt) {
   EXPECT_EQ(checked_add(kMax, 0), kMax);
   EXPECT_EQ(checked_add(kMax, 1), std::nullopt);
   EXPECT_EQ(checked_mul(kMax, 1), kMax);
@@ -35,7 +35,7 @@ TEST(CheckedMath, SumsAndProductsThatOverflowAreNothing) {
   EXPECT_EQ(checked_mul(kMax, 0), 0);
 }
 
-TEST(CheckedMath, AligningGoesToTheNextUnitAndLeavesMultiplesAlone) {
+TEST(CheckedMath, AligningRoundsUpAndKeepsMultiples) {
   EXPECT_EQ(align_down(4095, 4096), 0);
   EXPECT_EQ(align_down(4096, 4096), 4096);
   EXPECT_EQ(align_up(0, 4096), 0);

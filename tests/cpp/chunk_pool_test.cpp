@@ -27,25 +27,25 @@ std::unique_ptr<Chunk> take(ChunkPool& pool, std::size_t bytes) {
   return std::move(*chunk);
 }
 
-TEST(ChunkPool, GivesAChunkOfJustTheSizeAskedFor) {
+TEST(ChunkPool, ReturnsChunksOfExactlyTheRequestedSize) {
   ChunkPool pool;
   EXPECT_EQ(take(pool, 8192)->bytes().size(), 8192);
 }
 
-TEST(ChunkPool, GivesOutAgainWhatItGotBack) {
+TEST(ChunkPool, ReusesChunksThatWereGivenBack) {
   ChunkPool pool;
   auto chunk = take(pool, 8192);
   const std::byte* address = chunk->bytes().data();
   pool.give_back(std::move(chunk));
-  EXPECT_EQ(pool.kept_bytes(), 8192);
+  EXPECT_EQ(pool.idle_bytes(), 8192);
   test::CallCounter counter;
   os::ScopedFaultHook hook(counter);
   EXPECT_EQ(take(pool, 8192)->bytes().data(), address);
   EXPECT_EQ(counter.calls("mmap"), 0);
-  EXPECT_EQ(pool.kept_bytes(), 0);
+  EXPECT_EQ(pool.idle_bytes(), 0);
 }
 
-TEST(ChunkPool, GivesOneChunkToOneTaker) {
+TEST(ChunkPool, LendsAChunkToOneCallerAtATime) {
   ChunkPool pool;
   pool.give_back(take(pool, 4096));
   const auto first = take(pool, 4096);
@@ -53,31 +53,31 @@ TEST(ChunkPool, GivesOneChunkToOneTaker) {
   EXPECT_NE(first->bytes().data(), second->bytes().data());
 }
 
-TEST(ChunkPool, ChunksOfAnotherSizeMakeRoomForANewOne) {
+TEST(ChunkPool, FreesChunksOfAnotherSizeBeforeItAllocatesOne) {
   ChunkPool pool;
   auto first = take(pool, 8192);
   auto second = take(pool, 8192);
   pool.give_back(std::move(first));
   pool.give_back(std::move(second));
   const auto chunk = take(pool, 4096);
-  EXPECT_LE(pool.kept_bytes() + chunk->bytes().size(), 2 * 8192)
+  EXPECT_LE(pool.idle_bytes() + chunk->bytes().size(), 2 * 8192)
       << "taking from the pool made the process larger";
 }
 
-TEST(ChunkPool, TrimmingFreesUntilTheLimitHolds) {
+TEST(ChunkPool, TrimFreesChunksDownToTheLimit) {
   ChunkPool pool;
   std::vector<std::unique_ptr<Chunk>> chunks;
   for (int i = 0; i < 5; ++i) chunks.push_back(take(pool, 4096));
   for (auto& chunk : chunks) pool.give_back(std::move(chunk));
   pool.trim(5 * 4096);
-  EXPECT_EQ(pool.kept_bytes(), 5 * 4096);
+  EXPECT_EQ(pool.idle_bytes(), 5 * 4096);
   pool.trim(3 * 4096 - 1);
-  EXPECT_EQ(pool.kept_bytes(), 2 * 4096);
+  EXPECT_EQ(pool.idle_bytes(), 2 * 4096);
   pool.trim(0);
-  EXPECT_EQ(pool.kept_bytes(), 0);
+  EXPECT_EQ(pool.idle_bytes(), 0);
 }
 
-TEST(ChunkPool, MemoryThatIsNotToBeHadIsAnError) {
+TEST(ChunkPool, FailsWithoutMemory) {
   ChunkPool pool;
   os::ScopedFaultHook hook(test::NthCallFails("mmap", 1, ENOMEM));
   const auto chunk = pool.take(4096);
@@ -85,7 +85,7 @@ TEST(ChunkPool, MemoryThatIsNotToBeHadIsAnError) {
   EXPECT_TRUE(test::is_system_error(chunk.error(), ENOMEM, "mmap", ""));
 }
 
-TEST(ChunkPool, IsSharedByManyThreads) {
+TEST(ChunkPool, CanBeSharedByManyThreads) {
   ChunkPool pool;
   std::vector<std::thread> threads;
   for (int number = 0; number < 4; ++number) {
@@ -101,7 +101,7 @@ TEST(ChunkPool, IsSharedByManyThreads) {
     });
   }
   for (std::thread& thread : threads) thread.join();
-  EXPECT_LE(pool.kept_bytes(), 2 * 4096);
+  EXPECT_LE(pool.idle_bytes(), 2 * 4096);
 }
 
 TEST(Chunk, IsPinnedOnceAndUnpinnedWithItsMemory) {
@@ -154,21 +154,21 @@ TEST(ChunkArena, IsPinnedOnceForAllItsChunks) {
   EXPECT_EQ(chunks[2]->bytes().data(), chunks[0]->bytes().data() + 2 * 4096);
 }
 
-TEST(ChunkArena, IsFreedOnceAllItsChunksAreKept) {
+TEST(ChunkArena, IsFreedOnceAllItsChunksAreIdle) {
   FakeDevice device;
   ChunkPool pool;
   auto chunks = take_arena(pool, 3);
   pool.give_back(std::move(chunks[0]));
   pool.give_back(std::move(chunks[1]));
   pool.trim(0);
-  EXPECT_EQ(pool.kept_bytes(), 2 * 4096) << "memory in use was taken for free";
+  EXPECT_EQ(pool.idle_bytes(), 2 * 4096) << "memory in use was taken for free";
   pool.give_back(std::move(chunks[2]));
   pool.trim(0);
-  EXPECT_EQ(pool.kept_bytes(), 0);
+  EXPECT_EQ(pool.idle_bytes(), 0);
   EXPECT_EQ(device.pinned_now(), 0);
 }
 
-TEST(ChunkArena, IsTrimmedToNoMoreThanTheLimit) {
+TEST(ChunkArena, IsTrimmedToAtMostTheLimit) {
   FakeDevice device;
   ChunkPool pool;
   for (const std::size_t count : {2, 3, 1}) {
@@ -176,12 +176,12 @@ TEST(ChunkArena, IsTrimmedToNoMoreThanTheLimit) {
   }
   for (std::size_t most = 6; most-- > 0;) {
     pool.trim_to_budget(most * 4096);
-    EXPECT_LE(pool.kept_bytes(), most * 4096);
+    EXPECT_LE(pool.idle_bytes(), most * 4096);
   }
   EXPECT_EQ(device.pinned_now(), 0);
 }
 
-TEST(ChunkArena, ThatIsDiscardedIsFreedWithItsLastChunk) {
+TEST(ChunkArena, IsFreedWhenItsLastChunkIsDiscarded) {
   FakeDevice device;
   ChunkPool pool;
   for (auto& chunk : take_arena(pool, 3)) {
@@ -189,27 +189,27 @@ TEST(ChunkArena, ThatIsDiscardedIsFreedWithItsLastChunk) {
     pool.discard(std::move(chunk));
   }
   EXPECT_EQ(device.pinned_now(), 0);
-  EXPECT_EQ(pool.kept_bytes(), 0);
+  EXPECT_EQ(pool.idle_bytes(), 0);
 }
 
-TEST(ChunkArena, MakesRoomForChunksOfAnotherSize) {
+TEST(ChunkArena, IsFreedForChunksOfAnotherSize) {
   FakeDevice device;
   ChunkPool pool;
   for (auto& chunk : take_arena(pool, 4)) pool.give_back(std::move(chunk));
   const auto chunk = take(pool, 8192);
-  EXPECT_EQ(pool.kept_bytes(), 0);
+  EXPECT_EQ(pool.idle_bytes(), 0);
 }
 
-TEST(ChunkArena, ThatCannotBePinnedLeavesNothing) {
+TEST(ChunkArena, IsFreedIfItCannotBePinned) {
   FakeDevice device;
   ChunkPool pool;
   device.fail_pins(system_error(ENOMEM, "cudaHostRegister", ""));
   EXPECT_FALSE(pool.take_arena(4096, 3, 0).has_value());
-  EXPECT_EQ(pool.kept_bytes(), 0);
+  EXPECT_EQ(pool.idle_bytes(), 0);
   device.fail_pins({});
 }
 
-TEST(Chunk, InAForkedChildIsNotUnpinned) {
+TEST(Chunk, IsNotUnpinnedByAForkedChild) {
   FakeDevice device;
   auto chunk = Chunk::allocate(4096);
   ASSERT_TRUE(ok(chunk));
@@ -231,7 +231,7 @@ TEST(Chunk, IsNotPinnedWithoutADevice) {
   EXPECT_TRUE(ok((*chunk)->pin(0)));
 }
 
-TEST(Chunk, ThatCannotBePinnedSaysWhyAndIsNotUnpinned) {
+TEST(Chunk, ReportsWhyItCannotBePinnedAndIsNotUnpinned) {
   FakeDevice device;
   device.fail_pins(system_error(ENOMEM, "cudaHostRegister", ""));
   auto chunk = Chunk::allocate(4096);

@@ -12,9 +12,9 @@
 namespace torch_ckpt::engine {
 namespace {
 
-TEST(Context, OfTheProcessIsOne) { EXPECT_EQ(&Context::process(), &Context::process()); }
+TEST(Context, IsTheSameForTheWholeProcess) { EXPECT_EQ(&Context::process(), &Context::process()); }
 
-TEST(Context, OfASessionIsTheOneThatItWasGiven) {
+TEST(Context, PassedToASessionIsTheOnlyOneThatItUses) {
   Context own;
   Context& others = Context::process();
   others.executor.join();
@@ -30,8 +30,8 @@ TEST(Context, OfASessionIsTheOneThatItWasGiven) {
   }
   own.executor.join();
   files.expect_on_disk();
-  EXPECT_GT(own.chunks.kept_bytes(), 0U);
-  EXPECT_EQ(others.chunks.kept_bytes(), 0U);
+  EXPECT_GT(own.chunks.idle_bytes(), 0U);
+  EXPECT_EQ(others.chunks.idle_bytes(), 0U);
 }
 
 }  // namespace

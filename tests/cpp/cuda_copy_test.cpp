@@ -1,4 +1,4 @@
-// csrc/staging/cuda_copy.cpp above a stand-in for the CUDA runtime.
+// Tests csrc/staging/cuda_copy.cpp with a fake CUDA runtime.
 
 #include <gtest/gtest.h>
 #include <sys/wait.h>
@@ -32,7 +32,7 @@ class CudaCopy : public ::testing::Test {
     EXPECT_TRUE(ok(made));
     return *made;
   }
-  /// Copies of `count` runs of the source to room_, in one submission.
+  /// Copies `count` runs of the source to room_, in one submission.
   Result<> submit(DeviceCopier& copier, std::size_t count = 1, int device = 0) {
     source_.address = reinterpret_cast<const std::byte*>(text_.data());
     source_.bytes = text_.size();
@@ -56,7 +56,7 @@ class CudaCopy : public ::testing::Test {
 
 // --- ready events ------------------------------------------------------------------------------
 
-TEST_F(CudaCopy, AStreamThatCouldNotWaitForAReadyEventIsReplaced) {
+TEST_F(CudaCopy, ReplacesAStreamThatCouldNotWaitForAReadyEvent) {
   ready_ = {{0, event(1)}, {1, event(2)}, {0, event(3)}};
   const auto copier = this->copier();
   cuda_.fail("cudaStreamWaitEvent", cudaErrorMemoryAllocation, 2);
@@ -68,7 +68,7 @@ TEST_F(CudaCopy, AStreamThatCouldNotWaitForAReadyEventIsReplaced) {
 
 // --- errors ------------------------------------------------------------------------------------
 
-TEST_F(CudaCopy, AnEarlierErrorOfTheCallerIsNeitherClearedNorReturned) {
+TEST_F(CudaCopy, NeitherClearsNorReturnsAnEarlierErrorOfTheCaller) {
   std::string memory(16, '?');
   const auto bytes = std::as_writable_bytes(std::span(memory));
   cuda_.set_last_error(kOfTheCaller);
@@ -83,7 +83,7 @@ TEST_F(CudaCopy, AnEarlierErrorOfTheCallerIsNeitherClearedNorReturned) {
   EXPECT_EQ(cuda_.last_error(), kOfTheCaller);
 }
 
-TEST_F(CudaCopy, AnErrorOfItsOwnIsReturnedAndNotLeftForTheCaller) {
+TEST_F(CudaCopy, ReturnsItsOwnErrorAndClearsItForTheCaller) {
   const auto copier = this->copier();
   cuda_.fail("cudaMemcpyAsync", cudaErrorInvalidValue);
   const auto copied = submit(*copier);
@@ -91,7 +91,7 @@ TEST_F(CudaCopy, AnErrorOfItsOwnIsReturnedAndNotLeftForTheCaller) {
   EXPECT_EQ(cuda_.last_error(), cudaSuccess);
 }
 
-TEST_F(CudaCopy, ACopyThatHasNotArrivedIsNotAnErrorForTheCaller) {
+TEST_F(CudaCopy, LeavesNoErrorToTheCallerWhileACopyIsInFlight) {
   const auto copier = this->copier();
   ASSERT_TRUE(ok(submit(*copier)));
   cuda_.fail("cudaEventQuery", cudaErrorNotReady);
@@ -101,7 +101,7 @@ TEST_F(CudaCopy, ACopyThatHasNotArrivedIsNotAnErrorForTheCaller) {
 
 // --- events ------------------------------------------------------------------------------------
 
-TEST_F(CudaCopy, EventsAreAsManyAsSubmissionsInFlight) {
+TEST_F(CudaCopy, HasAsManyEventsAsSubmissionsInFlight) {
   auto copier = this->copier();
   for (int i = 0; i < 3; ++i) ASSERT_TRUE(ok(submit(*copier)));
   for (int i = 0; i < 50; ++i) {
@@ -113,8 +113,8 @@ TEST_F(CudaCopy, EventsAreAsManyAsSubmissionsInFlight) {
   EXPECT_EQ(cuda_.events(), 0);
 }
 
-TEST_F(CudaCopy, AStreamWaitsForTheLastSubmissionWhicheverHasArrived) {
-  void* const stream = event(std::uintptr_t{1} << 40);  // the last one of the map
+TEST_F(CudaCopy, MakesAStreamWaitForTheLastSubmissionEvenIfItHasArrived) {
+  void* const stream = event(std::uintptr_t{1} << 40);  // the last device of the map
   for (int arrived = 0; arrived <= 5; ++arrived) {
     const auto copier = this->copier();
     for (int i = 0; i < 3; ++i) ASSERT_TRUE(ok(submit(*copier)));
@@ -126,7 +126,7 @@ TEST_F(CudaCopy, AStreamWaitsForTheLastSubmissionWhicheverHasArrived) {
   }
 }
 
-TEST_F(CudaCopy, AnEventThatCannotBeRecordedIsUsedAgain) {
+TEST_F(CudaCopy, ReusesAnEventThatCouldNotBeRecorded) {
   const auto copier = this->copier();
   cuda_.fail("cudaEventRecord", cudaErrorInvalidValue);
   ASSERT_FALSE(submit(*copier).has_value());
@@ -136,7 +136,7 @@ TEST_F(CudaCopy, AnEventThatCannotBeRecordedIsUsedAgain) {
 
 // --- batches -----------------------------------------------------------------------------------
 
-TEST_F(CudaCopy, ARefusedBatchIsCopiedOneByOneWithAWarningThatNamesTheError) {
+TEST_F(CudaCopy, CopiesARejectedBatchOneByOneAndWarnsWithTheError) {
   const auto copier = this->copier();
   cuda_.fail("cudaMemcpyBatchAsync", cudaErrorNotSupported);
   ASSERT_TRUE(ok(submit(*copier, 4)));
@@ -146,7 +146,7 @@ TEST_F(CudaCopy, ARefusedBatchIsCopiedOneByOneWithAWarningThatNamesTheError) {
   EXPECT_NE(warnings_[0].second.find("device 0"), std::string::npos);
 }
 
-TEST_F(CudaCopy, ARefusedBatchCountsForItsDeviceAndItsCopier) {
+TEST_F(CudaCopy, TriesBatchesAgainOnAnotherDeviceOrWithAnotherCopier) {
   const auto copier = this->copier();
   cuda_.fail("cudaMemcpyBatchAsync", cudaErrorNotSupported);
   ASSERT_TRUE(ok(submit(*copier, 4, 0)));
@@ -158,7 +158,7 @@ TEST_F(CudaCopy, ARefusedBatchCountsForItsDeviceAndItsCopier) {
   EXPECT_EQ(cuda_.calls("cudaMemcpyBatchAsync"), 3) << "another copier";
 }
 
-TEST_F(CudaCopy, BatchesThatTheUserTurnsOffAreNotTried) {
+TEST_F(CudaCopy, SubmitsNoBatchesIfTheUserDisablesThem) {
   ::setenv("TORCH_CKPT_CUDA_BATCHES", "0", 1);
   EXPECT_TRUE(ok(submit(*copier(), 4)));
   ::unsetenv("TORCH_CKPT_CUDA_BATCHES");
@@ -169,7 +169,7 @@ TEST_F(CudaCopy, BatchesThatTheUserTurnsOffAreNotTried) {
 
 // --- forks -------------------------------------------------------------------------------------
 
-TEST_F(CudaCopy, AForkedChildThatDropsACopierCallsNothingOfCuda) {
+TEST_F(CudaCopy, CallsNoCudaFunctionWhenAForkedChildDropsACopier) {
   auto copier = this->copier();
   ASSERT_TRUE(ok(submit(*copier)));
   const std::size_t before = cuda_.calls();

@@ -34,7 +34,7 @@ using Steps = std::vector<std::int64_t>;
 
 constexpr std::size_t kPage = 4096;
 
-/// Every other item of two bytes, side by side in the target.
+/// Every other item of two bytes, contiguous in the target.
 Region every_other(std::uint64_t count, std::uint64_t first = 0) {
   return *Region::of_box(Dims{count, 2}, {}, Dims{0, first}, Dims{count, 1}, Steps{1, 1}, 2, 2);
 }
@@ -58,7 +58,7 @@ ScratchLayout layout_of(const Region& region, const Target& target, std::size_t 
   return lay_out_scratch(regions, targets, chunk_bytes, most_bytes);
 }
 
-TEST(ScratchLayout, ForTheHostIsOneChunkThatIsReadInto) {
+TEST(ScratchLayout, HasOneChunkToReadIntoForTheHost) {
   const auto layout = layout_of(Region::of_bytes(0, 10), {}, 10 * kPage, 100 * kPage);
   EXPECT_EQ(layout.chunks, 1);
   EXPECT_EQ(layout.chunk_bytes, 10 * kPage);
@@ -66,12 +66,12 @@ TEST(ScratchLayout, ForTheHostIsOneChunkThatIsReadInto) {
   EXPECT_EQ(layout.device, staging::Source::kHost);
 }
 
-TEST(ScratchLayout, StaysWithinTheMostAllowedInWholePages) {
+TEST(ScratchLayout, StaysWithinTheLimitInFullPages) {
   const auto layout = layout_of(Region::of_bytes(0, 10), {}, 10 * kPage, 3 * kPage + 4095);
   EXPECT_EQ(layout.bytes(), 3 * kPage);
 }
 
-TEST(ScratchLayout, ForADeviceIsTwoChunks) {
+TEST(ScratchLayout, HasTwoChunksForADevice) {
   const auto layout = layout_of(Region::of_bytes(0, 10), {nullptr, 3, {}}, 10 * kPage, 100 * kPage);
   EXPECT_EQ(layout.chunks, 2);
   EXPECT_EQ(layout.bytes(), 20 * kPage);
@@ -79,19 +79,19 @@ TEST(ScratchLayout, ForADeviceIsTwoChunks) {
   EXPECT_EQ(layout.device, 3);
 }
 
-TEST(ScratchLayout, LeavesRoomForWhatIsPackedForADevice) {
+TEST(ScratchLayout, HasSpaceForPackedElementsForADevice) {
   EXPECT_EQ(layout_of(every_other(9), {nullptr, 0, {}}, 10 * kPage, 100 * kPage).read_bytes,
             5 * kPage);
   EXPECT_EQ(layout_of(wide(9), {nullptr, 0, widen}, 10 * kPage, 100 * kPage).read_bytes, 3 * kPage);
 }
 
-TEST(ScratchLayout, LeavesNoneForWhatIsConvertedOnTheHost) {
+TEST(ScratchLayout, HasNoSpaceForPackedElementsForTheHost) {
   EXPECT_EQ(layout_of(wide(9), {nullptr, staging::Source::kHost, widen}, 10 * kPage, 100 * kPage)
                 .read_bytes,
             10 * kPage);
 }
 
-TEST(ScratchLayout, TakesTheMostThatAnyOfTheRegionsNeeds) {
+TEST(ScratchLayout, HasTheLargestPackingSpaceOfAnyRegion) {
   const Region dense = Region::of_bytes(0, 10);
   const Region converted = wide(9);
   const Target host;
@@ -103,7 +103,7 @@ TEST(ScratchLayout, TakesTheMostThatAnyOfTheRegionsNeeds) {
   EXPECT_EQ(layout.read_bytes, 3 * kPage);
 }
 
-TEST(ScratchLayout, IsNothingWhereThereIsNotEnough) {
+TEST(ScratchLayout, IsEmptyIfTheLimitIsTooLow) {
   const Region bytes = Region::of_bytes(0, 10);
   EXPECT_EQ(layout_of(bytes, {}, kPage, kPage).chunk_bytes, kPage);
   EXPECT_EQ(layout_of(bytes, {}, kPage, kPage - 1).chunk_bytes, 0);
@@ -114,7 +114,7 @@ TEST(ScratchLayout, IsNothingWhereThereIsNotEnough) {
   EXPECT_EQ(layout_of(every_other(9), {nullptr, 0, {}}, 2 * kPage, 4 * kPage).read_bytes, kPage);
 }
 
-TEST(ScratchLayout, OfNothingIsOneForTheHost) {
+TEST(ScratchLayout, WithoutRegionsIsForTheHost) {
   const auto layout = lay_out_scratch({}, {}, 2 * kPage, 2 * kPage);
   EXPECT_EQ(layout.chunk_bytes, 2 * kPage);
   EXPECT_EQ(layout.chunks, 1);
@@ -132,7 +132,7 @@ std::unique_ptr<Scratch> make_scratch(const ScratchLayout& layout) {
 
 Target to(std::string& memory) { return {reinterpret_cast<std::byte*>(memory.data()), -1, {}}; }
 
-TEST(Scratch, HasRoomForWholeBlocksAroundEachStep) {
+TEST(Scratch, HasRoomForFullBlocksAroundEachStep) {
   for (const std::size_t pages : {1, 2, 3, 10}) {
     const auto scratch = make_scratch({pages * kPage, pages * kPage, 1, -1});
     const auto room = scratch->next_buffer();
@@ -144,17 +144,17 @@ TEST(Scratch, HasRoomForWholeBlocksAroundEachStep) {
   }
 }
 
-TEST(Scratch, GivesItsMemoryBackToThePool) {
+TEST(Scratch, ReturnsItsMemoryToThePool) {
   context().chunks.trim(0);
   make_scratch({3 * kPage, 3 * kPage, 2, -1}).reset();
-  EXPECT_EQ(context().chunks.kept_bytes(), 6 * kPage);
+  EXPECT_EQ(context().chunks.idle_bytes(), 6 * kPage);
 }
 
-TEST(Scratch, BringsToTheHostWhatOfARegionLiesInTheBytes) {
+TEST(Scratch, DeliversToTheHostThePartOfARegionThatLiesInTheBytes) {
   const std::string payload = Random(1).bytes(100);
   std::string out(50, '?');
   const auto scratch = make_scratch({kPage, kPage, 1, -1});
-  // Of [20, 70) the first 40 bytes, by way of what begins at 10.
+  // The first 40 bytes of [20, 70), from bytes that begin at 10.
   const auto delivered =
       scratch->deliver(Region::of_bytes(20, 50), to(out), 10, bytes_of(payload).subspan(10, 50));
   ASSERT_TRUE(ok(delivered));
@@ -162,7 +162,7 @@ TEST(Scratch, BringsToTheHostWhatOfARegionLiesInTheBytes) {
   EXPECT_EQ(out, payload.substr(20, 40) + std::string(10, '?'));
 }
 
-TEST(Scratch, BringsNothingWhereNothingIsWanted) {
+TEST(Scratch, DeliversNothingIfNoBytesAreWanted) {
   std::string out(50, '?');
   const auto scratch = make_scratch({kPage, kPage, 1, -1});
   const auto delivered =
@@ -172,7 +172,7 @@ TEST(Scratch, BringsNothingWhereNothingIsWanted) {
   EXPECT_EQ(out, std::string(50, '?'));
 }
 
-TEST(Scratch, ConvertsAndSpreadsOnItsWayToTheHost) {
+TEST(Scratch, ConvertsAndScattersElementsForTheHost) {
   const std::string payload = Random(2).bytes(40);
   std::string out(100, '?');
   const Region region =
@@ -190,7 +190,7 @@ TEST(Scratch, ConvertsAndSpreadsOnItsWayToTheHost) {
   EXPECT_EQ(out, expected);
 }
 
-TEST(Scratch, ToTheHostOnlyUsesNoDevice) {
+TEST(Scratch, UsesNoDeviceForTargetsOnTheHost) {
   FakeDevice device;
   std::string out(5, '?');
   const auto scratch = make_scratch({kPage, kPage, 1, -1});
@@ -205,7 +205,7 @@ TEST(Scratch, ToTheHostOnlyUsesNoDevice) {
 
 class ScratchToDevice : public ::testing::Test {
  protected:
-  /// Reads, as it were, `text` into the next chunk.
+  /// Places `text` into the next chunk, as a read would.
   std::span<const std::byte> read(Scratch& scratch, std::string_view text) {
     auto room = scratch.next_buffer();
     EXPECT_TRUE(ok(room));
@@ -221,7 +221,7 @@ class ScratchToDevice : public ::testing::Test {
   const ScratchLayout packed_{2 * kPage, kPage, 2, 0};
 };
 
-TEST_F(ScratchToDevice, CopiesDenseBytesFromWhereTheyWereRead) {
+TEST_F(ScratchToDevice, CopiesContiguousBytesWithoutPackingThem) {
   const auto scratch = make_scratch(dense_);
   const std::string payload = random_.bytes(3000);
   const Target out = target(2000);
@@ -240,7 +240,7 @@ TEST_F(ScratchToDevice, CopiesDenseBytesFromWhereTheyWereRead) {
   EXPECT_EQ(device_.contents(out.address), payload.substr(500, 2000));
 }
 
-TEST_F(ScratchToDevice, GoesOnInTheTargetWhereTheLastBytesEnded) {
+TEST_F(ScratchToDevice, ContinuesInTheTargetAfterTheLastBytes) {
   const std::string payload = random_.bytes(5 * kPage);
   const Target out = target(4 * kPage);
   {
@@ -254,7 +254,7 @@ TEST_F(ScratchToDevice, GoesOnInTheTargetWhereTheLastBytesEnded) {
   EXPECT_TRUE(device_.contents(out.address) == payload.substr(100, 4 * kPage));
 }
 
-TEST_F(ScratchToDevice, PacksElementsThatLieApart) {
+TEST_F(ScratchToDevice, PacksElementsWithGapsBetweenThem) {
   const auto scratch = make_scratch(packed_);
   const std::string payload = random_.bytes(kPage);
   const Target out = target(kPage / 2);
@@ -278,7 +278,7 @@ TEST_F(ScratchToDevice, ConvertsOnTheHost) {
   EXPECT_TRUE(device_.contents(out.address) == widened(payload));
 }
 
-TEST_F(ScratchToDevice, SubmitsAllThatWasDeliveredAtOnce) {
+TEST_F(ScratchToDevice, SubmitsAllDeliveredCopiesAtOnce) {
   const auto scratch = make_scratch(packed_);
   const std::string payload = random_.bytes(kPage);
   const Target dense = target(kPage);
@@ -293,14 +293,14 @@ TEST_F(ScratchToDevice, SubmitsAllThatWasDeliveredAtOnce) {
   EXPECT_TRUE(device_.contents(packed.address) == every_other_of(payload));
 }
 
-TEST_F(ScratchToDevice, RegionsThatWantTheSameBytesTakeTurnsWithTheRoomForWhatIsPacked) {
+TEST_F(ScratchToDevice, ReusesThePackingSpaceForSeveralRegionsOfTheSameBytes) {
   const auto scratch = make_scratch(packed_);
   const std::string payload = random_.bytes(2 * kPage);
   std::vector<Target> targets;
   for (int i = 0; i < 10; ++i) targets.push_back(target(kPage));
-  // Two of them have room at once, and the two that follow want other bytes.
+  // Two regions fit into the packing space at once; the next two want other bytes.
   const auto first = [](std::size_t i) { return i / 2 % 2; };
-  // By both chunks, so that the second is used while copies from the first are under way.
+  // Uses both chunks: the second is filled while copies from the first are in flight.
   for (std::size_t at = 0; at < payload.size(); at += kPage) {
     const auto bytes = read(*scratch, payload.substr(at, kPage));
     for (std::size_t i = 0; i < targets.size(); ++i) {
@@ -314,7 +314,7 @@ TEST_F(ScratchToDevice, RegionsThatWantTheSameBytesTakeTurnsWithTheRoomForWhatIs
   }
 }
 
-TEST_F(ScratchToDevice, WaitsForTheCopiesOfAChunkAndNotOfTheOtherBeforeItIsUsedAgain) {
+TEST_F(ScratchToDevice, WaitsOnlyForTheCopiesOfTheChunkThatIsReused) {
   const auto scratch = make_scratch(dense_);
   const Target out = target(4);
   const Region region = Region::of_bytes(0, 4);
@@ -334,7 +334,7 @@ TEST_F(ScratchToDevice, WaitsForTheCopiesOfAChunkAndNotOfTheOtherBeforeItIsUsedA
   EXPECT_EQ(device_.contents(out.address), "abc?");
 }
 
-TEST_F(ScratchToDevice, NothingIsUnderWayOnceItIsGone) {
+TEST_F(ScratchToDevice, WaitsForAllCopiesWhenItIsDestroyed) {
   const Target out = target(5);
   auto scratch = make_scratch(dense_);
   ASSERT_TRUE(ok(scratch->deliver(Region::of_bytes(0, 5), out, 0, read(*scratch, "hello"))));
@@ -343,7 +343,7 @@ TEST_F(ScratchToDevice, NothingIsUnderWayOnceItIsGone) {
   EXPECT_EQ(device_.contents(out.address), "hello");
 }
 
-TEST_F(ScratchToDevice, WhatWasDeliveredAndNotSubmittedIsNotCopied) {
+TEST_F(ScratchToDevice, DoesNotCopyBytesThatWereNotSubmitted) {
   const Target out = target(5);
   auto scratch = make_scratch(dense_);
   ASSERT_TRUE(ok(scratch->deliver(Region::of_bytes(0, 5), out, 0, read(*scratch, "hello"))));
@@ -357,7 +357,7 @@ TEST_F(ScratchToDevice, PinsItsChunksForTheDevice) {
   EXPECT_EQ(device_.pinned_now(), 2);
 }
 
-TEST_F(ScratchToDevice, ChunksThatCannotBePinnedAreUsedAsTheyAre) {
+TEST_F(ScratchToDevice, UsesChunksThatCannotBePinned) {
   context().chunks.trim(0);
   device_.fail_pins(system_error(ENOMEM, "pin", ""));
   const auto scratch = make_scratch(dense_);
@@ -365,7 +365,7 @@ TEST_F(ScratchToDevice, ChunksThatCannotBePinnedAreUsedAsTheyAre) {
   device_.fail_pins({});
 }
 
-TEST_F(ScratchToDevice, AnErrorOfASubmissionIsGivenAndNothingOfItIsWaitedFor) {
+TEST_F(ScratchToDevice, ReturnsTheErrorOfASubmissionAndDoesNotWaitForIt) {
   const Target out = target(10);
   const Region region = Region::of_bytes(0, 10);
   const auto scratch = make_scratch(dense_);
@@ -378,7 +378,7 @@ TEST_F(ScratchToDevice, AnErrorOfASubmissionIsGivenAndNothingOfItIsWaitedFor) {
   EXPECT_EQ(device_.contents(out.address), "hello?????");
 }
 
-TEST_F(ScratchToDevice, AnErrorOfASubmissionThatMakesRoomIsGivenToo) {
+TEST_F(ScratchToDevice, ReturnsTheErrorOfASubmissionThatFreesPackingSpace) {
   const Target out = target(kPage);
   const auto scratch = make_scratch(packed_);
   device_.on_write([](const HostRun&) -> Result<> { return system_error(EIO, "copy", ""); });
@@ -390,7 +390,7 @@ TEST_F(ScratchToDevice, AnErrorOfASubmissionThatMakesRoomIsGivenToo) {
   EXPECT_TRUE(fails(delivered, Errc::system));
 }
 
-TEST_F(ScratchToDevice, AnErrorOfACopyIsGivenToWhoeverWaitsForIt) {
+TEST_F(ScratchToDevice, ReturnsTheErrorOfACopyWhenItIsWaitedFor) {
   const Target out = target(5);
   const Region region = Region::of_bytes(0, 5);
   const auto scratch = make_scratch(dense_);
@@ -402,7 +402,7 @@ TEST_F(ScratchToDevice, AnErrorOfACopyIsGivenToWhoeverWaitsForIt) {
   EXPECT_TRUE(ok(scratch->wait_all())) << "nothing is left to be waited for";
 }
 
-TEST_F(ScratchToDevice, AnErrorOfACopyIsGivenByTheEndAtTheLatest) {
+TEST_F(ScratchToDevice, ReturnsTheErrorOfACopyFromWaitAllAtTheLatest) {
   const Target out = target(5);
   const auto scratch = make_scratch(dense_);
   ASSERT_TRUE(ok(scratch->deliver(Region::of_bytes(0, 5), out, 0, read(*scratch, "hello"))));
@@ -411,7 +411,7 @@ TEST_F(ScratchToDevice, AnErrorOfACopyIsGivenByTheEndAtTheLatest) {
   EXPECT_TRUE(fails(scratch->wait_all(), Errc::system));
 }
 
-TEST_F(ScratchToDevice, TheHostIsServedBesideTheDevice) {
+TEST_F(ScratchToDevice, DeliversToHostAndDeviceInOneLoad) {
   std::string host(5, '?');
   const Target out = target(5);
   const Region region = Region::of_bytes(0, 5);
@@ -425,7 +425,7 @@ TEST_F(ScratchToDevice, TheHostIsServedBesideTheDevice) {
   EXPECT_EQ(device_.contents(out.address), "hello");
 }
 
-TEST(Scratch, WithoutSupportForDevicesSaysSo) {
+TEST(Scratch, FailsForATargetOnADeviceWithoutDeviceSupport) {
   test::NoDevice none;
   const auto scratch = make_scratch({kPage, kPage, 2, 0});
   auto room = scratch->next_buffer();
@@ -434,7 +434,7 @@ TEST(Scratch, WithoutSupportForDevicesSaysSo) {
   EXPECT_TRUE(fails(scratch->submit(), Errc::invalid_argument));
 }
 
-TEST_F(ScratchToDevice, AnyStepsOfAnyRegionsArriveAsTheyLie) {
+TEST_F(ScratchToDevice, DeliversAnyRegionsInAnySteps) {
   SCOPED_TRACE(random_.seed_text());
   for (int round = 0; round < 60; ++round) {
     SCOPED_TRACE("round " + std::to_string(round));

@@ -15,12 +15,12 @@ namespace {
 
 using test::ok;
 
-TEST(DeviceCopy, WithoutADeviceThereIsNoSupport) {
+TEST(DeviceCopy, HasNoSupportWithoutADevice) {
   test::NoDevice none;
   EXPECT_EQ(device_support(), nullptr);
 }
 
-TEST(DeviceCopy, TheRegisteredSupportIsUsed) {
+TEST(DeviceCopy, UsesTheRegisteredSupport) {
   test::FakeDevice device;
   const Source source = device.upload("0123456789");
   ASSERT_NE(device_support(), nullptr);
@@ -33,8 +33,8 @@ TEST(DeviceCopy, TheRegisteredSupportIsUsed) {
   EXPECT_EQ(device.copiers(), 1);
 }
 
-// The copies that other tests rely on to show what is written too early.
-TEST(DeviceCopy, BytesForADeviceAreThoseThatLieOnTheHostWhenTheyAreWaitedFor) {
+// Other tests rely on this behaviour of the fake device to detect memory that is reused too early.
+TEST(DeviceCopy, ReadsHostMemoryAsLateAsTheWait) {
   test::FakeDevice device;
   auto chunk = Chunk::allocate(4096);
   ASSERT_TRUE(ok(chunk));
@@ -51,7 +51,7 @@ TEST(DeviceCopy, BytesForADeviceAreThoseThatLieOnTheHostWhenTheyAreWaitedFor) {
   EXPECT_EQ(device.contents(out), "?xyz?");
 }
 
-TEST(DeviceCopy, MemoryThatIsNotPinnedIsNoticed) {
+TEST(DeviceCopy, DetectsMemoryThatIsNotPinned) {
   test::FakeDevice device;
   const std::string text = "abc";
   const HostRun run{test::bytes_of(text), device.allocate(3), 0};
@@ -59,7 +59,7 @@ TEST(DeviceCopy, MemoryThatIsNotPinnedIsNoticed) {
   EXPECT_NONFATAL_FAILURE(static_cast<void>(copier->submit_to_device({&run, 1})), "not pinned");
 }
 
-TEST(DeviceCopy, WhatLiesOutsideOfTheAllocationIsNoticed) {
+TEST(DeviceCopy, DetectsCopiesOutsideTheAllocation) {
   test::FakeDevice device;
   auto chunk = Chunk::allocate(4096);
   ASSERT_TRUE(ok(chunk));

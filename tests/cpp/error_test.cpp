@@ -16,12 +16,12 @@ TEST(Error, MessageOfASystemErrorHasOperationPathOffsetAndReason) {
             "pwrite /ckpt/__0_1.distcp at byte 8388608: No space left on device");
 }
 
-TEST(Error, MessageLeavesOutWhatIsNotKnown) {
+TEST(Error, MessageOmitsUnknownParts) {
   EXPECT_EQ(system_error(EACCES, "open", "/ckpt/a").message(), "open /ckpt/a: Permission denied");
   EXPECT_EQ(format_error(Errc::not_a_zip, "too short").message(), "too short");
 }
 
-TEST(Error, MessageOfAFormatErrorSaysWhere) {
+TEST(Error, MessageOfAFormatErrorHasPathAndOffset) {
   Error error = format_error(Errc::checksum_mismatch, "the bytes are damaged", 0);
   error.path = "/ckpt/a";
   EXPECT_EQ(error.message(), "/ckpt/a at byte 0: the bytes are damaged");
@@ -33,13 +33,13 @@ TEST(Error, DetailComesBeforeTheSystemsReason) {
   EXPECT_EQ(error.message(), "mmap: no 4096 bytes of host memory: Cannot allocate memory");
 }
 
-TEST(Error, OfAnAllocationThatFailedIsTheSystems) {
+TEST(Error, OfAFailedAllocationIsASystemError) {
   const Error error = exception_error(std::make_exception_ptr(std::bad_alloc()), "load");
   EXPECT_EQ(error.code, Errc::system);
   EXPECT_EQ(error.message(), "load: Cannot allocate memory");
 }
 
-TEST(Error, EveryCodeHasANameOfItsOwn) {
+TEST(Error, EveryCodeHasAUniqueName) {
   std::set<std::string_view> names;
   const int last = static_cast<int>(Errc::internal);
   for (int code = 0; code <= last; ++code) names.insert(name(static_cast<Errc>(code)));
@@ -47,7 +47,7 @@ TEST(Error, EveryCodeHasANameOfItsOwn) {
   EXPECT_FALSE(names.contains("unknown"));
 }
 
-TEST(Error, TheValueOfAFailedResultIsALogicErrorThatSaysWhy) {
+TEST(Error, TheValueOfAFailedResultThrowsALogicErrorWithTheReason) {
   const Result<int> failed = system_error(EIO, "fsync", "/ckpt/a");
   try {
     static_cast<void>(failed.value());

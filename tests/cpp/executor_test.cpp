@@ -22,12 +22,12 @@ namespace {
 
 namespace asio = boost::asio;
 
-// Of the calling thread.
+// The priority of the calling thread.
 int nice_now() { return ::getpriority(PRIO_PROCESS, 0); }
 bool idle_io_now() { return ::syscall(SYS_ioprio_get, 1, 0) >> 13 == 3; }
 
 /// Runs `body` once in each of the pool's threads, in all of them at the same time.
-void in_each_thread(const Threads& threads, std::size_t count, const std::function<void()>& body) {
+void in_each_thread(const PoolSpec& threads, std::size_t count, const std::function<void()>& body) {
   std::latch all(static_cast<std::ptrdiff_t>(count));
   std::latch done(static_cast<std::ptrdiff_t>(count));
   for (std::size_t i = 0; i < count; ++i) {
@@ -40,7 +40,7 @@ void in_each_thread(const Threads& threads, std::size_t count, const std::functi
   done.wait();
 }
 
-TEST(Executor, IsOneForTheProcess) {
+TEST(Executor, IsTheSameForTheWholeProcess) {
   std::vector<asio::io_context*> seen(8);
   {
     std::vector<std::jthread> threads;
@@ -62,29 +62,29 @@ TEST(Executor, RunsAsManyTasksAtOnceAsItHasThreads) {
   done.wait();
 }
 
-TEST(Executor, JoiningEndsTheWorkItHas) {
+TEST(Executor, CompletesQueuedWorkWhenJoined) {
   std::atomic<int> done{0};
   for (int i = 0; i < 100; ++i) asio::post(context().executor.pool(), [&] { ++done; });
   context().executor.join();
   EXPECT_EQ(done, 100);
 }
 
-TEST(Executor, AfterJoiningThereIsANewOne) {
+TEST(Executor, CreatesANewPoolAfterItWasJoined) {
   context().executor.join();
   std::latch done(1);
   asio::post(context().executor.pool(), [&] { done.count_down(); });
   done.wait();
 }
 
-TEST(Executor, JoiningTwiceOrWithoutWorkIsFine) {
+TEST(Executor, CanBeJoinedTwiceOrWithoutWork) {
   context().executor.join();
   context().executor.join();
   context().executor.pool();
   context().executor.join();
 }
 
-TEST(Executor, OfEqualSettingsIsOne) {
-  const Threads quiet{{19, true}, 2};
+TEST(Executor, HasOnePoolForEqualSpecs) {
+  const PoolSpec quiet{{19, true}, 2};
   std::vector<asio::io_context*> seen(8);
   {
     std::vector<std::jthread> threads;
@@ -95,16 +95,16 @@ TEST(Executor, OfEqualSettingsIsOne) {
   for (const auto* pool : seen) EXPECT_EQ(pool, seen.front());
 }
 
-TEST(Executor, OfOtherSettingsIsAnother) {
-  const std::vector<Threads> settings{
+TEST(Executor, HasAPoolForEachSpec) {
+  const std::vector<PoolSpec> settings{
       {}, {{0, false}, 2}, {{5, false}, 2}, {{5, true}, 2}, {{6, false}, 2}, {{5, false}, 3}};
   std::set<asio::io_context*> pools;
-  for (const Threads& threads : settings) pools.insert(&context().executor.pool(threads));
+  for (const PoolSpec& threads : settings) pools.insert(&context().executor.pool(threads));
   EXPECT_EQ(pools.size(), settings.size());
 }
 
-TEST(Executor, HasAsManyThreadsAsAskedFor) {
-  const Threads three{{0, false}, 3};
+TEST(Executor, HasTheRequestedNumberOfThreads) {
+  const PoolSpec three{{0, false}, 3};
   std::mutex mutex;
   std::set<std::thread::id> seen;
   const auto remember = [&] {
@@ -113,7 +113,7 @@ TEST(Executor, HasAsManyThreadsAsAskedFor) {
   };
   in_each_thread(three, 3, remember);
   EXPECT_EQ(seen.size(), 3);
-  // However much there is to do.
+  // The pool does not grow with the number of tasks.
   std::latch done(100);
   for (int i = 0; i < 100; ++i) {
     asio::post(context().executor.pool(three), [&] {
@@ -125,7 +125,7 @@ TEST(Executor, HasAsManyThreadsAsAskedFor) {
   EXPECT_EQ(seen.size(), 3);
 }
 
-TEST(Executor, EachThreadOfAQuietOneIsQuiet) {
+TEST(Executor, LowersThePriorityOfEachThreadOfALowPriorityPool) {
   const int loud = nice_now();
   std::atomic<int> quiet{0};
   in_each_thread({{11, true}, 5}, 5,
@@ -133,7 +133,7 @@ TEST(Executor, EachThreadOfAQuietOneIsQuiet) {
   EXPECT_EQ(quiet, 5);
 }
 
-TEST(Executor, NoThreadOfTheDefaultIsQuietBesideAQuietOne) {
+TEST(Executor, LeavesThePriorityOfTheDefaultPoolUnchanged) {
   const int loud = nice_now();
   context().executor.pool({{19, true}, 2});
   std::atomic<std::size_t> alike{0};
@@ -142,8 +142,8 @@ TEST(Executor, NoThreadOfTheDefaultIsQuietBesideAQuietOne) {
   EXPECT_EQ(alike, executor_threads());
 }
 
-TEST(Executor, AQuietOneThatIsMadeAnewIsQuietAgain) {
-  const Threads threads{{19, false}, 2};
+TEST(Executor, LowersThePriorityOfARecreatedPoolAgain) {
+  const PoolSpec threads{{19, false}, 2};
   context().executor.pool(threads);
   context().executor.join();
   std::atomic<int> quiet{0};
@@ -151,15 +151,15 @@ TEST(Executor, AQuietOneThatIsMadeAnewIsQuietAgain) {
   EXPECT_EQ(quiet, 2);
 }
 
-TEST(Executor, JoiningEndsTheWorkThatOneLeavesToAnother) {
-  const Threads quiet{{19, true}, 2};
+TEST(Executor, CompletesWorkThatOnePoolPostsToAnotherWhenJoined) {
+  const PoolSpec quiet{{19, true}, 2};
   std::atomic<int> done{0};
   for (int i = 0; i < 50; ++i) {
     asio::post(context().executor.pool(quiet),
                [&] { asio::post(context().executor.pool(), [&] { ++done; }); });
   }
   context().executor.join();
-  // What was left to a pool that was made meanwhile.
+  // Completes work in a default pool that was created after the first join had started.
   context().executor.join();
   EXPECT_EQ(done, 50);
 }

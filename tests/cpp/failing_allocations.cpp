@@ -48,8 +48,9 @@ void release(void* memory) {
 
 }  // namespace
 
-// Of the whole program. Their array forms call these. So do the standard library's forms that do
-// not throw, but AddressSanitizer replaces them, and its memory does not fit the deletes here.
+// Replaces operator new for the entire program. The array forms call these. So do the standard
+// library's non-throwing forms, but AddressSanitizer replaces those, and its memory does not match
+// the deletes here.
 void* operator new(std::size_t bytes) { return allocate(bytes, alignof(std::max_align_t)); }
 void* operator new(std::size_t bytes, std::align_val_t alignment) {
   return allocate(bytes, static_cast<std::size_t>(alignment));

@@ -4,8 +4,8 @@
 
 namespace torch_ckpt::test {
 
-/// While it lives, `count` of the process's calls of operator new throw std::bad_alloc, from number
-/// `first` on, which counts from 1 over all threads. One at a time.
+/// During its lifetime, `count` calls of operator new throw std::bad_alloc, from call number
+/// `first` on, counted from 1 over all threads of the process. One at a time.
 class FailingAllocations {
  public:
   explicit FailingAllocations(std::size_t first, std::size_t count = 1);
@@ -13,12 +13,12 @@ class FailingAllocations {
   FailingAllocations(const FailingAllocations&) = delete;
   FailingAllocations& operator=(const FailingAllocations&) = delete;
 
-  /// Whether the first of them has been asked for.
+  /// True once the first of them has been reached.
   static bool has_come();
 };
 
-/// While it lives, counts the bytes that the process has from operator new. One at a time, in a
-/// process whose other threads allocate nothing meanwhile.
+/// During its lifetime, counts the bytes that are allocated with operator new. One at a time, in a
+/// process whose other threads allocate nothing.
 class HeapMeter {
  public:
   HeapMeter();
@@ -26,7 +26,7 @@ class HeapMeter {
   HeapMeter(const HeapMeter&) = delete;
   HeapMeter& operator=(const HeapMeter&) = delete;
 
-  /// The most bytes at any time so far, beyond those at its beginning.
+  /// The largest number of bytes so far, beyond those at construction.
   std::size_t most() const;
 };
 

@@ -50,7 +50,7 @@ cudaError_t FakeCuda::call(const std::string& function) {
   return last_error_;
 }
 
-// Handles are numbers that grow, so that maps keep the order of creation.
+// Handles are increasing numbers, so that maps keep the order of creation.
 void* FakeCuda::make_stream() {
   void* const stream = reinterpret_cast<void*>(++made_ * 16);
   waits_[stream];
@@ -67,7 +67,7 @@ void* FakeCuda::make_event() {
 namespace {
 
 cudaError_t called(const char* function) {
-  // At the end of the process, or of a test that uses no CUDA.
+  // Called at the end of the process, or of a test that does not use CUDA.
   return current == nullptr ? cudaErrorNoDevice : current->call(function);
 }
 

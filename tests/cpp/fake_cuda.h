@@ -11,10 +11,10 @@
 
 namespace torch_ckpt::test {
 
-// Stands in for the CUDA runtime: it defines the functions that csrc/staging/cuda_copy.cpp calls,
-// and the linker prefers them to the library's. Copies happen at the call, between host addresses.
-// Like the real runtime it keeps the last error of a thread until the thread asks for it.
-// For one thread, and one at a time per process.
+// A fake CUDA runtime. It defines the functions that csrc/staging/cuda_copy.cpp calls, and the
+// linker prefers them to the library's. Copies happen during the call, between host addresses. Like
+// the real runtime, it keeps the last error of a thread until the thread reads it. For one thread,
+// and one at a time per process.
 class FakeCuda {
  public:
   FakeCuda();
@@ -24,23 +24,23 @@ class FakeCuda {
 
   /// The n-th call of a function from now on (from 1) fails.
   void fail(const std::string& function, cudaError_t code, std::size_t nth = 1);
-  /// An earlier call of the caller has failed.
+  /// Sets an error, as if an earlier call of the caller had failed.
   void set_last_error(cudaError_t code) { last_error_ = code; }
   cudaError_t last_error() const { return last_error_; }
 
   std::size_t calls() const { return all_calls_; }
   std::size_t calls(const std::string& function) const;
-  /// Events that exist now, and the most that existed at once.
+  /// Present events, and the largest number of events at any time.
   std::size_t events() const { return events_.size(); }
   std::size_t streams() const { return waits_.size(); }
   std::size_t most_events() const { return most_events_; }
-  /// The events that the streams which exist now wait for, in order of their creation.
+  /// The events that the present streams wait for, in order of their creation.
   std::vector<std::vector<void*>> waits() const;
-  /// How many records of events had been made when the event was last recorded; 0: never.
+  /// How many events had been recorded when this event was last recorded; 0: never.
   std::size_t recorded(void* event) const;
   std::size_t records() const { return records_; }
 
-  // For the functions of the runtime.
+  // For the functions of the fake runtime.
   cudaError_t call(const std::string& function);
   void* make_stream();
   void destroy_stream(void* stream) { waits_.erase(stream); }

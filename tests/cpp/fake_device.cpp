@@ -18,17 +18,17 @@
 namespace torch_ckpt::test {
 namespace {
 
-// The registered functions have no state of their own.
+// The registered functions have no state, so they use this pointer.
 FakeDevice* current = nullptr;
 
-// Far from anything mapped: a host that dereferences it dies.
+// Far from any mapping: dereferencing such an address on the host crashes.
 constexpr std::uintptr_t kFirstAddress = 0x10000;
 constexpr std::uintptr_t kFirstMemory = std::uintptr_t{1} << 62;
 constexpr std::uintptr_t kMostMemory = std::uintptr_t{1} << 40;
 
 }  // namespace
 
-// A stream of its own: submissions arrive one after another, late, in a thread.
+// A stream: submissions arrive one after another, late, in its thread.
 class FakeDevice::Copier final : public staging::DeviceCopier {
  public:
   explicit Copier(const std::vector<staging::ReadyEvent>& ready) : ready_(ready) {}
@@ -81,7 +81,7 @@ class FakeDevice::Copier final : public staging::DeviceCopier {
       if (hook) {
         if (auto done = hook(*run.source, run.offset); !done) return done;
       }
-      // What is there before the bytes arrive must never be written.
+      // A marker that must never be written: the memory's contents before the bytes arrive.
       std::memset(run.out.data(), 0xdd, run.out.size());
       const auto address = reinterpret_cast<std::uintptr_t>(run.source->address);
       copies.emplace_back(run.out, current->payload_at(address, run.offset, run.out.size()));
@@ -116,7 +116,7 @@ class FakeDevice::Copier final : public staging::DeviceCopier {
     begin(
         [copies = std::vector(runs.begin(), runs.end()), awaited] {
           awaited->wait();
-          // Not under the lock, which would hide a race with who writes there.
+          // Without the lock, which would hide a race with another writer of the memory.
           for (const staging::HostRun& run : copies) {
             current->write(
                 run.out, std::string(reinterpret_cast<const char*>(run.in.data()), run.in.size()));
@@ -143,7 +143,7 @@ class FakeDevice::Copier final : public staging::DeviceCopier {
 
   struct Submission {
     std::thread thread;
-    std::shared_ptr<std::latch> awaited;  // somebody waits for it
+    std::shared_ptr<std::latch> awaited;  // a thread waits for it
     std::shared_ptr<std::atomic<bool>> arrived;
   };
 
@@ -218,7 +218,7 @@ std::function<void()> FakeDevice::arrive_hook() const {
 FakeDevice::FakeDevice() : before_(staging::device_support()) {
   EXPECT_EQ(current, nullptr) << "one at a time";
   current = this;
-  // Chunks that another device pinned must not be unpinned by this one.
+  // Chunks that another device has pinned must not be unpinned by this one.
   engine::Context::process().chunks.trim(0);
   static constexpr staging::DeviceSupport kSupport{
       [](const std::vector<staging::ReadyEvent>& ready, staging::Warn warn) {

@@ -15,15 +15,15 @@
 
 namespace torch_ckpt::test {
 
-// Host memory that poses as a device, registered for the object's lifetime. Its addresses cannot be
-// dereferenced, copies out of it arrive late and back to front, in a thread of the device's, and it
-// notices misuse: a copier in two threads at once, a range outside its tensor, memory unpinned
-// twice or never pinned. Copies to it arrive as late as they may, when somebody waits for them, and
-// what they bring is what lies in host memory by then.
-// Safe for concurrent use by multiple threads; one at a time per process.
+// A fake device in host memory, registered for the object's lifetime. Its addresses cannot be
+// dereferenced. Copies from it arrive late and in reverse order, in a thread of the device. Copies
+// to it arrive as late as possible: a wait copies the bytes that the host memory holds by then. The
+// device detects misuse: a copier in two threads at once, a range outside its tensor, memory that
+// is unpinned twice or was never pinned. Safe for concurrent use by multiple threads; one at a time
+// per process.
 class FakeDevice {
  public:
-  /// Called before each copy, in the thread that asks for it; may block, fail or throw.
+  /// Called before each copy, in the thread that submits it; may block, fail or throw.
   using CopyHook = std::function<Result<>(const staging::Source& source, std::uint64_t offset)>;
   using WriteHook = std::function<Result<>(const staging::HostRun& run)>;
 
@@ -32,28 +32,28 @@ class FakeDevice {
   FakeDevice(const FakeDevice&) = delete;
   FakeDevice& operator=(const FakeDevice&) = delete;
 
-  /// A tensor on the device.
+  /// Adds a tensor on the device.
   staging::Source upload(std::string payload);
 
-  /// Memory that copies from the host may go to, full of question marks.
+  /// Allocates memory on the device for copies from the host, full of question marks.
   std::byte* allocate(std::size_t bytes, int device = 0);
-  /// All that lies in such memory now.
+  /// The present contents of such memory.
   std::string contents(const std::byte* allocated) const;
 
   void on_copy(CopyHook hook);
   void on_write(WriteHook hook);
-  /// Called in the device's thread before the copies of a submission are made; may block, which
-  /// delays this submission.
+  /// Called in the device's thread before the copies of a submission; may block, which delays this
+  /// submission.
   void on_arrival(std::function<void()> hook);
   /// Called after memory has been unpinned.
   void on_unpin(std::function<void()> hook);
-  /// Each copier that is made from now on gives this warning.
+  /// Each copier that is created from now on issues this warning.
   void warn(std::string text);
-  /// Copies then go by way of memory that is not page-locked.
+  /// Makes pinning fail: copies then use memory that is not page-locked.
   void fail_pins(Error error);
-  /// Waiting for any submission fails, after it has arrived.
+  /// Makes the wait for any submission fail, after it has arrived.
   void fail_waits(Error error);
-  /// Waits until so many submissions have arrived.
+  /// Waits until `count` submissions have arrived.
   void wait_for_arrivals(std::size_t count) const;
   std::size_t copiers() const;
   /// Events that the last copier waits for before its first copy.
@@ -110,7 +110,7 @@ class FakeDevice {
   std::vector<Pinned> pinned_;                    // guarded by mutex_
 };
 
-// No device support for the object's lifetime, whatever the build has.
+// Removes device support for the object's lifetime, regardless of the build.
 class NoDevice {
  public:
   NoDevice() : before_(staging::device_support()) { staging::register_device_support(nullptr); }

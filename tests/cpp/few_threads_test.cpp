@@ -1,4 +1,5 @@
-// The system refuses threads: every kind of work ends, with those it has, or fails with what to do.
+// The system refuses threads: each kind of work ends with the threads that it has, or fails with
+// advice.
 
 #include <gtest/gtest.h>
 
@@ -32,7 +33,7 @@ using test::ok;
 using test::Reads;
 using test::TempDir;
 
-// Of the engine, from here on.
+// Counts only threads that the engine starts from here on.
 os::FaultHook threads_up_to(std::size_t most) {
   return [most, made = std::make_shared<std::atomic<std::size_t>>(0)](std::string_view operation,
                                                                       std::string_view) {
@@ -45,7 +46,7 @@ class FewThreads : public ::testing::TestWithParam<std::size_t> {
   FewThreads() { context().executor.join(); }
   ~FewThreads() override { context().executor.join(); }
 
-  /// Whether the work went as it must with so many threads.
+  /// True if the work ended as it must with this number of threads.
   static ::testing::AssertionResult is_as_it_must(const Result<>& done) {
     if (GetParam() > 0) return ok(done);
     if (done) return ::testing::AssertionFailure() << "succeeded without a thread";
@@ -71,7 +72,7 @@ TEST_P(FewThreads, ASaveEnds) {
   if (GetParam() > 0) files.expect_on_disk();
 }
 
-TEST_P(FewThreads, ASnapshotWithQuietThreadsEnds) {
+TEST_P(FewThreads, ASnapshotWithLowPriorityThreadsEnds) {
   Files files(directory_);
   for (int i = 0; i < 5; ++i) files.add_file(std::string(50'000, 'x'));
   SaveOptions options;
@@ -98,7 +99,7 @@ TEST_P(FewThreads, ALoadEnds) {
   EXPECT_TRUE(is_as_it_must(status_of(started)));
 }
 
-TEST_P(FewThreads, VerifyingEnds) {
+TEST_P(FewThreads, AVerificationEnds) {
   const std::string record = test::byte_record("hello");
   test::write_file(directory_.file("f"), record);
   NamedRecord named;
@@ -119,25 +120,25 @@ TEST_P(FewThreads, ACopyToThePoolEnds) {
   EXPECT_TRUE(is_as_it_must(status_of(copy_to_pool(context(), sources))));
 }
 
-TEST_P(FewThreads, GrowingTheReserveEnds) {
+TEST_P(FewThreads, GrowReserveEnds) {
   context().chunks.trim(0);
   context().chunks.set_reserve(10 * 4096, 4096);
   const ScopedFaultHook hook(threads_up_to(GetParam()));
   EXPECT_TRUE(
-      is_as_it_must(status_of(grow_reserve(context(), 10 * 4096, Threads{{19, false}, 0}))));
+      is_as_it_must(status_of(grow_reserve(context(), 10 * 4096, PoolSpec{{19, false}, 0}))));
   context().chunks.trim(0);
 }
 
 INSTANTIATE_TEST_SUITE_P(Of, FewThreads, ::testing::Values(0, 1, 2, 17),
                          ::testing::PrintToStringParamName());
 
-TEST(Executor, WithFewerThreadsThanItWantsSaysSoOnce) {
+TEST(Executor, WarnsOnceIfTheSystemRefusesThreads) {
   context().executor.join();
   static_cast<void>(context().warnings.take());
   {
     const ScopedFaultHook hook(threads_up_to(3));
-    EXPECT_TRUE(ok(context().executor.need_threads({}, 0)));
-    EXPECT_TRUE(ok(context().executor.need_threads(Threads{{19, true}, 0}, 0)));
+    EXPECT_TRUE(ok(context().executor.ensure_threads({}, 0)));
+    EXPECT_TRUE(ok(context().executor.ensure_threads(PoolSpec{{19, true}, 0}, 0)));
   }
   const std::vector<std::string> warnings = context().warnings.take();
   ASSERT_EQ(warnings.size(), 1);
@@ -147,27 +148,27 @@ TEST(Executor, WithFewerThreadsThanItWantsSaysSoOnce) {
   context().executor.join();
 }
 
-TEST(Executor, WithoutAThreadIsAnErrorThatSaysWhatToDo) {
+TEST(Executor, FailsWithoutAThreadAndNamesTheLimitToRaise) {
   context().executor.join();
   static_cast<void>(context().warnings.take());
   const ScopedFaultHook hook(threads_up_to(0));
-  const auto refused = context().executor.need_threads({}, 0);
+  const auto refused = context().executor.ensure_threads({}, 0);
   ASSERT_FALSE(refused);
   EXPECT_TRUE(refused.error().detail.str().find("ulimit -u") != std::string::npos);
   EXPECT_TRUE(refused.error().detail.str().find("pids.max") != std::string::npos);
   EXPECT_TRUE(context().warnings.take().empty()) << "beside the error";
 }
 
-TEST(Executor, GetsItsThreadsOnceTheyAreToBeHad) {
+TEST(Executor, StartsMissingThreadsOnceTheSystemAllowsThem) {
   context().executor.join();
   {
     const ScopedFaultHook hook(threads_up_to(0));
-    EXPECT_FALSE(context().executor.need_threads({}, 0));
+    EXPECT_FALSE(context().executor.ensure_threads({}, 0));
   }
-  EXPECT_TRUE(ok(context().executor.need_threads({}, 0)));
+  EXPECT_TRUE(ok(context().executor.ensure_threads({}, 0)));
 }
 
-// --- as many at once as asked for ----------------------------------------------------------------
+// --- parallel reads and writes -------------------------------------------------------------------
 
 TEST(LoadSession, HasAsManyReadsInFlightAsItHasThreads) {
   constexpr std::size_t kReads = 200;
@@ -187,7 +188,7 @@ TEST(LoadSession, HasAsManyReadsInFlightAsItHasThreads) {
   EXPECT_FALSE(session->failure().has_value());
 }
 
-TEST(LoadSession, CutsOneLargeTensorIntoAsManyReadsAsItHasThreads) {
+TEST(LoadSession, DividesALargeTensorIntoAsManyReadsAsItHasThreads) {
   constexpr std::size_t kReads = 24;
   TempDir directory;
   Reads reads(directory);
@@ -195,7 +196,7 @@ TEST(LoadSession, CutsOneLargeTensorIntoAsManyReadsAsItHasThreads) {
   reads.add_whole(reads.add_file({test::byte_record(payload)}), payload);
   LoadOptions options = test::load_options(DirectIo::off);
   options.threads = kReads;
-  // The first reads are those of the archive's ends, for which the other threads wait.
+  // The first reads are of the archive's ends; the other threads wait for them.
   HeldOperation held("pread", 4);
   const auto session = reads.start(options);
   held.wait_until_held(kReads);
@@ -205,7 +206,7 @@ TEST(LoadSession, CutsOneLargeTensorIntoAsManyReadsAsItHasThreads) {
   EXPECT_TRUE(reads.result(0) == payload);
 }
 
-TEST(SaveSession, HasAsManyWritesInFlightAsItWritesFiles) {
+TEST(SaveSession, HasAWriteInFlightForEachParallelFile) {
   constexpr std::size_t kFiles = 150;
   ASSERT_GT(kFiles, executor_threads());
   TempDir directory;
@@ -221,7 +222,7 @@ TEST(SaveSession, HasAsManyWritesInFlightAsItWritesFiles) {
   files.expect_on_disk();
 }
 
-TEST(SaveSession, DoesNotWaitForALoadThatHasAllItsThreads) {
+TEST(SaveSession, DoesNotWaitForALoadThatOccupiesAllThreads) {
   TempDir directory;
   Reads reads(directory);
   const std::size_t many = executor_threads() + 4;

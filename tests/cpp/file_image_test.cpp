@@ -10,14 +10,14 @@ namespace {
 using test::host_source;
 using test::row_major;
 
-TEST(FileImage, OfNothingHasNoBytes) {
+TEST(FileImage, WithoutItemsHasNoBytes) {
   FileImage image;
   EXPECT_EQ(image.bytes(), 0);
   EXPECT_TRUE(image.items().empty());
   EXPECT_EQ(image.device(), staging::Source::kHost);
 }
 
-TEST(FileImage, ItemsLieOneBehindTheOther) {
+TEST(FileImage, PlacesItemsBackToBack) {
   const std::string payload(100, 'x');
   FileImage image;
   image.add_bytes(host_source(payload));
@@ -36,14 +36,14 @@ TEST(FileImage, ItemsLieOneBehindTheOther) {
   EXPECT_EQ(image.bytes(), 100 + 2 * record);
 }
 
-TEST(FileImage, TensorsOfOneShapeShareTheirTemplate) {
+TEST(FileImage, SharesATemplateBetweenTensorsOfOneShape) {
   const std::string payload(100, 'x');
   FileImage image;
   for (int i = 0; i < 3; ++i) image.add_tensor(row_major("uint8", {100}), host_source(payload));
   EXPECT_EQ(image.items()[0].record, image.items()[2].record);
 }
 
-TEST(FileImage, TensorsOfOneSizeAndTwoShapesDoNot) {
+TEST(FileImage, SharesNoTemplateBetweenTwoShapesOfOneSize) {
   const std::string payload(100, 'x');
   FileImage image;
   image.add_tensor(row_major("uint8", {100}), host_source(payload));
@@ -53,7 +53,7 @@ TEST(FileImage, TensorsOfOneSizeAndTwoShapesDoNot) {
   EXPECT_NE(image.items()[1].record, image.items()[2].record);
 }
 
-TEST(FileImage, KnowsWhetherAnySourceLiesOnADevice) {
+TEST(FileImage, ReportsTheDeviceOfItsSources) {
   FileImage image;
   staging::Source source;
   source.bytes = 100;

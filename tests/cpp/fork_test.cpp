@@ -1,4 +1,4 @@
-// What a forked child may do: everything, as if its parent had never used the engine.
+// A forked child can use the engine as if its parent had never used it.
 
 #include <gtest/gtest.h>
 #include <sys/mman.h>
@@ -22,15 +22,14 @@
 #include "staging/chunk_pool.h"
 #include "support.h"
 
-// ThreadSanitizer does not support threads that are started after a fork of a process with threads.
+// ThreadSanitizer does not support threads that a forked child of a threaded process starts.
 #if defined(__SANITIZE_THREAD__)
 #define TC_SKIP_FORK_UNDER_TSAN() GTEST_SKIP() << "fork and threads under ThreadSanitizer"
 #else
 #define TC_SKIP_FORK_UNDER_TSAN() static_cast<void>(0)
 #endif
 
-// A thread that allocates just now holds a lock of AddressSanitizer's, which a child inherits
-// locked.
+// AddressSanitizer holds a lock while a thread allocates, and a child inherits the lock locked.
 #if defined(__SANITIZE_ADDRESS__)
 #define TC_SKIP_FORK_OF_BUSY_THREADS_UNDER_ASAN() \
   GTEST_SKIP() << "a fork while other threads allocate, under AddressSanitizer"
@@ -48,15 +47,15 @@ using test::fails;
 using test::ok;
 using test::TempDir;
 
-// A child that hangs is ended by the kernel, and the test fails instead of the whole run.
+// The kernel ends a child that hangs, so that only this test fails.
 constexpr unsigned kLongestSeconds = 100;
 
-/// Runs `body` in a forked child; whether it returned true there.
+/// Runs `body` in a forked child and returns its result.
 ::testing::AssertionResult in_child(const std::function<bool()>& body) {
   const pid_t child = ::fork();
   if (child == 0) {
     ::alarm(kLongestSeconds);
-    // Not exit(): what is registered for it belongs to the parent.
+    // Not exit(), which would run handlers that belong to the parent.
     ::_exit(body() ? 0 : 1);
   }
   int status = 0;
@@ -65,9 +64,9 @@ constexpr unsigned kLongestSeconds = 100;
   return ::testing::AssertionFailure() << "the child's status is " << status;
 }
 
-/// Waits until every thread of the pool runs. AddressSanitizer holds a lock of its own while a
-/// thread starts, and a child that is forked just then inherits it locked.
-void let_every_thread_start(const engine::Threads& threads = {}) {
+/// Waits until every thread of the pool runs. AddressSanitizer holds a lock while a thread starts,
+/// and a child that is forked at that time inherits the lock locked.
+void let_every_thread_start(const engine::PoolSpec& threads = {}) {
   const std::size_t count = threads.count != 0 ? threads.count : engine::executor_threads();
   std::latch running(static_cast<std::ptrdiff_t>(count));
   std::latch left(static_cast<std::ptrdiff_t>(count));
@@ -116,12 +115,12 @@ TEST(ForkLocal, IsOneObjectInAProcess) {
   EXPECT_EQ(ForkLocal<Counted>::existing(), &ForkLocal<Counted>::get());
 }
 
-TEST(ForkLocal, DoesNotExistBeforeItIsAskedFor) {
+TEST(ForkLocal, IsCreatedOnFirstUse) {
   struct Unused {};
   EXPECT_EQ(ForkLocal<Unused>::existing(), nullptr);
 }
 
-TEST(ForkLocal, IsMadeAnewInAChild) {
+TEST(ForkLocal, IsCreatedAgainInAChild) {
   ForkLocal<Counted>::get().value = 7;
   EXPECT_TRUE(in_child([] {
     return ForkLocal<Counted>::existing() == nullptr && ForkLocal<Counted>::get().value == 0;
@@ -129,7 +128,7 @@ TEST(ForkLocal, IsMadeAnewInAChild) {
   EXPECT_EQ(ForkLocal<Counted>::get().value, 7);
 }
 
-TEST(ForkLocal, IsMadeAnewInTheChildOfAChild) {
+TEST(ForkLocal, IsCreatedAgainInTheChildOfAChild) {
   ForkLocal<Counted>::get().value = 7;
   EXPECT_TRUE(in_child([] {
     ForkLocal<Counted>::get().value = 8;
@@ -152,7 +151,7 @@ TEST(Fork, AChildSavesAndLoadsAfterItsParentHasUsedTheEngine) {
   EXPECT_TRUE(save_file(directory, "parents_again", contents));
 }
 
-TEST(Fork, AChildSavesWhileItsParentIsAmidASave) {
+TEST(Fork, AChildSavesDuringASaveOfItsParent) {
   TC_SKIP_FORK_UNDER_TSAN();
   TC_SKIP_FORK_OF_BUSY_THREADS_UNDER_ASAN();
   let_every_thread_start();
@@ -181,7 +180,7 @@ TEST(Fork, AChildSavesWhileItsParentIsAmidASave) {
   EXPECT_EQ(directory.names(), (std::vector<std::string>{"childs", "parents"}));
 }
 
-/// As a snapshot, by quiet threads.
+/// As a snapshot, on low-priority threads.
 engine::SaveOptions in_background() {
   engine::SaveOptions options;
   options.chunk_bytes = 4096;
@@ -202,7 +201,7 @@ bool save_in_background(const TempDir& directory, const std::string& name, std::
   return ok((*session)->outcome());
 }
 
-TEST(Fork, AChildSavesInTheBackgroundAsItsParentDid) {
+TEST(Fork, AChildSavesInTheBackgroundAfterASaveOfItsParent) {
   TC_SKIP_FORK_UNDER_TSAN();
   let_every_thread_start();
   let_every_thread_start(in_background().writers);
@@ -214,7 +213,7 @@ TEST(Fork, AChildSavesInTheBackgroundAsItsParentDid) {
   EXPECT_TRUE(save_in_background(directory, "parents_again", contents));
 }
 
-TEST(Fork, AChildSavesInTheBackgroundWhileItsParentDoes) {
+TEST(Fork, AChildSavesInTheBackgroundDuringASaveOfItsParent) {
   TC_SKIP_FORK_UNDER_TSAN();
   TC_SKIP_FORK_OF_BUSY_THREADS_UNDER_ASAN();
   let_every_thread_start();
@@ -239,7 +238,7 @@ TEST(Fork, AChildSavesInTheBackgroundWhileItsParentDoes) {
   ASSERT_TRUE(ok(session));
   writing.wait();
   EXPECT_TRUE(in_child([&] {
-    // Its parent's, which it has no part in, is over and its own is not disturbed by it.
+    // The parent's save counts as ended in the child, and the child's own save is not affected.
     return (*session)->wait_staged(std::chrono::hours(1)) &&
            (*session)->wait_submitted(std::chrono::hours(1)) &&
            save_in_background(directory, "childs", contents);
@@ -250,7 +249,7 @@ TEST(Fork, AChildSavesInTheBackgroundWhileItsParentDoes) {
   EXPECT_EQ(directory.names(), (std::vector<std::string>{"childs", "parents"}));
 }
 
-TEST(Fork, AChildThatDropsItsParentsCopiesUsesNothingOfTheirMemory) {
+TEST(Fork, AChildThatDropsItsParentsCopiesDoesNotReuseTheirMemory) {
   TC_SKIP_FORK_UNDER_TSAN();
   let_every_thread_start();
   const std::string payload(5000, 'x');
@@ -260,14 +259,14 @@ TEST(Fork, AChildThatDropsItsParentsCopiesUsesNothingOfTheirMemory) {
   const std::size_t bytes = copies->front().memory->bytes().size();
   EXPECT_TRUE(in_child([&] {
     copies->clear();
-    return context().chunks.take_kept(bytes) == nullptr;
+    return context().chunks.take_idle(bytes) == nullptr;
   }));
   EXPECT_EQ(test::text_of({copies->front().address, payload.size()}), payload);
 }
 
-TEST(Fork, AChildsQuietThreadsAreItsOwn) {
+TEST(Fork, AChildHasItsOwnLowPriorityThreads) {
   TC_SKIP_FORK_UNDER_TSAN();
-  const engine::Threads quiet{{19, true}, 2};
+  const engine::PoolSpec quiet{{19, true}, 2};
   let_every_thread_start();
   let_every_thread_start(quiet);
   EXPECT_TRUE(in_child([&] {
@@ -342,7 +341,7 @@ TEST(Fork, AChildDoesNotWaitForItsParentsLoad) {
   EXPECT_EQ(found, "hello");
 }
 
-TEST(Fork, AChildJoinsNothingOfItsParents) {
+TEST(Fork, AChildJoinsNoThreadOfItsParent) {
   TC_SKIP_FORK_UNDER_TSAN();
   let_every_thread_start();
   context().executor.pool();
@@ -352,26 +351,27 @@ TEST(Fork, AChildJoinsNothingOfItsParents) {
   }));
 }
 
-TEST(Fork, AChildHasNoPartInItsParentsChunks) {
+TEST(Fork, AChildDoesNotReuseItsParentsChunks) {
   auto chunk = staging::Chunk::allocate(4096);
   ASSERT_TRUE(ok(chunk));
   std::byte* const address = (*chunk)->bytes().data();
-  // Copy-on-write of a page amid a direct transfer would tear it, so it is not even mapped.
+  // A page that is copied on write during a direct transfer would be torn, so it is not even
+  // mapped.
   EXPECT_TRUE(in_child([address] {
     unsigned char resident = 0;
     return ::mincore(address, 4096, &resident) == -1 && errno == ENOMEM;
   }));
 }
 
-TEST(Fork, AChildHasAChunkPoolOfItsOwn) {
+TEST(Fork, AChildHasItsOwnChunkPool) {
   auto& pool = context().chunks;
   auto chunk = pool.take(4096);
   ASSERT_TRUE(ok(chunk));
   pool.give_back(std::move(*chunk));
-  EXPECT_TRUE(in_child([] { return context().chunks.kept_bytes() == 0; }));
+  EXPECT_TRUE(in_child([] { return context().chunks.idle_bytes() == 0; }));
 }
 
-TEST(Fork, AChildHasNoReserveAndMakesItsOwn) {
+TEST(Fork, AChildStartsWithoutAReserve) {
   TC_SKIP_FORK_UNDER_TSAN();
   let_every_thread_start();
   auto& pool = context().chunks;
@@ -389,7 +389,7 @@ TEST(Fork, AChildHasNoReserveAndMakesItsOwn) {
   pool.trim(0);
 }
 
-TEST(Fork, AChildMakesAReserveWhileItsParentDoes) {
+TEST(Fork, AChildGrowsItsReserveWhileItsParentDoes) {
   TC_SKIP_FORK_UNDER_TSAN();
   TC_SKIP_FORK_OF_BUSY_THREADS_UNDER_ASAN();
   let_every_thread_start();

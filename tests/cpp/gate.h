@@ -14,8 +14,8 @@
 
 namespace torch_ckpt::test {
 
-// Holds threads until it is opened, at the latest at its end, so that a test that fails while it
-// holds some does not hang. Safe for concurrent use by multiple threads.
+// Blocks threads until it is opened, at the latest by its destructor, so that a failing test does
+// not hang. Safe for concurrent use by multiple threads.
 class Gate {
  public:
   Gate() = default;
@@ -24,10 +24,10 @@ class Gate {
   Gate& operator=(const Gate&) = delete;
 
   void open() { state_->open(); }
-  /// Waits until `count` threads in all have come to the gate.
+  /// Waits until `count` threads in total have reached the gate.
   void wait_for_arrivals(std::size_t count = 1) { state_->wait_for_arrivals(count); }
   std::size_t arrivals() const { return state_->arrivals(); }
-  /// What holds the thread that calls it. May outlive the gate.
+  /// Returns a function that blocks the calling thread. It may outlive the gate.
   std::function<void()> passage() const {
     return [state = state_] { state->pass(); };
   }
@@ -65,8 +65,9 @@ class Gate {
   const std::shared_ptr<State> state_ = std::make_shared<State>();
 };
 
-// Holds every call of one operation of csrc/os, from the `from`-th on (from 1), until it is opened.
-// `also` is asked at each call of any operation, before it is held; what it returns counts.
+// Blocks every call of one operation of csrc/os, from the `from`-th on (from 1), until it is
+// opened. `also` is called for each call of any operation, before it blocks; its result is the
+// result of the hook.
 class HeldOperation {
  public:
   explicit HeldOperation(std::string operation, std::size_t from = 1, os::FaultHook also = {})
@@ -77,13 +78,13 @@ class HeldOperation {
           if (called == operation && ++*calls >= from) pass();
           return result;
         }) {}
-  // The hook's own end waits for the calls that are held.
+  // The destructor of the hook waits for the blocked calls.
   ~HeldOperation() { gate_.open(); }
   HeldOperation(const HeldOperation&) = delete;
   HeldOperation& operator=(const HeldOperation&) = delete;
 
   void open() { gate_.open(); }
-  /// Waits until `count` calls in all have been held.
+  /// Waits until `count` calls in total are blocked.
   void wait_until_held(std::size_t count = 1) { gate_.wait_for_arrivals(count); }
   std::size_t held() const { return gate_.arrivals(); }
 

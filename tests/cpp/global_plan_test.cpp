@@ -21,7 +21,7 @@ using test::Rows;
 using test::Sizes;
 using test::states_of;
 
-/// What each rank writes, by name.
+/// The values that each rank writes, by name.
 std::vector<std::vector<std::string>> written(const GlobalPlan& plan) {
   std::vector<std::vector<std::string>> names(plan.ranks());
   for (std::size_t rank = 0; rank < plan.ranks(); ++rank) {
@@ -44,7 +44,7 @@ Rows some_rows() {
   return rows;
 }
 
-TEST(StateTemplate, IsTheSameBehindItsBytes) {
+TEST(StateTemplate, SurvivesARoundTrip) {
   StateTemplate made = some_rows().state().state();
   StateTemplate::Row row;
   row.requires_grad = true;
@@ -63,7 +63,7 @@ TEST(StateTemplate, IsTheSameBehindItsBytes) {
   EXPECT_EQ(again->encode(), made.encode());
 }
 
-TEST(RankState, IsTheSameBehindItsBytes) {
+TEST(RankState, SurvivesARoundTrip) {
   const RankState made = some_rows().state();
   const auto again = RankState::decode(made.shared_template(), made.encode());
   ASSERT_TRUE(ok(again));
@@ -78,7 +78,7 @@ TEST(RankState, IsTheSameBehindItsBytes) {
   EXPECT_EQ(again->encode(), made.encode());
 }
 
-TEST(StateTemplate, OfDamagedBytesIsRefused) {
+TEST(StateTemplate, RejectsDamagedBytes) {
   const RankState made = some_rows().state();
   const std::string of_template = made.state().encode();
   const std::string of_rank = made.encode();
@@ -99,7 +99,7 @@ TEST(StateTemplate, OfDamagedBytesIsRefused) {
   }
   EXPECT_TRUE(fails(decoded(of_template + ".", of_rank), Errc::frame_damaged));
   EXPECT_TRUE(fails(decoded(of_template, of_rank + "."), Errc::frame_damaged));
-  // Whatever the bytes say, it comes to an end.
+  // Decoding ends without a crash for any bytes.
   std::mt19937_64 random(7);
   for (int round = 0; round < 4000; ++round) {
     std::string damaged[2] = {of_template, of_rank};
@@ -109,7 +109,7 @@ TEST(StateTemplate, OfDamagedBytesIsRefused) {
   }
 }
 
-TEST(GlobalPlan, WhatSeveralRanksHaveIsWrittenOnce) {
+TEST(GlobalPlan, ReplicatedValuesAreWrittenOnce) {
   std::vector<Rows> ranks(4);
   for (int rank = 0; rank < 4; ++rank) {
     for (int i = 0; i < 8; ++i) ranks[rank].add_tensor("t" + std::to_string(i), {100});
@@ -131,7 +131,7 @@ TEST(GlobalPlan, WhatSeveralRanksHaveIsWrittenOnce) {
   for (const auto& [name, count] : times) EXPECT_EQ(count, 1) << name;
 }
 
-TEST(GlobalPlan, ReplicasGoToTheRankWithTheFewestBytes) {
+TEST(GlobalPlan, ReplicasAreAssignedToTheRankWithTheFewestBytes) {
   std::vector<Rows> ranks(2);
   ranks[0].add_tensor("alone", {1000});
   for (Rows& made : ranks) {
@@ -144,7 +144,7 @@ TEST(GlobalPlan, ReplicasGoToTheRankWithTheFewestBytes) {
   EXPECT_EQ(written(*plan), (std::vector<std::vector<std::string>>{{"alone"}, {"a", "b", "c"}}));
 }
 
-// Of ranks in a grid: rows of the grid hold replicas, columns shards of random widths.
+// Ranks in a grid: each row of the grid holds replicas, its columns hold shards of random widths.
 TEST(GlobalPlan, EachElementOfAShardedTensorIsWrittenOnce) {
   for (std::uint64_t seed = 0; seed < 100; ++seed) {
     std::mt19937_64 random(seed);
@@ -181,7 +181,7 @@ TEST(GlobalPlan, EachElementOfAShardedTensorIsWrittenOnce) {
   }
 }
 
-TEST(GlobalPlan, WhatDiffersBetweenRanksIsToldByNameAndRank) {
+TEST(GlobalPlan, ADifferenceBetweenRanksIsReportedWithNameAndRanks) {
   const auto refusal = [](const auto& first, const auto& second) {
     std::vector<Rows> ranks(2);
     first(ranks[0]);
@@ -201,7 +201,7 @@ TEST(GlobalPlan, WhatDiffersBetweenRanksIsToldByNameAndRank) {
   EXPECT_EQ(refusal(small, object), "w: rank 0 has a plain tensor, rank 1 an object");
 }
 
-TEST(GlobalPlan, TheSizeOfADTensorCountsOnlyOnRanksThatHaveAPartOfIt) {
+TEST(GlobalPlan, TheSizeOfADTensorIsComparedOnlyOnRanksThatHaveIt) {
   std::vector<Rows> ranks(3);
   ranks[0].add_empty_shard("scalar", {0});
   ranks[0].add_empty_shard("rows", {7});
@@ -226,7 +226,7 @@ TEST(GlobalPlan, TheSizeOfADTensorCountsOnlyOnRanksThatHaveAPartOfIt) {
       "rows: rank 1 has torch.float32 [8], rank 2 has torch.float32 [9]"));
 }
 
-TEST(GlobalPlan, ShardsThatDoNotMakeUpTheTensorAreRefused) {
+TEST(GlobalPlan, ShardsThatDoNotCoverTheTensorAreRejected) {
   const auto shards = [](std::vector<Sizes> begins_and_lengths) {
     std::vector<Rows> ranks(begins_and_lengths.size());
     for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
@@ -241,9 +241,9 @@ TEST(GlobalPlan, ShardsThatDoNotMakeUpTheTensorAreRefused) {
   EXPECT_TRUE(fails(shards({{0, 4}, {3, 4}}), Errc::invalid_argument));
 }
 
-TEST(GlobalPlan, AShardOutsideOfItsTensorIsRefused) {
-  // Offsets and sizes of each rank's shard of a tensor of [8, 2]. Each has as many elements as the
-  // tensor, and corners that cancel out in the dimensions in which it is cut.
+TEST(GlobalPlan, AShardOutsideItsTensorIsRejected) {
+  // Offsets and sizes of each rank's shard of a tensor of [8, 2]. Each shard has as many elements
+  // as the tensor, and its corners cancel out in the dimensions that are divided.
   using Boxes = std::vector<std::pair<Sizes, Sizes>>;
   const auto plan = [](const Boxes& boxes) {
     std::vector<Rows> ranks(boxes.size());
@@ -261,7 +261,7 @@ TEST(GlobalPlan, AShardOutsideOfItsTensorIsRefused) {
   }
 }
 
-TEST(GlobalPlan, ANameThatNoReaderAcceptsIsRefused) {
+TEST(GlobalPlan, ANameThatIsTooLongIsRejected) {
   std::vector<Rows> ranks(1);
   ranks[0].add_tensor(std::string(index::CheckpointIndex::kMostNameBytes, 'n'), {1});
   EXPECT_TRUE(ok(GlobalPlan::of(states_of(ranks))));
@@ -269,7 +269,7 @@ TEST(GlobalPlan, ANameThatNoReaderAcceptsIsRefused) {
   EXPECT_TRUE(fails(GlobalPlan::of(states_of(ranks)), Errc::invalid_argument));
 }
 
-TEST(GlobalPlan, ATensorThatIsCutAsAWholeOneButIsLargerIsRefused) {
+TEST(GlobalPlan, ALargerTensorWithTheShardsOfAnotherIsRejected) {
   std::vector<Rows> ranks(2);
   for (std::int64_t rank = 0; rank < 2; ++rank) {
     Rows& here = ranks[static_cast<std::size_t>(rank)];

@@ -14,7 +14,7 @@ namespace {
 
 using test::Random;
 
-// A strided source in a storage of its own, and its payload gathered item by item.
+// A strided source with its own storage, and its payload gathered item by item.
 struct Strided {
   std::string storage;
   Source source;
@@ -36,7 +36,7 @@ std::string gather(const Source& source) {
   return out;
 }
 
-// Strides of any size and sign, overlapping items included.
+// Strides of any size and sign, including overlapping items.
 Strided random_source(Random& random, std::size_t item_bytes) {
   Strided made;
   made.source.item_bytes = item_bytes;
@@ -99,7 +99,7 @@ TEST(HostCopy, FollowsANegativeStride) {
   EXPECT_EQ(copied(source, 1, 2), "cb");
 }
 
-TEST(HostCopy, BeginsAndEndsInsideItems) {
+TEST(HostCopy, BeginsAndEndsWithinItems) {
   const std::string bytes = "aaaa____bbbb____cccc";
   Source source = test::host_source(bytes);
   source.item_bytes = 4;
@@ -109,7 +109,7 @@ TEST(HostCopy, BeginsAndEndsInsideItems) {
   EXPECT_EQ(copied(source, 5, 2), "bb");
 }
 
-TEST(HostCopy, OfAnEmptyTensorCopiesNothing) {
+TEST(HostCopy, CopiesNothingOfAnEmptyTensor) {
   Source source;
   source.dims = {{0, 4}, {3, 4}};
   source.item_bytes = 4;
@@ -118,7 +118,7 @@ TEST(HostCopy, OfAnEmptyTensorCopiesNothing) {
 
 class ItemSizes : public ::testing::TestWithParam<std::size_t> {};
 
-TEST_P(ItemSizes, AnySplitGivesTheNaivelyGatheredBytes) {
+TEST_P(ItemSizes, AnySplitEqualsANaiveGather) {
   Random random(GetParam());
   SCOPED_TRACE(random.seed_text());
   for (int round = 0; round < 400; ++round) {
@@ -134,7 +134,7 @@ TEST_P(ItemSizes, AnySplitGivesTheNaivelyGatheredBytes) {
   }
 }
 
-TEST_P(ItemSizes, AnyRangeGivesTheNaivelyGatheredBytes) {
+TEST_P(ItemSizes, AnyRangeEqualsANaiveGather) {
   Random random(100 + GetParam());
   SCOPED_TRACE(random.seed_text());
   const Strided made = random_source(random, GetParam());
@@ -146,7 +146,7 @@ TEST_P(ItemSizes, AnyRangeGivesTheNaivelyGatheredBytes) {
   }
 }
 
-TEST_P(ItemSizes, PastTheCachesGathersTheSame) {
+TEST_P(ItemSizes, CopiesPastTheCachesGatherTheSameBytes) {
   Random random(200 + GetParam());
   SCOPED_TRACE(random.seed_text());
   for (int round = 0; round < 100; ++round) {
@@ -161,8 +161,8 @@ TEST_P(ItemSizes, PastTheCachesGathersTheSame) {
 
 INSTANTIATE_TEST_SUITE_P(Bytes, ItemSizes, ::testing::Values(1, 2, 3, 4, 8, 16));
 
-// Where a copy past the caches begins and ends relative to what it moves at once.
-TEST(HostCopy, PastTheCachesIsTheSameAtAnyAlignmentAndSize) {
+// Begins and ends at all positions relative to the unit of a copy past the caches.
+TEST(HostCopy, PastTheCachesIsExactAtAnyAlignmentAndSize) {
   Random random(300);
   SCOPED_TRACE(random.seed_text());
   constexpr std::size_t kMost = 300;
@@ -185,7 +185,7 @@ TEST(HostCopy, PastTheCachesIsTheSameAtAnyAlignmentAndSize) {
   }
 }
 
-TEST(HostCopy, PastTheCachesIsTheSameForLargeCopies) {
+TEST(HostCopy, PastTheCachesIsExactForLargeCopies) {
   Random random(301);
   SCOPED_TRACE(random.seed_text());
   const std::string from = random.bytes((3 << 20) + 100);
@@ -201,9 +201,9 @@ TEST(HostCopy, PastTheCachesIsTheSameForLargeCopies) {
   }
 }
 
-TEST(HostCopy, PastTheCachesOfNothingTouchesNoAddress) { copy_past_caches({}, 0, {}); }
+TEST(HostCopy, PastTheCachesTouchesNoAddressOfAnEmptySource) { copy_past_caches({}, 0, {}); }
 
-TEST(HostCopy, PastTheCachesIsSeenByTheThreadThatIsToldOfIt) {
+TEST(HostCopy, PastTheCachesIsVisibleToTheThreadThatIsSignalled) {
   Random random(302);
   SCOPED_TRACE(random.seed_text());
   const std::string from = random.bytes(64 << 10);

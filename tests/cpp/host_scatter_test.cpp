@@ -16,8 +16,8 @@ using planning::Region;
 using test::bytes_of;
 using test::Random;
 
-// From items of `kIn` bytes to items of `kOut`, which say where they come from: each byte of the
-// one is the sum of all bytes of the other and of its own place.
+// Converts items of `kIn` bytes to items of `kOut` bytes. Each byte of the result depends on all
+// bytes of the source item and on its own position.
 template <std::size_t kIn, std::size_t kOut>
 void convert_items(std::byte* out, const std::byte* in, std::size_t count) {
   for (std::size_t i = 0; i < count; ++i) {
@@ -36,10 +36,10 @@ struct Case {
 
 void PrintTo(const Case& c, std::ostream* out) { *out << c.name; }
 
-// One run between memory of just the size that it has.
+// Copies one run between buffers of exactly the size of the run.
 class CopyRun : public ::testing::TestWithParam<Case> {
  protected:
-  /// `gap`s in items; negative ones run backwards.
+  /// `gap`s are in items; negative gaps run backwards.
   void check(std::uint64_t count, std::uint64_t in_gap, std::int64_t out_gap) {
     SCOPED_TRACE(std::to_string(count) + " items, " + std::to_string(in_gap) + " and " +
                  std::to_string(out_gap) + " between");
@@ -73,7 +73,7 @@ class CopyRun : public ::testing::TestWithParam<Case> {
     EXPECT_TRUE(out == expected);
   }
 
-  /// Around what goes through the buffers at once.
+  /// Counts around the number of items that fit into the conversion buffers.
   std::vector<std::uint64_t> counts() const {
     const std::size_t items = 4096 / std::max(GetParam().in_bytes, GetParam().out_bytes);
     return {1, 2, 3, 17, items - 1, items, items + 1, 2 * items - 1, 2 * items, 2 * items + 1};
@@ -82,19 +82,19 @@ class CopyRun : public ::testing::TestWithParam<Case> {
   Random random_{1};
 };
 
-TEST_P(CopyRun, OfItemsSideBySideOnBothSides) {
+TEST_P(CopyRun, CopiesContiguousItems) {
   for (const std::uint64_t count : counts()) check(count, 0, 0);
 }
 
-TEST_P(CopyRun, GathersItemsThatLieApart) {
+TEST_P(CopyRun, GathersItemsWithGapsBetweenThem) {
   for (const std::uint64_t count : counts()) check(count, 3, 0);
 }
 
-TEST_P(CopyRun, SpreadsItemsAndTouchesNothingBetween) {
+TEST_P(CopyRun, ScattersItemsAndLeavesTheGapsUntouched) {
   for (const std::uint64_t count : counts()) check(count, 0, 2);
 }
 
-TEST_P(CopyRun, GathersAndSpreadsAtOnce) {
+TEST_P(CopyRun, GathersAndScattersAtOnce) {
   for (const std::uint64_t count : counts()) check(count, 1, 4);
 }
 

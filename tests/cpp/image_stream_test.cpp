@@ -25,14 +25,14 @@ using test::ok;
 using test::Random;
 using test::row_major;
 
-// An image, the payloads that it points to and the bytes that it must give.
+// An image, the payloads that it points to and its expected bytes.
 struct Sample {
   std::deque<std::string> payloads;
   FileImage image;
   std::string expected;
   std::vector<std::uint32_t> checksums;
 
-  /// Of all items, from the bytes that they must give.
+  /// The checksum table entries of all items, computed from the expected bytes.
   std::vector<format::RecordSums> sums() const {
     std::vector<format::RecordSums> of_items;
     for (const ImageItem& item : image.items()) {
@@ -51,7 +51,7 @@ struct Sample {
     payloads.push_back(std::move(payload));
     add_tensor_at(host_source(payloads.back()), payloads.back());
   }
-  /// A tensor whose bytes `source` gives.
+  /// Adds a tensor with the payload `bytes`, which `source` points to.
   void add_tensor_at(const staging::Source& source, const std::string& payload) {
     image.add_tensor(row_major("uint8", {payload.size()}), source);
     expected += test::byte_record(payload);
@@ -88,7 +88,7 @@ Sample every_kind(Random& random) {
   return sample;
 }
 
-// Reads a whole image in pieces; `next` says how long each is to be.
+// Reads an entire image in pieces; `next` returns the size of each piece.
 template <class Next>
 std::string streamed(ImageStream& stream, std::uint64_t bytes, Next next) {
   std::string out;
@@ -102,7 +102,7 @@ std::string streamed(ImageStream& stream, std::uint64_t bytes, Next next) {
 
 class ImageStreamChunks : public ::testing::TestWithParam<std::size_t> {};
 
-TEST_P(ImageStreamChunks, GiveHeadsPayloadsAndTailsOneBehindTheOther) {
+TEST_P(ImageStreamChunks, ContainHeadsPayloadsAndTailsBackToBack) {
   Random random(1);
   SCOPED_TRACE(random.seed_text());
   const Sample sample = every_kind(random);
@@ -117,7 +117,7 @@ TEST_P(ImageStreamChunks, GiveHeadsPayloadsAndTailsOneBehindTheOther) {
 INSTANTIATE_TEST_SUITE_P(Bytes, ImageStreamChunks,
                          ::testing::Values(1, 7, 63, 4096, std::size_t{1} << 30));
 
-TEST(ImageStream, IsTheSameWhateverTheChunks) {
+TEST(ImageStream, IsTheSameForAnyChunks) {
   Random random(2);
   SCOPED_TRACE(random.seed_text());
   const Sample sample = every_kind(random);
@@ -144,7 +144,7 @@ TEST(ImageStream, ChecksumsPayloadsLargerThanItsCacheBlocks) {
   EXPECT_EQ(stream.sums(), sample.sums());
 }
 
-TEST(ImageStream, ChecksumsTheBlocksOfBytesAndOfTensorsLargerThanOne) {
+TEST(ImageStream, ChecksumsBlocksOfBytesAndOfTensorsLargerThanABlock) {
   Sample sample;
   sample.add_bytes("");
   sample.add_bytes("x");
@@ -158,7 +158,7 @@ TEST(ImageStream, ChecksumsTheBlocksOfBytesAndOfTensorsLargerThanOne) {
   EXPECT_EQ(blocks, (std::vector<std::size_t>{0, 1, 0, 2, 2}));
 }
 
-TEST(ImageStream, ChecksumsWhatIsNotPayloadAsOne) {
+TEST(ImageStream, ChecksumsHeadAndTailTogether) {
   Sample sample;
   sample.add_tensor("payload");
   ImageStream stream(sample.image);
@@ -167,7 +167,7 @@ TEST(ImageStream, ChecksumsWhatIsNotPayloadAsOne) {
   EXPECT_EQ(stream.sums()[0].envelope_crc, format::crc32(0, bytes_of(envelope)));
 }
 
-TEST(ImageStream, OfNothingGivesNothing) {
+TEST(ImageStream, OfAnEmptyImageIsEmpty) {
   FileImage image;
   ImageStream stream(image);
   EXPECT_TRUE(ok(stream.fill({})));
@@ -183,7 +183,7 @@ TEST(ImageStream, NeverTouchesTheAddressOfAnEmptySource) {
   EXPECT_TRUE(found == test::byte_record(""));
 }
 
-TEST(ImageStream, AskedForMoreThanThereIsSaysSo) {
+TEST(ImageStream, FailsBeyondTheEndOfTheImage) {
   Sample sample;
   sample.add_bytes("12345");
   ImageStream stream(sample.image);
@@ -191,7 +191,7 @@ TEST(ImageStream, AskedForMoreThanThereIsSaysSo) {
   EXPECT_TRUE(fails(stream.fill(std::as_writable_bytes(std::span(out))), Errc::internal));
 }
 
-TEST(ImageStream, WithADeviceTensorAndNoDeviceSupportIsAnError) {
+TEST(ImageStream, FailsForADeviceTensorWithoutDeviceSupport) {
   test::NoDevice none;
   staging::Source source;
   source.bytes = 10;
@@ -205,7 +205,7 @@ TEST(ImageStream, WithADeviceTensorAndNoDeviceSupportIsAnError) {
   EXPECT_NE(filled.error().message().find("device"), std::string::npos);
 }
 
-TEST(ImageStream, TakesDeviceTensorsThroughOneCopier) {
+TEST(ImageStream, CopiesAllDeviceTensorsWithOneCopier) {
   Random random(4);
   SCOPED_TRACE(random.seed_text());
   test::FakeDevice device;
@@ -222,7 +222,7 @@ TEST(ImageStream, TakesDeviceTensorsThroughOneCopier) {
   EXPECT_EQ(device.copiers(), 1);
 }
 
-TEST(ImageStream, AFailedDeviceCopyIsTheError) {
+TEST(ImageStream, ReturnsTheErrorOfADeviceCopy) {
   test::FakeDevice device;
   device.on_copy([](const auto&, auto) -> Result<> {
     return format_error(Errc::system, "the device fell off the bus");
@@ -238,10 +238,10 @@ TEST(ImageStream, AFailedDeviceCopyIsTheError) {
 
 // --- in steps -------------------------------------------------------------------------------
 
-const std::vector<staging::ReadyEvent> kNoMoments;
+const std::vector<staging::ReadyEvent> kNoEvents;
 const staging::Warn kNoWarnings = [](const auto&, const auto&) {};
 
-// Pieces of an image, one behind the other in memory of their own.
+// Pieces of an image, each with its own memory.
 class Pieces {
  public:
   template <class Next>
@@ -259,7 +259,9 @@ class Pieces {
     pieces_[n] = std::move(*begun);
     return {};
   }
-  Result<> arrive(ImageStream& stream, std::size_t n) { return stream.arrive(pieces_[n]); }
+  Result<> wait_for_copies(ImageStream& stream, std::size_t n) {
+    return stream.wait_for_copies(pieces_[n]);
+  }
   void complete(ImageStream& stream, std::size_t n) const { stream.complete(pieces_[n]); }
 
   std::string contents() const {
@@ -277,14 +279,14 @@ void begin_all(ImageStream& stream, Pieces& pieces) {
   for (std::size_t n = 0; n < pieces.count(); ++n) ASSERT_TRUE(ok(pieces.begin(stream, n)));
 }
 
-void arrive_and_complete_all(ImageStream& stream, Pieces& pieces) {
+void wait_for_and_complete_all(ImageStream& stream, Pieces& pieces) {
   for (std::size_t n = 0; n < pieces.count(); ++n) {
-    ASSERT_TRUE(ok(pieces.arrive(stream, n)));
+    ASSERT_TRUE(ok(pieces.wait_for_copies(stream, n)));
     pieces.complete(stream, n);
   }
 }
 
-// Tensors on the device and on the host by turns, of sizes around those of the pieces.
+// Tensors on the device and on the host, of sizes around those of the pieces.
 Sample on_device_and_host(Random& random, test::FakeDevice& device) {
   Sample sample;
   for (int i = 0; i < 12; ++i) {
@@ -298,37 +300,38 @@ Sample on_device_and_host(Random& random, test::FakeDevice& device) {
   return sample;
 }
 
-// As a snapshot and not as one.
+// The parameter: snapshot or not.
 class ImageStreamSteps : public ::testing::TestWithParam<bool> {};
 
-TEST_P(ImageStreamSteps, OfManyPiecesAtOnceGiveTheImage) {
+TEST_P(ImageStreamSteps, OfAllPiecesAtOnceProduceTheImage) {
   Random random(10);
   SCOPED_TRACE(random.seed_text());
   const Sample sample = every_kind(random);
   for (int round = 0; round < 200; ++round) {
     const std::uint64_t longest = random.between(1, 3000);
-    ImageStream stream(sample.image, GetParam(), kNoMoments, kNoWarnings);
+    ImageStream stream(sample.image, GetParam(), kNoEvents, kNoWarnings);
     Pieces pieces(sample.image.bytes(), [&] { return random.between(1, longest); });
     begin_all(stream, pieces);
-    arrive_and_complete_all(stream, pieces);
+    wait_for_and_complete_all(stream, pieces);
     ASSERT_TRUE(pieces.contents() == sample.expected) << "round " << round;
     ASSERT_EQ(stream.checksums(), sample.checksums) << "round " << round;
     ASSERT_EQ(stream.sums(), sample.sums()) << "round " << round;
   }
 }
 
-TEST_P(ImageStreamSteps, OfSomePiecesAtOnceGiveTheImage) {
+TEST_P(ImageStreamSteps, OfSomePiecesAtOnceProduceTheImage) {
   Random random(11);
   SCOPED_TRACE(random.seed_text());
   test::FakeDevice device;
   for (int round = 0; round < 30; ++round) {
     const Sample sample = on_device_and_host(random, device);
     const std::uint64_t longest = random.between(50, 3000);
-    ImageStream stream(sample.image, GetParam(), kNoMoments, kNoWarnings);
+    ImageStream stream(sample.image, GetParam(), kNoEvents, kNoWarnings);
     Pieces pieces(sample.image.bytes(), [&] { return random.between(1, longest); });
-    // No step of a piece comes before the step before of it, or the same step of the one before.
+    // Each step of a piece comes after the step before it and after the same step of the last
+    // piece.
     std::size_t begun = 0;
-    std::size_t arrived = 0;
+    std::size_t copied = 0;
     std::size_t completed = 0;
     while (completed < pieces.count()) {
       switch (random.between(0, 2)) {
@@ -338,12 +341,12 @@ TEST_P(ImageStreamSteps, OfSomePiecesAtOnceGiveTheImage) {
           }
           break;
         case 1:
-          if (arrived < begun) {
-            ASSERT_TRUE(ok(pieces.arrive(stream, arrived++)));
+          if (copied < begun) {
+            ASSERT_TRUE(ok(pieces.wait_for_copies(stream, copied++)));
           }
           break;
         default:
-          if (completed < arrived) pieces.complete(stream, completed++);
+          if (completed < copied) pieces.complete(stream, completed++);
       }
     }
     ASSERT_TRUE(pieces.contents() == sample.expected) << "round " << round;
@@ -357,7 +360,7 @@ TEST_P(ImageStreamSteps, MayBeCompletedByAnotherThread) {
   SCOPED_TRACE(random.seed_text());
   test::FakeDevice device;
   const Sample sample = on_device_and_host(random, device);
-  ImageStream stream(sample.image, GetParam(), kNoMoments, kNoWarnings);
+  ImageStream stream(sample.image, GetParam(), kNoEvents, kNoWarnings);
   Pieces pieces(sample.image.bytes(), [&] { return random.between(1, 500); });
   std::counting_semaphore<> arrived(0);
   {
@@ -369,7 +372,7 @@ TEST_P(ImageStreamSteps, MayBeCompletedByAnotherThread) {
     });
     for (std::size_t n = 0; n < pieces.count(); ++n) {
       EXPECT_TRUE(ok(pieces.begin(stream, n)));
-      EXPECT_TRUE(ok(pieces.arrive(stream, n)));
+      EXPECT_TRUE(ok(pieces.wait_for_copies(stream, n)));
       arrived.release();
     }
   }
@@ -378,8 +381,8 @@ TEST_P(ImageStreamSteps, MayBeCompletedByAnotherThread) {
   EXPECT_EQ(stream.sums(), sample.sums());
 }
 
-// Payloads that end at, before and behind a block's end, in pieces that do the same.
-TEST_P(ImageStreamSteps, ChecksumBlocksHoweverThePiecesCutThem) {
+// Payloads that end before, at and after a block boundary, in pieces that do the same.
+TEST_P(ImageStreamSteps, ChecksumBlocksThatSpanPieces) {
   Random random(15);
   SCOPED_TRACE(random.seed_text());
   test::FakeDevice device;
@@ -394,20 +397,20 @@ TEST_P(ImageStreamSteps, ChecksumBlocksHoweverThePiecesCutThem) {
   for (int round = 0; round < 40; ++round) {
     const std::uint64_t longest = random.between(500, 4 * kBlock);
     const bool whole_blocks = random.coin();
-    ImageStream stream(sample.image, GetParam(), kNoMoments, kNoWarnings);
+    ImageStream stream(sample.image, GetParam(), kNoEvents, kNoWarnings);
     Pieces pieces(sample.image.bytes(), [&] {
       return whole_blocks ? kBlock + random.between(0, 2) - 1 : random.between(1, longest);
     });
     begin_all(stream, pieces);
-    arrive_and_complete_all(stream, pieces);
+    wait_for_and_complete_all(stream, pieces);
     ASSERT_TRUE(pieces.contents() == sample.expected) << "round " << round;
     ASSERT_EQ(stream.checksums(), sample.checksums) << "round " << round;
     ASSERT_EQ(stream.sums(), expected) << "round " << round;
   }
 }
 
-// A payload's block ends wherever in the payload the only cut lies.
-TEST_P(ImageStreamSteps, ChecksumBlocksOfAPayloadThatIsSplitAroundTheirEnds) {
+// A block boundary at each position relative to the only piece boundary in the payload.
+TEST_P(ImageStreamSteps, ChecksumBlocksWhosePiecesEndNearBlockBoundaries) {
   Random random(16);
   SCOPED_TRACE(random.seed_text());
   Sample sample;
@@ -416,12 +419,12 @@ TEST_P(ImageStreamSteps, ChecksumBlocksOfAPayloadThatIsSplitAroundTheirEnds) {
   const std::uint64_t head = sample.image.items().front().record->head.size();
   for (const std::uint64_t around : {head, head + kBlock, head + 2 * kBlock}) {
     for (std::uint64_t split = around - 3; split <= around + 3; ++split) {
-      ImageStream stream(sample.image, GetParam(), kNoMoments, kNoWarnings);
+      ImageStream stream(sample.image, GetParam(), kNoEvents, kNoWarnings);
       Pieces pieces(sample.image.bytes(), [&, first = true]() mutable {
         return std::exchange(first, false) ? split : sample.image.bytes();
       });
       begin_all(stream, pieces);
-      arrive_and_complete_all(stream, pieces);
+      wait_for_and_complete_all(stream, pieces);
       ASSERT_EQ(stream.sums(), expected) << "split at " << split;
     }
   }
@@ -434,11 +437,11 @@ TEST_P(ImageStreamSteps, SubmitTheTensorsOfAPieceTogether) {
     const std::string payload(100, letter);
     sample.add_tensor_at(device.upload(payload), payload);
   }
-  ImageStream stream(sample.image, GetParam(), kNoMoments, kNoWarnings);
+  ImageStream stream(sample.image, GetParam(), kNoEvents, kNoWarnings);
   Pieces pieces(sample.image.bytes(), [&] { return sample.image.bytes(); });
   begin_all(stream, pieces);
   EXPECT_EQ(device.submissions(), 1);
-  arrive_and_complete_all(stream, pieces);
+  wait_for_and_complete_all(stream, pieces);
   EXPECT_TRUE(pieces.contents() == sample.expected);
 }
 
@@ -446,33 +449,33 @@ TEST_P(ImageStreamSteps, SubmitNothingForAPieceWithoutDeviceMemory) {
   test::FakeDevice device;
   Sample sample;
   sample.add_tensor(std::string(100, 'x'));
-  ImageStream stream(sample.image, GetParam(), kNoMoments, kNoWarnings);
+  ImageStream stream(sample.image, GetParam(), kNoEvents, kNoWarnings);
   Pieces pieces(sample.image.bytes(), [] { return 64; });
   begin_all(stream, pieces);
-  arrive_and_complete_all(stream, pieces);
+  wait_for_and_complete_all(stream, pieces);
   EXPECT_EQ(device.submissions(), 0);
   EXPECT_EQ(stream.copier(), nullptr);
 }
 
-TEST_P(ImageStreamSteps, BeginManyPiecesBeforeTheFirstArrives) {
+TEST_P(ImageStreamSteps, BeginManyPiecesBeforeTheFirstIsCopied) {
   test::FakeDevice device;
   const std::string payload(10'000, 'x');
   Sample sample;
   sample.add_tensor_at(device.upload(payload), payload);
   test::Gate arrival;
   device.on_arrival(arrival.passage());
-  ImageStream stream(sample.image, GetParam(), kNoMoments, kNoWarnings);
+  ImageStream stream(sample.image, GetParam(), kNoEvents, kNoWarnings);
   Pieces pieces(sample.image.bytes(), [] { return 2500; });
   begin_all(stream, pieces);
   EXPECT_EQ(device.submissions(), 5);
   arrival.open();
-  arrive_and_complete_all(stream, pieces);
+  wait_for_and_complete_all(stream, pieces);
   EXPECT_TRUE(pieces.contents() == sample.expected);
   EXPECT_EQ(stream.checksums(), sample.checksums);
   EXPECT_EQ(stream.sums(), sample.sums());
 }
 
-TEST_P(ImageStreamSteps, CopyHostMemoryWhenAPieceIsBegun) {
+TEST_P(ImageStreamSteps, CopyHostMemoryInBegin) {
   test::FakeDevice device;
   const std::string on_device(1000, 'd');
   Sample sample;
@@ -481,25 +484,26 @@ TEST_P(ImageStreamSteps, CopyHostMemoryWhenAPieceIsBegun) {
   sample.add_tensor(std::string(1000, 'h'));
   test::Gate arrival;
   device.on_arrival(arrival.passage());
-  ImageStream stream(sample.image, GetParam(), kNoMoments, kNoWarnings);
+  ImageStream stream(sample.image, GetParam(), kNoEvents, kNoWarnings);
   Pieces pieces(sample.image.bytes(), [] { return 700; });
   begin_all(stream, pieces);
   for (std::string& payload : sample.payloads) std::fill(payload.begin(), payload.end(), '#');
   arrival.open();
-  arrive_and_complete_all(stream, pieces);
+  wait_for_and_complete_all(stream, pieces);
   EXPECT_TRUE(pieces.contents() == sample.expected);
   EXPECT_EQ(stream.checksums(), sample.checksums);
   EXPECT_EQ(stream.sums(), sample.sums());
 }
 
-TEST_P(ImageStreamSteps, NeedNoSourceOnceAPieceHasArrived) {
+TEST_P(ImageStreamSteps, NeedNoSourceOnceAPieceIsCopied) {
   Random random(13);
   SCOPED_TRACE(random.seed_text());
   Sample sample = every_kind(random);
-  ImageStream stream(sample.image, GetParam(), kNoMoments, kNoWarnings);
+  ImageStream stream(sample.image, GetParam(), kNoEvents, kNoWarnings);
   Pieces pieces(sample.image.bytes(), [] { return 1000; });
   begin_all(stream, pieces);
-  for (std::size_t n = 0; n < pieces.count(); ++n) ASSERT_TRUE(ok(pieces.arrive(stream, n)));
+  for (std::size_t n = 0; n < pieces.count(); ++n)
+    ASSERT_TRUE(ok(pieces.wait_for_copies(stream, n)));
   for (std::string& payload : sample.payloads) std::fill(payload.begin(), payload.end(), '#');
   for (std::size_t n = 0; n < pieces.count(); ++n) pieces.complete(stream, n);
   EXPECT_TRUE(pieces.contents() == sample.expected);
@@ -507,8 +511,8 @@ TEST_P(ImageStreamSteps, NeedNoSourceOnceAPieceHasArrived) {
   EXPECT_EQ(stream.sums(), sample.sums());
 }
 
-// The stored checksum lies in the tail, wherever in it the pieces end.
-TEST_P(ImageStreamSteps, TellTheChecksumInATailThatIsSplitAnywhere) {
+// The checksum is stored in the tail, which the pieces split at every position.
+TEST_P(ImageStreamSteps, WriteTheChecksumIntoATailThatIsSplitAnywhere) {
   Random random(14);
   SCOPED_TRACE(random.seed_text());
   test::FakeDevice device;
@@ -523,20 +527,20 @@ TEST_P(ImageStreamSteps, TellTheChecksumInATailThatIsSplitAnywhere) {
     const ImageItem& item = sample.image.items().front();
     const std::uint64_t payload_end = item.record->head.size() + payload.size();
     for (std::uint64_t split = payload_end; split < item.bytes; ++split) {
-      ImageStream stream(sample.image, GetParam(), kNoMoments, kNoWarnings);
+      ImageStream stream(sample.image, GetParam(), kNoEvents, kNoWarnings);
       Pieces pieces(item.bytes, [&, first = true]() mutable {
         return std::exchange(first, false) ? split : item.bytes;
       });
       ASSERT_EQ(pieces.count(), 2);
       begin_all(stream, pieces);
-      arrive_and_complete_all(stream, pieces);
+      wait_for_and_complete_all(stream, pieces);
       ASSERT_TRUE(pieces.contents() == sample.expected) << "split at " << split;
       ASSERT_EQ(stream.sums(), sample.sums()) << "split at " << split;
     }
   }
 }
 
-TEST_P(ImageStreamSteps, WaitForTheMomentsThatTheyAreGiven) {
+TEST_P(ImageStreamSteps, WaitForTheReadyEvents) {
   test::FakeDevice device;
   const std::string payload(1000, 'x');
   Sample sample;
@@ -551,33 +555,33 @@ TEST_P(ImageStreamSteps, WaitForTheMomentsThatTheyAreGiven) {
   Pieces pieces(sample.image.bytes(), [] { return 600; });
   begin_all(stream, pieces);
   ready.count_down();
-  arrive_and_complete_all(stream, pieces);
+  wait_for_and_complete_all(stream, pieces);
   EXPECT_TRUE(pieces.contents() == sample.expected);
   EXPECT_FALSE(early);
 }
 
-TEST_P(ImageStreamSteps, TellThatACopyDidNotArrive) {
+TEST_P(ImageStreamSteps, ReportAFailedCopy) {
   test::FakeDevice device;
   device.fail_waits(format_error(Errc::system, "the device fell off the bus"));
   const std::string payload(100, 'x');
   Sample sample;
   sample.add_tensor_at(device.upload(payload), payload);
-  ImageStream stream(sample.image, GetParam(), kNoMoments, kNoWarnings);
+  ImageStream stream(sample.image, GetParam(), kNoEvents, kNoWarnings);
   Pieces pieces(sample.image.bytes(), [&] { return sample.image.bytes(); });
   begin_all(stream, pieces);
-  EXPECT_TRUE(fails(pieces.arrive(stream, 0), Errc::system));
+  EXPECT_TRUE(fails(pieces.wait_for_copies(stream, 0), Errc::system));
 }
 
-TEST_P(ImageStreamSteps, OfAPieceThatArrivedTwiceWaitOnce) {
+TEST_P(ImageStreamSteps, WaitForAPieceOnlyOnce) {
   test::FakeDevice device;
   const std::string payload(100, 'x');
   Sample sample;
   sample.add_tensor_at(device.upload(payload), payload);
-  ImageStream stream(sample.image, GetParam(), kNoMoments, kNoWarnings);
+  ImageStream stream(sample.image, GetParam(), kNoEvents, kNoWarnings);
   Pieces pieces(sample.image.bytes(), [&] { return sample.image.bytes(); });
   begin_all(stream, pieces);
-  ASSERT_TRUE(ok(pieces.arrive(stream, 0)));
-  EXPECT_TRUE(ok(pieces.arrive(stream, 0)));
+  ASSERT_TRUE(ok(pieces.wait_for_copies(stream, 0)));
+  EXPECT_TRUE(ok(pieces.wait_for_copies(stream, 0)));
 }
 
 INSTANTIATE_TEST_SUITE_P(Kinds, ImageStreamSteps, ::testing::Bool(),

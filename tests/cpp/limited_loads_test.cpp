@@ -16,7 +16,7 @@ namespace {
 using test::fails;
 using test::ok;
 
-constexpr std::uint64_t kLimit = LimitedLoads::kLeastScratchBytes + 100;
+constexpr std::uint64_t kLimit = LimitedLoads::kMinScratchBytes + 100;
 
 class LimitedLoadsTest : public ::testing::Test {
  protected:
@@ -43,28 +43,28 @@ class LimitedLoadsTest : public ::testing::Test {
   os::Directory directory_ = test::open_directory(temporary_);
 };
 
-TEST_F(LimitedLoadsTest, ALimitBelowTheLeastScratchMemoryIsRefused) {
-  EXPECT_TRUE(fails(loads(LimitedLoads::kLeastScratchBytes - 1), Errc::invalid_argument));
+TEST_F(LimitedLoadsTest, RejectsALimitBelowTheMinimumScratchMemory) {
+  EXPECT_TRUE(fails(loads(LimitedLoads::kMinScratchBytes - 1), Errc::invalid_argument));
 }
 
-TEST_F(LimitedLoadsTest, RecordsMustFitTogether) {
+TEST_F(LimitedLoadsTest, RejectsRecordsThatDoNotFitTogether) {
   const auto limited = loads(kLimit);
   ASSERT_TRUE(ok(limited));
-  EXPECT_TRUE(ok(limited->check_room({record(0, 50), record(50, 50)}, {"a", "b"})));
-  const auto result = limited->check_room({record(0, 50), record(50, 51)}, {"a", "b"});
+  EXPECT_TRUE(ok(limited->check_records_fit({record(0, 50), record(50, 50)}, {"a", "b"})));
+  const auto result = limited->check_records_fit({record(0, 50), record(50, 51)}, {"a", "b"});
   ASSERT_TRUE(fails(result, Errc::invalid_argument));
   EXPECT_EQ(result.error().subject, "b");
 }
 
-TEST_F(LimitedLoadsTest, ARecordBehindTheEndOfItsFileIsRefusedByName) {
+TEST_F(LimitedLoadsTest, RejectsARecordBeyondTheEndOfItsFileByName) {
   const auto limited = loads(kLimit);
   ASSERT_TRUE(ok(limited));
-  const auto result = limited->check_room({record(999, 2)}, {"a"});
+  const auto result = limited->check_records_fit({record(999, 2)}, {"a"});
   ASSERT_TRUE(fails(result, Errc::range_past_end));
   EXPECT_EQ(result.error().subject, "a");
 }
 
-TEST_F(LimitedLoadsTest, AnErrorOfALoadNamesItsRecord) {
+TEST_F(LimitedLoadsTest, NamesTheRecordInAnErrorOfALoad) {
   auto limited = loads(kLimit);
   ASSERT_TRUE(ok(limited));
   std::string room(2, '?');
@@ -75,7 +75,7 @@ TEST_F(LimitedLoadsTest, AnErrorOfALoadNamesItsRecord) {
   EXPECT_EQ(session.error().subject, "a");
 }
 
-TEST_F(LimitedLoadsTest, CopiesToADeviceWaitForTheEventsOfTheirRun) {
+TEST_F(LimitedLoadsTest, WaitsForTheReadyEventsOfEachRun) {
   test::FakeDevice device;
   std::latch allocated(0);
   auto limited = loads(std::uint64_t{1} << 20);

@@ -1,4 +1,4 @@
-// Loads of records whose checksums the metadata knows, block by block.
+// Loads records whose blocks have checksums in the metadata.
 
 #include <gtest/gtest.h>
 
@@ -48,12 +48,12 @@ ReadRequest part_of(const Stored& stored, std::uint64_t begin, std::uint64_t byt
   return request;
 }
 
-// One file: ten bytes, and behind them the record. What is read may be damaged.
+// One file: ten bytes, followed by the record. The bytes that are read may be damaged.
 class Checked {
  public:
   Checked(const Stored& stored, DirectIo mode) : stored_(stored), options_(load_options(mode)) {}
 
-  /// Of the record, by the byte that is flipped.
+  /// Flips byte `at` of the record.
   Checked& damage(std::size_t at) {
     contents_ = flipped(std::move(contents_), 10 + at);
     return *this;
@@ -75,7 +75,7 @@ class Checked {
   Reads reads_{directory_};
 };
 
-// Small records, which are read whole, and large ones; raw ones, too.
+// Small records, which are read entirely, and large ones; raw records, too.
 struct Kind {
   std::string name;
   bool raw;
@@ -99,7 +99,7 @@ class BlockChecksums : public ::testing::TestWithParam<std::tuple<Kind, DirectIo
   std::size_t any_byte_of(std::size_t block) {
     return random_.between(begin_of(block), end_of(block) - 1);
   }
-  /// Whether `session` failed, and names the block by its place in the file.
+  /// True if `session` failed with an error that names the block's offset in the file.
   ::testing::AssertionResult names(const LoadSession& session, std::size_t block) const {
     if (auto result = failed(session, Errc::checksum_mismatch, 0); !result) return result;
     const std::uint64_t expected = 10 + stored_.payload_at + begin_of(block);
@@ -109,7 +109,7 @@ class BlockChecksums : public ::testing::TestWithParam<std::tuple<Kind, DirectIo
   }
 };
 
-TEST_P(BlockChecksums, WhatIsIntactIsReadWholeAndInPart) {
+TEST_P(BlockChecksums, AnIntactTensorIsReadEntirelyAndInPart) {
   SCOPED_TRACE(random_.seed_text());
   for (int round = 0; round < 10; ++round) {
     const std::size_t begin = round == 0 ? 0 : random_.between(0, kind_.bytes);
@@ -122,7 +122,7 @@ TEST_P(BlockChecksums, WhatIsIntactIsReadWholeAndInPart) {
   }
 }
 
-TEST_P(BlockChecksums, EveryDamagedBlockIsFoundWhereAllOfThemAreRead) {
+TEST_P(BlockChecksums, EveryDamagedBlockIsFoundIfAllAreRead) {
   SCOPED_TRACE(random_.seed_text());
   for (std::size_t block = 0; block < blocks_; ++block) {
     const std::size_t at = stored_.payload_at + any_byte_of(block);
@@ -130,7 +130,7 @@ TEST_P(BlockChecksums, EveryDamagedBlockIsFoundWhereAllOfThemAreRead) {
   }
 }
 
-TEST_P(BlockChecksums, EveryDamagedBlockIsFoundWhereAnyByteOfItIsRead) {
+TEST_P(BlockChecksums, ADamagedBlockIsFoundIfAnyByteOfItIsRead) {
   SCOPED_TRACE(random_.seed_text());
   for (std::size_t block = 0; block < blocks_; ++block) {
     const std::size_t at = stored_.payload_at + any_byte_of(block);
@@ -165,14 +165,14 @@ INSTANTIATE_TEST_SUITE_P(Records, BlockChecksums,
                            return name.str();
                          });
 
-// --- what else the table knows -------------------------------------------------------------------
+// --- the envelope and the table ------------------------------------------------------------------
 
-/// A large record of as many bytes of random contents.
+/// A large record of `bytes` random bytes.
 Stored large(std::size_t bytes, std::size_t block_bytes = 0) {
   return store(row_major("uint8", {bytes}), Random(bytes).bytes(bytes), 10, block_bytes);
 }
 
-TEST(LoadChecksums, DamageOutsideOfWhatIsReadIsNotReported) {
+TEST(LoadChecksums, DamageOutsideTheReadRangeIsNotReported) {
   const Stored stored = large(2 * kMebi);
   Checked checked(stored, DirectIo::off);
   const auto session = checked.damage(stored.payload_at + kMebi).read(5, 100);
@@ -180,7 +180,7 @@ TEST(LoadChecksums, DamageOutsideOfWhatIsReadIsNotReported) {
   EXPECT_TRUE(checked.result() == stored.payload.substr(5, 100));
 }
 
-TEST(LoadChecksums, PartsFarFromEachOtherAreCheckedEach) {
+TEST(LoadChecksums, DistantPartsAreAllChecked) {
   const Stored stored = large(2 * kMebi);
   for (const std::size_t at : {std::size_t{0}, kMebi, 2 * kMebi - 1}) {
     TempDir directory;
@@ -194,7 +194,7 @@ TEST(LoadChecksums, PartsFarFromEachOtherAreCheckedEach) {
   }
 }
 
-TEST(LoadChecksums, BlocksLargerThanAPieceAreCheckedWhole) {
+TEST(LoadChecksums, BlocksLargerThanAPieceAreCheckedEntirely) {
   for (const std::size_t block_bytes : {2 * kMebi, 32 * kMebi}) {
     const Stored stored = large(40 * kMebi + 5, block_bytes);
     Checked intact(stored, DirectIo::off);
@@ -207,7 +207,7 @@ TEST(LoadChecksums, BlocksLargerThanAPieceAreCheckedWhole) {
   }
 }
 
-TEST(LoadChecksums, ABlockIsCheckedThoughTheArchiveHasNoChecksum) {
+TEST(LoadChecksums, BlocksAreCheckedEvenIfTheArchiveHasNoChecksum) {
   Stored stored = large(1000);
   const std::string pickle = format::encode_tensor_pickle(stored.header);
   stored = [&] {
@@ -226,10 +226,10 @@ TEST(LoadChecksums, ABlockIsCheckedThoughTheArchiveHasNoChecksum) {
 
 class Envelope : public ::testing::TestWithParam<std::size_t> {};
 
-TEST_P(Envelope, NoFlippedByteOfItGoesUnnoticed) {
+TEST_P(Envelope, AnyFlippedByteIsFound) {
   const Stored stored = large(GetParam());
   const std::size_t tail_at = stored.payload_at + GetParam();
-  // Of what is large a file is written for each of them.
+  // For large records a file is written for each flipped byte.
   const std::size_t step = GetParam() > kMebi / 2 ? 101 : 1;
   int found_by_table = 0;
   for (std::size_t at = 0; at < stored.record.size(); at += step) {
@@ -243,7 +243,7 @@ TEST_P(Envelope, NoFlippedByteOfItGoesUnnoticed) {
   EXPECT_GT(found_by_table, 10);
 }
 
-TEST_P(Envelope, OfAnotherTensorOfTheSameShapeIsNotTheOneThatWasWritten) {
+TEST_P(Envelope, AnArchiveOfAnotherTensorOfTheSameShapeIsFound) {
   const Stored stored = large(GetParam());
   Stored other = stored;
   other.sums.envelope_crc ^= 1;
@@ -270,7 +270,7 @@ class LoadTables : public ::testing::TestWithParam<std::size_t> {
   const Stored stored_ = large(GetParam(), GetParam() > 256 * kKibi ? 64 * kKibi : 256);
 };
 
-TEST_P(LoadTables, WithoutTheRecordLeaveItToItsArchive) {
+TEST_P(LoadTables, WithoutTheRecordLeaveTheCheckToItsArchive) {
   Stored other = stored_;
   other.sums.offset = 11;
   other.sums.block_crcs[0] ^= 1;
@@ -278,7 +278,7 @@ TEST_P(LoadTables, WithoutTheRecordLeaveItToItsArchive) {
   EXPECT_TRUE(is_read());
 }
 
-TEST_P(LoadTables, WithoutBlocksKnowOfTheEnvelopeOnly) {
+TEST_P(LoadTables, WithoutBlocksCheckOnlyTheEnvelope) {
   Stored without = stored_;
   without.sums.block_crcs.clear();
   set_table(without);
@@ -288,7 +288,7 @@ TEST_P(LoadTables, WithoutBlocksKnowOfTheEnvelopeOnly) {
   EXPECT_TRUE(failed(*reads_.run(), Errc::checksum_mismatch, 0));
 }
 
-TEST_P(LoadTables, OfARecordOfAnotherSizeAreAMismatch) {
+TEST_P(LoadTables, ForARecordOfAnotherSizeAreAMismatch) {
   Stored shorter = stored_;
   shorter.sums.block_crcs.pop_back();
   set_table(shorter);
@@ -303,7 +303,7 @@ TEST_P(LoadTables, OfARecordOfAnotherSizeAreAMismatch) {
   EXPECT_TRUE(failed(*reads_.run(), Errc::checksum_mismatch, 0));
 }
 
-TEST_P(LoadTables, ThatCallATensorRawAreNoReasonToRefuseIt) {
+TEST_P(LoadTables, ThatListATensorAsRawDoNotFailTheLoad) {
   Stored raw = stored_;
   raw.sums.raw = true;
   raw.sums.block_crcs[0] ^= 1;
@@ -311,7 +311,7 @@ TEST_P(LoadTables, ThatCallATensorRawAreNoReasonToRefuseIt) {
   EXPECT_TRUE(is_read());
 }
 
-TEST(LoadChecksums, OfAnItemWithoutBytesAreNotThoseOfTheNext) {
+TEST(LoadChecksums, AnEmptyItemIsNotCheckedAgainstTheNextItem) {
   TempDir directory;
   Reads reads(directory);
   const Stored next = store_raw("hello");
@@ -325,7 +325,7 @@ TEST(LoadChecksums, OfAnItemWithoutBytesAreNotThoseOfTheNext) {
   EXPECT_EQ(reads.result(1), "hello");
 }
 
-TEST_P(LoadTables, ThatAreDamagedAreToldWithTheFile) {
+TEST_P(LoadTables, ThatAreDamagedAreReportedWithTheFile) {
   std::string table = table_of({stored_});
   for (const std::size_t at :
        {std::size_t{0}, std::size_t{5}, table.size() / 2, table.size() - 1}) {
@@ -340,14 +340,14 @@ TEST_P(LoadTables, ThatAreDamagedAreToldWithTheFile) {
                     Errc::checksum_mismatch));
 }
 
-TEST_P(LoadTables, AreNotLookedAtWhereNothingIsToBeVerified) {
+TEST_P(LoadTables, AreIgnoredWithoutVerification) {
   reads_.set_table(0, "damaged");
   LoadOptions unverified;
   unverified.verify = false;
   EXPECT_TRUE(is_read(unverified));
 }
 
-TEST_P(LoadTables, LetDamageThroughWhereNothingIsToBeVerified) {
+TEST_P(LoadTables, DoNotDetectDamageWithoutVerification) {
   test::write_file(reads_.path(0), "ten bytes." + flipped(stored_.record, stored_.payload_at + 5));
   set_table(stored_);
   LoadOptions unverified;
@@ -357,13 +357,13 @@ TEST_P(LoadTables, LetDamageThroughWhereNothingIsToBeVerified) {
   EXPECT_TRUE(reads_.result(0) == flipped(stored_.payload, 5));
 }
 
-TEST_P(LoadTables, OfATensorThatTheDecoderDoesNotKnowMeanThatItIsDamaged) {
+TEST_P(LoadTables, ForATensorThatTheDecoderDoesNotKnowMeanThatItIsDamaged) {
   Stored unknown = stored_;
   unknown.record = test::unknown_record(stored_.payload);
   EXPECT_TRUE(failed(*Checked(unknown, DirectIo::off).read_all(), Errc::checksum_mismatch, 0));
 }
 
-TEST_P(LoadTables, OfRawBytesLeaveThemToTorchWhereTheDecoderDoesNotKnowThem) {
+TEST_P(LoadTables, ForRawBytesLeaveUnknownRecordsToTorch) {
   const Stored unknown = store_raw(test::unknown_record(stored_.payload), 10);
   Reads reads(directory_);
   reads.add_raw_file("ten bytes." + unknown.record);
@@ -376,8 +376,8 @@ TEST_P(LoadTables, OfRawBytesLeaveThemToTorchWhereTheDecoderDoesNotKnowThem) {
   EXPECT_EQ(session->outcomes()[0].status, ReadStatus::unknown_record);
 }
 
-TEST_P(LoadTables, OfARawRecordThatIsAnArchiveTakeTheArchivesPlace) {
-  // Its own checksum does not fit, as where a writer computed another.
+TEST_P(LoadTables, ForARawArchiveReplaceTheChecksumsOfTheArchive) {
+  // The archive's own checksum does not match, as if the writer had computed it differently.
   const Stored archive = store_raw(flipped(stored_.record, stored_.payload_at), 10, 64 * kKibi);
   Checked checked(archive, DirectIo::off);
   EXPECT_FALSE(checked.read_all()->failure().has_value());
@@ -386,7 +386,7 @@ TEST_P(LoadTables, OfARawRecordThatIsAnArchiveTakeTheArchivesPlace) {
 
 INSTANTIATE_TEST_SUITE_P(SmallAndLarge, LoadTables, ::testing::Values(1000, kMebi));
 
-TEST(LoadChecksums, EachFileHasItsTableAndEachRecordItsPlaceInIt) {
+TEST(LoadChecksums, RecordsAreCheckedAgainstTheTableOfTheirFile) {
   TempDir directory;
   Random random(5);
   SCOPED_TRACE(random.seed_text());
@@ -399,7 +399,7 @@ TEST(LoadChecksums, EachFileHasItsTableAndEachRecordItsPlaceInIt) {
       offset += records.back().record.size();
     }
   }
-  // All intact, and then with each of some of them damaged.
+  // All records intact, and then some of them damaged, one at a time.
   for (int round = 0; round < 10; ++round) {
     const std::size_t culprit_file = random.between(0, 2);
     const std::size_t culprit = random.between(0, 19);
@@ -430,7 +430,7 @@ TEST(LoadChecksums, EachFileHasItsTableAndEachRecordItsPlaceInIt) {
 
 class StoredTransposed : public ::testing::TestWithParam<std::size_t> {};
 
-TEST_P(StoredTransposed, IsCheckedByItsBlocksInEveryWayItIsRead) {
+TEST_P(StoredTransposed, IsCheckedByBlocksForEveryKindOfRead) {
   const std::uint64_t rows = GetParam();
   auto header = row_major("int32", {rows, 7});
   header.strides = {1, rows};
@@ -446,7 +446,7 @@ TEST_P(StoredTransposed, IsCheckedByItsBlocksInEveryWayItIsRead) {
       ReadRequest request = stored.request(as_storage ? ReadKind::storage : ReadKind::tensor);
       request.region = Region::of_bytes(0, stored.payload.size());
       if (!as_storage) {
-        // As row-major as the target is.
+        // Row-major, like the target.
         request.layout = std::make_shared<format::TensorHeader>(header);
         const std::vector<std::int64_t> strides{static_cast<std::int64_t>(7), 1};
         request.region =
@@ -454,7 +454,7 @@ TEST_P(StoredTransposed, IsCheckedByItsBlocksInEveryWayItIsRead) {
                             header.sizes, strides, 4, 4);
       }
       if (as_storage) {
-        // Wanted in part, too, and first.
+        // The part is requested first, before the entire tensor.
         ReadRequest part = request;
         part.region = Region::of_bytes(0, 10);
         reads.add_to_host(part, 10);

@@ -37,7 +37,7 @@ using Steps = std::vector<std::int64_t>;
 
 constexpr std::size_t kPage = 4096;
 
-// By the rows of a matrix of 100 items of two bytes each.
+// The parameter is the number of rows of a matrix, which have 100 items of two bytes each.
 class LoadToDevice : public ::testing::TestWithParam<std::uint64_t> {
  protected:
   void SetUp() override { reads_.add_file({stored_.record}); }
@@ -58,7 +58,7 @@ class LoadToDevice : public ::testing::TestWithParam<std::uint64_t> {
     }
     return text;
   }
-  /// Adds a request for columns on the device; what must arrive is added to expected_.
+  /// Adds a request for columns on the device, and its expected result to expected_.
   void add(std::uint64_t first, std::uint64_t count, bool convert) {
     ReadRequest request = this->request(first, count, convert ? 4 : 2);
     const std::string text = columns(first, count);
@@ -83,7 +83,7 @@ class LoadToDevice : public ::testing::TestWithParam<std::uint64_t> {
   std::vector<std::byte*> addresses_;
 };
 
-TEST_P(LoadToDevice, TheWholeArrives) {
+TEST_P(LoadToDevice, ATensorArrives) {
   add(0, 100, false);
   reads_.run_all();
   expect_arrived();
@@ -95,7 +95,7 @@ TEST_P(LoadToDevice, ColumnsArrive) {
   expect_arrived();
 }
 
-TEST_P(LoadToDevice, WhatIsConvertedArrives) {
+TEST_P(LoadToDevice, AConvertedTensorArrives) {
   add(0, 100, true);
   reads_.run_all();
   expect_arrived();
@@ -112,7 +112,7 @@ TEST_P(LoadToDevice, ManyRegionsOfOneRecordArriveThroughSmallChunks) {
   }
 }
 
-TEST_P(LoadToDevice, TheHostIsServedBesideIt) {
+TEST_P(LoadToDevice, OneLoadHasTargetsOnHostAndDevice) {
   add(0, 100, false);
   reads_.add_to_host(request(3, 50, 2), 100 * GetParam());
   add(0, 50, true);
@@ -121,17 +121,17 @@ TEST_P(LoadToDevice, TheHostIsServedBesideIt) {
   EXPECT_TRUE(reads_.result(1) == columns(3, 50));
 }
 
-TEST_P(LoadToDevice, TheLeastScratchMemoryIsEnough) {
+TEST_P(LoadToDevice, TheMinimumScratchMemorySuffices) {
   add(0, 100, false);
   LoadOptions given;
   given.chunk_bytes = kPage;
   given.max_scratch_bytes = 2 * kPage;
   reads_.run_all(given);
   expect_arrived();
-  EXPECT_LE(context().chunks.kept_bytes(), 2 * kPage);
+  EXPECT_LE(context().chunks.idle_bytes(), 2 * kPage);
 }
 
-TEST_P(LoadToDevice, LessThanTheLeastScratchMemoryIsRefused) {
+TEST_P(LoadToDevice, LessThanTheMinimumScratchMemoryIsRejected) {
   add(0, 100, true);
   LoadOptions given;
   given.max_scratch_bytes = 6 * kPage - 1;
@@ -150,7 +150,7 @@ TEST_P(LoadToDevice, DamageIsFoundByBlocks) {
   EXPECT_TRUE(failed(*reads_.run(), Errc::checksum_mismatch, 0));
 }
 
-TEST_P(LoadToDevice, BeginsWhenItsTargetsMayBeWritten) {
+TEST_P(LoadToDevice, WritesTargetsOnlyAfterTheirReadyEvents) {
   std::latch written(1);
   LoadOptions given;
   given.ready = {{0, &written}};
@@ -164,7 +164,7 @@ TEST_P(LoadToDevice, BeginsWhenItsTargetsMayBeWritten) {
   expect_arrived();
 }
 
-TEST_P(LoadToDevice, ACopyThatIsRefusedFailsTheLoad) {
+TEST_P(LoadToDevice, ARejectedCopyFailsTheLoad) {
   add(0, 100, false);
   device_.on_write([](const HostRun&) -> Result<> { return system_error(EIO, "copy", "device"); });
   const auto session = reads_.run();
@@ -172,7 +172,7 @@ TEST_P(LoadToDevice, ACopyThatIsRefusedFailsTheLoad) {
   EXPECT_EQ(session->failure()->error.operation, "copy");
 }
 
-TEST_P(LoadToDevice, ACopyThatDoesNotArriveFailsTheLoad) {
+TEST_P(LoadToDevice, AFailedCopyFailsTheLoad) {
   add(0, 100, false);
   device_.fail_waits(system_error(EIO, "wait", "device"));
   const auto session = reads_.run();
@@ -180,14 +180,14 @@ TEST_P(LoadToDevice, ACopyThatDoesNotArriveFailsTheLoad) {
   EXPECT_EQ(session->failure()->error.operation, "wait");
 }
 
-TEST_P(LoadToDevice, GoesByWayOfMemoryThatCannotBePinned) {
+TEST_P(LoadToDevice, UsesMemoryThatCannotBePinned) {
   add(0, 100, false);
   device_.fail_pins(system_error(ENOMEM, "pin", "device"));
   EXPECT_FALSE(reads_.run()->failure().has_value());
   device_.fail_pins({});
 }
 
-TEST_P(LoadToDevice, CancelledItWaitsForTheCopiesThatAreUnderWay) {
+TEST_P(LoadToDevice, ACancelledLoadWaitsForCopiesInFlight) {
   add(0, 100, false);
   test::Gate gate;
   device_.on_arrival(gate.passage());
@@ -202,7 +202,7 @@ TEST_P(LoadToDevice, CancelledItWaitsForTheCopiesThatAreUnderWay) {
   EXPECT_EQ(failure->error.code, Errc::cancelled);
 }
 
-TEST_P(LoadToDevice, AFailedReadWaitsForTheCopiesThatAreUnderWay) {
+TEST_P(LoadToDevice, AFailedLoadWaitsForCopiesInFlight) {
   add(0, 100, false);
   Reads reads(directory_);
   reads.use_file("f0");
@@ -220,7 +220,7 @@ TEST_P(LoadToDevice, AFailedReadWaitsForTheCopiesThatAreUnderWay) {
 
 INSTANTIATE_TEST_SUITE_P(Rows, LoadToDevice, ::testing::Values(10, 20'000));
 
-TEST(LoadToDevices, EachTensorArrivesOnItsOwn) {
+TEST(LoadToDevices, EachTensorArrivesOnItsDevice) {
   TempDir directory;
   FakeDevice device;
   Reads reads(directory);
@@ -240,7 +240,7 @@ TEST(LoadToDevices, EachTensorArrivesOnItsOwn) {
   for (const std::byte* address : addresses) EXPECT_TRUE(device.contents(address) == payload);
 }
 
-TEST(LoadToDevices, AreRefusedWithoutSupportForThem) {
+TEST(LoadToDevices, FailsWithoutDeviceSupport) {
   test::NoDevice none;
   TempDir directory;
   Reads reads(directory);

@@ -1,4 +1,4 @@
-// Whatever is stored and wherever it is wanted: a load brings what an oracle says.
+// Loads of random regions into random targets deliver the bytes that an oracle computes.
 
 #include <gtest/gtest.h>
 
@@ -33,7 +33,7 @@ using Steps = std::vector<std::int64_t>;
 
 constexpr std::size_t kPage = 4096;
 
-/// A conversion between items of any two sizes: each byte tells of all the others.
+/// A conversion between items of any two sizes: each byte depends on all bytes of the source.
 staging::Convert mix(std::size_t in_bytes, std::size_t out_bytes) {
   return [in_bytes, out_bytes](std::byte* out, const std::byte* in, std::size_t count) {
     for (std::size_t i = 0; i < count; ++i) {
@@ -68,7 +68,7 @@ Strides strides_in(const std::vector<std::size_t>& order, const Dims& extents) {
 }
 
 Dims any_sizes(Random& random) {
-  // Small ones, some long rows, and many rows.
+  // Small shapes, shapes of a few long rows, and shapes of many rows.
   switch (random.between(0, 3)) {
     case 0:
       return {random.between(1, 6), random.between(1, 60'000)};
@@ -82,7 +82,7 @@ Dims any_sizes(Random& random) {
   }
 }
 
-/// A request, and what its target must hold afterwards.
+/// A request and the expected contents of its target.
 struct Expected {
   ReadRequest request;
   std::string target;
@@ -103,13 +103,13 @@ Expected any_region(Random& random, const Stored& stored, bool transposed, bool 
   const bool convert = random.coin();
   const std::size_t target_item = convert ? std::size_t{1} << random.between(0, 4) : item;
 
-  // On a device the elements lie as they are stored, on the host they may lie in any way.
+  // Targets on a device are contiguous in stored order; targets on the host may have any strides.
   std::vector<std::size_t> order(sizes.size());
   std::iota(order.begin(), order.end(), std::size_t{0});
   if (!on_device && random.coin()) {
     order = any_order(random, sizes.size());
   } else {
-    // A dimension of size one may have the stride of the next, and moves nothing.
+    // A dimension of size one may have the stride of the next, since it does not move.
     std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
       return stored.header.strides[a] > stored.header.strides[b];
     });
@@ -158,7 +158,7 @@ Expected any_region(Random& random, const Stored& stored, bool transposed, bool 
 
 class AnyLoad : public ::testing::TestWithParam<std::tuple<DirectIo, bool>> {};
 
-TEST_P(AnyLoad, BringsWhatTheOracleSays) {
+TEST_P(AnyLoad, DeliversTheBytesThatTheOracleExpects) {
   const auto [mode, on_device] = GetParam();
   std::optional<FakeDevice> device;
   if (on_device) device.emplace();
@@ -207,7 +207,7 @@ TEST_P(AnyLoad, BringsWhatTheOracleSays) {
       }
     }
     LoadOptions given = load_options(mode);
-    // On a device an item may become sixteen.
+    // On a device an item may grow sixteenfold.
     given.chunk_bytes = kPage * random.between(on_device ? 17 : 1, 60);
     given.threads = random.between(1, 4);
     reads.run_all(given);

@@ -1,4 +1,4 @@
-// Loads of regions of tensors into targets that are strided, converted, or share a record.
+// Loads regions of tensors into targets that are strided, converted, or share a record.
 
 #include <gtest/gtest.h>
 
@@ -33,8 +33,8 @@ using Steps = std::vector<std::int64_t>;
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kMebi = std::size_t{1} << 20;
 
-// A matrix of items of two bytes: small, and large with rows that are longer than the gaps that are
-// read over.
+// A matrix of items of two bytes: a small one, and a large one whose rows are longer than the
+// largest gap that a read spans.
 struct Shape {
   std::string name;
   std::uint64_t rows;
@@ -58,7 +58,7 @@ class RegionOfAMatrix : public ::testing::TestWithParam<Shape> {
   std::string item(std::uint64_t row, std::uint64_t column) const {
     return stored_.payload.substr(2 * (row * columns_ + column), 2);
   }
-  /// Row by row.
+  /// The expected contents, row by row.
   std::string box(const Dims& offsets, const Dims& lengths) const {
     std::string text;
     for (std::uint64_t row = offsets[0]; row < offsets[0] + lengths[0]; ++row) {
@@ -76,7 +76,7 @@ class RegionOfAMatrix : public ::testing::TestWithParam<Shape> {
   Reads reads_{directory_};
 };
 
-TEST_P(RegionOfAMatrix, ColumnsAreReadIntoADenseTarget) {
+TEST_P(RegionOfAMatrix, ColumnsAreReadIntoAContiguousTarget) {
   const Dims offsets{0, 1};
   const Dims lengths{rows_, columns_ / 3};
   reads_.add_to_host(request(offsets, lengths, dense(lengths)), 2 * lengths[0] * lengths[1]);
@@ -92,7 +92,7 @@ TEST_P(RegionOfAMatrix, OneColumnIsRead) {
   EXPECT_TRUE(reads_.result(0) == box(offsets, lengths));
 }
 
-TEST_P(RegionOfAMatrix, RowsAreReadBetweenTheRowsOfALargerTarget) {
+TEST_P(RegionOfAMatrix, RowsAreReadIntoEveryOtherRowOfATarget) {
   const Dims lengths{rows_, columns_};
   const std::uint64_t pitch = columns_ + 3;
   reads_.add_to_host(request({0, 0}, lengths, {static_cast<std::int64_t>(pitch), 1}),
@@ -105,7 +105,7 @@ TEST_P(RegionOfAMatrix, RowsAreReadBetweenTheRowsOfALargerTarget) {
   EXPECT_TRUE(reads_.result(0) == expected);
 }
 
-TEST_P(RegionOfAMatrix, TheWholeIsReadIntoATransposedTarget) {
+TEST_P(RegionOfAMatrix, AMatrixIsReadIntoATransposedTarget) {
   reads_.add_to_host(request({0, 0}, {rows_, columns_}, {1, static_cast<std::int64_t>(rows_)}),
                      2 * rows_ * columns_);
   reads_.run_all();
@@ -116,7 +116,7 @@ TEST_P(RegionOfAMatrix, TheWholeIsReadIntoATransposedTarget) {
   EXPECT_TRUE(reads_.result(0) == expected);
 }
 
-TEST_P(RegionOfAMatrix, TheWholeIsReadBackwards) {
+TEST_P(RegionOfAMatrix, AMatrixIsReadBackwards) {
   const std::size_t bytes = 2 * rows_ * columns_;
   reads_.add_to_host(request({0, 0}, {rows_, columns_}, {-static_cast<std::int64_t>(columns_), -1}),
                      bytes, bytes - 2);
@@ -126,7 +126,7 @@ TEST_P(RegionOfAMatrix, TheWholeIsReadBackwards) {
   EXPECT_TRUE(reads_.result(0) == expected);
 }
 
-TEST_P(RegionOfAMatrix, TheWholeIsConverted) {
+TEST_P(RegionOfAMatrix, AMatrixIsConverted) {
   const Dims lengths{rows_, columns_};
   reads_.add_to_host(request({0, 0}, lengths, dense(lengths), 4), 4 * rows_ * columns_);
   reads_.run_all();
@@ -146,7 +146,7 @@ TEST_P(RegionOfAMatrix, ColumnsAreConvertedIntoEveryOtherItem) {
   EXPECT_TRUE(reads_.result(0) == expected);
 }
 
-TEST_P(RegionOfAMatrix, AnyChunkCutsNoItem) {
+TEST_P(RegionOfAMatrix, NoChunkSizeSplitsAnItem) {
   for (const std::size_t pages : {1, 2, 3, 5, 64}) {
     for (const DirectIo mode : {DirectIo::on, DirectIo::off}) {
       Reads reads(directory_);
@@ -162,7 +162,7 @@ TEST_P(RegionOfAMatrix, AnyChunkCutsNoItem) {
   }
 }
 
-TEST_P(RegionOfAMatrix, SeveralRegionsOfItAreServedAtOnce) {
+TEST_P(RegionOfAMatrix, SeveralRegionsAreReadAtOnce) {
   const Dims whole{rows_, columns_};
   const Dims left{rows_, 1};
   reads_.add_to_host(request({0, 0}, whole, dense(whole)), 2 * rows_ * columns_);
@@ -178,7 +178,7 @@ TEST_P(RegionOfAMatrix, SeveralRegionsOfItAreServedAtOnce) {
   EXPECT_TRUE(reads_.result(1) == widened(stored_.payload));
   EXPECT_TRUE(reads_.result(2) == box({0, 0}, left));
 
-  // As many reads as for one of them.
+  // As many reads as for one region.
   Reads alone(directory_);
   alone.use_file("f0");
   alone.add_to_host(request({0, 0}, whole, dense(whole), 4), 4 * rows_ * columns_);
@@ -188,7 +188,7 @@ TEST_P(RegionOfAMatrix, SeveralRegionsOfItAreServedAtOnce) {
   EXPECT_EQ(counter.calls("pread"), counter_alone.calls("pread"));
 }
 
-TEST_P(RegionOfAMatrix, DamageIsFoundWhereRegionsTogetherAreTheWhole) {
+TEST_P(RegionOfAMatrix, DamageIsFoundIfRegionsTogetherCoverTheMatrix) {
   std::string damaged = stored_.record;
   damaged[stored_.payload_at + 2 * columns_] ^= 1;
   reads_.add_file({damaged});
@@ -222,14 +222,14 @@ TEST(LoadRegions, OnlyTheWantedPartsOfALargeRecordAreRead) {
   CallCounter counter;
   ScopedFaultHook hook(counter);
   reads.run_all(load_options(DirectIo::off));
-  // The two ends of the archive, and one for each row.
+  // Two reads for the ends of the archive, and one for each row.
   EXPECT_EQ(counter.calls("pread"), 6);
   for (std::size_t row = 0; row < 4; ++row) {
     EXPECT_EQ(reads.result(0).substr(10 * row, 10), stored.payload.substr(row * columns + 5, 10));
   }
 }
 
-TEST(LoadRegions, AColumnOfManyRowsIsReadWithTheGapsBetween) {
+TEST(LoadRegions, AColumnOfManyRowsIsReadTogetherWithItsGaps) {
   TempDir directory;
   const Stored stored = store(row_major("uint8", {5000, 100}), Random(2).bytes(500'000));
   Reads reads(directory);
@@ -244,7 +244,7 @@ TEST(LoadRegions, AColumnOfManyRowsIsReadWithTheGapsBetween) {
   EXPECT_LE(counter.calls("pread"), 5);
 }
 
-TEST(LoadRegions, OfALayoutThatIsNotTheRecordsAreToldTheRecords) {
+TEST(LoadRegions, RequestsWithAnotherLayoutGetTheRecordsLayout) {
   TempDir directory;
   auto header = row_major("int16", {10, 7});
   header.strides = {1, 10};
@@ -263,7 +263,7 @@ TEST(LoadRegions, OfALayoutThatIsNotTheRecordsAreToldTheRecords) {
   EXPECT_EQ(*session->outcomes()[0].header, header);
 }
 
-TEST(LoadRegions, TheBeginOfAStorageIsNotTakenForAllOfIt) {
+TEST(LoadRegions, ChecksumsOfAStorageAreNotComparedIfOnlyItsBeginIsRead) {
   TempDir directory;
   const Stored stored = store(row_major("uint8", {kMebi}), Random(5).bytes(kMebi));
   Reads reads(directory);
@@ -275,7 +275,7 @@ TEST(LoadRegions, TheBeginOfAStorageIsNotTakenForAllOfIt) {
   EXPECT_EQ(reads.result(0), stored.payload.substr(0, 100));
 }
 
-// Of a raw record, checked entry by entry where it is read whole.
+// Regions of a raw record, which is checked entry by entry if it is read entirely.
 class RawRegions : public ::testing::TestWithParam<std::size_t> {
  protected:
   ReadRequest part(std::uint64_t begin, std::uint64_t bytes) const {
@@ -288,7 +288,7 @@ class RawRegions : public ::testing::TestWithParam<std::size_t> {
   Reads reads_{directory_};
 };
 
-TEST_P(RawRegions, AreReadBesideTheWholeInAnyOrder) {
+TEST_P(RawRegions, AreReadTogetherWithTheEntireRecordInAnyOrder) {
   reads_.add_file({stored_.record});
   const std::size_t bytes = stored_.record.size();
   reads_.add_to_host(part(20, 10), 10);
@@ -300,7 +300,7 @@ TEST_P(RawRegions, AreReadBesideTheWholeInAnyOrder) {
   EXPECT_TRUE(reads_.result(2) == stored_.record.substr(0, 30));
 }
 
-TEST_P(RawRegions, FindDamageBesideTheWhole) {
+TEST_P(RawRegions, FindDamageIfTheEntireRecordIsAlsoRead) {
   std::string damaged = stored_.record;
   damaged[damaged.size() / 2] ^= 1;
   reads_.add_file({damaged});
@@ -309,7 +309,7 @@ TEST_P(RawRegions, FindDamageBesideTheWhole) {
   EXPECT_TRUE(failed(*reads_.run(), Errc::checksum_mismatch, 0));
 }
 
-TEST_P(RawRegions, FarOutsideAreRefusedWithATableToo) {
+TEST_P(RawRegions, FarOutsideTheRecordAreRejectedWithATableToo) {
   reads_.add_file({stored_.record});
   reads_.set_table(0, format::encode_checksum_table(std::vector{stored_.sums}));
   reads_.add_to_host(part(std::uint64_t{1} << 50, 10), 10);

@@ -40,7 +40,7 @@ using test::wait_for_end;
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kMebi = std::size_t{1} << 20;
 
-// With its payload's checksum overwritten in the central directory, which is what the loader reads.
+// Overwrites the payload's checksum in the central directory, which the loader reads.
 std::string with_checksum(std::string record, std::uint32_t crc) {
   const std::size_t entry = record.rfind("archive/data/0") - format::zip::kDirectoryEntryBytes;
   for (int i = 0; i < 4; ++i) record[entry + 16 + i] = static_cast<char>(crc >> (8 * i));
@@ -124,7 +124,7 @@ TEST_P(LoadSessionModes, AnyPartOfATensorIsRead) {
   for (std::size_t i = 0; i < expected.size(); ++i) ASSERT_TRUE(reads_.result(i) == expected[i]);
 }
 
-TEST_P(LoadSessionModes, OneTensorMayBeWantedManyTimes) {
+TEST_P(LoadSessionModes, OneTensorMayBeRequestedManyTimes) {
   Random random(5);
   SCOPED_TRACE(random.seed_text());
   const std::string small = random.bytes(1000);
@@ -141,7 +141,7 @@ TEST_P(LoadSessionModes, OneTensorMayBeWantedManyTimes) {
   }
 }
 
-TEST_P(LoadSessionModes, RawBytesAreReadAsTheyAre) {
+TEST_P(LoadSessionModes, RawBytesAreReadUnchanged) {
   Random random(6);
   SCOPED_TRACE(random.seed_text());
   const std::string contents = random.bytes(3 * kMebi);
@@ -159,7 +159,7 @@ TEST_P(LoadSessionModes, RawBytesAreReadAsTheyAre) {
   EXPECT_TRUE(reads_.result(3) == contents.substr(5 + kMebi, 7));
 }
 
-TEST_P(LoadSessionModes, WhatASaveWroteIsReadBack) {
+TEST_P(LoadSessionModes, FilesOfASaveAreReadBack) {
   Random random(7);
   SCOPED_TRACE(random.seed_text());
   std::deque<std::string> payloads;
@@ -189,17 +189,17 @@ TEST_P(LoadSessionModes, WhatASaveWroteIsReadBack) {
 
 INSTANTIATE_TEST_SUITE_P(AllModes, LoadSessionModes, test::all_direct_io(), test::direct_io_name);
 
-TEST(LoadSession, OfNothingEndsAtOnce) {
+TEST(LoadSession, WithoutRequestsEndsAtOnce) {
   TempDir directory;
   const Reads reads(directory);
-  context().executor.pool();  // its threads are not what is counted here
+  context().executor.pool();  // starts its threads before calls are counted
   CallCounter counter;
   ScopedFaultHook hook(counter);
   reads.run_all();
   EXPECT_EQ(counter.log(), std::vector<std::string>{"open_directory " + directory.path()});
 }
 
-TEST(LoadSession, AnEmptyTensorIsLookedAt) {
+TEST(LoadSession, TheArchiveOfAnEmptyTensorIsChecked) {
   TempDir directory;
   Reads reads(directory);
   reads.add_file({test::byte_record("")});
@@ -218,7 +218,7 @@ TEST(LoadSession, AScalarIsRead) {
   EXPECT_EQ(reads.result(0), "12345678");
 }
 
-TEST(LoadSession, RecordsThatTouchGapsAndOverlapAreRead) {
+TEST(LoadSession, AdjacentSeparateAndOverlappingRecordsAreRead) {
   TempDir directory;
   Reads reads(directory);
   const format::TensorHeader none;
@@ -232,7 +232,7 @@ TEST(LoadSession, RecordsThatTouchGapsAndOverlapAreRead) {
   EXPECT_EQ(reads.result(2), "9");
 }
 
-TEST(LoadSession, NeighboursAreReadTogether) {
+TEST(LoadSession, NeighbouringRecordsAreReadTogether) {
   TempDir directory;
   Reads reads(directory);
   const std::string record = test::byte_record("hello");
@@ -246,7 +246,7 @@ TEST(LoadSession, NeighboursAreReadTogether) {
   EXPECT_EQ(counter.calls("pread"), 1);
 }
 
-TEST(LoadSession, OptionsThatLeaveNoScratchMemoryAreRefused) {
+TEST(LoadSession, OptionsThatLeaveNoScratchMemoryAreRejected) {
   TempDir directory;
   LoadOptions too_small;
   too_small.max_scratch_bytes = kPage - 1;
@@ -258,7 +258,7 @@ TEST(LoadSession, OptionsThatLeaveNoScratchMemoryAreRefused) {
                     Errc::invalid_argument));
 }
 
-TEST(LoadSession, HoldsNoMoreScratchMemoryThanAllowed) {
+TEST(LoadSession, StaysWithinItsScratchMemoryLimit) {
   TempDir directory;
   Reads reads(directory);
   for (int i = 0; i < 20; ++i) {
@@ -272,10 +272,10 @@ TEST(LoadSession, HoldsNoMoreScratchMemoryThanAllowed) {
   ScopedFaultHook hook(counter);
   reads.run_all(given);
   EXPECT_LE(counter.calls("mmap"), 2);
-  EXPECT_LE(context().chunks.kept_bytes(), given.max_scratch_bytes);
+  EXPECT_LE(context().chunks.idle_bytes(), given.max_scratch_bytes);
 }
 
-TEST(LoadSession, LeavesTheMemoryOfOthersInTheChunkPool) {
+TEST(LoadSession, LeavesIdleChunksInThePool) {
   TempDir directory;
   Reads reads(directory);
   reads.add_whole(reads.add_file({test::byte_record("hello")}), "hello");
@@ -289,11 +289,11 @@ TEST(LoadSession, LeavesTheMemoryOfOthersInTheChunkPool) {
   given.threads = 1;
   given.chunk_bytes = 4 * kPage;
   reads.run_all(given);
-  EXPECT_EQ(pool.kept_bytes(), kChunks * 4 * kPage);
+  EXPECT_EQ(pool.idle_bytes(), kChunks * 4 * kPage);
   pool.trim(0);
 }
 
-TEST(LoadSession, ReadsBatchesThatFillItsMemoryPastThePageCache) {
+TEST(LoadSession, ReadsLargeBatchesWithDirectIo) {
   TempDir directory;
   Reads reads(directory);
   const std::string record = test::byte_record(std::string(3 * kPage - 100, 'x'));
@@ -320,7 +320,7 @@ TEST(LoadSession, ReadsBatchesThatFillItsMemoryPastThePageCache) {
   EXPECT_EQ(opened->cached_fraction(0, bytes), 0);
 }
 
-TEST(LoadSession, MoreFilesThanDescriptorsAreRead) {
+TEST(LoadSession, ReadsMoreFilesThanItMayOpenAtOnce) {
   TempDir directory;
   Reads reads(directory);
   constexpr std::size_t kFiles = 200;
@@ -328,7 +328,7 @@ TEST(LoadSession, MoreFilesThanDescriptorsAreRead) {
     const std::string payload = "payload " + std::to_string(i);
     reads.add_whole(reads.add_file({test::byte_record(payload)}), payload);
   }
-  context().executor.pool();  // its own descriptors, if any, are not what is counted here
+  context().executor.pool();  // excludes the descriptors of the pool from the count
   rlimit before{};
   ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
   rlimit limit = before;
@@ -342,7 +342,7 @@ TEST(LoadSession, MoreFilesThanDescriptorsAreRead) {
   }
 }
 
-TEST(LoadSession, FilesAreClosedAgain) {
+TEST(LoadSession, ClosesItsFiles) {
   TempDir directory;
   Reads reads(directory);
   for (int i = 0; i < 10; ++i) {
@@ -360,7 +360,7 @@ TEST(LoadSession, FilesAreClosedAgain) {
 
 class TransposedTensor : public ::testing::TestWithParam<std::uint64_t> {};
 
-TEST_P(TransposedTensor, IsDescribedAndThenReadAsItsStorage) {
+TEST_P(TransposedTensor, IsReportedWithItsLayoutAndThenReadAsAStorage) {
   Random random(8);
   SCOPED_TRACE(random.seed_text());
   TempDir directory;
@@ -391,7 +391,7 @@ INSTANTIATE_TEST_SUITE_P(SmallAndLarge, TransposedTensor, ::testing::Values(10, 
 
 class UnknownRecord : public ::testing::TestWithParam<std::size_t> {};
 
-TEST_P(UnknownRecord, IsNoFailureAndLeavesTheOthersToBeRead) {
+TEST_P(UnknownRecord, IsReportedAndDoesNotFailTheLoad) {
   TempDir directory;
   Reads reads(directory);
   const std::string payload(GetParam(), 'x');
@@ -444,7 +444,7 @@ TEST(LoadSession, AFlippedByteInAnyPieceOfALargeTensorIsFound) {
   }
 }
 
-TEST(LoadSession, ADamagedTensorIsToldByItsRequestPathAndOffset) {
+TEST(LoadSession, ADamagedTensorIsReportedWithRequestPathAndOffset) {
   TempDir directory;
   Reads reads(directory);
   const std::string record = test::byte_record("hello");
@@ -462,7 +462,7 @@ TEST(LoadSession, ADamagedTensorIsToldByItsRequestPathAndOffset) {
   EXPECT_EQ(session->failure()->error.offset, 2 * record.size());
 }
 
-TEST(LoadSession, ADamagedTensorIsFoundThoughOnlyAPartOfItIsWanted) {
+TEST(LoadSession, DamageOutsideTheRegionIsFoundInASmallRecord) {
   TempDir directory;
   Reads reads(directory);
   std::string damaged = test::byte_record("hello");
@@ -489,7 +489,7 @@ class RawArchive : public ::testing::TestWithParam<std::size_t> {
   std::size_t damaged_at_ = 0;
 };
 
-TEST_P(RawArchive, IsCheckedEntryByEntryWhereItIsReadWhole) {
+TEST_P(RawArchive, IsCheckedEntryByEntryIfItIsReadEntirely) {
   add_raw(0, damaged_.size());
   const auto session = reads_.run();
   ASSERT_TRUE(failed(*session, Errc::checksum_mismatch, 0));
@@ -497,7 +497,7 @@ TEST_P(RawArchive, IsCheckedEntryByEntryWhereItIsReadWhole) {
   EXPECT_EQ(session->failure()->error.offset, 10 + damaged_at_);
 }
 
-TEST_P(RawArchive, CannotBeCheckedWhereAPartIsReadUnlessItIsSmall) {
+TEST_P(RawArchive, IsNotCheckedIfReadInPartUnlessItIsSmall) {
   add_raw(1, damaged_.size() - 1);
   if (damaged_.size() < kMebi) {
     EXPECT_TRUE(failed(*reads_.run(), Errc::checksum_mismatch, 0));
@@ -507,7 +507,7 @@ TEST_P(RawArchive, CannotBeCheckedWhereAPartIsReadUnlessItIsSmall) {
   }
 }
 
-TEST_P(RawArchive, IsNotCheckedWhereThatIsNotWanted) {
+TEST_P(RawArchive, IsNotCheckedWithoutVerification) {
   add_raw(0, damaged_.size());
   LoadOptions given;
   given.verify = false;
@@ -523,7 +523,7 @@ class Unverified : public ::testing::TestWithParam<std::size_t> {
   const std::string payload_ = std::string(GetParam(), 'x');
 };
 
-TEST_P(Unverified, DamagedBytesAreGivenWhereThatIsWanted) {
+TEST_P(Unverified, DamagedBytesAreDelivered) {
   std::string damaged = test::byte_record(payload_);
   damaged[damaged.find("xxxxx")] = 'y';
   Reads reads(directory_);
@@ -535,7 +535,7 @@ TEST_P(Unverified, DamagedBytesAreGivenWhereThatIsWanted) {
   EXPECT_TRUE(reads.result(0) == "y" + payload_.substr(1));
 }
 
-TEST_P(Unverified, AChecksumOfZeroMeansThatTheWriterDidNotComputeOne) {
+TEST_P(Unverified, AChecksumOfZeroIsTreatedAsMissing) {
   Reads reads(directory_);
   reads.add_file({with_checksum(test::byte_record(payload_), 0)});
   reads.add_whole(0, payload_);
@@ -543,7 +543,7 @@ TEST_P(Unverified, AChecksumOfZeroMeansThatTheWriterDidNotComputeOne) {
   EXPECT_TRUE(reads.result(0) == payload_);
 }
 
-TEST_P(Unverified, AnyOtherChecksumDoesNot) {
+TEST_P(Unverified, AnyOtherChecksumIsCompared) {
   Reads reads(directory_);
   reads.add_file({with_checksum(test::byte_record(payload_), 1)});
   reads.add_whole(0, payload_);
@@ -560,7 +560,7 @@ TEST(LoadSession, AnEmptyPayloadWithAChecksumIsDamaged) {
   EXPECT_TRUE(failed(*reads.run(), Errc::checksum_mismatch, 0));
 }
 
-// --- what the metadata says and the file does not --------------------------------------------
+// --- metadata that disagrees with the file ---------------------------------------------------
 
 class Disagreement : public ::testing::TestWithParam<std::size_t> {
  protected:
@@ -571,7 +571,7 @@ class Disagreement : public ::testing::TestWithParam<std::size_t> {
   const std::string record_ = record_of(header_, std::string(4 * items_, 'x'));
 };
 
-TEST_P(Disagreement, AFileShorterThanTheMetadataSaysIsToldWithItsRequest) {
+TEST_P(Disagreement, AFileShorterThanItsMetadataIsReportedWithTheRequest) {
   reads_.add_file({record_, record_.substr(0, record_.size() - 1)});
   reads_.add(ReadKind::tensor, 0, 0, record_.size(), header_, 0, 4 * items_);
   reads_.add(ReadKind::tensor, 0, record_.size(), record_.size(), header_, 0, 4 * items_);
@@ -581,7 +581,7 @@ TEST_P(Disagreement, AFileShorterThanTheMetadataSaysIsToldWithItsRequest) {
   EXPECT_EQ(session->failure()->error.offset, record_.size());
 }
 
-TEST_P(Disagreement, ARecordFarOutsideIsToldWithItsRequest) {
+TEST_P(Disagreement, ARecordFarOutsideTheFileIsReportedWithTheRequest) {
   reads_.add_file({record_});
   for (const std::uint64_t offset : {record_.size(), ~std::uint64_t{0} - 5}) {
     Reads reads(directory_);
@@ -591,7 +591,7 @@ TEST_P(Disagreement, ARecordFarOutsideIsToldWithItsRequest) {
   }
 }
 
-TEST_P(Disagreement, AnotherDtypeIsLeftToTorchWhichConvertsIt) {
+TEST_P(Disagreement, ARecordOfAnotherDtypeIsLeftToTorch) {
   reads_.add_file({record_});
   reads_.add(ReadKind::tensor, 0, 0, record_.size(), row_major("int32", {items_}), 0, 4 * items_);
   const auto session = reads_.run();
@@ -609,29 +609,29 @@ TEST_P(Disagreement, AnotherShapeIsAMismatch) {
   }
 }
 
-TEST_P(Disagreement, MoreThanThePayloadHasIsAMismatch) {
+TEST_P(Disagreement, ARegionBeyondThePayloadIsAMismatch) {
   reads_.add_file({record_});
   reads_.add(ReadKind::tensor, 0, 0, record_.size(), header_, 4, 4 * items_);
   EXPECT_TRUE(failed(*reads_.run(), Errc::tensor_mismatch, 0));
 }
 
-TEST_P(Disagreement, MoreThanARawRecordHasIsOutside) {
+TEST_P(Disagreement, ARangeBeyondARawRecordIsPastItsEnd) {
   reads_.add_file({record_, record_});
   reads_.add(ReadKind::raw, 0, 0, record_.size(), {}, 1, record_.size());
   EXPECT_TRUE(failed(*reads_.run(), Errc::range_past_end, 0));
 }
 
-TEST_P(Disagreement, ARangeThatEndsEarlyIsNoArchiveAndToldByItsPlaceInTheFile) {
+TEST_P(Disagreement, ARangeThatEndsTooEarlyIsReportedWithItsFileOffset) {
   reads_.add_file({record_, record_});
   reads_.add(ReadKind::tensor, 0, record_.size(), record_.size() - 5, header_, 0, 4 * items_);
   const auto session = reads_.run();
   ASSERT_TRUE(failed(*session, Errc::not_a_zip, 0));
   EXPECT_EQ(session->failure()->error.path, reads_.path(0));
-  // Where the end record was looked for.
+  // The offset at which the end record was expected.
   EXPECT_EQ(session->failure()->error.offset, 2 * record_.size() - 5 - format::zip::kEndBytes);
 }
 
-TEST_P(Disagreement, ARangeThatBeginsLateIsInconsistent) {
+TEST_P(Disagreement, ARangeThatBeginsTooLateIsInconsistent) {
   reads_.add_file({record_});
   reads_.add(ReadKind::tensor, 0, 5, record_.size() - 5, header_, 0, 4 * items_);
   EXPECT_TRUE(failed(*reads_.run(), Errc::zip_inconsistent, 0));
@@ -639,7 +639,7 @@ TEST_P(Disagreement, ARangeThatBeginsLateIsInconsistent) {
 
 INSTANTIATE_TEST_SUITE_P(SmallAndLarge, Disagreement, ::testing::Values(10, kMebi));
 
-TEST(LoadSession, AMissingFileIsTheSystemsErrorWithItsPath) {
+TEST(LoadSession, AMissingFileIsASystemErrorWithItsPath) {
   TempDir directory;
   Reads reads(directory);
   reads.add_whole(reads.add_file({test::byte_record("hello")}), "hello");
@@ -662,7 +662,7 @@ void PrintTo(const Fault& fault, std::ostream* out) { *out << fault.operation <<
 
 class LoadSessionFaults : public ::testing::TestWithParam<Fault> {};
 
-TEST_P(LoadSessionFaults, AtAnyCallFailTheLoadAndSayWhy) {
+TEST_P(LoadSessionFaults, InAnySystemCallFailTheLoadWithItsError) {
   const std::string small = "hello";
   const std::string large(kMebi, 'x');
   for (std::size_t n = 1;; ++n) {
@@ -705,7 +705,7 @@ INSTANTIATE_TEST_SUITE_P(Operations, LoadSessionFaults,
                            return name.str();
                          });
 
-TEST(LoadSession, AFailureEndsTheTasksThatAreLeft) {
+TEST(LoadSession, AFailureEndsAllTasks) {
   TempDir directory;
   Reads reads(directory);
   for (int i = 0; i < 100; ++i) {
@@ -722,7 +722,7 @@ TEST(LoadSession, AFailureEndsTheTasksThatAreLeft) {
   EXPECT_EQ(counter.calls("pread"), 1);
 }
 
-TEST(LoadSession, CancelledAmidItsReadsEndsThem) {
+TEST(LoadSession, ACancelledLoadEndsItsReads) {
   TempDir directory;
   Reads reads(directory);
   for (int i = 0; i < 100; ++i) {
@@ -766,7 +766,7 @@ TEST(LoadSession, MayOutliveTheExecutor) {
   EXPECT_EQ(reads.result(9), "hello");
 }
 
-TEST(LoadSession, SeveralAtOnceDoNotDisturbEachOther) {
+TEST(LoadSession, SeveralLoadsAtOnceAreIndependent) {
   Random random(10);
   SCOPED_TRACE(random.seed_text());
   TempDir directory;

@@ -28,12 +28,12 @@ format::RecordSums sums_of(std::string_view payload) {
   return sums;
 }
 
-/// [begin, end) of the payload in pieces of random sizes.
+/// Passes [begin, end) of the payload in parts of random sizes.
 Result<> take_in_pieces(PayloadCheck& check, Random& random, std::string_view payload,
                         std::uint64_t begin, std::uint64_t end) {
   while (begin < end) {
     const std::uint64_t bytes = std::min(end - begin, random.between(1, 3000));
-    if (auto taken = check.take(begin, bytes_of(payload.substr(begin, bytes))); !taken) {
+    if (auto taken = check.update(begin, bytes_of(payload.substr(begin, bytes))); !taken) {
       return taken;
     }
     begin += bytes;
@@ -48,7 +48,7 @@ class BlockCheck : public ::testing::TestWithParam<std::uint64_t> {
   const format::RecordSums sums_ = sums_of(payload_);
 };
 
-TEST_P(BlockCheck, PassesWhatIsIntactHoweverItIsCut) {
+TEST_P(BlockCheck, AcceptsIntactBytesInAnyParts) {
   SCOPED_TRACE(random_.seed_text());
   for (int round = 0; round < 50; ++round) {
     PayloadCheck check = PayloadCheck::by_blocks(sums_, payload_.size());
@@ -56,7 +56,7 @@ TEST_P(BlockCheck, PassesWhatIsIntactHoweverItIsCut) {
   }
 }
 
-TEST_P(BlockCheck, NamesTheBlockThatIsDamagedByItsOffset) {
+TEST_P(BlockCheck, ReportsADamagedBlockWithItsOffset) {
   SCOPED_TRACE(random_.seed_text());
   for (int round = 0; round < 50; ++round) {
     const std::uint64_t at = random_.between(0, payload_.size() - 1);
@@ -83,7 +83,7 @@ TEST_P(BlockCheck, MayBeginAtAnyBlock) {
   }
 }
 
-TEST_P(BlockCheck, ADamagedBlockIsNotSeenWhereItIsNotTaken) {
+TEST_P(BlockCheck, IgnoresADamagedBlockThatIsNotRead) {
   std::string damaged = payload_;
   damaged[0] = static_cast<char>(damaged[0] ^ 1);
   PayloadCheck check = PayloadCheck::by_blocks(sums_, payload_.size());
@@ -95,43 +95,43 @@ INSTANTIATE_TEST_SUITE_P(Bytes, BlockCheck,
                          ::testing::Values(1, kBlock - 1, kBlock, kBlock + 1, 5 * kBlock - 7,
                                            8 * kBlock));
 
-TEST(PayloadCheck, OfBlocksTakesNothing) {
+TEST(PayloadCheck, ByBlocksAcceptsNoBytes) {
   const format::RecordSums none = sums_of("");
   PayloadCheck check = PayloadCheck::by_blocks(none, 0);
-  EXPECT_TRUE(ok(check.take(0, {})));
+  EXPECT_TRUE(ok(check.update(0, {})));
 }
 
-TEST(PayloadCheck, SaysWhatWasExpectedAndWhatWasFound) {
+TEST(PayloadCheck, ReportsTheExpectedAndTheActualChecksum) {
   const std::string payload = "hello";
   format::RecordSums sums = sums_of(payload);
   sums.block_crcs[0] = 0x0000abcd;
   PayloadCheck check = PayloadCheck::by_blocks(sums, payload.size());
-  const auto taken = check.take(0, bytes_of(payload));
+  const auto taken = check.update(0, bytes_of(payload));
   ASSERT_TRUE(fails(taken, Errc::checksum_mismatch));
-  EXPECT_NE(taken.error().detail.str().find("metadata says 0x0000abcd"), std::string::npos)
+  EXPECT_NE(taken.error().detail.str().find("metadata has 0x0000abcd"), std::string::npos)
       << taken.error().detail;
   EXPECT_NE(taken.error().detail.str().find("CRC-32 0x3610a686"), std::string::npos)
       << taken.error().detail;
 }
 
-TEST(PayloadCheck, InAllSumsUpWhatItTakes) {
+TEST(PayloadCheck, OfOneSumCoversAllBytes) {
   Random random(7);
   SCOPED_TRACE(random.seed_text());
   const std::string payload = random.bytes(20'000);
-  PayloadCheck check = PayloadCheck::whole_payload();
+  PayloadCheck check = PayloadCheck::one_sum();
   ASSERT_TRUE(ok(take_in_pieces(check, random, payload, 0, payload.size())));
   EXPECT_EQ(check.sum().first, format::crc32(0, bytes_of(payload)));
   EXPECT_EQ(check.sum().second, payload.size());
 }
 
-TEST(PayloadCheck, SumsOfPiecesAreJoinedToThatOfTheWhole) {
+TEST(PayloadCheck, SumsOfPiecesCanBeJoined) {
   Random random(8);
   SCOPED_TRACE(random.seed_text());
   const std::string payload = random.bytes(20'000);
   std::uint32_t joined = 0;
   for (std::uint64_t begin = 0; begin < payload.size(); begin += 7000) {
     const std::uint64_t end = std::min<std::uint64_t>(payload.size(), begin + 7000);
-    PayloadCheck check = PayloadCheck::whole_payload();
+    PayloadCheck check = PayloadCheck::one_sum();
     ASSERT_TRUE(ok(take_in_pieces(check, random, payload, begin, end)));
     joined = format::crc32_join(joined, check.sum().first, check.sum().second);
   }
@@ -140,7 +140,7 @@ TEST(PayloadCheck, SumsOfPiecesAreJoinedToThatOfTheWhole) {
 
 TEST(PayloadCheck, ByDefaultChecksNothing) {
   PayloadCheck check;
-  EXPECT_TRUE(ok(check.take(5, bytes_of("hello"))));
+  EXPECT_TRUE(ok(check.update(5, bytes_of("hello"))));
 }
 
 }  // namespace

@@ -21,7 +21,7 @@ using test::ok;
 using test::Rows;
 using Files = std::vector<FileResult>;
 
-/// Two ranks with a sharded tensor, a plain one and a number.
+/// Two ranks with a sharded tensor, a plain tensor and a number.
 GlobalPlan plan_of_two() {
   std::vector<Rows> ranks(2);
   for (std::size_t rank = 0; rank < 2; ++rank) {
@@ -33,7 +33,7 @@ GlobalPlan plan_of_two() {
   return GlobalPlan::of(test::states_of(ranks)).value();
 }
 
-/// Each rank's rows one behind the other in a file.
+/// A file for each rank, with its rows back to back.
 std::vector<Files> written(const GlobalPlan& plan, std::uint64_t length = 500,
                            std::string_view suffix = "_0.distcp") {
   std::vector<Files> made(plan.ranks());
@@ -69,7 +69,7 @@ CheckpointIndex decoded(const std::string& file) {
   return std::move(index).value();
 }
 
-TEST(PlanMetadata, SaysOfEachShardWhereItLies) {
+TEST(PlanMetadata, ContainsTheLocationOfEachShard) {
   const GlobalPlan plan = plan_of_two();
   PlanMetadata metadata(plan);
   const CheckpointIndex index = decoded(encoded(metadata, written(plan)));
@@ -86,7 +86,7 @@ TEST(PlanMetadata, SaysOfEachShardWhereItLies) {
   }
 }
 
-TEST(PlanMetadata, OfALaterSaveIsThatOfAPlanThatWasMadeForIt) {
+TEST(PlanMetadata, OfALaterSaveEqualsThatOfANewPlan) {
   const GlobalPlan plan = plan_of_two();
   PlanMetadata kept(plan);
   kept.describe();
@@ -100,7 +100,7 @@ TEST(PlanMetadata, OfALaterSaveIsThatOfAPlanThatWasMadeForIt) {
   }
 }
 
-TEST(PlanMetadata, WithoutThePlaceOfAValueIsRefused) {
+TEST(PlanMetadata, RejectsAMissingLocation) {
   const GlobalPlan plan = plan_of_two();
   PlanMetadata metadata(plan);
   auto files = written(plan);
@@ -112,7 +112,7 @@ TEST(PlanMetadata, WithoutThePlaceOfAValueIsRefused) {
   decoded(encoded(metadata, written(plan)));
 }
 
-TEST(PlanMetadata, AValueThatIsReportedTwiceDoesNotStandForAMissingOne) {
+TEST(PlanMetadata, RejectsAValueThatIsReportedTwiceInsteadOfAMissingOne) {
   const GlobalPlan plan = plan_of_two();
   PlanMetadata metadata(plan);
   auto files = written(plan);
@@ -122,7 +122,7 @@ TEST(PlanMetadata, AValueThatIsReportedTwiceDoesNotStandForAMissingOne) {
   EXPECT_TRUE(fails(metadata.encode(all, nullptr, {{}, "1.0.0"}), Errc::metadata_inconsistent));
 }
 
-TEST(MetadataSeal, IsNotOfOtherBytes) {
+TEST(MetadataSeal, DoesNotMatchOtherBytes) {
   const GlobalPlan plan = plan_of_two();
   PlanMetadata metadata(plan);
   std::string file = encoded(metadata, written(plan));
@@ -152,14 +152,14 @@ class PlanChanges : public ::testing::Test {
   std::vector<Files> now_ = written(plan_);
 };
 
-TEST_F(PlanChanges, AreNoneWhereNoNumberHasMoved) {
+TEST_F(PlanChanges, AreEmptyIfNoNumberHasMoved) {
   change("w");
   EXPECT_EQ(changes().moved, std::nullopt);
   change("step");
   EXPECT_EQ(changes("step").moved, std::nullopt);
 }
 
-TEST_F(PlanChanges, NameTheTensorsOfAGroupOfWhichNothingHasChanged) {
+TEST_F(PlanChanges, ListTheTensorsOfAnUnchangedGroup) {
   change("step");
   const Changes found = changes();
   ASSERT_TRUE(found.moved);
@@ -170,7 +170,7 @@ TEST_F(PlanChanges, NameTheTensorsOfAGroupOfWhichNothingHasChanged) {
   EXPECT_EQ(found.unchanged[0].second.size(), 2u);
 }
 
-TEST_F(PlanChanges, OfOneShardAreThoseOfItsGroup) {
+TEST_F(PlanChanges, OfOneShardCountForItsGroup) {
   change("step");
   change("w");
   const Changes found = changes();

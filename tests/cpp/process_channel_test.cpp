@@ -1,4 +1,4 @@
-// Results between processes. A child is forked and not threaded, so that sanitizers allow it.
+// Results between processes. Children are forked before any thread starts, as sanitizers require.
 
 #include "engine/process_channel.h"
 
@@ -44,7 +44,7 @@ bool succeeds(pid_t child) {
   return ::waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0;
 }
 
-/// Something for one process to wait for and another one to let happen.
+/// An event that one process waits for and another one sets.
 class Turn {
  public:
   Turn() { EXPECT_EQ(::pipe(ends_.data()), 0); }
@@ -66,9 +66,9 @@ class ProcessChannelTest : public ::testing::Test {
   ProcessChannel channel_ = ProcessChannel::create().value();
 };
 
-// --- a save's own --------------------------------------------------------------------------------
+// --- results of one save -------------------------------------------------------------------------
 
-TEST_F(ProcessChannelTest, ResultsSentAfterAForkArriveInEveryChild) {
+TEST_F(ProcessChannelTest, EveryChildReceivesResultsThatAreSentAfterItsFork) {
   const auto body = [&] {
     auto outcome = channel_.wait_for_files(kLongest);
     return outcome && *outcome && (*outcome)->files.size() == 2 &&
@@ -82,7 +82,7 @@ TEST_F(ProcessChannelTest, ResultsSentAfterAForkArriveInEveryChild) {
   EXPECT_TRUE(succeeds(other));
 }
 
-TEST_F(ProcessChannelTest, ResultsThatAreNotAllAreNotYetAnOutcome) {
+TEST_F(ProcessChannelTest, SomeResultsAreNotAnOutcome) {
   channel_.send(result_of("a"), 2);
   const auto outcome = channel_.wait_for_files(std::chrono::milliseconds(0));
   ASSERT_TRUE(ok(outcome));
@@ -98,17 +98,17 @@ TEST_F(ProcessChannelTest, TheErrorOfAFileIsTheOutcome) {
   EXPECT_EQ(outcome.error().path, "/c/b");
 }
 
-TEST_F(ProcessChannelTest, WhyASaveWasCancelledIsToldByWhoHasCancelledIt) {
+TEST_F(ProcessChannelTest, ACancelledSaveWaitsForTheObjectWithTheReason) {
   channel_.send(format_error(Errc::cancelled, "the save was cancelled"), 1);
   EXPECT_FALSE(channel_.wait_for_files(std::chrono::milliseconds(0)).value().has_value());
   ASSERT_TRUE(ok(channel_.send_object(bytes_of("the source changed"))));
   EXPECT_EQ(channel_.wait_for_files(kLongest).value()->object, "the source changed");
 }
 
-TEST_F(ProcessChannelTest, AWriterThatIsKilledIsNamed) {
+TEST_F(ProcessChannelTest, TheErrorForAKilledWriterNamesItsProcess) {
   const Turn forked;
   const Turn killed;
-  // The writer has the channel and a child; then it is killed.
+  // The writer has the channel and a child; then the writer is killed.
   std::array<int, 2> told{};
   ASSERT_EQ(::pipe(told.data()), 0);
   const pid_t writer = ::fork();
@@ -130,10 +130,11 @@ TEST_F(ProcessChannelTest, AWriterThatIsKilledIsNamed) {
   std::string text(1000, '\0');
   text.resize(static_cast<std::size_t>(std::max<ssize_t>(0, ::read(told[0], text.data(), 1000))));
   ::close(told[0]);
-  EXPECT_EQ(text, "process " + std::to_string(writer) + " has died when 1 files were done");
+  EXPECT_EQ(text,
+            "process " + std::to_string(writer) + " died after sending the results of 1 file");
 }
 
-TEST_F(ProcessChannelTest, ResultsWithoutMemoryAreToldToBeLost) {
+TEST_F(ProcessChannelTest, ResultsWithoutMemoryAreReportedAsLost) {
   std::size_t failures = 1;
   {
     os::ScopedFaultHook hook([&](std::string_view operation, std::string_view) {
@@ -144,9 +145,9 @@ TEST_F(ProcessChannelTest, ResultsWithoutMemoryAreToldToBeLost) {
   EXPECT_TRUE(fails(channel_.wait_for_files(kLongest), Errc::result_missing));
 }
 
-// --- a queue -------------------------------------------------------------------------------------
+// --- queue ---------------------------------------------------------------------------------------
 
-TEST_F(ProcessChannelTest, ObjectsOfAChildComeInTheirOrderAndOnce) {
+TEST_F(ProcessChannelTest, ObjectsOfAChildAreReceivedInOrderAndOnce) {
   EXPECT_TRUE(succeeds(fork_child([&] {
     return channel_.send_object(bytes_of("one")) && channel_.send_object(bytes_of("two"));
   })));
@@ -154,17 +155,17 @@ TEST_F(ProcessChannelTest, ObjectsOfAChildComeInTheirOrderAndOnce) {
   EXPECT_EQ(channel_.take_objects().value(), std::vector<std::string>());
 }
 
-TEST_F(ProcessChannelTest, AProcessThatHasOnlyTheAddressSends) {
+TEST_F(ProcessChannelTest, AProcessCanSendWithTheAddressOnly) {
   const os::Mailbox::Address address = channel_.address();
   EXPECT_TRUE(succeeds(fork_child([&] {
-    // All that a child inherits is closed, as in one that was spawned.
+    // All inherited descriptors are closed, as in a spawned process.
     for (int fd = 3; fd < 1000; ++fd) ::close(fd);
     return static_cast<bool>(ProcessChannel(address).send_object(bytes_of("from elsewhere")));
   })));
   EXPECT_EQ(channel_.take_objects().value(), std::vector<std::string>{"from elsewhere"});
 }
 
-TEST_F(ProcessChannelTest, WhatHasTheNumberOfAChannelThatIsGoneIsNotTouched) {
+TEST_F(ProcessChannelTest, AReusedDescriptorNumberIsNotTouched) {
   const test::TempDir directory;
   const std::string path = directory.file("data");
   os::Mailbox::Address address;
@@ -184,7 +185,7 @@ TEST_F(ProcessChannelTest, WhatHasTheNumberOfAChannelThatIsGoneIsNotTouched) {
   ::close(address.memory);
 }
 
-TEST_F(ProcessChannelTest, WhoWaitsIsWokenByAnObject) {
+TEST_F(ProcessChannelTest, AnObjectWakesTheWaitingThread) {
   const Turn waiting;
   const pid_t child = fork_child([&] {
     waiting.wait();
@@ -200,10 +201,10 @@ TEST_F(ProcessChannelTest, WhoWaitsIsWokenByAnObject) {
   EXPECT_TRUE(succeeds(child));
 }
 
-TEST_F(ProcessChannelTest, ASenderThatDiesAmidItsMessageLeavesNone) {
+TEST_F(ProcessChannelTest, AMessageOfASenderThatDiesWhileSendingIsDropped) {
   EXPECT_TRUE(succeeds(fork_child([&] {
     os::ScopedFaultHook hook([&, writes = 0](std::string_view operation, std::string_view) mutable {
-      // The message is there, its length is not.
+      // The message was written, its length was not.
       if (operation == "pwrite" && ++writes == 2) ::_exit(0);
       return 0;
     });
@@ -215,7 +216,7 @@ TEST_F(ProcessChannelTest, ASenderThatDiesAmidItsMessageLeavesNone) {
   EXPECT_EQ(channel_.take_objects().value(), std::vector<std::string>{"whole"});
 }
 
-TEST_F(ProcessChannelTest, AChildThatIsForkedAmidAMessageDoesNotKeepTheLock) {
+TEST_F(ProcessChannelTest, AChildThatIsForkedDuringASendDoesNotHoldTheLock) {
   const Turn turn;
   pid_t child = -1;
   {
@@ -234,38 +235,38 @@ TEST_F(ProcessChannelTest, AChildThatIsForkedAmidAMessageDoesNotKeepTheLock) {
   EXPECT_TRUE(succeeds(child));
 }
 
-TEST_F(ProcessChannelTest, ASenderThatDiesBeforeItsObjectIsMissedOnce) {
-  const pid_t child = fork_child([&] { return channel_.begin("files __0_*").has_value(); });
+TEST_F(ProcessChannelTest, ASenderThatDiesBeforeItsObjectIsReportedOnce) {
+  const pid_t child = fork_child([&] { return channel_.announce("files __0_*").has_value(); });
   EXPECT_TRUE(succeeds(child));
   EXPECT_EQ(channel_.take_objects().value(), std::vector<std::string>());
-  const auto missed = channel_.take_missed().value();
+  const auto missed = channel_.take_dead_senders().value();
   ASSERT_EQ(missed.size(), 1);
   EXPECT_EQ(missed[0].first, child);
   EXPECT_EQ(missed[0].second, "files __0_*");
-  EXPECT_TRUE(channel_.take_missed().value().empty());
+  EXPECT_TRUE(channel_.take_dead_senders().value().empty());
 }
 
-TEST_F(ProcessChannelTest, ASenderThatHasSentAndDiedIsNotMissed) {
+TEST_F(ProcessChannelTest, ASenderThatDiesAfterItsObjectIsNotReported) {
   EXPECT_TRUE(succeeds(fork_child(
-      [&] { return channel_.begin("files __0_*") && channel_.send_object(bytes_of("item")); })));
+      [&] { return channel_.announce("files __0_*") && channel_.send_object(bytes_of("item")); })));
   EXPECT_EQ(channel_.take_objects().value(), std::vector<std::string>{"item"});
-  EXPECT_TRUE(channel_.take_missed().value().empty());
+  EXPECT_TRUE(channel_.take_dead_senders().value().empty());
 }
 
-TEST_F(ProcessChannelTest, WhoWaitsIsWokenByTheDeathOfASender) {
+TEST_F(ProcessChannelTest, TheDeathOfASenderWakesTheWaitingThread) {
   const Turn begun;
   const pid_t child = fork_child([&] {
-    const bool done = channel_.begin("files __0_*").has_value();
+    const bool done = channel_.announce("files __0_*").has_value();
     begun.come();
     ::pause();
     return done;
   });
   begun.wait();
   EXPECT_EQ(channel_.take_objects().value(), std::vector<std::string>());
-  EXPECT_TRUE(channel_.take_missed().value().empty());
+  EXPECT_TRUE(channel_.take_dead_senders().value().empty());
   ::kill(child, SIGKILL);
   ASSERT_TRUE(ok(channel_.wait(kLongest)));
-  EXPECT_EQ(channel_.take_missed().value().size(), 1);
+  EXPECT_EQ(channel_.take_dead_senders().value().size(), 1);
   ::waitpid(child, nullptr, 0);
 }
 

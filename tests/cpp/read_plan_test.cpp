@@ -28,7 +28,7 @@ WantedRecord whole(std::size_t file, std::uint64_t offset, std::uint64_t length)
   return {file, offset, length, {{0, length}}};
 }
 
-/// A large record of which these are wanted.
+/// A large record with these requested ranges.
 WantedRecord large(Ranges ranges) { return {0, 64, 5000, std::move(ranges)}; }
 
 std::vector<ReadUnit> plan(const std::vector<WantedRecord>& records) {
@@ -46,7 +46,7 @@ TEST(ReadPlan, SmallNeighboursAreReadAtOnce) {
   EXPECT_EQ(units[0].length, 300);
 }
 
-TEST(ReadPlan, TheOrderOfTheFileCountsAndNotThatOfTheRequests) {
+TEST(ReadPlan, UnitsAreInTheOrderOfTheFile) {
   const auto units = plan({whole(1, 0, 10), whole(0, 100, 10), whole(0, 90, 10)});
   ASSERT_EQ(units.size(), 2);
   EXPECT_EQ(units[0].records, (Indices{2, 1}));
@@ -55,7 +55,7 @@ TEST(ReadPlan, TheOrderOfTheFileCountsAndNotThatOfTheRequests) {
   EXPECT_EQ(units[1].records, (Indices{0}));
 }
 
-TEST(ReadPlan, ASmallGapIsReadOverAndALargeOneIsNot) {
+TEST(ReadPlan, AReadSpansASmallGapButNotALargeOne) {
   const auto units = plan({whole(0, 0, 100), whole(0, 150, 100), whole(0, 301, 100)});
   ASSERT_EQ(units.size(), 2);
   EXPECT_EQ(units[0].records, (Indices{0, 1}));
@@ -84,18 +84,18 @@ std::vector<Ranges> pieces_of(const std::vector<ReadUnit>& units) {
   return pieces;
 }
 
-TEST(ReadPlan, ALargeRecordIsCutIntoPiecesOfWhatIsWanted) {
+TEST(ReadPlan, ALargeRecordIsDividedIntoPiecesOfItsRequestedBytes) {
   EXPECT_EQ(pieces_of(plan({large({{0, 700}})})),
             (std::vector<Ranges>{{{0, 320}}, {{320, 640}}, {{640, 700}}}));
 }
 
-TEST(ReadPlan, PiecesAreCutAtMultiplesOfTheCutSizeOnly) {
+TEST(ReadPlan, PiecesEndAtMultiplesOfTheCutSizeOnly) {
   EXPECT_EQ(pieces_of(plan({large({{150, 777}})})),
             (std::vector<Ranges>{{{150, 448}}, {{448, 768}}, {{768, 777}}}));
 }
 
-TEST(ReadPlan, ARangeThatMayNotBeCutWithinWhatAPieceHasRoomForBeginsTheNext) {
-  // The first range leaves room for one byte.
+TEST(ReadPlan, ARangeThatCannotBeDividedToFitAPieceStartsTheNext) {
+  // The first range leaves one byte of the piece free.
   EXPECT_EQ(pieces_of(plan({large({{0, 319}, {350, 600}})})),
             (std::vector<Ranges>{{{0, 319}}, {{350, 600}}}));
 }
@@ -105,7 +105,7 @@ TEST(ReadPlan, ShortRangesShareAPiece) {
             (std::vector<Ranges>{{{0, 50}, {200, 300}, {1000, 1120}}, {{2049, 2150}}}));
 }
 
-TEST(ReadPlan, APieceThatIsFilledByARangeTakesTheBeginOfTheNextWhereItMayBeCutThere) {
+TEST(ReadPlan, APieceIsFilledWithTheBeginOfTheNextRangeIfThatCanBeDivided) {
   EXPECT_EQ(pieces_of(plan({large({{0, 150}, {1000, 1500}})})),
             (std::vector<Ranges>{{{0, 150}, {1000, 1152}}, {{1152, 1472}}, {{1472, 1500}}}));
 }
@@ -115,7 +115,7 @@ TEST(ReadPlan, APieceSmallerThanTheCutSizeGrowsToTheRange) {
   const WantedRecord record{0, 0, 10 << 20, {{5, 1000}, {2000, 3000}}};
   EXPECT_EQ(pieces_of(plan_reads(std::vector{record}, limits)),
             (std::vector<Ranges>{{{5, 1000}}, {{2000, 3000}}}));
-  // Also where it begins at what it may be cut at.
+  // Also if the range begins at a multiple of the cut size.
   const WantedRecord aligned{0, 0, 10 << 20, {{1 << 20, (1 << 20) + 1000}}};
   EXPECT_EQ(pieces_of(plan_reads(std::vector{aligned}, limits)),
             (std::vector<Ranges>{{{1 << 20, (1 << 20) + 1000}}}));
@@ -125,17 +125,17 @@ TEST(ReadPlan, AMultipleOfThePieceSizeLeavesNoEmptyPiece) {
   EXPECT_EQ(pieces_of(plan({large({{0, 640}})})), (std::vector<Ranges>{{{0, 320}}, {{320, 640}}}));
 }
 
-TEST(ReadPlan, ALargeRecordOfWhichNothingIsWantedIsLookedAtOnce) {
+TEST(ReadPlan, ALargeRecordWithoutRequestedBytesHasOneUnit) {
   EXPECT_EQ(pieces_of(plan({large({})})), std::vector<Ranges>{{}});
 }
 
-TEST(ReadPlan, ARangeNearTheEndOfTheNumbersIsOnePieceOrMore) {
+TEST(ReadPlan, ARangeNearTheLargestOffsetIsDividedWithoutOverflow) {
   const std::uint64_t last = ~std::uint64_t{0};
   EXPECT_EQ(pieces_of(plan({large({{0, 100}, {last - 100, last}})})),
             (std::vector<Ranges>{{{0, 100}, {last - 100, last}}}));
 }
 
-TEST(ReadPlan, AnImpossiblyLargeRecordIsNotCutIntoPiecesWithoutNumber) {
+TEST(ReadPlan, AnImpossiblyLargeRecordHasALimitedNumberOfPieces) {
   const std::uint64_t last = ~std::uint64_t{0};
   const auto pieces = pieces_of(plan({{0, 0, last, {{5, last}}}}));
   EXPECT_LE(pieces.size(), 5000);
@@ -143,29 +143,29 @@ TEST(ReadPlan, AnImpossiblyLargeRecordIsNotCutIntoPiecesWithoutNumber) {
   EXPECT_EQ(pieces.back().back().end, last);
 }
 
-TEST(ReadPlan, ASmallRecordOfWhichLittleIsWantedIsReadLikeALargeOne) {
+TEST(ReadPlan, ASmallRecordWithFewRequestedBytesIsReadLikeALargeOne) {
   const auto units = plan({{0, 0, 400, {{0, 100}, {200, 299}}}, {0, 400, 400, {{0, 350}}}});
   ASSERT_EQ(units.size(), 2);
   EXPECT_FALSE(units[0].is_batch);
   EXPECT_TRUE(units[1].is_batch);
 }
 
-TEST(ReadPlan, ARecordSmallerThanTheGapIsNeverCut) {
+TEST(ReadPlan, ARecordSmallerThanTheGapIsNeverDivided) {
   const auto units = plan({{0, 0, 50, {{7, 8}}}});
   ASSERT_EQ(units.size(), 1);
   EXPECT_TRUE(units[0].is_batch);
 }
 
-TEST(ReadPlan, OneRecordWantedTwiceIsReadOnce) {
+TEST(ReadPlan, ARecordThatIsRequestedTwiceIsReadOnce) {
   const auto units = plan({whole(0, 0, 100), whole(0, 0, 100)});
   ASSERT_EQ(units.size(), 1);
   EXPECT_EQ(units[0].records, (Indices{0, 1}));
   EXPECT_EQ(units[0].length, 100);
 }
 
-TEST(ReadPlan, NoRecordsIsNoWork) { EXPECT_TRUE(plan({}).empty()); }
+TEST(ReadPlan, WithoutRecordsIsEmpty) { EXPECT_TRUE(plan({}).empty()); }
 
-TEST(ReadPlan, OffsetsNearTheEndOfTheNumbersDoNotOverflow) {
+TEST(ReadPlan, OffsetsNearTheLargestNumberDoNotOverflow) {
   const std::uint64_t last = ~std::uint64_t{0};
   const auto units = plan({whole(0, last - 10, 100), whole(0, last, 100), whole(0, 5, 10)});
   std::size_t records = 0;

@@ -45,7 +45,7 @@ ReadRequest& Reads::add_whole(std::size_t file, std::string_view payload) {
 }
 
 ReadRequest& Reads::add_to_host(ReadRequest request, std::size_t bytes, std::size_t origin) {
-  // Of exactly this size, so that AddressSanitizer sees a byte too many.
+  // Exactly this size, so that AddressSanitizer detects a single byte too many.
   Memory memory{std::make_unique<char[]>(bytes), bytes};
   std::fill_n(memory.memory.get(), bytes, '?');
   request.target.address = reinterpret_cast<std::byte*>(memory.memory.get() + origin);

@@ -15,34 +15,34 @@
 
 namespace torch_ckpt::test {
 
-// Writes data files, collects requests with room for what they read, and runs them.
+// Writes data files, collects requests with memory for their results, and runs them.
 class Reads {
  public:
   explicit Reads(const TempDir& directory) : directory_(directory) {}
 
-  /// Adds a file of records one behind the other; returns its number.
+  /// Adds a file of records, back to back; returns its number.
   std::size_t add_file(const std::vector<std::string>& records);
   std::size_t add_raw_file(std::string_view contents);
-  /// A file that is there already.
+  /// Adds an existing file.
   void use_file(std::string_view name) { files_.push_back({std::string(name), {}}); }
   void set_table(std::size_t file, std::string table) {
     files_[file].checksum_table = std::move(table);
   }
 
-  /// A request of any kind for bytes [begin, begin + bytes) of what `kind` reads.
+  /// Adds a request of any kind for bytes [begin, begin + bytes) of the record or the payload.
   engine::ReadRequest& add(engine::ReadKind kind, std::size_t file, std::uint64_t offset,
                            std::uint64_t length, const format::TensorHeader& header,
                            std::uint64_t begin, std::uint64_t bytes);
-  /// The whole of a tensor of uint8, whose record is all of the file.
+  /// Adds a request for an entire tensor of uint8, whose record fills the file.
   engine::ReadRequest& add_whole(std::size_t file, std::string_view payload);
-  /// A request as it is, but for its target on the host: `bytes` question marks, of which
-  /// target.address is the one at `origin`.
+  /// Adds a request with a target on the host: memory of `bytes` question marks, with
+  /// target.address at `origin`.
   engine::ReadRequest& add_to_host(engine::ReadRequest request, std::size_t bytes,
                                    std::size_t origin = 0);
-  /// A request as it is, its target included.
+  /// Adds a request with its target.
   engine::ReadRequest& add_as_it_is(engine::ReadRequest request);
 
-  /// All of the target's memory, where it is on the host.
+  /// All memory of a target on the host.
   std::string_view result(std::size_t request) const {
     return {targets_[request].memory.get(), targets_[request].bytes};
   }
@@ -54,7 +54,7 @@ class Reads {
 
   std::shared_ptr<engine::LoadSession> start(const engine::LoadOptions& options = {}) const;
   std::shared_ptr<engine::LoadSession> run(const engine::LoadOptions& options = {}) const;
-  /// Runs what must succeed.
+  /// Runs the requests, which must succeed.
   void run_all(const engine::LoadOptions& options = {}) const;
 
  private:
@@ -69,7 +69,7 @@ class Reads {
   std::vector<Memory> targets_;
 };
 
-/// Whether the load has failed with `code`, and by `request`.
+/// True if the load has failed with `code`, because of `request`.
 ::testing::AssertionResult failed(const engine::LoadSession& session, Errc code,
                                   std::size_t request);
 
@@ -79,7 +79,7 @@ inline engine::LoadOptions load_options(engine::DirectIo mode) {
   return options;
 }
 
-/// As stored at `offset` of its file, and what a checksum table says of it.
+/// A record at `offset` of its file, and its entry in a checksum table.
 struct Stored {
   format::TensorHeader header;
   std::string payload;
@@ -91,13 +91,13 @@ struct Stored {
   engine::ReadRequest request(engine::ReadKind kind) const;
 };
 
-/// A tensor's record; blocks of the usual size where `block_bytes` is 0.
+/// A tensor's record; `block_bytes` 0: blocks of the usual size.
 Stored store(const format::TensorHeader& header, std::string payload, std::uint64_t offset = 0,
              std::uint64_t block_bytes = 0);
-/// Bytes as they are.
+/// A record of raw bytes.
 Stored store_raw(std::string bytes, std::uint64_t offset = 0, std::uint64_t block_bytes = 0);
 
-/// A conversion from items of two bytes to items of four: the second half is the first, inverted.
+/// Converts items of two bytes to items of four: the second half is the first, inverted.
 void widen(std::byte* out, const std::byte* in, std::size_t count);
 std::string widened(std::string_view items);
 

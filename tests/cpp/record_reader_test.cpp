@@ -20,7 +20,7 @@ using test::text_of;
 
 class DataFileModes : public ::testing::TestWithParam<DirectIo> {};
 
-TEST_P(DataFileModes, FetchesAnyRangeIntoAnyScratch) {
+TEST_P(DataFileModes, FetchesAnyRangeIntoAnyScratchMemory) {
   Random random(1);
   SCOPED_TRACE(random.seed_text());
   TempDir directory;
@@ -42,7 +42,7 @@ TEST_P(DataFileModes, FetchesAnyRangeIntoAnyScratch) {
   }
 }
 
-TEST_P(DataFileModes, ReadingPastTheEndSaysWhereTheFileEnds) {
+TEST_P(DataFileModes, ReportsTheEndOfTheFileWhenReadingBeyondIt) {
   TempDir directory;
   test::write_file(directory.file("a"), std::string(200'000, 'x'));
   const auto file = DataFile::open(open_directory(directory), "a", GetParam());
@@ -57,7 +57,7 @@ TEST_P(DataFileModes, ReadingPastTheEndSaysWhereTheFileEnds) {
   }
 }
 
-TEST_P(DataFileModes, ReadsStraightIntoMemoryOfAnyAlignment) {
+TEST_P(DataFileModes, ReadsIntoMemoryOfAnyAlignment) {
   Random random(3);
   SCOPED_TRACE(random.seed_text());
   TempDir directory;
@@ -72,30 +72,30 @@ TEST_P(DataFileModes, ReadsStraightIntoMemoryOfAnyAlignment) {
 
 INSTANTIATE_TEST_SUITE_P(AllModes, DataFileModes, test::all_direct_io(), test::direct_io_name);
 
-TEST(DataFile, GoesDirectOnlyWhereTheFileWasOpenedForIt) {
+TEST(DataFile, PrefersDirectReadsOnlyIfItWasOpenedForThem) {
   TempDir directory;
   test::write_file(directory.file("a"), std::string(1 << 20, 'x'));
   const auto buffered = DataFile::open(open_directory(directory), "a", DirectIo::off);
   const auto direct = DataFile::open(open_directory(directory), "a", DirectIo::on);
   ASSERT_TRUE(ok(buffered));
   ASSERT_TRUE(ok(direct));
-  EXPECT_FALSE(buffered->goes_direct(0, 1 << 20));
-  EXPECT_TRUE(direct->goes_direct(0, 1 << 20));
-  EXPECT_TRUE(direct->goes_direct(5, 1));
+  EXPECT_FALSE(buffered->prefers_direct_read(0, 1 << 20));
+  EXPECT_TRUE(direct->prefers_direct_read(0, 1 << 20));
+  EXPECT_TRUE(direct->prefers_direct_read(5, 1));
 }
 
-TEST(DataFile, GoesAroundThePageCacheForNothingSmallNorForWhatIsInIt) {
+TEST(DataFile, PrefersBufferedReadsForSmallAndForCachedRanges) {
   TempDir directory;
   test::write_file(directory.file("a"), std::string(1 << 20, 'x'));
   const auto file = DataFile::open(open_directory(directory), "a", DirectIo::automatic);
   ASSERT_TRUE(ok(file));
-  EXPECT_FALSE(file->goes_direct(0, 1000));
+  EXPECT_FALSE(file->prefers_direct_read(0, 1000));
   std::string out(1 << 20, '?');
   ASSERT_TRUE(ok(file->read(std::as_writable_bytes(std::span(out)), 0)));
-  EXPECT_FALSE(file->goes_direct(0, 1 << 20));
+  EXPECT_FALSE(file->prefers_direct_read(0, 1 << 20));
 }
 
-TEST(DataFile, ADirectReadThatHasNoRoomForItsBlocksIsABufferedOne) {
+TEST(DataFile, ReadsBufferedIfScratchMemoryIsTooSmallForFullBlocks) {
   TempDir directory;
   const std::string contents = Random(4).bytes(20'000);
   test::write_file(directory.file("a"), contents);
@@ -108,14 +108,14 @@ TEST(DataFile, ADirectReadThatHasNoRoomForItsBlocksIsABufferedOne) {
   EXPECT_EQ(text_of(*bytes), std::string_view(contents).substr(1, 4096));
 }
 
-TEST(DataFile, AFileThatIsNotThereIsTheSystemsError) {
+TEST(DataFile, ReportsAMissingFileAsASystemError) {
   TempDir directory;
   const auto file = DataFile::open(open_directory(directory), "a", DirectIo::automatic);
   ASSERT_FALSE(file.has_value());
   EXPECT_TRUE(test::is_system_error(file.error(), ENOENT, "open", directory.file("a")));
 }
 
-TEST(RecordInFile, GivesAnyPartOfARecordAmidAFile) {
+TEST(RecordInFile, ReturnsAnyPartOfARecord) {
   Random random(2);
   SCOPED_TRACE(random.seed_text());
   TempDir directory;
@@ -152,7 +152,7 @@ TEST(RecordInFile, ReadsEachEndOnce) {
   EXPECT_EQ(counter.calls("pread"), 2);
 }
 
-TEST(RecordInFile, RefusesPartsOutsideTheRecordThatAreInsideTheFile) {
+TEST(RecordInFile, RejectsPartsOutsideTheRecordButInsideTheFile) {
   TempDir directory;
   test::write_file(directory.file("a"), std::string(1000, 'x'));
   const auto file = DataFile::open(open_directory(directory), "a", DirectIo::off);
@@ -162,7 +162,7 @@ TEST(RecordInFile, RefusesPartsOutsideTheRecordThatAreInsideTheFile) {
   EXPECT_TRUE(fails(record.at(~std::uint64_t{0}, 2), Errc::zip_inconsistent));
 }
 
-TEST(RecordInMemory, RefusesPartsOutside) {
+TEST(RecordInMemory, RejectsPartsOutsideTheRecord) {
   RecordInMemory record(test::bytes_of("hello"));
   ASSERT_TRUE(ok(record.at(1, 4)));
   EXPECT_EQ(text_of(*record.at(1, 4)), "ello");

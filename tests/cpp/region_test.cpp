@@ -39,12 +39,12 @@ Steps row_major(const Dims& lengths) {
   return strides;
 }
 
-// Of items of four bytes, row-major in the payload and in the target.
+// A box of items of four bytes, row-major in the payload and in the target.
 std::optional<Region> box(const Dims& sizes, const Dims& offsets, const Dims& lengths) {
   return Region::of_box(sizes, {}, offsets, lengths, row_major(lengths), 4, 4);
 }
 
-/// One element: where it lies in the payload, and where in the target; in bytes.
+/// The position of one element in the payload and in the target, in bytes.
 struct Element {
   std::uint64_t stored = 0;
   std::int64_t target = 0;
@@ -57,7 +57,7 @@ std::ostream& operator<<(std::ostream& out, const Element& element) {
   return out << element.stored << "->" << element.target;
 }
 
-/// What the region says, one by one and in its order.
+/// The elements of a region, one by one and in its order.
 Elements elements_of(const Region& region, const ByteRange& window = kAll) {
   Elements found;
   region.for_each_run(window, [&](const Region::Run& run) {
@@ -69,7 +69,7 @@ Elements elements_of(const Region& region, const ByteRange& window = kAll) {
   return found;
 }
 
-/// A box whose elements are known one by one.
+/// A box whose elements are listed one by one.
 struct Case {
   Dims sizes;
   Dims stored_strides;  // empty: row-major
@@ -84,7 +84,7 @@ struct Case {
                           target_item);
   }
 
-  /// By counting, in ascending order.
+  /// The elements by counting, in ascending order.
   Elements elements() const {
     Elements all;
     Dims strides = stored_strides;
@@ -119,7 +119,7 @@ Ranges ranges_of(const Elements& elements, std::size_t item) {
   return ranges;
 }
 
-/// Dimensions in any order, with or without room around each of them.
+/// Strides for dimensions in any order, with or without gaps.
 template <class Strides>
 Strides any_strides(Random& random, const Dims& extents, bool padded) {
   std::vector<std::size_t> order(extents.size());
@@ -227,28 +227,28 @@ TEST(Region, OuterDimensionsOfLengthOneMayBeNarrowedToo) {
   EXPECT_EQ(region->covering(), (ByteRange{264, 336}));
 }
 
-TEST(Region, AnotherItemSizeInTheTargetIsNoOneRun) {
+TEST(Region, IsNotOneRunIfTheTargetsItemsHaveAnotherSize) {
   const auto region = Region::of_box(Dims{4}, {}, Dims{0}, Dims{4}, Steps{1}, 4, 2);
   ASSERT_TRUE(region.has_value());
   EXPECT_FALSE(region->is_one_run());
   EXPECT_EQ(elements_of(*region), (Elements{{0, 0}, {4, 2}, {8, 4}, {12, 6}}));
 }
 
-TEST(Region, TheTransposedStoredAsItWillLieIsOneRun) {
-  // Both of them column by column.
+TEST(Region, IsOneRunIfPayloadAndTargetAreBothTransposed) {
+  // Payload and target are both column by column.
   const auto region =
       Region::of_box(Dims{3, 5}, Dims{1, 3}, Dims{0, 0}, Dims{3, 5}, Steps{1, 3}, 2, 2);
   ASSERT_TRUE(region.has_value());
   EXPECT_TRUE(region->is_one_run());
 }
 
-TEST(Region, ATargetWithRoomBetweenItsRowsIsNoOneRun) {
+TEST(Region, IsNotOneRunIfTheTargetHasGapsBetweenRows) {
   const auto region = Region::of_box(Dims{3, 5}, {}, Dims{0, 0}, Dims{3, 5}, Steps{6, 1}, 2, 2);
   ASSERT_TRUE(region.has_value());
   EXPECT_FALSE(region->is_one_run());
 }
 
-TEST(Region, ATargetThatRunsBackwardsIsNoOneRun) {
+TEST(Region, IsNotOneRunIfTheTargetRunsBackwards) {
   const auto region = Region::of_box(Dims{3}, {}, Dims{0}, Dims{3}, Steps{-1}, 2, 2);
   ASSERT_TRUE(region.has_value());
   EXPECT_FALSE(region->is_one_run());
@@ -274,7 +274,7 @@ INSTANTIATE_TEST_SUITE_P(Cases, EmptyBox,
                                            Case{{5, 4}, {0, 0}, {1, 1}, {0, 0}, {1, 1}, 4, 4},
                                            Case{{0}, {}, {0}, {0}, {1}, 1, 1}));
 
-TEST(Region, NoBytesAreNoRuns) {
+TEST(Region, OfNoBytesHasNoRuns) {
   const Region region = Region::of_bytes(10, 0);
   EXPECT_TRUE(elements_of(region).empty());
   EXPECT_TRUE(region.ranges(0, 1).empty());
@@ -290,13 +290,13 @@ TEST(Region, ByDefaultIsEmpty) {
 
 // --- what is refused -----------------------------------------------------------------------------
 
-TEST(Region, ABoxThatReachesOutsideIsRefused) {
+TEST(Region, RejectsABoxOutsideTheTensor) {
   EXPECT_FALSE(box({5}, {3}, {3}).has_value());
   EXPECT_FALSE(box({5}, {kMax}, {2}).has_value());
   EXPECT_FALSE(box({5}, {2}, {kMax}).has_value());
 }
 
-TEST(Region, DimensionsThatDoNotMatchAreRefused) {
+TEST(Region, RejectsDimensionsThatDoNotMatch) {
   EXPECT_FALSE(box_inside(Dims{5, 5}, Dims{0}, Dims{1, 1}));
   EXPECT_FALSE(box_inside(Dims{5, 5}, Dims{0, 0}, Dims{1}));
   EXPECT_TRUE(box_inside(Dims{5, 5}, Dims{0, 5}, Dims{5, 0}));
@@ -304,23 +304,24 @@ TEST(Region, DimensionsThatDoNotMatchAreRefused) {
   EXPECT_FALSE(Region::of_box(Dims{5}, {}, Dims{0}, Dims{5}, Steps{1, 1}, 4, 4).has_value());
 }
 
-TEST(Region, ATensorTooLargeToCountIsRefused) {
+TEST(Region, RejectsATensorWhoseSizeOverflows) {
   EXPECT_FALSE(box({kMax, kMax}, {0, 0}, {kMax, kMax}).has_value());
   EXPECT_FALSE(box({kMax / 4 + 1}, {0}, {1}).has_value());
   EXPECT_FALSE(box({kMax / 8, 3}, {0, 0}, {1, 1}).has_value());
 }
 
-TEST(Region, StoredStridesThatLeadTooFarAreRefused) {
+TEST(Region, RejectsStoredStridesThatOverflow) {
   const Dims none{0};
   const Steps one{1};
-  // A stride, an offset, a reach, and begin and reach together that do not fit into 64 bits.
+  // In turn a stride, an offset, an extent, and the sum of begin and extent do not fit into 64
+  // bits.
   EXPECT_FALSE(Region::of_box(Dims{2}, Dims{kMax / 2}, none, Dims{2}, one, 4, 4).has_value());
   EXPECT_FALSE(Region::of_box(Dims{9}, Dims{kMax / 16}, Dims{8}, Dims{1}, one, 4, 4).has_value());
   EXPECT_FALSE(Region::of_box(Dims{9}, Dims{kMax / 16}, none, Dims{9}, one, 4, 4).has_value());
   EXPECT_FALSE(Region::of_box(Dims{9}, Dims{kMax / 31}, Dims{7}, Dims{2}, one, 4, 4).has_value());
 }
 
-TEST(Region, StoredElementsThatOverlapAreRefused) {
+TEST(Region, RejectsStoredElementsThatOverlap) {
   const Steps target{4, 1};
   for (const Dims& strides : {Dims{0, 1}, Dims{3, 1}, Dims{1, 1}, Dims{4, 0}, Dims{0, 0}}) {
     EXPECT_FALSE(
@@ -329,8 +330,8 @@ TEST(Region, StoredElementsThatOverlapAreRefused) {
   }
 }
 
-TEST(Region, OverlapOutsideOfTheBoxIsNoMatter) {
-  // Two columns of four, with rows three apart.
+TEST(Region, AllowsOverlapOutsideTheBox) {
+  // Two of four columns, with a row stride of three.
   const auto region =
       Region::of_box(Dims{2, 4}, Dims{3, 1}, Dims{0, 0}, Dims{2, 2}, Steps{2, 1}, 4, 4);
   ASSERT_TRUE(region.has_value());
@@ -339,7 +340,7 @@ TEST(Region, OverlapOutsideOfTheBoxIsNoMatter) {
 
 // --- against counting one by one -----------------------------------------------------------------
 
-TEST(Region, HasExactlyTheElementsOfTheBoxInAscendingOrder) {
+TEST(Region, ContainsExactlyTheElementsOfTheBoxInAscendingOrder) {
   Random random(1);
   SCOPED_TRACE(random.seed_text());
   for (int round = 0; round < 3000; ++round) {
@@ -358,7 +359,7 @@ TEST(Region, HasExactlyTheElementsOfTheBoxInAscendingOrder) {
   }
 }
 
-TEST(Region, IsOneRunJustWherePayloadAndTargetRunInStep) {
+TEST(Region, IsOneRunIfAndOnlyIfPayloadAndTargetAreContiguous) {
   Random random(2);
   SCOPED_TRACE(random.seed_text());
   int runs = 0;
@@ -378,7 +379,7 @@ TEST(Region, IsOneRunJustWherePayloadAndTargetRunInStep) {
   EXPECT_GT(runs, 300);
 }
 
-TEST(Region, AnyWindowShowsTheElementsThatLieInIt) {
+TEST(Region, AnyWindowContainsItsElements) {
   Random random(3);
   SCOPED_TRACE(random.seed_text());
   for (int round = 0; round < 2000; ++round) {
@@ -402,7 +403,7 @@ TEST(Region, AnyWindowShowsTheElementsThatLieInIt) {
   }
 }
 
-TEST(Region, WindowsOneBehindTheOtherShowEachElementOnce) {
+TEST(Region, ConsecutiveWindowsContainEachElementOnce) {
   Random random(4);
   SCOPED_TRACE(random.seed_text());
   for (int round = 0; round < 1000; ++round) {
@@ -422,20 +423,20 @@ TEST(Region, WindowsOneBehindTheOtherShowEachElementOnce) {
 
 // --- ranges --------------------------------------------------------------------------------------
 
-TEST(Region, RangesAreTheRowsOfColumnsWhereGapsAreLarge) {
+TEST(Region, RangesAreRowsOfColumnsIfGapsAreLarge) {
   const auto region = box({3, 4}, {0, 1}, {3, 2});
   ASSERT_TRUE(region.has_value());
   EXPECT_EQ(region->ranges(7, 100), (Ranges{{4, 12}, {20, 28}, {36, 44}}));
 }
 
-TEST(Region, RangesReadOverGapsOfTheGivenSize) {
+TEST(Region, RangesSpanGapsOfTheGivenSize) {
   const auto region = box({3, 4}, {0, 1}, {3, 2});
   ASSERT_TRUE(region.has_value());
   EXPECT_EQ(region->ranges(8, 100), (Ranges{{4, 44}}));
 }
 
 TEST(Region, MoreRangesThanAllowedBecomeFewerLargerOnes) {
-  // Four planes of three rows, of which two columns are wanted.
+  // Four planes of three rows, of which two columns are requested.
   const auto region = box({4, 5, 4}, {0, 1, 1}, {4, 3, 2});
   ASSERT_TRUE(region.has_value());
   EXPECT_EQ(region->ranges(0, 12).size(), 12);
@@ -445,7 +446,7 @@ TEST(Region, MoreRangesThanAllowedBecomeFewerLargerOnes) {
   EXPECT_EQ(region->ranges(0, 1), (Ranges{{20, 300}}));
 }
 
-TEST(Region, RangesAreTheElementsUnitedOverGaps) {
+TEST(Region, RangesAreTheElementsMergedOverGaps) {
   Random random(5);
   SCOPED_TRACE(random.seed_text());
   for (int round = 0; round < 3000; ++round) {
@@ -458,7 +459,7 @@ TEST(Region, RangesAreTheElementsUnitedOverGaps) {
   }
 }
 
-TEST(Region, RangesOfAnyStridesAreTheElementsOnceUnited) {
+TEST(Region, RangesOfAnyStridesAreTheMergedElements) {
   Random random(6);
   SCOPED_TRACE(random.seed_text());
   for (int round = 0; round < 3000; ++round) {
@@ -466,7 +467,7 @@ TEST(Region, RangesOfAnyStridesAreTheElementsOnceUnited) {
     const auto region = c.region();
     ASSERT_TRUE(region.has_value());
     const std::uint64_t gap = random.any_scale(2000);
-    // Without a gap there is nothing that is read and not wanted, and none ends in another.
+    // Without gaps, each range contains only requested bytes, and neighbours do not touch.
     const Ranges exact = region->ranges(0, 1 << 20);
     for (std::size_t i = 1; i < exact.size(); ++i) ASSERT_GE(exact[i].begin, exact[i - 1].end);
     ASSERT_EQ(coalesce(exact, 0), coalesce(ranges_of(c.elements(), c.item), 0)) << round;
@@ -476,7 +477,7 @@ TEST(Region, RangesOfAnyStridesAreTheElementsOnceUnited) {
   }
 }
 
-TEST(Region, FewerRangesStillHoldAllElements) {
+TEST(Region, FewerRangesStillContainAllElements) {
   Random random(7);
   SCOPED_TRACE(random.seed_text());
   for (int round = 0; round < 2000; ++round) {
@@ -499,14 +500,14 @@ TEST(Region, FewerRangesStillHoldAllElements) {
   }
 }
 
-TEST(Coalesce, UnitesWhatTouchesOverlapsOrLiesWithinTheGap) {
+TEST(Coalesce, MergesRangesThatTouchOverlapOrLieWithinTheGap) {
   EXPECT_EQ(coalesce({{30, 40}, {0, 10}, {10, 12}, {5, 8}, {14, 20}}, 2),
             (Ranges{{0, 20}, {30, 40}}));
 }
 
-TEST(Coalesce, LeavesLargerGaps) { EXPECT_EQ(coalesce({{0, 1}, {4, 5}}, 2).size(), 2); }
+TEST(Coalesce, KeepsLargerGaps) { EXPECT_EQ(coalesce({{0, 1}, {4, 5}}, 2).size(), 2); }
 
-TEST(Coalesce, DropsWhatIsEmpty) {
+TEST(Coalesce, DropsEmptyRanges) {
   EXPECT_EQ(coalesce({{3, 3}, {7, 8}, {100, 100}}, 0), (Ranges{{7, 8}}));
   EXPECT_TRUE(coalesce({}, 10).empty());
 }

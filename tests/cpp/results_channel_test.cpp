@@ -19,7 +19,7 @@ using std::chrono::milliseconds;
 
 constexpr std::chrono::minutes kLongest{2};
 
-TEST(ResultsChannel, OfNoPartsIsCompleteAtOnce) {
+TEST(ResultsChannel, WithoutPartsIsCompleteAtOnce) {
   ResultsChannel<> channel(0);
   EXPECT_TRUE(channel.wait_for(milliseconds(0)));
 }
@@ -34,7 +34,7 @@ TEST(ResultsChannel, IsCompleteWithTheLastResult) {
   EXPECT_TRUE(channel.wait_for(milliseconds(0)));
 }
 
-TEST(ResultsChannel, CarriesResultsAndErrorsInTheirOrder) {
+TEST(ResultsChannel, DeliversResultsAndErrorsInOrder) {
   ResultsChannel<std::string> channel(3);
   channel.send(std::string("first"));
   channel.send(format_error(Errc::internal, "failed"));
@@ -46,7 +46,7 @@ TEST(ResultsChannel, CarriesResultsAndErrorsInTheirOrder) {
   EXPECT_EQ(channel.messages()[2].value(), "last");
 }
 
-TEST(ResultsChannel, TakesEachResultOfManyThreadsOnce) {
+TEST(ResultsChannel, ReceivesEachResultOfManyThreadsOnce) {
   constexpr std::size_t kThreads = 8;
   constexpr std::size_t kResults = 100;
   ResultsChannel<std::size_t> channel(kThreads * kResults);

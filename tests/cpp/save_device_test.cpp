@@ -1,4 +1,4 @@
-// Saves of tensors on a device: their copies are under way while the host goes on.
+// Saves of tensors on a device, whose copies run while the host continues.
 
 #include <gtest/gtest.h>
 
@@ -37,11 +37,11 @@ using test::wait_for_end;
 
 using Names = std::vector<std::string>;
 
-// Longer than any test takes, so that a lost message is a failure and not a hang.
+// Longer than any test runs, so that a lost message is a failure and not a hang.
 constexpr std::chrono::minutes kLongest{2};
 constexpr std::chrono::milliseconds kAtOnce{0};
 
-// As a snapshot and as a save in the foreground.
+// The parameter: a snapshot, or a save in the foreground.
 class SaveFromDevice : public ::testing::TestWithParam<bool> {
  protected:
   SaveOptions options(std::size_t max_host_bytes = 0) const {
@@ -68,7 +68,7 @@ class SaveFromDevice : public ::testing::TestWithParam<bool> {
       }
     }
   }
-  /// Chunks for all files from the start, so that staging waits for none. (A save in the foreground
+  /// Enough chunks for all files, so that staging never waits for one. (A save in the foreground
   /// has three for each file.)
   void make_memory() {
     std::vector<std::unique_ptr<Chunk>> chunks(files_.chunks(kPage));
@@ -84,7 +84,7 @@ class SaveFromDevice : public ::testing::TestWithParam<bool> {
     EXPECT_TRUE(ok(session.outcome()));
     files_.expect_on_disk();
   }
-  /// Whoever waits is told, and no file is left.
+  /// All waits return, and no file is left.
   void expect_failed(SaveSession& session) {
     EXPECT_TRUE(session.wait_submitted(kLongest));
     EXPECT_TRUE(session.wait_staged(kLongest));
@@ -98,7 +98,7 @@ class SaveFromDevice : public ::testing::TestWithParam<bool> {
   Files files_{directory_};
 };
 
-TEST_P(SaveFromDevice, WhateverTheBudgetTheFilesGetTheirImages) {
+TEST_P(SaveFromDevice, WritesItsImagesWithAnyBudget) {
   Random random(1);
   SCOPED_TRACE(random.seed_text());
   for (int round = 0; round < 20; ++round) {
@@ -123,14 +123,14 @@ TEST_P(SaveFromDevice, WhateverTheBudgetTheFilesGetTheirImages) {
   }
 }
 
-TEST_P(SaveFromDevice, OneChunkIsEnoughForManyFiles) {
+TEST_P(SaveFromDevice, WritesManyFilesWithOneChunk) {
   Random random(2);
   SCOPED_TRACE(random.seed_text());
   add_assorted_files(random, 12);
   expect_saved(*start(options(kPage)));
 }
 
-TEST_P(SaveFromDevice, LargerThanItsBudgetHoldsNoMoreThanThat) {
+TEST_P(SaveFromDevice, StaysWithinItsBudget) {
   Random random(3);
   SCOPED_TRACE(random.seed_text());
   for (int i = 0; i < 3; ++i) add_file(random.bytes(60'000));
@@ -139,10 +139,10 @@ TEST_P(SaveFromDevice, LargerThanItsBudgetHoldsNoMoreThanThat) {
   expect_saved(*start(options(5 * kPage)));
   context().executor.join();
   EXPECT_LE(counter.calls("mmap"), 5);
-  EXPECT_LE(context().chunks.kept_bytes(), 5 * kPage);
+  EXPECT_LE(context().chunks.idle_bytes(), 5 * kPage);
 }
 
-TEST_P(SaveFromDevice, IsSubmittedWhileAllItsCopiesAreHeldBack) {
+TEST_P(SaveFromDevice, IsSubmittedBeforeAnyCopyIsDone) {
   add_file(std::string(5000, 'a'));
   add_file(std::string(5000, 'b'));
   Gate arrival;
@@ -157,7 +157,7 @@ TEST_P(SaveFromDevice, IsSubmittedWhileAllItsCopiesAreHeldBack) {
   expect_saved(*session);
 }
 
-TEST_P(SaveFromDevice, SubmitsEveryChunkThatThereIsMemoryForBeforeTheFirstArrives) {
+TEST_P(SaveFromDevice, SubmitsAsManyChunksAsFitBeforeTheFirstCopyIsDone) {
   add_file(std::string(10'000, 'a'));
   Gate arrival;
   device_.on_arrival(arrival.passage());
@@ -169,7 +169,7 @@ TEST_P(SaveFromDevice, SubmitsEveryChunkThatThereIsMemoryForBeforeTheFirstArrive
   expect_saved(*session);
 }
 
-TEST_P(SaveFromDevice, WithTooLittleMemoryIsNotSubmittedBeforeCopiesHaveArrived) {
+TEST_P(SaveFromDevice, WithTooLittleMemoryIsSubmittedOnlyAfterCopiesAreDone) {
   add_file(std::string(10 * kPage, 'a'));
   Gate arrival;
   device_.on_arrival(arrival.passage());
@@ -182,7 +182,7 @@ TEST_P(SaveFromDevice, WithTooLittleMemoryIsNotSubmittedBeforeCopiesHaveArrived)
   expect_saved(*session);
 }
 
-TEST_P(SaveFromDevice, CopiesHostMemoryWhileCopiesFromTheDeviceAreHeldBack) {
+TEST_P(SaveFromDevice, CopiesHostMemoryDuringCopiesFromTheDevice) {
   files_.begin_file();
   add_tensor(std::string(100, 'd'));
   files_.add_tensor(std::string(9000, 'h'));
@@ -196,7 +196,7 @@ TEST_P(SaveFromDevice, CopiesHostMemoryWhileCopiesFromTheDeviceAreHeldBack) {
   expect_saved(*session);
 }
 
-TEST_P(SaveFromDevice, WaitsForTheMomentAtWhichTheSourcesAreReady) {
+TEST_P(SaveFromDevice, WaitsForTheReadyEvent) {
   add_file(std::string(5000, 'a'));
   add_file(std::string(5000, 'b'));
   std::latch ready(1);
@@ -213,7 +213,7 @@ TEST_P(SaveFromDevice, WaitsForTheMomentAtWhichTheSourcesAreReady) {
   EXPECT_EQ(early, 0);
 }
 
-TEST_P(SaveFromDevice, WaitsForEachOfSeveralMoments) {
+TEST_P(SaveFromDevice, WaitsForSeveralReadyEvents) {
   add_file(std::string(5000, 'a'));
   std::latch first(1);
   std::latch second(1);
@@ -231,7 +231,7 @@ TEST_P(SaveFromDevice, WaitsForEachOfSeveralMoments) {
   EXPECT_EQ(early, 0);
 }
 
-TEST_P(SaveFromDevice, HoldsAStreamBackOnceForEachFileWithTensorsOnIt) {
+TEST_P(SaveFromDevice, MakesAStreamWaitOnceForEachFileWithTensorsOnItsDevice) {
   for (int i = 0; i < 3; ++i) add_file(std::string(10'000, 'x'));
   files_.add_file("on the host");
   int stream = 0;
@@ -247,7 +247,7 @@ TEST_P(SaveFromDevice, HoldsAStreamBackOnceForEachFileWithTensorsOnIt) {
   expect_saved(*session);
 }
 
-TEST_P(SaveFromDevice, OfHostMemoryHoldsNothingBack) {
+TEST_P(SaveFromDevice, OfHostMemoryMakesNoStreamWait) {
   files_.add_file("on the host");
   const auto session = start(options());
   EXPECT_TRUE(session->wait_submitted(kLongest));
@@ -256,13 +256,13 @@ TEST_P(SaveFromDevice, OfHostMemoryHoldsNothingBack) {
   expect_saved(*session);
 }
 
-TEST_P(SaveFromDevice, PinsOnlyTheChunksThatCopiesArriveIn) {
+TEST_P(SaveFromDevice, PinsOnlyChunksThatReceiveCopies) {
   files_.add_file(std::string(5 * kPage, 'x'));
   expect_saved(*start(options()));
   EXPECT_EQ(device_.pins(), 0);
 }
 
-TEST_P(SaveFromDevice, FailedSubmissionFailsTheSave) {
+TEST_P(SaveFromDevice, FailsIfASubmissionFails) {
   for (std::uint64_t at = 0; at < 3; ++at) {
     device_.on_copy([at](const auto&, std::uint64_t offset) -> Result<> {
       if (offset < at * kPage) return {};
@@ -281,7 +281,7 @@ TEST_P(SaveFromDevice, FailedSubmissionFailsTheSave) {
   }
 }
 
-TEST_P(SaveFromDevice, FailedArrivalFailsTheSave) {
+TEST_P(SaveFromDevice, FailsIfACopyFails) {
   device_.fail_waits(format_error(Errc::system, "the device fell off the bus"));
   add_file(std::string(5 * kPage, 'x'));
   files_.add_file("another");
@@ -290,7 +290,7 @@ TEST_P(SaveFromDevice, FailedArrivalFailsTheSave) {
   EXPECT_EQ(session->outcome().error().detail, "the device fell off the bus");
 }
 
-TEST_P(SaveFromDevice, WritesFromMemoryThatCannotBePinnedAndSaysSo) {
+TEST_P(SaveFromDevice, WritesFromMemoryThatCannotBePinnedAndWarns) {
   context().warnings.forget("page-locking");
   static_cast<void>(context().warnings.take());
   device_.fail_pins(system_error(ENOMEM, "cudaHostRegister", ""));
@@ -306,14 +306,14 @@ TEST_P(SaveFromDevice, WritesFromMemoryThatCannotBePinnedAndSaysSo) {
   device_.fail_pins({});
 }
 
-TEST_P(SaveFromDevice, PinsItsMemoryInOnePiece) {
+TEST_P(SaveFromDevice, PinsItsMemoryAsOneArena) {
   add_file(std::string(10'000, 'x'));
   context().chunks.trim(0);
   expect_saved(*start(options()));
   EXPECT_EQ(device_.pins(), 1);
 }
 
-TEST_P(SaveFromDevice, WarningsOfCopiersAreKeptForTheUser) {
+TEST_P(SaveFromDevice, KeepsWarningsOfCopiersForTheUser) {
   context().warnings.forget("fake device");
   static_cast<void>(context().warnings.take());
   device_.warn("slow copies");
@@ -323,7 +323,7 @@ TEST_P(SaveFromDevice, WarningsOfCopiersAreKeptForTheUser) {
   EXPECT_EQ(context().warnings.take(), (std::vector<std::string>{"slow copies"}));
 }
 
-// Of so many bytes in one file.
+// One file of `bytes` bytes.
 std::size_t submissions_of(FakeDevice& device, Files& files, TempDir& directory, std::size_t bytes,
                            SaveOptions with) {
   files = Files(directory);
@@ -339,7 +339,7 @@ std::size_t submissions_of(FakeDevice& device, Files& files, TempDir& directory,
   return device.submissions() - before;
 }
 
-TEST_P(SaveFromDevice, ChunksAreLargeIfTheBudgetPermits) {
+TEST_P(SaveFromDevice, UsesLargeChunksIfTheBudgetPermits) {
   constexpr std::size_t kBytes = std::size_t{20} << 20;
   EXPECT_EQ(submissions_of(device_, files_, directory_, kBytes, options()), 2) << "of 16 MiB";
   TempDir other;
@@ -349,7 +349,7 @@ TEST_P(SaveFromDevice, ChunksAreLargeIfTheBudgetPermits) {
   context().chunks.trim(0);
 }
 
-TEST_P(SaveFromDevice, WritesTheFirstChunkBeforeTheLastOneIsBegun) {
+TEST_P(SaveFromDevice, WritesTheFirstChunkBeforeTheLastOneIsStarted) {
   add_file(std::string(4 * kPage, 'x'));
   make_memory();
   Gate last;
@@ -371,7 +371,7 @@ TEST_P(SaveFromDevice, WritesTheFirstChunkBeforeTheLastOneIsBegun) {
   expect_saved(*session);
 }
 
-TEST_P(SaveFromDevice, AnExceptionInASubmissionFailsTheSave) {
+TEST_P(SaveFromDevice, FailsOnAnExceptionInASubmission) {
   device_.on_copy([](const auto&, std::uint64_t offset) -> Result<> {
     if (offset < kPage) return {};
     throw std::bad_alloc();
@@ -382,13 +382,13 @@ TEST_P(SaveFromDevice, AnExceptionInASubmissionFailsTheSave) {
   EXPECT_TRUE(fails(session->outcome(), Errc::system));
 }
 
-TEST_P(SaveFromDevice, CancelledKeepsItsMemoryUntilTheCopiesIntoItHaveArrived) {
+TEST_P(SaveFromDevice, KeepsItsMemoryUntilCopiesIntoItAreDoneWhenCancelled) {
   for (int i = 0; i < 2; ++i) add_file(std::string(10'000, 'x'));
   Gate arrival;
   std::atomic<std::size_t> given_back{0};
   device_.on_arrival([&, pass = arrival.passage()] {
     pass();
-    given_back += context().chunks.kept_bytes();
+    given_back += context().chunks.idle_bytes();
   });
   make_memory();
   const auto session = start(options());
@@ -402,14 +402,14 @@ TEST_P(SaveFromDevice, CancelledKeepsItsMemoryUntilTheCopiesIntoItHaveArrived) {
   EXPECT_EQ(given_back, 0);
 }
 
-TEST_P(SaveFromDevice, FailedElsewhereKeepsItsMemoryUntilTheCopiesIntoItHaveArrived) {
+TEST_P(SaveFromDevice, KeepsItsMemoryUntilCopiesIntoItAreDoneWhenAnotherFileFails) {
   add_file(std::string(10'000, 'x'));
   files_.add_file(std::string(kPage, 'y'));
   Gate arrival;
   std::atomic<std::size_t> given_back{0};
   device_.on_arrival([&, pass = arrival.passage()] {
     pass();
-    given_back += context().chunks.kept_bytes();
+    given_back += context().chunks.idle_bytes();
   });
   HeldOperation writes("pwrite", 1, [](std::string_view operation, std::string_view) {
     return operation == "pwrite" ? EIO : 0;
@@ -426,7 +426,7 @@ TEST_P(SaveFromDevice, FailedElsewhereKeepsItsMemoryUntilTheCopiesIntoItHaveArri
   EXPECT_EQ(given_back, 0);
 }
 
-TEST_P(SaveFromDevice, CancelledAtAnyMomentEndsAndLeavesAllFilesOrNone) {
+TEST_P(SaveFromDevice, LeavesAllFilesOrNoneWhenCancelledAtAnyTime) {
   Random random(4);
   SCOPED_TRACE(random.seed_text());
   for (int round = 0; round < 30; ++round) {

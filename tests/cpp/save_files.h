@@ -16,7 +16,7 @@ namespace torch_ckpt::test {
 
 inline constexpr std::size_t kPage = 4096;
 
-// Files to save, the payloads that they point to and the bytes that they must get.
+// Files to save, the payloads that they point to and their expected contents.
 class Files {
  public:
   explicit Files(const TempDir& directory) : directory_(&directory) {}
@@ -24,18 +24,18 @@ class Files {
   void begin_file();
   void add_bytes(std::string payload);
   void add_tensor(std::string payload);
-  /// A tensor whose bytes `source` gives.
+  /// Adds a tensor with the payload `bytes`, which `source` points to.
   void add_tensor_at(const staging::Source& source, std::string_view payload);
-  /// A tensor of `rows` times `columns` bytes that lies in memory column by column.
+  /// Adds a tensor of `rows` times `columns` bytes that is stored column by column.
   void add_transposed(std::string storage, std::size_t rows, std::size_t columns);
-  /// One file with one bytes item.
+  /// Adds a file with one item of bytes.
   void add_file(std::string contents);
 
   const std::vector<engine::FileJob>& jobs() const { return jobs_; }
   std::uint64_t bytes() const;
-  /// How many chunks they fill.
+  /// The number of chunks that the files fill.
   std::size_t chunks(std::size_t chunk_bytes) const;
-  /// What a session must have sent of a file.
+  /// The expected result of a file.
   format::FileResult result(std::size_t file) const;
   void expect_result(const engine::SaveSession& session, std::size_t file) const;
 
@@ -43,7 +43,7 @@ class Files {
   void destroy_sources();
 
   void expect_on_disk() const { expect_in(*directory_); }
-  /// The same of files with these names in another directory.
+  /// Expects the files with these names in another directory.
   void expect_in(const TempDir& directory) const;
 
  private:
@@ -54,7 +54,7 @@ class Files {
   std::vector<std::vector<std::uint32_t>> checksums_;
 };
 
-// Sizes around what blocks and chunks are, and items of all kinds.
+// Items of all kinds, of sizes around those of blocks and chunks.
 void add_assorted_files(Files& files, Random& random, std::size_t count);
 
 }  // namespace torch_ckpt::test

@@ -46,7 +46,7 @@ SaveOptions small_chunks(DirectIo mode = DirectIo::automatic) {
   return options;
 }
 
-// One chunk of the smallest size for all files, so that every write waits for the one before.
+// One chunk of the smallest size for all files, so that every write waits for the last one.
 SaveOptions one_small_chunk(DirectIo mode = DirectIo::automatic) {
   SaveOptions options;
   options.chunk_bytes = kPage;
@@ -61,7 +61,7 @@ class SaveSessionModes : public ::testing::TestWithParam<DirectIo> {
   Files files_{directory_};
 };
 
-TEST_P(SaveSessionModes, FilesGetTheirImages) {
+TEST_P(SaveSessionModes, FilesContainTheirImages) {
   Random random(1);
   SCOPED_TRACE(random.seed_text());
   add_assorted_files(files_, random, 12);
@@ -69,7 +69,7 @@ TEST_P(SaveSessionModes, FilesGetTheirImages) {
   files_.expect_on_disk();
 }
 
-TEST_P(SaveSessionModes, OneChunkIsEnoughForManyFiles) {
+TEST_P(SaveSessionModes, OneChunkSufficesForManyFiles) {
   Random random(2);
   SCOPED_TRACE(random.seed_text());
   add_assorted_files(files_, random, 40);
@@ -77,7 +77,7 @@ TEST_P(SaveSessionModes, OneChunkIsEnoughForManyFiles) {
   files_.expect_on_disk();
 }
 
-TEST_P(SaveSessionModes, SizesAroundABlockAndAChunkAreKept) {
+TEST_P(SaveSessionModes, FilesOfSizesAroundABlockAndAChunkAreExact) {
   Random random(3);
   SCOPED_TRACE(random.seed_text());
   for (const std::size_t bytes : {0, 1, 4095, 4096, 4097, 8191, 8192, 8193, 16384, 20000}) {
@@ -87,7 +87,7 @@ TEST_P(SaveSessionModes, SizesAroundABlockAndAChunkAreKept) {
   files_.expect_on_disk();
 }
 
-TEST_P(SaveSessionModes, FilesLargerThanTheDirectThresholdAreKept) {
+TEST_P(SaveSessionModes, FilesLargerThanTheDirectThresholdAreExact) {
   Random random(4);
   SCOPED_TRACE(random.seed_text());
   files_.begin_file();
@@ -111,9 +111,9 @@ TEST_P(SaveSessionModes, DefaultOptionsSaveASmallFile) {
 
 INSTANTIATE_TEST_SUITE_P(AllModes, SaveSessionModes, test::all_direct_io(), test::direct_io_name);
 
-TEST(SaveSession, OfNoFilesSucceedsAndTouchesNothing) {
+TEST(SaveSession, WithoutFilesSucceedsAndWritesNothing) {
   TempDir directory;
-  context().executor.pool();  // its threads are not what is counted here
+  context().executor.pool();  // starts its threads before calls are counted
   os::Directory opened = test::open_directory(directory);
   CallCounter counter;
   ScopedFaultHook hook(counter);
@@ -126,7 +126,7 @@ TEST(SaveSession, OfNoFilesSucceedsAndTouchesNothing) {
   EXPECT_TRUE(ok((*session)->outcome())) << "it had ended";
 }
 
-TEST(SaveSession, OfEmptyPayloadsAndEmptyFilesMakesThem) {
+TEST(SaveSession, CreatesEmptyFilesAndEmptyPayloads) {
   TempDir directory;
   Files files(directory);
   files.begin_file();
@@ -138,7 +138,7 @@ TEST(SaveSession, OfEmptyPayloadsAndEmptyFilesMakesThem) {
   files.expect_on_disk();
 }
 
-TEST(SaveSession, GivesTheChecksumTableOfEachFile) {
+TEST(SaveSession, ReturnsTheChecksumTableOfEachFile) {
   Random random(6);
   SCOPED_TRACE(random.seed_text());
   TempDir directory;
@@ -161,7 +161,7 @@ TEST(SaveSession, GivesTheChecksumTableOfEachFile) {
   }
 }
 
-TEST(SaveSession, NumbersItemsAsThePlanDoes) {
+TEST(SaveSession, ReturnsTheItemNumbersOfThePlan) {
   TempDir directory;
   Files files(directory);
   files.add_file("first");
@@ -176,7 +176,7 @@ TEST(SaveSession, NumbersItemsAsThePlanDoes) {
   EXPECT_EQ(results->at(0).items.at(0).item, 7);
 }
 
-TEST_P(SaveSessionModes, ProgressReachesWhatWasPlanned) {
+TEST_P(SaveSessionModes, ProgressReachesThePlannedBytes) {
   Random random(6);
   SCOPED_TRACE(random.seed_text());
   add_assorted_files(files_, random, 5);
@@ -193,12 +193,13 @@ TEST_P(SaveSessionModes, ProgressReachesWhatWasPlanned) {
   EXPECT_EQ(end.files_done, 5);
 }
 
-TEST(SaveSession, PaddingOfDirectWritesHoldsNothingOfOtherFiles) {
+TEST(SaveSession, PadsDirectWritesWithZeros) {
   TempDir directory;
   Files files(directory);
   files.add_file(std::string(kPage, 'x'));
   files.add_file("y");
-  // Before the padding is cut off; the files are written one after the other through one chunk.
+  // Reads the padding before it is truncated; the files are written one after another through one
+  // chunk.
   ScopedFaultHook hook([&](std::string_view operation, std::string_view path) {
     if (operation == "ftruncate" && path == directory.file("f1")) {
       EXPECT_EQ(read_file(std::string(path)), "y" + std::string(kPage - 1, '\0'));
@@ -212,7 +213,7 @@ TEST(SaveSession, PaddingOfDirectWritesHoldsNothingOfOtherFiles) {
 
 class ParallelFiles : public ::testing::TestWithParam<std::size_t> {};
 
-TEST_P(ParallelFiles, AreTheMostThatAreOpenAtOnce) {
+TEST_P(ParallelFiles, LimitTheNumberOfOpenFiles) {
   TempDir directory;
   Files files(directory);
   for (int i = 0; i < 12; ++i) files.add_file(std::string(20'000, 'x'));
@@ -242,13 +243,13 @@ TEST_P(ParallelFiles, AreTheMostThatAreOpenAtOnce) {
 
 INSTANTIATE_TEST_SUITE_P(Counts, ParallelFiles, ::testing::Values(1, 3, 12, 100));
 
-TEST(SaveSession, OfSmallFilesTakesSmallChunks) {
+TEST(SaveSession, UsesSmallChunksForSmallFiles) {
   TempDir directory;
   Files files(directory);
   files.add_file("hello");
   context().chunks.trim(0);
   ASSERT_TRUE(ok(run_save(directory, files.jobs(), {})));
-  EXPECT_EQ(context().chunks.kept_bytes(), kPage);
+  EXPECT_EQ(context().chunks.idle_bytes(), kPage);
 }
 
 TEST(SaveSession, SyncsEachFileBeforeItsCloseAndTheDirectoryLast) {
@@ -273,7 +274,7 @@ TEST(SaveSession, SyncsEachFileBeforeItsCloseAndTheDirectoryLast) {
   EXPECT_EQ(log.back(), "fsync_directory " + directory.path());
 }
 
-TEST(SaveSession, WithoutSyncAsksForNone) {
+TEST(SaveSession, WithoutSyncCallsNoFsync) {
   TempDir directory;
   Files files(directory);
   files.add_file("one");
@@ -289,7 +290,7 @@ TEST(SaveSession, WithoutSyncAsksForNone) {
   files.expect_on_disk();
 }
 
-TEST(SaveSession, RefusesChunksThatAreNotWholeBlocks) {
+TEST(SaveSession, RejectsChunksThatAreNotMultiplesOfABlock) {
   TempDir directory;
   for (const std::size_t bytes : {std::size_t{100}, kPage + 512}) {
     SaveOptions options;
@@ -300,7 +301,7 @@ TEST(SaveSession, RefusesChunksThatAreNotWholeBlocks) {
   }
 }
 
-TEST(SaveSession, RefusesABudgetBelowOneBlock) {
+TEST(SaveSession, RejectsABudgetBelowOneBlock) {
   TempDir directory;
   SaveOptions options;
   options.max_host_bytes = kPage - 1;
@@ -309,7 +310,7 @@ TEST(SaveSession, RefusesABudgetBelowOneBlock) {
   EXPECT_EQ(session.error().message(), "max_host_bytes must be at least 4096, got 4095");
 }
 
-TEST(SaveSession, ABudgetWithoutLimitReservesNothing) {
+TEST(SaveSession, SucceedsWithAnUnlimitedBudget) {
   TempDir directory;
   Files files(directory);
   files.add_file("hello");
@@ -319,7 +320,7 @@ TEST(SaveSession, ABudgetWithoutLimitReservesNothing) {
   files.expect_on_disk();
 }
 
-TEST(SaveSession, NeverHoldsMoreChunksThanItsBudget) {
+TEST(SaveSession, StaysWithinItsBudget) {
   Random random(7);
   SCOPED_TRACE(random.seed_text());
   TempDir directory;
@@ -334,11 +335,11 @@ TEST(SaveSession, NeverHoldsMoreChunksThanItsBudget) {
     ASSERT_TRUE(ok(run_save(directory, files.jobs(), options)));
   }
   EXPECT_LE(counter.calls("mmap"), 5);
-  EXPECT_LE(context().chunks.kept_bytes(), options.max_host_bytes);
+  EXPECT_LE(context().chunks.idle_bytes(), options.max_host_bytes);
   files.expect_on_disk();
 }
 
-TEST(SaveSession, HoldsNoMoreThanItsBudgetWithTheChunksOfALargerSaveAround) {
+TEST(SaveSession, StaysWithinItsBudgetAfterALargerSave) {
   TempDir directory;
   Files large(directory);
   large.add_file(std::string(1 << 20, 'x'));
@@ -351,18 +352,18 @@ TEST(SaveSession, HoldsNoMoreThanItsBudgetWithTheChunksOfALargerSaveAround) {
   small.add_file(std::string(1 << 20, 'y'));
   options.chunk_bytes = 2 * kPage;
   options.max_host_bytes = 6 * kPage;
-  // At every write: at least the chunk being written, and what the pool keeps besides.
+  // At every write: at least the chunk that is written, plus the idle chunks of the pool.
   ScopedFaultHook hook([&](std::string_view operation, std::string_view) {
     if (operation == "pwrite") {
-      EXPECT_LE(context().chunks.kept_bytes() + options.chunk_bytes, options.max_host_bytes);
+      EXPECT_LE(context().chunks.idle_bytes() + options.chunk_bytes, options.max_host_bytes);
     }
     return 0;
   });
   ASSERT_TRUE(ok(run_save(other, small.jobs(), options)));
-  EXPECT_LE(context().chunks.kept_bytes(), options.max_host_bytes);
+  EXPECT_LE(context().chunks.idle_bytes(), options.max_host_bytes);
 }
 
-TEST(SaveSession, UsesTheChunksOfTheSaveBefore) {
+TEST(SaveSession, ReusesTheChunksOfAnEarlierSave) {
   TempDir first;
   TempDir second;
   for (const TempDir* directory : {&first, &second}) {
@@ -379,7 +380,7 @@ TEST(SaveSession, UsesTheChunksOfTheSaveBefore) {
   }
 }
 
-TEST(SaveSession, WaitingForLessThanItTakesIsNotTheEnd) {
+TEST(SaveSession, AWaitThatTimesOutDoesNotEndIt) {
   TempDir directory;
   Files files(directory);
   files.add_file("hello");
@@ -399,7 +400,7 @@ TEST(SaveSession, WaitingForLessThanItTakesIsNotTheEnd) {
   EXPECT_TRUE(ok((*session)->outcome()));
 }
 
-TEST(SaveSession, ThatNobodyWaitsForStillEnds) {
+TEST(SaveSession, EndsEvenIfNoCallerWaits) {
   TempDir directory;
   Files files(directory);
   files.add_file(std::string(50'000, 'x'));
@@ -423,7 +424,7 @@ TEST(SaveSession, MayOutliveTheExecutor) {
   files.expect_on_disk();
 }
 
-TEST(SaveSession, SeveralAtOnceDoNotDisturbEachOther) {
+TEST(SaveSession, SeveralSavesAtOnceAreIndependent) {
   Random random(8);
   SCOPED_TRACE(random.seed_text());
   std::deque<TempDir> directories(4);
@@ -455,7 +456,8 @@ void PrintTo(const Fault& fault, std::ostream* out) { *out << fault.operation; }
 
 class SaveSessionFaults : public ::testing::TestWithParam<Fault> {
  protected:
-  // Small enough to fail at each call in turn; direct, so that ftruncate is among them.
+  // Small enough to fail each system call in turn; with direct I/O, so that ftruncate is among
+  // them.
   void add_files(Files& files) {
     files.begin_file();
     files.add_bytes(std::string(3 * kPage + 5, 'a'));
@@ -465,7 +467,7 @@ class SaveSessionFaults : public ::testing::TestWithParam<Fault> {
   }
 };
 
-TEST_P(SaveSessionFaults, AtAnyCallFailTheSaveAndLeaveNoFile) {
+TEST_P(SaveSessionFaults, InAnySystemCallFailTheSaveAndLeaveNoFile) {
   for (std::size_t n = 1;; ++n) {
     TempDir directory;
     Files files(directory);
@@ -491,7 +493,7 @@ TEST_P(SaveSessionFaults, AtAnyCallFailTheSaveAndLeaveNoFile) {
   }
 }
 
-TEST_P(SaveSessionFaults, AtEveryCallLeaveNoFileEither) {
+TEST_P(SaveSessionFaults, InEverySystemCallLeaveNoFile) {
   TempDir directory;
   Files files(directory);
   add_files(files);
@@ -512,7 +514,7 @@ INSTANTIATE_TEST_SUITE_P(Operations, SaveSessionFaults,
                                            Fault{"fsync_directory", EIO}, Fault{"mmap", ENOMEM}),
                          [](const auto& fault) { return fault.param.operation; });
 
-TEST(SaveSession, FailedFsyncFailsTheSaveAndRemovesEveryFile) {
+TEST(SaveSession, AFailedFsyncFailsTheSaveAndDeletesEveryFile) {
   TempDir directory;
   Files files(directory);
   for (int i = 0; i < 5; ++i) files.add_file("contents");
@@ -534,7 +536,7 @@ TEST(SaveSession, FailedFsyncFailsTheSaveAndRemovesEveryFile) {
   EXPECT_EQ(counter.calls("fsync_directory"), 0);
 }
 
-TEST(SaveSession, AFailedWriteSaysAtWhichByte) {
+TEST(SaveSession, AFailedWriteIsReportedWithItsOffset) {
   for (std::size_t n = 1; n <= 4; ++n) {
     TempDir directory;
     Files files(directory);
@@ -547,7 +549,7 @@ TEST(SaveSession, AFailedWriteSaysAtWhichByte) {
   }
 }
 
-TEST(SaveSession, AFullDiskIsFoundBeforeTheDataMoves) {
+TEST(SaveSession, AFullDiskIsReportedBeforeAnyWrite) {
   TempDir directory;
   Files files(directory);
   files.add_file(std::string(100'000, 'x'));
@@ -562,7 +564,7 @@ TEST(SaveSession, AFullDiskIsFoundBeforeTheDataMoves) {
   EXPECT_EQ(counter.calls("pwrite"), 0);
 }
 
-TEST(SaveSession, ARefusalOfTheKernelItselfIsReported) {
+TEST(SaveSession, AnErrorOfTheKernelIsReported) {
   TempDir directory;
   Files files(directory);
   files.add_file(std::string(100'000, 'x'));
@@ -580,7 +582,7 @@ TEST(SaveSession, ARefusalOfTheKernelItselfIsReported) {
   EXPECT_EQ(directory.names(), Names{});
 }
 
-TEST(SaveSession, TheFirstCauseIsReportedWhateverFailsAfterIt) {
+TEST(SaveSession, TheFirstErrorIsReportedIfSeveralOccur) {
   TempDir directory;
   Files files(directory);
   for (int i = 0; i < 8; ++i) files.add_file(std::string(10 * kPage, 'x'));
@@ -590,13 +592,13 @@ TEST(SaveSession, TheFirstCauseIsReportedWhateverFailsAfterIt) {
     if (operation != "pwrite") return 0;
     return failed.exchange(true) ? EIO : ENOSPC;
   });
-  // With one chunk the first write has failed before the second begins.
+  // With one chunk, the first write has failed before the second starts.
   const auto outcome = run_save(directory, files.jobs(), one_small_chunk());
   ASSERT_FALSE(outcome.has_value());
   EXPECT_EQ(outcome.error().sys_errno, ENOSPC);
 }
 
-TEST(SaveSession, AFileThatWasThereBeforeIsNeitherWrittenNorRemoved) {
+TEST(SaveSession, AnExistingFileIsNeitherWrittenNorDeleted) {
   TempDir directory;
   Files files(directory);
   for (int i = 0; i < 3; ++i) files.add_file("new");
@@ -620,7 +622,7 @@ TEST(SaveSession, ALinkInTheDirectoryIsNotFollowed) {
   EXPECT_EQ(elsewhere.names(), Names{});
 }
 
-TEST(SaveSession, IntoADirectoryThatWasRemovedFails) {
+TEST(SaveSession, FailsIfItsDirectoryWasDeleted) {
   TempDir directory;
   Files files(directory);
   files.add_file("new");
@@ -634,7 +636,7 @@ TEST(SaveSession, IntoADirectoryThatWasRemovedFails) {
   EXPECT_TRUE(is_system_error(outcome.error(), ENOENT, "open", directory.file("f0")));
 }
 
-TEST(SaveSession, WritesIntoTheDirectoryThatWasOpenedWhateverHasItsPath) {
+TEST(SaveSession, WritesIntoTheOpenedDirectoryEvenIfItsPathIsReplaced) {
   TempDir above;
   std::filesystem::create_directory(above.file("a"));
   TempDir directory;
@@ -664,7 +666,7 @@ TEST(SaveSession, AfterAFailureTheNextSaveSucceeds) {
 
 // --- cancellation ----------------------------------------------------------------------------
 
-TEST(SaveSession, CancelledAmidItsWritesEndsThemAndLeavesNoFile) {
+TEST(SaveSession, EndsItsWritesAndLeavesNoFileWhenCancelled) {
   TempDir directory;
   Files files(directory);
   for (int i = 0; i < 10; ++i) files.add_file(std::string(50 * kPage, 'x'));
@@ -690,7 +692,7 @@ TEST(SaveSession, CancelledAmidItsWritesEndsThemAndLeavesNoFile) {
   EXPECT_EQ(writes, 1) << "a chunk was filled after the cancellation";
 }
 
-TEST(SaveSession, CancelledAfterItsEndHasSucceeded) {
+TEST(SaveSession, SucceedsIfItIsCancelledAfterItsEnd) {
   TempDir directory;
   Files files(directory);
   files.add_file("hello");
@@ -703,7 +705,7 @@ TEST(SaveSession, CancelledAfterItsEndHasSucceeded) {
   files.expect_on_disk();
 }
 
-TEST(SaveSession, CancelledTwiceIsCancelledOnce) {
+TEST(SaveSession, CanBeCancelledTwice) {
   TempDir directory;
   Files files(directory);
   files.add_file("hello");
@@ -723,7 +725,7 @@ TEST(SaveSession, CancelledTwiceIsCancelledOnce) {
   EXPECT_EQ(directory.names(), Names{});
 }
 
-TEST(SaveSession, CancelledAfterAFailureStillReportsTheFailure) {
+TEST(SaveSession, ReportsAFailureThatPrecedesACancel) {
   TempDir directory;
   Files files(directory);
   files.add_file(std::string(10 * kPage, 'x'));
@@ -750,7 +752,7 @@ TEST(SaveSession, CancelledAfterAFailureStillReportsTheFailure) {
 
 // --- devices ---------------------------------------------------------------------------------
 
-TEST(SaveSession, DeviceSourcesWithoutDeviceSupportAreAnError) {
+TEST(SaveSession, FailsForDeviceSourcesWithoutDeviceSupport) {
   test::NoDevice none;
   TempDir directory;
   staging::Source source;
@@ -817,7 +819,7 @@ TEST(SaveSession, AFailedDeviceCopyFailsTheSave) {
   EXPECT_EQ(directory.names(), Names{});
 }
 
-TEST(SaveSession, AnExceptionAmidAFileWaitsForItsWritesAndLeavesNoFile) {
+TEST(SaveSession, WaitsForItsWritesAndLeavesNoFileOnAnException) {
   FakeDevice device;
   TempDir directory;
   Files files(directory);
@@ -827,7 +829,7 @@ TEST(SaveSession, AnExceptionAmidAFileWaitsForItsWritesAndLeavesNoFile) {
     thrown.count_down();
     throw std::bad_alloc();
   });
-  // The first chunk is being written until the second one's copy has thrown.
+  // The write of the first chunk lasts until the copy of the second has thrown.
   ScopedFaultHook hook([&](std::string_view operation, std::string_view) {
     if (operation == "pwrite") thrown.wait();
     return 0;
@@ -841,7 +843,7 @@ TEST(SaveSession, AnExceptionAmidAFileWaitsForItsWritesAndLeavesNoFile) {
   EXPECT_EQ(directory.names(), Names{});
 }
 
-TEST(SaveSession, AnExceptionInOneFileLeavesItsChunkToTheOthers) {
+TEST(SaveSession, ReleasesTheChunkOfAFileWithAnException) {
   FakeDevice device;
   TempDir directory;
   Files files(directory);
@@ -854,8 +856,8 @@ TEST(SaveSession, AnExceptionInOneFileLeavesItsChunkToTheOthers) {
   EXPECT_EQ(directory.names(), Names{});
 }
 
-// As by an allocation amid the operation, in whatever thread it is made.
-TEST(SaveSession, AnExceptionInAnyOperationEndsTheSaveAndLeavesNoFile) {
+// As if an allocation failed during the operation, in any thread.
+TEST(SaveSession, EndsAndLeavesNoFileOnAnExceptionInAnyOperation) {
   for (const std::string operation : {"open", "fstat", "fallocate", "pwrite", "fsync", "mmap"}) {
     for (std::size_t n = 1; n <= 3; ++n) {
       context().chunks.trim(0);

@@ -1,4 +1,4 @@
-// Saves in the background: staged ahead of the disk, written by quiet threads.
+// Saves in the background: staged ahead of the disk, written by low-priority threads.
 
 #include <gtest/gtest.h>
 #include <sys/resource.h>
@@ -41,11 +41,11 @@ using test::wait_for_end;
 
 using Names = std::vector<std::string>;
 
-// Longer than any test takes, so that a lost message is a failure and not a hang.
+// Longer than any test runs, so that a lost message is a failure and not a hang.
 constexpr std::chrono::minutes kLongest{2};
 constexpr std::chrono::milliseconds kAtOnce{0};
 
-constexpr Threads kQuiet{{19, true}, 4};
+constexpr PoolSpec kQuiet{{19, true}, 4};
 
 SaveOptions snapshot(std::size_t chunk_bytes = kPage, std::size_t max_host_bytes = 0) {
   SaveOptions options;
@@ -68,11 +68,11 @@ void expect_saved(SaveSession& session, const Files& files) {
   files.expect_on_disk();
 }
 
-// The threads' state as the system sees it; 0 is the calling one.
+// Priorities of the calling thread.
 int nice_now() { return ::getpriority(PRIO_PROCESS, 0); }
 bool idle_io_now() { return ::syscall(SYS_ioprio_get, 1, 0) >> 13 == 3; }
 
-// What calls of one operation found, from any threads.
+// Collects values from the threads that call an operation.
 template <class T>
 class Seen {
  public:
@@ -92,7 +92,7 @@ class Seen {
 
 // --- the sources ------------------------------------------------------------------------------
 
-TEST(Snapshot, IsStagedWhileEveryWriteIsHeld) {
+TEST(Snapshot, IsStagedBeforeAnyWriteIsDone) {
   Random random(1);
   SCOPED_TRACE(random.seed_text());
   TempDir directory;
@@ -124,7 +124,7 @@ TEST(Snapshot, NeedsNoSourceOnceItIsStaged) {
   expect_saved(*session, files);
 }
 
-TEST(Snapshot, OfNoFilesIsStagedAndOverAtOnce) {
+TEST(Snapshot, WithoutFilesIsStagedAndEndsAtOnce) {
   TempDir directory;
   const Files files(directory);
   const auto session = start(directory, files, snapshot());
@@ -145,7 +145,7 @@ TEST(Snapshot, OfHostMemoryIsSubmittedToo) {
 
 // --- the files --------------------------------------------------------------------------------
 
-TEST(Snapshot, WritesWhatASaveInTheForegroundWrites) {
+TEST(Snapshot, WritesTheSameFilesAsASaveInTheForeground) {
   Random random(3);
   SCOPED_TRACE(random.seed_text());
   for (int round = 0; round < 60; ++round) {
@@ -182,7 +182,7 @@ class SnapshotModes : public ::testing::TestWithParam<DirectIo> {
   Files files_{directory_};
 };
 
-TEST_P(SnapshotModes, EmptyFilesAndPayloadsAreMade) {
+TEST_P(SnapshotModes, EmptyFilesAndPayloadsAreCreated) {
   files_.begin_file();
   files_.add_file("");
   files_.begin_file();
@@ -193,7 +193,7 @@ TEST_P(SnapshotModes, EmptyFilesAndPayloadsAreMade) {
   expect_saved(*start(directory_, files_, options), files_);
 }
 
-TEST_P(SnapshotModes, FilesLargerThanTheDirectThresholdAreKept) {
+TEST_P(SnapshotModes, FilesLargerThanTheDirectThresholdAreExact) {
   Random random(4);
   SCOPED_TRACE(random.seed_text());
   files_.begin_file();
@@ -205,7 +205,7 @@ TEST_P(SnapshotModes, FilesLargerThanTheDirectThresholdAreKept) {
   expect_saved(*start(directory_, files_, options), files_);
 }
 
-TEST_P(SnapshotModes, MoreFilesThanAreWrittenAtOnceAreKept) {
+TEST_P(SnapshotModes, MoreFilesThanAreWrittenAtOnceAreExact) {
   Random random(5);
   SCOPED_TRACE(random.seed_text());
   add_assorted_files(files_, random, 20);
@@ -215,7 +215,7 @@ TEST_P(SnapshotModes, MoreFilesThanAreWrittenAtOnceAreKept) {
   expect_saved(*start(directory_, files_, options), files_);
 }
 
-TEST_P(SnapshotModes, OneChunkIsEnoughForManyFiles) {
+TEST_P(SnapshotModes, OneChunkSufficesForManyFiles) {
   Random random(6);
   SCOPED_TRACE(random.seed_text());
   add_assorted_files(files_, random, 40);
@@ -224,7 +224,7 @@ TEST_P(SnapshotModes, OneChunkIsEnoughForManyFiles) {
   expect_saved(*start(directory_, files_, options), files_);
 }
 
-TEST_P(SnapshotModes, ABudgetBelowOneChunkGetsASmallerOne) {
+TEST_P(SnapshotModes, ABudgetBelowOneChunkUsesASmallerChunk) {
   Random random(7);
   SCOPED_TRACE(random.seed_text());
   add_assorted_files(files_, random, 6);
@@ -233,12 +233,12 @@ TEST_P(SnapshotModes, ABudgetBelowOneChunkGetsASmallerOne) {
   options.direct_io = GetParam();
   expect_saved(*start(directory_, files_, options), files_);
   context().executor.join();
-  EXPECT_EQ(context().chunks.kept_bytes(), kPage);
+  EXPECT_EQ(context().chunks.idle_bytes(), kPage);
 }
 
 INSTANTIATE_TEST_SUITE_P(AllModes, SnapshotModes, test::all_direct_io(), test::direct_io_name);
 
-TEST(Snapshot, GivesTheChecksumOfEachPayload) {
+TEST(Snapshot, ReturnsTheChecksumOfEachPayload) {
   Random random(8);
   SCOPED_TRACE(random.seed_text());
   TempDir directory;
@@ -256,7 +256,7 @@ TEST(Snapshot, GivesTheChecksumOfEachPayload) {
 
 // --- waves ------------------------------------------------------------------------------------
 
-TEST(Snapshot, LargerThanItsBudgetIsNotStagedBeforeWritesHaveEnded) {
+TEST(Snapshot, LargerThanItsBudgetIsStagedOnlyAfterWrites) {
   TempDir directory;
   Files files(directory);
   files.add_file(std::string(10 * kPage, 'x'));
@@ -278,7 +278,7 @@ TEST(Snapshot, LargerThanItsBudgetIsNotStagedBeforeWritesHaveEnded) {
   EXPECT_GE(ended_before, 7) << "each of three chunks was filled anew after its write";
 }
 
-TEST(Snapshot, HoldsNoMoreThanItsBudget) {
+TEST(Snapshot, StaysWithinItsBudget) {
   Random random(9);
   SCOPED_TRACE(random.seed_text());
   TempDir directory;
@@ -291,10 +291,10 @@ TEST(Snapshot, HoldsNoMoreThanItsBudget) {
   expect_saved(*start(directory, files, options), files);
   context().executor.join();
   EXPECT_LE(counter.calls("mmap"), 5);
-  EXPECT_LE(context().chunks.kept_bytes(), options.max_host_bytes);
+  EXPECT_LE(context().chunks.idle_bytes(), options.max_host_bytes);
 }
 
-TEST(Snapshot, WithoutABudgetTakesNoMoreThanTheState) {
+TEST(Snapshot, WithoutABudgetAllocatesNoMoreThanTheSizeOfItsState) {
   TempDir directory;
   Files files(directory);
   for (const std::size_t bytes : {std::size_t{1}, kPage, 3 * kPage + 1}) {
@@ -303,10 +303,10 @@ TEST(Snapshot, WithoutABudgetTakesNoMoreThanTheState) {
   context().chunks.trim(0);
   expect_saved(*start(directory, files, snapshot()), files);
   context().executor.join();
-  EXPECT_LE(context().chunks.kept_bytes(), files.chunks(kPage) * kPage);
+  EXPECT_LE(context().chunks.idle_bytes(), files.chunks(kPage) * kPage);
 }
 
-TEST(Snapshot, HoldsNoMoreThanItsBudgetWithTheChunksOfALargerOneAround) {
+TEST(Snapshot, StaysWithinItsBudgetAfterALargerOne) {
   TempDir first;
   Files large(first);
   large.add_file(std::string(1 << 20, 'x'));
@@ -317,10 +317,10 @@ TEST(Snapshot, HoldsNoMoreThanItsBudgetWithTheChunksOfALargerOneAround) {
   Files small(second);
   small.add_file(std::string(1 << 20, 'y'));
   const SaveOptions options = snapshot(2 * kPage, 6 * kPage);
-  // At every write: at least the chunk being written, and what the pool keeps besides.
+  // At every write: at least the chunk that is written, plus the idle chunks of the pool.
   ScopedFaultHook hook([&](std::string_view operation, std::string_view) {
     if (operation == "pwrite") {
-      EXPECT_LE(context().chunks.kept_bytes() + options.chunk_bytes, options.max_host_bytes);
+      EXPECT_LE(context().chunks.idle_bytes() + options.chunk_bytes, options.max_host_bytes);
     }
     return 0;
   });
@@ -329,21 +329,21 @@ TEST(Snapshot, HoldsNoMoreThanItsBudgetWithTheChunksOfALargerOneAround) {
 
 // --- memory -----------------------------------------------------------------------------------
 
-TEST(Snapshot, UsesTheChunksOfTheOneBefore) {
+TEST(Snapshot, ReusesTheChunksOfAnEarlierOne) {
   TempDir first;
   Files files(first);
   files.add_file(std::string(100'000, 'x'));
   files.add_file(std::string(50'000, 'y'));
   context().chunks.trim(0);
   {
-    // Whatever is staged is then in a chunk of its own.
+    // Each chunk of the file is then staged in a chunk of its own.
     HeldOperation writes("pwrite");
     const auto session = start(first, files, snapshot());
     EXPECT_TRUE(session->wait_staged(kLongest));
     writes.open();
     expect_saved(*session, files);
   }
-  EXPECT_EQ(context().chunks.kept_bytes(), files.chunks(kPage) * kPage);
+  EXPECT_EQ(context().chunks.idle_bytes(), files.chunks(kPage) * kPage);
   TempDir second;
   CallCounter counter;
   ScopedFaultHook hook(counter);
@@ -352,7 +352,7 @@ TEST(Snapshot, UsesTheChunksOfTheOneBefore) {
   files.expect_in(second);
 }
 
-TEST(Snapshot, IsStagedThroughTheChunkThatThereIsWhileMoreAreMade) {
+TEST(Snapshot, IsStagedThroughAnIdleChunkWhileOthersAreAllocated) {
   Random random(10);
   SCOPED_TRACE(random.seed_text());
   TempDir directory;
@@ -365,7 +365,7 @@ TEST(Snapshot, IsStagedThroughTheChunkThatThereIsWhileMoreAreMade) {
   expect_saved(*session, files);
 }
 
-TEST(Snapshot, ThatEndsBeforeItsMemoryIsMadeKeepsNoMoreThanItsBudget) {
+TEST(Snapshot, StaysWithinItsBudgetIfItEndsBeforeItsMemoryIsAllocated) {
   TempDir directory;
   Files files(directory);
   for (int i = 0; i < 3; ++i) files.add_file(std::string(20 * kPage, 'x'));
@@ -373,13 +373,13 @@ TEST(Snapshot, ThatEndsBeforeItsMemoryIsMadeKeepsNoMoreThanItsBudget) {
   {
     HeldOperation more("mmap", 2);
     expect_saved(*start(directory, files, snapshot(kPage, 10 * kPage)), files);
-    EXPECT_EQ(context().chunks.kept_bytes(), kPage) << "the one that all went through";
+    EXPECT_EQ(context().chunks.idle_bytes(), kPage) << "the one that all went through";
   }
   context().executor.join();
-  EXPECT_LE(context().chunks.kept_bytes(), 10 * kPage);
+  EXPECT_LE(context().chunks.idle_bytes(), 10 * kPage);
 }
 
-TEST(Snapshot, MakesQuietlyWhatStagingDidNotWaitFor) {
+TEST(Snapshot, AllocatesUnneededMemoryAtLowPriority) {
   TempDir directory;
   Files files(directory);
   files.add_file(std::string(5 * kPage, 'x'));
@@ -391,8 +391,8 @@ TEST(Snapshot, MakesQuietlyWhatStagingDidNotWaitFor) {
   {
     std::atomic<int> mmaps{0};
     std::atomic<int> writes{0};
-    // Staged through the first chunk alone, but not before the second is being made; not over
-    // before all are.
+    // The save is staged through the first chunk only, while the second is being allocated. It ends
+    // once all chunks are allocated.
     ScopedFaultHook hook(
         [&, first = first_write.passage(), second = second_chunk.passage(),
          last = last_write.passage()](std::string_view operation, std::string_view) {
@@ -416,7 +416,7 @@ TEST(Snapshot, MakesQuietlyWhatStagingDidNotWaitFor) {
   const int loud = nice_now();
   EXPECT_EQ(nice.values(), (std::vector<int>{loud, loud, 19, 19, 19}));
   context().executor.join();
-  EXPECT_EQ(context().chunks.kept_bytes(), 5 * kPage);
+  EXPECT_EQ(context().chunks.idle_bytes(), 5 * kPage);
 }
 
 TEST(Snapshot, DoesNotFailForMemoryThatOnlyTheNextSaveNeeds) {
@@ -428,7 +428,8 @@ TEST(Snapshot, DoesNotFailForMemoryThatOnlyTheNextSaveNeeds) {
   Gate last_write;
   std::atomic<int> mmaps{0};
   std::atomic<int> writes{0};
-  // Staged through the first chunk alone, and not over before the second cannot be had.
+  // The save is staged through the first chunk only. It ends once the allocation of the second has
+  // failed.
   ScopedFaultHook hook([&, second = second_chunk.passage(), last = last_write.passage()](
                            std::string_view operation, std::string_view) {
     if (operation == "mmap" && ++mmaps == 2) {
@@ -445,7 +446,7 @@ TEST(Snapshot, DoesNotFailForMemoryThatOnlyTheNextSaveNeeds) {
   expect_saved(*session, files);
 }
 
-TEST(Snapshot, SeveralAtOnceDoNotDisturbEachOther) {
+TEST(Snapshot, SeveralAtOnceAreIndependent) {
   Random random(11);
   SCOPED_TRACE(random.seed_text());
   std::deque<TempDir> directories(4);
@@ -479,12 +480,12 @@ class SnapshotFaults : public ::testing::TestWithParam<Fault> {
   }
   static SaveOptions options(std::size_t max_host_bytes) {
     SaveOptions options = snapshot(2 * kPage, max_host_bytes);
-    options.direct_io = DirectIo::on;  // with which ftruncate is among the calls
+    options.direct_io = DirectIo::on;  // so that ftruncate is among the calls
     return options;
   }
 };
 
-TEST_P(SnapshotFaults, AtAnyCallFailTheSaveEndItsStagingAndLeaveNoFile) {
+TEST_P(SnapshotFaults, InAnySystemCallFailTheSaveEndItsStagingAndLeaveNoFile) {
   for (const std::size_t budget : {std::size_t{0}, 2 * kPage}) {
     for (std::size_t n = 1;; ++n) {
       TempDir directory;
@@ -540,7 +541,7 @@ INSTANTIATE_TEST_SUITE_P(Operations, SnapshotFaults,
                                            Fault{"fsync_directory", EIO}),
                          [](const auto& fault) { return fault.param.operation; });
 
-TEST(Snapshot, WithoutMemoryFailsAndEndsItsStaging) {
+TEST(Snapshot, FailsAndEndsItsStagingWithoutMemory) {
   TempDir directory;
   Files files(directory);
   for (int i = 0; i < 5; ++i) files.add_file(std::string(10 * kPage, 'x'));
@@ -556,7 +557,7 @@ TEST(Snapshot, WithoutMemoryFailsAndEndsItsStaging) {
   EXPECT_EQ(directory.names(), Names{});
 }
 
-TEST(Snapshot, AfterAFailureTheNextSucceeds) {
+TEST(Snapshot, SucceedsAfterAnEarlierFailure) {
   TempDir directory;
   Files files(directory);
   files.add_file(std::string(50'000, 'x'));
@@ -567,7 +568,7 @@ TEST(Snapshot, AfterAFailureTheNextSucceeds) {
   expect_saved(*start(directory, files, snapshot()), files);
 }
 
-TEST(Snapshot, WhateverFailsWheneverLeavesAllFilesOrNone) {
+TEST(Snapshot, LeavesAllFilesOrNoneOnAnyFailure) {
   Random random(12);
   SCOPED_TRACE(random.seed_text());
   const std::vector<std::string> operations{"open", "pwrite", "fsync", "mmap", "fallocate"};
@@ -595,11 +596,11 @@ TEST(Snapshot, WhateverFailsWheneverLeavesAllFilesOrNone) {
 
 // --- cancellation -----------------------------------------------------------------------------
 
-TEST(Snapshot, CancelledWhileItStagesEndsItsStagingAndLeavesNoFile) {
+TEST(Snapshot, EndsItsStagingAndLeavesNoFileWhenCancelledWhileStaging) {
   TempDir directory;
   Files files(directory);
   for (int i = 0; i < 5; ++i) files.add_file(std::string(10 * kPage, 'x'));
-  // Staging waits for the one chunk, which is being written.
+  // Staging waits for the only chunk, which is being written.
   HeldOperation writes("pwrite");
   const auto session = start(directory, files, snapshot(kPage, kPage));
   writes.wait_until_held();
@@ -613,7 +614,7 @@ TEST(Snapshot, CancelledWhileItStagesEndsItsStagingAndLeavesNoFile) {
   EXPECT_EQ(writes.held(), 1) << "a chunk was filled after the cancellation";
 }
 
-TEST(Snapshot, CancelledBeforeItHasMemoryEndsItsStagingAndLeavesNoFile) {
+TEST(Snapshot, EndsItsStagingAndLeavesNoFileWhenCancelledBeforeItHasMemory) {
   TempDir directory;
   Files files(directory);
   for (int i = 0; i < 5; ++i) files.add_file(std::string(10 * kPage, 'x'));
@@ -629,7 +630,7 @@ TEST(Snapshot, CancelledBeforeItHasMemoryEndsItsStagingAndLeavesNoFile) {
   EXPECT_EQ(directory.names(), Names{});
 }
 
-TEST(Snapshot, CancelledWhileItWritesEndsItsWritesAndLeavesNoFile) {
+TEST(Snapshot, EndsItsWritesAndLeavesNoFileWhenCancelledWhileWriting) {
   TempDir directory;
   Files files(directory);
   for (int i = 0; i < 5; ++i) files.add_file(std::string(10 * kPage, 'x'));
@@ -646,7 +647,7 @@ TEST(Snapshot, CancelledWhileItWritesEndsItsWritesAndLeavesNoFile) {
   EXPECT_LE(writes.held(), 2 * 5) << "more than was under way";
 }
 
-TEST(Snapshot, CancelledAfterItsEndHasSucceeded) {
+TEST(Snapshot, SucceedsIfItIsCancelledAfterItsEnd) {
   TempDir directory;
   Files files(directory);
   files.add_file("hello");
@@ -657,7 +658,7 @@ TEST(Snapshot, CancelledAfterItsEndHasSucceeded) {
   files.expect_on_disk();
 }
 
-TEST(Snapshot, CancelledAtAnyMomentEndsAndLeavesAllFilesOrNone) {
+TEST(Snapshot, LeavesAllFilesOrNoneWhenCancelledAtAnyTime) {
   Random random(13);
   SCOPED_TRACE(random.seed_text());
   for (int round = 0; round < 60; ++round) {
@@ -684,7 +685,7 @@ TEST(Snapshot, CancelledAtAnyMomentEndsAndLeavesAllFilesOrNone) {
 
 // --- progress and timing ----------------------------------------------------------------------
 
-TEST(Snapshot, ProgressReachesWhatWasPlanned) {
+TEST(Snapshot, ProgressReachesThePlannedBytes) {
   Random random(14);
   SCOPED_TRACE(random.seed_text());
   TempDir directory;
@@ -700,7 +701,7 @@ TEST(Snapshot, ProgressReachesWhatWasPlanned) {
   EXPECT_EQ(end.files_done, 5);
 }
 
-TEST(Snapshot, ProgressNeverCountsWhatWasNotDone) {
+TEST(Snapshot, ProgressNeverExceedsTheBytesThatWereWritten) {
   Random random(15);
   SCOPED_TRACE(random.seed_text());
   TempDir directory;
@@ -710,7 +711,7 @@ TEST(Snapshot, ProgressNeverCountsWhatWasNotDone) {
   HeldOperation writes("pwrite", 1, [&](std::string_view, std::string_view) {
     const SaveSession* const session = running;
     if (session == nullptr) return 0;
-    // In this order, or bytes that are staged between the two could be written before the second.
+    // Read in this order: otherwise bytes that are staged in between could already be written.
     SaveProgress seen;
     seen.bytes_written = session->progress().bytes_written;
     seen.bytes_staged = session->progress().bytes_staged;
@@ -725,7 +726,7 @@ TEST(Snapshot, ProgressNeverCountsWhatWasNotDone) {
   expect_saved(*session, files);
 }
 
-TEST(Snapshot, TracesWhatItDoesForEachFileBetweenItsStartAndItsEnd) {
+TEST(Snapshot, TracesTheWorkForEachFile) {
   TempDir directory;
   Files files(directory);
   for (int i = 0; i < 3; ++i) files.add_file(std::string(3 * kPage + 7, 'x'));
@@ -745,13 +746,13 @@ TEST(Snapshot, TracesWhatItDoesForEachFileBetweenItsStartAndItsEnd) {
       EXPECT_LE(event.end_ns, timing.staged_ns);
     }
   }
-  // Four chunks of each file; the first file's fsyncs include the directory's.
+  // Four chunks of each file; the fsyncs of the first file include that of the directory.
   EXPECT_EQ(events[0], (std::vector<int>{4, 4, 4, 2}));
   EXPECT_EQ(events[1], (std::vector<int>{4, 4, 4, 1}));
   EXPECT_EQ(events[2], (std::vector<int>{4, 4, 4, 1}));
 }
 
-TEST(Snapshot, ThatIsNotTracedRemembersNoEvents) {
+TEST(Snapshot, RecordsNoEventsWithoutATrace) {
   TempDir directory;
   Files files(directory);
   files.add_file("hello");
@@ -760,7 +761,7 @@ TEST(Snapshot, ThatIsNotTracedRemembersNoEvents) {
   EXPECT_TRUE(session->timing().events().empty());
 }
 
-TEST(Snapshot, TellsWhenItWasStagedAndWhenItEnded) {
+TEST(Snapshot, ReportsWhenItWasStagedAndWhenItEnded) {
   TempDir directory;
   Files files(directory);
   files.add_file("hello");
@@ -776,7 +777,7 @@ TEST(Snapshot, TellsWhenItWasStagedAndWhenItEnded) {
 
 // --- threads ----------------------------------------------------------------------------------
 
-TEST(Snapshot, WritesAfterStagingAreMadeByItsQuietThreads) {
+TEST(Snapshot, WritesAtLowPriorityAfterStaging) {
   TempDir directory;
   Files files(directory);
   for (int i = 0; i < 3; ++i) files.add_file(std::string(5 * kPage, 'x'));
@@ -792,7 +793,7 @@ TEST(Snapshot, WritesAfterStagingAreMadeByItsQuietThreads) {
   EXPECT_EQ(threads.values(), (std::vector<std::pair<int, bool>>(15, {19, true})));
 }
 
-TEST(Snapshot, SyncsAfterStagingAreMadeByItsQuietThreads) {
+TEST(Snapshot, SyncsAtLowPriorityAfterStaging) {
   TempDir directory;
   Files files(directory);
   for (int i = 0; i < 3; ++i) files.add_file(std::string(5 * kPage, 'x'));
@@ -808,7 +809,7 @@ TEST(Snapshot, SyncsAfterStagingAreMadeByItsQuietThreads) {
   EXPECT_EQ(nice.values(), (std::vector<int>(3, 19)));
 }
 
-TEST(Snapshot, WritesThatStagingWaitsForAreNotQuiet) {
+TEST(Snapshot, WritesAtNormalPriorityWhileStagingWaits) {
   TempDir directory;
   Files files(directory);
   files.add_file(std::string(5 * kPage, 'x'));
@@ -818,7 +819,7 @@ TEST(Snapshot, WritesThatStagingWaitsForAreNotQuiet) {
       if (operation == "pwrite") nice.add(nice_now());
       return 0;
     });
-    // Through one chunk, so that four of the five writes end before the last is staged.
+    // With one chunk, four of the five writes end before the last chunk is staged.
     expect_saved(*start(directory, files, snapshot(kPage, kPage)), files);
   }
   std::vector<int> seen = nice.values();
@@ -827,7 +828,7 @@ TEST(Snapshot, WritesThatStagingWaitsForAreNotQuiet) {
   EXPECT_EQ(seen, (std::vector<int>(4, nice_now())));
 }
 
-TEST(Snapshot, MayBeWrittenByOneThread) {
+TEST(Snapshot, CanBeWrittenByOneThread) {
   Random random(16);
   SCOPED_TRACE(random.seed_text());
   TempDir directory;
@@ -839,14 +840,14 @@ TEST(Snapshot, MayBeWrittenByOneThread) {
   expect_saved(*start(directory, files, options), files);
 }
 
-TEST(Snapshot, IsEndedByJoiningTheExecutor) {
+TEST(Snapshot, EndsWhenTheExecutorIsJoined) {
   Random random(17);
   SCOPED_TRACE(random.seed_text());
   for (const std::size_t budget : {std::size_t{0}, kPage}) {
-    for (const Threads& stagers : {Threads{}, Threads{{3, false}, 2}}) {
+    for (const PoolSpec& stagers : {PoolSpec{}, PoolSpec{{3, false}, 2}}) {
       TempDir directory;
       Files files(directory);
-      // Enough that the writers are now and then without work.
+      // Enough files that the writers are without work at times.
       for (int i = 0; i < 8; ++i) files.add_file(random.bytes(30 * kPage));
       SaveOptions options = snapshot(kPage, budget);
       options.stagers = stagers;
@@ -859,7 +860,7 @@ TEST(Snapshot, IsEndedByJoiningTheExecutor) {
   }
 }
 
-TEST(Snapshot, ThatNobodyWaitsForStillEnds) {
+TEST(Snapshot, EndsEvenIfNoCallerWaits) {
   TempDir directory;
   Files files(directory);
   files.add_file(std::string(50'000, 'x'));
@@ -870,7 +871,7 @@ TEST(Snapshot, ThatNobodyWaitsForStillEnds) {
 
 // --- a limited bandwidth ----------------------------------------------------------------------
 
-TEST(Snapshot, WithALimitBeginsNoWriteBeforeItsTime) {
+TEST(Snapshot, WithALimitStartsNoWriteEarly) {
   Random random(18);
   SCOPED_TRACE(random.seed_text());
   TempDir directory;
@@ -888,8 +889,7 @@ TEST(Snapshot, WithALimitBeginsNoWriteBeforeItsTime) {
   }
   std::sort(begun.begin(), begun.end());
   ASSERT_EQ(begun.size(), 6);
-  // Later is always right: each chunk takes ten milliseconds, and its turn comes after those
-  // before.
+  // Later is always allowed: each chunk takes ten milliseconds after the chunks before it.
   for (std::size_t i = 0; i < begun.size(); ++i) EXPECT_GE(begun[i], i * 10'000'000) << i;
 }
 
@@ -905,13 +905,13 @@ TEST(Snapshot, WithALimitIsStagedBeforeItIsWritten) {
   expect_saved(*session, files);
 }
 
-TEST(Snapshot, WithALimitCancelledDoesNotWaitForItsTurn) {
+TEST(Snapshot, WithALimitEndsAtOnceWhenCancelled) {
   TempDir directory;
   Files files(directory);
   files.add_file(std::string(5 * kPage, 'x'));
   HeldOperation writes("pwrite");
   SaveOptions options = snapshot();
-  // At its turn the second chunk would be written in more than an hour.
+  // The limit would delay the second chunk by more than an hour.
   options.max_bytes_per_second = 1;
   const auto session = start(directory, files, options);
   writes.wait_until_held();
@@ -923,7 +923,7 @@ TEST(Snapshot, WithALimitCancelledDoesNotWaitForItsTurn) {
   EXPECT_EQ(writes.held(), 1);
 }
 
-TEST(Snapshot, WithALimitThatFailsDoesNotWaitForItsTurn) {
+TEST(Snapshot, WithALimitEndsAtOnceOnAFailure) {
   TempDir directory;
   Files files(directory);
   files.add_file(std::string(5 * kPage, 'x'));
@@ -937,7 +937,7 @@ TEST(Snapshot, WithALimitThatFailsDoesNotWaitForItsTurn) {
   EXPECT_EQ(session->outcome().error().sys_errno, ENOSPC);
 }
 
-TEST(Snapshot, WithALimitAndOneChunkStillEnds) {
+TEST(Snapshot, WithALimitAndOneChunkEnds) {
   Random random(19);
   SCOPED_TRACE(random.seed_text());
   TempDir directory;

@@ -1,4 +1,4 @@
-// What the files of a save are doing, as somebody sees it who is not the save.
+// The files that a save reports as unfinished, and their phases.
 
 #include <gtest/gtest.h>
 
@@ -56,14 +56,14 @@ class Unfinished : public ::testing::Test {
   Files files_{directory_};
 };
 
-TEST_F(Unfinished, IsNothingOfASaveThatHasEnded) {
+TEST_F(Unfinished, IsEmptyAfterASaveHasEnded) {
   files_.add_file(std::string(3 * kPage, 'x'));
   const auto session = start(directory_, files_, in_pages());
   wait_for_end(*session);
   EXPECT_TRUE(session->unfinished().empty());
 }
 
-TEST_F(Unfinished, IsNothingOfASaveThatHasFailed) {
+TEST_F(Unfinished, IsEmptyAfterASaveHasFailed) {
   files_.add_file(std::string(3 * kPage, 'x'));
   files_.add_file(std::string(3 * kPage, 'y'));
   ScopedFaultHook hook(test::NthCallFails("pwrite", 2, EIO));
@@ -73,7 +73,7 @@ TEST_F(Unfinished, IsNothingOfASaveThatHasFailed) {
   EXPECT_TRUE(session->unfinished().empty());
 }
 
-TEST_F(Unfinished, AFileWhoseSourceIsHeldIsStaging) {
+TEST_F(Unfinished, AFileThatWaitsForItsSourceIsStaging) {
   FakeDevice device;
   Gate source;
   device.on_copy([hold = source.passage()](const staging::Source&, std::uint64_t) {
@@ -93,7 +93,7 @@ TEST_F(Unfinished, AFileWhoseSourceIsHeldIsStaging) {
   EXPECT_TRUE(ok(session->outcome()));
 }
 
-TEST_F(Unfinished, AFileWhoseWritesAreHeldIsWriting) {
+TEST_F(Unfinished, AFileThatWaitsForItsWritesIsWriting) {
   files_.add_file(std::string(3 * kPage + 1, 'x'));
   HeldOperation writes("pwrite");
   const auto session = start(directory_, files_, in_pages());
@@ -105,10 +105,10 @@ TEST_F(Unfinished, AFileWhoseWritesAreHeldIsWriting) {
   wait_for_end(*session);
 }
 
-TEST_F(Unfinished, AFileThatIsHeldAtItsLastWriteHasWrittenAllBefore) {
+TEST_F(Unfinished, AFileAtItsLastWriteHasWrittenAllBytesBeforeIt) {
   files_.add_file(std::string(4 * kPage, 'x'));
   HeldOperation last("pwrite", 4);
-  // Of one chunk, so that there is one write at a time.
+  // With one chunk, so that there is one write at a time.
   SaveOptions options = in_pages();
   options.max_host_bytes = kPage;
   const auto session = start(directory_, files_, options);
@@ -120,7 +120,7 @@ TEST_F(Unfinished, AFileThatIsHeldAtItsLastWriteHasWrittenAllBefore) {
   wait_for_end(*session);
 }
 
-TEST_F(Unfinished, AFileThatCannotBeOpenedYetIsWritingOnceItIsStaged) {
+TEST_F(Unfinished, AStagedFileThatIsNotOpenYetIsWriting) {
   files_.add_file(std::string(2 * kPage, 'x'));
   HeldOperation opens("open");
   SaveOptions options = in_pages();
@@ -135,7 +135,7 @@ TEST_F(Unfinished, AFileThatCannotBeOpenedYetIsWritingOnceItIsStaged) {
   wait_for_end(*session);
 }
 
-TEST_F(Unfinished, AFileWhoseFsyncIsHeldHasWrittenAll) {
+TEST_F(Unfinished, AFileInFsyncHasWrittenAllBytes) {
   files_.add_file(std::string(3 * kPage, 'x'));
   HeldOperation syncs("fsync");
   const auto session = start(directory_, files_, in_pages());
@@ -147,7 +147,7 @@ TEST_F(Unfinished, AFileWhoseFsyncIsHeldHasWrittenAll) {
   wait_for_end(*session);
 }
 
-TEST_F(Unfinished, AnEmptyFileCanBeAmidItsFsyncToo) {
+TEST_F(Unfinished, AnEmptyFileCanBeInFsync) {
   files_.begin_file();
   HeldOperation syncs("fsync");
   const auto session = start(directory_, files_, in_pages());
@@ -159,7 +159,7 @@ TEST_F(Unfinished, AnEmptyFileCanBeAmidItsFsyncToo) {
   wait_for_end(*session);
 }
 
-TEST_F(Unfinished, TheLastFileIsAmidTheFsyncOfTheDirectory) {
+TEST_F(Unfinished, TheLastFileIsInFsyncDuringTheFsyncOfTheDirectory) {
   files_.add_file(std::string(kPage, 'x'));
   files_.add_file(std::string(kPage, 'y'));
   HeldOperation directory("fsync_directory");
@@ -172,7 +172,7 @@ TEST_F(Unfinished, TheLastFileIsAmidTheFsyncOfTheDirectory) {
   wait_for_end(*session);
 }
 
-TEST_F(Unfinished, AFileBehindAnotherIsWaiting) {
+TEST_F(Unfinished, AFileQueuedBehindAnotherIsWaiting) {
   files_.add_file(std::string(3 * kPage, 'x'));
   files_.add_file(std::string(2 * kPage, 'y'));
   HeldOperation writes("pwrite");
@@ -188,7 +188,7 @@ TEST_F(Unfinished, AFileBehindAnotherIsWaiting) {
   wait_for_end(*session);
 }
 
-TEST_F(Unfinished, AFileThatIsStagedBehindAnotherIsWaiting) {
+TEST_F(Unfinished, AStagedFileQueuedBehindAnotherIsWaiting) {
   files_.add_file(std::string(3 * kPage, 'x'));
   files_.add_file(std::string(2 * kPage, 'y'));
   HeldOperation writes("pwrite");
@@ -204,7 +204,7 @@ TEST_F(Unfinished, AFileThatIsStagedBehindAnotherIsWaiting) {
   wait_for_end(*session);
 }
 
-TEST_F(Unfinished, OnlyThoseThatHaveNotEndedAreTold) {
+TEST_F(Unfinished, ContainsOnlyFilesThatHaveNotEnded) {
   for (int i = 0; i < 4; ++i) files_.add_file(std::string(kPage, 'x'));
   const std::string last = directory_.file(files_.jobs()[3].name);
   Gate gate;
@@ -223,7 +223,7 @@ TEST_F(Unfinished, OnlyThoseThatHaveNotEndedAreTold) {
   wait_for_end(*session);
 }
 
-TEST_F(Unfinished, MayBeAskedByAnyThreadAtAnyTime) {
+TEST_F(Unfinished, CanBeQueriedByAnyThreadAtAnyTime) {
   Random random(21);
   SCOPED_TRACE(random.seed_text());
   test::add_assorted_files(files_, random, 8);

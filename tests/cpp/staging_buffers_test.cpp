@@ -19,17 +19,17 @@ constexpr std::size_t kPage = 4096;
 // Longer than any call that does not block.
 constexpr std::chrono::seconds kLongest{20};
 
-TEST(StagingBuffers, MemoryThatComesTooLateIsFreedWithoutTheirLock) {
+TEST(StagingBuffers, FreeUnneededMemoryWithoutTheirLock) {
   FakeDevice device;
   StagingBuffers buffers(context(), 3, kPage, 0, 1);
-  StagingBufferList made = buffers.take_unmade();
+  StagingBufferList made = buffers.take_unallocated();
   ASSERT_EQ(made.size(), 3);
-  ASSERT_TRUE(ok(buffers.make(made)));
+  ASSERT_TRUE(ok(buffers.allocate(made)));
   buffers.close();
   std::future<std::size_t> other;
   bool others_go_on = false;
   device.on_unpin([&] {
-    other = std::async(std::launch::async, [&] { return buffers.unmade(); });
+    other = std::async(std::launch::async, [&] { return buffers.unallocated_count(); });
     others_go_on = other.wait_for(kLongest) == std::future_status::ready;
   });
   while (!made.empty()) {
@@ -42,14 +42,14 @@ TEST(StagingBuffers, MemoryThatComesTooLateIsFreedWithoutTheirLock) {
   device.on_unpin({});
 }
 
-TEST(StagingBuffers, AreMadeOneByOneIfTheirArenaCannotBePinned) {
+TEST(StagingBuffers, AreAllocatedOneByOneIfTheirArenaCannotBePinned) {
   FakeDevice device;
   static_cast<void>(context().warnings.take());
   context().warnings.forget("page-locking");
   device.fail_pins(system_error(ENOMEM, "cudaHostRegister", ""));
   StagingBuffers buffers(context(), 3, kPage, 0, 1);
-  StagingBufferList made = buffers.take_unmade();
-  EXPECT_TRUE(ok(buffers.make(made)));
+  StagingBufferList made = buffers.take_unallocated();
+  EXPECT_TRUE(ok(buffers.allocate(made)));
   for (const StagingBuffer& buffer : made) EXPECT_NE(buffer.chunk, nullptr);
   EXPECT_EQ(context().warnings.take().size(), 1);
   device.fail_pins({});
@@ -61,9 +61,9 @@ TEST(StagingBuffers, AreMadeOneByOneIfTheirArenaCannotBePinned) {
   buffers.close();
 }
 
-TEST(StagingBuffers, OfTheHostAreMadeOneAtATime) {
+TEST(StagingBuffers, AreAllocatedOneAtATimeForTheHost) {
   StagingBuffers buffers(context(), 3, kPage, staging::Source::kHost, 1);
-  EXPECT_EQ(buffers.take_unmade().size(), 1);
+  EXPECT_EQ(buffers.take_unallocated().size(), 1);
 }
 
 }  // namespace

@@ -24,7 +24,7 @@
 
 namespace torch_ckpt {
 
-/// That of the process, which tests leave one another as it is after a save or load.
+/// The context of the process. Tests share it and need not restore its state.
 engine::Context& context();
 
 // For GoogleTest's messages.
@@ -37,14 +37,14 @@ std::ostream& operator<<(std::ostream& out, DirectIo mode);
 
 namespace torch_ckpt::test {
 
-/// EXPECT_TRUE(ok(result)) says what failed.
+/// For EXPECT_TRUE(ok(result)), which prints the error.
 template <class T>
 ::testing::AssertionResult ok(const Result<T>& result) {
   if (result.has_value()) return ::testing::AssertionSuccess();
   return ::testing::AssertionFailure() << result.error().code << ": " << result.error().message();
 }
 
-/// EXPECT_TRUE(fails(result, code)), for whatever the result holds.
+/// For EXPECT_TRUE(fails(result, code)).
 template <class T>
 ::testing::AssertionResult fails(const Result<T>& result, Errc code) {
   if (result.has_value()) return ::testing::AssertionFailure() << "succeeded";
@@ -52,7 +52,7 @@ template <class T>
   return ::testing::AssertionFailure() << result.error().code << ": " << result.error().message();
 }
 
-/// The same for a refusal of the system: errno, operation and path must all be there.
+/// For EXPECT_TRUE(): the error is one of the system, with this errno, operation and path.
 ::testing::AssertionResult is_system_error(const Error& error, int sys_errno,
                                            std::string_view operation, std::string_view path);
 
@@ -107,14 +107,14 @@ class Random {
   std::mt19937_64 engine_;
 };
 
-// A fault hook that fails the n-th call (from 1) of one operation and lets all else pass.
-// Safe for concurrent use by multiple threads; copies share what they have seen.
+// A fault hook that fails the n-th call (from 1) of one operation and no other call.
+// Safe for concurrent use by multiple threads; copies share their state.
 class NthCallFails {
  public:
   NthCallFails(std::string operation, std::size_t n, int sys_errno);
   int operator()(std::string_view operation, std::string_view path) const;
   bool hit() const;
-  /// Of the call that failed.
+  /// The path of the call that failed.
   std::string path() const;
 
  private:
@@ -122,8 +122,8 @@ class NthCallFails {
   std::shared_ptr<State> state_;
 };
 
-// A fault hook that lets all pass and remembers it.
-// Safe for concurrent use by multiple threads; copies share what they have seen.
+// A fault hook that fails no call and records all calls.
+// Safe for concurrent use by multiple threads; copies share their state.
 class CallCounter {
  public:
   CallCounter();
@@ -140,12 +140,13 @@ staging::Source host_source(std::string_view payload);
 
 format::TensorHeader row_major(std::string_view dtype, std::vector<std::uint64_t> sizes);
 
-/// What torch.save writes for the tensor, from the encoder that torch_record_test.cpp checks.
+/// The record that torch.save writes for a tensor, made by the encoder that torch_record_test.cpp
+/// checks.
 std::string record_of(const format::TensorHeader& header, std::string_view payload);
 /// A record of a row of uint8.
 std::string byte_record(std::string_view payload);
 
-/// What a checksum table must say of an item that gives `bytes` in the file.
+/// The expected checksum table entry of an item that is stored as `bytes`.
 format::RecordSums sums_of(const engine::ImageItem& item, std::string_view bytes);
 
 /// For INSTANTIATE_TEST_SUITE_P.
@@ -155,10 +156,10 @@ inline auto all_direct_io() {
 }
 std::string direct_io_name(const ::testing::TestParamInfo<engine::DirectIo>& mode);
 
-/// Runs a whole save; `files` lie in `directory`.
+/// Runs a save to its end; `files` are in `directory`.
 Result<> run_save(const TempDir& directory, std::vector<engine::FileJob> files,
                   const engine::SaveOptions& options);
-/// Waits for a session's end, and fails the test where it does not come.
+/// Waits until a session has ended; fails the test if it does not end.
 void wait_for_end(engine::SaveSession& session);
 void wait_for_end(engine::LoadSession& session);
 

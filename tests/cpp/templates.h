@@ -16,7 +16,7 @@ using planning::StateTemplate;
 using Kind = StateTemplate::Kind;
 using Sizes = std::vector<std::int64_t>;
 
-// What a rank has, row by row.
+// The state dict of a rank, row by row.
 class Rows {
  public:
   void add_tensor(std::string_view name, const Sizes& size, std::string_view dtype = "float32") {
@@ -28,7 +28,7 @@ class Rows {
     boxes_.push_back({template_.size(), offsets, sizes});
     add(name, Kind::shard, size, dtype);
   }
-  /// Of which the rank has nothing.
+  /// An item that is not present on the rank.
   void add_empty_shard(std::string_view name, const Sizes& size) {
     add(name, Kind::shard, size, "float32");
   }

@@ -14,52 +14,52 @@ namespace {
 using namespace std::chrono_literals;
 using TimePoint = Throttle::Clock::time_point;
 
-// Any moment will do; this one is no special value.
+// Any time will do; this is no special value.
 constexpr TimePoint kNow{1'000'000s};
 
-TEST(Throttle, WithoutABandwidthLimitsNothing) {
+TEST(Throttle, WithoutABandwidthHasNoLimit) {
   EXPECT_FALSE(Throttle(0).limits());
   EXPECT_TRUE(Throttle(1).limits());
 }
 
-TEST(Throttle, LetsTheFirstWriteBeginAtOnce) {
+TEST(Throttle, StartsTheFirstWriteAtOnce) {
   Throttle throttle(1000);
   EXPECT_EQ(throttle.reserve(1'000'000, kNow), kNow);
 }
 
-TEST(Throttle, LetsTheNextWriteBeginWhenTheOneBeforeHasHadItsTime) {
+TEST(Throttle, StartsTheNextWriteAfterTheDurationOfTheLastOne) {
   Throttle throttle(1000);
   throttle.reserve(500, kNow);
   EXPECT_EQ(throttle.reserve(2000, kNow), kNow + 500ms);
   EXPECT_EQ(throttle.reserve(1, kNow + 100ms), kNow + 2500ms);
 }
 
-TEST(Throttle, LetsAWriteThatComesLateBeginAtOnce) {
+TEST(Throttle, StartsALateWriteAtOnce) {
   Throttle throttle(1000);
   throttle.reserve(500, kNow);
   EXPECT_EQ(throttle.reserve(500, kNow + 600ms), kNow + 600ms);
 }
 
-TEST(Throttle, SavesNothingUpWhileNobodyWrites) {
+TEST(Throttle, AccumulatesNoBandwidthWhileIdle) {
   Throttle throttle(1000);
   throttle.reserve(500, kNow);
   throttle.reserve(1000, kNow + 1h);
   EXPECT_EQ(throttle.reserve(1000, kNow + 1h), kNow + 1h + 1s);
 }
 
-TEST(Throttle, OfNoBytesTakesNoTime) {
+TEST(Throttle, NeedsNoTimeForNoBytes) {
   Throttle throttle(1000);
   EXPECT_EQ(throttle.reserve(0, kNow), kNow);
   EXPECT_EQ(throttle.reserve(1, kNow), kNow);
 }
 
-TEST(Throttle, TakesLargeWritesAtSmallBandwidths) {
+TEST(Throttle, SupportsLargeWritesAtSmallBandwidths) {
   Throttle throttle(1);
   throttle.reserve(std::uint64_t{64} << 20, kNow);
   EXPECT_EQ(throttle.reserve(1, kNow), kNow + std::chrono::seconds(64 << 20));
 }
 
-TEST(Throttle, StaysBelowItsBandwidthWhateverComesWhen) {
+TEST(Throttle, StaysBelowItsBandwidthForAnyWrites) {
   test::Random random(1);
   SCOPED_TRACE(random.seed_text());
   constexpr std::uint64_t kBandwidth = 123'456'789;
@@ -76,8 +76,8 @@ TEST(Throttle, StaysBelowItsBandwidthWhateverComesWhen) {
     writes.push_back({throttle.reserve(bytes, now), bytes});
     ASSERT_GE(writes.back().begin, now);
   }
-  // Between the beginnings of any two writes at most what the bandwidth allows, but for the
-  // rounding of each to whole nanoseconds.
+  // Between the starts of any two writes there are at most as many bytes as the bandwidth allows,
+  // except for rounding each time to whole nanoseconds.
   for (std::size_t first = 0; first < writes.size(); ++first) {
     double bytes = 0;
     for (std::size_t last = first; last < writes.size(); ++last) {
@@ -89,7 +89,7 @@ TEST(Throttle, StaysBelowItsBandwidthWhateverComesWhen) {
   }
 }
 
-TEST(Throttle, GivesManyThreadsTimesThatDoNotOverlap) {
+TEST(Throttle, ReservesTimesThatDoNotOverlapForManyThreads) {
   Throttle throttle(1000);
   constexpr std::size_t kEach = 250;
   std::vector<std::vector<TimePoint>> begins(4);

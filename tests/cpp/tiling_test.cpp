@@ -13,7 +13,7 @@ namespace {
 
 using Sizes = std::vector<std::int64_t>;
 
-/// Cuts a box across a random dimension, again and again.
+/// Repeatedly divides a box across a random dimension.
 std::vector<Box> random_tiles(const Sizes& whole, std::size_t cuts, std::mt19937_64& random) {
   std::vector<Box> boxes = {{Sizes(whole.size()), whole}};
   for (std::size_t i = 0; i < cuts; ++i) {
@@ -32,7 +32,7 @@ std::vector<Box> random_tiles(const Sizes& whole, std::size_t cuts, std::mt19937
   return boxes;
 }
 
-/// How often each element is in a box.
+/// The number of boxes that contain each element.
 std::vector<int> counted(const Sizes& whole, const std::vector<Box>& boxes) {
   const auto elements =
       std::accumulate(whole.begin(), whole.end(), std::int64_t{1}, std::multiplies<>());
@@ -56,7 +56,7 @@ bool is_filled_once(const Sizes& whole, const std::vector<Box>& boxes) {
   return std::ranges::all_of(counted(whole, boxes), [](int count) { return count == 1; });
 }
 
-TEST(Tiling, BoxesThatFillItOnceTile) {
+TEST(Tiling, AcceptsBoxesThatCoverEachElementOnce) {
   for (std::uint64_t seed = 0; seed < 200; ++seed) {
     std::mt19937_64 random(seed);
     Sizes whole(1 + random() % 4);
@@ -66,7 +66,7 @@ TEST(Tiling, BoxesThatFillItOnceTile) {
   }
 }
 
-TEST(Tiling, WhatIsNotFilledOnceDoesNotTile) {
+TEST(Tiling, RejectsBoxesWithGapsOrOverlaps) {
   for (std::uint64_t seed = 0; seed < 500; ++seed) {
     std::mt19937_64 random(seed);
     Sizes whole(1 + random() % 3);
@@ -88,21 +88,21 @@ TEST(Tiling, WhatIsNotFilledOnceDoesNotTile) {
   }
 }
 
-TEST(Tiling, OneBoxTilesWhereItIsAllOfIt) {
+TEST(Tiling, AcceptsOneBoxOnlyIfItIsTheTensor) {
   const std::vector<Box> whole = {{{0, 0}, {3, 4}}};
   EXPECT_TRUE(tile(Sizes{3, 4}, whole));
   const std::vector<Box> part = {{{0, 0}, {3, 3}}};
   EXPECT_FALSE(tile(Sizes{3, 4}, part));
 }
 
-TEST(Tiling, OfATensorWithoutDimensionsOneBoxTiles) {
+TEST(Tiling, AcceptsOneBoxOfATensorWithoutDimensions) {
   const std::vector<Box> one(1);
   EXPECT_TRUE(tile(Sizes{}, one));
   const std::vector<Box> two(2);
   EXPECT_FALSE(tile(Sizes{}, two));
 }
 
-TEST(Tiling, WhatIsCutInMoreDimensionsThanAnybodyCutsIsNotTold) {
+TEST(Tiling, RejectsBoxesThatDivideMoreThanSixDimensions) {
   std::vector<Box> boxes;
   for (std::int64_t corner = 0; corner < 128; ++corner) {
     Box& box = boxes.emplace_back();

@@ -8,7 +8,7 @@
 namespace torch_ckpt::engine {
 namespace {
 
-TEST(Timing, AddsUpWhatThreadsWereBusyWith) {
+TEST(Timing, SumsTheTimeOfAllThreadsByActivity) {
   Timing timing(false);
   timing.add(Activity::write, 0, 100, 150);
   timing.add(Activity::write, 1, 120, 130);
@@ -18,7 +18,7 @@ TEST(Timing, AddsUpWhatThreadsWereBusyWith) {
   EXPECT_EQ(timing.busy_ns(Activity::stage), 0);
 }
 
-TEST(Timing, RemembersEventsOnlyForATrace) {
+TEST(Timing, RecordsEventsOnlyForATrace) {
   Timing plain(false);
   Timing traced(true);
   for (Timing* timing : {&plain, &traced}) timing->add(Activity::checksum, 3, 10, 20);
@@ -31,10 +31,10 @@ TEST(Timing, RemembersEventsOnlyForATrace) {
   EXPECT_EQ(events[0].end_ns, 20);
 }
 
-TEST(Timing, CountsTheTimeOfAScope) {
+TEST(Timing, MeasuresTheTimeOfAScope) {
   Timing timing(true);
   const std::int64_t before = timing.now_ns();
-  { const Timed timed(timing, Activity::stage, 5); }
+  { const ScopedTimer timed(timing, Activity::stage, 5); }
   const std::int64_t after = timing.now_ns();
   const auto events = timing.events();
   ASSERT_EQ(events.size(), 1);
@@ -46,13 +46,13 @@ TEST(Timing, CountsTheTimeOfAScope) {
   EXPECT_EQ(timing.busy_ns(Activity::stage), events[0].end_ns - events[0].begin_ns);
 }
 
-TEST(Timing, HasReachedNoMilestoneAtFirst) {
+TEST(Timing, StartsWithoutMilestones) {
   const Timing timing(false);
   EXPECT_EQ(timing.staged_ns, 0);
   EXPECT_EQ(timing.ended_ns, 0);
 }
 
-TEST(Timing, IsSharedByManyThreads) {
+TEST(Timing, CanBeSharedByManyThreads) {
   Timing timing(true);
   {
     std::vector<std::jthread> threads;

@@ -1,4 +1,4 @@
-// Verifying records: everything that is wrong is found, and reading goes on.
+// Verification finds all damage, and continues after it.
 
 #include "engine/verify_session.h"
 
@@ -37,16 +37,16 @@ using test::TempDir;
 constexpr std::size_t kKibi = std::size_t{1} << 10;
 constexpr std::size_t kMebi = std::size_t{1} << 20;
 
-/// Record, offset in the file and damaged bytes of a finding.
+/// Record, offset in the file and number of damaged bytes of a finding.
 using Found = std::tuple<std::size_t, std::uint64_t, std::uint64_t>;
 
-// Files of records, with tables or without, and what verifying them finds.
+// Files of records, with or without checksum tables, and the findings of their verification.
 class Verified {
  public:
   Verified(bool with_tables, VerifyOptions options)
       : with_tables_(with_tables), options_(options) {}
 
-  /// Begins a file, of which the records are those that are added next.
+  /// Starts a file. Records that are added next belong to it.
   void begin_file() {
     files_.push_back({"f" + std::to_string(files_.size()), {}});
     contents_.emplace_back();
@@ -61,7 +61,7 @@ class Verified {
     return add(stored, false, {});
   }
   NamedRecord& record(std::size_t number) { return records_[number]; }
-  /// In the file, of the record's payload.
+  /// The offset of the record's payload in the file.
   std::uint64_t payload_of(std::size_t number) const {
     return records_[number].offset + payloads_[number];
   }
@@ -143,7 +143,7 @@ class Verify : public ::testing::TestWithParam<Mode> {
   Random random_{19};
 };
 
-TEST_P(Verify, SoundRecordsAreSound) {
+TEST_P(Verify, IntactRecordsHaveNoFindings) {
   verified_.begin_file();
   verified_.add_bytes("");
   verified_.add_tensor(row_major("uint8", {0}), "");
@@ -189,7 +189,7 @@ TEST_P(Verify, DamageOfEveryRecordIsFound) {
   EXPECT_EQ(named, damaged) << random_.seed_text();
 }
 
-TEST_P(Verify, AShortFileCostsOnlyWhatLiesBehindItsEnd) {
+TEST_P(Verify, ATruncatedFileHasFindingsOnlyForRecordsBeyondItsEnd) {
   verified_.begin_file();
   const std::size_t first = verified_.add_tensor(row_major("uint8", {100}), random_.bytes(100));
   const std::size_t last = verified_.add_tensor(row_major("uint8", {100}), random_.bytes(100));
@@ -203,7 +203,7 @@ TEST_P(Verify, AShortFileCostsOnlyWhatLiesBehindItsEnd) {
   EXPECT_EQ(findings[1].error.code, Errc::range_past_end);
 }
 
-TEST_P(Verify, AMissingFileIsToldForEachOfItsRecordsAndOthersAreRead) {
+TEST_P(Verify, AMissingFileIsReportedForEachOfItsRecordsAndOthersAreRead) {
   verified_.begin_file();
   verified_.add_tensor(row_major("uint8", {100}), random_.bytes(100));
   verified_.add_tensor(row_major("uint8", {40 * kMebi}), random_.bytes(40 * kMebi));
@@ -221,7 +221,7 @@ TEST_P(Verify, AMissingFileIsToldForEachOfItsRecordsAndOthersAreRead) {
   EXPECT_EQ(findings[2].record, other);
 }
 
-TEST_P(Verify, WhicheverCallFailsItIsTold) {
+TEST_P(Verify, AnyFailedSystemCallIsReported) {
   verified_.begin_file();
   verified_.add_tensor(row_major("uint8", {100}), random_.bytes(100));
   verified_.add_tensor(row_major("uint8", {3 * kMebi}), random_.bytes(3 * kMebi));
@@ -253,7 +253,7 @@ TEST_P(Verify, WhicheverCallFailsItIsTold) {
   }
 }
 
-TEST_P(Verify, AShapeThatIsNotTheRecordsIsTold) {
+TEST_P(Verify, AnotherShapeIsReported) {
   verified_.begin_file();
   const std::size_t record = verified_.add_tensor(row_major("uint8", {2, 50}), random_.bytes(100));
   verified_.record(record).sizes = {50, 2};
@@ -262,7 +262,7 @@ TEST_P(Verify, AShapeThatIsNotTheRecordsIsTold) {
   EXPECT_EQ(findings[0].error.code, Errc::tensor_mismatch);
 }
 
-TEST_P(Verify, APlaceThatNoFileCanHaveIsTold) {
+TEST_P(Verify, AnOffsetBeyondAnyFileSizeIsReported) {
   verified_.begin_file();
   const std::size_t record = verified_.add_tensor(row_major("uint8", {100}), random_.bytes(100));
   for (const auto& [offset, length] : {std::pair(~std::uint64_t{0}, std::uint64_t{1}),
@@ -276,7 +276,7 @@ TEST_P(Verify, APlaceThatNoFileCanHaveIsTold) {
   }
 }
 
-TEST_P(Verify, ALinkIsToldAndNotFollowed) {
+TEST_P(Verify, ALinkIsReportedAndNotFollowed) {
   verified_.begin_file();
   verified_.add_tensor(row_major("uint8", {100}), random_.bytes(100));
   verified_.write();
@@ -295,7 +295,7 @@ INSTANTIATE_TEST_SUITE_P(Modes, Verify,
                                   (mode.param.direct_io == DirectIo::on ? "Direct" : "Buffered");
                          });
 
-TEST(VerifySession, TellsDamagedBlocksAndUnitesNeighbours) {
+TEST(VerifySession, ReportsDamagedBlocksAndMergesNeighbours) {
   Random random(20);
   Verified verified(true, {});
   verified.begin_file();
@@ -318,7 +318,7 @@ TEST(VerifySession, TellsDamagedBlocksAndUnitesNeighbours) {
   EXPECT_EQ(verified.found(), expected);
 }
 
-TEST(VerifySession, GoesOnBehindBytesThatCannotBeRead) {
+TEST(VerifySession, ContinuesAfterBytesThatCannotBeRead) {
   Random random(21);
   VerifyOptions options;
   options.direct_io = DirectIo::off;
@@ -329,7 +329,7 @@ TEST(VerifySession, GoesOnBehindBytesThatCannotBeRead) {
       verified.add_tensor(row_major("uint8", {8 * kMebi}), random.bytes(8 * kMebi));
   verified.flip(0, verified.payload_of(record) + 7 * kMebi);
   verified.write();
-  // The archive's two ends, then the payload in steps of 256 KiB.
+  // The two ends of the archive, then the payload in steps of 256 KiB.
   test::NthCallFails fault("pread", 6, EIO);
   std::vector<Finding> findings;
   {
@@ -343,7 +343,7 @@ TEST(VerifySession, GoesOnBehindBytesThatCannotBeRead) {
   EXPECT_EQ(findings[1].error.code, Errc::checksum_mismatch);
 }
 
-TEST(VerifySession, TellsADamagedTableOnceAndChecksByTheArchive) {
+TEST(VerifySession, ReportsADamagedTableOnceAndChecksTheArchive) {
   TempDir directory;
   const Stored stored = store(row_major("uint8", {100}), std::string(100, 'x'));
   test::write_file(directory.file("a"), stored.record);
@@ -362,7 +362,7 @@ TEST(VerifySession, TellsADamagedTableOnceAndChecksByTheArchive) {
   EXPECT_EQ(findings[0].error.code, Errc::checksum_mismatch);
 }
 
-TEST(VerifySession, TellsWhatHasNoChecksum) {
+TEST(VerifySession, ReportsRecordsWithoutAChecksum) {
   Verified verified(false, {});
   verified.begin_file();
   const std::size_t bytes = verified.add_bytes("these bytes are no archive at all, for sure");
@@ -371,7 +371,7 @@ TEST(VerifySession, TellsWhatHasNoChecksum) {
   EXPECT_EQ(session->unverifiable(), std::vector<std::size_t>{bytes});
 }
 
-TEST(VerifySession, OptionsThatLeaveNoScratchMemoryAreRefused) {
+TEST(VerifySession, RejectsOptionsThatLeaveNoScratchMemory) {
   TempDir directory;
   VerifyOptions too_small;
   too_small.max_scratch_bytes = 4095;
@@ -383,7 +383,7 @@ TEST(VerifySession, OptionsThatLeaveNoScratchMemoryAreRefused) {
                     Errc::invalid_argument));
 }
 
-TEST(VerifySession, ThatIsCancelledFails) {
+TEST(VerifySession, FailsWhenCancelled) {
   Random random(22);
   TempDir directory;
   const std::string payload = random.bytes(4 * kMebi);
@@ -394,7 +394,7 @@ TEST(VerifySession, ThatIsCancelledFails) {
   record.tensor = true;
   record.dtype = stored.header.dtype;
   record.sizes = {4 * kMebi};
-  // Held at its first read until it has been cancelled.
+  // The session waits in its first read until it has been cancelled.
   std::latch cancelled(1);
   ScopedFaultHook hook([&](std::string_view operation, std::string_view) {
     if (operation == "pread") cancelled.wait();

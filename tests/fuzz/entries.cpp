@@ -122,7 +122,7 @@ std::string check_table(Bytes bytes, Bytes payload) {
         payload.size() / sums->block_bytes + (payload.size() % sums->block_bytes != 0 ? 1 : 0);
     if (blocks != sums->block_crcs.size()) continue;
     auto check = engine::PayloadCheck::by_blocks(*sums, payload.size());
-    static_cast<void>(check.take(0, payload));
+    static_cast<void>(check.update(0, payload));
   }
   if (found * 4 > bytes.size()) return "a table finds more blocks than it has room for";
   const std::string encoded = format::encode_checksum_table(records);

@@ -374,7 +374,7 @@ def test_a_damaged_table_is_an_error_that_names_the_file(
     cause = refusal(lambda: loader(blank(), path))
     assert isinstance(cause, Corrupt)
     assert str(one) in str(cause) or str(two) in str(cause)
-    assert "its checksums in the metadata are damaged" in str(cause)
+    assert "the metadata's checksums of this file are damaged" in str(cause)
 
 
 def test_a_damaged_table_hinders_nobody_who_does_not_verify(two_files: Any) -> None:

@@ -80,7 +80,7 @@ def test_an_object_above_the_limit_is_refused_with_both_numbers(tmp_path: Path) 
     cause = refusal(lambda: load({"note": ""}, tmp_path, max_inflight_bytes=2 * MIB))
     assert type(cause) is ValueError
     needed = torch_ckpt.estimate_read_memory({"note": ""}, tmp_path).stored_bytes
-    assert str(cause).startswith(f"note: reading it takes {needed} bytes at once, ")
+    assert str(cause).startswith(f"note: reading it needs {needed} bytes of memory at once, ")
     assert f"max_inflight_bytes={2 * MIB}" in str(cause)
 
 
@@ -103,7 +103,7 @@ def test_objects_load_at_the_least_limit_and_not_below(tmp_path: Path, count: in
     load(loaded, tmp_path, max_inflight_bytes=least)
     assert loaded == state
     cause = refusal(lambda: load(emptied(state), tmp_path, max_inflight_bytes=least - 1))
-    assert "reading it takes" in str(cause)
+    assert "reading it needs" in str(cause)
 
 
 @pytest.mark.filterwarnings("ignore:loading converts")

@@ -90,7 +90,7 @@ def test_a_strided_or_converted_tensor_beyond_the_limit_is_read_in_parts(
 
 def test_an_object_beyond_the_limit_is_refused_by_name(tmp_path: Path) -> None:
     save({"note": "x" * (2 << 20)}, tmp_path)
-    with pytest.raises(dcp.CheckpointException, match=r"note: reading it takes .* at once"):
+    with pytest.raises(dcp.CheckpointException, match=r"note: reading it needs .* at once"):
         load({"note": ""}, tmp_path, max_inflight_bytes=1 << 20)
 
 

@@ -399,7 +399,7 @@ def test_a_child_is_told_that_the_parent_who_writes_has_died(tmp_path: Path) -> 
     os.close(reading)
     os.close(writing)
     assert isinstance(outcome, CheckpointError)
-    assert f"process {parent} has died when 0 files were done" in str(outcome)
+    assert f"process {parent} died after sending the results of 0 files" in str(outcome)
     assert str(tmp_path / "c") in str(outcome)
 
 

@@ -1,4 +1,4 @@
-#include "engine/save_plan.h"
+#include "engine/save_layout.h"
 
 #include <algorithm>
 #include <iterator>
@@ -32,30 +32,30 @@ Result<std::vector<planning::NamedBucket>> choose_buckets(const std::vector<Save
 
 }  // namespace
 
-Result<SavePlan> plan_save(std::vector<SaveItem> items, const NamingOptions& naming) {
+Result<SaveLayout> lay_out_save(std::vector<SaveItem> items, const NamingOptions& naming) {
   auto buckets = choose_buckets(items, naming);
   if (!buckets) return buckets.error();
-  SavePlan plan;
-  plan.places.resize(items.size());
+  SaveLayout layout;
+  layout.locations.resize(items.size());
   for (const planning::NamedBucket& bucket : *buckets) {
     if (bucket.items.empty()) continue;
     FileJob job;
     job.items = bucket.items;
     for (const std::size_t index : bucket.items) {
       SaveItem& item = items[index];
-      plan.places[index] = {plan.files.size(), job.image.items().size()};
+      layout.locations[index] = {layout.files.size(), job.image.items().size()};
       if (item.tensor) {
         job.image.add_tensor(*item.tensor, std::move(item.source));
       } else {
         job.image.add_bytes(std::move(item.source));
       }
     }
-    plan.file_names.push_back(bucket.prefix + naming.prefix + std::to_string(plan.files.size()) +
-                              ".distcp");
-    job.name = plan.file_names.back();
-    plan.files.push_back(std::move(job));
+    layout.file_names.push_back(bucket.prefix + naming.prefix +
+                                std::to_string(layout.files.size()) + ".distcp");
+    job.name = layout.file_names.back();
+    layout.files.push_back(std::move(job));
   }
-  return plan;
+  return layout;
 }
 
 }  // namespace torch_ckpt::engine

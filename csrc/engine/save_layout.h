@@ -1,0 +1,44 @@
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "engine/save_session.h"
+#include "error.h"
+#include "format/tensor_pickle.h"
+#include "planning/buckets.h"
+#include "staging/source.h"
+
+namespace torch_ckpt::engine {
+
+struct SaveItem {
+  std::string name;  // fully qualified name, compared with NamingOptions::separation_hint
+  staging::Source source;
+  std::optional<format::TensorHeader> tensor;  // nullopt: write the source's bytes, no archive
+};
+
+struct NamingOptions {
+  std::string prefix;             // "__{rank}_"
+  planning::BucketCount buckets;  // number of files
+  bool file_per_item = false;     // one file for each item; ignores `buckets`
+  std::string separation_hint;    // items whose names begin with this get their own files
+};
+
+/// The location of an item in the layout.
+struct ItemLocation {
+  std::size_t file = 0;
+  std::size_t index = 0;  // in the file's image
+};
+
+struct SaveLayout {
+  std::vector<FileJob> files;
+  std::vector<std::string> file_names;  // relative to the directory
+  std::vector<ItemLocation> locations;  // by item
+};
+
+/// Distributes items over files and lays the files out. Copies no bytes of the sources. A bucket
+/// without items becomes no file.
+Result<SaveLayout> lay_out_save(std::vector<SaveItem> items, const NamingOptions& naming);
+
+}  // namespace torch_ckpt::engine
