@@ -60,7 +60,7 @@ def blank(value: Any) -> Any:
     return None
 
 
-def test_a_nested_state_comes_back_whole(tmp_path: Path) -> None:
+def test_a_nested_state_makes_the_round_trip(tmp_path: Path) -> None:
     state = nested_state()
     torch_ckpt.save(state, tmp_path / "c")
     loaded = blank(state)
@@ -69,7 +69,7 @@ def test_a_nested_state_comes_back_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("planner", [None, dcp.DefaultSavePlanner()])
-def test_save_takes_a_function_that_gives_the_state(
+def test_save_accepts_a_function_that_returns_the_state(
     tmp_path: Path, planner: dcp.SavePlanner | None
 ) -> None:
     torch_ckpt.save(nested_state, tmp_path / "c", planner=planner)
@@ -78,7 +78,7 @@ def test_save_takes_a_function_that_gives_the_state(
     assert_equal(loaded, nested_state())
 
 
-def test_a_function_that_gives_no_state_fails_the_save(tmp_path: Path) -> None:
+def test_a_function_that_returns_no_state_fails_the_save(tmp_path: Path) -> None:
     def fail() -> StateDict:
         raise RuntimeError("no state")
 
@@ -105,7 +105,7 @@ def test_load_reads_what_stock_torch_wrote(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_comes_back(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_every_dtype_makes_the_round_trip(tmp_path: Path, dtype: torch.dtype) -> None:
     tensor = random_tensor((7, 3), dtype)
     torch_ckpt.save({"t": tensor}, tmp_path / "c")
     loaded = {"t": zeros((7, 3), dtype)}
@@ -136,7 +136,7 @@ def test_the_returned_metadata_is_the_stored_one(tmp_path: Path) -> None:
     assert returned == read_metadata(tmp_path / "c")
 
 
-def test_a_tensor_is_loaded_into_the_memory_it_has(tmp_path: Path) -> None:
+def test_a_tensor_is_loaded_in_place(tmp_path: Path) -> None:
     torch_ckpt.save({"t": torch.arange(10.0)}, tmp_path / "c")
     target = torch.zeros(10)
     torch_ckpt.load({"t": target}, tmp_path / "c")
@@ -158,7 +158,7 @@ class Counter:
         self.weight = state["weight"]
 
 
-def test_stateful_values_are_asked_and_told(tmp_path: Path) -> None:
+def test_stateful_values_are_saved_and_restored_by_their_methods(tmp_path: Path) -> None:
     torch_ckpt.save({"counter": Counter(7)}, tmp_path / "c")
     loaded = Counter(0)
     torch_ckpt.load({"counter": loaded}, tmp_path / "c")
@@ -166,7 +166,7 @@ def test_stateful_values_are_asked_and_told(tmp_path: Path) -> None:
     assert torch.equal(loaded.weight, torch.full((4,), 7.0))
 
 
-def test_modules_and_optimizers_come_back(tmp_path: Path) -> None:
+def test_modules_and_optimizers_make_the_round_trip(tmp_path: Path) -> None:
     def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         model(torch.ones(2, 8)).sum().backward()
         optimizer.step()
@@ -181,7 +181,7 @@ def test_modules_and_optimizers_come_back(tmp_path: Path) -> None:
     assert_equal(dict(other.state_dict()), dict(model.state_dict()))
 
 
-def test_a_name_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_name_is_named(tmp_path: Path) -> None:
     torch_ckpt.save({"t": torch.ones(3)}, tmp_path / "c")
     with pytest.raises(dcp.CheckpointException, match="absent"):
         torch_ckpt.load({"absent": torch.ones(3)}, tmp_path / "c")
@@ -195,7 +195,7 @@ def test_another_shape_is_refused_before_anything_is_read(tmp_path: Path) -> Non
     assert torch.equal(target["a"], torch.zeros(3))
 
 
-def test_no_checkpoint_there_is_one_sentence(tmp_path: Path) -> None:
+def test_a_missing_checkpoint_is_an_error_of_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(dcp.CheckpointException) as error:
         torch_ckpt.load({"t": torch.ones(3)}, tmp_path)
     cause = cause_of(error.value)
@@ -250,7 +250,7 @@ def test_a_full_disk_is_enospc_with_the_file(small_disk: Path) -> None:
     assert list((small_disk / "c").iterdir()) == []
 
 
-def test_a_planner_of_the_callers_own_is_used(tmp_path: Path) -> None:
+def test_a_custom_planner_is_used(tmp_path: Path) -> None:
     class Renaming(dcp.DefaultSavePlanner):
         def set_up_planner(self, state_dict: StateDict, *args: Any, **kwargs: Any) -> None:
             renamed = {f"new.{key}": value for key, value in state_dict.items()}
@@ -274,13 +274,15 @@ def test_a_planner_of_the_callers_own_is_used(tmp_path: Path) -> None:
         ({"storage_writer": "mine"}, r"expected a torch_ckpt.FileSystemWriter, got str"),
     ],
 )
-def test_contradicting_options_are_one_sentence(arguments: StateDict, message: str) -> None:
+def test_contradicting_options_are_an_error_of_one_sentence(
+    arguments: StateDict, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         torch_ckpt.save({}, **arguments)
 
 
 @pytest.mark.parametrize("call", [torch_ckpt.save, torch_ckpt.async_save, torch_ckpt.load])
-def test_an_unknown_option_is_one_of_the_function_that_was_called(
+def test_an_unknown_option_names_the_called_function(
     call: Callable[..., Any], tmp_path: Path
 ) -> None:
     text = rf"^{call.__name__}\(\) got an unexpected keyword argument 'tread_count'; did you mean"
@@ -313,7 +315,7 @@ OURS: dict[str, Callable[[str], Any]] = {
 
 @pytest.mark.parametrize("url", URLS)
 @pytest.mark.parametrize("call", OURS)
-def test_a_url_is_no_directory(
+def test_a_url_is_refused_as_a_directory(
     call: str, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -322,7 +324,7 @@ def test_a_url_is_no_directory(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_writer_or_reader_of_another_class_refuses_a_url_when_it_is_used(
+def test_a_derived_writer_or_reader_refuses_a_url_when_it_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Writer(torch_ckpt.FileSystemWriter):
@@ -351,14 +353,14 @@ def test_a_local_path_may_have_colons_in_it(tmp_path: Path) -> None:
     assert data_files(tmp_path / "c:" / "d")
 
 
-def test_a_writer_of_the_callers_own_is_used_for_many_saves(tmp_path: Path) -> None:
+def test_one_writer_can_be_used_for_many_saves(tmp_path: Path) -> None:
     writer = torch_ckpt.FileSystemWriter(tmp_path / "first", thread_count=1)
     for name in ("first", "second"):
         torch_ckpt.save({"t": torch.ones(3)}, tmp_path / name, storage_writer=writer)
         assert [file.name for file in data_files(tmp_path / name)] == ["__0_0.distcp"]
 
 
-def test_an_empty_state_is_a_checkpoint(tmp_path: Path) -> None:
+def test_an_empty_state_can_be_saved_and_loaded(tmp_path: Path) -> None:
     torch_ckpt.save({}, tmp_path / "c")
     torch_ckpt.load({}, tmp_path / "c")
     assert data_files(tmp_path / "c") == []
@@ -375,7 +377,7 @@ def test_an_empty_state_is_a_checkpoint(tmp_path: Path) -> None:
     ],
     ids=["itself", "copied", "copied deeply", "replaced", "pickled"],
 )
-def test_what_a_save_returns_is_torchs_metadata_however_it_is_used(
+def test_the_returned_metadata_behaves_like_torchs(
     tmp_path: Path, used: Callable[[Metadata], Metadata]
 ) -> None:
     returned = torch_ckpt.save({"t": torch.ones(2), "step": 3}, tmp_path / "c", no_dist=True)

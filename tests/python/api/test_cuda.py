@@ -63,9 +63,7 @@ def spin() -> None:
 
 @pytest.mark.parametrize("staging", ["blocking", "overlapped"])
 @pytest.mark.parametrize("max_host_bytes", [None, 1 << 20])
-def test_what_was_there_at_the_call_is_saved(
-    tmp_path: Path, staging: str, max_host_bytes: int | None
-) -> None:
+def test_a_save_takes_a_snapshot(tmp_path: Path, staging: str, max_host_bytes: int | None) -> None:
     values = state()
     expected = on_host(values)
     handle = torch_ckpt.async_save(
@@ -79,7 +77,7 @@ def test_what_was_there_at_the_call_is_saved(
     assert_holds(tmp_path / "c", expected)
 
 
-def test_work_queued_before_the_call_is_waited_for(tmp_path: Path) -> None:
+def test_a_save_waits_for_work_queued_before_it(tmp_path: Path) -> None:
     tensor = torch.zeros(1 << 20, device="cuda")
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -167,7 +165,7 @@ def test_values_are_converted_before_they_are_sent(tmp_path: Path, dtype: torch.
     assert torch.equal(found["weight"].cpu(), values.to(dtype))
 
 
-def test_a_load_waits_for_what_the_current_stream_does_with_its_targets(tmp_path: Path) -> None:
+def test_a_load_waits_for_the_current_streams_work_on_its_targets(tmp_path: Path) -> None:
     values = torch.randn(1000, 1000)
     torch_ckpt.save({"weight": values}, tmp_path)
     target = torch.zeros(1000, 1000, device="cuda")
@@ -177,7 +175,7 @@ def test_a_load_waits_for_what_the_current_stream_does_with_its_targets(tmp_path
     assert torch.equal(target.cpu(), values)
 
 
-def test_a_load_holds_two_chunks_for_each_thread_and_no_more(tmp_path: Path) -> None:
+def test_a_load_uses_at_most_two_chunks_for_each_thread(tmp_path: Path) -> None:
     values = torch.randn(3000, 3000)
     torch_ckpt.save({"weight": values}, tmp_path)
     target = torch.zeros(3000, 3000, device="cuda")

@@ -112,7 +112,7 @@ def test_a_view_is_saved_as_its_values(tmp_path: Path, name: str, staging: str) 
 
 
 @pytest.mark.parametrize("name", ["rows", "columns", "every third", "transposed", "permuted"])
-def test_a_load_into_a_view_changes_nothing_beside_it(tmp_path: Path, name: str) -> None:
+def test_a_load_into_a_view_changes_no_other_elements(tmp_path: Path, name: str) -> None:
     whole = torch.full((60, 200), -1.0, device=DEVICE)
     view = VIEWS[name](whole)
     values = torch.arange(view.numel(), dtype=torch.float32).reshape(view.shape)
@@ -148,7 +148,7 @@ def test_values_from_several_streams_are_saved(tmp_path: Path) -> None:
         assert torch.all(found[str(number)] == number + 1), number
 
 
-def test_loaded_values_are_seen_by_every_stream(tmp_path: Path) -> None:
+def test_loaded_values_are_visible_to_every_stream(tmp_path: Path) -> None:
     values = torch.randn(1 << 20)
     torch_ckpt.save({"t": values}, tmp_path)
     target = torch.zeros(1 << 20, device=DEVICE)
@@ -174,7 +174,7 @@ def test_a_failed_save_leaves_the_device_usable(tmp_path: Path) -> None:
     assert_same_bits(found, state)
 
 
-def test_a_damaged_checkpoint_is_refused_on_its_way_to_the_device(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_refused_by_a_load_to_the_device(tmp_path: Path) -> None:
     state = {"t": torch.randn(1 << 20, device=DEVICE)}
     torch_ckpt.save(state, tmp_path)
     (file,) = tmp_path.glob("*.distcp")
@@ -209,7 +209,7 @@ def test_a_forked_child_neither_uses_nor_frees_page_locked_memory(tmp_path: Path
 # --- CUDA graphs ---------------------------------------------------------------------------------
 
 
-def test_a_save_within_a_capture_is_refused_or_right(tmp_path: Path) -> None:
+def test_a_save_during_a_capture_is_refused_or_correct(tmp_path: Path) -> None:
     tensor = torch.full((1 << 20,), 3.0, device=DEVICE)
     torch.cuda.synchronize()
     try:
@@ -226,7 +226,7 @@ def test_a_save_within_a_capture_is_refused_or_right(tmp_path: Path) -> None:
     torch_ckpt.save({"t": tensor}, tmp_path / "after")
 
 
-def test_a_save_under_way_does_not_end_a_capture(tmp_path: Path) -> None:
+def test_a_running_save_does_not_end_a_capture(tmp_path: Path) -> None:
     saved = torch.full((1 << 24,), 3.0, device=DEVICE)
     captured = torch.zeros(1 << 20, device=DEVICE)
     torch.cuda.synchronize()
@@ -244,7 +244,7 @@ def test_a_save_under_way_does_not_end_a_capture(tmp_path: Path) -> None:
     assert torch.all(found == 3)
 
 
-def test_a_replayed_step_behind_a_guard_does_not_reach_the_checkpoint(tmp_path: Path) -> None:
+def test_a_guarded_replayed_step_does_not_reach_the_checkpoint(tmp_path: Path) -> None:
     parameter = torch.nn.Parameter(torch.ones(1 << 22, device=DEVICE))
     optimizer = torch.optim.AdamW([parameter], lr=0.1, capturable=True)
 
@@ -294,7 +294,7 @@ def test_a_state_makes_the_round_trip_in_a_fresh_process(name: str) -> None:
 # --- host memory ---------------------------------------------------------------------------------
 
 
-def test_reserved_memory_serves_the_first_save_without_growing(tmp_path: Path) -> None:
+def test_the_first_save_fits_into_reserved_memory(tmp_path: Path) -> None:
     torch_ckpt.trim_pool()
     state = {"t": torch.randn(1 << 22, device=DEVICE)}
     torch_ckpt.reserve_pool(64 << 20, device=DEVICE)

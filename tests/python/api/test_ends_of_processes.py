@@ -50,7 +50,7 @@ print("done" if handle.done() else "under way")
 """
 
 
-def test_leaving_the_interpreter_waits_for_the_save(tmp_path: Path) -> None:
+def test_the_interpreter_waits_for_the_save_at_exit(tmp_path: Path) -> None:
     done = run_script(LEAVES_EARLY, tmp_path / "c")
     assert (done.returncode, done.stdout, done.stderr) == (0, "under way\n", "")
     assert_checkpoint(tmp_path / "c", {"t": torch.arange(9)})
@@ -62,7 +62,7 @@ handle = torch_ckpt.async_save({"t": torch.ones(3)}, sys.argv[1])
 """
 
 
-def test_leaving_the_interpreter_logs_an_unseen_error(tmp_path: Path) -> None:
+def test_the_interpreter_logs_an_unreported_error_at_exit(tmp_path: Path) -> None:
     path = unwritable(tmp_path)
     done = run_script(LEAVES_AN_ERROR, path)
     assert done.returncode == 0
@@ -83,7 +83,7 @@ reached.wait()
 """
 
 
-def test_leaving_the_interpreter_waits_no_longer_than_the_limit(tmp_path: Path) -> None:
+def test_the_interpreter_waits_no_longer_than_the_limit_at_exit(tmp_path: Path) -> None:
     done = run_script(LEAVES_A_SAVE_THAT_HANGS, tmp_path / "c")
     assert done.returncode == 0
     assert f"the save to {tmp_path / 'c'} has not ended within" in done.stderr
@@ -100,7 +100,7 @@ except CheckpointException:
 """
 
 
-def test_an_error_that_was_seen_is_not_logged_at_the_end(tmp_path: Path) -> None:
+def test_a_reported_error_is_not_logged_at_exit(tmp_path: Path) -> None:
     done = run_script(SEES_AN_ERROR, unwritable(tmp_path))
     assert (done.returncode, done.stdout, done.stderr) == (0, "seen\n", "")
 
@@ -109,7 +109,9 @@ def test_an_error_that_was_seen_is_not_logged_at_the_end(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("way", SEEN)
-def test_a_forked_child_has_no_part_in_the_save(tmp_path: Path, gate: Gate, way: str) -> None:
+def test_a_forked_child_does_not_take_part_in_the_save(
+    tmp_path: Path, gate: Gate, way: str
+) -> None:
     handle = torch_ckpt.async_save({"t": torch.ones(3)}, tmp_path / "c", write_done=gate)
 
     def ask() -> None:
@@ -123,7 +125,7 @@ def test_a_forked_child_has_no_part_in_the_save(tmp_path: Path, gate: Gate, way:
     assert_checkpoint(tmp_path / "c", {"t": torch.ones(3)})
 
 
-def test_a_forked_child_can_save_itself(tmp_path: Path, gate: Gate) -> None:
+def test_a_forked_child_can_make_its_own_save(tmp_path: Path, gate: Gate) -> None:
     handle = torch_ckpt.async_save({"t": torch.ones(3)}, tmp_path / "parent", write_done=gate)
 
     def save() -> None:
@@ -144,7 +146,7 @@ def test_a_guarded_step_of_a_forked_child_does_not_wait(tmp_path: Path, held: Ga
     handle.result()
 
 
-def test_a_forked_child_knows_of_a_save_that_has_ended(tmp_path: Path) -> None:
+def test_a_forked_child_sees_that_a_save_has_ended(tmp_path: Path) -> None:
     handle = torch_ckpt.async_save({"t": torch.ones(3)}, tmp_path / "c")
     handle.result()
     in_fork(handle.result)
@@ -167,7 +169,7 @@ sys.exit(os.waitstatus_to_exitcode(status))
 """
 
 
-def test_a_forked_child_leaves_without_waiting(tmp_path: Path) -> None:
+def test_a_forked_child_exits_without_waiting(tmp_path: Path) -> None:
     done = run_script(LEAVES_IN_A_FORK, tmp_path / "c")
     assert (done.returncode, done.stderr) == (7, "")
     assert_checkpoint(tmp_path / "c", {"t": torch.ones(3)})
@@ -220,7 +222,7 @@ def test_sigterm_during_a_save_keeps_the_old_checkpoint(tmp_path: Path, moment: 
     assert_checkpoint(tmp_path / "c", old)
 
 
-def test_the_save_after_a_killed_one_clears_up(tmp_path: Path) -> None:
+def test_the_save_after_a_killed_one_removes_its_files(tmp_path: Path) -> None:
     save_and_terminate(tmp_path / "c", "written")
     left = contents(tmp_path / "c").keys()
     state = {"t": torch.ones(3)}

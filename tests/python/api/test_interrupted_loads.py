@@ -73,7 +73,9 @@ def descriptors() -> set[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("what", ["load", "verify"])
-def test_an_interrupt_anywhere_leaves_no_descriptor(tmp_path: Path, what: str) -> None:
+def test_an_interrupt_at_any_instruction_leaves_no_open_descriptor(
+    tmp_path: Path, what: str
+) -> None:
     # An object beside the tensor: it is read by torch's code.
     torch_ckpt.save({"t": torch.arange(4.0), "step": 1}, tmp_path, no_dist=True, thread_count=1)
     work: dict[str, Callable[[], Any]] = {

@@ -68,7 +68,7 @@ def no_names(*_: object) -> Any:
         (no_names, "cast"),
     ],
 )
-def test_what_fails_is_warned_of_and_no_file_goes(
+def test_a_failing_callback_is_warned_of_and_no_file_is_removed(
     directory: OpenDirectory, remove: Callable[..., None], named: Named, match: str
 ) -> None:
     with pytest.warns(UserWarning, match=match) as warned:
@@ -78,9 +78,7 @@ def test_what_fails_is_warned_of_and_no_file_goes(
 
 
 @pytest.mark.parametrize("error", [ValueError("odd\udcff"), Unspeakable()], ids=["odd", "no text"])
-def test_where_an_error_is_raised_it_is_the_callbacks(
-    directory: OpenDirectory, error: Exception
-) -> None:
+def test_an_error_of_the_callback_is_raised(directory: OpenDirectory, error: Exception) -> None:
     with pytest.raises(type(error)) as raised:
         _core.remove_leftovers(directory, raising(error))
     assert raised.value is error
@@ -104,7 +102,9 @@ def test_the_callback_may_keep_its_directory(
     assert directory.try_lock_exclusive(), "it keeps the lock of the lease"
 
 
-def test_an_interrupt_goes_before_what_the_commit_says(directory: OpenDirectory) -> None:
+def test_an_interrupt_takes_precedence_over_the_error_of_the_commit(
+    directory: OpenDirectory,
+) -> None:
     lease = _core.DirectoryLease(directory, None, 1.0)
     with (
         pytest.warns(UserWarning, match="unused files are left in .*: KeyboardInterrupt"),
@@ -154,14 +154,14 @@ sys.at_the_end = AtTheEnd()
 
 
 @pytest.mark.parametrize("how", ["abandon", "commit", "own", "leftovers", "wait"])
-def test_a_daemon_thread_that_is_asked_while_the_interpreter_ends_does_not_end_the_process(
+def test_a_callback_in_a_daemon_thread_at_exit_does_not_end_the_process(
     tmp_path: Path, how: str
 ) -> None:
     done = run_script(ENDS, tmp_path, how)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_lease_that_ends_beside_a_removal_waits_for_it(
+def test_a_lease_that_ends_during_a_removal_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lease = DirectoryLease(OpenDirectory(tmp_path), None)

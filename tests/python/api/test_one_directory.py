@@ -101,7 +101,7 @@ def held_save(path: Path, number: int, **options: Any) -> Iterator[list[BaseExce
 
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["first", "overwriting"])
-def test_of_two_saves_at_once_the_last_to_commit_is_there_whole(
+def test_the_later_commit_of_two_simultaneous_saves_is_complete(
     tmp_path: Path, is_first: bool
 ) -> None:
     if not is_first:
@@ -114,7 +114,7 @@ def test_of_two_saves_at_once_the_last_to_commit_is_there_whole(
     assert names_in(tmp_path) == named_by_metadata(tmp_path) | {".metadata"}
 
 
-def test_a_commit_removes_nothing_while_another_save_is_under_way(tmp_path: Path) -> None:
+def test_a_commit_removes_nothing_while_another_save_is_running(tmp_path: Path) -> None:
     save(state_of(0), tmp_path)
     old = names_in(tmp_path)
     with held_save(tmp_path, 1):
@@ -122,7 +122,7 @@ def test_a_commit_removes_nothing_while_another_save_is_under_way(tmp_path: Path
         assert old <= names_in(tmp_path)
 
 
-def test_three_saves_at_once_never_meet_in_a_file(tmp_path: Path) -> None:
+def test_three_simultaneous_saves_never_share_a_file(tmp_path: Path) -> None:
     with held_save(tmp_path, 1) as first, held_save(tmp_path, 2) as second:
         save(state_of(3), tmp_path)
         assert_holds(tmp_path, 3)
@@ -132,7 +132,7 @@ def test_three_saves_at_once_never_meet_in_a_file(tmp_path: Path) -> None:
     assert names_in(tmp_path) == named_by_metadata(tmp_path) | {".metadata"}
 
 
-def test_a_save_that_may_not_overwrite_does_not_replace_one_that_came_in_between(
+def test_a_save_without_overwrite_does_not_replace_one_committed_meanwhile(
     tmp_path: Path,
 ) -> None:
     with held_save(tmp_path, 1, overwrite=False) as raised:
@@ -155,7 +155,7 @@ def save_by_another_thread(path: Path, number: int) -> None:
 
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["first", "overwriting"])
-def test_a_save_whose_checkpoint_was_replaced_at_once_leaves_the_new_one_whole(
+def test_a_save_whose_checkpoint_was_replaced_at_once_keeps_the_new_one_complete(
     tmp_path: Path, is_first: bool
 ) -> None:
     if not is_first:
@@ -177,7 +177,7 @@ def test_a_save_whose_checkpoint_was_replaced_at_once_leaves_the_new_one_whole(
     assert names_in(tmp_path) == named_by_metadata(tmp_path) | {".metadata"}
 
 
-def test_a_save_that_was_given_up_commits_nothing(tmp_path: Path) -> None:
+def test_an_abandoned_save_commits_nothing(tmp_path: Path) -> None:
     save(state_of(0), tmp_path)
     kept = names_in(tmp_path)
     with held_save(tmp_path, 1) as raised:
@@ -191,7 +191,7 @@ def test_a_save_that_was_given_up_commits_nothing(tmp_path: Path) -> None:
     assert kept <= names_in(tmp_path)
 
 
-def test_a_save_that_is_being_committed_can_no_longer_be_given_up(tmp_path: Path) -> None:
+def test_a_save_that_is_being_committed_can_no_longer_be_abandoned(tmp_path: Path) -> None:
     save(state_of(0), tmp_path)
 
     def give_up() -> None:
@@ -205,7 +205,7 @@ def test_a_save_that_is_being_committed_can_no_longer_be_given_up(tmp_path: Path
     assert_holds(tmp_path, 1)
 
 
-def test_a_save_does_not_begin_where_it_cannot_keep_its_files_from_being_removed(
+def test_a_save_that_cannot_protect_its_files_does_not_start(
     tmp_path: Path,
 ) -> None:
     remover = OpenDirectory(tmp_path)
@@ -218,7 +218,7 @@ def test_a_save_does_not_begin_where_it_cannot_keep_its_files_from_being_removed
     assert OpenDirectory(tmp_path).try_lock_exclusive()
 
 
-def test_a_kept_error_of_a_directory_that_cannot_be_listed_keeps_no_lock(tmp_path: Path) -> None:
+def test_a_kept_error_of_an_unlistable_directory_holds_no_lock(tmp_path: Path) -> None:
     with (
         failing("readdir", errno.EIO, tmp_path),
         pytest.raises(OSError, match="readdir") as kept,
@@ -228,7 +228,7 @@ def test_a_kept_error_of_a_directory_that_cannot_be_listed_keeps_no_lock(tmp_pat
     assert kept.value.errno == errno.EIO
 
 
-def test_a_copy_of_a_writer_has_no_part_in_its_save(tmp_path: Path) -> None:
+def test_a_copy_of_a_writer_does_not_take_part_in_its_save(tmp_path: Path) -> None:
     writer = torch_ckpt.FileSystemWriter(tmp_path)
     writer.set_up_for_save(0)
     copies = [pickle.loads(pickle.dumps(writer)), copy.deepcopy(writer), copy.copy(writer)]
@@ -240,7 +240,7 @@ def test_a_copy_of_a_writer_has_no_part_in_its_save(tmp_path: Path) -> None:
         assert_holds(tmp_path, number)
 
 
-def test_a_file_that_cannot_be_removed_fails_no_save_where_warnings_are_errors(
+def test_a_file_that_cannot_be_removed_fails_no_save_even_if_warnings_are_errors(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "__9_0.distcp").mkdir()
@@ -251,7 +251,7 @@ def test_a_file_that_cannot_be_removed_fails_no_save_where_warnings_are_errors(
     assert OpenDirectory(tmp_path).try_lock_exclusive()
 
 
-def test_a_first_save_into_an_empty_directory_has_the_plain_names(tmp_path: Path) -> None:
+def test_a_first_save_into_an_empty_directory_uses_plain_file_names(tmp_path: Path) -> None:
     save(state_of(0), tmp_path, thread_count=2)
     assert names_in(tmp_path) == {".metadata", "__0_0.distcp", "__0_1.distcp"}
 
@@ -270,12 +270,12 @@ def fail_to_save(path: Path) -> None:
         save_with(writer, state_of(9), planner=FailingPlanner())
 
 
-def test_a_failed_save_lets_go_of_the_directory_at_once(tmp_path: Path) -> None:
+def test_a_failed_save_releases_the_directory_at_once(tmp_path: Path) -> None:
     fail_to_save(tmp_path)
     assert OpenDirectory(tmp_path).try_lock_exclusive()
 
 
-def test_a_failed_save_with_a_planner_and_a_writer_that_are_kept_lets_go_of_the_directory(
+def test_a_failed_save_releases_the_directory_although_planner_and_writer_are_kept(
     tmp_path: Path,
 ) -> None:
     class CannotPlan(DefaultSavePlanner):
@@ -288,7 +288,7 @@ def test_a_failed_save_with_a_planner_and_a_writer_that_are_kept_lets_go_of_the_
     assert OpenDirectory(tmp_path).try_lock_exclusive()
 
 
-def test_a_lease_that_is_dropped_takes_the_files_of_all_ranks_with_it(tmp_path: Path) -> None:
+def test_a_dropped_lease_deletes_the_files_of_all_ranks(tmp_path: Path) -> None:
     save(state_of(0), tmp_path)
     kept = names_in(tmp_path)
     lease = DirectoryLease(OpenDirectory(tmp_path), None)
@@ -298,14 +298,16 @@ def test_a_lease_that_is_dropped_takes_the_files_of_all_ranks_with_it(tmp_path: 
     assert names_in(tmp_path) == kept
 
 
-def test_the_next_save_of_the_thread_ends_a_failed_one_that_somebody_keeps(tmp_path: Path) -> None:
+def test_the_next_save_of_the_thread_ends_a_failed_one_that_is_still_referenced(
+    tmp_path: Path,
+) -> None:
     failed = DirectoryLease(OpenDirectory(tmp_path), None)
     (tmp_path / f"__1_{failed.tag}0.distcp").write_bytes(b"written before another rank failed")
     save(state_of(1), tmp_path)
     assert names_in(tmp_path) == named_by_metadata(tmp_path) | {".metadata"}
 
 
-def test_a_lease_of_another_thread_is_not_taken_for_one_that_failed(tmp_path: Path) -> None:
+def test_a_lease_of_another_thread_does_not_count_as_failed(tmp_path: Path) -> None:
     lease = DirectoryLease(OpenDirectory(tmp_path), None)
     mine = tmp_path / f"__1_{lease.tag}0.distcp"
     mine.write_bytes(b"being written")
@@ -316,7 +318,7 @@ def test_a_lease_of_another_thread_is_not_taken_for_one_that_failed(tmp_path: Pa
     assert_holds(tmp_path, 1)
 
 
-def test_a_lease_that_is_dropped_late_leaves_the_directorys_successor_alone(
+def test_a_lease_dropped_late_spares_the_directorys_successor(
     tmp_path: Path,
 ) -> None:
     path, old = tmp_path / "ck", tmp_path / "old"
@@ -331,7 +333,7 @@ def test_a_lease_that_is_dropped_late_leaves_the_directorys_successor_alone(
     assert names_in(old) == set()
 
 
-def test_a_forked_childs_copy_of_a_lease_neither_removes_nor_keeps_anything(
+def test_a_forked_childs_copy_of_a_lease_neither_removes_nor_protects_files(
     tmp_path: Path,
 ) -> None:
     lease = DirectoryLease(OpenDirectory(tmp_path), None)
@@ -355,7 +357,7 @@ def test_a_forked_childs_copy_of_a_lease_neither_removes_nor_keeps_anything(
     assert os.waitstatus_to_exitcode(status) == 0
 
 
-def test_a_file_that_metadata_names_by_another_spelling_stays(tmp_path: Path) -> None:
+def test_a_file_named_with_another_spelling_in_the_metadata_stays(tmp_path: Path) -> None:
     save(state_of(1), tmp_path)
     metadata = read_metadata(tmp_path)
     del metadata.torch_ckpt  # type: ignore[attr-defined]
@@ -368,7 +370,7 @@ def test_a_file_that_metadata_names_by_another_spelling_stays(tmp_path: Path) ->
     assert_holds(tmp_path, 1)
 
 
-def test_what_the_old_checkpoint_needs_stays_where_a_power_cut_may_bring_it_back(
+def test_files_of_the_old_checkpoint_stay_while_a_power_failure_may_restore_it(
     tmp_path: Path,
 ) -> None:
     save(state_of(0), tmp_path)
@@ -405,7 +407,7 @@ def killed_amid_its_data(path: Path) -> None:
     assert end_of(fork(work)) == -signal.SIGKILL
 
 
-def test_leftovers_of_a_dead_save_go_with_the_next_save(tmp_path: Path) -> None:
+def test_leftovers_of_a_dead_save_are_removed_by_the_next_save(tmp_path: Path) -> None:
     save(state_of(0), tmp_path)
     before = names_in(tmp_path)
     killed_amid_its_data(tmp_path)
@@ -432,7 +434,7 @@ def test_leftovers_of_a_dead_save_can_be_removed_and_are_named(
     assert torch_ckpt.remove_leftovers(tmp_path) == []
 
 
-def test_leftovers_are_not_removed_while_a_save_is_under_way(tmp_path: Path) -> None:
+def test_leftovers_are_not_removed_while_a_save_is_running(tmp_path: Path) -> None:
     save(state_of(0), tmp_path)
     (tmp_path / "__3_0.distcp").write_bytes(b"whose?")
     with held_save(tmp_path, 1), pytest.raises(CheckpointError, match="under way"):
@@ -440,7 +442,7 @@ def test_leftovers_are_not_removed_while_a_save_is_under_way(tmp_path: Path) -> 
     assert_holds(tmp_path, 1)
 
 
-def test_nothing_is_removed_where_the_metadata_cannot_be_read(tmp_path: Path) -> None:
+def test_nothing_is_removed_if_the_metadata_cannot_be_read(tmp_path: Path) -> None:
     save(state_of(0), tmp_path)
     (tmp_path / "__3_0.distcp").write_bytes(b"perhaps named")
     (tmp_path / ".metadata").write_bytes(b"damaged")
@@ -453,7 +455,7 @@ def test_nothing_is_removed_where_the_metadata_cannot_be_read(tmp_path: Path) ->
     assert names_in(tmp_path) == before
 
 
-def test_no_leftovers_of_a_directory_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_directory_has_no_leftovers(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         torch_ckpt.remove_leftovers(tmp_path / "nothing")
 
@@ -474,7 +476,7 @@ class HeldLoadPlanner(dcp.DefaultLoadPlanner):
         return plan
 
 
-def test_a_load_amid_which_a_save_commits_gets_the_old_checkpoint_whole(tmp_path: Path) -> None:
+def test_a_load_during_a_commit_gets_the_complete_old_checkpoint(tmp_path: Path) -> None:
     save(state_of(1), tmp_path)
     old = named_by_metadata(tmp_path)
     loaded = state_of(-1)
@@ -487,7 +489,7 @@ def test_a_load_amid_which_a_save_commits_gets_the_old_checkpoint_whole(tmp_path
 
 
 @pytest.mark.parametrize("how", ["dcp.load", "load", "preflight", "failed load"])
-def test_a_load_that_has_ended_lets_go_of_the_directory(tmp_path: Path, how: str) -> None:
+def test_a_load_that_has_ended_releases_the_directory(tmp_path: Path, how: str) -> None:
     save(state_of(1), tmp_path)
     reader = torch_ckpt.FileSystemReader(tmp_path)
     if how == "dcp.load":
@@ -506,7 +508,7 @@ SAVES_EACH = 12
 
 
 @pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
-def test_two_processes_that_save_and_two_that_load_never_see_a_mix(tmp_path: Path) -> None:
+def test_two_processes_that_save_and_two_that_load_never_see_a_mixture(tmp_path: Path) -> None:
     save(state_of(0), tmp_path)
     done = context.Event()
 

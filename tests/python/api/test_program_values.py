@@ -95,7 +95,7 @@ def test_a_program_is_restored_into_a_fresh_one(
 
 
 @pytest.mark.parametrize("load", LOADS)
-def test_load_reads_a_managers_step_in_place(tmp_path: Path, load: str) -> None:
+def test_load_restores_a_step_of_a_manager(tmp_path: Path, load: str) -> None:
     saved, fresh = program(3), program(0)
     nested, mean = fresh["train"]["losses"], fresh["train"]["mean"]
     by_manager(saved, tmp_path)
@@ -113,7 +113,7 @@ def test_a_manager_restores_what_save_wrote(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 3])
-def test_stock_torch_takes_the_model_and_optimizer_that_save_wrote(
+def test_stock_torch_loads_the_model_and_optimizer_that_save_wrote(
     tmp_path: Path, steps: int
 ) -> None:
     saved, fresh = program(steps), program(0)
@@ -125,7 +125,7 @@ def test_stock_torch_takes_the_model_and_optimizer_that_save_wrote(
 
 
 @pytest.mark.parametrize("load", LOADS)
-def test_load_takes_what_stock_torch_wrote_of_get_state_dict(tmp_path: Path, load: str) -> None:
+def test_load_reads_what_stock_torch_wrote_from_get_state_dict(tmp_path: Path, load: str) -> None:
     saved, fresh = program(3), program(0)
     model, optimizer = get_state_dict(saved["model"], saved["optimizer"])
     stock_save({**saved, "model": model, "optimizer": optimizer}, tmp_path)
@@ -138,7 +138,7 @@ def test_load_takes_what_stock_torch_wrote_of_get_state_dict(tmp_path: Path, loa
 
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("unused", [False, True])
-def test_an_optimizer_whose_parameters_have_numbers_is_restored(
+def test_an_optimizer_with_numbered_parameters_is_restored(
     tmp_path: Path, load: str, unused: bool
 ) -> None:
     saved, fresh = program(3, unused=unused), program(0, unused=unused)
@@ -147,14 +147,14 @@ def test_an_optimizer_whose_parameters_have_numbers_is_restored(
     assert_equal(outcome(fresh), outcome(saved))
 
 
-def test_a_manager_restores_an_optimizer_whose_parameters_have_numbers(tmp_path: Path) -> None:
+def test_a_manager_restores_an_optimizer_with_numbered_parameters(tmp_path: Path) -> None:
     saved, fresh = program(3), program(0)
     stock_save(saved, tmp_path / "c")
     restored_by_manager(fresh, tmp_path / "c")
     assert_equal(outcome(fresh), outcome(saved))
 
 
-def test_a_learning_rate_that_is_a_tensor_is_restored_with_numbers(tmp_path: Path) -> None:
+def test_a_tensor_learning_rate_is_restored_with_numbered_parameters(tmp_path: Path) -> None:
     saved, fresh = (program(n, lr=torch.tensor(r), foreach=False) for n, r in ((3, 0.5), (0, 0.0)))
     rate = fresh["optimizer"].param_groups[0]["lr"]
     stock_save({"model": saved["model"], "optimizer": saved["optimizer"]}, tmp_path)
@@ -194,7 +194,7 @@ class Lazy:
 
 
 @pytest.mark.parametrize("save", [torch_ckpt.save, stock_save])
-def test_a_value_without_state_yet_gets_all_of_it(tmp_path: Path, save: Call) -> None:
+def test_a_value_without_state_is_restored_completely(tmp_path: Path, save: Call) -> None:
     fresh = Lazy({})
     save({"value": Lazy({"count": 3, "nested": {"a": [1]}})}, tmp_path)
     torch_ckpt.load({"value": fresh}, tmp_path)
@@ -202,7 +202,7 @@ def test_a_value_without_state_yet_gets_all_of_it(tmp_path: Path, save: Call) ->
 
 
 @pytest.mark.parametrize("load", LOADS)
-def test_a_dict_that_is_empty_here_and_not_in_the_checkpoint_is_refused(
+def test_an_empty_dict_that_has_values_in_the_checkpoint_is_refused(
     tmp_path: Path, load: str
 ) -> None:
     saved, fresh = program(1), program(0)
@@ -216,7 +216,7 @@ def test_a_dict_that_is_empty_here_and_not_in_the_checkpoint_is_refused(
     )
 
 
-def test_a_dict_that_is_empty_here_is_no_matter_if_names_are_chosen(tmp_path: Path) -> None:
+def test_an_empty_dict_is_allowed_if_names_are_chosen(tmp_path: Path) -> None:
     torch_ckpt.save({"a": {"b": 1}, "step": 3}, tmp_path)
     state: State = {"a": {}, "step": 0}
     torch_ckpt.load(state, tmp_path, names=["step"])
@@ -237,7 +237,7 @@ def test_an_optimizer_without_state_is_refused_with_a_planner(tmp_path: Path) ->
 # --- other values --------------------------------------------------------------------------------
 
 
-def test_random_numbers_are_each_ranks_own(tmp_path: Path) -> None:
+def test_random_number_generators_are_saved_per_rank(tmp_path: Path) -> None:
     metadata = torch_ckpt.save({"rng": RNGState()}, tmp_path)
     drawn = torch.rand(3)
     torch_ckpt.load({"rng": RNGState()}, tmp_path)
@@ -245,7 +245,7 @@ def test_random_numbers_are_each_ranks_own(tmp_path: Path) -> None:
     assert torch.equal(torch.rand(3), drawn)
 
 
-def test_a_value_is_told_that_it_is_saved(tmp_path: Path) -> None:
+def test_before_checkpoint_of_a_nested_module_is_called(tmp_path: Path) -> None:
     class Filling(nn.Linear):
         def before_checkpoint(self) -> None:
             with torch.no_grad():

@@ -51,7 +51,7 @@ Save = Callable[[dict[str, Any], Path], None]
     ],
     ids=["in containers", "in an object", "a function"],
 )
-def test_what_cannot_be_pickled_is_named_by_its_full_key(
+def test_an_unpicklable_value_is_named_by_its_full_key(
     tmp_path: Path, save: Save, value: Any, key: str
 ) -> None:
     with pytest.raises(torch_ckpt.CheckpointError, match=f"{key}: an object of type .* cannot be"):
@@ -59,14 +59,14 @@ def test_what_cannot_be_pickled_is_named_by_its_full_key(
 
 
 @each_way
-def test_a_meta_tensor_is_named_with_what_to_do(tmp_path: Path, save: Save) -> None:
+def test_a_meta_tensor_is_named_with_a_remedy(tmp_path: Path, save: Save) -> None:
     model = torch.nn.Linear(2, 2, device="meta")
     with pytest.raises(torch_ckpt.CheckpointError, match=r"model\.weight: .*to_empty"):
         save({"model": model}, tmp_path / "c")
 
 
 @each_way
-def test_an_object_of_a_class_of_ones_own_is_warned_of_by_its_full_key(
+def test_an_object_of_a_custom_class_is_warned_of_by_its_full_key(
     tmp_path: Path, save: Save
 ) -> None:
     kind = type("Kind", (Own,), {"__module__": __name__, "__qualname__": f"Own{save.__name__}"})
@@ -80,12 +80,12 @@ def test_an_object_of_a_class_of_ones_own_is_warned_of_by_its_full_key(
     assert "add_safe_globals" in warning
 
 
-def test_a_tensor_of_a_class_of_ones_own_is_warned_of(tmp_path: Path) -> None:
+def test_a_tensor_of_a_custom_class_is_warned_of(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"not load: model\.w: a tensor of a class of its own"):
         torch_ckpt.save({"model": {"w": torch.ones(2).as_subclass(OwnTensor)}}, tmp_path)
 
 
-def test_what_loads_is_not_warned_of(tmp_path: Path) -> None:
+def test_loadable_values_are_not_warned_of(tmp_path: Path) -> None:
     state = {"a": {"list": [1, 2.0, "x"], "set": {1}, "path": Path("x"), "size": torch.Size([2])}}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -109,7 +109,7 @@ def test_a_module_is_not_called_for_its_state(
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_no_state_dict_is_refused(tmp_path: Path) -> None:
+def test_a_value_that_is_no_state_dict_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="state_dict must be a dict, got list"):
         torch_ckpt.save([torch.ones(2)], tmp_path)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="state_dict must be a dict, got list"):

@@ -42,7 +42,7 @@ def load(state: dict[str, Any], path: Path, freeing: bool, **options: Any) -> to
 
 
 @each_way
-def test_what_is_skipped_is_warned_of_by_name_and_counted_in_the_log(
+def test_skipped_values_are_named_in_a_warning_and_counted_in_the_log(
     saved: Path, freeing: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = {"model": {"a": torch.zeros(2), "b": torch.zeros(4), "new": torch.zeros(1)}, "other": 5}
@@ -62,7 +62,7 @@ def test_what_is_skipped_is_warned_of_by_name_and_counted_in_the_log(
 
 
 @each_way
-def test_where_all_fits_nothing_is_said(saved: Path, freeing: bool) -> None:
+def test_nothing_is_logged_if_everything_fits(saved: Path, freeing: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert load({"model": {"a": torch.zeros(2)}, "epoch": 0}, saved, freeing).skipped == []
@@ -70,9 +70,7 @@ def test_where_all_fits_nothing_is_said(saved: Path, freeing: bool) -> None:
 
 @each_way
 @pytest.mark.parametrize("kind", [dict, Counter])
-def test_a_state_of_which_nothing_is_found_is_refused(
-    saved: Path, freeing: bool, kind: type
-) -> None:
+def test_a_state_without_any_match_is_refused(saved: Path, freeing: bool, kind: type) -> None:
     model = torch.zeros(2)
     state = {"model": {"a": model}, "optimizer": kind(a=torch.zeros(2), n=1)}
     with pytest.raises(torch_ckpt.LoadMismatch, match="nothing of optimizer is in") as caught:
@@ -81,28 +79,28 @@ def test_a_state_of_which_nothing_is_found_is_refused(
     assert (model == 0).all()
 
 
-def test_a_state_of_which_no_shape_fits_is_refused(saved: Path) -> None:
+def test_a_state_without_any_fitting_shape_is_refused(saved: Path) -> None:
     with pytest.raises(torch_ckpt.LoadMismatch, match="nothing of model is in"):
         load({"model": {"a": torch.zeros(9)}, "epoch": 0}, saved, False)
 
 
-def test_a_flat_state_dict_of_which_nothing_is_found_is_refused(saved: Path) -> None:
+def test_a_flat_state_dict_without_any_match_is_refused(saved: Path) -> None:
     with pytest.raises(torch_ckpt.LoadMismatch, match="nothing of the state dict is in"):
         load({"a": torch.zeros(2), "b": torch.zeros(3)}, saved, False)
 
 
-def test_single_values_at_the_top_may_be_missing(saved: Path) -> None:
+def test_single_top_level_values_may_be_missing(saved: Path) -> None:
     with pytest.warns(UserWarning, match=r"seed \(missing\)"):
         assert load({"epoch": 0, "seed": 1}, saved, False).loaded == ["epoch"]
 
 
-def test_a_state_that_was_not_chosen_need_not_be_found(saved: Path) -> None:
+def test_a_state_that_was_not_chosen_may_be_missing(saved: Path) -> None:
     state = {"model": {"a": torch.zeros(2)}, "optimizer": {"a": torch.zeros(2)}}
     assert load(state, saved, False, names=["model.*"]).fits
     assert (state["model"]["a"] == 1).all()
 
 
-def test_a_manager_tells_and_refuses_alike(tmp_path: Path) -> None:
+def test_a_manager_warns_and_refuses_as_load_does(tmp_path: Path) -> None:
     model, larger = torch.nn.Linear(2, 2), torch.nn.Linear(3, 2)
     with torch_ckpt.CheckpointManager(tmp_path) as manager:
         manager.save(1, {"model": model}, force=True)

@@ -413,7 +413,7 @@ def test_a_callback_of_the_future_may_save(tmp_path: Path) -> None:
     ],
     ids=lambda value: " and ".join(value) if isinstance(value, dict) else "",
 )
-def test_contradicting_options_are_one_sentence(
+def test_contradicting_options_are_an_error_of_one_sentence(
     tmp_path: Path, arguments: dict[str, Any], message: str
 ) -> None:
     arguments = {"checkpoint_id": tmp_path / "c"} | arguments

@@ -54,7 +54,7 @@ def test_everything_comes_back(tmp_path: Path, staging: str) -> None:
     assert_checkpoint(tmp_path / "c", everything())
 
 
-def test_every_dtype_comes_back(tmp_path: Path) -> None:
+def test_every_dtype_makes_the_round_trip(tmp_path: Path) -> None:
     state = {str(dtype): random_tensor((7, 3), dtype) for dtype in DTYPES}
     torch_ckpt.async_save(state, tmp_path / "c").result()
     loaded = emptied(state)
@@ -87,7 +87,7 @@ def test_options_of_the_writer_are_heard(tmp_path: Path, options: StateDict) -> 
     assert contents(tmp_path / "async") == contents(tmp_path / "saved")
 
 
-def test_a_writer_of_the_callers_own_is_used_for_many_saves(tmp_path: Path) -> None:
+def test_one_writer_can_be_used_for_many_saves(tmp_path: Path) -> None:
     writer = torch_ckpt.FileSystemWriter(tmp_path / "first", thread_count=1)
     for name in ("first", "second"):
         torch_ckpt.async_save({"t": large()}, tmp_path / name, storage_writer=writer).result()
@@ -244,7 +244,7 @@ def test_tensors_without_versions_are_saved(tmp_path: Path) -> None:
     assert_checkpoint(tmp_path / "c", {"t": torch.ones(3)})
 
 
-def test_an_empty_state_is_a_checkpoint(tmp_path: Path) -> None:
+def test_an_empty_state_can_be_saved_and_loaded(tmp_path: Path) -> None:
     torch_ckpt.async_save({}, tmp_path / "c").result()
     torch_ckpt.load({}, tmp_path / "c")
     assert data_files(tmp_path / "c") == []

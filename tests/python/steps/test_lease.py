@@ -101,7 +101,7 @@ def touch_long_ago(path: Path) -> None:
 # --- on one machine ------------------------------------------------------------------------------
 
 
-def test_a_second_run_is_refused_while_the_first_lives_and_the_first_is_named(root: Path) -> None:
+def test_a_second_run_is_refused_while_the_first_is_alive_and_names_it(root: Path) -> None:
     with run_in_a_child(root) as child:
         with pytest.raises(RootInUse, match=rf"writes here, process {child.pid} on host "):
             CheckpointManager(root, preemption_signals=())
@@ -118,7 +118,7 @@ def test_the_lease_of_a_dead_run_does_not_block(root: Path) -> None:
 
 
 @pytest.mark.parametrize("has_lease", [False, True])
-def test_what_a_run_left_that_was_killed_while_it_took_the_lease_goes(
+def test_temporary_files_of_a_run_killed_while_taking_the_lease_are_removed(
     root: Path, has_lease: bool
 ) -> None:
     root.mkdir(exist_ok=True)
@@ -129,7 +129,7 @@ def test_what_a_run_left_that_was_killed_while_it_took_the_lease_goes(
         assert os.listdir(root) == [LEASE_NAME]
 
 
-def test_nobody_waits_for_a_run_whose_lease_a_crash_of_the_machine_has_emptied(root: Path) -> None:
+def test_a_lease_emptied_by_a_machine_crash_is_taken_at_once(root: Path) -> None:
     root.mkdir(exist_ok=True)
     (root / LEASE_NAME).touch()
     reached: list[str] = []
@@ -137,7 +137,7 @@ def test_nobody_waits_for_a_run_whose_lease_a_crash_of_the_machine_has_emptied(r
         assert "wait for a lease" not in reached
 
 
-def test_a_lease_that_no_thread_can_touch_is_not_left_behind(
+def test_a_lease_is_removed_if_its_thread_cannot_start(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(_thread: threading.Thread) -> None:
@@ -154,20 +154,20 @@ def test_a_lease_that_no_thread_can_touch_is_not_left_behind(
         assert os.listdir(root) == [LEASE_NAME]
 
 
-def test_a_process_with_the_number_of_a_dead_one_does_not_block(root: Path) -> None:
+def test_a_process_with_the_pid_of_a_dead_one_does_not_block(root: Path) -> None:
     record(root, **of_this_machine(), pid=os.getppid(), start="1")
     with leased(root):
         pass
 
 
-def test_a_lock_that_children_of_a_dead_run_have_does_not_block(root: Path) -> None:
+def test_a_lock_inherited_by_children_of_a_dead_run_does_not_block(root: Path) -> None:
     with open(record(root, **of_this_machine(), pid=os.getppid(), start="1")) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with leased(root):
             pass
 
 
-def test_of_several_that_find_the_lease_of_a_dead_run_one_takes_it(root: Path) -> None:
+def test_only_one_process_takes_over_a_dead_lease(root: Path) -> None:
     record(root, **of_this_machine(), pid=os.getppid(), start="1")
     children = [Child(Lease(os.fspath(root)).require) for _ in range(4)]
     try:
@@ -178,20 +178,20 @@ def test_of_several_that_find_the_lease_of_a_dead_run_one_takes_it(root: Path) -
     assert sorted(one.partition(":")[0] for one in said) == ["RootInUse"] * 3 + ["done"]
 
 
-def test_a_run_that_has_ended_leaves_nothing(root: Path) -> None:
+def test_a_closed_run_leaves_no_lease(root: Path) -> None:
     with manager_of(root) as made:
         assert os.listdir(root) == [LEASE_NAME]
         made.save(1, state_of(1))
     assert os.listdir(root) == ["0000000001"]
 
 
-def test_a_run_that_has_saved_nothing_leaves_no_root(root: Path) -> None:
+def test_a_run_without_saves_leaves_no_root(root: Path) -> None:
     with manager_of(root):
         pass
     assert not root.exists()
 
 
-def test_managers_of_one_process_share_the_lease_until_the_last_one_ends(root: Path) -> None:
+def test_managers_of_one_process_share_the_lease_until_the_last_is_closed(root: Path) -> None:
     with leased(root):
         with leased(root), manager_of(root):
             pass
@@ -208,7 +208,7 @@ def tried_elsewhere(root: Path) -> str:
         child.end()
 
 
-def test_who_only_reads_takes_no_lease(root: Path) -> None:
+def test_a_read_only_manager_takes_no_lease(root: Path) -> None:
     with (
         run_in_a_child(root),
         manager_of(root, read_only=True) as made,
@@ -243,7 +243,7 @@ def test_a_forked_child_neither_holds_nor_releases_the_lease_of_its_parent(root:
         child.end()
 
 
-def test_a_forked_child_cannot_write_beside_its_parent(root: Path) -> None:
+def test_a_forked_child_cannot_save_to_the_root_of_its_parent(root: Path) -> None:
     with leased(root) as made:
         child = Child(made.require)
         try:
@@ -255,7 +255,7 @@ def test_a_forked_child_cannot_write_beside_its_parent(root: Path) -> None:
 # --- taking over ---------------------------------------------------------------------------------
 
 
-def test_a_run_may_take_over_and_the_other_one_saves_no_more(root: Path) -> None:
+def test_after_a_takeover_the_other_run_cannot_save(root: Path) -> None:
     with manager_of(root) as first:
         first.save(1, state_of(1))
         first.wait_until_finished()
@@ -271,9 +271,7 @@ def test_a_run_may_take_over_and_the_other_one_saves_no_more(root: Path) -> None
             child.end()
 
 
-def test_a_save_under_way_is_not_committed_once_the_root_was_taken_over(
-    root: Path, held_commits: Gate
-) -> None:
+def test_a_running_save_is_not_committed_after_a_takeover(root: Path, held_commits: Gate) -> None:
     with manager_of(root) as first:
         first.save(1, state_of(1))
         held_commits.wait()
@@ -289,7 +287,7 @@ def test_a_save_under_way_is_not_committed_once_the_root_was_taken_over(
             child.end()
 
 
-def test_a_lease_that_was_taken_over_is_not_removed_by_who_had_it(root: Path) -> None:
+def test_a_lease_taken_over_is_not_removed_by_its_former_holder(root: Path) -> None:
     with leased(root):
         child = Child(Lease(os.fspath(root), takeover=True).require)
         assert child.said() == "done"
@@ -302,16 +300,14 @@ def test_a_lease_that_was_taken_over_is_not_removed_by_who_had_it(root: Path) ->
 # --- on several machines -------------------------------------------------------------------------
 
 
-def test_a_lease_of_another_machine_that_nobody_touches_is_taken(root: Path) -> None:
+def test_a_lease_of_another_machine_that_is_not_touched_is_taken(root: Path) -> None:
     touch_long_ago(record(root))
     with leased(root):
         pass
 
 
 @pytest.mark.parametrize("content", [b"", b"[1]", b"\xff", b"{" * 100_000])
-def test_a_lease_that_says_nothing_is_taken_once_nobody_touches_it(
-    root: Path, content: bytes
-) -> None:
+def test_an_unparsable_lease_that_is_not_touched_is_taken(root: Path, content: bytes) -> None:
     path = record(root)
     path.write_bytes(content)
     touch_long_ago(path)
@@ -319,7 +315,7 @@ def test_a_lease_that_says_nothing_is_taken_once_nobody_touches_it(
         pass
 
 
-def test_a_lease_of_another_machine_is_waited_for_and_taken_if_it_is_not_touched(
+def test_a_lease_of_another_machine_is_taken_after_a_wait_if_it_is_not_touched(
     root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     record(root)
@@ -328,7 +324,7 @@ def test_a_lease_of_another_machine_is_waited_for_and_taken_if_it_is_not_touched
     assert "has a lease of process 123 on host elsewhere" in caplog.text
 
 
-def test_a_run_on_another_machine_that_touches_its_lease_lives(root: Path) -> None:
+def test_a_run_on_another_machine_that_touches_its_lease_is_alive(root: Path) -> None:
     path = record(root)
     with (
         before("wait for a lease", lambda: os.utime(path, (1e9, time.time() + 5))),
@@ -337,7 +333,7 @@ def test_a_run_on_another_machine_that_touches_its_lease_lives(root: Path) -> No
         Lease(os.fspath(root), times=Times(poll=0.01)).require()
 
 
-def test_a_run_on_another_machine_whose_lock_is_seen_lives(root: Path) -> None:
+def test_a_run_on_another_machine_with_a_visible_lock_is_alive(root: Path) -> None:
     path = record(root)
     touch_long_ago(path)
     with open(path) as file:
@@ -346,13 +342,13 @@ def test_a_run_on_another_machine_whose_lock_is_seen_lives(root: Path) -> None:
             Lease(os.fspath(root)).require()
 
 
-def test_in_another_container_of_this_machine_the_lock_tells_at_once(root: Path) -> None:
+def test_the_lock_decides_at_once_for_another_container_of_this_machine(root: Path) -> None:
     record(root, boot=of_this_machine()["boot"], pids="pid:[1]")
     with leased(root):
         pass
 
 
-def test_a_lease_is_touched_while_its_run_lives(root: Path) -> None:
+def test_a_lease_is_touched_while_its_run_is_alive(root: Path) -> None:
     with leased(root, times=Times(renew=0.01)):
         path = root / LEASE_NAME
         touch_long_ago(path)
@@ -362,7 +358,7 @@ def test_a_lease_is_touched_while_its_run_lives(root: Path) -> None:
 # --- where it cannot be taken --------------------------------------------------------------------
 
 
-def test_a_root_on_a_read_only_disk_is_refused_and_may_be_restored_from_read_only(
+def test_a_root_on_a_read_only_disk_is_refused_unless_read_only(
     small_disk: Path,
 ) -> None:
     root = small_disk / "run"
@@ -375,7 +371,7 @@ def test_a_root_on_a_read_only_disk_is_refused_and_may_be_restored_from_read_onl
         assert made.restore(state_of(0)) == 1
 
 
-def test_a_manager_that_could_not_be_made_holds_no_lease(root: Path) -> None:
+def test_a_failed_constructor_holds_no_lease(root: Path) -> None:
     with pytest.raises(ValueError, match="interval"):
         CheckpointManager(root, preemption_signals=(), interval=-1)
     assert not root.exists()

@@ -33,19 +33,19 @@ def test_a_step_makes_the_round_trip(steps: RemoteSteps) -> None:
     assert_equal(loaded(steps, 100), state_of(3))
 
 
-def test_a_step_that_is_saved_in_the_background_makes_the_round_trip(steps: RemoteSteps) -> None:
+def test_a_step_saved_in_the_background_makes_the_round_trip(steps: RemoteSteps) -> None:
     writer = steps.writer(7, attempt=ATTEMPT)
     torch_ckpt.async_save(state_of(4), storage_writer=writer, no_dist=True).result(PATIENCE)
     assert_equal(loaded(steps, 7), state_of(4))
 
 
-def test_a_step_is_loaded_by_a_planner_of_torchs(steps: RemoteSteps) -> None:
+def test_a_step_is_loaded_by_torchs_planner(steps: RemoteSteps) -> None:
     save(steps, 1, state_of(3))
     state = loaded(steps, 1, planner=dcp.DefaultLoadPlanner())
     assert_equal(state, state_of(3))
 
 
-def test_a_step_of_stock_torch_is_loaded(steps: RemoteSteps, tmp_path: Path) -> None:
+def test_a_step_written_by_stock_torch_is_loaded(steps: RemoteSteps, tmp_path: Path) -> None:
     state = {"large": random_tensor((400, 500), torch.float32), "note": "stock"}
     dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "stock"), no_dist=True)
     for file in (tmp_path / "stock").iterdir():
@@ -63,7 +63,7 @@ def test_stock_torch_loads_a_step(tmp_path: Path) -> None:
     assert target["t"].tolist() == [0, 1, 2, 3, 4]
 
 
-def test_entries_tell_what_the_marker_says(steps: RemoteSteps) -> None:
+def test_entries_have_the_content_of_the_marker(steps: RemoteSteps) -> None:
     marker = {"metrics": {"loss": 0.5}, "notes": {"by": "test"}}
     save(steps, 30, state_of(), marker=lambda: marker)
     save(steps, 4, state_of())
@@ -76,19 +76,19 @@ def test_entries_tell_what_the_marker_says(steps: RemoteSteps) -> None:
     assert second.bytes == sum(f.bytes for n, f in files.items() if n != MARKER_NAME)
 
 
-def test_where_there_is_no_root_there_are_no_entries(steps: RemoteSteps) -> None:
+def test_a_missing_root_has_no_entries(steps: RemoteSteps) -> None:
     assert steps.entries() == []
     assert steps.sweep() == []
 
 
-def test_metadata_is_read_without_the_data(steps: RemoteSteps, staging: Path) -> None:
+def test_metadata_is_read_without_data_files(steps: RemoteSteps, staging: Path) -> None:
     save(steps, 1, state_of())
     found = steps.metadata(1).state_dict_metadata
     assert found["model.large"].size == torch.Size([300, 1000])
     assert list(staging.iterdir()) == []
 
 
-def test_nothing_is_left_in_the_staging_directory(steps: RemoteSteps, staging: Path) -> None:
+def test_the_staging_directory_is_empty_afterwards(steps: RemoteSteps, staging: Path) -> None:
     save(steps, 1, state_of())
     loaded(steps, 1)
     steps.verify(1)
@@ -108,7 +108,7 @@ def test_a_missing_step_cannot_be_pinned(steps: RemoteSteps) -> None:
         steps.set_pinned(1, True)
 
 
-def test_a_step_that_is_not_there_cannot_be_loaded(steps: RemoteSteps) -> None:
+def test_a_missing_step_cannot_be_loaded(steps: RemoteSteps) -> None:
     with pytest.raises(dcp.CheckpointException) as caught:
         loaded(steps, 9)
     cause = cause_of(caught.value)
@@ -124,7 +124,7 @@ def test_a_step_is_deleted_with_all_its_files(steps: RemoteSteps) -> None:
     assert all(name.startswith("0000000002/") for name in names_of(steps))
 
 
-def test_deleting_what_is_not_there_is_no_error(steps: RemoteSteps) -> None:
+def test_deleting_a_missing_step_is_no_error(steps: RemoteSteps) -> None:
     assert steps.delete(1)
 
 
@@ -138,14 +138,14 @@ def test_verify_finds_a_flipped_bit(steps: RemoteSteps) -> None:
     assert [damage.file for damage in report.damaged] == [name.partition("/")[2]]
 
 
-def test_verify_of_a_sound_step_reads_all_records(steps: RemoteSteps) -> None:
+def test_verify_of_an_intact_step_reads_all_records(steps: RemoteSteps) -> None:
     save(steps, 1, state_of())
     report = steps.verify(1)
     assert report.ok
     assert report.records == len(steps.metadata(1).storage_data)
 
 
-def test_verify_names_a_missing_file_and_a_strange_one(flaky: RemoteSteps) -> None:
+def test_verify_names_a_missing_file_and_an_unknown_one(flaky: RemoteSteps) -> None:
     save(flaky, 1, state_of(), thread_count=2)
     [_first, second] = [n for n in names_of(flaky) if n.endswith(".distcp")]
     flaky._files.remove([second])
@@ -195,7 +195,7 @@ def test_a_manager_resumes_beneath_a_url_and_keeps_the_last_steps(steps: RemoteS
     assert_equal(again, {"t": torch.full((3,), 5.0), "done": 5})
 
 
-def test_a_url_whose_protocol_nobody_knows_is_refused() -> None:
+def test_a_url_with_an_unknown_protocol_is_refused() -> None:
     with pytest.raises(ValueError, match="nowhere://run: Protocol not known"):
         open_steps("nowhere://run")
 
@@ -210,13 +210,13 @@ def test_a_url_whose_protocol_nobody_knows_is_refused() -> None:
         ({}, None),
     ],
 )
-def test_when_a_file_was_written_is_read_in_the_words_of_each_file_system(
+def test_modification_times_of_each_file_system_are_parsed(
     info: dict[str, Any], expected: float | None
 ) -> None:
     assert modified(info) == expected
 
 
-def test_of_files_without_a_time_the_age_is_0() -> None:
+def test_the_age_of_files_without_a_time_is_0() -> None:
     assert age([RemoteFile(1, 5.0), RemoteFile(1, None)]) == 0
 
 

@@ -30,7 +30,7 @@ from torch_ckpt.steps.remote import RemoteSteps
 from torch_ckpt.training import load_checkpoint_if_it_exists, save_checkpoint
 
 
-def test_a_deletion_that_is_cut_off_is_ended_by_the_sweep(flaky: RemoteSteps) -> None:
+def test_an_interrupted_deletion_is_completed_by_the_sweep(flaky: RemoteSteps) -> None:
     save(flaky, 1, state_of())
     with fail_at("remove", ".distcp"), pytest.raises(PermissionError):
         flaky.delete(1)
@@ -39,7 +39,7 @@ def test_a_deletion_that_is_cut_off_is_ended_by_the_sweep(flaky: RemoteSteps) ->
     assert names_of(flaky) == []
 
 
-def test_a_leftover_that_cannot_be_removed_does_not_keep_others(
+def test_a_leftover_that_cannot_be_removed_does_not_stop_the_sweep(
     flaky: RemoteSteps, caplog: pytest.LogCaptureFixture
 ) -> None:
     for step in (1, 2):
@@ -52,27 +52,27 @@ def test_a_leftover_that_cannot_be_removed_does_not_keep_others(
     assert kinds_of(flaky) == {1: "deleted"}
 
 
-def test_a_sweep_of_deletions_leaves_what_a_killed_save_left(flaky: RemoteSteps) -> None:
+def test_a_sweep_of_deletions_keeps_the_files_of_a_killed_save(flaky: RemoteSteps) -> None:
     flaky._files.write("0000000001/__0_0.distcp", b"x")
     make_old(flaky)
     assert flaky.sweep(deleted_only=True) == []
     assert flaky.sweep() == ["0000000001"]
 
 
-def test_leftovers_are_not_listed_where_they_are_not_asked_for(flaky: RemoteSteps) -> None:
+def test_leftovers_are_listed_only_on_request(flaky: RemoteSteps) -> None:
     save(flaky, 1, state_of())
     flaky._files.write("0000000002/__0_0.distcp", b"x")
     assert [entry.step for entry in flaky.entries(leftovers=False)] == [1]
 
 
-def test_a_deletion_that_did_not_get_to_the_marker_is_one(flaky: RemoteSteps) -> None:
+def test_a_deletion_interrupted_before_the_marker_is_still_one(flaky: RemoteSteps) -> None:
     save(flaky, 1, state_of())
     with fail_at("remove", MARKER_NAME), pytest.raises(PermissionError):
         flaky.delete(1)
     assert kinds_of(flaky) == {1: "deleted"}
 
 
-def test_a_step_is_saved_where_a_deletion_was_cut_off(flaky: RemoteSteps) -> None:
+def test_a_step_is_saved_over_an_interrupted_deletion(flaky: RemoteSteps) -> None:
     save(flaky, 1, state_of(1))
     with fail_at("remove", ".distcp"), pytest.raises(PermissionError):
         flaky.delete(1)
@@ -80,7 +80,7 @@ def test_a_step_is_saved_where_a_deletion_was_cut_off(flaky: RemoteSteps) -> Non
     assert_equal(loaded(flaky, 1), state_of(2))
 
 
-def test_a_step_that_is_saved_here_is_neither_swept_nor_deleted(flaky: RemoteSteps) -> None:
+def test_a_step_that_this_process_saves_is_neither_swept_nor_deleted(flaky: RemoteSteps) -> None:
     found: list[Any] = []
 
     def look(kind: str, path: str) -> None:
@@ -94,7 +94,7 @@ def test_a_step_that_is_saved_here_is_neither_swept_nor_deleted(flaky: RemoteSte
     assert_equal(loaded(flaky, 1), state_of())
 
 
-def test_a_step_that_is_loaded_here_is_not_deleted(flaky: RemoteSteps) -> None:
+def test_a_step_that_this_process_loads_is_not_deleted(flaky: RemoteSteps) -> None:
     save(flaky, 1, state_of())
     found: list[bool] = []
 
@@ -108,13 +108,13 @@ def test_a_step_that_is_loaded_here_is_not_deleted(flaky: RemoteSteps) -> None:
     assert not any(found)
 
 
-def test_after_a_save_that_failed_nobody_works_in_the_step(flaky: RemoteSteps) -> None:
+def test_a_failed_save_leaves_its_step_free(flaky: RemoteSteps) -> None:
     with fail_at("upload", ".distcp"), pytest.raises(dcp.CheckpointException):
         save(flaky, 1, state_of())
     assert f"{flaky.root}/0000000001" not in busy
 
 
-def test_other_directories_are_left_alone(flaky: RemoteSteps) -> None:
+def test_other_directories_stay(flaky: RemoteSteps) -> None:
     flaky._files.write("logs/0000000001", b"x")
     flaky._files.write("1/.metadata", b"x")
     make_old(flaky)
@@ -122,7 +122,7 @@ def test_other_directories_are_left_alone(flaky: RemoteSteps) -> None:
     assert names_of(flaky) == ["1/.metadata", "logs/0000000001"]
 
 
-def test_a_root_with_brackets_in_its_name_is_no_pattern(steps: RemoteSteps) -> None:
+def test_brackets_in_the_name_of_a_root_are_not_a_pattern(steps: RemoteSteps) -> None:
     plain, bracketed = RemoteSteps(f"{steps.root}/a1"), RemoteSteps(f"{steps.root}/a[1]")
     save(plain, 1, state_of(1))
     save(bracketed, 1, state_of(2))
@@ -134,7 +134,7 @@ def test_a_root_with_brackets_in_its_name_is_no_pattern(steps: RemoteSteps) -> N
 
 
 @pytest.mark.parametrize("part", ["run", "0000000001"])
-def test_a_listing_that_fails_is_not_taken_for_an_empty_one(staging: Path, part: str) -> None:
+def test_a_failed_listing_is_an_error_and_not_empty(staging: Path, part: str) -> None:
     steps = RemoteSteps(hooked_url().replace("hooked", "walked"), staging)
     save(steps, 1, state_of())
     with hooked(failing_at_the_end("list", part)), pytest.raises(PermissionError) as caught:
@@ -143,14 +143,16 @@ def test_a_listing_that_fails_is_not_taken_for_an_empty_one(staging: Path, part:
     assert kinds_of(steps) == {1: "complete"}
 
 
-def test_of_a_root_that_cannot_be_listed_no_load_says_that_it_is_empty(staging: Path) -> None:
+def test_a_load_from_an_unlistable_root_fails_and_does_not_report_an_empty_one(
+    staging: Path,
+) -> None:
     root = hooked_url().replace("hooked", "walked")
     save_checkpoint(root, 7, {"t": torch.ones(3)})
     with hooked(failing_at_the_end("list", "run")), pytest.raises(PermissionError):
         load_checkpoint_if_it_exists(root, {"t": torch.zeros(3)})
 
 
-def test_a_sweep_leaves_a_step_that_has_become_complete_since_it_was_listed(
+def test_a_sweep_keeps_a_step_completed_since_the_listing(
     flaky: RemoteSteps, staging: Path
 ) -> None:
     flaky._files.write("0000000001/__0_0.distcp", b"x")

@@ -34,7 +34,7 @@ def bytes_read(part: str = ".distcp") -> int:
     return sum(count for path, count in Hooked.reads if part in path)
 
 
-def test_a_quarter_of_the_names_takes_a_quarter_of_the_bytes(flaky: RemoteSteps) -> None:
+def test_loading_a_quarter_of_the_names_fetches_a_quarter_of_the_bytes(flaky: RemoteSteps) -> None:
     layers = {f"layer {n}": random_tensor((1 << 20,), torch.uint8, n) for n in range(16)}
     save(flaky, 1, layers)
     Hooked.reads.clear()
@@ -120,7 +120,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> RemoteSteps:
 
 @pytest.mark.parametrize("writer", ["ours", "stock"])
 @pytest.mark.parametrize("name", PARTS)
-def test_a_part_of_a_record_has_its_values(
+def test_a_part_of_a_record_is_loaded_with_its_values(
     request: pytest.FixtureRequest, writer: str, name: str
 ) -> None:
     found = read_part(request.getfixturevalue(writer), name, PARTS[name])
@@ -129,7 +129,7 @@ def test_a_part_of_a_record_has_its_values(
 
 @pytest.mark.parametrize("writer", ["ours", "stock"])
 @pytest.mark.parametrize("name", ["rows", "the last rows", "one element", "wide columns", "bytes"])
-def test_a_part_of_a_record_takes_its_bytes_and_some_blocks(
+def test_a_part_of_a_record_fetches_its_bytes_and_few_blocks(
     request: pytest.FixtureRequest, writer: str, name: str
 ) -> None:
     steps = request.getfixturevalue(writer)
@@ -140,7 +140,7 @@ def test_a_part_of_a_record_takes_its_bytes_and_some_blocks(
     assert wanted <= bytes_read() < wanted + (400 << 10)
 
 
-def test_a_part_that_is_damaged_is_refused_with_the_url(flaky: RemoteSteps) -> None:
+def test_a_damaged_part_is_refused_with_the_url(flaky: RemoteSteps) -> None:
     save(flaky, 1, {"t": random_shape(2048, 1024)}, thread_count=1)
     [name] = [n for n in names_of(flaky) if n.endswith(".distcp")]
     data = bytearray(flaky._files.read(name))
@@ -151,7 +151,7 @@ def test_a_part_that_is_damaged_is_refused_with_the_url(flaky: RemoteSteps) -> N
         read_part(flaky, "t", part)
 
 
-def test_a_load_in_small_waves_has_all_values_and_frees_its_files(
+def test_a_load_in_small_waves_gets_all_values_and_frees_its_files(
     flaky: RemoteSteps, staging: Path
 ) -> None:
     layers = {f"layer {n}": random_tensor((1 << 19,), torch.uint8, n) for n in range(16)}
@@ -170,21 +170,19 @@ def test_a_load_in_small_waves_has_all_values_and_frees_its_files(
     assert most < 2 << 20
 
 
-def test_values_are_converted_on_the_way(flaky: RemoteSteps) -> None:
+def test_values_are_converted_by_the_load(flaky: RemoteSteps) -> None:
     save(flaky, 1, {"t": torch.arange(1 << 18, dtype=torch.float32)})
     target = {"t": torch.zeros(1 << 18, dtype=torch.float64)}
     flaky.load(1, target, no_dist=True)
     assert_equal(target["t"], torch.arange(1 << 18, dtype=torch.float64))
 
 
-def test_a_load_that_frees_first_has_all_values(flaky: RemoteSteps) -> None:
+def test_a_load_with_free_before_read_gets_all_values(flaky: RemoteSteps) -> None:
     save(flaky, 1, state_of(6))
     assert_equal(loaded(flaky, 1, free_before_read=True), state_of(6))
 
 
-def test_a_request_that_fails_fails_the_load_with_the_url(
-    flaky: RemoteSteps, staging: Path
-) -> None:
+def test_a_failed_request_fails_the_load_with_the_url(flaky: RemoteSteps, staging: Path) -> None:
     save(flaky, 1, state_of())
     with fail_at("read", ".distcp"), pytest.raises(dcp.CheckpointException) as caught:
         loaded(flaky, 1)
@@ -194,7 +192,7 @@ def test_a_request_that_fails_fails_the_load_with_the_url(
     assert list(staging.iterdir()) == []
 
 
-def test_a_verify_without_room_in_the_staging_directory_downloads_nothing(
+def test_verify_without_space_for_staging_downloads_nothing(
     flaky: RemoteSteps, small_disk: Path
 ) -> None:
     save(flaky, 1, {"t": torch.zeros(9 << 20, dtype=torch.uint8)})
@@ -205,7 +203,7 @@ def test_a_verify_without_room_in_the_staging_directory_downloads_nothing(
     assert Hooked.reads == []
 
 
-def test_uploads_that_are_told_as_totals_are_counted_once() -> None:
+def test_uploads_reported_as_totals_are_counted_once() -> None:
     counts: list[int] = []
     callback = _callback(counts.append)
     callback.absolute_update(10)
@@ -214,9 +212,7 @@ def test_uploads_that_are_told_as_totals_are_counted_once() -> None:
     assert counts == [10, 5, 5]
 
 
-def test_a_load_without_room_in_the_staging_directory_says_so(
-    flaky: RemoteSteps, small_disk: Path
-) -> None:
+def test_a_load_without_space_for_staging_is_refused(flaky: RemoteSteps, small_disk: Path) -> None:
     save(flaky, 1, {"t": torch.zeros(9 << 20, dtype=torch.uint8)})
     steps = RemoteSteps(flaky.root, small_disk)
     with pytest.raises(dcp.CheckpointException, match="pass another staging_dir") as caught:
@@ -227,14 +223,14 @@ def test_a_load_without_room_in_the_staging_directory_says_so(
     assert str(cause.filename).startswith(str(small_disk))
 
 
-def test_a_staging_directory_that_does_not_say_what_is_free_is_tried(ram_disk: Path) -> None:
+def test_a_staging_directory_of_unknown_free_space_is_tried(ram_disk: Path) -> None:
     steps = RemoteSteps(hooked_url(), ram_disk)
     save(steps, 1, state_of())
     assert steps.verify(1).ok
     assert_equal(loaded(steps, 1), state_of())
 
 
-def test_an_answer_that_is_cut_short_fails_the_load(
+def test_a_short_response_fails_the_load(
     flaky: RemoteSteps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(flaky, 1, state_of())
@@ -249,7 +245,7 @@ def test_an_answer_that_is_cut_short_fails_the_load(
         loaded(flaky, 1)
 
 
-def test_a_file_that_is_too_short_is_refused(flaky: RemoteSteps) -> None:
+def test_a_truncated_file_is_refused(flaky: RemoteSteps) -> None:
     save(flaky, 1, state_of(), thread_count=1)
     [name] = [n for n in names_of(flaky) if n.endswith(".distcp")]
     flaky._files.write(name, flaky._files.read(name)[:-100])
@@ -258,7 +254,7 @@ def test_a_file_that_is_too_short_is_refused(flaky: RemoteSteps) -> None:
     assert isinstance(cause_of(caught.value), Corrupt)
 
 
-def test_a_file_that_is_not_there_is_named(flaky: RemoteSteps) -> None:
+def test_a_missing_file_is_named(flaky: RemoteSteps) -> None:
     save(flaky, 1, state_of(), thread_count=1)
     [name] = [n for n in names_of(flaky) if n.endswith(".distcp")]
     flaky._files.remove([name])
@@ -269,7 +265,9 @@ def test_a_file_that_is_not_there_is_named(flaky: RemoteSteps) -> None:
     assert cause.filename == f"{flaky.root}/{name}"
 
 
-def test_metadata_that_names_a_file_elsewhere_is_refused(flaky: RemoteSteps, staging: Path) -> None:
+def test_metadata_that_names_a_file_outside_the_step_is_refused(
+    flaky: RemoteSteps, staging: Path
+) -> None:
     save(flaky, 1, {"t": torch.arange(9)})
     metadata = flaky.metadata(1)
     [info] = metadata.storage_data.values()
@@ -282,7 +280,7 @@ def test_metadata_that_names_a_file_elsewhere_is_refused(flaky: RemoteSteps, sta
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_ranges_of_a_box_hold_each_of_its_elements(seed: int) -> None:
+def test_ranges_of_a_box_contain_all_of_its_elements(seed: int) -> None:
     random = torch.Generator().manual_seed(seed)
 
     def number(least: int, most: int) -> int:
@@ -306,5 +304,5 @@ def test_ranges_of_a_box_hold_each_of_its_elements(seed: int) -> None:
     assert not (wanted & ~covered).any()
 
 
-def test_ranges_that_are_near_each_other_become_one() -> None:
+def test_neighboring_ranges_are_merged() -> None:
     assert coalesced([(50, 60), (0, 10), (15, 20), (5, 12), (7, 7)], gap=5) == [(0, 20), (50, 60)]

@@ -40,7 +40,7 @@ from torch_ckpt.steps.remote import LEFTOVER_SECONDS, RemoteSteps
 from torch_ckpt.steps.remote_reader import RemoteReader
 
 
-def test_an_upload_that_fails_fails_the_save_with_the_url(flaky: RemoteSteps) -> None:
+def test_a_failed_upload_fails_the_save_with_the_url(flaky: RemoteSteps) -> None:
     with fail_at("upload", "_1.distcp"), pytest.raises(dcp.CheckpointException) as caught:
         save(flaky, 1, state_of(), thread_count=2)
     cause = cause_of(caught.value)
@@ -49,14 +49,14 @@ def test_an_upload_that_fails_fails_the_save_with_the_url(flaky: RemoteSteps) ->
     assert "denied" in str(cause)
 
 
-def test_an_upload_that_fails_leaves_nothing(flaky: RemoteSteps, staging: Path) -> None:
+def test_a_failed_upload_leaves_no_files(flaky: RemoteSteps, staging: Path) -> None:
     with fail_at("upload", "_1.distcp"), pytest.raises(dcp.CheckpointException):
         save(flaky, 1, state_of(), thread_count=2)
     assert names_of(flaky) == []
     assert list(staging.iterdir()) == []
 
 
-def test_an_upload_that_fails_in_the_background_is_raised_by_the_handle(
+def test_a_failed_background_upload_is_raised_by_the_handle(
     flaky: RemoteSteps,
 ) -> None:
     writer = flaky.writer(1, attempt=ATTEMPT)
@@ -68,14 +68,14 @@ def test_an_upload_that_fails_in_the_background_is_raised_by_the_handle(
 
 
 @pytest.mark.parametrize("part", [".metadata", MARKER_NAME])
-def test_a_commit_that_fails_leaves_nothing(flaky: RemoteSteps, part: str) -> None:
+def test_a_failed_commit_leaves_no_files(flaky: RemoteSteps, part: str) -> None:
     with fail_at("write", part), pytest.raises(dcp.CheckpointException) as caught:
         save(flaky, 1, state_of())
     assert isinstance(cause_of(caught.value), NotCommitted)
     assert names_of(flaky) == []
 
 
-def test_a_marker_that_came_although_its_request_failed_is_removed(
+def test_a_marker_written_by_a_failed_request_is_removed(
     unanswered: RemoteSteps,
 ) -> None:
     with pytest.raises(dcp.CheckpointException):
@@ -100,7 +100,7 @@ def test_files_that_vanish_before_the_marker_fail_the_save(flaky: RemoteSteps) -
     assert kinds_of(flaky) == {}
 
 
-def test_a_save_counts_what_it_uploads_as_a_sign_of_life(flaky: RemoteSteps) -> None:
+def test_uploaded_bytes_are_heartbeats_of_a_save(flaky: RemoteSteps) -> None:
     writer = flaky.writer(1, attempt=ATTEMPT, thread_count=2)
     counts: list[int] = []
     with hooked(
@@ -111,7 +111,7 @@ def test_a_save_counts_what_it_uploads_as_a_sign_of_life(flaky: RemoteSteps) -> 
     assert counts[0] < counts[1] < writer.bytes_moved()
 
 
-def test_training_goes_on_while_a_step_is_uploaded(flaky: RemoteSteps) -> None:
+def test_training_continues_while_a_step_is_uploaded(flaky: RemoteSteps) -> None:
     uploading, go_on = threading.Event(), threading.Event()
 
     def wait(kind: str, _path: str) -> None:
@@ -132,7 +132,7 @@ def test_training_goes_on_while_a_step_is_uploaded(flaky: RemoteSteps) -> None:
     assert_equal(loaded(flaky, 1), state_of(1))
 
 
-def test_a_staging_directory_without_room_is_named(small_disk: Path) -> None:
+def test_a_staging_directory_without_space_is_named(small_disk: Path) -> None:
     steps = RemoteSteps(hooked_url(), small_disk)
     with pytest.raises(dcp.CheckpointException) as caught:
         save(steps, 1, {"t": torch.zeros(9 << 20, dtype=torch.uint8)})
@@ -174,14 +174,14 @@ def killed(left_by_a_killed_save: Path, tmp_path: Path, staging: Path) -> Remote
     return RemoteSteps(f"file://{tmp_path}/run", staging)
 
 
-def test_a_save_that_is_killed_before_its_marker_is_no_step(killed: RemoteSteps) -> None:
+def test_a_save_killed_before_its_marker_leaves_no_step(killed: RemoteSteps) -> None:
     save(killed, 1, state_of())
     assert kinds_of(killed) == {1: "complete", 2: "unfinished"}
     with pytest.raises(dcp.CheckpointException, match=f"{MARKER_NAME} is missing"):
         killed.load(2, {"t": torch.zeros(9)}, no_dist=True)
 
 
-def test_what_a_killed_save_left_is_swept_once_it_is_old(
+def test_leftovers_of_a_killed_save_are_swept_once_they_are_old(
     killed: RemoteSteps, tmp_path: Path
 ) -> None:
     save(killed, 1, state_of())
@@ -192,7 +192,7 @@ def test_what_a_killed_save_left_is_swept_once_it_is_old(
     assert kinds_of(killed) == {1: "complete"}
 
 
-def test_a_save_replaces_what_a_killed_one_left(killed: RemoteSteps) -> None:
+def test_a_save_replaces_the_leftovers_of_a_killed_one(killed: RemoteSteps) -> None:
     before = set(names_of(killed))
     save(killed, 2, state_of(5))
     assert_equal(loaded(killed, 2), state_of(5))
@@ -208,7 +208,7 @@ handle = torch_ckpt.async_save({"t": torch.arange(9)}, storage_writer=writer, no
 """
 
 
-def test_the_interpreters_end_waits_for_the_upload(s3: dict[str, str]) -> None:
+def test_the_interpreter_waits_for_the_upload_at_exit(s3: dict[str, str]) -> None:
     url = f"s3://{BUCKET}/{uuid.uuid4().hex}"
     run = run_script(AT_EXIT, url, json.dumps(s3))
     assert run.returncode == 0, run.stderr
@@ -216,16 +216,14 @@ def test_the_interpreters_end_waits_for_the_upload(s3: dict[str, str]) -> None:
     assert any(name.endswith(f"/0000000001/{MARKER_NAME}") for name in names)
 
 
-def test_a_save_by_torchs_own_function_lets_go_of_the_step(
-    flaky: RemoteSteps, staging: Path
-) -> None:
+def test_a_save_by_dcp_save_releases_the_step(flaky: RemoteSteps, staging: Path) -> None:
     writer = flaky.writer(1, attempt=ATTEMPT)
     dcp.save({"t": torch.arange(9)}, storage_writer=writer, no_dist=True)
     assert list(staging.iterdir()) == []
     assert flaky.delete(1)
 
 
-def test_a_failed_save_by_torchs_own_function_lets_go_with_its_writer(
+def test_a_failed_save_by_dcp_save_releases_the_step_with_its_writer(
     flaky: RemoteSteps, staging: Path
 ) -> None:
     writer = flaky.writer(1, attempt=ATTEMPT)
@@ -237,7 +235,7 @@ def test_a_failed_save_by_torchs_own_function_lets_go_with_its_writer(
     assert flaky.delete(1)
 
 
-def test_a_complete_step_is_not_replaced_unasked(steps: RemoteSteps) -> None:
+def test_a_complete_step_is_replaced_only_on_request(steps: RemoteSteps) -> None:
     save(steps, 1, state_of(1))
     with pytest.raises(dcp.CheckpointException) as caught:
         save(steps, 1, state_of(2))
@@ -245,7 +243,7 @@ def test_a_complete_step_is_not_replaced_unasked(steps: RemoteSteps) -> None:
     assert_equal(loaded(steps, 1), state_of(1))
 
 
-def test_a_replaced_step_is_the_new_one_and_keeps_no_old_file(steps: RemoteSteps) -> None:
+def test_a_replaced_step_has_the_new_values_and_no_old_file(steps: RemoteSteps) -> None:
     save(steps, 1, state_of(1))
     before = {name for name in names_of(steps) if name.endswith(".distcp")}
     save(steps, 1, state_of(2), overwrite=True)
@@ -260,7 +258,7 @@ def test_a_replaced_step_stays_pinned(steps: RemoteSteps) -> None:
     assert [entry.pinned for entry in steps.entries()] == [True]
 
 
-def test_at_every_request_of_a_replacing_save_a_load_sees_one_save_whole(
+def test_during_each_request_of_a_replacing_save_a_load_gets_one_complete_save(
     flaky: RemoteSteps,
 ) -> None:
     save(flaky, 1, state_of(1))
@@ -279,7 +277,7 @@ def test_at_every_request_of_a_replacing_save_a_load_sees_one_save_whole(
     assert order == ["old", "none", "new"]
 
 
-def test_a_replacing_save_that_fails_at_any_request_mixes_nothing(flaky: RemoteSteps) -> None:
+def test_a_replacing_save_that_fails_at_any_request_leaves_no_mixture(flaky: RemoteSteps) -> None:
     outcomes = []
     for last in range(1, 50):
         flaky.delete(1)
@@ -306,7 +304,7 @@ def test_a_replacing_save_that_fails_at_any_request_mixes_nothing(flaky: RemoteS
     assert len(outcomes) < 49
 
 
-def test_a_replacing_save_of_which_one_request_fails_leaves_the_old_step(
+def test_a_replacing_save_with_one_failed_request_keeps_the_old_step(
     flaky: RemoteSteps,
 ) -> None:
     failed: list[tuple[str, str]] = []
@@ -334,7 +332,7 @@ def test_a_replacing_save_of_which_one_request_fails_leaves_the_old_step(
     assert failed[-2:] == [("write", ".metadata"), ("write", MARKER_NAME)]
 
 
-def test_a_new_marker_that_came_although_its_request_failed_gives_way_to_the_old_step(
+def test_a_new_marker_written_by_a_failed_request_is_replaced_by_the_old_step(
     flaky: RemoteSteps, unanswered: RemoteSteps
 ) -> None:
     save(flaky, 1, state_of(1))
@@ -344,7 +342,7 @@ def test_a_new_marker_that_came_although_its_request_failed_gives_way_to_the_old
     assert which(flaky) == "old"
 
 
-def test_a_marker_that_is_too_long_says_nothing_and_is_not_read(flaky: RemoteSteps) -> None:
+def test_a_marker_that_is_too_long_is_not_read_and_counts_as_empty(flaky: RemoteSteps) -> None:
     save(flaky, 1, state_of())
     document = b'{"metrics": {"loss": 0.5}}'
     flaky._files.write(f"0000000001/{MARKER_NAME}", document.ljust(MOST_MARKER_BYTES + 1))
@@ -354,7 +352,7 @@ def test_a_marker_that_is_too_long_says_nothing_and_is_not_read(flaky: RemoteSte
     assert Hooked.reads == []
 
 
-def test_a_reader_that_is_dropped_leaves_nothing_staged(flaky: RemoteSteps, staging: Path) -> None:
+def test_a_dropped_reader_leaves_no_staged_files(flaky: RemoteSteps, staging: Path) -> None:
     save(flaky, 1, {"t": torch.arange(9)})
     reader = RemoteReader(flaky._files.below("0000000001"), str(staging))
     target = {"t": torch.zeros(9, dtype=torch.int64)}

@@ -9,7 +9,7 @@ from tests.remote_stores import BUCKET, s3_server
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_a_server_has_nothing_of_one_before(number: int) -> None:
+def test_each_server_starts_empty(number: int) -> None:
     with s3_server() as settings:
         files = fsspec.filesystem("s3", **settings)
         assert files.find(BUCKET) == []

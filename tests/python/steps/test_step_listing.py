@@ -28,7 +28,7 @@ def store(tmp_path: Path) -> LocalSteps:
 # --- listing -------------------------------------------------------------------------------------
 
 
-def test_a_root_that_is_not_there_has_no_steps(store: LocalSteps) -> None:
+def test_a_missing_root_has_no_steps(store: LocalSteps) -> None:
     assert store.entries() == []
     assert store.sweep() == []
     assert not os.path.exists(store.root)
@@ -68,7 +68,9 @@ FOREIGN = [
 
 
 @pytest.mark.parametrize("is_directory", [True, False])
-def test_other_names_are_no_steps_and_stay(store: LocalSteps, is_directory: bool) -> None:
+def test_directories_with_other_names_are_no_steps_and_stay(
+    store: LocalSteps, is_directory: bool
+) -> None:
     root = Path(store.root)
     root.mkdir()
     for name in FOREIGN:
@@ -80,7 +82,7 @@ def test_other_names_are_no_steps_and_stay(store: LocalSteps, is_directory: bool
     assert names(store) == sorted(FOREIGN)
 
 
-def test_files_with_the_names_of_steps_are_none_and_stay(store: LocalSteps) -> None:
+def test_files_with_the_names_of_steps_are_no_steps_and_stay(store: LocalSteps) -> None:
     root = Path(store.root)
     root.mkdir()
     files = [f"0000000100{suffix}" for suffix in ("", f".deleted-{ATTEMPT}", f".tmp-{ATTEMPT}")]
@@ -122,21 +124,21 @@ def test_a_marker_of_any_content_makes_a_step_complete(store: LocalSteps, kind: 
     assert info == StepInfo(100, str(path), "complete", **{"bytes": size, **expected})
 
 
-def test_a_directory_in_the_markers_place_makes_a_step_complete(store: LocalSteps) -> None:
+def test_a_directory_as_marker_makes_a_step_complete(store: LocalSteps) -> None:
     path = saved(store, 100)
     (path / MARKER_NAME).unlink()
     (path / MARKER_NAME).mkdir()
     assert listed(store) == [(100, "complete")]
 
 
-def test_metrics_that_are_no_numbers_come_back(store: LocalSteps) -> None:
+def test_nan_and_infinity_as_metrics_make_the_round_trip(store: LocalSteps) -> None:
     saved(store, 1, marker=lambda: {"metrics": {"a": math.nan, "b": -math.inf}})
     [info] = store.entries()
     assert math.isnan(info.metrics["a"])
     assert info.metrics["b"] == -math.inf
 
 
-def test_a_step_that_goes_while_it_is_listed_is_left_out(store: LocalSteps) -> None:
+def test_a_step_deleted_during_the_listing_is_omitted(store: LocalSteps) -> None:
     saved(store, 1)
     left = unfinished(store, 2)
     saved(store, 3)
@@ -147,7 +149,7 @@ def test_a_step_that_goes_while_it_is_listed_is_left_out(store: LocalSteps) -> N
 # --- 5: deletions --------------------------------------------------------------------------------
 
 
-def test_a_deleted_step_goes_with_all_its_files(store: LocalSteps) -> None:
+def test_a_step_is_deleted_with_all_its_files(store: LocalSteps) -> None:
     saved(store, 1)
     path = saved(store, 2)
     (path / "something else").touch()
@@ -155,14 +157,14 @@ def test_a_deleted_step_goes_with_all_its_files(store: LocalSteps) -> None:
     assert names(store) == ["0000000001"]
 
 
-def test_a_deletion_of_what_is_not_there_is_no_error(store: LocalSteps) -> None:
+def test_deleting_a_missing_step_is_no_error(store: LocalSteps) -> None:
     assert store.delete(2)
     saved(store, 1)
     assert store.delete(2)
     assert names(store) == ["0000000001"]
 
 
-def test_a_deleted_step_is_renamed_durably_before_its_first_file_goes(store: LocalSteps) -> None:
+def test_a_step_is_renamed_durably_before_its_first_file_is_deleted(store: LocalSteps) -> None:
     path = saved(store, 2)
     calls: list[str] = []
 
@@ -180,7 +182,7 @@ def test_a_deleted_step_is_renamed_durably_before_its_first_file_goes(store: Loc
     assert names(store) == []
 
 
-def test_nothing_is_deleted_in_another_root_that_has_come_to_the_place_since_the_save(
+def test_nothing_is_deleted_if_the_root_was_exchanged_since_the_save(
     store: LocalSteps, tmp_path: Path
 ) -> None:
     saved(store, 2)
@@ -197,7 +199,7 @@ def test_nothing_is_deleted_in_another_root_that_has_come_to_the_place_since_the
     assert listed(store) == [(3, "complete")]
 
 
-def test_a_deletion_that_fails_amid_is_no_step_and_is_ended_by_the_sweep(
+def test_a_deletion_that_fails_halfway_leaves_no_step_and_is_completed_by_the_sweep(
     store: LocalSteps,
 ) -> None:
     path = saved(store, 2)
@@ -220,7 +222,7 @@ def test_a_step_that_is_being_loaded_is_not_deleted(store: LocalSteps) -> None:
     assert names(store) == []
 
 
-def test_a_deletion_never_renames_the_step_that_has_replaced_the_one_to_delete(
+def test_a_deletion_never_renames_a_step_that_has_replaced_its_own(
     store: LocalSteps,
 ) -> None:
     path = saved(store, 2, 1.0)
@@ -252,7 +254,7 @@ def test_a_load_keeps_its_step_until_it_has_ended(store: LocalSteps) -> None:
     assert answers == [False]
 
 
-def test_a_step_that_is_a_link_goes_and_leaves_what_it_points_to(
+def test_deleting_a_linked_step_keeps_the_target_of_the_link(
     store: LocalSteps, tmp_path: Path
 ) -> None:
     path = saved(store, 2)
@@ -268,7 +270,7 @@ def test_a_step_that_is_a_link_goes_and_leaves_what_it_points_to(
 # --- 6: the sweep --------------------------------------------------------------------------------
 
 
-def test_the_sweep_removes_what_has_no_marker(store: LocalSteps) -> None:
+def test_the_sweep_removes_directories_without_a_marker(store: LocalSteps) -> None:
     saved(store, 1)
     left = unfinished(store, 2)
     assert store.sweep() == [left.name]
@@ -276,7 +278,7 @@ def test_the_sweep_removes_what_has_no_marker(store: LocalSteps) -> None:
     assert store.sweep() == []
 
 
-def test_the_sweep_names_a_step_that_lacked_only_its_name(store: LocalSteps) -> None:
+def test_the_sweep_renames_a_step_that_lacked_only_its_name(store: LocalSteps) -> None:
     unfinished(store, 2, marker='{"metrics": {"loss": 0.25}}')
     assert store.sweep() == []
     [info] = store.entries()
@@ -284,7 +286,7 @@ def test_the_sweep_names_a_step_that_lacked_only_its_name(store: LocalSteps) -> 
     assert value_of(Path(info.path)) == 7.0
 
 
-def test_the_sweep_keeps_a_step_and_removes_the_one_that_was_to_replace_it(
+def test_the_sweep_keeps_a_step_and_removes_its_unfinished_replacement(
     store: LocalSteps,
 ) -> None:
     left = unfinished(store, 2, marker="{}")
@@ -293,7 +295,7 @@ def test_the_sweep_keeps_a_step_and_removes_the_one_that_was_to_replace_it(
     assert value_of(Path(store.path_of(2))) == 1.0
 
 
-def test_the_sweep_ends_a_replacement_that_had_put_the_old_step_aside(store: LocalSteps) -> None:
+def test_the_sweep_completes_a_replacement_that_had_renamed_the_old_step(store: LocalSteps) -> None:
     left = unfinished(store, 2, marker="{}")
     saved(store, 2, 1.0)
     with closing(OpenDirectory(store.root)) as root:
@@ -305,7 +307,7 @@ def test_the_sweep_ends_a_replacement_that_had_put_the_old_step_aside(store: Loc
 
 
 @pytest.mark.parametrize("marker", [None, "{}"])
-def test_the_sweep_leaves_alone_where_somebody_works(store: LocalSteps, marker: str | None) -> None:
+def test_the_sweep_spares_directories_in_use(store: LocalSteps, marker: str | None) -> None:
     left = unfinished(store, 2, marker=marker)
     with closing(OpenDirectory(left)) as other:
         assert other.share()
@@ -313,13 +315,13 @@ def test_the_sweep_leaves_alone_where_somebody_works(store: LocalSteps, marker: 
         assert names(store) == [left.name]
 
 
-def test_the_sweep_of_a_run_spares_what_its_ranks_have_begun(store: LocalSteps) -> None:
+def test_the_sweep_of_a_run_spares_the_saves_of_its_ranks(store: LocalSteps) -> None:
     left = unfinished(store, 2)
     assert store.sweep(attempt="ffffffff") == []
     assert store.sweep(attempt=ATTEMPT) == [left.name]
 
 
-def test_a_save_spares_the_directory_that_another_rank_is_making(store: LocalSteps) -> None:
+def test_a_save_uses_the_directory_that_another_rank_has_made(store: LocalSteps) -> None:
     path = Path(store.root) / f"0000000002.tmp-{ATTEMPT}"
     path.mkdir(parents=True)
     # Held open, so that no other one can get its number.
@@ -329,14 +331,14 @@ def test_a_save_spares_the_directory_that_another_rank_is_making(store: LocalSte
 
 
 @pytest.mark.parametrize("moment", ["pwrite", "rename"], ids=["that writes", "that commits"])
-def test_the_sweep_of_another_manager_spares_a_save(store: LocalSteps, moment: str) -> None:
+def test_the_sweep_of_another_manager_spares_a_running_save(store: LocalSteps, moment: str) -> None:
     swept: list[list[str]] = []
     with before(moment, lambda: swept.append(LocalSteps(store.root).sweep())):
         assert value_of(saved(store, 2, 3.0)) == 3.0
     assert swept == [[]]
 
 
-def test_the_sweep_of_another_manager_spares_a_save_that_is_to_be_marked(
+def test_the_sweep_of_another_manager_spares_a_save_before_its_marker(
     store: LocalSteps,
 ) -> None:
     swept: list[list[str]] = []
@@ -349,7 +351,7 @@ def test_the_sweep_of_another_manager_spares_a_save_that_is_to_be_marked(
     assert swept == [[]]
 
 
-def test_a_leftover_that_goes_meanwhile_is_no_error(
+def test_a_leftover_removed_meanwhile_is_no_error(
     store: LocalSteps, caplog: pytest.LogCaptureFixture
 ) -> None:
     left = unfinished(store, 2)
@@ -361,7 +363,7 @@ def test_a_leftover_that_goes_meanwhile_is_no_error(
 # --- pins, verification, roots -------------------------------------------------------------------
 
 
-def test_a_step_is_pinned_until_it_is_not(store: LocalSteps) -> None:
+def test_a_step_is_pinned_until_it_is_unpinned(store: LocalSteps) -> None:
     path = saved(store, 2)
     for _ in range(2):
         store.set_pinned(2, True)
@@ -372,7 +374,7 @@ def test_a_step_is_pinned_until_it_is_not(store: LocalSteps) -> None:
         assert [info.pinned for info in store.entries()] == [False]
 
 
-def test_a_step_that_is_not_complete_cannot_be_pinned(store: LocalSteps) -> None:
+def test_an_incomplete_step_cannot_be_pinned(store: LocalSteps) -> None:
     path = saved(store, 2)
     (path / MARKER_NAME).unlink()
     for step in (2, 3):
@@ -381,7 +383,7 @@ def test_a_step_that_is_not_complete_cannot_be_pinned(store: LocalSteps) -> None
     assert not (path / PINNED_NAME).exists()
 
 
-def test_a_verified_step_is_well_until_it_is_damaged(store: LocalSteps) -> None:
+def test_verify_passes_until_the_step_is_damaged(store: LocalSteps) -> None:
     path = saved(store, 2)
     assert store.verify(2).ok
     [file] = data_files(path)[:1]

@@ -42,7 +42,7 @@ def fail(error: BaseException) -> Callable[..., Any]:
 # --- 1 to 4: a save ------------------------------------------------------------------------------
 
 
-def test_a_saved_step_is_a_checkpoint_in_ten_digits(store: LocalSteps) -> None:
+def test_a_saved_step_is_a_checkpoint_named_by_ten_digits(store: LocalSteps) -> None:
     path = saved(store, 100, 3.0)
     assert path == Path(store.root) / "0000000100"
     assert names(store) == ["0000000100"]
@@ -52,7 +52,7 @@ def test_a_saved_step_is_a_checkpoint_in_ten_digits(store: LocalSteps) -> None:
     assert_equal(found["w"], state(3.0)["w"])
 
 
-def test_the_marker_says_what_the_step_is(store: LocalSteps) -> None:
+def test_the_marker_describes_the_step(store: LocalSteps) -> None:
     begun = time.time()
     path = saved(store, 7, marker=lambda: {"metrics": {"loss": 0.5}, "notes": {"a": [1]}, "x": 2})
     size = sum(file.stat().st_size for file in path.iterdir() if file.name != MARKER_NAME)
@@ -71,7 +71,7 @@ def test_the_marker_says_what_the_step_is(store: LocalSteps) -> None:
     assert info.complete
 
 
-def test_while_it_is_saved_a_step_has_another_name_and_is_none(store: LocalSteps) -> None:
+def test_a_step_that_is_being_saved_has_another_name_and_is_not_listed(store: LocalSteps) -> None:
     seen: list[Any] = []
     attempt = f"0000000005.tmp-{ATTEMPT}"
 
@@ -114,7 +114,7 @@ def test_without_syncing_nothing_is_fsynced(store: LocalSteps) -> None:
     assert not {"fsync", "fsync_directory"} & set(calls)
 
 
-def test_the_metadata_names_the_step_not_the_place_it_was_written_in(store: LocalSteps) -> None:
+def test_the_metadata_names_the_final_directory_of_the_step(store: LocalSteps) -> None:
     path = saved(store, 5)
     meta = store.metadata(5).storage_meta
     assert meta is not None
@@ -122,36 +122,36 @@ def test_the_metadata_names_the_step_not_the_place_it_was_written_in(store: Loca
 
 
 @pytest.mark.parametrize("step", ["5", 5.0, None])
-def test_what_is_not_an_integer_is_not_a_step(step: Any) -> None:
+def test_a_step_number_must_be_an_integer(step: Any) -> None:
     with pytest.raises(TypeError, match="a step must be an int"):
         step_name(step)
 
 
 @pytest.mark.parametrize("step", [0, LARGEST_STEP])
-def test_the_first_and_the_last_number_are_steps(store: LocalSteps, step: int) -> None:
+def test_the_smallest_and_the_largest_number_are_valid_steps(store: LocalSteps, step: int) -> None:
     saved(store, step)
     assert listed(store) == [(step, "complete")]
 
 
 @pytest.mark.parametrize("step", [-1, LARGEST_STEP + 1])
-def test_a_number_without_ten_digits_is_refused(store: LocalSteps, step: int) -> None:
+def test_a_number_that_does_not_fit_ten_digits_is_refused(store: LocalSteps, step: int) -> None:
     with pytest.raises(ValueError, match=f"a step must be from 0 to 9999999999, got {step}"):
         store.writer(step, attempt=ATTEMPT)
 
 
-def test_a_save_that_fails_leaves_neither_a_step_nor_its_files(store: LocalSteps) -> None:
+def test_a_failed_save_leaves_neither_a_step_nor_files(store: LocalSteps) -> None:
     saved(store, 1)
     error = failure(store, 2, marker=fail(OSError(EIO, "the marker")))
     assert isinstance(error, NotCommitted)
     assert names(store) == ["0000000001"]
 
 
-def test_a_marker_that_is_no_json_fails_the_save(store: LocalSteps) -> None:
+def test_a_marker_that_is_not_json_fails_the_save(store: LocalSteps) -> None:
     assert isinstance(failure(store, 2, marker=lambda: {"x": {1, 2}}), TypeError)
     assert names(store) == []
 
 
-def test_a_rename_that_fails_is_a_step_that_is_not_there(store: LocalSteps) -> None:
+def test_a_failed_rename_leaves_no_step(store: LocalSteps) -> None:
     with failing("rename", ENOSPC, store.path_of(2)):
         error = failure(store, 2)
     assert isinstance(error, NotCommitted)
@@ -159,7 +159,7 @@ def test_a_rename_that_fails_is_a_step_that_is_not_there(store: LocalSteps) -> N
     assert names(store) == []
 
 
-def test_a_rename_that_may_yet_be_carried_out_leaves_the_step_to_the_next_sweep(
+def test_a_rename_of_unknown_outcome_leaves_the_step_to_the_next_sweep(
     store: LocalSteps,
 ) -> None:
     with failing("rename", EIO, store.path_of(2)):
@@ -171,7 +171,7 @@ def test_a_rename_that_may_yet_be_carried_out_leaves_the_step_to_the_next_sweep(
     assert value_of(Path(store.path_of(2))) == 2.0
 
 
-def test_a_save_that_has_renamed_its_step_does_not_fail_if_the_root_cannot_be_identified(
+def test_a_renamed_step_is_saved_even_if_the_root_cannot_be_identified_then(
     store: LocalSteps,
 ) -> None:
     renamed: list[str] = []
@@ -195,7 +195,7 @@ def test_a_root_that_cannot_be_identified_fails_the_save_before_the_rename(
     assert names(store) == []
 
 
-def test_a_directory_that_takes_the_steps_name_meanwhile_stays(store: LocalSteps) -> None:
+def test_a_directory_created_meanwhile_with_the_name_of_the_step_stays(store: LocalSteps) -> None:
     final = Path(store.path_of(2))
 
     def hook(operation: str, path: str) -> int:
@@ -211,7 +211,7 @@ def test_a_directory_that_takes_the_steps_name_meanwhile_stays(store: LocalSteps
     assert (final / "somebodys").read_text() == "the only copy"
 
 
-def test_a_replacing_rename_that_fails_keeps_the_old_step(store: LocalSteps) -> None:
+def test_a_failed_replacing_rename_keeps_the_old_step(store: LocalSteps) -> None:
     saved(store, 2, 1.0)
     failed: list[str] = []
 
@@ -228,7 +228,7 @@ def test_a_replacing_rename_that_fails_keeps_the_old_step(store: LocalSteps) -> 
     assert value_of(Path(store.path_of(2))) == 1.0
 
 
-def test_where_the_last_fsync_fails_the_step_is_there_and_the_error_says_so(
+def test_if_the_last_fsync_fails_the_step_exists_and_the_error_says_so(
     store: LocalSteps,
 ) -> None:
     with failing("fsync_directory", EIO, store.root):
@@ -236,7 +236,7 @@ def test_where_the_last_fsync_fails_the_step_is_there_and_the_error_says_so(
     assert listed(store) == [(2, "complete")]
 
 
-def test_metadata_that_may_not_last_is_no_step(store: LocalSteps) -> None:
+def test_metadata_of_uncertain_durability_makes_no_step(store: LocalSteps) -> None:
     has_metadata: list[bool] = []
 
     def fail_after_the_rename(operation: str, path: str) -> int:
@@ -256,7 +256,7 @@ def test_a_save_after_a_failed_one_of_the_same_run_succeeds(store: LocalSteps) -
     assert value_of(saved(store, 2, 4.0)) == 4.0
 
 
-def test_what_an_earlier_run_has_left_is_not_in_the_way(store: LocalSteps) -> None:
+def test_leftovers_of_an_earlier_run_do_not_block_a_save(store: LocalSteps) -> None:
     left = unfinished(store, 2)
     assert value_of(saved(store, 2, 4.0)) == 4.0
     assert left.exists()
@@ -265,7 +265,7 @@ def test_what_an_earlier_run_has_left_is_not_in_the_way(store: LocalSteps) -> No
 # --- replacing -----------------------------------------------------------------------------------
 
 
-def test_a_complete_step_is_not_replaced_unasked(store: LocalSteps) -> None:
+def test_a_complete_step_is_replaced_only_on_request(store: LocalSteps) -> None:
     path = saved(store, 3, 1.0)
     error = failure(store, 3, value=2.0)
     assert isinstance(error, FileExistsError)
@@ -274,7 +274,7 @@ def test_a_complete_step_is_not_replaced_unasked(store: LocalSteps) -> None:
     assert names(store) == ["0000000003"]
 
 
-def test_a_step_that_becomes_complete_meanwhile_is_not_replaced_unasked(store: LocalSteps) -> None:
+def test_a_step_completed_meanwhile_is_replaced_only_on_request(store: LocalSteps) -> None:
     other = LocalSteps(store.root)
     error = failure(
         store, 3, value=1.0, marker=lambda: saved(other, 3, 2.0, attempt="00000000") and {}
@@ -284,7 +284,7 @@ def test_a_step_that_becomes_complete_meanwhile_is_not_replaced_unasked(store: L
     assert names(store) == ["0000000003"]
 
 
-def test_a_step_is_replaced_where_asked_for(store: LocalSteps) -> None:
+def test_a_step_is_replaced_on_request(store: LocalSteps) -> None:
     saved(store, 3, 1.0)
     assert value_of(saved(store, 3, 2.0, overwrite=True)) == 2.0
     assert names(store) == ["0000000003"]
@@ -299,7 +299,7 @@ def test_a_directory_of_ten_digits_without_a_marker_is_replaced(store: LocalStep
 
 
 @pytest.mark.parametrize("kind", ["file", "dangling link"])
-def test_what_has_a_steps_name_and_is_not_a_directory_is_refused_and_stays(
+def test_a_file_with_the_name_of_the_step_is_refused_and_stays(
     store: LocalSteps, kind: str
 ) -> None:
     path = Path(store.root) / "0000000100"
@@ -315,7 +315,7 @@ def test_what_has_a_steps_name_and_is_not_a_directory_is_refused_and_stays(
     saved(store, 100)
 
 
-def test_a_replaced_step_stays_for_who_is_reading_it(store: LocalSteps) -> None:
+def test_a_replaced_step_stays_while_it_is_being_loaded(store: LocalSteps) -> None:
     path = saved(store, 3, 1.0)
     with closing(OpenDirectory(path)) as reader:
         assert reader.share()
@@ -328,7 +328,7 @@ def test_a_replaced_step_stays_for_who_is_reading_it(store: LocalSteps) -> None:
     assert names(store) == ["0000000003"]
 
 
-def test_a_replacing_save_has_the_turn_while_it_renames(store: LocalSteps) -> None:
+def test_a_replacing_save_locks_the_root_while_it_renames(store: LocalSteps) -> None:
     saved(store, 2, 1.0)
     has_turn: list[bool] = []
 
@@ -347,7 +347,7 @@ def test_a_replacing_save_has_the_turn_while_it_renames(store: LocalSteps) -> No
 # --- free space ----------------------------------------------------------------------------------
 
 
-def test_a_save_for_which_there_is_no_room_is_refused_before_it_writes(store: LocalSteps) -> None:
+def test_a_save_without_enough_space_is_refused_before_it_writes(store: LocalSteps) -> None:
     error = failure(store, 3, expected_bytes=1 << 62)
     assert isinstance(error, OSError)
     assert error.errno == ENOSPC
@@ -364,7 +364,7 @@ def test_room_is_made_before_a_save_is_refused(small_disk: Path) -> None:
     assert listed(store) == [(3, "complete")]
 
 
-def test_a_file_system_that_does_not_say_what_is_free_is_tried(ram_disk: Path) -> None:
+def test_a_file_system_of_unknown_free_space_is_tried(ram_disk: Path) -> None:
     store = LocalSteps(ram_disk / "run")
     saved(store, 3, expected_bytes=100)
     assert listed(store) == [(3, "complete")]
@@ -379,7 +379,7 @@ def test_a_replaced_step_stays_pinned(store: LocalSteps) -> None:
     assert value_of(Path(info.path)) == 2.0
 
 
-def test_a_step_that_was_named_while_another_was_to_go_stays(store: LocalSteps) -> None:
+def test_a_step_that_replaces_one_during_its_deletion_stays(store: LocalSteps) -> None:
     saved(store, 3, 1.0)
     # The deletion has the old step for itself, and is going to rename it.
     with before(
@@ -389,7 +389,7 @@ def test_a_step_that_was_named_while_another_was_to_go_stays(store: LocalSteps) 
     assert value_of(Path(store.path_of(3))) == 2.0
 
 
-def test_files_that_are_not_here_are_no_step(tmp_path: Path) -> None:
+def test_files_that_rank_0_does_not_see_fail_the_save(tmp_path: Path) -> None:
     store = LocalSteps(tmp_path, patience=0.0)
     writer = store.writer(3, attempt=ATTEMPT)
     writer.set_up_for_save(0)
@@ -399,7 +399,7 @@ def test_files_that_are_not_here_are_no_step(tmp_path: Path) -> None:
     assert [info.complete for info in store.entries()] in ([], [False])
 
 
-def test_room_is_not_made_where_there_is_enough(store: LocalSteps) -> None:
+def test_room_is_not_made_if_there_is_enough(store: LocalSteps) -> None:
     saved(store, 3, expected_bytes=1, make_room=fail(AssertionError("there is room")))
 
 
