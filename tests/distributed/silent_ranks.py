@@ -63,7 +63,7 @@ def given_up_after(victim: int) -> str:
     """How an error says for how long that rank was silent."""
     # The others wait for the coordinator for longer than it waits for them.
     patience = 1.25 * TIMEOUT if victim == 0 else TIMEOUT
-    return f"gave no sign of life for {patience:g} s"
+    return f"sent no heartbeat for {patience:g} s"
 
 
 def stop_here() -> None:

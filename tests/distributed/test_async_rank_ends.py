@@ -96,7 +96,7 @@ def test_a_rank_that_falls_silent_in_a_save_is_named_on_all_others(
     found = deaths.found(case)
     # The others wait for the coordinator for longer than it waits for them.
     patience = 1.25 * TIMEOUT if deaths.victim == 0 else TIMEOUT
-    reason = f"rank {deaths.victim} gave no sign of life for {patience:g} s in 'write'"
+    reason = f"rank {deaths.victim} sent no heartbeat for {patience:g} s in 'write'"
     for rank in deaths.others:
         assert found[rank]["ranks"] == [deaths.victim]
         assert reason in found[rank]["text"]

@@ -310,7 +310,7 @@ def case_a_rank_that_does_not_make_a_manager_is_named(launch: Launch) -> None:
     store, absent = store_of("no manager"), launch.size - 1
     if launch.rank == absent:
         store.wait([f"gave up {rank}" for rank in range(absent)])
-    with pytest.raises(TimeoutError, match=f"CheckpointManager: rank {absent} did not come within"):
+    with pytest.raises(TimeoutError, match=f"CheckpointManager: rank {absent} did not arrive"):
         CheckpointManager(launch.path("run"), preemption_signals=(), timeout=SHORT)
     store.set(f"gave up {launch.rank}", "")
     run_of(launch, [1])
@@ -329,7 +329,7 @@ def case_a_rank_that_does_not_come_to_a_save_is_named(launch: Launch) -> None:
         store.set(f"gave up {launch.rank}", "")
         assert list(causes) == [absent]
         assert isinstance(causes[absent], TimeoutError)
-        assert f"rank {absent} gave no sign of life for 2 s" in str(causes[absent])
+        assert f"rank {absent} sent no heartbeat for 2 s" in str(causes[absent])
         dist.barrier()
         saved(launch, made, [2])
         made.wait_until_finished()
@@ -342,7 +342,7 @@ def case_a_rank_that_does_not_come_to_the_first_save_is_named(launch: Launch) ->
     with manager_of(launch, timeout=SHORT) as made:
         if launch.rank == absent:
             store.wait([f"gave up {rank}" for rank in range(absent)])
-        with pytest.raises(TimeoutError, match=rf"save: rank {absent} did not come within"):
+        with pytest.raises(TimeoutError, match=rf"save: rank {absent} did not arrive within"):
             made.save(1, state_of(launch, 1))
         store.set(f"gave up {launch.rank}", "")
         dist.barrier()

@@ -190,7 +190,7 @@ def case_a_rank_that_does_not_come_to_finalize_is_named_and_comes_to_the_next_sa
             queue.close()
         except CheckpointException as error:
             assert sorted(error.failures) == [absent]  # noqa: PT017
-            assert f"rank {absent} gave no sign of life" in str(error)  # noqa: PT017
+            assert f"rank {absent} sent no heartbeat" in str(error)  # noqa: PT017
         except OSError:
             assert launch.rank == absent
         else:

@@ -68,7 +68,7 @@ def case_a_rank_that_does_not_come_is_named_on_the_others(launch: Launch) -> Non
     multihost.sync_global_devices("before", timeout=PATIENCE)
     if launch.rank == absent:
         store.wait([f"gave up {rank}" for rank in range(absent)])
-    with pytest.raises(TimeoutError, match=rf"'late'\): rank {absent} did not come within 2 s"):
+    with pytest.raises(TimeoutError, match=rf"'late'\): rank {absent} did not arrive within 2 s"):
         multihost.sync_global_devices("late", timeout=SHORT)
     store.set(f"gave up {launch.rank}", "")
     multihost.sync_global_devices("after", timeout=PATIENCE)
@@ -201,7 +201,7 @@ def case_a_rank_that_does_not_watch_is_named_after_a_notice(launch: Launch) -> N
     ) as watch:
         if launch.rank == 0:
             os.kill(os.getpid(), signal.SIGUSR1)
-        with pytest.raises(TimeoutError, match=f"rank {absent} did not come within 2 s"):
+        with pytest.raises(TimeoutError, match=f"rank {absent} did not arrive within 2 s"):
             any(map(watch.reached, range(10_000_000)))
     store.set(f"gave up {launch.rank}", "")
 

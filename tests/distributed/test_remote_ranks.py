@@ -205,7 +205,7 @@ def case_a_step_that_is_replaced_between_two_ranks_looks_is_loaded_by_none(launc
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RemoteReader, "_metadata_bytes", read_metadata)
         causes = failure_of(launch, lambda: steps.load(1, target))
-    assert "the checkpoint was replaced meanwhile, or a newer step was saved" in str(causes[0])
+    assert "the checkpoint was replaced, or a newer step was saved" in str(causes[0])
     assert url_of(launch) in str(causes[0])
     assert target["t"].tolist() == [0, 0, 0]
 
@@ -300,7 +300,7 @@ def deaths(workdir: Path) -> Iterator[Outcomes]:
 def test_a_rank_that_falls_silent_in_its_upload_is_named(deaths: Outcomes, case: str) -> None:
     found = deaths.found(case, dead=1 if case == "killed" else None)
     assert found[0]["ranks"] == [1]
-    assert f"rank 1 gave no sign of life for {TIMEOUT:g} s in 'write'" in found[0]["text"]
+    assert f"rank 1 sent no heartbeat for {TIMEOUT:g} s in 'write'" in found[0]["text"]
 
 
 @pytest.mark.parametrize("case", ["stopped", "killed"])

@@ -48,7 +48,7 @@ def test_a_silent_rank_is_named_on_all_others(launch: Outcomes, case: str) -> No
     last = launch.ranks.size - 1
     for outcome in launch.found(case, dead=last if case == KILLED else None)[:last]:
         assert outcome["ranks"] == [last]
-        assert f"rank {last} gave no sign of life for 2 s in 'write'" in outcome["text"]
+        assert f"rank {last} sent no heartbeat for 2 s in 'write'" in outcome["text"]
         assert outcome["seconds"] > TIMEOUT
 
 

@@ -83,9 +83,9 @@ def require_consecutive(name: str, value: Any) -> None:
     """
     if _is_strided(value) and len(chunks_here(value)) > 1:
         raise CheckpointError(
-            f"{name}: the elements that this rank has of the DTensor are not consecutive, because "
-            f"of its placements {tuple(value.placements)} and shape {list(value.shape)}, and "
-            "checkpoints describe only consecutive ones; redistribute it to Shard and Replicate "
+            f"{name}: this rank's elements of the DTensor are not consecutive, because of its "
+            f"placements {tuple(value.placements)} and shape {list(value.shape)}, and a checkpoint "
+            "can describe only consecutive elements; redistribute it to Shard and Replicate "
             "placements first"
         )
 

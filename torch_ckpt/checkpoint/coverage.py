@@ -30,16 +30,16 @@ def require_all(
     planned = sum(math.prod(sizes) for _, sizes in boxes)
     if planned < count:
         raise Corrupt(
-            f"{name}: the metadata has shards with {planned} of the {count} elements that are "
-            "wanted; the save that wrote it was incomplete"
+            f"{name}: the shards in the metadata hold only {planned} of the {count} wanted "
+            "elements; the save that wrote it was incomplete"
         )
     if len(boxes) > 1:
         gap = gap_in(tuple(wanted), boxes)
         if gap is not None:
             place = [begin + inner for begin, inner in zip(offsets, gap, strict=True)]
             raise Corrupt(
-                f"{name}: the metadata has shards that overlap, and none with element {place}; the "
-                "save that wrote it was incomplete"
+                f"{name}: shards in the metadata overlap, and none of them holds element {place}; "
+                "the save that wrote it was incomplete"
             )
 
 

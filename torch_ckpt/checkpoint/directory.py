@@ -80,9 +80,9 @@ def require_one_directory(places: Iterable[Place | None]) -> None:
             continue
         if first.setdefault((place.mounts, place.path), place).contradicts(place):
             raise NotCommitted(
-                f"{place.path}: ranks of this save have opened different directories under this "
-                "path: while the save began a directory was renamed, or a link in the path was "
-                "changed. Nothing was published; save again"
+                f"{place.path}: ranks of this save opened different directories under this path: "
+                "a directory was renamed, or a link in the path was changed, while the save "
+                "started. Nothing was published; save again"
             )
 
 

@@ -30,6 +30,6 @@ def outside(name: str, file: object) -> Unsafe:
     if len(shown) > 200:
         shown = f"{shown[:200]}..."
     return Unsafe(
-        f"{name}: the metadata says that its data lies in {shown}, which is not a file in the "
+        f"{name}: the metadata places its data in {shown}, which is not a file in the "
         "checkpoint's directory"
     )

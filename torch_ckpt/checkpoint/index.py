@@ -115,7 +115,7 @@ def _roles(is_torch_imported: bool) -> dict[str, str]:
 
 def require_end(end: int, data: bytes, covered: int | None) -> None:
     if end != (len(data) if covered is None else covered):
-        raise Corrupt(f"the pickle ends at byte {end}, and no intact seal follows")
+        raise Corrupt(f"the pickle ends at byte {end}, and no intact seal follows it")
 
 
 @contextmanager
@@ -220,7 +220,7 @@ def metadata_bytes_in(directory: OpenDirectory, name: str = METADATA_NAME) -> by
     try:
         size = os.fstat(stream.fileno()).st_size
         if size > MAX_METADATA_BYTES:
-            raise CheckpointError(f"{file} has {size} bytes, more than {MAX_METADATA_BYTES}")
+            raise CheckpointError(f"{file} has {size} bytes; the limit is {MAX_METADATA_BYTES}")
         return stream.read(size)
     finally:
         # All that was wanted has been read by then.

@@ -110,8 +110,9 @@ class DirectoryLease:
         """
         if self._abandon.detach() is None:
             raise NotCommitted(
-                f"{self._path}: this save was given up before its commit, because the "
-                "interpreter ends or its thread began another save into the directory; save again"
+                f"{self._path}: this save was abandoned before its commit, because the "
+                "interpreter is exiting or its thread started another save into the directory; "
+                "save again"
             )
         with self._lock:
             self._held.commit(metadata, list(files), sync, replace, named_files)
@@ -166,13 +167,13 @@ def remove_leftovers(checkpoint_id: str | os.PathLike[str]) -> list[str]:
         removed = _core.remove_leftovers(opened, named_files)
         if removed is None and not opened.has_locks:
             raise CheckpointError(
-                f"{opened.path}: the file system has no flock, which would show whether a save is "
-                "under way, so nothing is removed. If no process saves or loads here, remove data "
-                "files that no metadata names by hand"
+                f"{opened.path}: the file system has no flock, so a save under way cannot be "
+                "detected, and nothing was removed. If no process saves or loads here, delete the "
+                "data files that no metadata names yourself"
             )
         if removed is None:
             raise CheckpointError(
-                f"{opened.path}: a save or a load is under way; try again when it has ended"
+                f"{opened.path}: a save or a load is under way; try again after it ends"
             )
         return removed
 
@@ -188,7 +189,7 @@ def refuse_hidden_save(directory: OpenDirectory, rank: int | None) -> None:
     if rank is not None and METADATA_NAME in directory.names():
         raise FileExistsError(
             17,
-            "a checkpoint of all ranks is here, and a save with use_collectives=False would not "
-            "replace it; choose another directory",
+            "the directory has a checkpoint of all ranks, which a save with use_collectives=False "
+            "would not replace; choose another directory",
             os.path.join(directory.path, METADATA_NAME),
         )

@@ -23,7 +23,7 @@ _NUMBER = re.compile(r"\d{1,10}", re.ASCII)
 #: Suffixes of files of ``torch.save``.
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 
-_CONVERT = "torch-ckpt convert (torch_ckpt.convert) makes a checkpoint of it"
+_CONVERT = "convert it to a checkpoint with torch-ckpt convert (torch_ckpt.convert)"
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> OpenDirectory:
@@ -96,7 +96,7 @@ def _open_by_number(path: str) -> OpenDirectory:
         newest = _newest_step(root)
         if newest is not None:
             raise FileNotFoundError(
-                errno.ENOENT, f"there is no such step; the newest one is {int(newest)}", path
+                errno.ENOENT, f"no such step; the newest step is {int(newest)}", path
             )
     raise no_checkpoint(path, "such directory")
 
@@ -152,22 +152,23 @@ def _is_there(name: str, directory: OpenDirectory) -> bool:
 def _about_file(path: str) -> str:
     title = None
     with suppress(OSError):
-        titles = {"torch": "a file of torch.save", "safetensors": "a safetensors file"}
+        titles = {"torch": "a torch.save file", "safetensors": "a safetensors file"}
         title = titles.get(format_of(path) or "")
     if title is not None:
-        return f" but {title}: {_CONVERT}"
+        return f" but {title}; {_CONVERT}"
     directory = os.path.dirname(path) or "."
     if os.path.exists(os.path.join(directory, METADATA_NAME)):
-        return f" but a file of the checkpoint {directory}"
-    return ", and a checkpoint is one"
+        return f" but a file of the checkpoint {directory}; pass that directory"
+    return "; pass the directory of a checkpoint"
 
 
 def _refuse_other_formats(path: str, names: list[str]) -> None:
     if any(name.endswith(".safetensors") for name in names):
-        what = f"a directory of safetensors files: {_CONVERT}"
-    elif any(name.endswith(TORCH_SUFFIXES) for name in names):
-        what = "has files of torch.save: torch-ckpt convert (torch_ckpt.convert) makes a "
-        raise CheckpointError(f"{path} is not a checkpoint and {what}checkpoint of one")
-    else:
-        return
-    raise CheckpointError(f"{path} is not a checkpoint but {what}")
+        raise CheckpointError(
+            f"{path} is not a checkpoint but a directory of safetensors files; {_CONVERT}"
+        )
+    if any(name.endswith(TORCH_SUFFIXES) for name in names):
+        raise CheckpointError(
+            f"{path} is not a checkpoint but has torch.save files; convert one to a checkpoint "
+            "with torch-ckpt convert (torch_ckpt.convert)"
+        )

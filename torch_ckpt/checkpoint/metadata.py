@@ -71,7 +71,7 @@ def _member(kind: Any, name: Any) -> enum.Enum:
     """What the metadata looks up by getattr."""
     if not (isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__):
         raise Unsafe(
-            f"the metadata looks up {name!r} of {kind!r}, which is not a member of an enum"
+            f"the metadata looks up {name!r} in {kind!r}, which is not a member of an enum"
         )
     return kind[name]
 
@@ -106,7 +106,7 @@ def index_of(metadata: Metadata, source: str) -> _core.CheckpointIndex:
     try:
         program = _core.MetadataProgram(_pickled(known).getvalue(), roles())
     except Exception as error:
-        raise Corrupt(f"it holds what is not metadata: {error} ({source})") from error
+        raise Corrupt(f"it holds values that metadata cannot have: {error} ({source})") from error
     return index_of_program(program, source)
 
 

@@ -23,6 +23,7 @@ import torch
 
 from torch_ckpt._base.formatting import printable
 from torch_ckpt._base.log import warn
+from torch_ckpt.checkpoint.safe_types import NotInstalled
 from torch_ckpt.checkpoint.unpickler import Archive, NoSuchDevice, Unpickler
 from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
 
@@ -53,7 +54,8 @@ def decode(data: bytes | memoryview, name: str, file: str) -> Any:
     Raises:
         Unsafe: it names something that is neither on the list nor declared safe by the user.
         Corrupt: it is not what ``torch.save`` writes.
-        CheckpointError: a tensor in it was saved from a device that this process does not have.
+        CheckpointError: a tensor in it was saved from a device that this process does not have; or
+            it has NumPy values, and numpy is not installed.
     """
     try:
         archive = Archive(data)
@@ -62,18 +64,23 @@ def decode(data: bytes | memoryview, name: str, file: str) -> Any:
         raise Unsafe(
             f"{name}: the object in {file} {_told(error)}; pass allow_pickle=True (to a "
             "CheckpointManager: load_options={'allow_pickle': True}) only if you trust its writer, "
-            "or declare types of your own safe: torch.serialization.add_safe_globals([...])"
+            "or declare your own types safe: torch.serialization.add_safe_globals([...])"
         ) from None
+    except NotInstalled as error:
+        raise CheckpointError(
+            f"{name}: the object in {file} has NumPy values, and numpy is not installed; "
+            "install it: pip install numpy"
+        ) from error
     except NoSuchDevice as error:
         raise CheckpointError(
-            f"{name}: the object in {file} has a tensor for {error}; load it where that device is, "
-            "or, if you trust its writer, with allow_pickle=True and a planner whose load_bytes "
-            "calls torch.load(map_location=...)"
+            f"{name}: the object in {file} has a tensor on {error}; load it on a machine with that "
+            "device, or, if you trust its writer, with allow_pickle=True and a planner whose "
+            "load_bytes calls torch.load(map_location=...)"
         ) from None
     except Exception as error:
         raise Corrupt(
-            f"{name}: the object in {file} is not one that torch.save has written: "
-            f"{_told(error)}; with allow_pickle=True the planner gets it unread"
+            f"{name}: the object in {file} was not written by torch.save: {_told(error)}; with "
+            "allow_pickle=True the planner gets its bytes unchecked"
         ) from error
 
 
@@ -124,7 +131,7 @@ def warn_of_what_will_not_load(
         try:
             _require_loadable(name, value, _record(value))
         except CheckpointError as error:
-            warn(f"what is saved will not load: {error}", stacklevel=3)
+            warn(f"a saved object will be refused on load: {error}", stacklevel=3)
     else:
         _known_to_load.add(looked_at[1])
 
@@ -178,8 +185,8 @@ def _require_loadable_tensor(name: str, data: bytes | memoryview) -> None:
     unsafe = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(stream))
     if unsafe:
         raise Unsafe(
-            f"{name}: a tensor of a class of its own, which names {unsafe}; save a plain tensor, "
-            "or declare the class safe where it is loaded "
+            f"{name}: a tensor subclass whose record names {unsafe}; save a plain tensor, or "
+            "declare the class safe in the program that loads it "
             "(torch.serialization.add_safe_globals([...]))"
         )
 

@@ -89,7 +89,7 @@ def require_absent(target: str, overwrite: bool) -> None:
     """Raises FileExistsError where something is there that must not be replaced."""
     if not overwrite and os.path.lexists(target):
         raise FileExistsError(
-            errno.EEXIST, "is there already; overwrite=True (--overwrite) replaces it", target
+            errno.EEXIST, "already exists; pass overwrite=True (--overwrite) to replace it", target
         )
 
 
@@ -100,7 +100,6 @@ def told_of_durability(target: str, advice: str) -> Iterator[None]:
         yield
     except DurabilityUncertain as error:
         raise DurabilityUncertain(
-            f"{target} is complete, but may not be there after a power cut "
-            f"({error.args[0]}){advice}",
+            f"{target} is complete, but a power cut may still lose it ({error.args[0]}){advice}",
             error.errno,
         ) from error

@@ -112,7 +112,7 @@ def rebuild_from_type(function: Any, kind: Any, arguments: Any, state: Any) -> A
     """A plain tensor with attributes of its own."""
     require(function is _rebuild_tensor_v2 and type(arguments) is tuple, "a tensor")
     if kind is not torch.Tensor:
-        raise Unsafe(f"makes {shown(kind)}")
+        raise Unsafe(f"constructs {shown(kind)}, which is not an allow-listed type")
     made = _rebuild_tensor_v2(*arguments)
     if state:
         vars(made).update(attributes(state))

@@ -37,6 +37,10 @@ from torch_ckpt.checkpoint.safe_values import (
 )
 
 
+class NotInstalled(Exception):
+    """A package that an object needs is not installed."""
+
+
 @lru_cache(maxsize=1)
 def _known_names() -> dict[str, Any]:
     names: dict[str, Any] = {}
@@ -70,7 +74,7 @@ def _numpy_names() -> dict[str, Any]:
     try:
         import numpy
     except ImportError as error:
-        raise ValueError("it has numpy's arrays, and numpy is not installed") from error
+        raise NotInstalled("numpy") from error
 
     def make_dtype(kind: Any, align: Any = False, copy: Any = True) -> Any:
         # Never the one that numpy keeps: its state is set next. No objects, no fields.

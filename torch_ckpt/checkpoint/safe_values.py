@@ -26,7 +26,7 @@ untyped_torch = cast(Any, torch)
 
 def require(holds: bool, what: str) -> None:
     if not holds:
-        raise Unsafe(f"makes {what} in a way that is not on the list of harmless ones")
+        raise Unsafe(f"constructs {what} from arguments that are not allow-listed")
 
 
 def as_key(value: Any) -> Any:
@@ -185,5 +185,5 @@ MAKERS: dict[Any, Callable[..., Any]] = {
 
 def attributes(state: Any) -> dict[str, Any]:
     if type(state) is not dict or not all(type(name) is str for name in state):
-        raise ValueError("it sets a state that does not consist of attributes")
+        raise ValueError("it sets a state that is not a dict of attributes")
     return state

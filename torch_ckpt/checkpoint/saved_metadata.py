@@ -72,13 +72,13 @@ def _read(path: str, seal: bytes) -> Metadata:
             data = metadata_bytes_in(directory)
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"the metadata of the save to {path} is not here any more ({error}); look at it before "
-            "the checkpoint is deleted or moved, or on rank 0, which has kept it"
+            f"the metadata of the save to {path} no longer exists ({error}); read it before the "
+            "checkpoint is deleted or moved, or on rank 0, which has kept it"
         ) from error
     if not data.endswith(seal):
         raise CheckpointError(
-            f"{path}: another save has replaced the metadata of this one; look at it before, or on "
-            "rank 0, which has kept it"
+            f"{path}: another save has replaced the metadata of this one; read it before the next "
+            "save, or on rank 0, which has kept it"
         )
     return decode_metadata(data, path)
 

@@ -89,17 +89,19 @@ class Archive:
     def storage(self, reference: object) -> Any:
         """What a persistent id stands for."""
         if type(reference) is not tuple or len(reference) != 5:
-            raise ValueError("it refers to something outside")
+            raise ValueError("its pickle has a malformed reference to a storage")
         kind, storage_type, key, location, count = reference
         # What str() makes of anything else may be larger than any memory.
         if type(key) is not str or type(location) is not str or type(count) is not int:
-            raise ValueError("it refers to something outside")
+            raise ValueError("its pickle has a malformed reference to a storage")
         if kind != "storage":
-            raise ValueError("it refers to something outside")
+            raise ValueError("its pickle has a malformed reference to a storage")
         dtype = torch.uint8 if storage_type is torch.UntypedStorage else storage_type.dtype
         size = count * untyped_torch._utils._element_size(dtype)
         if self._sizes.get(f"data/{key}") != size:
-            raise ValueError(f"its storage {key} has other bytes than the {size} that it says")
+            raise ValueError(
+                f"its storage {key} does not have the {size} bytes that its pickle states"
+            )
         untyped = self._storages.get(key)
         if untyped is None:
             read = self._reader.get_storage_from_record(f"data/{key}", size, torch.UntypedStorage)
@@ -114,7 +116,7 @@ class Archive:
     def _record(self, name: str) -> bytes:
         record: bytes = self._reader.get_record(name)
         if len(record) != self._sizes[name]:
-            raise ValueError(f"its archive has two entries {name}")
+            raise ValueError(f"its archive has two entries named {name}")
         return record
 
 
@@ -142,13 +144,13 @@ class Unpickler(_Interpreter):  # type: ignore[misc]
             known = named(full)
             if known is not None:
                 return known
-        raise Unsafe(f"names {module}.{name}, which is not on the list of harmless types")
+        raise Unsafe(f"names {module}.{name}, which is not an allow-listed type")
 
     def load_reduce(self) -> None:
         arguments = self.stack.pop()
         function = self.stack[-1]
         if type(arguments) is not tuple:
-            raise ValueError("it calls something without arguments")
+            raise ValueError("its pickle calls a function without a tuple of arguments")
         if self._is_declared(function):
             self.stack[-1] = self._keep(function(*arguments))
             return
@@ -159,7 +161,7 @@ class Unpickler(_Interpreter):  # type: ignore[misc]
                 return
         maker = maker_of(function)
         if maker is None:
-            raise Unsafe(f"calls {shown(function)}")
+            raise Unsafe(f"calls {shown(function)}, which is not an allow-listed function")
         self._count_copies(arguments)
         self.stack[-1] = self._keep(maker(*arguments))
 
@@ -167,20 +169,20 @@ class Unpickler(_Interpreter):  # type: ignore[misc]
         arguments = self.stack.pop()
         kind = self.stack.pop()
         if type(arguments) is not tuple:
-            raise ValueError("it makes something without arguments")
+            raise ValueError("its pickle constructs an object without a tuple of arguments")
         if isinstance(kind, type) and kind in self._classes:
             self.append(self._keep(kind.__new__(kind, *arguments)))
         elif isinstance(kind, type) and kind in EMPTY:
             if arguments:
-                raise ValueError(f"it makes a {kind.__name__} of arguments")
+                raise ValueError(f"its pickle passes arguments to {kind.__name__}")
             self.append(self._keep(kind()))
         else:
-            raise Unsafe(f"makes {shown(kind)}")
+            raise Unsafe(f"constructs {shown(kind)}, which is not an allow-listed type")
 
     def load_build(self) -> None:
         target = self.stack[-2]
         if id(target) not in self._made:
-            raise Unsafe(f"sets the state of {shown(target)}")
+            raise Unsafe(f"sets the state of {shown(target)}, which is not allow-listed")
         if type(target) in self._classes:
             super().load_build()
             return
@@ -217,7 +219,7 @@ class Unpickler(_Interpreter):  # type: ignore[misc]
     def load_additems(self) -> None:
         values = self.pop_mark()
         if type(self.stack[-1]) is not set:
-            raise ValueError("it adds to something that is not a set")
+            raise ValueError("its pickle adds items to a value that is not a set")
         self.stack[-1].update(map(as_key, values))
 
     def load_frozenset(self) -> None:
@@ -243,7 +245,7 @@ class Unpickler(_Interpreter):  # type: ignore[misc]
     def _count_copies(self, arguments: tuple[Any, ...]) -> None:
         self._copies_left -= copied_by(arguments)
         if self._copies_left < 0:
-            raise ValueError("it makes more than is stored of it, of the same parts over and over")
+            raise ValueError("its pickle expands to far more data than it stores")
 
     def _nest(self, target: Any, values: Iterable[Any]) -> None:
         """Bounds how deep containers lie directly within each other that need such a bound.
@@ -258,27 +260,29 @@ class Unpickler(_Interpreter):  # type: ignore[misc]
             if type(value) not in _NESTING:
                 continue
             if id(target) in self._inside:
-                raise ValueError(f"it changes a {type(target).__name__} within another container")
+                raise ValueError(
+                    f"its pickle changes a {type(target).__name__} inside another container"
+                )
             self._inside.add(id(value))
             _, inner = self._nested.setdefault(id(value), (value, 0))
             depth = max(depth, inner + 1)
         if depth > _DEEPEST_NESTING:
             raise ValueError(
-                f"it has {type(target).__name__}s within each other, deeper than {_DEEPEST_NESTING}"
+                f"it has {type(target).__name__}s that are nested deeper than {_DEEPEST_NESTING}"
             )
         self._nested[id(target)] = target, depth
 
     def _list(self) -> Any:
         target = self.stack[-1]
         if type(target) not in (list, deque) and type(target) not in self._classes:
-            raise ValueError("it appends to something that is not a list")
+            raise ValueError("its pickle appends to a value that is not a list")
         return target
 
     def _mapping(self) -> Any:
         target = self.stack[-1]
         kinds = (dict, OrderedDict, defaultdict, Counter)
         if type(target) not in kinds and type(target) not in self._classes:
-            raise ValueError("it sets items of something that is not a mapping")
+            raise ValueError("its pickle sets items of a value that is not a mapping")
         return target
 
 
@@ -293,7 +297,7 @@ GLOBAL STACK_GLOBAL BINPERSID REDUCE NEWOBJ BUILD
 
 class _Table(dict[int, Callable[[Any], None]]):
     def __missing__(self, opcode: int) -> Callable[[Any], None]:
-        raise ValueError(f"its pickle has the opcode {opcode:#x}")
+        raise ValueError(f"its pickle has the opcode {opcode:#x}, which is not allow-listed")
 
 
 def _dispatch() -> _Table:

@@ -1,4 +1,4 @@
-"""Which conversions between dtypes lose something, and the warning of it."""
+"""Conversions between dtypes that lose precision or range, and the warning about them."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from torch_ckpt.loading.reading import Row
 
 
 class LostPrecision:
-    """The tensors that one load narrows."""
+    """The tensors that one load converts to a dtype with less precision or range."""
 
     def __init__(self) -> None:
         self._narrowed: dict[str, tuple[torch.dtype, torch.dtype]] = {}
 
     def note(self, rows: Iterable[Row]) -> None:
-        """Keeps in mind which rows are narrowed."""
+        """Records the tensors among the rows that lose precision or range."""
         self.note_conversions((row[0], row[4], row[8].dtype) for row in rows)
 
     def note_conversions(self, conversions: Iterable[tuple[str, torch.dtype, torch.dtype]]) -> None:
-        """The same, by name, stored dtype and the target's."""
+        """Records the same for (name, stored dtype, target's dtype)."""
         for name, stored, target in conversions:
             if stored is not target and loses_precision(stored, target):
                 self._narrowed[name] = (stored, target)
 
     def warn(self) -> None:
-        """At the end of the load: one warning for all of them."""
+        """Warns once about all recorded tensors, at the end of the load."""
         narrowed, self._narrowed = self._narrowed, {}
         if not narrowed:
             return
         some = [f"{name} ({a} to {b})" for name, (a, b) in list(narrowed.items())[:MOST_NAMES]]
         more = f" and {len(narrowed) - len(some)} more" if len(narrowed) > len(some) else ""
         warnings.warn(
-            f"loading converts to dtypes that hold less than the stored ones: {', '.join(some)}"
-            f"{more}",
+            "loading converts tensors to dtypes with less precision or range than the stored ones: "
+            f"{', '.join(some)}{more}",
             stacklevel=3,
         )
 
 
 @functools.cache
 def loses_precision(stored: torch.dtype, target: torch.dtype) -> bool:
-    """Whether the target cannot hold every finite number of the stored dtype.
+    """Returns True if the target dtype cannot hold every finite number of the stored dtype.
 
-    Bits types, which have no values, are taken to hold whatever they are converted from.
+    Bits types have no numbers, and are assumed to hold everything that is converted to them.
     """
     if stored == target:
         return False
@@ -67,7 +67,7 @@ def loses_precision(stored: torch.dtype, target: torch.dtype) -> bool:
 
 
 class _Reach(NamedTuple):
-    """Significant binary digits, the smallest step above 0, the lowest and the highest number."""
+    """Significant binary digits, smallest step above 0, lowest and highest number of a dtype."""
 
     digits: float
     least: float

@@ -1,15 +1,15 @@
-"""A load, by all ranks.
+"""A load by all ranks.
 
 1. Every rank flattens its state dict and compares it with the checkpoint's index: names, kinds,
-   shapes and dtypes. What does not fit is reported as a whole, on all ranks, before anything has
-   been changed.
-2. Meta tensors that are loaded get memory.
-3. Every rank reads its part. The engine plans plain tensors and DTensors, on the index; torch's
-   planner the rest of the tensors (ShardedTensor and others), and what the index does not have all
-   of. For these the metadata becomes torch's objects. No plans are exchanged, but for
+   shapes and dtypes. All differences are reported together, on all ranks, before anything is
+   changed.
+2. Meta tensors to load get memory.
+3. Every rank reads its part. The engine plans plain tensors and DTensors from the index. torch's
+   planner plans the other tensors (ShardedTensor, for example) and those that the index does not
+   cover; for these the metadata is decoded into torch's objects. No plans are exchanged, except for
    ``read_once``.
-4. Tensors have received their values in place; other values are replaced, and ``Stateful`` ones get
-   theirs by ``load_state_dict``.
+4. Tensors now have their values in place. Other values are replaced, and ``Stateful`` ones get
+   their state through ``load_state_dict``.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ StateDict = dict[str, Any]
 
 T = TypeVar("T")
 
-#: Whether all of a state dict must fit; "dtypes": its dtypes too.
+#: Whether all values of a state dict must fit; "dtypes": also their dtypes.
 Strict = bool | Literal["dtypes"]
 
 
 class IfStored:
-    """Stands in a state dict to load for an object that the checkpoint need not have.
+    """A placeholder in a state dict for an object that the checkpoint may lack.
 
-    It is replaced where the checkpoint has one, and stays where it has not.
+    The load replaces it by the object, or leaves it if there is none.
 
     Attributes:
-        missing: a load has looked for it, and the checkpoint has none.
+        missing: True after a load that found no such object.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class IfStored:
 
 
 class Stored:
-    """What a checkpoint has, for who must choose among it."""
+    """The contents of a checkpoint, for callers that choose among them."""
 
     def __init__(self, index: _core.CheckpointIndex, whole: Callable[[], Metadata]) -> None:
         self._index = index
@@ -78,56 +78,61 @@ class Stored:
         return name in self._index
 
     def is_tensor(self, name: str) -> bool:
-        """Whether it has a tensor of this name."""
+        """Returns True if there is a tensor of this name."""
         return self._index.tensor(name) is not None
 
     def meta_tensor(self, name: str) -> torch.Tensor:
-        """One without memory, as the stored one of this name."""
+        """Returns a meta tensor with the shape and dtype of the stored tensor."""
         found = self._index.tensor(name)
         assert found is not None
         return torch.empty(found[1], dtype=getattr(torch, found[0]), device="meta")
 
     def paths(self) -> Mapping[str, Any]:
-        """Where each value lay in the nested state dict, if its planner has told."""
+        """Returns the path of each value in the nested state dict; empty if the planner stored
+        none."""
         paths = self._whole().planner_data
         return paths if isinstance(paths, dict) else {}
 
 
 class Discovered:
-    """Stands in a state dict to load for what is known by name only once the metadata is read.
+    """A placeholder in a state dict for values whose names are known only once the metadata is
+    read.
 
     Attributes:
-        values: what has been loaded in its place, by fully qualified name.
+        values: the loaded values, by fully qualified name.
     """
 
     def __init__(self) -> None:
         self.values: StateDict = {}
 
     def choose(self, stored: Stored) -> StateDict:
-        """What to load in its place, by fully qualified name: meta tensors, and anything else for
-        objects. Names that the checkpoint does not have are reported as missing."""
+        """Returns the values to load in its place, by fully qualified name: meta tensors, and
+        anything else for objects.
+
+        Names that the checkpoint does not have are reported as missing.
+        """
         raise NotImplementedError
 
     def __setitem__(self, name: str, value: Any) -> None:
-        # As torch's set_element does it.
+        # torch's set_element calls this.
         self.values[name] = value
 
 
 class _Planner(DefaultLoadPlanner):
-    """torch's planner over those values of a state dict that the engine does not plan."""
+    """torch's planner for the values of a state dict that the engine does not plan."""
 
     def look_at(self, values: StateDict) -> None:
-        """As set_up_planner, of no value yet; nothing gets memory."""
+        """Does the work of set_up_planner, without values so far; allocates nothing."""
         self.original_state_dict = values
         self.state_dict: StateDict = {}
         self.mappings: dict[str, Any] = {}
 
     def plan_part(self, part: StateDict, metadata: Metadata) -> LoadPlan:
-        """The plan of some tensors, which ``metadata`` has."""
+        """Returns the plan of some tensors, all of which are in ``metadata``."""
         self.metadata = metadata
         before = self.state_dict, self.flatten_state_dict
-        # Flattening has been done. Left on, torch would take the names that are not in this part
-        # for missing, and the checkpoint for one of torch 2.3.
+        # The state dict is already flat. If flattening stayed on, torch would report the names
+        # outside of this part as missing, and take the checkpoint for one of torch 2.3.
         self.state_dict, self.flatten_state_dict = part, False
         try:
             return self.create_local_plan()
@@ -137,15 +142,15 @@ class _Planner(DefaultLoadPlanner):
 
 @dataclass
 class Prepared:
-    """What of a state dict is loaded.
+    """A state dict that is ready to be loaded.
 
     Attributes:
-        report: how it compares with the checkpoint.
-        reading: what is to be read.
+        report: its comparison with the checkpoint.
+        reading: the reads to make.
         values: the state dict.
-        flat: its values, as rows.
-        match: these beside the checkpoint.
-        keys: of the values at the top of which something is loaded.
+        flat: its flattened values.
+        match: the flattened values with the stored ones.
+        keys: top-level keys under which something is loaded.
     """
 
     report: LoadReport
@@ -156,7 +161,7 @@ class Prepared:
     keys: set[Any]
 
     def loaded(self) -> StateDict:
-        """The tensors and objects that are loaded, by fully qualified name."""
+        """Returns the tensors and objects to load, by fully qualified name."""
         rows = self.match.rows_with("loaded")
         return {self.flat.name(row): self.flat.value(row) for row in rows}
 
@@ -165,10 +170,10 @@ class Load:
     """A load on this rank.
 
     Args:
-        reader: set up for the checkpoint by this class.
-        names: which of the state dict's names to load; None: all.
-        rename: gives what the checkpoint has the names of the state dict.
-        opened: what the reader has read, where it has been set up with it.
+        reader: the reader, which this class sets up for the checkpoint.
+        names: chooses among the state dict's names; None loads all.
+        rename: maps the checkpoint's names to those of the state dict.
+        opened: the metadata and its index, if the reader has been set up with them.
     """
 
     def __init__(
@@ -206,18 +211,18 @@ class Load:
         return name in self._index()
 
     def takes(self, key: str, prepared: Prepared) -> bool:
-        """Whether a value at the top is loaded; without ``names`` all are."""
+        """Returns True if the value of a top-level key is loaded; without ``names``, all are."""
         return self._chosen.all or key in prepared.keys
 
     @no_gc()
     def prepare(self, values: StateDict) -> Prepared:
-        """What is to be read for what fits. Changes nothing."""
+        """Plans the reads of all values that fit. Changes nothing."""
         flat, match, report = self._matched(values)
         keys = set(match.keys())
         return Prepared(report, self._reading(values, flat, match), values, flat, match, keys)
 
     def made_real(self, prepared: Prepared) -> Prepared:
-        """With tensors that have memory instead of the meta tensors that are loaded."""
+        """Replaces the meta tensors to load by tensors with memory."""
         flat = prepared.flat
         loaded = set(prepared.match.rows_with("loaded"))
         rows = [row for row in (*flat.on_meta(), *flat.others()) if _is_meta(flat.value(row))]
@@ -232,9 +237,10 @@ class Load:
         return prepared
 
     def require_fit(self, report: LoadReport, strict: Strict) -> None:
-        """Raises LoadMismatch where not all fits; without ``strict`` where nothing of a state does.
+        """Raises LoadMismatch if a value does not fit; without ``strict``, if nothing of a state
+        can be loaded.
 
-        A state is a dict, or a ``Stateful`` value, at the top; and the whole.
+        A state is a top-level dict or ``Stateful`` value, or the whole state dict.
         """
         if (strict and not report.fits) or (strict == "dtypes" and report.dtypes):
             lines = "\n".join([*_torchs_words(report), str(report)])
@@ -242,33 +248,34 @@ class Load:
         if report.absent or not (report.loaded or report.fits):
             what = some_of(report.absent) or "the state dict"
             raise LoadMismatch(
-                f"nothing of {what} is in the checkpoint and fits, and strict=False does not skip "
-                f"a state as a whole; leave it out, or choose with names=: {report}",
+                f"nothing of {what} can be loaded from the checkpoint, and strict=False does not "
+                f"skip all of a state; leave it out, or choose values with names=: {report}",
                 report,
             )
 
     def begun(self, prepared: Prepared) -> Reading:
-        """The reading, with memory for all of it, and zeros where nothing is stored."""
+        """Returns the reads, after allocating memory and zeroing the parts that are not stored."""
         prepared = self.made_real(prepared)
         if self.reader.zero_fill:
             zero_what_is_not_stored(prepared.loaded(), self._whole())
         if self.reader.read_once:
-            # Which it reads with others, by their places.
+            # The other ranks identify these reads by their locations.
             self._whole()
             prepared.reading.expand()
         return prepared.reading
 
     def read_freeing(self, reading: Reading, let_go: Callable[[], None]) -> None:
-        """Read tensors in place; delete each object before its replacement is read.
+        """Reads tensors in place; frees each object before its replacement is read.
 
         Args:
-            let_go: called where an object is a value of the state dict itself.
+            let_go: called after an object that is a top-level value of the state dict has been
+                freed.
         """
         planner = reading.planner
         assert isinstance(planner, _Planner)
         objects, reading.byte_items = reading.byte_items, []
         self.reader.read(reading)
-        # It holds all values.
+        # The match refers to all values.
         reading.match = None
         for entry in objects:
             name = entry[0].dest_index.fqn
@@ -293,7 +300,7 @@ class Load:
         return self._opened[1]
 
     def _whole(self) -> Metadata:
-        """The metadata as torch's objects, for what torch does."""
+        """Returns the metadata as torch's objects, for torch's code."""
         self._index()
         assert self._opened is not None
         metadata = self._opened[0]
@@ -316,7 +323,7 @@ class Load:
         return flat, match, report
 
     def _discover(self, flat: _C.FlatState) -> None:
-        """Exchanges what stands for names that only the metadata tells."""
+        """Replaces placeholders for names that only the metadata has."""
         for row in flat.others():
             value = flat.value(row)
             if isinstance(value, Discovered):
@@ -340,7 +347,7 @@ class Load:
             elif stored is not None:
                 status = self._compare_tensor(name, value, stored, report)
             else:
-                # Of a tensor without dimensions an object takes the place.
+                # An object may replace a tensor without dimensions.
                 status = "kind" if _size_of(value) else "loaded"
             match.set_status(row, status)
         for name, has, wants in match.other_sizes("shape"):
@@ -408,13 +415,13 @@ class Load:
 
 
 def object_item(name: str) -> ReadItem:
-    """What torch's plans have of an object."""
+    """Returns the item of torch's plans for an object."""
     index, nothing = MetadataIndex(name), torch.Size((0,))
     return ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
 
 
 def _torchs_words(report: LoadReport) -> Iterator[str]:
-    """Say what does not fit as torch's planner does, for callers that look for its words."""
+    """Yields the differences in the words of torch's planner, for callers that look for them."""
     for name in report.missing[:1]:
         yield f"Missing key in checkpoint state_dict: {name}."
     for name, has, wants in report.shapes[:1]:
@@ -429,20 +436,20 @@ def _note_sizes(name: str, has: torch.Size, wants: torch.Size, report: LoadRepor
 
 
 def _flattened_as_2_3(values: StateDict) -> dict[str, tuple[Any, Any]]:
-    """Map the names that torch up to 2.3 gave values to their paths and the values.
+    """Maps the names that torch up to 2.3 gave values to their paths and the values.
 
     Returns:
-        Nothing if two values would have the same name: torch 2.3 refused to save them.
+        An empty dict if two values would have the same name: torch 2.3 refused to save them.
     """
     found: list[tuple[tuple[Any, ...], Any]] = []
-    # Not flatten_state_dict, whose version is a global of torch that other threads' saves obey.
+    # Not flatten_state_dict, whose version is a global of torch, which saves in other threads use.
     traverse_state_dict_v_2_3(values, lambda path, value: found.append((path, value)))
     flat = {".".join(map(str, path)): (path, value) for path, value in found}
     return flat if len(flat) == len(found) else {}
 
 
 class _Chosen:
-    """Which names are loaded."""
+    """The names to load."""
 
     def __init__(self, names: Names) -> None:
         if isinstance(names, str):
@@ -472,13 +479,13 @@ def _is_meta(value: Any) -> bool:
 
 
 def _real(value: Any) -> Any:
-    """Make a tensor like a meta tensor on the process group's device, or else the default one."""
+    """Allocates a tensor like a meta tensor, on the process group's device or the default one."""
     device: Any = torch.get_default_device()
     if device.type == "meta":
         device = torch.device("cpu")
     if dist.is_initialized():
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's own way, deprecated or not
+            warnings.simplefilter("ignore")  # torch's own function, which may be deprecated
             kind = dist.distributed_c10d._get_pg_default_device().type
         device = _get_device_module(kind).current_device()
     if isinstance(value, DTensor):
@@ -490,7 +497,7 @@ def _real(value: Any) -> Any:
             stride=value.stride(),
         )
     real = torch.empty_like(value, device=device)
-    # That it is a shard of a tensor (torch 2.15) is told by attributes.
+    # Attributes mark a shard of a tensor (torch 2.15).
     for name in ("global_shape", "global_offsets", "local_offsets", "local_sizes"):
         if hasattr(value, name):
             setattr(real, name, getattr(value, name))
@@ -498,17 +505,17 @@ def _real(value: Any) -> Any:
 
 
 def _size_of(value: Any) -> torch.Size | None:
-    """That of a tensor or what poses as one; None of other things."""
+    """Returns the size of a tensor, or of an object that acts as one; None for other values."""
     if hasattr(value, "global_shape"):
         return torch.Size(value.global_shape)
     size = getattr(value, "size", None)
     found = size() if callable(size) and hasattr(value, "dtype") else None
-    # A storage has both, too, and its size is a number.
+    # A storage has both attributes, too, but its size is a number.
     return torch.Size(found) if isinstance(found, tuple) else None
 
 
 def _read_index(reader: FileSystemReader, rank: int) -> tuple[Metadata, _core.CheckpointIndex]:
-    """Those of all ranks, or this rank's own where ranks saved without collectives."""
+    """Reads the metadata of all ranks, or this rank's own if ranks saved without collectives."""
     try:
         return reader.read_index()
     except FileNotFoundError:

@@ -19,18 +19,28 @@ _FLAT = ("state_dict", "mappings")
 
 
 class LoadPlanner(DefaultLoadPlanner, PlansOnIndex):
-    """The planner of ``torch_ckpt.load``, for ``dcp.load`` with a
-    :class:`torch_ckpt.FileSystemReader`; with readers of others it is torch's DefaultLoadPlanner.
+    """Plans ``dcp.load`` as ``torch_ckpt.load`` does. Use it with a
+    :class:`torch_ckpt.FileSystemReader`; with other readers it plans as torch's DefaultLoadPlanner.
 
-    Whole DTensors and tensors only: hooks of torch's planner (``lookup_tensor``,
-    ``commit_tensor``, ``load_bytes`` and others) are not called, so a planner with hooks of its own
-    is to be derived from torch's.
+    It loads complete tensors and DTensors. The hooks of torch's planner (``lookup_tensor``,
+    ``commit_tensor``, ``load_bytes`` and others) are not called, so derive a planner with hooks
+    from torch's class.
 
     Args:
-        allow_partial_load: skip what the checkpoint does not have or has in another shape.
+        allow_partial_load: skip values that the checkpoint lacks or has with another shape.
 
     Raises (from ``dcp.load``, on every rank, inside a ``CheckpointException``):
-        LoadMismatch: the state dict and the checkpoint do not fit; nothing has been changed.
+        LoadMismatch: the checkpoint does not fit the state dict; nothing has been changed.
+
+    Examples:
+        ```python
+        state = {"model": model.state_dict()}
+        dcp.load(
+            state,
+            storage_reader=torch_ckpt.FileSystemReader("checkpoints/100"),
+            planner=torch_ckpt.LoadPlanner(),
+        )
+        ```
     """
 
     def __init__(self, *, allow_partial_load: bool = False) -> None:
@@ -58,7 +68,8 @@ class LoadPlanner(DefaultLoadPlanner, PlansOnIndex):
         self._load = Load(reader, Ranks(), opened=(metadata, index))
 
     def __getattr__(self, name: str) -> Any:
-        # torch's planner has them once it is set up. They take long, and the engine needs none.
+        # torch's planner has these attributes once it is set up. Building them takes long, and the
+        # engine does not need them.
         if name not in _FLAT or "metadata" not in vars(self):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         flat = _flatten_sharded_tensors(self.original_state_dict)
@@ -71,7 +82,8 @@ class LoadPlanner(DefaultLoadPlanner, PlansOnIndex):
         prepared = self._load.prepare(self.original_state_dict)
         self._load.require_fit(prepared.report, strict=not self.allow_partial_load)
         self._prepared = prepared
-        # A reader that does not know this plan must fail: it would read nothing, without a word.
+        # A reader that does not know this plan must fail: with an empty plan it would silently read
+        # nothing.
         return LoadPlan([object_item("planned by torch_ckpt.LoadPlanner for another reader")])
 
     # --- PlansOnIndex ----------------------------------------------------------------------------
@@ -83,6 +95,6 @@ class LoadPlanner(DefaultLoadPlanner, PlansOnIndex):
         load, prepared = self._load, self._prepared
         assert load is not None
         assert prepared is not None
-        # Nothing but the caller holds on to the values any longer.
+        # From here on only the caller keeps the values alive.
         self._load = self._prepared = None
         return load.begun(prepared)

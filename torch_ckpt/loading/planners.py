@@ -1,4 +1,4 @@
-"""What passes between a reader and the planner of a load."""
+"""The calls between a reader and torch's planner."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class SafePlanner:
-    """A planner that gets objects without running code of the checkpoint's.
+    """A planner that gets objects without running code of the checkpoint.
 
-    torch's own load_bytes unpickles whatever it gets, so what that would do is done here; one of
-    the user's own gets the bytes once they have turned out to be harmless.
+    torch's own load_bytes unpickles everything it gets, so its work is done here. A load_bytes of
+    the user gets the bytes after they have been checked to be safe.
 
     Args:
-        storage: of the metadata: where items are stored.
+        storage: the locations of the items, from the metadata.
     """
 
     def __init__(self, planner: LoadPlanner, storage: Mapping[MetadataIndex, _StorageInfo]) -> None:
@@ -38,7 +38,7 @@ class SafePlanner:
         self.commit_tensor = planner.commit_tensor
 
     def load_bytes(self, item: ReadItem, stored: io.BytesIO) -> None:
-        """Gives an object to the planner."""
+        """Decodes an object and passes it to the planner."""
         planner = self._planner
         file = place_of(item, self._storage).relative_path
         value = decode(stored.getbuffer(), item.storage_index.fqn, file)
@@ -54,10 +54,10 @@ class SafePlanner:
 
 
 def place_of(item: ReadItem, storage: Mapping[MetadataIndex, _StorageInfo]) -> _StorageInfo:
-    """Where an item is stored.
+    """Returns the location of an item.
 
     Raises:
-        Corrupt: the metadata does not say it.
+        Corrupt: the metadata does not have it.
     """
     index = item.storage_index
     info = storage.get(index)
@@ -71,17 +71,17 @@ def place_of(item: ReadItem, storage: Mapping[MetadataIndex, _StorageInfo]) -> _
 
 
 def keeps_default_hooks(planner: LoadPlanner) -> bool:
-    """Whether nobody but torch sees the tensors; its own commit_tensor does nothing."""
+    """Returns True if no hook of the user sees the tensors. torch's commit_tensor does nothing."""
     hooks = ("resolve_tensor", "lookup_tensor", "transform_tensor", "commit_tensor")
     return keeps_methods(planner, DefaultLoadPlanner, hooks)
 
 
 def target_of(planner: LoadPlanner, item: ReadItem, direct: bool) -> torch.Tensor:
-    """Where a tensor goes.
+    """Returns the tensor to read into.
 
     Args:
-        direct: see :func:`keeps_default_hooks`: of a whole plain tensor what resolve_tensor returns
-            is then known, at a tenth of its time.
+        direct: see :func:`keeps_default_hooks`. For a complete plain tensor the result of
+            resolve_tensor is then known, and is found here ten times as fast.
     """
     if direct:
         value = planner.state_dict.get(item.dest_index.fqn)  # type: ignore[attr-defined]
@@ -91,10 +91,10 @@ def target_of(planner: LoadPlanner, item: ReadItem, direct: bool) -> torch.Tenso
 
 
 def require_whole(planner: LoadPlanner, items: Sequence[ReadItem], metadata: Metadata) -> None:
-    """Raises Corrupt where torch's own planner has found less than the whole of a tensor."""
+    """Raises Corrupt if the plan of torch's own planner does not cover a tensor."""
     hooks = ("create_local_plan", "create_global_plan", "finish_plan")
     if not keeps_methods(planner, DefaultLoadPlanner, hooks):
-        return  # which may want a part
+        return  # the planner may want a part only
     assert isinstance(planner, DefaultLoadPlanner)
     known = metadata.state_dict_metadata
     targets = planner.state_dict

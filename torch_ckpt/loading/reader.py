@@ -69,52 +69,62 @@ from torch_ckpt.loading.zero_fill import (
 
 
 class FileSystemReader(StockReader):
-    """Reads distributed checkpoints, stock torch's too; a drop-in for torch's class of the name.
+    """Reads distributed checkpoints, including those of stock torch. Replaces torch's class of the
+    same name without other changes.
 
-    Of each tensor only the rows that are wanted are read, straight into its memory where that is
-    contiguous CPU memory of the stored dtype; otherwise a few MB at a time are converted, spread or
-    sent to the device. What is read is verified: all of it in checkpoints of ours, and in others
-    the records that are read whole.
+    For each tensor, only the wanted rows are read: straight into the target if it is contiguous CPU
+    memory of the stored dtype, otherwise in pieces of a few MB that are converted, scattered or
+    copied to the device. Checkpoints of torch_ckpt are verified completely; of other checkpoints,
+    the records that are read completely.
 
-    A tensor of another dtype than the stored one is converted as by ``Tensor.copy_``; a warning
-    names those that lose precision or range, once for each load.
+    A tensor is converted to the dtype of its target as by ``Tensor.copy_``. One warning for each
+    load names the tensors that lose precision or range.
 
-    From ``read_metadata`` to the end of the load the directory is held open and shared: files are
-    opened beneath that very directory, never through links, and a save into it meanwhile removes
-    none of them, so that a load sees one checkpoint whole.
+    From ``read_metadata`` to the end of the load the directory is held open and locked for sharing.
+    Files are opened relative to it and never through links, and a concurrent save removes none of
+    them, so a load always sees one complete checkpoint.
 
     Args:
-        path: directory of the checkpoint; or ``ROOT/40`` for step 40 of a run, or ROOT for its
+        path: directory of the checkpoint; or ``ROOT/40`` for step 40 of a run; or ROOT for its
             newest complete step at the time of each load.
-        thread_count: reads under way at once, as far as there is so much to read (a read of its
-            own has 1 MiB or more). None: 8.
-        max_inflight_bytes: most memory in bytes that a load holds beyond its targets. What cannot
-            be read in parts (objects, tensors that only ``torch.load`` knows) is refused above it.
+        thread_count: most reads at once; each has 1 MiB or more, so a small load has fewer. None:
+            8.
+        max_inflight_bytes: limit of the memory that a load uses beyond its targets, in bytes; at
+            least 1 MiB. Records that cannot be read in parts (objects, tensors that only
+            ``torch.load`` can decode) are refused if they are larger.
         verify: check CRC-32s.
-        direct_io: True, False, or "auto": for what the page cache does not hold.
-        zero_fill: a tensor may be larger than the stored one; outside of that it is filled with
-            zeros.
-        allow_shape_mismatch: the same, and a tensor may be smaller than the stored one, too, in any
-            dimension: the region that both have is loaded. The number of dimensions must be the
-            same.
-        read_once: contiguous tensors that several ranks want are read by one of them and sent to
-            the others, over the process group, all ranks of which must load with it.
-        process_group: that of the load, where ``dcp.load`` gets one; None: the default group.
-            ``torch_ckpt.load`` sets it.
+        direct_io: True, False, or "auto" to use direct I/O for files that are not in the page
+            cache.
+        zero_fill: allow a tensor to be larger than the stored one; the rest is filled with zeros.
+        allow_shape_mismatch: as ``zero_fill``, and a tensor may also be smaller than the stored one
+            in any dimension. The common region is loaded. The number of dimensions must be equal.
+        read_once: one rank reads a contiguous tensor that several ranks want and sends it to the
+            others, over the process group. All ranks of the group must load with it.
+        process_group: the process group of the load, the one that ``dcp.load`` gets; None: the
+            default group. ``torch_ckpt.load`` sets it.
         progress: see :data:`torch_ckpt._base.progress.ProgressOption`.
-        allow_pickle: accept metadata that names more than metadata, and hand objects to the planner
-            unread, of which torch's unpickles whatever it gets; only from trusted writers.
-            Without, objects are tensors, builtin types and others that are harmless (see
-            SECURITY.md), and what ``torch.serialization.add_safe_globals`` has declared safe.
+        allow_pickle: accept metadata that names any type, and pass objects to the planner
+            unchecked, where torch's planner unpickles them. Use it only if you trust the writer.
+            False allows tensors, builtin types, other allow-listed types (see SECURITY.md) and
+            those declared with ``torch.serialization.add_safe_globals``.
 
     Raises:
-        ValueError: contradicting options; or ``path`` is a URL (docs/remote.md).
+        ValueError: an option is out of range or contradicts another one, or ``path`` is a URL (see
+            docs/remote.md).
 
     Raises (from ``dcp.load``, on every rank, inside a ``CheckpointException``):
-        Corrupt: a file is damaged or shorter than the metadata says; named with tensor and offset.
-        Unsafe: the metadata or an object would run code, or names files outside the checkpoint's
+        FileNotFoundError: there is no committed checkpoint.
+        Corrupt: a file is damaged or shorter than the metadata states; the tensor and the offset
+            are given.
+        Unsafe: the metadata or an object would run code, or names files outside of the checkpoint's
             directory.
         OSError: a system call failed.
+
+    Examples:
+        ```python
+        state = {"model": model.state_dict()}
+        dcp.load(state, storage_reader=torch_ckpt.FileSystemReader("checkpoints/100"))
+        ```
     """
 
     def __init__(
@@ -134,7 +144,7 @@ class FileSystemReader(StockReader):
         **kwargs: Any,
     ) -> None:
         if type(self) is FileSystemReader:
-            # Others may put another file system instead of the local one, as FsspecReader.
+            # Subclasses may use another file system, as FsspecReader does.
             refuse_url(path)
         super().__init__(path, *args, **kwargs)
         self._given_path: str | os.PathLike[str] = path
@@ -165,7 +175,7 @@ class FileSystemReader(StockReader):
         self._identity: tuple[Metadata | None, bytes] = (None, b"")
         self._is_alone = False
         self.lost_precision = LostPrecision()
-        #: Of all loads with this reader.
+        #: Bytes moved by all loads with this reader.
         self.moved = BytesMoved()
 
     # --- DCP's contract, in the order of a load -------------------------------------------------
@@ -178,20 +188,20 @@ class FileSystemReader(StockReader):
 
     @property
     def version(self) -> str | None:
-        """Names what all ranks of a load must have read; None: their directories may differ."""
-        # The newest step beneath a root may be another one when the next rank looks.
+        """A name that all ranks of a load must share; None if their directories may differ."""
+        # If the path is a root, another step may be the newest when the next rank looks.
         return None if self.location == str(self.path) else self.location
 
     @property
     def location(self) -> str:
-        """The path of the checkpoint's directory: of a step, if ``path`` names it by its root."""
+        """Path of the checkpoint's directory: that of a step, if ``path`` is the root of a run."""
         return str(self.path) if self._directory is None else self._directory.path
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         rank = kwargs.get("rank")
         if rank is not None and self._refused is not None:
-            # Whatever has failed, torch tries the rank's own file next and drops the reason. With
-            # this it goes on to set_up_storage_reader, which raises that.
+            # After any failure, torch tries the rank's own file next and drops the cause. Empty
+            # metadata makes torch continue to set_up_storage_reader, which raises the cause.
             return Metadata({}, storage_data={})
         self._refused = None
         try:
@@ -205,7 +215,7 @@ class FileSystemReader(StockReader):
 
     @contextmanager
     def _opening(self) -> Iterator[None]:
-        """A block that reads the metadata; what it opens is let go of where it fails."""
+        """Context manager that reads the metadata, and releases the directory if that fails."""
         self.release()
         try:
             self._refuse_url()
@@ -215,7 +225,7 @@ class FileSystemReader(StockReader):
             raise
 
     def _metadata_bytes(self, name: str) -> tuple[bytes, str]:
-        """The contents of the metadata, and where they come from. Opens the directory."""
+        """Opens the directory, and returns the contents of the metadata and their path."""
         if not self.engine_can_read():
             return self._remote_bytes(name), os.path.join(self.path, name)
         # Shared before it is read: what it names then is still there.
@@ -251,7 +261,7 @@ class FileSystemReader(StockReader):
             if len(plans) not in (1, size):
                 raise ValueError(
                     f"{len(plans)} ranks load with read_once, but the reader's process group has "
-                    f"{size}; pass process_group to the reader, too"
+                    f"{size} ranks; pass process_group to the reader, too"
                 )
         return super().prepare_global_plan(plans)
 
@@ -268,7 +278,7 @@ class FileSystemReader(StockReader):
         if not self.engine_can_read() or self._metadata is None:
             return super().read_data(plan, self._guarded(planner, self.storage_data))
         planned = isinstance(planner, PlansOnIndex) and planner.has_planned()
-        # There all that may fail on one rank is told to the others.
+        # Then every failure on one rank is reported to the others.
         together = self.read_once and dist.is_initialized() and not self._is_alone
 
         def prepare() -> Reading:
@@ -281,7 +291,7 @@ class FileSystemReader(StockReader):
 
         def read_by_hooks() -> None:
             self._fill_with_zeros(planner)
-            # Hooks of the user's own run on this thread, in the plan's order, in pairs.
+            # The user's hooks run on this thread, in the plan's order and in pairs.
             for item in plan.items:
                 self.read(self.reading(planner, [item]))
 
@@ -300,16 +310,17 @@ class FileSystemReader(StockReader):
 
     @property
     def size_rule(self) -> str:
-        """Which sizes of tensors stored ones go with: "same", "growing" or "any"."""
+        """The sizes that tensors may have: ``"same"`` as stored, ``"growing"`` or ``"any"``."""
         if self.allow_shape_mismatch:
             return "any"
         return "growing" if self.zero_fill else "same"
 
     @property
     def wave_bytes(self) -> int:
-        """The most that objects which are held in memory together have, unless it is a single one.
+        """Limit of the bytes of objects that are in memory together, except for a single larger
+        one.
 
-        Half of the limit, but what a load never does without is left.
+        Half of ``max_inflight_bytes``, or less, so that the least scratch memory of a load remains.
         """
         limit = self.max_inflight_bytes
         return min(limit // 2, limit - _core.least_scratch_bytes)
@@ -317,51 +328,51 @@ class FileSystemReader(StockReader):
     # --- shared with torch_ckpt.load -------------------------------------------------------------
 
     def engine_can_read(self) -> bool:
-        """False where a remote file system needs torch's own reading."""
+        """Returns False if a remote file system needs torch's own reading."""
         return type(self.fs) is FileSystem
 
     def release(self) -> None:
-        """Lets go of the checkpoint's directory, at the end of a load; further calls do nothing.
+        """Releases the checkpoint's directory at the end of a load. Further calls have no effect.
 
-        The next ``read_metadata`` takes it again.
+        The next ``read_metadata`` opens it again.
         """
         directory, self._directory = self._directory, None
         if directory is not None:
             directory.close()
 
     def read_index(self, rank: int | None = None) -> tuple[Metadata, _core.CheckpointIndex]:
-        """What ``read_metadata`` returns, and what it says."""
+        """Reads the metadata. Returns it with its index."""
         metadata = self.read_metadata() if rank is None else self.read_metadata(rank=rank)
         return metadata, index_of(metadata, str(self.path))
 
     def set_up_for_load(
         self, rank: int | None, metadata: Metadata, index: _core.CheckpointIndex | None = None
     ) -> None:
-        """What DCP does by set_up_storage_reader.
+        """Does the work of DCP's set_up_storage_reader.
 
         Args:
-            index: where the engine plans.
+            index: the index of the metadata, if the engine plans.
         """
         self._metadata = metadata
         self._index, self._index_tables = index, None
         self.rank = rank  # type: ignore[assignment]  # torch declares None
-        self.lost_precision = LostPrecision()  # not of a load that failed
+        self.lost_precision = LostPrecision()  # discards that of a failed load
 
     @property
     def storage_data(self) -> dict[MetadataIndex, _StorageInfo]:
-        """Where the items of the checkpoint lie that is being loaded."""
+        """The locations of the items of the checkpoint that is being loaded."""
         return {} if self._metadata is None else self._metadata.storage_data or {}
 
     @storage_data.setter
     def storage_data(self, _none: dict[MetadataIndex, _StorageInfo]) -> None:
-        # torch's reader lets go of it where it begins anew.
+        # torch's reader assigns to it in order to reset it.
         self._metadata = None
 
     def reading(self, planner: LoadPlanner, items: list[ReadItem]) -> Reading:
-        """What a plan reads, and where it goes.
+        """Returns the reads of a plan.
 
         Raises:
-            Corrupt: the metadata does not say where an item is stored.
+            Corrupt: the metadata does not have the location of an item.
         """
         assert self._metadata is not None
         reading = Reading(planner)
@@ -370,7 +381,7 @@ class FileSystemReader(StockReader):
         return reading
 
     def read(self, reading: Reading) -> None:
-        """Reads all of it and hands it to the planner.
+        """Makes the reads and passes the results to the planner.
 
         Raises:
             Corrupt, Unsafe, OSError, ValueError: see the class.
@@ -384,7 +395,7 @@ class FileSystemReader(StockReader):
             reading.planner.commit_tensor(item, target)
 
     def read_all_but_rows(self, reading: Reading) -> None:
-        """Objects, and what a stream transform was at work on."""
+        """Reads objects, and items that were written through a stream transform."""
         if reading.transformed:
             with self._opened() as directory, self.moved.elsewhere():
                 before, self.fs = self.fs, FilesBeneath(directory)
@@ -411,14 +422,14 @@ class FileSystemReader(StockReader):
             ]
             stored = self.read_bytes(list(files), rows)[::-1]
             for item, _info in wave:
-                # BytesIO copies, so that what was read goes before it becomes an object.
+                # BytesIO makes a copy; free the data before it is decoded into an object.
                 data = stored.pop()
                 self.moved.add(len(data))
                 planner.load_bytes(item, io.BytesIO(data))
                 del data
 
     def read_match(self, match: _C.LoadMatch) -> None:
-        """Reads what the engine has planned.
+        """Reads the tensors that the engine has planned.
 
         Raises:
             Corrupt, Unsafe, OSError, ValueError: see the class.
@@ -437,8 +448,9 @@ class FileSystemReader(StockReader):
         """Reads tensors into their targets.
 
         Args:
-            files: names relative to the checkpoint's directory; a row's file number counts these.
-            rows: what to read.
+            files: names relative to the checkpoint's directory; the file numbers in ``rows`` index
+                this list.
+            rows: the tensors to read.
 
         Raises:
             Corrupt, Unsafe, OSError, ValueError: see the class.
@@ -456,7 +468,7 @@ class FileSystemReader(StockReader):
     def _load(
         self, load: Callable[..., list[int]], planned: int, devices: set[torch.device]
     ) -> list[int]:
-        """Calls the engine, and tells how far it is."""
+        """Calls the engine and reports its progress."""
         events = record_events(devices)
         told = 0
 
@@ -481,17 +493,17 @@ class FileSystemReader(StockReader):
             )
 
     def _read_by_torch(self, files: list[str], rows: list[Row]) -> None:
-        """What only torch.load knows to read."""
+        """Reads the tensors that only torch.load can decode."""
         for row in rows:
             name, number, offset, length, *_rest = row
             with self.moved.elsewhere():
-                # A record is let go of before the next one is read.
+                # Free each record before the next one is read.
                 copy_by_torch(
                     self.read_bytes(files, [(name, number, offset, length)])[0], row, files[number]
                 )
 
     def read_bytes(self, files: list[str], rows: list[ByteRow]) -> list[bytes]:
-        """The stored bytes of (name, file number, offset, length) each."""
+        """Returns the stored bytes of each (name, file number, offset, length)."""
         places = places_of(files, rows, self._tables())
         with self._opened() as directory:
             return _core.load_bytes(
@@ -506,19 +518,22 @@ class FileSystemReader(StockReader):
 
     @property
     def identity(self) -> bytes | None:
-        """Of the checkpoint being read: the same on another rank only where that reads the same
-        one. None: not known, since the metadata is not what ``read_metadata`` returned."""
+        """A digest of the checkpoint being read, equal on ranks that read the same one.
+
+        None if it is unknown, because the metadata is not what ``read_metadata`` returned.
+        """
         metadata, identity = self._identity
         return identity if metadata is self._metadata else None
 
     def can_verify_parts(self, file: str) -> bool:
-        """Whether a part of a record in a file is verified as the whole of it is."""
+        """Returns True if a part of a record in a file is verified as strictly as the complete
+        record."""
         return not self.verify or file in self._tables()
 
     # --- private ---------------------------------------------------------------------------------
 
     def _tables(self) -> Mapping[str, bytes]:
-        """The files' checksum tables."""
+        """Returns the files' checksum tables."""
         if self._index is None:
             return checksum_tables(self._metadata)
         if self._index_tables is None:
@@ -534,7 +549,7 @@ class FileSystemReader(StockReader):
             size_rule, load_id = self.size_rule, self.load_id
 
             def decode() -> Metadata:
-                # Without the reader, which may be gone by then.
+                # This must not refer to the reader, which may be freed before.
                 unpickled = unpickle(data, source)
                 _make_known(unpickled, size_rule, load_id)
                 return unpickled
@@ -545,23 +560,26 @@ class FileSystemReader(StockReader):
         return metadata
 
     def _unpickler(self) -> Callable[[bytes, str], Metadata]:
-        """Makes torch's objects of the contents of a metadata file that have been checked."""
+        """Returns the function that decodes checked contents of a metadata file into torch's
+        objects."""
         return decode_indexed
 
     def _guarded(
         self, planner: LoadPlanner, storage: Mapping[MetadataIndex, _StorageInfo]
     ) -> LoadPlanner:
-        """Without the code of a checkpoint's objects, unless that is allowed."""
+        """Wraps the planner so that objects run no code, unless allow_pickle is set."""
         if self.allow_pickle:
             return planner
         return cast(LoadPlanner, SafePlanner(planner, storage))
 
     def _remote_bytes(self, name: str) -> bytes:
-        """The metadata from a file system of torch's or the user's."""
+        """Reads the metadata through the file system of torch or the user."""
         with self.fs.create_stream(self.fs.concat_path(self.path, name), "rb") as stream:
             data: bytes = stream.read(MAX_METADATA_BYTES + 1)
         if len(data) > MAX_METADATA_BYTES:
-            raise CheckpointError(f"{name} in {self.path} has more than {MAX_METADATA_BYTES} bytes")
+            raise CheckpointError(
+                f"{name} in {self.path} has more bytes than the limit, {MAX_METADATA_BYTES}"
+            )
         return data
 
     def _fill_with_zeros(self, planner: LoadPlanner) -> None:
@@ -571,7 +589,8 @@ class FileSystemReader(StockReader):
         state_dict = getattr(planner, "state_dict", None)
         if not isinstance(state_dict, dict):
             raise CheckpointError(
-                "zero_fill needs a planner with a state_dict, as torch's planners have"
+                "zero_fill and allow_shape_mismatch need a planner with an attribute state_dict, "
+                f"as torch's planners have; {type(planner).__name__} has none"
             )
         zero_what_is_not_stored(state_dict, self._metadata)
 
@@ -581,7 +600,7 @@ class FileSystemReader(StockReader):
 
     @contextmanager
     def _opened(self) -> Iterator[OpenDirectory]:
-        """The directory that the metadata was read in; of metadata from elsewhere, as it is now."""
+        """Yields the open directory; opens the current one if the metadata came from elsewhere."""
         if self._directory is not None:
             yield self._directory
             return
@@ -598,7 +617,7 @@ def _name_of(rank: int | None) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _ReadVersion:
-    """The version that a rank has read, in its plan."""
+    """The version that a rank has read; travels in its plan."""
 
     of: str
 
@@ -607,17 +626,17 @@ def require_one_version(versions: Iterable[str | None], reader: FileSystemReader
     """Raises CheckpointError if ranks have read different checkpoints.
 
     Args:
-        versions: of all ranks.
+        versions: the versions of all ranks.
     """
     if len(set(versions)) > 1:
         raise CheckpointError(
             f"{reader.checkpoint_id}: ranks have read the metadata of different saves: the "
-            "checkpoint was replaced meanwhile, or a newer step was saved; load again"
+            "checkpoint was replaced, or a newer step was saved, while the load started; load again"
         )
 
 
 def _make_known(metadata: Metadata, size_rule: str, load_id: str | None) -> None:
-    """Tells metadata of the load that it is for."""
+    """Adds the size rule and the id of the load to metadata."""
     if getattr(metadata, "storage_meta", None) is None:
         metadata.storage_meta = StorageMeta()
     assert metadata.storage_meta is not None

@@ -1,4 +1,4 @@
-"""What one rank reads of a checkpoint, and where it goes."""
+"""The reads of one rank: what is read from a checkpoint into which targets."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from torch_ckpt.loading.zero_fill import writable
 
 T = TypeVar("T")
 
-#: One tensor to read: name, file number, offset and length of its record in bytes, dtype and shape
-#: of the stored tensor, offsets and lengths of the wanted region (empty: all of it), target.
+#: One tensor to read: name; file number, offset and length of its record in bytes; dtype and shape
+#: of the stored tensor; offsets and lengths of the wanted region (empty: all of it); target.
 Row = tuple[
     str,
     int,
@@ -43,21 +43,22 @@ Row = tuple[
 ]
 
 
-#: One bytes item to read: name, file number, offset and length of its record in bytes.
+#: One object to read: name, file number, offset and length of its record in bytes.
 ByteRow = tuple[str, int, int, int]
 
 
 class Reading:
-    """What one rank reads, and where it goes.
+    """The reads of one rank.
 
     Attributes:
-        planner: who gets objects, and tensors where it wants to see them.
-        match: what the engine has planned: tensors.
+        planner: the planner, which gets objects, and tensors if it has hooks for them.
+        match: the tensors that the engine has planned.
         files: names relative to the checkpoint's directory, with the numbers that rows use.
-        rows: other tensors.
-        byte_items: objects, and where they are stored.
-        transformed: what torch's own code reads, since a stream transform was at work.
-        to_commit: tensors that the planner wants to see.
+        rows: the other tensors.
+        byte_items: objects and their locations.
+        transformed: items for torch's own code, because they were written through a stream
+            transform.
+        to_commit: tensors to pass to the planner's commit_tensor.
     """
 
     def __init__(self, planner: LoadPlanner) -> None:
@@ -70,10 +71,10 @@ class Reading:
         self.to_commit: list[tuple[ReadItem, torch.Tensor]] = []
 
     def number(self, file: str, name: str) -> int:
-        """The number of a file, in which a tensor of that name lies.
+        """Returns the number of a file that holds a tensor of the given name.
 
         Raises:
-            Unsafe: it lies outside of the checkpoint's directory.
+            Unsafe: the file lies outside of the checkpoint's directory.
         """
         if file not in self.files:
             if not lies_beneath(file):
@@ -82,7 +83,7 @@ class Reading:
         return self.files[file]
 
     def expand(self) -> None:
-        """Makes rows of what the engine has planned, for who reads them one by one."""
+        """Turns the engine's plan into rows, for callers that read tensors one by one."""
         match, self.match = self.match, None
         if match is not None:
             files = match.files()
@@ -99,11 +100,11 @@ class Reading:
         """Adds items of the planner's plan.
 
         Args:
-            storage: of the metadata: where items are stored.
+            storage: the locations of the items, from the metadata.
 
         Raises:
-            Corrupt: the metadata does not say where an item is stored.
-            Unsafe: it is stored outside of the checkpoint's directory.
+            Corrupt: the metadata does not have the location of an item.
+            Unsafe: an item lies outside of the checkpoint's directory.
         """
         direct = keeps_default_hooks(self.planner)
         for item in items:
@@ -136,7 +137,7 @@ class Reading:
                 self.to_commit.append((item, target))
 
     def add(self, other: Reading) -> None:
-        """Adds what another one reads, for a planner of its own no more."""
+        """Adds the reads of another object, for this one's planner."""
         names = list(other.files)
         self.rows.extend(
             (row[0], self.number(names[row[1]], row[0]), *row[2:]) for row in other.rows
@@ -147,21 +148,22 @@ class Reading:
 
 
 class PlansOnIndex(ABC):
-    """A planner that has the engine plan; its plans for torch are empty."""
+    """A planner that lets the engine plan from the index; the plans that it returns to torch are
+    empty."""
 
     @abstractmethod
     def has_planned(self) -> bool:
-        """Whether it has; with the readers of others it is torch's planner."""
+        """Returns True if the engine has planned; with other readers torch's planner does."""
 
     @abstractmethod
     def begun(self) -> Reading:
-        """What is to be read, once there is memory for all of it."""
+        """Returns the reads, after allocating memory for their targets."""
 
 
 class BytesMoved:
-    """How many bytes a load has moved: the sign of life of a rank that reads.
+    """Counts the bytes that a load has moved, for the heartbeat of a rank that reads.
 
-    Called, it returns a number that changes for as long as the load moves.
+    A call returns a number that changes for as long as the load makes progress.
     """
 
     def __init__(self) -> None:
@@ -172,12 +174,12 @@ class BytesMoved:
         return time.monotonic_ns() if self._is_elsewhere else self._bytes
 
     def add(self, count: int) -> None:
-        """Counts bytes that have been moved."""
+        """Adds bytes that have been moved."""
         self._bytes += count
 
     @contextmanager
     def elsewhere(self) -> Iterator[None]:
-        """Within it others' code reads or waits for ranks, and does not say how far it is."""
+        """A block in which other code reads or waits for ranks, without reporting its progress."""
         self._is_elsewhere = True
         try:
             yield
@@ -186,14 +188,15 @@ class BytesMoved:
 
 
 def copy_by_torch(data: bytes, row: Row, file: str) -> None:
-    """Quantized tensors, subclasses and the like: what only torch.load knows to read.
+    """Reads a tensor that only torch.load can decode: quantized tensors and subclasses, for
+    example.
 
     Args:
         data: the record of the row.
-        file: that it lies in.
+        file: the file of the record.
 
     Raises:
-        Corrupt: torch.load does not know it, either, or the metadata has another shape.
+        Corrupt: torch.load cannot decode it, or its shape is not that in the metadata.
         CheckpointError: it does not fit the target.
     """
     name, _number, offset, _length, _dtype, sizes, region_offsets, region_lengths, target = row
@@ -207,7 +210,7 @@ def copy_by_torch(data: bytes, row: Row, file: str) -> None:
     if not isinstance(stored, torch.Tensor) or tuple(stored.shape) != tuple(sizes):
         kind = type(stored).__name__
         found = f"a {kind} of {list(stored.shape)}" if hasattr(stored, "shape") else f"a {kind}"
-        raise Corrupt(f"{where} holds {found}, the metadata says a tensor of {list(sizes)}")
+        raise Corrupt(f"{where} holds {found}, not the tensor of {list(sizes)} in the metadata")
     if region_lengths:
         stored = narrow_tensor_by_index(stored, region_offsets, region_lengths)
     if target.size() != stored.size():
@@ -220,7 +223,7 @@ def copy_by_torch(data: bytes, row: Row, file: str) -> None:
 
 
 def _stored(index: MetadataIndex, metadata: Metadata) -> tuple[torch.dtype, ChunkStorageMetadata]:
-    """The dtype of a stored shard and its place in the whole tensor."""
+    """Returns the dtype of a stored shard, and its offsets and sizes in the tensor."""
     stored = metadata.state_dict_metadata.get(index.fqn)
     if not isinstance(stored, TensorStorageMetadata):
         raise Corrupt(f"{index.fqn}: the metadata does not describe it as a tensor")
@@ -239,10 +242,10 @@ def _stored(index: MetadataIndex, metadata: Metadata) -> tuple[torch.dtype, Chun
 def places_of(
     files: list[str], rows: Sequence[Row] | Sequence[ByteRow], tables: Mapping[str, bytes]
 ) -> list[tuple[str, bytes]]:
-    """The files, and their checksum tables.
+    """Returns the files with their checksum tables.
 
     Raises:
-        Unsafe: one of them lies outside of the checkpoint's directory.
+        Unsafe: a file lies outside of the checkpoint's directory.
     """
     for number, file in enumerate(files):
         if not lies_beneath(file):
@@ -251,14 +254,14 @@ def places_of(
 
 
 def with_names_as_utf8(rows: list[Any]) -> list[Any]:
-    """The engine has names for messages only, as UTF-8, and keys may have what that cannot say."""
+    """Escapes names that UTF-8 cannot encode. The engine uses names for messages only."""
     if all(row[0].isascii() for row in rows):
         return rows
     return [(row[0].encode(errors="backslashreplace").decode(), *row[1:]) for row in rows]
 
 
 def in_waves(sizes: Iterable[tuple[T, int]], most: int) -> Iterator[list[T]]:
-    """Runs of things that are held in memory together: so many bytes, or one that has more."""
+    """Groups things that are in memory together: up to ``most`` bytes, or a single larger one."""
     wave: list[T] = []
     held = 0
     for thing, size in sizes:

@@ -1,4 +1,4 @@
-"""Other names for what a checkpoint has: each old name, and the new one that takes its place."""
+"""New names for the values of a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from torch_ckpt._base.formatting import some_of
 
-#: A function of the old name that returns the new one; or pairs of old and new ones, as a mapping
-#: or in their order. ``*`` in an old name matches any text, and each ``*`` in the new one stands
-#: for what the one at its place has matched. The first pair that matches a whole name counts.
+#: A function that returns the new name for an old one; or pairs of old and new names, as a mapping
+#: or a sequence. Each ``*`` in an old name matches any text, which replaces the ``*`` in the same
+#: position of the new name. The first pair that matches the complete name applies.
 Rename = Mapping[str, str] | Iterable[tuple[str, str]] | Callable[[str], str] | None
 
 
 def new_names(names: Iterable[str], rename: Rename, title: str = "rename") -> dict[str, str]:
-    """The new name of each old one, in their order.
+    """Maps each old name to its new one, in their order.
 
     Args:
         names: all old names.
-        rename: what gives them others; a name that it does not match stays.
-        title: what the caller calls ``rename``, for errors.
+        rename: gives new names; a name that it does not match is kept.
+        title: the name of the caller's option, for errors.
 
     Raises:
-        ValueError: it matches nothing, or gives two names the same one, which are named; or it is
-            not of the form that it must have.
+        ValueError: ``rename`` matches nothing, gives two names the same new name, or has the wrong
+            form.
     """
     names = list(names)
     if rename is None:
@@ -35,7 +35,7 @@ def new_names(names: Iterable[str], rename: Rename, title: str = "rename") -> di
     if callable(rename):
         found = {name: _checked(rename(name), name, title) for name in names}
         if names and all(old == new for old, new in found.items()):
-            raise ValueError(f"{title} gives no name another one; there are {some_of(names)}")
+            raise ValueError(f"{title} changes no name; the names are {some_of(names)}")
     else:
         pairs = list(rename.items() if isinstance(rename, Mapping) else rename)
         patterns = [(_pattern(old, new, title), new) for old, new in pairs]
@@ -54,21 +54,21 @@ def new_names(names: Iterable[str], rename: Rename, title: str = "rename") -> di
         if unmatched:
             nothing = ", ".join(repr(pairs[number][0]) for number in unmatched)
             raise ValueError(
-                f"{title}: no name matches {nothing}; there are {some_of(names) or 'none'}"
+                f"{title}: no name matches {nothing}; the names are {some_of(names) or 'none'}"
             )
     olds: dict[str, str] = {}
     for old, new in found.items():
         other = olds.setdefault(new, old)
         if other != old:
-            raise ValueError(f"{title}: both {other} and {old} would be {new}")
+            raise ValueError(f"{title}: both {other} and {old} would become {new}")
     return found
 
 
 def rename_in(metadata: Metadata, rename: Rename) -> None:
-    """Gives all that a checkpoint has its new name, in its metadata.
+    """Renames all values of a checkpoint in its metadata.
 
     Raises:
-        ValueError: as :func:`new_names`.
+        ValueError: see :func:`new_names`.
     """
     if rename is None:
         return
@@ -90,9 +90,13 @@ def rename_in(metadata: Metadata, rename: Rename) -> None:
 
 
 def new_path(path: Any, old: str, name: str) -> tuple[str | int, ...]:
-    """Where a value with a new name lies in nested dicts and lists: the parts of its old path that
-    its name still ends in stay, and what is before them is one."""
-    # A path that does not spell the old name could make a long list for each new name.
+    """Returns the path of a renamed value in nested dicts and lists.
+
+    The parts of the old path in which the new name still ends are kept; the text before them
+    becomes one part.
+    """
+    # Without this check, a path that does not spell the old name could make a long list for each
+    # new name.
     is_spelled = isinstance(path, tuple) and ".".join(map(str, path)) == old
     parts = tuple(path) if is_spelled else (name,)
     for begin in range(len(parts)):
@@ -115,7 +119,7 @@ def _pattern(old: Any, new: Any, title: str) -> re.Pattern[str]:
         raise ValueError(f"{title} must have pairs of str, got {old!r} and {new!r}")
     if old.count("*") != new.count("*"):
         raise ValueError(
-            f"{title}: {old!r} has {old.count('*')} '*' and {new!r} has {new.count('*')}; each in "
-            "the new name stands for one in the old name"
+            f"{title}: {old!r} has {old.count('*')} '*' and {new!r} has {new.count('*')}; each '*' "
+            "in the new name needs one in the old name"
         )
     return re.compile("(.*)".join(map(re.escape, old.split("*"))), re.DOTALL)

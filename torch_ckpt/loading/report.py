@@ -1,4 +1,4 @@
-"""What a load did, and how much memory one takes."""
+"""Reports of loads: the comparison with the checkpoint, and the memory that a load needs."""
 
 from __future__ import annotations
 
@@ -10,26 +10,33 @@ import torch
 from torch_ckpt._base.formatting import MOST_NAMES
 from torch_ckpt.loading.dtypes import loses_precision
 
-#: Patterns as of :mod:`fnmatch`, or a function of the fully qualified name.
+#: Patterns of :mod:`fnmatch`, or a function of the fully qualified name that returns True for names
+#: to load.
 Names = Iterable[str] | Callable[[str], bool] | None
 
 
 @dataclass
 class LoadReport:
-    """How a state dict and a checkpoint compare. Names are fully qualified ones.
+    """Comparison of a state dict with a checkpoint. Names are fully qualified.
 
     Attributes:
-        loaded: what both have and what fits.
-        missing: what the checkpoint does not have.
-        unexpected: what only the checkpoint has; no hindrance to a load.
+        loaded: names that both have and that fit.
+        missing: names that the checkpoint lacks.
+        unexpected: names that only the checkpoint has; they do not prevent a load.
         shapes: (name, stored, wanted) of tensors whose shape does not fit.
-        kinds: (name, stored, wanted) of what is a tensor there and something else here, or the
-            other way round.
+        kinds: (name, stored, wanted) of values that are a tensor on one side only.
         dtypes: (name, stored, wanted) of tensors that are converted.
-        grown: (name, stored, wanted) of tensors that ``zero_fill`` fills up.
-        absent: keys at the top, of dicts and ``Stateful`` values of which nothing can be loaded.
+        grown: (name, stored, wanted) of tensors that ``zero_fill`` fills up with zeros.
+        absent: top-level keys of dicts and ``Stateful`` values of which nothing can be loaded.
         truncated: (name, stored, wanted) of tensors of which ``allow_shape_mismatch`` loads a part;
-            one that is larger in another dimension is in ``grown``, too.
+            also in ``grown`` if they are larger in another dimension.
+
+    Examples:
+        ```python
+        report = torch_ckpt.load({"model": model}, "checkpoints/100", strict=False)
+        for reason in report.skipped:
+            print("not loaded:", reason)
+        ```
     """
 
     loaded: list[str] = field(default_factory=list)
@@ -44,17 +51,17 @@ class LoadReport:
 
     @property
     def fits(self) -> bool:
-        """Whether all of the state dict can be loaded."""
+        """True if the complete state dict can be loaded."""
         return not (self.missing or self.shapes or self.kinds)
 
     @property
     def narrowed(self) -> list[str]:
-        """Names of the tensors whose dtype holds less than the stored one."""
+        """Names of the tensors that are converted to a dtype with less precision or range."""
         return [name for name, stored, wanted in self.dtypes if loses_precision(stored, wanted)]
 
     @property
     def skipped(self) -> list[str]:
-        """What a load with ``strict=False`` leaves as it is: each name, with the reason."""
+        """Names that a load with ``strict=False`` leaves unchanged, each with the reason."""
         return [
             *(f"{name} (missing)" for name in self.missing),
             *(f"{n} (stored {list(has)}, wanted {list(wants)})" for n, has, wants in self.shapes),
@@ -67,10 +74,10 @@ class LoadReport:
 
         parts = [
             ("missing in the checkpoint", self.missing),
-            ("of another shape", sized(self.shapes)),
-            ("of another kind", [f"{n}: stored {a}, wanted {b}" for n, a, b in self.kinds]),
+            ("with another shape", sized(self.shapes)),
+            ("with another kind", [f"{n}: stored {a}, wanted {b}" for n, a, b in self.kinds]),
             ("only in the checkpoint", self.unexpected),
-            ("of another dtype", [f"{n}: stored {a}, wanted {b}" for n, a, b in self.dtypes]),
+            ("with another dtype", [f"{n}: stored {a}, wanted {b}" for n, a, b in self.dtypes]),
             ("larger than stored", sized(self.grown)),
             ("smaller than stored", sized(self.truncated)),
         ]
@@ -85,7 +92,7 @@ class LoadReport:
         return "\n".join(lines)
 
     def add(self, other: LoadReport) -> None:
-        """Adds what a report about another part of the state dict says."""
+        """Adds the report of another part of the state dict."""
         self.loaded += other.loaded
         self.missing += other.missing
         self.unexpected = sorted(set(self.unexpected) & set(other.unexpected))
@@ -99,13 +106,20 @@ class LoadReport:
 
 @dataclass(frozen=True)
 class ReadMemory:
-    """What a load takes, in bytes.
+    """Memory that a load needs on this rank, in bytes. Returned by
+    :func:`torch_ckpt.estimate_read_memory`.
 
     Attributes:
-        target_bytes: of the tensors on this rank that are loaded.
-        stored_bytes: that are wanted from the files, by this rank.
-        beyond_targets_bytes: the most that is held beside the targets at any time.
-        least_inflight_bytes: the smallest ``max_inflight_bytes`` with which the load works.
+        target_bytes: size of the tensors to load.
+        stored_bytes: bytes to read from the files.
+        beyond_targets_bytes: peak of the memory used in addition to the targets.
+        least_inflight_bytes: smallest ``max_inflight_bytes`` with which the load succeeds.
+
+    Examples:
+        ```python
+        memory = torch_ckpt.estimate_read_memory({"model": model}, "checkpoints/100")
+        print(f"{memory.beyond_targets_bytes / 1e9:.1f} GB in addition to the model")
+        ```
     """
 
     target_bytes: int

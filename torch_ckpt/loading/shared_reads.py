@@ -1,17 +1,18 @@
-"""Reading once what several ranks want (``read_once``).
+"""Reads data that several ranks want only once (``read_once``).
 
-1. Every rank lists what it will read, as digests, and whether it can. Ranks that cannot keep the
-   others from reading. The smallest memory limit of all holds for what is sent.
-2. What several ranks want is given to one of them, so that each reads about as many bytes. All
-   ranks come to the same result on their own.
-3. Every rank reads what is its own, or nobody else's, into its targets.
-4. All ranks tell whether that succeeded. Where it did not nothing is sent.
-5. Owner by owner, the bytes go to the others in batches.
+1. Every rank sends digests of its reads, or that it has failed. One failure prevents the reads of
+   all. The smallest memory limit of all ranks applies to the data that is sent.
+2. Reads that several ranks want are assigned to one of them, so that all ranks read about as many
+   bytes. Every rank computes the same assignment independently.
+3. Every rank reads its assignment, and the data that only it wants, into its targets.
+4. All ranks exchange whether this succeeded. After a failure nothing is sent.
+5. Owner by owner, the bytes are sent to the other ranks in batches.
 
-Contiguous tensors are shared; objects, and tensors of other layouts, are read by each rank. So is
-all of a rank whose planner has hooks of its own: it takes part with nothing to share.
+Contiguous tensors are shared. Objects and tensors of other layouts are read by every rank. A rank
+whose planner has hooks reads everything independently, and takes part with nothing to share.
 
-A large tensor of which any part can be verified is cut into rows first, so that ranks share it.
+A large tensor is first cut along its first dimension, so that several ranks share its reads, if
+parts of it can be verified.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from torch_ckpt._base.trees import as_bytes
 from torch_ckpt.loading.dtypes import LostPrecision
 from torch_ckpt.loading.reading import BytesMoved, Reading, Row
 
-#: Bytes that are sent at once, and into which large tensors are cut.
+#: Size in bytes of a batch, and of the parts of a large tensor.
 BATCH_BYTES = 64 << 20
 
 _FAILED = "failed"
 
 
 class RankReader(Protocol):
-    """What shared reads take of a ``FileSystemReader``."""
+    """The part of a ``FileSystemReader`` that shared reads use."""
 
     max_inflight_bytes: int
     moved: BytesMoved
@@ -44,10 +45,10 @@ class RankReader(Protocol):
 
     @property
     def identity(self) -> bytes | None:
-        """The same on ranks that read the same checkpoint."""
+        """A digest that is equal on ranks that read the same checkpoint."""
 
     def can_verify_parts(self, file: str) -> bool:
-        """Whether a part of a record in it can be verified."""
+        """Returns True if a part of a record in a file can be verified."""
 
     def read_all_but_rows(self, reading: Reading) -> None:
         """Reads objects, and tensors that torch's code reads."""
@@ -59,10 +60,10 @@ class RankReader(Protocol):
 def read_once(
     reader: RankReader, prepare: Callable[[], Reading], group: dist.ProcessGroup | None
 ) -> None:
-    """Reads what ``prepare`` says, each byte by one of the ranks of the group; collective.
+    """Makes the reads that ``prepare`` returns, each byte on one rank of the group. Collective.
 
-    A rank on which something fails raises that; on the others the load has not happened, and
-    nothing is raised: who calls this tells them.
+    A rank on which something fails raises the error. The other ranks return without having loaded,
+    and raise nothing: the caller must report the failure to them.
     """
     failure: BaseException | None = None
     reading: Reading | None = None
@@ -98,7 +99,7 @@ def read_once(
         raise failure
     if _FAILED in states:
         return
-    # Of what others have read, too.
+    # Includes the tensors that other ranks have read.
     reader.lost_precision.note(reading.rows)
     targets = {
         digest: row[8]
@@ -112,7 +113,7 @@ def read_once(
 def read_alone(
     reader: RankReader, read: Callable[[], None], group: dist.ProcessGroup | None
 ) -> None:
-    """For a rank that wants to read by itself, while others may be in :func:`read_once`."""
+    """Reads independently on this rank, while other ranks may be in :func:`read_once`."""
     if _FAILED in _gather(reader, ([], reader.max_inflight_bytes), group):
         return
     failure: BaseException | None = None
@@ -139,7 +140,7 @@ def _bytes_of(row: Row) -> int:
 def _digests(
     checkpoint: bytes | None, files: list[str], rows: list[Row]
 ) -> list[tuple[bytes | None, int]]:
-    """What each row reads and how many bytes that is; nothing that is for others comes twice."""
+    """Returns the digest of each row and its bytes. A repeated digest is replaced by None."""
     digests: list[tuple[bytes | None, int]] = []
     seen: set[bytes] = set()
     for row in rows:
@@ -153,12 +154,13 @@ def _digests(
 
 
 def _digest(checkpoint: bytes, files: list[str], row: Row) -> bytes | None:
-    """Of the bytes that a row reads and what becomes of them; None: they are for nobody else."""
+    """Returns a digest of the bytes that a row reads and of their use; None if no other rank can
+    use them."""
     _name, file, offset, length, _dtype, _sizes, region_offsets, region_lengths, target = row
     if type(target) not in (torch.Tensor, torch.nn.Parameter) or not _is_its_bytes(target):
         return None
     what = (
-        # Ranks may read different checkpoints, whose files have the same names.
+        # Ranks may read different checkpoints with equal file names.
         checkpoint,
         files[file],
         offset,
@@ -172,7 +174,7 @@ def _digest(checkpoint: bytes, files: list[str], row: Row) -> bytes | None:
 
 
 def _is_its_bytes(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's values are its memory, which may be written as bytes."""
+    """Returns True if the tensor's memory holds exactly its values, and may be written as bytes."""
     lazy = tensor.is_conj() or tensor.is_neg()
     return (
         tensor.is_contiguous()
@@ -206,7 +208,8 @@ def _cut_large(reader: RankReader, reading: Reading, most: int) -> None:
 def _choose_owners(
     plans: list[list[tuple[bytes | None, int]]],
 ) -> dict[bytes, tuple[int, tuple[int, ...]]]:
-    """Who reads what several ranks want, and for whom: by digest, in the same order everywhere."""
+    """Returns, by digest, the rank that reads it and the ranks that want it, in the same order on
+    all ranks."""
     wanted: dict[bytes, list[int]] = defaultdict(list)
     sizes: dict[bytes, int] = {}
     load = [0] * len(plans)
@@ -289,7 +292,8 @@ def _send(
 
 
 def _device_of(group: dist.ProcessGroup | None, wanted: torch.device) -> torch.device:
-    """From where the group sends what lies on a device: NCCL from there, others from the CPU."""
+    """Returns the device from which the group sends data of a device: the same one with NCCL,
+    mostly the CPU else."""
     config = dist.get_backend_config(group)
     backends = dict(pair.split(":") for pair in config.split(",") if ":" in pair)
     if not backends:

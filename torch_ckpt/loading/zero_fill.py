@@ -1,5 +1,5 @@
-"""Loading into tensors that are larger than the stored ones (``zero_fill``), or of any size of as
-many dimensions (``allow_shape_mismatch``)."""
+"""Loads into tensors that are larger than the stored ones (``zero_fill``), or of any size with the
+same number of dimensions (``allow_shape_mismatch``)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from torch_ckpt.checkpoint.chunks import chunks_here
 
 
 class GrowingSize(tuple[int, ...]):
-    """The size of a stored tensor, equal to every size that has room for it.
+    """Size of a stored tensor that equals every size with room for it.
 
-    torch's planners compare sizes and refuse those that differ, before a reader is asked.
+    torch's planners compare sizes, and refuse different ones before they ask a reader.
     """
 
     def __eq__(self, other: object) -> bool:
@@ -36,12 +36,12 @@ class GrowingSize(tuple[int, ...]):
     __hash__ = tuple.__hash__
 
     def numel(self) -> int:
-        """As torch.Size has it."""
+        """Returns the number of elements, as torch.Size does."""
         return torch.Size(self).numel()
 
 
 class AnySize(GrowingSize):
-    """The same, equal to every size of as many dimensions."""
+    """Size of a stored tensor that equals every size with the same number of dimensions."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, tuple) and len(other) == len(self)
@@ -49,7 +49,7 @@ class AnySize(GrowingSize):
     __hash__ = tuple.__hash__
 
 
-#: The type of stored sizes by the engine's rule of which others they go with.
+#: Size class for each of the engine's size-matching rules.
 SIZES: dict[str, type[Any]] = {
     "same": torch.Size,
     "growing": GrowingSize,
@@ -58,14 +58,14 @@ SIZES: dict[str, type[Any]] = {
 
 
 def let_sizes_differ(metadata: Metadata, kind: type[Any]) -> None:
-    """Lets all sizes of the metadata be equal to others."""
+    """Replaces all sizes in the metadata by the given type."""
     for stored in metadata.state_dict_metadata.values():
         if isinstance(stored, TensorStorageMetadata):
             stored.size = kind(stored.size)
 
 
 def zero_what_is_not_stored(state_dict: dict[str, Any], metadata: Metadata) -> None:
-    """Fills tensors of a flat state dict with zeros outside of what is stored of them."""
+    """Zeroes the parts of tensors of a flat state dict that are not stored."""
     for name, value in state_dict.items():
         stored = metadata.state_dict_metadata.get(name)
         if not isinstance(stored, TensorStorageMetadata) or not hasattr(value, "size"):
@@ -81,12 +81,12 @@ def zero_what_is_not_stored(state_dict: dict[str, Any], metadata: Metadata) -> N
 
 
 def writable(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Lets torch write into it: into inference tensors it does so only in inference mode."""
+    """Context in which torch may write into the tensor: inference mode for inference tensors."""
     return torch.inference_mode() if tensor.is_inference() else nullcontext()
 
 
 def _zero_outside(local: torch.Tensor, offsets: torch.Size, size: tuple[int, ...]) -> None:
-    """Of a shard at ``offsets`` of the whole tensor, of which [0, size) is stored."""
+    """Zeroes a shard at ``offsets`` outside of [0, size), the stored part of the tensor."""
     for dim, (offset, stored) in enumerate(zip(offsets, size, strict=True)):
         length = local.size(dim)
         kept = min(max(stored - offset, 0), length)

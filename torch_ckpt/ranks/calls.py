@@ -131,7 +131,7 @@ def meeting_of(
         if rank < 0 or (members is not None and rank not in members):
             raise ValueError(
                 f"rank {dist.get_rank()} is not in the process group or the mesh of this call: "
-                "call it on members only, or with another process_group"
+                "make the call on its members only, or pass another process_group"
             )
     return Meeting.of(process_group, no_dist=False).apart(use, members)
 
@@ -154,14 +154,14 @@ def explained(error: CheckpointException, name: str, rank: int, timeout: float) 
         return causes[rank]
     if any(isinstance(cause, ConnectionError) for cause in causes.values()):
         return ConnectionError(
-            f"{name}: {ranks_text(causes)} lost the process group's store: look whether the "
-            "process that hosts it, rank 0 or torchrun's agent, still runs"
+            f"{name}: {ranks_text(causes)} lost the process group's store: check that the "
+            "process that hosts it, rank 0 or torchrun's agent, is still running"
         )
     if all(isinstance(cause, TimeoutError) for cause in causes.values()):
         return TimeoutError(
-            f"{name}: {ranks_text(causes)} did not come within {timeout:g} s and gave no sign of "
-            "life: look whether the process still runs and makes this call too, or allow more "
-            "time (timeout=)"
+            f"{name}: {ranks_text(causes)} did not arrive within {timeout:g} s and sent no "
+            "heartbeat: check that the process is still running and makes this call too, or allow "
+            "more time (timeout=)"
         )
     by, cause = next(iter(causes.items()))
     return RuntimeError(f"{name} failed on rank {by}: {type(cause).__name__}: {cause}")
@@ -174,7 +174,7 @@ def _different_calls(names: list[str]) -> Disagreement | None:
     for rank, name in enumerate(names):
         ranks.setdefault(name, []).append(rank)
     return Disagreement(
-        "ranks came to different calls; all must make the same ones, in the same order:",
+        "ranks made different calls; all ranks must make the same calls, in the same order:",
         [f"{ranks_text(who)}: {name}" for name, who in ranks.items()],
         of_calls=True,
     )

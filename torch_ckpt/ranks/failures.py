@@ -57,7 +57,9 @@ class CheckpointFailed(CheckpointException, CheckpointError):
         lines = [f"{ranks_text(who)}: {what}" for what, who in ranks.items()]
         if len(lines) > _MOST_CAUSES:
             others = sorted(rank for who in list(ranks.values())[_MOST_CAUSES:] for rank in who)
-            lines[_MOST_CAUSES:] = [f"{ranks_text(others)}: other causes, in `failures`"]
+            lines[_MOST_CAUSES:] = [
+                f"{ranks_text(others)}: other causes; see the attribute `failures`"
+            ]
         return "\n".join(lines) or f"'{self.args[0]}' failed"
 
 

@@ -213,7 +213,10 @@ class Meeting:
         c10d = dist.distributed_c10d
         group = c10d._get_default_group() if process_group is None else process_group
         if dist.get_rank(group) < 0:
-            raise ValueError("this process is not in the process group that is to save or load")
+            raise ValueError(
+                f"rank {dist.get_rank()} is not in the process group of this save or load: make "
+                "the call on its members only"
+            )
         with cls._making:
             # No longer than the group: the next group that uses the port must find a new server.
             meeting = cls._made.get(group)

@@ -30,8 +30,8 @@ def no_sign_of_life(step: str, ranks: list[int], seconds: float) -> dict[int, _F
     """The failure of ranks that have been silent for too long, by rank."""
     who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
     error = TimeoutError(
-        f"{who} gave no sign of life for {seconds:g} s in '{step}': look whether the process still "
-        "runs and what it waits for, or allow more time"
+        f"{who} sent no heartbeat for {seconds:g} s in '{step}': check that the process is still "
+        "running and what it is waiting for, or allow more time"
     )
     return {rank: (error, traceback.StackSummary()) for rank in ranks}
 

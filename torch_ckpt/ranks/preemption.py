@@ -162,7 +162,7 @@ class PreemptionWatch:
     def _wait_until(self, so: Callable[[], bool]) -> None:
         while True:
             if self._closed:
-                raise RuntimeError(f"{_NAME}: the watch, or its process group, has ended")
+                raise RuntimeError(f"{_NAME}: the watch was closed, or its process group destroyed")
             if self._failure is not None:
                 raise self._failure
             if so():
@@ -251,7 +251,7 @@ class PreemptionWatch:
                 except RuntimeError as error:
                     # Where training is over rank 0, which may host the store, may have gone.
                     may_ask = False
-                    logger.info("the store is lost, and with it other ranks' notices: %s", error)
+                    logger.info("lost the store, so notices of other ranks are not seen: %s", error)
 
     def _agree(self, meeting: Meeting, ranks: Ranks, number: int, reason: str) -> tuple[int, str]:
         """The step at which all ranks return True, and who was told first."""
@@ -313,7 +313,7 @@ def signal_numbers(signals: Iterable[int], option: str) -> tuple[int, ...]:
     watchable = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
     for number in numbers:
         if not isinstance(number, int):
-            raise TypeError(f"{form}, and has {number!r}")
+            raise TypeError(f"{form}, but one is {number!r}")
         if number not in watchable:
             raise ValueError(f"{option}: {number!r} is not a signal that a process can watch")
     return numbers
@@ -362,7 +362,7 @@ def watch_for_preemption(
             "before the first step"
         )
     if current_watch(process_group) is not None:
-        raise ValueError("this process group is watched already: close() that watch first")
+        raise ValueError("this process group is already watched: close() that watch first")
     group = _group(process_group)
     if group is None:
         meeting = meeting_of(None, "preemption")

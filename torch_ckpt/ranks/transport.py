@@ -57,7 +57,7 @@ _PIECE_BYTES = 4 << 20
 _DECIDED = b"the coordinator goes on"
 
 #: Advice of an error where the coordinator may have committed.
-MAY_HAVE_COMMITTED = " and, because rank 0 may have committed, whether the checkpoint is there"
+MAY_HAVE_COMMITTED = " and, because rank 0 may have committed, whether the checkpoint exists"
 
 # What a value begins with that is in its key, and not in pieces below it.
 _WHOLE = b"="
@@ -372,7 +372,7 @@ class OverStore(Alone):
         verdict = self._store.compare_set(self._key("verdict"), "", mine)
         if verdict == _DECIDED:
             error = TimeoutError(
-                f"rank 0, the coordinator, decided on '{self._step}' and then gave no sign of life "
+                f"rank 0, the coordinator, decided on '{self._step}' and then sent no heartbeat "
                 f"for {self._limit:g} s: check that its process is still running{self._advice()}"
             )
             return RankFailures({0: (error, traceback.StackSummary())}, combining=True)
@@ -414,7 +414,7 @@ class OverStore(Alone):
     def _value(self, key: str) -> bytes:
         value = peek(self._store, key)
         if value is None:
-            raise RuntimeError(f"the store has lost the key '{key}'")
+            raise RuntimeError(f"the store no longer has the key '{key}'")
         return value
 
     def _joined(self, key: str, head: bytes) -> bytes:

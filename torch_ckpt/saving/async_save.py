@@ -1,4 +1,4 @@
-"""The handle to a save in the background; saving/job.py has the life of one."""
+"""The handle to a background save. saving/job.py describes what such a save does."""
 
 from __future__ import annotations
 
@@ -17,57 +17,87 @@ from torch_ckpt.saving.metrics import SaveMetrics
 
 
 class AsyncSave:
-    """A save under way, made by :func:`torch_ckpt.async_save`."""
+    """Handle to a background save, returned by :func:`torch_ckpt.async_save`.
+
+    A save of this rank is *staged* when its sources have been copied and may change, and
+    *committed* when the checkpoint is durable and visible. Methods may be called from any thread.
+    If the handle is dropped, the save continues.
+
+    Examples:
+        ```python
+        handle = torch_ckpt.async_save({"model": model}, "checkpoints/100")
+        handle.guard(optimizer)  # optimizer.step() waits until the model has been copied
+        train_one_step()
+        metadata = handle.result()  # waits for the commit
+        ```
+    """
 
     def __init__(self, job: Job) -> None:
         self._job = job
 
-    # Not kept: a forked child has others.
+    # A property, because a forked child replaces the futures.
     @property
     def staged(self) -> Future[None]:
-        """Done when the sources may change; fails where the save did so before."""
+        """Future that is done when the sources may change. It has an error if the save failed
+        before."""
         return self._job.write.staged
 
     @property
     def committed(self) -> Future[Metadata]:
-        """Done, with the metadata, when the checkpoint is durable and visible on all ranks."""
+        """Future that is done when the checkpoint is durable and visible on all ranks.
+
+        Its result is the metadata; its error is the one that :meth:`result` raises.
+        """
         return self._job.committed
 
     def wait_staged(self, timeout: float | None = None) -> None:
         """Waits until the sources may change.
 
+        Args:
+            timeout: seconds to wait; None waits without limit.
+
         Raises:
-            TimeoutError: ``timeout`` seconds have passed; the save goes on.
-            CheckpointException: the save has failed before.
+            TimeoutError: the time is up; the save continues.
+            CheckpointException: the save failed before it was staged.
+            CheckpointError: this process was forked from the one that saves.
         """
         with self._job.blocking():
             wait_for(self.staged, timeout, "staged", self._job)
 
     def result(self, timeout: float | None = None) -> Metadata:
-        """Waits until the checkpoint is durable and visible; its metadata.
+        """Waits until the checkpoint is durable and visible.
+
+        Args:
+            timeout: seconds to wait; None waits without limit.
+
+        Returns:
+            The checkpoint's metadata.
 
         Raises:
-            TimeoutError: ``timeout`` seconds have passed; the save goes on.
-            CheckpointException: the save failed, with the cause of each rank that did.
-            OnCommitFailed: ``on_commit`` failed, on the coordinator; raised on all ranks. The
+            TimeoutError: the time is up; the save continues.
+            CheckpointException: the save failed; it holds the cause of each rank that failed.
+            OnCommitFailed: ``on_commit`` failed on the coordinator; raised on all ranks. The
                 checkpoint is committed.
-            CheckpointError: this process is a forked child of the one that saves.
+            CheckpointError: this process was forked from the one that saves.
         """
         return wait_for(self.committed, timeout, "committed", self._job)
 
     def done(self) -> bool:
-        """Whether the save has ended, well or badly."""
+        """Returns True if the save has ended, successfully or not."""
         return self.committed.done()
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
         """Makes the optimizer's next step wait until it may change the sources.
 
-        CPU tensors have then been copied. For CUDA tensors the current stream waits, on the device,
-        for the copies; the CPU waits only until they have been submitted. A failed save holds
-        nothing back.
+        The step waits until CPU tensors have been copied. For CUDA tensors the current stream waits
+        for the copies, and the CPU only until they have been submitted. After a failed save the
+        step does not wait.
 
-        A step that is replayed as a CUDA graph asks nobody. So for an optimizer that is
-        ``capturable`` this call itself waits until CUDA tensors have been copied.
+        A step that is replayed as a CUDA graph runs no hooks. So if the optimizer is ``capturable``
+        and the state has CUDA tensors, this call itself waits until they have been copied.
+
+        Args:
+            optimizer: a torch optimizer, or a wrapper of one.
         """
         if self._job.sources.devices and any(
             group.get("capturable") for group in optimizer.param_groups
@@ -77,24 +107,25 @@ class AsyncSave:
         _Guard.of(unwrapped(optimizer)).job = self._job
 
     def progress(self) -> Progress:
-        """Bytes of this rank so far."""
+        """Returns the progress of this rank's write, in bytes."""
         return self._job.write.progress()
 
     def wait_staged_quietly(self) -> None:
-        """Waits until the sources may change, be it that the save has failed."""
+        """Waits until the sources may change or the save has failed, without raising its error."""
         with self._job.blocking():
             self._job.write.wait_staged()
 
     @property
     def differing(self) -> str:
-        """Which values differ between ranks, by ``check_replicas="warn"``; empty if none does.
+        """The values that differ between ranks, found by ``check_replicas="warn"``; empty if none
+        differs.
 
-        Complete once the sources have been staged.
+        Complete once the save is staged.
         """
         return self._job.differing
 
     def metrics(self) -> SaveMetrics:
-        """What the save took on this rank; complete once it is done."""
+        """Returns the durations and sizes of the save on this rank; complete once it is done."""
         return self._job.metrics
 
     def __del__(self) -> None:
@@ -102,13 +133,13 @@ class AsyncSave:
         if job is not None and not job.committed.done() and not job.inherited:
             warnings.warn(
                 f"the handle of the save to {job.metrics.path} was dropped before the save ended; "
-                "it goes on, and an error is raised by the next one or by check_for_errors()",
+                "it continues, and the next save or check_for_errors() raises its error, if any",
                 stacklevel=2,
             )
 
 
 class _Guard:
-    """The one hook of ours on an optimizer; optimizers cannot lose hooks amid a step."""
+    """The single hook of this package on an optimizer; a hook cannot be removed during a step."""
 
     _of: ClassVar[weakref.WeakKeyDictionary[torch.optim.Optimizer, _Guard]] = (
         weakref.WeakKeyDictionary()

@@ -1,4 +1,4 @@
-"""How a save in the background behaves beside the training that goes on."""
+"""Options of background saves."""
 
 from __future__ import annotations
 
@@ -14,13 +14,26 @@ DEVICE_CHUNK_BYTES = _core.device_chunk_bytes
 
 @dataclass(frozen=True)
 class Background:
-    """What the engine's threads of a background save ask of the machine.
+    """Threads and priorities of background saves. A lower priority slows down training less.
 
     Attributes:
-        threads: how many there are; 0 chooses for the machine. Most of them wait for the disk.
-        nice: 0 to 19, or the process's own where that is more; 19 asks least of the processors.
-        idle_io: I/O scheduling class "idle" instead of the process's own, where the disk has one.
-        max_bytes_per_second: to the disk, of this process; 0 sets no limit.
+        threads: number of engine threads; 0 chooses it for the machine. Most of them wait for the
+            disk.
+        nice: niceness of the threads, 0 to 19, or that of the process if it is higher. 19 is the
+            lowest priority.
+        idle_io: use the I/O scheduling class "idle", if the disk's scheduler has classes; False
+            keeps the class of the process.
+        max_bytes_per_second: limit of this process's writes to the disk, in bytes per second; 0
+            sets no limit.
+
+    Raises:
+        ValueError: an attribute is out of range.
+
+    Examples:
+        ```python
+        gentle = torch_ckpt.Background(nice=19, max_bytes_per_second=500_000_000)
+        torch_ckpt.async_save({"model": model}, "checkpoints/100", background=gentle)
+        ```
     """
 
     threads: int = 0
@@ -41,17 +54,17 @@ class Background:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What the engine is told of one save (read in csrc/torch_python/save.cpp).
+    """The engine's options for one background save (read in csrc/torch_python/save.cpp).
 
     Attributes:
-        writers: of the threads that write.
+        writers: priorities of the threads that write.
         snapshot: stage as far ahead of the disk as the byte budget allows.
-        quiet_stagers: whether those that copy from the sources are as quiet as the writers; not
-            where the caller waits for them.
-        max_host_bytes: the byte budget where the writer has none of its own.
-        ready: (CUDA device, event handle): sources are complete after these.
+        quiet_stagers: give the threads that copy from the sources the low priority of the writers,
+            too. False if the caller waits for these threads.
+        max_host_bytes: the byte budget, if the writer has none of its own.
+        ready: (CUDA device, event handle) pairs: sources are complete after these events.
         trace: record each stretch of work.
-        children: gets the results as well, for children that are forked meanwhile.
+        children: channel that passes the results to children forked during the save, too.
     """
 
     writers: Background

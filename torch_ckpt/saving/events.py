@@ -94,7 +94,7 @@ class Reporters:
             raise
         except BaseException:
             # The save or load that it is about has not failed.
-            LOGGER.exception("an event (%s) could not be passed on", event.kind)
+            LOGGER.exception("could not report the event %s", event.kind)
 
     def close(self) -> None:
         """Closes what was opened here."""
@@ -159,7 +159,7 @@ def _summary_writer(directory: str | os.PathLike[str]) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise ValueError(
-            "a directory for TensorBoard needs its package (pip install "
-            "'torch_ckpt[tensorboard]'); or pass anything that has add_scalar"
+            "a directory for TensorBoard needs the package tensorboard: pip install "
+            "'torch_ckpt[tensorboard]', or pass an object that has add_scalar"
         ) from None
     return SummaryWriter(os.fspath(directory))

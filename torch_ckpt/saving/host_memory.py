@@ -1,4 +1,4 @@
-"""Host memory of saves: how much of it a snapshot may take, and making it ahead of need."""
+"""Host memory of saves: the budget of a snapshot, and the reserve that is allocated in advance."""
 
 from __future__ import annotations
 
@@ -17,32 +17,33 @@ from torch_ckpt._base.life_cycle import Part, register
 from torch_ckpt._base.log import LOGGER
 from torch_ckpt.saving.background import CHUNK_BYTES, DEVICE_CHUNK_BYTES, Background
 
-#: For memory that other things need beside a snapshot.
+#: The rest is for memory that other code needs during a snapshot.
 _SHARE_OF_FREE_MEMORY = 0.5
 _LEAST_SNAPSHOT_BYTES = 64 << 20
-#: Where a container sees its control group's limit and use, and the prefix of the totals among its
-#: statistics: version 2 and version 1.
+#: Files in which a container finds its control group's limit and use, and the prefix of the totals
+#: in its statistics: version 2, then version 1.
 _CONTROL_GROUPS = (
     ("/sys/fs/cgroup", "memory.max", "memory.current", ""),
     ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 )
-#: How much is made before it is looked again how much is free. A fraction of a second's work.
+#: Bytes allocated between two checks of the free memory: a fraction of a second of work.
 _STEP_BYTES = 64 * CHUNK_BYTES
 
 
 def _share_of_free_memory(ranks: int, free: Callable[[], int]) -> int:
     here = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
-    # A save under way has taken some of the reserve.
+    # A running save may use part of the reserve.
     own = max(_core.pool_bytes(), _core.reserved_bytes())
     return int((free() + own) * _SHARE_OF_FREE_MEMORY) // here
 
 
 def free_memory(groups: Iterable[tuple[str, str, str, str]] = _CONTROL_GROUPS) -> int:
-    """Bytes that this process may still take, of the machine and of its control group."""
+    """Returns the bytes that this process can still allocate, limited by the machine and its
+    control group."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(fields["MemAvailable"].split()[0]) * 1024
     for directory, limit, used, total in groups:
-        # Absent without this version of control groups; "max" is not a number.
+        # The files are absent without this version of control groups, and "max" is not a number.
         with contextlib.suppress(OSError, ValueError):
             free = min(free, _free_in_group(Path(directory), limit, used, total))
     return max(free, 0)
@@ -51,19 +52,21 @@ def free_memory(groups: Iterable[tuple[str, str, str, str]] = _CONTROL_GROUPS) -
 def _free_in_group(directory: Path, limit: str, used: str, total: str) -> int:
     most, taken = (int((directory / name).read_text()) for name in (limit, used))
     statistics = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
-    # Cached files count as used, and go when something else needs the memory: a job that has
+    # Cached files count as used, but are evicted when memory is needed. Otherwise a job that has
     # written its limit's worth of files would seem to have none left.
     cached = sum(int(statistics.get(f"{total}{kind}_file", 0)) for kind in ("active", "inactive"))
     return most - taken + cached
 
 
 def default_snapshot_bytes(ranks: int, free: Callable[[], int] = free_memory) -> int:
-    """The host memory that a snapshot may take on this rank: half of what is free, or the reserve.
+    """Returns the default limit of a snapshot's host memory on this rank, in bytes.
+
+    It is this rank's share of half of the free memory, or the reserve if that is larger.
 
     Args:
-        ranks: that save together; they are taken to share a machine where nothing
-            (``LOCAL_WORLD_SIZE``, which torchrun sets) says otherwise.
-        free: bytes that this process may still take.
+        ranks: number of ranks that save together. Without ``LOCAL_WORLD_SIZE``, which torchrun
+            sets, they are assumed to share one machine.
+        free: returns the bytes that this process can still allocate.
     """
     reserve = min(_core.reserve_bytes(), _core.reserved_bytes())
     return max(_LEAST_SNAPSHOT_BYTES, _share_of_free_memory(ranks, free), reserve)
@@ -72,61 +75,67 @@ def default_snapshot_bytes(ranks: int, free: Callable[[], int] = free_memory) ->
 def reserve_pool(
     bytes: int, *, device: torch.device | str | int | None = None, wait: bool = True
 ) -> int:
-    """Makes the host memory that snapshots are copied to, so that the first one does not have to.
+    """Allocates host memory for snapshots in advance, so that the first save need not.
 
-    For the start of a program, with the bytes of this rank's part of the state and 4 MiB for each
-    of its files. The memory is kept until :func:`trim_pool`: no save and no load frees it, whatever
-    their budgets are. A call never shrinks what an earlier one has made.
+    Call it when the program starts, with the size of this rank's part of the state plus 4 MiB for
+    each of its files. The memory is kept until :func:`trim_pool`: no save or load frees it,
+    whatever its budget. A later call never shrinks the reserve.
 
-    No more is made than a save takes by default: half of the memory that is free on the machine and
-    in the control group, shared evenly by the machine's ranks. Where that ends it early a warning
-    is logged.
+    The reserve never exceeds the default budget of a save: half of the free memory of the machine
+    and the control group, shared evenly by the machine's ranks. If this limit ends the allocation
+    early, a warning is logged.
 
     Args:
-        bytes: to be kept, rounded up to whole chunks: of 4 MiB, or of 16 MiB for a device.
-        device: a CUDA device; the memory that this makes is page-locked for copies from devices, in
-            pieces of 64 MiB. A reserve for a device replaces one without, and the other way round.
-        wait: False returns at once, and a thread makes the memory quietly. A later call with the
-            same number waits for it; an error goes to the log.
+        bytes: size to keep, rounded up to whole chunks of 4 MiB, or of 16 MiB for a device.
+        device: a CUDA device. The memory is then page-locked for copies from devices, in pieces of
+            64 MiB. A reserve for a device replaces one for the host, and vice versa.
+        wait: False returns at once, and a low-priority thread allocates the memory. A later call
+            with the same size waits for it; an error is logged.
 
     Returns:
-        The bytes that are there, those that a save under way has taken included.
+        The bytes reserved so far, including those that a running save uses.
 
     Raises:
-        OSError: the system has no such memory; what there is stays.
+        OSError: the system is out of memory; what has been allocated stays reserved.
         TypeError: ``bytes`` is not an integer.
-        ValueError: ``bytes`` is negative; ``device`` is none of CUDA, or the build has no CUDA.
+        ValueError: ``bytes`` is negative, ``device`` is not a CUDA device, or the build has no
+            CUDA.
+
+    Examples:
+        ```python
+        torch_ckpt.reserve_pool(8 << 30, wait=False)  # 8 GiB, while the data loaders start
+        ```
     """
     return _reserve.make(bytes, device, wait)
 
 
 def leave() -> None:
-    """Ends what is made quietly; for the interpreter's end."""
+    """Ends the background allocations; called when the interpreter exits."""
     _reserve.leave()
 
 
 def _ordinal(device: torch.device | str | int | None) -> int:
-    """Of a CUDA device, as the engine counts them; -1 is none."""
+    """Returns the number of a CUDA device, as the engine counts them; -1 for None."""
     if device is None:
         return -1
-    # torch takes a number for a device of its current kind of accelerator.
+    # torch interprets a number as a device of its current accelerator type.
     given = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     if given.type != "cuda" or not _C.has_cuda:
-        raise ValueError(f"device must be a CUDA device, in a build with CUDA; got {given}")
+        raise ValueError(f"device must be a CUDA device, in a build with CUDA, got {given}")
     return given.index if given.index is not None else torch.cuda.current_device()
 
 
 def _chunk_bytes(ordinal: int) -> int:
-    """Bytes of the chunks that saves from this device take; -1 is none."""
+    """Returns the chunk size of saves from a device; -1 means the host."""
     return CHUNK_BYTES if ordinal < 0 else DEVICE_CHUNK_BYTES
 
 
 class Reserve:
-    """Makes the memory of :func:`reserve_pool`, perhaps by threads that nobody waits for.
+    """Allocates the memory of :func:`reserve_pool`, on request in threads.
 
     Args:
-        free: bytes that this process may still take.
-        step_bytes: how much is made before it is looked again how much is free.
+        free: returns the bytes that this process can still allocate.
+        step_bytes: bytes to allocate between two checks of the free memory.
     """
 
     def __init__(
@@ -138,12 +147,12 @@ class Reserve:
         self._threads: list[threading.Thread] = []
 
     def make(self, bytes: int, device: torch.device | str | int | None, wait: bool) -> int:
-        """As :func:`reserve_pool`."""
+        """See :func:`reserve_pool`."""
         if operator.index(bytes) < 0:
             raise ValueError(f"bytes must not be negative, got {bytes}")
         ordinal = _ordinal(device)
         chunk = _chunk_bytes(ordinal)
-        # In whole chunks, or the last one would be beyond each limit.
+        # Round up to whole chunks, or the last chunk would exceed every limit.
         total = -(-bytes // chunk) * chunk
         _core.set_reserve(total, chunk)
         if wait:
@@ -159,31 +168,31 @@ class Reserve:
         return _core.reserved_bytes()
 
     def join(self) -> None:
-        """Waits for what is made quietly."""
+        """Waits for the threads that allocate."""
         for thread in self._threads:
             thread.join()
 
     def leave(self) -> None:
-        """Ends what is made quietly, and what would be later."""
+        """Ends the running allocations and prevents later ones."""
         self.leaving = True
         self.join()
 
     def forget_in_child(self) -> None:
-        """Threads are their parent's."""
+        """Forgets the threads, which a forked child does not have."""
         self.leaving = False
         self._threads = []
 
     def _grow(self, total: int, device: int, background: Background | None) -> int:
         there = _core.reserved_bytes()
-        # A smaller reserve than was set is one that was trimmed, or had no memory.
+        # If the reserve is now smaller than requested, it was trimmed or memory ran out.
         while there < total <= _core.reserve_bytes() and not self.leaving:
             ranks = dist.get_world_size() if dist.is_initialized() else 1
             most = _share_of_free_memory(ranks, self._free)
             if most < there + _chunk_bytes(device):
                 _core.end_reserve()
                 LOGGER.warning(
-                    "%d of %d bytes are reserved for saves: this rank's share of the free memory, "
-                    "half of what the machine and the control group have, is %d bytes",
+                    "reserved only %d of %d bytes for saves: this rank's share of half of the free "
+                    "memory of the machine and its control group is %d bytes",
                     there,
                     total,
                     most,
@@ -197,7 +206,7 @@ class Reserve:
         try:
             self._grow(total, device, Background())
         except Exception as error:
-            LOGGER.warning("not all of %d bytes could be reserved for saves: %s", total, error)
+            LOGGER.warning("could not reserve all of %d bytes for saves: %s", total, error)
 
 
 _reserve = Reserve()

@@ -1,4 +1,4 @@
-"""The items of a plan: their values, and their results."""
+"""The items of torch's plans: their values, and the results of their writes."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from torch_ckpt._base.planner_hooks import keeps_methods
 from torch_ckpt.checkpoint.directory import Place
 from torch_ckpt.errors import CheckpointError
 
-#: What a rank has written travels to the coordinator as an attribute of this name, of the storage
-#: info of the rank's first item: torch carries nothing else from rank to rank.
+#: The name of an attribute that carries a rank's result to the coordinator, on the storage info of
+#: the rank's first item: torch sends nothing else from rank to rank.
 _WRITTEN = "torch_ckpt_written"
 
 
 @dataclasses.dataclass
 class Written:
-    """What one rank has written.
+    """The result of one rank's write.
 
     Attributes:
-        files: with the place and CRC-32 of each value.
-        directory: in which the files are.
-        seconds: that planning, finding the values and writing took; None: not known.
+        files: the files, with the location and CRC-32 of each value.
+        directory: the directory of the files.
+        seconds: durations of planning, of finding the values and of writing; None if unknown.
     """
 
     files: _core.WrittenFiles
@@ -43,7 +43,7 @@ class Written:
 
 
 def names_of_files(written: list[Written]) -> set[str]:
-    """Of all ranks, in the checkpoint's directory."""
+    """Returns the names of all ranks' data files, relative to the checkpoint's directory."""
     return {name for of_rank in written for name in of_rank.files.names}
 
 
@@ -53,11 +53,11 @@ def resolve(
     direct: bool = False,
     whole: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
 ) -> Any:
-    """The plain tensor or bytes that stand for an item of a plan.
+    """Returns the plain tensor or bytes to write for an item of a plan.
 
     Args:
-        direct: the planner's lookup is torch's own (see keeps_default_lookup).
-        whole: makes of a tensor the one to write.
+        direct: True if the planner's lookup is torch's own (see keeps_default_lookup).
+        whole: maps a tensor to the one to write.
     """
     value = _found_directly(planner, item) if direct else planner.resolve_data(item)
     if item.type == WriteItemType.BYTE_IO:
@@ -70,16 +70,17 @@ def resolve(
 
 
 def as_value(tensor: torch.Tensor) -> Any:
-    """What the engine writes for a tensor: itself, or torch.save's bytes where it is not plain."""
+    """Returns the value that the engine writes for a tensor: the tensor if it is plain, else its
+    bytes from torch.save."""
     if tensor.is_cuda and not _C.is_dense(tensor):
-        # The engine copies runs of device memory; the device gathers best. This comes before
-        # _wait_for_devices, which waits for it.
+        # The engine copies contiguous runs of device memory, and the device gathers faster. This
+        # comes before _wait_for_devices, which waits for the copy.
         tensor = tensor.detach().clone()
     if _C.is_plain(tensor):
         return tensor
     if tensor.is_cuda and not _C.has_cuda:
         warn_without_cuda()
-    # As torch's writer, which refuses here what it could not load again (sparse tensors).
+    # Copy as torch's writer does, which refuses here what it could not load again (sparse tensors).
     detached = tensor.detach().cpu()
     if detached.untyped_storage().nbytes() != detached.numel() * detached.itemsize:
         detached = detached.clone()
@@ -89,13 +90,13 @@ def as_value(tensor: torch.Tensor) -> Any:
 
 
 def keeps_default_lookup(planner: SavePlanner) -> bool:
-    """Whether no hook of the user's sees the data that is resolved."""
+    """Returns True if none of torch's lookup hooks is overridden."""
     hooks = ("resolve_data", "lookup_object", "transform_object")
     return keeps_methods(planner, DefaultSavePlanner, hooks)
 
 
 def _found_directly(planner: SavePlanner, item: WriteItem) -> Any:
-    """What ``planner.resolve_data`` returns, at a tenth of its time for whole plain tensors."""
+    """Returns the result of ``planner.resolve_data``, ten times as fast for whole plain tensors."""
     value = planner.state_dict.get(item.index.fqn)  # type: ignore[attr-defined]
     if item.type == WriteItemType.TENSOR and type(value) in (torch.Tensor, torch.nn.Parameter):
         return value
@@ -104,7 +105,8 @@ def _found_directly(planner: SavePlanner, item: WriteItem) -> Any:
 
 @no_gc()
 def results_of(items: list[WriteItem], written: Written) -> list[WriteResult]:
-    """What DCP is told of each item; with it the checksum tables travel to the coordinator."""
+    """Builds DCP's result of each item. The first one carries the checksum tables to the
+    coordinator."""
     results = [
         WriteResult(item.index, length, _StorageInfo(file_name, offset, length))
         for item, (file_name, offset, length, _) in zip(items, written.files.places(), strict=True)
@@ -115,7 +117,8 @@ def results_of(items: list[WriteItem], written: Written) -> list[WriteResult]:
 
 
 def brought_with(results: list[list[WriteResult]]) -> tuple[dict[str, bytes], list[Place]]:
-    """The files' checksum tables and the ranks' directories; the results then are as torch's."""
+    """Removes from the results the files' checksum tables and the ranks' directories, and returns
+    them."""
     tables: dict[str, bytes] = {}
     directories: list[Place] = []
     for of_rank in results:

@@ -1,16 +1,17 @@
-"""The life of a save in the background.
+"""The stages of a background save.
 
-1. The call copies the state dict's containers and takes aliases and versions of its tensors
-   (saving/sources.py); contents are not read.
-2. A thread of this process plans with the other ranks, over a store and never over the training's
-   process group, and starts the engine.
-3. The engine copies all contents into its chunks. Then the versions are compared: a tensor that
-   was written to meanwhile fails the save by its name. Else the save is *staged*, and every source
-   is let go of.
-4. The engine's quiet threads write, the coordinator commits: the save is *committed*.
+1. The call copies the containers of the state dict and records aliases and versions of its tensors
+   (saving/sources.py). It does not read their contents.
+2. A thread of this process plans with the other ranks, through a store and never through the
+   process group of the training, and starts the engine.
+3. The engine copies all contents into its chunks. Then the versions are compared: if a tensor was
+   written to in the meantime, the save fails and names it. Otherwise the save is *staged*, and all
+   sources are released.
+4. The engine's low-priority threads write, and the coordinator commits: the save is *committed*.
 
-One save at a time and process. Its error is told once: by ``result()`` or the futures, else by the
-next call, else by ``check_for_errors()``, at the latest by the log when the interpreter ends.
+A process runs one save at a time. Its error is reported once: by ``result()`` or the futures, else
+by the next call, else by ``check_for_errors()``, and at the latest in the log when the interpreter
+exits.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ T = TypeVar("T")
 
 
 class _Reporting(Future[T]):
-    """A future of ours alone, which notices that its error has been seen."""
+    """A future of a save, which records that its error has been seen."""
 
     def __init__(self, job: Job) -> None:
         super().__init__()
         self._job = weakref.ref(job)
-        # Nobody can cancel what is running.
+        # A running future cannot be cancelled.
         self.set_running_or_notify_cancel()
 
     def result(self, timeout: float | None = None) -> T:
@@ -70,7 +71,7 @@ class _Reporting(Future[T]):
 
 
 class Job:
-    """One save, as its thread and its handle share it."""
+    """The state of one background save, shared by its thread and its handle."""
 
     def __init__(
         self,
@@ -98,14 +99,14 @@ class Job:
             trace=trace is not None,
             staged=_Reporting(self),
         )
-        #: Somebody else tells how it ends.
+        #: True if the error is reported elsewhere, or has been.
         self.reported = False
-        #: Of the saves of this process.
+        #: The detector that compares all saves of this process; set by start().
         self.unchanged: UnchangedDetector | None = None
         self.inherited = False
         #: The values that differ between ranks, described for the user.
         self.differing = ""
-        #: Values that have been found; counts as a sign of life.
+        #: Number of values found so far; its growth counts as progress for heartbeats.
         self.resolved = 0
         self.committed: Future[Metadata] = _Reporting(self)
         self.metrics = SaveMetrics(path=path, rank=ranks.rank)
@@ -123,7 +124,8 @@ class Job:
         self._go = threading.Event()
 
     def take(self) -> bool:
-        """Whether the caller is the first to take it: its thread, or who finds that it has none."""
+        """Claims the job. Returns True for the first caller only: its thread, or the code that
+        failed to start one."""
         with self._lock:
             taken, self._taken = self._taken, True
         return not taken
@@ -131,7 +133,7 @@ class Job:
     # --- by the thread ---------------------------------------------------------------------------
 
     def run(self, save: Callable[[Job], Metadata]) -> None:
-        """Runs ``save`` and settles the futures; never raises."""
+        """Runs ``save`` and completes the futures. Never raises."""
         if not self.take():
             return
         self._go.wait()
@@ -156,44 +158,44 @@ class Job:
         try:
             self.ranks.close()
         except Exception as error:
-            LOGGER.warning("other ranks may not have heard of the save's end: %s", error)
+            LOGGER.warning("could not notify the other ranks of the end of the save: %s", error)
 
     def values(self) -> dict[str, Any]:
-        """The state dict to save.
+        """Returns the state dict to save.
 
         Raises:
-            BaseException: what ended the call.
+            BaseException: the error that ended the call.
         """
         if self._abandoned is not None:
             raise self._abandoned
         return self.sources.values
 
     def planned(self) -> None:
-        """This rank knows what to write."""
+        """Records that this rank knows what to write."""
         self.metrics.planning_s = self._now()
         self._spans.append(("python", "plan", 0.0, self.metrics.planning_s))
 
     def bytes_moved(self) -> int:
-        """Grows for as long as anything moves."""
+        """Returns a number that grows for as long as the save makes progress."""
         of_callback = time.monotonic_ns() if self._is_calling_back else 0
         return self.resolved + self.write.moved() + of_callback
 
     def written(self) -> None:
-        """This rank's files are durable."""
+        """Records that this rank's files are durable, and calls ``write_done``."""
         self.metrics.written_s = self._now()
         if self.write_done is not None:
             self.write_done()
 
     def committed_items(self, plan: GlobalPlan, written: list[Written]) -> None:
-        """On the coordinator: what has been committed."""
+        """Compares a committed save with the previous one, on the coordinator."""
         assert self.unchanged is not None
         self._warning = self.unchanged.check(plan, written, self.metrics.path)
 
     def call_back(self, metadata: Metadata) -> None:
-        """On the coordinator, after the commit; the other ranks wait for its end.
+        """Calls ``on_commit`` on the coordinator, after the commit; the other ranks wait for it.
 
         Raises:
-            OnCommitFailed: what was called has failed.
+            OnCommitFailed: ``on_commit`` failed.
         """
         if self._on_commit is None:
             return
@@ -210,11 +212,11 @@ class Job:
     # --- by the caller ---------------------------------------------------------------------------
 
     def go(self) -> None:
-        """Lets the thread begin."""
+        """Lets the thread start."""
         self._go.set()
 
     def abandon(self, error: BaseException) -> None:
-        """Ends it with what the call raises."""
+        """Ends the job with the error that the call raises."""
         self._abandoned = error
         self.reported = True
         self.go()
@@ -222,7 +224,7 @@ class Job:
     # --- by the handle ---------------------------------------------------------------------------
 
     def hold_back(self) -> None:
-        """What a guarded step does first."""
+        """Blocks a guarded optimizer step until the sources may change."""
         if self.write.staged.done() or self.inherited:
             return
         _core.fault_point("wait until staged", self.metrics.path)
@@ -232,7 +234,7 @@ class Job:
 
     @contextlib.contextmanager
     def blocking(self) -> Iterator[None]:
-        """Counts the time in which the caller is kept waiting."""
+        """Adds the time in the block to the time for which the caller was blocked."""
         begun = time.perf_counter()
         try:
             yield
@@ -240,10 +242,10 @@ class Job:
             self.metrics.blocked_s += time.perf_counter() - begun
 
     def disown(self) -> None:
-        """In a forked child: this save is the parent's."""
+        """Completes the futures in a forked child, whose parent runs the save."""
         self.inherited = True
-        error = CheckpointError("the save is that of the process that forked this one")
-        # Their locks may have been held at the fork.
+        error = CheckpointError("this save belongs to the process that forked this one")
+        # New futures: the locks of the old ones may have been held during the fork.
         self.write.staged, self.committed = Future(), Future()
         self.write.staged.set_exception(error)
         self.committed.set_exception(error)
@@ -257,12 +259,12 @@ class Job:
         if self._warning is None or not self._warn_unchanged:
             return
         try:
-            # Raised where a filter turns warnings into errors.
+            # A filter may turn the warning into an exception.
             warnings.warn(self._warning, stacklevel=2)
         except Warning as error:
             raise CheckpointError(
-                f"the warning of unchanged tensors failed ({error}); the checkpoint in "
-                f"{self.metrics.path} is committed"
+                f"a filter turned the warning of unchanged tensors into an error ({error}); the "
+                f"checkpoint in {self.metrics.path} is committed"
             ) from error
 
     def _end(self, failure: BaseException | None) -> None:
@@ -270,7 +272,7 @@ class Job:
         write.end(failure)
         metrics = self.metrics
         metrics.total_s = self._now()
-        # Of this thread, which the save has for itself.
+        # Times of this thread, which does nothing but this save.
         metrics.python_s = time.thread_time() - _core.seconds_without_gil()
         metrics.messages, metrics.message_bytes = self.ranks.sent
         if write.timing is not None:
@@ -284,7 +286,7 @@ class Job:
             try:
                 self._write_trace(Path(self._trace))
             except Exception as error:
-                LOGGER.warning("the trace could not be written: %s", error)
+                LOGGER.warning("could not write the trace to %s: %s", self._trace, error)
 
     def _write_trace(self, path: Path) -> None:
         spans = [*self._spans]
@@ -302,8 +304,9 @@ class Job:
 
 
 def wait_for(future: Future[T], timeout: float | None, what: str, job: Job) -> T:
+    """Waits for a future of a job. Raises TimeoutError with the job's path if the time is up."""
     if job.inherited:
-        raise CheckpointError("the save is that of the process that forked this one")
+        raise CheckpointError("this save belongs to the process that forked this one")
     try:
         return future.result(timeout)
     except CheckpointFailed as error:
@@ -312,5 +315,5 @@ def wait_for(future: Future[T], timeout: float | None, what: str, job: Job) -> T
         if future.done():
             raise
         raise TimeoutError(
-            f"the save to {job.metrics.path} was not {what} within {timeout} s; it goes on"
+            f"the save to {job.metrics.path} was not {what} within {timeout} s; it continues"
         ) from None

@@ -1,4 +1,4 @@
-"""What a save took: as an object, and as a trace for Chrome or Perfetto."""
+"""Durations and sizes of a save, as an object and as a trace for Chrome or Perfetto."""
 
 from __future__ import annotations
 
@@ -16,23 +16,34 @@ Span = tuple[str, str, float, float]
 
 @dataclass
 class SaveMetrics:
-    """One rank's part in one save. Times are seconds, sizes bytes.
+    """Durations and sizes of one save on one rank. Times are in seconds, sizes in bytes.
 
     Attributes:
-        path: directory of the checkpoint.
-        rank: this process's.
-        blocked_s: the caller was kept waiting: the call itself, and waits for ``staged``.
-        planning_s: until this rank knew what to write, other ranks' planning included.
-        staging_s: from the first byte copied until no source was needed any more.
-        write_s, fsync_s: thread time in calls of the system; threads that work at once add up.
-        checksum_s: thread time.
+        path: the checkpoint's directory.
+        rank: the rank of this process.
+        blocked_s: time for which the caller was blocked: the call itself, and waits until staged.
+        planning_s: from the call until this rank knew what to write, including the planning of
+            other ranks.
+        staging_s: from the first copied byte until no source was needed any more.
+        write_s, fsync_s: time in these system calls, summed over threads.
+        checksum_s: time in checksums, summed over threads.
         written_s: from the call until this rank's files were written and fsynced.
-        commit_s: from then until the checkpoint was visible and durable, waits for others included.
-        total_s: from the call until then.
-        python_s: processor time for which the background has held the GIL.
-        bytes: written by this rank.
-        messages, message_bytes: that this rank has sent to others, signs of life not counted.
-        interval_s: since the call of the save before; 0 for the first.
+        commit_s: from then until the checkpoint was visible and durable, including waits for other
+            ranks.
+        total_s: from the call until the checkpoint was visible and durable.
+        python_s: processor time for which the background held the GIL.
+        bytes: bytes written by this rank.
+        messages, message_bytes: messages that this rank sent to other ranks, and their bytes;
+            heartbeats are not counted.
+        interval_s: from the previous save's call to this one; 0 for the first save.
+
+    Examples:
+        ```python
+        handle = torch_ckpt.async_save({"model": model}, "checkpoints/100")
+        handle.result()
+        metrics = handle.metrics()
+        print(f"blocked for {metrics.blocked_s:.3f} s, saved in {metrics.total_s:.3f} s")
+        ```
     """
 
     path: str = ""
@@ -53,7 +64,7 @@ class SaveMetrics:
     interval_s: float = 0.0
 
     def log(self) -> None:
-        """One line at level INFO."""
+        """Logs one line at level INFO; its attribute ``metrics`` holds all values."""
         LOGGER.info(
             "saved %.3f GB to %s on rank %d in %.3f s "
             "(blocked %.3f s, staging %.3f s, commit %.3f s)",
@@ -69,7 +80,7 @@ class SaveMetrics:
 
 
 def write_trace(path: str | os.PathLike[str], rank: int, spans: Iterable[Span]) -> None:
-    """Writes spans in the format of Chrome's trace viewer; one process for each rank.
+    """Writes spans in the format of Chrome's trace viewer, with one process for each rank.
 
     Raises:
         OSError: the file cannot be written.

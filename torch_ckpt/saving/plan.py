@@ -1,13 +1,13 @@
-"""What is written of a state dict: what one rank has, and what all ranks make of it.
+"""The plan of a save: the contents of each rank, and what is made of them by all.
 
-1. :class:`RankState` flattens the state dict of a rank. :meth:`RankState.told` is what other ranks
-   must know of it: a template of plain tensors, DTensors and objects
-   (csrc/planning/state_template.h), and a plan of torch's planner for the rest (ShardedTensor and
-   others).
-2. :class:`GlobalPlan` is made of what all ranks have told, on the coordinator. It gives what
-   several ranks have to one of them, and builds the rest's plan with torch's planner.
-3. :meth:`RankState.values` finds what a rank's part of the plan wants.
-4. :meth:`GlobalPlan.encode` makes the metadata of what was planned and what was written.
+1. :class:`RankState` flattens a rank's state dict. :meth:`RankState.told` returns the part that
+   other ranks must know: a template of plain tensors, DTensors and objects
+   (csrc/planning/state_template.h), and torch's plan for the other values (ShardedTensor, for
+   example).
+2. The coordinator builds a :class:`GlobalPlan` from these. It assigns what several ranks have to
+   one of them, and plans the other values with torch's planner.
+3. :meth:`RankState.values` looks up the values of a rank's assignment.
+4. :meth:`GlobalPlan.encode` builds the metadata from the plan and the results of the writes.
 """
 
 from __future__ import annotations
@@ -49,36 +49,36 @@ Place = tuple[str, int, int, int]
 
 @dataclass
 class Told:
-    """What one rank has, as the others must know it."""
+    """One rank's contents, in the form that it sends to the coordinator."""
 
-    template: bytes | str  # of what the engine plans, alike on most ranks; see Ranks.share
-    parts: bytes  # of its DTensors, which are here
-    rest: SavePlan  # of all else, by torch's planner
+    template: bytes | str  # of the engine's plan, identical on most ranks; see Ranks.share
+    parts: bytes  # of the DTensors: the parts that this rank has
+    rest: SavePlan  # all other items, by torch's planner
 
     def to_send(self, ranks: Ranks) -> Told:
-        """The same, with what stands for its template."""
+        """Returns a copy with a token in place of the template."""
         assert isinstance(self.template, bytes)
         return dataclasses.replace(self, template=ranks.share(self.template))
 
     def received(self, ranks: Ranks) -> Told:
-        """On the coordinator: the same with its template."""
+        """Returns a copy with the template in place of its token, on the coordinator."""
         return dataclasses.replace(self, template=ranks.shared(self.template))
 
 
 @dataclass
 class Task:
-    """What one rank shall write."""
+    """The items that one rank writes."""
 
-    rows: Sequence[int]  # of its template
+    rows: Sequence[int]  # numbers in the template
     rest: SavePlan
 
 
 class RankState:
-    """What one rank has.
+    """The contents of one rank.
 
     Args:
-        state_dict: without ``Stateful`` values.
-        storage_meta: the writer's.
+        state_dict: the state dict, without ``Stateful`` values.
+        storage_meta: the writer's StorageMeta.
 
     Raises:
         CheckpointError: a tensor has no values, or this rank's elements of it are not consecutive.
@@ -88,7 +88,7 @@ class RankState:
     def __init__(
         self, state_dict: StateDict, storage_meta: StorageMeta | None, is_coordinator: bool
     ) -> None:
-        #: When it began, when it knew what to write, when it had found that.
+        #: Times of the start, of the end of planning, and of the end of the lookup of values.
         self._moments = [time.perf_counter()]
         self._flat = flat_state(state_dict)
         rest = {}
@@ -104,15 +104,16 @@ class RankState:
         self._planner.set_up_planner(rest, storage_meta, is_coordinator)
         self._template, self._parts = _C.told_of(self._flat)
         known = structure_of(rest)
-        #: What a plan depends on; None where that is not known.
+        #: The inputs of a plan; None if they are unknown.
         self.structure: Any = None if known is None else (self._template, self._parts, known)
 
     def told(self) -> Told:
-        """What other ranks must know of it."""
+        """Returns the part that other ranks must know."""
         return Told(self._template, self._parts, self._planner.create_local_plan())
 
     def replicated(self) -> tuple[list[torch.Tensor], list[Any]]:
-        """The plain tensors and the objects, which are taken to be the same on all ranks."""
+        """Returns the plain tensors and the objects, which are assumed to be identical on all
+        ranks."""
         rows = [row for row in self._flat.others() if self._flat.is_object(row)]
         return self._flat.plain(), [self._flat.value(row) for row in rows]
 
@@ -120,13 +121,14 @@ class RankState:
     def values(
         self, task: Task, on_object: Callable[[], None] = lambda: None
     ) -> tuple[list[str], list[Any]]:
-        """Names and values of what this rank writes: the rows, then the rest.
+        """Returns names and values of this rank's assignment: those of the engine's plan, then
+        those of torch's.
 
         Args:
-            on_object: called after each value that is not a plain tensor has been found.
+            on_object: called after each lookup of a value that is not a plain tensor.
 
         Raises:
-            CheckpointError: one cannot be pickled.
+            CheckpointError: a value cannot be pickled.
         """
         self._moments.append(time.perf_counter())
         names, values, others = _C.sources_of(self._flat, task.rows)
@@ -145,14 +147,14 @@ class RankState:
         return names, values
 
     def add_seconds(self, written: Written) -> Written:
-        """Adds to what has been written how long it took until now."""
+        """Adds the durations until now to a result."""
         moments = [*self._moments, time.perf_counter()]
         plan, find, write = (round(end - begin, 4) for begin, end in pairwise(moments))
         written.seconds = plan, find, write
         return written
 
     def forget(self) -> None:
-        """Lets go of all values."""
+        """Releases all values."""
         del self._flat
         self._planner.state_dict = {}
 
@@ -162,7 +164,7 @@ class RankState:
             found = resolve(self._planner, WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO))
         except Exception as error:
             raise unpicklable(name, value, error) from None
-        # AppState looks at what it wraps, by the caller's names.
+        # AppState checks the values that it wraps, under the names of the caller.
         if type(value) is not SimpleNamespace:
             warn_of_what_will_not_load(name, value, found)
         return found
@@ -179,19 +181,19 @@ class RankState:
 
 
 class GlobalPlan:
-    """What all ranks write.
+    """The plan for all ranks.
 
     Args:
-        told: by rank.
+        told: contents of each rank, by rank.
 
     Raises:
-        CheckpointError: what ranks have does not go together; by name and ranks.
+        CheckpointError: contents of several ranks contradict each other; names and ranks are given.
     """
 
     @no_gc()
     def __init__(self, told: list[Told]) -> None:
         self.told = told
-        # Templates have been received.
+        # received() has been called for all of them.
         texts = [(cast(bytes, of_rank.template), of_rank.parts) for of_rank in told]
         try:
             self._engine = _core.GlobalPlan(texts)
@@ -201,28 +203,29 @@ class GlobalPlan:
         self._rest = list(rest)  # by rank
 
     def has_names_of(self, other: GlobalPlan) -> bool:
-        """Whether another plan writes the same, by the same ranks."""
+        """Returns True if another plan writes the same items on the same ranks."""
         return self is other or self._names() == other._names()
 
     def tasks(self) -> list[Task]:
-        """By rank."""
+        """Returns the assignments, by rank."""
         return [Task(self._engine.owned(rank), rest) for rank, rest in enumerate(self._rest)]
 
     def replicated_names(self) -> list[list[str]]:
-        """Lists the names of each rank's :meth:`RankState.replicated`: tensors, then objects."""
+        """Returns the names of the values of :meth:`RankState.replicated`, by rank: tensors, then
+        objects."""
         return [self._engine.replicated_names(rank) for rank in range(len(self._rest))]
 
     @functools.cached_property
     def paths(self) -> dict[str, tuple[Any, ...]]:
-        """Where each name lies in the nested state dict."""
+        """The path of each name in the nested state dict."""
         return self._engine.paths()
 
     @no_gc()
     def encode(self, written: list[Written], storage_meta: StorageMeta | None) -> bytes:
-        """The contents of ``.metadata``.
+        """Returns the contents of ``.metadata``.
 
         Args:
-            written: by rank.
+            written: the results of the writes, by rank.
 
         Raises:
             CheckpointError: ranks have different kinds of values under one name.
@@ -235,9 +238,9 @@ class GlobalPlan:
         return self._engine.encode(files, rest, texts, DCP_VERSION, phases)
 
     def describe(self) -> None:
-        """Encodes what metadata says of the plan alone, without the GIL; once.
+        """Encodes the part of the metadata that depends only on the plan, once and without the GIL.
 
-        What fails is left to :meth:`encode`, which does it again.
+        Ignores errors: :meth:`encode` encodes this part again.
         """
         if not self._rest_metadata.state_dict_metadata:
             with suppress(MemoryError):
@@ -246,15 +249,16 @@ class GlobalPlan:
     def changes(
         self, before: list[Written], now: list[Written], counter: str
     ) -> tuple[str | None, dict[str, list[str]]]:
-        """How two saves of this plan differ, by their checksums.
+        """Compares two saves of this plan by their checksums.
 
         Args:
-            before, now: by rank.
-            counter: the name of a number that always moves.
+            before, now: the results of the writes, by rank.
+            counter: the name of a number that changes in every save.
 
         Returns:
-            The first other number that has changed, and where there is one the tensors of each
-            group of which nothing has. A group is what lies under one key of the state dict.
+            The name of the first other number that has changed, or None. If there is one: by group,
+            the tensors of the groups in which nothing has changed. A group is all values under one
+            key of the state dict.
         """
         files = [[of_rank.files for of_rank in written] for written in (before, now)]
         moved, changed, unchanged = self._engine.changes(files[0], files[1], counter)
@@ -290,24 +294,24 @@ class GlobalPlan:
         return index_of(Metadata(described, storage_data=storage), "rest")
 
     def _names(self) -> list[tuple[Any, ...]]:
-        """By rank, what the engine plans and which items torch's planner does."""
+        """Returns, by rank, the engine's templates and the items of torch's plan."""
         return [
             (told.template, told.parts, [item.index for item in rest.items])
             for told, rest in zip(self.told, self._rest, strict=True)
         ]
 
     def _of_rest(self, files: list[_core.WrittenFiles], rank: int) -> list[Place]:
-        """Where a rank has stored what torch's planner plans: behind all else."""
+        """Returns the locations of a rank's items of torch's plan, which come after all others."""
         return files[rank].places(len(self._engine.owned(rank)))
 
 
 def _torchs_planner() -> DefaultSavePlanner:
-    # Flattening has been done.
+    # The state dict is already flat.
     return DefaultSavePlanner(flatten_state_dict=False)
 
 
 def _require_values(name: str, value: Any) -> None:
-    # Not is_meta, which a ShardedTensor of several shards does not have.
+    # is_meta does not work for a ShardedTensor of several shards.
     local = getattr(value, "_local_tensor", value)
     if isinstance(value, torch.Tensor) and local.device.type == "meta":
         raise CheckpointError(

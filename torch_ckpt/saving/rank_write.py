@@ -1,17 +1,16 @@
-"""One rank's files of one save, from its values to files that are durable.
+"""One rank's write in a save: from its values to durable files.
 
-Whatever is written by the engine goes this way, by whoever calls.
+Every write of the engine takes these steps.
 
-1. The :class:`RankWrite` of a snapshot is made at the call: the versions of its sources, and what
-   the devices' streams have been given, are of that moment.
-2. ``run`` starts the engine, in whichever thread calls it. The engine copies all values into its
-   chunks.
-3. The versions are compared. A source that was written to meanwhile fails the write by its name;
-   else the write is *staged*, and every source is let go of.
-4. The engine's threads write and fsync. ``run`` returns what was written, and where.
+1. For a snapshot, the :class:`RankWrite` is made when the user calls. It records the versions of
+   the sources and the work submitted to the devices' streams at that moment.
+2. ``run`` starts the engine in the calling thread. The engine copies all values into its chunks.
+3. The versions are compared. If a source was written to in the meantime, the write fails and names
+   it. Otherwise the write is *staged*, and all sources are released.
+4. The engine's threads write and fsync. ``run`` returns the files and the locations in them.
 
-Without a snapshot its caller waits for all of it, and there is no 3. From 2 on any thread may ask
-how far it is, cancel it, or have the devices' streams wait for 3.
+Without a snapshot, the caller waits for all steps, and step 3 does not take place. From step 2 on,
+any thread may query the progress, cancel the write, or make the devices' streams wait for step 3.
 """
 
 from __future__ import annotations
@@ -36,15 +35,14 @@ from torch_ckpt.saving.host_memory import default_snapshot_bytes
 from torch_ckpt.saving.items import Written
 from torch_ckpt.saving.sources import Watched, source_changed
 
-# Seconds between two looks at a write that nobody looks at.
+# Seconds between two checks of a write: without and with a progress bar.
 _REST_SECONDS = 5.0
 _SHOWN_SECONDS = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
 class WriteOptions:
-    """How the files of one rank are written; the attributes of these names of a
-    :class:`FileSystemWriter`."""
+    """Options of one rank's write; the names are those of :class:`FileSystemWriter`."""
 
     thread_count: int
     bytes_per_file: int
@@ -57,32 +55,34 @@ class WriteOptions:
 
     @classmethod
     def of(cls, writer: Any) -> WriteOptions:
-        """Those of a writer."""
+        """Returns the options of a writer."""
         return cls(**{field.name: getattr(writer, field.name) for field in dataclasses.fields(cls)})
 
     def __getstate__(self) -> dict[str, Any]:
-        # Bars and callbacks belong to the process of the caller.
+        # Progress bars and callbacks belong to the caller's process.
         return self.__dict__ | {"progress": None}
 
 
 class RankWrite:
-    """One rank's write; see the head of this file.
+    """One rank's write; the module's docstring describes its steps.
 
     Args:
-        sources: of a snapshot; None: ``run`` keeps its caller waiting.
-        background: how the engine's threads behave; None: as those that somebody waits for.
-        quiet_stagers: whether the threads that copy from the sources are as quiet as the writers.
-        ranks: how many save together, for the share of the host's memory.
-        advice: what to do about a source that was written to, for the error.
+        sources: the tensors of a snapshot; None: ``run`` blocks its caller until the end.
+        background: priorities of the engine's threads; None: those of a save in the foreground.
+        quiet_stagers: give the threads that copy from the sources the low priority of the writers,
+            too.
+        ranks: number of ranks that save together, which share the host's memory.
+        advice: what to do about a source that was written to too early, for the error.
         trace: record each stretch of work.
-        children: gets the results as well, for children that are forked meanwhile.
-        staged: becomes the attribute.
+        children: channel that passes the results to children forked during the write, too.
+        staged: the future to use as the attribute ``staged``.
 
     Attributes:
-        staged: done when the sources may change; fails where the write does before.
-        begun: when the engine began, by ``time.perf_counter()``; None before.
-        timing: of the engine at the end; see ``_C.Save.timing``. None where it has not begun.
-        stretches: of work, at the end of a write that was traced; see ``_C.Save.trace``.
+        staged: future that is done when the sources may change; it fails if the write fails before.
+        begun: start of the engine, by ``time.perf_counter()``; None before.
+        timing: durations in the engine, set at the end; see ``_C.Save.timing``. None if the engine
+            has not started.
+        stretches: stretches of work, set at the end of a traced write; see ``_C.Save.trace``.
     """
 
     def __init__(
@@ -108,14 +108,14 @@ class RankWrite:
         self._advice = advice
         self._trace = trace
         self._children = children
-        #: Called once while the engine writes, by the thread that waits for it.
+        #: Called once while the engine writes, by the thread that waits for the engine.
         self.meanwhile: Callable[[], None] = lambda: None
         self._save: _C.Save | None = None
         self._progress = Progress(0, 0, 0)
         self._is_cancelled = False
         self._lock = threading.Lock()
         self._changed: list[str] | None = None
-        # The engine has begun, or will not.
+        # Set when the engine has started, or will not start.
         self._started = threading.Event()
         self._ready = record_events(sources.devices if sources is not None else ())
 
@@ -123,7 +123,8 @@ class RankWrite:
 
     @contextlib.contextmanager
     def device_streams(self) -> Iterator[None]:
-        """A block whose work on devices, if any, runs beside training and after its past."""
+        """Context manager whose device work runs in side streams, after all work submitted before
+        the call."""
         with contextlib.ExitStack() as stack:
             streams = []
             for event, device in self._ready:
@@ -144,18 +145,18 @@ class RankWrite:
         title: str,
         rank: int | None,
     ) -> Written:
-        """Writes tensors and bytes, fsynced, and waits for the end.
+        """Writes tensors and bytes, fsyncs the files, and waits for the end.
 
         Args:
-            prefix: of the file names, ``__{rank}_``.
+            prefix: prefix of the file names, ``__{rank}_``.
             names: fully qualified names, one for each value.
-            values: plain tensors (see ``_C.is_plain``) or bytes-like objects. Of a snapshot the
-                list is emptied as soon as they have been copied.
-            title: of the bar that shows progress.
-            rank: this process's, which decides whether there is a bar.
+            values: plain tensors (see ``_C.is_plain``) or bytes-like objects. For a snapshot the
+                list is emptied as soon as the values have been copied.
+            title: title of the progress bar.
+            rank: the rank of this process, which decides whether to show a bar.
 
         Raises:
-            OSError: a system call failed. Every file of this write has been removed.
+            OSError: a system call failed. All files of this write were removed.
             SourceChanged: a source was written to before it was copied.
         """
         is_snapshot = self._sources is not None
@@ -185,7 +186,8 @@ class RankWrite:
                 def show() -> None:
                     shown.update(self.progress())
 
-                # Waking up shows progress and lets Ctrl-C in, which only reaches the main thread.
+                # Wake up regularly to show progress and to let Ctrl-C in, which only reaches the
+                # main thread.
                 rest = _SHOWN_SECONDS if shown.active or not is_snapshot else _REST_SECONDS
                 if is_snapshot:
                     _core.fault_point("engine has begun", directory.path)
@@ -199,21 +201,22 @@ class RankWrite:
                 _wait_for(save.wait, rest, show)
                 _core.fault_point("files are written", directory.path)
         except BaseException:
-            # The error holds this frame and with it `save`, so dropping it would not end it.
+            # The error refers to this frame and thereby to `save`, so dropping `save` would not end
+            # it.
             _give_up(save, directory)
             raise
         finally:
             self._has_ended(save)
-            # An error that is kept keeps this frame, but not the directory open.
+            # A kept error keeps this frame alive, but must not keep the directory open.
             del directory
         with no_gc():
             return Written(save.results(), place)
 
     def end(self, error: BaseException | None) -> None:
-        """Lets go of the sources, and of who waits: the write has ended, or will not begin.
+        """Releases the sources and all waiting threads: the write has ended, or will not start.
 
         Args:
-            error: why it has failed, if it has.
+            error: the cause of the failure, if it failed.
         """
         if self._sources is not None:
             self._sources.release()
@@ -225,38 +228,39 @@ class RankWrite:
     # --- by any thread ---------------------------------------------------------------------------
 
     def wait_staged(self) -> None:
-        """Returns when the sources may change, be it that the write has failed."""
+        """Waits until the sources may change or the write has failed."""
         wait_quietly(self.staged)
 
     def progress(self) -> Progress:
-        """Bytes so far."""
+        """Returns the progress in bytes."""
         save = self._save
         if save is not None:
             self._progress = Progress(*save.progress()[:3])
         return self._progress
 
     def moved(self) -> int:
-        """Grows for as long as anything moves."""
+        """Returns a number that grows for as long as the write makes progress."""
         progress = self.progress()
         return progress.bytes_staged + progress.bytes_done
 
     def cancel(self) -> None:
-        """Makes it fail, and leave no file, if it has not ended."""
+        """Makes the write fail and remove its files, unless it has ended."""
         self._is_cancelled = True
-        # Its thread lets go of it at the end.
+        # Local copy: the thread that writes resets the attribute at the end.
         save = self._save
         if save is not None:
             save.cancel()
 
     def state(self, where: str, prefix: str) -> str:
-        """What it is doing, for a message: files, phase, bytes.
+        """Describes what the write is doing, for a message: files, phase and bytes.
 
         Args:
-            where: the directory, and ``prefix`` of the files, as a reader knows them.
+            where: the directory, as the user knows it.
+            prefix: prefix of the file names, as the user knows them.
         """
         save = self._save
         if save is None:
-            return f"files {prefix}* in {where}: before the first byte"
+            return f"files {prefix}* in {where}: no byte written yet"
         planned, staged, written, files, done = save.progress()
         phase = "staging" if staged < planned else "writing" if written < planned else "fsync"
         unfinished = ", ".join(
@@ -270,14 +274,14 @@ class RankWrite:
         )
 
     def hold_back(self, has_ended: Callable[[], bool]) -> bool:
-        """Has the current streams of the sources' devices wait for the copies.
+        """Makes the current streams of the sources' devices wait for the copies.
 
         Args:
-            has_ended: whether the save has.
+            has_ended: returns True if the save has ended.
 
         Returns:
-            False where the caller has to wait itself: there are no devices, or the streams do not
-            wait, because a CUDA graph is being captured on one for example.
+            False if the caller must wait itself: there are no devices, or the streams cannot wait,
+            for example while one captures a CUDA graph.
         """
         if not self._ready:
             return False
@@ -287,14 +291,14 @@ class RankWrite:
         save = self._save
         if save is None:
             return True
-        # An error of the save's is told by the save itself.
+        # The save itself reports its errors.
         with contextlib.suppress(Exception), self._lock:
             while not save.wait_submitted(1.0):
                 pass
             for _event, device in self._ready:
                 stream = torch.cuda.current_stream(device).cuda_stream
                 save.make_stream_wait(device.index, stream)
-            # What the stream does from now on comes after the copies, on the device.
+            # All later work of the stream runs on the device after the copies.
             if self._changed is None and self._sources is not None:
                 self._changed = self._sources.changed()
             return True
@@ -336,17 +340,17 @@ class RankWrite:
         self.timing = save.timing()
         if self._trace:
             self.stretches = list(save.trace())
-        # The pool's chunks are free; the session's own memory may go, too.
+        # The pool's chunks are free; release the session's own memory, too.
         self._save = None
 
 
 def wait_quietly(future: Future[Any]) -> None:
-    """Waits for the end, whatever it is, and leaves an error unseen."""
+    """Waits until the future is done, and leaves its error unreported."""
     Future.exception(future)
 
 
 def _wait_for_devices(values: list[Any]) -> None:
-    """Lets the streams that produce CUDA tensors finish before other streams read them."""
+    """Waits for the streams that produce CUDA tensors before other streams read these."""
     if not torch.cuda.is_available():
         return
     devices = {v.device for v in values if isinstance(v, torch.Tensor) and v.is_cuda}
@@ -355,13 +359,13 @@ def _wait_for_devices(values: list[Any]) -> None:
 
 
 def _give_up(save: _C.Save, directory: OpenDirectory) -> None:
-    """Ends a save and leaves none of its files."""
+    """Cancels a write and removes its files."""
     save.cancel()
     try:
         while not save.wait(1.0):
             pass
     except Exception:
-        return  # and what ends so has removed its files
+        return  # a failed save has removed its files
     _core.remove_files(directory, save.file_names)
 
 

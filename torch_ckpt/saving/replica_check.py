@@ -1,8 +1,8 @@
-"""Finds values that ranks should have in common and that differ between them.
+"""Finds values that should be identical on several ranks and differ.
 
-A plain tensor (no DTensor), a number or another object that several ranks have under one name is
-written by one of them. If it differs, because replicas have drifted apart or because each rank has
-its own, the values of the other ranks are lost. Every rank posts checksums with its plan, and the
+If several ranks have a plain tensor (no DTensor), a number or another object under one name, one of
+them writes it. If the values differ, because replicas have diverged or because each rank has its
+own value, those of the other ranks are lost. Every rank sends checksums with its plan, and the
 coordinator compares them.
 """
 
@@ -22,14 +22,15 @@ from torch_ckpt._base.options import require_choice
 from torch_ckpt._base.trees import BITS, as_bytes, host_pieces
 from torch_ckpt.checkpoint.objects import PLAIN
 
-#: How to look.
+#: Values of the option check_replicas.
 MODES = ("off", "warn", "error")
 
-# Of a tensor that is larger only stripes are looked at at every save.
+# Larger tensors are compared by stripes in the mode "warn".
 _SAMPLE_BYTES = 64 << 10
 _STRIPES = 16
 
-# The end of the name of what a value of an AppState holds beside tensors (state/trees.py).
+# Suffix of the name under which an AppState keeps the parts of a value that are not tensors
+# (state/trees.py).
 _OBJECTS = "._objects"
 
 
@@ -38,10 +39,10 @@ class ReplicaCheck:
 
     Args:
         mode: "off", "warn" or "error".
-        every: compare at every save of so many; the first is one of them.
+        every: compare in one of so many saves, beginning with the first.
 
     Raises:
-        ValueError: there is no such mode, or ``every`` is not positive.
+        ValueError: ``mode`` is unknown, or ``every`` is not positive.
     """
 
     def __init__(self, mode: str, every: int) -> None:
@@ -53,21 +54,22 @@ class ReplicaCheck:
         self._saves = 0
 
     def next_mode(self) -> str:
-        """The mode of the next save. Call it once for each save."""
+        """Returns the mode of the next save. Call it once for each save."""
         saves, self._saves = self._saves, self._saves + 1
         return self._mode if saves % self._every == 0 else "off"
 
 
 def checksums_of(tensors: Iterable[torch.Tensor], objects: Iterable[Any], mode: str) -> bytes:
-    """A checksum of 4 bytes for each tensor, then for each object; 0 for what is not compared.
+    """Returns a checksum of 4 bytes for each tensor, then for each object; 0 for values that are
+    not compared.
 
     Tensors that are not plain are not compared, nor objects that contain themselves or cannot be
     pickled.
 
     Args:
-        mode: "error" reads all of a tensor. "warn" reads all of a tensor up to 64 KiB, and 16
-            stripes of 4 KiB, evenly spread, of a larger one: what is private to a rank differs
-            there, too. Objects are read completely.
+        mode: "error" reads all bytes of every tensor. "warn" reads all bytes of a tensor up to 64
+            KiB, and 16 evenly spread stripes of 4 KiB of a larger one; values that are private to a
+            rank differ there, too. Objects are always read completely.
     """
     given = list(tensors)
     found: list[int | None] = [None] * len(given)
@@ -83,7 +85,7 @@ def checksums_of(tensors: Iterable[torch.Tensor], objects: Iterable[Any], mode: 
 
 
 def differing_values(names: list[list[str]], checksums: list[bytes | None]) -> list[str]:
-    """What differs, one line for each name, from each rank's names and its checksums of these."""
+    """Returns one line for each name whose values differ, given each rank's names and checksums."""
     brought: list[dict[str, int]] = []
     for of_rank, data in zip(names, checksums, strict=True):
         sums = array("I")
@@ -95,16 +97,17 @@ def differing_values(names: list[list[str]], checksums: list[bytes | None]) -> l
 
 
 def described(lines: list[str]) -> str:
-    """Describes what differs and what to do, for an error or a warning; empty without lines."""
+    """Describes the differing values and what to do, for an error or a warning; empty without
+    lines."""
     if not lines:
         return ""
     shown = "; ".join(lines[:10]) + ("; and more" if len(lines) > 10 else "")
     verb = "differs" if len(lines) == 1 else "differ"
     return (
-        f"{plural(len(lines), 'value')} {verb} between ranks, and only one rank's would be saved "
-        f"for all: {shown}. Wrap a value that each rank has for itself in torch_ckpt.PerRank(...), "
-        "or save it under a name of its own; a replica that has drifted apart needs its cause "
-        "found. check_replicas='off' does not compare"
+        f"{plural(len(lines), 'value')} {verb} between ranks, but only one rank's values are "
+        f"saved: {shown}. If each rank has its own value, wrap it in torch_ckpt.PerRank(...) or "
+        "save it under a different name on each rank. If the values are replicas, find out why "
+        "they diverged. Pass check_replicas='off' to skip this comparison"
     )
 
 
@@ -115,13 +118,14 @@ def _checksum_of_object(value: Any) -> int:
         target = _Checksum()
         _Digest(target).dump(value)
     except Exception:
-        # It contains itself; or the rank that saves it raises the error.
+        # The object contains itself, or cannot be pickled: then the rank that saves it raises the
+        # error.
         return 0
     return target.crc
 
 
 class _Checksum:
-    """A file that keeps only the checksum of what is written."""
+    """A file that only keeps the checksum of the bytes written to it."""
 
     def __init__(self) -> None:
         self.crc = 0
@@ -133,8 +137,8 @@ class _Checksum:
 class _Digest(pickle.Pickler):
     """Pickles an object so that equal objects of different processes have equal pickles.
 
-    Equal objects may share parts in different ways, and sets have no order. So nothing is
-    memoized, the items of a set are sorted by their checksums, and tensors count by value.
+    Equal objects may share parts in different ways, and sets have no order. So nothing is memoized,
+    the items of a set are sorted by their checksums, and tensors are compared by value.
     """
 
     def __init__(self, target: _Checksum) -> None:
@@ -151,7 +155,7 @@ class _Digest(pickle.Pickler):
 
 
 def _checksum_of_sample(tensor: torch.Tensor) -> int:
-    """That of the positions that the engine looks at, of which alone copies are made."""
+    """Returns the checksum of the stripes that the engine would read, copying only these."""
     bits = tensor.detach().resolve_conj().resolve_neg()
     bits = bits.view(BITS[tensor.itemsize]) if tensor.itemsize in BITS else bits
     length = _SAMPLE_BYTES // _STRIPES // tensor.itemsize
@@ -163,8 +167,8 @@ def _checksum_of_sample(tensor: torch.Tensor) -> int:
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    # Against drift, not against forgery: this one is several times as fast as those that withstand
-    # that, and one change in four billion is seen at the next look.
+    # A CRC detects drift, not forgery: it is several times as fast as a cryptographic hash, and
+    # misses one change in four billion, which the next comparison finds.
     crc = 0
     for piece in host_pieces(as_bytes(tensor)):
         crc = _core.crc32(piece, crc)
@@ -178,7 +182,7 @@ def _compare(brought: Sequence[Mapping[str, object]]) -> list[str]:
         for rank, of_rank in enumerate(brought):
             if name in of_rank:
                 holders.setdefault(of_rank[name], []).append(rank)
-        # What one rank cannot compare is not known to differ.
+        # 0 stands for a value that was not compared.
         holders.pop(0, None)
         if len(holders) > 1:
             groups = sorted(holders.values())

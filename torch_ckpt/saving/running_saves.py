@@ -1,4 +1,4 @@
-"""The saves of this process, their threads, and the end of both."""
+"""The background saves of this process, their threads, and the end of both."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from torch_ckpt.saving.job import Job, wait_for
 from torch_ckpt.saving.rank_write import wait_quietly
 from torch_ckpt.saving.unchanged import UnchangedDetector
 
-#: How long leaving the interpreter waits for the save that is under way, in seconds.
+#: Seconds for which the exit of the interpreter waits for a running save.
 EXIT_LIMIT_SECONDS = 3600.0
 
 
 class _RunningSaves:
-    """The saves of this process."""
+    """The background saves of this process; one at a time."""
 
     def __init__(self) -> None:
-        # Held by the one thread that starts a save.
+        # Held by the thread that starts a save, until it has started.
         self._lock = threading.RLock()
-        # For moments, of the fields below.
+        # Guards the fields below.
         self._fields = threading.Lock()
         self._job: Job | None = None
         self._thread: threading.Thread | None = None
@@ -42,26 +42,32 @@ class _RunningSaves:
 
     @contextlib.contextmanager
     def alone(self, if_busy: str = "wait", *, ranks: Ranks) -> Iterator[None]:
-        """A block in which this process starts or makes one save; one thread at a time is in it.
+        """Context manager in which this process starts or makes one save; one thread at a time
+        enters it.
 
-        Waits for the save under way, or refuses where ``if_busy`` is "raise".
+        Waits for the running save, or refuses if ``if_busy`` is "raise".
 
         Args:
-            ranks: of the save that is to come.
+            ranks: the ranks of the next save.
 
         Raises:
-            CheckpointError: a save is under way, and was not to be waited for, or calls this
-                itself.
+            CheckpointError: a save is running, and ``if_busy`` is "raise" or the save itself calls
+                this.
         """
         if threading.current_thread() is self._thread and self._under_way() is not None:
-            raise CheckpointError("write_done and on_commit cannot save: their save is under way")
+            raise CheckpointError(
+                "write_done and on_commit must not save: their own save is under way"
+            )
         with self._lock:
             job = self._under_way()
             if job is not None:
                 if if_busy == "raise":
-                    raise CheckpointError(f"the save to {job.metrics.path} has not ended yet")
+                    raise CheckpointError(
+                        f"the save to {job.metrics.path} has not ended yet; wait for it, or pass "
+                        "if_busy='wait'"
+                    )
                 _core.fault_point("wait for the save before", job.metrics.path)
-                # Other ranks may have begun the next one already.
+                # Other ranks may already wait for this rank in the next save.
                 with ranks.alive(job.bytes_moved):
                     wait_quietly(job.committed)
             yield
@@ -74,13 +80,13 @@ class _RunningSaves:
             job.metrics.interval_s = time.perf_counter() - self._last_call
         self._last_call = time.perf_counter()
         thread = self.spawn(lambda: job.run(save))
-        # Not before there is a thread that ends it.
+        # Only now: without a thread the job would never end.
         with self._fields:
             self._job, self._thread = job, thread
         return AsyncSave(job)
 
     def spawn(self, function: Callable[[], None]) -> threading.Thread:
-        """Runs ``function`` in a thread that the interpreter's end waits for."""
+        """Runs ``function`` in a thread that the exit of the interpreter waits for."""
         thread = threading.Thread(target=function, name="torch_ckpt save", daemon=True)
         thread.start()
         with self._fields:
@@ -88,19 +94,20 @@ class _RunningSaves:
         return thread
 
     def let_go(self, thread: threading.Thread) -> None:
-        """The interpreter's end does not wait any more for a thread that :meth:`spawn` has made."""
+        """Excludes a thread made by :meth:`spawn` from those that the exit of the interpreter waits
+        for."""
         with self._fields:
             self._threads = [t for t in self._threads if t is not thread]
 
     def next_failed(self) -> Job | None:
-        """One that has failed, each once."""
+        """Returns a save that has failed, each once; None if there is none."""
         self.collect()
         return self._failed.pop(0) if self._failed else None
 
     def join(self) -> bool:
-        """Waits for the saves under way, with a limit; whether they have ended.
+        """Waits for the running saves, up to a limit. Returns True if they have ended.
 
-        At the interpreter's end before other threads are shut down, where a save needs them.
+        When the interpreter exits, this runs before it shuts down the threads that a save may need.
         """
         deadline = time.monotonic() + EXIT_LIMIT_SECONDS
         for thread in self._threads:
@@ -108,13 +115,12 @@ class _RunningSaves:
         return not any(thread.is_alive() for thread in self._threads)
 
     def leave(self) -> None:
-        """Waits for the save under way, then for the engine's threads; for the interpreter's
-        end."""
+        """Waits for the running save, then for the engine's threads, when the interpreter exits."""
         host_memory.leave()
         if not self.join():
             path = self._job.metrics.path if self._job is not None else "a directory"
             LOGGER.error(
-                "the save to %s has not ended within %.0f s and is given up",
+                "the save to %s has not ended within %.0f s; the interpreter exits without it",
                 path,
                 EXIT_LIMIT_SECONDS,
             )
@@ -128,7 +134,8 @@ class _RunningSaves:
         _core.join_executor()
 
     def collect(self) -> None:
-        """Puts a save that has ended aside; before a fork, too, since it is then the child's."""
+        """Sets aside a save that has ended. Also called before a fork, so that the child does not
+        disown its result."""
         with self._fields:
             job = self._job
             if job is not None and job.committed.done():
@@ -137,7 +144,7 @@ class _RunningSaves:
                     self._failed.append(job)
 
     def forget_in_child(self) -> None:
-        """A forked child has no save."""
+        """Forgets the saves in a forked child, which has none."""
         if self._job is not None:
             self._job.disown()
         self.__init__()  # type: ignore[misc]
@@ -156,12 +163,20 @@ join_saves = _saves.join
 
 
 def check_for_errors() -> None:
-    """Raises the error of a background save that has ended and whose error nobody has seen yet.
+    """Raises the error of a background save that has ended, if it has not been raised or returned
+    yet.
 
-    Each is raised once. Does not wait.
+    Each error is raised once. Call it regularly if no handle is kept. It does not wait.
 
     Raises:
         CheckpointException, CheckpointError: see :meth:`AsyncSave.result`.
+
+    Examples:
+        ```python
+        torch_ckpt.async_save({"model": model}, "checkpoints/100")
+        train_one_step()
+        torch_ckpt.check_for_errors()  # has the save failed?
+        ```
     """
     while (job := _saves.next_failed()) is not None:
         if not job.reported:

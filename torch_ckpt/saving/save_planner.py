@@ -13,32 +13,42 @@ from torch_ckpt.errors import CheckpointError
 from torch_ckpt.saving.items import Written
 from torch_ckpt.saving.plan import GlobalPlan, RankState, StateDict, Task, Told
 
-# The global plan travels from the planner to the writer, on the coordinator, as this attribute of
-# the metadata.
+# The attribute of the metadata that carries the global plan from the planner to the writer, on the
+# coordinator.
 _PLAN = "torch_ckpt_plan"
 
 
 class EngineStorageMeta(StorageMeta):
-    """Tells a planner that the writer's engine writes what :class:`SavePlanner` plans.
+    """Marks for a planner that the writer's engine can write what :class:`SavePlanner` plans.
 
-    It is only passed to planners; metadata has a plain ``StorageMeta``.
+    Only planners see it; the metadata has a plain ``StorageMeta``.
     """
 
 
 class SavePlanner(DefaultSavePlanner):
-    """The planner of ``torch_ckpt.save``, for ``dcp.save`` and ``dcp.async_save`` with a
-    :class:`torch_ckpt.FileSystemWriter`, on all ranks.
+    """Plans ``dcp.save`` and ``dcp.async_save`` as ``torch_ckpt.save`` does: with less work and
+    smaller messages.
 
-    Plans and results are a few bytes a tensor. Metadata becomes torch's objects when somebody
-    looks at it. All ranks save together: with ``use_collectives=False`` a rank alone does not have
-    all shards of a DTensor, which is refused.
+    Use it on all ranks, with a :class:`torch_ckpt.FileSystemWriter`. Ranks exchange a few bytes for
+    each tensor, and the metadata that DCP returns becomes torch's objects on first access. All
+    ranks save together: with ``use_collectives=False`` a DTensor is refused, because one rank does
+    not have all of its shards.
 
-    It plans as torch's ``DefaultSavePlanner`` if the writer is of another class, writes to a remote
-    file system or has ``_extensions``.
+    With a writer of another class, a remote file system or ``_extensions``, it plans as torch's
+    ``DefaultSavePlanner`` does.
 
     Raises (from ``dcp.save``, on every rank, inside a ``CheckpointException``):
-        CheckpointError: values of the ranks do not fit together, with their names and ranks; or
-            some ranks have another planner, or another kind of writer. Nothing has been saved.
+        CheckpointError: values of several ranks do not fit together (names and ranks are given), or
+            some ranks use another planner or kind of writer. Nothing was saved.
+
+    Examples:
+        ```python
+        dcp.save(
+            {"model": model.state_dict()},
+            storage_writer=torch_ckpt.FileSystemWriter("checkpoints/100"),
+            planner=torch_ckpt.SavePlanner(),
+        )
+        ```
     """
 
     def __init__(self) -> None:
@@ -73,8 +83,8 @@ class SavePlanner(DefaultSavePlanner):
             return super().create_global_plan(all_plans)
         if others:
             raise CheckpointError(
-                f"rank {others[0]} plans with another planner than torch_ckpt.SavePlanner, or for "
-                "another kind of writer; pass the same planner and writer on all ranks"
+                f"rank {others[0]} does not plan with torch_ckpt.SavePlanner, or not for the same "
+                "kind of writer; pass the same planner and writer on all ranks"
             )
         plan_of_all = GlobalPlan([plan.planner_data for plan in all_plans])
         metadata = Metadata({})
@@ -88,19 +98,19 @@ class SavePlanner(DefaultSavePlanner):
         if not self._by_engine:
             return super().resolve_data(write_item)
         raise CheckpointError(
-            "torch_ckpt.SavePlanner has planned for a torch_ckpt.FileSystemWriter, and another "
-            "writer writes; use torch's DefaultSavePlanner with it"
+            "torch_ckpt.SavePlanner planned for a torch_ckpt.FileSystemWriter, but another writer "
+            "is writing; use torch's DefaultSavePlanner with that writer"
         )
 
     def has_planned(self) -> bool:
-        """Return True if the engine has planned, and False if torch's planner has."""
+        """Returns True if the engine has planned, and False if torch's planner has."""
         return self._by_engine
 
     def write(self, plan: SavePlan, write: Callable[[list[str], list[Any]], Written]) -> Written:
-        """Has this rank's part written. Lets go of the state dict.
+        """Writes this rank's part and releases the state dict.
 
         Args:
-            write: gets the names and values of what this rank writes.
+            write: writes the given names and values.
 
         Raises:
             CheckpointError: a value cannot be pickled.
@@ -113,13 +123,14 @@ class SavePlanner(DefaultSavePlanner):
 
 
 def global_plan_of(metadata: Metadata) -> GlobalPlan | None:
-    """What a :class:`SavePlanner` has planned; None where another planner has."""
+    """Removes the plan of a :class:`SavePlanner` from the metadata and returns it; None with other
+    planners."""
     found: GlobalPlan | None = vars(metadata).pop(_PLAN, None)
     return found
 
 
 def _plan_with(planner_data: Told | Task) -> SavePlan:
-    # An item of which a writer that does not know this plan must ask resolve_data: an empty plan
-    # would be an empty checkpoint, without a word.
+    # A writer that does not know this plan calls resolve_data for this item, which fails. An empty
+    # plan would silently become an empty checkpoint.
     item = WriteItem(MetadataIndex("planned by torch_ckpt.SavePlanner"), WriteItemType.BYTE_IO)
     return SavePlan([item], planner_data=planner_data)

@@ -1,11 +1,11 @@
-"""The plan of a save, its writing and its commit, by all ranks.
+"""One save by all ranks: plan, write and commit.
 
-1. Every rank tells what it has (saving/plan.py). One whose structure is that of its last save says
-   just that.
-2. The coordinator plans and answers. Where no structure has changed, neither has the plan.
-3. Every rank writes its part through ``FileSystemWriter.write_values``.
-4. The coordinator makes the metadata of what was planned and what was written, checksum tables
-   included, and commits it.
+1. Every rank sends its contents (saving/plan.py). A rank whose structure is that of its last save
+   sends only the number of the plan.
+2. The coordinator plans and answers. If no structure has changed, the last plan is used again.
+3. Every rank writes its assignment through ``FileSystemWriter.write_values``.
+4. The coordinator builds the metadata, including checksum tables, from the plan and the results,
+   and commits it.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ from torch_ckpt.saving.writer import FileSystemWriter
 
 
 class Posted(NamedTuple):
-    """What a rank tells the coordinator."""
+    """The message of a rank to the coordinator."""
 
     plan: Told | int
     identity: str | None = None
     place: Place | None = None
-    checksums: bytes | None = None  # of its replicated values, in their order
+    checksums: bytes | None = None  # of the replicated values, in their order
 
 
 class Answer(NamedTuple):
-    """What the coordinator tells a rank."""
+    """The answer of the coordinator to a rank."""
 
     task: Task | str | None
-    number: int  # of the plan
+    number: int  # number of the plan
     tag: str
     differing: str = ""  # the values that differ between ranks, if they were compared
 
 
-#: The answer to ranks that are to list what they have after all.
+#: Answer to ranks that sent the number of a plan, but must send their contents.
 IN_FULL = "in full"
 
 
 class PlanCache:
-    """The last plan that the ranks of a group have agreed on. Plans are numbered.
+    """The last plan on which the ranks of a group have agreed. Plans are numbered.
 
     The number 0 stands for no plan. A rank that has missed an answer has an older number than the
-    coordinator; then all ranks plan anew.
+    coordinator; then all ranks plan from scratch.
     """
 
     _of: ClassVar[WeakKeyDictionary[Meeting, PlanCache]] = WeakKeyDictionary()
@@ -68,28 +68,29 @@ class PlanCache:
         self.structure: Any = None
         self.task: Task | None = None
         self.number = 0
-        # The coordinator's.
+        # Used on the coordinator only.
         self.last_number = 0
         self.plan: GlobalPlan | None = None
 
     @classmethod
     def of(cls, meeting: Meeting) -> PlanCache:
-        """That of the saves of a group of ranks."""
+        """Returns the cache of the saves of a group of ranks."""
         return cls._of.setdefault(meeting, cls())
 
     @classmethod
     def forget_in_child(cls) -> None:
-        """A forked child plans for itself."""
+        """Forgets all plans in a forked child, which plans independently."""
         cls._of.clear()
 
     def told(self, state: RankState, ranks: Ranks) -> Told | int:
-        """What a rank tells of its state: all of it, or the number of the plan that it has."""
+        """Returns a rank's message: its contents, or the number of the plan that it has."""
         if self.task is not None and state.structure and state.structure == self.structure:
             return self.number
         return state.told().to_send(ranks)
 
     def answers(self, posted: list[Posted], ranks: Ranks, tag: str) -> list[Answer]:
-        """On the coordinator, by rank; one for all where all get the same."""
+        """Returns the answers by rank, on the coordinator; one object if all ranks get the same
+        answer."""
         told = [of_rank.plan for of_rank in posted]
         tasks = self._tasks_for(
             [plan.received(ranks) if isinstance(plan, Told) else plan for plan in told]
@@ -99,7 +100,7 @@ class PlanCache:
 
     @no_gc()
     def _tasks_for(self, told: list[Told | int]) -> Sequence[Task | str | None]:
-        """None: as in the plan before."""
+        """Returns the assignments by rank; None stands for that of the last plan."""
         numbers = {of_rank for of_rank in told if isinstance(of_rank, int)}
         if not numbers <= {self.last_number}:
             return [IN_FULL] * len(told)
@@ -116,7 +117,7 @@ class PlanCache:
         return plan.tasks()
 
     def keep(self, state: RankState, answer: Answer) -> Task:
-        """What a rank shall write, by the answer; kept for its next save."""
+        """Returns the assignment in an answer, and keeps it for this rank's next save."""
         if isinstance(answer.task, Task):
             self.structure, self.task = state.structure, answer.task
             self.number = answer.number
@@ -135,12 +136,15 @@ def save_state(
     check_replicas: str,
     job: Job | None = None,
 ) -> Metadata:
-    """Saves; in the background, where there is a job. The caller abandons the writer then.
+    """Saves a state dict; in the background if there is a job. If this fails, the caller abandons
+    the writer.
 
     Args:
-        state_dict: gives it, without ``Stateful`` values. What it raises fails the save.
-        cache: plans of earlier saves of the same ranks; all of them have one, or a new one.
-        check_replicas: as for :func:`torch_ckpt.save`.
+        state_dict: returns the state dict, without ``Stateful`` values. Its exception fails the
+            save.
+        cache: plans of earlier saves of the same ranks. All ranks pass a cache of the same saves,
+            or all pass a new one.
+        check_replicas: see :func:`torch_ckpt.save`.
 
     Raises:
         CheckpointException: on every rank, with the cause of each rank that failed.
@@ -242,12 +246,13 @@ def save_state(
 
 
 def tell_the_others(ranks: Ranks, error: BaseException) -> None:
-    """Takes this rank's part in a save or load that it cannot begin; they would wait for it."""
+    """Takes this rank's part in a save or load that it cannot start, so that the other ranks do not
+    wait for it."""
 
     def fail() -> None:
         raise error
 
-    # The caller has raised it.
+    # The caller raises the error itself.
     with suppress(BaseException):
         ranks.reduce_scatter("plan", fail, lambda plans: plans)
     ranks.close()

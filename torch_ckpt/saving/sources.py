@@ -1,9 +1,9 @@
-"""What a save in the background reads, as it was at the call.
+"""The snapshot that a background save reads.
 
-Containers are copied, so that a state dict may be changed afterwards; tensors are held by aliases,
-so that they may be freed or their ``.data`` re-assigned; everything else that could change is
-copied. The tensors' contents are not: they are read later, and ``changed`` tells whether they were
-still the same then.
+Containers are copied, so that the state dict may change after the call. Tensors are held by
+aliases, so that they may be freed or their ``.data`` reassigned. All other mutable values are
+copied. The contents of tensors are read later, and ``changed`` detects tensors that were written to
+before.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch_ckpt.errors import SourceChanged
 
 _IMMUTABLE = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
 
-# (fully qualified name, the tensor that will be read, its version, how to find it again)
+# Finds the current tensor again in its holder.
 _Find = Callable[[], torch.Tensor]
 
 
@@ -34,7 +34,7 @@ class Watched:
     """Tensors whose contents are read later.
 
     Attributes:
-        devices: the CUDA devices that they lie on.
+        devices: the CUDA devices of the tensors.
     """
 
     def __init__(self) -> None:
@@ -47,12 +47,12 @@ class Watched:
     def watch(
         self, name: str, tensor: torch.Tensor, find: Callable[[], torch.Tensor] | None = None
     ) -> None:
-        """Adds one.
+        """Adds a tensor.
 
         Args:
-            name: fully qualified.
-            find: gets the tensor from its holder, who may exchange it for another; None: nobody
-                can.
+            name: fully qualified name.
+            find: returns the tensor from its holder, which may replace it by another one; None if
+                it cannot be replaced.
         """
         if tensor.is_cuda:
             self.devices.add(tensor.device)
@@ -63,10 +63,11 @@ class Watched:
         self._versions.append(version_of(tensor))
 
     def changed(self) -> list[str]:
-        """Names of the tensors that were written to since they are watched.
+        """Returns the names of the tensors that were written to since they were added.
 
-        What torch's version counters see: operations on tensors do count, those on ``.data`` or
-        through NumPy do not, nor do all fused optimizers (their ``step`` tensors do).
+        Detects what torch's version counters see: operations on the tensors. Writes through
+        ``.data`` or NumPy are not seen, nor are those of all fused optimizers (except to their
+        ``step`` tensors).
         """
         changed: set[int] = set()
         versions = _C.versions_of(self._tensors)
@@ -78,7 +79,7 @@ class Watched:
         return list(dict.fromkeys(self._names[number] for number in sorted(changed)))
 
     def release(self) -> None:
-        """Lets go of them."""
+        """Releases the tensors."""
         self._names, self._tensors, self._versions, self._finds = [], [], [], {}
 
 
@@ -86,7 +87,7 @@ class Sources(Watched):
     """The snapshot of a state dict.
 
     Attributes:
-        values: the state dict to save; empty once released.
+        values: the state dict to save; empty after :meth:`release`.
     """
 
     def __init__(self, state_dict: Mapping[str, Any]) -> None:
@@ -97,11 +98,11 @@ class Sources(Watched):
         }
 
     def forget_with(self, forget: Callable[[], None]) -> None:
-        """Also calls ``forget`` when the sources are let go of."""
+        """Also calls ``forget`` when the sources are released."""
         self._forgets.append(forget)
 
     def release(self) -> None:
-        """Lets go of everything, whoever else has ``values``."""
+        """Releases all values, even if other code still refers to ``values``."""
         super().release()
         self.values.clear()
         while self._forgets:
@@ -137,10 +138,10 @@ class Sources(Watched):
 
 
 def copy_of_state(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A deep copy of a state dict on the CPU.
+    """Returns a deep copy of a state dict on the CPU.
 
-    CPU tensors go to memory of the engine's pool, which takes it back when the last of them is
-    dropped, by several threads at once.
+    CPU tensors are copied by several threads into memory of the engine's pool, which gets it back
+    when the last of the copies is freed.
     """
     originals: list[torch.Tensor] = []
 
@@ -165,13 +166,14 @@ def copy_of_state(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def copy_by_pickle(value: Any) -> Any:
-    """What ``torch.load`` would make of what ``torch.save`` would write, on the CPU, in memory.
+    """Returns a copy on the CPU, as ``torch.save`` followed by ``torch.load`` would make it, but in
+    memory.
 
-    Objects are pickled and made again, so that all they share stays shared; storages are copied
-    once each.
+    Objects are pickled and unpickled, so that shared parts stay shared; each storage is copied
+    once.
 
     Raises:
-        pickle.PicklingError, TypeError, AttributeError: it holds what cannot be pickled.
+        pickle.PicklingError, TypeError, AttributeError: a part cannot be pickled.
     """
     copies: list[torch.UntypedStorage] = []
     numbers: dict[int, int] = {}
@@ -187,7 +189,7 @@ def copy_by_pickle(value: Any) -> Any:
                 return None
             if storage._cdata not in numbers:
                 numbers[storage._cdata] = len(copies)
-                held.append(storage)  # or another one could have its address
+                held.append(storage)  # otherwise another storage could get its address
                 memory = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu")
                 copied = memory.untyped_storage()
                 copied.copy_(storage)
@@ -220,7 +222,7 @@ def _with_tensors(
     of_tensor: Callable[[torch.Tensor], torch.Tensor],
     of_object: Callable[[Any], Any],
 ) -> Any:
-    """The same nest with other tensors and objects in it."""
+    """Returns a copy of nested containers with other tensors and objects in it."""
 
     def changed(leaf: Any, _name: str) -> Any:
         if isinstance(leaf, DTensor):
@@ -248,14 +250,16 @@ def _with_tensors(
 
 
 def _mapped(value: Any, of_leaf: Callable[[Any, str], Any], name: str = "") -> Any:
-    """The same nest of dicts, lists and tuples with other leaves, visited in a fixed order.
+    """Returns a copy of nested dicts, lists and tuples with other leaves, visited in a fixed order.
 
-    Not by torch's pytree: named tuples, and what others register there, are leaves here, as they
-    are to torch's planners.
+    Does not use torch's pytree: named tuples, and types that are registered there, are leaves here,
+    as they are for torch's planners.
     """
     kind = type(value)
     if isinstance(value, torch.Tensor):
-        return of_leaf(value, name)  # most values are tensors, and to ask an ABC is slow
+        return of_leaf(
+            value, name
+        )  # first: most values are tensors, and a check against an ABC is slow
     if kind is list or kind is tuple:
         return kind(_mapped(item, of_leaf, f"{name}.{i}") for i, item in enumerate(value))
     if kind is dict or isinstance(value, Mapping):
@@ -265,14 +269,14 @@ def _mapped(value: Any, of_leaf: Callable[[Any, str], Any], name: str = "") -> A
 
 
 def _with_items(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
-    """A copy with other values."""
+    """Returns a copy of a mapping with other values."""
     if not isinstance(mapping, dict):
-        # A shallow copy may share its memory with the original, which is the caller's.
+        # A shallow copy may share its memory with the caller's mapping.
         return items
-    # It keeps what the kind is more than a dict.
+    # A copy keeps what distinguishes the type from a dict.
     copied = copy.copy(mapping)
     for key, item in items.items():
-        copied[key] = item  # not by update(), which adds up what a Counter has
+        copied[key] = item  # not update(), which adds to the counts of a Counter
     return copied
 
 
@@ -283,17 +287,18 @@ def _moved(now: torch.Tensor, then: torch.Tensor) -> bool:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Changes whenever torch writes to the tensor; see :meth:`Watched.changed`."""
+    """Returns a number that changes whenever torch writes to the tensor; see
+    :meth:`Watched.changed`."""
     try:
         return tensor._version
     except RuntimeError:
-        # Inference tensors have none.
+        # Inference tensors have no version.
         return -1
 
 
 def source_changed(names: list[str], advice: str) -> SourceChanged:
-    """Says which sources were written to too early, and what to do."""
+    """Builds the error for sources that were written to too early."""
     shown = ", ".join(names[:10]) + (" and more" if len(names) > 10 else "")
     return SourceChanged(
-        f"{shown}: changed before the save had copied it, so nothing is saved. {advice}"
+        f"{shown}: changed before the save had copied it, so nothing was saved. {advice}"
     )

@@ -1,4 +1,4 @@
-"""What a plan depends on in a flat state dict: a tenth of the work of planning, to compare."""
+"""The inputs of a plan in a flat state dict. To compare them is a tenth of the work of planning."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-#: Of each value: its name and, of tensors, all that a plan says of them.
+#: For each value, its name and, for tensors, everything that a plan depends on.
 Structure = list[tuple[Any, ...]]
 
-#: What torch's planner looks for in objects that are saved as tensors.
+#: Attributes of objects that torch's planner saves as tensors.
 _PLANS_ITSELF = ("__create_write_items__", "global_shape")
 
 
 def structure_of(state_dict: Mapping[str, Any]) -> Structure | None:
-    """The structure of a flat state dict; None where that is not known."""
+    """Returns the structure of a flat state dict; None if it is unknown."""
     known: Structure = []
     for name, value in state_dict.items():
         kind = type(value)

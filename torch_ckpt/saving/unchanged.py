@@ -1,7 +1,8 @@
-"""Notices saves that keep storing the same weights although training goes on.
+"""Detects saves that keep storing the same weights although training continues.
 
-A save of a stale copy is complete, verifies, and is worthless; it has gone unseen for months where
-only losses after a restart would have told. The checksums of what is written are there anyway.
+A save of a stale copy is complete and passes verification, but is worthless. Such saves have
+remained unnoticed for months, until a restart showed the wrong loss. The comparison costs little,
+because the checksums are computed anyway.
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ import os
 from torch_ckpt.saving.items import Written
 from torch_ckpt.saving.plan import GlobalPlan
 
-#: A number that moves at each save, trained or not.
+#: A number that changes in every save, even without training.
 SAVE_COUNTER = "save_counter"
 
 
 class UnchangedDetector:
-    """Compares each save with the one before it.
+    """Compares each save with the previous one.
 
-    Tensors belong to the group of their path's first component (``model``, ``optim``). A group is
-    suspicious when none of its tensors has changed since the last save although a number somewhere
-    in the state has, such as a step counter. A group is named once.
+    Tensors belong to the group of the first component of their path (``model``, ``optim``). A group
+    is suspicious if none of its tensors has changed since the last save, but a number in the state
+    has, such as a step counter. Each group is reported once.
     """
 
     def __init__(self) -> None:
@@ -28,10 +29,10 @@ class UnchangedDetector:
         self._named: set[str] = set()
 
     def check(self, plan: GlobalPlan, written: list[Written], where: str) -> str | None:
-        """What to warn of, if anything.
+        """Returns the text of a warning, or None.
 
         Args:
-            written: by rank.
+            written: the results of the writes, by rank.
             where: the checkpoint's directory.
         """
         last, self._last = self._last, (plan, written)
@@ -45,7 +46,7 @@ class UnchangedDetector:
         names = [name for group in stale for name in groups[group]]
         shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         return (
-            f"{os.fspath(where)}: {shown} are bit for bit what the last checkpoint has, although "
-            f"{moved} has changed since. If they are not frozen, the state that is saved is not "
-            "the one that is trained. (warn_unchanged=False silences this.)"
+            f"{os.fspath(where)}: {shown} are bit for bit the same as in the last checkpoint, "
+            f"although {moved} has changed since. Unless they are frozen, the saved state is not "
+            "the one being trained. Pass warn_unchanged=False to silence this warning"
         )

@@ -1,7 +1,7 @@
 """The StorageWriter: DCP's contract on one side, the C++ engine on the other.
 
-Policy only. What is written where, and how, is decided in csrc/planning and csrc/engine; the commit
-protocol is at the top of csrc/commit.cpp.
+This module holds policy only. csrc/planning and csrc/engine decide what is written where;
+csrc/directory/lease.h describes the commit protocol.
 """
 
 from __future__ import annotations
@@ -59,59 +59,70 @@ from torch_ckpt.saving.sources import copy_of_state
 
 _DEFAULT_BACKGROUND = Background()
 
-#: A rank makes one file for each of these that begins, up to its number of files. The chunks of so
-#: few bytes are nearly all in flight at once (three of a file): a second file makes the save no
-#: faster, and costs a file and its fsync.
+#: A rank writes one file for each of these or part of it, up to its number of files. Nearly all
+#: chunks of so few bytes are in flight at once (three for each file), so a second file would not
+#: make the save faster, but cost a file and its fsync.
 BYTES_PER_FILE = 4 * CHUNK_BYTES
 
 
 def default_thread_count() -> int:
-    """Files that one rank writes at once: two feed a disk, more cores can checksum for more."""
+    """Returns how many files a rank writes at once: two saturate a disk, and more cores can
+    checksum more."""
     return max(2, min(4, (os.cpu_count() or 1) // 4))
 
 
 class FileSystemWriter(StockWriter):
-    """Writes distributed checkpoints; a drop-in for torch's class of the same name.
+    """Writes distributed checkpoints. Replaces torch's class of the same name without other
+    changes.
 
     Args:
-        path: directory of the checkpoint; made if it is not there. A relative path is one of the
-            working directory at this call. Each save opens the directory once, when it begins, and
-            writes there alone.
-        single_file_per_rank: one file for each of ``thread_count`` size-balanced buckets; False
-            makes one file for each item.
-        sync_files: fsync files and directories, so that a save that returned survives a power cut.
-        thread_count: files that this rank writes at once, each with a thread that may wait for the
-            disk. None: one file for each 16 MiB that begins, at most a quarter of the cores, which
-            counts as at least 2 and at most 4.
-        per_thread_copy_ahead: accepted as torch's; the engine's chunks take its place.
-        cache_staged_state_dict: torch's, for its ``async_save``.
-        overwrite: whether a checkpoint in ``path`` may be replaced. It stays loadable until the new
+        path: directory of the checkpoint; it is created if it does not exist. A relative path is
+            resolved now, against the working directory. Each save opens the directory once, when it
+            starts, and writes only there.
+        single_file_per_rank: write one file for each of ``thread_count`` buckets of similar size.
+            False writes one file for each item.
+        sync_files: fsync files and directories, so that a completed save survives a power cut.
+        thread_count: number of files that this rank writes at once, each with a thread that may
+            wait for the disk. None chooses one file for each 16 MiB or part of it, and at most a
+            quarter of the cores (but at least 2 and at most 4).
+        per_thread_copy_ahead: accepted for compatibility and ignored; the engine copies ahead in
+            chunks.
+        cache_staged_state_dict: torch's option, for its ``async_save``.
+        overwrite: replace a checkpoint in ``path``. The old checkpoint can be loaded until the new
             one is committed.
-        _extensions: torch's stream transforms; items then pass through Python.
-        serialization_format: torch's; anything but its default is written by torch's own code.
-        separation_hint: items whose fully qualified name begins with it go into files of their own.
-            Needs ``thread_count >= 2``.
-        max_host_bytes: most host memory in bytes for staging. None: three chunks of 4 MiB a file,
-            and for ``async_save`` half of the free memory.
-        direct_io: True, False, or "auto": where the file system offers it.
+        _extensions: torch's stream transforms. Items then pass through Python.
+        serialization_format: torch's option. Formats other than its default are written by torch's
+            own code.
+        separation_hint: write items whose fully qualified name begins with this text to separate
+            files. Needs ``thread_count >= 2``.
+        max_host_bytes: limit of the host memory for staging, in bytes, at least 4096. None: three
+            chunks of 4 MiB for each file; half of the free memory for ``async_save``.
+        direct_io: True, False, or "auto" to use direct I/O if the file system supports it.
         progress: see :data:`torch_ckpt._base.progress.ProgressOption`.
-        background: how saves in the background behave: those of ``torch_ckpt.async_save``, and of
-            ``dcp.async_save`` with this writer, which is then its ``AsyncStager``, too.
+        background: threads and priorities of background saves: those of ``torch_ckpt.async_save``,
+            and those of ``dcp.async_save``, for which the writer is an ``AsyncStager``, too.
 
     Raises:
-        ValueError: contradicting options; or ``path`` is a URL (docs/remote.md).
+        ValueError: an option is out of range or contradicts another one, or ``path`` is a URL (see
+            docs/remote.md).
 
     Raises (from ``dcp.save``, on every rank, inside a ``CheckpointException``):
-        OSError: a system call failed; ``errno`` and ``filename`` say which and where. Nothing was
-            published and the files that the engine wrote on this rank are gone.
+        OSError: a system call failed; ``errno`` and ``filename`` are set. Nothing was published,
+            and the files that the engine wrote on this rank were removed.
         NotCommitted, DurabilityUncertain: the commit itself failed.
+
+    Examples:
+        ```python
+        writer = torch_ckpt.FileSystemWriter("checkpoints/100")
+        dcp.save({"model": model.state_dict()}, storage_writer=writer)
+        ```
     """
 
     #: See :class:`torch_ckpt.checkpoint.lease.DirectoryLease`.
     ends_earlier_leases = True
 
-    #: Whoever has a background save made with it tells how that ends: it is not logged then, and
-    #: neither the next save nor check_for_errors() raises its error.
+    #: True if the code that starts a background save with this writer reports its error. The error
+    #: is then neither logged nor raised by the next save or check_for_errors().
     reported_elsewhere = False
 
     def __init__(
@@ -132,7 +143,7 @@ class FileSystemWriter(StockWriter):
         background: Background = _DEFAULT_BACKGROUND,
         **kwargs: Any,
     ) -> None:
-        # An explicit number of files is made, however little is written.
+        # An explicit number of files is used even if little is written.
         bytes_per_file = BYTES_PER_FILE if thread_count is None else 0
         if thread_count is None:
             thread_count = default_thread_count()
@@ -144,17 +155,18 @@ class FileSystemWriter(StockWriter):
                 f"got {thread_count}"
             )
         hint = separation_hint or ""
-        # Readers refuse backslashes in names of files.
+        # Readers refuse file names with backslashes.
         if "/" in hint or "\\" in hint or hint.startswith("."):
             raise ValueError(
-                f"separation_hint begins file names, so it may not be {separation_hint!r}"
+                "separation_hint is the prefix of file names: it must not have a slash or a "
+                f"backslash or begin with a dot, got {separation_hint!r}"
             )
         if direct_io not in (True, False, "auto"):
             raise ValueError(f'direct_io must be True, False or "auto", got {direct_io!r}')
         if max_host_bytes is not None and max_host_bytes < 4096:
             raise ValueError(f"max_host_bytes must be at least 4096, got {max_host_bytes}")
         if type(self) is FileSystemWriter:
-            # Others may put another file system instead of the local one, as FsspecWriter.
+            # Subclasses may use another file system, as FsspecWriter does.
             refuse_url(path)
         super().__init__(
             path,
@@ -184,7 +196,7 @@ class FileSystemWriter(StockWriter):
         self._write: RankWrite | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy, in another process perhaps, has no part in the save that is under way.
+        # A copy, perhaps in another process, has no part in the running save.
         return self.__dict__ | {"_directory": None, "_lease": None, "_write": None}
 
     # --- DCP's contract, in the order of a save -------------------------------------------------
@@ -208,10 +220,12 @@ class FileSystemWriter(StockWriter):
             return super().prepare_local_plan(plan)
         _core.make_directories(self.path)
         refuse_hidden_save(self.directory, self._own_rank())
-        # Not torch's own, which warns that a checkpoint is replaced: here that stays loadable until
-        # the new one is committed.
+        # torch's own check would warn that a checkpoint is replaced. Here the old one can be loaded
+        # until the new one is committed.
         if not self.overwrite and _core.metadata_name(self._own_rank()) in self.directory.names():
-            raise RuntimeError(f"Checkpoint already exists in {self.path}, and overwrite=False")
+            raise RuntimeError(
+                f"Checkpoint already exists in {self.path}; pass overwrite=True to replace it"
+            )
         if self.rank is not None and not self.use_collectives:
             plan = dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{self.rank}_"))
         if self._commits:
@@ -223,7 +237,7 @@ class FileSystemWriter(StockWriter):
         self._is_alone = len(plans) == 1
         if self._lease is None or not self.use_collectives:
             return plans
-        # Whatever prefix they have: a cached plan has that of an earlier save.
+        # Overwrite the prefix: a cached plan has that of an earlier save.
         return [
             dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{rank}_{self.tag}"))
             for rank, plan in enumerate(plans)
@@ -238,7 +252,7 @@ class FileSystemWriter(StockWriter):
             raise
         finally:
             if not self._commits:
-                # DCP calls no other method of it.
+                # DCP calls no other method after this one on such a rank.
                 self._directory = None
 
     def _write_data_of(
@@ -251,7 +265,7 @@ class FileSystemWriter(StockWriter):
         if not self.engine_can_write():
             return self._write_through_torch(plan, planner, prefix)
         if isinstance(planner, SavePlanner) and planner.has_planned():
-            # DCP hands on what a rank has written as it is.
+            # DCP passes a rank's result to the coordinator unchanged.
             return completed([planner.write(plan, functools.partial(self.write_values, prefix))])
         items = list(plan.items)
         names = [item.index.fqn for item in items]
@@ -292,7 +306,8 @@ class FileSystemWriter(StockWriter):
             index_of(metadata, str(self.path))
         except (Corrupt, Unsafe) as error:
             raise CheckpointError(
-                f"the metadata of this save could not be loaded, so it is not committed: {error}"
+                f"{self.path}: the metadata of this save would not load, so it was not committed: "
+                f"{error}"
             ) from error
 
     def _finish_planned(self, plan: GlobalPlan, metadata: Metadata, results: list[Any]) -> None:
@@ -307,19 +322,19 @@ class FileSystemWriter(StockWriter):
         decode_when_used(metadata, data)
 
     def storage_meta(self) -> StorageMeta | None:
-        # For SavePlanner, which is set up with it.
+        # SavePlanner is set up with this object.
         kind = EngineStorageMeta if self.engine_can_write() else StorageMeta
-        # A str and not a Path: pickled paths do not load in every version of Python.
+        # A str, because pickled paths do not load in every version of Python.
         return kind(checkpoint_id=str(self.checkpoint_id), save_id=self.save_id)
 
     # --- DCP's AsyncStager, for dcp.async_save ---------------------------------------------------
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A copy of a state dict in memory that is kept from one save to the next.
+        """Returns a copy of a state dict in host memory that is reused from save to save.
 
-        Objects are deep-copied; tensors that are neither plain nor DTensors are cloned.
+        Objects are deep-copied. Tensors that are neither plain nor DTensors are cloned.
         """
-        # From now on somebody trains beside our writing.
+        # From now on training runs while this writer writes.
         self._is_staged = True
         return copy_of_state(state_dict)
 
@@ -327,16 +342,16 @@ class FileSystemWriter(StockWriter):
 
     @property
     def identity(self) -> str | None:
-        """What all ranks of a save must have alike; None: their directories may differ."""
+        """A name that all ranks of a save must share; None if their directories may differ."""
         return None
 
     @property
     def destination(self) -> str:
-        """Where the checkpoint is once it is committed."""
+        """Path or URL of the committed checkpoint."""
         return str(self.path)
 
     def engine_can_write(self) -> bool:
-        """False where a transform, a format or a remote file system needs torch's own writing."""
+        """Returns False if a transform, a format or a remote file system needs torch's own code."""
         stock_format = getattr(self, "serialization_format", None)
         return (
             self._is_local()
@@ -346,7 +361,8 @@ class FileSystemWriter(StockWriter):
 
     @property
     def directory(self) -> OpenDirectory:
-        """That of the save, opened when it began; as the path leads, where this is called alone."""
+        """The directory of the save, opened when the save began. Opened by its path if there is no
+        save."""
         if self._directory is None:
             self._directory = OpenDirectory(self.path)
         return self._directory
@@ -356,7 +372,7 @@ class FileSystemWriter(StockWriter):
         self._directory = opened
 
     def set_up_for_save(self, rank: int) -> None:
-        """What DCP does by set_up_storage_writer and prepare_local_plan."""
+        """Does the work of DCP's set_up_storage_writer and prepare_local_plan."""
         self.rank = rank
         self.use_collectives = True
         self._is_coordinator = rank == 0
@@ -364,18 +380,18 @@ class FileSystemWriter(StockWriter):
 
     @property
     def tag(self) -> str:
-        """On the coordinator: what all ranks put behind ``__{rank}_`` in names of data files."""
+        """On the coordinator: the text after ``__{rank}_`` in the names of all data files."""
         return self._lease.tag if self._lease is not None and self.use_collectives else ""
 
     def bytes_moved(self) -> int:
-        """Grows for as long as this rank moves anything."""
+        """Returns a number that grows for as long as this rank makes progress."""
         write = self._write
         return 0 if write is None else write.moved()
 
     def abandon(self) -> None:
-        """Ends a save that has failed: on the coordinator its files go, all ranks'.
+        """Ends a failed save. The coordinator removes the files of all ranks.
 
-        A writer that is dropped does the same.
+        Dropping the writer has the same effect.
         """
         self._lease = None
         self._directory = None
@@ -383,16 +399,16 @@ class FileSystemWriter(StockWriter):
     def write_values(
         self, prefix: str, names: list[str], values: list[Any], write: RankWrite | None = None
     ) -> Written:
-        """Writes tensors and bytes, fsynced, and waits for the end.
+        """Writes tensors and bytes, fsyncs the files, and waits for the end.
 
         Args:
-            prefix, names, values: as for :meth:`RankWrite.run`.
-            write: that of a snapshot, or one that has something to do meanwhile.
+            prefix, names, values: see :meth:`RankWrite.run`.
+            write: the write of a snapshot, or one with other work to do meanwhile.
 
         Raises:
             OSError, SourceChanged: see :meth:`RankWrite.run`.
         """
-        # Beside training, of a state that was staged by :meth:`stage`.
+        # Use the background priorities for a state that was staged by :meth:`stage`.
         quiet = self.background if self._is_staged else None
         self._write = write or RankWrite(background=quiet)
         title = f"save {Path(self.path).name}"
@@ -404,23 +420,23 @@ class FileSystemWriter(StockWriter):
             self._write = None
 
     def undo(self, written: Written) -> None:
-        """Removes what this rank has written, of a save that has failed on another one."""
+        """Removes the files that this rank wrote, after the save has failed on another rank."""
         remove_own(self.directory, set(written.files.names))
 
     def commit(self, data: bytes, files: set[str]) -> None:
-        """Publishes ``data`` as the metadata; then removes what no metadata names any more.
+        """Publishes ``data`` as the metadata. Then removes the files that no metadata names.
 
         Args:
-            data: the metadata, encoded.
+            data: the encoded metadata.
             files: the data files that it names.
 
         Raises:
-            NotCommitted: what was in the directory before is still there and whole. The new data
-                files that this process can see are gone. So it is, too, where the path leads to
-                another directory than when the save began; nothing is touched there.
-            DurabilityUncertain: the checkpoint may be visible, and may not last.
+            NotCommitted: the previous contents of the directory are intact, and the new data files
+                that this process can see were removed. If the path now leads to another directory
+                than when the save began, nothing is changed there.
+            DurabilityUncertain: the checkpoint may be visible, but a power cut may lose it.
         """
-        # Where somebody calls this by itself.
+        # Without a save, take a lease now.
         lease = self._lease or DirectoryLease(self.directory, self._own_rank())
         self._lease = self._directory = None
         lease.commit(data, files, sync=self.sync_files, replace=self.overwrite)
@@ -432,7 +448,7 @@ class FileSystemWriter(StockWriter):
         return self._is_coordinator or not self.use_collectives
 
     def _make_absolute(self) -> None:
-        # Others may put another file system instead of the local one, as FsspecWriter.
+        # Subclasses may use another file system, as FsspecWriter does.
         if type(self.fs) is FileSystem and not is_url(self._given_path):
             self.path = absolute(self.path)
 
@@ -444,14 +460,14 @@ class FileSystemWriter(StockWriter):
         return type(self.fs) is FileSystem
 
     def _own_rank(self) -> int | None:
-        """The rank where ranks save on their own; None where they save together."""
+        """The rank, if ranks save independently; None if they save together."""
         return None if self.use_collectives else self.rank
 
     def _write_through_torch(
         self, plan: SavePlan, planner: TorchsSavePlanner, prefix: str
     ) -> Future[list[WriteResult]]:
-        # With more than one thread torch loses a worker's exception and reports success, so its own
-        # writing gets one thread.
+        # With several threads torch loses a worker's exception and reports success, so its own code
+        # gets one thread.
         plan = dataclasses.replace(plan, storage_data=_StoragePrefix(prefix))
         thread_count, self.thread_count = self.thread_count, 1
         is_local, fs = self._is_local(), self.fs
@@ -467,7 +483,7 @@ class FileSystemWriter(StockWriter):
 
 
 def completed(value: list[Any]) -> Future[list[WriteResult]]:
-    """What has been written."""
+    """Returns a future that is done, with the results of the writes."""
     future: Future[list[WriteResult]] = Future()
     future.set_result(value)
     return future

@@ -81,7 +81,7 @@ def test_an_object_of_a_custom_class_is_warned_of_by_its_full_key(
 
 
 def test_a_tensor_of_a_custom_class_is_warned_of(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=r"not load: model\.w: a tensor of a class of its own"):
+    with pytest.warns(UserWarning, match=r"refused on load: model\.w: a tensor subclass"):
         torch_ckpt.save({"model": {"w": torch.ones(2).as_subclass(OwnTensor)}}, tmp_path)
 
 

@@ -145,7 +145,7 @@ def test_a_name_that_is_no_file_beneath_the_directory_is_refused(
 def test_metadata_is_not_read_before_its_size_has_been_looked_at(tmp_path: Path) -> None:
     with (tmp_path / ".metadata").open("wb") as stream:
         stream.truncate(MAX_METADATA_BYTES + 1)
-    with pytest.raises(torch_ckpt.CheckpointError, match=f"more than {MAX_METADATA_BYTES}"):
+    with pytest.raises(torch_ckpt.CheckpointError, match=f"the limit is {MAX_METADATA_BYTES}"):
         read_metadata(tmp_path)
 
 

@@ -100,7 +100,7 @@ def test_a_directory_of_that_very_name_is_not_taken_for_a_step(tmp_path: Path) -
 
 
 def test_a_step_that_is_not_there_is_told_with_the_newest_one(root: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="there is no such step; the newest one is 40"):
+    with pytest.raises(FileNotFoundError, match="no such step; the newest step is 40"):
         open_checkpoint(root / "41")
 
 
@@ -161,30 +161,31 @@ def refusal(path: Path) -> str:
 
 
 def test_a_load_of_another_format_names_convert(tmp_path: Path) -> None:
-    by_convert = "torch-ckpt convert (torch_ckpt.convert) makes a checkpoint of"
+    convert = "to a checkpoint with torch-ckpt convert (torch_ckpt.convert)"
     file, hf = tmp_path / "model.safetensors", tmp_path / "hf"
     file.write_bytes(struct.pack("<Q", 2) + b"{}")
-    assert refusal(file) == f"{file} is not a directory but a safetensors file: {by_convert} it"
+    but = f"{file} is not a directory but"
+    assert refusal(file) == f"{but} a safetensors file; convert it {convert}"
     torch.save({"t": torch.ones(3)}, tmp_path / "model.pt")
-    assert refusal(tmp_path / "model.pt").endswith(f"but a file of torch.save: {by_convert} it")
+    assert refusal(tmp_path / "model.pt").endswith(f"but a torch.save file; convert it {convert}")
     hf.mkdir()
     (hf / "pytorch_model.bin").touch()
     assert refusal(hf) == (
-        f"{hf} is not a checkpoint and has files of torch.save: {by_convert} one"
+        f"{hf} is not a checkpoint but has torch.save files; convert one {convert}"
     )
     (hf / "model.safetensors").touch()
     assert refusal(hf) == (
-        f"{hf} is not a checkpoint but a directory of safetensors files: {by_convert} it"
+        f"{hf} is not a checkpoint but a directory of safetensors files; convert it {convert}"
     )
 
 
 def test_a_file_of_a_checkpoint_is_told_as_one(root: Path) -> None:
     step = root / "0000000040"
-    with pytest.raises(CheckpointError, match=f"but a file of the checkpoint {step}$"):
+    with pytest.raises(CheckpointError, match=f"but a file of the checkpoint {step}; pass that"):
         open_checkpoint(step / ".metadata")
 
 
 def test_another_file_is_not_a_directory(tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("x")
-    with pytest.raises(CheckpointError, match="is not a directory, and a checkpoint is one"):
+    with pytest.raises(CheckpointError, match="is not a directory; pass the directory of"):
         open_checkpoint(tmp_path / "notes")

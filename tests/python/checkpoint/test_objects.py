@@ -30,6 +30,7 @@ import torch_ckpt
 from tests.attacks.support import with_entry
 from tests.support import cause_of, load, save, stock_save
 from torch_ckpt import CheckpointError, Corrupt, Unsafe
+from torch_ckpt.checkpoint import safe_types
 from torch_ckpt.checkpoint.objects import decode
 
 
@@ -259,11 +260,11 @@ class AsTensor:
 
 
 def test_only_what_is_a_tensor_and_declared_safe_is_rebuilt_as_its_class_says() -> None:
-    with torch.serialization.safe_globals([Own]), pytest.raises(Unsafe, match=r"makes .*Own"):
+    with torch.serialization.safe_globals([Own]), pytest.raises(Unsafe, match=r"constructs .*Own"):
         again(AsTensor(Own, {}))
     # A plain one has attributes, and no slots that a state may set.
     assert again(AsTensor(torch.Tensor, {"tag": 1})).tag == 1
-    with pytest.raises(Corrupt, match="does not consist of attributes"):
+    with pytest.raises(Corrupt, match="is not a dict of attributes"):
         again(AsTensor(torch.Tensor, (None, {"requires_grad": True})))
 
 
@@ -336,7 +337,7 @@ def test_hooks_that_are_filled_later_are_not_those_of_the_tensor() -> None:
 
 def test_a_tensor_of_a_device_that_is_not_here_is_told_as_such() -> None:
     record = record_of((torch.ones(3),)).replace(b"X\x03\x00\x00\x00cpu", b"X\x03\x00\x00\x00hpu")
-    with pytest.raises(CheckpointError, match="the object in file has a tensor for hpu") as error:
+    with pytest.raises(CheckpointError, match="the object in file has a tensor on hpu") as error:
         decode(record, "name", "file")
     assert type(error.value) is CheckpointError
 
@@ -500,3 +501,12 @@ torch.save({"a": 1}, stream)
 assert torch_ckpt.checkpoint.objects.decode(stream.getvalue(), "name", "file") == {"a": 1}
 """
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=60)
+
+
+def test_values_of_numpy_without_numpy_are_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = record_of(numpy.arange(3))
+    safe_types._numpy_names.cache_clear()
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    with pytest.raises(CheckpointError, match="numpy is not installed; install it") as error:
+        decode(record, "name", "file")
+    assert type(error.value) is CheckpointError

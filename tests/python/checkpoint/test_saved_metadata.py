@@ -45,7 +45,7 @@ def test_metadata_that_another_save_has_replaced_is_not_that_of_the_first(tmp_pa
 def test_metadata_of_a_checkpoint_that_was_deleted_is_refused_by_its_path(tmp_path: Path) -> None:
     metadata = pickle.loads(sent(tmp_path / "gone", MOST_BYTES_SENT)).metadata()
     shutil.rmtree(tmp_path / "gone")
-    with pytest.raises(CheckpointError, match="gone is not here any more"):
+    with pytest.raises(CheckpointError, match="gone no longer exists"):
         metadata.state_dict_metadata  # noqa: B018
 
 

@@ -88,8 +88,8 @@ def test_each_command_recommends_convert_for_another_format(
 ) -> None:
     torch.save({"t": torch.ones(3)}, tmp_path / "model.pt")
     assert output_of(capsys, command, tmp_path / "model.pt", 2) == (
-        f"{tmp_path / 'model.pt'} is not a directory but a file of torch.save: torch-ckpt convert "
-        "(torch_ckpt.convert) makes a checkpoint of it"
+        f"{tmp_path / 'model.pt'} is not a directory but a torch.save file; convert it to a "
+        "checkpoint with torch-ckpt convert (torch_ckpt.convert)"
     )
 
 

@@ -110,7 +110,7 @@ def test_a_record_of_another_shape_is_damage(tmp_path: Path, loader: Any) -> Non
     ):
         assert type(cause) is Corrupt
         assert str(cause).startswith("t: the record in ")
-        assert "holds a Tensor of [4, 6], the metadata says a tensor of [8, 6]" in str(cause)
+        assert "holds a Tensor of [4, 6], not the tensor of [8, 6] in the metadata" in str(cause)
 
 
 @pytest.mark.parametrize("loader", LOADERS)
@@ -239,8 +239,8 @@ def one_rank_mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
 
 
 UNCOVERED = [
-    (None, None, "has shards with 0 of the 12 elements"),
-    ((2, 4), (0, 0), "has shards with 8 of the 12 elements"),
+    (None, None, "hold only 0 of the 12 wanted elements"),
+    ((2, 4), (0, 0), "hold only 8 of the 12 wanted elements"),
     ((3, 4), (1, 0), "a shard of [3, 4] at [1, 0], which is outside of the tensor of [3, 4]"),
     ((4, 4), (0, 0), "a shard of [4, 4] at [0, 0], which is outside"),
     ((3, 4), (-1, 0), "a shard's offset of -1"),
@@ -300,7 +300,7 @@ def test_a_shard_that_is_there_twice_does_not_stand_for_one_that_is_missing(
     cause = refusal(lambda: loader(state, path))
     assert type(cause) is Corrupt
     assert str(cause).startswith(
-        "t: the metadata has shards that overlap, and none with element [3, 0]"
+        "t: shards in the metadata overlap, and none of them holds element [3, 0]"
     )
     assert (target == 7).all()
 

@@ -201,7 +201,7 @@ def test_one_warning_names_what_is_narrowed_and_nothing_else(tmp_path: Path, loa
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         loader(state, tmp_path)
-    said = [str(w.message) for w in caught if "hold less" in str(w.message)]
+    said = [str(w.message) for w in caught if "less precision or range" in str(w.message)]
     assert len(said) == 1
     assert "narrow (torch.float32 to torch.bfloat16)" in said[0]
     assert "whole (torch.float32 to torch.int64)" in said[0]
@@ -242,7 +242,7 @@ def test_widening_warns_of_nothing(tmp_path: Path, loader: Any) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         loader(state, tmp_path)
-    assert not [w for w in caught if "hold less" in str(w.message)]
+    assert not [w for w in caught if "less precision or range" in str(w.message)]
 
 
 def test_a_second_load_by_one_reader_warns_again_of_its_own(tmp_path: Path) -> None:

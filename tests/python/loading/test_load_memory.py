@@ -164,7 +164,7 @@ def emptied_on_cpu(state: Any) -> Any:
 
 def test_an_estimate_of_what_does_not_fit_says_so(tmp_path: Path) -> None:
     save({"t": torch.ones(3)}, tmp_path)
-    with pytest.raises(LoadMismatch, match="1 of another shape"):
+    with pytest.raises(LoadMismatch, match="1 with another shape"):
         torch_ckpt.estimate_read_memory({"t": torch.zeros(4)}, tmp_path)
 
 

@@ -88,12 +88,12 @@ def test_names_chooses_from_the_new_names(tmp_path: Path) -> None:
 def test_a_pattern_that_matches_nothing_is_named(tmp_path: Path) -> None:
     saved(tmp_path)
     rename = {**RENAMES["mapping"], "enc.*": "x.*"}
-    refused(tmp_path, rename, "no name matches 'enc.*'; there are encoder.w, encoder.b, step")
+    refused(tmp_path, rename, "no name matches 'enc.*'; the names are encoder.w, encoder.b, step")
 
 
 def test_a_function_that_renames_nothing_is_refused(tmp_path: Path) -> None:
     saved(tmp_path)
-    refused(tmp_path, lambda name: name, "gives no name another one")
+    refused(tmp_path, lambda name: name, "changes no name")
 
 
 @pytest.mark.parametrize("rename", [{"*.w": "*.b"}, lambda _: "encoder.b", {"encoder.w": "step"}])
@@ -105,7 +105,7 @@ def test_two_names_that_become_one_are_refused(tmp_path: Path, rename: Rename) -
 @pytest.mark.parametrize(
     ("rename", "match"),
     [
-        ({"encoder.*": "model"}, "each in the new name stands for one in the old name"),
+        ({"encoder.*": "model"}, "'*' in the new name needs one in the old name"),
         ({"step": 3}, "must have pairs of str"),
         (lambda _: None, "must return a str for each name, got None for encoder.w"),
     ],

@@ -311,5 +311,5 @@ def test_failures_are_told_as_the_caller_knows_them() -> None:
     assert str(other) == "f() failed on rank 1: KeyError: 'x'"
     late = explained({1: TimeoutError(), 2: TimeoutError()}, 1)
     assert type(late) is TimeoutError
-    assert str(late).startswith("f(): ranks 1-2 did not come within 5 s")
+    assert str(late).startswith("f(): ranks 1-2 did not arrive within 5 s")
     assert type(explained({0: ConnectionError()}, 0)) is ConnectionError

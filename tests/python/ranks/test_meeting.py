@@ -192,7 +192,7 @@ def test_all_missing_ranks_are_named_with_the_phase_on_every_other(store: dist.S
     outcomes = together(present, lambda ranks: save(ranks, undo=undone.append))
     assert causes_of(outcomes[0]) == causes_of(outcomes[1])
     assert set(causes_of(outcomes[0])) == {2, 3}
-    assert "ranks 2, 3 gave no sign of life for 0.4 s in 'write'" in str(outcomes[0])
+    assert "ranks 2, 3 sent no heartbeat for 0.4 s in 'write'" in str(outcomes[0])
     assert all(type(cause) is TimeoutError for cause, _stack in outcomes[0].failures.values())
     assert undone == ["part", "part"]
 
@@ -201,14 +201,14 @@ def test_a_rank_that_fell_silent_later_is_named_with_the_others(store: dist.Stor
     coordinator, _, later = ranks_of(store, 3, SHORT)
     with later.alive(lambda: 1):
         [outcome] = together([coordinator], save).values()
-    assert "ranks 1, 2 gave no sign of life" in str(outcome)
+    assert "ranks 1, 2 sent no heartbeat" in str(outcome)
 
 
 def test_ranks_that_miss_their_coordinator_agree_on_who_is_missing(store: dist.Store) -> None:
     present = ranks_of(store, 4, SHORT)[1:3]
     outcomes = together(present, save)
     assert causes_of(outcomes[1]) == causes_of(outcomes[2])
-    assert "ranks 0, 3 gave no sign of life" in str(outcomes[1])
+    assert "ranks 0, 3 sent no heartbeat" in str(outcomes[1])
 
 
 @pytest.mark.parametrize("step", STEPS)

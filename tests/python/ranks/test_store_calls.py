@@ -192,7 +192,7 @@ def test_bytes_stay_while_a_coordinator_that_was_declared_dead_may_read_them() -
 
     outcomes = together(group.ranks, work)
     assert has_decided.is_set()
-    assert "no sign of life" in str(outcomes[1])
+    assert "no heartbeat" in str(outcomes[1])
     assert outcomes[0] == b"of the coordinator"
 
 

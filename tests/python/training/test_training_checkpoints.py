@@ -117,7 +117,7 @@ def test_another_dtype_is_refused_by_name(
         load_checkpoint_if_it_exists(directory, state)
     mismatch = cause_of(caught.value)
     assert isinstance(mismatch, LoadMismatch)
-    assert f"1 of another dtype:\n  w: stored {stored}, wanted {wanted}" in str(mismatch)
+    assert f"1 with another dtype:\n  w: stored {stored}, wanted {wanted}" in str(mismatch)
     assert_equal(state, {"t": torch.zeros(3), "w": torch.zeros(3, dtype=wanted)})
 
 
@@ -147,7 +147,7 @@ def test_without_strict_every_conversion_is_named_once(directory: str) -> None:
         load_checkpoint_if_it_exists(directory, state, strict=False)
     said = [str(w.message) for w in caught]
     assert said == [
-        "loading converts to dtypes that hold less than the stored ones: "
+        "loading converts tensors to dtypes with less precision or range than the stored ones: "
         "narrow (torch.float32 to torch.int64)",
         "loaded into dtypes other than the stored ones: "
         "wide (stored torch.float32, here torch.float64), "
