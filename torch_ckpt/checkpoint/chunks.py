@@ -1,4 +1,4 @@
-"""The parts of tensors that this rank has, and whether a load fills all of them."""
+"""The parts of a tensor that this rank has, and the check that a load fills them."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from torch_ckpt.errors import CheckpointError
 def require_cover(
     metadata: Metadata, targets: Mapping[str, Any], items: Iterable[ReadItem]
 ) -> None:
-    """Raises Corrupt where a plan does not read all that a target has room for.
+    """Raises Corrupt if a plan does not fill a target, as far as the stored tensor reaches.
 
     Args:
-        targets: tensors and other values by fully qualified name; all are in the metadata.
-        items: the plan.
+        targets: tensors and other values by fully qualified name; the metadata has all names.
+        items: the items of the plan.
     """
     planned: dict[tuple[str, Any], list[Box]] = defaultdict(list)
     for item in items:
@@ -49,12 +49,12 @@ def require_cover(
 
 
 def chunks_here(value: Any) -> list[ChunkStorageMetadata]:
-    """List the parts of a tensor that this rank has.
+    """Lists the parts of a tensor that this rank has.
 
     Raises:
-        ValueError: it is not a tensor.
+        ValueError: ``value`` is not a tensor.
     """
-    # torch makes up an element for ranks outside of the mesh.
+    # For ranks outside of the mesh torch would return a part with one element.
     if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
         return []
     # torch computes with tensors on the default device, which may be "meta".
@@ -74,12 +74,12 @@ def chunks_here(value: Any) -> list[ChunkStorageMetadata]:
 
 
 def require_consecutive(name: str, value: Any) -> None:
-    """Refuse a DTensor of which this rank has elements that are not consecutive.
+    """Refuses a DTensor if this rank's elements of it are not consecutive.
 
-    torch's planners read and write other elements for it.
+    torch's planners would read and write other elements.
 
     Raises:
-        CheckpointError: it is such a DTensor.
+        CheckpointError: the elements are not consecutive.
     """
     if _is_strided(value) and len(chunks_here(value)) > 1:
         raise CheckpointError(
@@ -97,11 +97,11 @@ def _is_strided(value: Any) -> bool:
 
 
 def _runs_here(tensor: DTensor, dim: int) -> list[tuple[int, int]]:
-    """Compute begin and length of each run of indices of a dimension that this rank has."""
+    """Returns begin and length of each run of this rank's indices in a dimension."""
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
-    # Split as distribute_tensor splits the tensor itself.
+    # Split the indices as distribute_tensor splits the tensor itself.
     here = torch.arange(tensor.size(dim), device="cpu").view(*[1] * dim, -1)
     for mesh_dim, placement in enumerate(tensor.placements):
         if isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim:

@@ -1,7 +1,7 @@
-"""Whether what is stored of a tensor is all of it: a save that lost a shard is not loaded.
+"""The check that shards cover a tensor, so that a checkpoint that lost a shard is not loaded.
 
-Counting elements is enough where there is one shard. Two that overlap have as many as there are,
-and do not reach all: then shards are looked at as boxes.
+For a single shard, counting elements suffices. Several shards may overlap and still have enough
+elements in total, so they are checked as boxes.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Box = tuple[Sequence[int], Sequence[int]]
 def require_all(
     name: str, wanted: Sequence[int], boxes: Sequence[Box], offsets: Sequence[int]
 ) -> None:
-    """Raises Corrupt where boxes do not fill what is wanted of a tensor.
+    """Raises Corrupt if boxes do not cover the wanted part of a tensor.
 
     Args:
-        wanted: its size.
-        boxes: what is stored of it, counted from where it begins.
-        offsets: where it begins in the tensor.
+        wanted: size of the part.
+        boxes: offsets within the part, and sizes, of the stored shards.
+        offsets: offsets of the part in the tensor.
     """
     count = math.prod(wanted)
     planned = sum(math.prod(sizes) for _, sizes in boxes)
@@ -44,21 +44,22 @@ def require_all(
 
 
 def gap_in(whole: tuple[int, ...], boxes: Sequence[Box]) -> list[int] | None:
-    """The first element that none of the boxes has, all of which lie in a tensor of that size."""
+    """Returns the first element that no box covers, or None. All boxes lie in a tensor of size
+    ``whole``."""
     if 0 in whole or _core.tile(whole, [box for box in boxes if 0 not in box[1]]):
         return None
     return _gap(whole, [tuple(zip(*box, strict=True)) for box in boxes])
 
 
 def _gap(whole: tuple[int, ...], boxes: list[tuple[tuple[int, int], ...]]) -> list[int] | None:
-    """The same; offset and length of a box, by dimension."""
+    """Does the same, with (offset, length) of each box by dimension."""
     if 0 in whole:
         return None
     if not boxes:
         return [0] * len(whole)
     if not whole:
         return None
-    # Between two cuts across the first dimension the same boxes lie side by side.
+    # Between two neighbouring cuts across the first dimension, the set of boxes does not change.
     cuts = sorted({0, *(edge for box in boxes for edge in (box[0][0], sum(box[0])))} - {whole[0]})
     seen: dict[frozenset[tuple[tuple[int, int], ...]], list[int] | None] = {}
     for begin in cuts:

@@ -1,9 +1,9 @@
-"""A checkpoint's directory, held open, and whether all ranks opened the same one.
+"""A checkpoint's directory that is held open, and the check that all ranks opened the same one.
 
-A path leads to a directory only for as long as nobody renames one, retargets a link or changes the
-working directory. So a save, a load and a verification open the directory once, and make each call
-by that descriptor: ``OpenDirectory`` is csrc/os/directory.h. csrc/directory/lease.h says who locks
-it when, and what may be removed.
+A path leads to the same directory only until a directory is renamed, a link is changed, or the
+working directory changes. So a save, a load and a verification open the directory once and use its
+descriptor for every call: ``OpenDirectory`` is csrc/os/directory.h. csrc/directory/lease.h
+describes the locks, and the files that may be removed.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ def share_or_warn(directory: OpenDirectory) -> OpenDirectory:
     """
     if not directory.share():
         warnings.warn(
-            f"another process has had {directory.path} for itself for long; files that it removes "
-            "may be missing in this load",
+            f"{directory.path}: another process has held its exclusive lock for too long; this "
+            "load fails if that process removes files of the checkpoint",
             stacklevel=3,
         )
     return directory
 
 
 class Place(NamedTuple):
-    """Which directory a rank has opened, in a form that can be sent.
+    """Identity of the directory that a rank has opened, in a form that can be sent.
 
-    Device and inode numbers of one directory differ from host to host on some network file systems,
-    and ranks may save into directories of their own. So places are compared only where a path must
-    lead all processes to the same directory: on one host, with the same mounts.
+    Device and inode numbers of a directory differ between hosts on some network file systems, and
+    ranks may save into different directories. So identities are compared only if a path must lead
+    all processes to the same directory: on one host, with the same mounts.
 
     Attributes:
-        mounts: of the process; empty where they are not known.
-        path: that was opened.
-        identity: of the directory.
+        mounts: identity of the host and the mounts of the process; empty if unknown.
+        path: the path that was opened.
+        identity: the numbers of the directory.
     """
 
     mounts: str
@@ -53,11 +53,11 @@ class Place(NamedTuple):
 
     @classmethod
     def of(cls, directory: OpenDirectory) -> Place:
-        """That of an open directory."""
+        """Returns the identity of an open directory."""
         return cls(_mounts(), directory.path, directory.identity())
 
     def contradicts(self, other: Place) -> bool:
-        """Whether one path has led to two directories."""
+        """Returns True if one path has led to two directories."""
         return (
             bool(self.mounts)
             and (self.mounts, self.path) == (other.mounts, other.path)
@@ -66,10 +66,10 @@ class Place(NamedTuple):
 
 
 def require_one_directory(places: Iterable[Place | None]) -> None:
-    """Refuses a save whose ranks have opened several directories, although their path is the same.
+    """Raises an error if ranks opened different directories under the same path.
 
     Args:
-        places: of the ranks; None where there is none.
+        places: the identities of all ranks; None for a rank that sent none.
 
     Raises:
         NotCommitted: the path has led to several directories since the save began.

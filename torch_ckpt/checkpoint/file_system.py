@@ -14,18 +14,18 @@ from torch_ckpt.checkpoint.directory import OpenDirectory
 
 
 class FilesBeneath(FileSystem):
-    """For torch's own reading and writing: files beneath a directory that is open."""
+    """Opens files relative to an open directory, for torch's own reading and writing."""
 
     def __init__(self, directory: OpenDirectory) -> None:
         self._directory = directory
 
     def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
-        """The file's name, by which :meth:`create_stream` opens it."""
+        """Returns the file's name, by which :meth:`create_stream` opens it."""
         return suffix
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        """A stream of the file, which is closed behind the block."""
+        """Opens a file and closes it after the block."""
         opener = self._directory.open_for_read if mode == "rb" else self._open_for_write
         with open(path, mode, opener=opener) as stream:
             yield cast(io.IOBase, stream)

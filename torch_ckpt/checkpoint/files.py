@@ -1,4 +1,4 @@
-"""Files beneath a checkpoint's directory, by names from its metadata, and so from anybody.
+"""Checks of file names from metadata, which may come from an untrusted writer.
 
 csrc/os/beneath.h has the rules.
 """
@@ -8,12 +8,12 @@ from __future__ import annotations
 from torch_ckpt import _core
 from torch_ckpt.errors import Unsafe
 
-#: Linux's own limit for paths.
+#: Longest path in bytes that Linux accepts.
 MOST_PATH_BYTES = 4096
 
 
 def lies_beneath(file: object) -> bool:
-    """Whether it names a file in the checkpoint's directory, and none other that we may open."""
+    """Returns True if a file of this name in the checkpoint's directory may be opened."""
     try:
         return (
             isinstance(file, str)
@@ -25,7 +25,7 @@ def lies_beneath(file: object) -> bool:
 
 
 def outside(name: str, file: object) -> Unsafe:
-    """The error for data that does not lie beneath the directory."""
+    """Builds the error for data outside of the checkpoint's directory."""
     shown = repr(file)
     if len(shown) > 200:
         shown = f"{shown[:200]}..."

@@ -1,4 +1,4 @@
-"""State dicts as rows, named as torch's planners name them."""
+"""Flattens state dicts and names the values as torch's planners do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch_ckpt.checkpoint.chunks import chunks_here
 
 
 def flat_state(state_dict: dict[str, Any]) -> _C.FlatState:
-    """The values of a nested state dict.
+    """Flattens a nested state dict.
 
     Raises:
         ValueError: two values have the same name.
@@ -21,7 +21,8 @@ def flat_state(state_dict: dict[str, Any]) -> _C.FlatState:
     for row in flat.others():
         value = flat.value(row)
         if isinstance(value, ShardedTensor):
-            # One whose shard is a ShardedTensor becomes one, or nothing where this rank has none.
+            # torch replaces a ShardedTensor whose shard is a ShardedTensor by that one, or removes
+            # it if this rank has none.
             name = flat.name(row)
             flattened = _flatten_sharded_tensors({name: value})
             if name not in flattened:

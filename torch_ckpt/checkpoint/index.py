@@ -1,7 +1,7 @@
-"""What the metadata of a checkpoint says, read without torch's objects and without torch.
+"""Index of a checkpoint's metadata, built without torch.
 
-The file is a pickle (checkpoint/metadata.py). The engine walks its program and refuses all that
-metadata has no need of; Python runs nothing of it.
+The file is a pickle (checkpoint/metadata.py). The engine interprets its program, and refuses
+everything that metadata does not need; Python does not execute it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
 METADATA_NAME = ".metadata"
 
 
-# A pickle's cost is bounded by its size; the metadata of a million tensors has about 200 MB.
+# Bounds the cost of decoding. The metadata of a million tensors has about 200 MB.
 MAX_METADATA_BYTES = 4 << 30
 
 
@@ -31,10 +31,10 @@ _DCP = "torch.distributed.checkpoint"
 _SHARD = "torch.distributed._shard"
 
 
-# What metadata may name, and what its program may do with each: the roles of
-# csrc/index/metadata_pickle.h, which walks the program before Python runs it.
+# The names that metadata may contain, with their roles in csrc/index/metadata_pickle.h, which
+# interprets the program before Python executes it.
 _NAMES: dict[str, dict[str, tuple[str, ...]]] = {
-    # Only to look up a member of an enum: so pickle Python 3.11.0 to 3.11.3.
+    # Only to look up a member of an enum, as Python 3.11.0 to 3.11.3 pickles it.
     "builtins": {"member": ("getattr",)},
     "pathlib": {"function": ("Path", "PosixPath", "PurePosixPath")},
     "pathlib._local": {"function": ("Path", "PosixPath", "PurePosixPath")},
@@ -54,7 +54,7 @@ _NAMES: dict[str, dict[str, tuple[str, ...]]] = {
         "enumeration": ("_MEM_FORMAT_ENCODING",),
     },
     f"{_DCP}.filesystem": {"dict_class": ("_StorageInfo", "_StoragePrefix")},
-    # The plans that Megatron keeps beside the metadata (`all_local_plans`).
+    # The plans that Megatron stores in the metadata (`all_local_plans`).
     f"{_DCP}.planner": {
         "dict_class": ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem"),
         "enumeration": ("WriteItemType",),
@@ -130,7 +130,8 @@ def naming_source(source: str, allow_pickle: bool) -> Iterator[None]:
             "load_options={'allow_pickle': True}) only if you trust its writer"
         ) from None
     except Exception as error:
-        # What has been checked asks for little; a trusted pickle that is damaged may ask for all.
+        # A checked pickle needs little memory, but a trusted pickle that is damaged may ask for any
+        # amount.
         if isinstance(error, MemoryError) and not allow_pickle:
             raise
         raise Corrupt(
@@ -153,18 +154,19 @@ def index_of_program(program: _core.MetadataProgram, source: str) -> _core.Check
 
 
 def decode_index(data: bytes, source: str) -> _core.CheckpointIndex:
-    """What the contents of a ``.metadata`` file say, without torch's objects.
+    """Builds the index of a ``.metadata`` file from its contents, without torch's objects.
 
     Args:
-        data: the file's bytes. Ours end in a seal; those of stock torch, where the pickle ends.
-        source: where they come from, for messages.
+        data: the bytes of the file. Files of torch_ckpt end in a seal, those of stock torch with
+            the pickle.
+        source: the origin of the bytes, for messages.
 
     Raises:
-        Unsafe: the pickle names something that is not metadata, or data outside of the
+        Unsafe: the pickle names something that does not belong in metadata, or data outside of the
             checkpoint's directory.
-        Corrupt: it is not a pickle of ``Metadata``, does what metadata's never do, is damaged, or
-            what it says cannot be.
-        MemoryError: the process has no memory for it, which says nothing about the bytes.
+        Corrupt: the bytes are damaged, are not a pickle of ``Metadata``, contain operations that
+            metadata never has, or contradict themselves.
+        MemoryError: the process is out of memory, which does not mean that the bytes are damaged.
     """
     with naming_source(source, False):
         try:
@@ -172,7 +174,7 @@ def decode_index(data: bytes, source: str) -> _core.CheckpointIndex:
         except Unsafe:
             if _is_torch_imported():
                 raise
-            # The torch that is installed may have dtypes that were not known here.
+            # The installed torch may have dtypes that are not listed here.
             with suppress(ImportError):
                 import torch  # noqa: F401
             program = _checked_program(data)
@@ -180,7 +182,7 @@ def decode_index(data: bytes, source: str) -> _core.CheckpointIndex:
 
 
 def read_index_in(directory: OpenDirectory, name: str = METADATA_NAME) -> _core.CheckpointIndex:
-    """What the metadata in an open directory says, without torch's objects.
+    """Reads the index of the metadata in an open directory, without torch's objects.
 
     Raises:
         FileNotFoundError, Unsafe, Corrupt, CheckpointError: see :func:`read_metadata`.
@@ -189,11 +191,11 @@ def read_index_in(directory: OpenDirectory, name: str = METADATA_NAME) -> _core.
 
 
 def open_directory(path: str | os.PathLike[str]) -> OpenDirectory:
-    """Opens the directory of a checkpoint, which the path leads to as it is.
+    """Opens the directory of a checkpoint at exactly this path.
 
     Raises:
         FileNotFoundError: there is no such directory, and so no committed checkpoint.
-        OSError: it may not be opened.
+        OSError: the directory cannot be opened.
     """
     try:
         return OpenDirectory(path)
@@ -206,7 +208,7 @@ def metadata_bytes_in(directory: OpenDirectory, name: str = METADATA_NAME) -> by
 
     Raises:
         FileNotFoundError, Corrupt, CheckpointError: see :func:`read_metadata`.
-        Unsafe: a link is in its place.
+        Unsafe: the name is that of a link.
     """
     file = os.path.join(directory.path, name)
     try:
@@ -223,13 +225,13 @@ def metadata_bytes_in(directory: OpenDirectory, name: str = METADATA_NAME) -> by
             raise CheckpointError(f"{file} has {size} bytes; the limit is {MAX_METADATA_BYTES}")
         return stream.read(size)
     finally:
-        # All that was wanted has been read by then.
+        # The contents have been read by then.
         with suppress(OSError):
             stream.close()
 
 
 def no_checkpoint(path: str | os.PathLike[str], lacking: str) -> FileNotFoundError:
-    """Makes the error for a path without a committed checkpoint."""
+    """Builds the error for a path without a committed checkpoint."""
     return FileNotFoundError(
         errno.ENOENT, f"no committed checkpoint: there is no {lacking}", os.fspath(path)
     )

@@ -1,4 +1,4 @@
-"""A save's part in a checkpoint's directory. csrc/directory/lease.h has the protocol."""
+"""A save's hold on a checkpoint's directory. csrc/directory/lease.h describes the protocol."""
 
 from __future__ import annotations
 
@@ -14,32 +14,33 @@ from torch_ckpt.checkpoint.directory import OpenDirectory
 from torch_ckpt.checkpoint.index import METADATA_NAME, read_index_in
 from torch_ckpt.errors import CheckpointError, NotCommitted
 
-#: How long a save waits for a process that removes files, which takes seconds where they are large.
+#: Seconds for which a save waits for a process that removes files; large files take seconds.
 PATIENCE_SECONDS = 60.0
 
 
 class DirectoryLease:
-    """Of the coordinator, or of each rank where ranks save alone.
+    """A save's hold on a checkpoint's directory.
 
-    Other ranks have one, too, as long as the coordinator's may be another save's.
+    The coordinator has one; if ranks save independently, every rank does. Other ranks also take one
+    if the coordinator's may turn out to belong to another save.
 
-    Dropped without a commit it is that of a save that failed, whose files then go, whichever rank
-    wrote them. So it is when the thread that made it makes another one for the directory: who keeps
-    an exception may keep the first one, too.
+    If it is dropped before commit(), the save has failed, and the files of all ranks are deleted.
+    The same happens when its thread takes another lease of the directory, because a kept exception
+    may keep the first one alive.
 
     Args:
-        directory: of the checkpoint. The lease has a descriptor of its own.
-        rank: whose metadata it will be; None: that of all ranks.
-        ends_earlier: False where the thread's saves into the directory may be under way together,
-            and it neither ends others nor is ended.
-        patience: seconds to wait for somebody who has the directory alone.
+        directory: the checkpoint's directory. The lease uses a descriptor of its own.
+        rank: the rank whose metadata the save writes; None: the metadata of all ranks.
+        ends_earlier: False if the thread may run several saves into the directory at once; then
+            this lease ends no other one and is not ended by others.
+        patience: seconds to wait for a process that has locked the directory exclusively.
 
     Raises:
         OSError: the directory cannot be opened or listed.
-        CheckpointError: another process does not end to remove files there.
+        CheckpointError: another process did not release its exclusive lock in time.
     """
 
-    # By thread and directory.
+    # The last lease by thread and directory.
     _last: ClassVar[weakref.WeakValueDictionary[tuple[int, ...], DirectoryLease]] = (
         weakref.WeakValueDictionary()
     )
@@ -57,8 +58,9 @@ class DirectoryLease:
             other.abandon()
         self._held = _core.DirectoryLease(directory, rank, patience)
         self._path = directory.path
-        # A thread that removes a cancelled save's files goes by the descriptor which another one,
-        # that begins the next save, closes. Reentrant: a signal handler may begin one.
+        # Without the lock, the thread that starts the next save could close the descriptor that
+        # another thread uses to remove a cancelled save's files. Reentrant, because a signal
+        # handler may start a save.
         self._lock = threading.RLock()
         self._abandon = weakref.finalize(self, _abandon, self._held, self._lock, os.getpid())
         if ends_earlier:
@@ -66,47 +68,49 @@ class DirectoryLease:
 
     @property
     def tag(self) -> str:
-        """What goes behind the rank in the names of the save's data files; may be empty."""
+        """The text that follows the rank in the names of the save's data files; may be empty."""
         return self._held.tag
 
     @property
     def is_open(self) -> bool:
-        """Whether it has not ended."""
+        """True if the lease has not ended."""
         return self._abandon.alive
 
     def abandon(self) -> None:
-        """Ends it without a commit, as if it were dropped; does nothing from the commit on."""
+        """Ends the lease without a commit, as dropping it does. Does nothing once the commit has
+        begun."""
         self._abandon()
 
     def hand_over(self) -> None:
-        """Ends it and removes nothing: another rank, whose lease protects all, commits."""
+        """Ends the lease and removes nothing: another rank, whose lease protects all files,
+        commits."""
         if self._abandon.detach() is not None:
             with self._lock:
                 self._held.close()
 
     def remove(self, names: Iterable[str]) -> None:
-        """Removes files of the save, which goes on; warns where that fails.
+        """Removes files of the save, which continues. Warns if that fails.
 
-        Does nothing where the lease has ended, whose save's files have gone by then.
+        Does nothing if the lease has ended, because the files have been deleted by then.
         """
         with self._lock:
             if self.is_open:
                 self._held.remove(list(names))
 
     def commit(self, metadata: bytes, files: Collection[str], *, sync: bool, replace: bool) -> None:
-        """Publishes the metadata, removes what no metadata names any more, and ends it.
+        """Publishes the metadata, removes the files that no metadata names, and ends the lease.
 
         Args:
-            metadata: encoded.
+            metadata: the encoded metadata.
             files: the data files that it names.
-            sync: whether it is fsynced.
-            replace: whether it may replace other metadata.
+            sync: fsync the metadata.
+            replace: allow it to replace other metadata.
 
         Raises:
-            NotCommitted: nothing was published, and ``files`` are gone; or the lease has ended
-                before, and files of the save may have been removed.
-            DurabilityUncertain: the last fsync failed, or whether the rename was carried out is not
-                known; nothing is removed.
+            NotCommitted: nothing was published, and ``files`` were deleted; or the lease had ended
+                before, and files of the save may have been deleted.
+            DurabilityUncertain: the last fsync failed, or it is unknown whether the rename was
+                carried out; nothing was removed.
         """
         if self._abandon.detach() is None:
             raise NotCommitted(
@@ -119,8 +123,8 @@ class DirectoryLease:
 
 
 def _abandon(held: _core.DirectoryLease, lock: threading.RLock, pid: int) -> None:
-    # A forked child has a copy of the lease, and its parent may go on with the save. There the lock
-    # may be that of a thread which the child does not have.
+    # A forked child has a copy of the lease, but its parent may continue the save. In the child, a
+    # thread that does not exist there may hold the lock.
     if os.getpid() != pid:
         held.close()
         return
@@ -129,39 +133,45 @@ def _abandon(held: _core.DirectoryLease, lock: threading.RLock, pid: int) -> Non
 
 
 def named_files(directory: OpenDirectory, name: str) -> set[str]:
-    """The data files that metadata names.
+    """Returns the data files that metadata names.
 
     Raises:
-        CheckpointError, OSError: it cannot be read whole.
+        CheckpointError, OSError: the metadata cannot be read completely.
     """
-    # "./__0_0.distcp" is a name for it, too, to all who load it.
+    # All readers accept "./__0_0.distcp" for this name, too.
     return {os.path.normpath(file) for file in read_index_in(directory, name).files()}
 
 
 def remove_own(directory: OpenDirectory, names: Iterable[str]) -> None:
-    """Removes files that a rank has written for a save that failed; warns where that fails.
+    """Removes files that a rank has written for a failed save. Warns if that fails.
 
-    Only while nobody else works in the directory, and what no metadata names: this rank may have
-    been stopped and given up, and what has its names by now may be another save's. Where the
-    coordinator is there to end the save it removes the files of all ranks.
+    Removes only files that no metadata names, and only if no other process works in the directory:
+    this rank may have been stopped and declared dead, and another save may have reused its file
+    names. If the coordinator is alive, it removes the files of all ranks.
     """
     _core.remove_own(directory, list(names), named_files)
 
 
 def remove_leftovers(checkpoint_id: str | os.PathLike[str]) -> list[str]:
-    """Removes the files of saves that died, which every later save does, too, after its commit.
+    """Removes the files of saves that died. Every later save also does this after its commit.
 
     Args:
-        checkpoint_id: directory of the checkpoint, or of one that never came to be.
+        checkpoint_id: directory of the checkpoint; it may have no committed checkpoint.
 
     Returns:
-        The names of the removed files: data files that no metadata names, temporary metadata.
+        The names of the removed files: data files that no metadata names, and temporary metadata.
 
     Raises:
         CheckpointError: a save or a load is under way in the directory, or the file system has no
             locks that would show it.
-        Corrupt, Unsafe: metadata is there and cannot be read, so it may name any file.
-        OSError: the directory cannot be read or fsynced, or a file not be removed.
+        Corrupt, Unsafe: there is metadata that cannot be read, and may name any file.
+        OSError: the directory cannot be read or fsynced, or a file cannot be removed.
+
+    Examples:
+        ```python
+        for name in torch_ckpt.remove_leftovers("checkpoints/100"):
+            print("removed", name)
+        ```
     """
     with closing(OpenDirectory(checkpoint_id)) as opened:
         removed = _core.remove_leftovers(opened, named_files)
@@ -179,12 +189,12 @@ def remove_leftovers(checkpoint_id: str | os.PathLike[str]) -> list[str]:
 
 
 def refuse_hidden_save(directory: OpenDirectory, rank: int | None) -> None:
-    """Refuses a save by ranks on their own into a directory with a common checkpoint.
+    """Refuses an independent save of one rank into a directory with a checkpoint of all ranks.
 
-    Loading looks for the common metadata first, so it would go on finding the old checkpoint.
+    A load looks for the metadata of all ranks first, so it would still find the old checkpoint.
 
     Raises:
-        FileExistsError: there is a common checkpoint.
+        FileExistsError: there is a checkpoint of all ranks.
     """
     if rank is not None and METADATA_NAME in directory.names():
         raise FileExistsError(

@@ -1,8 +1,8 @@
-"""Find the checkpoint that a path names: in Python and on the command line.
+"""Finds the checkpoint that a path refers to, in Python and on the command line:
 
-- The checkpoint's own directory.
-- ``ROOT/40``: step 40 beneath the root of a run, which is the directory ``0000000040``.
-- ``ROOT``: the newest complete step beneath it.
+- the checkpoint's own directory;
+- ``ROOT/40``: step 40 in the root directory of a run, stored as ``0000000040``;
+- ``ROOT``: the newest complete step in it.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from torch_ckpt.errors import CheckpointError
 
 _NUMBER = re.compile(r"\d{1,10}", re.ASCII)
 
-#: Suffixes of files of ``torch.save``.
+#: Suffixes of torch.save files.
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 
 _CONVERT = "convert it to a checkpoint with torch-ckpt convert (torch_ckpt.convert)"
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> OpenDirectory:
-    """Opens the directory of the checkpoint that a path names.
+    """Opens the directory of the checkpoint that a path refers to.
 
-    A step that the path names by its root or its number is opened shared: no deletion removes it
-    before the directory is closed.
+    A step that was found by its root or its number is locked for sharing: it cannot be deleted
+    until the directory is closed.
 
     Raises:
         FileNotFoundError: there is no such directory or step, and so no committed checkpoint.
-        CheckpointError: there is something else at the path, which the message names.
+        CheckpointError: the path refers to something else, which the message names.
         OSError: the directory cannot be opened or listed.
     """
     path = os.fspath(path)
@@ -50,7 +50,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> OpenDirectory:
         if _is_there(METADATA_NAME, directory):
             return directory
         names = directory.names()
-        # Ranks that save without collectives have a metadata file each.
+        # Ranks that save without collectives have one metadata file each.
         if any(name.endswith(METADATA_NAME) for name in names):
             return directory
         if any(STEP_NAME.match(name) for name in names):
@@ -59,7 +59,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> OpenDirectory:
                 directory.close()
                 return step
         _refuse_other_formats(path, names)
-        # Its reader names the file that is missing.
+        # The reader of the directory reports the missing file.
         return directory
     except BaseException:
         directory.close()
@@ -67,17 +67,17 @@ def open_checkpoint(path: str | os.PathLike[str]) -> OpenDirectory:
 
 
 def is_step_number(path: str) -> bool:
-    """True if the path ends as ``ROOT/40`` does."""
+    """Returns True if the path ends in a number, as ``ROOT/40`` does."""
     return _NUMBER.fullmatch(os.path.basename(path.rstrip("/"))) is not None
 
 
 def format_of(path: str) -> str | None:
-    """The format of a file by its first bytes: "torch", "safetensors", or None for others.
+    """Returns the format of a file by its first bytes: "torch", "safetensors", or None for others.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
-    # Opening a FIFO waits for its writer.
+    # Otherwise opening a FIFO would wait for its writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with open(descriptor, "rb") as stream:
         begin = stream.read(9) or b""
@@ -102,10 +102,11 @@ def _open_by_number(path: str) -> OpenDirectory:
 
 
 def _open_step(root: str, choose: Callable[[], str | None]) -> OpenDirectory | None:
-    """Opens a step, shared; None if there is none.
+    """Opens a step and locks it for sharing. Returns None if there is none.
 
     Args:
-        choose: names the step's directory beneath the root, anew if the one before was deleted.
+        choose: returns the name of the step's directory; called again if a step was deleted
+            meanwhile.
     """
     while (name := choose()) is not None:
         path = os.path.join(root, name)
@@ -128,7 +129,7 @@ def _open_step(root: str, choose: Callable[[], str | None]) -> OpenDirectory | N
 
 
 def _newest_step(root: str) -> str | None:
-    """The name of the newest complete step's directory beneath a root."""
+    """Returns the name of the newest complete step's directory, or None."""
     try:
         names = os.listdir(root or ".")
     except (FileNotFoundError, NotADirectoryError):
@@ -144,7 +145,7 @@ def _is_there(name: str, directory: OpenDirectory) -> bool:
     except FileNotFoundError:
         return False
     except OSError:
-        # The read of the file raises the error with its path.
+        # Reading the file raises the error with its path.
         return True
     return True
 

@@ -1,9 +1,9 @@
-"""Reading and writing ``.metadata``.
+"""Reads and writes ``.metadata``.
 
 The file is a pickle of :class:`torch.distributed.checkpoint.metadata.Metadata`, as stock torch
-writes it, and in ours a seal behind it. Before Python runs a pickle, the engine walks its program
-and refuses all that metadata has no need of, so that a checkpoint cannot run code; writing keeps to
-what every supported torch, older ones included, can read.
+writes it, followed by a seal if torch_ckpt wrote it. Before Python executes a pickle, the engine
+interprets its program and refuses everything that metadata does not need, so that a checkpoint
+cannot run code. Written files can be read by all supported versions of torch and by older ones.
 """
 
 from __future__ import annotations
@@ -45,17 +45,18 @@ from torch_ckpt.checkpoint.index import (
 from torch_ckpt.checkpoint.undecoded import index_kept
 from torch_ckpt.errors import Corrupt, Unsafe
 
-#: The version of DCP's metadata that stock writers state; older torch had no name for it.
+#: The version of the metadata that stock writers declare; older versions of torch have no name for
+#: it.
 DCP_VERSION: str = getattr(filesystem, "CURRENT_DCP_VERSION", "1.0.0")
 
-# Our attribute of the metadata and its version. Builtin types only: every reader of the metadata,
-# allow-list or not, loads those.
+# The attribute that torch_ckpt adds to metadata, and its version. It has builtin types only, which
+# every reader of metadata loads, with or without an allow-list.
 _OURS = "torch_ckpt"
 _OURS_VERSION = 1
 
 
 class _AllowListUnpickler(pickle.Unpickler):
-    # The engine has refused other names already; this is the second line.
+    # A second check, after that of the engine.
     def find_class(self, module_name: str, global_name: str) -> Any:
         if f"{module_name} {global_name}" not in roles():
             raise Unsafe(
@@ -68,7 +69,7 @@ class _AllowListUnpickler(pickle.Unpickler):
 
 
 def _member(kind: Any, name: Any) -> enum.Enum:
-    """What the metadata looks up by getattr."""
+    """Looks up a member of an enum, in place of getattr."""
     if not (isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__):
         raise Unsafe(
             f"the metadata looks up {name!r} in {kind!r}, which is not a member of an enum"
@@ -85,7 +86,7 @@ def _trusted(data: bytes) -> Any:
 
 
 def index_of(metadata: Metadata, source: str) -> _core.CheckpointIndex:
-    """The same, of metadata that is here as torch's objects.
+    """Builds the index of metadata from torch's objects.
 
     Raises:
         Unsafe, Corrupt: see :func:`decode_index`.
@@ -111,7 +112,8 @@ def index_of(metadata: Metadata, source: str) -> _core.CheckpointIndex:
 
 
 def _paths(paths: dict[Any, object]) -> dict[str, list[object]]:
-    """The paths of names, of builtin types. A path of several names stays one."""
+    """Returns the paths of all names as builtin types. Names that share a path object still share
+    it."""
     made: dict[int, list[object]] = {}
     for path in paths.values():
         if id(path) not in made:
@@ -123,7 +125,7 @@ def _parts(path: object) -> list[object]:
     parts = path.values() if isinstance(path, dict) else path
     if not isinstance(parts, (tuple, list, ValuesView)):
         return []
-    # Other keys lead to different containers, and are not indices of lists.
+    # Other keys belong to different containers and are not indices of lists.
     return [part if type(part) in (str, int, float, bool) else str(part) for part in parts]
 
 
@@ -132,9 +134,8 @@ def decode_metadata(data: bytes, source: str, *, allow_pickle: bool = False) -> 
 
     Args:
         data, source: see :func:`decode_index`.
-        allow_pickle: accept whatever a pickle can name and do; only for checkpoints from trusted
-            writers. The seal is compared all the same, and what the metadata says is checked: disks
-            are not trusted.
+        allow_pickle: execute any pickle; only for checkpoints from trusted writers. The seal and
+            the consistency of the metadata are still checked, because disks are not trusted.
 
     Raises:
         Unsafe, Corrupt, MemoryError: see :func:`decode_index`.
@@ -153,7 +154,7 @@ def decode_metadata(data: bytes, source: str, *, allow_pickle: bool = False) -> 
 
 
 def decode_indexed(data: bytes, source: str) -> Metadata:
-    """The same, of contents of which :func:`decode_index` has made an index."""
+    """Decodes contents that :func:`decode_index` has accepted."""
     _core.fault_point("decode metadata", source)
     with naming_source(source, False):
         return _with_places(cast(Metadata, _AllowListUnpickler(io.BytesIO(data)).load()))
@@ -161,7 +162,7 @@ def decode_indexed(data: bytes, source: str) -> Metadata:
 
 def _with_places(metadata: Metadata) -> Metadata:
     if metadata.storage_data is None:
-        # torch's default, and the same: everything is missing.
+        # torch's default is None, which also means that nothing is stored.
         metadata.storage_data = {}
     return metadata
 
@@ -169,7 +170,8 @@ def _with_places(metadata: Metadata) -> Metadata:
 def read_metadata(
     path: str | os.PathLike[str], *, name: str = METADATA_NAME, allow_pickle: bool = False
 ) -> Metadata:
-    """Reads the metadata of the checkpoint in directory ``path``; stock torch's as well as ours.
+    """Reads the metadata of the checkpoint in directory ``path``, written by torch_ckpt or stock
+    torch.
 
     Raises:
         FileNotFoundError: there is no committed checkpoint.
@@ -183,19 +185,19 @@ def read_metadata(
 def read_metadata_in(
     directory: OpenDirectory, name: str = METADATA_NAME, *, allow_pickle: bool = False
 ) -> Metadata:
-    """The same, of a directory that is open: what is read beneath it belongs together."""
+    """Reads the metadata in an open directory; all files read relative to it belong together."""
     data = metadata_bytes_in(directory, name)
     return decode_metadata(data, os.path.join(directory.path, name), allow_pickle=allow_pickle)
 
 
 def with_checksum_tables(metadata: Metadata, tables: Mapping[str, bytes]) -> Metadata:
-    """A shallow copy that holds the checksum tables of the files that it names, and no others.
+    """Returns a shallow copy of metadata that holds the checksum tables of its files.
 
-    A copy, since torch keeps the original for the next save where plans are cached, which need not
-    be a save of ours; it would then tell of other bytes.
+    A copy, because torch keeps the original for the next save if plans are cached. That save may be
+    written by other code, and old tables would describe other bytes.
 
     Args:
-        tables: encoded, by the files' paths relative to the checkpoint.
+        tables: encoded tables by path, relative to the checkpoint.
     """
     metadata = copy.copy(metadata)
     vars(metadata).pop(_OURS, None)
@@ -205,7 +207,8 @@ def with_checksum_tables(metadata: Metadata, tables: Mapping[str, bytes]) -> Met
 
 
 def checksum_tables(metadata: Metadata | None) -> dict[str, bytes]:
-    """The encoded checksum tables by relative path; none where there are none that we know."""
+    """Returns the encoded checksum tables by relative path; empty if there are none of a known
+    version."""
     ours = getattr(metadata, _OURS, None)
     if not isinstance(ours, dict) or ours.get("version") != _OURS_VERSION:
         return {}
@@ -218,9 +221,9 @@ def checksum_tables(metadata: Metadata | None) -> dict[str, bytes]:
 
 
 def stored_properties(properties: TensorProperties) -> tuple[Any, ...]:
-    """What our metadata keeps of a tensor's properties."""
-    # torch 2.15 added strides as a sixth field, which older versions refuse to unpack and nothing
-    # reads; the first five are what every version knows.
+    """Returns a tensor's properties as torch_ckpt stores them."""
+    # torch 2.15 added strides as a sixth field, which older versions refuse to unpack and no code
+    # reads. All versions know the first five.
     state: tuple[Any, ...] = properties.__getstate__()[:5]  # type: ignore[no-untyped-call]
     return state
 
@@ -231,15 +234,16 @@ def _reduce_properties(properties: TensorProperties) -> tuple[Any, ...]:
 
 
 def _reduce_member(member: enum.Enum) -> tuple[Any, ...]:
-    # As nearly all versions of Python do it; the others by getattr, which readers may refuse.
+    # Nearly all versions of Python do it so; the others use getattr, which readers may refuse.
     return type(member), (member.value,)
 
 
 def _share_equal_parts(metadata: Metadata) -> None:
-    """Lets equal properties, chunks and sizes be one object each, which a pickle holds only once.
+    """Replaces equal properties, chunks and sizes by one object each, which a pickle stores only
+    once.
 
-    Most tensors of a model share a handful of shapes; it makes the file a third smaller and reading
-    and writing it faster, for stock torch too. All parts that become shared are immutable.
+    Most tensors of a model share a few shapes. This makes the file a third smaller, and faster to
+    read and write, for stock torch too. All shared parts are immutable.
     """
     properties: dict[Any, TensorProperties] = {}
     chunks: dict[Any, ChunkStorageMetadata] = {}
@@ -267,11 +271,11 @@ def _pickled(metadata: Metadata) -> io.BytesIO:
 
 
 def encode_metadata(metadata: Metadata) -> bytes:
-    """The bytes of a ``.metadata`` file, readable by every torch from 2.6 on."""
+    """Returns the contents of a ``.metadata`` file, readable by torch 2.6 and later."""
     _share_equal_parts(metadata)
     return sealed(_pickled(metadata).getvalue())
 
 
 def sealed(pickled: bytes) -> bytes:
-    """A pickle with the seal behind it."""
+    """Returns a pickle followed by its seal."""
     return pickled + _core.seal_of(pickled)

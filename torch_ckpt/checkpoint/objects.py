@@ -1,14 +1,14 @@
-"""Objects of a checkpoint, without running what they ask for.
+"""Decodes the objects of a checkpoint without running their code.
 
-An object is stored as ``torch.save`` writes it: an archive with a pickle, which is a program, and
-the data of the tensors in it. DCP's planner runs that program. Here it goes through the interpreter
-of checkpoint/unpickler.py, which knows a list of names, what each may be called with, and what may
-be done to the result.
+An object is stored as ``torch.save`` writes it: an archive of a pickle, which is a program, and the
+data of its tensors. DCP's planner executes that program. Here, the interpreter in
+checkpoint/unpickler.py executes it: it knows a list of names, the arguments with which each may be
+called, and the operations that are allowed on the results.
 
-``torch.load(weights_only=True)`` is not used: its list can be extended only for the whole process
-(other threads' loads too, and leaving ``safe_globals`` removes what the user had added), it has no
-deque, no defaultdict and no limit for what a constructor allocates, and before torch 2.15 it does
-not validate sparse tensors.
+``torch.load(weights_only=True)`` is not used, because its list can be extended only for the
+complete process (including loads in other threads, and leaving ``safe_globals`` removes the user's
+own additions), it has no deque, no defaultdict and no limit on what a constructor allocates, and
+before torch 2.15 it does not validate sparse tensors.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ from torch_ckpt.checkpoint.safe_types import NotInstalled
 from torch_ckpt.checkpoint.unpickler import Archive, NoSuchDevice, Unpickler
 from torch_ckpt.errors import CheckpointError, Corrupt, Unsafe
 
-#: Types of what loads whatever it holds, and needs no look.
+#: Types of objects that always load.
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 
-# (name, types) of what has been looked at.
+# (name, types) of the objects that have been checked.
 _checked: set[tuple[str, frozenset[type]]] = set()
-# Types of what has been found to load without allow_pickle.
+# Types of objects that are known to load without allow_pickle.
 _known_to_load: set[frozenset[type]] = set()
 
-# Characters of an error that come from the pickle.
+# Longest text of an error in characters.
 _LONGEST_REASON = 400
 
 
 def decode(data: bytes | memoryview, name: str, file: str) -> Any:
-    """An object from the bytes that ``torch.save`` made of it.
+    """Decodes an object from the bytes that ``torch.save`` wrote.
 
-    Tensors in it go to the devices that they were saved from, as with ``torch.load``.
+    Tensors are restored on the devices from which they were saved, as with ``torch.load``.
 
     Args:
-        data: its record.
-        name: the fully qualified name, for messages.
-        file: where the record lies, for messages.
+        data: the record of the object.
+        name: its fully qualified name, for messages.
+        file: the file of the record, for messages.
 
     Raises:
-        Unsafe: it names something that is neither on the list nor declared safe by the user.
-        Corrupt: it is not what ``torch.save`` writes.
-        CheckpointError: a tensor in it was saved from a device that this process does not have; or
-            it has NumPy values, and numpy is not installed.
+        Unsafe: it names something that is neither allow-listed nor declared safe by the user.
+        Corrupt: it was not written by ``torch.save``.
+        CheckpointError: a tensor in it was saved from a device that this process does not have, or
+            it has NumPy values and numpy is not installed.
     """
     try:
         archive = Archive(data)
@@ -85,11 +85,11 @@ def decode(data: bytes | memoryview, name: str, file: str) -> Any:
 
 
 def unpicklable(name: str, value: Any, error: Exception) -> CheckpointError:
-    """What to raise for an object that cannot be saved.
+    """Builds the error for an object that cannot be saved.
 
     Args:
         name: its fully qualified name.
-        error: why it can neither be pickled nor copied.
+        error: the error of pickling or copying it.
     """
     name, value = _culprit(name, value, _record)
     return CheckpointError(
@@ -102,15 +102,15 @@ def unpicklable(name: str, value: Any, error: Exception) -> CheckpointError:
 def warn_of_what_will_not_load(
     name: str, value: Any, data: bytes | memoryview | None = None
 ) -> None:
-    """Warns where an object of a state dict will be refused by a load. Looks once for each name and
-    what the object consists of.
+    """Warns if a load will refuse an object of a state dict. Checks each combination of name and
+    types once.
 
     Args:
-        name: its fully qualified name.
-        data: its record, where that is known.
+        name: fully qualified name of the object.
+        data: its record, if it is known.
 
     Raises:
-        CheckpointError: it cannot be pickled.
+        CheckpointError: the object cannot be pickled.
     """
     if type(value) in PLAIN:
         return
@@ -150,7 +150,8 @@ def _require_loadable(name: str, value: Any, data: bytes | memoryview) -> None:
 
 
 def _culprit(name: str, value: Any, work: Callable[[Any], object]) -> tuple[str, Any]:
-    """The innermost part for which ``work`` fails, as it does for the whole, and its name."""
+    """Returns name and value of the innermost part for which ``work`` fails, as it does for the
+    whole value."""
     seen: set[int] = set()
     while id(value) not in seen:
         seen.add(id(value))
@@ -171,12 +172,12 @@ def _parts(name: str, value: Any) -> Iterable[tuple[str, Any]]:
     own = getattr(value, "__dict__", None)
     if not isinstance(own, dict) or isinstance(value, type | ModuleType | FunctionType):
         return []
-    # A value of an AppState is wrapped in a namespace, which has no name.
+    # An AppState wraps a value in a namespace, which adds nothing to the name.
     is_wrapper = type(value) is SimpleNamespace
     return [
         (name if is_wrapper else f"{name}.{key}", part)
         for key, part in own.items()
-        if not key.startswith("__")  # what Python itself keeps there, as of a member of an enum
+        if not key.startswith("__")  # attributes of Python itself, as a member of an enum has
     ]
 
 
@@ -192,7 +193,7 @@ def _require_loadable_tensor(name: str, data: bytes | memoryview) -> None:
 
 
 def _add_types(value: Any, types: set[type], seen: set[int]) -> None:
-    """Adds the types of what a value consists of, as far as Python tells."""
+    """Adds the types of a value and of its parts, as far as Python exposes them."""
     types.add(type(value))
     if id(value) in seen:
         return
@@ -214,6 +215,6 @@ def _add_types(value: Any, types: set[type], seen: set[int]) -> None:
 
 
 def _told(error: Exception) -> str:
-    """What an error says. It may quote the pickle, and so be as long, for every rank to get."""
+    """Returns the text of an error, shortened: it may quote the pickle, and every rank gets it."""
     text = str(error) or type(error).__name__
     return printable(text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}...")

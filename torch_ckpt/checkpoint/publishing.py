@@ -1,12 +1,11 @@
-"""Files that appear under their names when they are whole.
+"""Publishes files under their names once they are complete.
 
-1. A file is written under a temporary name beside its own, and fsynced.
-2. The directory is opened before, and the file gets its name by csrc/directory/publish.h: nothing
-   appears in a directory that has taken the path's place meanwhile. The directory is fsynced.
-3. After a failure, or Ctrl-C, what was written is removed. Where only the last fsync of the
-   directory has failed, or the rename in a way that does not tell whether it was carried out, all
-   stays.
-4. What a killed process leaves has a name that begins with a dot and holds ``.tmp-``.
+1. The directory is opened. A file is written in it under a temporary name, and fsynced.
+2. csrc/directory/publish.h renames the file, relative to the open directory: nothing appears in
+   another directory that has taken the place of the path's. Then the directory is fsynced.
+3. After a failure or Ctrl-C, the file is removed. If only the last fsync of the directory has
+   failed, or it is unknown whether the rename was carried out, everything stays.
+4. A killed process leaves a file whose name begins with a dot and contains ``.tmp-``.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from torch_ckpt.errors import DurabilityUncertain
 
 
 def split(target: str) -> tuple[str, str]:
-    """The directory of a target, absolute, and its name there."""
+    """Splits the absolute path of a target into directory and name."""
     return os.path.split(os.path.abspath(target))
 
 
 def temporary_name(name: str) -> str:
-    """One that nobody else has."""
+    """Returns a unique temporary name."""
     return f".{name}.tmp-{uuid.uuid4().hex[:16]}"
 
 
 @contextmanager
 def new_file(path: str, *, sync: bool = True) -> Iterator[BinaryIO]:
-    """A file that is fsynced at the end of the block."""
+    """Creates a file that is fsynced at the end of the block."""
     try:
         with open(path, "xb") as stream:
             yield stream
@@ -53,19 +52,20 @@ def new_file(path: str, *, sync: bool = True) -> Iterator[BinaryIO]:
 def published_file(
     target: str, *, overwrite: bool = True, sync: bool = True, advice: str = ""
 ) -> Iterator[BinaryIO]:
-    """A new file that takes its name at the end of the block; none if the block fails.
+    """Creates a file that gets its name at the end of the block; no file remains if the block
+    fails.
 
     Args:
-        target: its path.
-        overwrite: whether it replaces a file of the name.
-        sync: False: nothing is fsynced.
+        target: path of the file.
+        overwrite: replace an existing file.
+        sync: fsync the file and its directory.
         advice: see :func:`told_of_durability`.
 
     Raises:
-        FileExistsError: the name is taken, and ``overwrite`` is False.
+        FileExistsError: the file exists, and ``overwrite`` is False.
         OSError: a system call failed.
-        CheckpointError: the path leads to another directory than when this began.
-        DurabilityUncertain: it is complete, and may not be there after a power cut.
+        CheckpointError: the path no longer leads to the same directory.
+        DurabilityUncertain: the file is complete, but a power cut may still lose it.
     """
     directory, name = split(target)
     require_absent(target, overwrite)
@@ -77,7 +77,7 @@ def published_file(
             with told_of_durability(target, advice):
                 _core.publish(opened, temporary, name, sync=sync, replace=overwrite)
         except DurabilityUncertain:
-            # The rename may yet be carried out.
+            # The rename may still be carried out.
             raise
         except BaseException:
             with suppress(OSError):
@@ -86,7 +86,7 @@ def published_file(
 
 
 def require_absent(target: str, overwrite: bool) -> None:
-    """Raises FileExistsError where something is there that must not be replaced."""
+    """Raises FileExistsError if the target exists and must not be replaced."""
     if not overwrite and os.path.lexists(target):
         raise FileExistsError(
             errno.EEXIST, "already exists; pass overwrite=True (--overwrite) to replace it", target
@@ -95,7 +95,7 @@ def require_absent(target: str, overwrite: bool) -> None:
 
 @contextmanager
 def told_of_durability(target: str, advice: str) -> Iterator[None]:
-    """A block in which DurabilityUncertain is of a target; ``advice``: what to do about it."""
+    """Block in which a DurabilityUncertain names the target, with ``advice`` on what to do."""
     try:
         yield
     except DurabilityUncertain as error:

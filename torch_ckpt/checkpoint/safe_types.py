@@ -1,11 +1,10 @@
-"""The types that an object of a checkpoint may be made of, and how each is made.
+"""The types that an object of a checkpoint may contain, and functions that construct them.
 
-What a pickle calls is one of the functions here, never the type itself: ``bytes(2**40)`` is
-harmless in what it does, and not in what it takes. None makes more than what it is given (and
-:func:`copied_by` says how much that is), none recurses without a limit, and none takes a callable
-to call.
+A pickle never calls a type itself but one of the functions here: ``bytes(2**40)`` runs no code but
+allocates 1 TiB. The functions never allocate more than the size of their arguments (which
+:func:`copied_by` bounds), do not recurse without a limit, and call no function that they are given.
 
-``numpy`` is imported when a pickle names it, not before.
+``numpy`` is imported only if a pickle names it.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def _known_names() -> dict[str, Any]:
     names["_io.BytesIO"] = names["io.BytesIO"] = io.BytesIO
     for each in ("datetime", "date", "time", "timedelta", "timezone"):
         names[f"datetime.{each}"] = getattr(datetime, each)
-    # Where Python 3.13 says that they are, and every other version.
+    # The module in Python 3.13, and in every other version.
     for module in ("pathlib", "pathlib._local"):
         for each in ("Path", "PosixPath", "PurePath", "PurePosixPath"):
             names[f"{module}.{each}"] = getattr(pathlib, each)
@@ -77,7 +76,7 @@ def _numpy_names() -> dict[str, Any]:
         raise NotInstalled("numpy") from error
 
     def make_dtype(kind: Any, align: Any = False, copy: Any = True) -> Any:
-        # Never the one that numpy keeps: its state is set next. No objects, no fields.
+        # A copy, never numpy's shared dtype, because its state is set next. No objects, no fields.
         require(type(kind) is str and kind[:1] in "biufcSUV?" and kind[1:].isdecimal(), "a dtype")
         return numpy.dtype(kind, copy=True)
 
@@ -88,7 +87,7 @@ def _numpy_names() -> dict[str, Any]:
     def make_scalar(dtype: Any, content: Any) -> Any:
         require(isinstance(dtype, numpy.dtype) and type(content) is bytes, "a number")
         require(len(content) == dtype.itemsize and not dtype.hasobject, "a number")
-        # An empty text has a dtype without bytes, of which a buffer holds none.
+        # The dtype of an empty text has no bytes, and frombuffer finds no item in an empty buffer.
         return numpy.frombuffer(content, dtype)[0] if content else numpy.zeros((), dtype)[()]
 
     names: dict[str, Any] = {"numpy.dtype": make_dtype, "numpy.ndarray": numpy.ndarray}
@@ -125,9 +124,9 @@ def _set_numpys_state(target: Any, state: Any) -> None:
 
 
 def copied_by(arguments: tuple[Any, ...]) -> int:
-    """About the most bytes that a maker or a state copies of its arguments.
+    """Returns an upper limit of the bytes that a function or a state copies from its arguments.
 
-    They look into what they get, and into a tuple in it, and no further.
+    They access their arguments and the items of a tuple among these, but nothing deeper.
     """
     count = 0
     for argument in arguments:
@@ -162,7 +161,7 @@ def maker_of(function: Any) -> Callable[..., Any] | None:
 
 
 def named(full: str) -> Any:
-    """What a pickle means by ``module.name``; None where that is not on the list."""
+    """Returns what a pickle means by ``module.name``; None if it is not on the list."""
     known = _known_names().get(full)
     if known is None and full.startswith("numpy."):
         known = _numpy_names().get(full)
@@ -170,7 +169,7 @@ def named(full: str) -> Any:
 
 
 def has_state(made: Any) -> bool:
-    """Whether a pickle may set the state of such a thing."""
+    """Returns True if a pickle may set the state of the object."""
     return type(made) in EMPTY or _is_numpys(made)
 
 
@@ -184,7 +183,7 @@ def set_state(target: Any, state: Any) -> None:
     elif type(target) is io.BytesIO:
         require(type(state) is tuple and len(state) == 3 and state[2] is None, "a BytesIO")
         require(type(state[0]) is bytes and type(state[1]) is int, "a BytesIO")
-        # Past the end it would be filled up to there by the next write.
+        # The next write would fill a gap after the end.
         require(0 <= state[1] <= len(state[0]), "a BytesIO")
         cast(Any, target).__setstate__(state)
     else:

@@ -1,4 +1,4 @@
-"""Values that objects of checkpoints may be made of, made with checked arguments."""
+"""Constructs values of objects from checked arguments."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch
 
 from torch_ckpt.errors import Unsafe
 
-# Hashing and comparing recurse in C, without a limit of their own.
+# Hashing and comparing recurse in C, without a limit.
 _DEEPEST_KEY = 8
 
-# They also go through a shared part as often as it is reached.
+# They also visit a shared part each time that it occurs.
 _LARGEST_KEY = 1024
 
-# Much of what torch's pickles name has no types.
+# Many names in torch's pickles have no type annotations.
 untyped_torch = cast(Any, torch)
 
 
@@ -30,14 +30,14 @@ def require(holds: bool, what: str) -> None:
 
 
 def as_key(value: Any) -> Any:
-    """A key of a mapping or an element of a set."""
+    """Checks a key of a mapping or an item of a set, and returns it."""
     if type(value) in (tuple, frozenset):
         _parts_of_key(value, 0)
     return value
 
 
 def _parts_of_key(value: Any, depth: int) -> int:
-    """How many values a key holds, each as often as it is reached."""
+    """Counts the values in a key; a shared part counts each time."""
     if type(value) not in (tuple, frozenset):
         return 1
     if depth == _DEEPEST_KEY:
@@ -65,7 +65,7 @@ def _make_complex(real: Any, imaginary: Any) -> Any:
 
 
 def _make_slice(*ends: Any) -> Any:
-    # Destroying nested ones recurses in C.
+    # Destroying nested slices recurses in C.
     require(len(ends) == 3 and all(e is None or type(e) is int for e in ends), "a slice")
     return slice(*ends)
 
@@ -88,7 +88,7 @@ def _make_bytearray(*content: Any) -> Any:
 
 
 def encode(text: Any, encoding: Any) -> bytes:
-    # How protocols before 3 write bytes.
+    # Protocols before 3 write bytes so.
     require(type(text) is str and encoding in ("latin1", "latin-1"), "bytes")
     return str(text).encode("latin1")
 
@@ -127,7 +127,7 @@ def _make_namespace() -> Any:
 
 def _make_date(kind: type) -> Callable[..., Any]:
     def make(*parts: Any) -> Any:
-        # bytes, and a time zone that was made in the same way.
+        # Bytes, and a time zone constructed by the function below.
         require(all(type(p) in (bytes, int, str, datetime.timezone) for p in parts), "a date")
         return kind(*parts)
 
@@ -157,7 +157,7 @@ def _make_device(*parts: Any) -> Any:
 
 FACTORIES = (int, float, complex, str, bytes, bool, list, dict, tuple, set, frozenset, deque)
 
-#: What is made empty and then gets a state.
+#: Types of which an empty object is made before its state is set.
 EMPTY = frozenset({argparse.Namespace, types.SimpleNamespace, io.BytesIO, OrderedDict})
 
 MAKERS: dict[Any, Callable[..., Any]] = {

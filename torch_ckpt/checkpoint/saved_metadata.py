@@ -1,4 +1,4 @@
-"""The metadata of a save that has been committed, as its ranks get it."""
+"""The metadata of a committed save, as its ranks get it."""
 
 from __future__ import annotations
 
@@ -15,28 +15,31 @@ from torch_ckpt.checkpoint.metadata import decode_metadata
 from torch_ckpt.checkpoint.undecoded import NotDecoded, undecode, undecoded
 from torch_ckpt.errors import CheckpointError
 
-#: Most bytes of metadata that go from the coordinator to all other ranks of a save together.
+#: Limit of the bytes of metadata that the coordinator sends to all other ranks together.
 MOST_BYTES_SENT = 16 << 20
 
 
 def decoded_when_used(data: bytes) -> Metadata:
-    """The metadata in the contents of a ``.metadata`` file, decoded when somebody looks at it."""
+    """Returns lazy metadata: the contents of a ``.metadata`` file are decoded on first access."""
     return undecoded(_of_saved(data))
 
 
 def decode_when_used(metadata: Metadata, data: bytes) -> None:
-    """Lets metadata that is here become that of a ``.metadata`` file's contents."""
+    """Turns metadata into the lazy metadata of the contents of a ``.metadata`` file."""
     undecode(metadata, _of_saved(data))
 
 
 class SavedMetadata:
-    """What the coordinator of a save has committed. To other ranks it goes as a few bytes where the
-    metadata is large; these read it in the directory when somebody looks at it.
+    """Metadata that the coordinator of a save has committed.
+
+    If it is large, other ranks receive only a few bytes, and read the metadata from the directory
+    on first access.
 
     Args:
-        data: the contents of ``.metadata``; None: not here.
-        path: the checkpoint's directory, or its URL.
-        ranks: of the save.
+        data: the contents of ``.metadata``; None if this rank must read them.
+        path: the checkpoint's directory or URL.
+        ranks: number of ranks of the save.
+        seal: the seal of the contents, if ``data`` is None.
     """
 
     def __init__(self, data: bytes | None, path: str, ranks: int, seal: bytes = b"") -> None:
@@ -47,7 +50,7 @@ class SavedMetadata:
 
     def __reduce__(self) -> Any:
         data, seal = self._data, self._seal
-        # A URL leads readers to other files than a path.
+        # _read() reads local directories only.
         if (
             data is not None
             and len(data) * self._ranks > MOST_BYTES_SENT
@@ -57,9 +60,10 @@ class SavedMetadata:
         return SavedMetadata, (data, self._path, self._ranks, seal)
 
     def metadata(self) -> Metadata:
-        """As torch has it, made when somebody looks at it.
+        """Returns lazy metadata, decoded on first access.
 
-        That raises CheckpointError where it is not here and another save has replaced it.
+        That access raises CheckpointError if this rank must read the metadata, and another save has
+        replaced it.
         """
         if self._data is not None:
             return decoded_when_used(self._data)

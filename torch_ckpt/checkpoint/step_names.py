@@ -1,4 +1,4 @@
-"""Names beneath the root of a run: the directories of steps, and the marker files in them."""
+"""Names in the root directory of a run: the steps' directories and the marker files in them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ PINNED_NAME = "pinned"
 
 
 def step_name(step: int) -> str:
-    """The name of a step's directory.
+    """Returns the name of a step's directory: its number with ten digits.
 
     Raises:
-        TypeError: it is not an integer.
-        ValueError: it has no ten digits.
+        TypeError: ``step`` is not an integer.
+        ValueError: it is negative or has more than ten digits.
     """
     try:
         number = operator.index(step)

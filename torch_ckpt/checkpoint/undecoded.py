@@ -1,4 +1,4 @@
-"""Metadata that becomes torch's objects when somebody looks at it: they take long to make."""
+"""Lazy metadata, decoded into torch's objects on first access, because these take long to build."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from torch_ckpt import _core
 
 
 class NotDecoded(NamedTuple):
-    """What metadata is until then.
+    """The contents of lazy metadata.
 
     Attributes:
-        decode: makes torch's objects.
-        sent: what it is pickled as, as of ``__reduce__``; None: as torch's objects.
-        says: the same without them, where it has been read.
-        reader: gives the reader of the checkpoint, while there is one.
+        decode: builds torch's objects.
+        sent: result of ``__reduce__`` while it is lazy; None pickles torch's objects.
+        known_index: the index of the metadata, if it has been built.
+        reader: returns the reader of the checkpoint, while it exists.
     """
 
     decode: Callable[[], Metadata]
     sent: tuple[Callable[..., Metadata], tuple[Any, ...]] | None = None
-    says: _core.CheckpointIndex | None = None
+    known_index: _core.CheckpointIndex | None = None
     reader: Callable[[], Any] = lambda: None
 
 
 class _DecodedWhenUsed(Metadata):
-    """Metadata of which nobody has looked at anything."""
+    """Metadata that has not been accessed yet."""
 
     def __init__(self, not_decoded: NotDecoded) -> None:
         object.__setattr__(self, "not_decoded", not_decoded)
@@ -52,12 +52,12 @@ class _DecodedWhenUsed(Metadata):
 
 
 def undecoded(not_decoded: NotDecoded) -> Metadata:
-    """Metadata that is decoded when somebody looks at it."""
+    """Returns lazy metadata."""
     return _DecodedWhenUsed(not_decoded)
 
 
 def undecode(metadata: Metadata, not_decoded: NotDecoded) -> None:
-    """Lets metadata that is here become that."""
+    """Turns metadata into lazy metadata."""
     fields = vars(metadata)
     fields.clear()
     fields["not_decoded"] = not_decoded
@@ -65,13 +65,14 @@ def undecode(metadata: Metadata, not_decoded: NotDecoded) -> None:
 
 
 def index_kept(metadata: Metadata) -> _core.CheckpointIndex | None:
-    """That of metadata at which nobody has looked: then it has not been changed."""
+    """Returns the index of lazy metadata; None once it was accessed, because it may have been
+    changed."""
     not_decoded = _not_decoded(metadata)
-    return None if not_decoded is None else not_decoded.says
+    return None if not_decoded is None else not_decoded.known_index
 
 
 def reader_kept(metadata: Metadata) -> Any:
-    """The reader of metadata at which nobody has looked; None where there is none."""
+    """Returns the reader of lazy metadata; None if there is none, or once it was accessed."""
     not_decoded = _not_decoded(metadata)
     return None if not_decoded is None else not_decoded.reader()
 
@@ -86,7 +87,7 @@ def _decode(metadata: Metadata) -> None:
     if not_decoded is not None:
         fields = object.__getattribute__(metadata, "__dict__")
         fields.update(vars(not_decoded.decode()))
-        # Last: another thread may look at it meanwhile.
+        # Last, because another thread may access it at the same time.
         fields.pop("not_decoded", None)
     object.__setattr__(metadata, "__class__", Metadata)
 
@@ -99,5 +100,5 @@ def _reduce(metadata: Metadata) -> Any:
     return metadata.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
 
-# Pickled, as to other ranks, and copied without being decoded.
+# Lets lazy metadata be pickled for other ranks, and copied, without decoding it.
 copyreg.pickle(_DecodedWhenUsed, _reduce)

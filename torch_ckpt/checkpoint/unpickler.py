@@ -1,12 +1,13 @@
-"""An interpreter of pickles that makes harmless types alone.
+"""An interpreter of pickles that constructs only allow-listed types.
 
-1. The archive holds its entries uncompressed, and nothing that is a program for TorchScript.
-2. A name is looked up in the list, or among those that the user has declared to be safe
-   (``torch.serialization.add_safe_globals``). It is never imported because a pickle asks for it.
-3. A listed callable is called through a function of ours, which checks the arguments: what is made
-   is never larger than what is stored.
-4. State is set only on what this very load has made: never on a class, a function or a singleton.
-5. What is copied is counted: a pickle may name one text a million times, and ask for a copy each.
+1. The archive stores its entries uncompressed, and is no TorchScript program.
+2. A name is looked up in the list, or among those that the user has declared safe
+   (``torch.serialization.add_safe_globals``). No pickle causes an import.
+3. A listed callable is called through a function of this package that checks the arguments: the
+   result is never larger than the stored data.
+4. A state is set only on objects that this load has constructed: never on a class, a function or a
+   singleton.
+5. Copies are counted, because a pickle may refer to one text a million times and copy it each time.
 """
 
 from __future__ import annotations
@@ -30,34 +31,35 @@ from torch_ckpt.checkpoint.safe_types import copied_by, has_state, maker_of, nam
 from torch_ckpt.checkpoint.safe_values import EMPTY, as_key, untyped_torch
 from torch_ckpt.errors import Unsafe
 
-# It has no types.
+# It has no type annotations.
 _Interpreter: Any = cast(Any, pickle)._Unpickler
 
-# As in torch: not even the user can declare what is in them safe.
+# As in torch, not even the user can declare contents of these modules safe.
 _NEVER = frozenset({"sys", "os", "posix", "nt"})
 
-# torch itself declares them safe. Calling a mesh meets other processes, and may start a process
-# group for it; torch.save does neither.
+# torch declares them safe. Creating a mesh communicates with other processes and may start a
+# process group for it; torch.save does neither.
 _NEVER_CALLED = (DeviceMesh, DTensor)
 
-# What may be copied in all, in times of what is stored. Pickles that Python writes stay below 2,
-# but for paths, whose parts they share.
+# Limit of all copies, as a multiple of the stored size. Pickles that Python writes stay below 2,
+# except for paths, which share their parts.
 _MOST_COPIES = 64
 
-# The same where hardly anything is stored.
+# Copies that are always allowed, for tiny pickles.
 _LEAST_COPIES = 1 << 16
 
-# Destroying these within each other recurses in C without a limit; other containers have one.
+# Destroying nested containers of these types recurses in C without a limit; other containers have a
+# limit.
 _NESTING = (deque, defaultdict)
 _DEEPEST_NESTING = 100
 
 
 class NoSuchDevice(Exception):
-    """A tensor's device is not here."""
+    """This process does not have a tensor's device."""
 
 
 class Archive:
-    """The archive of ``torch.save``, and the tensors' data in it."""
+    """An archive of ``torch.save`` with the data of its tensors."""
 
     def __init__(self, data: bytes | memoryview) -> None:
         self.size = len(data)
@@ -65,7 +67,7 @@ class Archive:
             raise ValueError("it is not a zip archive")
         with zipfile.ZipFile(io.BytesIO(data)) as directory:
             entries = directory.infolist()
-        # Two readers: what they agree on, torch's planners will read the same way.
+        # If both readers agree on the entries, torch's planners will read them the same way.
         self._reader = untyped_torch._C.PyTorchFileReader(io.BytesIO(data))
         self._sizes = {entry.filename.partition("/")[2]: entry.file_size for entry in entries}
         names = self._reader.get_all_records()
@@ -83,15 +85,15 @@ class Archive:
         self._storages: dict[str, torch.UntypedStorage] = {}
 
     def program(self) -> bytes:
-        """The pickle."""
+        """Returns the pickle."""
         return self._record("data.pkl")
 
     def storage(self, reference: object) -> Any:
-        """What a persistent id stands for."""
+        """Returns the storage of a persistent id."""
         if type(reference) is not tuple or len(reference) != 5:
             raise ValueError("its pickle has a malformed reference to a storage")
         kind, storage_type, key, location, count = reference
-        # What str() makes of anything else may be larger than any memory.
+        # The text of other types may exceed any memory.
         if type(key) is not str or type(location) is not str or type(count) is not int:
             raise ValueError("its pickle has a malformed reference to a storage")
         if kind != "storage":
@@ -120,8 +122,7 @@ class Archive:
         return record
 
 
-# The interpreter of pickles that is written in Python: the one in C has no hooks for what is done
-# with a name once it has been found.
+# Python's interpreter that is written in Python: the one in C has no hooks for the use of a name.
 class Unpickler(_Interpreter):  # type: ignore[misc]
     def __init__(self, archive: Archive) -> None:
         super().__init__(io.BytesIO(archive.program()), encoding="utf-8")
@@ -232,10 +233,10 @@ class Unpickler(_Interpreter):  # type: ignore[misc]
         return any(function is value for value in self._declared.values())
 
     def _keep(self, made: Any) -> Any:
-        # The members of an enum are not made but found, and everybody's.
+        # Members of an enum are looked up, not constructed, and are shared.
         if isinstance(made, enum.Enum):
             return made
-        # Alive, so that its id stays its own.
+        # Kept alive, so that its id is not reused.
         if type(made) in self._classes or has_state(made):
             self._made[id(made)] = made
         if type(made) is deque:
@@ -248,10 +249,10 @@ class Unpickler(_Interpreter):  # type: ignore[misc]
             raise ValueError("its pickle expands to far more data than it stores")
 
     def _nest(self, target: Any, values: Iterable[Any]) -> None:
-        """Bounds how deep containers lie directly within each other that need such a bound.
+        """Limits the depth of directly nested containers that need a limit.
 
-        A pickler fills what it puts somewhere before it puts it there. So depths are known from
-        within, provided that nothing is put into what lies within something itself.
+        A pickler fills a container before it puts it into another one. So depths are known from the
+        inside out, provided that a container inside another one is not changed any more.
         """
         if type(target) not in _NESTING:
             return
@@ -310,7 +311,7 @@ def _dispatch() -> _Table:
 
 
 def _declared_safe() -> dict[str, Any]:
-    """What the user has declared safe, by the names in pickles."""
+    """Returns the values that the user has declared safe, by the names that pickles use."""
     declared: dict[str, Any] = {}
     for value in untyped_torch.serialization.get_safe_globals():
         if isinstance(value, tuple):

@@ -554,7 +554,7 @@ class FileSystemReader(StockReader):
                 _make_known(unpickled, size_rule, load_id)
                 return unpickled
 
-            metadata = undecoded(NotDecoded(decode, says=index, reader=weakref.ref(self)))
+            metadata = undecoded(NotDecoded(decode, known_index=index, reader=weakref.ref(self)))
         if self.read_once:
             self._identity = metadata, hashlib.blake2b(data, digest_size=16).digest()
         return metadata

@@ -1,3 +1,4 @@
-"""How ranks meet in the process group's store, with signs of life, and what their failures are."""
+"""Exchanges of values between ranks through the process group's store, with heartbeats, and the
+failures of ranks."""
 
 import torch_ckpt._base.supported_torch  # noqa: F401

@@ -1,11 +1,13 @@
-"""One call of one of the functions here, on every rank of a group.
+"""A collective call of a function of this package, on every rank of a group.
 
-1. Every rank comes to the meeting with the name of its call and a small value.
-2. Where the names differ all raise, with who came to which: no rank waits for one that does
-   something else.
-3. The coordinator makes one answer of the values, or says in what they differ, and all raise that.
+1. Every rank sends the name of its call and a small value.
+2. If the names differ, all ranks raise an error that lists them: no rank waits for a rank that
+   makes another call.
+3. The coordinator combines the values into one answer, or reports how they differ, and all ranks
+   raise that.
 
-Meetings are in the store, so that a rank that is dead is named on the others within the timeout.
+The exchange uses the store, so that within the timeout the other ranks raise an error that
+names a dead rank.
 """
 
 from __future__ import annotations
@@ -28,15 +30,16 @@ R = TypeVar("R")
 
 
 class RanksDisagree(AssertionError):
-    """Ranks came with different names, structures or values; raised on every rank alike."""
+    """Ranks passed different names, structures or values. Raised on every rank."""
 
 
 class Disagreement:
-    """What the coordinator answers for :class:`RanksDisagree` to be raised.
+    """The coordinator's answer from which every rank raises :class:`RanksDisagree`.
 
     Args:
-        lines: of which the first few are shown below the text.
-        of_calls: ranks made different calls, of which none can be named as the one that failed.
+        text: the difference.
+        lines: details; the first few are shown below the text.
+        of_calls: True if ranks made different calls, so that the error names no call.
     """
 
     def __init__(self, text: str, lines: Sequence[str] = (), *, of_calls: bool = False) -> None:
@@ -45,14 +48,14 @@ class Disagreement:
 
 
 class Call:
-    """Where the ranks of a call meet; a context manager, which ends the use of the store.
+    """One collective call; a context manager that ends the use of the store.
 
     Args:
-        name: of the function, with what tells one of its calls from another one.
-        process_group: None for the default group; without one this process is alone.
-        timeout: seconds after which a rank that has not come, and gives no sign of life, is
-            given up.
-        members: of the ranks of the group those that take part; None for all.
+        name: the name of the function, with the arguments that distinguish its calls.
+        process_group: None for the default group; this process is the only rank if there is none.
+        timeout: seconds after which a rank that has not arrived and sends no heartbeat is declared
+            dead.
+        members: the ranks of the group that take part; None for all.
     """
 
     def __init__(
@@ -81,13 +84,15 @@ class Call:
         self._ranks.close(min(60.0, self._timeout))
 
     def exchange(self, local: Callable[[], T], combine: Callable[[list[T]], R | Disagreement]) -> R:
-        """What ``combine`` makes on one rank of what ``local`` returns on each, everywhere.
+        """Returns, on every rank, the result of ``combine``, which one rank applies to the results
+        of ``local`` of all ranks.
 
         Raises:
-            RanksDisagree: other ranks made another call, or ``combine`` says so.
-            TimeoutError: ranks that did not come are named.
+            RanksDisagree: ranks made different calls, or ``combine`` returned a Disagreement.
+            TimeoutError: ranks did not arrive; they are named.
             ConnectionError: the store is lost.
-            RuntimeError: ``local`` failed on another rank; what it raised here is raised here.
+            RuntimeError: ``local`` failed on another rank. If it failed on this rank, its own error
+                is raised.
         """
 
         def answer(came: list[tuple[str, T]]) -> R | Disagreement:
@@ -106,7 +111,7 @@ class Call:
         return answered
 
     def all_succeed(self, local: Callable[[], Any]) -> None:
-        """Runs ``local`` everywhere; raises everywhere what ``exchange`` does."""
+        """Runs ``local`` on every rank. Raises on every rank as :meth:`exchange` does."""
 
         def run() -> None:
             local()
@@ -114,17 +119,17 @@ class Call:
         self.exchange(run, lambda _values: None)
 
     def alive(self, counter: Callable[[], int]) -> AbstractContextManager[None]:
-        """While it is open the others wait for this rank for as long as ``counter`` changes."""
+        """Block in which the other ranks wait for this rank as long as ``counter`` changes."""
         return self._ranks.alive(counter)
 
 
 def meeting_of(
     process_group: dist.ProcessGroup | None, use: str, members: Sequence[int] | None = None
 ) -> Meeting:
-    """Where the ranks of a group meet for one use.
+    """Returns the rendezvous of a group's ranks for one use.
 
     Raises:
-        ValueError: this process is not one of them.
+        ValueError: this process is not a member.
     """
     if dist.is_available() and dist.is_initialized():
         rank = dist.get_rank(process_group)
@@ -139,16 +144,16 @@ def meeting_of(
 def group_now(
     process_group: dist.ProcessGroup | None,
 ) -> weakref.ReferenceType[dist.ProcessGroup] | None:
-    """The group that a call would have now; None where no process group is initialized."""
+    """Returns a weak reference to the group that a call would use now; None if there is none."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     group = dist.group.WORLD if process_group is None else process_group
-    # Not held: its store goes with it.
+    # A weak reference: a strong one would keep its store alive.
     return None if group is None else weakref.ref(group)
 
 
 def explained(error: CheckpointException, name: str, rank: int, timeout: float) -> BaseException:
-    """The failure of a meeting, as the caller of the function that is named knows it."""
+    """Returns the error of a failed exchange, in terms of the function that the user called."""
     causes = {by: cause for by, (cause, _stack) in error.failures.items()}
     if rank in causes and not isinstance(causes[rank], TimeoutError | ConnectionError):
         return causes[rank]

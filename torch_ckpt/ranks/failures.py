@@ -1,4 +1,5 @@
-"""What failures of ranks are raised as, what they say, and which step's files they are about."""
+"""Failures of ranks: the exceptions raised for them, their texts, and whether a step's files are at
+fault."""
 
 from __future__ import annotations
 
@@ -15,32 +16,32 @@ from torch.distributed.checkpoint.api import WRAPPED_EXCEPTION, CheckpointExcept
 from torch_ckpt._base.formatting import ranks_text
 from torch_ckpt.errors import CheckpointError, Corrupt
 
-# torch_ckpt itself.
+# The directory of this package.
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
-# Of a cause that is not ours: so many frames tell where in the caller's code it comes from.
+# Number of frames to show for errors of other code: they lead to the line in the caller's code.
 _FRAMES = 3
 
-# So many different causes are told; `failures` has all.
+# Number of different causes in the text; `failures` has all.
 _MOST_CAUSES = 4
 
-# Python gives these a meaning where they pass through a generator.
+# Python treats these specially if they pass through a generator.
 _NOT_RAISED_THROUGH = (StopIteration, StopAsyncIteration)
 
 
 class CheckpointFailed(CheckpointException, CheckpointError):
-    """A save or load has failed on some of its ranks; raised on all of them.
+    """A save or load that failed on some of its ranks. Raised on all of them.
 
-    What is raised is also of the type of the first cause, by rank, and has that cause's attributes:
-    ``except FileNotFoundError`` and ``error.filename`` work as if this rank had raised it. Made by
+    The exception is also of the type of the first rank's cause, and has its attributes: ``except
+    FileNotFoundError`` and ``error.filename`` work as if this rank had raised the cause. Created by
     :func:`failed_on`. It can be pickled and copied.
 
     Attributes:
-        failures: by rank the cause and where it was raised, as of torch's CheckpointException.
+        failures: the cause and its stack by rank, as in torch's CheckpointException.
     """
 
     def __init__(self, step: str, failures: dict[int, WRAPPED_EXCEPTION]) -> None:
-        # Not that of the first cause's type, which has other arguments.
+        # Not super().__init__, which may be that of the first cause's type, with other arguments.
         BaseException.__init__(self, step, failures)
         cause = _first_cause(failures)
         if cause is not None:
@@ -64,27 +65,27 @@ class CheckpointFailed(CheckpointException, CheckpointError):
 
 
 def failed_on(step: str, failures: dict[int, WRAPPED_EXCEPTION]) -> CheckpointFailed:
-    """What to raise on all ranks for what has failed on some.
+    """Returns the exception that all ranks raise for the failures of some.
 
     Args:
-        step: in which it failed.
-        failures: by rank.
+        step: the step of the save or load that failed.
+        failures: the failures, by rank.
     """
     cause = _first_cause(failures)
     if isinstance(cause, Exception) and not isinstance(cause, _NOT_RAISED_THROUGH):
         kind: Any = type(cause)
-        # Where a class cannot be derived from, or makes its own objects in a way of its own.
+        # Some classes cannot be derived from, or create their objects in a special way.
         with suppress(Exception):
             return _of_kind(kind)(step, failures)
     return CheckpointFailed(step, failures)
 
 
 def raise_on(rank: int, step: str, failures: dict[int, WRAPPED_EXCEPTION]) -> NoReturn:
-    """Raises it on a rank; the interruption itself where the rank was interrupted.
+    """Raises the failures on a rank; on a rank that was interrupted, the interruption itself.
 
     Raises:
         CheckpointFailed: see :func:`failed_on`.
-        KeyboardInterrupt, SystemExit: what this rank has failed by.
+        KeyboardInterrupt, SystemExit: this rank was interrupted.
     """
     mine = failures[rank][0] if rank in failures else None
     if mine is not None and not isinstance(mine, Exception | CheckpointException):
@@ -94,7 +95,8 @@ def raise_on(rank: int, step: str, failures: dict[int, WRAPPED_EXCEPTION]) -> No
 
 @contextmanager
 def raised_as_ours(rank: int) -> Iterator[None]:
-    """A block in which torch's own code raises what fails on some ranks.
+    """Block in which torch's code runs and its exceptions for several ranks are raised as this
+    package's.
 
     Raises:
         CheckpointFailed, KeyboardInterrupt, SystemExit: see :func:`raise_on`.
@@ -106,14 +108,14 @@ def raised_as_ours(rank: int) -> Iterator[None]:
 
 
 def of_torch(error: CheckpointException) -> CheckpointFailed:
-    """The same failures as this package raises them."""
+    """Returns torch's exception as this package raises it."""
     if isinstance(error, CheckpointFailed):
         return error
     return failed_on(str(error.args[0]), error.failures)
 
 
 def causes(error: BaseException) -> str:
-    """What went wrong, and on which ranks."""
+    """Describes an error, with the ranks that failed."""
     if not isinstance(error, CheckpointException):
         return f"{type(error).__name__}: {error}"
     return "; ".join(
@@ -123,17 +125,17 @@ def causes(error: BaseException) -> str:
 
 
 def is_damage(error: CheckpointException) -> bool:
-    """Whether the step's files are at fault, and those of another step may be well.
+    """Returns True if the step's files are at fault, so that another step may be intact.
 
-    Other errors of the system, as of a disk or a network that does not answer, are nobody's to pass
-    over: an older step would be restored, and the newer one replaced.
+    Other errors, such as a disk or a network that does not answer, must not be passed over: an
+    older step would be restored, and the newer one replaced.
     """
     found = [cause for cause, _frames in error.failures.values()]
     return all(isinstance(cause, Corrupt | EOFError | FileNotFoundError) for cause in found)
 
 
 def is_elsewhere(error: CheckpointException) -> bool:
-    """Whether only other ranks than rank 0, which has listed it, do not find the step."""
+    """Returns True if other ranks do not find the step that rank 0 has listed."""
     found = [cause for cause, _frames in error.failures.values()]
     return 0 not in error.failures and all(isinstance(c, FileNotFoundError) for c in found)
 
@@ -142,7 +144,8 @@ def is_elsewhere(error: CheckpointException) -> bool:
 
 
 def _first_cause(failures: Mapping[int, WRAPPED_EXCEPTION]) -> BaseException | None:
-    """That of the lowest rank; inside of a failure that has itself been the cause."""
+    """Returns the cause of the lowest rank; of a cause that is itself such a failure, its first
+    cause."""
     cause: BaseException | None = None
     while failures:
         cause, _stack = failures[min(failures)]
@@ -150,7 +153,7 @@ def _first_cause(failures: Mapping[int, WRAPPED_EXCEPTION]) -> BaseException | N
     return cause
 
 
-# Bounded: a program may make its own classes without end.
+# Bounded, because a program may create any number of exception classes.
 @lru_cache(maxsize=32)
 def _of_kind(kind: type[Exception]) -> type[CheckpointFailed]:
     if issubclass(CheckpointFailed, kind):
@@ -163,7 +166,8 @@ def _copy_attributes(cause: BaseException, to: BaseException) -> None:
     for kind in type(cause).__mro__[: -len(Exception.__mro__)]:
         for name, what in vars(kind).items():
             if isinstance(what, MemberDescriptorType | GetSetDescriptorType):
-                # Some are not set, some cannot be, and the object may be of no such type.
+                # Some attributes are not set or cannot be set, and the object may not have the type
+                # that they need.
                 with suppress(AttributeError, TypeError):
                     setattr(to, name, getattr(cause, name))
 

@@ -1,25 +1,28 @@
-"""How ranks that poll in step see the same event at the same poll, without waiting for each other.
+"""Lets ranks that poll in step see an event at the same poll, without waiting for each other.
 
-Ranks ask once a training step whether something has happened that only all of them together may
-act on. A collective would tell, and cost every step a wait for the slowest rank, and for its
+Once in a training step, every rank asks whether something has happened on which only all ranks
+together may act. A collective would answer, but make every step wait for the slowest rank and its
 device. Instead:
 
-1. Every rank counts its polls. All ranks poll as often, be it some time apart.
-2. Until its part of the event a rank answers its polls with no, by itself. With its part it posts,
-   by another thread, the number of these polls, if nobody has posted a greater one, and after
-   that it adds one to the parts.
-3. From then on each poll is settled for all ranks by the first that comes to it: with yes where all
-   parts are there, with no otherwise. ``answer`` is the greatest poll that was answered with no,
-   or the one with yes, after which it does not change.
-4. The yes is later than any poll that was answered with no, because all parts are there only after
-   all those numbers are. So every rank settles it, none by itself, and all act at that poll. Who
-   knows that a rank is lost, and its part with it, says yes, too: those that look act as one.
-5. No rank gets far ahead, which the others would have to make up for: at every eighth poll it says
-   that it has come there, and waits until all have come to the eighth before. Ranks in step have,
-   long ago. What is known to have happened, or to fail, ends the wait.
+1. Every rank counts its polls. All ranks make the same number of polls, though not at the same
+   time.
+2. Until its part of the event happens, a rank answers its polls with no, independently. When its
+   part happens, another thread posts the number of polls so far, unless a greater number is posted,
+   and then increments the count of parts.
+3. From then on, the first rank to reach a poll decides it for all: yes if all parts have been
+   counted, otherwise no. ``answer`` in the store holds the greatest poll that was answered with no,
+   or the one answered with yes, after which it does not change.
+4. The yes comes later than every poll that was answered with no, because all those numbers are
+   posted before all parts are counted. So every rank decides or reads it, and all act at the same
+   poll. A rank that knows that another rank is lost, and its part with it, also decides yes, so
+   that the ranks that poll act together.
+5. No rank gets far ahead, because the others would have to catch up: at every eighth poll a rank
+   reports that it has reached it, and waits until all ranks have reached the previous eighth poll.
+   Ranks in step have reached it long before. An event that is known to have happened, or to fail,
+   ends the wait.
 
-So the event is acted on at the first poll that no rank has come to when the last part is there. A
-poll before this rank's part does not ask the store, except for each eighth one.
+So all ranks act at the first poll that no rank has reached when the last part is counted. A poll
+before this rank's part makes no request to the store, except for each eighth one.
 """
 
 from __future__ import annotations
@@ -43,45 +46,47 @@ _ANSWER = "answer"
 _YES = "yes"
 _NO = "no"
 
-# Ranks look for each other at each so many polls; nobody gets twice as many ahead.
+# Ranks wait for each other at every eighth poll; no rank gets 16 ahead.
 _NEAR = 8
 
-# In turn: who comes to the one after next has seen that all have come to the next.
+# Two keys suffice: a rank that reaches one poll has seen that all ranks have reached the previous
+# one.
 _REACHED = ("reached/even", "reached/odd")
 
 
 class Lockstep:
-    """One event. Each rank makes one, in the same order, and polls it from one thread.
+    """One event. Each rank creates one, in the same order, and polls it from one thread.
 
     Args:
-        meeting: of the ranks, of which there are several.
-        timeout: in seconds, for a store that does not answer.
-        pause: waits so many seconds, between looks for ranks that are behind.
+        rendezvous: connects the ranks, at least two.
+        timeout: seconds to wait for the store.
+        pause: sleeps for a number of seconds, between checks for ranks that are behind.
     """
 
     def __init__(
-        self, meeting: Meeting, timeout: float, pause: Callable[[float], None] = time.sleep
+        self, rendezvous: Meeting, timeout: float, pause: Callable[[float], None] = time.sleep
     ) -> None:
-        self._rank = meeting.rank
-        self._size = meeting.size
-        self._asker = meeting.asker
-        # Or it would keep the process group's store after its end.
-        self._meeting = weakref.ref(meeting)
+        self._rank = rendezvous.rank
+        self._size = rendezvous.size
+        self._asker = rendezvous.asker
+        # A strong reference would keep the process group's store alive.
+        self._meeting = weakref.ref(rendezvous)
         self._timeout = timeout
         self._pause = pause
-        self._prefix = meeting.next_prefix("lockstep")
+        self._prefix = rendezvous.next_prefix("lockstep")
         self._store: Store | None = None
         self._lock = threading.Lock()
         self._polls = 0
         self._looks = False
         self._is_over = False
-        self._answer = ""  # as last seen
+        self._answer = ""  # the last one seen
 
     def part(self) -> None:
-        """This rank's part has happened: from now on polls look. From any thread, once.
+        """Records that this rank's part has happened, so that polls ask the store. Called once, by
+        any thread.
 
         Raises:
-            CheckpointException: with a ConnectionError, the store is lost.
+            CheckpointException: the store is lost; the cause is a ConnectionError.
         """
         with self._lock:
             self._looks = True
@@ -90,17 +95,18 @@ class Lockstep:
         _core.fault_point("part is posted")
 
     def over(self) -> None:
-        """All that will happen has, or somebody is lost: no poll waits. From any thread."""
+        """Records that the event is over or that a rank is lost: polls do not wait. Called by any
+        thread."""
         self._is_over = True
 
     def poll(self, is_alone: Callable[[], bool]) -> bool:
-        """Whether to act now; the same on all ranks.
+        """Returns True if this rank must act now. The result is the same on all ranks.
 
         Args:
-            is_alone: act now, whatever the others do.
+            is_alone: returns True to act now, independently of the other ranks.
 
         Raises:
-            CheckpointException: with a ConnectionError, the store is lost.
+            CheckpointException: the store is lost; the cause is a ConnectionError.
         """
         number = self._polls + 1
         if number % _NEAR == 0:
@@ -113,11 +119,12 @@ class Lockstep:
         return looks and self._ask(self._settle, number, self._connected())
 
     def rest(self) -> None:
-        """After this rank has acted: lets go of the store."""
+        """Releases the store, after this rank has acted."""
         self._store = None
 
     def end(self) -> None:
-        """After all ranks have acted: the keys go. Does nothing without the process group."""
+        """Deletes the keys, after all ranks have acted. Does nothing after the process group has
+        been destroyed."""
         if self._rank == 0 and self._meeting() is not None:
             for key in (_PARTS, _ANSWER, *_REACHED):
                 self._ask(self._connected().delete_key, key)
@@ -142,7 +149,7 @@ class Lockstep:
         """Waits for ranks that are behind.
 
         Args:
-            count: of the polls at which ranks look for each other.
+            count: number of the poll among those at which ranks wait for each other.
         """
         begun = time.monotonic()
         while not self._ask(self._reach, count, self._connected()):
@@ -151,8 +158,9 @@ class Lockstep:
             self._pause(min(0.01, max(0.0002, (time.monotonic() - begun) / 10)))
 
     def _reach(self, count: int, store: Store) -> bool:
-        """Comes there, unless somebody has not come to the one before."""
-        # Each key counts every second of them.
+        """Reports that this rank has reached a poll. Returns False if a rank has not reached the
+        previous one."""
+        # Each key counts every second one of these polls.
         if count > 1 and store.add(_REACHED[(count - 1) % 2], 0) < self._size * (count // 2):
             return False
         store.add(_REACHED[count % 2], 1)
@@ -161,7 +169,7 @@ class Lockstep:
     def _connected(self) -> Store:
         if self._store is None:
             meeting = self._meeting()
-            assert meeting is not None  # the call has it
+            assert meeting is not None  # the running call refers to it
             connection = self._ask(meeting.connection)
             self._store = PrefixStore(self._prefix, connection)
         return self._store
@@ -175,5 +183,5 @@ def _number(answer: str) -> int:
 
 
 def _replaced(store: Store, seen: str, new: str) -> str:
-    """The answer, which is the new one where it was as seen."""
+    """Replaces the answer if it is still ``seen``. Returns the answer in the store."""
     return store.compare_set(_ANSWER, seen, new).decode()

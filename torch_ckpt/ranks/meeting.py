@@ -1,11 +1,12 @@
-"""Where the ranks of one save or load meet, and those of one call of torch_ckpt.multihost.
+"""Exchanges between the ranks of one save or load, and of one call of torch_ckpt.multihost.
 
-They meet in the store of the process group, never by its collectives: only the modules that send
-tensors, loading/shared_reads.py and multihost/moving.py, use these.
+They use the store of the process group and never its collectives; only the modules that send
+tensors, loading/shared_reads.py and multihost/moving.py, use those.
 
-Each step runs on every rank; its outcomes, errors included, are exchanged before anybody goes on,
-so that a failure anywhere raises the same ``CheckpointFailed`` everywhere and no rank waits for one
-that has given up. Who was interrupted raises that instead. ranks/transport.py has the protocol.
+Each step runs on every rank. Outcomes, including errors, are exchanged before any rank continues,
+so a failure raises the same ``CheckpointFailed`` on all ranks, and no rank waits for one that has
+failed. A rank that was interrupted raises the interruption instead. ranks/transport.py describes
+the protocol.
 """
 
 from __future__ import annotations
@@ -35,18 +36,18 @@ from torch_ckpt.ranks.transport import Alone, OverStore
 T = TypeVar("T")
 R = TypeVar("R")
 
-#: A rank that is silent for longer is given up.
+#: Default time in seconds after which a rank without heartbeat is declared dead.
 TIMEOUT_SECONDS = 300.0
 
-# What an aborted queue leaves behind: see Meeting.start_over().
+# Kinds of calls that an aborted queue leaves unfinished: see start_over().
 _KINDS_OF_CALLS = ("plan", "call", "lockstep", "call_idx")
 
 
 class Ranks:
-    """The ranks that take part; a single one where nothing is distributed.
+    """The ranks that take part in a save or load; only this process if nothing is distributed.
 
     Args:
-        over: what moves the values; None: this process is alone. See :class:`Meeting`.
+        over: the transport; None: this process is the only rank. See :class:`Meeting`.
     """
 
     def __init__(self, over: Alone | None = None) -> None:
@@ -60,7 +61,8 @@ class Ranks:
     def reduce_scatter(
         self, step: str, local: Callable[[], T], combine: Callable[[list[T]], list[R]]
     ) -> R:
-        """Runs ``local`` everywhere, ``combine`` on the coordinator; each rank gets its part."""
+        """Runs ``local`` on all ranks and ``combine`` on the coordinator. Returns to each rank its
+        part."""
         outcome = attempt(local)
         combined = self._combined(self._over.gather(step, outcome), combine)
         parts = [combined] * self.size if isinstance(combined, RankFailures) else combined
@@ -76,12 +78,13 @@ class Ranks:
         combine: Callable[[list[T]], R],
         undo: Callable[[T], None] | None = None,
     ) -> R:
-        """Runs ``local`` everywhere, ``combine`` on the coordinator; each rank gets the result.
+        """Runs ``local`` on all ranks and ``combine`` on the coordinator. Returns the result to
+        all.
 
         Args:
-            undo: run where ``local`` succeeded if it failed on another rank; never after
-                ``combine`` has begun, nor where this rank cannot know whether it has. None:
-                ``combine`` commits nothing, so that errors do not say that it may have.
+            undo: called on ranks whose ``local`` succeeded if it failed on another rank. Never
+                called after ``combine`` has started, or if this rank cannot know that. None means
+                that ``combine`` commits nothing, so errors do not mention a possible commit.
         """
         outcome = attempt(local)
         gathered = self._over.gather(step, outcome, commits=undo is not None)
@@ -93,7 +96,7 @@ class Ranks:
         return cast(R, received)
 
     def all_succeed(self, step: str, local: Callable[[], T]) -> T:
-        """Runs ``local`` everywhere; raises everywhere where it failed anywhere."""
+        """Runs ``local`` on all ranks. Raises on all ranks if it failed on any."""
         outcome = attempt(local)
         gathered = self._over.gather(step, outcome if failed(outcome) else None)
         received = self._over.broadcast(self._combined(gathered, lambda _: None))
@@ -102,57 +105,55 @@ class Ranks:
         return cast(T, outcome)
 
     def alive(self, counter: Callable[[], int]) -> AbstractContextManager[None]:
-        """While it is open the others wait for this rank for as long as ``counter`` changes.
+        """Block in which the other ranks wait for this rank as long as ``counter`` changes.
 
-        For what may take longer than the timeout, in ``local`` and in ``combine``. ``counter`` is
-        called every few seconds, by another thread: the number of bytes written, for example.
+        For parts of ``local`` and ``combine`` that may take longer than the timeout. Another thread
+        calls ``counter`` every few seconds: it may return the number of bytes written, for example.
         """
         return self._over.alive(counter)
 
     def share(self, data: bytes) -> bytes | str:
-        """What stands for data in a value of ``local``, where other ranks have the same: it is sent
-        once. :meth:`shared` gives it back in ``combine``.
-        """
+        """Returns a token to put in the value of ``local`` for data that several ranks share, which
+        is then sent only once. In ``combine``, :meth:`shared` returns the data."""
         return self._over.share(data)
 
     def shared(self, token: bytes | str) -> bytes:
-        """See :meth:`share`."""
+        """Returns the data of a token of :meth:`share`."""
         return self._over.shared(token)
 
     @property
     def sent(self) -> tuple[int, int]:
-        """What this rank has told others so far: messages, and bytes in them."""
+        """Messages that this rank has sent to other ranks so far, and bytes in them."""
         return self._over.sent
 
     def cancel(self, failure: WRAPPED_EXCEPTION) -> None:
-        """Ends the waiting of this rank, which fails; from any thread.
+        """Ends the wait of this rank, which fails. May be called by any thread.
 
-        On the coordinator it is also the answer to those that have come.
+        On the coordinator, the failure is also the answer to the ranks that have arrived.
         """
         self._over.cancel(failure)
 
     def hurry(self) -> None:
-        """Somebody waits for this step now: looks again at once, however long it has been waiting
-        already; from any thread.
-        """
+        """Makes this rank poll again at once, however long its current pause is. May be called by
+        any thread."""
         self._over.hurry()
 
     def close(self, timeout: float = 60.0) -> None:
-        """Ends the use of the store, after the last step, whether that succeeded or not.
+        """Ends the use of the store, after the last step, whether it succeeded or not.
 
-        Every rank calls it. The coordinator waits until the others have read the last answer, so
-        that the process that hosts the store may end, and removes the keys. Raises nothing: the
-        outcome is known by then.
+        Every rank calls it. The coordinator waits until the other ranks have read the last answer,
+        so that the process that hosts the store may exit, and deletes the keys. Raises nothing,
+        because the outcome is already known.
 
         Args:
-            timeout: seconds that the coordinator waits; where it is too short, keys stay.
+            timeout: seconds that the coordinator waits; after that, keys are left in the store.
         """
         self._over.close(timeout)
 
     # --- private ---------------------------------------------------------------------------------
 
     def _combined(self, gathered: list[Any] | None, combine: Callable[[list[Any]], Any]) -> Any:
-        """On the coordinator what ``combine`` makes of the ranks' values, or who failed."""
+        """Returns the result of ``combine``, or the failures of ranks, on the coordinator."""
         if gathered is None:
             return None
         failures = failures_of(gathered)
@@ -165,13 +166,13 @@ class Ranks:
 
 
 class Meeting:
-    """Where the ranks of a process group meet without using it.
+    """Rendezvous of the ranks of a process group, which does not use the group's collectives.
 
     Args:
-        store: shared by the ranks; None for a process alone.
-        rank: of this process in the group.
-        size: of the group.
-        name: the keys are below it; no other group that uses the store may have it.
+        store: the store that the ranks share; None for a single process.
+        rank: rank of this process in the group.
+        size: size of the group.
+        name: prefix of the keys; no other group that uses the store may have it.
     """
 
     _made: ClassVar[WeakKeyDictionary[dist.ProcessGroup, Meeting]] = WeakKeyDictionary()
@@ -184,24 +185,24 @@ class Meeting:
         self.rank = rank
         self.size = size
         self._name = name
-        # A server lives as long as the store that started it, destroy_process_group() or not.
+        # The server lives as long as the store that started it, even after destroy_process_group().
         self._store = store
-        self._connections: list[Store] = []  # one, once it is needed
-        # Apart from the other lock: to connect may take long, and a store that is stopped never
-        # answers.
+        self._connections: list[Store] = []  # at most one, created on first use
+        # A separate lock: connecting may take long, and a stopped store never answers.
         self._connecting = threading.Lock()
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._starts = 0
         self._apart: dict[str, Meeting] = {}
-        #: Asks the store, for all that meet over this connection.
+        #: The thread that makes the requests to the store, for all users of the connection.
         self.asker = StoreThread()
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup | None, no_dist: bool) -> Meeting:
-        """That of a process group, None for the default group; made when first asked for.
+        """Returns the rendezvous of a process group, None for the default group; created on first
+        use.
 
-        Every rank of the group must ask for it, but none waits for another.
+        Every rank of the group must call it, but none waits for another.
 
         Raises:
             ValueError: this process is not in the group.
@@ -218,12 +219,12 @@ class Meeting:
                 "the call on its members only"
             )
         with cls._making:
-            # No longer than the group: the next group that uses the port must find a new server.
+            # Weak keys: the next group on the same port must find a new server.
             meeting = cls._made.get(group)
             if meeting is None:
                 members = dist.get_process_group_ranks(group)
                 name = f"{group.group_name}-{zlib.crc32(repr(members).encode()):08x}"
-                # A group that takes the place of a destroyed one may have its name and its store.
+                # A group created after another was destroyed may have the same name and store.
                 cls._names[name] += 1
                 name = f"{name}-{cls._names[name]}"
                 meeting = cls(c10d._get_default_store(), dist.get_rank(group), len(members), name)
@@ -231,12 +232,13 @@ class Meeting:
             return meeting
 
     def apart(self, use: str, members: Sequence[int] | None = None) -> Meeting:
-        """For another use, whose meetings are counted apart, so that they need not come in one
-        order with saves; over the same connection. Made when first asked for.
+        """Returns a rendezvous for another use, over the same connection; created on first use.
+
+        Its exchanges are counted separately, so that their order relative to saves does not matter.
 
         Args:
-            use: the same on all ranks that meet.
-            members: of the ranks here those that take part, in their new order; None for all.
+            use: the name of the use, the same on all ranks.
+            members: the ranks that take part, in their new order; None for all.
         """
         name = use if members is None else f"{use}-{zlib.crc32(repr(list(members)).encode()):08x}"
         with self._lock:
@@ -244,39 +246,42 @@ class Meeting:
                 rank = self.rank if members is None else members.index(self.rank)
                 size = self.size if members is None else len(members)
                 other = Meeting(self._store, rank, size, f"{self._name}/{name}")
-                # Not this meeting itself: a cycle would keep the server for longer than the group.
+                # No reference to this object: a cycle would keep the server alive longer than the
+                # group.
                 other._connections, other._connecting = self._connections, self._connecting
                 other.asker = self.asker
                 self._apart[name] = other
             return self._apart[name]
 
     def keys(self, below: str) -> Store:
-        """Keys of this meeting's own, for values that are not exchanged in a step."""
+        """Returns a store with this rendezvous's own keys, for values that are not exchanged in a
+        step."""
         return PrefixStore(f"torch_ckpt/{self._name}/{below}", self.connection())
 
     def ranks(
         self, timeout: float = TIMEOUT_SECONDS, kind: str = "save", prefix: str | None = None
     ) -> Ranks:
-        """The ranks of one save or load, for one thread. Every rank makes them, in the same order.
+        """Returns the ranks of one save or load, for one thread. Every rank calls it, in the same
+        order.
 
         Args:
-            kind: those of one kind are made in the same order on every rank.
-            prefix: of their keys, which the ranks know; then the order does not matter.
-            timeout: in seconds; a rank that the others wait for and that gives no sign of life for
-                so long is given up: the step raises ``CheckpointException`` with a
-                ``TimeoutError`` for it, on all ranks. Where the store does not answer it raises
-                one with a ``ConnectionError`` for the rank itself, and undoes nothing.
+            kind: calls of one kind have the same order on every rank.
+            prefix: prefix of the keys, if the ranks know one; then the order does not matter.
+            timeout: seconds after which a rank that others wait for and that sends no heartbeat is
+                declared dead. The step then raises ``CheckpointException`` with a ``TimeoutError``
+                for that rank, on all ranks. If the store does not answer, it raises one with a
+                ``ConnectionError`` for this rank, and undoes nothing.
         """
         if not self.distributed:
             return Ranks()
         if prefix is None:
             prefix = self.next_prefix(kind)
-        # By a bound method, which keeps this meeting, and with it the server.
+        # The bound method keeps this object alive, and with it the server.
         over = OverStore(self.rank, self.size, self.connection, self.asker, prefix, timeout)
         return Ranks(over)
 
     def next_prefix(self, kind: str) -> str:
-        """A prefix of keys that nobody else has; the same on every rank, by the order of calls."""
+        """Returns a unique prefix of keys, the same on every rank, by the order of calls."""
         with self._lock:
             number = self._counts[kind]
             self._counts[kind] += 1
@@ -284,10 +289,10 @@ class Meeting:
         return f"torch_ckpt/{self._name}/{below}/{number}"
 
     def start_over(self) -> None:
-        """Counts the prefixes of asynchronous calls from 0, below a name that was not used yet.
+        """Counts the prefixes of asynchronous calls from 0 again, below a new name.
 
-        After an abort: that finds ranks at different points, and so with different numbers. All
-        ranks call it as often.
+        Needed after an abort, which leaves ranks at different numbers. All ranks call it the same
+        number of times.
         """
         with self._lock:
             self._starts += 1
@@ -295,10 +300,10 @@ class Meeting:
                 self._counts[kind] = 0
 
     def connection(self) -> Store:
-        """The store, over a connection that nobody else uses; made when first asked for.
+        """Returns the store, over a connection of its own; created on first use.
 
-        The training may wait on its own one for minutes, and keeps others off it. To connect may
-        take seconds, where names are slow to resolve.
+        The training may wait on its own connection for minutes, and blocks it meanwhile. Connecting
+        may take seconds if name resolution is slow.
         """
         with self._connecting:
             assert self._store is not None
@@ -311,10 +316,10 @@ class Meeting:
 
 
 def is_distributed(no_dist: bool = False) -> bool:
-    """Whether there are other ranks, and they count."""
+    """Returns True if there are other ranks to take part."""
     return not no_dist and dist.is_available() and dist.is_initialized()
 
 
 def own_rank() -> int:
-    """This process's rank among all; 0 where nothing is distributed."""
+    """Returns the global rank of this process; 0 if nothing is distributed."""
     return dist.get_rank() if is_distributed() else 0

@@ -1,4 +1,4 @@
-"""What came of a step on a rank, as it travels to others."""
+"""Outcomes of a step on a rank, in the form that is sent to other ranks."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ _Failure = tuple[BaseException, traceback.StackSummary]
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, or its type where it says nothing."""
+    """Returns the first line of an error, or its type if it has no text."""
     lines = str(error).splitlines()
     return lines[0] if lines else type(error).__name__
 
 
 class RankFailures:
-    """Why a step failed, by rank; ``combining``: on the coordinator, of what all ranks had sent."""
+    """The causes of a failed step, by rank; ``combining`` is True if the coordinator failed to
+    combine the values of all ranks."""
 
     def __init__(self, by_rank: dict[int, _Failure], combining: bool) -> None:
         self.by_rank = by_rank
@@ -27,7 +28,7 @@ class RankFailures:
 
 
 def no_sign_of_life(step: str, ranks: list[int], seconds: float) -> dict[int, _Failure]:
-    """The failure of ranks that have been silent for too long, by rank."""
+    """Returns the failure of ranks that sent no heartbeat for too long, by rank."""
     who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
     error = TimeoutError(
         f"{who} sent no heartbeat for {seconds:g} s in '{step}': check that the process is still "
@@ -37,11 +38,11 @@ def no_sign_of_life(step: str, ranks: list[int], seconds: float) -> dict[int, _F
 
 
 def attempt(function: Callable[..., Any], *args: Any) -> Any:
-    """What ``function`` returns; where it raises, the error and its stack, as torch wraps them."""
+    """Returns the result of ``function``, or its error and stack, as torch wraps them."""
     try:
         return function(*args)
     except BaseException as error:
-        # Without the code objects that Python 3.13 keeps in it and that do not pickle.
+        # Without the code objects that Python 3.13 adds, which cannot be pickled.
         stack = [(f.filename, f.lineno or 0, f.name, f.line) for f in _frames(error)]
         return _portable(error), traceback.StackSummary.from_list(stack)
 
@@ -51,9 +52,9 @@ def _frames(error: BaseException) -> traceback.StackSummary:
 
 
 def drop_frames(error: BaseException) -> None:
-    """Lets go of an error's frames and of its causes', and so of what they refer to.
+    """Releases the frames of an error and of its causes, and the objects that they refer to.
 
-    Their text is in the stacks that go with errors here.
+    The stacks that accompany errors here keep the text of the frames.
     """
     inner = [cause for cause, _ in error.failures.values()] if _is_of_ranks(error) else []
     each: BaseException | None = error
@@ -69,7 +70,7 @@ def _is_of_ranks(error: BaseException) -> TypeGuard[CheckpointException]:
 
 
 def failed(outcome: Any) -> bool:
-    """Whether :func:`attempt` has returned an error."""
+    """Returns True if an outcome of :func:`attempt` is an error."""
     return (
         isinstance(outcome, tuple)
         and len(outcome) == 2
@@ -83,7 +84,7 @@ def failures_of(outcomes: list[Any]) -> dict[int, _Failure]:
 
 
 def _portable(error: BaseException) -> BaseException:
-    """The error itself where it survives the way to the other ranks; its text otherwise."""
+    """Returns the error if it can be pickled and unpickled, else its text as a RuntimeError."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

@@ -1,14 +1,14 @@
-"""All ranks stop at the same step when one of them is told to.
+"""Stops all ranks at the same step after a preemption notice to one of them.
 
 1. Every rank has a thread that waits for a notice: a signal to this process, a file, or the key
    ``{round}/notice`` in the store, which the first rank with a notice sets.
-2. The thread then posts the last step that training on its rank has come to. From there on a call
-   for a later step waits for the answer. Not so a call for an earlier one.
-3. The ranks' threads agree: the largest of the posted steps, plus one. No rank can have passed it.
-4. The first call for that step, or a later one, returns True. The next notice is another round.
+2. The thread then posts the last step that training on its rank has reached. From there on, a call
+   for a later step waits for the answer; a call for an earlier step does not.
+3. The ranks' threads agree on the largest posted step, plus one. No rank can be past it.
+4. The first call for that step, or a later one, returns True. The next notice starts another round.
 
-Threads agree with threads, never with training: a rank whose training is a step ahead and waits
-there for one that waits here has posted its step, and is waited for no longer.
+The threads never wait for training: a rank whose training is one step ahead, and waits there for a
+rank that waits here, has already posted its step.
 """
 
 from __future__ import annotations
@@ -37,24 +37,39 @@ from torch_ckpt.ranks.store_thread import peek
 
 logger = logging.getLogger(__name__)
 
-#: A rank that does not post its step for longer is given up; notices leave little time.
+#: Default time after which a rank that does not post its step is declared dead. Short, because a
+#: notice leaves little time.
 TIMEOUT_SECONDS = 30.0
 
-#: How often the store and the file are looked at.
+#: Seconds between two checks of the store and the file.
 POLL_SECONDS = 1.0
 
 _NAME = "reached_preemption_sync_point()"
 
-# A step before all others, of a rank whose training has not come to any.
+# The step of a rank whose training has not reached any.
 _NO_STEP = -1
 
-# What wakes the thread beside notices.
+# Messages to the thread, in addition to notices.
 _CLOSE = "close"
 _REACHED = "reached"
 
 
 class PreemptionWatch:
-    """Waits for notices on one rank; made by :func:`watch_for_preemption`. A context manager."""
+    """Waits for preemption notices on one rank; returned by :func:`watch_for_preemption`.
+
+    A context manager, which closes the watch.
+
+    Examples:
+        ```python
+        with multihost.watch_for_preemption(file="/run/preempted") as watch:
+            for step in range(first, last):
+                train_one_step()
+                if multihost.reached_preemption_sync_point(step):
+                    save(step)
+                    print("stopped by", watch.reason)
+                    break
+        ```
+    """
 
     def __init__(
         self,
@@ -70,9 +85,9 @@ class PreemptionWatch:
         self._poll_seconds = poll_seconds
         self._timeout = timeout
         self._on_close = on_close
-        # What ends the thread's waiting. Its put() may be called by a signal handler.
+        # Wakes the thread. A signal handler may call its put().
         self._wake: queue.SimpleQueue[str] = queue.SimpleQueue()
-        # All below is guarded by this, but for what handlers set.
+        # Guards all fields below, except those that signal handlers set.
         self._changed = threading.Condition()
         self._step = _NO_STEP
         self._posted: int | None = None
@@ -85,7 +100,8 @@ class PreemptionWatch:
         self._signalled = False
         self._seen_file = False
         self._before: dict[int, Any] = {}
-        # Only the thread has the meeting, and with it the store: it must go with the group.
+        # Only the thread refers to the rendezvous, and thereby to the store, which must not outlive
+        # the group.
         self._thread = threading.Thread(
             target=self._run, args=(meeting,), name="torch_ckpt preemption", daemon=True
         )
@@ -102,23 +118,23 @@ class PreemptionWatch:
 
     @property
     def reason(self) -> str:
-        """What told which rank in the last round that was agreed on: "SIGTERM on rank 3"."""
+        """The notice of the last completed round and its rank: "SIGTERM on rank 3"."""
         with self._changed:
             return self._reason
 
     def watches(self, signals: Iterable[int], file: str | os.PathLike[str] | None) -> bool:
-        """Whether these signals and this file, if any, are among what it waits for."""
+        """Returns True if it already waits for these signals and this file, if any."""
         is_file = file is None or os.fspath(file) == self._file
         return is_file and set(signals) <= set(self._before)
 
     def reached(self, step: int) -> bool:
-        """As :func:`reached_preemption_sync_point`, for the ranks of this watch."""
+        """See :func:`reached_preemption_sync_point`, for the ranks of this watch."""
         if step < 0:
             raise ValueError(f"step {step} is negative: count steps from 0")
         with self._changed:
             if step == self._returned_true_at:
                 return True
-            # A notice to this process counts from here on, although its thread may not have run.
+            # A notice to this process counts at once, even if its thread has not run yet.
             self._wait_until(lambda: not self._signalled or self._posted is not None)
             if self._posted is not None and step > self._posted:
                 self._wait_until(lambda: self._agreed is not None)
@@ -128,19 +144,21 @@ class PreemptionWatch:
             self._reason = self._agreed[1]
             self._returned_true_at = step
             self._agreed = self._posted = None
-            # First: a signal between the two is one of the next round, of which the thread knows.
+            # Before the reset: a signal in between then belongs to the next round, which the thread
+            # knows.
             self._wake.put(_REACHED)
             self._signalled = False
             return True
 
     def ignored(self) -> None:
-        """Nobody acts on the notice: from here on SIGTERM does what it did before."""
+        """Restores the former effect of SIGTERM, because the program does not act on the notice."""
         self._is_ignored = True
 
     def close(self) -> None:
-        """Ends the watch and sets the handlers of signals as they were.
+        """Ends the watch and restores the signal handlers.
 
-        Only the main thread can set handlers: elsewhere they stay, and pass signals on.
+        Only the main thread can set handlers. In another thread they stay installed, and pass
+        signals on.
         """
         with self._changed:
             if self._closed:
@@ -170,18 +188,19 @@ class PreemptionWatch:
             self._changed.wait(self._poll_seconds)
 
     def _group_has_gone(self) -> None:
-        """From here on the signals mean what they did, although the handlers stay."""
+        """Ends the watch of a destroyed group. The handlers stay installed and pass signals on."""
         self._closed = True
         self._wake.put(_CLOSE)
-        # Until then it has the store, whose port the next group may want, and the interpreter must
-        # not end. It may be the thread in which the collector has found the group.
+        # The thread keeps the store until it ends; the next group may need its port, and the
+        # interpreter must not exit before. This may run in that thread itself, if the collector
+        # runs there.
         if threading.current_thread() is not self._thread:
             self._thread.join(self._poll_seconds + 1.0)
 
     # --- signals ---------------------------------------------------------------------------------
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Runs in the main thread between any two of its instructions: takes no lock."""
+        """Runs in the main thread between any two of its instructions; must not take a lock."""
         before = self._before.get(number)
         is_notice = not (self._closed or (self._is_ignored and number == signal.SIGTERM))
         if is_notice:
@@ -228,7 +247,7 @@ class PreemptionWatch:
             self._changed.notify_all()
 
     def _wait_for_notice(self, meeting: Meeting, number: int) -> str | None:
-        """Who was told by what; None at the end."""
+        """Returns the notice and its rank; None at the end."""
         may_ask = meeting.distributed
         while True:
             try:
@@ -239,7 +258,7 @@ class PreemptionWatch:
                 return None if woken == _CLOSE else woken
             if self._file is not None:
                 _core.fault_point("stat", self._file)
-                # A file is one notice for as long as it is there.
+                # A file is one notice for as long as it exists.
                 before, self._seen_file = self._seen_file, os.path.exists(self._file)
                 if self._seen_file and not before:
                     return f"{self._file} on rank {self._rank}"
@@ -249,12 +268,12 @@ class PreemptionWatch:
                     if (notice := peek(keys, "notice")) is not None:
                         return notice.decode()
                 except RuntimeError as error:
-                    # Where training is over rank 0, which may host the store, may have gone.
+                    # When training is over, rank 0 may have exited, and with it the store.
                     may_ask = False
                     logger.info("lost the store, so notices of other ranks are not seen: %s", error)
 
     def _agree(self, meeting: Meeting, ranks: Ranks, number: int, reason: str) -> tuple[int, str]:
-        """The step at which all ranks return True, and who was told first."""
+        """Returns the step at which all ranks return True, and the first notice."""
 
         def post() -> tuple[int, str]:
             first = reason
@@ -268,7 +287,7 @@ class PreemptionWatch:
 
         def largest(posted: list[tuple[int, str]]) -> tuple[int, str]:
             if meeting.distributed and number:
-                # Where all have come from.
+                # All ranks have left the previous round.
                 meeting.keys(str(number - 1)).delete_key("notice")
             return max(step for step, _first in posted) + 1, posted[0][1]
 
@@ -286,7 +305,7 @@ def _name(number: int) -> str:
 
 
 def _before(number: int) -> Any:
-    """The handler of a signal, past those of watches that have ended."""
+    """Returns the handler of a signal, skipping those of closed watches."""
     handler: Any = signal.getsignal(number)
     while isinstance(watch := getattr(handler, "__self__", None), PreemptionWatch):
         if not watch._closed:
@@ -296,15 +315,15 @@ def _before(number: int) -> Any:
 
 
 def signal_numbers(signals: Iterable[int], option: str) -> tuple[int, ...]:
-    """Checks the signals to watch.
+    """Checks the signals to watch, and returns their numbers.
 
     Args:
-        signals: their numbers.
+        signals: the numbers.
         option: the name of the option, for errors.
 
     Raises:
-        TypeError: it is not an iterable of numbers.
-        ValueError: a signal of that number does not exist, or cannot be watched.
+        TypeError: ``signals`` is not an iterable of numbers.
+        ValueError: a signal does not exist or cannot be watched.
     """
     form = f"{option} must be a list of signal numbers such as [signal.SIGTERM]"
     if isinstance(signals, str) or not isinstance(signals, Iterable):
@@ -322,7 +341,7 @@ def signal_numbers(signals: Iterable[int], option: str) -> tuple[int, ...]:
 _watches: LiveObjects[PreemptionWatch] = LiveObjects()
 _by_group: WeakKeyDictionary[dist.ProcessGroup, PreemptionWatch] = WeakKeyDictionary()
 _alone: list[PreemptionWatch] = []
-# How many watches there have been: a new one must not find the keys of the last one.
+# Number of watches so far: a new one must not find the keys of the last one.
 _counts: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
@@ -334,26 +353,36 @@ def watch_for_preemption(
     poll_seconds: float = POLL_SECONDS,
     timeout: float = TIMEOUT_SECONDS,
 ) -> PreemptionWatch:
-    """Begins to wait for notices. Every rank of the group calls it, before its first step.
+    """Starts to wait for preemption notices. Every rank of the group calls it, before its first
+    step.
 
-    It waits for nobody. After :meth:`PreemptionWatch.close` the group can be watched again, on all
-    ranks. A signal that is watched no longer ends this process; a handler that was
-    set before is called as well (not Python's own for SIGINT). Forked children get the signals as
-    they were.
+    It does not wait for other ranks. After :meth:`PreemptionWatch.close` the group can be watched
+    again, on all ranks. A watched signal no longer ends this process. A handler that was set before
+    is called as well, except Python's own for SIGINT. In forked children the former handlers are
+    restored.
 
     Args:
-        signals: numbers. Other than for none, it must be called in the main thread.
-        file: a notice when it appears, on the rank that sees it. It counts again after it was
-            gone; who makes it removes it, or it is a notice to the next run too.
+        signals: signal numbers. Unless it is empty, the call must be made in the main thread.
+        file: path of a file whose appearance is a notice, on the rank that sees it. It counts again
+            after it was removed. Remove it before the next run, or it is a notice to that run, too.
         process_group: None for the default group.
-        poll_seconds: how often the file and the store are looked at, each with one request to the
-            store, by a thread.
-        timeout: seconds after which a rank is given up that does not post its step after a notice.
+        poll_seconds: seconds between two checks of the file and the store; a thread makes one
+            request to the store for each.
+        timeout: seconds after which a rank that does not post its step after a notice is declared
+            dead.
+
+    Returns:
+        The watch.
 
     Raises:
         TypeError: ``signals`` are not numbers.
-        ValueError: the group is watched already; not the main thread; this process is not in the
-            group; a signal cannot be watched.
+        ValueError: the group is already watched, this is not the main thread, this process is not
+            in the group, or a signal cannot be watched.
+
+    Examples:
+        ```python
+        multihost.watch_for_preemption([signal.SIGTERM, signal.SIGUSR1])
+        ```
     """
     numbers = signal_numbers(signals, "signals")
     if numbers and threading.current_thread() is not threading.main_thread():
@@ -388,30 +417,39 @@ def watch_for_preemption(
 def reached_preemption_sync_point(
     step: int, *, process_group: dist.ProcessGroup | None = None
 ) -> bool:
-    """Whether this is the step at which all ranks are to save and stop. Call it once in each step.
+    """Returns True at the step at which all ranks must save and stop. Call it once in each step.
 
-    After a notice on any rank, the ranks agree on the largest step that any of them has come to,
-    plus one. The call for that step returns True on every rank; where steps are not called for one
-    by one, the first call for a later one. It returns True again for the same step only. Training
-    that goes on afterwards may be told again.
+    After a notice on any rank, the ranks agree on the largest step that any of them has reached,
+    plus one. The call for that step returns True on every rank, or the first call for a later step
+    if steps are skipped. It returns True again only for the same step. If training continues,
+    another notice starts another round.
 
-    Until there is a notice it compares a few numbers, and asks nobody: a thread looks at the store
-    once a second. Once there is one, the first call for a later step than the one that this rank's
-    thread has posted waits for the other ranks' threads: for up to ``poll_seconds``.
+    Without a notice, a call only compares a few numbers; a thread asks the store once a second.
+    After a notice, the first call for a step later than the one that this rank has posted waits for
+    the threads of the other ranks, for up to ``poll_seconds``.
 
-    Without :func:`watch_for_preemption`, the first call begins to watch for SIGTERM. A rank that is
-    told before that ends.
+    Without :func:`watch_for_preemption`, the first call starts to watch for SIGTERM. A signal
+    before that ends the process.
 
     Args:
-        step: from 0 on, the same numbers on all ranks.
+        step: number of the step, from 0, the same on all ranks.
         process_group: None for the default group.
 
     Raises:
-        TimeoutError: after a notice ranks did not post their step; they are named. Every later
-            call raises the same.
-        ConnectionError: the store was lost after a notice. Likewise.
-        ValueError: ``step`` is negative; it is the first call, and not in the main thread; this
-            process is not in the group.
+        TimeoutError: after a notice, ranks did not post their step; they are named. Every later
+            call raises the same error.
+        ConnectionError: the store was lost after a notice. Every later call raises the same error.
+        ValueError: ``step`` is negative, the first call is not in the main thread, or this process
+            is not in the group.
+
+    Examples:
+        ```python
+        for step in range(first, last):
+            train_one_step()
+            if multihost.reached_preemption_sync_point(step):
+                torch_ckpt.save(state, f"checkpoints/{step}")
+                break
+        ```
     """
     watch = current_watch(process_group)
     if watch is None:
@@ -426,22 +464,22 @@ def _group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
 
 
 def current_watch(process_group: dist.ProcessGroup | None) -> PreemptionWatch | None:
-    """The watch of a process group, None for the default group, if there is one."""
+    """Returns the watch of a process group, None for the default group; None if there is none."""
     group = _group(process_group)
     if group is None:
         return _alone[0] if _alone else None
-    # new_group does not return a group to a process that is not in it.
+    # new_group does not return a group to a process outside of it.
     return _by_group.get(group) if isinstance(group, dist.ProcessGroup) else None
 
 
 def _close_all() -> None:
-    # A thread that asks the store while Python ends would end with it.
+    # A request to the store must not run while the interpreter shuts down.
     for watch in _watches:
         watch.close()
 
 
 def _leave_child() -> None:
-    # There the signals mean what they did: loaders end their workers by them.
+    # Restore the handlers in the child: data loaders end their workers by signals.
     for watch in _watches:
         watch._restore_handlers()
 

@@ -1,4 +1,4 @@
-"""Asking a process group's store, which may never answer."""
+"""Requests to a process group's store, which may never answer."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ T = TypeVar("T")
 
 _Requests = queue.SimpleQueue[Any]
 
-# Not empty: a store creates an absent key whose expected value is empty.
+# Not empty, because a store creates an absent key if the expected value is empty.
 _ABSENT = "torch_ckpt: this key is absent"
 
 
 def peek(store: Store, key: str) -> bytes | None:
     """Returns the value of a key, or None if it is absent. Never waits for it.
 
-    ``get`` waits for an absent key until the store's time-out, which is 30 minutes by default, and
-    keeps all other threads off the connection: also after a ``check``, if another rank deletes the
-    key in between. ``compare_set`` changes nothing here, and returns what it expects if the key is
-    absent.
+    ``get`` waits for an absent key until the timeout of the store, 30 minutes by default, and
+    blocks the connection for all other threads: even after a ``check``, if another rank deletes the
+    key in between. ``compare_set`` changes nothing here, and returns the expected value if the key
+    is absent.
     """
     value: bytes = store.compare_set(key, _ABSENT, _ABSENT)
     return None if value == _ABSENT.encode() else value
 
 
 class StoreThread:
-    """A thread that asks a store, because TCPStore waits for ever for a server that is stopped.
+    """A thread that makes requests to a store, because TCPStore waits forever for a stopped server.
 
-    It is started by the first request. One that is not answered in time is left to it, and the next
-    request gets another thread. Nothing that a request refers to is kept: a store lives as long as
-    somebody refers to it, and its server with it.
+    The first request starts it. If a request is not answered in time, the thread is abandoned, and
+    the next request starts another one. No reference to objects of a request is kept: a store and
+    its server live as long as there is a reference to the store.
     """
 
     def __init__(self) -> None:
@@ -57,16 +57,18 @@ class StoreThread:
         *args: Any,
         advice: str = "",
     ) -> T:
-        """What ``work`` gets from the store. From any thread; requests are worked off in turn.
+        """Returns the result of ``work``, which uses the store. May be called by any thread;
+        requests are processed in order.
 
         Args:
-            step: what it is for, for the error.
-            rank: of this process.
-            limit: in seconds.
-            advice: what else to check after an error, at the end of its text.
+            step: the step of the save or load, for the error.
+            rank: rank of this process.
+            limit: seconds to wait.
+            advice: text to add to the error: what else to check.
 
         Raises:
-            CheckpointException: with a ConnectionError; the store is lost, or does not answer.
+            CheckpointException: the store is lost or does not answer; the cause is a
+                ConnectionError.
         """
         answer: _Requests = queue.SimpleQueue()
         requests = self._started()
@@ -92,10 +94,10 @@ class StoreThread:
     # --- private ---------------------------------------------------------------------------------
 
     def _started(self) -> _Requests | None:
-        """The requests of a thread that runs; None where Python starts none any more, as 3.12 while
-        the interpreter ends."""
+        """Returns the queue of a running thread; None if Python starts no threads any more, as 3.12
+        does while the interpreter exits."""
         with self._lock:
-            # A forked child has none of its parent's threads.
+            # A forked child has no threads of its parent.
             if self._requests is None or self._pid != os.getpid():
                 requests: _Requests = queue.SimpleQueue()
                 thread = threading.Thread(
@@ -113,7 +115,7 @@ class StoreThread:
         with self._lock:
             if requests is not None and self._requests is requests:
                 self._requests = None
-                # Should the store ever answer, the thread ends.
+                # The thread then ends, if the store ever answers.
                 requests.put(None)
 
 
@@ -123,7 +125,7 @@ def _serve(requests: _Requests) -> None:
 
 
 def _answer_next(requests: _Requests) -> bool:
-    """Answers a request; False where no more will come. Returns without a reference to it."""
+    """Answers a request and keeps no reference to it. Returns False at the end."""
     request = requests.get()
     if request is None:
         return False

@@ -1,21 +1,23 @@
-"""How the values of a step travel between ranks: as keys of a store, which also tell who has died.
+"""Transport of a step's values between ranks: keys of a store, with heartbeats that reveal dead
+ranks.
 
-1. Every rank posts its value as ``{step}/from/{rank}``; the coordinator waits for all of them.
-2. It sets ``{step}/verdict`` where there is none yet. Only then may it combine, which may commit.
-3. It posts its answer as ``{step}/to/all``, for which the others wait. Where ranks get different
-   ones, that says so, and ``{step}/to/{rank}`` is there before.
-4. Who is waited for and gives no sign of life is given up, and the step fails. A silent coordinator
-   is given up by who has waited longest, who sets the verdict and answers in its place. Should the
-   coordinator come back, it finds the verdict and does not commit.
-5. ``alive/{rank}`` is a sign of life when its value is another than at the last look.
-6. The rank that creates ``shared/{digest}/owner`` posts ``shared/{digest}``; others that share the
-   same bytes only name it. The coordinator alone reads it. The owner deletes it at the end, unless
-   the coordinator may still read it.
-7. The reader of a key deletes it. What several ranks read is deleted by the coordinator after
-   ``bye/{rank}`` of each.
-8. No key is read that may be absent by a call that waits for it: see ``peek``.
+1. Every rank posts its value as ``{step}/from/{rank}``. The coordinator waits for all of them.
+2. The coordinator sets ``{step}/verdict`` unless it is set. Only then may it combine the values,
+   which may commit.
+3. It posts its answer as ``{step}/to/all``, for which the other ranks wait. If ranks get different
+   answers, ``to/all`` states this, and ``{step}/to/{rank}`` is posted before it.
+4. A rank that sends no heartbeat while others wait for it is declared dead, and the step fails. If
+   the coordinator sends no heartbeat, the rank that has waited longest sets the verdict and answers
+   in its place. A coordinator that resumes finds that verdict and does not commit.
+5. ``alive/{rank}`` is a heartbeat if its value has changed since the last check.
+6. The rank that creates ``shared/{digest}/owner`` posts ``shared/{digest}``; other ranks that share
+   the same bytes only send the digest. Only the coordinator reads it. The owner deletes it at the
+   end, unless the coordinator may still read it.
+7. The reader of a key deletes it. Keys that several ranks read are deleted by the coordinator after
+   it has read ``bye/{rank}`` of each.
+8. A key that may be absent is never read by a call that waits for it: see ``peek``.
 9. A coordinator that did not run for so long that others may have declared it dead does not commit.
-   The store, if it hosts it, could not tell it.
+   If it hosts the store, the store cannot report that.
 """
 
 from __future__ import annotations
@@ -44,40 +46,40 @@ from torch_ckpt.ranks.store_thread import StoreThread, peek
 
 T = TypeVar("T")
 
-# By this factor the others wait longer for the coordinator than it waits for them; or they would
-# give it up while it gives up somebody else.
+# The other ranks wait longer for the coordinator by this factor. Otherwise they might declare it
+# dead while it declares another rank dead.
 _LONGER = 1.25
 
-# Signs of life are given and looked for this often, or ten times in a short timeout.
+# Seconds between heartbeats and between checks for them; a tenth of a short timeout.
 _PULSE_SECONDS = 5.0
 
-# TCPStore closes the connection over a value of more than 8 MiB.
+# Size of a piece: TCPStore closes the connection if a value exceeds 8 MiB.
 _PIECE_BYTES = 4 << 20
 
 _DECIDED = b"the coordinator goes on"
 
-#: Advice of an error where the coordinator may have committed.
+#: Added to errors if the coordinator may have committed.
 MAY_HAVE_COMMITTED = " and, because rank 0 may have committed, whether the checkpoint exists"
 
-# What a value begins with that is in its key, and not in pieces below it.
+# Prefix of a value that is complete in its key, without pieces.
 _WHOLE = b"="
 
 
 class _Each:
-    """The answer to ranks that have answers of their own."""
+    """The answer to ranks that get different answers."""
 
 
 class Alone:
-    """Moves values between ranks; here, where there is one. Each step begins with a gather."""
+    """The transport of a single rank. Each step begins with gather."""
 
     distributed = False
     rank = 0
     size = 1
-    #: What this rank has told others so far: messages, and bytes in them.
+    #: Number of messages that this rank has sent so far, and of bytes in them.
     sent = (0, 0)
 
     def gather(self, step: str, value: Any, *, commits: bool = False) -> list[Any] | None:
-        """Every rank's value, or why there is none, on the coordinator; None elsewhere.
+        """Returns the outcome of every rank on the coordinator; None on other ranks.
 
         Args:
             commits: the coordinator may commit next.
@@ -85,20 +87,20 @@ class Alone:
         return [value]
 
     def share(self, data: bytes) -> bytes | str:
-        """What stands for data in a value of gather, where other ranks have the same."""
+        """Returns a token for data that several ranks share, to use in a value of gather."""
         return data
 
     def shared(self, token: bytes | str) -> bytes:
-        """On the coordinator, after that gather: the data."""
+        """Returns the data of a token, on the coordinator after that gather."""
         assert isinstance(token, bytes)
         return token
 
     def scatter(self, parts: list[Any] | None) -> Any:
-        """To each rank its part of what the coordinator has."""
+        """Returns to each rank its part, which the coordinator passes."""
         return parts[0] if parts is not None else None
 
     def broadcast(self, value: Any) -> Any:
-        """To each rank what the coordinator has."""
+        """Returns the coordinator's value on each rank."""
         return value
 
     def alive(self, counter: Callable[[], int]) -> AbstractContextManager[None]:
@@ -115,9 +117,9 @@ class Alone:
 
 
 class OverStore(Alone):
-    """By the protocol at the head of this file. For one thread.
+    """The transport over a store, by the protocol of the module's docstring. For one thread.
 
-    Whatever uses the store raises CheckpointException where it is lost.
+    Methods that use the store raise CheckpointException if it is lost.
     """
 
     distributed = True
@@ -136,26 +138,32 @@ class OverStore(Alone):
         self._connection = connect
         self._asker = asker
         self._prefix = prefix
-        self._store: Any = None  # until it is needed; typed for str values, but it takes bytes
+        self._store: Any = (
+            None  # created on first use; its stubs have str values, but it accepts bytes
+        )
         self._timeout = timeout
         self._limit = _LONGER * timeout
         self._pulse = min(timeout / 10, _PULSE_SECONDS)
         self._steps = 0
         self._step = ""
-        self._given_up = False  # this rank, the coordinator, by another one that has answered
+        self._given_up = False  # another rank has declared this one, the coordinator, dead
         self._cancelled: WRAPPED_EXCEPTION | None = None
         self._hurried = threading.Event()
-        self._commits = False  # the coordinator may, in this step
-        self._lost: dict[int, WRAPPED_EXCEPTION] | None = None  # the store
-        self._absent: list[int] = []  # ranks that come late, if at all
+        self._commits = False  # the coordinator may commit in this step
+        self._lost: dict[int, WRAPPED_EXCEPTION] | None = (
+            None  # the failures after the store was lost
+        )
+        self._absent: list[int] = []  # stragglers, and ranks that never arrive
         self._posted: list[str] = []  # keys of this rank's value in this step
         self._verdicts: list[str] = []
         self._answers: list[str] = []
-        self._shared: dict[str, bytes] = {}  # on the coordinator, what it has or has read
+        self._shared: dict[str, bytes] = {}  # by token, the data that the coordinator has
         self._owned: dict[str, list[str]] = {}  # by token, the keys that this rank deletes
-        self._may_be_read = False  # what this rank owns, by the coordinator
-        self._ran_at: float | None = None  # while heartbeats are sent
-        self._lapse = 0.0  # the longest time without one
+        self._may_be_read = False  # the coordinator may still read the keys that this rank owns
+        self._ran_at: float | None = (
+            None  # last time this rank is known to have run; set while heartbeats are sent
+        )
+        self._lapse = 0.0  # the longest time between two heartbeats
 
     def gather(self, step: str, value: Any, *, commits: bool = False) -> list[Any] | None:
         self._step = step
@@ -225,7 +233,7 @@ class OverStore(Alone):
             while not done.wait(self._pulse):
                 self._note_that_it_runs()
                 sign = f"{begun}/{counter()}"
-                with suppress(RuntimeError):  # that the store is lost the next step will say
+                with suppress(RuntimeError):  # the next step reports a lost store
                     self._connect()
                     self._store.set(f"alive/{self.rank}", sign)
 
@@ -238,7 +246,7 @@ class OverStore(Alone):
         finally:
             done.set()
             if thread.ident is not None and self._lost is None:
-                thread.join(self._pulse)  # and no longer: a store that is stopped does not answer
+                thread.join(self._pulse)  # no longer: a stopped store does not answer
             self._ran_at = None
 
     def cancel(self, failure: WRAPPED_EXCEPTION) -> None:
@@ -272,11 +280,11 @@ class OverStore(Alone):
         now = time.monotonic()
         if self._ran_at is not None:
             self._lapse = max(self._lapse, now - self._ran_at)
-            # Second: _verdict() reads this first.
+            # Last: _verdict() reads this first.
             self._ran_at = now
 
     def _verdict(self) -> bytes:
-        """Returns the coordinator's decision, once it waits for no rank."""
+        """Returns the coordinator's decision when it has stopped waiting."""
         ran_at = self._ran_at
         lapse = 0.0 if ran_at is None else max(time.monotonic() - ran_at, self._lapse)
         if not self._commits or lapse < self._limit - self._pulse:
@@ -290,10 +298,11 @@ class OverStore(Alone):
         return pickle.dumps(RankFailures(failures, combining=False))
 
     def _await(self, keys: dict[int, str], patience: float) -> list[int]:
-        """Waits for a key of each rank, unless that is cancelled; the ranks silent for too long.
+        """Waits for a key of each rank, unless the wait is cancelled. Returns the ranks that timed
+        out.
 
-        By asking now and then: the store's own wait prints two warnings when its time is up, and
-        keeps other threads off the connection.
+        Polls, because the store's own wait prints two warnings at its timeout and blocks the
+        connection for other threads.
         """
         calm_since = looked = time.monotonic()
         heard = dict.fromkeys(keys, looked)
@@ -308,7 +317,7 @@ class OverStore(Alone):
                 signs = self._ask(self._signs, {rank: keys[rank] for rank in before})
                 heard = {r: heard[r] if signs[r] == before[r] else now for r in signs}
                 if any(now - then >= patience for then in heard.values()):
-                    # With those that fell silent a little later.
+                    # Include the ranks that stopped a little later.
                     return [rank for rank, then in heard.items() if now - then >= patience / 2]
             _core.fault_point("wait for ranks", self._step)
             if self._hurried.wait(min(1.0, pulse, max(0.001, (now - calm_since) / 10))):
@@ -317,9 +326,9 @@ class OverStore(Alone):
         return []
 
     def _signs(self, keys: dict[int, str]) -> dict[int, bytes]:
-        """The last sign of life of each rank whose key is not there."""
+        """Returns the last heartbeat of each rank whose key is absent."""
         if self.rank == 0:
-            # The others are to wait for it for as long as it waits for one of them.
+            # The other ranks must wait for this rank as long as it waits for one of them.
             self._store.set("alive/0", str(time.monotonic()))
         signs = {}
         for rank, key in keys.items():
@@ -328,9 +337,8 @@ class OverStore(Alone):
         return signs
 
     def _answer(self, values: dict[int | str, Any]) -> RankFailures | None:
-        """Posts the coordinator's answers, that to all last; returns what it answered instead, if
-        it had to.
-        """
+        """Posts the answers, the one to all ranks last. Returns failures if it had to answer these
+        instead."""
         if self._given_up:
             return None
         data = attempt(lambda: {self._key("to", to): pickle.dumps(v) for to, v in values.items()})
@@ -342,7 +350,7 @@ class OverStore(Alone):
         return None
 
     def _receive(self, key: str) -> Any:
-        """The coordinator's answer to all, or that of the rank that gave it up."""
+        """Returns the answer of the coordinator, or of the rank that declared it dead."""
         if self._await({0: key}, self._limit):
             return self._ask(self._give_up, key)
         if self._cancelled is not None:
@@ -354,17 +362,17 @@ class OverStore(Alone):
         return received
 
     def _take_own(self) -> Any:
-        """What the coordinator has for this rank alone."""
+        """Returns the answer that is for this rank only."""
         key = self._key("to", self.rank)
         return pickle.loads(self._ask(self._take_all, {self.rank: key})[self.rank])
 
     def _clear(self) -> None:
         if peek(self._store, self._key("verdict")) == _DECIDED:
-            # The coordinator has taken it, or never will.
+            # The coordinator has read it, or never will.
             self._delete(self._posted)
 
     def _give_up(self, answer: str) -> RankFailures:
-        """Decides instead of a silent coordinator, unless somebody has decided."""
+        """Decides instead of a silent coordinator, unless another rank has decided."""
         others = range(1, self.size)
         silent = [r for r in others if not self._store.check([self._key("from", r)])]
         failures = no_sign_of_life(self._step, [0, *silent], self._limit)
@@ -382,7 +390,7 @@ class OverStore(Alone):
         return cast(RankFailures, pickle.loads(verdict))
 
     def _set(self, key: str, data: bytes) -> list[str]:
-        """Posts a value. Returns the keys that it takes."""
+        """Posts a value. Returns the keys that it uses."""
         messages, size = self.sent
         self.sent = messages + 1, size + len(data)
         if len(data) <= _PIECE_BYTES:
@@ -392,7 +400,7 @@ class OverStore(Alone):
         pieces = _pieces(key, len(starts))
         for piece, start in zip(pieces, starts, strict=True):
             self._store.set(piece, data[start : start + _PIECE_BYTES])
-        # Last, because it is what is waited for.
+        # Last, because readers wait for this key.
         self._store.set(key, str(len(starts)))
         return [*pieces, key]
 
@@ -401,7 +409,7 @@ class OverStore(Alone):
 
     def _post_shared(self, token: str, data: bytes) -> None:
         owner, me = f"{token}/owner", str(self.rank).encode()
-        # A check before a set would let two ranks own it.
+        # Atomic: with a check before a set, two ranks could own it.
         if token in self._owned or self._store.compare_set(owner, "", me) != me:
             return
         self._owned[token] = [owner]
@@ -418,7 +426,7 @@ class OverStore(Alone):
         return value
 
     def _joined(self, key: str, head: bytes) -> bytes:
-        """The value of a key, of which this is in the key itself."""
+        """Returns the value of a key, of which ``head`` is the content of the key itself."""
         if head.startswith(_WHOLE):
             return head[len(_WHOLE) :]
         return b"".join(self._value(piece) for piece in _pieces(key, int(head)))
@@ -428,7 +436,7 @@ class OverStore(Alone):
             self._store.delete_key(key)
 
     def _take_all(self, keys: dict[int, str]) -> dict[int, bytes]:
-        """What the ranks have posted, of which nothing stays."""
+        """Returns and deletes the values that the ranks have posted."""
         taken = {}
         for (rank, key), head in zip(keys.items(), self._heads([*keys.values()]), strict=True):
             if head is None:
@@ -440,19 +448,19 @@ class OverStore(Alone):
 
     def _heads(self, keys: list[str]) -> list[bytes | None]:
         """Reads the value of each key, without pieces; None for an absent key."""
-        # One request for all. It does not wait: only this rank deletes these keys.
+        # One request for all keys. It does not wait, because only this rank deletes them.
         if keys and self._store.has_extended_api() and self._store.check(keys):
             return cast(list[bytes | None], self._store.multi_get(keys))
         return [peek(self._store, key) for key in keys]
 
     def _tidy(self, ranks: list[int]) -> None:
         if self._cancelled is not None:
-            # Who has not come yet will look for the answer.
+            # A rank that has not arrived yet will look for the answer.
             return
         for rank in ranks:
             self._store.delete_key(f"alive/{rank}")
             self._store.delete_key(f"bye/{rank}")
-        # A rank that was given up and comes after all reads there that it was.
+        # A rank that was declared dead and arrives after all reads there that it was.
         if not self._absent:
             self._delete([*self._verdicts, *self._answers])
 
@@ -460,18 +468,18 @@ class OverStore(Alone):
         return MAY_HAVE_COMMITTED if self._commits else ""
 
     def _ask(self, work: Callable[..., T], *args: Any) -> T:
-        """Asks the store, unless it has been lost: this rank would wait for it again."""
+        """Makes a request to the store, unless it is already lost: this rank would wait again."""
         if self._lost is None:
             try:
                 return self._asker.ask(
                     self._step, self.rank, self._limit, work, *args, advice=self._advice()
                 )
             except CheckpointException as error:
-                # Not the error itself, whose frames would keep the store.
+                # Not the error itself, whose frames would keep the store alive.
                 self._lost = error.failures
         raise failed_on(self._step, self._lost)
 
 
 def _pieces(key: str, count: int) -> list[str]:
-    """The keys of a value that is too large for one."""
+    """Returns the keys of the pieces of a value that is too large for one key."""
     return [f"{key}/{number}" for number in range(count)]

@@ -1,4 +1,4 @@
-"""What a checkpoint manager does, as it does it: for a function, the log and TensorBoard."""
+"""Events of a checkpoint manager, reported to a function, the log and TensorBoard."""
 
 from __future__ import annotations
 
@@ -16,26 +16,36 @@ from torch_ckpt.saving.metrics import SaveMetrics
 
 @dataclass(frozen=True)
 class Event:
-    """Something that a :class:`torch_ckpt.CheckpointManager` has done.
+    """An event of a :class:`torch_ckpt.CheckpointManager`.
 
     Attributes:
         kind: one of
 
-            - "saving": the state has been taken; training goes on.
-            - "saved": the step is complete, on all ranks.
+            - "saving": the state has been copied, and training continues.
+            - "saved": the step is complete on all ranks.
             - "save_failed": nothing was saved.
             - "restored": the state is that of the step.
-            - "damaged": the step could not be loaded, and is passed over.
-            - "differing_replicas": ranks have different values of what would be saved once.
-            - "deleted": the step has gone, as retention says.
-            - "leftovers": what crashes have left has gone.
+            - "damaged": the step could not be loaded and was skipped.
+            - "differing_replicas": ranks have different values for something that is saved once.
+            - "deleted": the step was deleted by the retention rules.
+            - "leftovers": files that crashes had left were deleted.
             - "preempted": all ranks stop at this step.
-        step: its number; -1 where it is about none.
-        rank: this process's.
-        seconds: it took: until training went on ("saving"), or until the end. 0 where nothing did.
-        bytes: that this rank has moved; for "saving", of the whole state.
-        message: what a log would say.
-        metrics: of a save that has ended.
+        step: number of the step; -1 if the event is not about a step.
+        rank: the rank of this process.
+        seconds: duration until training continued ("saving") or until the end; 0 if nothing took
+            time.
+        bytes: bytes that this rank has moved; for "saving", the size of the complete state.
+        message: a text for a log.
+        metrics: the metrics of a save that has ended.
+
+    Examples:
+        ```python
+        def report(event: Event) -> None:
+            if event.kind == "save_failed":
+                alert(f"step {event.step}: {event.message}")
+
+        manager = torch_ckpt.CheckpointManager("checkpoints", on_event=report)
+        ```
     """
 
     kind: str
@@ -54,15 +64,15 @@ _LEVELS = {
 
 
 class Reporters:
-    """Passes events on. Safe for several threads at once.
+    """Reports events. Safe for several threads at once.
 
     Args:
-        rank: this process's; the log and TensorBoard are rank 0's.
-        on_event: called with each, on every rank. What it raises goes to the log.
-        tensorboard: a ``SummaryWriter``, anything else that has ``add_scalar``, or a directory.
+        rank: the rank of this process; only rank 0 writes to the log and to TensorBoard.
+        on_event: called with each event on every rank. Its exceptions are logged.
+        tensorboard: a ``SummaryWriter``, another object that has ``add_scalar``, or a directory.
 
     Raises:
-        ValueError: a directory, and TensorBoard is not installed.
+        ValueError: ``tensorboard`` is a directory, and TensorBoard is not installed.
     """
 
     def __init__(
@@ -80,24 +90,25 @@ class Reporters:
             self._writer = _summary_writer(tensorboard) if self._is_own else tensorboard
 
     def __call__(self, event: Event) -> None:
-        # A failure also on the others: it is said nowhere else where nobody asks for it.
+        # Other ranks also log a failure, which may otherwise be reported nowhere.
         if self._rank == 0 or event.kind == "save_failed":
             _log(event)
         try:
             with self._lock:
                 if self._writer is not None:
                     self._add_scalars(event)
-            # Without the lock: it may call the manager, and wait for another thread's event.
+            # Without the lock: the function may call the manager and wait for the event of another
+            # thread.
             if self._on_event is not None:
                 self._on_event(event)
         except KeyboardInterrupt:
             raise
         except BaseException:
-            # The save or load that it is about has not failed.
+            # The save or load of the event has not failed.
             LOGGER.exception("could not report the event %s", event.kind)
 
     def close(self) -> None:
-        """Closes what was opened here."""
+        """Closes the writer of a TensorBoard directory."""
         with self._lock:
             if self._is_own and self._writer is not None:
                 self._writer.close()
@@ -147,7 +158,7 @@ def _shows_restore() -> bool:
 
 
 def saved_message(step: int, metrics: SaveMetrics) -> str:
-    """A line on a save that has ended well."""
+    """Describes a successful save in one line."""
     return (
         f"step {step} is saved: {size(metrics.bytes)} by this rank in {metrics.total_s:.2f} s, "
         f"training waited {metrics.blocked_s * 1000:.0f} ms"

@@ -184,22 +184,22 @@ class GlobalPlan:
     """The plan for all ranks.
 
     Args:
-        told: contents of each rank, by rank.
+        contents: contents of each rank, by rank.
 
     Raises:
         CheckpointError: contents of several ranks contradict each other; names and ranks are given.
     """
 
     @no_gc()
-    def __init__(self, told: list[Told]) -> None:
-        self.told = told
+    def __init__(self, contents: list[Told]) -> None:
+        self.contents = contents
         # received() has been called for all of them.
-        texts = [(cast(bytes, of_rank.template), of_rank.parts) for of_rank in told]
+        texts = [(cast(bytes, of_rank.template), of_rank.parts) for of_rank in contents]
         try:
             self._engine = _core.GlobalPlan(texts)
         except ValueError as error:
             raise CheckpointError(str(error)) from None
-        rest, self._rest_metadata = _torchs_planner().create_global_plan([t.rest for t in told])
+        rest, self._rest_metadata = _torchs_planner().create_global_plan([c.rest for c in contents])
         self._rest = list(rest)  # by rank
 
     def has_names_of(self, other: GlobalPlan) -> bool:
@@ -296,8 +296,8 @@ class GlobalPlan:
     def _names(self) -> list[tuple[Any, ...]]:
         """Returns, by rank, the engine's templates and the items of torch's plan."""
         return [
-            (told.template, told.parts, [item.index for item in rest.items])
-            for told, rest in zip(self.told, self._rest, strict=True)
+            (of_rank.template, of_rank.parts, [item.index for item in rest.items])
+            for of_rank, rest in zip(self.contents, self._rest, strict=True)
         ]
 
     def _of_rest(self, files: list[_core.WrittenFiles], rank: int) -> list[Place]:

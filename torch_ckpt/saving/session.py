@@ -107,7 +107,7 @@ class PlanCache:
         if all(isinstance(of_rank, int) for of_rank in told):
             return [None] * len(told)
         _core.fault_point("plan of all ranks")
-        before = self.plan.told if self.plan is not None else []
+        before = self.plan.contents if self.plan is not None else []
         in_all = [
             before[rank] if isinstance(of_rank, int) else of_rank
             for rank, of_rank in enumerate(told)

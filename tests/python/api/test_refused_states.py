@@ -74,7 +74,7 @@ def test_an_object_of_a_custom_class_is_warned_of_by_its_full_key(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         save({"trainer": {"part": [2, kind(3)]}}, tmp_path / "c")
-    (warning,) = [str(w.message) for w in caught if "will not load" in str(w.message)]
+    (warning,) = [str(w.message) for w in caught if "refused on load" in str(w.message)]
     assert "trainer.part.1: " in warning
     assert f"{__name__}.{kind.__qualname__}" in warning
     assert "add_safe_globals" in warning

@@ -136,5 +136,5 @@ def test_what_a_trusted_writer_has_put_in_is_refused_where_it_cannot_be() -> Non
         pass
 
     metadata = Metadata({"a": Other()})  # type: ignore[dict-item]
-    with pytest.raises(Corrupt, match=r"not metadata.*\(here\)"):
+    with pytest.raises(Corrupt, match=r"metadata cannot have.*\(here\)"):
         index_of(metadata, "here")

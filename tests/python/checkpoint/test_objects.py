@@ -382,7 +382,7 @@ def test_a_reason_quotes_little_and_nothing_that_a_terminal_acts_on() -> None:
 
 
 def test_an_object_array_is_refused_by_name() -> None:
-    with pytest.raises(Unsafe, match=r"name: the object in file makes a dtype"):
+    with pytest.raises(Unsafe, match=r"name: the object in file constructs a dtype"):
         again(numpy.array([1, {}], dtype=object))
 
 
