@@ -1,4 +1,4 @@
-"""Other projects' training loops, on torch_ckpt.
+"""Integrations with the training loops of other projects.
 
-Nothing in ``torch_ckpt`` imports these modules; each imports its project.
+Nothing in ``torch_ckpt`` imports these modules; each module imports its project.
 """

@@ -1,12 +1,12 @@
-"""Checkpoints of Lightning's Trainer: ``Trainer(plugins=[TorchCkptIO()])``.
+"""Saves checkpoints of Lightning's Trainer: ``Trainer(plugins=[TorchCkptIO()])``.
 
-For ``lightning`` and ``pytorch_lightning`` alike. Lightning's strategies that save from rank 0
-(one device, DDP) go through it. ``FSDPStrategy`` and ``ModelParallelStrategy`` save by DCP from all
-ranks: :func:`install` makes them use the engine.
+Supports both packages, ``lightning`` and ``pytorch_lightning``. Strategies that save from rank 0 (a
+single device, DDP) use the plugin. ``FSDPStrategy`` and ``ModelParallelStrategy`` save by DCP from
+all ranks and ignore the plugin; :func:`install` makes them use torch_ckpt.
 
-A checkpoint of the plugin is a directory of tensors under their names
-(``state_dict.layer.weight``), readable by ``torch_ckpt.load`` and by stock DCP, and one object
-``lightning``: all the rest of what Lightning hands over, with the tensors taken out.
+A checkpoint of the plugin is a directory that ``torch_ckpt.load`` and stock DCP can read. It has
+each tensor under its name (``state_dict.layer.weight``), and the rest of Lightning's checkpoint as
+one object named ``lightning``.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ __all__ = ["TorchCkptIO", "install"]
 _Path = str | os.PathLike[str]
 
 
-# Both packages, which have strategies for the Trainer and for Fabric. Each module imports by name
-# the functions that save and load.
+# Both packages have strategies for the Trainer and for Fabric. Each of these modules imports the
+# functions that save and load by name, so they are replaced in each module.
 _STRATEGIES = tuple(
     f"{package}.strategies.{module}"
     for package in (
@@ -51,23 +51,28 @@ _SAVE, _LOAD = "_distributed_checkpoint_save", "_distributed_checkpoint_load"
 def install(
     *, writer: Mapping[str, Any] | None = None, reader: Mapping[str, Any] | None = None
 ) -> list[str]:
-    """Makes ``FSDPStrategy`` and ``ModelParallelStrategy`` save and load by this engine.
+    """Makes ``FSDPStrategy`` and ``ModelParallelStrategy`` save and load through torch_ckpt.
 
-    Call it on every rank before training. It concerns sharded checkpoints:
-    ``ModelParallelStrategy(save_distributed_checkpoint=True)``, ``FSDPStrategy(
-    state_dict_type="sharded")``. They stay directories that stock torch and Lightning load, and a
-    save returns when it is durable. ``FSDPStrategy`` still reads the optimizer by stock torch.
-    Calling it again replaces the options.
+    Call it on every rank before training. It affects sharded checkpoints, that is,
+    ``ModelParallelStrategy(save_distributed_checkpoint=True)`` and
+    ``FSDPStrategy(state_dict_type="sharded")``. Stock torch and Lightning can still load them, and
+    a save returns when it is durable. ``FSDPStrategy`` keeps loading the optimizer by stock torch.
+    Another call replaces the options.
 
     Args:
         writer: options of :class:`torch_ckpt.FileSystemWriter` for every save.
         reader: options of :class:`torch_ckpt.FileSystemReader` for every load.
 
     Returns:
-        The names of the functions that are replaced.
+        The names of the replaced functions.
 
     Raises:
-        ImportError: this version of Lightning has none of them.
+        ImportError: this version of Lightning has none of these functions.
+
+    Example::
+
+        install(writer={"thread_count": 4})
+        trainer = L.Trainer(strategy=ModelParallelStrategy(save_distributed_checkpoint=True))
     """
     options_of_save, options_of_load = dict(writer or {}), dict(reader or {})
 
@@ -88,14 +93,14 @@ def install(
                 replaced.append(f"{name}.{function}")
     if not replaced:
         raise ImportError(
-            f"none of {', '.join(_STRATEGIES)} has {_SAVE} or {_LOAD}: this version of Lightning "
-            "saves sharded checkpoints in another way"
+            "this version of Lightning is not supported: none of "
+            f"{', '.join(_STRATEGIES)} has {_SAVE} or {_LOAD}"
         )
     return replaced
 
 
 def _bases() -> tuple[type, ...]:
-    """Each name of Lightning has a class of its own that its Trainer looks for."""
+    """Returns the base class of each package of Lightning, since each Trainer requires its own."""
     found: list[type] = []
     if importlib.util.find_spec("lightning") is not None:
         from lightning.fabric.plugins import CheckpointIO
@@ -107,31 +112,35 @@ def _bases() -> tuple[type, ...]:
         found.append(FabricCheckpointIO)
     if not found:
         raise ModuleNotFoundError(
-            "torch_ckpt.integrations.lightning needs Lightning: "
-            "pip install 'torch_ckpt[lightning]' (or pytorch-lightning)"
+            "torch_ckpt.integrations.lightning needs Lightning. Run "
+            "pip install 'torch_ckpt[lightning]' (or pip install pytorch-lightning)"
         )
     return tuple(found)
 
 
-# The name of all else that Lightning hands over.
+# Name of the object that holds everything but the tensors.
 _REST = "lightning"
 
 
 class TorchCkptIO(*_bases()):  # type: ignore[misc]
-    """A ``CheckpointIO`` plugin that saves beside training.
+    """A ``CheckpointIO`` plugin that saves in the background.
 
     A save returns when the state has been copied. The next save, a load and the end of the run wait
-    for it and raise its error. What ModelCheckpoint removes goes only after the save under way is
-    durable; where that one fails, it stays.
+    for it and raise its error. A checkpoint that ModelCheckpoint removes is deleted after the save
+    in progress is durable; if that save fails, the old checkpoint is kept.
 
-    ``ModelCheckpoint(save_last="link")`` needs ``async_saves=False``: it moves the link when a save
-    returns, and a crash before that save is durable would leave it without a checkpoint.
+    ``ModelCheckpoint(save_last="link")`` needs ``async_saves=False``. It moves the link when a save
+    returns, and after a crash before the save is durable, the link would not lead to a checkpoint.
 
-    Not thread-safe, as all of Lightning's plugins. Works on local directories.
+    Not thread-safe, like all plugins of Lightning. Saves only to local directories.
 
     Args:
-        async_saves: False returns from a save when it is durable.
-        writer_options: passed to :class:`FileSystemWriter`.
+        async_saves: save in the background. If False, a save returns when it is durable.
+        writer_options: options of :class:`torch_ckpt.FileSystemWriter`.
+
+    Example::
+
+        trainer = L.Trainer(plugins=[TorchCkptIO(thread_count=4)])
     """
 
     def __init__(self, *, async_saves: bool = True, **writer_options: Any) -> None:
@@ -145,29 +154,29 @@ class TorchCkptIO(*_bases()):  # type: ignore[misc]
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: _Path, storage_options: Any = None
     ) -> None:
-        """Saves what Lightning hands over into the directory ``path``.
+        """Saves Lightning's checkpoint into the directory ``path``.
 
         Raises:
-            CheckpointException: this save, or the one before, failed; with the cause.
+            CheckpointException: this save or the previous one failed; with the cause.
             OSError: an old checkpoint could not be removed.
-            TypeError: ``storage_options`` are given: set options where the plugin is made.
-            ValueError: ``path`` is a URL; two values have one name; a ModelCheckpoint links to its
-                last checkpoint, and saves are asynchronous.
+            TypeError: ``storage_options`` are given. Pass options to the constructor instead.
+            ValueError: ``path`` is a URL; two values have the same name; or a ModelCheckpoint links
+                to its last checkpoint, and saves are asynchronous.
         """
         if storage_options is not None:
             raise TypeError(
-                "storage_options are not supported: give TorchCkptIO the options of a writer"
+                "storage_options are not supported. Pass options of FileSystemWriter to TorchCkptIO"
             )
-        path = _local(path)
+        path = _require_local(path)
         if self._async:
             _refuse_links(checkpoint)
         self.wait_until_finished()
         tensors: dict[str, Any] = {_REST: None}
-        # A tuple is one object to DCP; in a dict it would see keys to flatten.
+        # DCP stores a tuple as one object, but would flatten a dict.
         rest = (_split(checkpoint, (), tensors),)
-        state = {name: of for name, of in tensors.items() if of is not None} | {_REST: rest}
+        state = {name: part for name, part in tensors.items() if part is not None} | {_REST: rest}
         if self._async:
-            # Lightning saves one state several times, as the best and as the last.
+            # No warning about unchanged values: Lightning saves one state as best and as last.
             self._save = torch_ckpt.async_save(
                 state, path, no_dist=True, warn_unchanged=False, **self._options
             )
@@ -180,46 +189,57 @@ class TorchCkptIO(*_bases()):  # type: ignore[misc]
         map_location: str | torch.device | None = None,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """What was handed to :meth:`save_checkpoint`, with tensors on ``map_location`` (the CPU).
+        """Loads the checkpoint that was passed to :meth:`save_checkpoint`.
 
         Args:
-            path: the checkpoint's directory.
-            map_location: a device.
-            weights_only: False loads objects of any class, and with them runs code of whoever wrote
-                the checkpoint.
+            path: the checkpoint directory.
+            map_location: the device for tensors; None means the CPU.
+            weights_only: False loads objects of any class, which may run code that the checkpoint
+                contains.
 
         Raises:
-            FileNotFoundError: there is no checkpoint, or ``path`` links to none.
-            CheckpointException: with the cause: ``Corrupt``, ``Unsafe``, ``OSError``.
+            FileNotFoundError: there is no checkpoint, or ``path`` is a link that leads to none.
+            CheckpointException: the load failed; with the cause, such as ``Corrupt``, ``Unsafe`` or
+                ``OSError``.
             TypeError: ``map_location`` is not a device.
+            ValueError: ``path`` is a URL, or was not saved by this plugin.
         """
-        path = _local(path)
+        path = _require_local(path)
         if not isinstance(map_location, str | torch.device | None):
             raise TypeError(f"map_location must be a device or None, got {map_location!r}")
         self.wait_until_finished()
         if os.path.islink(path) and not os.path.exists(os.path.join(path, ".metadata")):
             raise FileNotFoundError(
                 errno.ENOENT,
-                f"it links to {os.readlink(path)}, of which the save has not ended: remove the "
-                "link, and give the path of an older checkpoint",
+                f"the link leads to {os.readlink(path)}, whose save was interrupted. Remove the "
+                "link, and pass the path of an older checkpoint",
                 path,
             )
         metadata = torch_ckpt.FileSystemReader(path).read_metadata().state_dict_metadata
         if _REST not in metadata:
-            raise ValueError(f"{path} was not saved by TorchCkptIO: it has no {_REST!r}")
+            raise ValueError(f"{path} was not saved by TorchCkptIO: it has no object {_REST!r}")
         state: dict[str, Any] = {
-            name: torch.empty(of.size, dtype=of.properties.dtype, device=map_location)
-            if isinstance(of, TensorStorageMetadata)
+            name: torch.empty(item.size, dtype=item.properties.dtype, device=map_location)
+            if isinstance(item, TensorStorageMetadata)
             else None
-            for name, of in metadata.items()
+            for name, item in metadata.items()
         }
         torch_ckpt.load(state, path, no_dist=True, allow_pickle=weights_only is False)
         checkpoint: dict[str, Any] = _join(state.pop(_REST)[0], (), state)
         return checkpoint
 
     def remove_checkpoint(self, path: _Path) -> None:
-        """Removes a checkpoint: after the save under way, and only if that one succeeds."""
-        path = _local(path)
+        """Removes a checkpoint.
+
+        If a save is in progress, the checkpoint is removed after that save, and only if it
+        succeeds.
+
+        Raises:
+            OSError: it could not be removed. If a save is in progress, :meth:`wait_until_finished`
+                raises this error.
+            ValueError: ``path`` is a URL.
+        """
+        path = _require_local(path)
         if self._save is None:
             _remove(path)
             return
@@ -228,7 +248,7 @@ class TorchCkptIO(*_bases()):  # type: ignore[misc]
         self._removals.append(self._worker.submit(_remove_after, self._save, path))
 
     def wait_until_finished(self) -> None:
-        """Waits until the save under way is durable, and old checkpoints are removed.
+        """Waits until the save in progress is durable and old checkpoints are removed.
 
         Raises:
             CheckpointException: the save failed; with the cause.
@@ -242,7 +262,12 @@ class TorchCkptIO(*_bases()):  # type: ignore[misc]
             removal.result()
 
     def teardown(self) -> None:
-        """Called by the Trainer at its end, also after an error: waits, and raises what failed."""
+        """Waits until the last save is durable and raises its error; the Trainer calls it.
+
+        Raises:
+            CheckpointException: the save failed; with the cause.
+            OSError: a checkpoint could not be removed.
+        """
         try:
             self.wait_until_finished()
         finally:
@@ -251,23 +276,23 @@ class TorchCkptIO(*_bases()):  # type: ignore[misc]
                 self._worker = None
 
 
-def _local(path: _Path) -> str:
+def _require_local(path: _Path) -> str:
     path = os.fspath(path)
     if "://" in path:
-        raise ValueError(f"TorchCkptIO writes to local directories, not to {path}")
+        raise ValueError(f"TorchCkptIO supports only local directories, got {path}")
     return path
 
 
 def _refuse_links(checkpoint: dict[str, Any]) -> None:
-    # Lightning shows no more of its callbacks than what they save: ModelCheckpoint where it has put
-    # its last checkpoint, from the second save on.
+    # The plugin sees only the saved states of callbacks. From the second save on, the state of
+    # ModelCheckpoint has the path of the last checkpoint.
     for state in checkpoint.get("callbacks", {}).values():
         last = state.get("last_model_path") if isinstance(state, dict) else None
         if last and os.path.islink(last):
             raise ValueError(
-                f'{last} is a link: ModelCheckpoint(save_last="link") moves it before a save in '
-                "the background is durable. Use TorchCkptIO(async_saves=False); or save_last=True, "
-                "with the link removed"
+                f'{last} is a link: ModelCheckpoint(save_last="link") moves it before a background '
+                "save is durable. Use TorchCkptIO(async_saves=False), or remove the link and use "
+                "ModelCheckpoint(save_last=True)"
             )
 
 
@@ -275,7 +300,7 @@ def _remove_after(save: torch_ckpt.AsyncSave, path: str) -> None:
     _core.fault_point("wait for the save before a removal", path)
     try:
         save.result()
-    except BaseException:  # whoever asks for the save's result next gets it
+    except BaseException:  # wait_until_finished() raises it
         return
     _remove(path)
 
@@ -284,7 +309,7 @@ def _remove(path: str) -> None:
     if os.path.islink(path) or os.path.isfile(path):
         os.remove(path)
     elif os.path.isdir(path):
-        # Without it the directory is not a checkpoint, whatever happens on the way.
+        # Remove the metadata first, so that an interrupted removal leaves no partial checkpoint.
         metadata = os.path.join(path, ".metadata")
         if os.path.exists(metadata):
             os.remove(metadata)
@@ -296,33 +321,34 @@ def _remove(path: str) -> None:
 
 
 def _split(value: Any, path: tuple[Any, ...], tensors: dict[str, Any]) -> Any:
-    """The value without its tensors, which go to ``tensors`` by their path."""
-    # None counts as well: it is what stands in a tensor's place.
+    """Returns the value with tensors replaced by None; adds them to ``tensors`` by name."""
+    # None is added as well, so that _join() can tell it from a removed tensor.
     if value is None or isinstance(value, Tensor):
         name = _name(path)
         if name in tensors:
-            raise ValueError(f"two values of the checkpoint have the name {name}")
+            raise ValueError(f"two values of the checkpoint have the name {name}; rename one")
         tensors[name] = value
         return None
-    return _rebuilt(value, path, lambda of, at: _split(of, at, tensors))
+    return _map_children(value, path, lambda child, at: _split(child, at, tensors))
 
 
 def _join(value: Any, path: tuple[Any, ...], tensors: dict[str, Any]) -> Any:
+    """Puts the tensors back; the inverse of :func:`_split`."""
     if value is None:
         return tensors.get(_name(path))
-    return _rebuilt(value, path, lambda of, at: _join(of, at, tensors))
+    return _map_children(value, path, lambda child, at: _join(child, at, tensors))
 
 
-def _rebuilt(value: Any, path: tuple[Any, ...], each: Callable[[Any, Any], Any]) -> Any:
-    """A container with something else in it; any other value is itself."""
+def _map_children(value: Any, path: tuple[Any, ...], each: Callable[[Any, Any], Any]) -> Any:
+    """Rebuilds a container from the results of ``each(child, path)``; returns others unchanged."""
     if type(value) in (dict, OrderedDict):
-        rebuilt = type(value)((key, each(of, (*path, key))) for key, of in value.items())
-        # Versions of modules are an attribute of their state dict.
+        rebuilt = type(value)((key, each(child, (*path, key))) for key, child in value.items())
+        # The state dict of a module has the versions of its submodules as an attribute.
         if type(value) is OrderedDict:
             vars(rebuilt).update(vars(value))
         return rebuilt
     if type(value) in (list, tuple):
-        return type(value)(each(of, (*path, at)) for at, of in enumerate(value))
+        return type(value)(each(child, (*path, i)) for i, child in enumerate(value))
     return value
 
 

@@ -1,16 +1,16 @@
-"""Checkpoints of transformers' Trainer through a :class:`torch_ckpt.CheckpointManager`.
+"""Saves checkpoints of transformers' Trainer with a :class:`torch_ckpt.CheckpointManager`::
 
     manager = torch_ckpt.CheckpointManager("checkpoints", keep_last=3)
     trainer = Trainer(model=model, args=arguments, train_dataset=data)
     callback = CheckpointCallback(trainer, manager)
     trainer.train(resume_from_checkpoint=callback.resume())
 
-Note [The moments of a save and of a restore]
-Callbacks alone can neither save nor restore exactly: Trainer evaluates after ``on_step_end``, which
-draws random numbers, and it works out its place in the data from a ``trainer_state.json`` before
-the first callback runs. So methods of this one Trainer are replaced: a step is offered to the
-manager where Trainer has logged and evaluated, the last one of an epoch after the epoch's own
-evaluation, and each part is restored where Trainer would load it.
+Note [When Trainer saves and restores]
+Callbacks are not sufficient for an exact save and restore. Trainer evaluates after ``on_step_end``,
+which draws random numbers, and it computes its position in the data from ``trainer_state.json``
+before the first callback runs. Therefore CheckpointCallback replaces methods of its Trainer. A step
+is offered to the manager after Trainer has logged and evaluated, the last step of an epoch after
+the epoch's evaluation, and each part is restored when Trainer would load it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ try:
     import transformers
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "torch_ckpt.integrations.transformers needs transformers: "
+        "torch_ckpt.integrations.transformers needs transformers. Run "
         "pip install 'torch_ckpt[transformers]'"
     ) from error
 from transformers.trainer_callback import ExportableState
@@ -37,41 +37,52 @@ from transformers.trainer_utils import SaveStrategy
 
 __all__ = ["CheckpointCallback"]
 
-# Where Trainer looks for its state in what it resumes from.
+# Trainer reads its state from this file in the directory that it resumes from.
 _STATE_FILE = "trainer_state.json"
 
 
 class CheckpointCallback(transformers.TrainerCallback):
-    """Saves and restores all of a Trainer's run: weights, optimizer, schedule, scaler, counters,
-    logs, the states of its callbacks, and each rank's random numbers.
+    """Saves and restores the complete run of a Trainer.
 
-    It adds itself to the Trainer, which then writes no checkpoints of its own: the manager's
-    interval and rules say which steps are saved and kept, and the last step is saved in any case.
-    After a notice of preemption the step agreed on is saved, and training stops.
-    The numbers of an evaluation at the same step are the checkpoint's metrics.
+    A checkpoint has weights, optimizer, schedule, scaler, counters, logs, the states of callbacks,
+    and the random number generators of each rank.
+
+    The callback adds itself to the Trainer, which then writes no checkpoints of its own. The
+    manager's interval and retention rules determine which steps are saved and kept; the last step
+    is always saved. After a preemption notice the agreed step is saved, and training stops. If a
+    step was evaluated, the numbers of the evaluation become the metrics of its checkpoint.
 
     Args:
-        trainer: before its ``train``, with ``save_strategy="no"``.
-        manager: closed by whoever made it; the end of training waits for its saves.
+        trainer: a Trainer with ``save_strategy="no"``, before its ``train()``.
+        manager: the manager that saves. The end of training waits for its saves; the caller closes
+            it.
 
     Raises:
-        ValueError: the trainer saves itself; it has such a callback; DeepSpeed is used, which has
-            checkpoints of its own; this version of transformers has another Trainer.
+        ValueError: the Trainer saves checkpoints itself, already has such a callback, uses
+            DeepSpeed, or belongs to a version of transformers that is not supported.
+
+    Example::
+
+        with torch_ckpt.CheckpointManager("checkpoints", interval=500) as manager:
+            callback = CheckpointCallback(trainer, manager)
+            trainer.train(resume_from_checkpoint=callback.resume())
     """
 
     def __init__(
         self, trainer: transformers.Trainer, manager: torch_ckpt.CheckpointManager
     ) -> None:
         if trainer.is_deepspeed_enabled:
-            raise ValueError("DeepSpeed saves its sharded states itself: use its checkpoints")
+            raise ValueError(
+                "CheckpointCallback does not support DeepSpeed. Use DeepSpeed's own checkpoints"
+            )
         strategy = SaveStrategy(trainer.args.save_strategy)
         if strategy is not SaveStrategy.NO:
             raise ValueError(
-                f'save_strategy is "{strategy.value}": set it to "no", the '
-                "manager's interval says when to save"
+                f'save_strategy is "{strategy.value}". Set it to "no"; the manager\'s interval '
+                "determines when to save"
             )
-        if any(isinstance(of, CheckpointCallback) for of in trainer.callback_handler.callbacks):
-            raise ValueError("this Trainer has a CheckpointCallback already")
+        if any(isinstance(c, CheckpointCallback) for c in trainer.callback_handler.callbacks):
+            raise ValueError("this Trainer already has a CheckpointCallback")
         self.manager = manager
         self._trainer = trainer
         self._metrics: dict[str, float] = {}
@@ -79,7 +90,7 @@ class CheckpointCallback(transformers.TrainerCallback):
         self._resumed_from: int | None = None
         self._resume_dir: tempfile.TemporaryDirectory[str] | None = None
         self._rng: dict[str, Any] = {}
-        # See Note [The moments of a save and of a restore].
+        # See Note [When Trainer saves and restores].
         self._finish_step = self._replace("_maybe_log_save_evaluate", self._after_step)
         self._replace("_save_checkpoint", lambda model, trial: self._save(force=True))
         self._replace("_load_from_checkpoint", lambda path, model=None: None)
@@ -89,18 +100,23 @@ class CheckpointCallback(transformers.TrainerCallback):
         trainer.add_callback(self)
 
     def resume(self, step: int | None = None) -> str | None:
-        """What to give to ``trainer.train(resume_from_checkpoint=...)``; all ranks call it.
+        """Returns the argument for ``trainer.train(resume_from_checkpoint=...)``.
+
+        All ranks must call it.
 
         Args:
-            step: the step to go on from; the newest one if None.
+            step: the step to resume from; None means the newest one.
 
         Returns:
-            None where there is nothing to resume from. Otherwise a directory with the state by
-            which Trainer finds its place in the data; the rest is restored when Trainer asks for
-            it.
+            A directory with the state from which Trainer computes its position in the data, or None
+            if there is no checkpoint. The rest is restored when Trainer loads it.
 
         Raises:
-            CheckpointException: with the cause of each rank that failed.
+            CheckpointException: the restore failed; with the cause of each failed rank.
+
+        Example::
+
+            trainer.train(resume_from_checkpoint=callback.resume())
         """
         progress = _Progress(self._trainer)
         restored = self.manager.restore({"progress": progress}, step)
@@ -119,10 +135,11 @@ class CheckpointCallback(transformers.TrainerCallback):
         metrics: dict[str, Any] | None = None,
         **_: Any,
     ) -> None:
+        """Keeps the numbers of an evaluation as the metrics of the step's checkpoint."""
         if self._evaluated_at != state.global_step:
             self._metrics, self._evaluated_at = {}, state.global_step
-        numbers = (metrics or {}).items()
-        self._metrics |= {name: of for name, of in numbers if isinstance(of, int | float)}
+        items = (metrics or {}).items()
+        self._metrics |= {name: value for name, value in items if isinstance(value, int | float)}
 
     def on_train_end(
         self,
@@ -131,11 +148,12 @@ class CheckpointCallback(transformers.TrainerCallback):
         control: transformers.TrainerControl,
         **_: Any,
     ) -> None:
+        """Saves the last step, waits for all saves, and raises their errors."""
         try:
             self.manager.wait_until_finished()
         finally:
-            # Whether a save has failed all ranks know alike at its end only; an earlier one's error
-            # is not a reason to lose the last step.
+            # Save the last step even if an earlier save failed. Only now do all ranks agree on
+            # which saves failed.
             if self.manager.last_step != state.global_step:
                 self._save(force=True)
                 self.manager.wait_until_finished()
@@ -145,12 +163,12 @@ class CheckpointCallback(transformers.TrainerCallback):
     # --- instead of Trainer's methods -------------------------------------------------------
 
     def _replace(self, name: str, method: Callable[..., None]) -> Callable[..., None]:
-        """Returns what it replaced."""
+        """Replaces a method of the Trainer; returns the original."""
         replaced: Callable[..., None] | None = getattr(self._trainer, name, None)
         if replaced is None:
             raise ValueError(
-                f"transformers {transformers.__version__} has no Trainer.{name}: this version of "
-                "torch_ckpt does not know how its Trainer saves"
+                f"transformers {transformers.__version__} has no Trainer.{name} and is not "
+                "supported by this version of torch_ckpt"
             )
         setattr(self._trainer, name, method)
         return replaced
@@ -158,8 +176,8 @@ class CheckpointCallback(transformers.TrainerCallback):
     def _after_step(self, *arguments: Any, **options: Any) -> None:
         self._finish_step(*arguments, **options)
         state = self._trainer.state
-        # The last step of an epoch comes here twice, the second time after the epoch's evaluation.
-        # Other steps do where training ends within an epoch.
+        # Trainer calls this twice for the last step of an epoch, the second time after the epoch's
+        # evaluation, and twice for the last step if training ends within an epoch.
         is_at_end_of_epoch = float(state.epoch).is_integer()
         if is_at_end_of_epoch and self._ended_at != state.global_step:
             self._ended_at = state.global_step
@@ -174,18 +192,18 @@ class CheckpointCallback(transformers.TrainerCallback):
         metrics = self._metrics if self._evaluated_at == step else {}
         best = self.manager.best_metric
         if not metrics and isinstance(best, str):
-            # It has not been evaluated: that is not an error.
+            # A step that was not evaluated is not an error.
             metrics = {best: math.nan}
-        # On several ranks it is a collective: while the state is read, the others would wait in it
-        # for a rank that has failed before.
+        # store_flos() is a collective on several ranks. As a hook it runs when all ranks have
+        # entered the save, so no rank waits in it for a rank that has failed.
         with self.manager.before_save(self._trainer.store_flos):
             self.manager.save(step, self._state(), metrics=metrics, force=force)
 
     def _restore(self, path: str) -> None:
         if self._resume_dir is None or path != self._resume_dir.name:
             raise ValueError(
-                f"Trainer is to resume from {path}: with a CheckpointCallback give its resume() to "
-                "train(resume_from_checkpoint=...)"
+                f"Trainer cannot resume from {path} with a CheckpointCallback. Call "
+                "train(resume_from_checkpoint=callback.resume())"
             )
         self.manager.restore(self._state(), self._resumed_from)
         self._rng = torch_ckpt.RNGState().state_dict()
@@ -198,7 +216,7 @@ class CheckpointCallback(transformers.TrainerCallback):
         trainer = self._trainer
         state = {
             "model": trainer.model_wrapped,
-            # Accelerate's wrapper skips steps, which torch does not expect of an optimizer.
+            # Not Accelerate's wrapper, which skips steps, as no optimizer of torch does.
             "optimizer": getattr(trainer.optimizer, "optimizer", trainer.optimizer),
             "scheduler": trainer.lr_scheduler,
             "rng": torch_ckpt.RNGState(),
@@ -211,7 +229,7 @@ class CheckpointCallback(transformers.TrainerCallback):
 
 
 class _Progress:
-    """What Trainer keeps in trainer_state.json, as text: it is gathered when a save wants it."""
+    """The contents of trainer_state.json, built when a save reads its state."""
 
     def __init__(self, trainer: transformers.Trainer) -> None:
         self._trainer = trainer
@@ -220,8 +238,8 @@ class _Progress:
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
         callbacks = [*trainer.callback_handler.callbacks, trainer.control]
-        # TrainerState makes their states of them.
-        exported: Any = [of for of in callbacks if isinstance(of, ExportableState)]
+        # TrainerState replaces the callbacks by their states.
+        exported: Any = [c for c in callbacks if isinstance(c, ExportableState)]
         state = dataclasses.replace(trainer.state, stateful_callbacks=exported)
         return {"text": json.dumps(dataclasses.asdict(state))}
 

@@ -1,12 +1,12 @@
-"""What the ranks of a training job do together, for whole trees of values.
+"""Operations on trees of values across the ranks of a training job.
 
-They agree on a name, a tree or the step to stop at, send a tree from one rank to all, gather and
-compare the trees of all, and make DTensors of local tensors.
+Ranks synchronize at a named point, compare trees, broadcast a tree from one rank, gather the trees
+of all ranks, convert local tensors to DTensors and back, and agree on the step at which to stop.
 
-In the meaning of ``jax.experimental.multihost_utils``, in the terms of ``torch.distributed``.
-Without that every function works too, with one rank. Names, checksums and steps go through the
-process group's store, so that a rank that is dead or does something else is named on all others in
-place of a hang; tensors go by its collectives. docs/multihost.md has more.
+The functions correspond to ``jax.experimental.multihost_utils``. Without an initialized process
+group they treat the process as a single rank. Names, checksums and steps are exchanged through the
+store of the process group, so that a rank that died or called something else is named on all other
+ranks, which would otherwise hang. Tensors are sent by its collectives. See docs/multihost.md.
 """
 
 import torch_ckpt._base.supported_torch  # noqa: F401

@@ -1,9 +1,9 @@
-"""Whether all ranks are at the same point, and have the same values.
+"""Checks that all ranks are at the same point of the program, and that they have equal values.
 
-1. Every rank brings one digest of what must be the same everywhere, and one for each part of
-   DTensors that it holds, which must be the same on all ranks that hold it.
-2. Only where they differ, ranks bring a description and a checksum of each leaf.
-3. Pickles of equal objects may differ. So the coordinator compares objects themselves then.
+1. Every rank sends a digest of the values that must be equal on all ranks, and a digest for each
+   DTensor shard that it holds, which must be equal on all ranks that hold this shard.
+2. If digests differ, ranks send a description and a checksum of each leaf.
+3. Pickles of equal objects may differ, so the coordinator then compares the objects themselves.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from torch_ckpt._base.trees import (
 from torch_ckpt.ranks.calls import Call, Disagreement
 from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS
 
-# Values that are written in an error.
-_SHORT = 60
+# Most characters of a value that an error shows.
+_MAX_CHARACTERS = 60
 
-# Not every dtype has numbers that Python knows.
+# Dtypes of which errors show scalars. Not every dtype can be converted to Python numbers.
 _SHOWN = (
     *(
         torch.float64,
@@ -59,19 +59,23 @@ def sync_global_devices(
     process_group: dist.ProcessGroup | None = None,
     timeout: float = TIMEOUT_SECONDS,
 ) -> None:
-    """Returns when every rank of the group has called it, and the work on its GPU is done.
+    """Waits until every rank of the group has called it and has finished the work on its GPU.
 
     Args:
-        name: of this point of the program, the same on all ranks.
-        process_group: None for the default group.
-        timeout: seconds; a rank that has not come by then is given up.
+        name: name of this point of the program, the same on all ranks.
+        process_group: the ranks to synchronize; None means the default group.
+        timeout: seconds to wait for a rank that does not arrive.
 
     Raises:
-        RanksDisagree: ranks came with different names, or to different functions of this package;
-            on every rank, with who came to which.
-        TimeoutError: ranks did not come; they are named.
-        ConnectionError: the store is lost.
+        RanksDisagree: ranks passed different names, or called different functions of this package;
+            on every rank. The message lists the ranks and their calls.
+        TimeoutError: a rank did not arrive; the message names it.
+        ConnectionError: the connection to the store is lost.
         ValueError: this process is not in the group.
+
+    Example::
+
+        multihost.sync_global_devices("dataset downloaded")
     """
 
     def finish() -> None:
@@ -89,32 +93,36 @@ def assert_equal(
     process_group: dist.ProcessGroup | None = None,
     timeout: float = TIMEOUT_SECONDS,
 ) -> None:
-    """Raises on every rank unless all have the same tree, bit for bit.
+    """Raises on every rank unless all ranks have the same tree, bit for bit.
 
-    A NaN equals one of the same bits; zeros of different signs differ. Devices, strides and
-    ``requires_grad`` may differ, and so may the order of a dict's keys; types may not. Of DTensors
-    the descriptions are compared, and each shard among the ranks that hold it. Objects that are not
-    tensors, arrays or numbers are equal where their pickles are, or where they are by ``==``.
+    A NaN equals a NaN with the same bits; zeros of different signs differ. Types must be equal, but
+    devices, strides, ``requires_grad`` and the order of the keys of a dict may differ. For DTensors
+    the descriptions are compared, and each shard on the ranks that hold it. Objects that are not
+    tensors, arrays or numbers are equal if their pickles are equal, or by ``==``.
 
-    Values stay where they are: ranks exchange checksums (blake2b, 128 bits), and where these
-    differ also pickles of objects.
+    Tensors are not sent: ranks exchange checksums (blake2b, 128 bits), and if these differ, pickles
+    of objects.
 
     Args:
-        message: begins the error; ranks may have different ones.
-        process_group: None for the default group.
-        timeout: seconds; a rank that has not come by then, and is not computing checksums, is
-            given up.
+        tree: the values to compare.
+        message: the beginning of the error message; it may differ between ranks.
+        process_group: the ranks to compare; None means the default group.
+        timeout: seconds to wait for a rank that neither arrives nor computes checksums.
 
     Raises:
-        RanksDisagree: an AssertionError that names leaves and ranks.
-        TimeoutError: ranks did not come; they are named.
-        ConnectionError: the store is lost.
+        RanksDisagree: trees differ. It is an AssertionError that names leaves and ranks.
+        TimeoutError: a rank did not arrive; the message names it.
+        ConnectionError: the connection to the store is lost.
         ValueError: this process is not in the group.
+
+    Example::
+
+        multihost.assert_equal({"seed": seed, "model": model.state_dict()}, "after the restore")
     """
     with Call("assert_equal()", process_group, timeout) as call:
         summary = _Summary()
         with call.alive(lambda: summary.bytes_done):
-            outcome = call.exchange(lambda: summary.of(tree), _compare_digests)
+            outcome = call.exchange(lambda: summary.digest_tree(tree), _compare_digests)
         if outcome == "same":
             return
         begin = f"{message}: " if message else ""
@@ -123,12 +131,12 @@ def assert_equal(
 
 @dataclass
 class _Details:
-    """Of each leaf what it is; of values of this rank, their checksums and pickles.
+    """Descriptions of all leaves, and checksums and pickles of this rank's values.
 
     Attributes:
-        described: by name, what every leaf is; short values are included.
-        checksums: by part and name.
-        pickles: by name, of objects.
+        described: description of each leaf by name; includes short values.
+        checksums: checksums by part and name; see :func:`_part`.
+        pickles: pickles of objects by name.
     """
 
     described: dict[str, str] = field(default_factory=dict)
@@ -137,34 +145,33 @@ class _Details:
 
 
 class _Summary:
-    """What a rank says of its tree."""
+    """Computes the digests and the details of this rank's tree."""
 
     def __init__(self) -> None:
         self.bytes_done = 0
         self._details = _Details()
 
-    def of(self, tree: Any) -> dict[str, bytes]:
-        """A digest for each part; part "" is what all ranks have."""
-        taken = Tree(tree)
+    def digest_tree(self, tree: Any) -> dict[str, bytes]:
+        """Returns a digest for each part; the digest of part "" must be equal on all ranks."""
+        own = Tree(tree)
         details = self._details
         described = []
-        for name, leaf in zip(taken.names, taken.leaves, strict=True):
-            what, data = self._described(name, leaf)
-            described.append(what)
+        for name, leaf in zip(own.names, own.leaves, strict=True):
+            description, checksum = self._describe_leaf(name, leaf)
+            described.append(description)
             part = _part(leaf)
             if part is not None:
-                details.checksums.setdefault(part, {})[name] = data
-        details.described = taken.described(described)
-        digests = {part: digest(of) for part, of in details.checksums.items()}
-        # Objects' texts differ where the objects may yet be equal: only their pickles count here.
-        whole = digest(details.described) + digests.get("", b"")
-        return {**digests, "": whole}
+                details.checksums.setdefault(part, {})[name] = checksum
+        details.described = own.described(described)
+        digests = {part: digest(checksums) for part, checksums in details.checksums.items()}
+        common = digest(details.described) + digests.get("", b"")
+        return {**digests, "": common}
 
     def details(self) -> _Details:
         return self._details
 
-    def _described(self, name: str, leaf: Any) -> tuple[str, str]:
-        """What a leaf is, and the checksum of its value."""
+    def _describe_leaf(self, name: str, leaf: Any) -> tuple[str, str]:
+        """Returns the description of a leaf, and the checksum of its value."""
         if isinstance(leaf, DTensor):
             return kind(leaf), self._checksum(as_bytes(leaf.to_local()))
         if is_strided(leaf):
@@ -173,14 +180,16 @@ class _Summary:
             return f"{kind(leaf)}{shown and ',' + shown}", data
         if is_array(leaf):
             return kind(leaf), self._checksum(array_bytes(leaf))
-        of = type(leaf)
-        type_name = of.__name__ if of.__module__ == "builtins" else f"{of.__module__}.{of.__name__}"
-        if of in (float, complex):
+        kind_of = type(leaf)
+        type_name = kind_of.__name__
+        if kind_of.__module__ != "builtins":
+            type_name = f"{kind_of.__module__}.{type_name}"
+        if kind_of in (float, complex):
             number = complex(leaf)
             return f"{type_name} {leaf!r}", struct.pack("<dd", number.real, number.imag).hex()
-        if of in _PLAIN:
+        if kind_of in _PLAIN:
             text = repr(leaf)
-            shown = text if len(text) <= _SHORT else f"{text[:_SHORT]}..."
+            shown = text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}..."
             return f"{type_name} {shown}", hashlib.blake2b(text.encode()).hexdigest()
         pickled = pickle.dumps(leaf)
         self._details.pickles[name] = pickled
@@ -195,53 +204,54 @@ class _Summary:
 
 
 def _part(leaf: Any) -> str | None:
-    """Who must have the same bytes as this rank: those with the same part; "" for all ranks.
+    """Returns a name that is equal on ranks that must have the same bytes.
 
-    None where everybody's may differ.
+    The name is "" if all ranks must have the same bytes, and None if each rank may have others.
     """
     if not isinstance(leaf, DTensor):
         return ""
     if any(placement.is_partial() for placement in leaf.placements):
         return None
-    place = leaf.device_mesh.get_coordinate()
-    if place is None:
+    coordinate = leaf.device_mesh.get_coordinate()
+    if coordinate is None:
         return None
-    shard = [at for at, by in zip(place, leaf.placements, strict=True) if not by.is_replicate()]
+    pairs = zip(coordinate, leaf.placements, strict=True)
+    shard = [index for index, placement in pairs if not placement.is_replicate()]
     mesh = hashlib.blake2b(repr(leaf.device_mesh.mesh.tolist()).encode(), digest_size=8)
     placements = repr(leaf.placements)
     return f"{shard} {mesh.hexdigest()} {placements}"
 
 
-def _compare_digests(brought: list[dict[str, bytes]]) -> str:
+def _compare_digests(by_rank: list[dict[str, bytes]]) -> str:
     seen: dict[str, bytes] = {}
-    for digests in brought:
-        for part, of in digests.items():
-            if seen.setdefault(part, of) != of:
+    for digests in by_rank:
+        for part, value in digests.items():
+            if seen.setdefault(part, value) != value:
                 return "different"
     return "same"
 
 
 def _compare_details(begin: str) -> Callable[[list[_Details]], Disagreement | None]:
-    def compare(brought: list[_Details]) -> Disagreement | None:
-        described = [details.described for details in brought]
+    def compare(by_rank: list[_Details]) -> Disagreement | None:
+        described = [details.described for details in by_rank]
         lines = differences(described)
         kinds = {name for name in described[0] if len({d.get(name) for d in described}) == 1}
         by_part: dict[str, dict[str, list[int]]] = {}
-        for rank, details in enumerate(brought):
+        for rank, details in enumerate(by_rank):
             for part, checksums in details.checksums.items():
                 for name in checksums:
                     by_part.setdefault(part, {}).setdefault(name, []).append(rank)
         for part, names in by_part.items():
             for name, ranks in names.items():
-                groups = _groups(brought, part, name, ranks)
+                groups = _group_by_value(by_rank, part, name, ranks)
                 if name in kinds and len(groups) > 1:
-                    said = "; ".join(
+                    values = "; ".join(
                         f"{'one value' if not number else 'another'} on {ranks_text(group)}"
                         for number, group in enumerate(groups)
                     )
                     what = described[0][name]
-                    where = f", its shard {part.split(']')[0]}]" if part.startswith("[") else ""
-                    lines.append(f"{name or 'the tree'} ({what}{where}) has {said}")
+                    shard = f", its shard {part.split(']')[0]}]" if part.startswith("[") else ""
+                    lines.append(f"{name or 'the tree'} ({what}{shard}) has {values}")
         if not lines:
             return None
         count = "1 leaf" if len(lines) == 1 else f"{len(lines)} leaves"
@@ -250,17 +260,19 @@ def _compare_details(begin: str) -> Callable[[list[_Details]], Disagreement | No
     return compare
 
 
-def _groups(brought: list[_Details], part: str, name: str, ranks: list[int]) -> list[list[int]]:
-    """Ranks with the same value together."""
+def _group_by_value(
+    by_rank: list[_Details], part: str, name: str, ranks: list[int]
+) -> list[list[int]]:
+    """Groups the ranks that have equal values of a leaf."""
     by_checksum: dict[str, list[int]] = {}
     for rank in ranks:
-        by_checksum.setdefault(brought[rank].checksums[part][name], []).append(rank)
+        by_checksum.setdefault(by_rank[rank].checksums[part][name], []).append(rank)
     groups = list(by_checksum.values())
-    if len(groups) == 1 or any(name not in brought[rank].pickles for rank in ranks):
+    if len(groups) == 1 or any(name not in by_rank[rank].pickles for rank in ranks):
         return groups
     merged: list[tuple[Any, list[int]]] = []
     for group in groups:
-        value = pickle.loads(brought[group[0]].pickles[name])
+        value = pickle.loads(by_rank[group[0]].pickles[name])
         for other, others in merged:
             if _equal(value, other):
                 others.extend(group)
@@ -273,5 +285,5 @@ def _groups(brought: list[_Details], part: str, name: str, ranks: list[int]) -> 
 def _equal(one: Any, other: Any) -> bool:
     try:
         return bool(one == other)
-    except Exception:  # as arrays inside of objects do
+    except Exception:  # such as the comparison of arrays within objects
         return False

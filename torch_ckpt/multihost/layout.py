@@ -1,4 +1,4 @@
-"""Trees of local tensors as trees of DTensors, and back; nothing is copied or sent but shapes."""
+"""Converts trees of local tensors to trees of DTensors, and back. Only shapes are exchanged."""
 
 from __future__ import annotations
 
@@ -9,41 +9,48 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from torch_ckpt._base.formatting import plural
 from torch_ckpt._base.trees import Tree, children, differences, digest, is_array
 from torch_ckpt.ranks.calls import Call, Disagreement
 from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS
 
-#: What a leaf's placements are: one for each dimension of the mesh; None: the leaf stays as it is.
+#: The placements of a leaf, one for each dimension of the mesh; None leaves it unchanged.
 Placements = Sequence[Placement] | None
 
-# Of a leaf on one rank: its dtype, shape, placements, and dimensions from the longest stride on.
+# The dtype, shape and placements of a leaf on one rank, and its dimensions by descending stride.
 _Local = tuple[str, tuple[int, ...], tuple[Placement, ...], tuple[int, ...]]
 
 
 def local_to_global(
     tree: Any, mesh: DeviceMesh, placements: Any, *, timeout: float = TIMEOUT_SECONDS
 ) -> Any:
-    """The tree with a DTensor for each tensor, of which this rank's part is that tensor.
+    """Converts each tensor of a tree into a DTensor, with the tensor as this rank's part.
 
-    Every rank of the mesh calls it. A DTensor shares its memory with the local tensor, and
-    gradients flow back to that. numpy's arrays become DTensors too. Other leaves stay as they are;
-    so do DTensors, whatever their mesh and placements: they are global already. Shapes are
-    exchanged where they are not the same on all ranks. Replicas are not compared: that is what
-    ``assert_equal`` is for.
+    Every rank of the mesh must call it. A DTensor shares its memory with the local tensor, and
+    gradients flow back to it. Numpy arrays become DTensors, too. DTensors, on any mesh, and other
+    leaves are returned unchanged. Shapes are exchanged if they differ between ranks. Replicas are
+    not compared; use :func:`assert_equal` for that.
 
     Args:
-        mesh: a tensor must be on its kind of device.
-        placements: one list of Shard, Replicate or Partial, with one for each dimension of the
-            mesh, for all leaves; or a tree that has such a list, or None, instead of leaves
-            or of whole subtrees. None leaves the leaf as it is.
-        timeout: seconds; a rank that has not come by then is given up.
+        tree: tensors of this rank.
+        mesh: the device mesh; tensors must be on its type of device.
+        placements: a list of Shard, Replicate or Partial, one for each dimension of the mesh, for
+            all leaves; or a tree that has such a list or None in place of leaves or subtrees. None
+            leaves a leaf unchanged.
+        timeout: seconds to wait for a rank that does not arrive.
 
     Raises:
-        RanksDisagree: the ranks' trees differ, or a rank's shape is not that which
+        RanksDisagree: the trees of the ranks differ, or a rank does not have the shape that
             ``distribute_tensor`` would give it.
-        ValueError: placements do not fit the tree or the mesh; this process is not in the mesh.
-        TimeoutError: ranks did not come; they are named.
-        ConnectionError: the store is lost.
+        ValueError: placements do not match the tree or the mesh, or this process is not in the
+            mesh.
+        TimeoutError: a rank did not arrive; the message names it.
+        ConnectionError: the connection to the store is lost.
+
+    Example::
+
+        mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+        batch = multihost.local_to_global({"tokens": tokens}, mesh, [Shard(0)])
     """
     ranks = mesh.mesh.flatten().tolist()
     with Call("local_to_global()", None, timeout, ranks) as call:
@@ -51,13 +58,13 @@ def local_to_global(
         tensors: dict[str, tuple[torch.Tensor, tuple[Placement, ...]]] = {}
 
         def describe() -> dict[str, _Local]:
-            for name, leaf, by in _placed(own, tree, mesh, placements):
+            for name, leaf, by in _match_placements(own, tree, mesh, placements):
                 if by is None or isinstance(leaf, DTensor):
                     continue
                 if isinstance(leaf, torch.Tensor) or is_array(leaf):
                     tensor = torch.as_tensor(leaf)
                     _check_device(name, tensor, mesh)
-                    tensors[name] = tensor, _normal(name, tensor, by)
+                    tensors[name] = tensor, _normalize(name, tensor, by)
             return {name: _local(tensor, by) for name, (tensor, by) in tensors.items()}
 
         def agree(digests: list[bytes]) -> bool:
@@ -67,14 +74,14 @@ def local_to_global(
             return digest({name: repr(local) for name, local in describe().items()})
 
         if call.exchange(offer, agree):
-            # All are of the same size, so that the whole is that many times as large.
+            # All ranks have the same shapes, so multiply them by the size of the mesh.
             shapes = {
-                name: (_times(tensor.shape, by, mesh.shape), _order(tensor))
+                name: (_multiply(tensor.shape, by, mesh.shape), _order(tensor))
                 for name, (tensor, by) in tensors.items()
             }
         else:
             described = {name: _local(tensor, by) for name, (tensor, by) in tensors.items()}
-            shapes = call.exchange(lambda: described, _combine(tuple(mesh.shape)))
+            shapes = call.exchange(lambda: described, _global_shapes(tuple(mesh.shape)))
 
         def convert(name: str, leaf: Any) -> Any:
             if name not in tensors:
@@ -90,31 +97,36 @@ def local_to_global(
 
 
 def global_to_local(tree: Any, mesh: DeviceMesh, placements: Any) -> Any:
-    """The tree with this rank's part of each DTensor, laid out by ``placements``.
+    """Converts each DTensor of a tree into this rank's part of it.
 
-    The inverse of :func:`local_to_global`, for the same arguments. A part shares its memory with
-    the DTensor, and gradients flow back, where the DTensor has these placements; else it is laid
-    out anew, for which every rank of the mesh must call this. Leaves that are not
-    DTensors stay as they are: they are local already.
+    The inverse of :func:`local_to_global` with the same arguments. If a DTensor has the given
+    placements, its part shares memory with it, and gradients flow back. Otherwise the DTensor is
+    redistributed, for which every rank of the mesh must call this function. Other leaves are
+    returned unchanged.
 
     Args:
-        mesh: that of the DTensors.
-        placements: as for :func:`local_to_global`.
+        tree: values with DTensors.
+        mesh: the mesh of the DTensors.
+        placements: placements of the leaves, as for :func:`local_to_global`.
 
     Raises:
-        ValueError: placements do not fit the tree or the mesh; a DTensor is on another mesh.
+        ValueError: placements do not match the tree or the mesh, or a DTensor is on another mesh.
+
+    Example::
+
+        tokens = multihost.global_to_local(batch, mesh, [Shard(0)])["tokens"]
     """
     own = Tree(tree)
     local = []
-    for name, leaf, by in _placed(own, tree, mesh, placements):
+    for name, leaf, by in _match_placements(own, tree, mesh, placements):
         if by is None or not isinstance(leaf, DTensor):
             local.append(leaf)
             continue
         if leaf.device_mesh != mesh:
             raise ValueError(
-                f"{name or 'the tree'} is on {leaf.device_mesh}, not on {mesh}: give its own mesh"
+                f"{name or 'the tree'} is on {leaf.device_mesh}, not on {mesh}; pass its own mesh"
             )
-        wanted = _normal(name, leaf, by)
+        wanted = _normalize(name, leaf, by)
         if tuple(leaf.placements) != wanted:
             leaf = leaf.redistribute(placements=wanted)
         local.append(leaf.to_local())
@@ -124,62 +136,63 @@ def global_to_local(tree: Any, mesh: DeviceMesh, placements: Any) -> Any:
 # --- placements ----------------------------------------------------------------------------------
 
 
-def _placed(
+def _match_placements(
     own: Tree, tree: Any, mesh: DeviceMesh, placements: Any
 ) -> list[tuple[str, Any, Placements]]:
-    """Names, leaves and placements of leaves."""
+    """Returns the name, value and placements of each leaf."""
     by_leaf: list[Placements] = []
-    _resolve("", tree, placements, by_leaf)
+    _collect_placements("", tree, placements, by_leaf)
     for name, by in zip(own.names, by_leaf, strict=True):
         if by is not None and len(by) != mesh.ndim:
             raise ValueError(
-                f"{name or 'the tree'} has {len(by)} placements for a mesh of {mesh.ndim} "
-                "dimensions: give one for each"
+                f"{name or 'the tree'} has {len(by)} placements, but the mesh has "
+                f"{plural(mesh.ndim, 'dimension')}; pass one placement for each dimension"
             )
         for placement in by or ():
             if type(placement) not in (Shard, Replicate, Partial):
                 raise ValueError(
-                    f"{name or 'the tree'} has placement {placement}: only Shard, Replicate and "
-                    "Partial can be given"
+                    f"{name or 'the tree'} has the placement {placement}, but only Shard, "
+                    "Replicate and Partial are supported"
                 )
     return list(zip(own.names, own.leaves, by_leaf, strict=True))
 
 
-def _resolve(name: str, node: Any, placements: Any, found: list[Placements]) -> None:
+def _collect_placements(name: str, node: Any, placements: Any, found: list[Placements]) -> None:
+    """Appends the placements of each leaf below a node to ``found``."""
     inside = children(node)
-    whole = placements is None or (
+    is_for_all = placements is None or (
         isinstance(placements, list | tuple)
         and bool(placements)
         and all(isinstance(placement, Placement) for placement in placements)
     )
-    if whole and inside is None:
+    if is_for_all and inside is None:
         found.append(placements)
         return
-    if whole:
+    if is_for_all:
         for key, child in inside or ():
-            _resolve(f"{name}.{key}" if name else key, child, placements, found)
+            _collect_placements(f"{name}.{key}" if name else key, child, placements, found)
         return
     given = children(placements)
     if inside is None or given is None:
         raise ValueError(
-            f"{name or 'the tree'} has {placements!r} instead of placements: give a list of "
+            f"{name or 'the tree'} has {placements!r} instead of placements; pass a list of "
             "Placement, or None"
         )
     by_key = dict(given)
     if by_key.keys() != dict(inside).keys():
         odd = sorted(by_key.keys() ^ dict(inside).keys())
         raise ValueError(
-            f"{name or 'the tree'} and its placements do not have the same keys: {', '.join(odd)} "
-            "is in only one of them"
+            f"{name or 'the tree'} and its placements do not have the same keys; only one of them "
+            f"has {', '.join(odd)}"
         )
     for key, child in inside:
-        _resolve(f"{name}.{key}" if name else key, child, by_key[key], found)
+        _collect_placements(f"{name}.{key}" if name else key, child, by_key[key], found)
 
 
-def _normal(
+def _normalize(
     name: str, tensor: torch.Tensor, placements: Sequence[Placement]
 ) -> tuple[Placement, ...]:
-    """With dimensions counted from the front."""
+    """Replaces negative dimensions of placements."""
     normal: list[Placement] = []
     for placement in placements:
         if isinstance(placement, Shard):
@@ -196,8 +209,8 @@ def _normal(
 def _check_device(name: str, tensor: torch.Tensor, mesh: DeviceMesh) -> None:
     if tensor.device.type != mesh.device_type:
         raise ValueError(
-            f"{name or 'the tree'} is on {tensor.device}, and the mesh is one of "
-            f"{mesh.device_type}: move it there first"
+            f"{name or 'the tree'} is on {tensor.device}, but the mesh is on {mesh.device_type}; "
+            f"move the tensor to {mesh.device_type} first"
         )
 
 
@@ -221,23 +234,29 @@ def _strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def _times(
+def _multiply(
     shape: Sequence[int], placements: Sequence[Placement], mesh: Sequence[int]
 ) -> tuple[int, ...]:
-    whole = list(shape)
+    """Returns the global shape if all ranks have the same local shape."""
+    result = list(shape)
     for placement, size in zip(placements, mesh, strict=True):
         if isinstance(placement, Shard):
-            whole[placement.dim] *= size
-    return tuple(whole)
+            result[placement.dim] *= size
+    return tuple(result)
 
 
-def _combine(
+def _global_shapes(
     mesh: tuple[int, ...],
 ) -> Callable[[list[dict[str, _Local]]], dict[str, tuple[Any, ...]] | Disagreement]:
-    """Makes of all ranks' shapes, in the order of the mesh, the whole ones."""
-    places = [
-        tuple(place)
-        for place in torch.cartesian_prod(*map(torch.arange, mesh)).view(-1, len(mesh)).tolist()
+    """Returns a function that computes global shapes from the local shapes of all ranks.
+
+    The local shapes are in the order of the mesh.
+    """
+    coordinates = [
+        tuple(coordinate)
+        for coordinate in torch.cartesian_prod(*map(torch.arange, mesh))
+        .view(-1, len(mesh))
+        .tolist()
     ]
 
     def combine(
@@ -248,62 +267,65 @@ def _combine(
                 {
                     name: f"a tensor of {dtype.removeprefix('torch.')} with {len(shape)} "
                     f"dimensions, placements {list(placements)}"
-                    for name, (dtype, shape, placements, _order) in of.items()
+                    for name, (dtype, shape, placements, _order) in leaves.items()
                 }
-                for of in by_rank
+                for leaves in by_rank
             ]
         )
         if lines:
-            return Disagreement("the trees differ; all ranks must come with the same leaves", lines)
+            return Disagreement("the trees differ; all ranks must pass the same leaves:", lines)
         found = {}
         for name, (_dtype, _shape, placements, order) in by_rank[0].items():
-            shapes = [of[name][1] for of in by_rank]
-            whole = _summed(shapes, placements, places)
-            found[name] = whole, order
-            for rank, (shape, place) in enumerate(zip(shapes, places, strict=True)):
-                due = _chunk(whole, placements, mesh, place)
-                if shape != due:
+            shapes = [leaves[name][1] for leaves in by_rank]
+            total = _sum_shapes(shapes, placements, coordinates)
+            found[name] = total, order
+            for index, (shape, coordinate) in enumerate(zip(shapes, coordinates, strict=True)):
+                expected = _local_shape(total, placements, mesh, coordinate)
+                if shape != expected:
                     lines.append(
-                        f"{name or 'the tree'}: place {rank} of the mesh holds {shape}; of a "
-                        f"tensor of {whole} by {list(placements)} it must hold {due}"
+                        f"{name or 'the tree'}: mesh index {index} has shape {shape}, but "
+                        f"{list(placements)} of a tensor of shape {total} needs {expected}"
                     )
         if lines:
-            text = "shapes are not those that distribute_tensor would give the ranks"
+            text = "the shapes differ from those that distribute_tensor would give the ranks:"
             return Disagreement(text, lines)
         return found
 
     return combine
 
 
-def _summed(
+def _sum_shapes(
     shapes: Sequence[tuple[int, ...]],
     placements: Sequence[Placement],
-    places: Sequence[tuple[int, ...]],
+    coordinates: Sequence[tuple[int, ...]],
 ) -> tuple[int, ...]:
-    whole = list(shapes[0])
-    for dim in range(len(whole)):
-        by = [isinstance(p, Shard) and p.dim == dim for p in placements]
-        if any(by):
-            # Along the mesh's dimensions that cut this one, from the first rank on.
-            whole[dim] = sum(
+    """Adds up local shapes to the global shape."""
+    result = list(shapes[0])
+    for dim in range(len(result)):
+        shards = [isinstance(p, Shard) and p.dim == dim for p in placements]
+        if any(shards):
+            # Add up along the mesh dimensions that shard this one, at index 0 of all others.
+            result[dim] = sum(
                 shape[dim]
-                for shape, place in zip(shapes, places, strict=True)
-                if not any(at for at, cuts in zip(place, by, strict=True) if not cuts)
+                for shape, coordinate in zip(shapes, coordinates, strict=True)
+                if not any(
+                    index for index, cuts in zip(coordinate, shards, strict=True) if not cuts
+                )
             )
-    return tuple(whole)
+    return tuple(result)
 
 
-def _chunk(
-    whole: Sequence[int],
+def _local_shape(
+    shape: Sequence[int],
     placements: Sequence[Placement],
     mesh: Sequence[int],
-    place: Sequence[int],
+    coordinate: Sequence[int],
 ) -> tuple[int, ...]:
-    """The shape at a place of the mesh, as torch.chunk cuts."""
-    shape = list(whole)
-    for placement, size, at in zip(placements, mesh, place, strict=True):
+    """Returns the local shape at a coordinate of the mesh, chunked like torch.chunk."""
+    local = list(shape)
+    for placement, size, index in zip(placements, mesh, coordinate, strict=True):
         if isinstance(placement, Shard):
-            length = shape[placement.dim]
+            length = local[placement.dim]
             each = (length + size - 1) // size
-            shape[placement.dim] = max(0, min(each, length - at * each))
-    return tuple(shape)
+            local[placement.dim] = max(0, min(each, length - index * each))
+    return tuple(local)

@@ -1,9 +1,10 @@
-"""Trees from one rank to all, and from all to all.
+"""Broadcasts a tree from one rank to all ranks, and gathers the trees of all ranks.
 
-What the leaves are is agreed upon in the store, where objects go as well, as pickles. Then every
-rank makes room for what it will get, and tells whether it could, so that none waits in a collective
-for one that could not. Only then tensors and numpy's arrays go, as bytes, by collectives of the
-process group, at most ``BATCH_BYTES`` at a time beside the trees. Their timeout is the group's.
+1. Ranks agree on the types of leaves through the store, which also carries objects as pickles.
+2. Every rank allocates the tensors that it will receive, and reports whether it could. Otherwise
+   ranks would wait in a collective for a rank that has failed.
+3. Tensors and numpy arrays are sent as bytes by collectives of the process group, with the group's
+   timeout. This needs at most ``BATCH_BYTES`` for a batch beside the trees.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ from torch_ckpt.ranks.calls import Call, Disagreement
 from torch_ckpt.ranks.meeting import TIMEOUT_SECONDS
 from torch_ckpt.ranks.outcomes import first_line
 
-#: Bytes that are sent at once.
+#: Bytes that a collective sends.
 BATCH_BYTES = 64 << 20
 
-_STRUCTURE = "the trees differ; all ranks must come with the same containers and kinds of leaves"
+_TREES_DIFFER = "the trees differ; all ranks must pass the same containers and types of leaves:"
 
 
 def broadcast_one_to_all(
@@ -47,26 +48,32 @@ def broadcast_one_to_all(
     process_group: dist.ProcessGroup | None = None,
     timeout: float = TIMEOUT_SECONDS,
 ) -> Any:
-    """One rank's tree, on all ranks. Every rank of the group calls it.
+    """Returns the tree of one rank on all ranks.
 
-    What is returned shares no memory with ``tree``, on the source either. Tensors are contiguous,
-    require gradients where the source's do, and lie where the leaf does that they replace.
+    Every rank of the group must call it. The result shares no memory with ``tree``, also on the
+    source. Tensors are contiguous, require gradients if those of the source do, and are on the
+    device of the leaf that they replace.
 
     Args:
-        tree: the other ranks' tensors and arrays must have the dtypes and shapes of the source's;
-            their values are not looked at. Or None on a rank that has nothing like it: its tensors
-            then lie on the same kind of device as the source's, or on the CPU. Of DTensors only
-            replicated ones can be sent. Other leaves are pickled.
-        is_source: true on exactly one rank; None on all ranks for the first rank of the group.
-        process_group: None for the default group.
-        timeout: seconds; a rank that has not come by then is given up. Once all have come, tensors
-            are sent under the process group's own timeout.
+        tree: the tree to send; on other ranks a tree whose tensors and arrays have the same dtypes
+            and shapes, with any values. A rank without such a tree may pass None; its tensors will
+            be on the same type of device as the source's, or on the CPU. DTensors must be
+            replicated. Leaves that are not tensors or arrays are pickled.
+        is_source: True on exactly one rank; or None on all ranks, for the first rank of the group.
+        process_group: the ranks that take part; None means the default group.
+        timeout: seconds to wait for a rank that does not arrive. Tensors are sent under the process
+            group's own timeout.
 
     Raises:
-        RanksDisagree: trees differ; none or several are the source; ranks made different calls.
-        TimeoutError: ranks did not come; they are named.
-        ConnectionError: the store or the process group is lost.
+        RanksDisagree: trees differ, no rank or several ranks are the source, or ranks made
+            different calls.
+        TimeoutError: a rank did not arrive; the message names it.
+        ConnectionError: the connection to the store or the process group is lost.
         ValueError: a DTensor is sharded, or this process is not in the group.
+
+    Example::
+
+        config = multihost.broadcast_one_to_all(config if dist.get_rank() == 0 else None)
     """
     with Call("broadcast_one_to_all()", process_group, timeout) as call:
         sends = call.rank == 0 if is_source is None else is_source
@@ -83,17 +90,19 @@ def broadcast_one_to_all(
             return (
                 sends,
                 None if placeholder else digest(described),
-                _packed(own, process_group if call.distributed else None, call) if sends else None,
+                _pack(own, process_group if call.distributed else None, call) if sends else None,
             )
 
         def choose(offers: list[Any]) -> Any:
             sources = [rank for rank, offered in enumerate(offers) if offered[0]]
             if len(sources) != 1:
-                who = f"it is on {ranks_text(sources)}" if sources else "it is on none"
-                return Disagreement(f"is_source must be true on exactly one rank, and {who}")
+                found = ranks_text(sources) if sources else "no rank"
+                return Disagreement(
+                    f"is_source must be True on exactly one rank, but it is on {found}"
+                )
             [source] = sources
-            wanted = {offered[1] for offered in offers} - {None}
-            return source, offers[source][2] if len(wanted) == 1 else None
+            digests = {offered[1] for offered in offers} - {None}
+            return source, offers[source][2] if len(digests) == 1 else None
 
         source, packed = call.exchange(offer, choose)
         if packed is None:
@@ -101,24 +110,24 @@ def broadcast_one_to_all(
         skeleton, objects, sent = pickle.loads(packed)
         indices, spec = pytree.tree_flatten(skeleton)
         like = dict(zip(own.names, own.leaves, strict=True))
-        made: dict[int, Any] = dict(objects)
-        moved: list[tuple[torch.Tensor, str]] = []
+        results: dict[int, Any] = dict(objects)
+        buffers: list[tuple[torch.Tensor, str]] = []
 
-        def make_room() -> None:
-            for index, (name, what) in sent.items():
-                made[index], data = what.room(like.get(name))
+        def allocate() -> None:
+            for index, (name, leaf) in sent.items():
+                results[index], data = leaf.allocate(like.get(name))
                 if sends:
-                    data.copy_(_bytes_of(like[name]))
-                moved.append((data, what.wire))
+                    data.copy_(_view_bytes(like[name]))
+                buffers.append((data, leaf.wire))
 
         if sent:
-            call.all_succeed(make_room)
+            call.all_succeed(allocate)
         if call.distributed:
-            for wire in sorted({wire for _data, wire in moved}):
-                parts = [data for data, by in moved if by == wire]
+            for wire in sorted({wire for _data, wire in buffers}):
+                parts = [data for data, by in buffers if by == wire]
                 for batch in _batches(parts, BATCH_BYTES):
                     _broadcast(batch, wire, source, call, process_group)
-        return pytree.tree_unflatten([made[index] for index in indices], spec)
+        return pytree.tree_unflatten([results[index] for index in indices], spec)
 
 
 def process_allgather(
@@ -128,28 +137,33 @@ def process_allgather(
     process_group: dist.ProcessGroup | None = None,
     timeout: float = TIMEOUT_SECONDS,
 ) -> Any:
-    """The trees of all ranks as one, on all ranks. Every rank of the group calls it.
+    """Combines the trees of all ranks into one tree, on all ranks.
 
-    What is returned shares no memory with ``tree`` and requires no gradients. Tensors lie where
-    the rank's own leaf does. Of every leaf it has, by its kind:
+    Every rank of the group must call it. The result shares no memory with ``tree``, requires no
+    gradients, and its tensors are on the devices of the rank's own leaves. The result of a leaf
+    depends on its type:
 
-    - tensors and numpy's arrays and numbers: the ranks' stacked along a new first dimension;
-    - DTensors: the whole tensor, gathered over its own mesh; ``tiled`` makes no difference;
-    - anything else: a list of what the ranks have, by rank. It is pickled.
+    - tensors, numpy arrays and numpy numbers are stacked along a new first dimension;
+    - DTensors become full tensors, gathered over their own meshes, whatever ``tiled`` is;
+    - other leaves are pickled and become a list with the leaves of all ranks.
 
     Args:
-        tree: containers, dtypes and shapes must be the same on all ranks.
-        tiled: concatenates along the first dimension instead; ranks' sizes there may differ, and
-            what has no dimension counts as having one of size 1.
-        process_group: None for the default group.
-        timeout: seconds; a rank that has not come by then is given up. Once all have come, tensors
-            are sent under the process group's own timeout.
+        tree: a tree with the same containers, dtypes and shapes on all ranks.
+        tiled: concatenate along the first dimension instead of stacking. The sizes of this
+            dimension may differ between ranks; a leaf without dimensions counts as one of size 1.
+        process_group: the ranks that take part; None means the default group.
+        timeout: seconds to wait for a rank that does not arrive. Tensors are sent under the process
+            group's own timeout.
 
     Raises:
         RanksDisagree: trees differ, or ranks made different calls.
-        TimeoutError: ranks did not come; they are named.
-        ConnectionError: the store or the process group is lost.
-        ValueError: this process is not in a DTensor's mesh, or not in the group.
+        TimeoutError: a rank did not arrive; the message names it.
+        ConnectionError: the connection to the store or the process group is lost.
+        ValueError: this process is not in the mesh of a DTensor, or not in the group.
+
+    Example::
+
+        losses = multihost.process_allgather(loss)  # shape (ranks,)
     """
     with Call(f"process_allgather(tiled={tiled})", process_group, timeout) as call:
         own = Tree(tree)
@@ -164,7 +178,7 @@ def process_allgather(
             return own.described(_kind_tiled(leaf) if tiled else kind(leaf) for leaf in leaves)
 
         def offer() -> tuple[bytes, list[int], list[str], bytes]:
-            rows = [_rows(leaf) for leaf in leaves if _is_bytes(leaf)]
+            rows = [_row_count(leaf) for leaf in leaves if _is_bytes(leaf)]
             wires = [_wire(leaf, process_group, call) for leaf in leaves if _is_bytes(leaf)]
             objects = [leaf for leaf in leaves if not _is_bytes(leaf) and not _is_global(leaf)]
             return digest(describe()), rows, wires, pickle.dumps(objects)
@@ -172,7 +186,7 @@ def process_allgather(
         def merge(offers: list[Any]) -> Any:
             if len({offered[0] for offered in offers}) > 1:
                 return None
-            # One kind of device for each leaf, whatever the others have it on.
+            # All ranks must send a leaf from the same type of device. Use that of rank 0.
             return [offered[1] for offered in offers], offers[0][2], [o[3] for o in offers]
 
         merged = call.exchange(offer, merge)
@@ -182,18 +196,19 @@ def process_allgather(
         objects = iter(zip(*map(pickle.loads, pickles), strict=True))
         gathers: list[_Gather] = []
 
-        def make_room() -> None:
+        def allocate() -> None:
             for leaf in filter(_is_bytes, leaves):
                 number = len(gathers)
-                gathers.append(_Gather(leaf, [of[number] for of in rows], tiled, wires[number]))
+                counts = [of_rank[number] for of_rank in rows]
+                gathers.append(_Gather(leaf, counts, tiled, wires[number]))
 
         if wires:
-            call.all_succeed(make_room)
+            call.all_succeed(allocate)
         for wire in sorted(set(wires)):
             _gather_all([g for g in gathers if g.wire == wire], wire, call, process_group)
         results = iter(gathers)
         return own.with_leaves(
-            _whole(leaf)
+            _full_tensor(leaf)
             if _is_global(leaf)
             else next(results).result
             if _is_bytes(leaf)
@@ -202,14 +217,14 @@ def process_allgather(
         )
 
 
-# --- what is sent --------------------------------------------------------------------------------
+# --- leaves that are sent as bytes ---------------------------------------------------------------
 
 
-class _Sent:
-    """What a leaf is that is sent as bytes; pickled with the structure.
+class _SentLeaf:
+    """Describes a leaf that is sent as bytes. Pickled with the structure of the tree.
 
     Attributes:
-        wire: the kind of device that it is sent from and to.
+        wire: the type of device from which and to which the leaf is sent.
     """
 
     def __init__(self, leaf: Any, wire: str) -> None:
@@ -221,8 +236,11 @@ class _Sent:
         self._device = "cpu" if self._is_array else local.device.type
         self._requires_grad = not self._is_array and leaf.requires_grad
 
-    def room(self, like: Any) -> tuple[Any, torch.Tensor]:
-        """What is returned for the leaf, and its bytes; where ``like`` lies, unless it is None."""
+    def allocate(self, like: Any) -> tuple[Any, torch.Tensor]:
+        """Allocates the result of the leaf; returns it, and a view of its bytes.
+
+        It is on the device of ``like``, or, if that is None, on the source's type of device.
+        """
         if self._is_array:
             import numpy
 
@@ -238,18 +256,19 @@ class _Sent:
 
 
 class _Gather:
-    """What becomes of a leaf whose bytes all ranks send.
+    """Gathers a leaf whose bytes all ranks send.
 
     Attributes:
-        wire: the kind of device that it is sent from and to.
+        wire: the type of device from which and to which the leaf is sent.
         own: this rank's bytes.
-        lengths: in bytes, of each rank's.
-        result: what is returned.
+        lengths: number of bytes of each rank.
+        parts: views of the result for the bytes of each rank.
+        result: the gathered tensor or array.
     """
 
     def __init__(self, leaf: Any, rows: list[int], tiled: bool, wire: str) -> None:
         self.wire = wire
-        self.own = _bytes_of(leaf)
+        self.own = _view_bytes(leaf)
         shape = (sum(rows), *leaf.shape[1:]) if tiled else (len(rows), *leaf.shape)
         row_bytes = torch.Size(shape[1:]).numel() * leaf.dtype.itemsize
         self.lengths = [row_bytes * count for count in (rows if tiled else [1] * len(rows))]
@@ -265,13 +284,13 @@ class _Gather:
         self.parts = torch.split(data, self.lengths)
 
 
-def _packed(own: Tree, group: dist.ProcessGroup | None, call: Call) -> bytes:
-    """The source's containers, its objects, and what its other leaves are; by number of leaf."""
+def _pack(own: Tree, group: dist.ProcessGroup | None, call: Call) -> bytes:
+    """Pickles the source's containers, its objects, and descriptions of its other leaves."""
     objects: dict[int, Any] = {}
-    sent: dict[int, tuple[str, _Sent]] = {}
+    sent: dict[int, tuple[str, _SentLeaf]] = {}
     for index, (name, leaf) in enumerate(zip(own.names, own.leaves, strict=True)):
         if _is_bytes(leaf) or _is_global(leaf):
-            sent[index] = name, _Sent(leaf, _wire(leaf, group, call))
+            sent[index] = name, _SentLeaf(leaf, _wire(leaf, group, call))
         else:
             objects[index] = leaf
     return pickle.dumps((own.with_leaves(range(len(own.leaves))), objects, sent))
@@ -280,15 +299,16 @@ def _packed(own: Tree, group: dist.ProcessGroup | None, call: Call) -> bytes:
 def _refuse_sharded(name: str, leaf: Any) -> None:
     if isinstance(leaf, DTensor) and not all(p.is_replicate() for p in leaf.placements):
         raise ValueError(
-            f"{name or 'the tree'} is a DTensor of which no rank has the whole: send its local "
-            "tensors (global_to_local), or gather it (process_allgather)"
+            f"{name or 'the tree'} is a sharded DTensor, which cannot be broadcast. Broadcast its "
+            "local tensors (global_to_local), or gather it (process_allgather)"
         )
 
 
 def _raise_differences(call: Call, describe: Callable[[], dict[str, str] | None]) -> None:
     def compare(described: list[dict[str, str] | None]) -> Disagreement:
-        whole = next(d for d in described if d is not None)
-        return Disagreement(_STRUCTURE, differences([d or whole for d in described]))
+        # A rank that passed None as a placeholder agrees with every tree.
+        first = next(d for d in described if d is not None)
+        return Disagreement(_TREES_DIFFER, differences([d or first for d in described]))
 
     call.exchange(describe, compare)
 
@@ -301,14 +321,14 @@ def _is_global(leaf: Any) -> bool:
     return isinstance(leaf, DTensor)
 
 
-def _bytes_of(leaf: Any) -> torch.Tensor:
+def _view_bytes(leaf: Any) -> torch.Tensor:
     if is_array(leaf):
         return array_bytes(leaf)
     return as_bytes(leaf.to_local() if isinstance(leaf, DTensor) else leaf)
 
 
 def _as_array(leaf: Any) -> Any:
-    """A number of numpy's as an array without dimensions."""
+    """Converts a numpy number to an array without dimensions; returns other leaves unchanged."""
     if type(leaf).__module__ != "numpy":
         return leaf
     import numpy
@@ -316,12 +336,12 @@ def _as_array(leaf: Any) -> Any:
     return numpy.asarray(leaf) if isinstance(leaf, numpy.generic) else leaf
 
 
-def _rows(leaf: Any) -> int:
+def _row_count(leaf: Any) -> int:
     return int(leaf.shape[0]) if leaf.ndim else 1
 
 
 def _kind_tiled(leaf: Any) -> str:
-    """As ``kind``, whatever the size of the first dimension."""
+    """Returns ``kind`` of a leaf without the size of its first dimension."""
     if not _is_bytes(leaf) or not leaf.ndim:
         return kind(leaf)
     return (
@@ -329,21 +349,21 @@ def _kind_tiled(leaf: Any) -> str:
     )
 
 
-def _whole(tensor: DTensor) -> torch.Tensor:
-    """All of a DTensor, bit for bit. Gloo knows few dtypes, so that it goes as bytes."""
+def _full_tensor(tensor: DTensor) -> torch.Tensor:
+    """Gathers a DTensor bit for bit. Sends it as bytes, since gloo supports few dtypes."""
     if any(placement.is_partial() for placement in tensor.placements):
         return tensor.full_tensor().detach().clone()
     local, item = tensor.to_local().detach(), tensor.dtype.itemsize
-    # A dimension of bytes behind all others keeps the shards' bounds.
+    # Add the bytes as the last dimension, so that the bounds of shards do not change.
     data = as_bytes(local).view(*local.shape, item)
     shape = torch.Size((*tensor.shape, item))
     strides = torch.empty(shape, device="meta").stride()
     as_dtensor = DTensor.from_local(
         data, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=strides
     )
-    whole = as_dtensor.full_tensor()
-    own = whole.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
-    return (whole.clone() if own else whole.contiguous()).view(tensor.dtype).squeeze(-1)
+    full = as_dtensor.full_tensor()
+    is_shared = full.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+    return (full.clone() if is_shared else full.contiguous()).view(tensor.dtype).squeeze(-1)
 
 
 # --- sending -------------------------------------------------------------------------------------
@@ -355,7 +375,7 @@ def _wire(leaf: Any, group: dist.ProcessGroup | None, call: Call) -> str:
 
 
 def _device(kind: str) -> torch.device:
-    """The device of a kind that this process uses; the CPU where it has none."""
+    """Returns the current device of a type; the CPU if the process has no such device."""
     if kind == "cpu" or (kind == "cuda" and not torch.cuda.is_available()):
         return torch.device("cpu")
     return torch.device(kind, _current_index(kind))
@@ -369,14 +389,14 @@ def _broadcast(
     group: dist.ProcessGroup | None,
 ) -> None:
     device = _device(wire)
-    alone = len(batch) == 1 and batch[0].device == device
+    is_in_place = len(batch) == 1 and batch[0].device == device
     size = sum(part.numel() for part in batch)
-    buffer = batch[0] if alone else torch.empty(size, dtype=torch.uint8, device=device)
-    if call.rank == source and not alone:
+    buffer = batch[0] if is_in_place else torch.empty(size, dtype=torch.uint8, device=device)
+    if call.rank == source and not is_in_place:
         torch.cat([part.to(device) for part in batch], out=buffer)
     origin = dist.get_global_rank(group, source) if group is not None else source
-    _collective(call, dist.broadcast, buffer, src=origin, group=group)
-    if call.rank != source and not alone:
+    _run_collective(call, dist.broadcast, buffer, src=origin, group=group)
+    if call.rank != source and not is_in_place:
         for part, received in zip(
             batch, torch.split(buffer, [p.numel() for p in batch]), strict=True
         ):
@@ -390,43 +410,43 @@ def _gather_all(
         for gather in gathers:
             gather.parts[0].copy_(gather.own)
         return
-    most = max(1 << 16, BATCH_BYTES // call.size)
-    # Kept from batch to batch: fresh memory costs more than what is copied into it.
-    kept = min(most, sum(max(gather.lengths) for gather in gathers))
-    room = torch.empty(kept * (1 + call.size), dtype=torch.uint8, device=_device(wire))
+    limit = max(1 << 16, BATCH_BYTES // call.size)
+    # Reused for all batches, since allocating memory costs more than copying into it.
+    batch_bytes = min(limit, sum(max(gather.lengths) for gather in gathers))
+    buffer = torch.empty(batch_bytes * (1 + call.size), dtype=torch.uint8, device=_device(wire))
     batch: list[tuple[_Gather, int, int]] = []
     held = 0
     for gather in gathers:
-        # Ranks send as much as the longest of them has, for all must send the same amount.
+        # All ranks must send the same number of bytes, so shorter leaves are padded.
         longest = max(gather.lengths)
         begin = 0
         while begin < longest:
-            end = min(longest, begin + most - held)
+            end = min(longest, begin + limit - held)
             batch.append((gather, begin, end))
             held += end - begin
             begin = end
-            if held == most:
-                _gather_batch(batch, held, room, call, group)
+            if held == limit:
+                _gather_batch(batch, held, buffer, call, group)
                 batch, held = [], 0
     if batch:
-        _gather_batch(batch, held, room, call, group)
+        _gather_batch(batch, held, buffer, call, group)
 
 
 def _gather_batch(
     batch: list[tuple[_Gather, int, int]],
     size: int,
-    room: torch.Tensor,
+    buffer: torch.Tensor,
     call: Call,
     group: dist.ProcessGroup | None,
 ) -> None:
-    mine, everybodys = torch.split(room[: size * (1 + call.size)], [size, size * call.size])
+    own, gathered = torch.split(buffer[: size * (1 + call.size)], [size, size * call.size])
     at = 0
     for gather, begin, end in batch:
         part = gather.own[begin:end]
-        mine[at : at + part.numel()].copy_(part)
+        own[at : at + part.numel()].copy_(part)
         at += end - begin
-    _collective(call, dist.all_gather_into_tensor, everybodys, mine, group=group)
-    for rank, received in enumerate(torch.split(everybodys, size)):
+    _run_collective(call, dist.all_gather_into_tensor, gathered, own, group=group)
+    for rank, received in enumerate(torch.split(gathered, size)):
         at = 0
         for gather, begin, end in batch:
             part = gather.parts[rank][begin:end]
@@ -434,11 +454,11 @@ def _gather_batch(
             at += end - begin
 
 
-def _collective(call: Call, collective: Callable[..., Any], *args: Any, **options: Any) -> None:
+def _run_collective(call: Call, collective: Callable[..., Any], *args: Any, **options: Any) -> None:
     try:
         collective(*args, **options)
     except RuntimeError as cause:
         raise ConnectionError(
-            f"{call.name}: rank {call.rank} lost the process group while tensors were sent "
-            f"({first_line(cause)}): look for a rank that has died or hangs"
+            f"{call.name}: rank {call.rank} lost the process group while sending tensors "
+            f"({first_line(cause)}). Check whether another rank has died or hangs"
         ) from cause

@@ -1,10 +1,9 @@
-"""What a training loop needs beside the engine.
+"""Helpers for training loops: logs, profiles, peak rates, drawings of graphs, and simple steps.
 
-That is logs, profiles, peak rates, pictures of graphs, and steps saved and loaded in one call.
-Separate from the engine: nothing in ``torch_ckpt`` imports it. Every rank calls the same functions;
-rank 0 writes, and no rank waits for another except in :func:`log`, for the values of DTensors, and
-for steps, which all ranks write and read. Without ``torch.distributed`` the process is rank 0.
-Paths are local ones or URLs that fsspec knows.
+Nothing else in ``torch_ckpt`` imports this package. Every rank calls the same functions, and rank 0
+writes. Ranks wait for each other only in :func:`log`, for the values of DTensors, and in
+:func:`save_checkpoint` and :func:`load_checkpoint_if_it_exists`, which use all ranks. Without
+``torch.distributed`` the process is rank 0. Paths are local paths or URLs of fsspec.
 """
 
 import torch_ckpt._base.supported_torch  # noqa: F401

@@ -1,7 +1,7 @@
-"""Steps saved and found again by two functions, for loops that need no more.
+"""Saves and loads steps by two functions, for loops that do not need a manager.
 
-A :class:`torch_ckpt.CheckpointManager` over the same directory sees the same steps, and loads them
-into the same state: all three take it through :class:`torch_ckpt.state.app_state.AppState`.
+A :class:`torch_ckpt.CheckpointManager` over the same directory sees the same steps and loads them
+into the same state, since all of them use :class:`torch_ckpt.state.app_state.AppState`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch_ckpt.training.files import StrPath, join
 
-# The engine is imported by the functions, so that this package imports nothing.
+# The functions import the engine, so that importing this package does not.
 if TYPE_CHECKING:
     import torch.distributed as dist
 
@@ -26,11 +26,11 @@ _TIMEOUT_SECONDS = 300.0
 
 _LOAD = "load_checkpoint_if_it_exists"
 
-# That a warning lists.
-_MOST_NAMES = 10
+# Number of names that a warning lists.
+_MAX_NAMES = 10
 
-# What a rank has for itself is under the value's key.
-_OF_A_RANK = re.compile(r"(.*)\.rank\d+")
+# Names of values that differ between ranks, such as "loader.rank3".
+_PER_RANK_NAME = re.compile(r"(.*)\.rank\d+")
 
 
 def save_checkpoint(
@@ -45,30 +45,37 @@ def save_checkpoint(
     max_io_threads: int | None = None,
     **writer_options: Any,
 ) -> None:
-    """Saves a state as a step; returns when the step is complete. All ranks call it.
+    """Saves a state as a step; returns when the step is complete.
 
-    What saves that died have left there is removed, where nobody works in it.
+    All ranks must call it. Leftovers of interrupted saves in the directory are removed, unless
+    another process is using them.
 
     Args:
-        directory: a local path or URL; the step is in ``{step:010d}`` there.
+        directory: a local path or URL; the step is saved in ``{step:010d}`` beneath it.
         step: 0 to 9,999,999,999; the same on all ranks.
-        state: names and values, as for :meth:`torch_ckpt.CheckpointManager.save`: modules and
-            optimizers themselves, tensors, numbers, dicts of these.
-        overwrite: whether a complete step may be replaced; it stays until the new one is complete.
-        process_group: the ranks that save together; the default group if None.
-        timeout: seconds after which a rank that gives no sign of life is given up.
-        staging_dir: as for :class:`torch_ckpt.steps.remote.RemoteSteps`.
-        max_io_threads: the writer's ``thread_count``; None chooses for the machine.
-        writer_options: passed to :class:`torch_ckpt.FileSystemWriter`.
+        state: names and values, as for :meth:`torch_ckpt.CheckpointManager.save`: modules,
+            optimizers, tensors, numbers, and dicts of these.
+        overwrite: replace a complete step. The old one is kept until the new one is complete.
+        process_group: the ranks that save together; None means the default group.
+        timeout: seconds after which a rank that sends no heartbeat is declared dead.
+        staging_dir: local directory in which files for a URL are written first; see
+            :class:`torch_ckpt.steps.remote.RemoteSteps`.
+        max_io_threads: number of threads that write, the writer's ``thread_count``; None chooses
+            for the machine.
+        writer_options: options of :class:`torch_ckpt.FileSystemWriter`.
 
     Raises:
-        FileExistsError: on every rank: the step is complete and may not be replaced.
-        CheckpointException: on every rank, with the cause of each rank that failed: what
-            :func:`torch_ckpt.save` raises, and ``FileExistsError`` where the step has become
-            complete meanwhile.
+        FileExistsError: the step is complete, and ``overwrite`` is False; on every rank.
+        CheckpointException: the save failed; on every rank, with the cause of each failed rank. See
+            :func:`torch_ckpt.save`. The cause is ``FileExistsError`` if another process has
+            completed the step during the save.
         OSError: the directory cannot be listed; ``RuntimeError`` on the other ranks.
-        RanksDisagree: ranks came with different steps.
-        ImportError, ValueError: of the URL, or of options that contradict each other.
+        RanksDisagree: ranks passed different steps.
+        ImportError, ValueError: the URL is not supported, or options contradict each other.
+
+    Example::
+
+        training.save_checkpoint("run", step, {"model": model, "optimizer": optimizer})
     """
     from torch_ckpt.api import save
     from torch_ckpt.ranks.calls import Call
@@ -79,29 +86,29 @@ def save_checkpoint(
     opened: list[StepStore] = []
 
     def begin() -> tuple[str, bool]:
-        # Of a number that cannot be one all ranks tell, and not only the one that looks for it.
+        # Raises ValueError for an invalid step on every rank, not only on rank 0.
         step_name(step)
         opened.append(open_steps(directory, staging_dir=staging_dir))
         is_refused = False
         if call.rank == 0:
-            # Of many leftovers the removal may take longer than the others wait.
+            # Removing many leftovers may take longer than the timeout of the other ranks.
             with call.alive(time.monotonic_ns):
                 opened[0].sweep()
             is_refused = not overwrite and opened[0].is_complete(step)
         return uuid.uuid4().hex[:8], is_refused
 
     with Call(f"save_checkpoint of step {step}", process_group, timeout) as call:
-        attempt, is_refused = call.exchange(begin, lambda brought: brought[0])
+        attempt, is_refused = call.exchange(begin, lambda results: results[0])
     if is_refused:
         raise FileExistsError(
             errno.EEXIST,
-            "the step is there and complete; overwrite=True replaces it",
+            "the step already exists and is complete. Pass overwrite=True to replace it",
             join(directory, step_name(step)),
         )
     [steps] = opened
     writer = steps.writer(step, attempt=attempt, overwrite=overwrite, **options)
-    read = AppState(state).state_dict
-    save(read, storage_writer=writer, process_group=process_group, timeout=timeout)
+    read_state = AppState(state).state_dict
+    save(read_state, storage_writer=writer, process_group=process_group, timeout=timeout)
 
 
 def load_checkpoint_if_it_exists(
@@ -115,31 +122,39 @@ def load_checkpoint_if_it_exists(
     strict: bool = True,
     **load_options: Any,
 ) -> int:
-    """Loads the newest complete step, that of rank 0's choice, in place. All ranks call it.
+    """Loads the newest complete step into the state, in place.
 
-    Warns, on rank 0, of steps that are not complete, which are skipped, of names in the step that
-    the state of no rank has, and of tensors that were converted to another dtype.
+    All ranks must call it; rank 0 chooses the step. Rank 0 warns of incomplete steps, which are
+    skipped, of names in the step that the state of no rank has, and of tensors that were converted
+    to another dtype.
 
     Args:
         directory: a local path or URL, which need not exist.
-        state: as for :func:`save_checkpoint`; plain values in it are replaced.
-        process_group: the ranks that load together; the default group if None.
-        timeout: seconds after which a rank that has not come is given up.
-        staging_dir: as for :class:`torch_ckpt.steps.remote.RemoteSteps`.
-        max_io_threads: the reader's ``thread_count``: reads under way at once; None: 8.
-        strict: raise ``LoadMismatch`` where something in the state is missing in the step, or has
-            another shape or dtype there. False: load what fits, and convert dtypes.
-        load_options: passed to :func:`torch_ckpt.load`.
+        state: names and values, as for :func:`save_checkpoint`; plain values are replaced.
+        process_group: the ranks that load together; None means the default group.
+        timeout: seconds after which a rank that sends no heartbeat is declared dead.
+        staging_dir: local directory for files of a URL; see
+            :class:`torch_ckpt.steps.remote.RemoteSteps`.
+        max_io_threads: number of concurrent reads, the reader's ``thread_count``; None means 8.
+        strict: require that the step has every name of the state, with the same shape and dtype.
+            If False, load the names that fit, and convert dtypes.
+        load_options: options of :func:`torch_ckpt.load`.
 
     Returns:
-        The step; 0 where there is no complete one, and then the state is as it was.
+        The step; 0 if there is no complete step, and then the state is unchanged.
 
     Raises:
-        CheckpointException: on every rank, as of :func:`torch_ckpt.load`.
-        CheckpointError: a value cannot take its state, as an optimizer that has other states than
-            the checkpoint; names the key. ``RuntimeError`` on the other ranks.
+        CheckpointException: the load failed; on every rank, see :func:`torch_ckpt.load`. The cause
+            is ``LoadMismatch`` if ``strict`` is True and the step does not fit.
+        CheckpointError: a value does not accept its state, such as an optimizer of another
+            structure; the message begins with its key. ``RuntimeError`` on the other ranks.
         OSError: the directory cannot be listed; ``RuntimeError`` on the other ranks.
-        ImportError, ValueError: of the URL, or of options that contradict each other.
+        ImportError, ValueError: the URL is not supported, or options contradict each other.
+
+    Example::
+
+        state = {"model": model, "optimizer": optimizer}
+        step = training.load_checkpoint_if_it_exists("run", state)
     """
     from torch_ckpt._base.formatting import some_of
     from torch_ckpt.ranks.calls import Call
@@ -149,7 +164,7 @@ def load_checkpoint_if_it_exists(
     options = _with_threads(load_options, max_io_threads)
     opened: list[StepStore] = []
 
-    def look() -> tuple[int | None, list[str]]:
+    def list_steps() -> tuple[int | None, list[str]]:
         opened.append(open_steps(directory, staging_dir=staging_dir))
         if call.rank != 0:
             return None, []
@@ -159,11 +174,11 @@ def load_checkpoint_if_it_exists(
 
     warned: list[str] = []
     with Call(_LOAD, process_group, timeout) as call:
-        newest, incomplete = call.exchange(look, lambda found: found[0])
+        newest, incomplete = call.exchange(list_steps, lambda results: results[0])
         is_first = call.rank == 0
     if incomplete:
         warned.append(
-            f"skipped, since their saves or deletions have not ended: {', '.join(incomplete)}"
+            f"skipped, since their saves or deletions are not complete: {', '.join(incomplete)}"
         )
     if newest is not None:
         [steps] = opened
@@ -171,61 +186,61 @@ def load_checkpoint_if_it_exists(
 
         def load(target: dict[str, Any]) -> None:
             options["strict"] = "dtypes" if strict else False
-            told = {"process_group": process_group, "timeout": timeout, **options}
-            reports.append(steps.load(newest, target, **told))
+            arguments = {"process_group": process_group, "timeout": timeout, **options}
+            reports.append(steps.load(newest, target, **arguments))
 
         AppState(state).restore(load, call=_LOAD, process_group=process_group, timeout=timeout)
         if load_options.get("names") is None:
-            # Stages of a pipeline have names that others lack.
+            # Only names that no rank has: each stage of a pipeline lacks the names of the others.
             with Call(_LOAD, process_group, timeout) as call:
-                unused = call.exchange(lambda: _unused(reports[0], state), _common)
+                unused = call.exchange(lambda: _unused_names(reports[0], state), _intersection)
             if unused:
                 warned.append(
-                    f"step {newest} has what the state has no place for, and it was not loaded: "
-                    f"{some_of(unused, _MOST_NAMES)}"
+                    f"step {newest} has names that are not in the state and were not loaded: "
+                    f"{some_of(unused, _MAX_NAMES)}"
                 )
-        converted = _converted_unnamed(reports[0])
+        converted = _converted_tensors(reports[0])
         if converted:
             warned.append(
-                f"loaded into dtypes other than the stored ones: {some_of(converted, _MOST_NAMES)}"
+                f"converted to other dtypes than the stored ones: {some_of(converted, _MAX_NAMES)}"
             )
     if is_first:
-        # Last, since they may be made errors, by which only rank 0 would leave the load.
+        # Warn at the end: if warnings are errors, rank 0 alone would leave the load early.
         for text in warned:
             warnings.warn(text, stacklevel=2)
     return newest or 0
 
 
-def _unused(report: LoadReport | None, state: dict[str, Any]) -> set[str]:
-    """The names that only the checkpoint has, but for those of other ranks' own values."""
+def _unused_names(report: LoadReport | None, state: dict[str, Any]) -> set[str]:
+    """Returns names that only the checkpoint has, without the states of other ranks."""
     names = report.unexpected if report is not None else ()
     return {
         name
         for name in names
-        if not ((own := _OF_A_RANK.fullmatch(name)) and own.group(1) in state)
+        if not ((per_rank := _PER_RANK_NAME.fullmatch(name)) and per_rank.group(1) in state)
     }
 
 
-def _converted_unnamed(report: LoadReport | None) -> list[str]:
-    """The tensors that were converted, without those that the reader's own warning names."""
+def _converted_tensors(report: LoadReport | None) -> list[str]:
+    """Returns the converted tensors, without those that a warning of the reader names."""
     if report is None:
         return []
     narrowed = set(report.narrowed)
     return [
-        f"{name} (stored {stored}, here {here})"
-        for name, stored, here in report.dtypes
+        f"{name} (from {stored} to {loaded})"
+        for name, stored, loaded in report.dtypes
         if name not in narrowed
     ]
 
 
-def _common(names: list[set[str]]) -> list[str]:
+def _intersection(names: list[set[str]]) -> list[str]:
     return sorted(set.intersection(*names))
 
 
 def _with_threads(options: dict[str, Any], max_io_threads: int | None) -> dict[str, Any]:
-    """The options with ``thread_count``, as the engine names it."""
+    """Adds ``max_io_threads`` to the options under its name in the engine, ``thread_count``."""
     if max_io_threads is None:
         return options
     if "thread_count" in options:
-        raise ValueError("max_io_threads and thread_count are the same: pass one of them")
+        raise ValueError("max_io_threads and thread_count are the same option; pass one of them")
     return {**options, "thread_count": max_io_threads}

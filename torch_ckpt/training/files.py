@@ -1,4 +1,4 @@
-"""Directories and files that may be remote: local paths, and URLs that fsspec knows."""
+"""Creates directories and copies files: at local paths, and at URLs that fsspec supports."""
 
 from __future__ import annotations
 
@@ -14,60 +14,64 @@ StrPath = str | os.PathLike[str]
 
 
 def mkdir(path: StrPath) -> None:
-    """Makes a directory and those above it, where they are not there yet.
+    """Creates a directory and its parents; keeps existing ones.
 
-    Object stores have no directories: there this makes sure that the bucket exists, if at all.
-    Any number of ranks may call it at once.
+    Several ranks may call it at the same time. Object stores have no directories; their file
+    systems create at most the bucket.
 
     Args:
         path: a local path, or a URL such as ``s3://bucket/run`` or ``file:///data/run``.
 
     Raises:
-        OSError: what the file system says; ``FileExistsError`` where a file has that name.
-        ImportError: the URL's file system is in a package that is not installed; says which.
-        ValueError: fsspec does not know the URL's protocol.
+        OSError: the directory cannot be created; ``FileExistsError`` if a file has its name.
+        ImportError: the URL needs a package that is not installed; the message names it.
+        ValueError: fsspec does not support the URL's protocol.
+
+    Example::
+
+        training.mkdir("s3://bucket/run/profiles")
     """
     path = os.fspath(path)
     if not _is_url(path):
         os.makedirs(path, exist_ok=True)
         return
-    file_system, place = _resolve(path)
-    file_system.makedirs(place, exist_ok=True)
-    # Not every file system of fsspec's looks whether that name is taken by a file.
-    if file_system.isfile(place):
-        raise FileExistsError(errno.EEXIST, "a file has the name of the directory to make", path)
+    file_system, remote_path = _resolve(path)
+    file_system.makedirs(remote_path, exist_ok=True)
+    # Not every file system of fsspec checks this.
+    if file_system.isfile(remote_path):
+        raise FileExistsError(errno.EEXIST, "a file has the name of the directory to create", path)
 
 
 def check(path: StrPath) -> None:
-    """Fails as :func:`mkdir` does where a path cannot be one, and does nothing else."""
+    """Raises what :func:`mkdir` raises for a URL that is not supported; does nothing else."""
     path = os.fspath(path)
     if _is_url(path):
         _resolve(path)
 
 
 def join(directory: StrPath, name: str) -> str:
-    """The path, or the URL, of a name in a directory."""
+    """Returns the path or URL of a name in a directory."""
     return f"{os.fspath(directory).rstrip('/')}/{name}"
 
 
 def put(source: Path, target: StrPath) -> None:
-    """Copies a local file, and makes the directory of its target where it is not there.
+    """Copies a local file, and creates the directory of the target if necessary.
 
-    On local file systems the target never holds a part of it.
+    On local file systems the target never contains a partial file.
 
     Raises:
-        OSError: what the file system says; remote ones also raise other things.
+        OSError: the file cannot be copied. Remote file systems may raise other exceptions.
     """
     target = os.fspath(target)
     if not _is_url(target):
         _put_local(source, target)
         return
-    file_system, place = _resolve(target)
+    file_system, path = _resolve(target)
     if "file" in _protocols(file_system):
-        _put_local(source, place)
+        _put_local(source, path)
     else:
-        file_system.makedirs(file_system._parent(place), exist_ok=True)
-        file_system.put_file(str(source), place)
+        file_system.makedirs(file_system._parent(path), exist_ok=True)
+        file_system.put_file(str(source), path)
 
 
 def _put_local(source: Path, target: str) -> None:
@@ -81,8 +85,8 @@ def _is_url(path: str) -> bool:
 
 
 def _resolve(url: str) -> tuple[Any, str]:
-    """The file system of a URL, and the path on it."""
-    # Not before it is needed, as fsspec itself.
+    """Returns the file system of a URL, and the path on it."""
+    # Imported late, since it imports fsspec.
     from torch_ckpt.steps.remote_files import resolve
 
     return resolve(url)

@@ -1,4 +1,4 @@
-"""Pictures of what torch.compile compiles."""
+"""Records the graphs that torch.compile compiles, and draws FX graphs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from torch.fx.node import _get_qualified_name
 from torch_ckpt.ranks.meeting import own_rank
 from torch_ckpt.training.files import StrPath, put
 
-#: What compiles a graph: of a graph module and example inputs it makes a function.
+#: Compiles a graph module with example inputs into a function.
 Backend = Callable[..., Callable[..., Any]]
 
-# Where torch's tracers keep what a node computes, the most exact first.
+# Keys of node.meta under which torch's tracers store a node's value, the most precise first.
 _VALUES = ("val", "example_value", "tensor_meta")
 
 _COLOURS = {
@@ -31,28 +31,30 @@ _COLOURS = {
     "output": "#f8cecc",
 }
 
-# A tuple's other elements would make the picture wider than they are of use.
-_MOST_ELEMENTS = 4
+# Number of elements of a tuple to show in a box.
+_MAX_ELEMENTS = 4
 
-# Names may be as long as a path through a model.
-_MOST_CHARACTERS = 80
+# Length of a line in a box.
+_MAX_CHARACTERS = 80
 
 
 class GraphRecorder:
-    """A backend of ``torch.compile`` that keeps its graphs and has another backend compile them.
-
-        recorder = GraphRecorder()
-        step = torch.compile(step, backend=recorder)
-        step(batch)
-        save_graph(recorder.graphs[0], "gs://bucket/run/step.svg")
+    """A backend of ``torch.compile`` that records graphs and passes them to another backend.
 
     Args:
-        backend: the one that compiles, by name or itself. Arguments ``mode`` and ``options`` of
-            ``torch.compile`` reach it.
+        backend: the backend that compiles, or its name. It receives the arguments ``mode`` and
+            ``options`` of ``torch.compile``.
 
     Attributes:
-        graphs: one for each compilation, in their order: a step with graph breaks has several, and
-            recompiling it adds one. They hold no tensors.
+        graphs: the compiled graphs in order, one for each compilation. A step with graph breaks has
+            several, and a recompilation adds another. The graphs hold no tensors.
+
+    Example::
+
+        recorder = training.GraphRecorder()
+        step = torch.compile(step, backend=recorder)
+        step(batch)
+        training.save_graph(recorder.graphs[0], "gs://bucket/run/step.svg")
     """
 
     def __init__(self, backend: str | Backend = "inductor") -> None:
@@ -62,15 +64,15 @@ class GraphRecorder:
     def __call__(
         self, module: GraphModule, example_inputs: Sequence[Any], **options: Any
     ) -> Callable[..., Any]:
-        # Before compiling, which changes the graph.
-        self.graphs.append(_without_tensors(module.graph))
+        # Copy the graph now, since compiling it modifies it.
+        self.graphs.append(_copy_without_tensors(module.graph))
         return self._compiler(options)(module, example_inputs, **options)
 
     def _compiler(self, options: dict[str, Any]) -> Backend:
         if not isinstance(self._backend, str):
             return self._backend
         if self._backend == "inductor" and options:
-            _as_patches(options)
+            _convert_to_patches(options)
         lookup: Callable[[str], Backend] = importlib.import_module("torch._dynamo").lookup_backend
         return lookup(self._backend)
 
@@ -78,44 +80,49 @@ class GraphRecorder:
 def save_graph(
     graph: Graph | GraphModule, path: StrPath, *, timeout_seconds: float | None = None
 ) -> None:
-    """Draws a graph, on rank 0; elsewhere does nothing.
+    """Draws a graph and saves the drawing, on rank 0; does nothing on other ranks.
 
     Args:
-        graph: an FX graph, such as one of :class:`GraphRecorder`'s, ``torch.export``'s
-            ``program.graph_module`` or ``make_fx(step)(batch)``.
-        path: where to, a local path or a URL, as of :func:`mkdir`; its directory is made. It ends
-            in ".svg", which takes Graphviz's program ``dot``, or in ".dot" for its source, which
-            takes nothing.
-        timeout_seconds: for ``dot``, which takes minutes for many thousand nodes.
+        graph: an FX graph, such as one recorded by :class:`GraphRecorder`, ``program.graph_module``
+            of ``torch.export``, or ``make_fx(step)(batch)``.
+        path: a local path or a URL, as for :func:`mkdir`. Its directory is created if necessary.
+            The suffix is ".svg" for a drawing, which needs the program ``dot`` of Graphviz, or
+            ".dot" for Graphviz's source, which needs nothing.
+        timeout_seconds: time limit for ``dot``, which needs minutes for many thousands of nodes;
+            None means no limit.
 
     Raises:
-        ValueError: the path ends otherwise.
-        RuntimeError: ``dot`` is not installed, or fails.
-        TimeoutError: ``dot`` took longer than it may.
+        ValueError: the path has another suffix.
+        RuntimeError: ``dot`` is not installed, or failed.
+        TimeoutError: ``dot`` exceeded its time limit.
         OSError: the file could not be written.
+
+    Example::
+
+        training.save_graph(torch.export.export(model, (batch,)).graph_module, "run/model.dot")
     """
     suffix = Path(path).suffix
     if suffix not in (".svg", ".dot"):
-        raise ValueError(f"save_graph: {path} must end in .svg or .dot")
+        raise ValueError(f"save_graph: the path must end in .svg or .dot, got {path}")
     if own_rank() != 0:
         return
     dot = shutil.which("dot") if suffix == ".svg" else None
     if suffix == ".svg" and dot is None:
         raise RuntimeError(
-            f"save_graph: {path} takes Graphviz's program dot, and there is none on the PATH: "
-            "install it (apt-get install graphviz, dnf install graphviz, conda install graphviz), "
-            "or save the graph's source to a path that ends in .dot"
+            f"save_graph: {path} needs the program dot of Graphviz, which is not on the PATH. "
+            "Install it (apt-get install graphviz, dnf install graphviz, conda install graphviz), "
+            "or save Graphviz's source to a path that ends in .dot"
         )
     with tempfile.TemporaryDirectory(prefix="torch_ckpt-graph-") as directory:
         local = Path(directory, "graph.dot")
         local.write_text(dot_source(graph), encoding="utf-8")
         if dot is not None:
-            local = _drawn(dot, local, path, timeout_seconds)
+            local = _draw(dot, local, path, timeout_seconds)
         put(local, path)
 
 
 def dot_source(graph: Graph | GraphModule) -> str:
-    """A graph in Graphviz's language: a box for each node, an edge for each of its inputs."""
+    """Returns Graphviz's source: a box for each node, and an edge for each input of a node."""
     if isinstance(graph, GraphModule):
         graph = graph.graph
     ids = {node: f"n{index}" for index, node in enumerate(graph.nodes)}
@@ -124,7 +131,7 @@ def dot_source(graph: Graph | GraphModule) -> str:
         'node [shape=box, style="rounded,filled", fillcolor=white, fontname="monospace"];',
     ]
     for node, identifier in ids.items():
-        label = "\\n".join(_escaped(line) for line in _label(node))
+        label = "\\n".join(_escape(line) for line in _label_lines(node))
         colour = _COLOURS.get(node.op)
         fill = f', fillcolor="{colour}"' if colour else ""
         lines.append(f'{identifier} [label="{label}"{fill}];')
@@ -132,7 +139,7 @@ def dot_source(graph: Graph | GraphModule) -> str:
     return "\n".join([*lines, "}", ""])
 
 
-def _drawn(dot: str, source: Path, path: StrPath, timeout_seconds: float | None) -> Path:
+def _draw(dot: str, source: Path, path: StrPath, timeout_seconds: float | None) -> Path:
     target = source.with_suffix(".svg")
     try:
         result = subprocess.run(
@@ -143,70 +150,70 @@ def _drawn(dot: str, source: Path, path: StrPath, timeout_seconds: float | None)
         )
     except subprocess.TimeoutExpired as error:
         raise TimeoutError(
-            f"save_graph: dot has not drawn {path} within {timeout_seconds} s: allow it more, or "
-            "save the graph's source to a path that ends in .dot"
+            f"save_graph: dot did not finish {path} within {timeout_seconds} s. Increase "
+            "timeout_seconds, or save Graphviz's source to a path that ends in .dot"
         ) from error
     if result.returncode != 0:
         raise RuntimeError(
-            f"save_graph: dot did not draw {path}: exit code {result.returncode}: "
+            f"save_graph: dot failed to draw {path} with exit code {result.returncode}: "
             f"{result.stderr.strip()}"
         )
     return target
 
 
-def _as_patches(options: dict[str, Any]) -> None:
-    """Replaces torch.compile's arguments by the one that inductor takes them in."""
+def _convert_to_patches(options: dict[str, Any]) -> None:
+    """Replaces arguments of torch.compile by ``config_patches``, which inductor accepts."""
     inductor = importlib.import_module("torch._inductor")
     patches = dict(inductor.list_mode_options(options.pop("mode", None) or "default"))
-    given = options.pop("options", None) or {}
-    patches.update({name.replace("-", "_"): value for name, value in given.items()})
+    overrides = options.pop("options", None) or {}
+    patches.update({name.replace("-", "_"): value for name, value in overrides.items()})
     options["config_patches"] = patches
 
 
-def _without_tensors(graph: Graph) -> Graph:
-    kept = copy.deepcopy(graph)
-    for node in kept.nodes:
-        # The rest leads to the inputs themselves, and would keep them alive.
-        node.meta = {"described": _described(node)}
-    return kept
+def _copy_without_tensors(graph: Graph) -> Graph:
+    copied = copy.deepcopy(graph)
+    for node in copied.nodes:
+        # Drop all other metadata, which refers to the inputs and would keep them alive.
+        node.meta = {"described": _describe_value(node)}
+    return copied
 
 
-def _described(node: Node) -> str:
-    """The dtype and shape of what a node computes."""
+def _describe_value(node: Node) -> str:
+    """Returns the dtype and shape of a node's value."""
     if "described" in node.meta:
         return str(node.meta["described"])
-    return next((_text(node.meta[key]) for key in _VALUES if key in node.meta), "")
+    return next((_format_value(node.meta[key]) for key in _VALUES if key in node.meta), "")
 
 
-def _text(value: Any) -> str:
-    # TensorMetadata, too, is a tuple.
+def _format_value(value: Any) -> str:
+    # Check this first, since TensorMetadata is a tuple.
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         dtype = str(value.dtype).removeprefix("torch.")
         return f"{dtype}[{', '.join(map(str, value.shape))}]"
     if isinstance(value, (tuple, list)):
-        shown = [_text(element) for element in value[:_MOST_ELEMENTS]]
-        return ", ".join(shown + (["..."] if len(value) > _MOST_ELEMENTS else []))
+        shown = [_format_value(element) for element in value[:_MAX_ELEMENTS]]
+        return ", ".join(shown + (["..."] if len(value) > _MAX_ELEMENTS else []))
     if isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
         return str(value)
     return ""
 
 
-def _label(node: Node) -> list[str]:
+def _label_lines(node: Node) -> list[str]:
     lines = [node.name]
     if node.op not in ("placeholder", "output"):
-        lines.append(_called(node.target))
-    lines.append(_described(node))
-    return [line[:_MOST_CHARACTERS] for line in lines if line]
+        lines.append(_target_name(node.target))
+    lines.append(_describe_value(node))
+    return [line[:_MAX_CHARACTERS] for line in lines if line]
 
 
-def _called(target: Any) -> str:
+def _target_name(target: Any) -> str:
     if isinstance(target, (str, torch._ops.OpOverload)):
         return str(target)
     try:
-        return str(_get_qualified_name(target)).removeprefix("_")  # of _operator
-    except (AttributeError, RuntimeError):  # torch does not find what it is a part of
+        return str(_get_qualified_name(target)).removeprefix("_")  # "_operator" to "operator"
+    except (AttributeError, RuntimeError):  # torch does not find its module
         return str(getattr(target, "__qualname__", target))
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", " ")

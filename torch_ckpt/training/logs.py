@@ -1,10 +1,10 @@
-"""Scalars and histograms of a training step.
+"""Logs scalars and histograms of a training step.
 
-1. Every rank walks its tree and looks at names and kinds, never at values.
-2. Every rank takes part in making DTensors whole, also when it has found something to refuse: the
-   others wait for it.
-3. Only then what cannot be logged is refused, on every rank that has it.
-4. Rank 0 fetches what lies on CUDA devices, waiting for each device once, and logs.
+1. Every rank walks its tree and checks names and types, but not values.
+2. Every rank takes part in gathering the DTensors, even if it has values that cannot be logged,
+   since the other ranks wait for it.
+3. Ranks that have such values raise an error.
+4. Rank 0 copies tensors from CUDA devices, synchronizing once for each device, and logs.
 """
 
 from __future__ import annotations
@@ -26,31 +26,43 @@ from torch.distributed.tensor import DTensor
 from torch_ckpt._base.formatting import printable
 from torch_ckpt.ranks.meeting import own_rank
 
-# More of them would hide each other.
-_MOST_REFUSALS = 10
+# Number of problems that an error lists.
+_MAX_REFUSALS = 10
 
-# What every buffer's start is a multiple of: no dtype's elements are larger.
+# Alignment of buffers in bytes, the size of the largest dtype.
 _ALIGNMENT = 16
 
-# Of a histogram that is computed here.
+# Number of bars of a histogram that is computed in this module.
 _BARS = 64
 
 
 class SummaryLogger(Protocol):
-    """The part of ``torch.utils.tensorboard.SummaryWriter`` that :func:`log` uses."""
+    """The methods of ``torch.utils.tensorboard.SummaryWriter`` that :func:`log` uses.
+
+    Example::
+
+        training.log(step, SummaryWriter("run/logs"), {"loss": loss})
+    """
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int, /) -> object:
-        """Takes one number of a step."""
+        """Logs a number of a step."""
 
     def add_histogram(self, tag: str, values: torch.Tensor, global_step: int, /) -> object:
-        """Takes all values of a tensor of a step."""
+        """Logs a histogram of the values of a tensor of a step."""
 
 
 class ReportLogger(Protocol):
-    """The part of ``clearml.Logger`` that :func:`log` uses; it draws histograms and counts none."""
+    """The methods of ``clearml.Logger`` that :func:`log` uses.
+
+    Such a logger draws histograms, but does not compute them; :func:`log` does.
+
+    Example::
+
+        training.log(step, clearml.Logger.current_logger(), {"loss": loss})
+    """
 
     def report_scalar(self, title: str, series: str, value: float, iteration: int) -> object:
-        """Takes one number of a step."""
+        """Logs a number of a step."""
 
     def report_histogram(
         self,
@@ -61,55 +73,61 @@ class ReportLogger(Protocol):
         *,
         xlabels: list[str] | None = None,
     ) -> object:
-        """Takes the heights of a histogram's bars of a step."""
+        """Logs a histogram of a step, given the heights of its bars."""
 
 
-# Quoted, for Python 3.10 cannot subscript LoggerAdapter.
+# Quoted, since Python 3.10 cannot subscript LoggerAdapter.
 Logger: TypeAlias = (
     "SummaryLogger | ReportLogger | logging.Logger | logging.LoggerAdapter[Any] | None"
 )
 
 
 def log(step: SupportsIndex, logger: Logger, output: Any) -> None:
-    """Logs what a step gave, on rank 0.
+    """Logs scalars and histograms of a training step, on rank 0.
 
-    Collective where the tree holds DTensors: all ranks of their meshes call it, with the same ones
-    in the same order. What else other ranks hold is not looked at beyond its kind.
+    If the tree has DTensors, the call is a collective: all ranks of their meshes must call it, with
+    the same DTensors in the same order. Other values of other ranks are ignored.
 
     Args:
-        step: its number.
-        logger: on rank 0; others ignore theirs. One with ``add_scalar`` and ``add_histogram``, as
-            ``torch.utils.tensorboard.SummaryWriter``; or with ``report_scalar`` and
-            ``report_histogram``, as ``clearml.Logger``; or a ``logging.Logger``, which gets one
-            record of level INFO; or None for one line on standard output.
+        step: number of the step.
+        logger: the logger of rank 0; other ranks ignore theirs. An object with ``add_scalar`` and
+            ``add_histogram``, such as ``torch.utils.tensorboard.SummaryWriter``; or with
+            ``report_scalar`` and ``report_histogram``, such as ``clearml.Logger``; or a
+            ``logging.Logger``, which gets one record of level INFO; or None to print one line to
+            standard output.
         output: a tree of mappings, lists, tuples and dataclasses. Numbers and tensors without
-            dimensions are scalars; other tensors and numpy arrays are histograms of their
-            elements. Names are the keys on the way, joined by "/". Values may lie on any device. Of
-            a histogram only finite values are counted; how many others there are becomes the
-            scalar ``name/nonfinite``, where there are any.
+            dimensions are logged as scalars, other tensors and numpy arrays as histograms of their
+            elements. Names are the keys on the path to a value, joined by "/". Values may be on any
+            device. A histogram counts only finite values; if there are others, their number is
+            logged as the scalar ``name/nonfinite``.
 
     Raises:
-        ValueError: the tree holds what cannot be logged; it is named, and nothing was logged.
+        ValueError: the tree has values that cannot be logged, which the message lists. Nothing was
+            logged.
         TypeError: ``logger`` is none of the above (on rank 0), or ``step`` is not an integer.
+
+    Example::
+
+        training.log(step, SummaryWriter("run/logs"), {"loss": loss, "gradients": gradients})
     """
     number = operator.index(step)
     refusals: list[str] = []
     entries = list(_entries(output, refusals))
-    here = own_rank() == 0
-    values = _values(entries, here)
+    is_writer = own_rank() == 0
+    values = _fetch_values(entries, is_writer)
     if refusals:
-        raise ValueError(_refusal(number, refusals))
-    if not here:
+        raise ValueError(_refusal_message(number, refusals))
+    if not is_writer:
         return
     if logger is None:
-        print(_line(number, values), flush=True)
+        print(_format_line(number, values), flush=True)
     elif isinstance(logger, (logging.Logger, logging.LoggerAdapter)):
-        logger.info("%s", _line(number, values), stacklevel=2)
+        logger.info("%s", _format_line(number, values), stacklevel=2)
     else:
         _summarize(number, logger, values)
 
 
-# --- what there is -------------------------------------------------------------------------------
+# --- names and types of values -------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -119,11 +137,11 @@ class _Entry:
 
 
 class _Refused(Exception):
-    """Says what a leaf is that cannot be logged."""
+    """Raised for a leaf that cannot be logged; the message describes the leaf."""
 
 
 def _entries(output: Any, refusals: list[str]) -> Iterator[_Entry]:
-    """What can be logged, in the tree's order; adds to ``refusals`` what cannot."""
+    """Yields the leaves that can be logged, in the tree's order; adds others to ``refusals``."""
     names: set[str] = set()
     for name, leaf in _leaves(output, ""):
         name = name or "output"
@@ -131,7 +149,7 @@ def _entries(output: Any, refusals: list[str]) -> Iterator[_Entry]:
             refusals.append(f"{name!r}: two values have this name")
         names.add(name)
         try:
-            yield _Entry(name, _loggable(leaf))
+            yield _Entry(name, _convert_leaf(leaf))
         except _Refused as refused:
             refusals.append(f"{name!r}: {refused}")
 
@@ -146,7 +164,7 @@ def _leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _children(tree: Any) -> Iterator[tuple[Any, Any]] | None:
-    """Of a node; None for a leaf."""
+    """Returns the keys and children of a node; None for a leaf."""
     if isinstance(tree, Mapping):
         return iter(tree.items())
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
@@ -158,13 +176,14 @@ def _children(tree: Any) -> Iterator[tuple[Any, Any]] | None:
     return None
 
 
-def _loggable(leaf: Any) -> float | torch.Tensor:
+def _convert_leaf(leaf: Any) -> float | torch.Tensor:
+    """Converts a leaf to a number or tensor; raises _Refused if it cannot be logged."""
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(leaf, numpy.generic):
         leaf = leaf.item()
     elif numpy is not None and isinstance(leaf, numpy.ndarray):
         try:
-            # A copy: torch takes no negative strides, and warns of what it may not write to.
+            # Copy: torch does not support negative strides, and warns about read-only arrays.
             leaf = torch.from_numpy(leaf.copy())
         except TypeError:
             raise _Refused(f"a numpy array of {leaf.dtype}") from None
@@ -181,7 +200,7 @@ def _loggable(leaf: Any) -> float | torch.Tensor:
 
 
 def _require_values(tensor: torch.Tensor) -> None:
-    """Raises unless it holds real numbers that rank 0 can get."""
+    """Raises _Refused unless the tensor has real numbers that rank 0 can read."""
     if not isinstance(tensor, DTensor) and _is_wrapper(tensor):
         raise _Refused(f"a {type(tensor).__qualname__}")
     if tensor.is_quantized or not _is_real(tensor.dtype):
@@ -193,12 +212,12 @@ def _require_values(tensor: torch.Tensor) -> None:
     if tensor.numel() == 0:
         raise _Refused(f"a tensor of shape {tuple(tensor.shape)}, which has no elements")
     if isinstance(tensor, DTensor) and not bool((tensor.device_mesh.mesh == 0).any()):
-        raise _Refused(f"a DTensor on {tensor.device_mesh}, which rank 0 is not in")
+        raise _Refused(f"a DTensor on {tensor.device_mesh}, which does not include rank 0")
 
 
 def _is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether it may hold its values elsewhere, in a way that is not known here."""
-    # A functional collective's result waits for its values at any use of it.
+    """True for tensor subclasses that may not hold their values in their own storage."""
+    # The result of a functional collective waits for its values when it is used.
     if isinstance(tensor, AsyncCollectiveTensor):
         return False
     return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
@@ -210,55 +229,61 @@ def _is_real(dtype: torch.dtype) -> bool:
         return False
     try:
         torch.zeros(1, dtype=dtype).to(torch.float32)
-    except (RuntimeError, TypeError):  # float4_e2m1fn_x2, bits8 and their like
+    except (RuntimeError, TypeError):  # such as float4_e2m1fn_x2 and bits8
         return False
     return True
 
 
-def _refusal(step: int, refusals: Sequence[str]) -> str:
-    shown = refusals[:_MOST_REFUSALS]
+def _refusal_message(step: int, refusals: Sequence[str]) -> str:
+    shown = refusals[:_MAX_REFUSALS]
     more = len(refusals) - len(shown)
     return (
         f"step {step} cannot be logged: {'; '.join(shown)}"
         + (f"; and {more} more" if more else "")
-        + ". Scalars are numbers and tensors without dimensions, histograms dense tensors of real "
-        "numbers: take the rest out of the output, or convert it"
+        + ". Only numbers and dense tensors of real numbers can be logged. Remove other values, or "
+        "convert them"
     )
 
 
-# --- their values --------------------------------------------------------------------------------
+# --- values --------------------------------------------------------------------------------------
 
 Value = float | torch.Tensor
 
 
 @torch.no_grad()
-def _values(entries: Sequence[_Entry], here: bool) -> list[tuple[str, Value]]:
-    """Numbers, and tensors on the CPU; on ranks that are not ``here`` nothing: they take part."""
+def _fetch_values(entries: Sequence[_Entry], is_writer: bool) -> list[tuple[str, Value]]:
+    """Returns numbers, and tensors on the CPU.
+
+    Ranks that are not the writer only take part in gathering DTensors; they get an empty list.
+    """
     tensors = [entry.value for entry in entries if isinstance(entry.value, torch.Tensor)]
     on_cuda = [tensor for tensor in tensors if tensor.device.type == "cuda"]
-    rooms = iter(_rooms(on_cuda, pinned=True) if here and on_cuda else [])
+    buffers = iter(_allocate_buffers(on_cuda, pinned=True) if is_writer and on_cuda else [])
     fetched: list[tuple[str, Value]] = []
     for entry in entries:
         value = entry.value
         if isinstance(value, DTensor):
             if value.device_mesh.get_coordinate() is None:
                 continue
-            # One after the other, so that a device holds one of them at a time.
+            # Gather one at a time, so that a device holds only one of them.
             value = value.full_tensor()
-        if not here:
+        if not is_writer:
             continue
         if isinstance(value, torch.Tensor):
             on_device = value.device.type == "cuda"
-            value = next(rooms).copy_(value, non_blocking=True) if on_device else value.cpu()
+            value = next(buffers).copy_(value, non_blocking=True) if on_device else value.cpu()
         fetched.append((entry.name, value))
-    if here:
+    if is_writer:
         for device in {tensor.device for tensor in on_cuda}:
             torch.cuda.current_stream(device).synchronize()
     return [(name, _number(value)) for name, value in fetched]
 
 
-def _rooms(tensors: Sequence[torch.Tensor], pinned: bool) -> list[torch.Tensor]:
-    """Host tensors like these, in one allocation: pinned memory is slow to get."""
+def _allocate_buffers(tensors: Sequence[torch.Tensor], pinned: bool) -> list[torch.Tensor]:
+    """Allocates host tensors like the given ones.
+
+    Uses a single allocation, since allocating pinned memory is slow.
+    """
     starts, end = [], 0
     for tensor in tensors:
         starts.append(end)
@@ -276,11 +301,11 @@ def _number(value: Value) -> Value:
     return value.item() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
 
 
-# --- where they go -------------------------------------------------------------------------------
+# --- loggers -------------------------------------------------------------------------------------
 
 
-class _Reports:
-    """A logger with report_scalar and report_histogram as one with add_scalar and add_histogram."""
+class _ReportAdapter:
+    """Adapts a logger with report_scalar and report_histogram to SummaryLogger."""
 
     def __init__(self, logger: ReportLogger) -> None:
         self._logger = logger
@@ -289,7 +314,7 @@ class _Reports:
         self._logger.report_scalar(title=tag, series=tag, value=scalar_value, iteration=global_step)
 
     def add_histogram(self, tag: str, values: torch.Tensor, global_step: int, /) -> None:
-        # The distance of two float32 may be larger than any float32.
+        # In float64, since the difference of two float32 may overflow float32.
         counts, edges = torch.histogram(values.double(), _BARS)
         middles = (edges[:-1] + edges[1:]) / 2
         self._logger.report_histogram(
@@ -301,48 +326,50 @@ class _Reports:
         )
 
 
-def _summary(logger: Any) -> SummaryLogger:
+def _as_summary_logger(logger: Any) -> SummaryLogger:
     def has(*methods: str) -> bool:
         return all(callable(getattr(logger, method, None)) for method in methods)
 
     if has("add_scalar", "add_histogram"):
         return cast(SummaryLogger, logger)
     if has("report_scalar", "report_histogram"):
-        return _Reports(logger)
+        return _ReportAdapter(logger)
     raise TypeError(
         f"logger is a {type(logger).__qualname__}, which has neither add_scalar and add_histogram "
-        "nor report_scalar and report_histogram: pass a torch.utils.tensorboard.SummaryWriter, a "
+        "nor report_scalar and report_histogram. Pass a torch.utils.tensorboard.SummaryWriter, a "
         "clearml.Logger, a logging.Logger or None"
     )
 
 
 def _summarize(step: int, logger: Any, values: Sequence[tuple[str, Value]]) -> None:
-    summary = _summary(logger)
+    summary = _as_summary_logger(logger)
     for name, value in values:
         try:
             if not isinstance(value, torch.Tensor):
                 summary.add_scalar(name, float(value), step)
                 continue
-            finite, others = _finite(value)
+            finite, others = _split_finite(value)
             if finite.numel():
                 summary.add_histogram(name, finite, step)
             if others:
                 summary.add_scalar(f"{name}/nonfinite", float(others), step)
         except ValueError as error:
-            raise ValueError(f"step {step}: the logger does not take {name!r}: {error}") from error
+            raise ValueError(
+                f"step {step}: the logger does not accept {name!r}: {error}"
+            ) from error
 
 
-def _line(step: int, values: Sequence[tuple[str, Value]]) -> str:
-    parts = [f"{printable(name)}={_text(value)}" for name, value in values]
+def _format_line(step: int, values: Sequence[tuple[str, Value]]) -> str:
+    parts = [f"{printable(name)}={_format_value(value)}" for name, value in values]
     return f"step {step}" + (f": {', '.join(parts)}" if parts else "")
 
 
-def _text(value: Value) -> str:
+def _format_value(value: Value) -> str:
     if isinstance(value, int):
-        return str(int(value))  # also of a bool
+        return str(int(value))  # a bool as 0 or 1
     if isinstance(value, float):
         return f"{value:.6g}"
-    finite, others = _finite(value)
+    finite, others = _split_finite(value)
     parts = [f"n={finite.numel()}"]
     if finite.numel():
         deviation, mean = torch.std_mean(finite, correction=0)
@@ -352,8 +379,8 @@ def _text(value: Value) -> str:
     return "{" + ", ".join(parts + ([f"nonfinite={others}"] if others else [])) + "}"
 
 
-def _finite(values: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """The finite ones in one dimension, as floats, and how many others there are."""
+def _split_finite(values: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Returns the finite values as a flat tensor of floats, and the number of other values."""
     narrow = values.dtype.is_floating_point and values.dtype.itemsize <= 4
     floats = values.flatten().to(torch.float32 if narrow else torch.float64)
     finite = floats[torch.isfinite(floats)]

@@ -1,8 +1,9 @@
-"""Peak rates of accelerators: what a model FLOPs utilization is a share of.
+"""Peak rates of accelerators, for computing the model FLOPs utilization (MFU).
 
-The figures are the vendors', from the data sheets named beside them, in TFLOP/s at the highest
-clock. Where a sheet has only the rate of sparse matrices ("with sparsity"), half of it stands here,
-and of sheets of several GPUs one's share. All are of dense matrices with accumulation in float32.
+The figures are from the vendors' data sheets named beside them, in TFLOP/s at the highest clock,
+for dense matrices with accumulation in float32. If a sheet has only the rate for sparse matrices
+("with sparsity"), the table has half of it. If a sheet is for several GPUs, the table has the share
+of one.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ from typing import Literal
 
 import torch
 
-#: What a rate is of; "tf32" is as of ``torch.set_float32_matmul_precision("high")``.
+#: The dtype of matrices; "tf32" is ``torch.set_float32_matmul_precision("high")``.
 Precision = torch.dtype | Literal["tf32"]
 
 
 @dataclass(frozen=True)
 class _Chip:
-    """Rates of one device of torch's in TFLOP/s, by precision; None where it has no units for that.
+    """Rates of one torch device in TFLOP/s for each precision; None if it does not support one.
 
     Attributes:
-        name: a regular expression for all of torch's name of the device but the vendor.
-        units: how many multiprocessors; None where the name tells all. Part of one of AMD's has
-            the name of the whole.
+        name: a regular expression that matches torch's name of the device without the vendor.
+        units: number of multiprocessors; None if the name is sufficient. A partition of an AMD
+            device has the name of the complete device.
     """
 
     name: str
@@ -51,7 +52,7 @@ _KINDS = {
 }
 
 _CHIPS = [
-    # NVIDIA A100 Tensor Core GPU data sheet, dense beside sparse; SXM and PCIe alike.
+    # NVIDIA A100 Tensor Core GPU data sheet, dense rates; the same for SXM and PCIe.
     _Chip(
         r"A100[- ](SXM4-|PCIE-|80GB )(40GB|80GB|PCIe)",
         fp64=19.5,
@@ -96,16 +97,16 @@ _CHIPS = [
     # NVIDIA GB200 NVL72 specifications, 72 GPUs: FP64 2,880, FP32 5,760; with sparsity TF32
     # 180,000, BF16 and FP16 360,000, FP8 720,000.
     _Chip(r"GB200", fp64=40, fp32=80, tf32=1250, bf16=2500, fp16=2500, fp8=5000),
-    # NVIDIA L40S data sheet, dense beside sparse.
+    # NVIDIA L40S data sheet, dense rates.
     _Chip(r"L40S", fp32=91.6, tf32=183, bf16=362.05, fp16=362.05, fp8=733, int8=733),
-    # NVIDIA L40 data sheet, dense beside sparse.
+    # NVIDIA L40 data sheet, dense rates.
     _Chip(r"L40", fp32=90.5, tf32=90.5, bf16=181.05, fp16=181.05, fp8=362, int8=362),
     # NVIDIA L4 data sheet: FP32 30.3; with sparsity TF32 120, BF16 and FP16 242, FP8 and INT8 485.
     _Chip(r"L4", fp32=30.3, tf32=60, bf16=121, fp16=121, fp8=242.5, int8=242.5),
-    # NVIDIA A10 data sheet, dense beside sparse. A10G is another chip.
+    # NVIDIA A10 data sheet, dense rates. A10G is another chip.
     _Chip(r"A10", fp32=31.2, tf32=62.5, bf16=125, fp16=125, int8=250),
-    # NVIDIA Ada GPU architecture whitepaper, GeForce RTX 4090, dense beside sparse, of those with
-    # accumulation in FP32.
+    # NVIDIA Ada GPU architecture whitepaper, GeForce RTX 4090, dense rates with accumulation in
+    # FP32.
     _Chip(r"GeForce RTX 4090", fp32=82.6, tf32=82.6, bf16=165.2, fp16=165.2, fp8=330.3, int8=660.6),
     # NVIDIA Ampere GA102 GPU architecture whitepaper, GeForce RTX 3090, likewise.
     _Chip(r"GeForce RTX 3090", fp32=35.6, tf32=35.6, bf16=71, fp16=71, int8=284),
@@ -116,8 +117,8 @@ _CHIPS = [
     _Chip(r"V100-PCIE-(16|32)GB", fp64=7, fp32=14, fp16=112),
     # NVIDIA T4 data sheet.
     _Chip(r"T4", fp32=8.1, fp16=65, int8=130),
-    # AMD Instinct MI250X data sheet, matrix rates: FP64 and FP32 95.7, BF16, FP16 and INT8 383; of
-    # two dies, each of which is a device of torch's. Either name may be the one of both products.
+    # AMD Instinct MI250X data sheet, matrix rates: FP64 and FP32 95.7, BF16, FP16 and INT8 383. It
+    # has two dies, and each is a torch device. Both products may report either name.
     _Chip(
         r"MI250X( ?/ ?MI250)?",
         fp64=47.85,
@@ -193,42 +194,50 @@ _VENDOR = re.compile(r"^(NVIDIA|Tesla|AMD|Instinct|\s)+", re.IGNORECASE)
 def flops_per_device(
     device: torch.device | str | int | None = None, dtype: Precision = torch.bfloat16
 ) -> float | None:
-    """The peak rate of dense matrix products on one device, as its vendor gives it.
+    """Returns the vendor's peak rate of dense matrix products on one device.
 
-    With it, the model FLOPs utilization is
+    The model FLOPs utilization is
     ``flops_per_step / seconds_per_step / (devices * flops_per_device())``.
 
     Args:
-        device: an accelerator; None for the current one.
-        dtype: of the matrices; accumulation is in float32. ``torch.float32`` is float32 itself, as
-            torch's default is; "tf32" is for ``torch.set_float32_matmul_precision("high")``. All
-            dtypes of float8 are alike.
+        device: an accelerator; None means the current one.
+        dtype: dtype of the matrices; accumulation is in float32. ``torch.float32`` means full
+            float32, torch's default; "tf32" means
+            ``torch.set_float32_matmul_precision("high")``. All float8 dtypes have the same rate.
 
     Returns:
-        FLOP/s; operations/s of integers. None, with a warning that says why, for a device or dtype
-        that is not known here, for part of a device (MIG and the like), and where there is no
-        accelerator.
+        The rate in FLOP/s, or in operations per second for integers. None, with a warning, if there
+        is no accelerator, if the device or its rate for the dtype is not known, or if the device is
+        a partition (such as MIG).
 
     Raises:
-        RuntimeError: torch's own, where it has no such device.
+        RuntimeError: torch has no such device.
+
+    Example::
+
+        peak = training.flops_per_device()
+        if peak is not None:
+            print("MFU", flops_per_step / seconds_per_step / (devices * peak))
     """
-    where = _accelerator(device)
-    if where is None:
+    accelerator = _accelerator(device)
+    if accelerator is None:
         return _unknown("there is no accelerator")
-    if where.type != "cuda":
-        return _unknown(f"the peak rate of {where} is not known")
-    properties = torch.cuda.get_device_properties(where)
+    if accelerator.type != "cuda":
+        return _unknown(f"the peak rate of {accelerator} is not known")
+    properties = torch.cuda.get_device_properties(accelerator)
     name, units = properties.name, properties.multi_processor_count
     chips = [chip for chip in _CHIPS if re.fullmatch(chip.name, _VENDOR.sub("", name))]
     if not chips:
         return _unknown(f"the peak rate of {name} is not known")
     chip = next((chip for chip in chips if chip.units in (None, units)), None)
     if chip is None:
-        wanted = " or ".join(str(chip.units) for chip in chips)
-        return _unknown(f"{where} is part of an {name}: {units} of {wanted} multiprocessors")
+        expected = " or ".join(str(chip.units) for chip in chips)
+        return _unknown(
+            f"{accelerator} is a partition of an {name}, with {units} of {expected} multiprocessors"
+        )
     rate = _rate(chip, dtype)
     if rate is None:
-        return _unknown(f"the peak rate of {name} for {dtype} is not known, if there is one")
+        return _unknown(f"{name} has no known peak rate for {dtype}")
     return rate * 1e12
 
 
@@ -248,7 +257,7 @@ def _rate(chip: _Chip, dtype: Precision) -> float | None:
 
 def _unknown(reason: str) -> float | None:
     warnings.warn(
-        f"flops_per_device: {reason}; use your vendor's figure for dense matrices instead",
+        f"flops_per_device: {reason}. Use your vendor's figure for dense matrices instead",
         stacklevel=3,
     )
     return None

@@ -1,4 +1,4 @@
-"""Profiles of a stretch of training: taken locally, kept where all files of a run are."""
+"""Profiles a part of training, and saves the traces with the other files of a run."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _Taken:
-    profiler: profile | None  # None on a rank that only keeps step
+class _RunningProfile:
+    profiler: profile | None  # None on ranks that take no profile
     rank: int
     thread: int
 
 
 _lock = threading.Lock()
-_taken: _Taken | None = None
+_running: _RunningProfile | None = None
 
 
 def start_profile(
@@ -41,32 +41,37 @@ def start_profile(
     with_stack: bool = False,
     with_flops: bool = False,
 ) -> None:
-    """Begins a profile by ``torch.profiler``, on rank 0; elsewhere only remembers the call.
+    """Starts a profile by ``torch.profiler`` on rank 0; other ranks only record the call.
 
-    It grows in memory with each operation, and slows training down: a few steps are enough.
+    Memory grows with each operation, and training is slower. Profile only a few steps.
 
     Args:
-        all_ranks: every rank takes one.
-        activities: what to record; None for all that this machine has.
-        record_shapes: of the operations' arguments.
-        profile_memory: allocations and releases.
-        with_stack: the lines of Python that operations come from.
-        with_flops: of some operations, by formula.
+        all_ranks: take a profile on every rank.
+        activities: activities to record; None records all that the machine supports.
+        record_shapes: record the shapes of the operations' arguments.
+        profile_memory: record allocations and releases of memory.
+        with_stack: record the Python lines that call operations.
+        with_flops: estimate the FLOPs of some operations.
 
     Raises:
-        RuntimeError: this process takes a profile already, by this function or by torch's.
+        RuntimeError: this function or torch has already started a profile in this process.
+
+    Example::
+
+        training.start_profile()
+        for batch in itertools.islice(batches, 3):
+            train_step(batch)
+        training.stop_profile("run/profiles")
     """
-    global _taken
+    global _running
     with _lock:
-        if _taken is not None:
-            raise RuntimeError("start_profile: a profile is being taken; call stop_profile first")
+        if _running is not None:
+            raise RuntimeError("start_profile: a profile is running; call stop_profile first")
         profiler = None
         if all_ranks or own_rank() == 0:
-            # torch would cancel that one, and say so only in its log.
+            # torch would cancel the running profile, and mention this only in its log.
             if torch.autograd.profiler._is_profiler_enabled:
-                raise RuntimeError(
-                    "start_profile: a profiler of torch's is running; stop that one first"
-                )
+                raise RuntimeError("start_profile: a torch profiler is running; stop it first")
             from torch.profiler import profile
 
             profiler = profile(
@@ -77,55 +82,65 @@ def start_profile(
                 with_flops=with_flops,
             )
             profiler.start()
-        _taken = _Taken(profiler, own_rank(), threading.get_ident())
+        _running = _RunningProfile(profiler, own_rank(), threading.get_ident())
 
 
 def stop_profile(directory: StrPath) -> str | None:
-    """Ends the profile and puts its trace into a directory, which is made where it is not there.
+    """Stops the profile and saves its trace in a directory.
 
-    The trace is written to local temporary storage first. Chrome, Perfetto and TensorBoard read it.
+    The trace is written to local temporary storage and then copied. Chrome, Perfetto and
+    TensorBoard can show it.
 
     Args:
-        directory: a local path or a URL, as of :func:`mkdir`.
+        directory: a local path or a URL, as for :func:`mkdir`; it is created if necessary.
 
     Returns:
         The path or URL of the trace, ``rank-{rank}.{nanoseconds}.pt.trace.json.gz``; None on ranks
-        that took none.
+        that took no profile.
 
     Raises:
-        RuntimeError: no profile is being taken, or another thread has begun it; that one goes on.
-        ImportError, ValueError: of a URL, as of :func:`mkdir`; the profile goes on.
-        OSError: the trace could not be written, or not be copied; then it says where the local one
-            is, which stays.
+        RuntimeError: no profile is running, or another thread started it. The profile continues.
+        ImportError, ValueError: the URL is not supported, see :func:`mkdir`. The profile continues.
+        OSError: the trace could not be written or copied. If it could not be copied, the message
+            has the path of the local trace, which is kept.
+
+    Example::
+
+        training.stop_profile("s3://bucket/run/profiles")
     """
-    global _taken
+    global _running
     with _lock:
-        if _taken is None:
-            raise RuntimeError("stop_profile: no profile is being taken; call start_profile first")
-        if _taken.profiler is None:
-            _taken = None
+        if _running is None:
+            raise RuntimeError("stop_profile: no profile is running; call start_profile first")
+        if _running.profiler is None:
+            _running = None
             return None
-        if _taken.thread != threading.get_ident():
-            raise RuntimeError("stop_profile: call it on the thread that has called start_profile")
+        if _running.thread != threading.get_ident():
+            raise RuntimeError(
+                "stop_profile: another thread called start_profile; call stop_profile on that "
+                "thread"
+            )
         check(directory)
-        taken, _taken = _taken, None
-        assert taken.profiler is not None
-        taken.profiler.stop()
+        stopped, _running = _running, None
+        assert stopped.profiler is not None
+        stopped.profiler.stop()
     local = Path(tempfile.mkdtemp(prefix="torch_ckpt-profile-"))
-    name = f"rank-{taken.rank}.{time.time_ns()}.pt.trace.json.gz"
+    name = f"rank-{stopped.rank}.{time.time_ns()}.pt.trace.json.gz"
     try:
-        taken.profiler.export_chrome_trace(str(local / name))
+        stopped.profiler.export_chrome_trace(str(local / name))
     except BaseException:
         shutil.rmtree(local, ignore_errors=True)
         raise
     target = join(directory, name)
     try:
         put(local / name, target)
-    # Whatever a remote file system raises.
+    # Remote file systems raise exceptions of any type.
     except Exception as error:
         number = getattr(error, "errno", None) or errno.EIO
         raise OSError(
-            number, f"the trace was not copied ({error}) and stays at {local / name}", target
+            number,
+            f"the trace could not be copied ({error}) and is kept at {local / name}",
+            target,
         ) from error
     shutil.rmtree(local, ignore_errors=True)
     return target

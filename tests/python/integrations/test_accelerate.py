@@ -1,4 +1,4 @@
-"""The loop of docs/integrations.md with the real Accelerate: ended in the middle, resumed."""
+"""The loop of docs/integrations.md with the real Accelerate, interrupted and resumed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def trained(seed: int, steps: int = 40) -> dict[str, Any]:
     return namespace
 
 
-def test_a_run_that_is_resumed_ends_with_the_bits_of_one_that_was_not(
+def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends = []

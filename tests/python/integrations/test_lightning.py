@@ -89,7 +89,7 @@ def fit(
     ranks: int = 1,
     more: Sequence[Any] = (),
 ) -> Any:
-    """Trains 6 steps an epoch, fewer on several ranks; the trainer."""
+    """Trains 6 steps an epoch, fewer on several ranks; returns the trainer."""
     checkpoint = pl.callbacks.ModelCheckpoint(
         dirpath=root, filename="{epoch}", monitor="loss", save_top_k=2, save_last=save_last
     )
@@ -113,7 +113,7 @@ def weights(trainer: Any) -> dict[str, Tensor]:
     return trainer.lightning_module.state_dict()
 
 
-def test_a_resumed_run_ends_with_the_weights_of_one_that_was_not_interrupted(
+def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_run(
     pl: Any, tmp_path: Path
 ) -> None:
     whole = fit(pl, tmp_path / "whole", 4, plugin())
@@ -134,7 +134,7 @@ def test_model_checkpoint_keeps_the_best_and_the_last(pl: Any, tmp_path: Path) -
         assert torch_ckpt.verify(tmp_path / name).ok
 
 
-def test_last_may_be_a_link(pl: Any, tmp_path: Path) -> None:
+def test_save_last_may_be_a_link_with_synchronous_saves(pl: Any, tmp_path: Path) -> None:
     trainer = fit(pl, tmp_path, 3, plugin(async_saves=False), save_last="link")
     assert (tmp_path / "last.ckpt").is_symlink()
     loaded = plugin().load_checkpoint(tmp_path / "last.ckpt")
@@ -142,12 +142,12 @@ def test_last_may_be_a_link(pl: Any, tmp_path: Path) -> None:
         assert torch.equal(loaded["state_dict"][name], value), name
 
 
-def test_a_link_to_the_last_is_refused_where_it_would_move_before_the_commit(
+def test_a_link_to_the_last_checkpoint_is_refused_for_asynchronous_saves(
     pl: Any, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=r"last\.ckpt is a link: .*async_saves=False"):
         fit(pl, tmp_path, 3, plugin(), save_last="link")
-    # Nothing of the second save is there.
+    # The second save has written nothing.
     assert len([path for path in tmp_path.iterdir() if not path.is_symlink()]) == 1
     assert torch_ckpt.verify(tmp_path / "last.ckpt").ok
 
@@ -195,7 +195,9 @@ def assert_same(found: Any, wanted: Any) -> None:
 
 
 @pytest.mark.parametrize("async_saves", [True, False])
-def test_what_is_loaded_is_what_was_saved(io: Any, tmp_path: Path, async_saves: bool) -> None:
+def test_the_loaded_checkpoint_equals_the_saved_one(
+    io: Any, tmp_path: Path, async_saves: bool
+) -> None:
     checkpoint = checkpoint_of(0.5)
     plugin(async_saves=async_saves).save_checkpoint(checkpoint, tmp_path / "c")
     torch_ckpt.check_for_errors()
@@ -205,7 +207,7 @@ def test_what_is_loaded_is_what_was_saved(io: Any, tmp_path: Path, async_saves: 
     assert loaded["state_dict"]._metadata == checkpoint["state_dict"]._metadata
 
 
-def test_a_save_that_has_returned_does_not_see_later_changes(io: Any, tmp_path: Path) -> None:
+def test_changes_after_a_save_are_not_in_the_checkpoint(io: Any, tmp_path: Path) -> None:
     tensor = torch.zeros(1 << 20)
     io.save_checkpoint({"tensor": tensor}, tmp_path / "c")
     tensor.fill_(1.0)
@@ -214,7 +216,7 @@ def test_a_save_that_has_returned_does_not_see_later_changes(io: Any, tmp_path: 
 
 @pytest.fixture
 def full_disk() -> Iterator[Callable[[], None]]:
-    """From its call on nothing can be committed."""
+    """Makes every commit fail from the call on."""
     with ExitStack() as stack:
         yield lambda: stack.enter_context(failing("rename", ENOSPC, "*/.metadata"))
 
@@ -229,7 +231,7 @@ def test_teardown_raises_the_error_of_a_save_once(
     io.teardown()
 
 
-def test_the_next_save_raises_the_error_of_the_last_one(
+def test_the_next_save_raises_the_error_of_the_previous_one(
     io: Any, tmp_path: Path, full_disk: Callable[[], None]
 ) -> None:
     full_disk()
@@ -238,7 +240,7 @@ def test_the_next_save_raises_the_error_of_the_last_one(
         io.save_checkpoint(checkpoint_of(0.5), tmp_path / "d")
 
 
-def test_an_old_checkpoint_stays_where_the_new_one_fails(
+def test_an_old_checkpoint_is_kept_if_the_new_save_fails(
     io: Any, tmp_path: Path, full_disk: Callable[[], None]
 ) -> None:
     io.save_checkpoint(checkpoint_of(0.5), tmp_path / "old")
@@ -251,18 +253,20 @@ def test_an_old_checkpoint_stays_where_the_new_one_fails(
     assert_same(io.load_checkpoint(tmp_path / "old"), checkpoint_of(0.5))
 
 
-def test_a_link_to_a_save_that_has_not_ended_is_named(io: Any, tmp_path: Path) -> None:
+def test_a_link_to_an_interrupted_save_is_named(io: Any, tmp_path: Path) -> None:
     with held("rename", "*/new/.metadata") as may_commit:
         io.save_checkpoint(checkpoint_of(0.5), tmp_path / "new")
         (tmp_path / "last.ckpt").symlink_to("new")
-        with pytest.raises(FileNotFoundError, match="links to new, of which the save has not end"):
+        with pytest.raises(
+            FileNotFoundError, match="link leads to new, whose save was interrupted"
+        ):
             plugin().load_checkpoint(tmp_path / "last.ckpt")
         may_commit.open()
         io.teardown()
     assert_same(plugin().load_checkpoint(tmp_path / "last.ckpt"), checkpoint_of(0.5))
 
 
-def test_an_old_checkpoint_goes_after_the_new_one_is_durable(io: Any, tmp_path: Path) -> None:
+def test_an_old_checkpoint_is_removed_after_the_new_one_is_durable(io: Any, tmp_path: Path) -> None:
     io.save_checkpoint(checkpoint_of(0.5), tmp_path / "old")
     io.wait_until_finished()
     calls: list[str] = []
@@ -272,7 +276,7 @@ def test_an_old_checkpoint_goes_after_the_new_one_is_durable(io: Any, tmp_path: 
         if operation == "wait for the save before a removal":
             removal_waits.set()
         if (operation, path) == ("rename", f"{tmp_path}/new/.metadata"):
-            # Or the removal's thread might come to the directory only later.
+            # Otherwise the thread that removes might reach the directory only later.
             assert removal_waits.wait(60)
         if operation in ("rename", "fsync_directory", "rmtree"):
             calls.append(f"{operation} {os.path.relpath(path, tmp_path)}")
@@ -286,10 +290,12 @@ def test_an_old_checkpoint_goes_after_the_new_one_is_durable(io: Any, tmp_path: 
 
 
 class Own:
-    """No harmless type."""
+    """A type that is not allow-listed."""
 
 
-def test_objects_of_other_classes_are_loaded_only_where_asked_for(io: Any, tmp_path: Path) -> None:
+def test_objects_of_other_classes_are_loaded_only_with_weights_only_false(
+    io: Any, tmp_path: Path
+) -> None:
     io.save_checkpoint({"hyper_parameters": {"own": Own()}}, tmp_path / "c")
     with pytest.raises(CheckpointException, match="Own"):
         io.load_checkpoint(tmp_path / "c")
@@ -298,22 +304,24 @@ def test_objects_of_other_classes_are_loaded_only_where_asked_for(io: Any, tmp_p
 
 
 @pytest.mark.parametrize("second", [torch.ones(1), None])
-def test_two_values_of_one_name_are_refused(io: Any, tmp_path: Path, second: Tensor | None) -> None:
+def test_two_values_with_the_same_name_are_refused(
+    io: Any, tmp_path: Path, second: Tensor | None
+) -> None:
     with pytest.raises(ValueError, match=r"have the name a\.0"):
         io.save_checkpoint({"a": {0: torch.zeros(1), "0": second}}, tmp_path / "c")
 
 
-def test_a_tensor_with_the_name_of_all_the_rest_is_refused(io: Any, tmp_path: Path) -> None:
+def test_a_tensor_with_the_reserved_name_is_refused(io: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="have the name lightning"):
         io.save_checkpoint({"lightning": torch.zeros(1)}, tmp_path / "c")
 
 
 def test_a_url_is_refused(io: Any) -> None:
-    with pytest.raises(ValueError, match="not to s3://bucket/c"):
+    with pytest.raises(ValueError, match="got s3://bucket/c"):
         io.save_checkpoint({}, "s3://bucket/c")
 
 
-def test_a_directory_without_checkpoint_is_named(io: Any, tmp_path: Path) -> None:
+def test_a_directory_without_a_checkpoint_is_named(io: Any, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="absent"):
         io.load_checkpoint(tmp_path / "absent")
 
@@ -327,7 +335,7 @@ def test_importing_torch_ckpt_imports_neither_lightning_nor_transformers() -> No
     assert done.stdout.strip() == "set()"
 
 
-def test_without_lightning_one_sentence_says_what_to_install() -> None:
+def test_a_missing_lightning_is_reported_with_the_package_to_install() -> None:
     code = (
         "import sys, importlib.util as of\n"
         "find = of.find_spec\n"
@@ -340,6 +348,6 @@ def test_without_lightning_one_sentence_says_what_to_install() -> None:
     )
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1] == (
-        "ModuleNotFoundError: torch_ckpt.integrations.lightning needs Lightning: "
-        "pip install 'torch_ckpt[lightning]' (or pytorch-lightning)"
+        "ModuleNotFoundError: torch_ckpt.integrations.lightning needs Lightning. Run "
+        "pip install 'torch_ckpt[lightning]' (or pip install pytorch-lightning)"
     )

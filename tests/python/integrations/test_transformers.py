@@ -69,7 +69,7 @@ class KillAt(transformers.TrainerCallback):
 def train(
     root: Path, *, kill_at: int | None = None, manager: dict[str, Any] | None = None, **options: Any
 ) -> Any:
-    """Trains from what there is beneath the root; the trainer."""
+    """Trains from the newest checkpoint beneath the root; returns the trainer."""
     trainer = trainer_for(root, **options)
     options = {"interval": 100, "preemption_signals": (), **(manager or {})}
     with torch_ckpt.CheckpointManager(root / "checkpoints", **options) as of:
@@ -106,7 +106,7 @@ def losses(trainer: Any) -> list[float]:
         ),
     ],
 )
-def test_a_killed_run_resumes_and_ends_as_one_that_was_not(
+def test_a_killed_run_resumes_and_ends_like_an_uninterrupted_run(
     tmp_path: Path, kill_at: int, options: dict[str, Any]
 ) -> None:
     manager = {"interval": kill_at}
@@ -118,10 +118,10 @@ def test_a_killed_run_resumes_and_ends_as_one_that_was_not(
     assert losses(resumed) == losses(whole)
 
 
-def test_the_interval_of_the_manager_says_when_to_save(tmp_path: Path) -> None:
+def test_the_interval_of_the_manager_determines_when_to_save(tmp_path: Path) -> None:
     train(tmp_path, manager={"interval": 4})
     with torch_ckpt.CheckpointManager(tmp_path / "checkpoints", read_only=True) as manager:
-        # The last one in any case.
+        # The last step is always saved.
         assert manager.all_steps() == [4, 8, 12, 15]
 
 
@@ -143,7 +143,7 @@ def test_trainer_writes_no_checkpoints_of_its_own(tmp_path: Path) -> None:
     assert not list((tmp_path / "output").glob("checkpoint-*"))
 
 
-def test_a_notice_saves_and_stops_training(tmp_path: Path) -> None:
+def test_a_preemption_notice_saves_and_stops_training(tmp_path: Path) -> None:
     whole = train(tmp_path / "whole")
     trainer = trainer_for(tmp_path / "told")
 
@@ -186,7 +186,7 @@ def test_callback_states_are_restored(tmp_path: Path) -> None:
 
 @pytest.fixture
 def full_disk_once() -> Iterator[None]:
-    """The next save fails, in the background."""
+    """Makes the next save fail in the background."""
     has_failed: list[bool] = []
 
     def fail_once(operation: str, path: str) -> int:
@@ -205,9 +205,7 @@ def complete_steps(root: Path) -> list[int]:
         return manager.all_steps()
 
 
-def test_a_last_step_that_could_not_be_saved_is_tried_again(
-    tmp_path: Path, full_disk_once: None
-) -> None:
+def test_a_failed_save_of_the_last_step_is_retried(tmp_path: Path, full_disk_once: None) -> None:
     train(tmp_path, manager={"interval": 15, "on_save_error": "warn_and_continue"})
     assert complete_steps(tmp_path) == [15]
 
@@ -220,7 +218,7 @@ def test_the_error_of_an_earlier_save_does_not_lose_the_last_step(
     assert complete_steps(tmp_path) == [15]
 
 
-def test_flos_are_gathered_before_a_save_reads_the_state_and_at_no_other_time(
+def test_flos_are_gathered_only_before_a_save_reads_the_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[str, int]] = []
@@ -242,7 +240,7 @@ def test_flos_are_gathered_before_a_save_reads_the_state_and_at_no_other_time(
         resume = CheckpointCallback(trainer, manager).resume()
         trainer.train(resume_from_checkpoint=resume)
     saves = [(what, step) for step in (4, 6) for what in ("gathered", "read")]
-    # Trainer's own is at the end, after step 6. To load a state its shape is read.
+    # The last call is Trainer's own, after step 6. A restore reads the state for its structure.
     assert seen == [("read", 0), *saves[:2], ("gathered", 6), *saves[2:]]
 
 
@@ -255,31 +253,31 @@ def manager(tmp_path: Path) -> Any:
         yield manager
 
 
-def test_two_schedules_are_refused(tmp_path: Path, manager: Any) -> None:
-    with pytest.raises(ValueError, match='save_strategy is "steps": set it to "no"'):
+def test_a_save_strategy_of_trainer_is_refused(tmp_path: Path, manager: Any) -> None:
+    with pytest.raises(ValueError, match=r'save_strategy is "steps"\. Set it to "no"'):
         CheckpointCallback(trainer_for(tmp_path, save_strategy="steps"), manager)
 
 
 def test_a_second_callback_is_refused(tmp_path: Path, manager: Any) -> None:
     trainer = trainer_for(tmp_path)
     CheckpointCallback(trainer, manager)
-    with pytest.raises(ValueError, match="has a CheckpointCallback already"):
+    with pytest.raises(ValueError, match="already has a CheckpointCallback"):
         CheckpointCallback(trainer, manager)
 
 
-def test_a_checkpoint_of_trainers_own_is_refused(tmp_path: Path, manager: Any) -> None:
+def test_a_checkpoint_written_by_trainer_is_refused(tmp_path: Path, manager: Any) -> None:
     trainer_for(tmp_path, save_strategy="epoch", num_train_epochs=1).train()
     trainer = trainer_for(tmp_path)
     CheckpointCallback(trainer, manager)
-    with pytest.raises(ValueError, match=r"give its resume\(\)"):
+    with pytest.raises(ValueError, match=r"cannot resume from .*callback.resume\(\)"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "output" / "checkpoint-5"))
 
 
-def test_without_anything_saved_there_is_nothing_to_resume(tmp_path: Path, manager: Any) -> None:
+def test_resume_returns_none_without_a_checkpoint(tmp_path: Path, manager: Any) -> None:
     assert CheckpointCallback(trainer_for(tmp_path), manager).resume() is None
 
 
-def test_without_transformers_one_sentence_says_what_to_install() -> None:
+def test_a_missing_transformers_is_reported_with_the_package_to_install() -> None:
     code = (
         "import sys\n"
         "sys.modules['transformers'] = None\n"
@@ -288,6 +286,6 @@ def test_without_transformers_one_sentence_says_what_to_install() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1] == (
-        "ModuleNotFoundError: torch_ckpt.integrations.transformers needs transformers: "
+        "ModuleNotFoundError: torch_ckpt.integrations.transformers needs transformers. Run "
         "pip install 'torch_ckpt[transformers]'"
     )

@@ -47,7 +47,7 @@ def test_a_process_alone_broadcasts_to_itself() -> None:
     assert after["n"][0].tolist() == [0, 1, 2]
     assert after["n"][1:] == [numpy.float32(2.5), 7, None]
     assert after["p"] == Pair(torch.tensor(True), "text")
-    with pytest.raises(RanksDisagree, match="exactly one rank, and it is on none"):
+    with pytest.raises(RanksDisagree, match="exactly one rank, but it is on no rank"):
         multihost.broadcast_one_to_all(before, is_source=False)
 
 
@@ -208,7 +208,7 @@ def test_wrong_placements_are_told_by_leaf() -> None:
     mesh = init_device_mesh("cpu", (1,))
     local = {"a": torch.ones(2), "b": {"c": torch.ones(3, 3)}}
     wrong: list[tuple[Any, str]] = [
-        ([Shard(0), Shard(0)], "a has 2 placements for a mesh of 1"),
+        ([Shard(0), Shard(0)], "a has 2 placements, but the mesh has 1 dimension"),
         ([Shard(1)], "a has 1 dimensions and cannot be sharded"),
         ({"a": [Shard(0)]}, "the tree and its placements do not have the same keys: b"),
         ({"a": [Shard(0)], "b": "x"}, "b has 'x' instead of placements"),
@@ -259,12 +259,14 @@ def test_shards_are_cut_as_torch_cuts_them() -> None:
     for length in range(9):
         for size in range(1, 5):
             parts = [part.shape[0] for part in torch.empty(length).chunk(size) if length]
-            cut = [layout._chunk((length,), [Shard(0)], (size,), (at,))[0] for at in range(size)]
+            cut = [
+                layout._local_shape((length,), [Shard(0)], (size,), (at,))[0] for at in range(size)
+            ]
             assert cut == parts + [0] * (size - len(parts))
     mesh = (2, 3)
     places = [(row, column) for row in range(2) for column in range(3)]
     for by in ([Shard(0), Shard(0)], [Shard(1), Replicate()], [Replicate(), Shard(0)]):
-        shapes = [layout._chunk((7, 5), by, mesh, place) for place in places]
+        shapes = [layout._local_shape((7, 5), by, mesh, place) for place in places]
         assert layout._summed(shapes, by, places) == (7, 5)
 
 

@@ -23,7 +23,7 @@ from torch_ckpt.training import load_checkpoint_if_it_exists, save_checkpoint
 @pytest.fixture(params=["local", "remote"])
 def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     with warnings.catch_warnings():
-        # That something is left out is to be seen where it is expected only.
+        # Tests that do not expect a warning about skipped values fail if there is one.
         warnings.filterwarnings("error", message="skipped|.*no place for")
         yield str(tmp_path / "run") if request.param == "local" else hooked_url()
 
@@ -50,7 +50,7 @@ def trained(seed: int) -> dict[str, Any]:
 
 
 def plain(state: dict[str, Any]) -> dict[str, Any]:
-    """With what the model and the optimizer have in it."""
+    """Replaces the model and the optimizer by their tensors."""
     parts = {key: state[key].state_dict() for key in ("model", "optimizer")}
     return {**state, **parts}
 
@@ -63,7 +63,7 @@ def test_the_newest_step_is_loaded(directory: str) -> None:
     assert_equal(state, state_of(100))
 
 
-def test_where_nothing_is_the_state_stays_and_the_step_is_0(directory: str) -> None:
+def test_without_a_step_the_state_is_unchanged_and_the_result_is_0(directory: str) -> None:
     state = blank()
     assert load_checkpoint_if_it_exists(directory, state) == 0
     assert_equal(state, blank())
@@ -71,14 +71,14 @@ def test_where_nothing_is_the_state_stays_and_the_step_is_0(directory: str) -> N
 
 def test_a_complete_step_is_refused(directory: str) -> None:
     save_checkpoint(directory, 1, state_of(1))
-    with pytest.raises(FileExistsError, match="there and complete"):
+    with pytest.raises(FileExistsError, match="already exists and is complete"):
         save_checkpoint(directory, 1, state_of(2))
     state = blank()
     load_checkpoint_if_it_exists(directory, state)
     assert_equal(state, state_of(1))
 
 
-def test_a_complete_step_is_replaced_when_told_to(directory: str) -> None:
+def test_overwrite_replaces_a_complete_step(directory: str) -> None:
     save_checkpoint(directory, 1, state_of(1))
     save_checkpoint(directory, 1, state_of(2), overwrite=True)
     state = blank()
@@ -121,7 +121,7 @@ def test_another_dtype_is_refused_by_name(
     assert_equal(state, {"t": torch.zeros(3), "w": torch.zeros(3, dtype=wanted)})
 
 
-def test_a_dtype_is_refused_before_any_memory_is_given_back(tmp_path: Path) -> None:
+def test_a_dtype_is_refused_before_any_memory_is_freed(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, 1, {"w": torch.ones(3)})
     state = {"w": torch.zeros(3, dtype=torch.int64)}
     with pytest.raises(dcp.CheckpointException, match=r"stored torch\.float32, wanted"):
@@ -129,7 +129,7 @@ def test_a_dtype_is_refused_before_any_memory_is_given_back(tmp_path: Path) -> N
     assert_equal(state, {"w": torch.zeros(3, dtype=torch.int64)})
 
 
-def test_without_strict_every_conversion_is_named_once(directory: str) -> None:
+def test_every_conversion_without_strict_is_named_once(directory: str) -> None:
     stored = {
         "narrow": torch.full((3,), 1.5),
         "wide": torch.full((3,), 0.1),
@@ -145,13 +145,13 @@ def test_without_strict_every_conversion_is_named_once(directory: str) -> None:
     }
     with pytest.warns(UserWarning, match="dtypes") as caught:
         load_checkpoint_if_it_exists(directory, state, strict=False)
-    said = [str(w.message) for w in caught]
-    assert said == [
+    messages = [str(w.message) for w in caught]
+    assert messages == [
         "loading converts tensors to dtypes with less precision or range than the stored ones: "
         "narrow (torch.float32 to torch.int64)",
-        "loaded into dtypes other than the stored ones: "
-        "wide (stored torch.float32, here torch.float64), "
-        "kind (stored torch.uint8, here torch.float32)",
+        "converted to other dtypes than the stored ones: "
+        "wide (from torch.float32 to torch.float64), "
+        "kind (from torch.uint8 to torch.float32)",
     ]
     assert_equal(state, {name: stored[name].to(state[name].dtype) for name in state})
 
@@ -163,7 +163,7 @@ def test_an_incomplete_step_is_skipped_and_named(tmp_path: Path) -> None:
         assert load_checkpoint_if_it_exists(tmp_path, blank()) == 1
 
 
-def test_the_warning_of_a_leftover_comes_after_the_load(tmp_path: Path) -> None:
+def test_the_warning_about_an_incomplete_step_follows_the_load(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, 1, state_of(1))
     (tmp_path / "0000000002").mkdir()
     state = blank()
@@ -174,7 +174,7 @@ def test_the_warning_of_a_leftover_comes_after_the_load(tmp_path: Path) -> None:
     assert_equal(state, state_of(1))
 
 
-def test_what_a_save_that_died_has_left_is_removed_by_the_next(tmp_path: Path) -> None:
+def test_the_next_save_removes_leftovers_of_an_interrupted_save(tmp_path: Path) -> None:
     leftover = tmp_path / "0000000001.tmp-0123abcd"
     leftover.mkdir()
     (leftover / "__0_0.distcp").write_bytes(b"x")
@@ -190,7 +190,7 @@ def test_a_fresh_optimizer_gets_its_state(directory: str) -> None:
     assert_equal(plain(fresh), plain(saved))
 
 
-def test_the_manager_restores_what_save_checkpoint_saves(directory: str) -> None:
+def test_the_manager_restores_a_step_of_save_checkpoint(directory: str) -> None:
     saved = trained(1)
     save_checkpoint(directory, 1, saved)
     fresh = program(2)
@@ -199,7 +199,7 @@ def test_the_manager_restores_what_save_checkpoint_saves(directory: str) -> None
     assert_equal(plain(fresh), plain(saved))
 
 
-def test_what_the_manager_saves_is_loaded(directory: str) -> None:
+def test_a_step_of_the_manager_is_loaded(directory: str) -> None:
     saved = trained(1)
     with CheckpointManager(directory) as manager:
         manager.save(1, saved, force=True)
@@ -234,14 +234,14 @@ def test_the_state_dict_of_an_optimizer_without_state_is_refused(directory: str)
         load_checkpoint_if_it_exists(directory, state)
 
 
-def test_what_the_state_has_no_place_for_is_named(directory: str) -> None:
+def test_names_that_the_state_lacks_are_named(directory: str) -> None:
     save_checkpoint(directory, 1, trained(1))
     state = {"model": program(2)["model"]}
-    with pytest.warns(UserWarning, match=r"no place for.*: optimizer\.param_groups\.0\.a"):
+    with pytest.warns(UserWarning, match=r"not in the state.*: optimizer\.param_groups\.0\.a"):
         load_checkpoint_if_it_exists(directory, state)
 
 
-def test_of_what_names_leave_out_there_is_no_warning(tmp_path: Path) -> None:
+def test_names_excluded_by_the_names_option_cause_no_warning(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, 1, state_of(1))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -257,7 +257,7 @@ def test_options_reach_the_writer_and_the_reader(directory: str) -> None:
     assert_equal(state, {"w": state_of(1)["w"], "seed": -1})
 
 
-def test_max_io_threads_bounds_the_files_that_are_written(tmp_path: Path) -> None:
+def test_max_io_threads_bounds_the_number_of_files(tmp_path: Path) -> None:
     state = {str(i): torch.ones(4) for i in range(4)}
     save_checkpoint(tmp_path, 1, state, max_io_threads=1)
     save_checkpoint(tmp_path, 2, state, max_io_threads=2)
@@ -273,12 +273,12 @@ def test_max_io_threads_reaches_the_reader(directory: str, monkeypatch: pytest.M
         counts.append(self.thread_count)
         return read(self, *args, **kwargs)
 
-    # The reader is made within the call, and what it was given shows nowhere else.
+    # The reader is created within the call, so its arguments are visible only here.
     monkeypatch.setattr(FileSystemReader, "read_index", recorded)
     load_checkpoint_if_it_exists(directory, blank(), max_io_threads=3)
     assert counts == [3]
 
 
-def test_max_io_threads_beside_thread_count_is_refused(tmp_path: Path) -> None:
+def test_max_io_threads_with_thread_count_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="pass one of them"):
         save_checkpoint(tmp_path, 1, state_of(1), max_io_threads=1, thread_count=2)

@@ -41,24 +41,24 @@ def test_importing_torch_ckpt_does_not_import_training() -> None:
     assert found.stdout.split() == ["False"]
 
 
-def test_mkdir_makes_a_local_directory_and_those_above(tmp_path: Path) -> None:
+def test_mkdir_creates_a_local_directory_and_its_parents(tmp_path: Path) -> None:
     mkdir(tmp_path / "a" / "b")
     assert (tmp_path / "a" / "b").is_dir()
 
 
-def test_mkdir_makes_the_directory_of_a_file_url(tmp_path: Path) -> None:
+def test_mkdir_creates_the_directory_of_a_file_url(tmp_path: Path) -> None:
     mkdir(f"file://{tmp_path}/a/b")
     assert (tmp_path / "a" / "b").is_dir()
 
 
-def test_mkdir_makes_a_directory_on_another_file_system(memory: str) -> None:
+def test_mkdir_creates_a_directory_on_another_file_system(memory: str) -> None:
     mkdir(f"{memory}/a/b")
     file_system, place = fsspec.core.url_to_fs(f"{memory}/a/b")
     assert file_system.isdir(place)
 
 
 @pytest.mark.parametrize("prefix", ["", "file://"])
-def test_mkdir_leaves_a_directory_that_is_there(tmp_path: Path, prefix: str) -> None:
+def test_mkdir_keeps_an_existing_directory(tmp_path: Path, prefix: str) -> None:
     (tmp_path / "kept").write_text("x")
     mkdir(f"{prefix}{tmp_path}")
     assert (tmp_path / "kept").read_text() == "x"
@@ -77,12 +77,12 @@ def test_mkdir_refuses_the_name_of_a_file_on_another_file_system(memory: str) ->
         mkdir(f"{memory}/file")
 
 
-def test_mkdir_names_a_url_whose_protocol_nobody_knows() -> None:
+def test_mkdir_names_a_url_with_an_unknown_protocol() -> None:
     with pytest.raises(ValueError, match=r"nowhere://run: Protocol not known: nowhere"):
         mkdir("nowhere://run")
 
 
-def test_mkdir_says_which_package_a_url_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mkdir_names_the_package_that_a_url_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
     # Of tests that have used it. `fsspec.registry` is a view of what this module has.
     registry = sys.modules["fsspec.registry"]
@@ -92,7 +92,7 @@ def test_mkdir_says_which_package_a_url_takes(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("directory", ["run", "run/", "memory://run", "memory://run/"])
-def test_a_name_is_joined_by_one_slash(directory: str) -> None:
+def test_a_name_is_joined_with_one_slash(directory: str) -> None:
     assert join(directory, "trace") == f"{directory.rstrip('/')}/trace"
 
 
@@ -104,7 +104,7 @@ def test_a_copy_to_a_local_directory_replaces_the_old_file(tmp_path: Path, prefi
     assert (tmp_path / "target").read_text() == "new"
 
 
-def test_a_copy_that_fails_leaves_the_old_file(small_disk: Path, tmp_path: Path) -> None:
+def test_a_failed_copy_keeps_the_old_file(small_disk: Path, tmp_path: Path) -> None:
     (tmp_path / "source").write_bytes(bytes(16 << 20))
     (small_disk / "target").write_text("old")
     with pytest.raises(OSError, match="No space left"):
@@ -112,14 +112,14 @@ def test_a_copy_that_fails_leaves_the_old_file(small_disk: Path, tmp_path: Path)
     assert (small_disk / "target").read_text() == "old"
 
 
-def test_a_copy_that_fails_leaves_no_other_file(small_disk: Path, tmp_path: Path) -> None:
+def test_a_failed_copy_leaves_no_other_file(small_disk: Path, tmp_path: Path) -> None:
     (tmp_path / "source").write_bytes(bytes(16 << 20))
     with pytest.raises(OSError, match="No space left"):
         put(tmp_path / "source", small_disk / "target")
     assert list(small_disk.iterdir()) == []
 
 
-def test_a_copy_makes_the_directory_on_another_file_system(memory: str, tmp_path: Path) -> None:
+def test_a_copy_creates_the_directory_on_another_file_system(memory: str, tmp_path: Path) -> None:
     (tmp_path / "source").write_text("x")
     put(tmp_path / "source", f"{memory}/a/target")
     assert fsspec.filesystem("memory").cat_file(f"{memory}/a/target") == b"x"

@@ -26,7 +26,7 @@ graphviz = pytest.mark.skipif(not shutil.which("dot"), reason="Graphviz is not i
 
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
-    """No test sees what another has compiled."""
+    """Hides the graphs that other tests have compiled."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -49,7 +49,7 @@ def graph_with_target(target: str) -> Graph:
     return graph
 
 
-def test_a_graph_is_kept_for_each_compilation() -> None:
+def test_a_graph_is_recorded_for_each_compilation() -> None:
     recorder = GraphRecorder("eager")
     compiled = torch.compile(step, backend=recorder, dynamic=False)
     for rows in (2, 2, 5):
@@ -122,20 +122,20 @@ def test_the_source_has_a_box_for_each_node_and_an_edge_for_each_input() -> None
     assert source.count(" -> ") == 5
 
 
-def test_a_box_says_what_is_called_and_what_comes_out() -> None:
+def test_a_box_shows_the_called_function_and_its_result() -> None:
     source = dot_source(compiled_graph())
     assert 'label="l_x_\\nfloat32[2, 3]"' in source
     assert 'label="relu\\ntorch.relu\\nfloat32[2, 4]"' in source
 
 
-def test_a_call_that_torch_has_no_name_for_is_shown_all_the_same() -> None:
+def test_a_call_of_a_function_without_a_torch_name_is_shown() -> None:
     graph = Graph()
     without_source = eval("lambda x: x")
     graph.output(graph.call_function(without_source, (graph.placeholder("x"),)))
     assert "\\n<lambda>" in dot_source(graph)
 
 
-def test_quotes_and_backslashes_in_a_graph_stay_within_their_label() -> None:
+def test_quotes_and_backslashes_in_labels_are_escaped() -> None:
     source = dot_source(graph_with_target('a"];\\'))
     assert '\\na\\"];\\\\"' in source
 
@@ -166,16 +166,16 @@ def test_the_source_is_saved_to_another_file_system() -> None:
     assert fsspec.filesystem("memory").cat_file(path).decode() == dot_source(graph)
 
 
-def test_without_graphviz_the_error_says_what_to_install(
+def test_without_graphviz_the_error_names_the_package_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(RuntimeError, match=r"step\.svg takes .*apt-get install graphviz"):
+    with pytest.raises(RuntimeError, match=r"step\.svg needs .*apt-get install graphviz"):
         save_graph(Graph(), tmp_path / "step.svg")
 
 
 def test_another_suffix_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"step\.png must end in \.svg or \.dot"):
+    with pytest.raises(ValueError, match=r"must end in \.svg or \.dot, got .*step\.png"):
         save_graph(Graph(), tmp_path / "step.png")
 
 
@@ -189,26 +189,24 @@ def test_an_svg_has_a_group_for_each_node_and_edge(tmp_path: Path) -> None:
 
 
 @graphviz
-def test_an_svg_shows_any_name_as_it_is(tmp_path: Path) -> None:
+def test_an_svg_shows_any_name_unchanged(tmp_path: Path) -> None:
     save_graph(graph_with_target('a"];\\<é&'), tmp_path / "graph.svg")
     texts = [text.text for text in ElementTree.parse(tmp_path / "graph.svg").iter(f"{SVG}text")]
     assert 'a"];\\<é&' in texts
 
 
-def test_a_dot_that_fails_is_told_with_what_it_said(
+def test_a_failure_of_dot_is_reported_with_its_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "dot"
     program.write_text("#!/bin/sh\necho no layout >&2\nexit 3\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(RuntimeError, match=r"step\.svg: exit code 3: no layout"):
+    with pytest.raises(RuntimeError, match=r"step\.svg with exit code 3: no layout"):
         save_graph(Graph(), tmp_path / "step.svg")
 
 
-def test_a_dot_that_takes_too_long_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dot_is_stopped_at_its_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "dot"
     program.write_text("#!/bin/sh\nread forever < /dev/zero\n")
     program.chmod(0o755)

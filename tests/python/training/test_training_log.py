@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from torch_ckpt.training import log
-from torch_ckpt.training.logs import _rooms
+from torch_ckpt.training.logs import _allocate_buffers
 
 
 @dataclass
 class Recorded:
-    """Keeps what a SummaryWriter would get."""
+    """Records the calls that a SummaryWriter would get."""
 
     scalars: list[tuple[str, float, int]] = field(default_factory=list)
     histograms: list[tuple[str, torch.Tensor, int]] = field(default_factory=list)
@@ -35,7 +35,7 @@ class Recorded:
 
 @dataclass
 class Reported:
-    """Keeps what a clearml.Logger would get; its methods have the same parameters."""
+    """Records the calls that a clearml.Logger would get; its methods have the same parameters."""
 
     scalars: list[tuple[str, str, float, int]] = field(default_factory=list)
     histograms: list[tuple[str, str, list[float], int, list[str]]] = field(default_factory=list)
@@ -95,7 +95,7 @@ def refusal(output: Any) -> str:
 # --- names ---------------------------------------------------------------------------------------
 
 
-def test_names_are_the_keys_on_the_way() -> None:
+def test_names_are_the_keys_on_the_path() -> None:
     output = {
         "loss": 1.0,
         "layers": [{"norm": 2.0}, {"norm": 3.0}],
@@ -155,7 +155,7 @@ def test_a_bool_is_a_scalar_of_0_or_1(value: Any) -> None:
     assert scalar({"x": value}) == 1.0
 
 
-def test_a_scalar_that_is_not_finite_is_logged_as_it_is() -> None:
+def test_a_scalar_that_is_not_finite_is_logged_unchanged() -> None:
     assert math.isnan(scalar({"x": torch.tensor(math.nan)}))
 
 
@@ -177,16 +177,16 @@ def test_a_numpy_array_with_negative_strides_is_a_histogram() -> None:
     assert histogram({"x": np.arange(3.0)[::-1]}).tolist() == [2, 1, 0]
 
 
-def test_a_histogram_counts_what_is_finite() -> None:
+def test_a_histogram_counts_finite_values() -> None:
     assert histogram({"x": torch.tensor([1, math.nan, -math.inf, 2])}).tolist() == [1, 2]
 
 
-def test_what_is_not_finite_in_a_histogram_is_counted_by_a_scalar() -> None:
+def test_nonfinite_values_of_a_histogram_are_counted_by_a_scalar() -> None:
     logger = recorded({"x": torch.tensor([1, math.nan, -math.inf, 2])})
     assert logger.scalars == [("x/nonfinite", 2.0, 3)]
 
 
-def test_a_tensor_of_nothing_finite_is_no_histogram() -> None:
+def test_a_tensor_without_finite_values_has_no_histogram() -> None:
     assert recorded({"x": torch.full((4,), math.nan)}).histograms == []
 
 
@@ -220,7 +220,9 @@ def test_a_tensor_of_nothing_finite_is_no_histogram() -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:The PyTorch API of nested")
-def test_what_cannot_be_logged_is_refused_and_named(value: Callable[[], Any], reason: str) -> None:
+def test_values_that_cannot_be_logged_are_refused_by_name(
+    value: Callable[[], Any], reason: str
+) -> None:
     assert f"'layers/0/x': {reason}" in refusal({"loss": 1.0, "layers": [{"x": value()}]})
 
 
@@ -230,12 +232,12 @@ def test_a_fake_tensor_is_refused() -> None:
     assert "'x': a FakeTensor" in refusal({"x": fake})
 
 
-def test_all_that_is_refused_is_named_at_once() -> None:
+def test_all_refused_values_are_named_in_one_error() -> None:
     text = refusal({"a": None, "b": 1.0, "c": "text"})
     assert "'a': None; 'c': a str." in text
 
 
-def test_a_refusal_of_many_names_ten_and_counts_the_others() -> None:
+def test_an_error_names_ten_refused_values_and_counts_the_others() -> None:
     text = refusal([None] * 13)
     assert "'9': None; and 3 more." in text
 
@@ -257,19 +259,19 @@ OUTPUT = {"loss": 0.25, "tokens": 1024, "w": torch.tensor([1.0, 2.0, 3.0, math.i
 LINE = "step 3: loss=0.25, tokens=1024, w={mean=2, std=0.816497, min=1, max=3, n=3, nonfinite=1}"
 
 
-def test_without_a_logger_a_step_is_a_line_on_standard_output(
+def test_without_a_logger_a_step_is_printed_on_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     log(3, None, OUTPUT)
     assert capsys.readouterr().out == LINE + "\n"
 
 
-def test_names_with_line_ends_stay_on_the_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_newlines_in_names_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
     log(3, None, {"a\nb": 1.0})
     assert capsys.readouterr().out == "step 3: a\\nb=1\n"
 
 
-def test_an_output_of_nothing_is_a_line_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_output_is_printed_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     log(3, None, {})
     assert capsys.readouterr().out == "step 3\n"
 
@@ -283,18 +285,18 @@ def test_pythons_loggers_get_one_record(
     assert caplog.messages == [LINE]
 
 
-def test_a_record_is_the_callers(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_log_record_names_the_caller(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "training")
     log(3, logging.getLogger("training"), OUTPUT)
     assert caplog.records[0].pathname == __file__
 
 
-def test_a_logger_of_another_kind_is_refused_by_its_type() -> None:
-    with pytest.raises(TypeError, match=r"logger is a dict, which has neither .*: pass a torch"):
+def test_an_unsupported_logger_is_refused_by_its_type() -> None:
+    with pytest.raises(TypeError, match=r"logger is a dict, which has neither .*\. Pass a torch"):
         log(3, {}, OUTPUT)  # type: ignore[arg-type]
 
 
-def test_a_logger_of_reports_gets_scalars() -> None:
+def test_a_report_logger_gets_scalars() -> None:
     logger = Reported()
     log(3, logger, {"loss": 0.25, "w": torch.tensor([math.nan])})
     assert logger.scalars == [("loss", "loss", 0.25, 3), ("w/nonfinite", "w/nonfinite", 1.0, 3)]
@@ -302,7 +304,7 @@ def test_a_logger_of_reports_gets_scalars() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.uint8], ids=str)
-def test_a_logger_of_reports_gets_bars_that_count_the_elements(dtype: torch.dtype) -> None:
+def test_a_report_logger_gets_bars_that_count_the_elements(dtype: torch.dtype) -> None:
     logger = Reported()
     log(3, logger, {"w": torch.arange(128, dtype=dtype).view(2, 64)})
     [(title, series, bars, step, labels)] = logger.histograms
@@ -321,12 +323,12 @@ def test_every_element_is_in_a_bar(values: list[float]) -> None:
     assert sum(bars) == len(values)
 
 
-def test_a_value_that_the_logger_does_not_take_is_named() -> None:
+def test_a_value_that_the_logger_rejects_is_named() -> None:
     class Picky(Recorded):
         def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
             raise ValueError("no")
 
-    with pytest.raises(ValueError, match="step 3: the logger does not take 'loss': no"):
+    with pytest.raises(ValueError, match="step 3: the logger does not accept 'loss': no"):
         log(3, Picky(), OUTPUT)
 
 
@@ -347,28 +349,28 @@ def test_tensorboard_shows_scalars_and_histograms(tmp_path: Path) -> None:
 # --- devices -------------------------------------------------------------------------------------
 
 
-def test_buffers_for_what_is_fetched_lie_in_one_allocation_and_do_not_overlap() -> None:
+def test_buffers_share_one_allocation_and_do_not_overlap() -> None:
     tensors = [
         torch.arange(3, dtype=torch.uint8),
         torch.tensor(2.5, dtype=torch.float64),
         torch.arange(12, dtype=torch.bfloat16).view(3, 4).t(),
         torch.arange(5),
     ]
-    rooms = _rooms(tensors, pinned=False)
-    for room, tensor in zip(rooms, tensors, strict=True):
+    buffers = _allocate_buffers(tensors, pinned=False)
+    for room, tensor in zip(buffers, tensors, strict=True):
         room.copy_(tensor)
-    assert len({room.untyped_storage().data_ptr() for room in rooms}) == 1
-    assert all(torch.equal(room, tensor) for room, tensor in zip(rooms, tensors, strict=True))
+    assert len({room.untyped_storage().data_ptr() for room in buffers}) == 1
+    assert all(torch.equal(room, tensor) for room, tensor in zip(buffers, tensors, strict=True))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_tensors_on_a_device_are_fetched_waiting_at_most_once() -> None:
+def test_fetching_tensors_synchronizes_with_a_device_at_most_once() -> None:
     output = {
         "loss": torch.tensor(0.25, device="cuda"),
         "w": torch.arange(6.0, device="cuda").view(2, 3).t(),
         "n": torch.tensor(7, device="cuda"),
     }
-    recorded(output)  # the first time of anything may wait for more
+    recorded(output)  # The first call may synchronize for initialization.
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("warn")
     try:

@@ -20,7 +20,7 @@ class Properties:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Properties:
-    """What the only device is said to be."""
+    """Replaces the properties of the only device."""
     properties = Properties("")
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
     return properties
@@ -62,7 +62,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Properties:
         ("AMD Instinct MI355X", 256, 2516.6),
     ],
 )
-def test_the_peak_of_a_device_is_that_of_its_name(
+def test_the_peak_depends_on_the_name_of_the_device(
     machine: Properties, name: str, units: int, tflops: float
 ) -> None:
     machine.name, machine.multi_processor_count = name, units
@@ -83,7 +83,7 @@ def test_the_peak_of_a_device_is_that_of_its_name(
     ],
     ids=str,
 )
-def test_the_peak_is_that_of_the_dtype(
+def test_the_peak_depends_on_the_dtype(
     machine: Properties, dtype: torch.dtype, tflops: float
 ) -> None:
     machine.name = "NVIDIA H200"
@@ -103,36 +103,36 @@ def test_the_peak_is_that_of_the_dtype(
         "AMD Radeon RX 7900 XTX",
     ],
 )
-def test_a_device_that_is_not_known_has_no_peak_and_is_warned_of(
-    machine: Properties, name: str
-) -> None:
+def test_an_unknown_device_has_no_peak_and_causes_a_warning(machine: Properties, name: str) -> None:
     machine.name = name
-    with pytest.warns(UserWarning, match=f"the peak rate of {re.escape(name)} is not known; use"):
+    with pytest.warns(UserWarning, match=f"the peak rate of {re.escape(name)} is not known. Use"):
         assert flops_per_device("cuda:0") is None
 
 
-def test_a_part_of_a_device_has_no_peak_and_is_warned_of(machine: Properties) -> None:
+def test_a_partition_of_a_device_has_no_peak_and_causes_a_warning(machine: Properties) -> None:
     machine.name, machine.multi_processor_count = "AMD Instinct MI300X", 38
-    with pytest.warns(UserWarning, match="part of an AMD Instinct MI300X: 38 of 304"):
+    with pytest.warns(UserWarning, match="partition of an AMD Instinct MI300X, with 38 of 304"):
         assert flops_per_device("cuda:0") is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.complex64], ids=str)
-def test_a_dtype_that_a_device_lacks_has_no_peak_and_is_warned_of(
+def test_an_unsupported_dtype_has_no_peak_and_causes_a_warning(
     machine: Properties, dtype: torch.dtype
 ) -> None:
     machine.name = "Tesla V100-SXM2-16GB"
-    with pytest.warns(UserWarning, match=f"the peak rate of Tesla V100-SXM2-16GB for {dtype}"):
+    with pytest.warns(
+        UserWarning, match=f"Tesla V100-SXM2-16GB has no known peak rate for {dtype}"
+    ):
         assert flops_per_device("cuda:0", dtype) is None
 
 
-def test_the_processor_has_no_peak_and_is_warned_of() -> None:
+def test_the_cpu_has_no_peak_and_causes_a_warning() -> None:
     with pytest.warns(UserWarning, match="the peak rate of cpu is not known"):
         assert flops_per_device("cpu") is None
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
-def test_without_an_accelerator_there_is_no_peak_and_a_warning() -> None:
+def test_a_missing_accelerator_has_no_peak_and_causes_a_warning() -> None:
     with pytest.warns(UserWarning, match="there is no accelerator"):
         assert flops_per_device() is None
 
@@ -144,7 +144,7 @@ def test_the_warning_points_at_the_caller() -> None:
 
 
 @pytest.mark.parametrize("chip", _CHIPS, ids=lambda chip: chip.name)
-def test_narrower_numbers_are_not_slower(chip: object) -> None:
+def test_narrower_dtypes_are_not_slower(chip: object) -> None:
     order = ["float64", "float32", "tf32", "bfloat16", "float16", "float8"]
     rates = [getattr(chip, _KINDS[name]) for name in order]
     known = [rate for rate in rates if rate is not None]

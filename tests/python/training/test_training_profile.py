@@ -20,7 +20,7 @@ from torch_ckpt.training import profiles, start_profile, stop_profile
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where traces are written before they are copied."""
+    """The directory to which traces are written before they are copied."""
     place = tmp_path / "temporary"
     place.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(place))
@@ -29,9 +29,9 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(autouse=True)
 def stopped(tmp_path: Path) -> Iterator[None]:
-    """No test leaves a profile behind for the next."""
+    """Stops a profile that a failed test has left running."""
     yield
-    if profiles._taken is not None:
+    if profiles._running is not None:
         stop_profile(tmp_path / "left")
 
 
@@ -48,7 +48,7 @@ def taken(directory: str | Path, **options: Any) -> str:
 
 
 @pytest.mark.parametrize("prefix", ["", "file://"])
-def test_the_trace_has_what_was_done_meanwhile(tmp_path: Path, prefix: str) -> None:
+def test_the_trace_has_the_operations_of_the_profile(tmp_path: Path, prefix: str) -> None:
     path = taken(f"{prefix}{tmp_path}/made/now")
     assert "aten::cumsum" in operations(Path(path.removeprefix(prefix)).read_bytes())
 
@@ -58,14 +58,14 @@ def test_the_trace_is_copied_to_another_file_system() -> None:
     assert "aten::cumsum" in operations(fsspec.filesystem("memory").cat_file(path))
 
 
-def test_what_comes_before_and_after_is_not_in_the_trace(tmp_path: Path) -> None:
+def test_operations_before_and_after_the_profile_are_not_in_the_trace(tmp_path: Path) -> None:
     torch.ones(3).cumprod(0)
     path = taken(tmp_path)
     torch.ones(3).logcumsumexp(0)
     assert not {"aten::cumprod", "aten::logcumsumexp"} & operations(Path(path).read_bytes())
 
 
-def test_the_traces_name_is_one_that_tensorboard_looks_for(tmp_path: Path) -> None:
+def test_the_name_of_a_trace_is_recognized_by_tensorboard(tmp_path: Path) -> None:
     name = Path(taken(tmp_path)).name
     assert re.fullmatch(r"rank-0\.\d+\.pt\.trace\.json\.gz", name)
 
@@ -81,31 +81,31 @@ def test_a_second_profile_has_a_trace_of_its_own(tmp_path: Path) -> None:
     assert taken(tmp_path) != taken(tmp_path)
 
 
-def test_nothing_temporary_is_left(tmp_path: Path, temporary: Path) -> None:
+def test_temporary_files_are_removed(tmp_path: Path, temporary: Path) -> None:
     taken(tmp_path / "traces")
     assert list(temporary.iterdir()) == []
 
 
 def test_starting_twice_is_refused() -> None:
     start_profile()
-    with pytest.raises(RuntimeError, match="a profile is being taken; call stop_profile first"):
+    with pytest.raises(RuntimeError, match="a profile is running; call stop_profile first"):
         start_profile()
 
 
 def test_stopping_without_a_start_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="no profile is being taken; call start_profile first"):
+    with pytest.raises(RuntimeError, match="no profile is running; call start_profile first"):
         stop_profile(tmp_path)
 
 
-def test_starting_beside_a_profiler_of_torchs_is_refused() -> None:
+def test_starting_while_a_torch_profiler_runs_is_refused() -> None:
     with (
         torch.profiler.profile(),
-        pytest.raises(RuntimeError, match="a profiler of torch's is running"),
+        pytest.raises(RuntimeError, match="a torch profiler is running"),
     ):
         start_profile()
 
 
-def test_stopping_on_another_thread_is_refused_and_the_profile_goes_on(tmp_path: Path) -> None:
+def test_stopping_on_another_thread_is_refused_and_the_profile_continues(tmp_path: Path) -> None:
     start_profile()
     failures: list[BaseException] = []
 
@@ -118,31 +118,31 @@ def test_stopping_on_another_thread_is_refused_and_the_profile_goes_on(tmp_path:
     thread = threading.Thread(target=stop)
     thread.start()
     thread.join()
-    assert "the thread that has called start_profile" in str(failures[0])
+    assert "another thread called start_profile" in str(failures[0])
     assert stop_profile(tmp_path) is not None
 
 
-def test_a_directory_that_cannot_be_one_is_refused_and_the_profile_goes_on(tmp_path: Path) -> None:
+def test_an_unsupported_url_is_refused_and_the_profile_continues(tmp_path: Path) -> None:
     start_profile()
     with pytest.raises(ValueError, match="nowhere://run"):
         stop_profile("nowhere://run")
     assert stop_profile(tmp_path) is not None
 
 
-def test_a_trace_that_cannot_be_copied_stays_where_the_error_says(tmp_path: Path) -> None:
+def test_a_trace_that_cannot_be_copied_is_kept_at_the_named_path(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     start_profile()
     torch.ones(3).cumsum(0)
-    with pytest.raises(OSError, match="the trace was not copied") as failure:
+    with pytest.raises(OSError, match="the trace could not be copied") as failure:
         stop_profile(tmp_path / "file")
-    stays = re.search(r"stays at (\S+\.gz)", str(failure.value))
-    assert stays is not None
-    assert "aten::cumsum" in operations(Path(stays[1]).read_bytes())
+    kept = re.search(r"kept at (\S+\.gz)", str(failure.value))
+    assert kept is not None
+    assert "aten::cumsum" in operations(Path(kept[1]).read_bytes())
 
 
 def test_after_a_failed_copy_another_profile_can_be_taken(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     start_profile()
-    with pytest.raises(OSError, match="the trace was not copied"):
+    with pytest.raises(OSError, match="the trace could not be copied"):
         stop_profile(tmp_path / "file")
     assert Path(taken(tmp_path / "traces")).exists()
