@@ -85,7 +85,7 @@ def case_a_rank_with_another_kind_of_writer_is_named(launch: Launch) -> None:
             dtensors(mesh_1d(launch)), launch.path(), writer, planner=torch_ckpt.SavePlanner()
         ),
     )
-    assert "another kind of writer" in str(causes[0])
+    assert "kind of writer" in str(causes[0])
 
 
 def case_a_state_that_does_not_fit_on_one_rank_changes_no_rank(launch: Launch) -> None:

@@ -109,7 +109,7 @@ def case_what_no_rank_can_log_is_refused_on_all(launch: Launch) -> None:
 def case_a_tensor_that_rank_0_has_no_part_in_is_refused_on_all(launch: Launch) -> None:
     mesh = DeviceMesh("cpu", list(range(1, launch.size)))
     tensor = DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False)
-    with refused_on(range(launch.size), ValueError, "'w': a DTensor on .* rank 0 is not in"):
+    with refused_on(range(launch.size), ValueError, "'w': a DTensor on .* does not include rank 0"):
         log(1, None, {"w": tensor})
 
 
@@ -153,7 +153,7 @@ def case_a_profile_of_all_ranks_is_a_trace_of_each(launch: Launch) -> None:
 
 
 def case_a_wrong_call_is_refused_on_all_ranks(launch: Launch) -> None:
-    with refused_on(range(launch.size), RuntimeError, "no profile is being taken"):
+    with refused_on(range(launch.size), RuntimeError, "no profile is running"):
         stop_profile(launch.path())
     start_profile()
     with refused_on(range(launch.size), RuntimeError, "a profile is being taken"):

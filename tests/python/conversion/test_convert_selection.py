@@ -83,7 +83,7 @@ def test_a_selection_becomes_a_valid_checkpoint(step: Path, tmp_path: Path) -> N
         ({"strip_prefix": "net."}, r"strip_prefix: no name matches 'net\.\*'"),
         ({"strip_prefix": "model*"}, "strip_prefix must be a string"),
         ({"rename": {"net.*": "x.*"}}, r"rename: no name matches 'net\.\*'"),
-        ({"rename": {"*.weight": "*.count"}}, r"rename: both .* would be model\.layer\.count"),
+        ({"rename": {"*.weight": "*.count"}}, r"rename: both .* would become model\.layer\.count"),
         ({"dtype": "int8"}, "dtype must be a floating-point dtype"),
         ({"dtype": "bf17"}, "dtype must be a floating-point dtype"),
     ],

@@ -402,8 +402,8 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"preemption_signals": ["SIGTERM"]},
         TypeError,
-        r"preemption_signals must be a list of signal numbers such as \[signal.SIGTERM\], and has "
-        "'SIGTERM'",
+        r"preemption_signals must be a list of signal numbers such as \[signal.SIGTERM\], "
+        "but one is 'SIGTERM'",
     ),
     ({"preemption_signals": "SIGTERM"}, TypeError, "must be a list of signal numbers"),
     ({"preemption_signals": signal.SIGTERM}, TypeError, "must be a list of signal numbers"),

@@ -210,7 +210,10 @@ def test_wrong_placements_are_told_by_leaf() -> None:
     wrong: list[tuple[Any, str]] = [
         ([Shard(0), Shard(0)], "a has 2 placements, but the mesh has 1 dimension"),
         ([Shard(1)], "a has 1 dimensions and cannot be sharded"),
-        ({"a": [Shard(0)]}, "the tree and its placements do not have the same keys: b"),
+        (
+            {"a": [Shard(0)]},
+            "the tree and its placements do not have the same keys; only one of them has b",
+        ),
         ({"a": [Shard(0)], "b": "x"}, "b has 'x' instead of placements"),
         ({"a": [Shard(0)], "b": {"c": []}}, r"b.c has \[\] instead of placements"),
     ]
@@ -267,7 +270,7 @@ def test_shards_are_cut_as_torch_cuts_them() -> None:
     places = [(row, column) for row in range(2) for column in range(3)]
     for by in ([Shard(0), Shard(0)], [Shard(1), Replicate()], [Replicate(), Shard(0)]):
         shapes = [layout._local_shape((7, 5), by, mesh, place) for place in places]
-        assert layout._summed(shapes, by, places) == (7, 5)
+        assert layout._sum_shapes(shapes, by, places) == (7, 5)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -402,5 +402,7 @@ def test_direct_io_that_is_not_to_be_had_is_refused_by_name(tmp_path: Path) -> N
     )
     cause = failure_of(outcome)
     assert isinstance(cause, ValueError)
-    assert f"{tmp_path}/__0_0.distcp: direct_io=True, but this file system does not support" in str(cause)
+    assert f"{tmp_path}/__0_0.distcp: direct_io=True, but this file system does not support" in str(
+        cause
+    )
     assert names_in(tmp_path) == []
