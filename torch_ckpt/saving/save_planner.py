@@ -83,7 +83,7 @@ class SavePlanner(DefaultSavePlanner):
             return super().create_global_plan(all_plans)
         if others:
             raise CheckpointError(
-                f"rank {others[0]} does not plan with torch_ckpt.SavePlanner, or not for the same "
+                f"rank {others[0]} does not plan with torch_ckpt.SavePlanner, or has another "
                 "kind of writer; pass the same planner and writer on all ranks"
             )
         plan_of_all = GlobalPlan([plan.planner_data for plan in all_plans])
