@@ -156,7 +156,7 @@ def case_a_wrong_call_is_refused_on_all_ranks(launch: Launch) -> None:
     with refused_on(range(launch.size), RuntimeError, "no profile is running"):
         stop_profile(launch.path())
     start_profile()
-    with refused_on(range(launch.size), RuntimeError, "a profile is being taken"):
+    with refused_on(range(launch.size), RuntimeError, "a profile is running"):
         start_profile()
     stop_profile(launch.path())
 
@@ -197,7 +197,7 @@ def case_another_dtype_on_one_rank_is_refused_on_all(launch: Launch) -> None:
     assert not state["t"].any()
 
 
-def case_what_other_stages_have_is_no_cause_for_a_warning(launch: Launch) -> None:
+def case_no_rank_warns_of_names_of_another_stage(launch: Launch) -> None:
     def stage() -> dict[str, torch.Tensor | PerRank]:
         return {f"stage{launch.rank}": torch.ones(3), "own": PerRank(launch.rank)}
 
@@ -207,10 +207,10 @@ def case_what_other_stages_have_is_no_cause_for_a_warning(launch: Launch) -> Non
         load_checkpoint_if_it_exists(launch.path("run"), stage())
 
 
-def case_what_no_rank_has_a_place_for_is_named_by_rank_0(launch: Launch) -> None:
+def case_rank_0_warns_of_stored_names_that_no_rank_has(launch: Launch) -> None:
     save_checkpoint(launch.path("run"), 1, {"t": torch.ones(3), "u": torch.ones(3)})
-    with refused_on(range(1), UserWarning, "no place for.*: u$"), warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*no place for")
+    with refused_on(range(1), UserWarning, "not in the state.*: u$"), warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*not in the state")
         load_checkpoint_if_it_exists(launch.path("run"), {"t": torch.zeros(3)})
 
 
