@@ -103,7 +103,7 @@ Result<> ProcessChannel::send_object(std::span<const std::byte> object) {
 }
 
 Result<> ProcessChannel::announce(std::string_view what) {
-  return mailbox_.put(bytes_of(format::encode_value(format::FrameKind::begun,
+  return mailbox_.put(bytes_of(format::encode_value(format::FrameKind::begin,
                                                     sender_of(os::own_process()), bytes_of(what))));
 }
 
@@ -114,7 +114,7 @@ Result<> ProcessChannel::receive() {
   if (!frames) return frames.error();
   for (format::Frame& frame : *frames) {
     const os::ProcessId sender = process_of(frame.sender);
-    if (frame.kind == format::FrameKind::begun) {
+    if (frame.kind == format::FrameKind::begin) {
       announced_.push_back({sender, std::move(frame.value)});
     } else if (frame.kind == format::FrameKind::object) {
       const auto announcement =

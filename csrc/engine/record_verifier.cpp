@@ -141,7 +141,7 @@ void RecordVerifier::check_entries(std::size_t record, format::RecordBytes& byte
   auto checked = format::check_entries(bytes, skip);
   if (!checked) {
     add_finding(record, checked.error());
-  } else if (checked->unknown > 0 || (!checked->archive && bytes.size() > 0)) {
+  } else if (checked->without_crc > 0 || (!checked->is_archive && bytes.size() > 0)) {
     add_unverifiable(record);
   }
 }

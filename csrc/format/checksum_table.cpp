@@ -10,9 +10,9 @@
 namespace torch_ckpt::format {
 namespace {
 
-constexpr std::uint64_t kLeastBlock = std::uint64_t{16} << 10;
-constexpr std::uint64_t kUsualMostBlock = std::uint64_t{1} << 20;
-constexpr std::uint64_t kFewBlocks = 1024;
+constexpr std::uint64_t kMinBlockBytes = std::uint64_t{16} << 10;
+constexpr std::uint64_t kPreferredMaxBlockBytes = std::uint64_t{1} << 20;
+constexpr std::uint64_t kPreferredMaxBlocks = 1024;
 constexpr std::uint64_t kMaxBlocks = (1 << 24) - 1;
 
 constexpr std::string_view kMagic = "TCS1";
@@ -20,7 +20,7 @@ constexpr std::size_t kHeadBytes = 4 + 4;
 constexpr std::size_t kEntryBytes = 8 + 4 + 1 + 3;
 constexpr std::size_t kCrcBytes = 4;
 constexpr std::uint64_t kMaxLog2 = 63;
-constexpr std::uint64_t kRawFlag = 0x80;  // beside the logarithm
+constexpr std::uint64_t kRawFlag = 0x80;  // shares a byte with the logarithm
 
 struct Entry {
   std::uint64_t offset = 0;
@@ -38,9 +38,7 @@ Entry entry_at(std::span<const std::byte> entries, std::size_t index) {
           little_endian(bytes.subspan(12, 1)) & ~kRawFlag, little_endian(bytes.subspan(13, 3))};
 }
 
-Error damaged() {
-  return format_error(Errc::checksum_mismatch, "the checksum table is damaged itself");
-}
+Error damaged() { return format_error(Errc::checksum_mismatch, "the checksum table is damaged"); }
 Error inconsistent(std::string detail) {
   return format_error(Errc::table_inconsistent, std::move(detail));
 }
@@ -48,9 +46,12 @@ Error inconsistent(std::string detail) {
 }  // namespace
 
 std::uint64_t block_bytes_for(std::uint64_t payload_bytes) {
-  std::uint64_t block = kLeastBlock;
+  std::uint64_t block = kMinBlockBytes;
   const auto blocks = [&] { return payload_bytes / block + (payload_bytes % block != 0 ? 1 : 0); };
-  while ((block < kUsualMostBlock && blocks() > kFewBlocks) || blocks() > kMaxBlocks) block *= 2;
+  while ((block < kPreferredMaxBlockBytes && blocks() > kPreferredMaxBlocks) ||
+         blocks() > kMaxBlocks) {
+    block *= 2;
+  }
   return block;
 }
 
@@ -77,15 +78,15 @@ std::string encode_checksum_table(std::span<const RecordSums> records) {
 
 Result<ChecksumTable> ChecksumTable::decode(std::span<const std::byte> bytes) {
   if (bytes.size() < kHeadBytes + kCrcBytes) return damaged();
-  // First, so that whatever is found below was written so.
+  // Check this first: later failures are then errors of the writer, not damage.
   const auto body = bytes.first(bytes.size() - kCrcBytes);
   if (crc32(0, body) != little_endian(bytes.subspan(body.size(), kCrcBytes))) return damaged();
   if (!std::ranges::equal(body.first(kMagic.size()), std::as_bytes(std::span(kMagic)))) {
-    return inconsistent("a checksum table of another version");
+    return inconsistent("the checksum table is of another version");
   }
   const std::uint64_t count = little_endian(body.subspan(kMagic.size(), 4));
   if (count > (body.size() - kHeadBytes) / kEntryBytes) {
-    return inconsistent("a checksum table names more records than it has");
+    return inconsistent("the checksum table is too short for its number of records");
   }
   ChecksumTable table;
   table.entries_ = body.subspan(kHeadBytes, count * kEntryBytes);
@@ -97,26 +98,26 @@ Result<ChecksumTable> ChecksumTable::decode(std::span<const std::byte> bytes) {
   for (std::size_t i = 0; i < count; ++i) {
     const Entry entry = entry_at(table.entries_, i);
     if (i > 0 && entry.offset <= last_offset) {
-      return inconsistent("the records of a checksum table are not in order");
+      return inconsistent("the records of the checksum table are not in ascending order");
     }
     if (entry.block_log2 > kMaxLog2 || (entry.block_log2 == 0) != (entry.blocks == 0)) {
-      return inconsistent("a record of a checksum table has no size of its blocks");
+      return inconsistent("a record of the checksum table has an invalid block size");
     }
     if (entry.blocks > total - blocks) {
-      return inconsistent("a checksum table names more blocks than it has");
+      return inconsistent("the checksum table is too short for its number of blocks");
     }
     last_offset = entry.offset;
     table.first_blocks_.push_back(blocks);
     blocks += entry.blocks;
   }
   if (blocks * kCrcBytes != table.crcs_.size()) {
-    return inconsistent("a checksum table has more blocks than it names");
+    return inconsistent("the checksum table has bytes after its last block");
   }
   return table;
 }
 
 std::optional<RecordSums> ChecksumTable::find(std::uint64_t offset) const {
-  // The record is in [low, high), if anywhere.
+  // If the table has the record, its index is in [low, high).
   std::size_t low = 0;
   std::size_t high = size();
   while (high - low > 1) {

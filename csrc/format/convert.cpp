@@ -1,5 +1,5 @@
-/// Every conversion is a load to float32 and a store from it, as in torch: float64 to a half is
-/// rounded twice, and the other ways through float32 are exact.
+/// Every conversion loads an element as float32 and stores the float32, as torch does. Float64 to a
+/// 16-bit dtype is therefore rounded twice; all other conversions round at most once.
 #include "format/convert.h"
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <immintrin.h>
-// For single functions: the rest of the library must run on any x86-64.
+// A target for each function, not for the file: the library must run on any x86-64.
 #define TORCH_CKPT_AVX2 __attribute__((target("avx2,f16c")))
 #endif
 
@@ -22,7 +22,7 @@ namespace {
 constexpr std::uint32_t kSign = 0x8000'0000;
 constexpr std::uint32_t kInfinity = 0x7f80'0000;
 
-// --- one element -----------------------------------------------------------------------------
+// --- one element at a time -------------------------------------------------------------------
 
 struct Float64 {
   static constexpr std::string_view kName = "float64";
@@ -41,11 +41,12 @@ struct Float32 {
 struct Float16 {
   static constexpr std::string_view kName = "float16";
   using Item = std::uint16_t;
-  static constexpr std::uint32_t kBias = 127 - 15;    // between the exponents
-  static constexpr std::uint32_t kDropped = 23 - 10;  // bits of the mantissa
+  static constexpr std::uint32_t kBias = 127 - 15;    // difference of the exponent biases
+  static constexpr std::uint32_t kDropped = 23 - 10;  // mantissa bits that float16 lacks
   static constexpr std::uint32_t kLeastNormal = (kBias + 1) << 23;
   static constexpr std::uint32_t kTooLarge = (kBias + 31) << 23;
-  // The last bit of 0.5's mantissa is worth as much as that of a denormal half.
+  // The last mantissa bit of 0.5F has the same value as the last bit of a denormal float16, so that
+  // adding 0.5F rounds to a denormal float16.
   static constexpr float kDenormals = 0.5F;
 
   static float load(std::uint16_t value) {
@@ -106,7 +107,7 @@ struct Scalar {
   }
 };
 
-// --- eight elements --------------------------------------------------------------------------
+// --- eight elements at a time ----------------------------------------------------------------
 
 #if defined(__x86_64__)
 template <class Type>
@@ -179,7 +180,7 @@ struct Vector {
 };
 #endif
 
-// --- the twelve pairs ------------------------------------------------------------------------
+// --- the table of the twelve conversions -----------------------------------------------------
 
 template <class Way, class From, class To>
 constexpr Conversion kConversion = &Way::template convert<From, To>;
@@ -188,17 +189,17 @@ constexpr Conversion kConversion<Way, Same, Same> = nullptr;
 
 template <class Way, class... Types>
 struct Table {
-  using Row = std::array<Conversion, sizeof...(Types)>;
+  using ByTarget = std::array<Conversion, sizeof...(Types)>;
   static constexpr std::array kNames = {Types::kName...};
   template <class From>
-  static constexpr Row kRow = {kConversion<Way, From, Types>...};
-  static constexpr std::array kRows = {kRow<Types>...};
+  static constexpr ByTarget kByTarget = {kConversion<Way, From, Types>...};
+  static constexpr std::array kBySource = {kByTarget<Types>...};
 
   static Conversion find(const Dtype& from, const Dtype& to) {
-    const auto* const row = std::ranges::find(kNames, from.name);
-    const auto* const column = std::ranges::find(kNames, to.name);
-    if (row == kNames.end() || column == kNames.end()) return nullptr;
-    return kRows[row - kNames.begin()][column - kNames.begin()];
+    const auto* const source = std::ranges::find(kNames, from.name);
+    const auto* const target = std::ranges::find(kNames, to.name);
+    if (source == kNames.end() || target == kNames.end()) return nullptr;
+    return kBySource[source - kNames.begin()][target - kNames.begin()];
   }
 };
 
@@ -207,8 +208,8 @@ using Pairs = Table<Way, Float64, Float32, Float16, BFloat16>;
 
 #if defined(__x86_64__)
 bool have_vectors() {
-  // __builtin_cpu_supports knows whether the system saves the wide registers, but in clang it does
-  // not know F16C.
+  // __builtin_cpu_supports also checks that the system saves the wide registers, but clang's does
+  // not accept "f16c".
   unsigned a = 0;
   unsigned b = 0;
   unsigned c = 0;

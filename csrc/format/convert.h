@@ -6,19 +6,19 @@
 
 namespace torch_ckpt::format {
 
-/// Converts `count` elements; neither pointer need be aligned; the ranges must not overlap.
+/// Converts `count` elements. The pointers may be unaligned; the ranges must not overlap.
 using Conversion = void (*)(std::byte* out, const std::byte* in, std::size_t count);
 
-/// The conversion between two different dtypes of {float64, float32, float16, bfloat16}, with the
-/// rounding of torch's copy_: to the nearest, ties to even. A NaN stays one; its sign and payload
-/// are free. nullptr for any other pair.
+/// Returns the conversion between two different dtypes of {float64, float32, float16, bfloat16},
+/// and nullptr for any other pair. It rounds as torch's copy_ does: to the nearest, ties to even. A
+/// NaN is converted to a NaN with any sign and payload.
 Conversion find_conversion(const Dtype& from, const Dtype& to);
 
 namespace internal {
 
-// What find_conversion chooses from, for its tests.
+// The implementations that find_conversion() chooses from. Exposed for tests.
 Conversion find_scalar_conversion(const Dtype& from, const Dtype& to);
-/// nullptr also where the processor lacks AVX2 or F16C.
+/// Also returns nullptr if the processor lacks AVX2 or F16C.
 Conversion find_vector_conversion(const Dtype& from, const Dtype& to);
 
 }  // namespace internal

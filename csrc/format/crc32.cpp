@@ -13,24 +13,25 @@ namespace torch_ckpt::format {
 
 namespace {
 
-// What is found out once is found out when the library is loaded, and not by the first who asks: a
-// child that is forked amid that would wait for ever.
+// These constants are initialized when the library is loaded, not on first use. A child that is
+// forked while another thread initializes a function's static would wait for it forever.
 #if defined(__x86_64__)
 const bool kHasAvx = __builtin_cpu_supports("avx") != 0;
 
 __attribute__((target("avx"))) void zero_upper() { _mm256_zeroupper(); }
 
-// ISA-L's AVX-512 code leaves the upper halves of vector registers in use, and then all SSE code of
-// the thread is slower: a caller's Python by a third, from its first checksum on.
-void leave_vector_code() {
+// ISA-L's AVX-512 code leaves the upper halves of vector registers dirty, which slows down all
+// later SSE code of the thread: the caller's Python code by a third.
+void clear_vector_registers() {
   if (kHasAvx) zero_upper();
 }
 #else
-void leave_vector_code() {}
+void clear_vector_registers() {}
 #endif
 
-// Blocks have few sizes, all of them powers of two, and come by the hundred thousand: what depends
-// on the size alone takes ten times as long as the rest.
+// Operators of crc32_combine_op() for powers of two, which are the sizes of blocks. A checkpoint
+// has hundreds of thousands of blocks, and generating an operator takes ten times as long as
+// applying it.
 constexpr int kSizes = 32;
 const std::array<uLong, kSizes> kOperators = [] {
   std::array<uLong, kSizes> operators{};
@@ -43,18 +44,18 @@ const std::array<uLong, kSizes> kOperators = [] {
 }  // namespace
 
 std::uint32_t crc32(std::uint32_t crc, std::span<const std::byte> data) {
-  // Carry-less multiplication, chosen for the processor at run time; the function takes a pointer
-  // to non-const by an oversight of its header and does not write.
+  // ISA-L chooses an implementation for the processor at run time. Its header lacks a const; it
+  // does not write to the data.
   const std::uint32_t continued = ::crc32_gzip_refl(
       crc, reinterpret_cast<unsigned char*>(const_cast<std::byte*>(data.data())), data.size());
-  leave_vector_code();
+  clear_vector_registers();
   return continued;
 }
 
 std::uint32_t crc32_of_sample(std::span<const std::byte> data, const Sample& sample) {
-  if (data.size() <= sample.most_bytes) return crc32(0, data);
+  if (data.size() <= sample.max_bytes) return crc32(0, data);
   const std::uint64_t items = data.size() / sample.item_bytes;
-  const std::uint64_t length = sample.most_bytes / sample.stripes / sample.item_bytes;
+  const std::uint64_t length = sample.max_bytes / sample.stripes / sample.item_bytes;
   const std::uint64_t last = items - length;
   std::uint32_t crc = 0;
   for (std::uint64_t stripe = 0; stripe < sample.stripes; ++stripe) {

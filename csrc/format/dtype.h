@@ -5,14 +5,14 @@
 
 namespace torch_ckpt::format {
 
-/// What a tensor record needs to know of a torch dtype.
+/// The properties of a torch dtype that a tensor record needs.
 struct Dtype {
-  std::string_view name;     // torch's, without the module: "bfloat16"
-  std::string_view storage;  // legacy storage class; empty for dtypes that never had one
+  std::string_view name;     // torch's name, without the module: "bfloat16"
+  std::string_view storage;  // legacy storage class; empty if the dtype never had one
   std::size_t item_bytes;
 };
 
-/// nullptr for dtypes that are not stored as plain tensors (quantized, sub-byte integers).
+/// Returns nullptr for dtypes that are not stored as plain tensors (quantized, sub-byte integers).
 const Dtype* find_dtype(std::string_view name);
 const Dtype* find_dtype_of_storage(std::string_view storage);
 

@@ -8,10 +8,10 @@
 
 #include "checked_math.h"
 
-// Numbers in bytes, least first: every format here has them so.
+// Little-endian numbers, as all formats of this folder have them.
 namespace torch_ckpt::format {
 
-/// Of at most eight bytes.
+/// Decodes a number of at most eight bytes.
 inline std::uint64_t little_endian(std::span<const std::byte> bytes) {
   std::uint64_t value = 0;
   for (std::size_t i = 0; i < bytes.size(); ++i) {
@@ -20,15 +20,15 @@ inline std::uint64_t little_endian(std::span<const std::byte> bytes) {
   return value;
 }
 
-/// Appends the lowest bytes of a number, at most eight.
+/// Appends the lowest `bytes` bytes of a number, at most eight.
 inline void put(std::string& out, std::uint64_t value, std::size_t bytes) {
   char digits[8];
   for (std::size_t i = 0; i < bytes; ++i) digits[i] = static_cast<char>(value >> (8 * i));
   out.append(digits, bytes);
 }
 
-// Reads from the front. What is not there reads as nothing or 0, and has_failed() is true from then
-// on. Views are of the bytes that were given.
+// Reads bytes from the front. Reading past the end returns nothing or 0, and has_failed() is true
+// from then on. The returned views point into the given bytes.
 class ByteReader {
  public:
   explicit ByteReader(std::span<const std::byte> bytes) : left_(bytes) {}

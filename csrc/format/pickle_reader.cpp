@@ -10,7 +10,7 @@ enum class Argument : std::uint8_t { none, number, counted, two_lines };
 
 struct Form {
   Argument argument = Argument::none;
-  std::uint8_t bytes = 0;  // of the number, or of the count
+  std::uint8_t bytes = 0;  // size of the number or of the count
 };
 
 constexpr std::array<Form, 256> kForms = [] {
@@ -34,46 +34,46 @@ constexpr std::array<Form, 256> kForms = [] {
 bool PickleReader::next(PickleToken& token) {
   token = {};
   token.at = position();
-  token.code = static_cast<unsigned char>(rest_.number(1));
+  token.code = static_cast<unsigned char>(unread_.number(1));
   const Form form = kForms[token.code];
   switch (form.argument) {
     case Argument::none:
       break;
     case Argument::number:
-      token.number = rest_.number(form.bytes);
+      token.number = unread_.number(form.bytes);
       break;
     case Argument::counted:
-      token.number = rest_.number(form.bytes);
+      token.number = unread_.number(form.bytes);
       if (token.code == op::kLong1 && token.number > kIntegerBytes) {
-        fail(Errc::pickle_too_large, token.at, "an integer has too many bytes");
+        fail(Errc::pickle_too_large, token.at, "an integer has more than 16 bytes");
         return false;
       }
-      token.bytes = rest_.text(token.number);
+      token.bytes = unread_.text(token.number);
       break;
     case Argument::two_lines:
       token.bytes = line(token.at);
       if (!error_) token.name = line(token.at);
       break;
   }
-  if (rest_.has_failed()) {
-    fail(Errc::pickle_truncated, token.at, "the program ends before its end");
+  if (unread_.has_failed()) {
+    fail(Errc::pickle_truncated, token.at, "the pickle ends within an opcode");
   }
   return !error_;
 }
 
 std::string_view PickleReader::line(std::size_t token_at) {
-  ByteReader ahead = rest_;
+  ByteReader ahead = unread_;
   const auto text = ahead.text(std::min(ahead.left(), kNameBytes + 1));
   const auto end = text.find('\n');
   if (end == std::string_view::npos) {
     if (text.size() > kNameBytes) {
-      fail(Errc::pickle_too_large, token_at, "a name is longer than any of metadata's");
+      fail(Errc::pickle_too_large, token_at, "a name has more than 256 bytes");
     } else {
-      fail(Errc::pickle_truncated, token_at, "a name has no end");
+      fail(Errc::pickle_truncated, token_at, "the pickle ends within a name");
     }
     return {};
   }
-  return rest_.text(end + 1).substr(0, end);
+  return unread_.text(end + 1).substr(0, end);
 }
 
 void PickleReader::fail(Errc code, std::size_t at, const char* detail) {

@@ -11,7 +11,7 @@
 
 namespace torch_ckpt::format {
 
-/// The opcodes that metadata and tensors' headers are made of, with pickletools' names.
+/// The opcodes that occur in metadata and in headers of tensors, named as in pickletools.
 namespace op {
 inline constexpr unsigned char kMark = '(';
 inline constexpr unsigned char kStop = '.';
@@ -55,39 +55,39 @@ inline constexpr unsigned char kMemoize = 0x94;
 inline constexpr unsigned char kFrame = 0x95;
 }  // namespace op
 
-/// An opcode and its argument. Views are of the pickle.
+/// An opcode and its argument. The views point into the pickle.
 struct PickleToken {
   unsigned char code = 0;
-  std::size_t at = 0;        // of the opcode in the pickle
-  std::uint64_t number = 0;  // the argument, unsigned; of text, bytes and LONG1 how many bytes
-  std::string_view bytes;    // text, bytes, or LONG1's number; of GLOBAL the module
-  std::string_view name;     // of GLOBAL
+  std::size_t at = 0;        // offset of the opcode in the pickle
+  std::uint64_t number = 0;  // the argument, unsigned; the length of text, bytes and LONG1
+  std::string_view bytes;    // text, bytes, or LONG1's number; GLOBAL's module
+  std::string_view name;     // GLOBAL's name in the module
 };
 
-// Cuts a pickle into tokens, and knows nothing of what they do. An opcode that is not listed above
-// comes as a token without an argument: who reads must refuse it, since its argument would come as
-// tokens.
+// Splits a pickle into tokens without interpreting them. An opcode that is not listed above is
+// returned as a token without an argument. The caller must refuse it, because the bytes of its
+// argument would be read as opcodes.
 class PickleReader {
  public:
-  static constexpr std::size_t kNameBytes = 256;  // of a module, and of a name in it
+  static constexpr std::size_t kNameBytes = 256;  // limit for a module, and for a name in it
   static constexpr std::size_t kIntegerBytes = 16;
 
-  explicit PickleReader(std::span<const std::byte> bytes) : size_(bytes.size()), rest_(bytes) {}
+  explicit PickleReader(std::span<const std::byte> bytes) : size_(bytes.size()), unread_(bytes) {}
 
-  /// The next token. False where the pickle ends within it or a limit forbids it, with the reason
-  /// in error(): Errc::pickle_truncated or Errc::pickle_too_large.
+  /// Reads the next token. Returns false if the pickle ends within the token or a limit forbids
+  /// it; error() is then Errc::pickle_truncated or Errc::pickle_too_large.
   bool next(PickleToken& token);
   const std::optional<Error>& error() const { return error_; }
 
-  /// The byte behind the last token.
-  std::size_t position() const { return size_ - rest_.left(); }
+  /// Offset of the byte after the last token.
+  std::size_t position() const { return size_ - unread_.left(); }
 
  private:
   std::string_view line(std::size_t token_at);
   void fail(Errc code, std::size_t at, const char* detail);
 
   std::size_t size_;
-  ByteReader rest_;
+  ByteReader unread_;
   std::optional<Error> error_;
 };
 

@@ -9,11 +9,11 @@
 
 namespace torch_ckpt::format {
 
-/// Puts a pickle of protocol 4 together, opcode by opcode; in parts, for who asks for them.
+/// Writes a pickle of protocol 4, opcode by opcode, at once or in parts.
 class PickleWriter {
  public:
   PickleWriter() { bytes_ = {static_cast<char>(op::kProto), 4}; }
-  /// Of a part that comes when so many values have been kept.
+  /// Continues a pickle in which `memoized` values have been memoized.
   explicit PickleWriter(std::uint32_t memoized) : memoized_(memoized) {}
 
   void put(unsigned char code) { bytes_ += static_cast<char>(code); }
@@ -36,7 +36,7 @@ class PickleWriter {
       put(op::kBinint);
       little(value, 4);
     } else {
-      // As many bytes as it takes, and a sign.
+      // As few bytes as keep the sign bit clear.
       std::size_t size = 5;
       while (size < 8 && value >> (8 * size - 1) != 0) ++size;
       put(op::kLong1);
@@ -44,15 +44,15 @@ class PickleWriter {
       little(value, size);
     }
   }
-  /// Keeps what lies on top of the stack, and gives its number.
+  /// Memoizes the value on top of the stack and returns its index.
   std::uint32_t memoize() {
     put(op::kMemoize);
     return memoized_++;
   }
-  /// Puts what has been kept on the stack.
-  void fetch(std::uint32_t number) {
-    put(number <= 0xff ? op::kBinget : op::kLongBinget);
-    little(number, number <= 0xff ? 1 : 4);
+  /// Pushes a memoized value.
+  void fetch(std::uint32_t index) {
+    put(index <= 0xff ? op::kBinget : op::kLongBinget);
+    little(index, index <= 0xff ? 1 : 4);
   }
   void global(std::string_view module, std::string_view name) {
     text(module);
@@ -62,7 +62,7 @@ class PickleWriter {
 
   std::size_t size() const { return bytes_.size(); }
   std::uint32_t memoized() const { return memoized_; }
-  /// The part that has been written; the next one goes on.
+  /// Returns what was written since the last take_part(). The writer continues the pickle.
   std::string take_part() { return std::exchange(bytes_, {}); }
 
  private:

@@ -13,31 +13,31 @@
 namespace torch_ckpt::format {
 namespace {
 
-// A stock record has seven entries in about 500 bytes; the caps leave room and bound the work.
+// A stock record has seven entries and a directory of about 500 bytes.
 struct Limits {
   std::uint64_t entries = 32;
   std::uint64_t directory_bytes = std::uint64_t{16} * 1024;
 };
 constexpr std::uint64_t kMaxPickleBytes = 16 * 1024;
 
-constexpr std::uint64_t kCheckedAtOnce = std::uint64_t{1} << 20;
+constexpr std::uint64_t kReadBytes = std::uint64_t{1} << 20;
 
-struct Entry {
+struct ZipEntry {
   std::string name;  // without the archive's prefix
   std::uint64_t header_offset = 0;
   std::uint64_t bytes = 0;
   std::uint32_t crc = 0;
 };
 
-struct DirectoryPlace {
+struct CentralDirectory {
   std::uint64_t offset = 0;
   std::uint64_t bytes = 0;
   std::uint64_t entries = 0;
 };
 
-// The end record without a comment, and the zip64 end record where its fields say so. torch always
-// writes both; records of other writers may have the short one only.
-Result<DirectoryPlace> find_directory(RecordBytes& record, const Limits& limits) {
+// Reads the end record, which must have no comment, and the zip64 end record if there is one. torch
+// always writes both; other writers may omit the zip64 end record.
+Result<CentralDirectory> find_directory(RecordBytes& record, const Limits& limits) {
   const std::uint64_t size = record.size();
   if (size < zip::kEndBytes) {
     return format_error(Errc::not_a_zip, "the record is too short for a zip archive");
@@ -46,14 +46,15 @@ Result<DirectoryPlace> find_directory(RecordBytes& record, const Limits& limits)
   if (!end) return end.error();
   ByteReader cursor(*end);
   if (cursor.number(4) != zip::kEnd) {
-    return format_error(Errc::not_a_zip, "no end-of-directory record where the record ends",
+    return format_error(Errc::not_a_zip,
+                        "the record does not end with zip's end of the central directory",
                         size - zip::kEndBytes);
   }
   cursor.take(4 + 2);
-  DirectoryPlace place;
-  place.entries = cursor.number(2);
-  place.bytes = cursor.number(4);
-  place.offset = cursor.number(4);
+  CentralDirectory directory;
+  directory.entries = cursor.number(2);
+  directory.bytes = cursor.number(4);
+  directory.offset = cursor.number(4);
 
   constexpr std::uint64_t kLocatorBack = zip::kEndBytes + zip::kEnd64LocatorBytes;
   if (size >= kLocatorBack + zip::kEnd64Bytes) {
@@ -64,32 +65,34 @@ Result<DirectoryPlace> find_directory(RecordBytes& record, const Limits& limits)
       locator_cursor.take(4);
       const std::uint64_t end64_at = locator_cursor.number(8);
       if (!inside(end64_at, zip::kEnd64Bytes, size)) {
-        return format_error(Errc::zip_inconsistent, "the zip64 end record lies outside");
+        return format_error(Errc::zip_inconsistent,
+                            "the zip64 end record is outside of the record");
       }
       auto end64 = record.at(end64_at, zip::kEnd64Bytes);
       if (!end64) return end64.error();
       ByteReader cursor64(*end64);
       if (cursor64.number(4) != zip::kEnd64) {
-        return format_error(Errc::zip_inconsistent, "no zip64 end record where its locator points",
-                            end64_at);
+        return format_error(Errc::zip_inconsistent,
+                            "the zip64 end locator does not point to a zip64 end record", end64_at);
       }
       cursor64.take(8 + 2 + 2 + 4 + 4 + 8);
-      place.entries = cursor64.number(8);
-      place.bytes = cursor64.number(8);
-      place.offset = cursor64.number(8);
+      directory.entries = cursor64.number(8);
+      directory.bytes = cursor64.number(8);
+      directory.offset = cursor64.number(8);
     }
   }
-  if (place.entries > limits.entries || place.bytes > limits.directory_bytes) {
-    return format_error(Errc::pickle_unknown, "more zip entries than one tensor has");
+  if (directory.entries > limits.entries || directory.bytes > limits.directory_bytes) {
+    return format_error(Errc::pickle_unknown,
+                        "the archive has more zip entries than that of one tensor");
   }
-  if (!inside(place.offset, place.bytes, size)) {
-    return format_error(Errc::zip_inconsistent, "the central directory lies outside the record");
+  if (!inside(directory.offset, directory.bytes, size)) {
+    return format_error(Errc::zip_inconsistent, "the central directory is outside of the record");
   }
-  return place;
+  return directory;
 }
 
-Result<Entry> read_entry(ByteReader& cursor, std::uint64_t record_bytes) {
-  Entry entry;
+Result<ZipEntry> read_entry(ByteReader& cursor, std::uint64_t record_bytes) {
+  ZipEntry entry;
   if (cursor.number(4) != zip::kDirectoryEntry) {
     return format_error(Errc::zip_inconsistent, "a central directory entry has no signature");
   }
@@ -124,32 +127,33 @@ Result<Entry> read_entry(ByteReader& cursor, std::uint64_t record_bytes) {
   if (method != 0 || stored != entry.bytes) {
     return format_error(
         Errc::zip_compressed,
-        "entry '" + entry.name + "' is compressed; torch stores entries as they are");
+        "entry '" + entry.name + "' is compressed; torch.save does not compress entries");
   }
   if (!inside(entry.header_offset, zip::kLocalHeaderBytes, record_bytes)) {
-    return format_error(Errc::zip_inconsistent, "entry '" + entry.name + "' begins outside");
+    return format_error(Errc::zip_inconsistent,
+                        "entry '" + entry.name + "' begins outside of the record");
   }
   return entry;
 }
 
-Result<std::vector<Entry>> read_directory(RecordBytes& record, const Limits& limits) {
-  auto place = find_directory(record, limits);
-  if (!place) return place.error();
-  auto bytes = record.at(place->offset, place->bytes);
+Result<std::vector<ZipEntry>> read_directory(RecordBytes& record, const Limits& limits) {
+  auto directory = find_directory(record, limits);
+  if (!directory) return directory.error();
+  auto bytes = record.at(directory->offset, directory->bytes);
   if (!bytes) return bytes.error();
   ByteReader cursor(*bytes);
-  std::vector<Entry> entries;
+  std::vector<ZipEntry> entries;
   std::string prefix;
-  for (std::uint64_t i = 0; i < place->entries; ++i) {
+  for (std::uint64_t i = 0; i < directory->entries; ++i) {
     auto entry = read_entry(cursor, record.size());
     if (!entry) return entry.error();
     const auto slash = entry->name.find('/');
     if (slash == std::string::npos) {
-      return format_error(Errc::zip_inconsistent, "entry '" + entry->name + "' has no folder");
+      return format_error(Errc::zip_inconsistent, "entry '" + entry->name + "' is in no folder");
     }
     if (prefix.empty()) prefix = entry->name.substr(0, slash + 1);
     if (!entry->name.starts_with(prefix)) {
-      return format_error(Errc::zip_inconsistent, "entries lie in more than one folder");
+      return format_error(Errc::zip_inconsistent, "entries are in more than one folder");
     }
     entry->name.erase(0, prefix.size());
     entries.push_back(std::move(*entry));
@@ -157,7 +161,7 @@ Result<std::vector<Entry>> read_directory(RecordBytes& record, const Limits& lim
   return entries;
 }
 
-Result<std::uint64_t> data_offset(RecordBytes& record, const Entry& entry) {
+Result<std::uint64_t> data_offset(RecordBytes& record, const ZipEntry& entry) {
   auto header = record.at(entry.header_offset, zip::kLocalHeaderBytes);
   if (!header) return header.error();
   ByteReader cursor(*header);
@@ -167,46 +171,48 @@ Result<std::uint64_t> data_offset(RecordBytes& record, const Entry& entry) {
   }
   cursor.take(22);
   const std::uint64_t name_and_extra = cursor.number(2) + cursor.number(2);
-  // The header lies inside (read_entry), so neither sum can overflow.
+  // read_entry() has checked that the header is in the record, so neither sum can overflow.
   const std::uint64_t offset = entry.header_offset + zip::kLocalHeaderBytes + name_and_extra;
   if (!inside(offset, entry.bytes, record.size())) {
-    return format_error(Errc::zip_inconsistent, "entry '" + entry.name + "' ends outside");
+    return format_error(Errc::zip_inconsistent,
+                        "entry '" + entry.name + "' ends outside of the record");
   }
   return offset;
 }
 
-Error damaged_entry(const Entry& entry, std::uint64_t offset) {
-  return format_error(Errc::checksum_mismatch,
-                      "entry '" + entry.name + "' is damaged: its CRC-32 is not the archive's",
-                      offset);
+Error damaged_entry(const ZipEntry& entry, std::uint64_t offset) {
+  return format_error(
+      Errc::checksum_mismatch,
+      "entry '" + entry.name + "' is damaged: its CRC-32 differs from the archive's", offset);
 }
 
 // A zero checksum of a non-empty entry means that the writer did not compute one
 // (torch.serialization.set_crc32_options(False)).
-Result<> check_entry(std::span<const std::byte> data, const Entry& entry, std::uint64_t offset) {
+Result<> check_entry(std::span<const std::byte> data, const ZipEntry& entry, std::uint64_t offset) {
   if (entry.crc == 0) return {};
   const std::uint32_t found = crc32(0, data);
   if (found == entry.crc) return {};
   return damaged_entry(entry, offset);
 }
 
-const Entry* find(const std::vector<Entry>& entries, std::string_view name) {
-  const auto found =
-      std::find_if(entries.begin(), entries.end(), [&](const Entry& e) { return e.name == name; });
+const ZipEntry* find(const std::vector<ZipEntry>& entries, std::string_view name) {
+  const auto found = std::find_if(entries.begin(), entries.end(),
+                                  [&](const ZipEntry& e) { return e.name == name; });
   return found == entries.end() ? nullptr : &*found;
 }
 
-// Of two entries of a name one reader takes the first and another the last, and so another tensor.
-const Entry* find_twin(const std::vector<Entry>& entries) {
+// Finds an entry with the same name as an earlier one. Some readers take the first of them and some
+// the last, so they would read different tensors.
+const ZipEntry* find_duplicate(const std::vector<ZipEntry>& entries) {
   for (auto entry = entries.begin(); entry != entries.end(); ++entry) {
-    const auto same = [&](const Entry& other) { return other.name == entry->name; };
+    const auto same = [&](const ZipEntry& other) { return other.name == entry->name; };
     if (std::any_of(entries.begin(), entry, same)) return &*entry;
   }
   return nullptr;
 }
 
-// The elements that sizes and strides can reach must lie in the storage.
-bool reaches_only_storage(const TensorHeader& header) {
+// True if all elements that sizes and strides address are in the storage.
+bool is_inside_storage(const TensorHeader& header) {
   std::uint64_t last = header.storage_offset;
   for (std::size_t i = 0; i < header.sizes.size(); ++i) {
     if (header.sizes[i] == 0) return true;
@@ -223,20 +229,21 @@ bool reaches_only_storage(const TensorHeader& header) {
 Result<RecordIndex> index_record(RecordBytes& record) {
   auto entries = read_directory(record, Limits{});
   if (!entries) return entries.error();
-  if (const Entry* twin = find_twin(*entries); twin != nullptr) {
-    return format_error(Errc::zip_inconsistent, "there are two entries '" + twin->name + "'");
+  if (const ZipEntry* duplicate = find_duplicate(*entries); duplicate != nullptr) {
+    return format_error(Errc::zip_inconsistent,
+                        "the archive has two entries '" + duplicate->name + "'");
   }
 
-  const Entry* pickle = find(*entries, "data.pkl");
-  const Entry* payload = find(*entries, "data/0");
+  const ZipEntry* pickle = find(*entries, "data.pkl");
+  const ZipEntry* payload = find(*entries, "data/0");
   if (pickle == nullptr || find(*entries, "version") == nullptr) {
-    return format_error(Errc::record_missing, "the archive has no data.pkl or no version");
+    return format_error(Errc::record_missing, "the archive lacks an entry data.pkl or version");
   }
   if (payload == nullptr || find(*entries, "data/1") != nullptr ||
       pickle->bytes > kMaxPickleBytes) {
-    return format_error(Errc::pickle_unknown, "the archive is not that of a single tensor");
+    return format_error(Errc::pickle_unknown, "the archive does not hold exactly one tensor");
   }
-  if (const Entry* order = find(*entries, "byteorder"); order != nullptr) {
+  if (const ZipEntry* order = find(*entries, "byteorder"); order != nullptr) {
     auto at = data_offset(record, *order);
     if (!at) return at.error();
     auto text = record.at(*at, std::min<std::uint64_t>(order->bytes, 16));
@@ -250,42 +257,46 @@ Result<RecordIndex> index_record(RecordBytes& record) {
   if (!pickle_at) return pickle_at.error();
   auto pickle_bytes = record.at(*pickle_at, pickle->bytes);
   if (!pickle_bytes) return pickle_bytes.error();
-  // A damaged pickle may still be a good one, of a tensor with other strides.
+  // A damaged pickle may still decode, to a tensor with other strides.
   if (auto intact = check_entry(*pickle_bytes, *pickle, *pickle_at); !intact) return intact.error();
   auto header = decode_tensor_pickle(*pickle_bytes);
   if (!header) return header.error();
   auto payload_at = data_offset(record, *payload);
   if (!payload_at) return payload_at.error();
-  if (payload->bytes != header->storage_bytes || !reaches_only_storage(*header)) {
+  if (payload->bytes != header->storage_bytes) {
     return format_error(Errc::zip_inconsistent, "data.pkl describes " +
                                                     std::to_string(header->storage_bytes) +
-                                                    " bytes of storage, the archive holds " +
+                                                    " bytes of storage, but the archive holds " +
                                                     std::to_string(payload->bytes));
+  }
+  if (!is_inside_storage(*header)) {
+    return format_error(Errc::zip_inconsistent,
+                        "data.pkl describes a tensor with elements outside of its storage");
   }
   return RecordIndex{std::move(*header), *payload_at, payload->bytes, payload->crc};
 }
 
-Result<EntriesFound> check_entries(RecordBytes& record, std::string_view skip) {
-  EntriesFound found;
+Result<EntryCheck> check_entries(RecordBytes& record, std::string_view skip) {
+  EntryCheck result;
   const std::uint64_t size = record.size();
-  if (size < zip::kEndBytes) return found;
+  if (size < zip::kEndBytes) return result;
   const auto begins_with = [&](std::uint64_t offset, std::uint32_t signature) -> Result<bool> {
     auto bytes = record.at(offset, 4);
     if (!bytes) return bytes.error();
     return ByteReader(*bytes).number(4) == signature;
   };
-  // One of them may be what is damaged.
+  // One signature suffices: the other may be damaged.
   auto head = begins_with(0, zip::kLocalHeader);
   if (!head) return head.error();
   auto tail = begins_with(size - zip::kEndBytes, zip::kEnd);
   if (!tail) return tail.error();
-  if (!*head && !*tail) return found;
-  found.archive = true;
-  // Each entry takes room in the directory, and the directory lies in the record.
+  if (!*head && !*tail) return result;
+  result.is_archive = true;
+  // The size of the record bounds the directory, and with it the number of entries.
   auto entries = read_directory(record, Limits{size, size});
   if (!entries) return entries.error();
   std::uint64_t left = size;
-  for (const Entry& entry : *entries) {
+  for (const ZipEntry& entry : *entries) {
     auto at = data_offset(record, entry);
     if (!at) return at.error();
     if (entry.bytes > left) {
@@ -294,27 +305,27 @@ Result<EntriesFound> check_entries(RecordBytes& record, std::string_view skip) {
     left -= entry.bytes;
     if (entry.name == skip || entry.bytes == 0) continue;
     if (entry.crc == 0) {
-      ++found.unknown;
+      ++result.without_crc;
       continue;
     }
     std::uint32_t crc = 0;
-    for (std::uint64_t position = 0; position < entry.bytes; position += kCheckedAtOnce) {
-      auto data = record.at(*at + position, std::min(kCheckedAtOnce, entry.bytes - position));
+    for (std::uint64_t position = 0; position < entry.bytes; position += kReadBytes) {
+      auto data = record.at(*at + position, std::min(kReadBytes, entry.bytes - position));
       if (!data) return data.error();
       crc = crc32(crc, *data);
     }
     if (crc != entry.crc) return damaged_entry(entry, *at);
   }
-  return found;
+  return result;
 }
 
 Result<> check_archive(RecordBytes& record) {
-  // Each entry takes room in the directory, and the directory lies in the record.
+  // The size of the record bounds the directory, and with it the number of entries.
   auto entries = read_directory(record, Limits{record.size(), record.size()});
   if (!entries) return {};
-  // Entries do not overlap unless to make a short archive take for ever.
+  // Stop at entries that overlap: checking them could take very long in a short archive.
   std::uint64_t left = record.size();
-  for (const Entry& entry : *entries) {
+  for (const ZipEntry& entry : *entries) {
     auto at = data_offset(record, entry);
     if (!at) continue;
     if (entry.bytes > left) return {};

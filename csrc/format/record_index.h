@@ -10,41 +10,41 @@
 
 namespace torch_ckpt::format {
 
-/// Gives parts of one record; implemented over memory and over a file.
+/// Reads parts of one record, in memory or in a file.
 class RecordBytes {
  public:
   virtual ~RecordBytes() = default;
-  /// Bytes in the record.
+  /// Size of the record in bytes.
   virtual std::uint64_t size() const = 0;
-  /// Exactly `length` bytes at `offset`, valid until the next call.
+  /// Reads exactly `length` bytes at `offset`. They are valid until the next call.
   virtual Result<std::span<const std::byte>> at(std::uint64_t offset, std::uint64_t length) = 0;
 };
 
-/// Where the payload of a record lies and what its archive says of it.
+/// Location, checksum and header of a record's payload.
 struct RecordIndex {
   TensorHeader header;
-  std::uint64_t payload_offset = 0;  // from the record's begin
+  std::uint64_t payload_offset = 0;  // in the record
   std::uint64_t payload_bytes = 0;
   std::uint32_t payload_crc = 0;  // 0 with a non-empty payload: the writer did not compute it
 };
 
-/// Reads the archive around the payload, and of the payload nothing. Refuses whatever is not a
-/// stored, little-endian torch.save archive of one plain tensor: every offset and length is checked
-/// against the record before it is used.
+/// Reads the archive around the payload, but no byte of the payload. Accepts only an uncompressed,
+/// little-endian torch.save archive of one plain tensor. Every offset and length is checked against
+/// the record before it is used.
 Result<RecordIndex> index_record(RecordBytes& record);
 
-/// What can be said of the entries of an archive of anything.
-struct EntriesFound {
-  bool archive = false;       // otherwise bytes of another kind, and nothing is known of them
-  std::uint64_t unknown = 0;  // entries without a checksum, of which nothing is known either
+/// Result of check_entries().
+struct EntryCheck {
+  bool is_archive = false;        // false: the bytes were not checked
+  std::uint64_t without_crc = 0;  // number of entries without a checksum, which were not checked
 };
 
-/// Compares the entries with their CRC-32s, but for `skip`, in steps of at most 1 MiB. What looks
-/// like an archive must be a sound one.
-Result<EntriesFound> check_entries(RecordBytes& record, std::string_view skip = {});
+/// Compares the entries of an archive, except `skip`, with their CRC-32s. Reads at most 1 MiB at a
+/// time. Fails if the record looks like an archive but is not a consistent one.
+Result<EntryCheck> check_entries(RecordBytes& record, std::string_view skip = {});
 
-/// Compares the entries of an archive of anything with their CRC-32s. Fails with checksum_mismatch
-/// alone: its reader judges a file that is not an archive, or that cannot be walked.
+/// Compares the entries of an archive with their CRC-32s. The only failure is checksum_mismatch: a
+/// file that is no archive, or an inconsistent one, is left to the code that decodes it.
 Result<> check_archive(RecordBytes& record);
 
 }  // namespace torch_ckpt::format

@@ -29,8 +29,8 @@ std::string frame_of(FrameKind kind, std::string_view payload) {
   return out;
 }
 
-// What put_text() wrote.
-std::string text_of(ByteReader& reader) { return std::string(reader.text(reader.number(8))); }
+// Reads what put_text() wrote.
+std::string read_text(ByteReader& reader) { return std::string(reader.text(reader.number(8))); }
 
 Error damaged(std::string_view what) {
   return format_error(Errc::frame_damaged, "a message between processes " + std::string(what));
@@ -43,8 +43,8 @@ std::optional<Frame> decode_payload(std::uint32_t kind, std::span<const std::byt
   switch (frame.kind) {
     case FrameKind::file: {
       frame.files = static_cast<std::uint32_t>(reader.number(4));
-      frame.file.name = text_of(reader);
-      frame.file.checksum_table = text_of(reader);
+      frame.file.name = read_text(reader);
+      frame.file.checksum_table = read_text(reader);
       const std::uint64_t count = reader.number(8);
       if (count > reader.left() / kItemBytes) return std::nullopt;
       frame.file.items.reserve(count);
@@ -62,12 +62,12 @@ std::optional<Frame> decode_payload(std::uint32_t kind, std::span<const std::byt
       frame.failure.code = static_cast<Errc>(reader.number(4));
       frame.failure.sys_errno = static_cast<int>(reader.number(4));
       frame.failure.offset = reader.number(8);
-      frame.failure.operation = text_of(reader);
-      frame.failure.path = text_of(reader);
-      frame.failure.detail = text_of(reader);
+      frame.failure.operation = read_text(reader);
+      frame.failure.path = read_text(reader);
+      frame.failure.detail = read_text(reader);
       break;
     case FrameKind::object:
-    case FrameKind::begun:
+    case FrameKind::begin:
       frame.sender.process = reader.number(8);
       frame.sender.start = reader.number(8);
       frame.value = reader.text(reader.left());
@@ -126,14 +126,13 @@ Result<std::vector<Frame>> decode_frames(std::span<const std::byte> bytes) {
     const std::string_view magic = head.text(kMagic.size());
     const auto kind = static_cast<std::uint32_t>(head.number(4));
     const std::uint64_t length = head.number(8);
-    if (magic != kMagic) return damaged("does not begin as one");
-    // Of what comes behind the head the checksum is no part of the payload.
+    if (magic != kMagic) return damaged("does not begin with its magic number");
     if (length > bytes.size() - kHeadBytes - kCrcBytes) return damaged("is cut short");
     const auto covered = bytes.first(kHeadBytes + length);
     const std::uint64_t crc = little_endian(bytes.subspan(covered.size(), kCrcBytes));
-    if (crc != crc32(0, covered)) return damaged("has another checksum");
+    if (crc != crc32(0, covered)) return damaged("does not match its checksum");
     auto frame = decode_payload(kind, covered.subspan(kHeadBytes));
-    if (!frame) return damaged("is of a kind or a form that this version does not know");
+    if (!frame) return damaged("has a kind or a layout that this version does not know");
     frames.push_back(std::move(*frame));
     bytes = bytes.subspan(covered.size() + kCrcBytes);
   }

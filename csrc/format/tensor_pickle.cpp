@@ -1,4 +1,4 @@
-// data.pkl of a plain tensor, as a grammar (opcode letters as in Python's pickletools):
+// The grammar of data.pkl for a plain tensor (opcodes are named as in Python's pickletools):
 //
 //   pickle  := PROTO 2, rebuild, MARK, storage, int(storage_offset), tuple(sizes), tuple(strides),
 //              NEWFALSE, GLOBAL "collections OrderedDict", EMPTY_TUPLE, REDUCE,
@@ -10,8 +10,8 @@
 //   flags   := EMPTY_DICT, {"conj": True} or {"neg": True} or both
 //   tuple   := EMPTY_TUPLE | ints TUPLE1..3 | MARK ints TUPLE
 //
-// After each object that is not a bare int, bool or empty tuple Python's pickler memoizes it
-// (BINPUT n, counting up).
+// Python's pickler memoizes each object (BINPUT n, counting up) except ints, bools and empty
+// tuples.
 
 #include "format/tensor_pickle.h"
 
@@ -31,10 +31,9 @@ constexpr std::string_view kRebuildV3 = "_rebuild_tensor_v3";
 
 constexpr unsigned char kProtocol = 2;
 
-// More dimensions than torch itself supports (64) are refused before anything is allocated.
-constexpr std::size_t kMaxDims = 64;
+constexpr std::size_t kMaxDims = 64;  // torch's own limit
 
-/// The opcode that ends a tuple of so many values.
+/// The opcode that ends a tuple of `count` values.
 unsigned char closing(bool marked, std::size_t count) {
   return marked ? op::kTuple : static_cast<unsigned char>(op::kTuple1 - 1 + count);
 }
@@ -99,8 +98,8 @@ class Parser {
   bool failed() const { return failed_; }
   void fail() { failed_ = true; }
 
-  /// Takes the next token where it has that opcode. Each of them is followed by another until STOP
-  /// is taken, so that looking at the next one asks for nothing that may be missing.
+  /// Consumes the next token if it has this opcode. The lookahead never reads past the end of a
+  /// valid pickle, because STOP is the last token that is asked for.
   bool accept(unsigned char code) {
     if (!failed_ && !std::exchange(is_ahead_, true)) failed_ = !reader_.next(token_);
     if (failed_ || token_.code != code) return false;
@@ -117,7 +116,7 @@ class Parser {
     expect(op::kProto);
     if (token_.number != kProtocol) fail();
   }
-  /// The name; what it names must lie in `module`.
+  /// Consumes a global, which must be in `module`, and returns its name.
   std::string_view global_of(std::string_view module) {
     expect(op::kGlobal);
     if (token_.bytes != module) fail();
@@ -183,7 +182,7 @@ class Parser {
 
   PickleReader reader_;
   PickleToken token_;
-  bool is_ahead_ = false;  // token_ has not been taken
+  bool is_ahead_ = false;  // token_ was read and not consumed
   bool failed_ = false;
 };
 
@@ -238,7 +237,7 @@ std::string encode_tensor_pickle(const TensorHeader& header) {
     emit.memoize();
     const bool both = header.conj && header.neg;
     if (both) emit.op(op::kMark);
-    // "neg" before "conj", as torch's unordered_map gives them out.
+    // "neg" before "conj": the iteration order of torch's unordered_map.
     if (header.neg) {
       emit.string("neg");
       emit.op(op::kNewtrue);
@@ -309,7 +308,7 @@ Result<TensorHeader> decode_tensor_pickle(std::span<const std::byte> bytes) {
   parse.skip_memo();
   parse.expect(op::kStop);
   if (parse.failed() || header.dtype == nullptr || header.sizes.size() != header.strides.size()) {
-    return format_error(Errc::pickle_unknown, "data.pkl is not that of a plain CPU tensor");
+    return format_error(Errc::pickle_unknown, "data.pkl does not describe a plain CPU tensor");
   }
   const auto storage_bytes = checked_mul(numel, v3 ? 1 : header.dtype->item_bytes);
   if (!storage_bytes) return format_error(Errc::pickle_unknown, "the storage size overflows");

@@ -10,8 +10,8 @@
 
 namespace torch_ckpt::format {
 
-/// What `data.pkl` of a torch.save archive says of one plain CPU tensor. Sizes, strides and the
-/// offset count elements.
+/// The contents of `data.pkl` in a torch.save archive of one plain CPU tensor. Sizes, strides and
+/// the offset are in elements.
 struct TensorHeader {
   const Dtype* dtype = nullptr;
   std::uint64_t storage_bytes = 0;
@@ -21,18 +21,18 @@ struct TensorHeader {
   bool conj = false;
   bool neg = false;
 
-  /// Whether the payload is the elements in row-major order, with nothing around them.
+  /// True if the payload consists of exactly the tensor's elements in row-major order.
   bool is_plain_row_major() const;
 
   bool operator==(const TensorHeader&) const = default;
 };
 
-/// Emits the pickle, byte for byte as Python's pickler does (protocol 2, memo included).
+/// Encodes the pickle, byte for byte as Python's pickler does (protocol 2, memo included).
 std::string encode_tensor_pickle(const TensorHeader& header);
 
-/// Reads such a pickle and nothing else: a fixed sequence of opcodes with no calls, so that a
-/// hostile file can at most be refused. Errc::pickle_unknown for anything but a plain CPU tensor
-/// (quantized, subclass, other device); the caller may hand those to torch.load.
+/// Decodes such a pickle. Only one fixed sequence of opcodes is accepted and nothing is called, so
+/// hostile bytes can only be refused. Fails with Errc::pickle_unknown for anything but a plain CPU
+/// tensor (quantized, subclass, other device); the caller may pass those to torch.load.
 Result<TensorHeader> decode_tensor_pickle(std::span<const std::byte> bytes);
 
 }  // namespace torch_ckpt::format

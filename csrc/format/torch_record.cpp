@@ -13,11 +13,12 @@ namespace {
 constexpr std::string_view kPrefix = "archive/";
 constexpr std::uint64_t kPayloadAlignment = 64;
 
-// torch's hash of this very list of record names (caffe2/serialize/inline_container.cc combines
-// std::hash of each); readers only log it. tests/python compares with the installed torch.
+// torch's hash of the names of a tensor record's entries (caffe2/serialize/inline_container.cc
+// combines their std::hash). Readers only log it. tests/python compares it with the installed
+// torch.
 constexpr std::string_view kRecordNamesHash = "15728199511854643026";
 
-struct Entry {
+struct ZipEntry {
   std::string name;
   std::uint64_t header_offset = 0;
   std::uint64_t bytes = 0;
@@ -28,7 +29,7 @@ std::span<const std::byte> as_bytes(std::string_view text) {
   return std::as_bytes(std::span(text.data(), text.size()));
 }
 
-// Builds the archive; the payload's bytes are counted and never held.
+// Builds the archive around the payload, whose bytes are counted but not held.
 class Archive {
  public:
   void add(std::string_view name, std::string_view data) {
@@ -39,7 +40,7 @@ class Archive {
   }
 
   void add_header(std::string_view name, std::uint64_t bytes) {
-    Entry entry{std::string(kPrefix) + std::string(name), offset(), bytes, 0};
+    ZipEntry entry{std::string(kPrefix) + std::string(name), offset(), bytes, 0};
     std::string extra64;
     if (bytes >= zip::kMax32) {
       put(extra64, bytes, 8);
@@ -53,8 +54,8 @@ class Archive {
     put(out_, zip::kLocalHeader, 4);
     put(out_, 0, 2);
     put(out_, flags(entry), 2);
-    out_.append(2 + 2 + 2 + 4 + 4 + 4,
-                '\0');  // method, time, date, crc and sizes: see the descriptor
+    // Method, time and date; CRC-32 and sizes, which are in the descriptor.
+    out_.append(2 + 2 + 2 + 4 + 4 + 4, '\0');
     put(out_, entry.name.size(), 2);
     put(out_, extra64_bytes + 4 + padding, 2);
     out_ += entry.name;
@@ -72,7 +73,7 @@ class Archive {
   void skip(std::uint64_t bytes) { skipped_ += bytes; }
 
   void add_descriptor(std::uint32_t crc) {
-    Entry& entry = entries_.back();
+    ZipEntry& entry = entries_.back();
     entry.crc = crc;
     if (entry.bytes == 0) return;
     put(out_, zip::kDescriptor, 4);
@@ -82,11 +83,11 @@ class Archive {
     put(out_, entry.bytes, width);
   }
 
-  /// torch's digest of the checksums so far, in the order of the file.
+  /// torch's digest of the CRC-32s of the entries so far, in file order.
   std::string checksums_digest() const {
     std::uint64_t hash = 0;
-    for (const Entry& entry : entries_) {
-      if (entry.bytes == 0) continue;  // an empty payload has no descriptor, hence no part in it
+    for (const ZipEntry& entry : entries_) {
+      if (entry.bytes == 0) continue;  // torch digests descriptors; an empty entry has none
       hash ^= std::uint64_t{entry.crc} + 0x9e3779b9 + (hash << 6) + (hash >> 2);
     }
     const std::string digits = std::to_string(hash);
@@ -95,7 +96,7 @@ class Archive {
 
   void finish() {
     const std::uint64_t directory_at = offset();
-    for (const Entry& entry : entries_) add_directory_entry(entry);
+    for (const ZipEntry& entry : entries_) add_directory_entry(entry);
     const std::uint64_t end64_at = offset();
     const std::uint64_t directory_bytes = end64_at - directory_at;
     put(out_, zip::kEnd64, 4);
@@ -124,15 +125,15 @@ class Archive {
   std::string& bytes() { return out_; }
 
  private:
-  static std::uint16_t flags(const Entry& entry) {
+  static std::uint16_t flags(const ZipEntry& entry) {
     return static_cast<std::uint16_t>(zip::kFlagUtf8 |
                                       (entry.bytes > 0 ? zip::kFlagDescriptor : 0));
   }
-  static bool needs_zip64(const Entry& entry) {
+  static bool needs_zip64(const ZipEntry& entry) {
     return entry.bytes >= zip::kMax32 || entry.header_offset >= zip::kMax32;
   }
 
-  void add_directory_entry(const Entry& entry) {
+  void add_directory_entry(const ZipEntry& entry) {
     const bool long_size = entry.bytes >= zip::kMax32;
     const bool long_offset = entry.header_offset >= zip::kMax32;
     std::string extra64;
@@ -162,7 +163,7 @@ class Archive {
 
   std::string out_;
   std::uint64_t skipped_ = 0;
-  std::vector<Entry> entries_;
+  std::vector<ZipEntry> entries_;
 };
 
 void add_head(Archive& archive, std::string_view pickle, std::uint64_t payload_bytes) {

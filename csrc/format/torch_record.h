@@ -11,17 +11,17 @@
 
 namespace torch_ckpt::format {
 
-// A record is what torch.save(tensor, buffer) writes: a stored zip archive. docs/format.md has the
-// grammar. Everything but the checksums follows from data.pkl's length and the payload's size, so
-// a record is laid out before a byte of the payload has been seen:
+// A record is the output of torch.save(tensor, buffer): an uncompressed zip archive. docs/format.md
+// has the grammar. The layout of a record depends only on the sizes of data.pkl and the payload, so
+// it is known before the payload is read:
 //
-//   head     up to and including the local header of archive/data/0   depends on data.pkl
-//   payload  the tensor's bytes, 64-aligned within the record
-//   tail     data descriptor, two small entries, central directory    depends on the payload's CRC
+//   head     up to and including the local header of archive/data/0   contains data.pkl
+//   payload  the tensor's bytes, aligned to 64 bytes in the record
+//   tail     data descriptor, two small entries, central directory    contains the payload's CRC-32
 
-/// Offsets in bytes from the record's begin.
+/// Sizes of the parts of a record.
 struct RecordLayout {
-  std::uint64_t head_bytes = 0;  // = the payload's offset
+  std::uint64_t head_bytes = 0;  // also the offset of the payload
   std::uint64_t payload_bytes = 0;
   std::uint64_t tail_bytes = 0;
 
@@ -30,10 +30,10 @@ struct RecordLayout {
 
 RecordLayout lay_out_record(std::string_view pickle, std::uint64_t payload_bytes);
 
-/// The bytes before the payload; size() == head_bytes.
+/// Returns the `head_bytes` bytes before the payload.
 std::string encode_head(std::string_view pickle, std::uint64_t payload_bytes);
 
-/// The bytes behind the payload, whose checksum is `payload_crc`; size() == tail_bytes.
+/// Returns the `tail_bytes` bytes after a payload with the CRC-32 `payload_crc`.
 std::string encode_tail(std::string_view pickle, std::uint64_t payload_bytes,
                         std::uint32_t payload_crc);
 

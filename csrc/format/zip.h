@@ -3,7 +3,8 @@
 #include <cstddef>
 #include <cstdint>
 
-// The part of PKWARE's APPNOTE 6.3 that torch.save uses: stored entries, zip64, data descriptors.
+// The part of PKWARE's APPNOTE 6.3 that torch.save uses: uncompressed entries, zip64, data
+// descriptors.
 namespace torch_ckpt::format::zip {
 
 inline constexpr std::uint32_t kLocalHeader = 0x04034b50;
@@ -23,7 +24,7 @@ inline constexpr std::uint16_t kExtraZip64 = 0x0001;
 inline constexpr std::uint16_t kFlagDescriptor = 0x0008;
 inline constexpr std::uint16_t kFlagUtf8 = 0x0800;
 
-/// From here on a 32-bit field holds this value and the number is in the zip64 extra.
+/// Numbers from this value on are stored in the zip64 extra field; the 32-bit field has this value.
 inline constexpr std::uint64_t kMax32 = 0xffffffff;
 
 }  // namespace torch_ckpt::format::zip

@@ -45,9 +45,9 @@ TEST(ResultFrame, BringsAllOfAnError) {
 TEST(ResultFrame, BringsAnObjectWithItsSender) {
   const Sender sender{123, 456};
   const auto frames =
-      decode_frames(bytes_of(encode_value(FrameKind::begun, sender, bytes_of("files __0_*"))));
+      decode_frames(bytes_of(encode_value(FrameKind::begin, sender, bytes_of("files __0_*"))));
   ASSERT_TRUE(ok(frames));
-  EXPECT_EQ(frames->at(0).kind, FrameKind::begun);
+  EXPECT_EQ(frames->at(0).kind, FrameKind::begin);
   EXPECT_EQ(frames->at(0).sender, sender);
   EXPECT_EQ(frames->at(0).value, "files __0_*");
 }
